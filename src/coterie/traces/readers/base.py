@@ -1,0 +1,76 @@
+"""The contract of a reader, and how a file finds its reader.
+
+A reader turns one file or folder of another system into a trace. It either reads all of it or raises
+:class:`~coterie.errors.TraceError` naming the file, the field, and what was expected; it never returns less than
+the file claims to hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from coterie.errors import TraceError
+from coterie.registry import Registry
+from coterie.traces.activations import ActivationTrace
+from coterie.traces.load import LoadTable
+from coterie.traces.requests import RequestTrace, read_meta
+
+Trace = ActivationTrace | LoadTable | RequestTrace
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What a file may not say of itself."""
+
+    model: str | None = None
+    """Name of the model that produced the file."""
+    num_experts: int | None = None
+    """Experts per layer, where the file holds ids only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One foreign format."""
+
+    read: Callable[[Path, ReadOptions], Trace]
+    sniff: Callable[[Path], bool]
+    """Whether the file looks like this format: cheap, never raises on foreign bytes."""
+    help: str
+    """One line: what the format is and who writes it."""
+
+
+readers: Registry[Reader] = Registry("format", group="coterie.readers")
+
+
+def _read_coterie(path: Path, _: ReadOptions) -> Trace:
+    kind = read_meta(path)["kind"]
+    opener = {"activations": ActivationTrace.open, "load": LoadTable.open, "requests": RequestTrace.open}[kind]
+    return opener(path)
+
+
+readers.add(
+    "coterie",
+    Reader(_read_coterie, lambda path: (path / "meta.json").exists(), "a trace folder of Coterie's own"),
+)
+
+
+def read_trace(path: str | Path, format: str | None = None, options: ReadOptions | None = None) -> Trace:
+    """Read any known format; without `format`, the one whose reader recognises the file."""
+    path = Path(path)
+    if format is None:
+        format = detect(path)
+    return readers[format].read(path, options or ReadOptions())
+
+
+def detect(path: Path) -> str:
+    """The name of the format of a file or folder."""
+    if not path.exists():
+        raise TraceError(path, "file", "does not exist")
+    matches = [name for name in readers if readers[name].sniff(path)]
+    if not matches:
+        raise TraceError(path, "format", f"is unknown; give one of {', '.join(readers)}")
+    if len(matches) > 1:
+        raise TraceError(path, "format", f"could be {' or '.join(matches)}; say which with --from")
+    return matches[0]

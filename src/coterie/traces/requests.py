@@ -1,0 +1,216 @@
+"""Request traces: who arrived when, how long, and which prompt blocks are shared.
+
+In memory a request trace is columns of NumPy arrays; on disk, a folder with ``meta.json`` and
+``requests.parquet``. An activation trace holds the same table beside its activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, TraceError
+from coterie.traces.store import read_json, write_json
+
+FORMAT = "coterie-trace"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """Requests, one row each. A column that was not recorded is None.
+
+    Readers of request traces return them in order of arrival; a live recording lists them as they finished.
+    """
+
+    prompt_tokens: NDArray[np.int64]
+    """[request] tokens of the prompt."""
+    output_tokens: NDArray[np.int64]
+    """[request] tokens generated."""
+    arrival_s: NDArray[np.float64] | None = None
+    """[request] seconds since the start of the trace."""
+    ids: Sequence[str] | None = None
+    domains: Sequence[str] | None = None
+    """[request] task or language the request belongs to."""
+    prefix_blocks: Sequence[NDArray[np.int64]] | None = None
+    """[request] hashes of the prompt's blocks, in order: equal leading hashes are a shared prefix."""
+    block_tokens: int | None = None
+    """Tokens of one prefix block."""
+    extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Any further columns of the source."""
+    source: Mapping[str, Any] = field(default_factory=dict)
+    """Where the trace comes from: format, file, licence."""
+
+    def __post_init__(self) -> None:
+        count = len(self.prompt_tokens)
+        columns: dict[str, Sequence[Any] | NDArray[Any] | None] = {
+            "output_tokens": self.output_tokens, "arrival_s": self.arrival_s, "ids": self.ids,
+            "domains": self.domains, "prefix_blocks": self.prefix_blocks, **self.extra,
+        }  # fmt: skip
+        for name, column in columns.items():
+            if column is not None and len(column) != count:
+                raise ConfigError(f"{name} has {len(column)} rows; prompt_tokens has {count}")
+        for name in ("prompt_tokens", "output_tokens"):
+            if count and int(getattr(self, name).min()) < 0:
+                raise ConfigError(f"{name}={int(getattr(self, name).min())} must not be negative")
+        if self.arrival_s is not None and not np.isfinite(self.arrival_s).all():
+            bad = int(np.flatnonzero(~np.isfinite(self.arrival_s))[0])
+            raise ConfigError(f"arrival_s[{bad}]={self.arrival_s[bad]} must be a finite time")
+        if (self.prefix_blocks is None) != (self.block_tokens is None):
+            raise ConfigError("prefix_blocks and block_tokens must be given together")
+
+    def __len__(self) -> int:
+        return len(self.prompt_tokens)
+
+    @property
+    def duration_s(self) -> float:
+        """From the first arrival to the last."""
+        return float(np.ptp(self.arrival_s)) if self.arrival_s is not None and len(self) else 0.0
+
+    def take(self, rows: Any) -> RequestTrace:
+        """Some rows: a slice, or an array of indices in the order wanted."""
+
+        def cut(column: Any) -> Any:
+            if column is None or isinstance(column, np.ndarray) or isinstance(rows, slice):
+                return None if column is None else column[rows]
+            return [column[int(row)] for row in rows]
+
+        return RequestTrace(
+            prompt_tokens=self.prompt_tokens[rows], output_tokens=self.output_tokens[rows],
+            arrival_s=cut(self.arrival_s), ids=cut(self.ids), domains=cut(self.domains),
+            prefix_blocks=cut(self.prefix_blocks), block_tokens=self.block_tokens,
+            extra={name: cut(column) for name, column in self.extra.items()}, source=self.source,
+        )  # fmt: skip
+
+    def in_order(self) -> RequestTrace:
+        """The same requests in order of arrival; ties keep their order."""
+        return self if self.arrival_s is None else self.take(np.argsort(self.arrival_s, kind="stable"))
+
+    def save(self, path: str | Path) -> None:
+        """Write the folder; it must not hold a trace yet."""
+        folder = new_trace_folder(path)
+        write_requests(folder / "requests.parquet", self)
+        write_json(folder / "meta.json", self._meta())
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT, "version": VERSION, "kind": "requests", "num_requests": len(self),
+            "block_tokens": self.block_tokens, "source": dict(self.source),
+        }  # fmt: skip
+
+    @classmethod
+    def open(cls, path: str | Path) -> RequestTrace:
+        """Read a request trace, or the request table of an activation trace."""
+        folder = Path(path)
+        meta = read_meta(folder)
+        if meta["kind"] == "requests":
+            trace = read_requests(folder / "requests.parquet", meta.get("block_tokens"), meta.get("source") or {})
+            if len(trace) != meta.get("num_requests"):
+                problem = f"found {len(trace)}, meta.json says {meta.get('num_requests')}"
+                raise TraceError(folder / "requests.parquet", "rows", problem)
+            return trace
+        if meta["kind"] == "activations":
+            from coterie.traces.activations import ActivationTrace
+
+            return ActivationTrace.open(folder).requests
+        raise TraceError(folder / "meta.json", "kind", f"{meta['kind']!r} has no requests")
+
+
+def new_trace_folder(path: str | Path) -> Path:
+    """Make the folder, refusing to write over a trace: bad input never loses data."""
+    folder = Path(path)
+    if (folder / "meta.json").exists():
+        raise ConfigError(f"{folder} holds a trace already; choose another folder or remove it first")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; a trace is a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        problem = "is a file; a trace is a folder (coterie convert makes one)" if folder.exists() else "does not exist"
+        raise TraceError(folder, "trace", problem)
+    meta = read_json(folder / "meta.json")
+    if meta.get("format") != FORMAT:
+        raise TraceError(folder / "meta.json", "format", f"found {meta.get('format')!r}, expected {FORMAT!r}")
+    if meta.get("version") != VERSION:
+        raise TraceError(folder / "meta.json", "version", f"found {meta.get('version')!r}, expected {VERSION}")
+    if meta.get("kind") not in ("activations", "requests", "load"):
+        raise TraceError(
+            folder / "meta.json", "kind", f"found {meta.get('kind')!r}, expected activations, requests or load"
+        )
+    return meta
+
+
+def write_requests(path: Path, trace: RequestTrace) -> None:
+    """The table as parquet, whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns: dict[str, Any] = {
+        "prompt_tokens": pa.array(trace.prompt_tokens, pa.int64()),
+        "output_tokens": pa.array(trace.output_tokens, pa.int64()),
+    }
+    if trace.arrival_s is not None:
+        columns["arrival_s"] = pa.array(trace.arrival_s, pa.float64())
+    if trace.ids is not None:
+        columns["id"] = pa.array(list(trace.ids), pa.string())
+    if trace.domains is not None:
+        columns["domain"] = pa.array(list(trace.domains), pa.string())
+    if trace.prefix_blocks is not None:
+        offsets = np.concatenate([[0], np.cumsum([len(blocks) for blocks in trace.prefix_blocks])])
+        values = np.concatenate(list(trace.prefix_blocks)) if len(trace) else np.empty(0, np.int64)
+        columns["prefix_blocks"] = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values))
+    for name, column in trace.extra.items():
+        columns[f"extra.{name}"] = pa.array(list(column))
+    tmp = path.with_name(path.name + ".tmp")
+    pq.write_table(pa.table(columns), tmp, compression="zstd")
+    tmp.replace(path)
+
+
+def read_requests(path: Path, block_tokens: int | None, source: Mapping[str, Any]) -> RequestTrace:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except FileNotFoundError:
+        raise TraceError(path, "file", "does not exist") from None
+    except (pa.ArrowInvalid, OSError) as error:
+        raise TraceError(path, "parquet", f"cannot be read: {str(error).splitlines()[0]}") from None
+    names = table.column_names
+
+    def numbers(name: str, dtype: type) -> NDArray[Any]:
+        try:
+            return np.asarray(table[name].to_numpy(), dtype=dtype)
+        except KeyError:
+            raise TraceError(path, name, f"is missing; the table has {', '.join(names)}") from None
+        except (TypeError, ValueError, pa.ArrowInvalid):
+            raise TraceError(path, name, f"holds {table[name].type}, expected numbers without gaps") from None
+
+    blocks = None
+    if "prefix_blocks" in names and block_tokens:
+        column = table["prefix_blocks"].combine_chunks()
+        offsets, values = column.offsets.to_numpy(), column.values.to_numpy().astype(np.int64)
+        blocks = [values[a:b] for a, b in pairwise(offsets)]
+    try:
+        return RequestTrace(
+            prompt_tokens=numbers("prompt_tokens", np.int64),
+            output_tokens=numbers("output_tokens", np.int64),
+            arrival_s=numbers("arrival_s", np.float64) if "arrival_s" in names else None,
+            ids=table["id"].to_pylist() if "id" in names else None,
+            domains=table["domain"].to_pylist() if "domain" in names else None,
+            prefix_blocks=blocks,
+            block_tokens=block_tokens if blocks is not None else None,
+            extra={n.removeprefix("extra."): table[n].to_pylist() for n in names if n.startswith("extra.")},
+            source=source,
+        )
+    except ConfigError as error:
+        raise TraceError(path, "table", str(error)) from None

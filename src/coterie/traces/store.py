@@ -1,0 +1,199 @@
+"""Arrays on disk as safetensors: mapped to read, streamed to write.
+
+The safetensors library copies what it reads and wants whole arrays to write. A trace of tens of gigabytes needs
+neither: opening maps the file, and writing goes row by row into a file whose header was written first. Files are
+plain safetensors either way, and the tests read and write them with the library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import TraceError
+
+_DTYPES = {
+    "BOOL": "|b1", "U8": "|u1", "I8": "|i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4",
+    "U64": "<u8", "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8",
+}  # fmt: skip
+_NAMES = {np.dtype(code): name for name, code in _DTYPES.items()}
+_MAX_HEADER = 100_000_000  # the safetensors library's own limit
+
+
+class ArraySpec(NamedTuple):
+    """What an array will be, before it is written."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+class ArrayFile:
+    """A safetensors file mapped read-only: ``file["offsets"]`` is a view, not a copy."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._arrays: dict[str, NDArray[Any]] = {}
+        try:
+            with path.open("rb") as stream:
+                size = os.fstat(stream.fileno()).st_size
+                header, start = self._read_header(stream.read(8), stream, size)
+                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise TraceError(path, "file", "does not exist") from None
+        end = start
+        for name, entry in header.items():
+            if name != "__metadata__":
+                array, stop = self._view(name, entry, start, size)
+                self._arrays[name] = array
+                end = max(end, stop)
+        if size != end:
+            raise TraceError(path, "file", f"has {size} bytes; its header describes {end}")
+
+    def _read_header(self, prefix: bytes, stream: Any, size: int) -> tuple[dict[str, Any], int]:
+        if len(prefix) < 8:
+            raise TraceError(self.path, "header", f"file has {size} bytes; safetensors starts with 8 of header length")
+        length = int.from_bytes(prefix, "little")
+        if length > min(_MAX_HEADER, size - 8):
+            raise TraceError(self.path, "header", f"claims {length} bytes, file has {size}: not safetensors, or cut")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError:
+            raise TraceError(self.path, "header", "is not JSON: not a safetensors file") from None
+        if not isinstance(header, dict):
+            raise TraceError(self.path, "header", "must be a JSON object")
+        return header, 8 + length
+
+    def _view(self, name: str, entry: Any, start: int, size: int) -> tuple[NDArray[Any], int]:
+        try:
+            dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(int(n) for n in entry["shape"])
+            first, last = (int(n) for n in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise TraceError(self.path, name, f"header entry {entry!r} must have dtype, shape, data_offsets") from None
+        nbytes = ArraySpec(dtype, shape).nbytes
+        if min(shape, default=0) < 0 or first < 0 or last - first != nbytes:
+            raise TraceError(self.path, name, f"data_offsets span {last - first} bytes, {dtype} {shape} needs {nbytes}")
+        if start + last > size:
+            raise TraceError(self.path, name, f"ends at byte {start + last}, the file has {size}: it is cut short")
+        count = math.prod(shape)
+        return np.frombuffer(self._map, dtype, count, start + first).reshape(shape), start + last
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        try:
+            return self._arrays[name]
+        except KeyError:
+            raise TraceError(self.path, name, f"is missing; the file has {', '.join(sorted(self._arrays))}") from None
+
+    def get(self, name: str) -> NDArray[Any] | None:
+        return self._arrays.get(name)
+
+    def release(self) -> None:
+        """Let go of the pages read so far: they stay in the page cache but no longer count as this process's."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+class ArrayFileWriter:
+    """Write a safetensors file whose shapes are known, row by row; it takes its name when closed without error.
+
+    Until then it is ``NAME.tmp``: a crash leaves no file under the final name.
+    """
+
+    def __init__(self, path: Path, specs: Mapping[str, ArraySpec]) -> None:
+        self.path = path
+        self.specs = dict(specs)
+        # Widest first, as the library does, so that every array starts on a multiple of its item size.
+        order = sorted(self.specs, key=lambda name: (-self.specs[name].dtype.itemsize, name))
+        header: dict[str, Any] = {}
+        at = 0
+        for name in order:
+            spec = self.specs[name]
+            code = _NAMES[spec.dtype.newbyteorder("<")]
+            header[name] = {"dtype": code, "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
+            at += spec.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._start = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in order}
+        self._rows = dict.fromkeys(order, 0)
+        self._tmp = path.with_name(path.name + ".tmp")
+        self._file = os.open(self._tmp, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.pwrite(self._file, len(text).to_bytes(8, "little") + text, 0)
+        os.ftruncate(self._file, 8 + len(text) + at)
+
+    def append(self, name: str, rows: NDArray[Any]) -> None:
+        """The next rows of an array, in order."""
+        spec = self.specs[name]
+        data = np.ascontiguousarray(rows, dtype=spec.dtype.newbyteorder("<"))
+        done = self._rows[name]
+        if data.shape[1:] != spec.shape[1:] or done + len(data) > spec.shape[0]:
+            raise TraceError(self.path, name, f"rows of shape {data.shape} at row {done} do not fit {spec.shape}")
+        view, at = data.reshape(-1).view(np.uint8), 0
+        start = self._start[name] + done * (spec.nbytes // max(1, spec.shape[0]))
+        while at < len(view):  # pwrite moves at most 2 GiB at a time
+            at += os.pwrite(self._file, view[at : at + (1 << 30)].data, start + at)
+        self._rows[name] = done + len(data)
+
+    def close(self) -> None:
+        for name, spec in self.specs.items():
+            if self._rows[name] != spec.shape[0]:
+                self.abort()
+                raise TraceError(self.path, name, f"has {self._rows[name]} of {spec.shape[0]} rows")
+        os.fsync(self._file)
+        os.close(self._file)
+        self._tmp.replace(self.path)
+
+    def abort(self) -> None:
+        os.close(self._file)
+        self._tmp.unlink(missing_ok=True)
+
+    def __enter__(self) -> ArrayFileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write whole arrays at once."""
+    specs = {name: ArraySpec(array.dtype, array.shape) for name, array in arrays.items()}
+    with ArrayFileWriter(path, specs) as out:
+        for name, array in arrays.items():
+            out.append(name, array)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file whole or not at all."""
+    tmp = path.with_name(path.name + ".tmp")
+    with tmp.open("w") as stream:
+        json.dump(value, stream, indent=1)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    tmp.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise TraceError(path, "file", "does not exist") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise TraceError(path, "JSON", f"cannot be parsed: {error}") from None
+    if not isinstance(value, dict):
+        raise TraceError(path, "JSON", f"must be an object, found {type(value).__name__}")
+    return value

@@ -1,0 +1,213 @@
+"""The values everything else is made of. docs/glossary.md explains the words; arrays state shape and unit.
+
+A value checks itself when it is made, so a function that receives one need not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+
+WeightDtype = Literal["fp32", "bf16", "fp16", "fp8", "mxfp4"]
+
+BYTES_PER_WEIGHT: dict[str, float] = {
+    "fp32": 4.0,
+    "bf16": 2.0,
+    "fp16": 2.0,
+    "fp8": 1.0,  # block scales of DeepSeek's 128 x 128 add 0.02%: left out
+    "mxfp4": 4.25 / 8,  # 4 bits a weight and one 8-bit scale for every 32
+}
+"""Bytes in memory, and so on the bus, for one weight."""
+
+PREFILL, DECODE = 0, 1
+"""Phase of a token: it came with the prompt, or it was generated."""
+
+
+def check_dtype(dtype: str) -> None:
+    if dtype not in BYTES_PER_WEIGHT:
+        raise ConfigError(f"weight_dtype={dtype!r} must be one of {', '.join(get_args(WeightDtype))}")
+
+
+def narrowest_uint(largest: int) -> np.dtype[np.unsignedinteger]:
+    """The smallest unsigned dtype that holds 0 … largest: uint8 for 256 experts, uint16 past that."""
+    return np.dtype(np.min_scalar_type(largest))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The shape of a Mixture-of-Experts model: all that a cost or a placement needs to know of it."""
+
+    name: str
+    num_layers: int
+    """Transformer layers, dense ones included."""
+    num_experts: int
+    """Routed experts of one MoE layer."""
+    top_k: int
+    """Experts a token activates in one MoE layer."""
+    hidden_size: int
+    expert_intermediate_size: int
+    """Inner width of one routed expert, which holds three matrices of hidden_size x this."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    first_moe_layer: int = 0
+    moe_layer_step: int = 1
+    """From first_moe_layer on, every so many layers is a MoE layer; the others are dense."""
+    shared_intermediate_size: int = 0
+    """Summed inner width of the always-on experts (or parallel dense MLP) beside the routed ones."""
+    dense_intermediate_size: int = 0
+    """Inner width of the MLP in layers that are not MoE."""
+    kv_lora_rank: int = 0
+    """Latent width of multi-head latent attention; 0 means plain (grouped) heads."""
+    rope_head_dim: int = 0
+    """Width of the rotary part cached beside the latent."""
+    weight_dtype: WeightDtype = "bf16"
+    """Of the routed experts as published: streaming time follows its bytes."""
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for field in (
+            "num_layers", "num_experts", "top_k", "hidden_size", "expert_intermediate_size",
+            "num_heads", "num_kv_heads", "head_dim", "vocab_size", "moe_layer_step",
+        ):  # fmt: skip
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{self.name}: {field}={getattr(self, field)} must be at least 1")
+        if self.top_k > self.num_experts:
+            raise ConfigError(f"{self.name}: top_k={self.top_k} must be at most num_experts={self.num_experts}")
+        if not 0 <= self.first_moe_layer < self.num_layers:
+            raise ConfigError(
+                f"{self.name}: first_moe_layer={self.first_moe_layer} must be below num_layers={self.num_layers}"
+            )
+        check_dtype(self.weight_dtype)
+
+    @property
+    def moe_layer_ids(self) -> tuple[int, ...]:
+        return tuple(range(self.first_moe_layer, self.num_layers, self.moe_layer_step))
+
+    @property
+    def num_moe_layers(self) -> int:
+        return len(self.moe_layer_ids)
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one routed expert in one layer: gate, up and down."""
+        return 3 * self.hidden_size * self.expert_intermediate_size
+
+    def expert_bytes(self, dtype: WeightDtype | None = None) -> float:
+        """Bytes of one routed expert in one layer."""
+        return self.expert_params * BYTES_PER_WEIGHT[dtype or self.weight_dtype]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """16-bit KV cache of one token over all layers."""
+        width = self.kv_lora_rank + self.rope_head_dim if self.kv_lora_rank else 2 * self.num_kv_heads * self.head_dim
+        return 2 * width * self.num_layers
+
+
+class Link(NamedTuple):
+    """A way for bytes to travel: time = latency_s + bytes / bytes_per_s, in one direction."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+
+
+NVLINK4 = Link("nvlink4", 450e9, 2e-6)
+"""Hopper: 18 links of 25 GB/s each way. Vendors' 900 GB/s counts both directions."""
+NVLINK5 = Link("nvlink5", 900e9, 2e-6)
+"""Blackwell: 18 links of 50 GB/s each way. Vendors' 1.8 TB/s counts both directions."""
+INFINIBAND_400G = Link("infiniband-400g", 50e9, 5e-6)
+PCIE5 = Link("pcie5-x16", 55e9, 5e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The devices of an expert-parallel group and what joins them."""
+
+    num_ranks: int
+    ranks_per_node: int = 8
+    intra: Link = NVLINK4
+    """Between ranks of one node."""
+    inter: Link = INFINIBAND_400G
+    """Between nodes."""
+    host: Link = PCIE5
+    """Between a device and its host's memory."""
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ConfigError(f"num_ranks={self.num_ranks} must be at least 1")
+        if self.ranks_per_node < 1:
+            raise ConfigError(f"ranks_per_node={self.ranks_per_node} must be at least 1")
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.num_ranks // self.ranks_per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which expert each slot holds. Ranks own contiguous blocks of slots of equal size."""
+
+    slot_experts: NDArray[np.int32]
+    """[layer, slot] expert."""
+    num_ranks: int
+    num_experts: int
+
+    def __post_init__(self) -> None:
+        if self.slot_experts.ndim != 2:
+            raise ConfigError(f"slot_experts has shape {self.slot_experts.shape}; it must be [layer, slot]")
+        if self.num_slots % self.num_ranks:
+            raise ConfigError(
+                f"num_slots={self.num_slots} must be a multiple of num_ranks={self.num_ranks} "
+                f"(remainder {self.num_slots % self.num_ranks})"
+            )
+        low, high = int(self.slot_experts.min(initial=0)), int(self.slot_experts.max(initial=0))
+        if low < 0 or high >= self.num_experts:
+            raise ConfigError(
+                f"slot_experts holds {low if low < 0 else high}; it must be in 0 … {self.num_experts - 1}"
+            )
+        for layer, row in enumerate(self.slot_experts):
+            missing = np.setdiff1d(np.arange(self.num_experts), row)
+            if missing.size:
+                raise ConfigError(f"layer {layer} has no slot for expert {missing[0]} ({missing.size} missing)")
+
+    @classmethod
+    def linear(cls, num_layers: int, num_experts: int, num_ranks: int) -> Placement:
+        """Expert e in slot e: the default of every engine."""
+        slots = np.tile(np.arange(num_experts, dtype=np.int32), (num_layers, 1))
+        return cls(slots, num_ranks, num_experts)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.slot_experts.shape[0])
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.slot_experts.shape[1])
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.num_slots // self.num_ranks
+
+    def rank_load(self, load: NDArray[np.integer] | NDArray[np.floating]) -> NDArray[np.float64]:
+        """[layer, rank] tokens, from load [layer, expert] tokens; replicas share an expert's tokens equally."""
+        replicas = np.zeros((self.num_layers, self.num_experts))
+        layers = np.arange(self.num_layers)[:, None]
+        np.add.at(replicas, (layers, self.slot_experts), 1.0)
+        per_slot = (load / replicas)[layers, self.slot_experts]
+        return np.asarray(per_slot.reshape(self.num_layers, self.num_ranks, -1).sum(axis=2), dtype=np.float64)
+
+
+def balancedness(rank_load: NDArray[np.float64]) -> float:
+    """Mean over layers of mean ÷ max rank load: 1 is even. Layers without load count as even."""
+    peak = rank_load.max(axis=1)
+    return float(np.where(peak > 0, rank_load.mean(axis=1) / np.where(peak > 0, peak, 1.0), 1.0).mean())
