@@ -46,8 +46,9 @@ readers: Registry[Reader] = Registry("format", group="coterie.readers")
 
 def _read_coterie(path: Path, _: ReadOptions) -> Trace:
     kind = read_meta(path)["kind"]
-    opener = {"activations": ActivationTrace.open, "load": LoadTable.open, "requests": RequestTrace.open}[kind]
-    return opener(path)
+    if kind == "activations":
+        return ActivationTrace.open(path)
+    return LoadTable.open(path) if kind == "load" else RequestTrace.open(path)
 
 
 readers.add(

@@ -1,0 +1,38 @@
+"""``coterie``: the verbs, and how errors become exit codes.
+
+0 done, 1 the answer is no, 2 bad input or something this machine lacks, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.markup import escape
+
+from coterie.cli.output import err
+from coterie.errors import CoterieError
+
+app = typer.Typer(
+    name="coterie",
+    help="Expert-aware scheduling for Mixture-of-Experts serving.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def main() -> None:
+    """Entry point of the ``coterie`` command."""
+    try:
+        app()
+    except CoterieError as error:
+        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        err.print("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:  # stdout was closed by the reader, such as head
+        sys.stderr.close()
+        sys.exit(0)

@@ -1,0 +1,79 @@
+"""What every verb shares: results on stdout, all else on stderr.
+
+With ``--json`` stdout carries exactly one JSON object; tables, progress and logs go to stderr in any case, so a
+pipe never sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, NoReturn
+
+import msgspec
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
+
+err = Console(stderr=True)
+out = Console()
+
+
+def progress() -> Progress:
+    """A progress bar on stderr that leaves no trace when done."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=err,
+        transient=True,
+    )
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    typer.echo(msgspec.json.encode(value, enc_hook=_plain).decode())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return str(value)
+
+
+def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], note: str | None = None) -> None:
+    """A table on stdout: text left, numbers right, floats in three significant digits."""
+    table = Table(title=title, title_justify="left", caption=note, caption_justify="left")
+    cells = [[_cell(value) for value in row] for row in rows]
+    raw = [list(row) for row in cells]
+    for index, column in enumerate(columns):
+        numeric = all(isinstance(row[index][1], int | float) or row[index][1] is None for row in raw) and bool(raw)
+        table.add_column(column, justify="right" if numeric else "left")
+    for row in cells:
+        table.add_row(*(text for text, _ in row))
+    out.print(table)
+
+
+def _cell(value: Any) -> tuple[str, Any]:
+    value = value.item() if isinstance(value, np.generic) else value
+    if value is None:
+        return "-", None
+    if isinstance(value, bool):
+        return ("yes" if value else "no"), str(value)
+    if isinstance(value, float):
+        return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"), value
+    if isinstance(value, int):
+        return f"{value:,}", value
+    return str(value), value
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """One line on stderr and an exit code: 1 the answer is no, 2 bad input."""
+    err.print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
+    raise typer.Exit(code)

@@ -1,0 +1,27 @@
+"""Shared fixtures."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+settings.register_profile("coterie", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("coterie")
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of real data; see docs/data.md."""
+    folder = os.environ.get("COTERIE_DATA")
+    if not folder:
+        pytest.skip("COTERIE_DATA is not set: no real data to read (docs/data.md)")
+    return Path(folder)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
