@@ -10,6 +10,9 @@ import sys
 import typer
 from rich.markup import escape
 
+from coterie.cli.convert import convert_command
+from coterie.cli.generate import generate_command
+from coterie.cli.models import models_command
 from coterie.cli.output import err
 from coterie.errors import CoterieError
 
@@ -21,6 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.command("convert")(convert_command)
+app.command("generate")(generate_command)
+app.command("models")(models_command)
 
 
 def main() -> None:

@@ -155,6 +155,8 @@ class ActivationTrace:
             raise TraceError(folder / "meta.json", str(error.args[0]), "is missing") from None
         except (ConfigError, TypeError, ValueError) as error:
             raise TraceError(folder / "meta.json", "shape", str(error)) from None
+        if not entries:  # recording began, nothing was flushed yet
+            return cls(meta, [_empty_segment(meta)], RequestTrace(*_no_lengths()))
         return cls(meta, [_open_segment(folder, meta, *entry) for entry in entries])
 
     @classmethod
@@ -173,12 +175,12 @@ class ActivationTrace:
         if phase is None:
             phase = np.full(count, DECODE, np.uint8)
         offsets = np.asarray(offsets, np.int64)
-        if requests is None:
-            lengths = _phase_lengths(phase, offsets)
-            requests = RequestTrace(prompt_tokens=lengths[0], output_tokens=lengths[1])
         tokens = Activations(expert_ids.astype(narrowest_uint(meta.num_experts - 1)), phase, token_ids, gate_weights)
         _check_ids(expert_ids, meta, "expert_ids")
         _check_shapes("from_arrays", meta, tokens, offsets)
+        if requests is None:
+            lengths = _phase_lengths(phase, offsets)
+            requests = RequestTrace(prompt_tokens=lengths[0], output_tokens=lengths[1])
         if len(requests) != len(offsets) - 1:
             raise ConfigError(f"requests has {len(requests)} rows; offsets describe {len(offsets) - 1} requests")
         return cls(meta, [_Segment(offsets, tokens, None, None)], requests)
@@ -257,9 +259,13 @@ class ActivationTrace:
         )
 
     def validate(self) -> None:
-        """Read every id once; raises if one is not an expert. Streams."""
+        """Read every id and offset once; raises if an id is not an expert or an offset falls. Streams."""
         for segment in self._segments:
             name = segment.file.path if segment.file else "trace"
+            try:
+                _check_shapes(str(name), self.meta, segment.tokens, segment.offsets)
+            except ConfigError as error:
+                raise TraceError(name, "offsets", str(error)) from None
             ids = segment.tokens.expert_ids
             for start in range(0, len(ids), 1 << 18):
                 try:

@@ -84,5 +84,5 @@ class LoadTable:
                 layer_ids=file.get("layer_ids"),
                 source=meta.get("source") or {},
             )
-        except ConfigError as error:
+        except (ConfigError, TypeError) as error:
             raise TraceError(folder, "load", str(error)) from None

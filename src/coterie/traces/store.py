@@ -53,6 +53,8 @@ class ArrayFile:
                 self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise TraceError(path, "file", "does not exist") from None
+        except OSError as error:
+            raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
         end = start
         for name, entry in header.items():
             if name != "__metadata__":
@@ -70,7 +72,7 @@ class ArrayFile:
             raise TraceError(self.path, "header", f"claims {length} bytes, file has {size}: not safetensors, or cut")
         try:
             header = json.loads(stream.read(length))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise TraceError(self.path, "header", "is not JSON: not a safetensors file") from None
         if not isinstance(header, dict):
             raise TraceError(self.path, "header", "must be a JSON object")
@@ -80,7 +82,7 @@ class ArrayFile:
         try:
             dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(int(n) for n in entry["shape"])
             first, last = (int(n) for n in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise TraceError(self.path, name, f"header entry {entry!r} must have dtype, shape, data_offsets") from None
         nbytes = ArraySpec(dtype, shape).nbytes
         if min(shape, default=0) < 0 or first < 0 or last - first != nbytes:
@@ -98,6 +100,10 @@ class ArrayFile:
 
     def get(self, name: str) -> NDArray[Any] | None:
         return self._arrays.get(name)
+
+    def names(self) -> list[str]:
+        """The arrays of the file, in the order of its header."""
+        return list(self._arrays)
 
     def release(self) -> None:
         """Let go of the pages read so far: they stay in the page cache but no longer count as this process's."""
@@ -192,7 +198,9 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         raise TraceError(path, "file", "does not exist") from None
-    except (ValueError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise TraceError(path, "JSON", f"cannot be parsed: {error}") from None
     if not isinstance(value, dict):
         raise TraceError(path, "JSON", f"must be an object, found {type(value).__name__}")

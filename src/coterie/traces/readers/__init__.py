@@ -1,5 +1,16 @@
 """Readers of other systems' formats: importing this package registers them all."""
 
+from coterie.traces.readers import (  # noqa: F401
+    azure,
+    burstgpt,
+    load_history,
+    mooncake,
+    npz,
+    routed_experts,
+    servegen,
+    tabular,
+    trtllm,
+)
 from coterie.traces.readers.base import Reader, ReadOptions, Trace, detect, read_trace, readers
 
 __all__ = ["ReadOptions", "Reader", "Trace", "detect", "read_trace", "readers"]

@@ -1,0 +1,61 @@
+"""``coterie convert``: read a trace in any known format, write it in another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from coterie.cli.output import JsonOption, print_json, print_table
+from coterie.traces import ActivationTrace, LoadTable
+from coterie.traces.readers import ReadOptions, Trace, detect, read_trace
+from coterie.traces.writers import check_target, kind_of, write_trace
+
+
+def convert_command(
+    src: Annotated[Path, typer.Argument(help="File or folder to read.")],
+    dst: Annotated[Path, typer.Argument(help="File or folder to write; it must not exist.")],
+    to: Annotated[str, typer.Option("--to", help="Format to write; an unknown name lists them all.")] = "coterie",
+    from_: Annotated[
+        str | None, typer.Option("--from", help="Format to read, where the file itself does not show it.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model that produced the file.")] = None,
+    num_experts: Annotated[
+        int | None, typer.Option("--num-experts", min=1, help="Experts per layer, where the file holds ids only.")
+    ] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Convert a trace between formats; the source is never changed."""
+    check_target(dst, to)
+    format = from_ or detect(src)
+    trace = read_trace(src, format, ReadOptions(model=model, num_experts=num_experts))
+    written = write_trace(trace, dst, to)
+    summary: dict[str, Any] = {"path": str(dst), "from": format, "to": to, "kind": kind_of(trace), **_sizes(trace)}
+    if json_output:
+        print_json({**summary, "left_out": list(written.left_out)})
+        return
+    note = f"{to} has no place for {', '.join(written.left_out)}: left out." if written.left_out else None
+    summary["path"] = escape(summary["path"])
+    print_table("Converted", ["field", "value"], summary.items(), note)
+
+
+def _sizes(trace: Trace) -> dict[str, Any]:
+    if isinstance(trace, LoadTable):
+        return {
+            "model": trace.model, "windows": len(trace), "layers": trace.num_layers, "experts": trace.num_experts,
+            "activations": int(trace.counts.sum()),
+        }  # fmt: skip
+    if isinstance(trace, ActivationTrace):
+        return {
+            "model": trace.meta.model, "requests": trace.num_requests, "tokens": trace.num_tokens,
+            "layers": trace.meta.num_layers, "experts": trace.meta.num_experts, "top_k": trace.meta.top_k,
+        }  # fmt: skip
+    return {
+        "requests": len(trace),
+        "prompt_tokens": int(trace.prompt_tokens.sum()),
+        "output_tokens": int(trace.output_tokens.sum()),
+        "duration_s": trace.duration_s,
+        "prefix_blocks": sum(map(len, trace.prefix_blocks or ())),
+    }

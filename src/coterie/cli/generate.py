@@ -1,0 +1,121 @@
+"""``coterie generate``: a synthetic activation trace, from a preset or like a recorded one."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.markup import escape
+
+from coterie.cli.output import JsonOption, err, print_json, print_table, progress
+from coterie.errors import ConfigError
+from coterie.models import get_model
+from coterie.traces import ActivationTrace
+from coterie.traces.arrivals import ArrivalProcess, BurstyArrivals, PoissonArrivals
+from coterie.traces.readers import read_trace
+
+if TYPE_CHECKING:  # numba takes half a second to import: only when a trace is made
+    from coterie.traces.synthetic import SyntheticSettings
+
+_UNITS = {"": 1, **{f"{p}b": 1000**i for i, p in enumerate(("", "k", "m", "g", "t"))},
+          **{f"{p}ib": 1024**i for i, p in enumerate(("k", "m", "g", "t"), start=1)}}  # fmt: skip
+
+
+def generate_command(
+    out: Annotated[Path, typer.Argument(help="Folder to write; it must not hold a trace.")],
+    preset: Annotated[
+        str | None, typer.Option("--preset", help="Named settings: balanced (the default), bursty, drifting.")
+    ] = None,
+    like: Annotated[
+        Path | None, typer.Option("--like", help="Recorded trace, in any known format, whose routing to imitate.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Take experts, layers and top-k from this model (coterie models).")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option("--requests", min=1, help="Requests to generate; 1,000 if no size is given.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Tokens to generate, exactly.")] = None,
+    size: Annotated[str | None, typer.Option("--size", help="Size on disk, such as 500MB or 10GB.")] = None,
+    rate: Annotated[
+        float | None, typer.Option("--rate", help="Requests a second on average, in place of the settings' own.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed and settings give the same bytes.")] = 0,
+    json_output: JsonOption = False,
+) -> None:
+    """Generate a synthetic activation trace."""
+    from coterie.traces.synthetic import generate_to
+
+    if sum(value is not None for value in (requests, tokens, size)) > 1:
+        raise ConfigError("--requests, --tokens and --size exclude each other")
+    nbytes = None if size is None else parse_size(size)
+    if requests is None and tokens is None and nbytes is None:
+        requests = 1000
+    rng = np.random.default_rng(seed)
+    settings = _settings(preset, like, model, rng)
+    if rate is not None:
+        settings = replace(settings, arrivals=at_rate(settings.arrivals, rate))
+    source = {"seed": seed, "preset": preset, "like": None if like is None else str(like)}
+    started = time.perf_counter()
+    with progress() as bar:
+        task = bar.add_task("Generating tokens", total=None)
+        trace = generate_to(
+            out, settings, rng, requests=requests, tokens=tokens, nbytes=nbytes, source=source,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+    summary = _summary(out, trace, settings, seed, time.perf_counter() - started)
+    if json_output:
+        print_json(summary)
+        return
+    rows = [(name, escape(v) if isinstance(v, str) else v) for name, v in summary.items() if name != "domains"]
+    print_table("Generated", ["field", "value"], [*rows, ("domains", escape(", ".join(settings.domains)))])
+
+
+def _settings(preset: str | None, like: Path | None, model: str | None, rng: np.random.Generator) -> SyntheticSettings:
+    from coterie.traces.fitting import fit_synthetic
+    from coterie.traces.synthetic import presets
+
+    if like is None:
+        chosen = presets["balanced" if preset is None else preset]
+        return chosen if model is None else chosen.shaped_like(get_model(model))
+    if model is not None:
+        raise ConfigError(f"--model={model} and --like={like} exclude each other: the trace has a shape of its own")
+    base = None if preset is None else presets[preset]
+    recorded = read_trace(like)
+    if not isinstance(recorded, ActivationTrace):
+        raise ConfigError(f"--like={like} must be an activation trace; it holds a {type(recorded).__name__}")
+    with err.status("Fitting the recorded trace"):
+        return fit_synthetic(recorded, rng, base)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of '10GB' (10 x 1000³), '2GiB' (2 x 1024³) or '4096'."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise ConfigError(f"--size={text!r} must be a number above 0 and a unit, such as 500MB, 10GB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def at_rate(arrivals: ArrivalProcess, rate: float) -> ArrivalProcess:
+    """The same process at another mean rate; bursts keep their size and how far they stand out."""
+    if isinstance(arrivals, BurstyArrivals):
+        return replace(arrivals, rate=rate, burst_rate=arrivals.burst_rate * rate / arrivals.rate)
+    return PoissonArrivals(rate)
+
+
+def _summary(
+    out: Path, trace: ActivationTrace, settings: SyntheticSettings, seed: int, seconds: float
+) -> dict[str, Any]:
+    table = trace.requests
+    return {
+        "path": str(out), "model": trace.meta.model, "requests": trace.num_requests, "tokens": trace.num_tokens,
+        "prompt_tokens": int(table.prompt_tokens.sum()), "output_tokens": int(table.output_tokens.sum()),
+        "layers": trace.meta.num_layers, "experts": trace.meta.num_experts, "top_k": trace.meta.top_k,
+        "bytes": sum(file.stat().st_size for file in out.iterdir()), "duration_s": table.duration_s, "seed": seed,
+        "wall_s": seconds, "domains": list(settings.domains),
+    }  # fmt: skip

@@ -1,0 +1,122 @@
+"""What a calibration measures: cells, each one timing of one kernel at one size.
+
+Plain values, so that they can be measured with torch in ``engines/``, kept in a preset's JSON, and fitted here
+without it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.types import WeightDtype
+
+
+class MoeCell(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One MoE layer's experts on one device: gate, up, activation, down."""
+
+    tokens: int
+    active: int
+    """Distinct experts that receive a token."""
+    us: float
+    """Median time, microseconds."""
+    zipf: float = 0.0
+    """Skew of tokens over the active experts; 0 spreads them evenly. See :func:`expert_tokens`."""
+    warm: bool = False
+    """Repeated on the same weights, so that what fits in the cache stays there; else the cache was cold."""
+
+
+class GemmCell(msgspec.Struct, frozen=True):
+    """A dense projection: [tokens, k] x [k, n]."""
+
+    tokens: int
+    n: int
+    k: int
+    us: float
+
+
+class AttentionCell(msgspec.Struct, frozen=True):
+    """One layer's attention: `batch` requests, each with `query` new tokens over `context` cached ones."""
+
+    batch: int
+    query: int
+    context: int
+    us: float
+
+
+class RoutingCell(msgspec.Struct, frozen=True):
+    """Everything of a MoE layer that is not its experts: gate, top-k, sort, gather, weighted sum."""
+
+    tokens: int
+    us: float
+
+
+class CopyCell(msgspec.Struct, frozen=True):
+    """Bytes moved over a path: device to itself, host to device, device to host, or between peers."""
+
+    path: Literal["device", "host-to-device", "device-to-host", "peer"]
+    nbytes: int
+    us: float
+
+
+class CollectiveCell(msgspec.Struct, frozen=True):
+    """All-to-all between `ranks`, each sending `nbytes` in all, spread evenly."""
+
+    ranks: int
+    nbytes: int
+    us: float
+
+
+class MoeTable(msgspec.Struct, frozen=True):
+    """All MoE cells of one shape in one weight dtype."""
+
+    dtype: WeightDtype
+    kernel: str
+    cells: tuple[MoeCell, ...]
+
+
+class ShapeMeasurement(msgspec.Struct, frozen=True):
+    """Everything measured for one model's shape on one device."""
+
+    model: str
+    moe: tuple[MoeTable, ...] = ()
+    routing: tuple[RoutingCell, ...] = ()
+    gemm: tuple[GemmCell, ...] = ()
+    attention: tuple[AttentionCell, ...] = ()
+
+
+class Measurement(msgspec.Struct, frozen=True):
+    """A calibration: what was measured, on which machine, with what, when."""
+
+    hardware: dict[str, str | int | float]
+    software: dict[str, str]
+    date: str
+    shapes: tuple[ShapeMeasurement, ...]
+    copies: tuple[CopyCell, ...] = ()
+    collectives: tuple[CollectiveCell, ...] = ()
+    note: str = ""
+
+
+def expert_tokens(tokens: int, top_k: int, active: int, zipf: float = 0.0) -> NDArray[np.int64]:
+    """[active] tokens of each active expert when `tokens` tokens take `top_k` each: what a cell was measured with.
+
+    Popularity falls as rank^-zipf, no expert gets a token twice (so none gets more than `tokens`), every active one
+    gets at least one, and nothing is random: the same cell means the same counts everywhere.
+    """
+    total = tokens * top_k
+    if not top_k <= active <= total:
+        raise ConfigError(f"active={active} must be between top_k={top_k} and tokens x top_k={total}")
+    weight = np.arange(1, active + 1, dtype=np.float64) ** -zipf
+    counts = np.ones(active, np.int64)
+    while (left := total - int(counts.sum())) > 0:
+        room = counts < tokens
+        share = np.where(room, weight, 0.0)
+        extra = np.minimum(np.floor(share / share.sum() * left).astype(np.int64), tokens - counts)
+        if extra.sum() == 0:  # fewer left than experts with room: one each, most popular first
+            extra[np.flatnonzero(room)[:left]] = 1
+        counts += extra
+    return counts

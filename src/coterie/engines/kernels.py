@@ -1,0 +1,74 @@
+"""Triton kernels: the small fused ones a MoE layer needs between its grouped GEMMs.
+
+``silu_mul`` halves a [rows, 2 x inner] product into its gated activation; ``silu_mul_quantize`` also quantises each
+row to fp8, and ``quantize_rows`` does only that. Unfused, these take eight launches and as many passes over the
+activations: at 2,048 tokens of Qwen3-30B-A3B's shape that was 60% of an fp8 layer on an H200.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _silu_mul_kernel(x, out, scale, inner, QUANTIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < inner
+    gate = tl.load(x + row * 2 * inner + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * inner + inner + columns, mask=inside, other=0.0).to(tl.float32)
+    value = gate * tl.sigmoid(gate) * up
+    if QUANTIZE:
+        step = tl.maximum(tl.max(tl.abs(value), axis=0), 1e-6) / 448.0
+        tl.store(scale + row, step)
+        value = value / step
+    tl.store(out + row * inner + columns, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quantize_kernel(x, out, scale, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    value = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    step = tl.maximum(tl.max(tl.abs(value), axis=0), 1e-6) / 448.0
+    tl.store(scale + row, step)
+    tl.store(out + row * width + columns, (value / step).to(out.dtype.element_ty), mask=inside)
+
+
+def _launch(width: int) -> tuple[int, int]:
+    block = int(triton.next_power_of_2(width))
+    return block, 4 if block <= 2048 else 8
+
+
+def silu_mul(gate_up: Any) -> Any:
+    """[rows, 2 x inner] → [rows, inner], same dtype."""
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
+    block, warps = _launch(inner)
+    _silu_mul_kernel[(rows,)](gate_up, out, out, inner, QUANTIZE=False, BLOCK=block, num_warps=warps)
+    return out
+
+
+def silu_mul_quantize(gate_up: Any) -> tuple[Any, Any]:
+    """[rows, 2 x inner] → fp8 [rows, inner] and its scale [rows]."""
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device=gate_up.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=gate_up.device)
+    block, warps = _launch(inner)
+    _silu_mul_kernel[(rows,)](gate_up, out, scale, inner, QUANTIZE=True, BLOCK=block, num_warps=warps)
+    return out, scale
+
+
+def quantize_rows(x: Any) -> tuple[Any, Any]:
+    """[rows, width] → fp8 [rows, width] and its scale [rows]."""
+    rows, width = x.shape
+    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    block, warps = _launch(width)
+    _quantize_kernel[(rows,)](x, out, scale, width, BLOCK=block, num_warps=warps)
+    return out, scale

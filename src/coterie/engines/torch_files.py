@@ -1,0 +1,348 @@
+"""Dumps of SGLang's expert distribution recorder: ``expert_distribution_recorder_*.pt``. Needs torch to unpickle.
+
+    mode             file                holds                                                  becomes
+    stat(_approx)    …_{time}.pt         logical_count [step, layer, expert]                    LoadTable
+    per_pass         …_{time}_{rank}.pt  records of global_physical_count [layer, slot]         LoadTable
+    per_token        …_{time}_{rank}.pt  records of topk_ids_of_layer [layer, token, 8]         ActivationTrace
+
+Give a file, or for stat and per_pass a folder: ranks are summed pass by pass, as SGLang itself does in stat mode. With
+tensor parallel attention every rank sees every token, so counts are then that many times too high; their shares hold.
+
+What is exact and what is not:
+
+- Counts and expert ids are exact. Those of per_pass and per_token name slots, turned into experts by the map in force
+  when the dump was written; the dump does not tell if the map changed before.
+- The step buffer of stat is a ring: after it wraps, windows are rotated in time. Steps and layers without any load
+  (unused rows of the ring, dense layers) are dropped.
+- per_token lists tokens by pass, without request ids. Tokens of one pass are split exactly (extend_seq_lens); passes
+  are joined by position and batch order: a token at position p continues the first request in the batch that stands
+  at p. Two requests at the same position can be swapped if one leaves the batch, and a prompt that starts past
+  position 0 is a further chunk of a request standing there, else a prompt with a cached prefix. Tokens that were
+  cached or came before the recording have no routing: `extra["missing_tokens"]` counts them, as tokens of the prompt.
+  The end of a prompt and every decode pass generate a token, so output_tokens is the decode rows + 1.
+- Speculative passes record tokens that were later rejected: refused.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, TraceError, UnavailableError
+from coterie.traces.activations import ActivationTrace, TraceMeta
+from coterie.traces.load import LoadTable
+from coterie.traces.readers.base import Reader, ReadOptions, Trace
+from coterie.traces.requests import RequestTrace
+from coterie.types import DECODE, PREFILL
+
+EXTEND_PASS, DECODE_PASS, MIXED_PASS, IDLE_PASS = 1, 2, 3, 4
+"""SGLang's ForwardMode; the numbers above these are speculative or differ between versions."""
+
+
+def read_sglang_recorder(path: Path, options: ReadOptions) -> Trace:
+    """Any of the three forms; which one follows from the content."""
+    if not path.is_dir():
+        dump = _load(path)
+        if "logical_count" in dump:
+            return _stat(path, dump, options)
+        if any("topk_ids_of_layer" in record for record in _records(path, dump)):
+            return _per_token(path, dump, options)
+        return _per_pass(path, [path], [dump], options)
+    files = sorted(path.glob("expert_distribution_recorder_*.pt"))
+    if not files:
+        raise TraceError(path, "folder", "holds no expert_distribution_recorder_*.pt")
+    if len(files) == 1:
+        return read_sglang_recorder(files[0], options)
+    dumps = [_load(file) for file in files]
+    for file, dump in zip(files, dumps, strict=True):
+        if "logical_count" in dump or any("topk_ids_of_layer" in record for record in _records(file, dump)):
+            raise TraceError(
+                path, "folder", f"holds {len(files)} dumps of which {file.name} stands alone: give one file"
+            )
+    return _per_pass(path, files, dumps, options)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        import torch
+    except ImportError:
+        raise UnavailableError(f"{path} is a torch file and torch is missing: pip install coterie[torch]") from None
+    if not path.exists():
+        raise TraceError(path, "file", "does not exist")
+    try:
+        dump = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch lets out pickle, zip, runtime, key and type errors on damaged files
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        raise TraceError(path, "file", f"torch cannot load it: {first}") from None
+    if not isinstance(dump, dict) or not ("logical_count" in dump or "records" in dump):
+        raise TraceError(path, "dump", "has neither logical_count nor records: not of the expert distribution recorder")
+    return dump
+
+
+def _records(path: Path, dump: dict[str, Any]) -> list[dict[str, Any]]:
+    records = dump.get("records")
+    if not isinstance(records, list) or not records or not all(isinstance(record, dict) for record in records):
+        raise TraceError(path, "records", "must be a list of at least one pass")
+    return records
+
+
+def _integers(path: Path, name: str, value: Any, ndim: int) -> NDArray[np.int64]:
+    """A tensor or list of integers as an array."""
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TraceError(path, name, f"is {type(value).__name__}, expected integers") from None
+    if array.ndim != ndim or (array.dtype.kind not in "ui" and array.size):
+        raise TraceError(path, name, f"is {array.dtype} {array.shape}, expected integers of {ndim} dimensions")
+    return array.astype(np.int64)
+
+
+def _table(
+    path: Path, counts: NDArray[np.int64], options: ReadOptions, labels: list[str] | None, **source: Any
+) -> Trace:
+    if counts.size and int(counts.min()) < 0:
+        raise TraceError(path, "counts", f"hold {int(counts.min())}, expected tokens")
+    if options.num_experts is not None and options.num_experts != counts.shape[2]:
+        raise TraceError(path, "counts", f"have {counts.shape[2]} experts, --num-experts says {options.num_experts}")
+    steps = np.flatnonzero(counts.any(axis=(1, 2)))
+    layers = np.flatnonzero(counts.any(axis=(0, 2)))
+    if not steps.size:
+        raise TraceError(path, "counts", "hold no load: nothing was recorded")
+    return LoadTable(
+        counts[steps][:, layers].astype(np.uint64),
+        model=options.model or "unknown",
+        labels=None if labels is None else [labels[step] for step in steps],
+        layer_ids=layers.astype(np.int64),
+        source={"format": "sglang-recorder", "file": path.name, **source},
+    )
+
+
+def _stat(path: Path, dump: dict[str, Any], options: ReadOptions) -> Trace:
+    tensor = dump["logical_count"]
+    flat = getattr(tensor, "ndim", 3) == 2  # older dumps are summed over steps already
+    counts = _integers(path, "logical_count", tensor, 2 if flat else 3)
+    return _table(path, counts[None] if flat else counts, options, None, mode="stat")
+
+
+def _per_pass(path: Path, files: Sequence[Path], dumps: Sequence[dict[str, Any]], options: ReadOptions) -> Trace:
+    passes: dict[int, NDArray[np.int64]] = {}
+    for file, dump in zip(files, dumps, strict=True):
+        experts = _slot_map(file, dump)  # [layer, slot]
+        layers = np.arange(len(experts))[:, None]
+        for index, record in enumerate(_records(file, dump)):
+            name = f"records[{index}].global_physical_count"
+            counts = _integers(file, name, record.get("global_physical_count"), 2)  # [layer, slot]
+            if counts.shape != experts.shape:
+                raise TraceError(file, name, f"has shape {counts.shape}, the slot map {experts.shape}")
+            number = _integers(file, f"records[{index}].forward_pass_id", record.get("forward_pass_id"), 0)
+            load = passes.setdefault(int(number), np.zeros((len(experts), int(experts.max()) + 1), np.int64))
+            if load.shape != (len(experts), int(experts.max()) + 1):
+                raise TraceError(file, "last_physical_to_logical_map", "has another shape than the other ranks'")
+            np.add.at(load, (layers, experts), counts)
+    order = sorted(passes)
+    counts = np.stack([passes[number] for number in order])
+    return _table(path, counts, options, [str(number) for number in order], mode="per_pass", ranks=len(files))
+
+
+def _slot_map(path: Path, dump: dict[str, Any]) -> NDArray[np.int64]:
+    """[layer, slot] expert. Every expert has a slot in every layer, so the map says how many there are."""
+    experts = _integers(path, "last_physical_to_logical_map", dump.get("last_physical_to_logical_map"), 2)
+    if not experts.size or int(experts.min()) < 0:
+        raise TraceError(path, "last_physical_to_logical_map", f"of shape {experts.shape} must hold experts")
+    expected = np.arange(int(experts.max()) + 1)
+    for layer, row in enumerate(experts):
+        missing = np.setdiff1d(expected, row)
+        if missing.size:
+            raise TraceError(path, f"last_physical_to_logical_map[{layer}]", f"has no slot for expert {missing[0]}")
+    return experts
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request as far as the passes tell: the rows of its tokens, in order."""
+
+    first_position: int
+    rows: list[int] = field(default_factory=list)
+    phases: list[int] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """Of its next token."""
+        return self.first_position + len(self.rows)
+
+    def take(self, rows: range, phase: int) -> None:
+        self.rows.extend(rows)
+        self.phases.extend([phase] * len(rows))
+
+
+@dataclass(slots=True)
+class _Joiner:
+    """Joins the tokens of successive passes into requests."""
+
+    requests: list[_Request] = field(default_factory=list)
+    live: list[_Request] = field(default_factory=list)
+    """Those that may go on, in batch order."""
+    chunked: _Request | None = None
+    """The last prompt of the last prompt pass: the only one that may be unfinished."""
+
+    def extend(self, row: int, lengths: Sequence[int], positions: NDArray[np.int64], mixed: bool) -> None:
+        """A pass of prompts; a mixed one holds single tokens of running requests as well."""
+        chunked, self.chunked = self.chunked, None
+        running = [request for request in self.live if request is not chunked] if mixed else []
+        at = 0
+        for length in lengths:
+            position, phase = int(positions[at]), PREFILL
+            if chunked is not None and chunked.position == position:
+                request = self.chunked = chunked
+            elif length == 1 and (known := _standing_at(position, running)) is not None:
+                running.remove(known)
+                request, phase = known, DECODE
+            else:
+                request = self.chunked = self._start(position)
+            request.take(range(row + at, row + at + length), phase)
+            at += length
+
+    def decode(self, row: int, positions: NDArray[np.int64]) -> None:
+        """A pass of one token for every running request: one that is not in it has left."""
+        waiting, self.live = self.live, []
+        for at, position in enumerate(positions.tolist()):
+            request = _standing_at(position, waiting)
+            if request is None:
+                request = self._start(position)
+            else:
+                waiting.remove(request)
+                self.live.append(request)
+            request.take(range(row + at, row + at + 1), DECODE)
+        if self.chunked is not None and self.chunked in waiting:
+            self.live.append(self.chunked)
+        else:
+            self.chunked = None
+
+    def _start(self, position: int) -> _Request:
+        request = _Request(position)
+        self.requests.append(request)
+        self.live.append(request)
+        return request
+
+
+def _standing_at(position: int, requests: Sequence[_Request]) -> _Request | None:
+    return next((request for request in requests if request.position == position), None)
+
+
+def _per_token(path: Path, dump: dict[str, Any], options: ReadOptions) -> ActivationTrace:
+    experts = _slot_map(path, dump)
+    if options.num_experts not in (None, int(experts.max()) + 1):
+        problem = f"has {int(experts.max()) + 1} experts, --num-experts says {options.num_experts}"
+        raise TraceError(path, "last_physical_to_logical_map", problem)
+    joiner, blocks, token_ids, row = _Joiner(), [], [], 0
+    records = list(enumerate(_records(path, dump)))
+    for index, record in sorted(records, key=lambda item: _pass_number(path, *item)):
+        tokens = _integers(path, f"records[{index}].input_ids", record.get("input_ids"), 1)
+        slots = _integers(path, f"records[{index}].topk_ids_of_layer", record.get("topk_ids_of_layer"), 3)
+        positions = _integers(path, f"records[{index}].positions", record.get("positions"), 1)
+        if slots.shape[:2] != (len(experts), len(tokens)) or len(positions) != len(tokens):
+            problem = f"has shape {slots.shape} for {len(experts)} layers and {len(tokens)} tokens"
+            raise TraceError(path, f"records[{index}].topk_ids_of_layer", f"{problem}, {len(positions)} positions")
+        _join(path, index, record, joiner, row, positions)
+        blocks.append(slots.transpose(1, 0, 2))
+        token_ids.append(tokens)
+        row += len(tokens)
+    if not row:
+        raise TraceError(path, "records", "hold no token: nothing was recorded")
+    order = np.array([at for request in joiner.requests for at in request.rows])
+    slots = np.concatenate(blocks)[order]
+    layers = np.flatnonzero((slots >= 0).any(axis=(0, 2)))
+    ids = _experts(path, slots, experts, layers)
+    lengths = [len(request.rows) for request in joiner.requests]
+    phases = np.array([phase for request in joiner.requests for phase in request.phases], np.uint8)
+    prompts = np.array([request.first_position + request.phases.count(PREFILL) for request in joiner.requests])
+    try:
+        meta = TraceMeta(
+            options.model or "unknown", int(experts.max()) + 1, ids.shape[1], ids.shape[2], tuple(layers.tolist()),
+            source={"format": "sglang-recorder", "file": path.name, "mode": "per_token"},
+        )  # fmt: skip
+        requests = RequestTrace(
+            prompt_tokens=prompts,
+            output_tokens=np.array([request.phases.count(DECODE) + 1 for request in joiner.requests]),
+            extra={"missing_tokens": [request.first_position for request in joiner.requests]},
+        )  # fmt: skip
+        return ActivationTrace.from_arrays(
+            meta, ids, np.concatenate([[0], np.cumsum(lengths)]), requests, phases,
+            np.concatenate(token_ids)[order].astype(np.int32),
+        )  # fmt: skip
+    except ConfigError as error:
+        raise TraceError(path, "records", str(error)) from None
+
+
+def _pass_number(path: Path, index: int, record: dict[str, Any]) -> int:
+    return int(_integers(path, f"records[{index}].forward_pass_id", record.get("forward_pass_id"), 0))
+
+
+def _join(
+    path: Path, index: int, record: dict[str, Any], joiner: _Joiner, row: int, positions: NDArray[np.int64]
+) -> None:
+    mode = record.get("forward_mode")
+    if mode == DECODE_PASS:
+        joiner.decode(row, positions)
+    elif mode in (EXTEND_PASS, MIXED_PASS):
+        lengths = _integers(path, f"records[{index}].extend_seq_lens", record.get("extend_seq_lens"), 1)
+        if int(lengths.min(initial=1)) < 1 or int(lengths.sum()) != len(positions):
+            problem = f"sum to {int(lengths.sum())} with a least of {int(lengths.min(initial=0))}"
+            raise TraceError(
+                path, f"records[{index}].extend_seq_lens", f"{problem}; the pass has {len(positions)} tokens"
+            )
+        joiner.extend(row, lengths.tolist(), positions, mixed=mode == MIXED_PASS)
+    elif mode != IDLE_PASS or len(positions):
+        problem = (
+            f"is {mode!r}, expected 1 (extend), 2 (decode), 3 (mixed) or 4 (idle): speculative passes are not read"
+        )
+        raise TraceError(path, f"records[{index}].forward_mode", problem)
+
+
+def _experts(
+    path: Path, slots: NDArray[np.int64], experts: NDArray[np.int64], layers: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Slots [token, layer, 8] → experts [token, MoE layer, k].
+
+    The buffer is 8 wide whatever k is, and as deep as the model: what was not written is -1.
+    """
+    top_k = int((slots >= 0).sum(axis=2).max(initial=0))
+    if not top_k:
+        raise TraceError(path, "topk_ids_of_layer", "is -1 throughout: nothing was recorded")
+    kept = slots[:, layers, :top_k]
+    bad = np.argwhere((kept < 0) | (kept >= experts.shape[1]))
+    if bad.size:
+        token, layer, place = (int(n) for n in bad[0])
+        name = f"topk_ids_of_layer[{int(layers[layer])}], token {token}, choice {place}"
+        problem = f"is {int(kept[token, layer, place])}, expected a slot in 0 … {experts.shape[1] - 1}"
+        raise TraceError(path, name, problem)
+    return experts[layers[:, None], kept]
+
+
+def sniff_sglang_recorder(path: Path) -> bool:
+    """Without torch: a .pt is a zip, and the pickle in it starts with the names of the fields."""
+    if path.is_dir():
+        return any(path.glob("expert_distribution_recorder_*.pt"))
+    if path.suffix != ".pt" or not zipfile.is_zipfile(path):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
+            if name is None:
+                return False
+            with archive.open(name) as stream:
+                head = stream.read(4096)
+    except Exception:  # damaged zips raise many kinds; sniffing never does
+        return False
+    return b"logical_count" in head or (b"records" in head and b"forward_pass_id" in head)
+
+
+SGLANG_RECORDER = Reader(
+    read_sglang_recorder, sniff_sglang_recorder, "SGLang expert distribution recorder, .pt (needs torch)"
+)

@@ -1,0 +1,104 @@
+"""Counting activations: footprints, loads and distinct experts, at memory speed.
+
+Every function takes expert ids [token, layer, k] as a trace holds them, and checks each id as it counts, since a
+mapped trace is not checked when opened. Ids of one token are taken to be distinct within a layer; if a trace
+repeats one, it counts twice in a footprint and once among the distinct experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.errors import ConfigError
+
+Ids = NDArray[np.integer]
+
+
+def footprint(expert_ids: Ids, num_experts: int) -> NDArray[np.uint32]:
+    """[layer, expert] activations of all the tokens together."""
+    out = np.zeros((_layers(expert_ids), num_experts), np.uint32)
+    accumulate_load(expert_ids, out)
+    return out
+
+
+def footprints(expert_ids: Ids, offsets: NDArray[np.int64], num_experts: int) -> NDArray[np.uint32]:
+    """[request, layer, expert] activations, of requests whose tokens are offsets[r] … offsets[r + 1]."""
+    if len(offsets) < 1 or offsets[0] < 0 or offsets[-1] > len(expert_ids) or (np.diff(offsets) < 0).any():
+        raise ConfigError(f"offsets must rise from 0 or more to at most the {len(expert_ids)} tokens")
+    out = np.zeros((len(offsets) - 1, _layers(expert_ids), num_experts), np.uint32)
+    for request in range(len(out)):
+        accumulate_load(expert_ids[offsets[request] : offsets[request + 1]], out[request])
+    return out
+
+
+def accumulate_load(expert_ids: Ids, out: NDArray[Any]) -> None:
+    """Add the tokens' activations to `out` [layer, expert], of any integer or float dtype, in place."""
+    if _layers(expert_ids) != out.shape[0]:
+        raise ConfigError(f"expert_ids has {expert_ids.shape[1]} layers; the load has {out.shape[0]}")
+    bad = _accumulate(expert_ids, out)
+    if bad >= 0:
+        raise _bad_id(expert_ids, bad, out.shape[1])
+
+
+def distinct_experts(expert_ids: Ids, num_experts: int) -> NDArray[np.int64]:
+    """[layer] experts that at least one of the tokens activates: what a decode step must stream."""
+    seen = np.zeros((_layers(expert_ids), num_experts), np.bool_)
+    bad = _mark(expert_ids, seen)
+    if bad >= 0:
+        raise _bad_id(expert_ids, bad, num_experts)
+    return np.asarray(seen.sum(axis=1), dtype=np.int64)
+
+
+def expected_distinct(inclusion: NDArray[np.floating]) -> NDArray[np.float64]:
+    """[layer] expected distinct experts of one token from each request.
+
+    `inclusion` [request, layer, expert] is the probability that a request's next token activates the expert.
+    Tokens of different requests are taken as independent.
+    """
+    missed = np.prod(1.0 - np.asarray(inclusion, np.float64), axis=0)  # [layer, expert]
+    return np.asarray((1.0 - missed).sum(axis=1), dtype=np.float64)
+
+
+def _layers(expert_ids: Ids) -> int:
+    if expert_ids.ndim != 3:
+        raise ConfigError(f"expert_ids has shape {expert_ids.shape}; expected [token, layer, k]")
+    return int(expert_ids.shape[1])
+
+
+def _bad_id(expert_ids: Ids, token: int, num_experts: int) -> ConfigError:
+    row = expert_ids[token]
+    value = int(row[(row < 0) | (row >= num_experts)][0])
+    return ConfigError(f"token {token} activates expert {value}; it must be in 0 … {num_experts - 1}")
+
+
+@njit()
+def _accumulate(expert_ids: NDArray[Any], out: NDArray[Any]) -> int:
+    """The first token with an id outside 0 … experts - 1, or -1. Tokens before it are counted."""
+    tokens, layers, k = expert_ids.shape
+    experts = out.shape[1]
+    for token in range(tokens):
+        for layer in range(layers):
+            for j in range(k):
+                expert = np.int64(expert_ids[token, layer, j])
+                if expert < 0 or expert >= experts:
+                    return token
+                out[layer, expert] += 1
+    return -1
+
+
+@njit()
+def _mark(expert_ids: NDArray[Any], seen: NDArray[np.bool_]) -> int:
+    tokens, layers, k = expert_ids.shape
+    experts = seen.shape[1]
+    for token in range(tokens):
+        for layer in range(layers):
+            for j in range(k):
+                expert = np.int64(expert_ids[token, layer, j])
+                if expert < 0 or expert >= experts:
+                    return token
+                seen[layer, expert] = True
+    return -1

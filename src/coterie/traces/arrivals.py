@@ -1,0 +1,249 @@
+"""Who arrives when, and with how many tokens: the workload half of a synthetic trace.
+
+An arrival process draws, for a number of requests, their arrival times and the domain of each; a length model draws
+their prompt and output tokens. All are pure functions of their settings and a Generator. Arrivals are open-loop: a
+slow server does not slow them down, which is wrong for a fixed pool of clients that wait for their answers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.traces.requests import RequestTrace
+
+
+class Arrivals(NamedTuple):
+    """Requests in order of arrival."""
+
+    arrival_s: NDArray[np.float64]
+    """[request] seconds since the start."""
+    domain: NDArray[np.int64]
+    """[request] index of the request's domain."""
+
+
+class Lengths(NamedTuple):
+    prompt_tokens: NDArray[np.int64]
+    """[request]"""
+    output_tokens: NDArray[np.int64]
+    """[request]"""
+
+
+class ArrivalProcess(Protocol):
+    def draw(self, count: int, mix: NDArray[np.float64], rng: Generator) -> Arrivals:
+        """The first `count` arrivals; `mix` [domain] is each domain's share of the requests."""
+        ...
+
+
+class LengthModel(Protocol):
+    def draw(self, domain: NDArray[np.int64], rng: Generator) -> Lengths:
+        """Lengths of requests whose domains are given, in order of arrival."""
+        ...
+
+
+def _positive(owner: str, **values: float) -> None:
+    for name, value in values.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{owner}: {name}={value} must be a finite number above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class PoissonArrivals:
+    """Independent requests at a constant mean rate."""
+
+    rate: float = 10.0
+    """Requests a second."""
+
+    def __post_init__(self) -> None:
+        _positive("Poisson arrivals", rate=self.rate)
+
+    def draw(self, count: int, mix: NDArray[np.float64], rng: Generator) -> Arrivals:
+        arrival_s = np.cumsum(rng.exponential(1.0 / self.rate, count))
+        return Arrivals(arrival_s, rng.choice(len(mix), size=count, p=mix))
+
+
+@dataclass(frozen=True, slots=True)
+class BurstyArrivals:
+    """Semantic bursts over a Poisson background: now and then, many requests of one domain in a short time."""
+
+    rate: float = 10.0
+    """Requests a second in all, over a long time."""
+    burst_size: int = 32
+    """Requests of one burst."""
+    burst_rate: float = 100.0
+    """Requests a second within a burst."""
+    share: float = 0.5
+    """Share of the requests that come in bursts; the others are the background."""
+
+    def __post_init__(self) -> None:
+        _positive("bursty arrivals", rate=self.rate, burst_size=self.burst_size, burst_rate=self.burst_rate)
+        if not 0 <= self.share <= 1:
+            raise ConfigError(f"bursty arrivals: share={self.share} must be in 0 … 1")
+        if self.burst_rate <= self.rate:
+            raise ConfigError(f"bursty arrivals: burst_rate={self.burst_rate} must be above rate={self.rate}")
+
+    def draw(self, count: int, mix: NDArray[np.float64], rng: Generator) -> Arrivals:
+        times, domains = [np.empty(0)], [np.empty(0, np.int64)]
+        if self.share < 1:
+            background = PoissonArrivals(self.rate * (1 - self.share)).draw(count, mix, rng)
+            times, domains = [background.arrival_s], [background.domain]
+        if self.share > 0:
+            # As many bursts as fill the count alone, then more until the last starts after the last request taken.
+            burst_rate, drawn, last = self.rate * self.share / self.burst_size, 0, 0.0
+            while drawn < count or last < np.partition(np.concatenate(times), count - 1)[count - 1]:
+                some = max(1, count // self.burst_size // 4)
+                starts = last + np.cumsum(rng.exponential(1.0 / burst_rate, some))
+                gaps = rng.exponential(1.0 / self.burst_rate, (some, self.burst_size))
+                gaps[:, 0] = 0.0
+                times.append((starts[:, None] + np.cumsum(gaps, axis=1)).reshape(-1))
+                domains.append(np.repeat(rng.choice(len(mix), size=some, p=mix), self.burst_size))
+                drawn, last = drawn + some * self.burst_size, float(starts[-1])
+        arrival_s, domain = np.concatenate(times), np.concatenate(domains)
+        order = np.argsort(arrival_s, kind="stable")[:count]
+        return Arrivals(arrival_s[order], domain[order])
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedArrivals:
+    """The arrival times of a recorded trace, again and again if it is shorter than asked for."""
+
+    trace: RequestTrace
+    time_scale: float = 1.0
+    """Recorded seconds times this: 0.5 replays twice as fast."""
+    domains: tuple[str, ...] | None = None
+    """Names of the domains, to take each request's own from the trace; None draws them from the mix."""
+
+    def __post_init__(self) -> None:
+        _positive("replayed arrivals", time_scale=self.time_scale)
+        if self.trace.arrival_s is None or not len(self.trace):
+            raise ConfigError("replayed arrivals: the trace has no arrival times")
+        if self.domains is not None:
+            if self.trace.domains is None:
+                raise ConfigError("replayed arrivals: domains are asked for, but the trace has none")
+            unknown = sorted(set(self.trace.domains) - set(self.domains))
+            if unknown:
+                known = ", ".join(self.domains)
+                raise ConfigError(f"replayed arrivals: the trace has domain {unknown[0]!r}; expected one of {known}")
+
+    def draw(self, count: int, mix: NDArray[np.float64], rng: Generator) -> Arrivals:
+        assert self.trace.arrival_s is not None
+        order = np.argsort(self.trace.arrival_s, kind="stable")
+        times = self.trace.arrival_s[order] - self.trace.arrival_s[order[0]]
+        lap, row = np.divmod(np.arange(count), len(times))
+        # A lap lasts one mean gap longer than the trace, so that its last and the next lap's first do not coincide.
+        lap_s = times[-1] * (1 + 1 / max(1, len(times) - 1))
+        arrival_s = (times[row] + lap * lap_s) * self.time_scale
+        if self.domains is None or self.trace.domains is None:
+            return Arrivals(arrival_s, rng.choice(len(mix), size=count, p=mix))
+        index = {name: i for i, name in enumerate(self.domains)}
+        own = np.array([index[name] for name in self.trace.domains], np.int64)
+        return Arrivals(arrival_s, own[order][row])
+
+
+@dataclass(frozen=True, slots=True)
+class LognormalLengths:
+    """Lognormal prompt and output lengths, independent of each other and of the domain."""
+
+    prompt_mean: float = 512.0
+    """Tokens; the mean of the lengths, not of their logarithms."""
+    prompt_sigma: float = 1.0
+    """Standard deviation of the logarithm: 0 makes all alike, 1 puts one in 20 above 5 times the median."""
+    output_mean: float = 256.0
+    output_sigma: float = 0.8
+    longest: int = 32_768
+    """Lengths past this are cut to it."""
+
+    def __post_init__(self) -> None:
+        _positive("lengths", prompt_mean=self.prompt_mean, output_mean=self.output_mean, longest=self.longest)
+        for name in ("prompt_sigma", "output_sigma"):
+            if not 0 <= getattr(self, name) < 10:
+                raise ConfigError(f"lengths: {name}={getattr(self, name)} must be in 0 … 10")
+
+    def draw(self, domain: NDArray[np.int64], rng: Generator) -> Lengths:
+        def some(mean: float, sigma: float) -> NDArray[np.int64]:
+            drawn = rng.lognormal(math.log(mean) - sigma * sigma / 2, sigma, len(domain))
+            return np.clip(np.rint(drawn), 1, self.longest).astype(np.int64)
+
+        return Lengths(some(self.prompt_mean, self.prompt_sigma), some(self.output_mean, self.output_sigma))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedLengths:
+    """Lengths of recorded requests."""
+
+    prompt_tokens: NDArray[np.int64]
+    """[request]"""
+    output_tokens: NDArray[np.int64]
+    """[request]"""
+    domain: NDArray[np.int64] | None = None
+    """[request] index of each one's domain: a request then takes its lengths from a random one of its own domain.
+    None replays them in order, again and again, as it goes with ReplayedArrivals."""
+
+    def __post_init__(self) -> None:
+        count = len(self.prompt_tokens)
+        if not count or len(self.output_tokens) != count or (self.domain is not None and len(self.domain) != count):
+            raise ConfigError(f"recorded lengths: {count} prompts must be at least 1, with as many outputs and domains")
+
+    @classmethod
+    def replay(cls, trace: RequestTrace) -> RecordedLengths:
+        """The lengths of a trace in order of arrival."""
+        trace = trace.in_order()
+        return cls(trace.prompt_tokens, trace.output_tokens)
+
+    def draw(self, domain: NDArray[np.int64], rng: Generator) -> Lengths:
+        row = np.arange(len(domain)) % len(self.prompt_tokens)
+        if self.domain is not None:
+            for d in np.unique(domain):
+                same = np.flatnonzero(self.domain == d)
+                pool = same if len(same) else np.arange(len(self.prompt_tokens))
+                row[domain == d] = rng.choice(pool, int((domain == d).sum()))
+        return Lengths(self.prompt_tokens[row].astype(np.int64), self.output_tokens[row].astype(np.int64))
+
+
+class Workload(NamedTuple):
+    """Requests in order of arrival, with their lengths: one array of [request] each."""
+
+    arrival_s: NDArray[np.float64]
+    domain: NDArray[np.int64]
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+
+
+def draw_arrivals(
+    arrivals: ArrivalProcess,
+    lengths: LengthModel,
+    mix: NDArray[np.float64],
+    rng: Generator,
+    requests: int | None = None,
+    tokens: int | None = None,
+) -> Workload:
+    """That many requests, or as many as hold exactly that many tokens, the last one cut short."""
+    if (requests is None) == (tokens is None):
+        raise ConfigError("give either a number of requests or a number of tokens")
+    for name, value in (("requests", requests), ("tokens", tokens)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1")
+    count = requests if requests is not None else 256
+    while True:
+        arrived = arrivals.draw(count, mix, rng)
+        prompt, output = lengths.draw(arrived.domain, rng)
+        if tokens is None:
+            return Workload(*arrived, prompt, output)
+        ends = np.cumsum(prompt + output)
+        if ends[-1] >= tokens:
+            break
+        if ends[-1] == 0:
+            raise ConfigError(f"tokens={tokens} cannot be reached: all lengths drawn are 0")
+        count = math.ceil(1.1 * count * tokens / ends[-1])  # by the tokens that so many requests held just now
+    last = int(np.searchsorted(ends, tokens))
+    excess = int(ends[last]) - tokens  # cut from the output first, then from the prompt
+    prompt, output = prompt[: last + 1].copy(), output[: last + 1].copy()
+    prompt[last] -= max(0, excess - output[last])
+    output[last] -= min(excess, output[last])
+    return Workload(arrived.arrival_s[: last + 1], arrived.domain[: last + 1], prompt, output)

@@ -1,0 +1,247 @@
+"""Rows of CSV and JSON Lines files, plain or gzipped, with errors that name the line and the field.
+
+A file that ends inside a row, a quoted field or a gzip stream is an error. What no reader can see is a plain text
+file cut exactly between two lines, or inside the last number of the last line: published traces come with and
+without a newline at their end, so its absence proves nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import math
+import zlib
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, TraceError
+from coterie.traces.readers.base import ReadOptions
+from coterie.traces.requests import RequestTrace
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_MAX_FIRST_LINE = 1 << 22  # bytes a sniff looks at: a binary file may have no newline at all
+_MAX_INT64 = 2**63 - 1
+
+
+class Row(NamedTuple):
+    """One request as the file has it."""
+
+    path: Path
+    line: int
+    """Counted from 1, as editors do."""
+    values: Mapping[str, Any]
+    """Column or key → text (CSV) or JSON value."""
+    is_text: bool
+    """CSV: numbers are spelled as text. In JSON a number in quotes is an error."""
+
+    def error(self, name: str, problem: str) -> TraceError:
+        return TraceError(self.path, f"line {self.line}, {name}", problem)
+
+    def whole(self, name: str) -> int:
+        """A count: a whole number, not negative."""
+        value = self.values[name]
+        if self.is_text:
+            text = value.strip()
+            if text.isascii() and text.isdigit() and len(text) < 19:  # 18 digits always fit 64 bits
+                return int(text)
+        elif type(value) is int and 0 <= value <= _MAX_INT64:  # bool is an int to isinstance
+            return value
+        raise self.error(name, f"found {_shown(value)}, expected a whole number of at least 0")
+
+    def time(self, name: str) -> float:
+        """A time since some start: finite, not negative."""
+        value = self.values[name]
+        number = math.nan
+        if self.is_text and "_" not in value:  # float() reads 1_0 as 10
+            with suppress(ValueError):
+                number = float(value)
+        elif type(value) in (int, float) and abs(value) <= _MAX_INT64:
+            number = float(value)
+        if math.isfinite(number) and number >= 0:
+            return number
+        raise self.error(name, f"found {_shown(value)}, expected a finite time of at least 0")
+
+    def text(self, name: str) -> str:
+        value = self.values.get(name)
+        if isinstance(value, str):
+            return value
+        raise self.error(name, f"found {_shown(value)}, expected text as on the other lines")
+
+    def blocks(self, name: str) -> NDArray[np.int64]:
+        """[block] hashes."""
+        value = self.values.get(name)
+        if isinstance(value, list) and all(type(v) is int and -_MAX_INT64 <= v <= _MAX_INT64 for v in value):
+            return np.array(value, np.int64)
+        raise self.error(name, f"found {_shown(value)}, expected a list of 64-bit whole numbers")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class RequestColumns:
+    """The columns of a request trace while its rows are read; numbers take eight bytes each."""
+
+    def __init__(self, used: Collection[str]) -> None:
+        self.used = frozenset(used)
+        self.prompt_tokens = array("q")
+        self.output_tokens = array("q")
+        self.extra: dict[str, list[Any]] = {}
+
+    def add(self, row: Row, prompt_tokens: int, output_tokens: int) -> None:
+        """One request; values of the row that no column uses are kept as extra, None where a line lacks one."""
+        count = len(self.prompt_tokens)
+        self.prompt_tokens.append(prompt_tokens)
+        self.output_tokens.append(output_tokens)
+        for name in row.values.keys() - self.used - self.extra.keys():
+            self.extra[name] = [None] * count
+        for name, column in self.extra.items():
+            column.append(row.values.get(name))
+
+    def trace(
+        self, path: Path, format: str, options: ReadOptions, arrival_s: NDArray[np.float64], **columns: Any
+    ) -> RequestTrace:
+        """The trace in order of arrival, its first request at 0."""
+        source: dict[str, Any] = {"format": format, "file": path.name}
+        if options.model is not None:
+            source["model"] = options.model
+        try:
+            trace = RequestTrace(
+                prompt_tokens=np.array(self.prompt_tokens, np.int64),
+                output_tokens=np.array(self.output_tokens, np.int64),
+                arrival_s=arrival_s - arrival_s.min(),
+                extra={name: self.extra[name] for name in sorted(self.extra)},
+                source=source,
+                **columns,
+            )
+        except ConfigError as error:
+            raise TraceError(path, "requests", str(error)) from None
+        return trace.in_order()
+
+
+@contextmanager
+def file_errors(path: Path) -> Iterator[None]:
+    """Turn what opening and unpacking a file can raise into one line about that file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise TraceError(path, "file", "does not exist") from None
+    except IsADirectoryError:
+        raise TraceError(path, "file", "is a folder, expected a file") from None
+    except EOFError:
+        raise TraceError(path, "gzip", "the stream ends early: the file is cut short") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(path, "gzip", f"cannot be unpacked: {error}") from None
+    except OSError as error:
+        raise TraceError(path, "file", f"cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise TraceError(path, "text", f"is not UTF-8: {error.reason} at byte {error.start} of a block") from None
+
+
+def is_gzip(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(2) == _GZIP_MAGIC
+
+
+def open_binary(path: Path) -> gzip.GzipFile | io.BufferedReader:
+    """The bytes of a file, unpacked if it is gzip."""
+    return gzip.open(path, "rb") if is_gzip(path) else path.open("rb")
+
+
+def csv_rows(path: Path, need: Sequence[str]) -> Iterator[Row]:
+    """The rows of a CSV file whose header has at least the columns needed."""
+    with file_errors(path), io.TextIOWrapper(open_binary(path), encoding="utf-8-sig", newline="") as stream:
+        lines = csv.reader(stream, strict=True)  # strict: a quote left open at the end of the file is an error
+        count = 0
+        try:
+            header = [name.strip() for name in next(lines, [])]
+            _check_header(path, header, need)
+            for values in lines:
+                if not values:  # an empty line
+                    continue
+                if len(values) < len(header):
+                    problem = f"is missing: the line has {len(values)} of {len(header)} columns"
+                    raise TraceError(path, f"line {lines.line_num}, {header[len(values)]}", problem)
+                if len(values) > len(header):
+                    problem = f"has {len(values)} values, the header names {len(header)}"
+                    raise TraceError(path, f"line {lines.line_num}", problem)
+                count += 1
+                yield Row(path, lines.line_num, dict(zip(header, values, strict=True)), is_text=True)
+        except csv.Error as error:
+            raise TraceError(path, f"line {lines.line_num}", f"is not CSV: {error}") from None
+    if not count:
+        raise TraceError(path, "requests", "has a header and no requests")
+
+
+def _check_header(path: Path, header: Sequence[str], need: Sequence[str]) -> None:
+    if not header:
+        raise TraceError(path, "file", "is empty")
+    for name in need:
+        if name not in header:
+            raise TraceError(path, f"line 1, {name}", f"column is missing; the header has {', '.join(header)}")
+    for name in header:
+        if header.count(name) > 1:
+            raise TraceError(path, f"line 1, {name}", f"names {header.count(name)} columns")
+
+
+def json_rows(path: Path, need: Sequence[str]) -> Iterator[Row]:
+    """The objects of a JSON Lines file, each with at least the keys needed."""
+    count = 0
+    with file_errors(path), io.TextIOWrapper(open_binary(path), encoding="utf-8-sig", newline="\n") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+                if "\\ud" in line:  # JSON can spell half a character, which no text file or table can hold
+                    json.dumps(value, ensure_ascii=False).encode()
+            except (ValueError, RecursionError) as error:
+                ends = "" if line.endswith("\n") else "; it is the last line and has no newline: cut short?"
+                raise TraceError(path, f"line {number}", f"is not JSON: {error}{ends}") from None
+            if not isinstance(value, dict):
+                raise TraceError(path, f"line {number}", f"holds {_shown(value)}, expected a JSON object")
+            for name in need:
+                if name not in value:
+                    raise TraceError(path, f"line {number}, {name}", f"is missing; the line has {', '.join(value)}")
+            count += 1
+            yield Row(path, number, value, is_text=False)
+    if not count:
+        raise TraceError(path, "file", "is empty")
+
+
+def sniff_csv(path: Path) -> frozenset[str]:
+    """Columns of the header, none if this is not CSV. For sniffing: never raises."""
+    try:
+        header = next(csv.reader([_first_line(path)], strict=True), [])
+    except (ValueError, csv.Error):
+        return frozenset()
+    return frozenset(name.strip() for name in header)
+
+
+def sniff_json(path: Path) -> frozenset[str]:
+    """Keys of the object on the first line, none if there is none. For sniffing: never raises."""
+    try:
+        value = json.loads(_first_line(path))
+    except (ValueError, RecursionError):
+        return frozenset()
+    return frozenset(value) if isinstance(value, dict) else frozenset()
+
+
+def _first_line(path: Path) -> str:
+    """The first line; raises ValueError (UnicodeDecodeError is one) when there is no text."""
+    if not path.is_file():
+        raise ValueError("not a file")
+    try:
+        with open_binary(path) as stream:
+            return stream.readline(_MAX_FIRST_LINE).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(str(error)) from None

@@ -1,0 +1,404 @@
+"""Public activation data kept as ``.npz``, and Coterie's own ``.npz``. Give the file, or the folder that holds it.
+
+Which layout it is follows from the names of its arrays; the sidecar is found beside it:
+
+    expert_ids, gate_probs_f16, offsets     + requests.jsonl.gz   gpt-oss-20b: decode routing     → ActivationTrace
+    expert_ids, gate_weight_x1e4, offsets   + requests.jsonl      DeepSeek-V2-Lite by ESFT        → ActivationTrace
+    expert_ids, offsets, and optionally phase, token_ids, gate_weights, num_experts, layer_ids:
+                                                                  Coterie's own                   → ActivationTrace
+    counts, layer_ids                       + index.jsonl         GLM-5.2 counts                  → LoadTable
+    counts, and optionally layer_ids, tokens                      Coterie's own                   → LoadTable
+    model|expert_counts|domain                                    OLMoE and Mixtral counts        → LoadTable
+
+What the two activation sets are, as their own numbers show:
+
+- *gpt-oss-20b*: row t of a request routed its generated token t (aligned so, equal tokens choose equal experts in
+  layer 0 far more often than one off: 55% against 24%). The last generated token was never fed back, so a request has
+  one row fewer than tokens; in two requests (185 and 384, both cut at 512 tokens) the listed token strings are one
+  short and one over. All rows are DECODE, the prompt's routing is not recorded, and output_tokens is rows + 1.
+- *DeepSeek-V2-Lite*: ESFT ran whole training examples, prompt and answer together, through one forward pass. Nothing
+  was generated, so all rows are PREFILL and prompt_tokens is the row count; where the answer begins is not recorded.
+  Gate weights are softmax scores over all 64 experts, not normalised over the six chosen.
+
+The GLM tables overlap: the merged ones are sums of the shards, so adding up all windows counts tokens twice.
+:func:`read_token_table` and :func:`read_placements` read two kinds of ``.npz`` that are not traces.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, InputError, TraceError
+from coterie.traces.activations import ActivationTrace, TraceMeta
+from coterie.traces.load import LoadTable
+from coterie.traces.readers.base import Reader, ReadOptions, Trace, readers
+from coterie.traces.readers.routed_experts import experts_of
+from coterie.traces.requests import RequestTrace
+from coterie.types import DECODE, PREFILL
+from coterie.wire.routed_experts import decode_npy
+
+OLMOE_LAYERS = (0, 7, 15)
+"""The layers that OLMoE's routing analysis kept, of every model it looked at."""
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """How often each token id went to each expert, over one corpus. Entries are sorted by layer, token, expert."""
+
+    model: str
+    domain: str
+    layer_ids: tuple[int, ...]
+    """Index in the model of each layer counted."""
+    layer: NDArray[np.int32]
+    """[entry] index into layer_ids."""
+    token_id: NDArray[np.int32]
+    """[entry]"""
+    expert: NDArray[np.int32]
+    """[entry]"""
+    count: NDArray[np.int64]
+    """[entry] times the token chose the expert, at least 1."""
+
+
+def read_npz(path: Path, options: ReadOptions) -> Trace:
+    """Any of the layouts above."""
+    file = _find(path) if path.is_dir() else path
+    names = _names(file)
+    layout = _layout(names)
+    if layout is None:
+        problem = f"holds {', '.join(names[:4]) or 'nothing'}{', …' if len(names) > 4 else ''}: not a layout of traces"
+        raise TraceError(file, "arrays", f"{problem} (token tables and placements have functions of their own)")
+    # Every array is read, also those no layout names: a damaged name must not pass for an absent optional array.
+    return _READ[layout](file, _load(file, names), options)
+
+
+def _layout(names: Sequence[str]) -> str | None:
+    if {"expert_ids", "offsets"} <= set(names):
+        kinds = {"gate_probs_f16": "gpt-oss", "gate_weight_x1e4": "esft"}
+        return next((kind for key, kind in kinds.items() if key in names), "own")
+    if "counts" in names and set(names) <= {"counts", "layer_ids", "tokens"}:
+        return "counts"
+    return "olmoe" if names and all(name.count("|") == 2 for name in names) else None
+
+
+def _find(folder: Path) -> Path:
+    files = sorted(folder.glob("*.npz"))
+    found = [file for file in files if sniff_npz(file)]
+    if len(found) != 1:
+        which = ", ".join(file.name for file in found or files) or "no .npz file"
+        raise TraceError(folder, "folder", f"holds {which}; expected one .npz of a known layout, or give the file")
+    return found[0]
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist()]
+    except FileNotFoundError:
+        raise TraceError(path, "file", "does not exist") from None
+    except Exception as error:  # the zip module lets out struct, zlib, OS and value errors on damaged archives
+        raise TraceError(path, "file", f"is not a .npz archive, or is cut: {_first_line(error)}") from None
+
+
+def _load(path: Path, names: Sequence[str]) -> Arrays:
+    arrays: dict[str, NDArray[Any]] = {}
+    for name in names:
+        try:
+            with zipfile.ZipFile(path) as archive:
+                data = archive.read(name + ".npy")  # checks the CRC before anything is parsed
+            arrays[name] = decode_npy(data)
+        except InputError as error:
+            raise TraceError(path, name, str(error)) from None
+        except Exception as error:
+            raise TraceError(path, name, f"cannot be unpacked: {_first_line(error)}") from None
+    return arrays
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sidecar:
+    """The JSONL beside an archive. What it repeats of the arrays must agree with them."""
+
+    path: Path
+    rows: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def beside(cls, file: Path, *names: str) -> _Sidecar:
+        path = next((file.with_name(name) for name in names if file.with_name(name).exists()), None)
+        if path is None:
+            raise TraceError(file.with_name(names[0]), "file", f"does not exist; {file.name} needs it")
+        try:
+            data = path.read_bytes()
+            lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
+        except Exception as error:  # gzip lets out zlib, EOF and OS errors
+            raise TraceError(path, "file", f"cannot be read: {_first_line(error)}") from None
+        rows = []
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                raise TraceError(path, f"line {number}", "is not JSON") from None
+            if not isinstance(row, dict):
+                raise TraceError(path, f"line {number}", "must be a JSON object")
+            rows.append(row)
+        return cls(path, rows)
+
+    def texts(self, name: str) -> list[str]:
+        values = [row.get(name) for row in self.rows]
+        for number, value in enumerate(values, 1):
+            if not isinstance(value, str):
+                raise TraceError(self.path, f"line {number}: {name}", f"is {value!r}, expected a text")
+        return [str(value) for value in values]
+
+    def counts(self, name: str) -> NDArray[np.int64]:
+        values = [row.get(name) for row in self.rows]
+        for number, value in enumerate(values, 1):
+            if type(value) not in (int, float) or not 0 <= value < 2**63 or value != int(value):  # type: ignore[operator, arg-type]
+                problem = f"is {value!r}, expected a whole number, not negative"
+                raise TraceError(self.path, f"line {number}: {name}", problem)
+        return np.array(values, np.int64)
+
+    def match(self, name: str, expected: NDArray[np.integer], what: str) -> None:
+        found = self.counts(name)
+        if len(found) != len(expected):
+            raise TraceError(self.path, "rows", f"found {len(found)}, the arrays hold {len(expected)}")
+        for at in np.flatnonzero(found != expected)[:1]:
+            problem = f"is {found[at]}, {what} say {expected[at]}"
+            raise TraceError(self.path, f"line {at + 1}: {name}", problem)
+
+
+def _read_gpt_oss(file: Path, arrays: Arrays, options: ReadOptions) -> ActivationTrace:
+    name = options.model or file.absolute().parent.name
+    offsets = _offsets(file, arrays)
+    sidecar = _Sidecar.beside(file, "requests.jsonl.gz", "requests.jsonl")
+    sidecar.match("n_routed_tokens", np.diff(offsets), "offsets")
+    sidecar.match("offset", offsets[:-1], "offsets")
+    requests = RequestTrace(
+        prompt_tokens=sidecar.counts("n_prompt_tokens"),
+        output_tokens=np.diff(offsets) + 1,
+        domains=sidecar.texts("category"),
+        extra={"dataset": sidecar.texts("dataset")},
+    )
+    gates = _array(file, arrays, "gate_probs_f16", 3, "f").astype(np.float16)
+    return _trace(file, arrays, options, name, requests, DECODE, gates, range(arrays["expert_ids"].shape[1]))
+
+
+def _read_esft(file: Path, arrays: Arrays, options: ReadOptions) -> ActivationTrace:
+    name = options.model or file.absolute().parent.name
+    offsets = _offsets(file, arrays)
+    sidecar = _Sidecar.beside(file, "requests.jsonl", "requests.jsonl.gz")
+    sidecar.match("n_tokens", np.diff(offsets), "offsets")
+    sidecar.match("offset", offsets[:-1], "offsets")
+    requests = RequestTrace(
+        prompt_tokens=np.diff(offsets),
+        output_tokens=np.zeros(len(offsets) - 1, np.int64),
+        domains=sidecar.texts("domain"),
+    )
+    scaled = _array(file, arrays, "gate_weight_x1e4", 3, "ui")
+    # Layer 0 of the model is dense; ESFT's files are numbered 1 … 26.
+    layer_ids = range(1, 1 + scaled.shape[1])
+    return _trace(file, arrays, options, name, requests, PREFILL, (scaled / 1e4).astype(np.float16), layer_ids)
+
+
+def _read_own(file: Path, arrays: Arrays, options: ReadOptions) -> ActivationTrace:
+    gates = token_ids = stated = None
+    if "gate_weights" in arrays:
+        gates = _array(file, arrays, "gate_weights", 3, "f").astype(np.float16)
+    if "token_ids" in arrays:
+        token_ids = _array(file, arrays, "token_ids", 1, "ui")
+        _check_range(file, "token_ids", token_ids, 2**31)
+    if "num_experts" in arrays:
+        stated = int(_array(file, arrays, "num_experts", 0, "ui"))
+    phase: Any = DECODE
+    if "phase" in arrays:
+        phase = _array(file, arrays, "phase", 1, "ui")
+        _check_range(file, "phase", phase, 2)
+    layer_ids = _array(file, arrays, "layer_ids", 1, "ui").tolist() if "layer_ids" in arrays else None
+    name = options.model or file.stem
+    return _trace(file, arrays, options, name, None, phase, gates, layer_ids, token_ids, stated)
+
+
+def _trace(
+    file: Path,
+    arrays: Arrays,
+    options: ReadOptions,
+    name: str,
+    requests: RequestTrace | None,
+    phase: int | NDArray[np.integer],
+    gates: NDArray[np.float16] | None,
+    layer_ids: Sequence[int] | None,
+    token_ids: NDArray[np.integer] | None = None,
+    stated: int | None = None,
+) -> ActivationTrace:
+    offsets, ids = _offsets(file, arrays), _array(file, arrays, "expert_ids", 3, "ui")
+    if gates is not None and not np.isfinite(gates).all():
+        where = [int(n) for n in np.argwhere(~np.isfinite(gates))[0]]
+        raise TraceError(file, f"gate weights{where}", f"is {gates[tuple(where)]}, expected a finite number")
+    phases = np.full(len(ids), phase, np.uint8) if isinstance(phase, int) else phase.astype(np.uint8)
+    experts = experts_of(file, options, name, stated=stated)
+    try:
+        meta = TraceMeta(
+            model=name, num_experts=experts, num_layers=ids.shape[1], top_k=ids.shape[2],
+            layer_ids=None if layer_ids is None else tuple(layer_ids),
+            source={"format": "npz", "file": file.name},
+        )  # fmt: skip
+        return ActivationTrace.from_arrays(
+            meta, ids, offsets, requests, phases, None if token_ids is None else token_ids.astype(np.int32), gates
+        )
+    except ConfigError as error:
+        raise TraceError(file, "arrays", str(error)) from None
+
+
+def _array(file: Path, arrays: Arrays, name: str, ndim: int, kinds: str) -> NDArray[Any]:
+    array = arrays[name]
+    if array.ndim != ndim or array.dtype.kind not in kinds:
+        words = {"ui": "integers", "f": "floating point"}[kinds]
+        raise TraceError(file, name, f"is {array.dtype} {array.shape}, expected {words} of {ndim} dimensions")
+    return array
+
+
+def _offsets(file: Path, arrays: Arrays) -> NDArray[np.int64]:
+    """[request + 1], checked against the tokens: at least one request and one token."""
+    offsets, tokens = _array(file, arrays, "offsets", 1, "ui"), len(_array(file, arrays, "expert_ids", 3, "ui"))
+    if len(offsets) < 2 or tokens < 1:
+        raise TraceError(file, "offsets", f"describe {max(0, len(offsets) - 1)} requests of {tokens} tokens: empty")
+    if int(offsets[0]) != 0 or int(offsets[-1]) != tokens:
+        raise TraceError(
+            file, "offsets", f"run from {offsets[0]} to {offsets[-1]}; expert_ids has {tokens} tokens, from 0"
+        )
+    falls = np.flatnonzero(offsets[1:] < offsets[:-1])
+    if falls.size:
+        at = int(falls[0])
+        raise TraceError(file, f"offsets[{at + 1}]", f"is {offsets[at + 1]}, below {offsets[at]} before it")
+    return offsets.astype(np.int64)
+
+
+def _check_range(file: Path, name: str, values: NDArray[np.integer], limit: int) -> None:
+    bad = np.flatnonzero((values < 0) | (values >= limit))
+    if bad.size:
+        raise TraceError(file, f"{name}[{int(bad[0])}]", f"is {int(values[bad[0]])}, expected 0 … {limit - 1}")
+
+
+def _read_counts(file: Path, arrays: Arrays, options: ReadOptions) -> LoadTable:
+    counts = _array(file, arrays, "counts", 3, "ui")
+    if 0 in counts.shape or int(counts.min()) < 0:
+        raise TraceError(file, "counts", f"of shape {counts.shape} must hold tokens of [window, layer, expert], none 0")
+    columns: dict[str, Any] = {
+        name: _array(file, arrays, name, 1, "ui").astype(np.int64) for name in ("layer_ids", "tokens") if name in arrays
+    }
+    if file.with_name("index.jsonl").exists():
+        sidecar = _Sidecar.beside(file, "index.jsonl")
+        sidecar.match("i", np.arange(len(counts)), "the arrays")
+        sidecar.match("cnt_sum_layer0", counts[:, 0].sum(axis=1, dtype=np.int64), "counts")
+        columns["tokens"] = sidecar.counts("tokens")
+        chunks = [row.get("chunk") for row in sidecar.rows]  # none in a merged table
+        columns["labels"] = [
+            domain if chunk is None else f"{domain}/{chunk}"
+            for domain, chunk in zip(sidecar.texts("domain"), chunks, strict=True)
+        ]
+    return _load_table(file, options, counts, options.model or file.absolute().parent.name, **columns)
+
+
+def _read_olmoe(file: Path, arrays: Arrays, options: ReadOptions) -> LoadTable:
+    tables: dict[str, dict[str, NDArray[Any]]] = {}
+    for name in sorted(arrays):
+        model, kind, domain = name.split("|")
+        if kind == "expert_counts":
+            tables.setdefault(model, {})[domain] = _array(file, arrays, name, 2, "ui")
+    if options.model not in tables:
+        raise TraceError(file, "model", f"must be chosen with --model: one of {', '.join(tables) or 'none'}")
+    domains = tables[options.model]
+    if len({table.shape for table in domains.values()}) != 1:
+        raise TraceError(file, options.model, "has tables of different shapes")
+    return _load_table(
+        file, options, np.stack(list(domains.values())), options.model, labels=list(domains),
+        layer_ids=np.array(OLMOE_LAYERS, np.int64),
+    )  # fmt: skip
+
+
+def _load_table(file: Path, options: ReadOptions, counts: NDArray[Any], model: str, **columns: Any) -> LoadTable:
+    if options.num_experts is not None and options.num_experts != counts.shape[2]:
+        problem = f"have {counts.shape[2]} experts, --num-experts says {options.num_experts}"
+        raise TraceError(file, "counts", problem)
+    try:
+        source = {"format": "npz", "file": file.name}
+        return LoadTable(counts.astype(np.uint64), model=model, source=source, **columns)
+    except ConfigError as error:
+        raise TraceError(file, "counts", str(error)) from None
+
+
+def read_token_table(path: str | Path, model: str, domain: str) -> TokenTable:
+    """One table of OLMoE's ``eid2token_coo.npz``: rows of [index of layer, expert, token id, count].
+
+    Whatever it chose, a token occurs as often in one layer as in the next; a table where it does not is refused.
+    """
+    path = Path(path)
+    names, name = _names(path), f"{model}|{domain}"
+    if name not in names:
+        raise TraceError(path, name, f"is missing; the file has {', '.join(names)}")
+    rows = _array(path, _load(path, [name]), name, 2, "ui")
+    if rows.shape[1] != 4 or not len(rows):
+        raise TraceError(path, name, f"has shape {rows.shape}, expected [entry, 4]")
+    _check_range(path, f"{name} layer", rows[:, 0], len(OLMOE_LAYERS))
+    for column, word in ((1, "expert"), (2, "token")):
+        _check_range(path, f"{name} {word}", rows[:, column], 2**31)
+    if int(rows[:, 3].min()) < 1:
+        raise TraceError(path, f"{name} count", f"is {int(rows[:, 3].min())}, expected at least 1")
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 2], rows[:, 0]))]
+    layer, expert, token = (rows[:, column].astype(np.int32) for column in range(3))
+    count = rows[:, 3].astype(np.int64)
+    ids, at = np.unique(token, return_inverse=True)
+    seen = np.zeros((len(OLMOE_LAYERS), len(ids)), np.int64)
+    np.add.at(seen, (layer, at), count)
+    uneven = np.flatnonzero((seen != seen[0]).any(axis=0))
+    if uneven.size:
+        found = ", ".join(str(n) for n in seen[:, uneven[0]])
+        raise TraceError(path, name, f"counts token {ids[uneven[0]]} {found} times in its layers: they must agree")
+    return TokenTable(model, domain, OLMOE_LAYERS, layer, token, expert, count)
+
+
+def read_placements(path: str | Path) -> dict[str, NDArray[np.uint8]]:
+    """Name → 0/1 [rank, layer, expert]: which ranks hold which experts. Every expert is on at least one rank."""
+    path = Path(path)
+    found = {}
+    arrays = _load(path, _names(path))
+    for name in arrays:
+        held = _array(path, arrays, name, 3, "ui")
+        if 0 in held.shape or int(held.min()) < 0 or int(held.max()) > 1:
+            raise TraceError(path, name, f"of shape {held.shape} must hold 0 or 1 for [rank, layer, expert]")
+        nowhere = np.argwhere(held.sum(axis=0) == 0)
+        if nowhere.size:
+            raise TraceError(path, name, f"has no rank for expert {nowhere[0][1]} of layer {nowhere[0][0]}")
+        found[name] = held.astype(np.uint8)
+    if not found:
+        raise TraceError(path, "arrays", "holds no placement")
+    return found
+
+
+def sniff_npz(path: Path) -> bool:
+    try:
+        if path.is_dir():
+            return bool(_find(path))
+        return zipfile.is_zipfile(path) and _layout(_names(path)) is not None
+    except TraceError:
+        return False
+
+
+_READ: dict[str, Callable[[Path, Arrays, ReadOptions], Trace]] = {
+    "gpt-oss": _read_gpt_oss, "esft": _read_esft, "own": _read_own, "counts": _read_counts, "olmoe": _read_olmoe,
+}  # fmt: skip
+
+readers.add("npz", Reader(read_npz, sniff_npz, "activations or expert counts as .npz: public data sets and our own"))

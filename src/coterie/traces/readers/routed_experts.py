@@ -1,0 +1,246 @@
+"""Answers of vLLM or SGLang that carry their routed experts: JSONL, one answer a line, in any mix.
+
+    vLLM     {"usage": {…}, "choices": [{"routed_experts": BASE64, …}, …], …}
+    SGLang   {"meta_info": {"routed_experts": BASE64, "prompt_tokens": …, …}, …}     from /generate
+    SGLang   {"usage": {…}, "choices": […], "sglext": {"routed_experts": BASE64}}    from the OpenAI endpoints
+
+The prompt's rows come first: ``usage.prompt_tokens`` (or ``meta_info``'s) splits prefill from decode. The last token
+generated was never fed back and has no row, so an answer must have prompt + completion - 1 rows; one that was asked
+for a later part only (SGLang's ``routed_experts_start_len``) is refused, as it would shift the phases. Engines count
+dense layers too; those are dropped. SGLang's bytes do not say layers and k: they come from the model's shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError
+from coterie.traces.activations import ActivationTrace, TraceMeta
+from coterie.traces.readers.base import Reader, ReadOptions, readers
+from coterie.traces.requests import RequestTrace
+from coterie.types import DECODE, PREFILL, ModelSpec
+from coterie.wire.routed_experts import decode_sglang, decode_vllm, routed_layers
+
+
+def find_model(*names: str | None) -> ModelSpec | None:
+    """The shape of the first of these names that is known; a file may carry any name."""
+    from coterie.models import get_model
+
+    for name in names:
+        try:
+            if name:
+                return get_model(name)
+        except UnknownNameError:
+            continue
+    return None
+
+
+def experts_of(path: Path, options: ReadOptions, name: str | None, stated: int | None = None) -> int:
+    """Experts per layer: what the user says, the file states, or the model of that name has.
+
+    The largest id seen + 1 is no substitute: an expert may never have been chosen.
+    """
+    if stated is not None and options.num_experts not in (None, stated):
+        raise TraceError(path, "num_experts", f"is {stated}, --num-experts says {options.num_experts}")
+    given = options.num_experts if options.num_experts is not None else stated
+    if given is not None:
+        return given
+    spec = find_model(options.model, name)
+    if spec is None:
+        raise TraceError(path, "num_experts", "is not in the file; give --num-experts or a known --model")
+    return spec.num_experts
+
+
+class _Answer(NamedTuple):
+    """One generated sequence."""
+
+    expert_ids: NDArray[np.integer]
+    """[token, layer, k], all layers the engine counts."""
+    prompt_tokens: int
+    id: str | None
+    token_ids: NDArray[np.int64] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of the file, and how to complain about it."""
+
+    path: Path
+    number: int
+    spec: ModelSpec | None
+
+    def error(self, field: str, problem: str) -> TraceError:
+        return TraceError(self.path, f"line {self.number}: {field}", problem)
+
+    def count(self, place: Any, where: str, name: str) -> int:
+        value = place.get(name) if isinstance(place, dict) else None
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(f"{where}.{name}", f"is {value!r}, expected a whole number of at least 1")
+        return value
+
+    def answers(self, body: Any) -> Iterator[_Answer]:
+        if not isinstance(body, dict):
+            raise self.error("answer", "must be a JSON object")
+        if isinstance(body.get("meta_info"), dict):
+            meta = body["meta_info"]
+            ids = self.sglang(meta.get("routed_experts"), meta, "meta_info", meta.get("routed_experts_dtype"))
+            yield _Answer(ids, meta["prompt_tokens"], _text(meta.get("id")), None)
+            return
+        choices = body.get("choices")
+        if not isinstance(choices, list) or not choices or not all(isinstance(choice, dict) for choice in choices):
+            raise self.error("choices", "is missing: neither an OpenAI answer nor one of SGLang's /generate")
+        if any("routed_experts" in choice for choice in choices):
+            yield from self.vllm(body, choices)
+            return
+        extra: dict[str, Any] = next((p["sglext"] for p in (body, choices[0]) if isinstance(p.get("sglext"), dict)), {})
+        if "routed_experts" not in extra:
+            raise self.error("routed_experts", "is missing; the engine returns it only when started and asked to")
+        if len(choices) > 1:
+            raise self.error("sglext", f"holds one sequence for {len(choices)} choices: ask with n=1")
+        ids = self.sglang(extra["routed_experts"], body.get("usage"), "usage", extra.get("routed_experts_dtype"))
+        yield _Answer(ids, body["usage"]["prompt_tokens"], _text(body.get("id")), None)
+
+    def vllm(self, body: Mapping[str, Any], choices: list[dict[str, Any]]) -> Iterator[_Answer]:
+        usage = body.get("usage")
+        prompt, total = (self.count(usage, "usage", name) for name in ("prompt_tokens", "completion_tokens"))
+        rows = 0
+        for index, choice in enumerate(choices):
+            field = f"choices[{index}].routed_experts"
+            if not isinstance(choice.get("routed_experts"), str):
+                raise self.error(field, "is missing")
+            try:
+                ids = decode_vllm(choice["routed_experts"])
+            except InputError as error:
+                raise self.error(field, str(error)) from None
+            rows += len(ids) + 1 - prompt
+            tokens = _token_ids(body.get("prompt_token_ids"), choice.get("token_ids"), len(ids))
+            name = _text(body.get("id"))
+            yield _Answer(ids, prompt, f"{name}/{index}" if name and len(choices) > 1 else name, tokens)
+        if rows != total:
+            problem = f"describes {rows} generated tokens, usage.completion_tokens is {total}"
+            raise self.error("routed_experts", f"{problem} ({prompt} of prompt; the last token has no row)")
+
+    def sglang(self, payload: Any, place: Any, where: str, dtype: Any) -> NDArray[np.integer]:
+        prompt, completion = (self.count(place, where, name) for name in ("prompt_tokens", "completion_tokens"))
+        if not isinstance(payload, str):
+            raise self.error("routed_experts", "is missing; the engine returns it only when started and asked to")
+        if self.spec is None:
+            raise self.error("routed_experts", "has no shape in SGLang's form; give a known --model")
+        sizes = (self.spec.num_layers, self.spec.num_moe_layers)
+        problem = ""
+        for layers in sizes:
+            try:
+                ids = decode_sglang(payload, layers, self.spec.top_k, None if dtype is None else str(dtype))
+            except InputError as error:
+                problem = problem or str(error)
+                continue
+            if len(ids) == prompt + completion - 1:
+                return ids
+            problem = f"has {len(ids)} rows of {layers} layers; {prompt} + {completion} tokens have one row fewer"
+        raise self.error("routed_experts", problem)
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _token_ids(prompt: Any, output: Any, rows: int) -> NDArray[np.int64] | None:
+    """[token] of every row, where the answer was asked to list its token ids."""
+    if not isinstance(prompt, list) or not isinstance(output, list):
+        return None
+    listed = [*prompt, *output][:rows]
+    valid = len(listed) == rows and all(type(token) is int and 0 <= token < 2**31 for token in listed)
+    return np.array(listed, np.int64) if valid else None
+
+
+def read_routed_experts(path: Path, options: ReadOptions) -> ActivationTrace:
+    bodies = list(_bodies(path))
+    named = next((body.get("model") for _, body in bodies if isinstance(body, dict)), None)
+    name = options.model or _text(named) or "unknown"
+    spec = find_model(name)
+    answers = [answer for number, body in bodies for answer in _Line(path, number, spec).answers(body)]
+    if not sum(len(answer.expert_ids) for answer in answers):
+        raise TraceError(path, "answers", f"found {len(answers)} with no routed token: the trace would be empty")
+    shapes = sorted({answer.expert_ids.shape[1:] for answer in answers})
+    if len(shapes) > 1:
+        raise TraceError(path, "routed_experts", f"has [layer, k] of {shapes[0]} and {shapes[1]}: not one model")
+    experts = experts_of(path, options, name)
+    ids = np.concatenate([answer.expert_ids for answer in answers])
+    layers = _layers(path, ids, spec)
+    ids = np.ascontiguousarray(ids[:, layers])
+    lengths = np.array([len(answer.expert_ids) for answer in answers], np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    prompts = np.array([answer.prompt_tokens for answer in answers], np.int64)
+    places = np.arange(len(ids)) - np.repeat(offsets[:-1], lengths)  # [token] position in its sequence
+    tokens = [answer.token_ids for answer in answers if answer.token_ids is not None]
+    try:
+        names = [answer.id for answer in answers if answer.id is not None]
+        requests = RequestTrace(prompts, lengths + 1 - prompts, ids=names if len(names) == len(answers) else None)
+        meta = TraceMeta(
+            name, experts, ids.shape[1], ids.shape[2], layer_ids=tuple(int(n) for n in layers),
+            source={"format": "routed-experts", "file": path.name},
+        )  # fmt: skip
+        return ActivationTrace.from_arrays(
+            meta, ids, offsets, requests,
+            np.where(places < np.repeat(prompts, lengths), PREFILL, DECODE).astype(np.uint8),
+            np.concatenate(tokens).astype(np.int32) if len(tokens) == len(answers) else None,
+        )  # fmt: skip
+    except ConfigError as error:
+        raise TraceError(path, "routed_experts", str(error)) from None
+
+
+def _bodies(path: Path) -> Iterator[tuple[int, Any]]:
+    """Line number and answer; a batch of SGLang's /generate is a list of answers on one line."""
+    try:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    body = json.loads(line)
+                    for one in body if isinstance(body, list) else [body]:
+                        yield number, one
+    except FileNotFoundError:
+        raise TraceError(path, "file", "does not exist") from None
+    except OSError as error:
+        raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise TraceError(path, f"line {number}", "is not JSON") from None
+
+
+def _layers(path: Path, ids: NDArray[np.integer], spec: ModelSpec | None) -> NDArray[np.int64]:
+    """The MoE layers among those counted. A row of zeros in one of them was never captured."""
+    counted = ids.shape[1]
+    if spec is not None and counted not in (spec.num_layers, spec.num_moe_layers):
+        problem = f"has {counted} layers; {spec.name} has {spec.num_layers}, {spec.num_moe_layers} of them MoE"
+        raise TraceError(path, "routed_experts", problem)
+    moe = routed_layers(ids)
+    if spec is not None:
+        moe = np.array(spec.moe_layer_ids) if counted == spec.num_layers else np.arange(counted)
+    if ids.shape[2] > 1:
+        empty = np.argwhere((ids[:, moe] == 0).all(axis=2))
+        if empty.size:
+            token, layer = int(empty[0][0]), int(moe[empty[0][1]])
+            raise TraceError(path, f"routed_experts[{token}, {layer}]", "is all zero: the engine did not capture it")
+    if not moe.size:
+        raise TraceError(path, "routed_experts", "is all zero: the engine captured nothing")
+    return moe
+
+
+def sniff_routed_experts(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        head = stream.readline(1 << 22).lstrip()  # a first line may be megabytes of base64
+    return head[:1] in (b"{", b"[") and b'"routed_experts"' in head
+
+
+readers.add(
+    "routed-experts",
+    Reader(read_routed_experts, sniff_routed_experts, "JSONL of vLLM or SGLang answers that return routed experts"),
+)

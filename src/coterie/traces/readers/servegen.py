@@ -1,0 +1,301 @@
+"""ServeGen's client data: not requests but, for each client of a service, how it sends them.
+
+A folder (or tar, or tar.gz of one) has two files for each client:
+
+    chunk-7-trace.csv     no header; time (s), rate (requests/s), CV of the gaps, Gamma or Weibull, shape, scale:
+                          one row for each window, the same windows for all clients; a silent one has no family
+    chunk-7-dataset.json  {"0": {"input_tokens": "{45: 0.0097, 46: 0.0117, …}", "output_tokens": "{…}"}, "21600": …}:
+                          from that second on, tokens → probability; an empty "{}" where nothing was sent
+
+A trace is drawn from these. In each window a client sends as many requests as its rate says, spread by gaps of its
+family and shape that are scaled to fill the window, as ServeGen does. Prompt and output lengths are drawn apart: the
+data has no joint distribution, so a trace drawn here has no correlation between the two (ServeGen's own generator
+correlates them fully). ``reason_ratio`` splits the output and does not lengthen it; it is not used.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+import tarfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, TraceError
+from coterie.traces.readers._rows import file_errors, is_gzip, open_binary
+from coterie.traces.readers.base import Reader, ReadOptions, readers
+from coterie.traces.requests import RequestTrace
+
+DEFAULT_SEED = 0
+DEFAULT_DURATION_S = 3600.0
+"""What `read_trace` draws: the first hour. A whole day of DeepSeek-R1's 73 clients is 1.4 million requests."""
+
+_FILE = re.compile(r"chunk-(\d+)-(trace\.csv|dataset\.json)")
+_TAR_END = bytes(1024)  # two empty blocks close every tar
+
+
+class Histogram(NamedTuple):
+    """Lengths and how often each occurs."""
+
+    tokens: NDArray[np.int64]
+    """[bin]"""
+    cumulative: NDArray[np.float64]
+    """[bin] share of requests of at most this length; the last is 1."""
+
+    def draw(self, rng: Generator, count: int) -> NDArray[np.int64]:
+        return self.tokens[np.searchsorted(self.cumulative, rng.random(count), side="right")]
+
+
+class Window(NamedTuple):
+    """A stretch of time in which a client behaves alike."""
+
+    start_s: float
+    duration_s: float
+    rate: float
+    """Requests per second."""
+    family: str
+    """Gamma or Weibull; empty when the rate is 0."""
+    shape: float
+
+
+class Lengths(NamedTuple):
+    """Length distributions that hold from a time on."""
+
+    start_s: float
+    prompt: Histogram
+    output: Histogram
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One client of the service."""
+
+    id: int
+    windows: Sequence[Window]
+    lengths: Sequence[Lengths]
+    """By time; spans in which the client sent nothing are left out."""
+
+    def lengths_at(self, time_s: float) -> Lengths:
+        """Those of the latest span begun by then; before the first, the first."""
+        return next((span for span in reversed(self.lengths) if span.start_s <= time_s), self.lengths[0])
+
+
+def read_servegen_clients(path: str | Path) -> list[Client]:
+    """All clients of a folder, tar or tar.gz, by id."""
+    path = Path(path)
+    files = _folder_files(path) if path.is_dir() else _tar_files(path)
+    ids = sorted({id for id, _ in files})
+    if not ids:
+        raise TraceError(path, "clients", "found no chunk-*-trace.csv and chunk-*-dataset.json")
+    clients: list[Client] = []
+    for id in ids:
+        parts = []
+        for kind in ("trace.csv", "dataset.json"):
+            if (id, kind) not in files:
+                raise TraceError(path, f"chunk-{id}-{kind}", "is missing: every client has both files")
+            parts.append(files[id, kind])
+        windows = _windows(path, f"chunk-{id}-trace.csv", parts[0])
+        if clients and [w.start_s for w in windows] != [w.start_s for w in clients[0].windows]:
+            problem = f"{len(windows)} windows up to {windows[-1].start_s:g} s do not match client {clients[0].id}'s"
+            raise TraceError(path, f"chunk-{id}-trace.csv", f"{problem} {len(clients[0].windows)}: cut short?")
+        lengths = _lengths(path, f"chunk-{id}-dataset.json", parts[1])
+        if not lengths and any(window.rate for window in windows):
+            raise TraceError(path, f"chunk-{id}-dataset.json", "has no lengths, but the client sends requests")
+        clients.append(Client(id, windows, lengths))
+    return clients
+
+
+def sample_servegen(
+    clients: Sequence[Client], rng: Generator, start_s: float, duration_s: float, rate_scale: float = 1.0
+) -> RequestTrace:
+    """Draw the requests of a stretch of time; arrivals count from `start_s`. ``extra["client"]`` says who sent each.
+
+    `rate_scale` multiplies every client's rate: their mix and burstiness stay.
+    """
+    if not clients:
+        raise ConfigError("clients is empty: there is nothing to draw from")
+    for name, value in (("duration_s", duration_s), ("rate_scale", rate_scale)):
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{name}={value} must be a finite number above 0")
+    first, last = clients[0].windows[0], clients[0].windows[-1]
+    if not first.start_s <= start_s < last.start_s + last.duration_s:
+        raise ConfigError(f"start_s={start_s} must be in {first.start_s:g} … {last.start_s + last.duration_s:g}")
+    stop_s = start_s + duration_s
+    arrival, prompt, output, sender = [np.empty(0)], [np.empty(0, np.int64)], [np.empty(0, np.int64)], []
+    for client in clients:
+        for window in client.windows:
+            if not window.rate or window.start_s >= stop_s or window.start_s + window.duration_s <= start_s:
+                continue
+            times = _arrivals(window, rate_scale, rng)
+            times = times[(times >= start_s) & (times < stop_s)]
+            lengths = client.lengths_at(window.start_s)
+            arrival.append(times - start_s)
+            prompt.append(lengths.prompt.draw(rng, len(times)))
+            output.append(lengths.output.draw(rng, len(times)))
+            sender += [client.id] * len(times)
+    return RequestTrace(
+        prompt_tokens=np.concatenate(prompt), output_tokens=np.concatenate(output),
+        arrival_s=np.concatenate(arrival), extra={"client": sender},
+        source={"format": "servegen", "start_s": start_s, "duration_s": duration_s, "rate_scale": rate_scale},
+    ).in_order()  # fmt: skip
+
+
+def _arrivals(window: Window, rate_scale: float, rng: Generator) -> NDArray[np.float64]:
+    """[request] times of one client in one window.
+
+    The count is fixed by the rate, which was measured; gaps drawn until the window is full would send too many:
+    by (CV² - 1) / 2 requests in each window, 200 of them at the largest CV of DeepSeek-R1's clients, 20.
+    """
+    expected = window.rate * rate_scale * window.duration_s
+    count = int(expected) + int(rng.random() < expected - int(expected))
+    draw = rng.standard_gamma if window.family == "Gamma" else rng.weibull
+    gaps = draw(window.shape, count + 1)  # one more: the time from the last request to the end of the window
+    if not gaps.sum():  # a tiny shape can underflow every gap to 0: then all come at once
+        gaps[rng.integers(count + 1)] = 1.0
+    times = window.start_s + window.duration_s * np.cumsum(gaps)[:-1] / gaps.sum()
+    end_s = window.start_s + window.duration_s
+    return np.asarray(np.minimum(times, np.nextafter(end_s, 0.0)), np.float64)  # a last gap of 0 would end on end_s
+
+
+def _folder_files(path: Path) -> dict[tuple[int, str], bytes]:
+    matches = ((_FILE.fullmatch(file.name), file) for file in path.iterdir())
+    return {(int(match[1]), match[2]): file.read_bytes() for match, file in matches if match}
+
+
+def _tar_files(path: Path) -> dict[tuple[int, str], bytes]:
+    with file_errors(path), open_binary(path) as stream:
+        data = stream.read()  # whole: only the end of a gzip stream proves that it is complete
+    files: dict[tuple[int, str], bytes] = {}
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+            for member in tar:
+                match = _FILE.fullmatch(Path(member.name).name)
+                content = tar.extractfile(member) if match and member.isfile() else None
+                if match is None or content is None:
+                    continue
+                key = (int(match[1]), match[2])
+                if key in files:
+                    raise TraceError(path, member.name, "is there twice: give one service's clients at a time")
+                files[key] = content.read()
+    except tarfile.TarError as error:
+        raise TraceError(path, "tar", f"cannot be unpacked: {error}") from None
+    if not data.endswith(_TAR_END):
+        raise TraceError(path, "tar", "has no end mark: the file is cut short")
+    return files
+
+
+def _windows(path: Path, name: str, data: bytes) -> list[Window]:
+    def error(line: int, field: str, problem: str) -> TraceError:
+        return TraceError(path, f"{name}, line {line}, {field}", problem)
+
+    if not data.endswith(b"\n"):
+        raise TraceError(path, name, "does not end with a newline: the file is cut short")
+    rows: list[tuple[float, float, str, float]] = []
+    for line, cells in enumerate(csv.reader(data.decode("ascii", "replace").splitlines()), start=1):
+        if len(cells) != 6:
+            raise error(line, "columns", f"found {len(cells)}, expected time, rate, cv, family, shape, scale")
+        numbers = []
+        for field, text in (("time", cells[0]), ("rate", cells[1]), ("shape", cells[4])):
+            try:
+                numbers.append(float(text))
+            except ValueError:
+                numbers.append(math.nan)
+            if not (math.isfinite(numbers[-1]) and numbers[-1] >= 0):
+                raise error(line, field, f"found {text!r}, expected a finite number of at least 0")
+        time, rate, shape = numbers
+        if rate and (cells[3] not in ("Gamma", "Weibull") or not shape):
+            raise error(line, "family", f"found {cells[3]!r} of shape {shape}, expected Gamma or Weibull, above 0")
+        if rows and time <= rows[-1][0]:
+            raise error(line, "time", f"found {time:g}, expected more than the line before, {rows[-1][0]:g}")
+        rows.append((time, rate, cells[3], shape))
+    if len(rows) < 2:
+        raise TraceError(path, name, f"has {len(rows)} windows; the length of a window takes at least 2")
+    # The last window is as long as the one before it.
+    ends = [row[0] for row in rows[1:]] + [2 * rows[-1][0] - rows[-2][0]]
+    return [Window(row[0], end - row[0], *row[1:]) for row, end in zip(rows, ends, strict=True)]
+
+
+def _lengths(path: Path, name: str, data: bytes) -> list[Lengths]:
+    try:
+        spans = json.loads(data)
+        if not isinstance(spans, dict):
+            raise ValueError("expected an object of start → distributions")
+        starts = sorted(spans, key=float)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(path, name, f"is not JSON of this format: {error}") from None
+    lengths = []
+    for start in starts:
+        drawn = [
+            _histogram(path, f"{name}, {start}", spans[start], field) for field in ("input_tokens", "output_tokens")
+        ]
+        if drawn[0] is not None and drawn[1] is not None:
+            lengths.append(Lengths(float(start), drawn[0], drawn[1]))
+    return lengths
+
+
+def _histogram(path: Path, where: str, span: Mapping[str, Any], field: str) -> Histogram | None:
+    """The distribution, or None where it is empty."""
+    text = span.get(field) if isinstance(span, dict) else None
+    if not isinstance(text, str) or not (text.startswith("{") and text.endswith("}")):
+        raise TraceError(path, f"{where}, {field}", f"found {str(text)[:40]!r}, expected '{{tokens: probability, …}}'")
+    if not text[1:-1].strip():
+        return None
+    try:
+        pairs = np.array([pair.split(":") for pair in text[1:-1].split(",")], np.float64)  # [bin, (tokens, share)]
+    except ValueError:
+        raise TraceError(path, f"{where}, {field}", "holds a pair that is not 'tokens: probability'") from None
+    tokens, share = pairs[:, 0], pairs[:, 1]
+    total = float(share.sum())
+    if not (np.isfinite(pairs).all() and (pairs >= 0).all() and (tokens % 1 == 0).all() and abs(total - 1) < 1e-3):
+        problem = f"expected whole tokens and shares of at least 0 that sum to 1; they sum to {total:g}"
+        raise TraceError(path, f"{where}, {field}", problem)
+    cumulative = np.cumsum(share) / total
+    cumulative[-1] = 1.0  # rounding may leave less, and a draw above it would have no bin
+    return Histogram(tokens.astype(np.int64), cumulative)
+
+
+def _read(path: Path, options: ReadOptions) -> RequestTrace:
+    clients = read_servegen_clients(path)
+    start_s = clients[0].windows[0].start_s
+    rng = np.random.default_rng(DEFAULT_SEED)
+    trace = sample_servegen(clients, rng, start_s, DEFAULT_DURATION_S)
+    if not len(trace) or trace.arrival_s is None:
+        raise TraceError(path, "rate", f"no client sends a request in the first {DEFAULT_DURATION_S:g} s")
+    source = {**trace.source, "file": path.name, "clients": len(clients), "seed": DEFAULT_SEED}
+    if options.model is not None:
+        source["model"] = options.model
+    return replace(trace, arrival_s=trace.arrival_s - trace.arrival_s[0], source=source)
+
+
+def _sniff(path: Path) -> bool:
+    if path.is_dir():
+        return any(_FILE.fullmatch(file.name) for file in path.iterdir())
+    try:
+        with tarfile.open(path, "r:gz" if is_gzip(path) else "r:") as tar:
+            return any(_FILE.fullmatch(Path(member.name).name) for member in _first(tar, 8))
+    except (tarfile.TarError, OSError, EOFError, zlib.error):
+        return False
+
+
+def _first(tar: tarfile.TarFile, count: int) -> Iterator[tarfile.TarInfo]:
+    for _ in range(count):
+        member = tar.next()
+        if member is None:
+            return
+        yield member
+
+
+readers.add(
+    "servegen",
+    Reader(_read, _sniff, f"ServeGen client distributions, folder or tar.gz: draws the first {DEFAULT_DURATION_S:g} s"),
+)

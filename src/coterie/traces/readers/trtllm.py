@@ -1,0 +1,101 @@
+"""TensorRT-LLM expert statistics: a folder with ``meta_info.json`` and one ``rank*.safetensors`` a rank.
+
+Written when EXPERT_STATISTIC_ITER_RANGE is set. ``meta_info.json`` holds num_experts and num_experts_per_token; each
+rank's file maps ``"{iteration}_{layer}"`` to int64 [expert], how often *its own* tokens chose each logical expert in
+that iteration. The load of an iteration is the sum over ranks, which is also how TensorRT-LLM's own planner reads it.
+Tokens are not recorded: they are derived (choices ÷ experts per token) where all layers agree, else left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import TraceError
+from coterie.traces.load import LoadTable
+from coterie.traces.readers.base import Reader, ReadOptions, readers
+from coterie.traces.store import ArrayFile, read_json
+
+META = "meta_info.json"
+_RANK = re.compile(r"rank(\d+)\.safetensors")
+_KEY = re.compile(r"(\d+)_(\d+)")
+
+
+def read_trtllm(path: Path, options: ReadOptions) -> LoadTable:
+    meta = read_json(path / META)
+    num_experts, top_k = (_positive(path / META, meta, name) for name in ("num_experts", "num_experts_per_token"))
+    if options.num_experts is not None and options.num_experts != num_experts:
+        raise TraceError(path / META, "num_experts", f"is {num_experts}, --num-experts says {options.num_experts}")
+    files = _rank_files(path)
+    if meta.get("ep_size", len(files)) != len(files):
+        raise TraceError(path, "rank*.safetensors", f"found {len(files)} files, {META} says ep_size={meta['ep_size']}")
+    cells: dict[tuple[int, int], NDArray[np.int64]] = {}
+    for file in files:
+        _add(cells, ArrayFile(file), num_experts)
+    steps, layers = (sorted({cell[axis] for cell in cells}) for axis in (0, 1))
+    if not steps:
+        raise TraceError(path, "rank*.safetensors", "hold no statistics")
+    for step in range(steps[0], steps[-1] + 1):
+        for layer in layers:
+            if (step, layer) not in cells:
+                raise TraceError(path, f"{step}_{layer}", "is in no rank's file")
+    counts = np.stack([np.stack([cells[step, layer] for layer in layers]) for step in steps])
+    return LoadTable(
+        counts.astype(np.uint64),
+        model=options.model or "unknown",
+        labels=[str(step) for step in steps],
+        tokens=_tokens(counts, top_k),
+        layer_ids=np.array(layers, np.int64),
+        source={"format": "trtllm", "file": path.name, "ranks": len(files), "top_k": top_k},
+    )
+
+
+def _rank_files(path: Path) -> list[Path]:
+    by_rank = {int(match[1]): file for file in path.iterdir() if (match := _RANK.fullmatch(file.name))}
+    if not by_rank:
+        raise TraceError(path, "rank*.safetensors", "is missing")
+    for rank in range(len(by_rank)):
+        if rank not in by_rank:
+            raise TraceError(path, f"rank{rank}.safetensors", f"is missing; there is a rank{max(by_rank)}")
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def _positive(path: Path, meta: Mapping[str, Any], name: str) -> int:
+    value = meta.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise TraceError(path, name, f"is {value!r}, expected a whole number of at least 1")
+    return value
+
+
+def _add(cells: dict[tuple[int, int], NDArray[np.int64]], file: ArrayFile, num_experts: int) -> None:
+    for key in file.names():
+        match, counts = _KEY.fullmatch(key), file[key]
+        if match is None:
+            raise TraceError(file.path, key, "is not a key of the form {iteration}_{layer}")
+        if counts.shape != (num_experts,) or counts.dtype.kind not in "ui":
+            raise TraceError(file.path, key, f"is {counts.dtype} {counts.shape}, expected integers ({num_experts},)")
+        if int(counts.min()) < 0:
+            raise TraceError(file.path, f"{key}[{int(counts.argmin())}]", f"is {int(counts.min())}, expected a count")
+        cell = int(match[1]), int(match[2])
+        cells[cell] = cells.get(cell, np.zeros(num_experts, np.int64)) + counts.astype(np.int64)
+
+
+def _tokens(counts: NDArray[np.int64], top_k: int) -> NDArray[np.int64] | None:
+    choices = counts.sum(axis=2)  # [window, layer]
+    even = (choices == choices[:, :1]).all() and not (choices % top_k).any()
+    return choices[:, 0] // top_k if even else None
+
+
+def sniff_trtllm(path: Path) -> bool:
+    return (path / META).is_file() and any(_RANK.fullmatch(file.name) for file in path.iterdir())
+
+
+readers.add(
+    "trtllm",
+    Reader(read_trtllm, sniff_trtllm, "TensorRT-LLM expert statistics: a folder with rank*.safetensors"),
+)

@@ -1,0 +1,386 @@
+"""Seeded synthetic activation traces with a known truth.
+
+Every domain has preferences over the experts of each layer: a Zipf popularity in its own order, mixed with one that
+all domains share. A request draws its own preferences around its domain's (Dirichlet), and each token draws its
+top-k experts from them one after the other without replacement (Plackett-Luce). Preferences may drift over time.
+
+What a synthetic trace does not reproduce, so that no conclusion should rest on it: tokens of a request are
+independent given its preferences, while real routing repeats itself from one token to the next; layers are
+independent, while a real token's experts in one layer tell of those in the next; two experts are never drawn together
+more often than their weights say; and no token id stands behind the experts. Unions over *different* requests, loads
+and their drift are what it is for.
+
+The same settings and seed give byte-identical files, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, UnavailableError
+from coterie.registry import Registry
+from coterie.traces._sampling import draw_requests
+from coterie.traces.activations import Activations, ActivationTrace, TraceMeta
+from coterie.traces.arrivals import (
+    ArrivalProcess,
+    BurstyArrivals,
+    LengthModel,
+    LognormalLengths,
+    PoissonArrivals,
+    draw_arrivals,
+)
+from coterie.traces.requests import FORMAT, VERSION, RequestTrace, new_trace_folder, write_requests
+from coterie.traces.store import ArrayFileWriter, write_json
+from coterie.types import DECODE, PREFILL, ModelSpec
+
+CHUNK_BYTES = 64 << 20
+"""Expert ids drawn, then written, at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowDrift:
+    """All preferences move continuously from their first values towards new ones."""
+
+    half_life_s: float
+    """Seconds until they are half-way."""
+
+    def __post_init__(self) -> None:
+        if not self.half_life_s > 0:
+            raise ConfigError(f"slow drift: half_life_s={self.half_life_s} must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class AbruptDrift:
+    """All preferences change to new ones at stated times, and stay in between."""
+
+    at_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if list(self.at_s) != sorted(set(self.at_s)):
+            raise ConfigError(f"abrupt drift: at_s={self.at_s} must rise")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SyntheticSettings:
+    """What to generate. `presets` holds named ones; coterie.traces.fitting makes one from a recorded trace."""
+
+    model: str = "synthetic"
+    num_experts: int = 32
+    num_layers: int = 24
+    """MoE layers."""
+    top_k: int = 4
+    layer_ids: tuple[int, ...] | None = None
+    """Index of each MoE layer in the model, dense layers counted."""
+    domains: tuple[str, ...] = ("code", "math", "medical", "legal", "chat")
+    mix: tuple[float, ...] | None = None
+    """Each domain's share of the requests; None is equal shares."""
+    zipf_exponent: float = 0.8
+    """Popularity of the r-th expert is r to minus this: 0 is even."""
+    specialisation: float = 0.5
+    """0: all domains prefer the same experts; 1: their preferences are unrelated."""
+    concentration: float | tuple[float, ...] = 100.0
+    """Dirichlet concentration of a request around its domain, for all layers or each: larger is closer, inf equal."""
+    phase_correlation: float = 0.9
+    """Correlation of a request's prefill and decode preferences around its domain's: 1 makes them the same."""
+    drift: SlowDrift | AbruptDrift | None = None
+    arrivals: ArrivalProcess = field(default_factory=PoissonArrivals)
+    lengths: LengthModel = field(default_factory=LognormalLengths)
+    preferences: NDArray[np.float64] | None = None
+    """[domain, layer, expert] given preferences, in place of zipf_exponent and specialisation."""
+
+    def __post_init__(self) -> None:
+        TraceMeta(self.model, self.num_experts, self.num_layers, self.top_k, self.layer_ids)  # checks the shape
+        if not self.domains:
+            raise ConfigError("domains is empty; a trace needs at least one")
+        if self.mix is not None and (len(self.mix) != len(self.domains) or min(self.mix) < 0 or sum(self.mix) <= 0):
+            raise ConfigError(f"mix={self.mix} must hold a share of 0 or more for each of {len(self.domains)} domains")
+        if not 0 <= self.zipf_exponent < 20:
+            raise ConfigError(f"zipf_exponent={self.zipf_exponent} must be in 0 … 20")
+        for name in ("specialisation", "phase_correlation"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be in 0 … 1")
+        per_layer = self.concentrations()
+        if per_layer.shape != (self.num_layers,) or not (per_layer > 0).all():
+            raise ConfigError(f"concentration={self.concentration} must be above 0, one or {self.num_layers}")
+        shape = (len(self.domains), self.num_layers, self.num_experts)
+        if self.preferences is not None and (self.preferences.shape != shape or not (self.preferences > 0).all()):
+            raise ConfigError(f"preferences has shape {self.preferences.shape}; expected {shape}, all above 0")
+
+    def concentrations(self) -> NDArray[np.float64]:
+        """[layer] Dirichlet concentration."""
+        given = np.asarray(self.concentration, np.float64)
+        return np.full(self.num_layers, given) if given.ndim == 0 else given
+
+    def shares(self) -> NDArray[np.float64]:
+        """[domain] share of the requests."""
+        mix = np.ones(len(self.domains)) if self.mix is None else np.asarray(self.mix, np.float64)
+        return np.asarray(mix / mix.sum(), np.float64)
+
+    def shaped_like(self, spec: ModelSpec) -> SyntheticSettings:
+        """The same settings with a model's experts, MoE layers and top-k."""
+        return replace(
+            self, model=spec.name, num_experts=spec.num_experts, num_layers=spec.num_moe_layers, top_k=spec.top_k,
+            layer_ids=spec.moe_layer_ids, preferences=None,
+        )  # fmt: skip
+
+
+presets: Registry[SyntheticSettings] = Registry("preset")
+presets.add("balanced", SyntheticSettings(zipf_exponent=0.2, specialisation=0.3, concentration=300.0))
+presets.add(
+    "bursty",
+    SyntheticSettings(zipf_exponent=1.1, specialisation=0.9, concentration=60.0, arrivals=BurstyArrivals()),
+)
+presets.add(
+    "drifting",
+    SyntheticSettings(zipf_exponent=1.0, specialisation=0.6, drift=SlowDrift(half_life_s=600.0)),
+)
+
+
+def _num_epochs(drift: SlowDrift | AbruptDrift | None) -> int:
+    if isinstance(drift, AbruptDrift):
+        return 1 + len(drift.at_s)
+    return 1 if drift is None else 2
+
+
+class _Blend(NamedTuple):
+    origin: NDArray[np.int64]
+    """[request] epoch moved away from."""
+    target: NDArray[np.int64]
+    """[request] epoch moved towards."""
+    weight: NDArray[np.float64]
+    """[request] how far: 0 is at the origin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preferences:
+    """The truth behind a trace: what every domain prefers, at any time."""
+
+    epochs: NDArray[np.float64]
+    """[epoch, domain, layer, expert] sums to 1 over experts."""
+    drift: SlowDrift | AbruptDrift | None = None
+
+    def __post_init__(self) -> None:
+        if self.epochs.ndim != 4 or len(self.epochs) != _num_epochs(self.drift):
+            raise ConfigError(
+                f"epochs has shape {self.epochs.shape}; {self.drift} needs {_num_epochs(self.drift)} of them"
+            )
+
+    def blend(self, time_s: NDArray[np.float64]) -> _Blend:
+        still = np.zeros(len(time_s), np.int64)
+        if isinstance(self.drift, SlowDrift):
+            return _Blend(still, still + 1, 1.0 - 0.5 ** (time_s / self.drift.half_life_s))
+        if isinstance(self.drift, AbruptDrift):
+            epoch = np.searchsorted(np.array(self.drift.at_s), time_s, side="right").astype(np.int64)
+            return _Blend(epoch, epoch, np.zeros(len(time_s)))
+        return _Blend(still, still, np.zeros(len(time_s)))
+
+    def at(self, time_s: float) -> NDArray[np.float64]:
+        """[domain, layer, expert] preferences of a request that arrives then."""
+        origin, target, weight = (part[0] for part in self.blend(np.array([time_s])))
+        return np.asarray((1 - weight) * self.epochs[origin] + weight * self.epochs[target], np.float64)
+
+
+def draw_preferences(settings: SyntheticSettings, rng: Generator) -> Preferences:
+    """The domains' preferences, and where they drift to. Give them to `generate` to know the truth of its trace.
+
+    Later epochs give every layer's experts new roles by a permutation that all domains share, so drift changes which
+    experts are popular but neither the skew nor how alike the domains are.
+    """
+    layers, experts = settings.num_layers, settings.num_experts
+    first = settings.preferences
+    if first is None:
+        zipf = np.arange(1, experts + 1) ** -settings.zipf_exponent
+        zipf /= zipf.sum()
+        shared = rng.permuted(np.tile(zipf, (layers, 1)), axis=1)  # [layer, expert]
+        own = rng.permuted(np.tile(zipf, (len(settings.domains), layers, 1)), axis=2)  # [domain, layer, expert]
+        first = (1 - settings.specialisation) * shared + settings.specialisation * own
+    first = first / first.sum(axis=2, keepdims=True)
+    epochs = [first]
+    for _ in range(1, _num_epochs(settings.drift)):
+        roles = rng.permuted(np.tile(np.arange(experts), (layers, 1)), axis=1)  # [layer, expert]
+        epochs.append(np.take_along_axis(first, roles[None], axis=2))
+    return Preferences(np.stack(epochs), settings.drift)
+
+
+def generate(
+    settings: SyntheticSettings,
+    rng: Generator,
+    *,
+    requests: int | None = None,
+    tokens: int | None = None,
+    preferences: Preferences | None = None,
+) -> ActivationTrace:
+    """A trace in memory, of that many requests or (the last one cut short) of exactly that many tokens."""
+    work = _draw_workload(settings, rng, requests, tokens, preferences)
+    (whole,) = work.chunks(work.num_tokens)
+    return ActivationTrace.from_arrays(work.meta, whole.expert_ids, work.offsets, work.requests, whole.phase)
+
+
+def generate_to(
+    path: str | Path,
+    settings: SyntheticSettings,
+    rng: Generator,
+    *,
+    requests: int | None = None,
+    tokens: int | None = None,
+    nbytes: int | None = None,
+    preferences: Preferences | None = None,
+    source: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ActivationTrace:
+    """Write a trace of any size with bounded memory, in one pass, and open it.
+
+    `nbytes` sets the size on disk, up to the request table. `source` joins what the trace says of its origin;
+    `progress` is called with the tokens done and to do. An interruption or error leaves no trace behind.
+    """
+    cell = TraceMeta(settings.model, settings.num_experts, settings.num_layers, settings.top_k).specs(1, 0)
+    token_bytes = cell["expert_ids"].nbytes + cell["phase"].nbytes
+    if nbytes is not None:
+        if requests is not None or tokens is not None:
+            raise ConfigError("give one of requests, tokens and nbytes")
+        tokens = max(1, nbytes // token_bytes)
+    if tokens is not None:  # before the requests are drawn: a size far too large would not fit in memory
+        _require_space(Path(path), tokens * token_bytes)
+    work = _draw_workload(settings, rng, requests, tokens, preferences, source)
+    _require_space(Path(path), work.num_tokens * token_bytes)
+    existed = Path(path).exists()
+    folder = new_trace_folder(path)
+    table, activations, meta = (folder / n for n in ("requests.parquet", "activations.safetensors", "meta.json"))
+    try:
+        write_requests(table, work.requests)
+        done, chunk_tokens = 0, max(1, CHUNK_BYTES // token_bytes)
+        with ArrayFileWriter(activations, work.meta.specs(work.num_tokens, len(work.requests))) as out:
+            out.append("offsets", work.offsets)
+            for chunk in work.chunks(chunk_tokens):
+                out.append("expert_ids", chunk.expert_ids)
+                out.append("phase", chunk.phase)
+                done += len(chunk.phase)
+                if progress is not None:
+                    progress(done, work.num_tokens)
+        write_json(meta, work.meta_json(activations.name, table.name))
+    except BaseException:  # Ctrl-C too: what is half written must not be taken for a trace
+        for file in (meta, activations, table):
+            file.unlink(missing_ok=True)
+            file.with_name(file.name + ".tmp").unlink(missing_ok=True)
+        if not existed:
+            folder.rmdir()
+        raise
+    return ActivationTrace.open(folder)
+
+
+def _require_space(path: Path, needed: int) -> None:
+    free = shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if p.exists())).free
+    if needed > free:
+        raise UnavailableError(f"{path}: the trace needs {needed:,} bytes; the disk has {free:,} free")
+
+
+@dataclass(frozen=True, slots=True)
+class _Workload:
+    """All that is drawn before the first token: who arrives when, how long, preferring what."""
+
+    meta: TraceMeta
+    requests: RequestTrace
+    offsets: NDArray[np.int64]  # [request + 1]
+    domain: NDArray[np.int64]  # [request]
+    preferences: Preferences
+    concentrations: NDArray[np.float64]  # [layer]
+    phase_correlation: float
+    seed: np.uint64
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    def chunks(self, max_tokens: int) -> Iterator[Activations]:
+        """The tokens of all requests in order, in runs of whole requests; each run may reuse the last one's memory."""
+        prompts, arrival_s = self.requests.prompt_tokens, self.requests.arrival_s
+        assert arrival_s is not None
+        blend = self.preferences.blend(arrival_s)
+        values = self.preferences.epochs.reshape(-1, self.meta.num_layers, self.meta.num_experts)
+        domains = self.preferences.epochs.shape[1]
+        origin, target = blend.origin * domains + self.domain, blend.target * domains + self.domain
+        memory = np.empty(0, self.meta.specs(0, 0)["expert_ids"].dtype)
+        start = 0
+        while start < len(prompts):
+            limit = self.offsets[start] + max_tokens
+            stop = max(start + 1, int(np.searchsorted(self.offsets, limit, side="right")) - 1)
+            rows, local = slice(start, stop), self.offsets[start : stop + 1] - self.offsets[start]
+            spec = self.meta.specs(int(local[-1]), 0)["expert_ids"]
+            if memory.nbytes < spec.nbytes:
+                memory = np.empty(math.prod(spec.shape), spec.dtype)
+            ids = memory[: math.prod(spec.shape)].reshape(spec.shape)
+            draw_requests(
+                ids, local, prompts[rows], start, self.seed, values, origin[rows], target[rows], blend.weight[rows],
+                self.concentrations, self.phase_correlation,
+            )  # fmt: skip
+            position = np.arange(local[-1]) - np.repeat(local[:-1], np.diff(local))
+            decode = position >= np.repeat(prompts[rows], np.diff(local))
+            yield Activations(ids, np.where(decode, DECODE, PREFILL).astype(np.uint8))
+            start = stop
+
+    def meta_json(self, activations: str, requests: str) -> dict[str, Any]:
+        """As ActivationWriter leaves it when closed."""
+        meta = self.meta
+        return {
+            "format": FORMAT, "version": VERSION, "kind": "activations", "model": meta.model,
+            "num_experts": meta.num_experts, "num_layers": meta.num_layers, "top_k": meta.top_k,
+            "layer_ids": list(meta.layer_ids) if meta.layer_ids else None,
+            "block_tokens": None, "source": dict(meta.source),
+            "segments": [{"activations": activations, "requests": requests, "num_tokens": self.num_tokens}],
+        }  # fmt: skip
+
+
+def _draw_workload(
+    settings: SyntheticSettings,
+    rng: Generator,
+    requests: int | None,
+    tokens: int | None,
+    preferences: Preferences | None,
+    source: Mapping[str, Any] | None = None,
+) -> _Workload:
+    if preferences is None:
+        preferences = draw_preferences(settings, rng)
+    expected = (len(settings.domains), settings.num_layers, settings.num_experts)
+    if preferences.epochs.shape[1:] != expected:
+        raise ConfigError(f"preferences has shape {preferences.epochs.shape[1:]} per epoch; expected {expected}")
+    seed = rng.integers(1 << 64, dtype=np.uint64)
+    drawn = draw_arrivals(settings.arrivals, settings.lengths, settings.shares(), rng, requests, tokens)
+    if drawn.domain.max() >= len(settings.domains):
+        raise ConfigError(f"arrivals name domain {drawn.domain.max()}; the settings have {len(settings.domains)}")
+    table = RequestTrace(
+        prompt_tokens=drawn.prompt_tokens, output_tokens=drawn.output_tokens, arrival_s=drawn.arrival_s,
+        domains=[settings.domains[d] for d in drawn.domain],
+    )  # fmt: skip
+    meta = TraceMeta(
+        settings.model, settings.num_experts, settings.num_layers, settings.top_k, settings.layer_ids,
+        source={"generator": "coterie", "settings": _describe(settings), **(source or {})},
+    )  # fmt: skip
+    offsets = np.concatenate([[0], np.cumsum(drawn.prompt_tokens + drawn.output_tokens)]).astype(np.int64)
+    return _Workload(
+        meta, table, offsets, drawn.domain, preferences, settings.concentrations(), settings.phase_correlation, seed
+    )
+
+
+def _describe(settings: Any) -> dict[str, Any]:
+    """The settings as JSON, for meta.json; recorded arrays are left out."""
+    out: dict[str, Any] = {}
+    for name in (f.name for f in fields(settings)):
+        value = getattr(settings, name)
+        if isinstance(value, RequestTrace | np.ndarray):
+            out[name] = "recorded"
+        elif is_dataclass(value):
+            out[name] = {"kind": type(value).__name__, **_describe(value)}
+        elif value is None or isinstance(value, str | int | float):
+            out[name] = str(value) if isinstance(value, float) and math.isinf(value) else value
+        else:
+            out[name] = [str(v) if isinstance(v, float) and math.isinf(v) else v for v in value]
+    return out

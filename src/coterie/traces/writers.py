@@ -1,0 +1,291 @@
+"""Write a trace, in Coterie's format or another system's.
+
+A writer never replaces anything: it refuses a name that exists, writes under a temporary one and renames at the
+end. What a format has no place for is left out and named in the result; what it would hold wrongly is refused.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.registry import Registry
+from coterie.traces.activations import ActivationTrace
+from coterie.traces.load import LoadTable
+from coterie.traces.readers.base import Trace
+from coterie.traces.readers.mooncake import BLOCK_TOKENS
+from coterie.traces.requests import RequestTrace
+
+Kind = type[ActivationTrace] | type[LoadTable] | type[RequestTrace]
+
+KIND_NAMES: dict[Kind, str] = {ActivationTrace: "activations", LoadTable: "load", RequestTrace: "requests"}
+"""Kind of trace → its name in ``meta.json`` and in messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """One format to write."""
+
+    write: Callable[[Any, Path], None]
+    """Write the trace under a name that is free."""
+    kinds: tuple[Kind, ...]
+    """Kinds of trace it can hold."""
+    keeps: frozenset[str]
+    """Optional parts of a trace it holds: names as in :func:`optional_parts`."""
+    help: str
+    """One line: what the format is and who reads it."""
+
+
+class Written(NamedTuple):
+    """What was written."""
+
+    path: Path
+    format: str
+    left_out: tuple[str, ...]
+    """Parts of the trace that the format has no place for."""
+
+
+writers: Registry[Writer] = Registry("output format", group="coterie.writers")
+
+
+def kind_of(trace: Trace) -> str:
+    """activations, load or requests."""
+    return KIND_NAMES[type(trace)]
+
+
+def optional_parts(trace: Trace) -> tuple[str, ...]:
+    """Parts that this trace has and another of its kind may lack; ``requests`` is an activation trace's table."""
+    if isinstance(trace, ActivationTrace):
+        return ("requests", *(["layer_ids"] if trace.meta.layer_ids is not None else []), *_model(trace.meta.model))
+    if isinstance(trace, LoadTable):
+        names = ["labels", "tokens", "layer_ids"]
+        return (*(name for name in names if getattr(trace, name) is not None), *_model(trace.model))
+    names = ["arrival_s", "ids", "domains", "prefix_blocks"]
+    return (*(name for name in names if getattr(trace, name) is not None), *(f"extra.{name}" for name in trace.extra))
+
+
+def _model(name: str) -> tuple[str, ...]:
+    return () if name == "unknown" else ("model",)
+
+
+def check_target(path: Path, format: str) -> None:
+    """Raise unless the format is known and the name is free: worth asking before a long read."""
+    writers[format]
+    if path.exists() or path.is_symlink():
+        raise ConfigError(f"{path} exists already; choose another name or remove it first")
+
+
+def write_trace(trace: Trace, path: str | Path, format: str = "coterie") -> Written:
+    """Write a trace in any known format; `path` must not exist."""
+    path = Path(path)
+    check_target(path, format)
+    writer = writers[format]
+    if type(trace) not in writer.kinds:
+        able = [name for name in writers if type(trace) in writers[name].kinds]
+        raise ConfigError(f"format {format!r} cannot hold {kind_of(trace)}; {' and '.join(able)} can")
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writer.write(trace, tmp)
+        check_target(path, format)  # a rename would replace what came up meanwhile
+        tmp.rename(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+    finally:
+        if tmp.is_dir():
+            shutil.rmtree(tmp)
+        elif tmp.exists():
+            tmp.unlink()
+    left_out = tuple(part for part in optional_parts(trace) if part.split(".")[0] not in writer.keeps)
+    return Written(path, format, left_out)
+
+
+def _write_coterie(trace: Trace, path: Path) -> None:
+    trace.save(path)
+
+
+def _write_csv(trace: RequestTrace, path: Path) -> None:
+    arrival_s = _arrivals(trace, "csv")
+    columns: dict[str, Any] = {
+        "arrival_s": arrival_s.tolist(),  # repr of a float reads back as the same float
+        "prompt_tokens": trace.prompt_tokens.tolist(),
+        "output_tokens": trace.output_tokens.tolist(),
+    }
+    if trace.ids is not None:
+        columns["id"] = trace.ids
+    if trace.domains is not None:
+        columns["domain"] = trace.domains
+    _check_extra(trace, (*columns, "id", "domain"))
+    columns |= trace.extra
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        # All text in quotes: bare, a lone carriage return in it would read back as the end of a line.
+        out = csv.writer(stream, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+        out.writerow(columns)
+        out.writerows(zip(*columns.values(), strict=True))
+
+
+def _write_jsonl(trace: RequestTrace, path: Path) -> None:
+    arrival_s = _arrivals(trace, "jsonl")
+    reserved = ("arrival_s", "prompt_tokens", "output_tokens", "id", "domain", "prefix_blocks", "block_tokens")
+    _check_extra(trace, reserved)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for i in range(len(trace)):
+            row = {
+                "arrival_s": float(arrival_s[i]),
+                "prompt_tokens": int(trace.prompt_tokens[i]),
+                "output_tokens": int(trace.output_tokens[i]),
+            }  # fmt: skip
+            optional: dict[str, Any] = {}
+            if trace.ids is not None:
+                optional["id"] = trace.ids[i]
+            if trace.domains is not None:
+                optional["domain"] = trace.domains[i]
+            if trace.prefix_blocks is not None:
+                optional["prefix_blocks"] = trace.prefix_blocks[i].tolist()
+                optional["block_tokens"] = trace.block_tokens
+            yield row | optional | {name: column[i] for name, column in trace.extra.items()}
+
+    _dump_lines(rows(), path)
+
+
+def _write_mooncake(trace: RequestTrace, path: Path) -> None:
+    arrival_s = _arrivals(trace, "mooncake")
+    if trace.prefix_blocks is None:
+        raise ConfigError("the trace has no prefix_blocks, which format 'mooncake' needs; csv and jsonl can hold it")
+    if trace.block_tokens != BLOCK_TOKENS:
+        raise ConfigError(
+            f"block_tokens={trace.block_tokens} must be {BLOCK_TOKENS} in format 'mooncake'; jsonl holds any"
+        )
+    for i, blocks in enumerate(trace.prefix_blocks):
+        needed = -(-int(trace.prompt_tokens[i]) // BLOCK_TOKENS)
+        if len(blocks) != needed:
+            relation = f"format 'mooncake' needs {needed} for prompt_tokens={trace.prompt_tokens[i]}; jsonl holds any"
+            raise ConfigError(f"request {i} has {len(blocks)} prefix_blocks; {relation}")
+    rows = (
+        {
+            "timestamp": _milliseconds(float(arrival_s[i])),
+            "input_length": int(trace.prompt_tokens[i]),
+            "output_length": int(trace.output_tokens[i]),
+            "hash_ids": blocks.tolist(),
+        }
+        for i, blocks in enumerate(trace.prefix_blocks)
+    )
+    _dump_lines(rows, path)
+
+
+def _milliseconds(arrival_s: float) -> int | float:
+    """A whole number where it is one, as in the published traces, else a fraction: times are not rounded."""
+    whole = round(arrival_s * 1e3)
+    return whole if whole / 1e3 == arrival_s else arrival_s * 1e3
+
+
+def _write_npz(trace: ActivationTrace | LoadTable, path: Path) -> None:
+    arrays: dict[str, NDArray[Any] | None]
+    if isinstance(trace, LoadTable):
+        arrays = {"counts": trace.counts, "layer_ids": trace.layer_ids, "tokens": trace.tokens}
+    else:
+        tokens, offsets = trace.arrays()
+        layer_ids = trace.meta.layer_ids
+        arrays = {
+            "expert_ids": tokens.expert_ids, "offsets": offsets, "phase": tokens.phase,
+            "token_ids": tokens.token_ids, "gate_weights": tokens.gate_weights,
+            "num_experts": np.array(trace.meta.num_experts),
+            "layer_ids": None if layer_ids is None else np.array(layer_ids, np.int64),
+        }  # fmt: skip
+    given: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None}
+    with path.open("wb") as stream:  # a stream, because savez adds .npz to names
+        np.savez(stream, **given)
+
+
+def _write_load_history(trace: LoadTable, path: Path) -> None:
+    history = [{"logical_expert_load": window.tolist()} for window in trace.counts]
+    path.write_text(json.dumps({"load_history": history}) + "\n")
+
+
+def _arrivals(trace: RequestTrace, format: str) -> NDArray[np.float64]:
+    """Arrival times, for formats that are nothing without them."""
+    if not len(trace):
+        raise ConfigError(f"the trace has no requests, which format {format!r} cannot say; coterie can hold it")
+    if trace.arrival_s is None:
+        raise ConfigError(f"the trace has no arrival_s, which format {format!r} needs; coterie can hold it")
+    return trace.arrival_s
+
+
+def _check_extra(trace: RequestTrace, reserved: tuple[str, ...]) -> None:
+    for name in trace.extra:
+        if name in reserved:
+            raise ConfigError(f"extra column {name!r} has the name of a column of the format; coterie can hold it")
+
+
+def _dump_lines(rows: Iterator[dict[str, Any]], path: Path) -> None:
+    with path.open("w", encoding="utf-8") as stream:
+        for row in rows:
+            stream.write(json.dumps(row, default=_plain) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
+
+
+_REQUEST_COLUMNS = frozenset({"arrival_s", "ids", "domains", "prefix_blocks", "extra"})
+
+writers.add(
+    "coterie",
+    Writer(
+        _write_coterie,
+        (ActivationTrace, LoadTable, RequestTrace),
+        _REQUEST_COLUMNS | {"requests", "labels", "tokens", "layer_ids", "model"},
+        "a trace folder of Coterie's own: every kind, nothing lost",
+    ),
+)
+writers.add(
+    "csv",
+    Writer(
+        _write_csv,
+        (RequestTrace,),
+        _REQUEST_COLUMNS - {"prefix_blocks"},
+        "plain CSV of requests; extra columns become text",
+    ),
+)
+writers.add(
+    "jsonl",
+    Writer(
+        _write_jsonl,
+        (RequestTrace,),
+        _REQUEST_COLUMNS,
+        "plain JSON Lines of requests",
+    ),
+)
+writers.add(
+    "mooncake",
+    Writer(
+        _write_mooncake,
+        (RequestTrace,),
+        frozenset({"arrival_s", "prefix_blocks"}),
+        "Mooncake JSON Lines: requests with 512-token prefix blocks",
+    ),
+)
+writers.add(
+    "npz",
+    Writer(
+        _write_npz,
+        (ActivationTrace, LoadTable),
+        frozenset({"layer_ids", "tokens"}),
+        "NumPy arrays: expert_ids, offsets, phase and what else is recorded, or counts",
+    ),
+)
+writers.add(
+    "load-history",
+    Writer(_write_load_history, (LoadTable,), frozenset(), "EPLB load history, JSON: tokens per expert in each window"),
+)

@@ -1,0 +1,104 @@
+"""The routed-experts payload of an engine's answer: base64 text ↔ expert ids [token, layer, k].
+
+Two forms exist. vLLM sends a whole ``.npy`` file, so the array says its own shape. SGLang sends bare integers, so
+layers and k must be known; int32 unless the answer names another dtype.
+
+Both count *all* hidden layers, dense ones included, and fill the rows of a dense layer with zeros
+(:func:`routed_layers` finds the others). The last token generated was never fed back, so a sequence of n tokens has
+n - 1 rows. Wrong input raises :class:`~coterie.errors.InputError` in one line, whatever the bytes are.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import InputError
+from coterie.types import narrowest_uint
+
+SGLANG_DTYPES = {"uint8": "|u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4"}
+"""The names SGLang gives in ``routed_experts_dtype``, where it gives one."""
+
+
+def decode_npy(data: bytes) -> NDArray[Any]:
+    """A ``.npy`` file in memory, without copying its numbers. Never unpickles.
+
+    NumPy's own reader allocates what the header claims before it looks at how many bytes there are.
+    """
+    stream = io.BytesIO(data)
+    try:
+        version = np.lib.format.read_magic(stream)
+        if version == (1, 0):
+            shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+        elif version == (2, 0):
+            shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream)
+        else:
+            raise InputError(f"is .npy version {version}, expected (1, 0) or (2, 0)")
+    except InputError:
+        raise
+    except Exception as error:  # NumPy's header parser lets out whatever a damaged header provokes
+        raise InputError(f"is not a .npy file: {_first_line(error)}") from None
+    if dtype.hasobject:
+        raise InputError("holds pickled objects, expected numbers")
+    start, count = stream.tell(), math.prod(shape)
+    if min(shape, default=0) < 0 or len(data) - start != count * dtype.itemsize:
+        raise InputError(f"has {len(data) - start} bytes of data; {dtype} {shape} needs {count * dtype.itemsize}")
+    return np.frombuffer(data, dtype, count, start).reshape(shape, order="F" if fortran else "C")
+
+
+def decode_vllm(payload: str | bytes) -> NDArray[np.integer]:
+    """vLLM's ``choices[i].routed_experts`` → [token, layer, k]."""
+    ids = decode_npy(_decode_base64(payload))
+    if ids.ndim != 3 or ids.dtype.kind not in "ui":
+        raise InputError(f"is {ids.dtype} {ids.shape}, expected integers [token, layer, k]")
+    return ids
+
+
+def encode_vllm(expert_ids: NDArray[np.integer], num_experts: int) -> str:
+    """[token, layer, k] → what vLLM sends: uint8 up to 256 experts, uint16 past that."""
+    stream = io.BytesIO()
+    np.save(stream, expert_ids.astype(narrowest_uint(num_experts - 1)), allow_pickle=False)
+    return base64.b64encode(stream.getvalue()).decode("ascii")
+
+
+def decode_sglang(payload: str | bytes, num_layers: int, top_k: int, dtype: str | None = None) -> NDArray[np.integer]:
+    """SGLang's ``meta_info.routed_experts`` → [token, layer, k]; `dtype` is its ``routed_experts_dtype``."""
+    if dtype is not None and dtype not in SGLANG_DTYPES:
+        raise InputError(f"has dtype {dtype!r}, expected one of {', '.join(SGLANG_DTYPES)}")
+    data, code = _decode_base64(payload), np.dtype(SGLANG_DTYPES[dtype or "int32"])
+    row = num_layers * top_k * code.itemsize
+    if row < 1 or len(data) % row:
+        raise InputError(f"has {len(data)} bytes, not a multiple of {num_layers} layers x {top_k} {code.name}")
+    return np.frombuffer(data, code).reshape(-1, num_layers, top_k)
+
+
+def encode_sglang(expert_ids: NDArray[np.integer], dtype: str = "int32") -> str:
+    """[token, layer, k] → what SGLang sends."""
+    return base64.b64encode(expert_ids.astype(SGLANG_DTYPES[dtype]).tobytes()).decode("ascii")
+
+
+def routed_layers(expert_ids: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Indices of the layers of [token, layer, k] that routed anything: a dense layer's rows are all zero.
+
+    A router picks k *different* experts, so for k > 1 a zero row cannot be real. At k = 1 it can, and only a model's
+    shape tells a dense layer from one that always picked expert 0: then every layer counts as routed.
+    """
+    if expert_ids.shape[2] == 1:
+        return np.arange(expert_ids.shape[1])
+    return np.flatnonzero(expert_ids.any(axis=(0, 2)))
+
+
+def _decode_base64(payload: str | bytes) -> bytes:
+    try:
+        return base64.b64decode(payload, validate=True)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"is not base64: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,96 @@
+"""Registries: names, suggestions, and plugins found through entry points."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coterie.errors import ConfigError, UnknownNameError
+from coterie.registry import Registry
+
+
+def test_register_returns_the_thing() -> None:
+    registry: Registry[type] = Registry("strategy")
+
+    @registry.register("fcfs")
+    class Fcfs:
+        pass
+
+    assert registry["fcfs"] is Fcfs
+    assert "fcfs" in registry
+    assert "lifo" not in registry
+
+
+def test_a_name_is_given_once() -> None:
+    registry: Registry[int] = Registry("strategy")
+    registry.add("fcfs", 1)
+    with pytest.raises(ConfigError, match="strategy 'fcfs' is registered already, as 1"):
+        registry.add("fcfs", 2)
+    assert registry["fcfs"] == 1
+
+
+def test_unknown_name_suggests_the_nearest() -> None:
+    registry: Registry[int] = Registry("planner")
+    registry.add("eplb", 1)
+    registry.add("static", 2)
+    with pytest.raises(UnknownNameError) as error:
+        registry["eplp"]
+    assert str(error.value) == "Unknown planner 'eplp'. Did you mean 'eplb'? Known: eplb, static"
+
+
+@given(st.dictionaries(st.text(max_size=5), st.integers()))
+def test_is_a_sorted_view_of_what_was_added(items: dict[str, int]) -> None:
+    registry: Registry[int] = Registry("thing")
+    for name, item in items.items():
+        registry.add(name, item)
+    assert registry.names() == list(registry) == sorted(items)
+    assert len(registry) == len(items)
+    assert {name: registry[name] for name in registry} == items
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package as pip leaves one, with two planners and a thing that cannot be imported; its groups' prefix."""
+    info = tmp_path / "coterie_test_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: coterie-test-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[coterie_test.planners]\nmine = coterie_test_plugin:PLANNER\neplb = coterie_test_plugin:OTHER\n"
+        "[coterie_test.broken]\nbad = coterie_test_missing:NOTHING\n"
+    )
+    (tmp_path / "coterie_test_plugin.py").write_text("PLANNER = 'planner of the plugin'\nOTHER = 'not this one'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "coterie_test_plugin", raising=False)
+    return "coterie_test"
+
+
+def test_entry_points_are_found(plugin: str) -> None:
+    registry: Registry[str] = Registry("planner", group=f"{plugin}.planners")
+    registry.add("eplb", "built in")
+    assert "coterie_test_plugin" not in sys.modules, "nothing is imported before a look-up"
+    assert registry["mine"] == "planner of the plugin"
+    assert registry.names() == ["eplb", "mine"]
+
+
+def test_a_plugin_does_not_replace_a_built_in(plugin: str) -> None:
+    registry: Registry[str] = Registry("planner", group=f"{plugin}.planners")
+    registry.add("eplb", "built in")
+    assert len(registry) == 2
+    assert registry["eplb"] == "built in"
+
+
+def test_a_known_name_imports_no_plugin(plugin: str) -> None:
+    registry: Registry[str] = Registry("planner", group=f"{plugin}.broken")
+    registry.add("eplb", "built in")
+    assert registry["eplb"] == "built in"
+    with pytest.raises(ModuleNotFoundError, match="coterie_test_missing"):
+        registry.names()
+
+
+def test_without_a_group_no_entry_point_is_read(plugin: str) -> None:
+    assert plugin
+    assert Registry[str]("planner").names() == []

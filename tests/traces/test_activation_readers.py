@@ -1,0 +1,709 @@
+"""Readers of activations and loads: real data in full, small files of every layout, and damage of every kind."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from coterie.errors import TraceError
+from coterie.traces import ActivationTrace, LoadTable
+from coterie.traces.readers import ReadOptions, detect, read_trace, readers
+from coterie.traces.readers.npz import read_placements, read_token_table
+from coterie.types import DECODE, PREFILL
+from coterie.wire.routed_experts import encode_sglang, encode_vllm
+
+OURS = ("npz", "routed-experts", "trtllm", "load-history")
+
+# ------------------------------------------------------------------------------------------------------------ real data
+
+
+def test_gpt_oss(data_dir):
+    trace = read_trace(data_dir / "activations" / "gpt-oss-20b")
+    assert isinstance(trace, ActivationTrace)
+    assert (trace.num_requests, trace.num_tokens) == (410, 126_853)
+    meta = trace.meta
+    assert (meta.model, meta.num_experts, meta.num_layers, meta.top_k) == ("gpt-oss-20b", 32, 24, 4)
+    assert meta.layer_ids == tuple(range(24))
+    tokens, _ = trace.arrays()
+    assert set(tokens.phase.tolist()) == {DECODE}
+    raw = np.load(data_dir / "activations" / "gpt-oss-20b" / "routing.npz")
+    np.testing.assert_array_equal(tokens.expert_ids, raw["expert_ids"])
+    np.testing.assert_array_equal(tokens.gate_weights, raw["gate_probs_f16"])
+    with gzip.open(data_dir / "activations" / "gpt-oss-20b" / "requests.jsonl.gz") as stream:
+        rows = [json.loads(line) for line in stream]
+    assert trace.requests.domains == [row["category"] for row in rows]
+    assert list(trace.requests.extra["dataset"]) == [row["dataset"] for row in rows]
+    assert trace.requests.prompt_tokens.tolist() == [row["n_prompt_tokens"] for row in rows]
+    listed = [len(row["generated_tokens"]) for row in rows if row["generated_tokens"] is not None]
+    counted = [n for n, row in zip(trace.requests.output_tokens, rows, strict=True) if row["generated_tokens"]]
+    assert sorted(int(a) - b for a, b in zip(counted, listed, strict=True)) == [-1] + [0] * 353 + [1]
+
+
+def test_gpt_oss_rows_are_the_generated_tokens(data_dir):
+    """Equal tokens choose equal experts in layer 0 (which has seen little context) only if aligned."""
+    trace = read_trace(data_dir / "activations" / "gpt-oss-20b" / "routing.npz")
+    assert isinstance(trace, ActivationTrace)
+    with gzip.open(data_dir / "activations" / "gpt-oss-20b" / "requests.jsonl.gz") as stream:
+        texts = [json.loads(line)["generated_tokens"] for line in stream]
+    agree = {}
+    for shift in (0, 1):
+        choices: dict[str, list[bytes]] = {}
+        for index in range(100):
+            if texts[index]:
+                rows = np.sort(trace.request(index).expert_ids[:, 0], axis=1)
+                for token, row in zip(texts[index][shift:], rows, strict=False):
+                    choices.setdefault(token, []).append(row.tobytes())
+        common = [rows for rows in choices.values() if len(rows) >= 20]
+        agree[shift] = sum(max(map(rows.count, rows)) for rows in common) / sum(map(len, common))
+    assert agree[0] > 2 * agree[1]
+
+
+def test_deepseek_v2_lite(data_dir):
+    trace = read_trace(data_dir / "activations" / "deepseek-v2-lite")
+    assert isinstance(trace, ActivationTrace)
+    assert (trace.num_requests, trace.num_tokens) == (213, 33_279)
+    assert (trace.meta.num_experts, trace.meta.num_layers, trace.meta.top_k) == (64, 26, 6)
+    assert trace.meta.layer_ids == tuple(range(1, 27))
+    domains = list(trace.requests.domains or [])
+    assert {name: domains.count(name) for name in sorted(set(domains))} == {
+        "intent": 127, "law": 33, "summary": 13, "translation": 40,
+    }  # fmt: skip
+    tokens, _ = trace.arrays()
+    assert set(tokens.phase.tolist()) == {PREFILL}
+    raw = np.load(data_dir / "activations" / "deepseek-v2-lite" / "routing_tokens.npz")["gate_weight_x1e4"]
+    assert tokens.gate_weights is not None
+    np.testing.assert_allclose(tokens.gate_weights.astype(float), raw / 1e4, rtol=2**-11, atol=1e-7)
+    # Every sequence starts with the same token, whose first layer saw no context at all.
+    starts = {trace.request(index).expert_ids[0, 0].tobytes() for index in range(trace.num_requests)}
+    assert len(starts) == 1
+
+
+def test_glm(data_dir):
+    table = read_trace(data_dir / "activations" / "glm-5.2")
+    assert isinstance(table, LoadTable)
+    assert table.counts.shape == (94, 75, 256)
+    assert table.labels is not None
+    assert table.tokens is not None
+    assert table.layer_ids is not None
+    assert (table.labels[0], int(table.tokens[0])) == ("merged_all", 1_931_616)
+    assert table.layer_ids.tolist() == list(range(3, 78))
+    np.testing.assert_array_equal(table.counts.sum(axis=2), np.repeat(8 * table.tokens[:, None], 75, axis=1))
+    labels = list(table.labels)
+    shards = [index for index, label in enumerate(labels) if label.startswith("books/")]
+    assert len(shards) == 8
+    np.testing.assert_array_equal(table.counts[shards].sum(axis=0), table.counts[labels.index("merged_books")])
+
+
+def test_olmoe_and_mixtral(data_dir):
+    folder = data_dir / "activations" / "olmoe-mixtral"
+    for model, experts, top_k, windows in (("olmoe", 64, 8, 6), ("mixtral-8x7b", 8, 2, 5), ("olmoe-sft", 64, 8, 1)):
+        table = read_trace(folder, options=ReadOptions(model=model))
+        assert isinstance(table, LoadTable)
+        assert table.counts.shape == (windows, 3, experts)
+        assert (table.model, np.asarray(table.layer_ids).tolist()) == (model, [0, 7, 15])
+        choices = table.counts.sum(axis=2)
+        assert (choices == choices[:, :1]).all()
+        assert not (choices % top_k).any()
+    with pytest.raises(
+        TraceError, match="must be chosen with --model: one of mixtral-8x7b, olmoe-dpo, olmoe-sft, olmoe"
+    ):
+        read_trace(folder)
+
+
+def test_token_tables(data_dir):
+    path = data_dir / "activations" / "olmoe-mixtral" / "eid2token_coo.npz"
+    counts = np.load(path.with_name("expert_counts.npz"))
+    for name in np.load(path).files:
+        model, domain = name.split("|")
+        table = read_token_table(path, model, domain)
+        total = np.bincount(table.layer, table.count)
+        np.testing.assert_array_equal(total, counts[f"{model}|expert_counts|{domain}"].sum(axis=1))
+        assert table.expert.max() == (7 if model == "mixtral-8x7b" else 63)
+        order = table.layer.astype(np.int64) << 48 | table.token_id.astype(np.int64) << 16 | table.expert
+        assert (np.diff(order) > 0).all(), "sorted, each entry once"
+    assert not readers["npz"].sniff(path)
+    with pytest.raises(TraceError, match=r"olmoe\|c4: is missing; the file has mixtral-8x7b\|arxiv"):
+        read_token_table(path, "olmoe", "c4")
+    with pytest.raises(TraceError, match="not a layout of traces"):
+        read_trace(path, "npz")
+
+
+def test_placements(data_dir):
+    path = data_dir / "placements" / "deepseek-v3" / "placements_rank_layer_expert.npz"
+    found = read_placements(path)
+    assert sorted(array.shape for array in found.values()) == [(16, 58, 256)] * 3 + [(32, 58, 256)]
+    assert not readers["npz"].sniff(path)
+    assert not readers["npz"].sniff(path.parent)
+
+
+def test_each_real_file_is_claimed_by_its_own_reader(data_dir):
+    claimed = {
+        str(path.relative_to(data_dir)): [name for name in OURS if readers[name].sniff(path)]
+        for path in sorted(data_dir.rglob("*"))
+    }
+    expected = ["deepseek-v2-lite/routing_tokens.npz", "glm-5.2/expert_counts.npz", "gpt-oss-20b/routing.npz"]
+    expected += ["olmoe-mixtral/expert_counts.npz"]
+    files = {f"activations/{name}" for name in expected}
+    assert {name for name, by in claimed.items() if by} == files | {name.rpartition("/")[0] for name in files}
+    assert all(by in ([], ["npz"]) for by in claimed.values())
+    for name in files:
+        assert detect(data_dir / name) == "npz"
+
+
+# ------------------------------------------------------------------------------------------------------------------ npz
+
+
+def own(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return {
+        "expert_ids": rng.integers(0, 8, (6, 2, 3)).astype(np.uint8), "offsets": np.array([0, 2, 2, 6]),
+        "phase": np.array([0, 1, 0, 0, 1, 1], np.uint8), "token_ids": np.arange(6),
+        "gate_weights": rng.random((6, 2, 3)).astype(np.float16), "num_experts": np.array(8),
+    }  # fmt: skip
+
+
+def gpt_oss(folder: Path, rng: np.random.Generator) -> Path:
+    arrays = own(rng)
+    np.savez(folder / "routing.npz", expert_ids=arrays["expert_ids"], offsets=arrays["offsets"],
+             gate_probs_f16=arrays["gate_weights"])  # fmt: skip
+    rows = [
+        {"category": "law", "dataset": "d", "n_prompt_tokens": 9, "n_routed_tokens": n, "offset": o}
+        for n, o in ((2, 0), (0, 2), (4, 2))
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "requests.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    return folder / "routing.npz"
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_own_npz(tmp_path, rng, save):
+    arrays = own(rng)
+    save(tmp_path / "t.npz", **arrays, layer_ids=np.array([3, 5]))
+    for path in (tmp_path / "t.npz", tmp_path):
+        trace = read_trace(path)
+        assert isinstance(trace, ActivationTrace)
+        tokens, offsets = trace.arrays()
+        for name, found in (*tokens._asdict().items(), ("offsets", offsets)):
+            np.testing.assert_array_equal(found, arrays[name])
+        assert (trace.meta.num_experts, trace.meta.layer_ids, trace.meta.model) == (8, (3, 5), "t")
+        assert trace.requests.prompt_tokens.tolist() == [1, 0, 2]
+        assert trace.requests.output_tokens.tolist() == [1, 0, 2]
+
+
+def test_own_npz_with_the_least(tmp_path, rng):
+    arrays = own(rng)
+    np.savez(tmp_path / "t.npz", expert_ids=arrays["expert_ids"], offsets=arrays["offsets"])
+    with pytest.raises(TraceError, match=r"num_experts: is not in the file; give --num-experts or a known --model"):
+        read_trace(tmp_path)
+    trace = read_trace(tmp_path, options=ReadOptions(num_experts=9, model="m"))
+    assert isinstance(trace, ActivationTrace)
+    assert (trace.meta.num_experts, trace.meta.model, trace.meta.layer_ids) == (9, "m", None)
+    assert set(trace.arrays()[0].phase.tolist()) == {DECODE}
+    known = read_trace(tmp_path, options=ReadOptions(model="gpt-oss-20b"))
+    assert isinstance(known, ActivationTrace)
+    assert known.meta.num_experts == 32
+
+
+def test_own_counts(tmp_path):
+    counts = np.arange(12, dtype=np.uint64).reshape(2, 2, 3)
+    np.savez(tmp_path / "t.npz", counts=counts, tokens=np.array([4, 5]), layer_ids=np.array([1, 2]))
+    table = read_trace(tmp_path / "t.npz", options=ReadOptions(model="m", num_experts=3))
+    assert isinstance(table, LoadTable)
+    np.testing.assert_array_equal(table.counts, counts)
+    assert (np.asarray(table.tokens).tolist(), np.asarray(table.layer_ids).tolist()) == ([4, 5], [1, 2])
+    with pytest.raises(TraceError, match="counts: have 3 experts, --num-experts says 4"):
+        read_trace(tmp_path, options=ReadOptions(num_experts=4))
+
+
+def test_gpt_oss_layout(tmp_path, rng):
+    folder = tmp_path / "gpt-oss-20b"
+    folder.mkdir()
+    trace = read_trace(gpt_oss(folder, rng))
+    assert isinstance(trace, ActivationTrace)
+    assert (trace.meta.num_experts, trace.num_requests, trace.requests.domains) == (32, 3, ["law"] * 3)
+    assert trace.requests.output_tokens.tolist() == [3, 1, 5]
+
+
+def bad(name: str, value: Any) -> Callable[[dict[str, np.ndarray]], None]:
+    def change(arrays: dict[str, np.ndarray]) -> None:
+        if value is None:
+            del arrays[name]
+        else:
+            arrays[name] = value(arrays[name]) if callable(value) else np.array(value)
+
+    return change
+
+
+def put(where: tuple[int, ...], value: Any) -> Callable[[np.ndarray], np.ndarray]:
+    def change(array: np.ndarray) -> np.ndarray:
+        array = array.copy()
+        array[where] = value
+        return array
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (bad("expert_ids", put((3, 1, 2), 8)), "expert_ids[3, 1, 2]=8 must be in 0 … 7"),
+        (bad("expert_ids", lambda a: put((2, 0, 1), -1)(a.astype(int))), "expert_ids[2, 0, 1]=-1"),
+        (bad("expert_ids", lambda a: a[0]), "expert_ids: is uint8 (2, 3), expected integers of 3 dimensions"),
+        (bad("expert_ids", lambda a: a.astype(float)), "expert_ids: is float64"),
+        (bad("expert_ids", lambda a: a[:0]), "describe 3 requests of 0 tokens: empty"),
+        (bad("expert_ids", lambda a: a[:, :, :0]), "top_k=0"),
+        (bad("expert_ids", lambda a: a[:, :0]), "num_layers=0"),
+        (bad("expert_ids", lambda a: a.astype(object)), "expert_ids: holds pickled objects"),
+        (bad("offsets", [0]), "offsets: describe 0 requests"),
+        (bad("offsets", [0, 5]), "offsets: run from 0 to 5; expert_ids has 6 tokens"),
+        (bad("offsets", [1, 6]), "offsets: run from 1 to 6"),
+        (bad("offsets", [0, 4, 2, 6]), "offsets[2]: is 2, below 4 before it"),
+        (bad("offsets", [[0, 6]]), "offsets: is int64 (1, 2)"),
+        (bad("offsets", [0.0, 6.0]), "offsets: is float64"),
+        (bad("phase", [0, 1, 2, 0, 1, 1]), "phase[2]: is 2, expected 0 … 1"),
+        (bad("phase", [0, 1]), "expert_ids is uint8 (6, 2, 3); expected uint8 (2, 2, 3)"),
+        (bad("token_ids", [1, 2, -3, 4, 5, 6]), "token_ids[2]: is -3"),
+        (bad("token_ids", [1, 2, 3, 4, 2**31, 6]), "token_ids[4]: is 2147483648"),
+        (bad("token_ids", [1, 2]), "token_ids is int32 (2,)"),
+        (bad("gate_weights", put((1, 0, 2), np.nan)), "gate weights[1, 0, 2]: is nan"),
+        (bad("gate_weights", put((0, 1, 2), np.inf)), "gate weights[0, 1, 2]: is inf"),
+        (bad("gate_weights", lambda a: a[1:]), "gate_weights is float16 (5, 2, 3)"),
+        (bad("gate_weights", lambda a: a.astype(int)), "gate_weights: is int64"),
+        (bad("num_experts", [8]), "num_experts: is int64 (1,)"),
+        (bad("num_experts", 0), "num_experts=0 must be a whole number of at least 1"),
+        (bad("num_experts", 2), "must be at most num_experts=2"),
+        (bad("expert_ids", None), "not a layout of traces"),
+        (bad("offsets", None), "not a layout of traces"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*pickl.*")
+def test_npz_that_is_wrong(tmp_path, rng, change, problem):
+    arrays = own(rng)
+    change(arrays)
+    np.savez(tmp_path / "t.npz", **arrays)  # type: ignore[arg-type]
+    with pytest.raises(TraceError) as caught:
+        read_trace(tmp_path / "t.npz", "npz")
+    assert problem in str(caught.value)
+    assert str(tmp_path / "t.npz") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_stated_and_given_experts_must_agree(tmp_path, rng):
+    np.savez(tmp_path / "t.npz", **own(rng))
+    with pytest.raises(TraceError, match="num_experts: is 8, --num-experts says 9"):
+        read_trace(tmp_path, options=ReadOptions(num_experts=9))
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"hello" * 9])
+def test_not_a_zip(tmp_path, data):
+    (tmp_path / "t.npz").write_bytes(data)
+    assert not readers["npz"].sniff(tmp_path / "t.npz")
+    with pytest.raises(TraceError, match="t.npz: file: is not a .npz archive, or is cut"):
+        read_trace(tmp_path / "t.npz", "npz")
+    with pytest.raises(TraceError, match="folder: holds t.npz"):
+        read_trace(tmp_path, "npz")
+
+
+def test_missing_or_several_files(tmp_path, rng):
+    with pytest.raises(TraceError, match="does not exist"):
+        read_trace(tmp_path / "t.npz", "npz")
+    with pytest.raises(TraceError, match="folder: holds no .npz file"):
+        read_trace(tmp_path, "npz")
+    for name in "ab":
+        np.savez(tmp_path / f"{name}.npz", **own(rng))
+    with pytest.raises(TraceError, match="folder: holds a.npz, b.npz"):
+        read_trace(tmp_path, "npz")
+    np.save(tmp_path / "single.npy", np.zeros(3))
+    with pytest.raises(TraceError, match="not a .npz archive"):
+        read_trace(tmp_path / "single.npy", "npz")
+
+
+def test_members_that_are_no_arrays(tmp_path):
+    with zipfile.ZipFile(tmp_path / "t.npz", "w") as archive:
+        for name in ("expert_ids.npy", "offsets.npy"):
+            archive.writestr(name, "text")
+    with pytest.raises(TraceError, match="expert_ids: is not a .npy file"):
+        read_trace(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "problem"),
+    [
+        (lambda rows: rows[:-1], "rows: found 2, the arrays hold 3"),
+        (lambda rows: [*rows, rows[0]], "rows: found 4, the arrays hold 3"),
+        (lambda rows: [{**rows[0], "n_routed_tokens": 3}, *rows[1:]], "line 1: n_routed_tokens: is 3, offsets say 2"),
+        (lambda rows: [*rows[:2], {**rows[2], "offset": 1}], "line 3: offset: is 1, offsets say 2"),
+        (lambda rows: [{**rows[0], "n_prompt_tokens": -1}, *rows[1:]], "line 1: n_prompt_tokens: is -1"),
+        (lambda rows: [{**rows[0], "n_prompt_tokens": float("nan")}, *rows[1:]], "n_prompt_tokens: is nan"),
+        (lambda rows: [{**rows[0], "category": None}, *rows[1:]], "line 1: category: is None, expected a text"),
+        (lambda rows: [[], *rows[1:]], "line 1: must be a JSON object"),
+    ],
+)
+def test_sidecar_that_does_not_fit(tmp_path, rng, edit, problem):
+    file = gpt_oss(tmp_path, rng)
+    path = tmp_path / "requests.jsonl.gz"
+    rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in edit(rows)).encode()))
+    with pytest.raises(TraceError) as caught:
+        read_trace(file, options=ReadOptions(num_experts=8))
+    assert problem in str(caught.value)
+    assert caught.value.path == path
+
+
+def test_sidecar_missing_or_cut(tmp_path, rng):
+    file = gpt_oss(tmp_path, rng)
+    path = tmp_path / "requests.jsonl.gz"
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        with pytest.raises(TraceError, match=r"requests\.jsonl\.gz"):
+            read_trace(file, options=ReadOptions(num_experts=8))
+    path.unlink()
+    with pytest.raises(TraceError, match=r"requests\.jsonl\.gz: file: does not exist; routing\.npz needs it"):
+        read_trace(file, options=ReadOptions(num_experts=8))
+
+
+def test_index_that_does_not_fit(tmp_path):
+    np.savez(tmp_path / "t.npz", counts=np.ones((2, 1, 3), np.uint32), layer_ids=np.array([3]))
+    index = tmp_path / "index.jsonl"
+    row = {"domain": "books", "chunk": 0, "tokens": 1}
+    for sums, problem in (((3.0, 4.0), "line 2: cnt_sum_layer0: is 4, counts say 3"), ((3.0,), "rows: found 1")):
+        lines = [json.dumps({**row, "i": i, "cnt_sum_layer0": value}) for i, value in enumerate(sums)]
+        index.write_text("\n".join(lines))
+        with pytest.raises(TraceError, match=problem):
+            read_trace(tmp_path)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@given(at=st.integers(0, 10**6), byte=st.integers(0, 255), cut=st.booleans())
+def test_damaged_npz_is_refused_or_read_alike(tmp_path_factory, compressed, at, byte, cut):
+    stream = io.BytesIO()
+    arrays = own(np.random.default_rng(0))
+    (np.savez_compressed if compressed else np.savez)(stream, **arrays)
+    data = bytearray(stream.getvalue())
+    at %= len(data)
+    path = tmp_path_factory.mktemp("damaged") / "t.npz"
+    path.write_bytes(data[:at] if cut else data[:at] + bytes([byte]) + data[at + 1 :])
+    readers["npz"].sniff(path)
+    try:
+        trace = read_trace(path, "npz")
+    except TraceError as error:
+        assert str(error).startswith(f"{path}: ")
+        return
+    assert isinstance(trace, ActivationTrace)
+    tokens, offsets = trace.arrays()
+    for name, found in (*tokens._asdict().items(), ("offsets", offsets)):
+        np.testing.assert_array_equal(found, arrays[name])
+    assert trace.meta.num_experts == 8
+
+
+def test_damaged_token_tables_and_placements(tmp_path):
+    rows = np.array([[0, 1, 7, 2], [1, 0, 7, 2], [2, 3, 7, 2]], np.int32)
+    path = tmp_path / "t.npz"
+    for change, problem in (
+        (rows[:, :3], "expected \\[entry, 4\\]"), (rows[:0], "expected \\[entry, 4\\]"),
+        (put((0, 0), 3)(rows), "layer\\[0\\]: is 3"), (put((1, 1), -1)(rows), "expert\\[1\\]: is -1"),
+        (put((2, 3), 0)(rows), "count: is 0"), (put((2, 3), 1)(rows), "counts token 7 2, 2, 1 times"),
+    ):  # fmt: skip
+        np.savez(path, **{"olmoe|law": change})
+        with pytest.raises(TraceError, match=problem):
+            read_token_table(path, "olmoe", "law")
+    held = np.ones((2, 1, 3), np.uint8)
+    for change, problem in (
+        (held * 2, "must hold 0 or 1"), (held[0], "of 3 dimensions"), (put((slice(None), 0, 2), 0)(held), "expert 2 of layer 0")
+    ):  # fmt: skip
+        np.savez(path, plan=change)
+        with pytest.raises(TraceError, match=problem):
+            read_placements(path)
+
+
+# ------------------------------------------------------------------------------------------------------- routed experts
+
+
+def vllm_answer(ids: np.ndarray, prompt: int, experts: int = 128, **more: Any) -> dict[str, Any]:
+    usage = {"prompt_tokens": prompt, "completion_tokens": len(ids) + 1 - prompt}
+    choice = {"index": 0, "text": "…", "routed_experts": encode_vllm(ids, experts)}
+    return {"id": "r", "model": "any", "choices": [choice], "usage": usage, **more}
+
+
+def distinct(rng: np.random.Generator, tokens: int, layers: int, k: int, experts: int = 128) -> np.ndarray:
+    return np.argsort(rng.random((tokens, layers, experts)), axis=2)[:, :, :k]
+
+
+def write_lines(path: Path, bodies: list[Any]) -> Path:
+    path.write_text("\n".join(json.dumps(body) for body in bodies) + "\n\n")
+    return path
+
+
+def test_vllm_answers(tmp_path, rng):
+    ids = [distinct(rng, n, 3, 4) for n in (5, 3, 4)]
+    bodies = [vllm_answer(ids[0], 2), vllm_answer(ids[1], 3, prompt_token_ids=[1, 2, 3])]
+    two = vllm_answer(ids[2], 2)
+    two["choices"].append({"routed_experts": encode_vllm(ids[2][:3], 128)})
+    two["usage"]["completion_tokens"] = 3 + 2
+    path = write_lines(tmp_path / "answers.jsonl", [*bodies, two])
+    assert detect(path) == "routed-experts"
+    trace = read_trace(path, options=ReadOptions(num_experts=128))
+    assert isinstance(trace, ActivationTrace)
+    for index, expected in enumerate([*ids, ids[2][:3]]):
+        np.testing.assert_array_equal(trace.request(index).expert_ids, expected)
+    assert trace.request(0).phase.tolist() == [PREFILL] * 2 + [DECODE] * 3
+    assert trace.requests.prompt_tokens.tolist() == [2, 3, 2, 2]
+    assert trace.requests.output_tokens.tolist() == [4, 1, 3, 2], "the last token has no row but was generated"
+    assert trace.requests.ids == ["r", "r", "r/0", "r/1"]
+    assert (trace.meta.model, trace.meta.layer_ids) == ("any", (0, 1, 2))
+    assert trace.request(0).token_ids is None, "one of the answers does not list its tokens"
+
+
+def test_token_ids_where_listed(tmp_path, rng):
+    body = vllm_answer(distinct(rng, 4, 2, 2), 3, prompt_token_ids=[5, 6, 7])
+    body["choices"][0]["token_ids"] = [8, 9]
+    trace = read_trace(write_lines(tmp_path / "a.jsonl", [body]), options=ReadOptions(num_experts=128))
+    assert isinstance(trace, ActivationTrace)
+    assert np.asarray(trace.request(0).token_ids).tolist() == [5, 6, 7, 8]
+
+
+def test_dense_layers_are_dropped(tmp_path, rng):
+    """DeepSeek-V2-Lite counts 27 layers, of which the first is dense and all zero."""
+    ids = np.concatenate([np.zeros((5, 1, 6), int), distinct(rng, 5, 26, 6, 64)], axis=1)
+    path = write_lines(tmp_path / "a.jsonl", [vllm_answer(ids, 2)])
+    for options in (ReadOptions(model="deepseek-v2-lite"), ReadOptions(num_experts=64)):
+        trace = read_trace(path, options=options)
+        assert isinstance(trace, ActivationTrace)
+        assert (trace.meta.num_experts, trace.meta.layer_ids) == (64, tuple(range(1, 27)))
+        np.testing.assert_array_equal(trace.request(0).expert_ids, ids[:, 1:])
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("dtype", [None, "uint8"])
+def test_sglang_answers(tmp_path, rng, dense, dtype):
+    moe = distinct(rng, 5, 26, 6, 64)
+    ids = np.concatenate([np.zeros((5, 1, 6), int), moe], axis=1) if dense else moe
+    payload = {"routed_experts": encode_sglang(ids, dtype or "int32")}
+    if dtype:
+        payload["routed_experts_dtype"] = dtype
+    counts = {"prompt_tokens": 4, "completion_tokens": 2}
+    bodies = [
+        [{"text": "…", "meta_info": {"id": "x", **counts, **payload}}],
+        {"id": "y", "choices": [{"text": "…"}], "usage": counts, "sglext": payload},
+        {"id": "z", "choices": [{"text": "…", "sglext": payload}], "usage": counts},
+    ]
+    path = write_lines(tmp_path / "a.jsonl", bodies)
+    assert detect(path) == "routed-experts"
+    trace = read_trace(path, options=ReadOptions(model="deepseek-v2-lite"))
+    assert isinstance(trace, ActivationTrace)
+    assert trace.requests.ids == ["x", "y", "z"]
+    assert trace.requests.output_tokens.tolist() == [2, 2, 2]
+    for index in range(3):
+        np.testing.assert_array_equal(trace.request(index).expert_ids, moe)
+        assert trace.request(index).phase.tolist() == [PREFILL] * 4 + [DECODE]
+    with pytest.raises(TraceError, match="line 1: routed_experts: has no shape in SGLang's form; give a known --model"):
+        read_trace(path)
+
+
+def answer_without(*keys: str) -> dict[str, Any]:
+    body: Any = vllm_answer(distinct(np.random.default_rng(0), 4, 2, 2), 2)
+    place = body
+    for key in keys[:-1]:
+        place = place[int(key)] if isinstance(place, list) else place[key]
+    del place[keys[-1]]
+    return dict(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (answer_without("usage"), "line 1: usage.prompt_tokens: is None"),
+        (answer_without("choices"), "line 1: choices: is missing"),
+        (answer_without("choices", "0", "routed_experts"), "line 1: routed_experts: is missing"),
+        ({"choices": []}, "line 1: choices: is missing"),
+        (7, "line 1: answer: must be a JSON object"),
+        ({"meta_info": {"prompt_tokens": 1, "completion_tokens": 1}}, "line 1: routed_experts: is missing"),
+        ({"meta_info": {"prompt_tokens": True, "completion_tokens": 1}}, "meta_info.prompt_tokens: is True"),
+        (vllm_answer(np.full((4, 2, 2), 1), 2) | {"usage": {"prompt_tokens": 2, "completion_tokens": 9}},
+         "describes 3 generated tokens, usage.completion_tokens is 9"),
+        (vllm_answer(np.full((4, 2, 2), 100), 2), "expert_ids[0, 0, 0]=100 must be in 0 … 63"),
+        (vllm_answer(np.full((4, 2, 2), 0), 2), "is all zero"),
+        (vllm_answer(put((2, 1), 0)(np.full((4, 2, 2), 5)), 2), "routed_experts[2, 1]: is all zero"),
+        ({"choices": [{"routed_experts": "!"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}},
+         "choices[0].routed_experts: is not base64"),
+        ({"choices": [{"routed_experts": None}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}},
+         "choices[0].routed_experts: is missing"),
+    ],
+)  # fmt: skip
+def test_answers_that_are_wrong(tmp_path, body, problem):
+    path = write_lines(tmp_path / "a.jsonl", [body])
+    with pytest.raises(TraceError) as caught:
+        read_trace(path, "routed-experts", ReadOptions(num_experts=64))
+    assert problem in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_answers_of_another_shape(tmp_path, rng):
+    bodies = [vllm_answer(distinct(rng, 4, 2, 2), 2), vllm_answer(distinct(rng, 4, 3, 2), 2)]
+    path = write_lines(tmp_path / "a.jsonl", bodies)
+    with pytest.raises(TraceError, match=r"has \[layer, k\] of \(2, 2\) and \(3, 2\): not one model"):
+        read_trace(path, options=ReadOptions(num_experts=128))
+    with pytest.raises(TraceError, match=r"has 2 layers; gpt-oss-20b has 24, 24 of them MoE"):
+        read_trace(write_lines(path, bodies[:1]), options=ReadOptions(model="gpt-oss-20b"))
+    payload = {"routed_experts": encode_sglang(distinct(rng, 9, 24, 4, 32))}
+    body = {"meta_info": {"prompt_tokens": 4, "completion_tokens": 2, **payload}}
+    with pytest.raises(TraceError, match=r"has 9 rows of 24 layers; 4 \+ 2 tokens have one row fewer"):
+        read_trace(write_lines(path, [body]), options=ReadOptions(model="gpt-oss-20b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"), [("", "answers: found 0"), ('{"a": "routed_experts"', "line 1: is not JSON")]
+)
+def test_files_without_answers(tmp_path, text, problem):
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=problem):
+        read_trace(path, "routed-experts", ReadOptions(num_experts=64))
+    with pytest.raises(TraceError, match="file: "):
+        read_trace(tmp_path, "routed-experts", ReadOptions(num_experts=64))
+
+
+# ---------------------------------------------------------------------------------------------- TensorRT-LLM, load-history
+
+
+def trtllm(folder: Path, ranks: list[dict[str, np.ndarray]], **meta: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "meta_info.json").write_text(json.dumps({"num_experts": 4, "num_experts_per_token": 2, **meta}))
+    for rank, arrays in enumerate(ranks):
+        save_file(arrays, folder / f"rank{rank}.safetensors")
+    return folder
+
+
+def statistics(rng: np.random.Generator, tokens: int = 3) -> dict[str, np.ndarray]:
+    return {
+        f"{step}_{layer}": np.bincount(distinct(rng, tokens, 1, 2, 4).ravel(), minlength=4)
+        for step in (100, 101) for layer in (3, 10)
+    }  # fmt: skip
+
+
+def test_trtllm(tmp_path, rng):
+    ranks = [statistics(rng), statistics(rng, tokens=2)]
+    path = trtllm(tmp_path / "s", ranks, ep_size=2)
+    assert detect(path) == "trtllm"
+    table = read_trace(path, options=ReadOptions(model="m"))
+    assert isinstance(table, LoadTable)
+    assert (table.counts.shape, table.labels, table.model) == ((2, 2, 4), ["100", "101"], "m")
+    assert np.asarray(table.layer_ids).tolist() == [3, 10], "by number, not by text"
+    assert np.asarray(table.tokens).tolist() == [5, 5]
+    np.testing.assert_array_equal(table.counts[1, 0], ranks[0]["101_3"] + ranks[1]["101_3"])
+
+
+def test_trtllm_without_even_choices(tmp_path, rng):
+    arrays = statistics(rng)
+    arrays["100_3"][0] += 1
+    table = read_trace(trtllm(tmp_path / "s", [arrays]))
+    assert isinstance(table, LoadTable)
+    assert table.tokens is None
+
+
+@pytest.mark.parametrize(
+    ("change", "meta", "problem"),
+    [
+        ({"100_3": None}, {}, "100_3: is in no rank's file"),
+        ({"103_3": np.ones(4, int), "103_10": np.ones(4, int)}, {}, "102_3: is in no rank's file"),
+        ({"x": np.ones(4, int)}, {}, "x: is not a key of the form {iteration}_{layer}"),
+        ({"100_3": np.ones(5, int)}, {}, "100_3: is int64 (5,), expected integers (4,)"),
+        ({"100_3": np.ones(4)}, {}, "100_3: is float64 (4,)"),
+        ({"100_3": np.array([1, -2, 0, 0])}, {}, "100_3[1]: is -2"),
+        ({}, {"num_experts": None}, "num_experts: is None"),
+        ({}, {"num_experts_per_token": 0}, "num_experts_per_token: is 0"),
+        ({}, {"ep_size": 4}, "found 1 files, meta_info.json says ep_size=4"),
+    ],
+)
+def test_trtllm_that_is_wrong(tmp_path, rng, change, meta, problem):
+    arrays = {name: value for name, value in (statistics(rng) | change).items() if value is not None}
+    path = trtllm(tmp_path / "s", [arrays], **meta)
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert problem in str(caught.value)
+
+
+def test_trtllm_files_missing_or_cut(tmp_path, rng):
+    path = trtllm(tmp_path / "s", [statistics(rng)] * 3)
+    data = (path / "rank0.safetensors").read_bytes()
+    for length in range(0, len(data), 9):
+        (path / "rank0.safetensors").write_bytes(data[:length])
+        with pytest.raises(TraceError, match=r"rank0\.safetensors"):
+            read_trace(path)
+    (path / "rank0.safetensors").write_bytes(data)
+    (path / "rank1.safetensors").unlink()
+    with pytest.raises(TraceError, match=r"rank1\.safetensors: is missing; there is a rank2"):
+        read_trace(path)
+    for rank in (0, 2):
+        (path / f"rank{rank}.safetensors").unlink()
+    assert not readers["trtllm"].sniff(path)
+    with pytest.raises(TraceError, match=r"rank\*\.safetensors: is missing"):
+        read_trace(path, "trtllm")
+    (path / "meta_info.json").unlink()
+    with pytest.raises(TraceError, match="does not exist"):
+        read_trace(path, "trtllm")
+    with pytest.raises(TraceError, match="hold no statistics"):
+        read_trace(trtllm(tmp_path / "none", [{}]))
+
+
+def history(*loads: Any) -> dict[str, Any]:
+    return {"load_history": [{"logical_expert_load": load} for load in loads]}
+
+
+def test_load_history(tmp_path):
+    path = tmp_path / "history.json"
+    path.write_text(json.dumps(history([[1, 2, 3], [4, 5, 6]], [[0, 0, 2.0], [1, 1, 0]])))
+    assert detect(path) == "load-history"
+    table = read_trace(path, options=ReadOptions(model="m", num_experts=3))
+    assert isinstance(table, LoadTable)
+    assert table.counts.tolist() == [[[1, 2, 3], [4, 5, 6]], [[0, 0, 2], [1, 1, 0]]]
+    assert (table.model, table.counts.dtype) == ("m", np.uint64)
+    with pytest.raises(TraceError, match="has 3 experts, --num-experts says 4"):
+        read_trace(path, options=ReadOptions(num_experts=4))
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({}, "load_history: must be a list"), (history(), "at least one window"), ([], "JSON: must be an object"),
+        ({"load_history": [{}]}, "load_history[0].logical_expert_load: is missing"),
+        ({"load_history": [3]}, "load_history[0].logical_expert_load: is missing"),
+        (history([[1, 2], [3]]), "rows of different lengths"), (history([]), "expected numbers [layer][expert]"),
+        (history([[1]], [[1, 2]]), "load_history[1]: has shape (1, 2), the first window (1, 1)"),
+        (history([["a"]]), "expected numbers"), (history([[True]]), "expected numbers"), (history([[None]]), "expected"),
+        (history([[1, -2]]), "[0][1]: is -2"), (history([[1, 0.5]]), "[0][1]: is 0.5"),
+        (history([[1], [float("nan")]]), "[1][0]: is nan"), (history([[float("inf")]]), "[0][0]: is inf"),
+        (history([[2**70]]), "expected numbers"),
+    ],
+)  # fmt: skip
+def test_load_history_that_is_wrong(tmp_path, value, problem):
+    path = tmp_path / "history.json"
+    path.write_text(json.dumps(value))
+    with pytest.raises(TraceError) as caught:
+        read_trace(path, "load-history")
+    assert problem in str(caught.value)
+    text = json.dumps(history([[1, 2]]))
+    for length in range(len(text)):
+        path.write_text(text[:length])
+        with pytest.raises(TraceError, match=r"history\.json: JSON: cannot be parsed"):
+            read_trace(path, "load-history")
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_sniffing_never_raises(tmp_path, name):
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "noise").write_bytes(bytes(range(256)) * 8)
+    (tmp_path / "long").write_bytes(b"x" * (5 << 20))
+    for path in (tmp_path, tmp_path / "missing", tmp_path / "empty", tmp_path / "noise", tmp_path / "long"):
+        assert readers[name].sniff(path) is False
