@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.engines.torch_files import SGLANG_RECORDER, read_sglang_recorder
-from coterie.errors import TraceError
+from coterie.errors import TraceError, UnavailableError
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.readers import ReadOptions
 from coterie.types import DECODE, PREFILL
@@ -22,8 +23,6 @@ pytestmark = pytest.mark.torch
 LAYERS, SLOTS, EXPERTS = 3, 6, 5
 # Layer 0 is dense; expert 4 has its second slot at a different place in every layer.
 SLOT_MAP = np.array([[0, 1, 2, 3, 4, 4], [4, 0, 1, 2, 3, 4], [4, 3, 2, 4, 1, 0]])
-
-Write = Any
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def detail(*records: dict[str, Any]) -> dict[str, Any]:
     return {"records": list(records), "last_physical_to_logical_map": torch.from_numpy(SLOT_MAP)}
 
 
-# ---------------------------------------------------------------------------------------------------------- stat, per_pass
+# ------------------------------------------------------------------------------------------------------- stat, per_pass
 
 
 def test_stat(write):
@@ -91,7 +90,7 @@ def test_per_pass_turns_slots_into_experts_and_adds_ranks(write, rng, tmp_path):
     np.testing.assert_array_equal(alone.counts, np.stack([logical(counts[1, at])[1:] for at in (1, 2, 0)]))
 
 
-# --------------------------------------------------------------------------------------------------------------- per_token
+# ------------------------------------------------------------------------------------------------------------ per_token
 
 
 def slots_of(rng: np.random.Generator, tokens: int, k: int = 2) -> np.ndarray:
@@ -196,7 +195,7 @@ def test_a_simulated_engine_is_joined_back(tmp_path_factory, shapes, seed):
     assert tokens_of(read(path)) == expected
 
 
-# ------------------------------------------------------------------------------------------------------------------ damage
+# --------------------------------------------------------------------------------------------------------------- damage
 
 
 def broken(**changes: Any) -> dict[str, Any]:
@@ -225,7 +224,7 @@ def with_slot(value: int) -> Any:
         (detail(one_pass(0, np.ones((LAYERS, 4)))), "global_physical_count: has shape (3, 4), the slot map (3, 6)"),
         (detail({"forward_pass_id": 0}), "records[0].global_physical_count: is"),
         (detail({**one_pass(0, np.ones((LAYERS, SLOTS))), "forward_pass_id": "x"}), "records[0].forward_pass_id: is"),
-        ({"records": [one_pass(0, np.ones((1, 2)))], "last_physical_to_logical_map": torch.tensor([[0, 2]])},
+        ({"records": [one_pass(0, np.ones((1, 3)))], "last_physical_to_logical_map": torch.tensor([[0, 2, 2]])},
          "last_physical_to_logical_map[0]: has no slot for expert 1"),
         (broken(forward_mode=5), "forward_mode: is 5, expected 1 (extend)"),
         (broken(forward_mode=None), "forward_mode: is None"),
@@ -262,7 +261,7 @@ def test_folders(write, rng, tmp_path):
         read_sglang_recorder(tmp_path, ReadOptions())
     for rank in range(2):
         write(detail(token_pass(0, 1, slots_of(rng, 2), [0, 1], [2])), f"expert_distribution_recorder_1_{rank}.pt")
-    with pytest.raises(TraceError, match="holds 2 dumps of which expert_distribution_recorder_1_0.pt stands alone"):
+    with pytest.raises(TraceError, match=r"holds 2 dumps of which expert_distribution_recorder_1_0\.pt stands alone"):
         read(tmp_path)
     (tmp_path / "expert_distribution_recorder_1_1.pt").unlink()
     assert read(tmp_path).num_tokens == 2
@@ -303,9 +302,21 @@ def test_damaged_files(tmp_path_factory, at, byte):
     try:
         trace = read_sglang_recorder(path, ReadOptions())
     except TraceError as error:
-        assert str(error).startswith(f"{path}: ")
+        problem = str(error)
+    else:
+        problem = ""
+    if problem:
+        assert problem.startswith(f"{path}: ")
         return
     assert isinstance(trace, ActivationTrace | LoadTable)
+
+
+def test_without_torch(write, monkeypatch):
+    path = write(broken())
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert SGLANG_RECORDER.sniff(path), "recognising a dump needs no torch"
+    with pytest.raises(UnavailableError, match=r"pip install coterie\[torch\]"):
+        read_sglang_recorder(path, ReadOptions())
 
 
 def test_other_files_are_not_claimed(tmp_path):

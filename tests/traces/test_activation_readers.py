@@ -308,23 +308,23 @@ def test_stated_and_given_experts_must_agree(tmp_path, rng):
 def test_not_a_zip(tmp_path, data):
     (tmp_path / "t.npz").write_bytes(data)
     assert not readers["npz"].sniff(tmp_path / "t.npz")
-    with pytest.raises(TraceError, match="t.npz: file: is not a .npz archive, or is cut"):
+    with pytest.raises(TraceError, match=r"t\.npz: file: is not a \.npz archive, or is cut"):
         read_trace(tmp_path / "t.npz", "npz")
-    with pytest.raises(TraceError, match="folder: holds t.npz"):
+    with pytest.raises(TraceError, match=r"folder: holds t\.npz"):
         read_trace(tmp_path, "npz")
 
 
 def test_missing_or_several_files(tmp_path, rng):
     with pytest.raises(TraceError, match="does not exist"):
         read_trace(tmp_path / "t.npz", "npz")
-    with pytest.raises(TraceError, match="folder: holds no .npz file"):
+    with pytest.raises(TraceError, match=r"folder: holds no \.npz file"):
         read_trace(tmp_path, "npz")
     for name in "ab":
         np.savez(tmp_path / f"{name}.npz", **own(rng))
-    with pytest.raises(TraceError, match="folder: holds a.npz, b.npz"):
+    with pytest.raises(TraceError, match=r"folder: holds a\.npz, b\.npz"):
         read_trace(tmp_path, "npz")
     np.save(tmp_path / "single.npy", np.zeros(3))
-    with pytest.raises(TraceError, match="not a .npz archive"):
+    with pytest.raises(TraceError, match=r"not a \.npz archive"):
         read_trace(tmp_path / "single.npy", "npz")
 
 
@@ -332,7 +332,7 @@ def test_members_that_are_no_arrays(tmp_path):
     with zipfile.ZipFile(tmp_path / "t.npz", "w") as archive:
         for name in ("expert_ids.npy", "offsets.npy"):
             archive.writestr(name, "text")
-    with pytest.raises(TraceError, match="expert_ids: is not a .npy file"):
+    with pytest.raises(TraceError, match=r"expert_ids: is not a \.npy file"):
         read_trace(tmp_path)
 
 
@@ -398,7 +398,11 @@ def test_damaged_npz_is_refused_or_read_alike(tmp_path_factory, compressed, at, 
     try:
         trace = read_trace(path, "npz")
     except TraceError as error:
-        assert str(error).startswith(f"{path}: ")
+        problem = str(error)
+    else:
+        problem = ""
+    if problem:
+        assert problem.startswith(f"{path}: ")
         return
     assert isinstance(trace, ActivationTrace)
     tokens, offsets = trace.arrays()
@@ -420,8 +424,10 @@ def test_damaged_token_tables_and_placements(tmp_path):
             read_token_table(path, "olmoe", "law")
     held = np.ones((2, 1, 3), np.uint8)
     for change, problem in (
-        (held * 2, "must hold 0 or 1"), (held[0], "of 3 dimensions"), (put((slice(None), 0, 2), 0)(held), "expert 2 of layer 0")
-    ):  # fmt: skip
+        (held * 2, "must hold 0 or 1"),
+        (held[0], "of 3 dimensions"),
+        (put((slice(None), 0, 2), 0)(held), "expert 2 of layer 0"),
+    ):
         np.savez(path, plan=change)
         with pytest.raises(TraceError, match=problem):
             read_placements(path)
@@ -574,7 +580,7 @@ def test_files_without_answers(tmp_path, text, problem):
         read_trace(tmp_path, "routed-experts", ReadOptions(num_experts=64))
 
 
-# ---------------------------------------------------------------------------------------------- TensorRT-LLM, load-history
+# ------------------------------------------------------------------------------------------- TensorRT-LLM, load-history
 
 
 def trtllm(folder: Path, ranks: list[dict[str, np.ndarray]], **meta: Any) -> Path:
@@ -681,7 +687,8 @@ def test_load_history(tmp_path):
         ({"load_history": [3]}, "load_history[0].logical_expert_load: is missing"),
         (history([[1, 2], [3]]), "rows of different lengths"), (history([]), "expected numbers [layer][expert]"),
         (history([[1]], [[1, 2]]), "load_history[1]: has shape (1, 2), the first window (1, 1)"),
-        (history([["a"]]), "expected numbers"), (history([[True]]), "expected numbers"), (history([[None]]), "expected"),
+        (history([["a"]]), "expected numbers"), (history([[True]]), "expected numbers"),
+        (history([[None]]), "expected numbers"),
         (history([[1, -2]]), "[0][1]: is -2"), (history([[1, 0.5]]), "[0][1]: is 0.5"),
         (history([[1], [float("nan")]]), "[1][0]: is nan"), (history([[float("inf")]]), "[0][0]: is inf"),
         (history([[2**70]]), "expected numbers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -192,7 +193,8 @@ def test_append_after_error(tmp_path, rng, bad):
     broken = {
         "id": tokens._replace(expert_ids=wide), "negative": tokens._replace(expert_ids=wide),
         "shape": tokens._replace(expert_ids=tokens.expert_ids[:, :1]), "rows": tokens,
-        "gates": tokens._replace(gate_weights=tokens.gate_weights[:2]), "phase": tokens._replace(phase=tokens.phase[:2]),
+        "gates": tokens._replace(gate_weights=tokens.gate_weights[:2]),
+        "phase": tokens._replace(phase=tokens.phase[:2]),
     }[bad]  # fmt: skip
     with ActivationWriter(tmp_path / "t", META, flush_tokens=1) as out:
         out.append_many(tokens, offsets, requests)
@@ -209,9 +211,9 @@ def test_append_after_error(tmp_path, rng, bad):
 
 def test_an_error_while_recording_keeps_what_came_before(tmp_path, rng):
     trace = make(rng, [3, 2])
-    with pytest.raises(RuntimeError, match="engine died"), ActivationWriter(tmp_path / "t", META) as out:
+    with contextlib.suppress(ZeroDivisionError), ActivationWriter(tmp_path / "t", META) as out:
         out.append_many(*trace.arrays(), trace.requests)
-        raise RuntimeError("engine died")
+        1 / 0  # noqa: B018
     assert_same(ActivationTrace.open(tmp_path / "t"), trace)
 
 
@@ -261,7 +263,8 @@ def test_a_table_with_other_rows_is_refused(tmp_path, rng):
         ("format", "other", "format"), ("version", 2, "version"), ("kind", "load", "kind"), ("kind", "x", "kind"),
         ("num_experts", 200, "shape"), ("num_experts", "300", "shape"), ("num_experts", 0, "shape"),
         ("num_layers", 3, "shape"), ("num_layers", None, "shape"), ("top_k", 2, "shape"), ("top_k", 3.0, "shape"),
-        ("layer_ids", [1], "shape"), ("layer_ids", 5, "shape"), ("segments", None, "shape"), ("segments", [{}], "activations"),
+        ("layer_ids", [1], "shape"), ("layer_ids", 5, "shape"), ("segments", None, "shape"),
+        ("segments", [{}], "activations"),
         ("segments", [{"activations": "a", "requests": "b", "num_tokens": "many"}], "shape"),
         ("num_experts", ..., "num_experts"), ("model", ..., "model"), ("segments", ..., "segments"),
     ],
@@ -285,7 +288,7 @@ def test_wrong_token_count_in_meta(tmp_path, rng):
     make(rng, [2, 3]).save(tmp_path / "t")
     path = tmp_path / "t" / "meta.json"
     path.write_text(path.read_text().replace('"num_tokens": 5', '"num_tokens": 6'))
-    with pytest.raises(TraceError, match="phase: has 5 tokens, meta.json says 6"):
+    with pytest.raises(TraceError, match=r"phase: has 5 tokens, meta\.json says 6"):
         ActivationTrace.open(tmp_path / "t")
 
 

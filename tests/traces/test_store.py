@@ -132,7 +132,11 @@ def test_a_damaged_header_is_refused_or_harmless(tmp_path_factory, at, byte):
     try:
         file = ArrayFile(path)
     except TraceError as error:
-        assert str(error).startswith(f"{path}: ")
+        problem = str(error)
+    else:
+        problem = ""
+    if problem:
+        assert problem.startswith(f"{path}: ")
         return
     for name in set(file.names()) & set(sample()):
         assert file[name].nbytes == sample()[name].nbytes
@@ -188,7 +192,7 @@ def test_json_is_replaced_whole(tmp_path):
 def test_json_that_is_none(tmp_path: Path, text: str):
     path = tmp_path / "meta.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(TraceError, match="meta.json: JSON: "):
+    with pytest.raises(TraceError, match=r"meta\.json: JSON: "):
         read_json(path)
 
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from coterie.cli.convert import convert_command
 from coterie.cli.generate import generate_command
+from coterie.cli.inspect import inspect_command
 from coterie.cli.models import models_command
 from coterie.cli.output import err
 from coterie.errors import CoterieError
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.command("convert")(convert_command)
 app.command("generate")(generate_command)
+app.command("inspect")(inspect_command)
 app.command("models")(models_command)
 
 

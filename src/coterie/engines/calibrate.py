@@ -63,8 +63,10 @@ class CalibrationSettings:
 
     dtypes: tuple[WeightDtype, ...] = ("bf16",)
     """Weight dtypes of the experts. CUDA: bf16, fp8. CPU: fp32, bf16."""
-    tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    """Batch sizes of the MoE cells."""
+    tokens: tuple[int, ...] = (
+        1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
+    )  # fmt: skip
+    """Batch sizes of the MoE cells. Powers of two alone would hide what a partly filled tile costs."""
     skews: tuple[float, ...] = (0.5, 1.0, 1.5)
     """Zipf exponents measured beside the even spread."""
     contexts: tuple[int, ...] = (128, 512, 2048, 8192)
@@ -193,8 +195,8 @@ class Experts:
 
 
 def active_levels(spec: ModelSpec) -> list[int]:
-    """Numbers of active experts to measure: top_k doubled up to all, and three quarters of all."""
-    levels = {spec.num_experts, max(spec.top_k, spec.num_experts * 3 // 4)}
+    """Numbers of active experts to measure: top_k doubled up to all, and three eighths and quarters of all."""
+    levels = {spec.num_experts, *(max(spec.top_k, spec.num_experts * part // 8) for part in (3, 6))}
     level = spec.top_k
     while level < spec.num_experts:
         levels.add(level)
@@ -288,7 +290,7 @@ def measure_gemm(spec: ModelSpec, device: Any, settings: CalibrationSettings) ->
     cells = []
     for n, k in gemm_shapes(spec):
         weights = [torch.randn(n, k, device=device).to(dtype).t() for _ in range(_copies(device, 2 * n * k))]
-        for tokens in settings.tokens[::2]:
+        for tokens in settings.tokens[::3]:
             x = torch.randn(tokens, k, device=device).to(dtype)
             calls = [lambda x=x, w=w: x @ w for w in weights]
             cells.append(GemmCell(tokens, n, k, round(timer.us(calls), 3)))
@@ -305,6 +307,7 @@ def measure_attention(spec: ModelSpec, device: Any, settings: CalibrationSetting
     cells = []
     decode = [(batch, 1, context) for batch in (1, 4, 16, 64, 256) for context in settings.contexts]
     prefill = [(1, query, 0) for query in settings.contexts]
+    prefill += [(1, 512, context) for context in settings.contexts if context >= 512]  # a chunk over what came before
     limit = 24e9 if device.type == "cuda" else 1e9
     for batch, query, context in decode + prefill:
         length = context + query
@@ -312,12 +315,14 @@ def measure_attention(spec: ModelSpec, device: Any, settings: CalibrationSetting
             continue
         if query > 1 and batch * spec.num_heads * query * length * 4 > limit and spec.kv_lora_rank:
             continue  # the unfused scores would not fit
-        call = _attention_call(spec, device, batch, query, length)
+        call = _attention_call(spec, device, batch, query, length, causal=query > 1 and not context)
         cells.append(AttentionCell(batch, query, context, round(timer.us([call]), 3)))
     return tuple(cells)
 
 
-def _attention_call(spec: ModelSpec, device: Any, batch: int, query: int, length: int) -> Callable[[], Any]:
+def _attention_call(
+    spec: ModelSpec, device: Any, batch: int, query: int, length: int, causal: bool
+) -> Callable[[], Any]:
     dtype, heads = _activation_dtype(device), spec.num_heads
 
     def random(*shape: int) -> Any:
@@ -335,7 +340,7 @@ def _attention_call(spec: ModelSpec, device: Any, batch: int, query: int, length
     q = random(batch, heads, query, spec.head_dim)
     k, v = (random(batch, spec.num_kv_heads, length, spec.head_dim) for _ in range(2))
     attend = torch.nn.functional.scaled_dot_product_attention
-    return lambda: attend(q, k, v, is_causal=query > 1, enable_gqa=spec.num_heads != spec.num_kv_heads)
+    return lambda: attend(q, k, v, is_causal=causal, enable_gqa=spec.num_heads != spec.num_kv_heads)
 
 
 def measure_copies(device: Any, settings: CalibrationSettings) -> tuple[CopyCell, ...]:

@@ -153,8 +153,9 @@ def _per_pass(path: Path, files: Sequence[Path], dumps: Sequence[dict[str, Any]]
 def _slot_map(path: Path, dump: dict[str, Any]) -> NDArray[np.int64]:
     """[layer, slot] expert. Every expert has a slot in every layer, so the map says how many there are."""
     experts = _integers(path, "last_physical_to_logical_map", dump.get("last_physical_to_logical_map"), 2)
-    if not experts.size or int(experts.min()) < 0:
-        raise TraceError(path, "last_physical_to_logical_map", f"of shape {experts.shape} must hold experts")
+    if not experts.size or int(experts.min()) < 0 or int(experts.max()) >= experts.shape[1]:
+        problem = f"of shape {experts.shape} must hold experts, no more of them than slots"
+        raise TraceError(path, "last_physical_to_logical_map", problem)
     expected = np.arange(int(experts.max()) + 1)
     for layer, row in enumerate(experts):
         missing = np.setdiff1d(expected, row)
@@ -194,12 +195,13 @@ class _Joiner:
     def extend(self, row: int, lengths: Sequence[int], positions: NDArray[np.int64], mixed: bool) -> None:
         """A pass of prompts; a mixed one holds single tokens of running requests as well."""
         chunked, self.chunked = self.chunked, None
-        running = [request for request in self.live if request is not chunked] if mixed else []
+        running = list(self.live) if mixed else []
         at = 0
         for length in lengths:
             position, phase = int(positions[at]), PREFILL
-            if chunked is not None and chunked.position == position:
+            if at == 0 and chunked is not None and chunked.position == position:  # it goes first, so none comes later
                 request = self.chunked = chunked
+                running = [other for other in running if other is not chunked]
             elif length == 1 and (known := _standing_at(position, running)) is not None:
                 running.remove(known)
                 request, phase = known, DECODE
@@ -329,7 +331,7 @@ def sniff_sglang_recorder(path: Path) -> bool:
     """Without torch: a .pt is a zip, and the pickle in it starts with the names of the fields."""
     if path.is_dir():
         return any(path.glob("expert_distribution_recorder_*.pt"))
-    if path.suffix != ".pt" or not zipfile.is_zipfile(path):
+    if path.suffix != ".pt":
         return False
     try:
         with zipfile.ZipFile(path) as archive:
@@ -338,7 +340,7 @@ def sniff_sglang_recorder(path: Path) -> bool:
                 return False
             with archive.open(name) as stream:
                 head = stream.read(4096)
-    except Exception:  # damaged zips raise many kinds; sniffing never does
+    except Exception:  # no zip, or a damaged one, which raises many kinds; sniffing never does
         return False
     return b"logical_count" in head or (b"records" in head and b"forward_pass_id" in head)
 

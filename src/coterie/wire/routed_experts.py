@@ -42,7 +42,7 @@ def decode_npy(data: bytes) -> NDArray[Any]:
     except InputError:
         raise
     except Exception as error:  # NumPy's header parser lets out whatever a damaged header provokes
-        raise InputError(f"is not a .npy file: {_first_line(error)}") from None
+        raise InputError(f"is not a .npy file: {error!r}") from None
     if dtype.hasobject:
         raise InputError("holds pickled objects, expected numbers")
     start, count = stream.tell(), math.prod(shape)
@@ -97,8 +97,4 @@ def _decode_base64(payload: str | bytes) -> bytes:
     try:
         return base64.b64decode(payload, validate=True)
     except (ValueError, TypeError) as error:
-        raise InputError(f"is not base64: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(f"is not base64: {error!r}") from None

@@ -107,7 +107,7 @@ def _names(path: Path) -> list[str]:
     except FileNotFoundError:
         raise TraceError(path, "file", "does not exist") from None
     except Exception as error:  # the zip module lets out struct, zlib, OS and value errors on damaged archives
-        raise TraceError(path, "file", f"is not a .npz archive, or is cut: {_first_line(error)}") from None
+        raise TraceError(path, "file", f"is not a .npz archive, or is cut: {error!r}") from None
 
 
 def _load(path: Path, names: Sequence[str]) -> Arrays:
@@ -120,12 +120,8 @@ def _load(path: Path, names: Sequence[str]) -> Arrays:
         except InputError as error:
             raise TraceError(path, name, str(error)) from None
         except Exception as error:
-            raise TraceError(path, name, f"cannot be unpacked: {_first_line(error)}") from None
+            raise TraceError(path, name, f"cannot be unpacked: {error!r}") from None
     return arrays
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +140,7 @@ class _Sidecar:
             data = path.read_bytes()
             lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
         except Exception as error:  # gzip lets out zlib, EOF and OS errors
-            raise TraceError(path, "file", f"cannot be read: {_first_line(error)}") from None
+            raise TraceError(path, "file", f"cannot be read: {error!r}") from None
         rows = []
         for number, line in enumerate(lines, 1):
             try:
@@ -392,7 +388,7 @@ def sniff_npz(path: Path) -> bool:
     try:
         if path.is_dir():
             return bool(_find(path))
-        return zipfile.is_zipfile(path) and _layout(_names(path)) is not None
+        return _layout(_names(path)) is not None
     except TraceError:
         return False
 

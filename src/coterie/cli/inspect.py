@@ -1,0 +1,85 @@
+"""``coterie inspect``: what a trace says, as tables, JSON, figures and a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import numpy as np
+import typer
+from rich.markup import escape
+
+from coterie.cli.output import JsonOption, out, print_json, print_table, progress
+from coterie.traces.readers import ReadOptions, read_trace
+
+if TYPE_CHECKING:  # numba and matplotlib take a second to import: only when a trace is inspected
+    from coterie.evaluation.inspection import Inspection
+
+WIDTH = 100
+
+
+def inspect_command(
+    trace: Annotated[Path, typer.Argument(help="Trace to read, in any known format.")],
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder for figures and report.html; new, empty or an earlier report.")
+    ] = None,
+    from_: Annotated[
+        str | None, typer.Option("--from", help="Format to read, where the file itself does not show it.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model that produced the file.")] = None,
+    num_experts: Annotated[
+        int | None, typer.Option("--num-experts", min=1, help="Experts per layer, where the file holds ids only.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sampled requests and draws.")] = 0,
+    json_output: JsonOption = False,
+) -> None:
+    """Show what a trace says: skew, hot experts, ranks, domains, drift, distinct experts, arrivals."""
+    from coterie.evaluation.inspection import inspect_trace
+
+    if out_folder is not None:
+        from coterie.evaluation.page import check_report_folder
+
+        check_report_folder(out_folder)  # before minutes are spent on reading
+    opened = read_trace(trace, from_, ReadOptions(model=model, num_experts=num_experts))
+    with progress() as bar:
+        task = bar.add_task("Reading tokens", total=None)
+        found = inspect_trace(
+            opened, str(trace), np.random.default_rng(seed),
+            lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+    written: dict[str, Any] = {}
+    if out_folder is not None:
+        from coterie.evaluation.page import write_report
+
+        report = write_report(found, out_folder)
+        written = {"report": str(report.page), "figures": [str(path) for path in report.figures]}
+    if json_output:
+        print_json({**msgspec.to_builtins(found), **written})
+        return
+    _print(found)
+    if written:
+        out.print(f"Report: {escape(written['report'])}", soft_wrap=True)
+
+
+def _print(found: Inspection) -> None:
+    from coterie.evaluation.inspection_sections import not_there, overview, sections
+
+    out.width = min(out.width, WIDTH)
+    out.print(escape(found.trace), highlight=False, soft_wrap=True)
+    print_table("Trace", ["field", "value"], _escaped(overview(found)))
+    for section in sections(found):
+        out.print()
+        if section.rows:
+            print_table(section.title, section.columns, _escaped(section.rows))
+        out.print(escape(section.meaning), highlight=False)
+    out.print()
+    for note in found.notes:
+        out.print(f"Note: {escape(note)}", highlight=False)
+    for line in not_there(found):
+        out.print(f"No {escape(line)}", highlight=False)
+
+
+def _escaped(rows: Any) -> list[list[Any]]:
+    """Names come from the trace and may hold what rich takes for markup."""
+    return [[escape(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]

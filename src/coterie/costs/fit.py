@@ -1,0 +1,202 @@
+"""Fit cost models to measured cells, and say how good the fit is on cells it did not see.
+
+Errors are relative, so a 50 µs decode cell weighs as much as a 10 ms prefill cell. The quality of a fit is always the
+error on held-out cells: the cells are dealt into folds, each is predicted by a fit on the others, tile sizes included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from coterie.costs.cells import MoeCell, expert_tokens
+from coterie.costs.moe import CACHE_SHARPNESS, MoeParams
+from coterie.errors import ConfigError
+
+FOLDS = 5
+TILINGS = (
+    *(((small, large), switch) for small, large in ((16, 64), (16, 128), (32, 128)) for switch in (1.0, 2.0, 4.0, 16.0)),
+    *(
+        ((small, large), switch)
+        for small, large in ((64, 128), (64, 256), (128, 256), (128, 512))
+        for switch in (64.0, 128.0, 160.0, 200.0, 255.0)
+    ),
+    ((64, 64), 64.0),
+    ((128, 128), 128.0),
+)
+"""Rows of the small and the large tile, and the average rows per expert at which a kernel changes over: first those of
+Triton's fused MoE kernels, then those of CUTLASS's grouped GEMMs, then kernels with one tile."""
+
+_START = [25.0, 0.01, 3e6, 0.005, 5e8, 6e8, 4.0, 0.3, 0.2, 0.3]
+_LOW = [0.01, 1e-6, 1e3, 1e-7, 1e4, 1e4, 1.0, 1e-4, 1e-4, 1e-3]
+_HIGH = [1e5, 1e3, 2e7, 1e3, 1e10, 1e10, 30.0, 1.5, 2.0, 1.0]
+
+
+class FitError(msgspec.Struct, frozen=True):
+    """How far off a fit is on cells it was not fitted on."""
+
+    mape_pct: float
+    """Mean absolute error, percent of the measured time."""
+    worst_pct: float
+    cells: int
+    worst_cell: str
+
+
+class MoeFit(msgspec.Struct, frozen=True):
+    """Parameters fitted to all cells, with the error of fits that saw only some."""
+
+    params: MoeParams
+    held_out: FitError
+
+
+class _Table(NamedTuple):
+    """Cells as flat arrays: one entry per distinct token count of a cell, with how many experts have it."""
+
+    cell: NDArray[np.int64]
+    rows: NDArray[np.float64]
+    experts: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+    mean_rows: NDArray[np.float64]
+    active: NDArray[np.float64]
+    warm: NDArray[np.bool_]
+    us: NDArray[np.float64]
+    nbytes: float
+    flops: float
+
+
+def _table(cells: Sequence[MoeCell], top_k: int, num_experts: int, nbytes: float, flops: float) -> _Table:
+    cell, rows, experts = [], [], []
+    for index, one in enumerate(cells):
+        values, repeats = np.unique(expert_tokens(one.tokens, top_k, one.active, one.zipf), return_counts=True)
+        cell += [index] * len(values)
+        rows += values.tolist()
+        experts += repeats.tolist()
+    tokens = np.array([c.tokens for c in cells], float)
+    return _Table(
+        np.array(cell), np.array(rows, float), np.array(experts, float), tokens, tokens * top_k / num_experts,
+        np.array([c.active for c in cells], float), np.array([c.warm for c in cells]),
+        np.array([c.us for c in cells]), nbytes, flops,
+    )  # fmt: skip
+
+
+def _take(table: _Table, keep: NDArray[np.bool_]) -> _Table:
+    entries = keep[table.cell]
+    renumber = np.cumsum(keep) - 1
+    return table._replace(
+        cell=renumber[table.cell[entries]], rows=table.rows[entries], experts=table.experts[entries],
+        tokens=table.tokens[keep], mean_rows=table.mean_rows[keep], active=table.active[keep],
+        warm=table.warm[keep], us=table.us[keep],
+    )  # fmt: skip
+
+
+class _Shape(NamedTuple):
+    """The discrete part of the parameters."""
+
+    tiles: tuple[int, int]
+    switch: float
+    cached: bool
+
+
+def _predict(x: NDArray[np.float64], t: _Table, shape: _Shape) -> NDArray[np.float64]:
+    """Microseconds per cell: the same formula as moe.layer_us, over flat arrays (a test holds them equal)."""
+    large = (t.mean_rows > shape.switch)[t.cell]
+    tile = np.where(large, shape.tiles[1], shape.tiles[0])
+    compute = tile * t.flops / np.where(large, x[5], x[4])
+    stream = np.full(len(t.us), t.nbytes / x[2])
+    if shape.cached:
+        hit = np.minimum(1.0, (x[10] / (t.nbytes * t.active)) ** CACHE_SHARPNESS) * t.warm
+        stream = t.nbytes * ((1.0 - hit) / x[2] + hit / x[11])
+    count = np.ceil(t.rows / tile)
+    first_rows = np.minimum(t.rows, tile)
+    a = stream[t.cell] * (1.0 + x[7] * np.maximum(0.0, 1.0 - first_rows / shape.tiles[0])) + x[3] * first_rows
+    empty = 1.0 - (t.rows - (count - 1.0) * tile) / tile
+    more = np.where(count > 1.0, np.maximum(compute, x[3] * tile) * (count - 1.0 + x[8] * empty), 0.0)
+    alone = np.bincount(t.cell, t.experts * (_soft_max(a, compute, x[6]) + more), minlength=len(t.us))
+    arrive = np.bincount(t.cell, t.experts * a, minlength=len(t.us))
+    work = np.bincount(t.cell, t.experts * (compute + more), minlength=len(t.us))
+    return np.asarray(x[0] + x[1] * t.tokens + (1.0 - x[9]) * alone + x[9] * _soft_max(arrive, work, x[6]))
+
+
+def _soft_max(a: NDArray[np.float64], b: NDArray[np.float64], sharpness: float) -> NDArray[np.float64]:
+    top = np.maximum(a, b)
+    return np.asarray(top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1.0 / sharpness))
+
+
+class _Solution(NamedTuple):
+    cost: float
+    x: NDArray[np.float64]
+    shape: _Shape
+
+
+def _solve(table: _Table, shape: _Shape, start: NDArray[np.float64] | None = None, steps: int = 200) -> _Solution:
+    """Least squares over the continuous parameters, in logarithms: all are positive and span decades."""
+    low, high, first = list(_LOW), list(_HIGH), list(_START)
+    # A first guess of the right size on any device: the largest cell is computed, the middle one streamed.
+    busiest = int(np.argmax(table.tokens))
+    rows = np.bincount(table.cell, table.rows * table.experts)[busiest]
+    first[4] = first[5] = float(np.clip(rows * table.flops / table.us[busiest], 2 * low[4], high[4] / 2))
+    first[2] = float(np.clip(np.median(table.active * table.nbytes / table.us), 2 * low[2], high[2] / 2))
+    first[0] = float(np.clip(table.us.min() / 2, 2 * low[0], high[0] / 2))
+    if shape.cached:
+        largest = float((table.active * table.nbytes).max())
+        low, high, first = [*low, 1e4, low[2]], [*high, largest, 10 * high[2]], [*first, largest / 8, 4 * first[2]]
+    begin = np.log(first if start is None else start)
+
+    def residual(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.log(_predict(np.exp(logs), table, shape) / table.us)
+
+    bounds = (np.log(low), np.log(high))
+    found = least_squares(residual, np.clip(begin, bounds[0] + 1e-9, bounds[1] - 1e-9), bounds=bounds, max_nfev=steps)
+    return _Solution(float(found.cost), np.exp(found.x), shape)
+
+
+def _search(table: _Table) -> _Solution:
+    """Try every tile choice briefly, then finish the best few."""
+    cached = bool(table.warm.any())
+    shapes = [_Shape(tiles, switch, cached) for tiles, switch in TILINGS]
+    rough = sorted((_solve(table, shape, steps=12) for shape in shapes), key=lambda s: s.cost)[:3]
+    finished = [_solve(table, s.shape, start) for s in rough for start in (None, s.x)]
+    return min(finished, key=lambda s: s.cost)
+
+
+def fit_moe(cells: Sequence[MoeCell], top_k: int, num_experts: int, nbytes: float, flops: float) -> MoeFit:
+    """Fit one shape's cells; `nbytes` are one expert's weights, `flops` one row's through one expert."""
+    if len(cells) < 2 * FOLDS:
+        raise ConfigError(f"{len(cells)} MoE cells are too few to fit and hold out; at least {2 * FOLDS} are needed")
+    bad = [c for c in cells if not (np.isfinite(c.us) and c.us > 0)]
+    if bad:
+        raise ConfigError(f"time us={bad[0].us} of cell tokens={bad[0].tokens}, active={bad[0].active} must be positive")
+    table = _table(cells, top_k, num_experts, nbytes, flops)
+    best = _search(table)
+    predicted = np.empty(len(cells))
+    fold = np.random.default_rng(0).permutation(len(cells)) % FOLDS
+    for number in range(FOLDS):
+        held = fold == number
+        part = _search(_take(table, ~held))
+        predicted[held] = _predict(part.x, _take(table, held), part.shape)
+    return MoeFit(_params(best), fit_error(predicted, cells))
+
+
+def fit_error(predicted: NDArray[np.float64], cells: Sequence[MoeCell]) -> FitError:
+    measured = np.array([c.us for c in cells])
+    error = 100.0 * np.abs(predicted / measured - 1.0)
+    worst = int(error.argmax())
+    cell = cells[worst]
+    skew = f", zipf {cell.zipf:g}" if cell.zipf else ""
+    label = f"{cell.tokens} tokens, {cell.active} active{skew}: {cell.us:.0f} us, predicted {predicted[worst]:.0f}"
+    return FitError(round(float(error.mean()), 2), round(float(error[worst]), 2), len(cells), label)
+
+
+def _params(solution: _Solution) -> MoeParams:
+    x = [float(f"{value:.6g}") for value in solution.x]
+    cache = {"cache_bytes": x[10], "cache_bytes_per_us": x[11]} if solution.shape.cached else {}
+    return MoeParams(
+        overhead_us=x[0], token_us=x[1], stream_bytes_per_us=x[2], row_us=x[3], tile_flops_per_us=(x[4], x[5]),
+        sharpness=x[6], fill_penalty=x[7], partial_penalty=x[8], overlap=x[9], tile_rows=solution.shape.tiles,
+        switch_rows=solution.shape.switch, **cache,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""What traces and policies are worth, as numbers, figures and pages: one suite per question."""

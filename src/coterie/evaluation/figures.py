@@ -1,0 +1,229 @@
+"""Figures in one shared style, drawn without a display, as PNG bytes.
+
+Every figure is a function of a :class:`Theme` and plain numbers, so that a page can carry a light and a dark version
+and another suite can reuse it. None (a value that could not be computed) is drawn as a gap.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+Numbers = Sequence[float | None]
+WIDTH_IN, HEIGHT_IN, DPI = 7.2, 4.0, 150
+MAX_LABEL = 22
+"""Characters of a name on an axis; longer ones are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    name: str
+    background: str
+    text: str
+    muted: str
+    """Ticks, reference lines."""
+    grid: str
+    series: tuple[str, ...]
+    """Told apart with any common colour vision, in this order."""
+    ramp: tuple[str, ...]
+    """Low to high."""
+
+    def colormap(self) -> Any:
+        return LinearSegmentedColormap.from_list(f"coterie-{self.name}", list(self.ramp))
+
+
+LIGHT = Theme(
+    "light", "#ffffff", "#1c2430", "#5b6675", "#e3e7ec", ("#1f6fb4", "#d9730d", "#2a8c5a", "#8e4fb0"),
+    ("#f3f7fb", "#a9cbe8", "#4a90c9", "#1b5a94", "#0b2f57"),
+)  # fmt: skip
+DARK = Theme(
+    "dark", "#171b21", "#e6eaf0", "#9aa6b5", "#2c333d", ("#6db3f2", "#f2a65a", "#63c794", "#c08fe0"),
+    ("#1c232c", "#1f4a75", "#2f7dbd", "#7fbdf0", "#e4f2ff"),
+)  # fmt: skip
+THEMES = (LIGHT, DARK)
+
+
+def draw(plot: Callable[[Any, Theme], None], theme: Theme, height_in: float = HEIGHT_IN) -> bytes:
+    """PNG of one pair of axes that `plot` fills."""
+    style = {
+        "font.size": 10.0, "axes.titlesize": 11.0, "axes.edgecolor": theme.muted, "axes.labelcolor": theme.text,
+        "axes.facecolor": theme.background, "figure.facecolor": theme.background, "text.color": theme.text,
+        "xtick.color": theme.muted, "ytick.color": theme.muted, "grid.color": theme.grid, "axes.axisbelow": True,
+        "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "lines.linewidth": 1.8,
+    }  # fmt: skip
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        plot(figure.add_subplot(), theme)
+        buffer = io.BytesIO()
+        # No version or date in the file: the same numbers give the same bytes.
+        figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def heat_map(load: Sequence[Sequence[float]], layer_ids: Sequence[int]) -> Callable[[Any, Theme], None]:
+    """Load of every layer (row), its experts sorted from hot to cold, relative to the layer's mean."""
+
+    def plot(axes: Any, theme: Theme) -> None:
+        values = -np.sort(-np.asarray(load), axis=1)
+        values = values / np.maximum(values.mean(axis=1, keepdims=True), 1e-300)
+        # A single far outlier would leave the rest one colour: the scale ends at the 99.5th percentile.
+        top = max(1.5, float(np.percentile(values, 99.5)))
+        layers, experts = values.shape
+        image = axes.imshow(
+            values, aspect="auto", cmap=theme.colormap(), vmin=0.0, vmax=top, interpolation="nearest",
+            extent=(0.5, experts + 0.5, layers - 0.5, -0.5),
+        )  # fmt: skip
+        axes.set(xlabel="expert, hottest first", ylabel="layer")
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1, prune=None))
+        _layer_ticks(axes.yaxis, layer_ids, 12)
+        bar = axes.figure.colorbar(image, ax=axes, extend="max" if values.max() > top else "neither", pad=0.02)
+        bar.set_label("load ÷ mean of the layer")
+        bar.outline.set_visible(False)
+
+    return plot
+
+
+def layer_lines(
+    layer_ids: Sequence[int], series: Mapping[str, Numbers], ylabel: str, band: tuple[float, float, str] | None = None
+) -> Callable[[Any, Theme], None]:
+    """One or more values per layer; `band` shades a range, such as what others have published."""
+
+    def plot(axes: Any, theme: Theme) -> None:
+        if band is not None:
+            axes.axhspan(band[0], band[1], color=theme.muted, alpha=0.16, lw=0, label=band[2])
+        for color, (label, values) in zip(theme.series, series.items(), strict=False):
+            axes.plot(range(len(layer_ids)), _array(values), color=color, marker="o", ms=3.5, label=label)
+        axes.set(xlabel="layer", ylabel=ylabel)
+        axes.set_xlim(-0.5, len(layer_ids) - 0.5)
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(0.0, low), max(high, 1e-3) * 1.02)
+        axes.grid(axis="y")
+        _layer_ticks(axes.xaxis, layer_ids, 16)
+        _legend(axes)
+
+    return plot
+
+
+def against_batch(
+    batch: Sequence[int], series: Mapping[str, Numbers], reference: Numbers, experts: int
+) -> Callable[[Any, Theme], None]:
+    """Distinct experts against batch size, beside uniform random routing."""
+
+    def plot(axes: Any, theme: Theme) -> None:
+        axes.axhline(experts, color=theme.muted, lw=1, ls=":")
+        axes.annotate(f"all {experts}", (batch[0], experts), (2, 3), textcoords="offset points",
+                      color=theme.muted, fontsize=9)  # fmt: skip
+        axes.plot(batch, _array(reference), color=theme.muted, ls="--", label="uniform random routing")
+        for color, marker, (label, values) in zip(theme.series, "osd^", series.items(), strict=False):
+            axes.plot(batch, _array(values), color=color, marker=marker, ms=5, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(batch), [str(b) for b in batch])
+        axes.set(xlabel="decode tokens in the step, each of another request", ylabel="distinct experts in a layer")
+        axes.set_ylim(0, experts * 1.1)
+        axes.grid(axis="y")
+        _legend(axes, loc="lower right")
+
+    return plot
+
+
+def matrix(names: Sequence[str], values: Sequence[Numbers], label: str) -> Callable[[Any, Theme], None]:
+    """A square matrix of similarities with its numbers written in."""
+
+    def plot(axes: Any, theme: Theme) -> None:
+        cells = np.array([_array(row) for row in values])
+        low = float(np.floor(np.nanmin(cells, initial=1.0) * 10) / 10)
+        low = min(low, 0.9)
+        image = axes.imshow(cells, cmap=theme.colormap(), vmin=low, vmax=1.0, aspect="auto")
+        short = [n if len(n) <= MAX_LABEL else n[: MAX_LABEL - 1] + "…" for n in names]
+        axes.set_xticks(range(len(names)), short, rotation=40, ha="right", rotation_mode="anchor")
+        axes.set_yticks(range(len(names)), short)
+        axes.tick_params(length=0, colors=theme.text, labelsize=9)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        for row, column in np.ndindex(cells.shape):
+            value = cells[row, column]
+            if np.isfinite(value):
+                red, green, blue, _ = image.cmap(image.norm(value))
+                ink = "#10161e" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "#ffffff"
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=ink)
+        bar = axes.figure.colorbar(image, ax=axes, pad=0.02)
+        bar.set_label(label)
+        bar.outline.set_visible(False)
+
+    return plot
+
+
+def drift_curve(
+    lag: Sequence[float], similarity: Numbers, unit: str, fitted: tuple[float, float] | None
+) -> Callable[[Any, Theme], None]:
+    """Similarity against lag; `fitted` is the half-life (in `unit`) and the floor."""
+
+    def plot(axes: Any, theme: Theme) -> None:
+        axes.plot(lag, _array(similarity), "o", ms=4, color=theme.series[0], label="measured, noise removed")
+        if fitted is not None:
+            half_life, floor = fitted
+            fine = np.linspace(0, lag[-1], 200)
+            label = (
+                f"fit: half-life {half_life:,.3g} {unit}"
+                if half_life < 1e4
+                else f"fit: half-life {half_life:,.0f} {unit}"
+            )
+            axes.plot(fine, floor + (1 - floor) * 2 ** (-fine / half_life), color=theme.series[1], label=label)
+        axes.axhline(1.0, color=theme.muted, lw=1, ls=":")
+        axes.set(xlabel=f"lag ({unit})", ylabel="similarity to the start")
+        axes.set_xlim(0, lag[-1] * 1.02)
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(0.0, low), max(1.05, high))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        axes.xaxis.set_major_locator(MaxNLocator(7))
+        axes.grid(axis="y")
+        _legend(axes, loc="lower left")
+
+    return plot
+
+
+def steps(values: Sequence[float], bin_s: float, mean: float) -> Callable[[Any, Theme], None]:
+    """Arrival rate over time."""
+
+    def plot(axes: Any, theme: Theme) -> None:
+        scale, unit = (60.0, "min") if bin_s * len(values) > 600 else (1.0, "s")
+        edges = np.arange(len(values) + 1) * bin_s / scale
+        axes.stairs(values, edges, fill=True, color=theme.series[0], alpha=0.3)
+        axes.stairs(values, edges, color=theme.series[0], lw=1.4, label=f"per bin of {bin_s:,.3g} s")
+        axes.axhline(mean, color=theme.muted, lw=1.2, ls="--", label=f"mean {mean:,.3g} a second")
+        axes.set(xlabel=f"time ({unit})", ylabel="requests a second", xlim=(0, edges[-1]))
+        axes.set_ylim(0, max(values) * 1.25)
+        axes.grid(axis="y")
+        _legend(axes)
+
+    return plot
+
+
+def _array(values: Numbers) -> NDArray[np.float64]:
+    return np.array([np.nan if v is None else v for v in values], np.float64)
+
+
+def _layer_ticks(axis: Any, layer_ids: Sequence[int], most: int) -> None:
+    step = -(-len(layer_ids) // most)
+    at = list(range(0, len(layer_ids), step))
+    axis.set_ticks(at, [str(layer_ids[i]) for i in at])
+
+
+def _legend(axes: Any, loc: str | None = None) -> None:
+    """Above the axes unless a corner is known to be free of data."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) > 1 and loc is None:
+        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=len(labels), borderaxespad=0.2, fontsize=9)
+    elif len(handles) > 1:
+        axes.legend(loc=loc, fontsize=9)

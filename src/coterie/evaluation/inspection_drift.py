@@ -1,0 +1,166 @@
+"""How fast a load drifts: how much of its shape at the start of the trace is left, after ever longer lags.
+
+Let x(w) be the load shares of window w per layer, less the even share. Similarity at a lag is the mean of
+x(s) · x(s + lag) over the first windows s, divided by the mean of x(s) · x(s). The last product is taken between two
+random halves of the window's requests, so sampling noise, which would raise it and feign drift, is not in it. This
+projection, unlike a cosine, falls as 2^(-lag / half-life) both for loads that wander and for loads on their way from
+one state to another. Starts are the same for all lags, so a lag compares with no other part of the trace.
+
+It describes one stretch of time: a daily cycle shorter recorded than a day looks like drift without return. Where no
+arrival times are known the lag is counted in tokens and follows the order of the file, which may be by topic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.evaluation.inspection_values import numbers
+
+MIN_WINDOWS = 8
+MIN_DROP = 0.02
+"""Of similarity: less is not worth naming, however surely it is there."""
+SIGNIFICANCE = 0.01
+PERMUTATIONS = 499
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    half_life: float | None
+    """Lag after which half of what will be lost is lost, in `unit`; None if there is none to be seen."""
+    reason: str | None
+    """In words, why there is none."""
+    floor: float | None
+    """Similarity that stays for good: similarity = floor + (1 - floor) · 2^(-lag / half_life)."""
+    unit: str
+    """s, tokens or windows."""
+    window: float | None
+    """Length of a window, in `unit`."""
+    p_value: float | None
+    """How often windows in random order look as drifting as these."""
+    lag: list[float] = field(default_factory=list)
+    """In `unit`."""
+    similarity: list[float | None] = field(default_factory=list)
+    """[lag] corrected for noise: 1 is as alike as at lag 0, and noise can lift it above."""
+
+
+class _Curve(NamedTuple):
+    lags: NDArray[np.int64]
+    """In windows."""
+    product: NDArray[np.float64]
+    """[lag] mean of x(s) · x(s + lag)."""
+
+
+def no_drift(unit: str, reason: str, window: float | None = None) -> Drift:
+    return Drift(None, reason, None, unit, window, None)
+
+
+def measure_drift(counts: NDArray[np.integer], width: float, unit: str, rng: Generator) -> Drift:
+    """Of counts [window, part, layer, expert]; the parts of a window are random halves, or the one part there is."""
+    windows = len(counts)
+    if windows < MIN_WINDOWS:
+        return no_drift(unit, f"the trace fills {windows} windows; {MIN_WINDOWS} are needed to see a trend", width)
+    dots = _dots(counts)
+    curve = _curve(dots)
+    reference = float(curve.product[0])
+    if not np.isfinite(reference) or reference <= 0:
+        return no_drift(unit, "the load is even, or windows are too small to show a shape that could drift", width)
+    similarity = curve.product / reference
+    p_value = _p_value(dots, rng)
+    fit = _fit(curve)
+    span = float(curve.lags[-1]) * width
+    half_life, floor, reason = fit.half_life * width, fit.floor, None
+    fallen = 1.0 - float(np.nanmean(similarity[len(similarity) // 2 :]))
+    if p_value > SIGNIFICANCE:
+        reason = f"no drift above the sampling noise over {_amount(span, unit)} (p = {p_value:.2g})"
+    elif (1 - floor) * (1 - 2 ** (-curve.lags[-1] / fit.half_life)) < MIN_DROP or fallen < MIN_DROP:
+        reason = f"similarity falls by less than {MIN_DROP} over {_amount(span, unit)}"
+    elif fit.half_life < 1:
+        reason = f"the load differs between windows of {_amount(width, unit)} but has no trend: bursts, not drift"
+    elif half_life > 2 * span:
+        reason = f"slower than {_amount(span, unit)} of trace can tell: similarity has fallen by {fallen:.2f}"
+    return Drift(
+        None if reason else half_life, reason, None if reason else floor, unit, width, p_value,
+        [float(v * width) for v in curve.lags], numbers(similarity),
+    )  # fmt: skip
+
+
+def _amount(value: float, unit: str) -> str:
+    return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"
+
+
+def _dots(counts: NDArray[np.integer]) -> NDArray[np.float64]:
+    """[window, part, window, part] products of load shapes, mean over layers; NaN with an empty side."""
+    windows, parts, layers, experts = counts.shape
+    values = counts.reshape(windows * parts, layers, experts).astype(np.float64)
+    total = values.sum(axis=2, keepdims=True)
+    shape = np.divide(values, total, out=np.full(values.shape, 1 / experts), where=total > 0) - 1 / experts
+    flat = shape.reshape(windows * parts, -1)
+    dots = flat @ flat.T / layers
+    empty = total.sum(axis=(1, 2)) == 0
+    dots[empty, :] = np.nan
+    dots[:, empty] = np.nan
+    return np.asarray(dots.reshape(windows, parts, windows, parts), np.float64)
+
+
+def _curve(dots: NDArray[np.float64]) -> _Curve:
+    """Products against lag. With halves the first lag is 0; with whole windows 1, the least that is free of noise."""
+    windows, parts = dots.shape[:2]
+    starts = np.arange(max(2, windows // 8))
+    lags = np.arange(0 if parts == 2 else 1, windows - len(starts) + 1)
+    product = np.full(len(lags), np.nan)
+    for i, lag in enumerate(lags):
+        pairs = dots[starts, :, starts + lag, :]  # [start, part, part]
+        if lag == 0:
+            pairs = pairs[:, 0, 1]
+        if np.isfinite(pairs).any():
+            product[i] = np.nanmean(pairs)
+    return _Curve(lags, product)
+
+
+def _p_value(dots: NDArray[np.float64], rng: Generator) -> float:
+    """Share of random orders of the parts whose products fall as much from near to far lags."""
+    windows, parts = dots.shape[:2]
+    flat = dots.reshape(windows * parts, -1)
+    there = np.flatnonzero(np.isfinite(np.diag(flat)))  # empty windows stay where they are
+    order = np.arange(len(flat))
+    fall = _fall(_curve(dots))
+    as_much = 0
+    for _ in range(PERMUTATIONS):
+        order[there] = rng.permutation(there)
+        as_much += _fall(_curve(flat[np.ix_(order, order)].reshape(dots.shape))) >= fall
+    return (1 + as_much) / (1 + PERMUTATIONS)
+
+
+def _fall(curve: _Curve) -> float:
+    half = len(curve.lags) // 2
+    near = curve.product[:1] if curve.lags[0] == 0 else curve.product[:half]
+    near, far = near[np.isfinite(near)], curve.product[half:][np.isfinite(curve.product[half:])]
+    return float(near.mean() - far.mean()) if len(near) and len(far) else -np.inf
+
+
+class _Fitted(NamedTuple):
+    half_life: float
+    """In windows."""
+    floor: float
+
+
+def _fit(curve: _Curve) -> _Fitted:
+    """Least squares of stays + fades · 2^(-lag / half_life), both at least 0: the best of a fine grid of half-lives."""
+    good = np.isfinite(curve.product)
+    lag, y = curve.lags[good].astype(np.float64), curve.product[good]
+    best, best_error = _Fitted(np.inf, 1.0), np.inf
+    for half_life in np.geomspace(0.1, 16 * len(curve.lags), 600):
+        q = 2.0 ** (-lag / half_life)
+        design = np.stack([np.ones_like(q), q], axis=1)
+        (stays, fades), *_ = np.linalg.lstsq(design, y, rcond=None)
+        if stays < 0:
+            stays, fades = 0.0, float(q @ y / (q @ q))
+        error = float(((stays + fades * q - y) ** 2).sum())
+        if fades > 0 and error < best_error:
+            best, best_error = _Fitted(float(half_life), float(stays / (stays + fades))), error
+    return best

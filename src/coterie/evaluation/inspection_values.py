@@ -1,0 +1,26 @@
+"""Plain numbers for results: JSON has no NaN, so what cannot be computed is None."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import SupportsFloat
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def number(value: SupportsFloat) -> float | None:
+    """A Python float, or None where it is not finite."""
+    plain = float(value)
+    return plain if math.isfinite(plain) else None
+
+
+def numbers(values: Iterable[SupportsFloat]) -> list[float | None]:
+    return [number(v) for v in values]
+
+
+def mean_or_none(values: NDArray[np.float64] | Sequence[float | None]) -> float | None:
+    """Mean of the values that are there."""
+    there = [float(v) for v in values if v is not None and math.isfinite(v)]
+    return math.fsum(there) / len(there) if there else None

@@ -1,0 +1,121 @@
+"""``coterie inspect`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from coterie.cli.main import app
+from coterie.errors import ConfigError, TraceError
+from coterie.traces import ActivationWriter, RequestTrace, TraceMeta
+from coterie.traces.arrivals import LognormalLengths
+from coterie.traces.synthetic import SyntheticSettings, generate_to
+
+MAIN = [sys.executable, "-c", "from coterie.cli.main import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inspect") / "t"
+    settings = SyntheticSettings(num_layers=30, lengths=LognormalLengths(prompt_mean=20, output_mean=10))
+    generate_to(folder, settings, np.random.default_rng(0), requests=150)
+    return folder
+
+
+def run(*args):
+    result = CliRunner().invoke(app, ["inspect", *map(str, args)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_tables_fit_and_do_not_list_every_layer(trace):
+    output = run(trace).stdout
+    assert max(len(line) for line in output.splitlines() if str(trace) not in line) <= 100
+    assert len(output.splitlines()) < 150
+    for title in ("Load per expert", "Rank imbalance", "Distinct experts", "Drift of the load", "Arrivals"):
+        assert title in output
+    assert "No prefix sharing" in output
+
+
+def test_json_is_one_object_and_the_seed_decides(trace):
+    first, again, other = (run(trace, "--json", "--seed", s).stdout for s in (1, 1, 2))
+    found = json.loads(first, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+    assert found["kind"] == "activations"
+    assert found["requests"] == 150
+    assert len(found["layers"]) == 30
+    assert found["missing"]["prefix_sharing"]
+    assert "report" not in found
+    assert first == again
+    assert first != other
+
+
+def test_out_writes_a_report_once_more_but_not_over_other_files(trace, tmp_path):
+    for _ in range(2):
+        found = json.loads(run(trace, "--out", tmp_path / "r", "--json").stdout)
+    assert found["report"] == str(tmp_path / "r" / "report.html")
+    assert (tmp_path / "r" / "load.png").exists()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("x")
+    with pytest.raises(ConfigError, match="not empty"):
+        run(trace, "--out", tmp_path / "other")
+    assert [p.name for p in (tmp_path / "other").iterdir()] == ["thesis.tex"]
+
+
+def test_request_trace_with_odd_names(tmp_path):
+    RequestTrace(np.array([5, 9]), np.array([1, 2]), np.array([0.0, 3.0])).save(tmp_path / "[bold]x")
+    output = run(tmp_path / "[bold]x").stdout
+    assert "[bold]x" in output
+    assert "Lengths" in output
+
+
+def test_empty_trace_exits_with_2(tmp_path):
+    ActivationWriter(tmp_path / "t", TraceMeta("m", 4, 1, 2)).close()
+    with pytest.raises(TraceError, match="empty"):
+        run(tmp_path / "t")
+    done = subprocess.run([*MAIN, "inspect", str(tmp_path / "t"), "--json"], capture_output=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == b""
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_interrupt(tmp_path):
+    # Half a gigabyte of zeros: a valid trace, sparse on disk, that takes a while to read.
+    meta = TraceMeta("m", 8, 64, 8)
+    tokens = 1_000_000
+    from coterie.traces.requests import write_requests
+    from coterie.traces.store import ArrayFileWriter, write_json
+
+    folder = tmp_path / "t"
+    folder.mkdir()
+    per_request = 100
+    offsets = np.arange(0, tokens + 1, per_request)
+    table = RequestTrace(np.zeros(len(offsets) - 1, np.int64), np.full(len(offsets) - 1, per_request))
+    write_requests(folder / "r.parquet", table)
+    with ArrayFileWriter(folder / "a.safetensors", meta.specs(tokens, len(table))) as out:
+        out.append("offsets", offsets)
+        out._rows.update(expert_ids=tokens, phase=tokens)  # leave holes: they read as zeros
+    write_json(folder / "meta.json", {
+        "format": "coterie-trace", "version": 1, "kind": "activations", "model": "m", "num_experts": 8,
+        "num_layers": 64, "top_k": 8,
+        "segments": [{"activations": "a.safetensors", "requests": "r.parquet", "num_tokens": tokens}] * 20,
+    })  # fmt: skip
+    process = subprocess.Popen([*MAIN, "inspect", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        time.sleep(3)
+        assert process.poll() is None, process.stderr.read().decode()
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert b"Traceback" not in stderr

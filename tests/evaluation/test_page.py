@@ -1,0 +1,114 @@
+"""The report: figures, the page, and the folder they go to."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from coterie.errors import ConfigError, TraceError
+from coterie.evaluation import figures
+from coterie.evaluation.inspection import inspect_trace
+from coterie.evaluation.inspection_sections import sections
+from coterie.evaluation.page import MARKER, cell_text, check_report_folder, write_report
+from coterie.traces import LoadTable, RequestTrace
+from coterie.traces.arrivals import LognormalLengths
+from coterie.traces.synthetic import SyntheticSettings, generate
+
+
+@pytest.fixture(scope="module")
+def found():
+    settings = SyntheticSettings(
+        num_layers=3, num_experts=8, top_k=2, domains=("<script>", "b & c"),
+        lengths=LognormalLengths(prompt_mean=20, output_mean=10),
+    )  # fmt: skip
+    return inspect_trace(generate(settings, np.random.default_rng(0), requests=200), "a<b", np.random.default_rng(0))
+
+
+@pytest.fixture(scope="module")
+def request_only():
+    table = RequestTrace(np.arange(1, 31), np.arange(1, 31), np.linspace(0, 50, 30))
+    return inspect_trace(table, "r", np.random.default_rng(0))
+
+
+class Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.urls, self.open = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.urls += [v for k, v in attrs if k in ("src", "srcset", "href")]
+        if tag not in ("meta", "img", "source"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_page_is_whole_and_self_contained(found, tmp_path):
+    report = write_report(found, tmp_path / "r")
+    text = report.page.read_text()
+    page = Page(text)
+    assert page.open == [], "every element is closed"
+    assert page.urls
+    assert all(url.startswith("data:image/png;base64,") for url in page.urls)
+    assert "http" not in text.replace("http-equiv", "")
+    assert "<script>" not in text
+    assert "&lt;script&gt;" in text
+    images = [attrs for tag, attrs in page.tags if tag == "img"]
+    assert len(images) == len(report.figures) == 8
+    assert all(attrs["alt"] for attrs in images)
+    assert sum(tag == "table" for tag, _ in page.tags) >= len(images), "a table beside each figure"
+    assert "prefers-color-scheme: dark" in text
+    assert "width=device-width" in text
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in report.figures)
+
+
+def test_same_numbers_same_bytes_and_only_own_files_are_replaced(found, request_only, tmp_path):
+    folder = tmp_path / "r"
+    first = write_report(found, folder).page.read_bytes()
+    (folder / "notes.txt").write_text("mine")
+    assert write_report(found, folder).page.read_bytes() == first
+    report = write_report(request_only, folder)
+    assert {p.name for p in folder.iterdir()} == {MARKER, "notes.txt", "report.html", "arrivals.png"}
+    assert [p.name for p in report.figures] == ["arrivals.png"]
+    (folder / "load.png").write_text("mine too")
+    with pytest.raises(ConfigError, match=r"load\.png exists"):
+        write_report(found, folder)
+    assert (folder / "load.png").read_text() == "mine too"
+
+
+def test_foreign_folders_are_refused(found, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="not empty"):
+        write_report(found, tmp_path)
+    with pytest.raises(ConfigError, match="is a file"):
+        check_report_folder(tmp_path / "file")
+    (tmp_path / MARKER).write_text("{}")
+    with pytest.raises(TraceError, match="expected 'coterie-report'"):
+        check_report_folder(tmp_path)
+    (tmp_path / MARKER).write_text('{"format": "coterie-report", "files": ["../file", "file/../file", 3]}')
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (tmp_path / MARKER).rename(inner / MARKER)
+    write_report(found, inner)
+    assert (tmp_path / "file").exists(), "a marker does not reach outside its folder"
+
+
+def test_sections_without_data_are_left_out(request_only):
+    assert [s.key for s in sections(request_only)] == ["arrivals", "lengths"]
+    load = inspect_trace(LoadTable(np.array([[[3, 1], [0, 0]]], np.uint64)), "l", np.random.default_rng(0))
+    assert [s.key for s in sections(load)] == ["load", "gini", "ranks", "drift"]
+    for section in sections(load):
+        if section.plot is not None:
+            assert figures.draw(section.plot, figures.DARK).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"), [(None, "–"), (1234567, "1,234,567"), (0.12345, "0.123"), (12345.6, "12,346"), ("a", "a")]
+)
+def test_cell_text(cell, text):
+    assert cell_text(cell) == text
