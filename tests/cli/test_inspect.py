@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -59,8 +57,9 @@ def test_json_is_one_object_and_the_seed_decides(trace):
 
 
 def test_out_writes_a_report_once_more_but_not_over_other_files(trace, tmp_path):
-    for _ in range(2):
-        found = json.loads(run(trace, "--out", tmp_path / "r", "--json").stdout)
+    RequestTrace(np.array([5, 9]), np.array([1, 2])).save(tmp_path / "few")
+    run(tmp_path / "few", "--out", tmp_path / "r")
+    found = json.loads(run(trace, "--out", tmp_path / "r", "--json").stdout)
     assert found["report"] == str(tmp_path / "r" / "report.html")
     assert (tmp_path / "r" / "load.png").exists()
     (tmp_path / "other").mkdir()
@@ -84,38 +83,4 @@ def test_empty_trace_exits_with_2(tmp_path):
     done = subprocess.run([*MAIN, "inspect", str(tmp_path / "t"), "--json"], capture_output=True, check=False)
     assert done.returncode == 2
     assert done.stdout == b""
-    assert done.stderr.count(b"\n") == 1
-
-
-def test_interrupt(tmp_path):
-    # Half a gigabyte of zeros: a valid trace, sparse on disk, that takes a while to read.
-    meta = TraceMeta("m", 8, 64, 8)
-    tokens = 1_000_000
-    from coterie.traces.requests import write_requests
-    from coterie.traces.store import ArrayFileWriter, write_json
-
-    folder = tmp_path / "t"
-    folder.mkdir()
-    per_request = 100
-    offsets = np.arange(0, tokens + 1, per_request)
-    table = RequestTrace(np.zeros(len(offsets) - 1, np.int64), np.full(len(offsets) - 1, per_request))
-    write_requests(folder / "r.parquet", table)
-    with ArrayFileWriter(folder / "a.safetensors", meta.specs(tokens, len(table))) as out:
-        out.append("offsets", offsets)
-        out._rows.update(expert_ids=tokens, phase=tokens)  # leave holes: they read as zeros
-    write_json(folder / "meta.json", {
-        "format": "coterie-trace", "version": 1, "kind": "activations", "model": "m", "num_experts": 8,
-        "num_layers": 64, "top_k": 8,
-        "segments": [{"activations": "a.safetensors", "requests": "r.parquet", "num_tokens": tokens}] * 20,
-    })  # fmt: skip
-    process = subprocess.Popen([*MAIN, "inspect", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        time.sleep(3)
-        assert process.poll() is None, process.stderr.read().decode()
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 130
-    assert b"Traceback" not in stderr
+    assert done.stderr.strip().count(b"\n") == 0

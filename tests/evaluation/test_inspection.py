@@ -238,7 +238,7 @@ def test_small_traces_have_reasons_and_no_nan(name):
     ],
 )
 def test_empty_traces_are_bad_input(trace):
-    with pytest.raises(TraceError, match="^t: .*the trace is empty"):
+    with pytest.raises(TraceError, match=r"^t: .*the trace is empty"):
         inspect(trace)
 
 
@@ -265,6 +265,31 @@ def test_same_seed_same_numbers_and_progress_ends_at_all():
     first = inspect_trace(trace, "t", seeded(3), lambda done, total: calls.append((done, total)))
     assert first == inspect(trace, 3)
     assert calls[-1] == (trace.num_tokens, trace.num_tokens)
+
+
+def test_interruption_stops_between_chunks(monkeypatch):
+    monkeypatch.setattr("coterie.evaluation.inspection_pass.CHUNK_BYTES", 1 << 12)
+    seen = []
+
+    def stop(done, total):
+        seen.append(done)
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    trace = generate(SMALL, seeded(), requests=60)
+    with pytest.raises(KeyboardInterrupt):
+        inspect_trace(trace, "t", seeded(), stop)
+    assert len(seen) > 2
+    assert seen[-1] < trace.num_tokens
+
+
+def test_chunks_do_not_change_the_load(monkeypatch):
+    trace = generate(SMALL, seeded(), requests=60)
+    whole = inspect(trace)
+    monkeypatch.setattr("coterie.evaluation.inspection_pass.CHUNK_BYTES", 1 << 12)
+    parts = inspect(trace)
+    assert (parts.load, parts.domains, parts.decode_tokens) == (whole.load, whole.domains, whole.decode_tokens)
+    assert parts.phase_correlation == whole.phase_correlation
 
 
 def test_real_activations(data_dir):

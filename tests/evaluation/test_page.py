@@ -69,10 +69,11 @@ def test_page_is_whole_and_self_contained(found, tmp_path):
 
 def test_same_numbers_same_bytes_and_only_own_files_are_replaced(found, request_only, tmp_path):
     folder = tmp_path / "r"
-    first = write_report(found, folder).page.read_bytes()
+    first = write_report(request_only, folder).page.read_bytes()
     (folder / "notes.txt").write_text("mine")
-    assert write_report(found, folder).page.read_bytes() == first
+    assert len(write_report(found, folder).figures) == 8
     report = write_report(request_only, folder)
+    assert report.page.read_bytes() == first
     assert {p.name for p in folder.iterdir()} == {MARKER, "notes.txt", "report.html", "arrivals.png"}
     assert [p.name for p in report.figures] == ["arrivals.png"]
     (folder / "load.png").write_text("mine too")
@@ -81,10 +82,10 @@ def test_same_numbers_same_bytes_and_only_own_files_are_replaced(found, request_
     assert (folder / "load.png").read_text() == "mine too"
 
 
-def test_foreign_folders_are_refused(found, tmp_path):
+def test_foreign_folders_are_refused(request_only, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="not empty"):
-        write_report(found, tmp_path)
+        write_report(request_only, tmp_path)
     with pytest.raises(ConfigError, match="is a file"):
         check_report_folder(tmp_path / "file")
     (tmp_path / MARKER).write_text("{}")
@@ -94,7 +95,7 @@ def test_foreign_folders_are_refused(found, tmp_path):
     inner = tmp_path / "inner"
     inner.mkdir()
     (tmp_path / MARKER).rename(inner / MARKER)
-    write_report(found, inner)
+    write_report(request_only, inner)
     assert (tmp_path / "file").exists(), "a marker does not reach outside its folder"
 
 

@@ -6,7 +6,7 @@ without it.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -87,6 +87,8 @@ class ShapeMeasurement(msgspec.Struct, frozen=True):
     routing: tuple[RoutingCell, ...] = ()
     gemm: tuple[GemmCell, ...] = ()
     attention: tuple[AttentionCell, ...] = ()
+    spec: dict[str, Any] | None = None
+    """The shape's numbers, where it is not one of the shipped ones."""
 
 
 class Measurement(msgspec.Struct, frozen=True):

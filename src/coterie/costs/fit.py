@@ -20,7 +20,11 @@ from coterie.errors import ConfigError
 
 FOLDS = 5
 TILINGS = (
-    *(((small, large), switch) for small, large in ((16, 64), (16, 128), (32, 128)) for switch in (1.0, 2.0, 4.0, 16.0)),
+    *(
+        ((small, large), switch)
+        for small, large in ((16, 64), (16, 128), (32, 128))
+        for switch in (1.0, 2.0)
+    ),
     *(
         ((small, large), switch)
         for small, large in ((64, 128), (64, 256), (128, 256), (128, 512))
@@ -115,10 +119,11 @@ def _predict(x: NDArray[np.float64], t: _Table, shape: _Shape) -> NDArray[np.flo
     first_rows = np.minimum(t.rows, tile)
     a = stream[t.cell] * (1.0 + x[7] * np.maximum(0.0, 1.0 - first_rows / shape.tiles[0])) + x[3] * first_rows
     empty = 1.0 - (t.rows - (count - 1.0) * tile) / tile
-    more = np.where(count > 1.0, np.maximum(compute, x[3] * tile) * (count - 1.0 + x[8] * empty), 0.0)
+    partial = np.where(large, 0.0, x[8] * empty)
+    more = np.where(count > 1.0, np.maximum(compute, x[3] * tile) * (count - 1.0 + partial), 0.0)
     alone = np.bincount(t.cell, t.experts * (_soft_max(a, compute, x[6]) + more), minlength=len(t.us))
-    arrive = np.bincount(t.cell, t.experts * a, minlength=len(t.us))
-    work = np.bincount(t.cell, t.experts * (compute + more), minlength=len(t.us))
+    arrive = np.asarray(np.bincount(t.cell, t.experts * a, minlength=len(t.us)), float)
+    work = np.asarray(np.bincount(t.cell, t.experts * (compute + more), minlength=len(t.us)), float)
     return np.asarray(x[0] + x[1] * t.tokens + (1.0 - x[9]) * alone + x[9] * _soft_max(arrive, work, x[6]))
 
 
@@ -133,8 +138,13 @@ class _Solution(NamedTuple):
     shape: _Shape
 
 
-def _solve(table: _Table, shape: _Shape, start: NDArray[np.float64] | None = None, steps: int = 200) -> _Solution:
-    """Least squares over the continuous parameters, in logarithms: all are positive and span decades."""
+def _solve(
+    table: _Table, shape: _Shape, start: NDArray[np.float64] | None = None, steps: int = 200, cache: float = 1 / 8
+) -> _Solution:
+    """Least squares over the continuous parameters, in logarithms: all are positive and span decades.
+
+    `cache` is the first guess of its size, as a share of the largest cell's weights.
+    """
     low, high, first = list(_LOW), list(_HIGH), list(_START)
     # A first guess of the right size on any device: the largest cell is computed, the middle one streamed.
     busiest = int(np.argmax(table.tokens))
@@ -144,7 +154,7 @@ def _solve(table: _Table, shape: _Shape, start: NDArray[np.float64] | None = Non
     first[0] = float(np.clip(table.us.min() / 2, 2 * low[0], high[0] / 2))
     if shape.cached:
         largest = float((table.active * table.nbytes).max())
-        low, high, first = [*low, 1e4, low[2]], [*high, largest, 10 * high[2]], [*first, largest / 8, 4 * first[2]]
+        low, high, first = [*low, 1e4, low[2]], [*high, largest, 10 * high[2]], [*first, largest * cache, 4 * first[2]]
     begin = np.log(first if start is None else start)
 
     def residual(logs: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -156,12 +166,17 @@ def _solve(table: _Table, shape: _Shape, start: NDArray[np.float64] | None = Non
 
 
 def _search(table: _Table) -> _Solution:
-    """Try every tile choice briefly, then finish the best few."""
+    """Try every tiling briefly, then finish the best few."""
     cached = bool(table.warm.any())
-    shapes = [_Shape(tiles, switch, cached) for tiles, switch in TILINGS]
-    rough = sorted((_solve(table, shape, steps=12) for shape in shapes), key=lambda s: s.cost)[:3]
-    finished = [_solve(table, s.shape, start) for s in rough for start in (None, s.x)]
-    return min(finished, key=lambda s: s.cost)
+    # The cache's size has no gradient while every cell fits in it, or none does: start on both sides.
+    guesses = (1 / 16, 1 / 5) if bool(table.warm.all()) else (1 / 8,)
+    rough = [
+        _solve(table, _Shape(tiles, switch, cached), steps=15, cache=guess)
+        for tiles, switch in TILINGS
+        for guess in guesses
+    ]
+    rough.sort(key=lambda s: s.cost)
+    return min((_solve(table, s.shape, s.x) for s in rough[:5]), key=lambda s: s.cost)
 
 
 def fit_moe(cells: Sequence[MoeCell], top_k: int, num_experts: int, nbytes: float, flops: float) -> MoeFit:
@@ -170,7 +185,7 @@ def fit_moe(cells: Sequence[MoeCell], top_k: int, num_experts: int, nbytes: floa
         raise ConfigError(f"{len(cells)} MoE cells are too few to fit and hold out; at least {2 * FOLDS} are needed")
     bad = [c for c in cells if not (np.isfinite(c.us) and c.us > 0)]
     if bad:
-        raise ConfigError(f"time us={bad[0].us} of cell tokens={bad[0].tokens}, active={bad[0].active} must be positive")
+        raise ConfigError(f"us={bad[0].us} of cell tokens={bad[0].tokens}, active={bad[0].active} must be positive")
     table = _table(cells, top_k, num_experts, nbytes, flops)
     best = _search(table)
     predicted = np.empty(len(cells))

@@ -6,12 +6,13 @@ Each active expert's weights are streamed once and its tokens are computed in ti
     further tile: max(rows, compute)                      the weights are in the cache by now
 
 with ``stream`` = bytes ÷ bandwidth, ``compute`` = a *whole* tile's flops ÷ rate (a partly filled tile costs as much as
-a full one), ``rows`` = activations read and written. A layer is the sum over its active experts plus a fixed overhead.
-Decode lives in the first term: distinct experts decide, tokens hardly matter. Prefill lives in the second.
+a full one), ``rows`` = activations read and written. A layer is the sum over its active experts plus a fixed overhead;
+a kernel that prefetches hides an `overlap` share of the streaming behind other experts' compute as well. Decode lives
+in the first term: distinct experts decide, tokens hardly matter. Prefill lives in the second.
 
 Kernels choose between a small and a large tile by how many rows an expert has on average; both are fitted. Two more
-effects were large enough on an H200 to need a term: a tile that is barely filled streams slower (up to half), and a
-last tile that is partly filled costs extra. Wrong for kernels that split one expert over several passes, and on a
+effects were large enough on an H200 to need a term: a small tile that is barely filled streams slower, and a last
+small tile that is partly filled costs extra. Wrong for kernels that split one expert over several passes, and on a
 device where other work shares the memory bus.
 """
 
@@ -57,7 +58,7 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
             [
                 self.overhead_us, self.token_us, self.stream_bytes_per_us, self.row_us,
                 self.tile_flops_per_us[0], self.tile_flops_per_us[1], self.tile_rows[0], self.tile_rows[1],
-                self.switch_rows, self.sharpness, self.fill_penalty, self.partial_penalty,
+                self.switch_rows, self.sharpness, self.fill_penalty, self.partial_penalty, self.overlap,
                 self.cache_bytes, self.cache_bytes_per_us,
             ]
         )  # fmt: skip
@@ -68,42 +69,34 @@ CACHE_SHARPNESS = 4.0
 
 
 @njit()
-def stream_us(p: NDArray[np.float64], nbytes: float, active: float, resident: bool) -> float:
-    """Time to bring one expert's weights in, when `active` experts of this size are used in turn."""
-    if not resident or p[12] <= 0.0:
-        return nbytes / p[2]
-    hit = min(1.0, (p[12] / (nbytes * active)) ** 4.0)
-    return nbytes * ((1.0 - hit) / p[2] + hit / p[13])
+def _soft_max(a: float, b: float, sharpness: float) -> float:
+    top = max(a, b)
+    return float(top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1.0 / sharpness))
 
 
 @njit()
-def expert_us(p: NDArray[np.float64], rows: float, large: bool, stream: float, flops: float) -> float:
-    """Time one active expert adds to the layer; `flops` are those of one row."""
-    tile = p[7] if large else p[6]
-    compute = tile * flops / (p[5] if large else p[4])
-    tiles = np.ceil(rows / tile)
-    first_rows = min(rows, tile)
-    a = stream * (1.0 + p[10] * max(0.0, 1.0 - first_rows / p[6])) + p[3] * first_rows
-    top = max(a, compute)
-    first = top * ((a / top) ** p[9] + (compute / top) ** p[9]) ** (1.0 / p[9])
-    if tiles <= 1.0:
-        return first
-    empty = 1.0 - (rows - (tiles - 1.0) * tile) / tile
-    return first + max(compute, p[3] * tile) * (tiles - 1.0 + p[11] * empty)
+def _stream_us(p: NDArray[np.float64], nbytes: float, active: int, resident: bool) -> float:
+    """Time to bring one expert's weights in, when `active` experts of this size are used in turn."""
+    if not resident or p[13] <= 0.0:
+        return float(nbytes / p[2])
+    hit = min(1.0, (p[13] / (nbytes * active)) ** CACHE_SHARPNESS)
+    return float(nbytes * ((1.0 - hit) / p[2] + hit / p[14]))
 
 
 @njit()
 def layer_us(
     p: NDArray[np.float64],
-    counts: NDArray[np.int64],
+    counts: NDArray[np.float64],
     tokens: float,
     nbytes: float,
     flops: float,
     resident: bool,
 ) -> float:
-    """One device's time for counts [expert] rows of its experts; 0 without any. `tokens` is the batch's size."""
-    active = 0
-    total = 0.0
+    """One device's time for counts [expert] rows of the experts it holds; 0 without any.
+
+    `tokens` is the size of the batch, `nbytes` one expert's weights, `flops` those of one row through one expert.
+    """
+    active, total = 0, 0.0
     for count in counts:
         if count > 0:
             active += 1
@@ -111,9 +104,20 @@ def layer_us(
     if active == 0:
         return 0.0
     large = total / len(counts) > p[8]
-    stream = stream_us(p, nbytes, active, resident)
-    time = p[0] + p[1] * tokens
-    for count in counts:
-        if count > 0:
-            time += expert_us(p, count, large, stream, flops)
-    return time
+    tile = p[7] if large else p[6]
+    compute = tile * flops / (p[5] if large else p[4])
+    stream = _stream_us(p, nbytes, active, resident)
+    alone, arrive, work = 0.0, 0.0, 0.0
+    for rows in counts:
+        if rows <= 0:
+            continue
+        first_rows = min(rows, tile)
+        weights = stream * (1.0 + p[10] * max(0.0, 1.0 - first_rows / p[6])) + p[3] * first_rows
+        tiles, more = np.ceil(rows / tile), 0.0
+        if tiles > 1.0:
+            empty = 0.0 if large else p[11] * (1.0 - (rows - (tiles - 1.0) * tile) / tile)
+            more = max(compute, p[3] * tile) * (tiles - 1.0 + empty)
+        alone += _soft_max(weights, compute, p[9]) + more
+        arrive += weights
+        work += compute + more
+    return float(p[0] + p[1] * tokens + (1.0 - p[12]) * alone + p[12] * _soft_max(arrive, work, p[9]))

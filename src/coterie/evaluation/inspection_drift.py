@@ -64,13 +64,13 @@ def measure_drift(counts: NDArray[np.integer], width: float, unit: str, rng: Gen
     windows = len(counts)
     if windows < MIN_WINDOWS:
         return no_drift(unit, f"the trace fills {windows} windows; {MIN_WINDOWS} are needed to see a trend", width)
-    dots = _dots(counts)
-    curve = _curve(dots)
+    dots, pairs = _dots(counts), _pairs(windows, counts.shape[1])
+    curve = _curve(dots, pairs)
     reference = float(curve.product[0])
     if not np.isfinite(reference) or reference <= 0:
         return no_drift(unit, "the load is even, or windows are too small to show a shape that could drift", width)
     similarity = curve.product / reference
-    p_value = _p_value(dots, rng)
+    p_value = _p_value(dots, pairs, rng)
     fit = _fit(curve)
     span = float(curve.lags[-1]) * width
     half_life, floor, reason = fit.half_life * width, fit.floor, None
@@ -94,7 +94,7 @@ def _amount(value: float, unit: str) -> str:
 
 
 def _dots(counts: NDArray[np.integer]) -> NDArray[np.float64]:
-    """[window, part, window, part] products of load shapes, mean over layers; NaN with an empty side."""
+    """[window * part, window * part] products of load shapes, mean over layers; NaN with an empty side."""
     windows, parts, layers, experts = counts.shape
     values = counts.reshape(windows * parts, layers, experts).astype(np.float64)
     total = values.sum(axis=2, keepdims=True)
@@ -104,35 +104,50 @@ def _dots(counts: NDArray[np.integer]) -> NDArray[np.float64]:
     empty = total.sum(axis=(1, 2)) == 0
     dots[empty, :] = np.nan
     dots[:, empty] = np.nan
-    return np.asarray(dots.reshape(windows, parts, windows, parts), np.float64)
+    return np.asarray(dots, np.float64)
 
 
-def _curve(dots: NDArray[np.float64]) -> _Curve:
-    """Products against lag. With halves the first lag is 0; with whole windows 1, the least that is free of noise."""
-    windows, parts = dots.shape[:2]
+class _Pairs(NamedTuple):
+    """Which products count for which lag, so that a random order is one look-up."""
+
+    lags: NDArray[np.int64]
+    earlier: NDArray[np.int64]
+    """[lag, pair] index window * parts + part."""
+    later: NDArray[np.int64]
+
+
+def _pairs(windows: int, parts: int) -> _Pairs:
+    """With halves the first lag is 0; with whole windows 1, the least that is free of noise."""
     starts = np.arange(max(2, windows // 8))
     lags = np.arange(0 if parts == 2 else 1, windows - len(starts) + 1)
-    product = np.full(len(lags), np.nan)
-    for i, lag in enumerate(lags):
-        pairs = dots[starts, :, starts + lag, :]  # [start, part, part]
-        if lag == 0:
-            pairs = pairs[:, 0, 1]
-        if np.isfinite(pairs).any():
-            product[i] = np.nanmean(pairs)
-    return _Curve(lags, product)
+    # Every part of the start with every part of the later window; at lag 0 the two halves with each other only.
+    first, second = (v.ravel() for v in np.indices((parts, parts)))
+    earlier = (starts[:, None] * parts + first).ravel()
+    later = ((lags[:, None, None] + starts[:, None]) * parts + second).reshape(len(lags), -1)
+    if parts == 2:
+        later[0] = (starts[:, None] * parts + (1 - first)).ravel()
+    return _Pairs(lags, np.broadcast_to(earlier, later.shape), later)
 
 
-def _p_value(dots: NDArray[np.float64], rng: Generator) -> float:
+def _curve(dots: NDArray[np.float64], pairs: _Pairs, order: NDArray[np.int64] | None = None) -> _Curve:
+    """Products against lag, of the parts in that order; NaN for a lag without a pair."""
+    earlier, later = (pairs.earlier, pairs.later) if order is None else (order[pairs.earlier], order[pairs.later])
+    chosen = dots[earlier, later]
+    there = np.isfinite(chosen)
+    product = np.full(len(pairs.lags), np.nan)
+    np.divide(np.where(there, chosen, 0.0).sum(axis=1), there.sum(axis=1), out=product, where=there.any(axis=1))
+    return _Curve(pairs.lags, product)
+
+
+def _p_value(dots: NDArray[np.float64], pairs: _Pairs, rng: Generator) -> float:
     """Share of random orders of the parts whose products fall as much from near to far lags."""
-    windows, parts = dots.shape[:2]
-    flat = dots.reshape(windows * parts, -1)
-    there = np.flatnonzero(np.isfinite(np.diag(flat)))  # empty windows stay where they are
-    order = np.arange(len(flat))
-    fall = _fall(_curve(dots))
+    there = np.flatnonzero(np.isfinite(np.diag(dots)))  # empty windows stay where they are
+    order = np.arange(len(dots))
+    fall = _fall(_curve(dots, pairs))
     as_much = 0
     for _ in range(PERMUTATIONS):
         order[there] = rng.permutation(there)
-        as_much += _fall(_curve(flat[np.ix_(order, order)].reshape(dots.shape))) >= fall
+        as_much += _fall(_curve(dots, pairs, order)) >= fall
     return (1 + as_much) / (1 + PERMUTATIONS)
 
 

@@ -154,7 +154,8 @@ def _table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]])
         for row in body
     ]
     return (
-        f'<div class="table" role="region" tabindex="0" aria-label="{html.escape(caption)}"><table><caption>{html.escape(caption)}</caption>'
+        f'<div class="table" role="region" tabindex="0" aria-label="{html.escape(caption)}">'
+        f"<table><caption>{html.escape(caption)}</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
 

@@ -1,0 +1,106 @@
+"""All-to-all of expert parallelism: who must send how much, and how long that takes.
+
+A token whose expert lives on another rank is sent there once per remote expert (or once per remote rank, where the
+dispatcher deduplicates, as DeepEP does), and its result comes back. Counted exactly from activations where a trace is
+at hand, else by expectation for uniform routing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.types import Link, ModelSpec, Placement, Topology
+
+
+class Locality(NamedTuple):
+    """Where a token's experts are, per token and layer."""
+
+    local: float
+    """Expected experts on the token's own rank."""
+    remote: float
+    remote_ranks: float
+    """Expected distinct other ranks that hold one: the copies a deduplicating dispatcher sends."""
+    inter_node: float
+    """Of the remote experts, those on another node."""
+
+
+def expected_locality(spec: ModelSpec, topology: Topology) -> Locality:
+    """Uniform random routing over evenly placed experts, top-k without repetition."""
+    ranks, experts, k = topology.num_ranks, spec.num_experts, spec.top_k
+    if ranks > experts:
+        raise ConfigError(f"num_ranks={ranks} must be at most num_experts={experts}")
+    share = 1.0 / ranks
+    per_node = min(topology.ranks_per_node, ranks)
+    return Locality(
+        local=k * share,
+        remote=k * (1.0 - share),
+        remote_ranks=(ranks - 1) * _hit_probability(experts, experts // ranks, k),
+        inter_node=k * (1.0 - per_node * share),
+    )
+
+
+def _hit_probability(experts: int, on_rank: int, k: int) -> float:
+    """Chance that at least one of k distinct experts lies among `on_rank` of them."""
+    miss = 1.0
+    for draw in range(k):
+        miss *= max(0.0, (experts - on_rank - draw) / (experts - draw))
+    return 1.0 - miss
+
+
+def counted_locality(expert_ids: NDArray[np.unsignedinteger], placement: Placement, topology: Topology) -> Locality:
+    """Exact count on activations [token, layer, k]: token t lives on rank t mod ranks, an expert in its first slot."""
+    if expert_ids.ndim != 3 or expert_ids.shape[1] != placement.num_layers:
+        raise ConfigError(f"expert_ids has shape {expert_ids.shape}; expected [token, {placement.num_layers}, k]")
+    ranks = topology.num_ranks
+    home = (np.arange(len(expert_ids)) % ranks)[:, None]
+    local = remote_ranks = inter = 0.0
+    for layer in range(placement.num_layers):
+        rank_of = first_rank(placement, layer)
+        at = rank_of[expert_ids[:, layer].astype(np.int64)]
+        here = at == home
+        local += float(here.sum())
+        inter += float((at // topology.ranks_per_node != home // topology.ranks_per_node).sum())
+        held = np.zeros((len(expert_ids), ranks), bool)
+        np.put_along_axis(held, at, True, axis=1)
+        remote_ranks += float(held.sum() - held[np.arange(len(held)), home[:, 0]].sum())
+    cells = len(expert_ids) * placement.num_layers
+    return Locality(local / cells, expert_ids.shape[2] - local / cells, remote_ranks / cells, inter / cells)
+
+
+def first_rank(placement: Placement, layer: int) -> NDArray[np.int64]:
+    """[expert] the rank of its first slot."""
+    experts = placement.slot_experts[layer]
+    slot = np.full(placement.num_experts, placement.num_slots, np.int64)
+    np.minimum.at(slot, experts, np.arange(placement.num_slots))
+    return slot // placement.slots_per_rank
+
+
+class Traffic(NamedTuple):
+    """Bytes the busiest rank sends in one direction of one all-to-all, over each kind of link."""
+
+    intra_bytes: float
+    inter_bytes: float
+
+    @classmethod
+    def expected(cls, spec: ModelSpec, tokens: int, topology: Topology, bytes_per_value: float = 2.0) -> Traffic:
+        """`tokens` tokens on every rank, uniform routing."""
+        return cls.of(expected_locality(spec, topology), spec, tokens, bytes_per_value)
+
+    @classmethod
+    def of(cls, locality: Locality, spec: ModelSpec, tokens: float, bytes_per_value: float = 2.0) -> Traffic:
+        row = spec.hidden_size * bytes_per_value
+        return cls(tokens * (locality.remote - locality.inter_node) * row, tokens * locality.inter_node * row)
+
+
+def all_to_all_us(traffic: Traffic, topology: Topology) -> float:
+    """Dispatch and combine: both directions of one layer. Links of a kind work at once; intra and inter overlap."""
+    one_way = max(_us(topology.intra, traffic.intra_bytes), _us(topology.inter, traffic.inter_bytes))
+    return 2.0 * one_way
+
+
+def _us(link: Link, nbytes: float) -> float:
+    return (link.latency_s + nbytes / link.bytes_per_s) * 1e6 if nbytes > 0 else 0.0

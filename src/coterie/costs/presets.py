@@ -1,0 +1,155 @@
+"""Presets: a calibration with its fits, as one JSON file. The shipped ones were measured on real devices.
+
+A preset keeps every measured cell beside what was fitted to it, so that anyone can fit again, plot, or disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import msgspec
+
+from coterie.costs.cells import Measurement, MoeTable, ShapeMeasurement
+from coterie.costs.fit import MoeFit, fit_moe
+from coterie.costs.roofline import Roofline, Transfer, fit_roofline, fit_transfer
+from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel, attention_work
+from coterie.errors import ConfigError, TraceError, UnknownNameError
+from coterie.models import get_model
+from coterie.types import ModelSpec, Topology, WeightDtype
+
+VERSION = 1
+
+
+class ShapeFit(msgspec.Struct, frozen=True):
+    """What was fitted for one model's shape."""
+
+    moe: dict[str, MoeFit]
+    """By weight dtype."""
+    routing: Transfer
+    gemm: Roofline
+    attention: Roofline
+
+
+class Preset(msgspec.Struct, frozen=True):
+    """One kind of device."""
+
+    name: str
+    version: int
+    measurement: Measurement
+    fits: dict[str, ShapeFit]
+    """By model."""
+    copies: dict[str, Transfer]
+    """By path."""
+    all_to_all: Transfer | None = None
+    """Of the bytes one rank sends, where several devices or processes were at hand."""
+
+
+Report = Callable[[str, int, int], None]
+
+
+def fit_preset(name: str, measurement: Measurement, report: Report | None = None) -> Preset:
+    """Fit everything that was measured."""
+    fits = {}
+    for done, shape in enumerate(measurement.shapes):
+        if report:
+            report(f"fit {shape.model}", done, len(measurement.shapes))
+        fits[shape.model] = fit_shape(shape)
+    paths = sorted({cell.path for cell in measurement.copies})
+    copies = {
+        path: fit_transfer(*zip(*((c.nbytes, c.us) for c in measurement.copies if c.path == path), strict=True))
+        for path in paths
+    }
+    exchange = measurement.collectives
+    all_to_all = fit_transfer([c.nbytes for c in exchange], [c.us for c in exchange]) if len(exchange) >= 3 else None
+    return Preset(name, VERSION, measurement, fits, copies, all_to_all)
+
+
+def fit_shape(shape: ShapeMeasurement) -> ShapeFit:
+    spec = get_model(shape.model) if shape.spec is None else ModelSpec(**shape.spec)
+    moe = {table.dtype: fit_table(spec, table) for table in shape.moe}
+    work = [attention_work(spec, c.batch, c.query, c.batch * _mean_context(c.query, c.context)) for c in shape.attention]
+    return ShapeFit(
+        moe=moe,
+        routing=fit_transfer([c.tokens for c in shape.routing], [c.us for c in shape.routing]),
+        gemm=fit_roofline(
+            [2.0 * (c.n * c.k + c.tokens * (c.n + c.k)) for c in shape.gemm],
+            [2.0 * c.tokens * c.n * c.k for c in shape.gemm],
+            [c.us for c in shape.gemm],
+        ),
+        attention=fit_roofline([w[0] for w in work], [w[1] for w in work], [c.us for c in shape.attention]),
+    )
+
+
+def fit_table(spec: ModelSpec, table: MoeTable) -> MoeFit:
+    return fit_moe(
+        table.cells, spec.top_k, spec.num_experts, spec.expert_bytes(table.dtype), 2.0 * spec.expert_params
+    )
+
+
+def _mean_context(query: int, context: int) -> float:
+    """Tokens a query attends to on average: a prompt over itself is causal, a chunk was measured without a mask."""
+    return context + (query / 2 if query > 1 and not context else query)
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    folder = files("coterie").joinpath("costs/presets")
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
+
+
+@cache
+def load_preset(name_or_path: str) -> Preset:
+    """A shipped preset by name, or one of the user's by path."""
+    path = Path(name_or_path)
+    if name_or_path in preset_names():
+        raw = files("coterie").joinpath(f"costs/presets/{name_or_path}.json").read_bytes()
+    elif path.suffix == ".json" and path.exists():
+        raw = path.read_bytes()
+    else:
+        raise UnknownNameError("preset", name_or_path, preset_names())
+    try:
+        preset = msgspec.json.decode(raw, type=Preset)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise TraceError(path, "preset", str(error)) from None
+    if preset.version != VERSION:
+        raise TraceError(path, "version", f"found {preset.version}, expected {VERSION}")
+    return preset
+
+
+def save_preset(preset: Preset, path: Path) -> None:
+    """Write a preset; refuses to replace a file."""
+    if path.exists():
+        raise ConfigError(f"{path} exists already; choose another name or remove it first")
+    tmp = path.with_name(path.name + ".tmp")
+    tmp.write_bytes(_one_cell_a_line(msgspec.json.encode(preset)))
+    tmp.replace(path)
+
+
+def _one_cell_a_line(raw: bytes) -> bytes:
+    """JSON with a line a cell: readable, and a changed cell is a changed line."""
+    return raw.replace(b'{"tokens"', b'\n{"tokens"').replace(b'{"batch"', b'\n{"batch"') + b"\n"
+
+
+def step_model(
+    spec: ModelSpec,
+    preset: str | Preset = "h200",
+    dtype: WeightDtype | None = None,
+    topology: Topology = ONE_DEVICE,
+    options: CostOptions = PLAIN,
+) -> StepModel:
+    """The step-time model of a shape on a device, in a weight dtype (the shape's own unless given)."""
+    found = load_preset(preset) if isinstance(preset, str) else preset
+    try:
+        fit = found.fits[spec.name]
+    except KeyError:
+        raise UnknownNameError(f"shape for preset {found.name}", spec.name, found.fits) from None
+    wanted = dtype or spec.weight_dtype
+    # A dtype that was not measured streams its own bytes and, like mxfp4 on Hopper, computes in 16 bits.
+    nearest = wanted if wanted in fit.moe else next(iter(fit.moe))
+    return StepModel(
+        spec, wanted, fit.moe[nearest].params, fit.routing, fit.gemm, fit.attention, dict(found.copies),
+        topology, options, measured=wanted in fit.moe,
+    )  # fmt: skip

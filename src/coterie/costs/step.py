@@ -1,0 +1,223 @@
+"""The predicted time of a step: the one objective every policy is scored by.
+
+    layer = max over ranks of experts(rank) + routing + all_to_all
+    step  = sum over layers of attention + dense, + sum over MoE layers of layer, + the output head
+
+Terms that depend on the engine are switches: weights that stay in the cache, CUDA-graph padding, overlap of the
+all-to-all with compute. All are off unless asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.costs.collectives import Traffic, all_to_all_us
+from coterie.costs.moe import MoeParams, layer_us
+from coterie.costs.roofline import Roofline, Transfer
+from coterie.errors import ConfigError
+from coterie.types import Link, ModelSpec, Placement, Topology, WeightDtype
+
+
+@dataclass(frozen=True, slots=True)
+class CostOptions:
+    """Terms of the step time that depend on the engine."""
+
+    cache_resident: bool = False
+    """Count weights that fit in the cache as read from it. True of a benchmark that repeats one layer; in a model the
+    other layers pass through the cache in between."""
+    graph_sizes: tuple[int, ...] = ()
+    """Batch sizes for which the engine has a CUDA graph: a decode batch is padded up to the next one."""
+    overlap: float = 0.0
+    """Share of the experts' time behind which an all-to-all can hide."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.overlap <= 1.0:
+            raise ConfigError(f"overlap={self.overlap} must be in 0 … 1")
+        if list(self.graph_sizes) != sorted(set(self.graph_sizes)) or any(size < 1 for size in self.graph_sizes):
+            raise ConfigError(f"graph_sizes={self.graph_sizes} must rise from at least 1")
+
+    def padded(self, tokens: int) -> int:
+        """The batch size that really runs."""
+        return next((size for size in self.graph_sizes if size >= tokens), tokens)
+
+
+class Batch(NamedTuple):
+    """What a step computes besides its experts."""
+
+    decode_requests: int = 0
+    """Requests that add one token each."""
+    decode_context: int = 0
+    """Tokens cached by those requests, summed."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed in this step."""
+    prefill_context: int = 0
+    """Tokens already cached before them (chunked prefill, prefix hits)."""
+
+    @property
+    def tokens(self) -> int:
+        return self.decode_requests + self.prefill_tokens
+
+
+class StepTime(NamedTuple):
+    """A step's parts, in seconds."""
+
+    attention_s: float
+    dense_s: float
+    routing_s: float
+    moe_s: NDArray[np.float64]
+    """[layer] slowest rank's experts."""
+    all_to_all_s: NDArray[np.float64]
+    """[layer] what of the all-to-all is not hidden."""
+
+    @property
+    def total_s(self) -> float:
+        return self.attention_s + self.dense_s + self.routing_s + float(self.moe_s.sum() + self.all_to_all_s.sum())
+
+
+ONE_DEVICE = Topology(1)
+PLAIN = CostOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """Step times of one model on one kind of device; make one with :func:`coterie.costs.presets.step_model`."""
+
+    spec: ModelSpec
+    dtype: WeightDtype
+    moe: MoeParams
+    routing: Transfer
+    """Gate, top-k, gather and weighted sum: per token, so its `bytes` are tokens."""
+    gemm: Roofline
+    attention: Roofline
+    copies: dict[str, Transfer]
+    """Movement inside a device and between it and its host."""
+    topology: Topology = ONE_DEVICE
+    options: CostOptions = PLAIN
+    measured: bool = True
+    """False where the dtype was not measured: streaming then follows its bytes, compute that of bf16."""
+
+    def experts_us(self, counts: NDArray[np.float64], tokens: int) -> float:
+        """One device's experts of one layer; counts [expert] rows."""
+        spec = self.spec
+        return layer_us(
+            self.moe.array(), counts, float(tokens), spec.expert_bytes(self.dtype), 2.0 * spec.expert_params,
+            self.options.cache_resident,
+        )  # fmt: skip
+
+    def moe_s(self, load: NDArray[np.integer], tokens: int, placement: Placement | None = None) -> NDArray[np.float64]:
+        """[layer] seconds of the slowest rank's experts; load [layer, expert] tokens of the step."""
+        spec = self.spec
+        if load.ndim != 2 or load.shape[1] != spec.num_experts:
+            raise ConfigError(f"load has shape {load.shape}; expected [layer, {spec.num_experts}]")
+        arguments = (
+            self.moe.array(), float(tokens), spec.expert_bytes(self.dtype), 2.0 * spec.expert_params,
+            self.options.cache_resident,
+        )  # fmt: skip
+        p, batch, nbytes, flops, resident = arguments
+        if placement is None:
+            rows = np.ascontiguousarray(load, dtype=np.float64)
+            return np.array([layer_us(p, row, batch, nbytes, flops, resident) for row in rows]) * 1e-6
+        slots = slot_tokens(load, placement)
+        times = np.zeros(len(slots))
+        for layer, per_rank in enumerate(slots.reshape(len(slots), placement.num_ranks, -1)):
+            times[layer] = max(layer_us(p, rank, batch, nbytes, flops, resident) for rank in per_rank)
+        return times * 1e-6
+
+    def dense_s(self, tokens: int) -> float:
+        """All projections of one step that every token passes: attention's, shared and dense MLPs, output head."""
+        spec, total = self.spec, 0.0
+        for shapes, times in dense_shapes(spec):
+            total += times * sum(self._gemm_us(tokens, n, k) for n, k in shapes)
+        return total * 1e-6
+
+    def _gemm_us(self, tokens: int, n: int, k: int) -> float:
+        return self.gemm.us(2.0 * (n * k + tokens * (n + k)), 2.0 * tokens * n * k)
+
+    def attention_s(self, batch: Batch) -> float:
+        """Attention of one step over all layers."""
+        spec, total = self.spec, 0.0
+        if batch.decode_requests:
+            nbytes, flops = attention_work(spec, batch.decode_requests, 1, batch.decode_context)
+            total += self.attention.us(nbytes, flops)
+        if batch.prefill_tokens:
+            context = batch.prefill_context + batch.prefill_tokens / 2  # on average, half of itself lies before a token
+            nbytes, flops = attention_work(spec, 1, batch.prefill_tokens, context)
+            total += self.attention.us(nbytes, flops)
+        return total * spec.num_layers * 1e-6
+
+    def step(
+        self,
+        load: NDArray[np.integer],
+        batch: Batch,
+        placement: Placement | None = None,
+        traffic: Traffic | None = None,
+    ) -> StepTime:
+        """The whole step. `load` [MoE layer, expert] tokens of all ranks together; `batch` is one rank's."""
+        tokens = self.options.padded(batch.tokens) if not batch.prefill_tokens else batch.tokens
+        moe = self.moe_s(load, tokens, placement)
+        exchange = np.zeros(len(moe))
+        if placement is not None and placement.num_ranks > 1:
+            used = traffic or Traffic.expected(self.spec, tokens, self.topology)
+            exchange[:] = all_to_all_us(used, self.topology) * 1e-6
+            exchange = np.maximum(0.0, exchange - self.options.overlap * moe)
+        routing = self.routing.us(tokens) * 1e-6 * len(moe)
+        return StepTime(self.attention_s(batch), self.dense_s(tokens), routing, moe, exchange)
+
+    def move_s(self, link: Link | str = "host-to-device", experts: int = 1) -> float:
+        """Moving one layer's weights of some experts over a link, or over a path measured on this device."""
+        nbytes = experts * self.spec.expert_bytes(self.dtype)
+        if isinstance(link, Link):
+            return link.latency_s + nbytes / link.bytes_per_s
+        if link not in self.copies:
+            raise ConfigError(f"path {link!r} was not measured; known: {', '.join(sorted(self.copies))}")
+        return self.copies[link].us(nbytes) * 1e-6
+
+    def kv_transfer_s(self, tokens: int, link: Link) -> float:
+        """Handing the KV cache of `tokens` tokens from a prefill to a decode worker."""
+        return link.latency_s + tokens * self.spec.kv_bytes_per_token / link.bytes_per_s
+
+
+def slot_tokens(load: NDArray[np.integer], placement: Placement) -> NDArray[np.float64]:
+    """[layer, slot] tokens: replicas share an expert's tokens, whole tokens each, the first slots one more."""
+    if load.shape != (placement.num_layers, placement.num_experts):
+        raise ConfigError(f"load has shape {load.shape}; the placement is for {placement.num_layers} layers of "
+                          f"{placement.num_experts} experts")  # fmt: skip
+    out = np.zeros(placement.slot_experts.shape)
+    for layer, experts in enumerate(placement.slot_experts):
+        order = np.argsort(experts, kind="stable")
+        sorted_experts = experts[order]
+        first = np.searchsorted(sorted_experts, sorted_experts)
+        turn = np.arange(len(experts)) - first
+        replicas = np.bincount(experts, minlength=placement.num_experts)[sorted_experts]
+        tokens = load[layer, sorted_experts]
+        out[layer, order] = tokens // replicas + (turn < tokens % replicas)
+    return out
+
+
+def attention_work(spec: ModelSpec, batch: int, query: int, context: float) -> tuple[float, float]:
+    """Bytes read and flops done by one layer: `query` tokens a request over `context` tokens of all of them."""
+    if spec.kv_lora_rank:
+        width, value, heads = spec.kv_lora_rank + spec.rope_head_dim, spec.kv_lora_rank, spec.num_heads
+        nbytes = 2.0 * (context * width + batch * query * heads * (width + value))
+        return nbytes, 2.0 * query * context * heads * (width + value)
+    nbytes = 2.0 * (2 * context * spec.num_kv_heads + 2 * batch * query * spec.num_heads) * spec.head_dim
+    return nbytes, 4.0 * query * context * spec.num_heads * spec.head_dim
+
+
+def dense_shapes(spec: ModelSpec) -> list[tuple[list[tuple[int, int]], int]]:
+    """(n, k) of the projections every token passes, with how many layers have them."""
+    hidden, heads = spec.hidden_size, spec.num_heads * spec.head_dim
+    kv = spec.kv_lora_rank + spec.rope_head_dim if spec.kv_lora_rank else 2 * spec.num_kv_heads * spec.head_dim
+    shapes = [([(heads, hidden), (kv, hidden), (hidden, heads)], spec.num_layers), ([(spec.vocab_size, hidden)], 1)]
+    moe, dense = spec.num_moe_layers, spec.num_layers - spec.num_moe_layers
+    if spec.shared_intermediate_size:
+        inner = spec.shared_intermediate_size
+        shapes.append(([(2 * inner, hidden), (hidden, inner)], moe))
+    if spec.dense_intermediate_size and dense:
+        inner = spec.dense_intermediate_size
+        shapes.append(([(2 * inner, hidden), (hidden, inner)], dense))
+    return shapes
