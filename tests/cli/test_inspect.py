@@ -57,11 +57,12 @@ def test_json_is_one_object_and_the_seed_decides(trace):
 
 
 def test_out_writes_a_report_once_more_but_not_over_other_files(trace, tmp_path):
-    RequestTrace(np.array([5, 9]), np.array([1, 2])).save(tmp_path / "few")
-    run(tmp_path / "few", "--out", tmp_path / "r")
-    found = json.loads(run(trace, "--out", tmp_path / "r", "--json").stdout)
+    few = tmp_path / "few"
+    RequestTrace(np.array([5, 9]), np.array([1, 2]), np.array([0.0, 3.0])).save(few)
+    for _ in range(2):
+        found = json.loads(run(few, "--out", tmp_path / "r", "--json").stdout)
     assert found["report"] == str(tmp_path / "r" / "report.html")
-    assert (tmp_path / "r" / "load.png").exists()
+    assert found["figures"] == [str(tmp_path / "r" / "arrivals.png")]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
     with pytest.raises(ConfigError, match="not empty"):

@@ -85,7 +85,8 @@ def test_rank_imbalance_of_a_known_load():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_drift_of_known_half_life(seed):
-    settings = SyntheticSettings(num_layers=6, drift=SlowDrift(100.0), lengths=SHORT, arrivals=PoissonArrivals(4.0))
+    # Four half-lives of trace: there 19 of 20 other seeds came within 25%, in shorter ones fewer (docs/inspect.md).
+    settings = SyntheticSettings(num_layers=6, drift=SlowDrift(100.0), lengths=SHORT, arrivals=PoissonArrivals(2.5))
     drift = inspect(generate(settings, seeded(seed), requests=1000)).drift
     assert drift.unit == "s"
     assert drift.half_life == pytest.approx(100, rel=0.25), drift.reason

@@ -30,16 +30,27 @@ class Locality(NamedTuple):
 
 def expected_locality(spec: ModelSpec, topology: Topology) -> Locality:
     """Uniform random routing over evenly placed experts, top-k without repetition."""
-    ranks, experts, k = topology.num_ranks, spec.num_experts, spec.top_k
-    if ranks > experts:
-        raise ConfigError(f"num_ranks={ranks} must be at most num_experts={experts}")
-    share = 1.0 / ranks
-    per_node = min(topology.ranks_per_node, ranks)
+    return uniform_locality(spec.num_experts, spec.top_k, topology)
+
+
+def uniform_locality(num_experts: int, top_k: int, topology: Topology) -> Locality:
+    """:func:`expected_locality` of a shape without a model; what experts are left over go to the first ranks."""
+    ranks, per_node = topology.num_ranks, topology.ranks_per_node
+    if ranks > num_experts:
+        raise ConfigError(f"num_ranks={ranks} must be at most num_experts={num_experts}")
+    each, left = divmod(num_experts, ranks)
+    held = [each + (rank < left) for rank in range(ranks)]  # [rank] experts
+    hits = sum(_hit_probability(num_experts, n, top_k) for n in held)
+    blocks = [held[start : start + per_node] for start in range(0, ranks, per_node)]
+    near = sum(len(block) * sum(block) for block in blocks)  # pairs (home rank, expert) within a node
+    # Whole numbers up to the one division: a sum of rounded shares would leave 1e-16 of an expert on a node that does
+    # not exist, and that would pay a latency.
+    pairs = ranks * num_experts
     return Locality(
-        local=k * share,
-        remote=k * (1.0 - share),
-        remote_ranks=(ranks - 1) * _hit_probability(experts, experts // ranks, k),
-        inter_node=k * (1.0 - per_node * share),
+        local=top_k / ranks,
+        remote=top_k * (ranks - 1) / ranks,
+        remote_ranks=(ranks - 1) / ranks * hits,
+        inter_node=top_k * (pairs - near) / pairs,
     )
 
 
@@ -55,20 +66,25 @@ def counted_locality(expert_ids: NDArray[np.unsignedinteger], placement: Placeme
     """Exact count on activations [token, layer, k]: token t lives on rank t mod ranks, an expert in its first slot."""
     if expert_ids.ndim != 3 or expert_ids.shape[1] != placement.num_layers:
         raise ConfigError(f"expert_ids has shape {expert_ids.shape}; expected [token, {placement.num_layers}, k]")
+    if not len(expert_ids):
+        raise ConfigError("expert_ids has no tokens; locality is an average over at least one")
     ranks = topology.num_ranks
+    if placement.num_ranks != ranks:
+        raise ConfigError(f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={ranks}")
     home = (np.arange(len(expert_ids)) % ranks)[:, None]
-    local = remote_ranks = inter = 0.0
+    local = remote_ranks = inter = 0
     for layer in range(placement.num_layers):
         rank_of = first_rank(placement, layer)
         at = rank_of[expert_ids[:, layer].astype(np.int64)]
         here = at == home
-        local += float(here.sum())
-        inter += float((at // topology.ranks_per_node != home // topology.ranks_per_node).sum())
+        local += int(here.sum())
+        inter += int((at // topology.ranks_per_node != home // topology.ranks_per_node).sum())
         held = np.zeros((len(expert_ids), ranks), bool)
         np.put_along_axis(held, at, True, axis=1)
-        remote_ranks += float(held.sum() - held[np.arange(len(held)), home[:, 0]].sum())
+        remote_ranks += int(held.sum() - held[np.arange(len(held)), home[:, 0]].sum())
     cells = len(expert_ids) * placement.num_layers
-    return Locality(local / cells, expert_ids.shape[2] - local / cells, remote_ranks / cells, inter / cells)
+    remote = expert_ids.size - local
+    return Locality(local / cells, remote / cells, remote_ranks / cells, inter / cells)
 
 
 def first_rank(placement: Placement, layer: int) -> NDArray[np.int64]:

@@ -1,7 +1,8 @@
 """Fit cost models to measured cells, and say how good the fit is on cells it did not see.
 
 Errors are relative, so a 50 µs decode cell weighs as much as a 10 ms prefill cell. The quality of a fit is always the
-error on held-out cells: the cells are dealt into folds, each is predicted by a fit on the others, tile sizes included.
+error on held-out cells: the cells are dealt into folds, and each is predicted by a fit on the others. Tile sizes are
+the exception: they are facts of the kernel, not of a cell, and are chosen once per table.
 """
 
 from __future__ import annotations
@@ -71,9 +72,12 @@ class _Table(NamedTuple):
     us: NDArray[np.float64]
     nbytes: float
     flops: float
+    cache_limit: float
 
 
-def _table(cells: Sequence[MoeCell], top_k: int, num_experts: int, nbytes: float, flops: float) -> _Table:
+def _table(
+    cells: Sequence[MoeCell], top_k: int, num_experts: int, nbytes: float, flops: float, cache_limit: float
+) -> _Table:
     cell, rows, experts = [], [], []
     for index, one in enumerate(cells):
         values, repeats = np.unique(expert_tokens(one.tokens, top_k, one.active, one.zipf), return_counts=True)
@@ -84,7 +88,7 @@ def _table(cells: Sequence[MoeCell], top_k: int, num_experts: int, nbytes: float
     return _Table(
         np.array(cell), np.array(rows, float), np.array(experts, float), tokens, tokens * top_k / num_experts,
         np.array([c.active for c in cells], float), np.array([c.warm for c in cells]),
-        np.array([c.us for c in cells]), nbytes, flops,
+        np.array([c.us for c in cells]), nbytes, flops, cache_limit,
     )  # fmt: skip
 
 
@@ -138,9 +142,7 @@ class _Solution(NamedTuple):
     shape: _Shape
 
 
-def _solve(
-    table: _Table, shape: _Shape, start: NDArray[np.float64] | None = None, steps: int = 200, cache: float = 1 / 8
-) -> _Solution:
+def _solve(table: _Table, shape: _Shape, steps: int, cache: float) -> _Solution:
     """Least squares over the continuous parameters, in logarithms: all are positive and span decades.
 
     `cache` is the first guess of its size, as a share of the largest cell's weights.
@@ -154,8 +156,10 @@ def _solve(
     first[0] = float(np.clip(table.us.min() / 2, 2 * low[0], high[0] / 2))
     if shape.cached:
         largest = float((table.active * table.nbytes).max())
-        low, high, first = [*low, 1e4, low[2]], [*high, largest, 10 * high[2]], [*first, largest * cache, 4 * first[2]]
-    begin = np.log(first if start is None else start)
+        limit = min(largest, table.cache_limit)
+        low, high = [*low, 1e4, low[2]], [*high, limit, 10 * high[2]]
+        first = [*first, min(largest * cache, limit / 2), 4 * first[2]]
+    begin = np.log(first)
 
     def residual(logs: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.log(_predict(np.exp(logs), table, shape) / table.us)
@@ -165,34 +169,48 @@ def _solve(
     return _Solution(float(found.cost), np.exp(found.x), shape)
 
 
+# The cache's size has no gradient while every cell fits in it, or none does: start on both sides.
+_CACHE_GUESSES = (1 / 16, 1 / 5)
+
+
+def _finish(table: _Table, shape: _Shape, steps: int = 200) -> _Solution:
+    guesses = _CACHE_GUESSES if shape.cached else _CACHE_GUESSES[:1]
+    return min((_solve(table, shape, steps, guess) for guess in guesses), key=lambda s: s.cost)
+
+
 def _search(table: _Table) -> _Solution:
     """Try every tiling briefly, then finish the best few."""
     cached = bool(table.warm.any())
-    # The cache's size has no gradient while every cell fits in it, or none does: start on both sides.
-    guesses = (1 / 16, 1 / 5) if bool(table.warm.all()) else (1 / 8,)
-    rough = [
-        _solve(table, _Shape(tiles, switch, cached), steps=15, cache=guess)
-        for tiles, switch in TILINGS
-        for guess in guesses
-    ]
-    rough.sort(key=lambda s: s.cost)
-    return min((_solve(table, s.shape, s.x) for s in rough[:5]), key=lambda s: s.cost)
+    rough = sorted(
+        (_finish(table, _Shape(tiles, switch, cached), steps=15) for tiles, switch in TILINGS), key=lambda s: s.cost
+    )
+    return min((_finish(table, s.shape) for s in rough[:6]), key=lambda s: s.cost)
 
 
-def fit_moe(cells: Sequence[MoeCell], top_k: int, num_experts: int, nbytes: float, flops: float) -> MoeFit:
-    """Fit one shape's cells; `nbytes` are one expert's weights, `flops` one row's through one expert."""
+def fit_moe(
+    cells: Sequence[MoeCell],
+    top_k: int,
+    num_experts: int,
+    nbytes: float,
+    flops: float,
+    cache_limit: float = float("inf"),
+) -> MoeFit:
+    """Fit one shape's cells; `nbytes` are one expert's weights, `flops` one row's through one expert.
+
+    `cache_limit` is the size of the device's last-level cache in bytes, where it is known.
+    """
     if len(cells) < 2 * FOLDS:
         raise ConfigError(f"{len(cells)} MoE cells are too few to fit and hold out; at least {2 * FOLDS} are needed")
     bad = [c for c in cells if not (np.isfinite(c.us) and c.us > 0)]
     if bad:
         raise ConfigError(f"us={bad[0].us} of cell tokens={bad[0].tokens}, active={bad[0].active} must be positive")
-    table = _table(cells, top_k, num_experts, nbytes, flops)
+    table = _table(cells, top_k, num_experts, nbytes, flops, cache_limit)
     best = _search(table)
     predicted = np.empty(len(cells))
     fold = np.random.default_rng(0).permutation(len(cells)) % FOLDS
     for number in range(FOLDS):
         held = fold == number
-        part = _search(_take(table, ~held))
+        part = _finish(_take(table, ~held), best.shape)
         predicted[held] = _predict(part.x, _take(table, held), part.shape)
     return MoeFit(_params(best), fit_error(predicted, cells))
 

@@ -5,6 +5,7 @@ A preset keeps every measured cell beside what was fitted to it, so that anyone 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
@@ -28,9 +29,10 @@ class ShapeFit(msgspec.Struct, frozen=True):
 
     moe: dict[str, MoeFit]
     """By weight dtype."""
-    routing: Transfer
     gemm: Roofline
     attention: Roofline
+    routing: Transfer | None = None
+    """None where it was not measured; it then counts as nothing."""
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -56,9 +58,9 @@ def fit_preset(name: str, measurement: Measurement, report: Report | None = None
     for done, shape in enumerate(measurement.shapes):
         if report:
             report(f"fit {shape.model}", done, len(measurement.shapes))
-        fits[shape.model] = fit_shape(shape)
+        fits[shape.model] = fit_shape(shape, float(measurement.hardware.get("cache_bytes", math.inf)))
     paths = sorted({cell.path for cell in measurement.copies})
-    copies = {
+    copies: dict[str, Transfer] = {
         path: fit_transfer(*zip(*((c.nbytes, c.us) for c in measurement.copies if c.path == path), strict=True))
         for path in paths
     }
@@ -67,13 +69,17 @@ def fit_preset(name: str, measurement: Measurement, report: Report | None = None
     return Preset(name, VERSION, measurement, fits, copies, all_to_all)
 
 
-def fit_shape(shape: ShapeMeasurement) -> ShapeFit:
-    spec = get_model(shape.model) if shape.spec is None else ModelSpec(**shape.spec)
-    moe = {table.dtype: fit_table(spec, table) for table in shape.moe}
-    work = [attention_work(spec, c.batch, c.query, c.batch * _mean_context(c.query, c.context)) for c in shape.attention]
+def fit_shape(shape: ShapeMeasurement, cache_limit: float = math.inf) -> ShapeFit:
+    spec = shape_spec(shape)
+    moe: dict[str, MoeFit] = {table.dtype: fit_table(spec, table, cache_limit) for table in shape.moe}
+    work = [
+        attention_work(spec, c.batch, c.query, c.batch * _mean_context(c.query, c.context)) for c in shape.attention
+    ]
     return ShapeFit(
         moe=moe,
-        routing=fit_transfer([c.tokens for c in shape.routing], [c.us for c in shape.routing]),
+        routing=fit_transfer([c.tokens for c in shape.routing], [c.us for c in shape.routing])
+        if shape.routing
+        else None,
         gemm=fit_roofline(
             [2.0 * (c.n * c.k + c.tokens * (c.n + c.k)) for c in shape.gemm],
             [2.0 * c.tokens * c.n * c.k for c in shape.gemm],
@@ -83,10 +89,9 @@ def fit_shape(shape: ShapeMeasurement) -> ShapeFit:
     )
 
 
-def fit_table(spec: ModelSpec, table: MoeTable) -> MoeFit:
-    return fit_moe(
-        table.cells, spec.top_k, spec.num_experts, spec.expert_bytes(table.dtype), 2.0 * spec.expert_params
-    )
+def fit_table(spec: ModelSpec, table: MoeTable, cache_limit: float = math.inf) -> MoeFit:
+    nbytes, flops = spec.expert_bytes(table.dtype), 2.0 * spec.expert_params
+    return fit_moe(table.cells, spec.top_k, spec.num_experts, nbytes, flops, cache_limit)
 
 
 def _mean_context(query: int, context: int) -> float:
@@ -142,14 +147,29 @@ def step_model(
 ) -> StepModel:
     """The step-time model of a shape on a device, in a weight dtype (the shape's own unless given)."""
     found = load_preset(preset) if isinstance(preset, str) else preset
-    try:
-        fit = found.fits[spec.name]
-    except KeyError:
-        raise UnknownNameError(f"shape for preset {found.name}", spec.name, found.fits) from None
+    nearest = nearest_shape(found, spec)
+    fit = found.fits[nearest]
     wanted = dtype or spec.weight_dtype
     # A dtype that was not measured streams its own bytes and, like mxfp4 on Hopper, computes in 16 bits.
-    nearest = wanted if wanted in fit.moe else next(iter(fit.moe))
+    kind = wanted if wanted in fit.moe else next(iter(fit.moe))
     return StepModel(
-        spec, wanted, fit.moe[nearest].params, fit.routing, fit.gemm, fit.attention, dict(found.copies),
-        topology, options, measured=wanted in fit.moe,
+        spec, wanted, fit.moe[kind].params, fit.routing, fit.gemm, fit.attention, dict(found.copies),
+        topology, options, measured=nearest == spec.name and kind == wanted,
     )  # fmt: skip
+
+
+def nearest_shape(preset: Preset, spec: ModelSpec) -> str:
+    """The measured shape to predict this one with: itself, else the one whose experts are most alike in size.
+
+    Bandwidth, compute rate and tiles carry over between shapes; ``coterie bench costs`` says how well (rows
+    named `unseen shape`).
+    """
+    if spec.name in preset.fits:
+        return spec.name
+    known = {shape.model: shape_spec(shape) for shape in preset.measurement.shapes}
+    return min(known, key=lambda name: abs(math.log(known[name].expert_params / spec.expert_params)))
+
+
+def shape_spec(shape: ShapeMeasurement) -> ModelSpec:
+    """The numbers of a measured shape."""
+    return get_model(shape.model) if shape.spec is None else ModelSpec(**shape.spec)

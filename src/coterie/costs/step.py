@@ -89,8 +89,8 @@ class StepModel:
     spec: ModelSpec
     dtype: WeightDtype
     moe: MoeParams
-    routing: Transfer
-    """Gate, top-k, gather and weighted sum: per token, so its `bytes` are tokens."""
+    routing: Transfer | None
+    """Gate, top-k, gather and weighted sum: per token, so its `bytes` are tokens. None counts as nothing."""
     gemm: Roofline
     attention: Roofline
     copies: dict[str, Transfer]
@@ -98,7 +98,8 @@ class StepModel:
     topology: Topology = ONE_DEVICE
     options: CostOptions = PLAIN
     measured: bool = True
-    """False where the dtype was not measured: streaming then follows its bytes, compute that of bf16."""
+    """False where the shape or the dtype was not measured: the nearest shape's rates are used, streaming follows the
+    bytes of this one."""
 
     def experts_us(self, counts: NDArray[np.float64], tokens: int) -> float:
         """One device's experts of one layer; counts [expert] rows."""
@@ -164,7 +165,7 @@ class StepModel:
             used = traffic or Traffic.expected(self.spec, tokens, self.topology)
             exchange[:] = all_to_all_us(used, self.topology) * 1e-6
             exchange = np.maximum(0.0, exchange - self.options.overlap * moe)
-        routing = self.routing.us(tokens) * 1e-6 * len(moe)
+        routing = self.routing.us(tokens) * 1e-6 * len(moe) if self.routing else 0.0
         return StepTime(self.attention_s(batch), self.dense_s(tokens), routing, moe, exchange)
 
     def move_s(self, link: Link | str = "host-to-device", experts: int = 1) -> float:

@@ -16,7 +16,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from coterie.costs.cells import (
     expert_tokens,
 )
 from coterie.errors import ConfigError, UnavailableError
+from coterie.models import models
 from coterie.types import ModelSpec, WeightDtype
 
 try:
@@ -61,8 +62,8 @@ def _copies(device: Any, nbytes: float) -> int:
 class CalibrationSettings:
     """What to measure, and how long."""
 
-    dtypes: tuple[WeightDtype, ...] = ("bf16",)
-    """Weight dtypes of the experts. CUDA: bf16, fp8. CPU: fp32, bf16."""
+    dtypes: tuple[WeightDtype, ...] = ()
+    """Weight dtypes of the experts. CUDA: bf16, fp8. CPU: fp32, bf16. None given: both of CUDA's, or fp32."""
     tokens: tuple[int, ...] = (
         1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
     )  # fmt: skip
@@ -78,10 +79,8 @@ class CalibrationSettings:
     min_repeats: int = 5
 
     def __post_init__(self) -> None:
-        if not self.dtypes or not self.tokens:
-            raise ConfigError("dtypes and tokens must not be empty")
-        if min(self.tokens) < 1:
-            raise ConfigError(f"tokens={min(self.tokens)} must be at least 1")
+        if not self.tokens or min(self.tokens) < 1:
+            raise ConfigError(f"tokens={self.tokens} must be at least one batch size of at least 1")
 
 
 class Timer:
@@ -390,12 +389,12 @@ def calibrate(
         raise UnavailableError(f"device {device!r} was asked for, but torch sees no CUDA device")
     at = torch.device(device)
     report = report or (lambda *_: None)
-    _check_dtypes(settings, at)
+    dtypes = _dtypes(settings, at)
     shapes, left_out = [], []
     with torch.inference_mode():
         for spec in specs:
             tables = []
-            for dtype in settings.dtypes:
+            for dtype in dtypes:
                 try:
                     tables.append(measure_moe(spec, dtype, at, settings, report))
                 except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -410,6 +409,7 @@ def calibrate(
                     measure_routing(spec, at, settings),
                     measure_gemm(spec, at, settings),
                     measure_attention(spec, at, settings),
+                    None if models().get(spec.name) == spec else asdict(spec),
                 )
             )
             if at.type == "cuda":
@@ -425,11 +425,12 @@ def calibrate(
     )
 
 
-def _check_dtypes(settings: CalibrationSettings, device: Any) -> None:
-    allowed = ("bf16", "fp8") if device.type == "cuda" else ("fp32", "bf16")
+def _dtypes(settings: CalibrationSettings, device: Any) -> tuple[WeightDtype, ...]:
+    allowed: tuple[WeightDtype, ...] = ("bf16", "fp8") if device.type == "cuda" else ("fp32", "bf16")
     for dtype in settings.dtypes:
         if dtype not in allowed:
             raise ConfigError(f"dtype {dtype!r} cannot be measured on {device.type}; it must be {' or '.join(allowed)}")
+    return settings.dtypes or (allowed if device.type == "cuda" else allowed[:1])
 
 
 def _activation_dtype(device: Any) -> Any:

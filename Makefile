@@ -1,0 +1,62 @@
+# make help lists what there is. Nothing needs to be installed by hand but Python and make.
+
+PYTHON ?= python3
+VENV := .venv
+ENGINES := .venv-engines
+TORCH := 2.13.0
+PIP := -m pip install --quiet --disable-pip-version-check
+
+# Compiled loops are kept in the tree: test workers share them, and a second run compiles nothing.
+export NUMBA_CACHE_DIR ?= $(CURDIR)/.numba_cache
+
+.DEFAULT_GOAL := help
+.PHONY: help install test test-engines run lint bench clean
+
+help: ## List the goals
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 16
+
+install: $(VENV)/.installed ## Make .venv and install Coterie in it, with what its tests need
+
+test: install ## Run the tests; those that need torch or COTERIE_DATA are skipped without it
+	$(VENV)/bin/python -m pytest -n 2
+
+test-engines: $(ENGINES)/.installed ## Run the tests that need torch, in an environment of their own
+	$(ENGINES)/bin/python -m pytest -m torch
+
+run: install ## Show what Coterie does, on a small generated trace
+	$(VENV)/bin/coterie demo
+
+lint: install ## Check style, types and the direction of imports
+	$(VENV)/bin/python -m ruff check
+	$(VENV)/bin/python -m mypy
+	$(VENV)/bin/lint-imports
+
+bench: install ## Measure this machine: one JSON object in out/bench.json
+	@mkdir -p out
+	$(VENV)/bin/coterie bench all --json > out/bench.json.tmp
+	@mv out/bench.json.tmp out/bench.json
+	@echo out/bench.json
+
+clean: ## Remove the environments, caches and out/
+	rm -rf $(VENV) $(ENGINES) .numba_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist out
+	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# A stamp is newer than pyproject.toml if what it asks for is installed; pip is the last part of a whole environment.
+define new-environment
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	echo "error: Coterie needs Python 3.11 or newer, and $(PYTHON) is not; name one that is: make PYTHON=python3.12" >&2; \
+	exit 1; }
+@test -x $(@D)/bin/pip || $(PYTHON) -m venv --clear $(@D)
+endef
+
+$(VENV)/.installed: pyproject.toml
+	$(new-environment)
+	$(VENV)/bin/python $(PIP) -e ".[dev]"
+	@touch $@
+
+# Torch first and pinned: the versions of all else then follow what it admits.
+$(ENGINES)/.installed: pyproject.toml
+	$(new-environment)
+	$(ENGINES)/bin/python $(PIP) "torch==$(TORCH)"
+	$(ENGINES)/bin/python $(PIP) -e ".[dev]"
+	@touch $@
