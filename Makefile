@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 ENGINES := .venv-engines
 TORCH := 2.13.0
-PIP := -m pip install --quiet --disable-pip-version-check
+# Twice quiet leaves errors only.
+PIP := -m pip install -qq --disable-pip-version-check
 
 # Compiled loops are kept in the tree: test workers share them, and a second run compiles nothing.
 export NUMBA_CACHE_DIR ?= $(CURDIR)/.numba_cache
@@ -43,7 +44,7 @@ clean: ## Remove the environments, caches and out/
 
 # A stamp is newer than pyproject.toml if what it asks for is installed; pip is the last part of a whole environment.
 define new-environment
-@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || { \
 	echo "error: Coterie needs Python 3.11 or newer, and $(PYTHON) is not; name one that is: make PYTHON=python3.12" >&2; \
 	exit 1; }
 @test -x $(@D)/bin/pip || $(PYTHON) -m venv --clear $(@D)

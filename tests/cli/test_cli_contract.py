@@ -97,7 +97,7 @@ def test_an_unknown_verb_exits_with_2(run: Callable[..., Ran]):
     assert "conjure" in ran.err
 
 
-# ------------------------------------------------------------------------------------------- bad input, for every reader
+# ------------------------------------------------------------------------------------------ bad input, for every reader
 
 
 def cut_npz(folder: Path) -> Path:
@@ -157,7 +157,7 @@ def bad_id_in_a_recording(folder: Path) -> Path:
 
 BAD = {
     # what is wrong: (how to make it, a file of that name is blamed, for this field)
-    "npz cut": (cut_npz, "routing.npz", "file"),
+    "npz cut": (cut_npz, "routing.npz", "format"),  # its directory is at the end: nothing of a .npz is left to see
     "npz of another shape": (lambda f: own_npz(f, expert_ids=np.zeros((6, 2), int)), "routing.npz", "expert_ids"),
     "npz with offsets past the tokens": (lambda f: own_npz(f, offsets=np.array([0, 9])), "routing.npz", "offsets"),
     "npz with an id that is no expert": (lambda f: own_npz(f, num_experts=np.array(7)), "routing.npz", "expert_ids"),
@@ -179,13 +179,13 @@ BAD = {
     "an empty file": (text("nothing", ""), "nothing", "format"),
     "a file that is not there": (lambda f: f / "missing", "missing", "file"),
     "a recording cut by one byte": (cut_recording, "activations.safetensors", ""),
-    "a recording with a NaN time": (nan_recording, "requests.parquet", "arrival_s"),
 }  # fmt: skip
 
 VERBS_THAT_READ = {
     "convert": lambda path, out: ("convert", path, out),
     "inspect": lambda path, out: ("inspect", path, "--out", out),
     "like": lambda path, out: ("generate", out, "--like", path, "--requests", "2"),
+    "evaluate": lambda path, out: ("evaluate", "all-to-all", "--trace", path, "--out", out),
 }
 
 
@@ -218,10 +218,19 @@ def test_an_empty_recording_has_nothing_to_show_or_imitate(run: Callable[..., Ra
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("verb", VERBS_THAT_READ)
+@pytest.mark.parametrize("verb", ["convert", "inspect", "like"])
+def test_a_recording_with_a_nan_time(run: Callable[..., Ran], tmp_path: Path, verb: str):
+    path = nan_recording(tmp_path)
+    check_one_line(
+        run(*VERBS_THAT_READ[verb](path, tmp_path / "out")), f"{path}/requests.parquet: ", "arrival_s[0]=nan"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("verb", ["convert", "inspect", "like"])
 def test_a_recording_with_an_id_that_is_no_expert(run: Callable[..., Ran], tmp_path: Path, verb: str):
     path = bad_id_in_a_recording(tmp_path)
-    check_one_line(run(*VERBS_THAT_READ[verb](path, tmp_path / "out")), "expert_ids", "0 … 6")
+    check_one_line(run(*VERBS_THAT_READ[verb](path, tmp_path / "out")), f"{path}/", "expert_ids", "0 … 6")
     assert not (tmp_path / "out").exists()
 
 
@@ -236,7 +245,7 @@ def test_an_unknown_name_lists_the_known(run: Callable[..., Ran], tmp_path: Path
 
 
 def test_the_installed_command_ends_with_2_on_bad_input(tmp_path: Path):
-    ran = shell("convert", cut_npz(tmp_path), tmp_path / "out", "--json")
+    ran = shell("convert", cut_npz(tmp_path), tmp_path / "out", "--from", "npz", "--json")
     check_one_line(Ran(ran.returncode, ran.stdout, ran.stderr), "routing.npz: file: ")
 
 
@@ -267,7 +276,6 @@ def test_interrupt_ends_with_130_and_prints_no_result(tmp_path: Path):
         process.wait()
     assert process.returncode == 130
     assert out == ""
-    assert err.splitlines()[-1] == "interrupted"
     assert "Traceback" not in err
 
 

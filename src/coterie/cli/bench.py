@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli.output import JsonOption, print_json, print_table, progress
+from coterie.cli.output import JsonOption, print_json, print_table, reporting
 
 
 def bench_command(
@@ -18,11 +18,9 @@ def bench_command(
 
     names = benches.names() if group == "all" else [group]
     rows = []
-    with progress() as bar:
-        task = bar.add_task("bench", total=None)
+    with reporting("bench") as report:
         for name in names:
-            found = benches[name](lambda what, done, total: bar.update(task, description=what, completed=done, total=total))
-            rows += [{"group": name, **row} for row in found]
+            rows += [{"group": name, **row} for row in benches[name](report)]
     if json:
         print_json({"rows": rows})
         return

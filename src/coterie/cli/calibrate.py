@@ -7,7 +7,7 @@ from typing import Annotated, cast
 
 import typer
 
-from coterie.cli.output import JsonOption, print_json, print_table, progress
+from coterie.cli.output import JsonOption, print_json, print_table, reporting
 from coterie.errors import ConfigError
 
 
@@ -48,12 +48,7 @@ def calibrate_command(
         cell_ms=cell_ms,
         passes=passes,
     )
-    with progress() as bar:
-        task = bar.add_task("measure", total=None)
-
-        def report(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
+    with reporting("measure") as report:
         measurement = calibrate(specs, settings, device, report)
         if processes:
             from coterie.engines.collectives import measure_collectives

@@ -6,7 +6,8 @@ pipe never sees them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import msgspec
@@ -33,6 +34,14 @@ def progress() -> Progress:
         console=err,
         transient=True,
     )
+
+
+@contextmanager
+def reporting(first: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar as a callback: report(what, done, total)."""
+    with progress() as bar:
+        task = bar.add_task(first, total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
 def print_json(value: Mapping[str, Any]) -> None:

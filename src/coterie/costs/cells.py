@@ -39,13 +39,20 @@ class GemmCell(msgspec.Struct, frozen=True):
     us: float
 
 
-class AttentionCell(msgspec.Struct, frozen=True):
+class AttentionCell(msgspec.Struct, frozen=True, omit_defaults=True):
     """One layer's attention: `batch` requests, each with `query` new tokens over `context` cached ones."""
 
     batch: int
     query: int
     context: int
     us: float
+    causal: bool = True
+    """Whether new tokens were kept from seeing those after them."""
+
+    @property
+    def seen(self) -> float:
+        """Tokens that a new one attends to on average."""
+        return self.context + (self.query / 2 if self.causal and self.query > 1 else self.query)
 
 
 class RoutingCell(msgspec.Struct, frozen=True):

@@ -62,7 +62,7 @@ def _hit_probability(experts: int, on_rank: int, k: int) -> float:
     return 1.0 - miss
 
 
-def counted_locality(expert_ids: NDArray[np.unsignedinteger], placement: Placement, topology: Topology) -> Locality:
+def counted_locality(expert_ids: NDArray[np.integer], placement: Placement, topology: Topology) -> Locality:
     """Exact count on activations [token, layer, k]: token t lives on rank t mod ranks, an expert in its first slot."""
     if expert_ids.ndim != 3 or expert_ids.shape[1] != placement.num_layers:
         raise ConfigError(f"expert_ids has shape {expert_ids.shape}; expected [token, {placement.num_layers}, k]")

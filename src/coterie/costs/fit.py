@@ -145,7 +145,7 @@ class _Solution(NamedTuple):
 def _solve(table: _Table, shape: _Shape, steps: int, cache: float) -> _Solution:
     """Least squares over the continuous parameters, in logarithms: all are positive and span decades.
 
-    `cache` is the first guess of its size, as a share of the largest cell's weights.
+    `cache` is the first guess of its size, as a share of the most it can be.
     """
     low, high, first = list(_LOW), list(_HIGH), list(_START)
     # A first guess of the right size on any device: the largest cell is computed, the middle one streamed.
@@ -156,9 +156,8 @@ def _solve(table: _Table, shape: _Shape, steps: int, cache: float) -> _Solution:
     first[0] = float(np.clip(table.us.min() / 2, 2 * low[0], high[0] / 2))
     if shape.cached:
         largest = float((table.active * table.nbytes).max())
-        limit = min(largest, table.cache_limit)
-        low, high = [*low, 1e4, low[2]], [*high, limit, 10 * high[2]]
-        first = [*first, min(largest * cache, limit / 2), 4 * first[2]]
+        limit = min(largest / 2, table.cache_limit)
+        low, high, first = [*low, 1e4, low[2]], [*high, limit, 10 * high[2]], [*first, limit * cache, 4 * first[2]]
     begin = np.log(first)
 
     def residual(logs: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -169,8 +168,8 @@ def _solve(table: _Table, shape: _Shape, steps: int, cache: float) -> _Solution:
     return _Solution(float(found.cost), np.exp(found.x), shape)
 
 
-# The cache's size has no gradient while every cell fits in it, or none does: start on both sides.
-_CACHE_GUESSES = (1 / 16, 1 / 5)
+# The cache's size has no gradient while every cell fits in it, or none does: start at two shares of its limit.
+_CACHE_GUESSES = (0.45, 0.75)
 
 
 def _finish(table: _Table, shape: _Shape, steps: int = 200) -> _Solution:

@@ -6,14 +6,14 @@ A preset keeps every measured cell beside what was fitted to it, so that anyone 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
 import msgspec
 
-from coterie.costs.cells import Measurement, MoeTable, ShapeMeasurement
+from coterie.costs.cells import AttentionCell, Measurement, MoeTable, ShapeMeasurement
 from coterie.costs.fit import MoeFit, fit_moe
 from coterie.costs.roofline import Roofline, Transfer, fit_roofline, fit_transfer
 from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel, attention_work
@@ -30,7 +30,8 @@ class ShapeFit(msgspec.Struct, frozen=True):
     moe: dict[str, MoeFit]
     """By weight dtype."""
     gemm: Roofline
-    attention: Roofline
+    decode_attention: Roofline
+    prefill_attention: Roofline
     routing: Transfer | None = None
     """None where it was not measured; it then counts as nothing."""
 
@@ -72,9 +73,6 @@ def fit_preset(name: str, measurement: Measurement, report: Report | None = None
 def fit_shape(shape: ShapeMeasurement, cache_limit: float = math.inf) -> ShapeFit:
     spec = shape_spec(shape)
     moe: dict[str, MoeFit] = {table.dtype: fit_table(spec, table, cache_limit) for table in shape.moe}
-    work = [
-        attention_work(spec, c.batch, c.query, c.batch * _mean_context(c.query, c.context)) for c in shape.attention
-    ]
     return ShapeFit(
         moe=moe,
         routing=fit_transfer([c.tokens for c in shape.routing], [c.us for c in shape.routing])
@@ -85,18 +83,19 @@ def fit_shape(shape: ShapeMeasurement, cache_limit: float = math.inf) -> ShapeFi
             [2.0 * c.tokens * c.n * c.k for c in shape.gemm],
             [c.us for c in shape.gemm],
         ),
-        attention=fit_roofline([w[0] for w in work], [w[1] for w in work], [c.us for c in shape.attention]),
+        decode_attention=_fit_attention(spec, [c for c in shape.attention if c.query == 1]),
+        prefill_attention=_fit_attention(spec, [c for c in shape.attention if c.query > 1]),
     )
+
+
+def _fit_attention(spec: ModelSpec, cells: Sequence[AttentionCell]) -> Roofline:
+    work = [attention_work(spec, c.batch, c.query, c.batch * c.seen) for c in cells]
+    return fit_roofline([w.nbytes for w in work], [w.flops for w in work], [c.us for c in cells])
 
 
 def fit_table(spec: ModelSpec, table: MoeTable, cache_limit: float = math.inf) -> MoeFit:
     nbytes, flops = spec.expert_bytes(table.dtype), 2.0 * spec.expert_params
     return fit_moe(table.cells, spec.top_k, spec.num_experts, nbytes, flops, cache_limit)
-
-
-def _mean_context(query: int, context: int) -> float:
-    """Tokens a query attends to on average: a prompt over itself is causal, a chunk was measured without a mask."""
-    return context + (query / 2 if query > 1 and not context else query)
 
 
 @cache
@@ -153,8 +152,8 @@ def step_model(
     # A dtype that was not measured streams its own bytes and, like mxfp4 on Hopper, computes in 16 bits.
     kind = wanted if wanted in fit.moe else next(iter(fit.moe))
     return StepModel(
-        spec, wanted, fit.moe[kind].params, fit.routing, fit.gemm, fit.attention, dict(found.copies),
-        topology, options, measured=nearest == spec.name and kind == wanted,
+        spec, wanted, fit.moe[kind].params, fit.routing, fit.gemm, fit.decode_attention, fit.prefill_attention,
+        dict(found.copies), topology, options, measured=nearest == spec.name and kind == wanted,
     )  # fmt: skip
 
 

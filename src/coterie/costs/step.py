@@ -92,7 +92,8 @@ class StepModel:
     routing: Transfer | None
     """Gate, top-k, gather and weighted sum: per token, so its `bytes` are tokens. None counts as nothing."""
     gemm: Roofline
-    attention: Roofline
+    decode_attention: Roofline
+    prefill_attention: Roofline
     copies: dict[str, Transfer]
     """Movement inside a device and between it and its host."""
     topology: Topology = ONE_DEVICE
@@ -142,12 +143,12 @@ class StepModel:
         """Attention of one step over all layers."""
         spec, total = self.spec, 0.0
         if batch.decode_requests:
-            nbytes, flops = attention_work(spec, batch.decode_requests, 1, batch.decode_context)
-            total += self.attention.us(nbytes, flops)
+            work = attention_work(spec, batch.decode_requests, 1, batch.decode_context + batch.decode_requests)
+            total += self.decode_attention.us(work.nbytes, work.flops)
         if batch.prefill_tokens:
             context = batch.prefill_context + batch.prefill_tokens / 2  # on average, half of itself lies before a token
-            nbytes, flops = attention_work(spec, 1, batch.prefill_tokens, context)
-            total += self.attention.us(nbytes, flops)
+            work = attention_work(spec, 1, batch.prefill_tokens, context)
+            total += self.prefill_attention.us(work.nbytes, work.flops)
         return total * spec.num_layers * 1e-6
 
     def step(
@@ -199,14 +200,32 @@ def slot_tokens(load: NDArray[np.integer], placement: Placement) -> NDArray[np.f
     return out
 
 
-def attention_work(spec: ModelSpec, batch: int, query: int, context: float) -> tuple[float, float]:
-    """Bytes read and flops done by one layer: `query` tokens a request over `context` tokens of all of them."""
+ATTENTION_TILE = 128
+"""Queries of one head that a block of a flash-attention kernel takes."""
+ATTENTION_BLOCKS = 132
+"""Blocks that fill a device: the multiprocessors of an H200; an RTX PRO 6000 has 188."""
+
+
+class Work(NamedTuple):
+    """What a kernel must do at least."""
+
+    nbytes: float
+    flops: float
+
+
+def attention_work(spec: ModelSpec, batch: int, query: int, context: float) -> Work:
+    """One layer's attention: `query` tokens a request over `context` tokens of all of them."""
     if spec.kv_lora_rank:
         width, value, heads = spec.kv_lora_rank + spec.rope_head_dim, spec.kv_lora_rank, spec.num_heads
         nbytes = 2.0 * (context * width + batch * query * heads * (width + value))
-        return nbytes, 2.0 * query * context * heads * (width + value)
+        return Work(nbytes, 2.0 * query * context * heads * (width + value))
     nbytes = 2.0 * (2 * context * spec.num_kv_heads + 2 * batch * query * spec.num_heads) * spec.head_dim
-    return nbytes, 4.0 * query * context * spec.num_heads * spec.head_dim
+    if query == 1:
+        return Work(nbytes, 4.0 * context * spec.num_heads * spec.head_dim)
+    # A block computes a tile of queries of one head over the whole context: a short chunk leaves most of the device
+    # idle, and takes as long as if it were full.
+    blocks = max(ATTENTION_BLOCKS, batch * spec.num_heads * -(-query // ATTENTION_TILE))
+    return Work(nbytes, 4.0 * context / batch * blocks * ATTENTION_TILE * spec.head_dim)
 
 
 def dense_shapes(spec: ModelSpec) -> list[tuple[list[tuple[int, int]], int]]:

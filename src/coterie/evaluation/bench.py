@@ -18,6 +18,7 @@ from coterie.costs.cells import MoeTable, expert_tokens
 from coterie.costs.fit import fit_error
 from coterie.costs.moe import MoeParams, layer_us
 from coterie.costs.presets import Preset, fit_table, load_preset, nearest_shape, preset_names, shape_spec
+from coterie.costs.roofline import Roofline, Transfer
 from coterie.registry import Registry
 from coterie.types import ModelSpec
 
@@ -43,8 +44,12 @@ def median_us(call: Callable[[], object], repeats: int = 31) -> float:
 def bench_costs(report: Report) -> list[Row]:
     """How exact the step-time model is: fitted again from each preset's cells, error on cells held out."""
     rows: list[Row] = []
-    tables = [(load_preset(name), shape, table) for name in preset_names() for shape in load_preset(name).measurement.shapes
-              for table in shape.moe]  # fmt: skip
+    tables = [
+        (preset, shape, table)
+        for preset in map(load_preset, preset_names())
+        for shape in preset.measurement.shapes
+        for table in shape.moe
+    ]
     for done, (preset, shape, table) in enumerate(tables):
         report(f"{preset.name} {shape.model} {table.dtype}", done, len(tables))
         spec = shape_spec(shape)
@@ -107,14 +112,22 @@ def _part_rows(preset: Preset) -> list[Row]:
     """Dense projections, attention, routing and copies, as fitted when the preset was made."""
     rows: list[Row] = []
     for model, fit in preset.fits.items():
-        for name, part in (("dense", fit.gemm), ("attention", fit.attention), ("routing", fit.routing)):
-            if part is not None:
-                quality = part.held_out
-                rows.append({"name": name, "preset": preset.name, "model": model, "cells": quality.cells,
-                             "mape_pct": quality.mape_pct, "worst_pct": quality.worst_pct,
-                             "median_us": median_us(lambda part=part: part.us(1e6, 1e9) if hasattr(part, "flops_per_us")
-                                                    else part.us(64))})  # fmt: skip
+        parts = {
+            "dense": fit.gemm, "decode attention": fit.decode_attention, "prefill attention": fit.prefill_attention,
+            "routing": fit.routing,
+        }  # fmt: skip
+        rows += [_part_row(name, preset.name, model, part) for name, part in parts.items() if part is not None]
+    rows += [_part_row("copy", preset.name, path, part) for path, part in preset.copies.items()]
     return rows
+
+
+def _part_row(name: str, preset: str, model: str, part: Roofline | Transfer) -> Row:
+    call = (lambda: part.us(1e6, 1e9)) if isinstance(part, Roofline) else (lambda: part.us(1e6))
+    quality = part.held_out
+    return {
+        "name": name, "preset": preset, "model": model, "cells": quality.cells, "mape_pct": quality.mape_pct,
+        "worst_pct": quality.worst_pct, "median_us": median_us(call),
+    }  # fmt: skip
 
 
 @benches.register("traces")
@@ -139,7 +152,8 @@ def bench_traces(report: Report) -> list[Row]:
         rows.append({"name": "generate", **sizes, "median_ms": round(spent, 3)})
         report("open", 1, 4)
         rows.append({"name": "open", **sizes, "median_us": median_us(lambda: ActivationTrace.open(path))})
-        rows.append({"name": "read one request", **sizes, "median_us": median_us(lambda: trace.request(7).expert_ids.sum())})
+        read = median_us(lambda: trace.request(7).expert_ids.sum())
+        rows.append({"name": "read one request", **sizes, "median_us": read})
         report("count", 2, 4)
         load = np.zeros((trace.meta.num_layers, trace.meta.num_experts), np.int64)
 

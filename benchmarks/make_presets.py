@@ -1,0 +1,90 @@
+"""Make the shipped presets again from measured cells.
+
+    python benchmarks/make_presets.py h200 MEASUREMENTS.jsonl OUT.json      one measurement a line, as calibrated
+    python benchmarks/make_presets.py rtx-pro-6000 KERNELS_FOLDER OUT.json  kernels/qwen3-30b-a3b-rtx-pro-6000
+
+The first joins measurements of several shapes on one machine (copies: median over them); the second reads the kernel
+times published with LLMServingSim for Qwen3-30B-A3B.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import sys
+from pathlib import Path
+
+import msgspec
+
+from coterie.costs.cells import AttentionCell, CopyCell, GemmCell, Measurement, MoeCell, MoeTable, ShapeMeasurement
+from coterie.costs.presets import fit_preset, save_preset
+
+
+def joined(path: Path) -> Measurement:
+    parts = [msgspec.json.decode(line, type=Measurement) for line in path.read_bytes().splitlines()]
+    if len({str(sorted(p.hardware.items())) for p in parts}) != 1:
+        raise SystemExit("the measurements come from different devices")
+    times: dict[tuple[str, int], list[float]] = {}
+    for part in parts:
+        for cell in part.copies:
+            times.setdefault((cell.path, cell.nbytes), []).append(cell.us)
+    copies = tuple(CopyCell(p, n, round(statistics.median(us), 3)) for (p, n), us in times.items())
+    return msgspec.structs.replace(
+        parts[0],
+        shapes=tuple(shape for part in parts for shape in part.shapes),
+        copies=copies,
+        note="; ".join(part.note for part in parts if part.note),
+    )
+
+
+def rtx_pro_6000(folder: Path) -> Measurement:
+    def rows(name: str) -> list[dict[str, str]]:
+        with (folder / name).open() as stream:
+            return list(csv.DictReader(stream))
+
+    moe = tuple(
+        # The kernel was repeated on the same weights: what fits in its 128 MB of cache stayed there.
+        MoeCell(int(r["tokens"]), int(r["activated_experts"]), float(r["time_us"]), warm=True)
+        for r in rows("moe.csv")
+    )
+    projections = {"qkv_proj": (5120, 2048), "o_proj": (2048, 4096)}
+    gemm = tuple(
+        GemmCell(int(r["tokens"]), *projections[r["layer"]], float(r["time_us"]))
+        for r in rows("dense.csv")
+        if r["layer"] in projections
+    )
+    attention = []
+    for r in rows("attention.csv"):
+        chunk, past, decoding, context = (int(r[k]) for k in ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode"))
+        if chunk and not decoding:
+            attention.append(AttentionCell(1, chunk, past, float(r["time_us"])))
+        elif decoding and not chunk:
+            attention.append(AttentionCell(decoding, 1, context, float(r["time_us"])))
+    shape = ShapeMeasurement(
+        "qwen3-30b-a3b", (MoeTable("bf16", "vLLM fused MoE (Triton)", moe),), (), gemm, tuple(attention)
+    )
+    return Measurement(
+        hardware={"device": "NVIDIA RTX PRO 6000 Blackwell", "cache_bytes": 134_217_728},
+        software={"source": "casys-kaist/LLMServingSim @5daddb2, MIT"},
+        date="2026-11",
+        shapes=(shape,),
+        note="kernel times published with LLMServingSim; no routing, copies or other shapes",
+    )
+
+
+def main() -> None:
+    if len(sys.argv) != 4 or sys.argv[1] not in ("h200", "rtx-pro-6000"):
+        raise SystemExit(__doc__)
+    name, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    measurement = joined(source) if name == "h200" else rtx_pro_6000(source)
+    preset = fit_preset(name, measurement, lambda what, done, total: print(f"{done}/{total} {what}", file=sys.stderr))
+    save_preset(preset, target)
+    for model, fit in preset.fits.items():
+        for dtype, moe in fit.moe.items():
+            print(model, dtype, moe.held_out.mape_pct, moe.held_out.worst_pct)
+        print(model, fit.gemm.held_out, fit.decode_attention.held_out, fit.prefill_attention.held_out, fit.routing)
+    print(preset.copies)
+
+
+if __name__ == "__main__":
+    main()

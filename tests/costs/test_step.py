@@ -1,0 +1,112 @@
+"""The step: its parts, its switches, and that it never loses a token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from coterie.costs.collectives import Traffic
+from coterie.costs.presets import step_model
+from coterie.costs.step import Batch, CostOptions, slot_tokens
+from coterie.errors import ConfigError
+from coterie.models import get_model
+from coterie.types import NVLINK4, Placement, Topology
+
+SPEC = get_model("qwen3-30b-a3b")
+MODEL = step_model(SPEC)
+
+
+def even_load(tokens: int) -> np.ndarray:
+    return np.full((SPEC.num_moe_layers, 128), tokens * 8 // 128)
+
+
+def test_parts_add_up_and_grow():
+    short = MODEL.step(even_load(64), Batch(decode_requests=64, decode_context=64 * 128))
+    long = MODEL.step(even_load(64), Batch(decode_requests=64, decode_context=64 * 8192))
+    assert short.total_s == pytest.approx(
+        short.attention_s + short.dense_s + short.routing_s + short.moe_s.sum() + short.all_to_all_s.sum()
+    )
+    assert long.attention_s > 5 * short.attention_s
+    assert long.dense_s == short.dense_s
+    assert short.all_to_all_s.sum() == 0.0, "one device exchanges nothing"
+
+
+def test_the_slowest_rank_decides():
+    even = even_load(4096)
+    skewed = even.copy()
+    skewed[:, :16] *= 4
+    skewed[:, 16:] = (even.sum(axis=1)[0] - skewed[0, :16].sum()) // 112
+    placement = Placement.linear(SPEC.num_moe_layers, 128, 8)
+    spread = replace(MODEL, topology=Topology(8))
+    batch = Batch(prefill_tokens=512)
+    assert spread.step(skewed, batch, placement).total_s > 1.2 * spread.step(even, batch, placement).total_s
+
+
+def test_graph_padding_counts_the_batch_that_runs():
+    padded = replace(MODEL, options=CostOptions(graph_sizes=(1, 8, 64, 256)))
+    assert padded.options.padded(65) == 256
+    assert padded.options.padded(257) == 257
+    batch = Batch(decode_requests=65, decode_context=6500)
+    assert padded.step(even_load(64), batch).dense_s == MODEL.dense_s(256)
+    assert MODEL.step(even_load(64), batch).dense_s == MODEL.dense_s(65)
+
+
+def test_overlap_hides_the_exchange_behind_the_experts():
+    placement = Placement.linear(SPEC.num_moe_layers, 128, 8)
+    batch = Batch(prefill_tokens=512)
+    times = []
+    for overlap in (0.0, 0.5, 1.0):
+        model = replace(MODEL, topology=Topology(8), options=CostOptions(overlap=overlap))
+        times.append(float(model.step(even_load(4096), batch, placement).all_to_all_s.sum()))
+    assert times[0] > times[1] >= times[2] >= 0.0
+
+
+def test_given_traffic_is_used():
+    placement = Placement.linear(SPEC.num_moe_layers, 128, 8)
+    model = replace(MODEL, topology=Topology(8))
+    step = model.step(even_load(64), Batch(decode_requests=8), placement, Traffic(45e6, 0.0))
+    assert step.all_to_all_s[0] == pytest.approx(2 * (NVLINK4.latency_s + 45e6 / NVLINK4.bytes_per_s))
+
+
+def test_moving_experts_and_handing_over_caches():
+    assert MODEL.move_s(NVLINK4) == pytest.approx(2e-6 + 3 * 2048 * 768 * 2 / 450e9)
+    assert MODEL.move_s("host-to-device", experts=2) > MODEL.move_s("host-to-device") > MODEL.move_s("device")
+    assert MODEL.kv_transfer_s(1000, NVLINK4) == pytest.approx(2e-6 + 1000 * SPEC.kv_bytes_per_token / 450e9)
+    with pytest.raises(ConfigError, match="path 'peer' was not measured; known: device"):
+        MODEL.move_s("peer")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overlap": 1.5}, "overlap=1.5 must be in 0 … 1"),
+        ({"graph_sizes": (8, 4)}, "must rise"),
+        ({"graph_sizes": (0, 4)}, "must rise from at least 1"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        CostOptions(**options)
+
+
+def test_load_of_another_model_is_refused():
+    with pytest.raises(ConfigError, match=r"load has shape \(48, 64\); expected \[layer, 128\]"):
+        MODEL.moe_s(np.ones((48, 64), int), 8)
+
+
+@given(hnp.arrays(np.int64, (2, 6), elements=st.integers(0, 1000)), st.permutations([0, 1, 2, 3, 4, 5, 0, 3, 3]))
+def test_replicas_share_every_token_once(load, slots):
+    placement = Placement(np.array([slots, slots[::-1]], np.int32), 3, 6)
+    shared = slot_tokens(load, placement)
+    back = np.zeros(load.shape)
+    for layer in range(2):
+        np.add.at(back[layer], placement.slot_experts[layer], shared[layer])
+        for expert in range(6):
+            mine = shared[layer][placement.slot_experts[layer] == expert]
+            assert mine.max() - mine.min() <= 1, "replicas share evenly"
+    np.testing.assert_array_equal(back, load)
