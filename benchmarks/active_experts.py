@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from coterie.costs.cells import expert_tokens
-from coterie.engines.calibrate import CalibrationSettings, Experts, Timer, describe_hardware, describe_software
+from coterie.engines.calibrate import Experts, describe_hardware, describe_software
+from coterie.engines.measures import CalibrationSettings, Timer
 from coterie.models import get_model
 
 
@@ -37,18 +38,18 @@ def main() -> None:
     for active in (16, 32, 64, 128):
         counts = np.zeros(spec.num_experts, np.int64)
         counts[rng.permutation(spec.num_experts)[:active]] = expert_tokens(options.batch, spec.top_k, active)
-        offsets = torch.from_numpy(np.cumsum(counts).astype(np.int32)).to(device)
+        ends = torch.from_numpy(np.cumsum(counts).astype(np.int32)).to(device)
         order = torch.from_numpy(rng.permutation(options.batch * spec.top_k)).to(device)
         back = order.argsort()
         gathered = x[order // spec.top_k]
         listed = counts.tolist()
 
         def layer(copy: int) -> torch.Tensor:
-            out = experts.forward(copy, x[order // spec.top_k], offsets, listed)  # noqa: B023 - called in this turn
+            out = experts.forward(copy, x[order // spec.top_k], ends, listed)  # noqa: B023 - called in this turn
             return (out[back].view(options.batch, spec.top_k, -1) * weights).sum(dim=1)  # noqa: B023
 
         def only(copy: int) -> torch.Tensor:
-            return experts.forward(copy, gathered, offsets, listed)  # noqa: B023
+            return experts.forward(copy, gathered, ends, listed)  # noqa: B023
 
         def both(call):  # two copies in turn, so that neither finds its weights in the cache
             return statistics.median(timer.us([lambda: call(0), lambda: call(1)]) for _ in range(options.repeats))

@@ -51,8 +51,8 @@ class TestModelSpec:
         ("change", "message"),
         [
             ({"top_k": 17}, "top_k=17 must be at most num_experts=16"),
-            ({"first_moe_layer": 10}, "first_moe_layer=10 must be below num_layers=10"),
-            ({"first_moe_layer": -1}, "first_moe_layer=-1 must be below"),
+            ({"first_moe_layer": 10}, "first_moe_layer=10 must be in 0 … 9"),
+            ({"first_moe_layer": -1}, "first_moe_layer=-1 must be in 0"),
             ({"weight_dtype": "int3"}, "weight_dtype='int3' must be one of fp32, bf16, fp16, fp8, mxfp4"),
         ],
     )

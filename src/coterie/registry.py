@@ -7,6 +7,7 @@ everywhere a built-in does.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
@@ -51,8 +52,12 @@ class Registry(Generic[T]):
             return
         self._entry_points_read = True
         for point in entry_points(group=self.group or ""):
-            if point.name not in self._items:  # a built-in cannot be replaced by accident
+            if point.name in self._items:  # a built-in cannot be replaced by accident
+                continue
+            try:
                 self._items[point.name] = point.load()
+            except Exception as error:  # one broken plugin must not take the built-ins with it
+                warnings.warn(f"{self.kind} plugin {point.name!r} cannot be loaded: {error}", stacklevel=3)
 
     def __getitem__(self, name: str) -> T:
         if name not in self._items:

@@ -82,7 +82,7 @@ class ModelSpec:
             raise ConfigError(f"{self.name}: top_k={self.top_k} must be at most num_experts={self.num_experts}")
         if not 0 <= self.first_moe_layer < self.num_layers:
             raise ConfigError(
-                f"{self.name}: first_moe_layer={self.first_moe_layer} must be below num_layers={self.num_layers}"
+                f"{self.name}: first_moe_layer={self.first_moe_layer} must be in 0 … {self.num_layers - 1}"
             )
         check_dtype(self.weight_dtype)
 
@@ -165,6 +165,8 @@ class Placement:
     def __post_init__(self) -> None:
         if self.slot_experts.ndim != 2:
             raise ConfigError(f"slot_experts has shape {self.slot_experts.shape}; it must be [layer, slot]")
+        if self.num_ranks < 1:
+            raise ConfigError(f"num_ranks={self.num_ranks} must be at least 1")
         if self.num_slots % self.num_ranks:
             raise ConfigError(
                 f"num_slots={self.num_slots} must be a multiple of num_ranks={self.num_ranks} "

@@ -58,7 +58,7 @@ def test_measures_real_transfers(processes):
         assert cells[-1].us > 2 * min(cell.us for cell in cells) > 0
         fitted = fit_transfer([cell.nbytes for cell in cells], [cell.us for cell in cells])
         assert fitted.latency_us > 0
-        assert fitted.bytes_per_us > 0
+        assert 0 < fitted.bytes_per_us < 1e6, "a terabyte a second is no loopback"
     assert [done for _, done, _ in seen] == list(range(2 * len(FEW)))
     assert {total for _, _, total in seen} == {2 * len(FEW)}
     assert not workers(), "no process outlives the measurement"
@@ -83,7 +83,7 @@ def test_stopped_rank_is_named_within_the_timeout():
 
 
 def test_error_in_the_caller_ends_the_workers():
-    def report(what: str, done: int, total: int) -> None:
+    def report(*_: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

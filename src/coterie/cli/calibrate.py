@@ -31,7 +31,8 @@ def calibrate_command(
     import msgspec
 
     from coterie.costs.presets import fit_preset, save_preset
-    from coterie.engines.calibrate import CalibrationSettings, calibrate
+    from coterie.engines.calibrate import calibrate
+    from coterie.engines.measures import CalibrationSettings
     from coterie.models import get_model, model_from_config
     from coterie.types import WeightDtype, check_dtype
 
@@ -54,8 +55,13 @@ def calibrate_command(
             from coterie.engines.collectives import measure_collectives
 
             found = measure_collectives(processes, report=report)
+            # Where devices copy to each other directly, that was measured already; messages are another path.
+            direct = any(cell.path == "peer" for cell in measurement.copies)
             measurement = msgspec.structs.replace(
-                measurement, collectives=found.cells, copies=(*measurement.copies, *found.peers)
+                measurement,
+                collectives=found.cells,
+                copies=measurement.copies if direct else (*measurement.copies, *found.peers),
+                note="; ".join(filter(None, (measurement.note, found.note))),
             )
         preset = fit_preset(name, measurement, report)
     if output is not None:

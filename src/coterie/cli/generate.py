@@ -89,6 +89,7 @@ def _settings(preset: str | None, like: Path | None, model: str | None, rng: np.
     recorded = read_trace(like)
     if not isinstance(recorded, ActivationTrace):
         raise ConfigError(f"--like={like} must be an activation trace; it holds a {type(recorded).__name__}")
+    recorded.validate()  # a mapped trace was not read yet; a bad id must name its file
     with err.status("Fitting the recorded trace"):
         return fit_synthetic(recorded, rng, base)
 

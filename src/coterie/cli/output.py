@@ -33,6 +33,7 @@ def progress() -> Progress:
         TimeRemainingColumn(),
         console=err,
         transient=True,
+        disable=not err.is_terminal,  # off a terminal it would leave an empty line
     )
 
 

@@ -15,11 +15,12 @@ import msgspec
 
 from coterie.costs.cells import AttentionCell, Measurement, MoeTable, ShapeMeasurement
 from coterie.costs.fit import MoeFit, fit_moe
+from coterie.costs.moe import MoeParams
 from coterie.costs.roofline import Roofline, Transfer, fit_roofline, fit_transfer
 from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel, attention_work
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.models import get_model
-from coterie.types import ModelSpec, Topology, WeightDtype
+from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Topology, WeightDtype
 
 VERSION = 1
 
@@ -149,12 +150,26 @@ def step_model(
     nearest = nearest_shape(found, spec)
     fit = found.fits[nearest]
     wanted = dtype or spec.weight_dtype
-    # A dtype that was not measured streams its own bytes and, like mxfp4 on Hopper, computes in 16 bits.
-    kind = wanted if wanted in fit.moe else next(iter(fit.moe))
     return StepModel(
-        spec, wanted, fit.moe[kind].params, fit.routing, fit.gemm, fit.decode_attention, fit.prefill_attention,
-        dict(found.copies), topology, options, measured=nearest == spec.name and kind == wanted,
+        spec, wanted, moe_params(fit, wanted), fit.routing, fit.gemm, fit.decode_attention, fit.prefill_attention,
+        dict(found.copies), topology, options, measured=nearest == spec.name and wanted in fit.moe,
     )  # fmt: skip
+
+
+def moe_params(fit: ShapeFit, dtype: WeightDtype) -> MoeParams:
+    """Of the dtype if it was measured; else those of the nearest one in size, scaled by bytes.
+
+    Streaming then follows the bytes. A decode kernel for narrower weights is taken to keep as close to streaming as
+    the measured one (its small tile speeds up with the bytes), and a prefill kernel to compute in 16 bits after
+    unpacking, as mxfp4 does on Hopper.
+    """
+    if dtype in fit.moe:
+        return fit.moe[dtype].params
+    near = min(fit.moe, key=lambda known: abs(math.log(BYTES_PER_WEIGHT[known] / BYTES_PER_WEIGHT[dtype])))
+    params, ratio = fit.moe[near].params, BYTES_PER_WEIGHT[dtype] / BYTES_PER_WEIGHT[near]
+    widest = max(fit.moe, key=lambda known: BYTES_PER_WEIGHT[known])
+    small, large = params.tile_flops_per_us[0] / ratio, fit.moe[widest].params.tile_flops_per_us[1]
+    return msgspec.structs.replace(params, tile_flops_per_us=(small, large))
 
 
 def nearest_shape(preset: Preset, spec: ModelSpec) -> str:

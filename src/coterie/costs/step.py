@@ -214,18 +214,22 @@ class Work(NamedTuple):
 
 
 def attention_work(spec: ModelSpec, batch: int, query: int, context: float) -> Work:
-    """One layer's attention: `query` tokens a request over `context` tokens of all of them."""
-    if spec.kv_lora_rank:
+    """One layer's attention: `query` tokens a request over `context` tokens of all of them.
+
+    Latent attention decodes in its absorbed form and prefills with its heads expanded.
+    """
+    if query == 1 and spec.kv_lora_rank:
         width, value, heads = spec.kv_lora_rank + spec.rope_head_dim, spec.kv_lora_rank, spec.num_heads
-        nbytes = 2.0 * (context * width + batch * query * heads * (width + value))
-        return Work(nbytes, 2.0 * query * context * heads * (width + value))
-    nbytes = 2.0 * (2 * context * spec.num_kv_heads + 2 * batch * query * spec.num_heads) * spec.head_dim
+        return Work(2.0 * (context * width + batch * heads * (width + value)), 2.0 * context * heads * (width + value))
+    kv_heads = spec.num_heads if spec.kv_lora_rank else spec.num_kv_heads
+    width = spec.head_dim + spec.rope_head_dim
+    nbytes = 4.0 * (context * kv_heads + batch * query * spec.num_heads) * width
     if query == 1:
-        return Work(nbytes, 4.0 * context * spec.num_heads * spec.head_dim)
+        return Work(nbytes, 4.0 * context * spec.num_heads * width)
     # A block computes a tile of queries of one head over the whole context: a short chunk leaves most of the device
     # idle, and takes as long as if it were full.
     blocks = max(ATTENTION_BLOCKS, batch * spec.num_heads * -(-query // ATTENTION_TILE))
-    return Work(nbytes, 4.0 * context / batch * blocks * ATTENTION_TILE * spec.head_dim)
+    return Work(nbytes, 4.0 * context / batch * blocks * ATTENTION_TILE * width)
 
 
 def dense_shapes(spec: ModelSpec) -> list[tuple[list[tuple[int, int]], int]]:

@@ -235,8 +235,10 @@ def _listen(ranks: Sequence[_Rank], deadline: float, total: int, report: Report)
 def _verdict(ranks: Sequence[_Rank]) -> str:
     """Why there is no result: the dead first, since the others then fail for their lack."""
     found = [f"rank {rank.number} {_death(rank)} {rank.where}" for rank in ranks if rank.gone]
-    failed = sorted((rank.failure.monotonic_s, rank.failure.reason, rank) for rank in ranks if rank.failure)
-    found += [f"rank {rank.number} failed {rank.where}: {reason}" for _, reason, rank in failed]
+    failed = [
+        (rank.failure.monotonic_s, rank.number, rank.where, rank.failure.reason) for rank in ranks if rank.failure
+    ]
+    found += [f"rank {number} failed {where}: {reason}" for _, number, where, reason in sorted(failed)]
     silent = [rank for rank in ranks if not (rank.gone or rank.failure or rank.answer)]
     found += [f"rank {rank.number} gave no answer in time, {rank.where}" for rank in silent]
     return "; ".join(found)
@@ -272,7 +274,7 @@ def _worker(rank: int, plan: _Plan, channel: Connection) -> None:
         )
         channel.send(_measure(rank, plan, device, channel))
     except Exception as error:  # whatever it is, the parent must hear of it; its ending tells the other ranks
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         channel.send(_Failure(reason, time.monotonic()))
         return
     channel.recv()  # a rank that left now would break the last transfer of a slower one
@@ -355,7 +357,7 @@ def _timed(
         times[repeat] = 0.0 if apart else took
     dist.all_reduce(times, dist.ReduceOp.MAX)
     check_received(received, expected)
-    return round(statistics.median(times.tolist()), 3)
+    return round(float(statistics.median(times.tolist())), 3)
 
 
 def _clock_us(call: Callable[[], Any], device: Any) -> float:

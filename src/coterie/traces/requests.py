@@ -6,6 +6,7 @@ In memory a request trace is columns of NumPy arrays; on disk, a folder with ``m
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -171,7 +172,10 @@ def write_requests(path: Path, trace: RequestTrace) -> None:
     for name, column in trace.extra.items():
         columns[f"extra.{name}"] = pa.array(list(column))
     tmp = path.with_name(path.name + ".tmp")
-    pq.write_table(pa.table(columns), tmp, compression="zstd")
+    with tmp.open("wb") as stream:
+        pq.write_table(pa.table(columns), stream, compression="zstd")
+        stream.flush()
+        os.fsync(stream.fileno())  # the segment must be on disk before meta.json names it
     tmp.replace(path)
 
 
