@@ -7,7 +7,7 @@ import pytest
 
 from coterie.costs import fit
 from coterie.costs.cells import MoeCell
-from coterie.costs.roofline import fit_roofline, fit_transfer
+from coterie.costs.roofline import fit_curve, fit_roofline, fit_transfer
 from coterie.errors import ConfigError
 
 NBYTES, FLOPS = 9.4e6, 9.4e6
@@ -75,3 +75,12 @@ def test_a_law_needs_cells():
         fit_transfer([1, 2], [1, 2])
     with pytest.raises(ConfigError, match="must be positive"):
         fit_transfer([1, 2, 3], [1, float("nan"), 2])
+
+
+def test_a_curve_goes_through_its_points_and_on():
+    found = fit_curve([1, 4, 2], [10.0, 40.0, 20.0])
+    assert [found.us(x) for x in (1, 2, 3, 4, 8, 0.5)] == [10, 20, 30, 40, 80, 10]
+    assert found.held_out.worst_pct == 0.0
+    assert fit_curve([1, 2, 3], [10.0, 40.0, 30.0]).held_out.worst_pct == 50.0
+    with pytest.raises(ConfigError, match="too few"):
+        fit_curve([1, 2], [1.0, 2.0])

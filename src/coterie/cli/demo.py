@@ -31,11 +31,13 @@ def demo_command(
     )
     print_table(
         "What runs together decides how long a step takes",
-        ["step", "requests chosen", "distinct experts", "rank balance", "step, ms", "against arrival, %"],
+        ["step", "which requests", "distinct", "balance", "experts ms", "step ms", "change"],
         [
-            [r.step, r.requests, r.distinct_experts, r.balancedness, r.step_ms, f"{r.against_arrival_pct:+.1f}"]
+            [r.step, r.requests, r.distinct_experts, r.balancedness, r.experts_ms, r.step_ms,
+             f"{r.against_arrival_pct:+.1f}%"]
             for r in result.rows
         ],
+        note="distinct: experts touched per layer; balance: mean rank's load ÷ slowest rank's",
     )
     best = {row.step: row for row in sorted(result.rows, key=lambda row: -row.step_ms)}
     decode, prefill = (best[row.step] for row in (result.rows[0], result.rows[-1]))

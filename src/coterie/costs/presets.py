@@ -16,7 +16,7 @@ import msgspec
 from coterie.costs.cells import AttentionCell, Measurement, MoeTable, ShapeMeasurement
 from coterie.costs.fit import MoeFit, fit_moe
 from coterie.costs.moe import MoeParams
-from coterie.costs.roofline import Roofline, Transfer, fit_roofline, fit_transfer
+from coterie.costs.roofline import Curve, Roofline, Transfer, fit_curve, fit_roofline, fit_transfer
 from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel, attention_work
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.models import get_model
@@ -33,7 +33,7 @@ class ShapeFit(msgspec.Struct, frozen=True):
     gemm: Roofline
     decode_attention: Roofline
     prefill_attention: Roofline
-    routing: Transfer | None = None
+    routing: Curve | None = None
     """None where it was not measured; it then counts as nothing."""
 
 
@@ -76,9 +76,7 @@ def fit_shape(shape: ShapeMeasurement, cache_limit: float = math.inf) -> ShapeFi
     moe: dict[str, MoeFit] = {table.dtype: fit_table(spec, table, cache_limit) for table in shape.moe}
     return ShapeFit(
         moe=moe,
-        routing=fit_transfer([c.tokens for c in shape.routing], [c.us for c in shape.routing])
-        if shape.routing
-        else None,
+        routing=fit_curve([c.tokens for c in shape.routing], [c.us for c in shape.routing]) if shape.routing else None,
         gemm=fit_roofline(
             [2.0 * (c.n * c.k + c.tokens * (c.n + c.k)) for c in shape.gemm],
             [2.0 * c.tokens * c.n * c.k for c in shape.gemm],
@@ -180,7 +178,7 @@ def nearest_shape(preset: Preset, spec: ModelSpec) -> str:
     """
     if spec.name in preset.fits:
         return spec.name
-    known = {shape.model: shape_spec(shape) for shape in preset.measurement.shapes}
+    known = {s.model: shape_spec(s) for s in preset.measurement.shapes if s.model in preset.fits}
     return min(known, key=lambda name: abs(math.log(known[name].expert_params / spec.expert_params)))
 
 

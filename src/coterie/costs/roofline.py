@@ -1,11 +1,12 @@
-"""Two small laws: a kernel that moves bytes and computes, and a transfer over a link.
+"""Small laws: a kernel that moves bytes and computes, a transfer over a link, and a curve as it was measured.
 
-Dense projections and attention follow the first, copies and collectives the second. Fits minimise relative error.
+Dense projections and attention follow the first, copies and collectives the second, routing the third. Fits minimise
+relative error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -50,6 +51,40 @@ class Transfer(msgspec.Struct, frozen=True):
 
     def us(self, nbytes: float) -> float:
         return self.latency_us + nbytes / self.bytes_per_us
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """Measured points joined by straight lines; past the last, the last line goes on. For what has no law."""
+
+    at: tuple[float, ...]
+    times_us: tuple[float, ...]
+    held_out: Quality
+
+    def us(self, x: float) -> float:
+        return _interpolate(x, self.at, self.times_us)
+
+
+def _interpolate(x: float, at: Sequence[float], us: Sequence[float]) -> float:
+    if x > at[-1]:
+        slope = (us[-1] - us[-2]) / (at[-1] - at[-2])
+        return us[-1] + max(0.0, slope) * (x - at[-1])
+    return float(np.interp(x, at, us))
+
+
+def fit_curve(at: Sequence[float], us: Sequence[float]) -> Curve:
+    """Keep the points; the error is that of each inner point predicted from its neighbours."""
+    points = sorted(zip(at, us, strict=True))
+    if len(points) < 3:
+        raise ConfigError(f"{len(points)} cells are too few to fit; at least 3 are needed")
+    xs, ys = [float(x) for x, _ in points], [float(y) for _, y in points]
+    if not all(np.isfinite(y) and y > 0 for y in ys):
+        raise ConfigError(f"time us={next(y for y in ys if not (np.isfinite(y) and y > 0))} must be positive")
+    error = [
+        100.0 * abs(_interpolate(xs[i], xs[:i] + xs[i + 1 :], ys[:i] + ys[i + 1 :]) / ys[i] - 1.0)
+        for i in range(1, len(xs) - 1)
+    ]
+    quality = Quality(round(float(np.mean(error)), 2), round(max(error), 2), len(error))
+    return Curve(tuple(xs), tuple(ys), quality)
 
 
 Column = NDArray[np.float64]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from coterie.costs.collectives import Traffic, all_to_all_us
 from coterie.costs.moe import MoeParams, layer_us
-from coterie.costs.roofline import Roofline, Transfer
+from coterie.costs.roofline import Curve, Roofline, Transfer
 from coterie.errors import ConfigError
 from coterie.types import Link, ModelSpec, Placement, Topology, WeightDtype
 
@@ -89,8 +89,8 @@ class StepModel:
     spec: ModelSpec
     dtype: WeightDtype
     moe: MoeParams
-    routing: Transfer | None
-    """Gate, top-k, gather and weighted sum: per token, so its `bytes` are tokens. None counts as nothing."""
+    routing: Curve | None
+    """Gate, top-k, gather and weighted sum, by tokens. None counts as nothing."""
     gemm: Roofline
     decode_attention: Roofline
     prefill_attention: Roofline

@@ -18,7 +18,7 @@ from coterie.costs.cells import MoeTable, expert_tokens
 from coterie.costs.fit import fit_error
 from coterie.costs.moe import MoeParams, layer_us
 from coterie.costs.presets import Preset, fit_table, load_preset, nearest_shape, preset_names, shape_spec
-from coterie.costs.roofline import Roofline, Transfer
+from coterie.costs.roofline import Curve, Roofline, Transfer
 from coterie.registry import Registry
 from coterie.types import ModelSpec
 
@@ -121,7 +121,7 @@ def _part_rows(preset: Preset) -> list[Row]:
     return rows
 
 
-def _part_row(name: str, preset: str, model: str, part: Roofline | Transfer) -> Row:
+def _part_row(name: str, preset: str, model: str, part: Roofline | Transfer | Curve) -> Row:
     call = (lambda: part.us(1e6, 1e9)) if isinstance(part, Roofline) else (lambda: part.us(1e6))
     quality = part.held_out
     return {
