@@ -89,7 +89,7 @@ def errors(title: str):
         axes.set_yticks(at, [name for name, _ in rows], fontsize=7.5)
         axes.set_ylim(-0.7, len(rows) - 0.3)
         axes.set(xlabel="error on held-out cells, %", title=title)
-        axes.legend(loc="lower right")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.08), ncols=2)
 
     return plot
 
@@ -109,7 +109,7 @@ def main() -> None:
         "tokens-deepseek-v3-h200.png": (
             tokens("h200", "deepseek-v3", "DeepSeek-V3, all 256 experts of a layer, one H200"), 4.0
         ),
-        "fit-error.png": (errors("How exact the MoE model is, by shape and dtype (H200 unless said)"), 6.5),
+        "fit-error.png": (errors("Error of the MoE model (H200 unless said)"), 6.5),
     }  # fmt: skip
     for name, (plot, height) in figures.items():
         (folder / name).write_bytes(draw(plot, LIGHT, height))
