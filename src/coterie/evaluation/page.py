@@ -43,7 +43,7 @@ caption { text-align: left; color: var(--muted); padding-bottom: 0.3rem; }
 th, td { text-align: left; padding: 0.3rem 0.5rem; vertical-align: top; border-bottom: 1px solid var(--line); }
 th { color: var(--muted); font-weight: 600; }
 td.n, th.n { text-align: right; }
-td { overflow-wrap: anywhere; }
+td { overflow-wrap: break-word; }
 td.n { white-space: nowrap; overflow-wrap: normal; }
 ul { padding-left: 1.2rem; margin: 0.3rem 0; }
 """

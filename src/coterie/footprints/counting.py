@@ -46,11 +46,7 @@ def accumulate_load(expert_ids: Ids, out: NDArray[Any]) -> None:
 
 def distinct_experts(expert_ids: Ids, num_experts: int) -> NDArray[np.int64]:
     """[layer] experts that at least one of the tokens activates: what a decode step must stream."""
-    seen = np.zeros((_layers(expert_ids), num_experts), np.bool_)
-    bad = _mark(expert_ids, seen)
-    if bad >= 0:
-        raise _bad_id(expert_ids, bad, num_experts)
-    return np.asarray(seen.sum(axis=1), dtype=np.int64)
+    return np.asarray((footprint(expert_ids, num_experts) > 0).sum(axis=1), np.int64)
 
 
 def expected_distinct(inclusion: NDArray[np.floating]) -> NDArray[np.float64]:
@@ -87,18 +83,4 @@ def _accumulate(expert_ids: NDArray[Any], out: NDArray[Any]) -> int:
                 if expert < 0 or expert >= experts:
                     return token
                 out[layer, expert] += 1
-    return -1
-
-
-@njit()
-def _mark(expert_ids: NDArray[Any], seen: NDArray[np.bool_]) -> int:
-    tokens, layers, k = expert_ids.shape
-    experts = seen.shape[1]
-    for token in range(tokens):
-        for layer in range(layers):
-            for j in range(k):
-                expert = np.int64(expert_ids[token, layer, j])
-                if expert < 0 or expert >= experts:
-                    return token
-                seen[layer, expert] = True
     return -1
