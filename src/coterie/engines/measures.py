@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coterie.costs.cells import AttentionCell, CopyCell, GemmCell, RoutingCell
+from coterie.costs.step import attention_work
 from coterie.errors import ConfigError
 from coterie.types import ModelSpec, WeightDtype
 
@@ -25,7 +26,9 @@ except ImportError:
     torch = None
 
 LAUNCHES = 8
-"""Calls of a small kernel in one graph, so that launching the graph itself does not count."""
+"""Calls of a small kernel in one CUDA graph, so that launching the graph itself does not count."""
+CPU_FLOPS = 1e10
+"""Attention past this is left out on a CPU, where it would take seconds a call."""
 MAX_COPIES = 64
 """Copies of a layer to rotate over, at most: tiny shapes would need thousands to fill a cache."""
 
@@ -147,7 +150,7 @@ def measure_routing(spec: ModelSpec, device: Any, settings: CalibrationSettings)
     cells = []
     for tokens in settings.tokens:
         x = torch.randn(tokens, spec.hidden_size, device=device).to(dtype)
-        cells.append(RoutingCell(tokens, timer.median_us([partial(route, x)] * LAUNCHES)))
+        cells.append(RoutingCell(tokens, timer.median_us([partial(route, x)] * _launches(device))))
     return tuple(cells)
 
 
@@ -173,6 +176,10 @@ def measure_gemm(spec: ModelSpec, device: Any, settings: CalibrationSettings) ->
             calls = [lambda x=x, w=w: x @ w for w in weights]
             cells.append(GemmCell(tokens, n, k, timer.median_us(calls)))
     return tuple(cells)
+
+
+def _launches(device: Any) -> int:
+    return LAUNCHES if device.type == "cuda" else 1
 
 
 class _Attention(NamedTuple):
@@ -203,12 +210,14 @@ def measure_attention(spec: ModelSpec, device: Any, settings: CalibrationSetting
     limit = 8e9 if device.type == "cuda" else 5e8
     for one in attention_grid(settings):
         nbytes = one.batch * (one.context + one.query) * spec.kv_bytes_per_token / spec.num_layers
-        if nbytes > limit:
+        flops = attention_work(spec, one.batch, one.query, one.batch * (one.context + one.query)).flops
+        if nbytes > limit or (device.type != "cuda" and flops > CPU_FLOPS):
             continue
         causal = not (one.query > 1 and one.context)  # torch aligns a causal mask with the first token, not the last
-        turns = min(LAUNCHES, copies_to_flush(device, nbytes))
+        launches = _launches(device)
+        turns = min(launches, copies_to_flush(device, nbytes))
         calls = [_attention_call(spec, device, one, causal and one.query > 1) for _ in range(turns)]
-        repeated = calls * max(1, LAUNCHES // turns)
+        repeated = calls * max(1, launches // turns)
         cells.append(AttentionCell(*one, timer.median_us(repeated), causal))
         del calls, repeated
     return tuple(cells)
