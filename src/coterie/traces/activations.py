@@ -78,6 +78,15 @@ class TraceMeta:
         }
         return {name: spec for name, spec in specs.items() if name not in OPTIONAL or name in optional}
 
+    def json(self, segments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What meta.json holds; each segment names its two files and its tokens."""
+        return {
+            "format": FORMAT, "version": VERSION, "kind": "activations", "model": self.model,
+            "num_experts": self.num_experts, "num_layers": self.num_layers, "top_k": self.top_k,
+            "layer_ids": list(self.layer_ids) if self.layer_ids else None,
+            "block_tokens": self.block_tokens, "source": dict(self.source), "segments": list(segments),
+        }  # fmt: skip
+
 
 class Activations(NamedTuple):
     """A run of tokens: of one request, or of several in a row."""
@@ -430,16 +439,7 @@ class ActivationWriter:
                     out.append(name, getattr(chunk.tokens, name))
 
     def _commit(self) -> None:
-        meta = self.meta
-        write_json(
-            self.folder / "meta.json",
-            {
-                "format": FORMAT, "version": VERSION, "kind": "activations", "model": meta.model,
-                "num_experts": meta.num_experts, "num_layers": meta.num_layers, "top_k": meta.top_k,
-                "layer_ids": list(meta.layer_ids) if meta.layer_ids else None,
-                "block_tokens": meta.block_tokens, "source": dict(meta.source), "segments": self._entries,
-            },
-        )  # fmt: skip
+        write_json(self.folder / "meta.json", self.meta.json(self._entries))
 
     def close(self) -> None:
         """Flush, and join the segments into the final two files."""

@@ -38,7 +38,7 @@ from coterie.traces.arrivals import (
     PoissonArrivals,
     draw_arrivals,
 )
-from coterie.traces.requests import FORMAT, VERSION, RequestTrace, new_trace_folder, write_requests
+from coterie.traces.requests import RequestTrace, new_trace_folder, write_requests
 from coterie.traces.store import ArrayFileWriter, write_json
 from coterie.types import DECODE, PREFILL, ModelSpec
 
@@ -266,7 +266,8 @@ def generate_to(
                 done += len(chunk.phase)
                 if progress is not None:
                     progress(done, work.num_tokens)
-        write_json(meta, work.meta_json(activations.name, table.name))
+        segment = {"activations": activations.name, "requests": table.name, "num_tokens": work.num_tokens}
+        write_json(meta, work.meta.json([segment]))
     except BaseException:  # Ctrl-C too: what is half written must not be taken for a trace
         for file in (meta, activations, table):
             file.unlink(missing_ok=True)
@@ -326,17 +327,6 @@ class _Workload:
             decode = position >= np.repeat(prompts[rows], np.diff(local))
             yield Activations(ids, np.where(decode, DECODE, PREFILL).astype(np.uint8))
             start = stop
-
-    def meta_json(self, activations: str, requests: str) -> dict[str, Any]:
-        """As ActivationWriter leaves it when closed."""
-        meta = self.meta
-        return {
-            "format": FORMAT, "version": VERSION, "kind": "activations", "model": meta.model,
-            "num_experts": meta.num_experts, "num_layers": meta.num_layers, "top_k": meta.top_k,
-            "layer_ids": list(meta.layer_ids) if meta.layer_ids else None,
-            "block_tokens": None, "source": dict(meta.source),
-            "segments": [{"activations": activations, "requests": requests, "num_tokens": self.num_tokens}],
-        }  # fmt: skip
 
 
 def _draw_workload(
