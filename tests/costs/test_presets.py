@@ -9,16 +9,19 @@ import msgspec
 import numpy as np
 import pytest
 
+from coterie.costs.cells import CollectiveCell
 from coterie.costs.moe import layer_us
 from coterie.costs.presets import (
     fit_table,
     load_preset,
+    measured_link,
     nearest_shape,
     preset_names,
     save_preset,
     shape_spec,
     step_model,
 )
+from coterie.costs.roofline import fit_transfer
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.models import get_model, models
 
@@ -140,3 +143,14 @@ def test_cells_of_an_earlier_session_on_another_h200_follow_the_model(data_dir):
             )
         slope = theirs[batch, 128] - theirs[batch, 16]
         assert ours[128] - ours[16] == pytest.approx(slope, rel=0.08)
+
+
+def test_calibrated_collectives_become_a_link():
+    preset = load_preset("rtx-pro-6000")
+    with pytest.raises(ConfigError, match="holds no collectives"):
+        measured_link(preset)
+    cells = [CollectiveCell(4, nbytes, 50 + nbytes / 2000) for nbytes in (1 << 12, 1 << 16, 1 << 20, 1 << 24)]
+    all_to_all = fit_transfer([c.nbytes for c in cells], [c.us for c in cells])
+    link = measured_link(msgspec.structs.replace(preset, all_to_all=all_to_all))
+    assert link.bytes_per_s == pytest.approx(2e9, rel=0.01)
+    assert link.latency_s == pytest.approx(50e-6, rel=0.01)

@@ -20,7 +20,7 @@ from coterie.costs.roofline import Curve, Roofline, Transfer, fit_curve, fit_roo
 from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel, attention_work
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.models import get_model
-from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Topology, WeightDtype
+from coterie.types import BYTES_PER_WEIGHT, Link, ModelSpec, Topology, WeightDtype
 
 VERSION = 1
 
@@ -152,6 +152,14 @@ def step_model(
         spec, wanted, moe_params(fit, wanted), fit.routing, fit.gemm, fit.decode_attention, fit.prefill_attention,
         dict(found.copies), topology, options, measured=nearest == spec.name and wanted in fit.moe,
     )  # fmt: skip
+
+
+def measured_link(preset: Preset) -> Link:
+    """The all-to-all as it was calibrated, to put in a Topology in place of a vendor's rate."""
+    if preset.all_to_all is None:
+        raise ConfigError(f"preset {preset.name} holds no collectives; calibrate with --processes to measure them")
+    found = preset.all_to_all
+    return Link(f"{preset.name} all-to-all", found.bytes_per_us * 1e6, found.latency_us * 1e-6)
 
 
 def moe_params(fit: ShapeFit, dtype: WeightDtype) -> MoeParams:
