@@ -44,13 +44,16 @@ def test_held_out_error_is_within_the_bar(name):
         for dtype, moe in fit.moe.items():
             assert moe.held_out.mape_pct <= 5.0, (model, dtype)
             worst[model, dtype] = moe.held_out.worst_pct
-    # One cell of 4,088 is out: 8,192 tokens on 2 of Arctic's 128 experts, where the activations of an expert overflow
-    # the cache and are read again.
-    worst.pop(("arctic-480b", "bf16"), None)
+    # One cell of 4,340 is out: thousands of tokens on 2 of Arctic's 128 experts, where the activations of an expert
+    # overflow the cache and are read again.
+    assert worst.pop(("arctic-480b", "bf16"), 0.0) <= 18.0
     assert max(worst.values()) <= 15.0, max(worst, key=worst.get)
 
 
-@pytest.mark.parametrize(("name", "model", "dtype"), [("rtx-pro-6000", "qwen3-30b-a3b", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "model", "dtype"),
+    [("rtx-pro-6000", "qwen3-30b-a3b", "bf16"), ("h200", "mixtral-8x7b", "bf16"), ("h200", "gpt-oss-20b", "fp8")],
+)
 def test_the_stored_fit_follows_from_the_stored_cells(name, model, dtype):
     preset = load_preset(name)
     shape = next(s for s in preset.measurement.shapes if s.model == model)
@@ -102,6 +105,26 @@ def test_a_shape_left_out_is_predicted_from_another():
     assert nearest_shape(others, get_model("gpt-oss-120b")) == "gpt-oss-20b"
 
 
+@pytest.mark.parametrize("name", sorted(models()))
+@pytest.mark.parametrize("dtype", ["bf16", "fp8", "mxfp4"])
+def test_predictions_stay_sane_between_and_past_the_measured_cells(name, dtype):
+    """Within a factor of a plain roofline at every size, and no cliff where tokens grow a little."""
+    spec = get_model(name)
+    model = step_model(spec, dtype=dtype)
+    before = None
+    for tokens in np.unique(np.geomspace(1, 65536, 90).astype(int)):
+        active = min(spec.num_experts, int(tokens) * spec.top_k)
+        counts = np.zeros(spec.num_experts)
+        counts[:active] = tokens * spec.top_k / active
+        us = model.experts_us(counts, int(tokens))
+        floor = max(active * spec.expert_bytes(dtype) / 4.8e6, tokens * spec.top_k * 2 * spec.expert_params / 1.98e9)
+        assert floor < 1.15 * us, (tokens, us, floor)
+        assert us < 150 + 8 * floor, (tokens, us, floor)
+        if before is not None and tokens > 256:
+            assert 0.6 < us / before < 3.2, (tokens, us, before)
+        before = us
+
+
 def test_unknown_preset_is_refused_with_a_hint():
     with pytest.raises(UnknownNameError, match="Did you mean 'h200'"):
         load_preset("h20")
@@ -127,8 +150,8 @@ def test_saving_never_replaces_and_reads_back(tmp_path):
         save_preset(preset, path)
 
 
-def test_cells_of_an_earlier_session_on_another_h200_follow_the_model(data_dir):
-    """Measured months apart with another harness, gather and sum included: a constant apart, slopes agree."""
+def test_cells_of_another_harness_on_an_h200_follow_the_model(data_dir):
+    """Measured with the gather and the sum included: a constant apart, slopes agree."""
     rows = json.loads((data_dir / "kernels/h200/moe_layer.json").read_text())
     model = step_model(get_model("qwen3-30b-a3b"))
     theirs = {(r["batch"], r["active"]): r["us"] for r in rows if r["model"] == "qwen3-30b-a3b"}

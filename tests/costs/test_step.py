@@ -52,8 +52,8 @@ def test_graph_padding_counts_the_batch_that_runs():
     assert padded.options.padded(65) == 256
     assert padded.options.padded(257) == 257
     batch = Batch(decode_requests=65, decode_context=6500)
-    assert padded.step(even_load(64), batch).dense_s == MODEL.dense_s(256)
-    assert MODEL.step(even_load(64), batch).dense_s == MODEL.dense_s(65)
+    assert padded.step(even_load(64), batch).dense_s == MODEL.dense_s(256, 65)
+    assert MODEL.step(even_load(64), batch).dense_s == MODEL.dense_s(65, 65)
 
 
 def test_overlap_hides_the_exchange_behind_the_experts():
@@ -64,6 +64,46 @@ def test_overlap_hides_the_exchange_behind_the_experts():
         model = replace(MODEL, topology=Topology(8), options=CostOptions(overlap=overlap))
         times.append(float(model.step(even_load(4096), batch, placement).all_to_all_s.sum()))
     assert times[0] > times[1] >= times[2] >= 0.0
+
+
+def test_prompts_attend_to_themselves_alone():
+    one = MODEL.attention_s(Batch(prefill_tokens=16384))
+    many = MODEL.attention_s(Batch(prefill_tokens=16384, prefill_requests=32))
+    assert many < one / 4
+    assert MODEL.attention_s(Batch(prefill_tokens=1, prefill_context=4096)) == pytest.approx(
+        MODEL.attention_s(Batch(decode_requests=1, decode_context=4096)), rel=0.01
+    )
+
+
+def test_only_outputs_pass_the_head():
+    assert MODEL.dense_s(16384, 32) < MODEL.dense_s(16384) - 0.005
+
+
+def test_nothing_to_do_takes_no_time():
+    assert MODEL.step(np.zeros((48, 128), int), Batch()).total_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("load", "placement", "message"),
+    [
+        (np.ones((3, 128), int), None, "load has 3 layers; qwen3-30b-a3b has 48"),
+        (-np.ones((48, 128), int), None, "load holds -1; tokens must not be negative"),
+        (np.ones((48, 128), int), Placement.linear(48, 128, 8), "num_ranks=8 must equal topology.num_ranks=1"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(load, placement, message):
+    with pytest.raises(ConfigError, match=message):
+        MODEL.step(load, Batch(decode_requests=8), placement)
+
+
+def test_a_busier_rank_makes_the_exchange_longer():
+    placement = Placement.linear(48, 128, 8)
+    model = replace(MODEL, topology=Topology(8))
+    skewed = even_load(4096)
+    skewed[:, :16] *= 3
+    batch = Batch(prefill_tokens=512)
+    even = model.step(even_load(4096), batch, placement).all_to_all_s
+    assert (model.step(skewed, batch, placement).all_to_all_s > 1.5 * even).all()
 
 
 def test_given_traffic_is_used():

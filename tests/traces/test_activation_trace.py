@@ -147,16 +147,16 @@ def test_phase_splits_prompt_from_output(tmp_path):
     assert trace.requests.ids == ["a"]
 
 
-def test_optional_arrays_stay_only_if_all_have_them(tmp_path, rng):
+def test_optional_arrays_are_for_all_or_for_none(tmp_path, rng):
     with ActivationWriter(tmp_path / "t", META) as out:
-        for trace in (make(rng, [2]), make(rng, [3], optional=False)):
-            tokens, offsets = trace.arrays()
-            out.append_many(tokens, offsets, trace.requests)
-            out.flush()
+        whole, bare = make(rng, [2]), make(rng, [3], optional=False)
+        out.append_many(*whole.arrays(), whole.requests)
+        out.flush()
+        with pytest.raises(ConfigError, match="gate_weights, token_ids: given for some requests and not for others"):
+            out.append_many(*bare.arrays(), bare.requests)
     found = ActivationTrace.open(tmp_path / "t")
-    assert found.num_tokens == 5
-    assert found.request(0).gate_weights is None
-    assert found.request(0).token_ids is None
+    assert found.num_tokens == 2
+    assert found.request(0).gate_weights is not None, "what was recorded is not lost to a later request"
 
 
 def test_an_empty_recording_reads_as_empty(tmp_path):
@@ -455,3 +455,43 @@ def test_damaged_load_tables(tmp_path, rng):
     make(rng, [1]).save(tmp_path / "activations")
     with pytest.raises(TraceError, match="kind: found 'activations', expected 'load'"):
         LoadTable.open(tmp_path / "activations")
+
+
+def test_closing_twice_keeps_the_trace(tmp_path: Path) -> None:
+    meta = TraceMeta("m", num_experts=4, num_layers=1, top_k=1)
+    with ActivationWriter(tmp_path / "t", meta) as out:
+        out.append(np.array([[[3]]]), phase=[0])
+        out.close()  # and once more when the block ends
+    assert ActivationTrace.open(tmp_path / "t").request(0).expert_ids.tolist() == [[[3]]]
+    with pytest.raises(ConfigError, match="is closed"):
+        out.append(np.array([[[3]]]), phase=[0])
+
+
+def test_what_was_appended_does_not_change_with_the_callers_buffers(tmp_path: Path) -> None:
+    meta = TraceMeta("m", num_experts=4, num_layers=1, top_k=1)
+    phase, token_ids = np.zeros(2, np.uint8), np.arange(2, dtype=np.int32)
+    with ActivationWriter(tmp_path / "t", meta) as out:
+        out.append(np.array([[[3]], [[1]]]), phase=phase, token_ids=token_ids)
+        phase[:], token_ids[:] = 1, 99
+    tokens = ActivationTrace.open(tmp_path / "t").request(0)
+    assert tokens.phase.tolist() == [0, 0]
+    assert tokens.token_ids is not None
+    assert tokens.token_ids.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("ids", "phase", "extra", "message"),
+    [
+        (np.array([[[0.9]]]), [0], {"domain": "a"}, "expert_ids is float64; expected whole numbers"),
+        (np.array([[[1]]]), [7], {"domain": "a"}, "phase=7 must be 0"),
+        (np.array([[[1]]]), [0], {}, "domains: given for some requests and not for others"),
+    ],
+)
+def test_a_request_unlike_the_others_is_refused_and_nothing_is_lost(tmp_path, ids, phase, extra, message) -> None:
+    meta = TraceMeta("m", num_experts=4, num_layers=1, top_k=1)
+    with ActivationWriter(tmp_path / "t", meta) as out:
+        out.append(np.array([[[3]]]), phase=[0], domain="law")
+        with pytest.raises(ConfigError, match=message):
+            out.append(ids, phase=phase, **extra)
+    trace = ActivationTrace.open(tmp_path / "t")
+    assert trace.requests.domains == ["law"]

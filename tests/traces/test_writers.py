@@ -30,7 +30,8 @@ def requests(draw: st.DrawFn, *, values: st.SearchStrategy[Any] = TEXT, mooncake
         return draw(st.lists(items, min_size=count, max_size=count))
 
     if mooncake:
-        arrival = np.array(column(st.integers(0, 10**9))) / 1e3
+        arrival_ms = np.array(column(st.integers(0, 10**9)))
+        arrival = (arrival_ms - arrival_ms.min()) / 1e3  # the format holds milliseconds
     else:
         arrival = np.array(column(st.floats(0, 1e6)))
     prompt = np.array(column(st.integers(0, 3000)), np.int64)

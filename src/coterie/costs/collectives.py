@@ -96,7 +96,10 @@ def first_rank(placement: Placement, layer: int) -> NDArray[np.int64]:
 
 
 class Traffic(NamedTuple):
-    """Bytes the busiest rank sends in one direction of one all-to-all, over each kind of link."""
+    """Bytes one rank moves in one direction of one all-to-all, over each kind of link.
+
+    By expectation that is a mean over ranks; counted from a load, the busiest rank's.
+    """
 
     intra_bytes: float
     inter_bytes: float
@@ -105,6 +108,13 @@ class Traffic(NamedTuple):
     def expected(cls, spec: ModelSpec, tokens: int, topology: Topology, bytes_per_value: float = 2.0) -> Traffic:
         """`tokens` tokens on every rank, uniform routing."""
         return cls.of(expected_locality(spec, topology), spec, tokens, bytes_per_value)
+
+    @classmethod
+    def arriving(cls, rows: float, spec: ModelSpec, topology: Topology, bytes_per_value: float = 2.0) -> Traffic:
+        """`rows` token-and-expert pairs computed on a rank, their tokens spread evenly over all ranks."""
+        ranks, near = topology.num_ranks, min(topology.ranks_per_node, topology.num_ranks)
+        row = spec.hidden_size * bytes_per_value / ranks
+        return cls(rows * (near - 1) * row, rows * (ranks - near) * row)
 
     @classmethod
     def of(cls, locality: Locality, spec: ModelSpec, tokens: float, bytes_per_value: float = 2.0) -> Traffic:

@@ -20,6 +20,7 @@ from coterie.costs.moe import CACHE_SHARPNESS, MoeParams
 from coterie.errors import ConfigError
 
 FOLDS = 5
+NEVER = 1e12
 TILINGS = (
     *(
         ((small, large), switch)
@@ -31,11 +32,12 @@ TILINGS = (
         for small, large in ((64, 128), (64, 256), (128, 256), (128, 512))
         for switch in (64.0, 128.0, 160.0, 200.0, 255.0)
     ),
-    ((64, 64), 64.0),
-    ((128, 128), 128.0),
+    *(((rows, rows), NEVER) for rows in (16, 64, 128)),
 )
 """Rows of the small and the large tile, and the average rows per expert at which a kernel changes over: first those of
 Triton's fused MoE kernels, then those of CUTLASS's grouped GEMMs, then kernels with one tile."""
+MIN_CELLS = 8
+"""Cells needed on either side of a change of tiles: a rate that no cell shows would be free to run away."""
 
 _START = [25.0, 0.01, 3e6, 0.005, 5e8, 6e8, 4.0, 0.3, 0.2, 0.3]
 _LOW = [0.01, 1e-6, 1e3, 1e-7, 1e4, 1e4, 1.0, 1e-4, 1e-4, 1e-3]
@@ -177,12 +179,16 @@ def _finish(table: _Table, shape: _Shape, steps: int = 200) -> _Solution:
     return min((_solve(table, shape, steps, guess) for guess in guesses), key=lambda s: s.cost)
 
 
+def _shown(table: _Table, switch: float) -> bool:
+    past = int((table.mean_rows > switch).sum())
+    return min(past, len(table.us) - past) >= MIN_CELLS
+
+
 def _search(table: _Table) -> _Solution:
     """Try every tiling briefly, then finish the best few."""
     cached = bool(table.warm.any())
-    rough = sorted(
-        (_finish(table, _Shape(tiles, switch, cached), steps=15) for tiles, switch in TILINGS), key=lambda s: s.cost
-    )
+    shapes = [_Shape(tiles, switch, cached) for tiles, switch in TILINGS if switch == NEVER or _shown(table, switch)]
+    rough = sorted((_finish(table, shape, steps=15) for shape in shapes), key=lambda s: s.cost)
     return min((_finish(table, s.shape) for s in rough[:6]), key=lambda s: s.cost)
 
 
@@ -211,7 +217,7 @@ def fit_moe(
         held = fold == number
         part = _finish(_take(table, ~held), best.shape)
         predicted[held] = _predict(part.x, _take(table, held), part.shape)
-    return MoeFit(_params(best), fit_error(predicted, cells))
+    return MoeFit(_params(best, table), fit_error(predicted, cells))
 
 
 def fit_error(predicted: NDArray[np.float64], cells: Sequence[MoeCell]) -> FitError:
@@ -224,11 +230,14 @@ def fit_error(predicted: NDArray[np.float64], cells: Sequence[MoeCell]) -> FitEr
     return FitError(round(float(error.mean()), 2), round(float(error[worst]), 2), len(cells), label)
 
 
-def _params(solution: _Solution) -> MoeParams:
+def _params(solution: _Solution, table: _Table) -> MoeParams:
     x = [float(f"{value:.6g}") for value in solution.x]
-    cache = {"cache_bytes": x[10], "cache_bytes_per_us": x[11]} if solution.shape.cached else {}
+    # A cache that is slower than memory, or that no warm cell fits in, is an artefact of the fit.
+    fits = bool((table.warm & (table.active * table.nbytes <= x[10])).any()) if solution.shape.cached else False
+    cache = {"cache_bytes": x[10], "cache_bytes_per_us": x[11]} if fits and x[11] > x[2] else {}
+    large = x[5] if solution.shape.switch < NEVER else x[4]
     return MoeParams(
-        overhead_us=x[0], token_us=x[1], stream_bytes_per_us=x[2], row_us=x[3], tile_flops_per_us=(x[4], x[5]),
+        overhead_us=x[0], token_us=x[1], stream_bytes_per_us=x[2], row_us=x[3], tile_flops_per_us=(x[4], large),
         sharpness=x[6], fill_penalty=x[7], partial_penalty=x[8], overlap=x[9], tile_rows=solution.shape.tiles,
         switch_rows=solution.shape.switch, **cache,
     )  # fmt: skip

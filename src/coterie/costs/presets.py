@@ -163,19 +163,19 @@ def measured_link(preset: Preset) -> Link:
 
 
 def moe_params(fit: ShapeFit, dtype: WeightDtype) -> MoeParams:
-    """Of the dtype if it was measured; else those of the nearest one in size, scaled by bytes.
+    """Of the dtype if it was measured; else derived from the widest one that was.
 
-    Streaming then follows the bytes. A decode kernel for narrower weights is taken to keep as close to streaming as
-    the measured one (its small tile speeds up with the bytes), and a prefill kernel to compute in 16 bits after
-    unpacking, as mxfp4 does on Hopper.
+    Streaming follows the bytes by itself. Compute is taken at the 16-bit rate, since narrower weights are unpacked to
+    16 bits where the device has no units for them (mxfp4 on Hopper), in tiles of 16 rows in decode and 64 past that,
+    as kernels for such weights choose them.
     """
     if dtype in fit.moe:
         return fit.moe[dtype].params
-    near = min(fit.moe, key=lambda known: abs(math.log(BYTES_PER_WEIGHT[known] / BYTES_PER_WEIGHT[dtype])))
-    params, ratio = fit.moe[near].params, BYTES_PER_WEIGHT[dtype] / BYTES_PER_WEIGHT[near]
-    widest = max(fit.moe, key=lambda known: BYTES_PER_WEIGHT[known])
-    small, large = params.tile_flops_per_us[0] / ratio, fit.moe[widest].params.tile_flops_per_us[1]
-    return msgspec.structs.replace(params, tile_flops_per_us=(small, large))
+    widest = fit.moe[max(fit.moe, key=lambda known: BYTES_PER_WEIGHT[known])].params
+    rate = widest.tile_flops_per_us[0]
+    return msgspec.structs.replace(
+        widest, tile_rows=(16, 64), switch_rows=16.0, tile_flops_per_us=(rate, rate), partial_penalty=0.0
+    )
 
 
 def nearest_shape(preset: Preset, spec: ModelSpec) -> str:

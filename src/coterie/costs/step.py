@@ -55,7 +55,9 @@ class Batch(NamedTuple):
     prefill_tokens: int = 0
     """Prompt tokens computed in this step."""
     prefill_context: int = 0
-    """Tokens already cached before them (chunked prefill, prefix hits)."""
+    """Tokens already cached before them (chunked prefill, prefix hits), summed."""
+    prefill_requests: int = 1
+    """Prompts those tokens belong to; each attends to itself alone."""
 
     @property
     def tokens(self) -> int:
@@ -115,6 +117,8 @@ class StepModel:
         spec = self.spec
         if load.ndim != 2 or load.shape[1] != spec.num_experts:
             raise ConfigError(f"load has shape {load.shape}; expected [layer, {spec.num_experts}]")
+        if load.size and load.min() < 0:
+            raise ConfigError(f"load holds {load.min()}; tokens must not be negative")
         arguments = (
             self.moe.array(), float(tokens), spec.expert_bytes(self.dtype), 2.0 * spec.expert_params,
             self.options.cache_resident,
@@ -129,10 +133,10 @@ class StepModel:
             times[layer] = max(layer_us(p, rank, batch, nbytes, flops, resident) for rank in per_rank)
         return times * 1e-6
 
-    def dense_s(self, tokens: int) -> float:
-        """All projections of one step that every token passes: attention's, shared and dense MLPs, output head."""
-        spec, total = self.spec, 0.0
-        for shapes, times in dense_shapes(spec):
+    def dense_s(self, tokens: int, outputs: int | None = None) -> float:
+        """Projections of one step: attention's, shared and dense MLPs, and the head for the `outputs` that need it."""
+        total = self._gemm_us(tokens if outputs is None else outputs, self.spec.vocab_size, self.spec.hidden_size)
+        for shapes, times in dense_shapes(self.spec):
             total += times * sum(self._gemm_us(tokens, n, k) for n, k in shapes)
         return total * 1e-6
 
@@ -146,9 +150,11 @@ class StepModel:
             work = attention_work(spec, batch.decode_requests, 1, batch.decode_context + batch.decode_requests)
             total += self.decode_attention.us(work.nbytes, work.flops)
         if batch.prefill_tokens:
-            context = batch.prefill_context + batch.prefill_tokens / 2  # on average, half of itself lies before a token
-            work = attention_work(spec, 1, batch.prefill_tokens, context)
-            total += self.prefill_attention.us(work.nbytes, work.flops)
+            each = -(-batch.prefill_tokens // batch.prefill_requests)
+            context = batch.prefill_context + batch.prefill_tokens / 2  # on average, half of its prompt lies before one
+            work = attention_work(spec, batch.prefill_requests, each, context)
+            law = self.prefill_attention if each > 1 else self.decode_attention
+            total += law.us(work.nbytes, work.flops)
         return total * spec.num_layers * 1e-6
 
     def step(
@@ -159,15 +165,30 @@ class StepModel:
         traffic: Traffic | None = None,
     ) -> StepTime:
         """The whole step. `load` [MoE layer, expert] tokens of all ranks together; `batch` is one rank's."""
+        if len(load) != self.spec.num_moe_layers:
+            raise ConfigError(f"load has {len(load)} layers; {self.spec.name} has {self.spec.num_moe_layers} MoE ones")
+        if placement is not None and placement.num_ranks != self.topology.num_ranks:
+            raise ConfigError(
+                f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={self.topology.num_ranks}"
+            )
+        if not batch.tokens:
+            return StepTime(0.0, 0.0, 0.0, np.zeros(len(load)), np.zeros(len(load)))
         tokens = self.options.padded(batch.tokens) if not batch.prefill_tokens else batch.tokens
         moe = self.moe_s(load, tokens, placement)
         exchange = np.zeros(len(moe))
         if placement is not None and placement.num_ranks > 1:
-            used = traffic or Traffic.expected(self.spec, tokens, self.topology)
-            exchange[:] = all_to_all_us(used, self.topology) * 1e-6
+            per_layer = [traffic] * len(moe) if traffic else self._traffic(load, placement)
+            exchange = np.array([all_to_all_us(one, self.topology) for one in per_layer]) * 1e-6
             exchange = np.maximum(0.0, exchange - self.options.overlap * moe)
         routing = self.routing.us(tokens) * 1e-6 * len(moe) if self.routing else 0.0
-        return StepTime(self.attention_s(batch), self.dense_s(tokens), routing, moe, exchange)
+        outputs = batch.decode_requests + (batch.prefill_requests if batch.prefill_tokens else 0)
+        return StepTime(self.attention_s(batch), self.dense_s(tokens, outputs), routing, moe, exchange)
+
+    def _traffic(self, load: NDArray[np.integer], placement: Placement) -> list[Traffic]:
+        """Per layer, from what arrives at the busiest rank; replicas share tokens wherever those come from."""
+        slots = slot_tokens(load, placement)
+        arriving = slots.reshape(len(slots), placement.num_ranks, -1).sum(axis=2).max(axis=1)
+        return [Traffic.arriving(rows, self.spec, self.topology) for rows in arriving]
 
     def move_s(self, link: Link | str = "host-to-device", experts: int = 1) -> float:
         """Moving one layer's weights of some experts over a link, or over a path measured on this device."""
@@ -233,10 +254,10 @@ def attention_work(spec: ModelSpec, batch: int, query: int, context: float) -> W
 
 
 def dense_shapes(spec: ModelSpec) -> list[tuple[list[tuple[int, int]], int]]:
-    """(n, k) of the projections every token passes, with how many layers have them."""
+    """(n, k) of the projections every token passes, with how many layers have them; the head is not among them."""
     hidden, heads = spec.hidden_size, spec.num_heads * spec.head_dim
     kv = spec.kv_lora_rank + spec.rope_head_dim if spec.kv_lora_rank else 2 * spec.num_kv_heads * spec.head_dim
-    shapes = [([(heads, hidden), (kv, hidden), (hidden, heads)], spec.num_layers), ([(spec.vocab_size, hidden)], 1)]
+    shapes = [([(heads, hidden), (kv, hidden), (hidden, heads)], spec.num_layers)]
     moe, dense = spec.num_moe_layers, spec.num_layers - spec.num_moe_layers
     if spec.shared_intermediate_size:
         inner = spec.shared_intermediate_size

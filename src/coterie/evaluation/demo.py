@@ -144,6 +144,7 @@ def _prefill(trace: ActivationTrace, model: StepModel, requests: NDArray[np.int6
     ids = np.concatenate([trace.request(int(request)).only(PREFILL) for request in requests])
     load = footprint(ids, model.spec.num_experts)
     placement = Placement.linear(len(load), model.spec.num_experts, RANKS)
-    step = model.step(load, Batch(prefill_tokens=len(ids) // RANKS), placement)
+    batch = Batch(prefill_tokens=len(ids) // RANKS, prefill_requests=max(1, len(requests) // RANKS))
+    step = model.step(load, batch, placement)
     balance = balancedness(placement.rank_load(load))
     return _Step(float((load > 0).sum(axis=1).mean()), balance, float(step.moe_s.sum()), step.total_s)

@@ -37,7 +37,7 @@ from coterie.traces.requests import (
     write_requests,
 )
 from coterie.traces.store import ArrayFile, ArrayFileWriter, ArraySpec, write_json
-from coterie.types import DECODE, narrowest_uint
+from coterie.types import DECODE, PREFILL, narrowest_uint
 
 OPTIONAL = ("token_ids", "gate_weights")
 
@@ -327,6 +327,8 @@ def _check_shapes(
         raise ConfigError(f"offsets of {name} must run from 0 to the {len(tokens.phase)} tokens")
     if deep and (np.diff(offsets) < 0).any():
         raise ConfigError(f"offsets of {name} must not fall")
+    if deep and len(tokens.phase) and int(tokens.phase.max()) > DECODE:
+        raise ConfigError(f"phase={int(tokens.phase.max())} must be {PREFILL} (prefill) or {DECODE} (decode)")
 
 
 def _phase_lengths(phase: NDArray[np.uint8], offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -373,6 +375,8 @@ class ActivationWriter:
         self._entries: list[dict[str, Any]] = []
         self._parts: list[tuple[Activations, NDArray[np.int64], RequestTrace]] = []
         self._pending_tokens = 0
+        self._columns: frozenset[str] | None = None
+        self._closed = False
         self._commit()
 
     def append(
@@ -401,13 +405,27 @@ class ActivationWriter:
         self.append_many(Activations(np.asarray(expert_ids), phases, token_ids, gate_weights), offsets, row)
 
     def append_many(self, tokens: Activations, offsets: NDArray[np.int64], requests: RequestTrace) -> None:
-        """Several requests at once; ids are checked before anything is kept."""
+        """Several requests at once, copied; all is checked before anything is kept."""
+        if self._closed:
+            raise ConfigError(f"{self.folder} is closed; nothing can be appended")
+        if not np.issubdtype(tokens.expert_ids.dtype, np.integer):
+            raise ConfigError(f"expert_ids is {tokens.expert_ids.dtype}; expected whole numbers")
         _check_ids(tokens.expert_ids, self.meta, "expert_ids")
-        narrow = tokens._replace(expert_ids=tokens.expert_ids.astype(narrowest_uint(self.meta.num_experts - 1)))
+        narrow = Activations(
+            tokens.expert_ids.astype(narrowest_uint(self.meta.num_experts - 1)),
+            tokens.phase.copy(),
+            None if tokens.token_ids is None else tokens.token_ids.copy(),
+            None if tokens.gate_weights is None else tokens.gate_weights.copy(),
+        )
+        columns = _columns(tokens, requests)
+        if self._columns is not None and columns != self._columns:
+            differing = ", ".join(sorted(columns ^ self._columns))
+            raise ConfigError(f"{differing}: given for some requests and not for others; give it for all or for none")
         _check_shapes("the appended requests", self.meta, narrow, offsets)
         if len(requests) != len(offsets) - 1:
             raise ConfigError(f"requests has {len(requests)} rows; offsets describe {len(offsets) - 1} requests")
-        self._parts.append((narrow, offsets, requests))
+        self._columns = columns
+        self._parts.append((narrow, np.array(offsets), requests))
         self._pending_tokens += len(tokens.phase)
         if self._pending_tokens >= self.flush_tokens:
             self.flush()
@@ -442,8 +460,11 @@ class ActivationWriter:
         write_json(self.folder / "meta.json", self.meta.json(self._entries))
 
     def close(self) -> None:
-        """Flush, and join the segments into the final two files."""
+        """Flush, and join the segments into the final two files. Closing again does nothing."""
+        if self._closed:
+            return
         self.flush()
+        self._closed = True
         if not self._entries:
             empty = ActivationTrace(self.meta, [_empty_segment(self.meta)], RequestTrace(*_no_lengths()))
             self._finish(empty, [])
@@ -468,6 +489,13 @@ class ActivationWriter:
             self.close()
         else:
             self.flush()  # keep what was recorded; the segments read as they are
+
+
+def _columns(tokens: Activations, requests: RequestTrace) -> frozenset[str]:
+    """What was recorded beside the ids: a trace has a column for all its requests or for none."""
+    given = {name for name in OPTIONAL if getattr(tokens, name) is not None}
+    given |= {n for n in ("arrival_s", "ids", "domains", "prefix_blocks") if getattr(requests, n) is not None}
+    return frozenset(given | {f"extra.{name}" for name in requests.extra})
 
 
 def _entry(activations: str, requests: str, trace: ActivationTrace) -> dict[str, Any]:
