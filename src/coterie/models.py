@@ -178,6 +178,8 @@ def _shared_width(reader: _Config, hidden: int, expert_width: int) -> int:
 
 def _moe_layers(reader: _Config, num_layers: int) -> range:
     """The MoE layers as a range; raises where they follow no (first, step)."""
+    if num_layers > 10_000:
+        reader.fail("num_hidden_layers", f"found {num_layers}, expected at most 10000")
     ids = _moe_layer_ids(reader, num_layers)
     if not ids:
         reader.fail("MoE layers", f"none of the {num_layers} layers is one")
@@ -281,12 +283,12 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise TraceError(path, "file", "does not exist") from None
     except OSError as error:
         raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
-    except ValueError as error:  # covers bad UTF-8 too
+    except (ValueError, RecursionError) as error:  # covers bad UTF-8 too
         raise TraceError(path, "JSON", f"cannot be parsed: {error}") from None
     if not isinstance(value, dict):
         raise TraceError(path, "JSON", f"must be an object, found {type(value).__name__}")

@@ -78,6 +78,8 @@ class ModelSpec:
         ):  # fmt: skip
             if getattr(self, field) < 1:
                 raise ConfigError(f"{self.name}: {field}={getattr(self, field)} must be at least 1")
+        if self.num_layers > 10_000:
+            raise ConfigError(f"{self.name}: num_layers={self.num_layers} must be at most 10000")
         if self.top_k > self.num_experts:
             raise ConfigError(f"{self.name}: top_k={self.top_k} must be at most num_experts={self.num_experts}")
         if not 0 <= self.first_moe_layer < self.num_layers:

@@ -282,3 +282,22 @@ def test_interrupt_ends_with_130_and_prints_no_result(tmp_path: Path):
 def test_a_request_trace_is_no_activation_trace(run: Callable[..., Ran], tmp_path: Path):
     RequestTrace(np.array([1]), np.array([1]), np.array([0.0])).save(tmp_path / "requests")
     check_one_line(run("generate", tmp_path / "out", "--like", tmp_path / "requests"), "must be an activation trace")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["nonverb"], ["generate", "g", "--seed", "-1"], ["demo", "--seed", "-1"], ["models", "x" * 300],
+     ["models", "--config", "y" * 300], ["generate", "pyproject.toml/x"]],
+)  # fmt: skip
+def test_what_the_system_refuses_is_one_line_too(arguments):
+    done = subprocess.run([sys.executable, "-c", "from coterie.cli.main import main; main()", *arguments],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_has_enough_is_no_failure():
+    pipe = f"set -o pipefail; {sys.executable} -c 'from coterie.cli.main import main; main()' models --json | true"
+    assert subprocess.run(["bash", "-c", pipe], check=False).returncode == 0

@@ -100,7 +100,7 @@ def test_interrupt_leaves_no_trace(tmp_path):
     )
     try:
         started = time.monotonic()
-        while not (target / "activations.safetensors.tmp").exists():
+        while not list(tmp_path.glob(".t.*/trace/activations.safetensors.tmp")):
             assert process.poll() is None, process.stderr.read().decode()
             assert time.monotonic() - started < 60
             time.sleep(0.02)
@@ -111,4 +111,4 @@ def test_interrupt_leaves_no_trace(tmp_path):
         process.wait()
     assert process.returncode == 130
     assert b"Traceback" not in stderr
-    assert not target.exists()
+    assert list(tmp_path.iterdir()) == [], "neither a trace nor a temporary folder stays"

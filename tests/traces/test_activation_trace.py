@@ -227,7 +227,7 @@ def test_refuses_to_overwrite(tmp_path, rng):
             attempt(tmp_path / "t")
     assert {path: path.read_bytes() for path in (tmp_path / "t").iterdir()} == before
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="is a file; a trace is a folder"):
+    with pytest.raises(ConfigError, match="is not a folder; a trace is one"):
         trace.save(tmp_path / "file")
 
 
@@ -263,7 +263,7 @@ def test_a_table_with_other_rows_is_refused(tmp_path, rng):
         ("format", "other", "format"), ("version", 2, "version"), ("kind", "load", "kind"), ("kind", "x", "kind"),
         ("num_experts", 200, "shape"), ("num_experts", "300", "shape"), ("num_experts", 0, "shape"),
         ("num_layers", 3, "shape"), ("num_layers", None, "shape"), ("top_k", 2, "shape"), ("top_k", 3.0, "shape"),
-        ("layer_ids", [1], "shape"), ("layer_ids", 5, "shape"), ("segments", None, "shape"),
+        ("layer_ids", [1], "shape"), ("layer_ids", 5, "shape"), ("segments", None, "segments"),
         ("segments", [{}], "activations"),
         ("segments", [{"activations": "a", "requests": "b", "num_tokens": "many"}], "shape"),
         ("num_experts", ..., "num_experts"), ("model", ..., "model"), ("segments", ..., "segments"),

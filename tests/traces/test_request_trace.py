@@ -50,7 +50,7 @@ def test_take_a_slice():
     ("columns", "message"),
     [
         ({"output_tokens": np.array([1])}, "output_tokens has 1 rows; prompt_tokens has 2"),
-        ({"output_tokens": np.array([1, -4])}, "output_tokens=-4 must not be negative"),
+        ({"output_tokens": np.array([1, -4])}, "output_tokens=-4 must be in 0"),
         ({"arrival_s": np.array([0.0, np.nan])}, r"arrival_s\[1\]=nan must be a finite time"),
         ({"extra": {"user": ["x"]}}, "user has 1 rows"),
         ({"block_tokens": 16}, "prefix_blocks and block_tokens must be given together"),
@@ -83,3 +83,32 @@ def test_folder_is_never_written_over_and_a_lost_row_is_seen(tmp_path: Path):
     (tmp_path / "t/meta.json").write_text(json.dumps(meta | {"num_requests": 4}))
     with pytest.raises(TraceError, match=r"requests.parquet: rows: found 3, meta.json says 4"):
         RequestTrace.open(tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("prompt_tokens", [1, None], "prompt_tokens: holds int64, expected whole numbers without gaps"),
+        ("prompt_tokens", [1.5, 2.0], "prompt_tokens: holds double, expected whole numbers"),
+        ("prompt_tokens", ["7", "8"], "prompt_tokens: holds string, expected whole numbers"),
+        ("prompt_tokens", [1, 1 << 41], "prompt_tokens=2199023255552 must be in 0"),
+        ("domain", [1, 2], "domain: holds int64, expected text"),
+        ("arrival_s", [0.0, float("nan")], "must be a finite time"),
+    ],
+)
+def test_a_table_with_wrong_columns_is_refused(tmp_path, column, values, message):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    RequestTrace(np.array([1, 2]), np.array([3, 4]), np.array([0.0, 1.0])).save(tmp_path / "t")
+    columns = {"prompt_tokens": [1, 2], "output_tokens": [3, 4], "arrival_s": [0.0, 1.0], column: values}
+    pq.write_table(pa.table(columns), tmp_path / "t" / "requests.parquet")
+    with pytest.raises(TraceError, match=message):
+        RequestTrace.open(tmp_path / "t")
+
+
+def test_columns_that_mix_kinds_are_refused_before_anything_is_written(tmp_path):
+    trace = RequestTrace(np.array([1, 2]), np.array([3, 4]), extra={"x": [1, "a"]})
+    with pytest.raises(ConfigError, match="column 'x' mixes kinds"):
+        trace.save(tmp_path / "t")
+    assert not list(tmp_path.glob("t/*"))

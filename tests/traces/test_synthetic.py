@@ -253,9 +253,10 @@ def test_interruption_leaves_nothing(tmp_path, error):
     assert not (tmp_path / "t").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("kept")
-    with pytest.raises(error):
+    with pytest.raises(ConfigError, match="is not empty"):
         generate_to(tmp_path / "mine", SMALL, np.random.default_rng(0), requests=5, progress=stop)
     assert [file.name for file in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"], "no temporary folder stays"
 
 
 def test_a_trace_is_never_written_over(tmp_path):

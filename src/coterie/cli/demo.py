@@ -10,7 +10,7 @@ from coterie.cli.output import JsonOption, out, print_json, print_table, reporti
 
 
 def demo_command(
-    seed: Annotated[int, typer.Option(help="Same seed, same numbers.")] = 0,
+    seed: Annotated[int, typer.Option(help="Same seed, same numbers.", min=0)] = 0,
     requests: Annotated[int, typer.Option(help="Requests to draw.", min=64)] = 640,
     json: JsonOption = False,
 ) -> None:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import NoReturn
 
 import typer
 from rich.markup import escape
@@ -39,16 +41,40 @@ app.command("inspect")(inspect_command)
 app.command("models")(models_command)
 
 
+# Typer carries its own copy of Click's exceptions in newer versions: find the class rather than name a module.
+_CommandLineError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
 def main() -> None:
-    """Entry point of the ``coterie`` command."""
+    """Entry point of the ``coterie`` command: every failure is one line and an exit code, never a traceback."""
     try:
-        app()
+        code = app(standalone_mode=False)
+    except SystemExit as error:  # Typer turns a closed stdout into exit code 1, which here means "the answer is no"
+        code = _closed_pipe() if isinstance(error.__context__, BrokenPipeError) else error.code
     except CoterieError as error:
-        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
+        _fail(str(error))
+    except _CommandLineError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+            sys.exit(2)
+        _fail(error.format_message())  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
         err.print("interrupted")
         sys.exit(130)
-    except BrokenPipeError:  # stdout was closed by the reader, such as head
-        sys.stderr.close()
-        sys.exit(0)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}")
+    except (MemoryError, RecursionError) as error:
+        _fail(f"the input asks for more than this machine has: {error or type(error).__name__}")
+    sys.exit(code)
+
+
+def _closed_pipe() -> int:
+    """The reader of stdout, such as head, has what it wanted; what is still buffered goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _fail(message: str) -> NoReturn:
+    err.print(f"[bold red]error:[/] {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
+    sys.exit(2)

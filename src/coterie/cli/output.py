@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 
@@ -66,7 +67,7 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]
         numeric = all(isinstance(row[index][1], int | float) or row[index][1] is None for row in raw) and bool(raw)
         table.add_column(column, justify="right" if numeric else "left")
     for row in cells:
-        table.add_row(*(text for text, _ in row))
+        table.add_row(*(Text(text) for text, _ in row))  # a name in brackets is a name, not markup
     out.print(table)
 
 
@@ -81,9 +82,3 @@ def _cell(value: Any) -> tuple[str, Any]:
     if isinstance(value, int):
         return f"{value:,}", value
     return str(value), value
-
-
-def fail(message: str, code: int = 2) -> NoReturn:
-    """One line on stderr and an exit code: 1 the answer is no, 2 bad input."""
-    err.print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
-    raise typer.Exit(code)

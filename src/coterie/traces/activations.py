@@ -40,6 +40,8 @@ from coterie.traces.store import ArrayFile, ArrayFileWriter, ArraySpec, write_js
 from coterie.types import DECODE, PREFILL, narrowest_uint
 
 OPTIONAL = ("token_ids", "gate_weights")
+MAX_EXPERTS = 1 << 16
+"""Experts of a layer, at most: far past any model, and small enough that a false number cannot exhaust memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,14 @@ class TraceMeta:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
-        if self.top_k > self.num_experts:
-            raise ConfigError(f"top_k={self.top_k} must be at most num_experts={self.num_experts}")
+        if self.top_k > self.num_experts or self.num_experts > MAX_EXPERTS:
+            raise ConfigError(
+                f"top_k={self.top_k} must be at most num_experts={self.num_experts}, and that at most {MAX_EXPERTS}"
+            )
+        if self.layer_ids is not None and not all(isinstance(n, int) for n in self.layer_ids):
+            raise ConfigError(f"layer_ids={self.layer_ids} must be whole numbers")
+        if not isinstance(self.source, Mapping):
+            raise ConfigError(f"source={self.source!r} must be an object")
         if self.layer_ids is not None and len(self.layer_ids) != self.num_layers:
             raise ConfigError(f"layer_ids has {len(self.layer_ids)} entries; num_layers={self.num_layers}")
 
@@ -159,10 +167,14 @@ class ActivationTrace:
                 top_k=raw["top_k"], layer_ids=tuple(layer_ids) if layer_ids else None,
                 source=raw.get("source") or {}, block_tokens=raw.get("block_tokens"),
             )  # fmt: skip
+            if not isinstance(raw["segments"], list) or not all(isinstance(e, dict) for e in raw["segments"]):
+                raise TraceError(folder / "meta.json", "segments", "must be a list of objects")
             entries = [(str(e["activations"]), str(e["requests"]), int(e["num_tokens"])) for e in raw["segments"]]
         except KeyError as error:
             raise TraceError(folder / "meta.json", str(error.args[0]), "is missing") from None
-        except (ConfigError, TypeError, ValueError) as error:
+        except TraceError:
+            raise
+        except (ConfigError, TypeError, ValueError, OverflowError) as error:
             raise TraceError(folder / "meta.json", "shape", str(error)) from None
         if not entries:  # recording began, nothing was flushed yet
             return cls(meta, [_empty_segment(meta)], RequestTrace(*_no_lengths()))
@@ -281,6 +293,9 @@ class ActivationTrace:
                     _check_ids(ids[start : start + (1 << 18)], self.meta, "expert_ids", start)
                 except ConfigError as error:
                     raise TraceError(name, "expert_ids", str(error)) from None
+                gates = segment.tokens.gate_weights
+                if gates is not None and not np.isfinite(gates[start : start + (1 << 18)]).all():
+                    raise TraceError(name, "gate_weights", f"holds NaN or infinity after token {start}")
                 if segment.file is not None:
                     segment.file.release()
 

@@ -7,7 +7,7 @@ In memory a request trace is columns of NumPy arrays; on disk, a folder with ``m
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,8 @@ from coterie.traces.store import read_json, write_json
 
 FORMAT = "coterie-trace"
 VERSION = 1
+MAX_TOKENS = 1 << 40
+"""Tokens of one request, at most: sums over any trace then fit in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,14 @@ class RequestTrace:
             if column is not None and len(column) != count:
                 raise ConfigError(f"{name} has {len(column)} rows; prompt_tokens has {count}")
         for name in ("prompt_tokens", "output_tokens"):
-            if count and int(getattr(self, name).min()) < 0:
-                raise ConfigError(f"{name}={int(getattr(self, name).min())} must not be negative")
+            low, high = (int(f(getattr(self, name), initial=0)) for f in (np.min, np.max))
+            if low < 0 or high > MAX_TOKENS:
+                raise ConfigError(f"{name}={low if low < 0 else high} must be in 0 … {MAX_TOKENS}")
         if self.arrival_s is not None and not np.isfinite(self.arrival_s).all():
             bad = int(np.flatnonzero(~np.isfinite(self.arrival_s))[0])
             raise ConfigError(f"arrival_s[{bad}]={self.arrival_s[bad]} must be a finite time")
+        if self.block_tokens is not None and not (isinstance(self.block_tokens, int) and self.block_tokens >= 1):
+            raise ConfigError(f"block_tokens={self.block_tokens!r} must be a whole number of at least 1")
         if (self.prefix_blocks is None) != (self.block_tokens is None):
             raise ConfigError("prefix_blocks and block_tokens must be given together")
 
@@ -123,13 +128,21 @@ class RequestTrace:
         raise TraceError(folder / "meta.json", "kind", f"{meta['kind']!r} has no requests")
 
 
-def new_trace_folder(path: str | Path) -> Path:
-    """Make the folder, refusing to write over a trace: bad input never loses data."""
+def check_new_folder(path: str | Path) -> Path:
+    """The folder of a trace to be written: new or empty, since bad input must never lose data."""
     folder = Path(path)
+    if not str(path) or folder.is_file():
+        raise ConfigError(f"{str(path)!r} is not a folder; a trace is one")
     if (folder / "meta.json").exists():
         raise ConfigError(f"{folder} holds a trace already; choose another folder or remove it first")
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file; a trace is a folder")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty; choose another folder")
+    return folder
+
+
+def new_trace_folder(path: str | Path) -> Path:
+    """Make the folder, refusing one that holds anything."""
+    folder = check_new_folder(path)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -170,7 +183,10 @@ def write_requests(path: Path, trace: RequestTrace) -> None:
         values = np.concatenate(list(trace.prefix_blocks)) if len(trace) else np.empty(0, np.int64)
         columns["prefix_blocks"] = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values))
     for name, column in trace.extra.items():
-        columns[f"extra.{name}"] = pa.array(list(column))
+        try:
+            columns[f"extra.{name}"] = pa.array(list(column))
+        except (pa.ArrowException, OverflowError, UnicodeEncodeError, ValueError, TypeError):
+            raise ConfigError(f"column {name!r} mixes kinds of values that one table column cannot hold") from None
     tmp = path.with_name(path.name + ".tmp")
     with tmp.open("wb") as stream:
         pq.write_table(pa.table(columns), stream, compression="zstd")
@@ -184,24 +200,39 @@ def read_requests(path: Path, block_tokens: int | None, source: Mapping[str, Any
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path)
+        with path.open("rb") as stream:  # given a path, Arrow would take names such as s3:x for addresses
+            table = pq.read_table(stream)
     except FileNotFoundError:
         raise TraceError(path, "file", "does not exist") from None
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise TraceError(path, "parquet", f"cannot be read: {str(error).splitlines()[0]}") from None
     names = table.column_names
 
+    def column_of(name: str, fits: Callable[[Any], bool], expected: str) -> Any:
+        if name not in names:
+            raise TraceError(path, name, f"is missing; the table has {', '.join(names)}")
+        column = table[name].combine_chunks()
+        if not fits(column.type) or column.null_count:
+            raise TraceError(path, name, f"holds {column.type}, expected {expected} without gaps")
+        return column
+
     def numbers(name: str, dtype: type) -> NDArray[Any]:
-        try:
-            return np.asarray(table[name].to_numpy(), dtype=dtype)
-        except KeyError:
-            raise TraceError(path, name, f"is missing; the table has {', '.join(names)}") from None
-        except (TypeError, ValueError, pa.ArrowInvalid):
-            raise TraceError(path, name, f"holds {table[name].type}, expected numbers without gaps") from None
+        fits = pa.types.is_integer if dtype is np.int64 else pa.types.is_floating
+        kind = "whole numbers" if dtype is np.int64 else "floating point numbers"
+        return np.asarray(column_of(name, fits, kind).to_numpy(zero_copy_only=False), dtype=dtype)
+
+    def texts(name: str) -> list[str] | None:
+        if name not in names:
+            return None
+        return list(column_of(name, lambda t: pa.types.is_string(t) or pa.types.is_large_string(t), "text").to_pylist())
+
+    def lists_of_hashes(kind: Any) -> bool:
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        return bool(is_list and pa.types.is_integer(kind.value_type))
 
     blocks = None
     if "prefix_blocks" in names and block_tokens:
-        column = table["prefix_blocks"].combine_chunks()
+        column = column_of("prefix_blocks", lists_of_hashes, "lists of whole numbers")
         offsets, values = column.offsets.to_numpy(), column.values.to_numpy().astype(np.int64)
         blocks = [values[a:b] for a, b in pairwise(offsets)]
     try:
@@ -209,8 +240,8 @@ def read_requests(path: Path, block_tokens: int | None, source: Mapping[str, Any
             prompt_tokens=numbers("prompt_tokens", np.int64),
             output_tokens=numbers("output_tokens", np.int64),
             arrival_s=numbers("arrival_s", np.float64) if "arrival_s" in names else None,
-            ids=table["id"].to_pylist() if "id" in names else None,
-            domains=table["domain"].to_pylist() if "domain" in names else None,
+            ids=texts("id"),
+            domains=texts("domain"),
             prefix_blocks=blocks,
             block_tokens=block_tokens if blocks is not None else None,
             extra={n.removeprefix("extra."): table[n].to_pylist() for n in names if n.startswith("extra.")},

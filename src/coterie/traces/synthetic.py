@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from coterie.traces.arrivals import (
     PoissonArrivals,
     draw_arrivals,
 )
-from coterie.traces.requests import RequestTrace, new_trace_folder, write_requests
+from coterie.traces.requests import RequestTrace, check_new_folder, write_requests
 from coterie.traces.store import ArrayFileWriter, write_json
 from coterie.types import DECODE, PREFILL, ModelSpec
 
@@ -252,13 +253,16 @@ def generate_to(
         _require_space(Path(path), tokens * token_bytes)
     work = _draw_workload(settings, rng, requests, tokens, preferences, source)
     _require_space(Path(path), work.num_tokens * token_bytes)
-    existed = Path(path).exists()
-    folder = new_trace_folder(path)
-    table, activations, meta = (folder / n for n in ("requests.parquet", "activations.safetensors", "meta.json"))
-    try:
-        write_requests(table, work.requests)
+    folder = check_new_folder(path)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the final place and moved there whole: an interruption leaves nothing, and of two writers one wins.
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+        part = Path(temporary) / "trace"
+        part.mkdir()
+        write_requests(part / "requests.parquet", work.requests)
         done, chunk_tokens = 0, max(1, CHUNK_BYTES // token_bytes)
-        with ArrayFileWriter(activations, work.meta.specs(work.num_tokens, len(work.requests))) as out:
+        specs = work.meta.specs(work.num_tokens, len(work.requests))
+        with ArrayFileWriter(part / "activations.safetensors", specs) as out:
             out.append("offsets", work.offsets)
             for chunk in work.chunks(chunk_tokens):
                 out.append("expert_ids", chunk.expert_ids)
@@ -266,15 +270,12 @@ def generate_to(
                 done += len(chunk.phase)
                 if progress is not None:
                     progress(done, work.num_tokens)
-        segment = {"activations": activations.name, "requests": table.name, "num_tokens": work.num_tokens}
-        write_json(meta, work.meta.json([segment]))
-    except BaseException:  # Ctrl-C too: what is half written must not be taken for a trace
-        for file in (meta, activations, table):
-            file.unlink(missing_ok=True)
-            file.with_name(file.name + ".tmp").unlink(missing_ok=True)
-        if not existed:
-            folder.rmdir()
-        raise
+        segment = {"activations": "activations.safetensors", "requests": "requests.parquet", "num_tokens": done}
+        write_json(part / "meta.json", work.meta.json([segment]))
+        try:
+            part.rename(folder)  # replaces an empty folder, and no other
+        except OSError:
+            raise ConfigError(f"{folder} was written by another program meanwhile; choose another folder") from None
     return ActivationTrace.open(folder)
 
 

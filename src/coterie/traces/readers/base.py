@@ -71,7 +71,8 @@ def detect(path: Path) -> str:
         raise TraceError(path, "file", "does not exist")
     matches = [name for name in readers if readers[name].sniff(path)]
     if not matches:
-        raise TraceError(path, "format", f"is unknown; give one of {', '.join(readers)}")
+        known = ", ".join(readers)
+        raise TraceError(path, "format", f"is unknown, or the file is empty or cut: --from FORMAT says more ({known})")
     if len(matches) > 1:
         raise TraceError(path, "format", f"could be {' or '.join(matches)}; say which with --from")
     return matches[0]
