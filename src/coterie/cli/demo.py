@@ -31,13 +31,13 @@ def demo_command(
     )
     print_table(
         "What runs together decides how long a step takes",
-        ["step", "which requests", "distinct", "balance", "experts ms", "step ms", "change"],
+        ["step", "together", "distinct", "balance", "experts", "step", "change"],
         [
             [r.step, r.requests, r.distinct_experts, r.balancedness, r.experts_ms, r.step_ms,
              f"{r.against_arrival_pct:+.1f}%"]
             for r in result.rows
         ],
-        note="distinct: experts touched per layer; balance: mean rank's load ÷ slowest rank's",
+        note="distinct: experts touched per layer; balance: mean rank ÷ slowest; times in ms",
     )
     best = {row.step: row for row in sorted(result.rows, key=lambda row: -row.step_ms)}
     decode, prefill = (best[row.step] for row in (result.rows[0], result.rows[-1]))

@@ -26,7 +26,7 @@ from coterie.traces.synthetic import generate, presets
 from coterie.types import DECODE, PREFILL, Placement, Topology, balancedness
 
 MODEL, RANKS = "qwen3-30b-a3b", 8
-WAYS = ("as they arrive", "alike together", "unlike together")
+WAYS = ("as they come", "alike", "unlike")
 Report = Callable[[str, int, int], None]
 
 
@@ -80,8 +80,8 @@ def run_demo(seed: int = 0, requests: int = 640, report: Report | None = None) -
     decode = partial(_decode, trace, _decode_positions(trace, rng), step_model(spec, "h200"))
     prefill = partial(_prefill, trace, step_model(spec, "h200", topology=Topology(RANKS)))
     rows = [
-        *_rows("decode, 1 GPU", trace, 32, decode, report),
-        *_rows(f"prefill, {RANKS} GPUs", trace, 64, prefill, report),
+        *_rows("decode 1 GPU", trace, 32, decode, report),
+        *_rows(f"prefill {RANKS} GPUs", trace, 64, prefill, report),
     ]
     domains = len(set(trace.requests.domains or ()))
     return DemoResult(rows, trace.num_requests, trace.num_tokens, domains, spec.name, "H200")
