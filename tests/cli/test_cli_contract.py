@@ -157,7 +157,7 @@ def bad_id_in_a_recording(folder: Path) -> Path:
 
 BAD = {
     # what is wrong: (how to make it, a file of that name is blamed, for this field)
-    "npz cut": (cut_npz, "routing.npz", "format"),  # its directory is at the end: nothing of a .npz is left to see
+    "npz cut": (cut_npz, "routing.npz", "is cut"),  # recognised by its name: its directory was at the end
     "npz of another shape": (lambda f: own_npz(f, expert_ids=np.zeros((6, 2), int)), "routing.npz", "expert_ids"),
     "npz with offsets past the tokens": (lambda f: own_npz(f, offsets=np.array([0, 9])), "routing.npz", "offsets"),
     "npz with an id that is no expert": (lambda f: own_npz(f, num_experts=np.array(7)), "routing.npz", "expert_ids"),
