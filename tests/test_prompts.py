@@ -30,6 +30,6 @@ def test_fields_are_filled_and_clean() -> None:
 
 
 def test_no_machine_path() -> None:
-    # A path such as /home/… or C:\Users\… would be somebody's own.
+    # A path of somebody's own machine has no place in a shipped prompt.
     own = re.compile(r"/(home|Users|root|work|mnt|tmp)/\w|[A-Z]:\\Users\\")
     assert [p.id for p in load_prompts() if own.search(p.prompt)] == []

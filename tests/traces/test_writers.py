@@ -52,7 +52,7 @@ def requests(draw: st.DrawFn, *, values: st.SearchStrategy[Any] = TEXT, mooncake
     )
 
 
-def same(one: RequestTrace, two: RequestTrace, without: tuple[str, ...] = ()) -> None:
+def check_same(one: RequestTrace, two: RequestTrace, without: tuple[str, ...] = ()) -> None:
     for name in ("prompt_tokens", "output_tokens", "arrival_s"):
         np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
     for name in ("ids", "domains"):
@@ -75,22 +75,22 @@ def round_trip(folder: Path, trace: Any, format: str) -> Any:
 
 @given(requests(values=JSON_VALUES))
 def test_jsonl_holds_everything(tmp_path_factory: pytest.TempPathFactory, trace: RequestTrace):
-    same(trace, round_trip(tmp_path_factory.mktemp("jsonl"), trace, "jsonl"))
+    check_same(trace, round_trip(tmp_path_factory.mktemp("jsonl"), trace, "jsonl"))
 
 
 @given(requests())
 def test_csv_holds_everything_but_blocks(tmp_path_factory: pytest.TempPathFactory, trace: RequestTrace):
-    same(trace, round_trip(tmp_path_factory.mktemp("csv"), trace, "csv"), without=("prefix_blocks",))
+    check_same(trace, round_trip(tmp_path_factory.mktemp("csv"), trace, "csv"), without=("prefix_blocks",))
 
 
 @given(requests(mooncake=True))
 def test_mooncake_holds_arrivals_lengths_and_blocks(tmp_path_factory: pytest.TempPathFactory, trace: RequestTrace):
-    same(trace, round_trip(tmp_path_factory.mktemp("mooncake"), trace, "mooncake"), without=("ids", "domains"))
+    check_same(trace, round_trip(tmp_path_factory.mktemp("mooncake"), trace, "mooncake"), without=("ids", "domains"))
 
 
 @given(requests())
 def test_coterie_holds_everything(tmp_path_factory: pytest.TempPathFactory, trace: RequestTrace):
-    same(trace, round_trip(tmp_path_factory.mktemp("coterie"), trace, "coterie"))
+    check_same(trace, round_trip(tmp_path_factory.mktemp("coterie"), trace, "coterie"))
 
 
 def activations(rng: np.random.Generator, **optional: Any) -> ActivationTrace:

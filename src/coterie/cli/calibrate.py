@@ -26,7 +26,8 @@ def calibrate_command(
 ) -> None:
     """Measure the MoE layer, attention, dense projections and copies here, and fit the step-time model.
 
-    On a GPU this takes under half a minute a shape and dtype. Without one it measures the CPU.
+    On a GPU this takes about half a minute a shape. Without one it measures the CPU, which takes minutes up to
+    --max-tokens 128 and far longer past that.
     """
     import msgspec
 
@@ -38,6 +39,8 @@ def calibrate_command(
 
     if output is not None and output.exists():
         raise ConfigError(f"{output} exists already; choose another name or remove it first")
+    if output is not None and not output.parent.is_dir():  # before measuring, not after
+        raise ConfigError(f"{output.parent} is not a folder; the preset cannot be written there")
     specs = [get_model(one) for one in model or ([] if config else ["qwen3-30b-a3b"])]
     if config:
         specs.append(model_from_config(config))
