@@ -1,0 +1,213 @@
+"""The worker's half: expert ids out of every MoE layer, into the slot store once a step.
+
+The hook runs inside the model. Under CUDA graphs it runs only while a graph is captured, and what it did is then
+replayed: so it does nothing but copy tensors into buffers that stay where they are. It takes the slots from the
+forward context in the same way, because both model runners keep the slot mapping in a buffer of their own that a graph
+reads again at each replay. How many rows of a step are real comes from the scheduler.
+
+On a CPU the buffers are read in place. On a GPU they are copied to pinned memory in the order of the stream, and a
+thread writes them to the store when the copy is done.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from coterie.errors import UnavailableError
+from coterie.footprints.slots import SlotStore
+
+RING = 8
+"""Steps that may be on their way from a GPU to the store; a ninth waits."""
+
+
+class StepEdits(NamedTuple):
+    """What the scheduler says of a step, for the store. Sent from its process to the worker's."""
+
+    step: int
+    num_tokens: int
+    forget: list[int]
+    """Slots whose KV comes from elsewhere."""
+    copies: list[tuple[int, int]]
+    """(source, target) blocks copied on write before the step."""
+
+
+class Layout(NamedTuple):
+    """Where this worker's tokens stand among the rows a MoE layer routes."""
+
+    start: int
+    stop: int
+    gather: bool = False
+    """The rows are a shard: gather the tensor-parallel group's first."""
+
+
+def local_rows(
+    rows: int, tokens_by_rank: Sequence[int] | None, rank: int, shards: Sequence[int] | None, tp_size: int
+) -> Layout:
+    """Under data parallelism a layer may see this rank's tokens, all ranks' (padded by shard or not), or a shard.
+
+    `tokens_by_rank` [data-parallel rank] and `shards` [data-parallel rank x shard] are the forward context's; without
+    data parallelism all rows are local.
+    """
+    if tokens_by_rank is None:
+        return Layout(0, rows)
+    local, total = tokens_by_rank[rank], sum(tokens_by_rank)
+    if rows == total:
+        start = sum(tokens_by_rank[:rank])
+        return Layout(start, start + local)
+    if rows == local:
+        return Layout(0, rows)
+    if shards is not None and rows == sum(shards):
+        start = sum(shards[: rank * (len(shards) // len(tokens_by_rank))])
+        return Layout(start, start + local)
+    if tp_size > 1 and rows == -(-local // tp_size):
+        return Layout(0, local, gather=True)
+    raise UnavailableError(
+        f"a MoE layer routes {rows} rows; of {total} tokens {local} are this rank's, in shards {shards}"
+    )
+
+
+class StepCapture:
+    """The hook of every MoE layer, and the buffers it fills. One a worker."""
+
+    def __init__(
+        self,
+        layer_ids: Sequence[int],
+        top_k: int,
+        num_experts: int,
+        max_tokens: int,
+        device: torch.device,
+        slots_of: Callable[[Any], torch.Tensor | None],
+        rank: int = 0,
+        tp_size: int = 1,
+        gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self.columns = {layer_id: column for column, layer_id in enumerate(layer_ids)}
+        self.top_k = top_k
+        dtype = torch.uint8 if num_experts <= 256 else torch.int16  # int16 is read as uint16: the bits are the same
+        self.ids = torch.zeros((max_tokens, len(layer_ids), top_k), dtype=dtype, device=device)
+        self.slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        self._slots_of = slots_of
+        self._rank, self._tp_size, self._gather = rank, tp_size, gather
+        self.on = True
+        """Whether the hook copies. A graph that was captured with it on goes on copying."""
+
+    def capture(self, layer_id: int, topk_ids: torch.Tensor, context: Any) -> None:
+        """Called by the layer with its tokens' experts [row, k], before replicas are chosen."""
+        column = self.columns.get(layer_id)
+        if column is None or not self.on:  # a draft model's layer
+            return
+        data = context.dp_metadata
+        if data is None:
+            rows = topk_ids
+        else:
+            by_rank = [int(n) for n in data.num_tokens_across_dp_cpu]
+            layout = local_rows(
+                len(topk_ids), by_rank, self._rank, getattr(data, "local_sizes", None), self._tp_size
+            )
+            rows = self._gather(topk_ids) if layout.gather and self._gather else topk_ids
+            rows = rows[layout.start : layout.stop]
+        count = min(len(rows), len(self.ids))
+        if column == 0:
+            slots = self._slots_of(context)
+            if slots is None:  # a warm-up step: nothing of it is kept
+                self.slots.fill_(-1)
+            else:
+                mapped = min(len(slots), len(self.slots))
+                self.slots[:mapped].copy_(slots[:mapped])
+        self.ids[:count, column].copy_(rows[:count, : self.top_k])
+
+
+def as_numpy(ids: torch.Tensor) -> NDArray[np.unsignedinteger]:
+    array: NDArray[np.unsignedinteger] = ids.numpy()
+    return array.view(np.uint16) if array.dtype == np.int16 else array
+
+
+class StoreWriter:
+    """Takes each step's buffers to the store, in the order of the steps."""
+
+    def __init__(self, store: SlotStore, capture: StepCapture, block_size: int) -> None:
+        self.store = store
+        self.capture = capture
+        self._block_size = block_size
+        self._ring: _Ring | None = None
+        if capture.ids.device.type == "cuda":
+            self._ring = _Ring(self)
+
+    def submit(self, edits: StepEdits) -> None:
+        """After a step's forward pass; on a GPU returns before the step has run."""
+        wanted = self.store.enabled
+        enabled = wanted and self.capture.on  # the hook was on during this step's forward pass
+        self.capture.on = wanted
+        if self._ring is not None:
+            self._ring.submit(edits, enabled)
+            return
+        count = min(edits.num_tokens, len(self.capture.ids))
+        self.write(edits, self.capture.slots[:count], self.capture.ids[:count], enabled)
+
+    def write(self, edits: StepEdits, slots: torch.Tensor, ids: torch.Tensor, enabled: bool) -> None:
+        if edits.forget:
+            self.store.forget(np.asarray(edits.forget, np.int64))
+        for source, target in edits.copies:
+            within = np.arange(self._block_size)
+            self.store.copy(source * self._block_size + within, target * self._block_size + within)
+        if enabled and len(slots):
+            self.store.write(slots.numpy(), as_numpy(ids), edits.step)
+        else:
+            self.store.skip(edits.step)
+
+    def close(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+
+
+class _Copy(NamedTuple):
+    edits: StepEdits
+    place: int
+    rows: int
+    done: Any  # torch.cuda.Event
+    enabled: bool
+
+
+class _Ring:
+    """Pinned copies of the buffers, and the thread that writes them to the store."""
+
+    def __init__(self, writer: StoreWriter) -> None:
+        self._writer = writer
+        capture = writer.capture
+        self._ids = torch.empty((RING, *capture.ids.shape), dtype=capture.ids.dtype, pin_memory=True)
+        self._slots = torch.empty((RING, len(capture.slots)), dtype=torch.int64, pin_memory=True)
+        self._events = [torch.cuda.Event(blocking=True) for _ in range(RING)]
+        self._free: queue.Queue[int] = queue.Queue()
+        for index in range(RING):
+            self._free.put(index)
+        self._copies: queue.Queue[_Copy | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="coterie-slots", daemon=True)
+        self._thread.start()
+
+    def submit(self, edits: StepEdits, enabled: bool) -> None:
+        index = self._free.get()
+        capture = self._writer.capture
+        count = min(edits.num_tokens, len(capture.ids)) if enabled else 0
+        if count:
+            self._ids[index, :count].copy_(capture.ids[:count], non_blocking=True)
+            self._slots[index, :count].copy_(capture.slots[:count], non_blocking=True)
+        self._events[index].record()
+        self._copies.put(_Copy(edits, index, count, self._events[index], enabled))
+
+    def _run(self) -> None:
+        while (copy := self._copies.get()) is not None:
+            copy.done.synchronize()
+            ids, slots = self._ids[copy.place, : copy.rows], self._slots[copy.place, : copy.rows]
+            self._writer.write(copy.edits, slots, ids, copy.enabled)
+            self._free.put(copy.place)
+
+    def close(self) -> None:
+        self._copies.put(None)
+        self._thread.join(timeout=5)

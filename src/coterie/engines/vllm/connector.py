@@ -1,0 +1,395 @@
+"""CoterieConnector: vLLM's KV connector that moves no KV and watches experts.
+
+One instance lives in the worker and feeds the slot store (:mod:`coterie.engines.vllm.capture`); another lives beside
+the scheduler, tells the worker what it needs to know of each step, and reads a request's slots when it ends, before
+its blocks are freed. That order makes a footprint exact even for a prefill of one step, whose worker metadata would
+arrive after the answer is built.
+
+Used alone or as a child of MultiConnector, beside whatever moves KV. Nothing here may take serving down: a failure is
+logged once, counted, and the hook returns what a connector without work returns.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+
+from coterie.engines.vllm.capture import StepCapture, StepEdits, StoreWriter
+from coterie.engines.vllm.engine import (
+    aborted,
+    attention_group,
+    bind,
+    block_copies,
+    captured_layers,
+    check_supported,
+    computed_tokens,
+    finish_reason,
+    moe_modules,
+    slots_of,
+)
+from coterie.engines.vllm.metrics import CoterieMetrics, CoterieStats, interval_gauges
+from coterie.engines.vllm.publisher import EventPublisher
+from coterie.engines.vllm.settings import PREFIX, ConnectorSettings
+from coterie.errors import CoterieError, InputError
+from coterie.footprints.slots import SlotShape, SlotStore, block_slots, store_folder, sweep
+from coterie.wire.expert_events import ExpertLoad, RequestExperts
+from coterie.wire.footprints import KEY, WireFootprint, encode_footprint
+
+logger = init_logger("vllm.coterie")  # under vLLM's logger, so that its handlers print it
+
+WRITTEN_TIMEOUT_S = 0.25
+"""How long a finished request waits for a GPU's copy of its last step; past that it goes without a footprint."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass
+class CoterieMetadata(KVConnectorMetadata):
+    """Scheduler to worker, every step."""
+
+    edits: StepEdits
+
+
+@dataclass
+class CoterieWorkerMetadata(KVConnectorWorkerMetadata):
+    """Worker to scheduler, every step: which step's output this is."""
+
+    step: int
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        return self
+
+
+def _guarded(default: Any) -> Callable[[F], F]:
+    """A hook that fails is logged, counted, and answers `default`."""
+
+    def decorate(hook: F) -> F:
+        @functools.wraps(hook)
+        def call(self: CoterieConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:
+                self._failed(hook.__name__, error)
+                return default
+
+        return cast(F, call)
+
+    return decorate
+
+
+class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the module's docstring; settings are :class:`~coterie.engines.vllm.settings.ConnectorSettings`."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config or {})
+        self._rank = int(vllm_config.parallel_config.data_parallel_rank)
+        self._path = self._settings.store_path(str(self._kv_transfer_config.engine_id), self._rank)
+        self._counters: dict[str, int] = {}
+        self._counters_sent: dict[str, int] = {}
+        self._told: set[str] = set()
+        self._store: SlotStore | None = None
+        self._group, self._block_size = -1, 0
+        # Worker.
+        self._writer: StoreWriter | None = None
+        self._step_done: int | None = None
+        # Scheduler.
+        self._step = 0
+        self._processed = 0
+        self._local: dict[str, int] = {}
+        self._layer_ids: tuple[int, ...] = ()
+        self._publisher: EventPublisher | None = None
+        self._sent = time.monotonic()
+        self._sent_totals = (0, 0, 0)
+        self._sent_load: np.ndarray[Any, np.dtype[np.uint64]] | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._start_scheduler()
+
+    # Both sides.
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    def _count(self, name: str, by: int = 1) -> None:
+        self._counters[name] = self._counters.get(name, 0) + by
+
+    def _failed(self, where: str, error: Exception) -> None:
+        self._count("errors")
+        if where not in self._told:
+            self._told.add(where)
+            trace = not isinstance(error, CoterieError)
+            logger.warning("coterie: %s failed, serving goes on: %r", where, error, exc_info=trace)
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        try:
+            self._start_capture(kv_caches)
+        except CoterieError as error:
+            logger.warning("coterie: experts are not captured: %s", error)
+        except Exception as error:
+            self._failed("register_kv_caches", error)
+
+    def _start_capture(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        config = self._vllm_config
+        check_supported(config)
+        self._group, self._block_size = attention_group(self._kv_cache_config)
+        modules = moe_modules(config)
+        layer_ids = captured_layers(modules, config)
+        shape = SlotShape(
+            self._kv_cache_config.num_blocks * self._block_size, len(layer_ids),
+            config.model_config.get_num_experts_per_tok(), config.model_config.get_num_experts(),
+        )  # fmt: skip
+        layer_name = self._kv_cache_config.kv_cache_groups[self._group].layer_names[0]
+
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group = get_tp_group()
+        capture = StepCapture(
+            layer_ids, shape.top_k, shape.num_experts, config.scheduler_config.max_num_batched_tokens,
+            next(iter(kv_caches.values())).device, functools.partial(slots_of, layer_name), self._rank,
+            group.world_size, lambda ids: group.all_gather(ids, dim=0),
+        )  # fmt: skip
+        bind(modules, capture)
+        if group.rank_in_group != 0:
+            return  # every rank sees the same experts; the first writes them down
+        for path in sweep(store_folder(), PREFIX):
+            logger.info("coterie: removed the slot store of a dead engine: %s", path.name)
+        self._store = SlotStore.create(shape, self._path, layer_ids)
+        self._writer = StoreWriter(self._store, capture, self._block_size)
+        kv_bytes = sum(tensor.size for tensor in self._kv_cache_config.kv_cache_tensors)
+        logger.info(
+            "coterie: capturing %d layers x top %d of %d experts; slot store %.1f MB for %d slots (blocks of %d), "
+            "%.2f%% of the KV cache",
+            shape.num_layers, shape.top_k, shape.num_experts, shape.nbytes / 1e6, shape.num_slots, self._block_size,
+            100 * shape.nbytes / max(1, kv_bytes),
+        )  # fmt: skip
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    @_guarded(None)
+    def wait_for_save(self) -> None:
+        """Once a step, after the forward pass."""
+        metadata = self._connector_metadata
+        if self._writer is None or not isinstance(metadata, CoterieMetadata):
+            return
+        self._writer.submit(metadata.edits)
+        self._step_done = metadata.edits.step
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return None if self._step_done is None else CoterieWorkerMetadata(self._step_done)
+
+    # Scheduler side.
+
+    def _start_scheduler(self) -> None:
+        try:
+            self._group, self._block_size = attention_group(self._kv_cache_config)
+            endpoint = self._settings.endpoint(self._rank)
+            if endpoint is not None:
+                self._publisher = EventPublisher(endpoint, self._rank, self._settings.events_queue)
+                logger.info("coterie: expert events on %s", endpoint)
+        except CoterieError as error:
+            self._count("errors")
+            logger.warning("coterie: %s", error)
+
+    def _slots(self) -> SlotStore | None:
+        """The worker's store, once it exists."""
+        if self._store is None and self._path.exists():
+            try:
+                self._store = SlotStore.attach(self._path)
+            except InputError:
+                return None
+            self._layer_ids = self._store.layer_ids
+        return self._store
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._local[request.request_id] = num_computed_tokens
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        return
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        self._step += 1
+        edits = StepEdits(self._step, scheduler_output.total_num_scheduled_tokens, [], [])
+        try:
+            edits = edits._replace(forget=self._loaded_slots(scheduler_output), copies=block_copies(scheduler_output))
+        except Exception as error:
+            self._failed("build_connector_meta", error)
+        return CoterieMetadata(edits)
+
+    def _loaded_slots(self, scheduler_output: Any) -> list[int]:
+        """Slots of requests that start this step with KV from elsewhere: from the local hit to what is computed."""
+        started = [
+            (new.req_id, new.num_computed_tokens, new.block_ids) for new in scheduler_output.scheduled_new_reqs
+        ]
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, computed, blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            if request_id in cached.resumed_req_ids and blocks is not None:
+                started.append((request_id, computed, blocks))
+        slots: list[int] = []
+        for request_id, computed, blocks in started:
+            local = self._local.pop(request_id, computed)
+            if local < computed:
+                slots.extend(block_slots(blocks[self._group], self._block_size, local, computed).tolist())
+        return slots
+
+    @_guarded(None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, CoterieWorkerMetadata):
+            self._processed = metadata.step
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,) * (self._group + 1))
+
+    @_guarded((False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Before the blocks are freed. Never asks to keep them."""
+        self._local.pop(request.request_id, None)
+        asked = self._wants_footprint(request)
+        listened = self._publisher is not None and self._publisher.wanted
+        if not (asked or listened) or self._group < 0:
+            return False, None
+        store = self._slots()
+        if store is None or not self._wait_written(store, request):
+            self._count("footprints_missing", int(asked))
+            return False, None
+        blocks = block_ids[self._group]
+        count = min(computed_tokens(request), len(blocks) * self._block_size)
+        slots = block_slots(blocks, self._block_size, 0, count)
+        if listened and count:
+            self._publish_request(store, request, slots)
+        if not asked:
+            return False, None
+        return False, {KEY: self._footprint(store, slots)}
+
+    def _wants_footprint(self, request: Any) -> bool:
+        if self._settings.footprint == "handoff":
+            return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
+        return self._settings.footprint == "always"
+
+    def _wait_written(self, store: SlotStore, request: Any) -> bool:
+        """Whether the step whose output ended the request is in the store. On a CPU it always is."""
+        step = self._processed if aborted(request) else self._processed + 1
+        until = time.monotonic() + WRITTEN_TIMEOUT_S
+        while store.step < step:
+            if time.monotonic() > until:
+                return False
+            time.sleep(20e-6)
+        return True
+
+    def _footprint(self, store: SlotStore, slots: np.ndarray[Any, np.dtype[np.int64]]) -> str:
+        counts, known = store.footprint(slots)
+        layer_ids = self._layer_ids
+        if self._settings.layers is not None:
+            kept = [row for row, layer in enumerate(layer_ids) if layer in self._settings.layers]
+            counts, layer_ids = counts[kept], tuple(layer_ids[row] for row in kept)
+        self._count("footprints")
+        self._count("footprints_incomplete", int(known < len(slots)))
+        return encode_footprint(WireFootprint(counts, layer_ids, known, len(slots) - known))
+
+    def _publish_request(self, store: SlotStore, request: Any, slots: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        assert self._publisher is not None
+        rows = store.read(slots)  # a copy, now: the blocks are freed when this returns
+        token_ids = np.asarray(request.all_token_ids[: len(slots)], np.int32)
+        build = functools.partial(
+            RequestExperts.pack, rows.expert_ids, token_ids, rows.known, store.shape.num_experts,
+            request_id=request.request_id, model=self._vllm_config.model_config.served_model_name,
+            layer_ids=list(self._layer_ids), prompt_tokens=request.num_prompt_tokens,
+            cached_tokens=max(0, getattr(request, "num_cached_tokens", 0)), output_tokens=request.num_output_tokens,
+            finish=finish_reason(request),
+        )  # fmt: skip
+        if self._publisher.publish(build):
+            self._count("requests")
+
+    def shutdown(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        if self._publisher is not None:
+            self._publisher.close()
+        if self._store is not None and self._role == KVConnectorRole.WORKER:
+            self._store.unlink()
+
+    # Metrics.
+
+    @_guarded(None)
+    def get_kv_connector_stats(self) -> CoterieStats | None:
+        """From the scheduler's side, once an interval."""
+        if self._role != KVConnectorRole.SCHEDULER:
+            return None
+        now = time.monotonic()
+        if now - self._sent < self._settings.load_interval_s:
+            return None
+        seconds, self._sent = now - self._sent, now
+        store = self._slots()
+        gauges: dict[str, float] = {"capture_on": float(store is not None and store.enabled)}
+        layers: dict[int, float] = {}
+        if store is not None:
+            gauges["store_bytes"] = float(store.shape.nbytes)
+            interval, layers = self._interval(store, seconds)
+            gauges |= interval
+        if self._publisher is not None:
+            published, dropped, failed = self._publisher.counts
+            self._counters["events_published"] = published
+            self._counters["events_dropped"] = dropped
+            self._counters["events_failed"] = failed
+        return CoterieStats(data={"counters": self._deltas(), "gauges": gauges, "layers": layers})
+
+    def _interval(self, store: SlotStore, seconds: float) -> tuple[dict[str, float], dict[int, float]]:
+        totals, load = store.totals, store.load.copy()
+        steps, tokens, distinct = (now - then for now, then in zip(totals, self._sent_totals, strict=True))
+        self._sent_totals = totals
+        self._count("steps", steps)
+        self._count("tokens", tokens)
+        delta = load if self._sent_load is None else load - self._sent_load
+        self._sent_load = load
+        if self._publisher is not None and self._publisher.wanted and steps:
+            event = ExpertLoad(
+                model=self._vllm_config.model_config.served_model_name, layer_ids=list(self._layer_ids),
+                num_experts=store.shape.num_experts, seconds=seconds, steps=steps, tokens=tokens,
+                counts=delta.astype("<u4").tobytes(),
+            )  # fmt: skip
+            self._publisher.publish(event)
+        return interval_gauges(delta, self._layer_ids, distinct, steps)
+
+    def _deltas(self) -> dict[str, int]:
+        totals = dict(self._counters)
+        last, self._counters_sent = self._counters_sent, totals
+        return {name: value - last.get(name, 0) for name, value in totals.items()}
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CoterieStats:
+        return CoterieStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> CoterieMetrics:
+        return CoterieMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

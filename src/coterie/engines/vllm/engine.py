@@ -1,0 +1,98 @@
+"""What the connector reads off vLLM's own objects: the only module that knows their insides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from coterie.engines.vllm.capture import StepCapture
+from coterie.errors import UnavailableError
+
+
+def check_supported(config: Any) -> None:
+    """Refuse what would be captured wrongly."""
+    parallel = config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise UnavailableError(f"{name}={getattr(parallel, name)} must be 1: a slot's experts would lie in parts")
+    if config.device_config.device_type == "cpu" and not config.model_config.enforce_eager:
+        raise UnavailableError("on a CPU the compiled model leaves the hooks out: start vLLM with --enforce-eager")
+    if not config.model_config.get_num_experts():
+        raise UnavailableError(f"{config.model_config.model} has no experts")
+
+
+def attention_group(kv_cache_config: Any) -> tuple[int, int]:
+    """Index and block size of the KV cache group that keeps every token: not a sliding window, not a draft."""
+    groups = kv_cache_config.kv_cache_groups
+    for index, group in enumerate(groups):
+        spec = group.kv_cache_spec
+        specs = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+        if not group.is_eagle_group and all(isinstance(s, FullAttentionSpec) for s in specs):
+            return index, int(spec.block_size)
+    names = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+    raise UnavailableError(f"no KV cache group keeps every token (found: {names})")
+
+
+def moe_modules(config: Any) -> torch.nn.ModuleList:
+    """The model's layers that vLLM keeps by name in its forward context."""
+    layers = config.compilation_config.static_forward_context.values()
+    return torch.nn.ModuleList([layer for layer in layers if isinstance(layer, torch.nn.Module)])
+
+
+def captured_layers(modules: torch.nn.ModuleList, config: Any) -> list[int]:
+    """Layers of the target model that route, in order; a draft model's come after its last."""
+    last = config.model_config.get_total_num_hidden_layers()
+    found = {int(module.layer_id) for module in modules.modules() if isinstance(module, MoERunner)}
+    layers = sorted(layer for layer in found if layer < last)
+    if not layers:
+        raise UnavailableError(f"{config.model_config.model} has no MoE layer that vLLM lets be watched")
+    return layers
+
+
+class _Capturer:
+    """The interface vLLM's own binding expects."""
+
+    def __init__(self, capture: StepCapture) -> None:
+        self._capture = capture
+
+    def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
+        self._capture.capture(layer_id, topk_ids, get_forward_context())
+
+
+def bind(modules: torch.nn.ModuleList, capture: StepCapture) -> None:
+    """Set the hook of every MoE layer, as vLLM's own capturer does (kernels that route inside included)."""
+    try:
+        bind_routed_experts_capturer(modules, _Capturer(capture))
+    except ValueError as error:
+        raise UnavailableError(str(error)) from None
+
+
+def slots_of(layer_name: str, context: Any) -> torch.Tensor | None:
+    """[row] KV slot, from a forward context; None in a warm-up step, or one split in two."""
+    mapping = context.slot_mapping
+    return mapping.get(layer_name) if isinstance(mapping, dict) else None
+
+
+def block_copies(scheduler_output: Any) -> list[tuple[int, int]]:
+    copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()
+    return [(int(copy.src_block_id), int(copy.dst_block_id)) for copy in copies]
+
+
+def finish_reason(request: Any) -> str:
+    reason = request.get_finished_reason()
+    return "" if reason is None else str(reason)
+
+
+def aborted(request: Any) -> bool:
+    return finish_reason(request) == "abort"
+
+
+def computed_tokens(request: Any) -> int:
+    """Tokens whose experts are in the store. The last token sampled was never fed back."""
+    processed = int(request.num_computed_tokens) - int(getattr(request, "num_in_flight_tokens", 0))
+    return max(0, min(processed, int(request.num_tokens) - 1))

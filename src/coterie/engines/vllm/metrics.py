@@ -1,0 +1,106 @@
+"""Metrics of expert load, in vLLM's own Prometheus endpoint.
+
+Labels are bounded: a layer at most, never an expert. A model of 58 layers x 256 experts would make 14,848 series of
+each metric; how uneven a layer is says the same in one number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTERS = {
+    "steps": "Steps whose experts were captured",
+    "tokens": "Tokens whose experts were captured",
+    "footprints": "Footprints put into answers",
+    "footprints_incomplete": "Footprints of requests with tokens whose experts this worker never saw",
+    "footprints_missing": "Handoffs that left without a footprint",
+    "requests": "Finished requests whose experts were published",
+    "events_published": "Expert events published",
+    "events_dropped": "Expert events dropped because a queue was full",
+    "events_failed": "Expert events that could not be built",
+    "errors": "Failures inside the plugin; serving went on",
+}
+GAUGES = {
+    "capture_on": "1 while experts are captured, 0 while they are not",
+    "store_bytes": "Memory of the slot store",
+    "balancedness": "Mean over layers of mean / max expert load in the last interval",
+    "distinct_experts": "Distinct experts of a layer in a step, mean over layers and steps of the last interval",
+}
+MAX_LAYERS = 256
+
+
+@dataclass
+class CoterieStats(KVConnectorStats):
+    """What the engine core tells the API server: counters since the last time, gauges as they are."""
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        counters = self.data.get("counters", {})
+        for name, value in other.data.get("counters", {}).items():
+            counters[name] = counters.get(name, 0) + value
+        self.data.update(other.data)
+        self.data["counters"] = counters
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log line."""
+        return {f"coterie_{name}": value for name, value in self.data.get("counters", {}).items() if value}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class CoterieMetrics(KVConnectorPromMetrics):
+    """The series, made once; `observe` moves them."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, labelvalues)
+        self._counters = {
+            name: self._counter_cls(name=f"coterie_{name}", documentation=text, labelnames=labelnames)
+            for name, text in COUNTERS.items()
+        }
+        self._gauges = {
+            name: self._gauge_cls(name=f"coterie_{name}", documentation=text, labelnames=labelnames)
+            for name, text in GAUGES.items()
+        }
+        for labels in labelvalues.values():  # a counter that never moved reads 0, not nothing
+            for counter in self._counters.values():
+                counter.labels(*labels)
+        self._imbalance = self._gauge_cls(
+            name="coterie_layer_imbalance",
+            documentation="Max / mean expert load of a layer in the last interval",
+            labelnames=[*labelnames, "layer"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in transfer_stats_data.get("counters", {}).items():
+            if value > 0:
+                self._counters[name].labels(*labels).inc(value)
+        for name, value in transfer_stats_data.get("gauges", {}).items():
+            self._gauges[name].labels(*labels).set(value)
+        for layer, value in transfer_stats_data.get("layers", {}).items():
+            self._imbalance.labels(*labels, str(layer)).set(value)
+
+
+def interval_gauges(
+    load: NDArray[np.integer], layer_ids: tuple[int, ...], distinct: int, steps: int
+) -> tuple[dict[str, float], dict[int, float]]:
+    """Gauges of an interval's load [layer, expert], and each layer's max / mean."""
+    mean = load.mean(axis=1)
+    busy = mean > 0
+    if not busy.any():
+        return {}, {}
+    imbalance = load.max(axis=1)[busy] / mean[busy]
+    names = np.asarray(layer_ids)[busy]
+    gauges = {"balancedness": float((1 / imbalance).mean())}
+    if steps:
+        gauges["distinct_experts"] = distinct / steps / len(load)
+    return gauges, dict(zip((int(n) for n in names[:MAX_LAYERS]), (float(v) for v in imbalance), strict=False))

@@ -1,0 +1,118 @@
+"""Publishes expert events on ZMQ from a thread of its own: serving never waits for a subscriber.
+
+A message that finds the thread's queue full, or a subscriber's, is dropped and counted. An XPUB socket tells whether
+anyone subscribes, so nothing is gathered for nobody, and whether a subscriber is full, which a PUB socket hides.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import zmq
+
+from coterie.errors import UnavailableError
+from coterie.wire.expert_events import TOPIC, ExpertEvents, ExpertLoad, RequestExperts, encode_expert_events
+from coterie.wire.framing import to_frames
+
+Event = RequestExperts | ExpertLoad
+Build = Callable[[], Event]
+POLL_MS = 100
+
+
+class PublisherCounts(NamedTuple):
+    published: int
+    dropped: int
+    """Messages lost because the queue, or a subscriber, was full."""
+    failed: int
+    """Events that could not be built."""
+
+
+class EventPublisher:
+    """One a data-parallel rank; `publish` may be called from any thread."""
+
+    def __init__(self, endpoint: str, rank: int, capacity: int) -> None:
+        self.endpoint = endpoint
+        self._rank = rank
+        self._queue: queue.Queue[Build | Event] = queue.Queue(capacity)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
+        self._socket.setsockopt(zmq.SNDHWM, capacity)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.XPUB_NODROP, 1)
+        self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # every subscriber, not only the first
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise UnavailableError(f"expert events cannot be published on {endpoint}: {error}") from None
+        self._seq = 0
+        self._published = self._dropped = self._failed = 0
+        self._subscribers = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="coterie-events", daemon=True)
+        self._thread.start()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anyone listens."""
+        return self._subscribers > 0
+
+    @property
+    def counts(self) -> PublisherCounts:
+        return PublisherCounts(self._published, self._dropped, self._failed)
+
+    def publish(self, event: Event | Build) -> bool:
+        """Queue an event, or a function that builds it in the thread. False if it was dropped."""
+        try:
+            self._queue.put_nowait(event)
+        except queue.Full:
+            self._dropped += 1
+            return False
+        return True
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        while not (self._closing.is_set() and self._queue.empty()):
+            if poller.poll(0):
+                self._note_subscription(self._socket.recv())
+                continue
+            try:
+                item = self._queue.get(timeout=POLL_MS / 1000)
+            except queue.Empty:
+                continue
+            try:
+                event = item() if callable(item) else item
+                payload = encode_expert_events(ExpertEvents(time.time(), [event], self._rank))
+            except Exception:  # one event that cannot be built must not end the stream
+                self._failed += 1
+                continue
+            self._send(payload)
+        self._socket.close()
+
+    def _note_subscription(self, message: bytes) -> None:
+        if message[:1] == b"\x01":
+            self._subscribers += 1
+            self._send(encode_expert_events(ExpertEvents(time.time(), [], self._rank)))  # tells it that the stream is on
+        elif message[:1] == b"\x00":
+            self._subscribers = max(0, self._subscribers - 1)
+
+    def _send(self, payload: bytes) -> None:
+        frames = to_frames(TOPIC, self._seq, payload)
+        self._seq += 1
+        self._published += 1
+        try:
+            self._socket.send_multipart(frames, zmq.DONTWAIT)
+        except zmq.Again:  # someone's queue is full: give it to the others
+            self._dropped += 1
+            self._socket.setsockopt(zmq.XPUB_NODROP, 0)
+            self._socket.send_multipart(frames, zmq.DONTWAIT)
+            self._socket.setsockopt(zmq.XPUB_NODROP, 1)
+
+    def close(self) -> None:
+        """Send what is queued, for a moment."""
+        self._closing.set()
+        self._thread.join(timeout=2)

@@ -1,0 +1,151 @@
+"""The expert-event stream: which experts finished requests used, and the load in between.
+
+Published on ZMQ beside the KV events and framed the same way (:mod:`coterie.wire.framing`); a payload is msgpack
+``[timestamp, [events], rank]``, an event a map with its ``type``. A subscriber may join at any time: it is greeted by
+a message without events, and every event says its own shape.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import InputError
+from coterie.types import narrowest_uint
+
+TOPIC = b"experts"
+DEFAULT_PORT = 5602
+MAX_EXPERTS = 1 << 16
+"""Experts of a layer, at most: far past any model, and a false number cannot overflow a shape."""
+
+
+class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
+    """A request that ended: the experts of each of its tokens but the last, which was never fed back."""
+
+    request_id: str
+    model: str
+    num_experts: int
+    layer_ids: list[int]
+    """Index of each recorded layer in the model, dense layers counted."""
+    top_k: int
+    prompt_tokens: int
+    token_ids: bytes
+    """int32, little-endian, one a row of expert_ids."""
+    expert_ids: bytes
+    """[token, layer, k], little-endian, in the narrowest dtype that holds num_experts - 1; 0 where not known."""
+    known: bytes = b""
+    """Bits, first token highest (numpy.packbits): 0 where this worker never saw the experts. Empty: it saw all."""
+    cached_tokens: int = 0
+    """Tokens of the prompt whose KV was found in the prefix cache."""
+    output_tokens: int = 0
+    finish: str = ""
+    """As the engine names it: stop, length, abort …"""
+
+    @classmethod
+    def pack(
+        cls,
+        expert_ids: NDArray[np.integer],
+        token_ids: NDArray[np.integer],
+        known: NDArray[np.bool_],
+        num_experts: int,
+        **fields: Any,
+    ) -> RequestExperts:
+        """From arrays [token, layer, k], [token] and [token]; raises InputError where they do not fit each other."""
+        if expert_ids.ndim != 3 or not len(expert_ids) == len(token_ids) == len(known):
+            problem = f"expert_ids {expert_ids.shape} must be [token, layer, k] with one row a token"
+            raise InputError(f"{problem}; token_ids has {len(token_ids)}, known {len(known)}")
+        all_known = bool(known.all())
+        if not all_known:
+            expert_ids = np.where(known[:, None, None], expert_ids, 0)
+        if expert_ids.size and not 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < num_experts:
+            found = f"expert_ids from {expert_ids.min()} to {expert_ids.max()}"
+            raise InputError(f"{found}, expected 0 … {num_experts - 1}")
+        dtype = narrowest_uint(num_experts - 1).newbyteorder("<")
+        return cls(
+            expert_ids=np.ascontiguousarray(expert_ids, dtype).tobytes(),
+            token_ids=np.ascontiguousarray(token_ids, "<i4").tobytes(),
+            known=b"" if all_known else np.packbits(known).tobytes(),
+            num_experts=num_experts,
+            top_k=expert_ids.shape[2],
+            **fields,
+        )
+
+    def ids(self) -> NDArray[np.unsignedinteger]:
+        """[token, layer, k]; raises InputError where the bytes do not fit the shape or name no expert."""
+        if not 1 <= self.top_k <= self.num_experts <= MAX_EXPERTS or not self.layer_ids:
+            problem = f"num_experts={self.num_experts}, top_k={self.top_k}, {len(self.layer_ids)} layers"
+            raise InputError(f"{problem}: expected 1 <= top_k <= num_experts <= {MAX_EXPERTS} and a layer")
+        dtype = narrowest_uint(self.num_experts - 1).newbyteorder("<")
+        shape = (len(self.tokens()), len(self.layer_ids), self.top_k)
+        if len(self.expert_ids) != math.prod(shape) * dtype.itemsize:
+            raise InputError(f"expert_ids has {len(self.expert_ids)} bytes; {dtype.name} {shape} is expected")
+        ids = np.frombuffer(self.expert_ids, dtype)
+        if ids.size and int(ids.max()) >= self.num_experts:
+            raise InputError(f"expert_ids holds {ids.max()}, expected 0 … {self.num_experts - 1}")
+        return ids.reshape(shape)
+
+    def tokens(self) -> NDArray[np.int32]:
+        """[token]"""
+        if len(self.token_ids) % 4:
+            raise InputError(f"token_ids has {len(self.token_ids)} bytes, not a multiple of 4")
+        return np.frombuffer(self.token_ids, "<i4")
+
+    def seen(self) -> NDArray[np.bool_]:
+        """[token] whether the row of ids is real."""
+        count = len(self.tokens())
+        if not self.known:
+            return np.ones(count, np.bool_)
+        if len(self.known) != -(-count // 8):
+            raise InputError(f"known has {len(self.known)} bytes for {count} tokens, expected {-(-count // 8)}")
+        return np.unpackbits(np.frombuffer(self.known, np.uint8), count=count).astype(np.bool_)
+
+
+class ExpertLoad(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
+    """Tokens per expert since the last such event, all requests together."""
+
+    model: str
+    layer_ids: list[int]
+    num_experts: int
+    seconds: float
+    """How long it was gathered."""
+    steps: int
+    tokens: int
+    counts: bytes
+    """[layer, expert] uint32, little-endian."""
+
+    def load(self) -> NDArray[np.uint32]:
+        """[layer, expert] tokens."""
+        shape = (len(self.layer_ids), self.num_experts)
+        if min(shape) < 1 or len(self.counts) != 4 * math.prod(shape):
+            raise InputError(f"counts has {len(self.counts)} bytes; uint32 {shape} is expected")
+        return np.frombuffer(self.counts, "<u4").reshape(shape)
+
+
+class ExpertEvents(msgspec.Struct, array_like=True):
+    """One message of the stream."""
+
+    timestamp: float
+    """Seconds since the epoch."""
+    events: list[RequestExperts | ExpertLoad]
+    rank: int = 0
+    """Data-parallel rank of the engine."""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(ExpertEvents)
+
+
+def encode_expert_events(batch: ExpertEvents) -> bytes:
+    return _ENCODER.encode(batch)
+
+
+def decode_expert_events(payload: bytes) -> ExpertEvents:
+    """Raises InputError in one line, whatever the bytes are."""
+    try:
+        return _DECODER.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"is not an expert event: {error}") from None

@@ -1,0 +1,62 @@
+"""The frames of an event stream on ZMQ PUB: ``[topic, sequence number, payload]``, as vLLM publishes KV events.
+
+A subscriber that sees the sequence jump has lost messages (PUB drops for a slow reader), and knows how many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from coterie.errors import InputError
+
+REPLAY_END = (1 << 64) - 1
+"""Sequence number that closes a replay: vLLM sends -1 in eight bytes."""
+
+
+class Frame(NamedTuple):
+    topic: bytes
+    seq: int
+    payload: bytes
+
+
+def to_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
+    return [topic, seq.to_bytes(8, "big"), payload]
+
+
+def from_frames(frames: Sequence[bytes]) -> Frame:
+    """A message as received; wrong input raises InputError.
+
+    A replay may leave the topic out: SGLang does, and vLLM did.
+    """
+    topic, rest = (b"", frames) if len(frames) == 2 else (frames[0] if frames else b"", frames[1:])
+    if len(rest) != 2 or len(rest[0]) != 8:
+        sizes = [len(frame) for frame in frames]
+        raise InputError(f"is a message of frames with {sizes} bytes, expected [topic, 8-byte sequence, payload]")
+    return Frame(topic, int.from_bytes(rest[0], "big"), rest[1])
+
+
+@dataclass(slots=True)
+class Gaps:
+    """Counts what a subscriber missed, at least: the end of a publisher's life cannot be seen.
+
+    A sequence that falls back is a publisher that started anew, at 0.
+    """
+
+    lost: int = 0
+    restarts: int = 0
+    _next: int | None = None
+
+    def see(self, seq: int) -> int:
+        """How many messages were lost just before this one."""
+        missed = 0
+        if self._next is not None:
+            if seq < self._next:
+                self.restarts += 1
+                missed = seq
+            else:
+                missed = seq - self._next
+        self._next = seq + 1
+        self.lost += missed
+        return missed

@@ -1,0 +1,37 @@
+"""vLLM's prefill/decode handshake: two OpenAI bodies made from one, in sequence.
+
+The prefill worker answers one token and ``kv_transfer_params``; these go, word for word, into the original body, which
+is then sent to a decode worker under the same ``X-Request-Id``. The decode worker is chosen in between, when the
+request's footprint is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+REQUEST_ID_HEADER = "X-Request-Id"
+DP_RANK_HEADER = "X-data-parallel-rank"
+
+REMOTE_DECODE: dict[str, Any] = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+"""What asks a worker to prefill for another."""
+
+
+def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What to send to the prefill worker: one token, not streamed."""
+    out = {key: value for key, value in body.items() if key not in ("stream_options", "min_tokens")}
+    out.update(stream=False, max_tokens=1, kv_transfer_params=dict(REMOTE_DECODE))
+    if "max_completion_tokens" in body:
+        out["max_completion_tokens"] = 1
+    return out
+
+
+def decode_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What to send to the decode worker: the client's body with the answer's ``kv_transfer_params``."""
+    out = dict(body)
+    if params:
+        out["kv_transfer_params"] = dict(params)
+    return out

@@ -1,0 +1,114 @@
+"""KV events, as vLLM and SGLang publish them: which blocks of which prefix a worker holds.
+
+A payload is msgpack ``[timestamp, [events], data-parallel rank]``. An event is a map with a ``type`` (vLLM since 0.24,
+recent SGLang), or an array that begins with it (both before). Both decode to the same structs, unknown fields are
+skipped, and an unknown event raises: a directory that overlooks one would promise blocks that are gone. A hash is an
+integer or bytes, by the engine's hash function. `group_idx` (KV cache group of a hybrid model), `medium` (GPU, CPU …),
+`locality` and `cache_salt` matter: a block of another group, medium, place or salt is no hit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from coterie.errors import InputError
+
+BlockHash = int | bytes
+
+
+# No omit_defaults: vLLM's own structs have no default for most of these fields, and refuse an event without them.
+class BlockStored(msgspec.Struct, tag=True, tag_field="type", kw_only=True):
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None = None
+    token_ids: list[int] = []
+    block_size: int = 0
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: Any = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    """Of the group: full_attention, sliding_window …"""
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    """LOCAL or REMOTE, seen from the publisher."""
+    cache_salt: str | None = None
+    """SGLang's; vLLM puts it into extra_keys."""
+
+
+class BlockRemoved(msgspec.Struct, tag=True, tag_field="type", kw_only=True):
+    block_hashes: list[BlockHash]
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, tag_field="type", kw_only=True):
+    pass
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+_TYPES: dict[str, type[BlockStored] | type[BlockRemoved] | type[AllBlocksCleared]] = {
+    kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
+}
+_ARRAY_FIELDS = {"BlockStored": 9, "BlockRemoved": 3, "AllBlocksCleared": 0}
+"""How many fields the array form ever had: vLLM added the others, in another order, to the map."""
+
+
+class KVEvents(msgspec.Struct, array_like=True):
+    """One message of the stream."""
+
+    timestamp: float
+    events: list[KVEvent]
+    rank: int | None = None
+
+
+class _Raw(msgspec.Struct, array_like=True):
+    timestamp: float
+    events: list[dict[str, Any] | list[Any]]
+    rank: int | None = None
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(KVEvents)
+_RAW_DECODER = msgspec.msgpack.Decoder(_Raw)
+
+
+def encode_kv_events(batch: KVEvents) -> bytes:
+    """In the form of vLLM 0.24 and later."""
+    return _ENCODER.encode(batch)
+
+
+def decode_kv_events(payload: bytes) -> KVEvents:
+    """Either form; raises InputError in one line, whatever the bytes are."""
+    try:
+        return _DECODER.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass  # the array form, pairs of tokens, or damage: the long way tells
+    try:
+        raw = _RAW_DECODER.decode(payload)
+        return KVEvents(raw.timestamp, [_event(event) for event in raw.events], raw.rank)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"is not a batch of KV events: {error}") from None
+
+
+def _event(raw: dict[str, Any] | list[Any]) -> KVEvent:
+    name = raw.get("type") if isinstance(raw, dict) else (raw[0] if raw else None)
+    kind = _TYPES.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise InputError(f"holds a KV event of type {repr(name)[:80]}, expected one of {', '.join(_TYPES)}")
+    fields = raw if isinstance(raw, dict) else _named(kind, raw[1:])
+    tokens = fields.get("token_ids")
+    if isinstance(tokens, list) and tokens and all(isinstance(token, list) and len(token) == 2 for token in tokens):
+        fields = {**fields, "token_ids": [first for first, _ in tokens]}  # SGLang's bigrams: each token and its next
+    # bytes counts as built in, or text would be taken for base64.
+    return msgspec.convert({**fields, "type": name}, kind, builtin_types=(bytes,))
+
+
+def _named(kind: type[BlockStored] | type[BlockRemoved] | type[AllBlocksCleared], values: list[Any]) -> dict[str, Any]:
+    names = kind.__struct_fields__[: _ARRAY_FIELDS[kind.__name__]]
+    if kind is BlockStored and len(values) == 7 and isinstance(values[6], dict):  # SGLang's metadata, not lora_name
+        return {**dict(zip(names, values[:6], strict=False)), "cache_salt": values[6].get("cache_salt")}
+    return dict(zip(names, values, strict=False))
