@@ -313,7 +313,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             counts, layer_ids = counts[kept], tuple(layer_ids[row] for row in kept)
         self._count("footprints")
         self._count("footprints_incomplete", int(known < len(slots)))
-        return encode_footprint(WireFootprint(counts, layer_ids, known, len(slots) - known))
+        return encode_footprint(WireFootprint(counts, layer_ids, known, len(slots) - known), deflate=False)
 
     def _publish_request(self, store: SlotStore, request: Any, slots: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         assert self._publisher is not None

@@ -96,7 +96,7 @@ class EventPublisher:
     def _note_subscription(self, message: bytes) -> None:
         if message[:1] == b"\x01":
             self._subscribers += 1
-            self._send(encode_expert_events(ExpertEvents(time.time(), [], self._rank)))  # tells it that the stream is on
+            self._send(encode_expert_events(ExpertEvents(time.time(), [], self._rank)))  # a greeting
         elif message[:1] == b"\x00":
             self._subscribers = max(0, self._subscribers - 1)
 

@@ -32,7 +32,7 @@ class Subscriber:
         self.damaged = 0
         """Messages that could not be read."""
         self._zmq = zmq
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, capacity)
         self._socket.setsockopt(zmq.LINGER, 0)
         try:

@@ -1,0 +1,203 @@
+"""What capturing experts costs: its parts on this machine, and the throughput of a real vLLM server with and without.
+
+    python benchmarks/capture_cost.py parts [--model deepseek-v3] [--tokens 64 8192] [--requests 512 8192]
+    python benchmarks/capture_cost.py server [--rounds 20] [--model DIR]
+
+`parts` times, for a model's shape: the hook (all layers of a step, as one CUDA graph on a GPU), the copy of a step to
+the host, the write to the slot store, and the fetch of a request's footprint. `server` starts vLLM with the plugin on,
+sends the same requests round after round, and turns capture on and off between rounds inside that one server, in
+balanced order. Each prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+
+def median_us(call: Callable[[], object], repeats: int = 30) -> float:
+    call()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - started))
+    return round(statistics.median(times), 2)
+
+
+def parts(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from coterie.engines.calibrate import describe_hardware, describe_software
+    from coterie.engines.vllm.capture import StepCapture, as_numpy
+    from coterie.footprints.slots import SlotShape, SlotStore
+    from coterie.models import get_model
+    from coterie.wire.footprints import WireFootprint, encode_footprint
+
+    spec = get_model(options.model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layers, rng = spec.num_moe_layers, np.random.default_rng(0)
+    most = max(options.tokens)
+    shape = SlotShape(max(2 * most, 2 * max(options.requests)), layers, spec.top_k, spec.num_experts)
+    store = SlotStore.create(shape)
+    slots = torch.arange(most, device=device)
+    capture = StepCapture(range(layers), spec.top_k, spec.num_experts, most, device, lambda _: slots)
+    context = SimpleNamespace(dp_metadata=None)
+    rows = []
+    for tokens in options.tokens:
+        ids = np.argsort(rng.random((tokens, spec.num_experts)), axis=1)[:, : spec.top_k]
+        routed = torch.as_tensor(ids, dtype=torch.int32, device=device)
+
+        def hook(routed: torch.Tensor = routed) -> None:
+            for layer in range(layers):
+                capture.capture(layer, routed, context)
+
+        hook()
+        held = as_numpy(capture.ids[:tokens].cpu())
+        row = {"tokens": tokens, "store_us": median_us(lambda h=held, n=tokens: store.write(np.arange(n), h))}
+        if device.type == "cuda":
+            row |= _on_gpu(hook, capture, tokens)
+        else:
+            row |= {"hook_us": median_us(hook), "copy_us": 0.0}
+        rows.append(row)
+    fetches = []
+    for tokens in options.requests:
+        at = np.arange(tokens)
+        store.write(at, rng.integers(0, spec.num_experts, (tokens, layers, spec.top_k)))
+
+        def fetch(at: np.ndarray = at) -> str:
+            counts, known = store.footprint(at)
+            return encode_footprint(WireFootprint(counts, store.layer_ids, known, 0))
+
+        row = {"tokens": tokens, "count_us": median_us(lambda a=at: store.footprint(a)), "fetch_us": median_us(fetch)}
+        fetches.append({**row, "bytes": len(fetch())})
+    return {
+        "model": spec.name, "layers": layers, "steps": rows, "requests": fetches, "hardware": describe_hardware(device),
+        "software": describe_software(),
+    }  # fmt: skip
+
+
+def _on_gpu(hook: Callable[[], None], capture: Any, tokens: int) -> dict[str, float]:
+    import torch
+
+    def timed(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(50):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(1e3 * begin.elapsed_time(end))
+        return round(statistics.median(times), 2)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hook()
+    pinned = torch.empty((tokens, *capture.ids.shape[1:]), dtype=capture.ids.dtype, pin_memory=True)
+    places = torch.empty(tokens, dtype=torch.int64, pin_memory=True)
+
+    def copy() -> None:
+        pinned.copy_(capture.ids[:tokens], non_blocking=True)
+        places.copy_(capture.slots[:tokens], non_blocking=True)
+
+    return {"hook_us": timed(graph.replay), "copy_us": timed(copy)}
+
+
+def server(options: argparse.Namespace) -> dict[str, Any]:
+    import urllib.request
+
+    from coterie.engines.calibrate import describe_software
+    from coterie.engines.processes import ServerProcess, free_port
+    from coterie.engines.tiny import tiny_model_path
+    from coterie.engines.vllm.settings import ConnectorSettings
+    from coterie.footprints import SlotStore
+    from coterie.prompts import load_prompts, take_in_turn
+
+    port, name = free_port(), f"cost-{free_port()}"
+    config = {"kv_connector": "CoterieConnector", "kv_role": "kv_both"}
+    extra = {"store": name, "footprint": "always", "events": f"tcp://127.0.0.1:{free_port()}"}
+    argv = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(options.model or tiny_model_path()),
+        "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
+        "--block-size", "32", "--port", str(port), "--no-enable-prefix-caching",
+        "--kv-transfer-config", json.dumps({**config, "kv_connector_extra_config": extra}),
+    ]  # fmt: skip
+    prompts = take_in_turn(load_prompts(), options.requests)
+    url = f"http://127.0.0.1:{port}"
+
+    def post(prompt: str) -> int:
+        asked = {"max_tokens": options.max_tokens, "temperature": 0, "ignore_eos": True}
+        body = {"model": "tiny", "prompt": prompt, **asked}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(),
+                                         {"content-type": "application/json"})  # fmt: skip
+        with urllib.request.urlopen(request, timeout=600) as response:
+            return int(json.load(response)["usage"]["total_tokens"])
+
+    def tokens_per_s() -> float:
+        started = time.perf_counter()
+        with ThreadPoolExecutor(options.concurrency) as pool:
+            tokens = sum(pool.map(post, (prompt.prompt for prompt in prompts)))
+        return tokens / (time.perf_counter() - started)
+
+    env = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        process = ServerProcess(argv, url, Path(folder) / "server.log", env)
+        process.start(600)
+        try:
+            store = SlotStore.attach(ConnectorSettings(store=name).store_path("", 0))
+            for _ in range(2):
+                tokens_per_s()
+            speeds: dict[bool, list[float]] = {True: [], False: []}
+            for number in range(options.rounds):
+                for on in (True, False) if number % 2 else (False, True):
+                    store.enabled = on
+                    speeds[on].append(tokens_per_s())
+                last = f"off {speeds[False][-1]:.0f}, on {speeds[True][-1]:.0f} tokens/s"
+                print(f"{number + 1} of {options.rounds}: {last}", file=sys.stderr)
+        finally:
+            process.stop()
+    ratios = np.array(speeds[True]) / np.array(speeds[False])
+    rng = np.random.default_rng(0)
+    medians = [np.median(rng.choice(ratios, len(ratios))) for _ in range(4000)]
+    return {
+        "rounds": options.rounds, "requests": options.requests, "concurrency": options.concurrency,
+        "off_tokens_per_s": round(statistics.median(speeds[False]), 1),
+        "on_tokens_per_s": round(statistics.median(speeds[True]), 1),
+        "on_over_off": round(float(np.median(ratios)), 4),
+        "ci95": [round(float(np.quantile(medians, q)), 4) for q in (0.025, 0.975)], "software": describe_software(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    verbs = parser.add_subparsers(required=True)
+    one = verbs.add_parser("parts")
+    one.add_argument("--model", default="deepseek-v3")
+    one.add_argument("--tokens", type=int, nargs="+", default=[64, 8192])
+    one.add_argument("--requests", type=int, nargs="+", default=[512, 8192])
+    one.set_defaults(run=parts)
+    two = verbs.add_parser("server")
+    two.add_argument("--rounds", type=int, default=20)
+    two.add_argument("--requests", type=int, default=32)
+    two.add_argument("--concurrency", type=int, default=8)
+    two.add_argument("--max-tokens", type=int, default=32)
+    two.add_argument("--model", type=Path)
+    two.set_defaults(run=server)
+    options = parser.parse_args()
+    print(json.dumps(options.run(options), indent=1))
+
+
+if __name__ == "__main__":
+    main()

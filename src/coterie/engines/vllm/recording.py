@@ -1,0 +1,239 @@
+"""Record a trace from a running vLLM server with CoterieConnector, which goes on serving.
+
+With prompts, these are sent and recorded; other requests the server has meanwhile are left out. Without, whatever the
+server finishes is recorded, for a time or until interrupted. Requests are written as they finish.
+
+A token whose experts the server never saw (its KV came from another worker, or from before capture was turned on) has
+no row; the column ``missing_tokens`` counts them. Messages that were lost on the way are counted, never made up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from coterie.engines.http_client import Client, Tally, completion_body, completion_path, served_model
+from coterie.engines.vllm.subscriber import Subscriber, events_endpoint
+from coterie.errors import ConfigError, CoterieError, InputError, UnavailableError
+from coterie.prompts import Prompt
+from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
+from coterie.traces.requests import check_new_folder
+from coterie.types import DECODE, PREFILL
+from coterie.wire.expert_events import RequestExperts
+
+Progress = Callable[[str, int, int], None]
+
+GREETING_S = 10.0
+LAST_EVENT_S = 5.0
+"""How long an answered request's event may take."""
+FLUSH_S = 10.0
+"""Seconds of recording that a crash may lose."""
+
+
+class VllmRecording(NamedTuple):
+    """A finished recording."""
+
+    trace: ActivationTrace
+    tally: Tally
+    """Of the requests that were sent."""
+    lost: int
+    """Messages of the server that never arrived."""
+    unknown: int
+    """Requests left out because none of their tokens' experts was known."""
+
+
+def record_vllm(
+    url: str,
+    out: str | Path,
+    *,
+    prompts: Sequence[Prompt] | None = None,
+    events: str | None = None,
+    duration_s: float | None = None,
+    concurrency: int = 8,
+    max_tokens: int = 64,
+    chat: bool = True,
+    on_progress: Progress | None = None,
+) -> VllmRecording:
+    """Write the trace `out` (a new folder). `events` is the ZMQ endpoint; by default the usual port of url's host."""
+    if max_tokens < 1:
+        raise ConfigError(f"max_tokens={max_tokens} must be at least 1")
+    report = on_progress or (lambda *_: None)
+    folder = check_new_folder(out)
+    with Subscriber(events_endpoint(url, events)) as subscriber:
+        report("Waiting for the server's events", 0, 1)
+        subscriber.wait(GREETING_S)
+        sink = _Sink(folder, {_marker(number): prompt for number, prompt in enumerate(prompts)} if prompts else None)
+        listener = _Listener(subscriber, sink)
+        listener.start()
+        tally = Tally()
+        try:
+            if prompts:
+                asyncio.run(_send(url, prompts, sink, tally, concurrency, max_tokens, chat, duration_s, report))
+                listener.wait_for(tally.done)
+            else:
+                _listen(listener, duration_s, report)
+        finally:
+            listener.stop()
+            sink.close()
+    if sink.writer is None:
+        raise UnavailableError(f"{url}: nothing was recorded: {_why_nothing(prompts, tally, sink)}")
+    if sink.problem is not None:
+        raise sink.problem
+    missed = max(0, tally.done - sink.written - sink.unknown) if prompts else 0
+    if missed:
+        tally.problems["answered, but its expert event never came"] += missed
+        tally.done -= missed
+    return VllmRecording(ActivationTrace.open(folder), tally, subscriber.gaps.lost, sink.unknown)
+
+
+def _why_nothing(prompts: Sequence[Prompt] | None, tally: Tally, sink: _Sink) -> str:
+    if sink.unknown:
+        return f"of {sink.unknown} requests no token's experts were known to the server"
+    if not prompts:
+        return "no request finished meanwhile"
+    return tally.summary if tally.problems else "requests were answered, but no expert event came"
+
+
+_RUN = uuid.uuid4().hex[:8]
+
+
+def _marker(number: int) -> str:
+    """Names a request so that its event is found: vLLM puts a prefix and a suffix around the id it is given."""
+    return f"coterie{_RUN}x{number}x"
+
+
+async def _send(
+    url: str, prompts: Sequence[Prompt], sink: _Sink, tally: Tally, concurrency: int, max_tokens: int, chat: bool,
+    duration_s: float | None, report: Progress,
+) -> None:  # fmt: skip
+    async with Client(url) as client:
+        model = await served_model(client)
+        bodies = (
+            completion_body(prompt, model, max_tokens, chat, request_id=_marker(number))
+            for number, prompt in enumerate(prompts)
+        )
+        report("Recording requests", 0, len(prompts))
+        async with aclosing(client.send(completion_path(chat), bodies, concurrency, duration_s)) as answers:
+            async for answer in answers:
+                if answer.problem is None:
+                    tally.done += 1
+                else:
+                    tally.problems[answer.problem] += 1
+                report("Recording requests", tally.done + tally.failed, len(prompts))
+                if sink.problem is not None:
+                    return
+
+
+def _listen(listener: _Listener, duration_s: float | None, report: Progress) -> None:
+    begun = time.monotonic()
+    while duration_s is None or time.monotonic() - begun < duration_s:
+        if listener.sink.problem is not None:
+            return
+        passed = int(time.monotonic() - begun)
+        report(f"Listening, {listener.sink.written} requests, seconds", passed, int(duration_s or 0))
+        time.sleep(0.2)
+
+
+class _Listener(threading.Thread):
+    """Takes events as they come, so that none is dropped while requests are sent."""
+
+    def __init__(self, subscriber: Subscriber, sink: _Sink) -> None:
+        super().__init__(name="coterie-recorder", daemon=True)
+        self.subscriber, self.sink = subscriber, sink
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopping.is_set():
+            for event in self.subscriber.events(0.2):
+                if isinstance(event, RequestExperts):
+                    self.sink.take(event)
+            self.sink.flush_now_and_then()
+
+    def wait_for(self, requests: int) -> None:
+        until = time.monotonic() + LAST_EVENT_S
+        while self.sink.written + self.sink.unknown < requests and time.monotonic() < until:
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self.join()
+
+
+class _Sink:
+    """Writes events to the trace, which is begun with the first: a run that fails leaves no folder behind."""
+
+    def __init__(self, out: Path, wanted: dict[str, Prompt] | None) -> None:
+        self.out = out
+        self.writer: ActivationWriter | None = None
+        self.written = self.unknown = 0
+        self.problem: CoterieError | None = None
+        self._wanted = wanted
+        self._with_domains = wanted is not None and any(prompt.domain for prompt in wanted.values())
+        self._begun = time.monotonic()
+        self._flushed = self._begun
+
+    def take(self, event: RequestExperts) -> None:
+        prompt = None
+        if self._wanted is not None:
+            marker = next((m for m in _markers(event.request_id) if m in self._wanted), None)
+            if marker is None:
+                return
+            prompt = self._wanted.pop(marker)
+        try:
+            self._write(event, prompt)
+        except CoterieError as error:
+            self.problem = self.problem or error
+
+    def _write(self, event: RequestExperts, prompt: Prompt | None) -> None:
+        known = event.seen()
+        if not known.any():
+            self.unknown += 1
+            return
+        if self.writer is None:
+            source = {"engine": "vllm", "prompts": self._wanted is not None}
+            layers = tuple(event.layer_ids)
+            meta = TraceMeta(event.model, event.num_experts, len(layers), event.top_k, layers, source)
+            self.writer = ActivationWriter(self.out, meta)
+        if (event.num_experts, event.top_k, len(event.layer_ids)) != _shape(self.writer.meta):
+            raise InputError(f"{event.model} has another shape than {self.writer.meta.model}: record one at a time")
+        position = np.arange(len(known))
+        phase = np.where(position < event.prompt_tokens, PREFILL, DECODE).astype(np.uint8)
+        row = RequestTrace(
+            prompt_tokens=np.array([event.prompt_tokens]), output_tokens=np.array([event.output_tokens]),
+            arrival_s=np.array([time.monotonic() - self._begun]),
+            ids=[prompt.id if prompt is not None else event.request_id],
+            domains=[prompt.domain or "unknown"] if prompt is not None and self._with_domains else None,
+            extra={
+                "missing_tokens": [int((~known).sum())], "cached_tokens": [event.cached_tokens],
+                "finish": [event.finish],
+            },
+        )  # fmt: skip
+        tokens = Activations(event.ids()[known], phase[known], event.tokens()[known])
+        self.writer.append_many(tokens, np.array([0, int(known.sum())]), row)
+        self.written += 1
+
+    def flush_now_and_then(self) -> None:
+        if self.writer is not None and time.monotonic() - self._flushed > FLUSH_S:
+            self.writer.flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+def _shape(meta: TraceMeta) -> tuple[int, int, int]:
+    return meta.num_experts, meta.top_k, meta.num_layers
+
+
+def _markers(request_id: str) -> list[str]:
+    """What in an id may be one of :func:`_marker`'s."""
+    return [part for part in request_id.split("-") if part.startswith("coterie")]

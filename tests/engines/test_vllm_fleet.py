@@ -1,0 +1,179 @@
+"""One prefill and two decode workers of real vLLM, and what happens when parts fail."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+from vllm_checks import Listener, Truth, event_of, sequence
+from vllm_servers import MODEL, Fleet, Server, needs_vllm
+
+from coterie.engines.http_client import Client
+from coterie.engines.pair import Handoff, Pair, PairCounts
+from coterie.engines.tiny import tiny_model_path
+from coterie.engines.vllm.settings import ConnectorSettings
+from coterie.errors import ConfigError
+from coterie.prompts import load_prompts, take_in_turn
+
+pytestmark = [pytest.mark.vllm, needs_vllm]
+
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def truth() -> Truth:
+    return Truth()
+
+
+@pytest.fixture(scope="module")
+def trio(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> list[Server]:
+    shared = tmp_path_factory.mktemp("kv")
+    beside = {
+        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(shared)},
+    }  # fmt: skip
+    fleet.stop("plugin", "tight")
+    how: dict[str, Any] = {"settings": {"load_interval_s": 0.2}, "beside": beside}
+    return fleet.start({"prefill": how, "decode-0": how, "decode-1": how})
+
+
+def body(prompt: str | list[int], max_tokens: int = 16, **more: Any) -> dict[str, Any]:
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
+    return {**asked, **more}
+
+
+def serve(trio: list[Server], bodies: list[dict[str, Any]]) -> tuple[list[Handoff], PairCounts]:
+    async def run() -> tuple[list[Handoff], PairCounts]:
+        async with Client(trio[0].url) as first, Client(trio[1].url) as a, Client(trio[2].url) as b:
+            pair, gate = Pair(first, [a, b]), asyncio.Semaphore(6)
+
+            async def one(asked: dict[str, Any]) -> Handoff:
+                async with gate:
+                    return await pair.serve(PATH, asked)
+
+            return list(await asyncio.gather(*map(one, bodies))), pair.counts
+
+    return asyncio.run(run())
+
+
+def test_a_pair_gives_the_same_tokens_and_every_handoff_a_footprint(
+    fleet: Fleet, trio: list[Server], truth: Truth
+) -> None:
+    """60 prompts; those of one step (max_tokens=1 is what a prefill worker always gets) included."""
+    (plain,) = fleet.start({"plain": {}})
+    prompts = [prompt.prompt for prompt in take_in_turn(load_prompts(), 60)]
+    listener = Listener(trio[1].events)
+    handoffs, counts = serve(trio, [body(p, request_id=f"r{n}r") for n, p in enumerate(prompts)])
+    reference = plain.complete_all(prompts, 6, max_tokens=16)
+    assert (counts.handoffs, counts.footprints, counts.prefill_failures) == (60, 60, 0)
+    assert {handoff.decoder for handoff in handoffs} == {0, 1}
+    for handoff, single in zip(handoffs, reference, strict=True):
+        assert handoff.answer.problem is None
+        assert handoff.answer.body["choices"][0]["token_ids"] == single["choices"][0]["token_ids"]
+        prompt = single["choices"][0]["prompt_token_ids"]
+        assert handoff.footprint is not None
+        assert (handoff.footprint.tokens, handoff.footprint.missing) == (len(prompt), 0)
+        np.testing.assert_array_equal(handoff.footprint.counts, truth.footprint(prompt))
+    moved = sum(server.metrics()["vllm:external_prefix_cache_hits_total"] for server in trio[1:])
+    assert moved > 0, "no KV was handed over"
+    # What a decoder did not compute it does not claim to know; what it did is right.
+    found, foreign = listener.wait(sum(h.decoder == 0 for h in handoffs)), 0
+    for number, handoff in enumerate(handoffs):
+        if handoff.decoder == 0:
+            event, tokens = event_of(found, f"r{number}r"), sequence(reference[number])[:-1]
+            known = event.seen()
+            foreign += int((~known).sum())
+            ours = truth.experts(tokens)[0]
+            np.testing.assert_array_equal(np.sort(event.ids()[known], -1), np.sort(ours[known], -1))
+            assert known[event.prompt_tokens :].all()
+    assert foreign > 0
+
+
+def test_a_prefill_worker_killed_in_the_middle(fleet: Fleet, trio: list[Server]) -> None:
+    """Requests whose prefill dies are decoded from scratch; the counter says how many."""
+    prompts = [list(range(start, start + 400)) for start in range(100, 140)]
+
+    async def run() -> tuple[list[Handoff], PairCounts]:
+        async with Client(trio[0].url) as first, Client(trio[1].url) as a, Client(trio[2].url) as b:
+            pair = Pair(first, [a, b])
+            running = [asyncio.create_task(pair.serve(PATH, body(p, max_tokens=2))) for p in prompts]
+            await asyncio.sleep(0.5)
+            trio[0].process.kill()
+            return list(await asyncio.gather(*running)), pair.counts
+
+    handoffs, counts = asyncio.run(run())
+    assert counts.prefill_failures > 0
+    assert counts.handoffs + counts.prefill_failures == len(prompts)
+    assert all(handoff.answer.problem is None for handoff in handoffs)
+    assert all(len(handoff.answer.body["choices"][0]["token_ids"]) == 2 for handoff in handoffs)
+    for server in trio[1:]:
+        assert server.counter("errors") == 0
+    fleet.stop("prefill", "decode-0", "decode-1")
+
+
+def dense_model(folder: Path) -> Path:
+    """A model without experts, with the tokenizer of coterie-tiny."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shutil.copytree(tiny_model_path(), folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    config = Qwen3Config(
+        vocab_size=4096, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_unknown_version_and_unknown_model(fleet: Fleet, tmp_path: Path) -> None:
+    """Both serve as if the plugin were absent, and say so; the API answers without a footprint."""
+    patch = tmp_path / "patch"
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text(
+        "import sys, types\n"
+        "module = types.ModuleType('vllm._version')\n"
+        "module.__version__ = module.version = '0.99.0'\n"
+        "module.__version_tuple__ = module.version_tuple = (0, 99, 0)\n"
+        "module.commit_id = module.__commit_id__ = None\n"
+        "sys.modules['vllm._version'] = module\n"
+    )
+    dense = dense_model(tmp_path / "dense")
+    settings = {"footprint": "always", "load_interval_s": 0.2}
+    future, plain = fleet.start(
+        {
+            "future": {"settings": settings, "env": {"PYTHONPATH": str(patch)}},
+            "dense": {"settings": settings, "model": dense},
+        }
+    )
+    for server, words in (
+        (future, "vLLM 0.99.0 is not known to this version of Coterie"),
+        (plain, "experts are not captured"),
+    ):
+        answers = server.complete_all(["Hello", "How many ducks"], 2, max_tokens=4)
+        assert all(len(answer["choices"][0]["token_ids"]) >= 1 for answer in answers)
+        assert not any(answer["kv_transfer_params"] for answer in answers)
+        assert words in server.log.read_text()
+    time.sleep(0.3)
+    plain.complete("again", max_tokens=2)
+    assert plain.metrics()["coterie_capture_on"] == 0
+    assert plain.counter("footprints_missing") >= 1
+    fleet.stop("future", "dense")
+
+
+def test_wrong_settings_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="footprints"):
+        ConnectorSettings.parse({"footprints": "always"})
+    with pytest.raises(ConfigError, match="load_interval_s"):
+        ConnectorSettings.parse({"load_interval_s": 0})
+    assert ConnectorSettings.parse({"events": "tcp://*:5602"}).endpoint(3) == "tcp://*:5605"
+    assert ConnectorSettings(store="x").store_path("engine", 2).name == "coterie-x-2.slots"

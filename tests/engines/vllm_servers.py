@@ -1,0 +1,120 @@
+"""Real vLLM servers for the tests: started when first asked for, together where they are used together."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+import urllib.request
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie.engines.processes import ServerProcess, free_port
+from coterie.engines.tiny import tiny_model_path
+
+START_S = 420.0
+"""Three servers that start together on two busy cores."""
+MODEL = "tiny"
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@dataclass
+class Server:
+    name: str
+    process: ServerProcess
+    events: str
+    log: Path
+    store: str
+
+    @property
+    def url(self) -> str:
+        return self.process.url
+
+    def post(self, path: str, body: dict[str, Any], timeout: float = 300) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.load(response)
+
+    def complete(self, prompt: str | list[int], max_tokens: int = 16, **more: Any) -> dict[str, Any]:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
+        return self.post("/v1/completions", {**body, **more})
+
+    def complete_all(self, prompts: Iterable[str], concurrency: int, **more: Any) -> list[dict[str, Any]]:
+        with ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(lambda item: self.complete(item[1], request_id=f"r{item[0]}r", **more),
+                                 enumerate(prompts)))  # fmt: skip
+
+    def metrics(self) -> dict[str, float]:
+        """Sum of each counter or gauge over its labels."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=30) as response:
+            text = response.read().decode()
+        found: dict[str, float] = {}
+        for name, value in re.findall(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE):
+            found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    def counter(self, name: str) -> float:
+        return self.metrics()[f"coterie_{name}_total"]
+
+
+@dataclass
+class Fleet:
+    """Every server of a test session, by name."""
+
+    folder: Path
+    servers: dict[str, Server] = field(default_factory=dict)
+
+    def start(self, wanted: dict[str, dict[str, Any]]) -> list[Server]:
+        """Those not yet running are started at the same time."""
+        new = [self._make(name, **how) for name, how in wanted.items() if name not in self.servers]
+        with ThreadPoolExecutor(max(1, len(new))) as pool:
+            list(pool.map(lambda server: server.process.start(START_S), new))
+        self.servers.update({server.name: server for server in new})
+        return [self.servers[name] for name in wanted]
+
+    def stop(self, *names: str) -> None:
+        for name in names:
+            if name in self.servers:
+                self.servers.pop(name).process.stop()
+
+    def close(self) -> None:
+        self.stop(*list(self.servers))
+
+    def _make(
+        self, name: str, *arguments: str, settings: dict[str, Any] | None = None, beside: dict[str, Any] | None = None,
+        model: Path | None = None, env: dict[str, str] | None = None, extra: tuple[str, ...] = (),
+    ) -> Server:  # fmt: skip
+        """`settings` turns the plugin on; `beside` is a KV connector to run it beside."""
+        port, events_port = free_port(), free_port()
+        argv = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model or tiny_model_path()),
+            "--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
+            "--block-size", "32", "--port", str(port), "--host", "127.0.0.1", *arguments, *extra,
+        ]  # fmt: skip
+        if settings is not None:
+            own = {
+                "kv_connector": "CoterieConnector", "kv_role": "kv_both",
+                "kv_connector_extra_config": {"events": f"tcp://127.0.0.1:{events_port}", "store": name, **settings},
+            }  # fmt: skip
+            if beside is not None:
+                both = {"connectors": [beside, own]}
+                own = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": both}
+            argv += ["--kv-transfer-config", json.dumps(own)]
+        log = self.folder / f"{name}.log"
+        environment = {
+            "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **(env or {}),
+        }  # fmt: skip
+        process = ServerProcess(argv, f"http://127.0.0.1:{port}", log, environment)
+        return Server(name, process, f"tcp://127.0.0.1:{events_port}", log, name)
+
+
+PLUGIN = {"settings": {"footprint": "always", "load_interval_s": 0.2}}
