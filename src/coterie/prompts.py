@@ -1,11 +1,16 @@
-"""The shipped prompts: short requests in several domains and languages, for runs that need real text at hand."""
+"""Prompts: the shipped ones, short requests in several domains and languages, and those of a user's own file."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from coterie.errors import TraceError
 
 
 class Prompt(NamedTuple):
@@ -13,8 +18,9 @@ class Prompt(NamedTuple):
 
     id: str
     domain: str
+    """Empty where a file does not say."""
     lang: str
-    """ISO 639-1."""
+    """ISO 639-1, or empty."""
     prompt: str
 
 
@@ -23,3 +29,79 @@ def load_prompts() -> list[Prompt]:
     text = files("coterie").joinpath("data/prompts.csv").read_text(encoding="utf-8")
     rows = csv.DictReader(io.StringIO(text, newline=""))
     return [Prompt(row["id"], row["domain"], row["lang"], row["prompt"]) for row in rows]
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Prompts of a user's own: ``.txt`` one a line, ``.jsonl`` objects, ``.csv`` with a header.
+
+    The last two need ``prompt`` and may have ``id``, ``domain`` and ``lang``. What has no id gets one from its line.
+    """
+    file = Path(path)
+    readers = {".txt": _txt_rows, ".jsonl": _jsonl_rows, ".csv": _csv_rows}
+    if file.suffix.lower() not in readers:
+        raise TraceError(file, "name", f"ends in {file.suffix!r}; prompts are read from {', '.join(readers)}")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise TraceError(file, "file", "does not exist") from None
+    except UnicodeDecodeError as error:
+        raise TraceError(file, "file", f"is not UTF-8 at byte {error.start}") from None
+    prompts = [_prompt(file, line, row) for line, row in readers[file.suffix.lower()](file, text)]
+    if not prompts:
+        raise TraceError(file, "prompts", "there is none")
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise TraceError(file, "id", f"{prompt.id!r} is given twice")
+        seen.add(prompt.id)
+    return prompts
+
+
+def take_in_turn(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """At most `count`, from the domains in turn so that none is left out, in the order they had."""
+    turns: dict[str, int] = {}
+    order = []
+    for index, prompt in enumerate(prompts):
+        turns[prompt.domain] = turns.get(prompt.domain, 0) + 1
+        order.append((turns[prompt.domain], index))
+    return [prompts[index] for index in sorted(index for _, index in sorted(order)[:count])]
+
+
+def _txt_rows(_: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    return ((n, {"prompt": line.strip()}) for n, line in enumerate(text.split("\n"), start=1) if line.strip())
+
+
+def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise TraceError(path, f"line {number}", f"is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise TraceError(path, f"line {number}", f"is {type(row).__name__}, expected an object")
+        yield number, row
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise TraceError(path, f"line {reader.line_num}", str(error)) from None
+
+
+def _prompt(path: Path, line: int, row: Mapping[str, Any]) -> Prompt:
+    values = {}
+    for name in ("prompt", "id", "domain", "lang"):
+        value = row.get(name)
+        if value is None and name != "prompt":
+            value = f"{path.stem}-{line}" if name == "id" else ""
+        if name == "id" and isinstance(value, int):
+            value = str(value)
+        if not isinstance(value, str) or (name in ("prompt", "id") and not value.strip()):
+            raise TraceError(path, f"line {line}", f"{name}={value!r} must be a text that is not empty")
+        values[name] = value
+    return Prompt(values["id"], values["domain"], values["lang"], values["prompt"])

@@ -21,6 +21,8 @@ from coterie.cli.generate import generate_command
 from coterie.cli.inspect import inspect_command
 from coterie.cli.models import models_command
 from coterie.cli.output import err
+from coterie.cli.record import record_command
+from coterie.cli.worker import worker_command
 from coterie.errors import CoterieError
 
 app = typer.Typer(
@@ -39,6 +41,8 @@ app.command("evaluate")(evaluate_command)
 app.command("generate")(generate_command)
 app.command("inspect")(inspect_command)
 app.command("models")(models_command)
+app.command("record")(record_command)
+app.command("worker")(worker_command)
 
 
 # Typer carries its own copy of Click's exceptions in newer versions: find the class rather than name a module.

@@ -1,17 +1,20 @@
-"""``coterie models``: the shapes Coterie knows, or the one a ``config.json`` describes."""
+"""``coterie models``: the shapes Coterie knows, or the one a ``config.json`` describes, and their slot stores."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from coterie.cli.output import JsonOption, print_json, print_table
 from coterie.errors import ConfigError
+from coterie.footprints.sizing import H200_BYTES, MAX_SHARE_OF_KV, KVDtype, StoreSize, store_size
 from coterie.models import active_params, get_model, model_from_config, models, total_params
 from coterie.types import ModelSpec
+
+BLOCK_SIZES = (16, 128)
 
 
 def models_command(
@@ -19,6 +22,9 @@ def models_command(
     config: Annotated[
         Path | None, typer.Option("--config", help="Read the shape from this Hugging Face config.json or its folder.")
     ] = None,
+    slot_store: Annotated[
+        bool, typer.Option("--slot-store", help="Show the memory of the slot store against the KV cache instead.")
+    ] = False,
     json_output: JsonOption = False,
 ) -> None:
     """List model shapes: expert bytes, MoE layers, KV cache per token."""
@@ -28,6 +34,9 @@ def models_command(
         specs = [model_from_config(config)]
     else:
         specs = list(models().values()) if name is None else [get_model(name)]
+    if slot_store:
+        _show_slot_store(specs, json_output)
+        return
     rows = [_row(spec) for spec in specs]
     if json_output:
         print_json({"rows": rows})
@@ -55,4 +64,43 @@ def _row(spec: ModelSpec) -> dict[str, Any]:
         "kv_bytes_per_token": spec.kv_bytes_per_token,
         "total_params": total_params(spec),
         "active_params": active_params(spec),
+    }
+
+
+def _show_slot_store(specs: list[ModelSpec], json_output: bool) -> None:
+    sizes = [store_size(spec, dtype, block) for spec in specs for dtype in get_args(KVDtype) for block in BLOCK_SIZES]
+    if json_output:
+        print_json({"rows": [_size_row(size) for size in sizes]})
+        return
+    at = {(size.model, size.kv_dtype, size.block_size): size for size in sizes}
+    rows = []
+    for spec in specs:
+        plain, half = at[spec.name, "bf16", 16], at[spec.name, "fp8", 16]
+        large = at[spec.name, "bf16", 128]
+        rows.append([
+            spec.name, plain.slot_bytes, _percent(plain), _percent(half),
+            f"{100 * plain.counts_share_of_kv:.2f}", f"{100 * large.counts_share_of_kv:.2f}",
+        ])  # fmt: skip
+    print_table(
+        "Slot store, percent of the KV cache",
+        ["model", "B/token", "bf16", "fp8", "counts/16", "counts/128"],
+        rows,
+        note=f"! not under {100 * MAX_SHARE_OF_KV:g}%; counts: published alternative, int8 per block of 16 or 128 "
+        "tokens against bf16 KV, clipped at 127",
+    )
+
+
+def _percent(size: StoreSize) -> str:
+    return f"{100 * size.share_of_kv:.2f}{'' if size.within_bar else ' !'}"
+
+
+def _size_row(size: StoreSize) -> dict[str, Any]:
+    return asdict(size) | {
+        "share_of_kv": size.share_of_kv,
+        "within_bar": size.within_bar,
+        "share_of_hbm": size.share_of_hbm,
+        "bytes_beside_kv": size.bytes_beside_kv(),
+        "device_bytes": H200_BYTES,
+        "counts_share_of_kv": size.counts_share_of_kv,
+        "counts_exact": size.counts_exact,
     }

@@ -21,7 +21,7 @@ COUNTERS = {
     "footprints_missing": "Handoffs that left without a footprint",
     "requests": "Finished requests whose experts were published",
     "events_published": "Expert events published",
-    "events_dropped": "Expert events dropped because a queue was full",
+    "events_dropped": "Expert events that found the queue full, and times a subscriber was found full",
     "events_failed": "Expert events that could not be built",
     "errors": "Failures inside the plugin; serving went on",
 }

@@ -1,7 +1,8 @@
 """Publishes expert events on ZMQ from a thread of its own: serving never waits for a subscriber.
 
-A message that finds the thread's queue full, or a subscriber's, is dropped and counted. An XPUB socket tells whether
-anyone subscribes, so nothing is gathered for nobody, and whether a subscriber is full, which a PUB socket hides.
+A message that finds the thread's queue full is dropped and counted. An XPUB socket tells whether anyone subscribes, so
+nothing is gathered for nobody, and when a subscriber's queue becomes full, which a PUB socket hides. ZMQ then leaves
+that subscriber out until it has room: how many messages it lost, it sees by their numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ POLL_MS = 100
 class PublisherCounts(NamedTuple):
     published: int
     dropped: int
-    """Messages lost because the queue, or a subscriber, was full."""
+    """Messages the thread's queue had no room for, and times a subscriber's queue was found full."""
     failed: int
     """Events that could not be built."""
 

@@ -1,0 +1,196 @@
+"""``coterie record``: the experts of real tokens, from a model run here or from a server that is running."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.markup import escape
+
+from coterie.cli.output import JsonOption, err, print_json, print_table, reporting
+from coterie.errors import ConfigError, TraceError, UnknownNameError
+from coterie.prompts import Prompt, load_prompts, read_prompts, take_in_turn
+from coterie.traces import ActivationTrace, LoadTable
+
+BUNDLED = "bundled"
+
+Progress = Callable[[str, int, int], None]
+
+
+class _Asked(NamedTuple):
+    """The command line, as every engine's branch takes what it needs."""
+
+    model: str
+    prompts: str | None
+    out: Path
+    limit: int | None
+    max_tokens: int
+    batch_size: int
+    dtype: str
+    device: str
+    gate_weights: bool
+    temperature: float
+    seed: int
+    chat: bool | None
+    resume: bool
+    url: str | None
+    events: str | None
+    duration_s: float | None
+    concurrency: int
+
+
+class _Done(NamedTuple):
+    trace: ActivationTrace | LoadTable
+    counts: dict[str, int]
+    """What the engine says beside: requests kept from before, failed, messages lost."""
+
+
+def record_command(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the trace to write.")],
+    engine: Annotated[str, typer.Option(help="transformers runs the model here; vllm and sglang are servers.")] = (
+        "transformers"
+    ),
+    model: Annotated[str, typer.Option(help="Folder of a checkpoint; coterie-tiny ships with the package.")] = (
+        "coterie-tiny"
+    ),
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompts as .txt (one a line), .jsonl or .csv; 'bundled' for the shipped ones. Without it "
+            "transformers takes the shipped ones, and a server is only listened to."
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for a prompt, at most.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts to run together (transformers).")] = 8,
+    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or nf4 (transformers).")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N (transformers).")] = "cpu",
+    gate_weights: Annotated[bool, typer.Option("--gate-weights", help="Keep the router's weights too.")] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Take at most this many prompts, from the domains in turn.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy (transformers).")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of batches and of sampling (transformers).")] = 0,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="Use the chat template; by default where there is one.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a recording that was interrupted.")] = False,
+    url: Annotated[str | None, typer.Option(help="Address of the server (vllm, sglang).")] = None,
+    events: Annotated[str | None, typer.Option(help="ZMQ endpoint of the expert events (vllm).")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds to record for (vllm, sglang).")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests to keep in flight (vllm, sglang).")] = 8,
+    json_output: JsonOption = False,
+) -> None:
+    """Record which experts the tokens of real requests activate, prefill and decode apart."""
+    if engine not in _ENGINES:
+        raise UnknownNameError("engine", engine, _ENGINES)
+    asked = _Asked(
+        model, prompts, output, limit, max_tokens, batch_size, dtype, device, gate_weights, temperature, seed, chat,
+        resume, url, events, duration, concurrency,
+    )  # fmt: skip
+    started = time.perf_counter()
+    try:
+        with reporting("Starting") as report:
+            done = _ENGINES[engine](asked, report)
+    except KeyboardInterrupt:
+        _say_what_is_kept(asked, engine)
+        raise
+    summary = {"engine": engine, **_summary(output, done.trace), **done.counts, "wall_s": time.perf_counter() - started}
+    if json_output:
+        print_json(summary)
+        return
+    rows = [(name, escape(v) if isinstance(v, str) else v) for name, v in summary.items()]
+    print_table("Recorded", ["field", "value"], rows)
+
+
+def _transformers(asked: _Asked, report: Progress) -> _Done:
+    from coterie.engines.tiny import TINY, tiny_model_path
+    from coterie.engines.transformers.recording import RecordingSettings, record
+
+    for name in ("url", "events", "duration_s"):
+        if getattr(asked, name) is not None:
+            raise ConfigError(f"--{name.removesuffix('_s')} is for a server; engine transformers runs the model itself")
+    settings = RecordingSettings(
+        max_tokens=asked.max_tokens, batch_size=asked.batch_size, dtype=asked.dtype, device=asked.device,
+        gate_weights=asked.gate_weights, temperature=asked.temperature, seed=asked.seed, chat=asked.chat,
+    )  # fmt: skip
+    prompts = _prompts(asked) or _limited(load_prompts(), asked.limit)
+    model = tiny_model_path() if asked.model == TINY and not Path(TINY).is_dir() else Path(asked.model)
+    done = record(model, prompts, asked.out, settings, resume=asked.resume, on_progress=report)
+    return _Done(done.trace, {"kept": done.kept})
+
+
+def _vllm(asked: _Asked, report: Progress) -> _Done:
+    from coterie.engines.vllm.recording import record_vllm
+
+    done = record_vllm(_url(asked, "vllm"), asked.out, **_served(asked, report))
+    return _Done(done.trace, {"failed": done.tally.failed, "lost_messages": done.lost, "without_ids": done.unknown})
+
+
+def _sglang(asked: _Asked, report: Progress) -> _Done:
+    from coterie.engines.sglang.recording import record_sglang
+
+    done = record_sglang(_url(asked, "sglang"), asked.out, **_served(asked, report))
+    return _Done(done.trace, {"failed": done.tally.failed})
+
+
+_ENGINES: dict[str, Callable[[_Asked, Progress], _Done]] = {
+    "transformers": _transformers,
+    "vllm": _vllm,
+    "sglang": _sglang,
+}
+
+
+def _url(asked: _Asked, engine: str) -> str:
+    if asked.resume:
+        raise ConfigError(f"--resume is for engine transformers; a recording of {engine} starts anew")
+    if asked.url is None:
+        raise ConfigError(f"engine {engine} needs --url: the address of the server")
+    return asked.url
+
+
+def _served(asked: _Asked, report: Progress) -> dict[str, Any]:
+    if asked.duration_s is not None and not 0 < asked.duration_s < float("inf"):
+        raise ConfigError(f"--duration={asked.duration_s} must be above 0")
+    return {
+        "prompts": _prompts(asked), "events": asked.events, "duration_s": asked.duration_s,
+        "concurrency": asked.concurrency, "max_tokens": asked.max_tokens, "chat": asked.chat is not False,
+        "on_progress": report,
+    }  # fmt: skip
+
+
+def _prompts(asked: _Asked) -> list[Prompt] | None:
+    if asked.prompts is None:
+        return None
+    found = load_prompts() if asked.prompts == BUNDLED else read_prompts(asked.prompts)
+    return _limited(found, asked.limit)
+
+
+def _limited(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
+    return prompts if limit is None else take_in_turn(prompts, limit)
+
+
+def _summary(path: Path, trace: ActivationTrace | LoadTable) -> dict[str, Any]:
+    if isinstance(trace, LoadTable):
+        return {
+            "path": str(path), "model": trace.model, "windows": len(trace), "layers": trace.num_layers,
+            "experts": trace.num_experts, "activations": int(trace.counts.sum()),
+        }  # fmt: skip
+    table = trace.requests
+    return {
+        "path": str(path), "model": trace.meta.model, "requests": trace.num_requests, "tokens": trace.num_tokens,
+        "prompt_tokens": int(table.prompt_tokens.sum()), "output_tokens": int(table.output_tokens.sum()),
+        "layers": trace.meta.num_layers, "experts": trace.meta.num_experts, "top_k": trace.meta.top_k,
+        "bytes": sum(file.stat().st_size for file in path.iterdir()),
+    }  # fmt: skip
+
+
+def _say_what_is_kept(asked: _Asked, engine: str) -> None:
+    try:
+        kept = ActivationTrace.open(asked.out).num_requests
+    except (TraceError, OSError):
+        return  # interrupted before the trace was begun
+    on = "; the same command with --resume goes on" if engine == "transformers" else ""
+    err.print(escape(f"{asked.out} holds {kept} requests{on}"), highlight=False, soft_wrap=True)

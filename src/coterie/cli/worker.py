@@ -1,0 +1,71 @@
+"""``coterie worker``: a small OpenAI-compatible server on transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.markup import escape
+
+from coterie.cli.output import JsonOption, out, print_json
+
+
+def worker_command(
+    model: Annotated[str, typer.Option(help="Folder of a checkpoint, or coterie-tiny.")] = "coterie-tiny",
+    role: Annotated[str, typer.Option(help="prefill, decode or both.")] = "both",
+    port: Annotated[int, typer.Option(help="0 takes any free one.", min=0, max=65535)] = 8100,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    kv_events: Annotated[
+        str | None, typer.Option(help="ZMQ endpoint to publish KV events on, such as tcp://*:5601.")
+    ] = None,
+    expert_events: Annotated[
+        str | None, typer.Option(help="ZMQ endpoint to publish expert events on, such as tcp://*:5602.")
+    ] = None,
+    event_queue: Annotated[int, typer.Option(help="Messages kept for a slow subscriber.", min=1)] = 1000,
+    max_batch: Annotated[int, typer.Option(help="Requests in one step.", min=1)] = 16,
+    max_step_tokens: Annotated[int, typer.Option(help="Tokens in one step; longer prompts are chunked.", min=1)] = 2048,
+    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", min=1)] = 16,
+    kv_blocks: Annotated[int, typer.Option(help="KV blocks there are.", min=1)] = 2048,
+    kv_ttl: Annotated[float, typer.Option(help="Seconds that prefilled KV waits to be fetched.")] = 60.0,
+    drain: Annotated[float, typer.Option(help="Seconds that requests may take to end on SIGTERM.")] = 30.0,
+    dtype: Annotated[str, typer.Option(help="Precision to load the checkpoint in.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    served_model_name: Annotated[str | None, typer.Option(help="Name that requests give; else the folder's.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Serve a model with continuous batching, prefill/decode handoff, KV events and expert capture.
+
+    For demos, fault tests and development without a GPU. Prints one line when it is ready; ends on Ctrl-C or SIGTERM,
+    after the requests under way.
+    """
+    from coterie.engines.tiny import TINY, tiny_model_path
+    from coterie.engines.worker import Role, WorkerConfig, serve
+
+    config = WorkerConfig(
+        model=tiny_model_path() if model == TINY and not Path(model).is_dir() else Path(model),
+        role=cast(Role, role),
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        dtype=dtype,
+        device=device,
+        max_batch=max_batch,
+        max_step_tokens=max_step_tokens,
+        block_size=block_size,
+        kv_blocks=kv_blocks,
+        kv_ttl_s=kv_ttl,
+        drain_s=drain,
+        kv_events=kv_events,
+        expert_events=expert_events,
+        event_queue=event_queue,
+    )
+
+    def ready(url: str) -> None:
+        name = served_model_name or config.model.resolve().name
+        if json:
+            print_json({"url": url, "model": name, "role": role})
+        else:
+            out.print(f"Ready: {escape(url)} serves {escape(name)} (role {role})", highlight=False, soft_wrap=True)
+
+    serve(config, ready)

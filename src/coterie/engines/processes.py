@@ -1,0 +1,170 @@
+"""Servers as processes of their own: start one, wait until it answers, end it and whatever it started.
+
+For engines and workers alike: all it knows of a server is its command, the URL whose ``/health`` answers 200, and the
+file its output goes to. A server that ends before it is ready shows the end of that file in the error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+from coterie.errors import ConfigError, UnavailableError
+
+POLL_S = 0.05
+START_S = 120.0
+"""Until a server must answer: vLLM takes 30 to 90 s on two cores."""
+STOP_S = 20.0
+"""Between asking a server to end and killing it."""
+LOG_LINES = 40
+"""Of the log's end, in an error."""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port nobody listens on now. Another process may take it first: start the server soon."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def healthy(url: str, timeout_s: float = 2.0) -> bool:
+    """Whether ``GET url/health`` answers 200."""
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+    try:
+        connection.request("GET", f"{parts.path.rstrip('/')}/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+class ServerProcess:
+    """A server's process, in a group of its own so that what it starts ends with it.
+
+    >>> with ServerProcess(argv, "http://127.0.0.1:8100", Path("worker.log")) as server:  # doctest: +SKIP
+    ...     ask(server.url)
+    """
+
+    def __init__(
+        self, argv: Sequence[str | os.PathLike[str]], url: str, log: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        """`env` is added to this process's environment; output is appended to `log`."""
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise ConfigError(f"url={url!r} must begin with http:// or https://")
+        self.argv = [os.fspath(word) for word in argv]
+        self.url = url.rstrip("/")
+        self.log = log
+        self.env = dict(env or {})
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+
+    @property
+    def pid(self) -> int:
+        return self._started().pid
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended; None while it runs. Negative: by that signal."""
+        process = self._started()
+        if process.returncode is not None:
+            return process.returncode
+        # Looks without reaping: until then no other process can be given its number, which names the group too.
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+    def start(self, timeout_s: float = START_S) -> Self:
+        """Start and wait until healthy; a server that ends or does not answer in time is ended, and raises."""
+        return self.launch().wait_ready(timeout_s)
+
+    def launch(self) -> Self:
+        """Start without waiting: several servers load at once, then each is waited for."""
+        if self._process is not None and self.returncode is None:
+            raise ConfigError(f"{self.url}: process {self.pid} runs already; stop it first")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._log_start = log.tell()
+            try:
+                self._process = subprocess.Popen(
+                    self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    env={**os.environ, **self.env}, start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                raise UnavailableError(f"{self.argv[0]}: {error.strerror or error}") from None
+        return self
+
+    def wait_ready(self, timeout_s: float = START_S) -> Self:
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not healthy(self.url):
+                if self.returncode is not None:
+                    self._fail(f"ended with code {self.returncode} before it was ready")
+                if time.monotonic() > deadline:
+                    self._fail(f"did not answer {self.url}/health within {timeout_s:g} s")
+                time.sleep(POLL_S)
+            if self.returncode is not None:  # then another process answers at this URL
+                self._fail(f"ended with code {self.returncode}, and something else answers {self.url}/health")
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def stop(self, timeout_s: float = STOP_S) -> int:
+        """Ask it to end (SIGTERM), kill it if it does not, and return its exit code. Twice does no harm."""
+        self.signal(signal.SIGTERM)
+        deadline = time.monotonic() + timeout_s
+        while self.returncode is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return self.kill()
+
+    def kill(self) -> int:
+        """End it now, and all it started (SIGKILL to its group)."""
+        process = self._started()
+        if process.returncode is None:  # not reaped, so its number is still its own
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process itself; none if it has ended."""
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def log_text(self) -> str:
+        """What this start has written so far."""
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
+
+    def __enter__(self) -> Self:
+        return self.start() if self._process is None else self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self.stop()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise ConfigError(f"{self.url}: {shlex.join(self.argv)} was not started")
+        return self._process
+
+    def _fail(self, what: str) -> None:
+        tail = "\n".join(self.log_text().splitlines()[-LOG_LINES:])
+        raise UnavailableError(f"{shlex.join(self.argv)} {what}; {self.log} ends:\n{tail or '(nothing)'}")

@@ -1,0 +1,1 @@
+"""SGLang, over its HTTP endpoints: nothing here imports it, and it need not run on this machine."""

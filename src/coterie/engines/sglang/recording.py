@@ -1,0 +1,313 @@
+"""Record a trace from a running SGLang server, which goes on serving.
+
+    mode       needs of the server                      holds
+    routed     --enable-return-routed-experts           the requests sent here: every token's experts
+    recorder   --expert-distribution-recorder-mode M    whatever the server served meanwhile: with per_token every
+                                                        token's experts, else a load table
+
+Without a mode the first that the server offers is taken, but if no prompts are given it is only listened to. The
+recorder writes its dump where the *server* runs, so that folder must be reachable from here.
+
+Whether an option is on is asked of the server first: up to some version, a request to start a recorder that was not
+configured raises inside the scheduler, which serves everybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from coterie.engines.http_client import Answer, Client, Tally, completion_body
+from coterie.engines.sglang.answers import NotReturnedError, RoutedAnswer, parse_answer
+from coterie.engines.sglang.dumps import DUMP_WAIT_S, dumps_in, new_dumps, ranks_sharing_tokens, read_dumps
+from coterie.errors import ConfigError, InputError, UnavailableError, UnknownNameError
+from coterie.models import get_model, model_from_config
+from coterie.prompts import Prompt
+from coterie.traces import Activations, ActivationTrace, ActivationWriter, LoadTable, RequestTrace, TraceMeta
+from coterie.traces.readers.base import ReadOptions
+from coterie.traces.requests import check_new_folder
+from coterie.types import DECODE, PREFILL, ModelSpec
+
+Mode = Literal["routed", "recorder"]
+Progress = Callable[[str, int, int], None]
+
+DUMP_DIR = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
+"""Variable by which SGLang is told where to write its dumps; /tmp without it."""
+FLUSH_S = 10.0
+"""Seconds of recording that a crash may lose."""
+
+
+class SGLangRecording(NamedTuple):
+    """A finished recording."""
+
+    trace: ActivationTrace | LoadTable
+    """The load table is what the recorder's coarser modes hold."""
+    tally: Tally
+    """Of the requests that were sent."""
+
+
+def record_sglang(
+    url: str,
+    out: str | Path,
+    *,
+    prompts: Sequence[Prompt] | None = None,
+    events: str | None = None,
+    duration_s: float | None = None,
+    concurrency: int = 8,
+    max_tokens: int = 64,
+    chat: bool = True,
+    on_progress: Progress | None = None,
+    mode: Mode | None = None,
+    dump_dir: str | Path | None = None,
+    model: str | None = None,
+) -> SGLangRecording:
+    """Write the trace `out` (a new folder). `model` names the shape if the server's model is not one that ships."""
+    if events is not None:
+        raise ConfigError(f"events={events!r}: SGLang publishes no expert events; they are for engine vllm")
+    if concurrency < 1 or max_tokens < 1:
+        raise ConfigError(f"concurrency={concurrency} and max_tokens={max_tokens} must be at least 1")
+    if duration_s is not None and not 0 < duration_s < float("inf"):
+        raise ConfigError(f"duration_s={duration_s} must be above 0")
+    if not prompts and duration_s is None:
+        raise ConfigError("give prompts to send, or for how long to listen (--prompts, --duration)")
+    asked = _Asked(
+        check_new_folder(out), list(prompts or ()), duration_s, concurrency, max_tokens, chat,
+        on_progress or (lambda *_: None), model,
+    )  # fmt: skip
+    return asyncio.run(_record(url, asked, mode, None if dump_dir is None else Path(dump_dir)))
+
+
+class _Asked(NamedTuple):
+    out: Path
+    prompts: list[Prompt]
+    duration_s: float | None
+    concurrency: int
+    max_tokens: int
+    chat: bool
+    report: Progress
+    model: str | None
+
+    async def send(self, client: Client, served: str, **more: Any) -> AsyncGenerator[Answer, None]:
+        """Answers to the prompts, as they come."""
+        if self.chat:
+            path = "/v1/chat/completions"
+            bodies = (completion_body(p, served, self.max_tokens, True, **more) for p in self.prompts)
+        else:
+            path = "/generate"
+            sampling = {"temperature": 0.0, "max_new_tokens": self.max_tokens}
+            bodies = ({"text": p.prompt, "sampling_params": sampling, **more} for p in self.prompts)
+        done = 0
+        self.report("Recording requests", 0, len(self.prompts))
+        async with aclosing(client.send(path, bodies, self.concurrency, self.duration_s)) as answers:
+            async for answer in answers:
+                yield answer
+                done += 1
+                self.report("Recording requests", done, len(self.prompts))
+
+
+async def _record(url: str, asked: _Asked, mode: Mode | None, dump_dir: Path | None) -> SGLangRecording:
+    async with Client(url) as client:
+        asked.report("Asking the server", 0, 1)
+        info = await _server_info(client)
+        if (mode or _choose(client.url, info, bool(asked.prompts))) == "routed":
+            return await _routed(client, info, asked)
+        return await _recorder(client, info, asked, dump_dir)
+
+
+async def _server_info(client: Client) -> dict[str, Any]:
+    """The server's settings; older versions have them under another name."""
+    for path in ("/server_info", "/get_server_info"):
+        status, text = await client.call("GET", path)
+        if status == 404:
+            continue
+        try:
+            info = json.loads(text) if status == 200 else None
+        except (ValueError, RecursionError):
+            info = None
+        if not isinstance(info, dict):
+            raise UnavailableError(f"{client.url}{path} answers HTTP {status}: {' '.join(text[:200].split())}")
+        return info
+    raise ConfigError(f"{client.url} has neither /server_info nor /get_server_info: is it an SGLang server?")
+
+
+def _choose(url: str, info: Mapping[str, Any], prompts: bool) -> Mode:
+    if prompts and info.get("enable_return_routed_experts", True):
+        return "routed"
+    if info.get("expert_distribution_recorder_mode"):
+        return "recorder"
+    wanted = "--enable-return-routed-experts or " if prompts else ""
+    raise ConfigError(f"{url} records nothing: start it with {wanted}--expert-distribution-recorder-mode per_token")
+
+
+def _spec(info: Mapping[str, Any], model: str | None) -> ModelSpec:
+    """By the name given, else by the server's; a folder with a config.json is read."""
+    name = model or str(info.get("model_path") or "")
+    if (Path(name) / "config.json").is_file() or (name.endswith(".json") and Path(name).is_file()):
+        return model_from_config(name)
+    try:
+        return get_model(name)
+    except UnknownNameError as error:
+        if model is not None:
+            raise
+        problem = f"the server's model {name!r} has no known shape, which its answers do not carry"
+        raise ConfigError(f"{problem}: name it with model=, or give a folder with its config.json") from error
+
+
+# ------------------------------------------------------------------------------------------------------------- routed
+
+
+async def _routed(client: Client, info: Mapping[str, Any], asked: _Asked) -> SGLangRecording:
+    if not asked.prompts:
+        raise ConfigError("mode 'routed' records the requests it sends: give prompts")
+    if info.get("enable_return_routed_experts") is False:
+        raise ConfigError(f"{client.url} returns no experts: start it with --enable-return-routed-experts")
+    spec, tally = _spec(info, asked.model), Tally()
+    served = str(info.get("served_model_name") or info.get("model_path") or spec.name)
+    # Versions that do not know how to list token ids ignore that they are asked; /generate lists the output's always.
+    more = {"return_routed_experts": True, "return_prompt_token_ids": True}
+    if asked.chat:
+        more["return_token_ids"] = True
+    with ExitStack() as stack:
+        rows = _InOrder(asked, _meta(spec, info, asked), stack, tally)
+        async with aclosing(asked.send(client, served, **more)) as answers:
+            async for answer in answers:
+                try:
+                    rows.take(answer, _parsed(answer, spec))
+                except NotReturnedError:
+                    raise ConfigError(
+                        f"{client.url} answers without routed_experts: start it with --enable-return-routed-experts, "
+                        "and name the server itself, as a router in between may drop them"
+                    ) from None
+    if rows.writer is None:
+        raise UnavailableError(f"{client.url}: nothing was recorded: {tally.summary}")
+    return SGLangRecording(ActivationTrace.open(asked.out), tally)
+
+
+def _parsed(answer: Answer, spec: ModelSpec) -> RoutedAnswer | str:
+    if answer.problem is not None:
+        return answer.problem
+    try:
+        return parse_answer(answer.body, spec)
+    except NotReturnedError:
+        raise
+    except InputError as error:
+        return f"the answer {error}"
+
+
+def _meta(spec: ModelSpec, info: Mapping[str, Any], asked: _Asked) -> TraceMeta:
+    source = {
+        "engine": "sglang", "version": str(info.get("version", "unknown")), "mode": "routed",
+        "prompts": len(asked.prompts), "max_tokens": asked.max_tokens, "chat": asked.chat,
+    }  # fmt: skip
+    return TraceMeta(spec.name, spec.num_experts, spec.num_moe_layers, spec.top_k, spec.moe_layer_ids, source)
+
+
+class _InOrder:
+    """Writes requests in the order they were sent, which is that of a trace; they are answered in another.
+
+    The trace is begun with the first request worth writing: a run that fails leaves no folder behind.
+    """
+
+    def __init__(self, asked: _Asked, meta: TraceMeta, stack: ExitStack, tally: Tally) -> None:
+        self.asked, self.meta, self.stack, self.tally = asked, meta, stack, tally
+        self.writer: ActivationWriter | None = None
+        self.with_domains = any(prompt.domain for prompt in asked.prompts)
+        self.with_tokens = False
+        self.next = 0
+        self.waiting: dict[int, tuple[float, RoutedAnswer | str]] = {}
+        self.flushed = time.monotonic()
+
+    def take(self, answer: Answer, parsed: RoutedAnswer | str) -> None:
+        self.waiting[answer.number] = answer.sent_s, parsed
+        while self.next in self.waiting:
+            sent_s, row = self.waiting.pop(self.next)
+            if not isinstance(row, str):
+                row = self._write(self.asked.prompts[self.next], sent_s, row) or row
+            if isinstance(row, str):
+                self.tally.problems[row] += 1
+            else:
+                self.tally.done += 1
+            self.next += 1
+        if self.writer is not None and time.monotonic() - self.flushed > FLUSH_S:
+            self.writer.flush()
+            self.flushed = time.monotonic()
+
+    def _write(self, prompt: Prompt, sent_s: float, row: RoutedAnswer) -> str | None:
+        """Why it cannot be written, if so."""
+        if self.writer is None:
+            self.with_tokens = row.token_ids is not None
+            self.writer = self.stack.enter_context(ActivationWriter(self.asked.out, self.meta))
+        if self.with_tokens and row.token_ids is None:
+            return "the answer lists no token ids, unlike the first"
+        phase = np.repeat([PREFILL, DECODE], [row.prompt_tokens, row.output_tokens - 1]).astype(np.uint8)
+        table = RequestTrace(
+            prompt_tokens=np.array([row.prompt_tokens]), output_tokens=np.array([row.output_tokens]),
+            arrival_s=np.array([sent_s]), ids=[prompt.id],
+            domains=[prompt.domain or "unknown"] if self.with_domains else None,
+        )  # fmt: skip
+        tokens = Activations(row.expert_ids, phase, row.token_ids if self.with_tokens else None)  # type: ignore[arg-type]
+        self.writer.append_many(tokens, np.array([0, len(phase)]), table)
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------------- recorder
+
+
+async def _recorder(client: Client, info: Mapping[str, Any], asked: _Asked, dump_dir: Path | None) -> SGLangRecording:
+    mode = info.get("expert_distribution_recorder_mode")
+    if not mode:
+        raise ConfigError(f"{client.url} has no recorder: start it with --expert-distribution-recorder-mode per_token")
+    folder = dump_dir or Path(os.environ.get(DUMP_DIR) or tempfile.gettempdir())
+    if not folder.is_dir():
+        raise ConfigError(f"dump_dir={str(folder)!r} is no folder here; give the one the server has in {DUMP_DIR}")
+    before, tally = dumps_in(folder), Tally()
+    await _control(client, "start")
+    try:
+        await _meanwhile(client, info, asked, tally)
+    finally:  # an interrupted recording must not leave the server recording
+        await _control(client, "stop")
+    asked.report("Waiting for the dump", 0, 1)
+    await _control(client, "dump")
+    files = await new_dumps(folder, before)
+    if not files:
+        problem = f"no new dump appeared in {folder} within {DUMP_WAIT_S:g} s"
+        raise UnavailableError(f"{problem}: give the folder the server has in {DUMP_DIR} (/tmp without it)")
+    name = asked.model or str(info.get("model_path") or "unknown")
+    trace = read_dumps(files, ReadOptions(model=name.rstrip("/").rsplit("/", 1)[-1]), ranks_sharing_tokens(info))
+    trace.save(asked.out)
+    return SGLangRecording(trace, tally)
+
+
+async def _control(client: Client, action: str) -> None:
+    status, text = await client.call("POST", f"/{action}_expert_distribution_record")
+    if status != 200:
+        problem = f"HTTP {status}: {' '.join(text[:200].split())}"
+        raise UnavailableError(f"{client.url} does not {action} its recorder: {problem}")
+
+
+async def _meanwhile(client: Client, info: Mapping[str, Any], asked: _Asked, tally: Tally) -> None:
+    if not asked.prompts:
+        assert asked.duration_s is not None
+        begun = time.monotonic()
+        while (passed := time.monotonic() - begun) < asked.duration_s:
+            asked.report("Listening, seconds", int(passed), int(asked.duration_s))
+            await asyncio.sleep(min(0.5, asked.duration_s - passed))
+        return
+    served = str(info.get("served_model_name") or info.get("model_path") or "default")
+    async with aclosing(asked.send(client, served)) as answers:
+        async for answer in answers:
+            if answer.problem is None:
+                tally.done += 1
+            else:
+                tally.problems[answer.problem] += 1
+    if not tally.done:
+        raise UnavailableError(f"{client.url}: nothing was recorded: {tally.summary}")

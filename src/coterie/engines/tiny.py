@@ -1,0 +1,19 @@
+"""coterie-tiny: the small trained model that ships with the package."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from coterie.errors import UnavailableError
+
+TINY = "coterie-tiny"
+
+
+def tiny_model_path() -> Path:
+    """The folder of coterie-tiny, as any loader takes one."""
+    folder = Path(str(files("coterie").joinpath("data", TINY)))
+    missing = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
+    if missing:
+        raise UnavailableError(f"this installation lacks {', '.join(missing)} of {TINY}: name a model's folder instead")
+    return folder

@@ -1,0 +1,189 @@
+"""The experts a transformers model really used, layer by layer, without changing what it computes.
+
+From version 5 on the library gives every MoE family one seam: the router's choice goes as two tensors, ids and weights
+[row, k], into the module that holds the experts' weights. A hook in front of that module sees exactly what the layer is
+about to use, whatever the family's formula (groups, score corrections, hash tables) and whatever kernel multiplies.
+Shared experts are other modules, so they are never counted. A layer that computes its experts in some other way is
+noticed: its rows are missing, and :meth:`ExpertCapture.take` says so rather than return less.
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, UnavailableError
+
+FAMILIES = (
+    "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
+)  # fmt: skip
+"""Model types this is tested with; any other whose experts take the router's choice in the same way works too."""
+
+_IDS = ("top_k_index", "router_indices")
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+
+
+class CapturedStep(NamedTuple):
+    """What one forward pass used (or several in a row, if they were not taken apart)."""
+
+    expert_ids: NDArray[np.int32]
+    """[row, layer, k] with rows = batch x sequence, in the order the model flattens them. Padding is still there."""
+    gate_weights: NDArray[np.float32] | None
+    """[row, layer, k] the weight each expert's output was multiplied by."""
+
+
+class ExpertLayer(NamedTuple):
+    """One MoE layer of a model."""
+
+    layer_id: int
+    """Index in the model, dense layers counted."""
+    path: str
+    experts: Any
+    """The module that holds the experts and is given the router's choice."""
+
+
+class ExpertCapture:
+    """Collect expert ids while a model runs.
+
+    ``with ExpertCapture(model) as capture: model(...); step = capture.take()``. Leaving the block removes the hooks.
+    """
+
+    def __init__(self, model: Any, gate_weights: bool = False) -> None:
+        self.gate_weights = gate_weights
+        self.layers = expert_layers(model)
+        self.layer_ids = tuple(layer.layer_id for layer in self.layers)
+        self.num_experts = _one([num_experts(layer.experts) for layer in self.layers], "experts", self.layers)
+        self.top_k = _top_k(model, self.layers)
+        self._ids: list[list[Any]] = [[] for _ in self.layers]
+        self._weights: list[list[Any]] = [[] for _ in self.layers]
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> ExpertCapture:
+        if self._handles:
+            raise ConfigError("this capture is attached already")
+        self.clear()
+        for index, layer in enumerate(self.layers):
+            hook = self._hook(index)
+            self._handles.append(layer.experts.register_forward_pre_hook(hook, with_kwargs=True))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _hook(self, index: int) -> Any:
+        import torch
+
+        def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            ids, weights = router_choice(args, kwargs)
+            # Copied, since a kernel may work on its input in place; stays on the device, since a copy to the host
+            # would wait for every layer in turn.
+            self._ids[index].append(ids.detach().reshape(-1, ids.shape[-1]).to(torch.int32, copy=True))
+            if self.gate_weights:
+                self._weights[index].append(
+                    weights.detach().reshape(-1, weights.shape[-1]).to(torch.float32, copy=True)
+                )
+
+        return note
+
+    def clear(self) -> None:
+        """Forget what was collected, as after a forward pass that failed half way."""
+        self._ids = [[] for _ in self.layers]
+        self._weights = [[] for _ in self.layers]
+
+    def take(self) -> CapturedStep:
+        """What was collected since the last take: every layer must have seen the same rows."""
+        ids, weights = self._ids, self._weights
+        self.clear()
+        rows = [sum(len(part) for part in parts) for parts in ids]
+        if not any(rows):
+            raise ConfigError("nothing was captured: run the model inside the capture's block before take()")
+        if len(set(rows)) > 1:
+            at = next(i for i, count in enumerate(rows) if count != rows[0])
+            raise UnavailableError(
+                f"layer {self.layer_ids[at]} gave {rows[at]} rows to its experts and layer {self.layer_ids[0]} gave "
+                f"{rows[0]}: the pass failed half way, or a fused kernel goes around the experts of one of them"
+            )
+        found = _stack(ids)
+        if found.shape[2] != self.top_k:
+            raise UnavailableError(f"the layers chose {found.shape[2]} experts a token; the model says {self.top_k}")
+        return CapturedStep(found, _stack(weights) if self.gate_weights else None)
+
+
+def expert_layers(model: Any) -> list[ExpertLayer]:
+    """The MoE layers of a model, in order; an error names what keeps one from being captured."""
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    layers: list[ExpertLayer] = []
+    for path, module in model.named_modules():
+        # Of the class: tools that move weights between devices put a bare wrapper on the instance.
+        if set(_IDS) & set(inspect.signature(type(module).forward).parameters):
+            numbers = [int(part) for part in path.split(".") if part.isdigit()]
+            layers.append(ExpertLayer(numbers[0] if numbers else len(layers), path, module))
+            if getattr(module, "_is_expert_parallel", False):
+                raise UnavailableError(f"{path} is sharded over ranks and holds part of the experts: load it whole")
+    if not layers:
+        raise UnavailableError(
+            f"model type {kind!r} has no layer whose experts are given the router's choice; known to work: "
+            f"{', '.join(FAMILIES)} and their like"
+        )
+    for one, other in pairwise(layers):
+        if one.layer_id >= other.layer_id:
+            raise UnavailableError(
+                f"model type {kind!r} routes twice in one layer ({one.path}, {other.path}): rows of a token are not one"
+            )
+    return layers
+
+
+def num_experts(experts: Any) -> int:
+    """Experts a router may choose, those that compute nothing included."""
+    for name in ("total_experts", "num_experts"):
+        count = getattr(experts, name, None)
+        if isinstance(count, int):
+            return count
+    raise UnavailableError(f"{type(experts).__name__} does not say how many experts it holds")
+
+
+def router_choice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Ids and weights [row, k] out of the arguments of a call of the experts: (hidden states, ids, weights)."""
+    given = [*args[1:], *(value for name, value in kwargs.items() if name != "hidden_states")]
+    return given[0], given[1]
+
+
+def _top_k(model: Any, layers: list[ExpertLayer]) -> int:
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    found = []
+    for layer in layers:
+        block = model.get_submodule(layer.path.rpartition(".")[0])
+        beside = [getattr(module, "top_k", None) for module in (*block.children(), block)]
+        beside += [getattr(config, name, None) for name in _TOP_K]
+        whole = [value for value in beside if isinstance(value, int)]
+        if not whole:
+            raise UnavailableError(f"{layer.path}: neither its router nor the config says how many experts it chooses")
+        found.append(whole[0])
+    return _one(found, "experts a token", layers)
+
+
+def _one(values: list[int], what: str, layers: list[ExpertLayer]) -> int:
+    for value, layer in zip(values, layers, strict=True):
+        if value != values[0]:
+            raise UnavailableError(
+                f"layer {layer.layer_id} has {value} {what} and layer {layers[0].layer_id} {values[0]}: "
+                "a trace has one number for all"
+            )
+    return values[0]
+
+
+def _stack(parts: list[list[Any]]) -> NDArray[Any]:
+    """[row, layer, k] in one copy to the host."""
+    import torch
+
+    whole = [layer[0] if len(layer) == 1 else torch.cat(layer) for layer in parts]
+    stacked = torch.stack([layer.to(whole[0].device) for layer in whole], dim=1)
+    array: NDArray[Any] = stacked.cpu().numpy()
+    return array

@@ -1,0 +1,175 @@
+"""The router dry run: what would each layer's gate choose if it saw the bare token embeddings?
+
+Each layer's gate (with the norm in front of it) is given the embeddings as they enter the first layer: no attention, no
+experts, so it costs a small matrix product a layer. The guess is good where a token's identity decides its experts and
+poor where its context does; :func:`score_dry_run` says by layer.
+
+Nothing here knows a family. One token runs through the real model to see which module's output the MoE block is given:
+that is the norm. The block itself is then called, so that the family's own formula chooses, and stopped where it hands
+its choice to the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.engines.transformers.capture import ExpertCapture, ExpertLayer, router_choice
+from coterie.errors import ConfigError, UnavailableError
+from coterie.footprints import footprint
+
+
+class DryRun(NamedTuple):
+    """What the gates chose for one request's tokens."""
+
+    expert_ids: NDArray[np.int32]
+    """[token, layer, k]"""
+    num_experts: int
+    layer_ids: tuple[int, ...]
+
+    @property
+    def footprint(self) -> NDArray[np.uint32]:
+        """[layer, expert] activations predicted."""
+        return footprint(self.expert_ids, self.num_experts)
+
+
+class DryRunScore(NamedTuple):
+    """How near a dry run came to what the model then used."""
+
+    cosine: NDArray[np.float64]
+    """[layer] between the footprints: 1 is the same shares."""
+    recall: NDArray[np.float64] | None
+    """[layer] share of the experts used that were predicted for the same token; None if the tokens are others."""
+
+
+class _Stop(Exception):
+    """Ends a forward pass where all that is wanted is known."""
+
+
+class _Gate(NamedTuple):
+    layer: ExpertLayer
+    block: Any
+    norm: Any
+    """None where the block is given the residual stream as it is."""
+
+
+def dry_run(model: Any, requests: Sequence[Sequence[int]]) -> list[DryRun]:
+    """Predicted expert ids of each request, given as token ids."""
+    import torch
+
+    capture = ExpertCapture(model)
+    device = model.get_input_embeddings().weight.device
+    with torch.no_grad():
+        gates = _find_gates(model, capture.layers, device)
+        runs = []
+        for tokens in requests:
+            if not len(tokens):
+                raise ConfigError("a request without tokens has no dry run")
+            states = _embeddings(model, torch.tensor([list(tokens)], device=device))
+            chosen = [_choice(gate, states) for gate in gates]
+            ids = np.stack([one.reshape(-1, one.shape[-1]) for one in chosen], axis=1)
+            runs.append(DryRun(ids, capture.num_experts, capture.layer_ids))
+    return runs
+
+
+def score_dry_run(predicted: DryRun, truth: NDArray[np.integer]) -> DryRunScore:
+    """Compare with the ids [token, layer, k] that the model used.
+
+    For the same tokens (the prompt's) recall is given too; for others, such as those generated, footprints alone.
+    """
+    ids = predicted.expert_ids
+    if truth.ndim != 3 or truth.shape[1:] != ids.shape[1:] or not len(truth):
+        raise ConfigError(f"truth has shape {truth.shape}; expected [token, {ids.shape[1]}, {ids.shape[2]}]")
+    one, other = (a.astype(np.float64) for a in (predicted.footprint, footprint(truth, predicted.num_experts)))
+    cosine = (one * other).sum(axis=1) / (np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1))
+    if len(truth) != len(ids):
+        return DryRunScore(cosine, None)
+    hit = (truth[..., :, None] == ids[..., None, :]).any(axis=-1)  # [token, layer, k]
+    return DryRunScore(cosine, hit.mean(axis=(0, 2)))
+
+
+def _find_gates(model: Any, layers: list[ExpertLayer], device: Any) -> list[_Gate]:
+    """Run one token for real and see whose output each MoE block is given."""
+    import torch
+
+    norms: dict[int, Any] = {}
+    handles = []
+    blocks = []
+    for index, layer in enumerate(layers):
+        parent, _, _ = layer.path.rpartition(".")
+        holder, _, _ = parent.rpartition(".")
+        if parent.rpartition(".")[2].isdigit():
+            raise UnavailableError(f"{layer.path}: no block of its own holds the gate, so it cannot be run alone")
+        block = model.get_submodule(parent)
+        blocks.append(block)
+        seen: list[tuple[Any, Any]] = []
+        for child in model.get_submodule(holder).children():
+            if child is not block:
+                handles.append(child.register_forward_hook(lambda m, _, out, seen=seen: seen.append((m, out))))
+
+        def note(_: Any, args: tuple[Any, ...], index: int = index, seen: list[tuple[Any, Any]] = seen) -> None:
+            if len(args) != 1:
+                raise UnavailableError(f"{layers[index].path}: its block takes more than the hidden states")
+            # By place, as a block may be given a view of what the norm returned.
+            norms[index] = next((m for m, out in reversed(seen) if _same_place(out, args[0])), None)
+
+        handles.append(block.register_forward_pre_hook(note))
+    try:
+        model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [_Gate(layer, block, norms[i]) for i, (layer, block) in enumerate(zip(layers, blocks, strict=True))]
+
+
+def _same_place(out: Any, given: Any) -> bool:
+    return bool(hasattr(out, "data_ptr") and out.data_ptr() == given.data_ptr() and out.numel() == given.numel())
+
+
+def _embeddings(model: Any, tokens: Any) -> Any:
+    """[1, token, hidden] as the first decoder layer is given them: scaled, where a family scales them."""
+    first = next(m for path, m in model.named_modules() if path.rpartition(".")[2] == "0" and _is_decoder(model, path))
+
+    def stop(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Stop(args[0] if args else kwargs["hidden_states"])
+
+    with _hooked(first, stop):
+        try:
+            model(input_ids=tokens, use_cache=False)
+        except _Stop as reached:
+            states = reached.args[0]
+            if states.ndim != 3:
+                raise UnavailableError(f"the first layer is given {states.ndim} dimensions, not 3") from None
+            return states
+    raise UnavailableError("the model ran without its first decoder layer")
+
+
+def _is_decoder(model: Any, path: str) -> bool:
+    layers = model.get_submodule(path.rpartition(".")[0])
+    return bool(len(layers) == model.config.get_text_config().num_hidden_layers)
+
+
+def _choice(gate: _Gate, states: Any) -> NDArray[np.int32]:
+    def stop(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Stop(router_choice(args, kwargs)[0])
+
+    with _hooked(gate.layer.experts, stop):
+        try:
+            gate.block(states if gate.norm is None else gate.norm(states))
+        except _Stop as reached:
+            ids: NDArray[np.int32] = reached.args[0].cpu().numpy().astype(np.int32)
+            return ids
+    raise UnavailableError(f"{gate.layer.path}: its block ran without its experts")
+
+
+@contextmanager
+def _hooked(module: Any, hook: Any) -> Iterator[None]:
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,243 @@
+"""Record a trace with a transformers model: prompts in, every token's experts out.
+
+Prompts are batched with others of about their length. Which batches there are, and their order, follows from the
+prompts and the settings alone, and a batch is written whole: a recording that was interrupted goes on at the first
+batch that is missing, and its files end up the same, byte for byte. Batches come in random order, so that what an
+interrupted recording holds is a fair sample, not the short prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.engines.transformers.capture import ExpertCapture
+from coterie.engines.transformers.generation import Generated, generate_batch
+from coterie.engines.transformers.loading import LoadedModel, check_dtype, check_model_folder, load_model, model_digest
+from coterie.errors import ConfigError, UnavailableError
+from coterie.prompts import Prompt
+from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
+from coterie.traces.activation_writer import check_unfinished
+from coterie.traces.requests import check_new_folder
+from coterie.types import DECODE, PREFILL
+
+FLUSH_S = 10.0
+"""Seconds of recording that a crash may lose; an interruption loses the batch under way."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingSettings:
+    """All that decides what a recording holds, beside the model and the prompts."""
+
+    max_tokens: int = 64
+    """Tokens to generate for a prompt, at most."""
+    batch_size: int = 8
+    dtype: str = "float32"
+    """float32, float16, bfloat16 or nf4."""
+    device: str = "cpu"
+    gate_weights: bool = False
+    """Keep the router's weights too."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    seed: int = 0
+    chat: bool | None = None
+    """Put the prompt into the model's chat template; None does so where it has one."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.temperature < float("inf") or self.seed < 0:
+            raise ConfigError(f"temperature={self.temperature} and seed={self.seed} must not be negative")
+        check_dtype(self.dtype)
+
+
+class Recorded(NamedTuple):
+    """A finished recording."""
+
+    trace: ActivationTrace
+    kept: int
+    """Requests that an earlier, interrupted run had recorded."""
+
+
+class _Item(NamedTuple):
+    prompt: Prompt
+    token_ids: list[int]
+
+
+def record(
+    model: str | Path,
+    prompts: Sequence[Prompt],
+    out: str | Path,
+    settings: RecordingSettings = RecordingSettings(),  # noqa: B008  (frozen)
+    *,
+    resume: bool = False,
+    on_progress: Progress | None = None,
+) -> Recorded:
+    """Generate for every prompt and write the experts of each token to the trace `out`."""
+    report = on_progress or (lambda *_: None)
+    folder = Path(out)
+    if resume:  # before the model is loaded, which may take minutes
+        ActivationTrace.open(folder)
+        check_unfinished(folder)
+    else:
+        check_new_folder(folder)
+    check_model_folder(model)
+    report("Loading the model", 0, len(prompts))
+    loaded = load_model(model, settings.dtype, settings.device)
+    capture = ExpertCapture(loaded.model, settings.gate_weights)
+    chat = _chat(loaded, settings.chat)
+    batches = _plan([_Item(p, _tokens(loaded, p, chat)) for p in prompts], settings)
+    _check_lengths(loaded, batches, settings)
+    source = {
+        "engine": "transformers", "version": _version(), "model_digest": model_digest(model),
+        "prompts": len(prompts), "prompts_digest": _digest(prompts), **asdict(settings), "chat": chat,
+    }  # fmt: skip
+    meta = TraceMeta(loaded.name, capture.num_experts, len(capture.layer_ids), capture.top_k, capture.layer_ids, source)
+    writer = ActivationWriter.resume(folder, meta) if resume else ActivationWriter(folder, meta)
+    with writer, capture:
+        kept = _recorded(folder, batches) if resume else 0
+        _run(loaded, capture, writer, batches, kept, settings, report)
+    return Recorded(ActivationTrace.open(folder), kept)
+
+
+def _run(
+    loaded: LoadedModel,
+    capture: ExpertCapture,
+    writer: ActivationWriter,
+    batches: list[list[_Item]],
+    kept: int,
+    settings: RecordingSettings,
+    report: Progress,
+) -> None:
+    total, done = sum(map(len, batches)), 0
+    with_domains = any(item.prompt.domain for batch in batches for item in batch)
+    ends = _end_ids(loaded)
+    flushed = time.monotonic()
+    for batch in batches:
+        if done < kept:
+            done += len(batch)
+            continue
+        report("Recording requests", done, total)
+        rngs = [np.random.default_rng([settings.seed, zlib.crc32(item.prompt.id.encode())]) for item in batch]
+        try:
+            generated = generate_batch(
+                loaded.model, capture, [item.token_ids for item in batch], settings.max_tokens, ends,
+                settings.temperature, rngs,
+            )  # fmt: skip
+        except RuntimeError as error:
+            if "out of memory" not in str(error).lower():
+                raise
+            raise UnavailableError(
+                f"{settings.device} is out of memory with batch_size={settings.batch_size}: record with a smaller one"
+            ) from None
+        writer.append_many(*_rows(batch, generated, with_domains))
+        done += len(batch)
+        if time.monotonic() - flushed > FLUSH_S:
+            writer.flush()
+            flushed = time.monotonic()
+    report("Recording requests", total, total)
+
+
+def _rows(
+    batch: list[_Item], generated: list[Generated], with_domains: bool
+) -> tuple[Activations, NDArray[np.int64], RequestTrace]:
+    lengths = [len(one.expert_ids) for one in generated]
+    phase = [np.repeat([PREFILL, DECODE], [len(g.prompt_ids), len(g.output_ids) - 1]) for g in generated]
+    token_ids = [np.array([*g.prompt_ids, *g.output_ids[:-1]], np.int32) for g in generated]
+    gates = [g.gate_weights for g in generated if g.gate_weights is not None]
+    tokens = Activations(
+        np.concatenate([g.expert_ids for g in generated]).astype(np.uint32),
+        np.concatenate(phase).astype(np.uint8),
+        np.concatenate(token_ids),
+        np.concatenate(gates).astype(np.float16) if gates else None,
+    )
+    table = RequestTrace(
+        prompt_tokens=np.array([len(g.prompt_ids) for g in generated]),
+        output_tokens=np.array([len(g.output_ids) for g in generated]),
+        ids=[item.prompt.id for item in batch],
+        domains=[item.prompt.domain or "unknown" for item in batch] if with_domains else None,
+        # The last token has no row of its own; with it the whole answer can be read back.
+        extra={
+            "last_token_id": [g.output_ids[-1] for g in generated],
+            "finish_reason": ["stop" if g.stopped else "length" for g in generated],
+        },
+    )
+    return tokens, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), table
+
+
+def _plan(items: list[_Item], settings: RecordingSettings) -> list[list[_Item]]:
+    if len({item.prompt.id for item in items}) != len(items):
+        raise ConfigError("prompts must have ids that differ: a recording is resumed by them")
+    ordered = sorted(items, key=lambda item: len(item.token_ids))
+    batches = [ordered[i : i + settings.batch_size] for i in range(0, len(ordered), settings.batch_size)]
+    return [batches[i] for i in np.random.default_rng(settings.seed).permutation(len(batches))]
+
+
+def _recorded(folder: Path, batches: list[list[_Item]]) -> int:
+    """Requests that are there already: they must be the first batches of the plan, whole."""
+    found = list(ActivationTrace.open(folder).requests.ids or [])
+    planned = [item.prompt.id for batch in batches for item in batch]
+    ends = np.cumsum([0, *map(len, batches)])
+    if found != planned[: len(found)] or len(found) not in ends:
+        raise ConfigError(f"{folder} holds {len(found)} requests that are not the first of this recording")
+    return len(found)
+
+
+def _check_lengths(loaded: LoadedModel, batches: list[list[_Item]], settings: RecordingSettings) -> None:
+    limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+    for batch in batches:
+        for prompt, token_ids in batch:
+            if not token_ids:
+                raise ConfigError(f"prompt {prompt.id!r} has no tokens")
+            if limit is not None and len(token_ids) + settings.max_tokens > limit:
+                raise ConfigError(
+                    f"prompt {prompt.id!r} has {len(token_ids)} tokens; with max_tokens={settings.max_tokens} "
+                    f"that must be at most the model's {limit}"
+                )
+
+
+def _chat(loaded: LoadedModel, wanted: bool | None) -> bool:
+    has = bool(getattr(loaded.tokenizer, "chat_template", None))
+    if wanted and not has:
+        raise ConfigError(f"{loaded.name} has no chat template; record with chat=False (--no-chat)")
+    return has if wanted is None else wanted
+
+
+def _tokens(loaded: LoadedModel, prompt: Prompt, chat: bool) -> list[int]:
+    if not chat:
+        return [int(n) for n in loaded.tokenizer(prompt.prompt)["input_ids"]]
+    message = [{"role": "user", "content": prompt.prompt}]
+    ids = loaded.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return [int(n) for n in ids]
+
+
+def _end_ids(loaded: LoadedModel) -> frozenset[int]:
+    found: set[int] = set()
+    for holder in (getattr(loaded.model, "generation_config", None), loaded.tokenizer):
+        value: Any = getattr(holder, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or [])
+    return frozenset(found)
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(repr(tuple(prompt)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)

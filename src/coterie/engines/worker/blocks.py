@@ -1,0 +1,185 @@
+"""The block table: which block holds which prefix, who uses it, which goes first when room is needed.
+
+A block is *used* (held by requests or staged for another worker), *cached* (held by nobody, but its prefix is known, so
+a later request may find it) or *empty*. Its hash covers its own tokens and, through its parent, all before them, so the
+same prefix has the same hash in every worker. Room is made by taking the cached block released longest ago; what is
+stored, removed and cleared is noted as KV events, in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from coterie.errors import ConfigError, CoterieError
+from coterie.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+
+MEDIUM = "GPU"
+"""What vLLM calls the cache that requests are served from, on a CPU too; other media are tiers behind it."""
+GROUP = 0
+
+
+class OutOfBlocksError(CoterieError):
+    """More blocks are wanted than are empty or cached."""
+
+
+def block_digests(tokens: Sequence[int], block_size: int, known: Sequence[bytes] = ()) -> list[bytes]:
+    """Hash of each full block, the first len(known) of which are given."""
+    digests = list(known)
+    for index in range(len(digests), len(tokens) // block_size):
+        block = np.asarray(tokens[index * block_size : (index + 1) * block_size], "<i4").tobytes()
+        digests.append(hashlib.sha256((digests[-1] if digests else b"") + block).digest())
+    return digests
+
+
+def wire_hash(digest: bytes) -> int:
+    """The 64 bits of a hash that KV events carry."""
+    return int.from_bytes(digest[:8], "big")
+
+
+class BlockTable:
+    """Blocks by number. Not for two threads at once."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._users = [0] * num_blocks
+        self._digest: list[bytes | None] = [None] * num_blocks
+        self._by_digest: dict[bytes, int] = {}
+        self._empty = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest release first
+        self._events: list[KVEvent] = []
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be given out, at the price of what is cached in them."""
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def used(self) -> int:
+        return self.num_blocks - self.available
+
+    @property
+    def cached(self) -> int:
+        """Blocks held by nobody whose prefix can be found again."""
+        return len(self._cached)
+
+    def find(self, digests: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest prefix that is held."""
+        found = []
+        for digest in digests:
+            if digest not in self._by_digest:
+                break
+            found.append(self._by_digest[digest])
+        return found
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """One more user for each."""
+        for block in blocks:
+            self._cached.pop(block, None)
+            self._users[block] += 1
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks for a new user, all or none."""
+        if count > self.available:
+            raise OutOfBlocksError(
+                f"{count} KV blocks are wanted; {self.available} of {self.num_blocks} are not in use"
+            )
+        taken = [self._empty.popleft() for _ in range(min(count, len(self._empty)))]
+        while len(taken) < count:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+            taken.append(block)
+        for block in taken:
+            self._users[block] = 1
+        return taken
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One user less for each. The end of a prefix goes before its beginning, which more requests share."""
+        for block in reversed(blocks):
+            self._users[block] -= 1
+            if self._users[block] == 0:
+                if self._digest[block] is None:
+                    self._empty.append(block)
+                else:
+                    self._cached[block] = None
+
+    def store(self, blocks: Sequence[int], digests: Sequence[bytes], tokens: Sequence[int], start: int) -> None:
+        """Blocks `start` … of a request are full: from now on they can be found.
+
+        `blocks`, `digests` and `tokens` are the request's from its beginning. A prefix that another block holds already
+        is not stored twice.
+        """
+        fresh: list[int] = []
+        for index in range(start, len(digests)):
+            if digests[index] in self._by_digest:
+                self._note_stored(fresh, digests, tokens)
+                fresh = []
+                continue
+            self._digest[blocks[index]] = digests[index]
+            self._by_digest[digests[index]] = blocks[index]
+            fresh.append(index)
+        self._note_stored(fresh, digests, tokens)
+
+    def clear(self) -> None:
+        """Forget every prefix. Nothing may be in use: a block stored later would have a parent nobody knows."""
+        if self.used:
+            raise ConfigError(
+                f"{self.used} of {self.num_blocks} KV blocks are in use; the cache is cleared when none is"
+            )
+        self._by_digest.clear()
+        self._digest = [None] * self.num_blocks
+        self._empty.extend(self._cached)
+        self._cached.clear()
+        self._events.append(AllBlocksCleared())
+
+    def take_events(self) -> list[KVEvent]:
+        """What happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def check_integrity(self) -> None:
+        """Every block in exactly one state, and found under its own hash alone."""
+        empty, cached = set(self._empty), set(self._cached)
+        used = {block for block, users in enumerate(self._users) if users > 0}
+        whole = len(empty) + len(cached) + len(used)
+        if whole != self.num_blocks or empty | cached | used != set(range(self.num_blocks)):
+            raise AssertionError(f"{len(empty)} empty + {len(cached)} cached + {len(used)} used of {self.num_blocks}")
+        if min(self._users) < 0:
+            raise AssertionError(f"a block has {min(self._users)} users")
+        hashed = {block: digest for block, digest in enumerate(self._digest) if digest is not None}
+        if {digest: block for block, digest in hashed.items()} != self._by_digest or len(hashed) != len(
+            self._by_digest
+        ):
+            raise AssertionError("a hash leads to a block that does not have it")
+        if not cached <= set(hashed) or empty & set(hashed):
+            raise AssertionError("a cached block has no hash, or an empty one has")
+
+    def _forget(self, block: int) -> None:
+        digest = self._digest[block]
+        if digest is None:
+            return
+        self._digest[block] = None
+        del self._by_digest[digest]
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved):
+            last.block_hashes.append(wire_hash(digest))
+        else:
+            self._events.append(BlockRemoved(block_hashes=[wire_hash(digest)], medium=MEDIUM, group_idx=GROUP))
+
+    def _note_stored(self, indices: Sequence[int], digests: Sequence[bytes], tokens: Sequence[int]) -> None:
+        if not indices:
+            return
+        first, end = indices[0], indices[-1] + 1
+        self._events.append(
+            BlockStored(
+                block_hashes=[wire_hash(digest) for digest in digests[first:end]],
+                parent_block_hash=wire_hash(digests[first - 1]) if first else None,
+                token_ids=[int(token) for token in tokens[first * self.block_size : end * self.block_size]],
+                block_size=self.block_size,
+                medium=MEDIUM,
+                group_idx=GROUP,
+            )
+        )

@@ -1,0 +1,448 @@
+"""The loop: waiting → prefill → decode, one forward pass a step, in one thread.
+
+Every step takes one token of each request that decodes, and prompts (or chunks of them) of those that do not yet, up to
+`max_step_tokens`. Blocks are taken as a request grows; when they run out, KV that waits for another worker goes first
+(that worker can compute it), then the request that came last goes back to wait and is computed again later.
+
+The experts of every token lie beside its KV: a block found again brings its experts along, so a request's footprint is
+exact whatever was cached, fetched or computed twice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.engines.worker.blocks import BlockTable, OutOfBlocksError, block_digests
+from coterie.engines.worker.config import WorkerConfig
+from coterie.engines.worker.events import EventStream
+from coterie.engines.worker.metrics import Metrics
+from coterie.engines.worker.model import PackedModel, Rows, StepResult, slots_of
+from coterie.engines.worker.reports import Reports
+from coterie.engines.worker.requests import FinishReason, Output, Request, draw
+from coterie.engines.worker.transfer import Prefilled, to_bytes
+from coterie.errors import ConfigError
+from coterie.footprints import footprint
+from coterie.wire.footprints import WireFootprint, attach_footprint
+
+T = TypeVar("T")
+
+
+class _Staged(NamedTuple):
+    """A prefilled request whose KV waits for another worker."""
+
+    prompt: list[int]
+    blocks: list[int]
+    until: float
+
+
+class _Part(NamedTuple):
+    request: Request
+    rows: Rows
+
+
+class Engine:
+    """Drive it with :meth:`start` (a thread of its own) or, in tests, by calling :meth:`step`."""
+
+    def __init__(
+        self,
+        model: PackedModel,
+        config: WorkerConfig,
+        kv_stream: EventStream | None = None,
+        expert_stream: EventStream | None = None,
+    ) -> None:
+        self.model, self.config = model, config
+        self.engine_id = uuid.uuid4().hex
+        self.metrics = Metrics()
+        self.blocks = BlockTable(config.kv_blocks, config.block_size)
+        shape = (config.max_tokens, len(model.capture.layer_ids), model.capture.top_k)
+        self._experts = np.zeros(shape, model.expert_dtype)  # [slot, layer, k]
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._staged: OrderedDict[str, _Staged] = OrderedDict()  # oldest first
+        self._reports = Reports(self.served_name, model.capture, config.load_interval_s, kv_stream, expert_stream)
+        footprint(self._experts[:1], model.capture.num_experts)  # compiles, or loads what was compiled
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._on_end: Callable[[], None] = lambda: None
+        self.failure: str | None = None
+        """What ended the thread, if anything did."""
+
+    # ------------------------------------------------------------------------------------------- from any thread
+
+    def start(self, on_end: Callable[[], None] = lambda: None) -> None:
+        """`on_end` is called in the thread if it ends by itself, which only a bug can cause; see `failure`."""
+        self._on_end = on_end
+        self._thread = threading.Thread(target=self._loop, name="coterie-engine", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; requests still there are aborted, staged KV is let go."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._shut_down()
+
+    @property
+    def served_name(self) -> str:
+        return self.config.served_model_name or self.model.name
+
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def idle(self) -> bool:
+        return not (self._waiting or self._running or self._inbox)
+
+    def submit(self, request: Request) -> None:
+        self._post(lambda: self._waiting.append(request))
+
+    def abort(self, key: str) -> None:
+        """The client is gone: end the request wherever it is, and let its KV go. Unknown keys do nothing."""
+        self._post(lambda: self._abort(key))
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run `function` between two steps, in the engine's thread."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:  # belongs to the caller
+                    future.set_exception(error)
+
+        self._post(run)
+        return future
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    # ------------------------------------------------------------------------- in the engine's thread, between steps
+
+    def export(self, key: str) -> bytes | None:
+        """Staged KV as bytes; None if there is none of this name. It stays until it is released."""
+        staged = self._staged.get(key)
+        if staged is None:
+            return None
+        count = len(staged.prompt)
+        tensors = self.model.store.pack(staged.blocks, count)
+        tokens = np.asarray(staged.prompt, np.int32)
+        return to_bytes(Prefilled(self.model.identity, tokens, self._ids_of(staged.blocks, count), tensors))
+
+    def release(self, key: str, why: str) -> bool:
+        """Let staged KV go; whether there was any."""
+        staged = self._staged.pop(key, None)
+        if staged is None:
+            return False
+        self.blocks.release(staged.blocks)
+        self.metrics.add("kv_released_total", why)
+        return True
+
+    def check_prefilled(self, prefilled: Prefilled, prompt: Sequence[int]) -> None:
+        """Whether KV from another worker is this prompt's and fits this model; raises ConfigError."""
+        if prefilled.identity != self.model.identity:
+            raise ConfigError(f"KV is of model {prefilled.identity}; this worker runs {self.model.identity}")
+        if prefilled.token_ids.tolist() != list(prompt):
+            raise ConfigError(f"KV is of another prompt, of {len(prefilled.token_ids)} tokens")
+        if prefilled.expert_ids.shape != (len(prompt), *self._experts.shape[1:]):
+            raise ConfigError(f"expert ids {prefilled.expert_ids.shape} are not of this model")
+        if prefilled.expert_ids.min() < 0 or prefilled.expert_ids.max() >= self.model.capture.num_experts:
+            raise ConfigError(f"expert ids must be in 0 … {self.model.capture.num_experts - 1}")
+        self.model.store.check(prefilled.tensors, len(prompt))
+
+    def clear_cache(self) -> None:
+        """Forget all cached prefixes; refused while blocks are in use."""
+        self.blocks.clear()
+        self._reports.blocks(self.blocks.take_events())
+
+    def refresh_gauges(self) -> None:
+        values = {
+            ("running", ""): len(self._running), ("waiting", ""): len(self._waiting),
+            ("kv_staged", ""): len(self._staged), ("kv_blocks", "used"): self.blocks.used,
+            ("kv_blocks", "cached"): self.blocks.cached,
+            ("kv_blocks", "empty"): self.blocks.available - self.blocks.cached,
+        }  # fmt: skip
+        for name, stream in (("kv", self._reports.kv_stream), ("experts", self._reports.expert_stream)):
+            values["events_published_total", name] = stream.published if stream else 0
+            values["events_dropped_total", name] = stream.dropped if stream else 0
+        for (name, label), value in values.items():
+            self.metrics.set(name, label, value)
+
+    # ---------------------------------------------------------------------------------------------------- the loop
+
+    def _loop(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    if not (self._closing or self._inbox or self._running or self._waiting):
+                        self._wake.wait(self._patience())
+                    if self._closing:
+                        break
+                self.step()
+        except Exception as error:
+            self.failure = _words(error)
+            traceback.print_exc()
+            self._on_end()
+        finally:
+            self._shut_down()
+
+    def _patience(self) -> float | None:
+        """Seconds until something is due although nothing is asked."""
+        due = [staged.until for staged in self._staged.values()]
+        if self._reports.due is not None:
+            due.append(self._reports.due)
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def step(self) -> bool:
+        """Hear what was asked, run one forward pass if there is work, tell what came of it. False: nothing to run."""
+        while self._inbox:
+            self._inbox.popleft()()
+        now = time.monotonic()
+        for key in [key for key, staged in self._staged.items() if staged.until <= now]:
+            self.release(key, "expired")
+        batch = self._schedule()
+        if batch:
+            self._run(batch)
+        self._reports.blocks(self.blocks.take_events())
+        self._reports.load()
+        return bool(batch)
+
+    def _schedule(self) -> list[_Part]:
+        budget = self.config.max_step_tokens
+        batch: list[_Part] = []
+        preempted = self.metrics.get("preemptions_total")
+        # One token each before the chunks of prompts, which would take the whole budget.
+        for request in sorted(self._running, key=lambda one: one.length - one.computed > 1):
+            if request not in self._running or budget == 0:  # put back to wait by one before it
+                continue
+            count = min(request.length - request.computed, budget)
+            if self._grow(request, request.computed + count):
+                batch.append(_part(request, count))
+                budget -= count
+        if self.metrics.get("preemptions_total") > preempted:  # there is no room: it would only change places
+            return batch
+        while self._waiting and budget and len(self._running) < self.config.max_batch:
+            request = self._waiting[0]
+            try:
+                self._admit(request)
+            except OutOfBlocksError:
+                if not self._running and self._evict_staged():
+                    continue
+                break
+            except Exception as error:  # KV that cannot be put into its blocks: its own request fails, no other
+                self._end(request, "error", _words(error))
+                continue
+            self._waiting.popleft()
+            self._running.append(request)
+            count = min(request.length - request.computed, budget)
+            batch.append(_part(request, count))
+            budget -= count
+        return batch
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        """Blocks for the first `tokens` of a running request; False if it had to go back to wait itself."""
+        wanted = -(-tokens // self.config.block_size) - len(request.blocks)
+        while wanted > self.blocks.available:
+            if self._evict_staged():
+                continue
+            last = self._running[-1]
+            self._preempt(last)
+            if last is request:
+                return False
+        request.blocks += self.blocks.take(max(0, wanted))
+        return True
+
+    def _evict_staged(self) -> bool:
+        oldest = next(iter(self._staged), None)
+        return oldest is not None and self.release(oldest, "evicted")
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._let_go(request)
+        self._waiting.appendleft(request)
+        self.metrics.add("preemptions_total")
+
+    def _admit(self, request: Request) -> None:
+        """Blocks for all its tokens: found ones first, then KV from another worker, and the rest is to be computed."""
+        size = self.config.block_size
+        tokens = request.tokens(0, request.length)
+        request.digests = block_digests(tokens, size, request.digests)
+        findable = request.digests[: (request.length - 1) // size]  # the last token is computed in any case: its logits
+        found = self.blocks.find(findable)
+        self.blocks.hold(found)
+        try:
+            taken = self.blocks.take(-(-request.length // size) - len(found))
+        except OutOfBlocksError:
+            self.blocks.release(found)
+            raise
+        request.blocks = found + taken
+        request.stored = len(found)
+        hit = request.computed = len(found) * size
+        fetched = 0
+        if request.prefilled is not None:
+            fetched = self._take_over(request, request.prefilled)
+            request.prefilled = None  # if it is put back to wait, its blocks may still be found; else it is computed
+        if not request.output:
+            request.cached_tokens = hit
+            self.metrics.add("prefix_blocks_total", "hit", len(found))
+            self.metrics.add("prefix_blocks_total", "miss", len(findable) - len(found))
+            self.metrics.add("prompt_tokens_total", "prefix_cache", hit)
+            self.metrics.add("prompt_tokens_total", "transfer", fetched)
+            self.metrics.add("prompt_tokens_total", "computed", len(request.prompt) - hit - fetched)
+
+    def _take_over(self, request: Request, prefilled: Prefilled) -> int:
+        """Put fetched KV into the request's blocks, all but the last token's; how many tokens that spares."""
+        start, end = request.computed, len(request.prompt) - 1
+        if start >= end:
+            return 0
+        slots = slots_of(request.blocks, start, end, self.config.block_size)
+        self.model.store.unpack(prefilled.tensors, slots, start)
+        self._experts[slots] = prefilled.expert_ids[start:end]
+        request.computed = end
+        self._store_full(request)
+        return end - start
+
+    def _run(self, batch: list[_Part]) -> None:
+        started = time.perf_counter()
+        try:
+            result = self.model.step([part.rows for part in batch])
+        except Exception as error:  # whatever it is, other requests must go on
+            self.metrics.add("step_failures_total")
+            for part in batch:
+                self._end(part.request, "error", _words(error))
+            return
+        self.metrics.add("step_seconds_total", by=time.perf_counter() - started)
+        self._count(batch, result)
+        row = sampled = 0
+        for request, rows in batch:
+            end = rows.start + len(rows.tokens)
+            slots = slots_of(request.blocks, rows.start, end, self.config.block_size)
+            self._experts[slots] = result.expert_ids[row : row + len(slots)]
+            row += len(slots)
+            request.computed = end
+            self._store_full(request)
+            if rows.sample:
+                token = draw(result.logits[sampled], request.sampling, request.rng)
+                sampled += 1
+                self._deliver(request, request.append(token, self.model.eos))
+
+    def _count(self, batch: list[_Part], result: StepResult) -> None:
+        phases = np.concatenate(
+            [np.arange(rows.start, rows.start + len(rows.tokens)) >= len(request.prompt) for request, rows in batch]
+        )  # [row] whether it was generated
+        decoded = int(phases.sum())
+        self.metrics.add("steps_total")
+        self.metrics.add("step_rows_total", "decode", decoded)
+        self.metrics.add("step_rows_total", "prefill", len(phases) - decoded)
+        if decoded:
+            touched = (footprint(result.expert_ids[phases], self.model.capture.num_experts) > 0).sum(axis=1)  # [layer]
+            for name, value in (("min", touched.min()), ("mean", touched.mean()), ("max", touched.max())):
+                self.metrics.add("distinct_experts_sum", name, float(value))
+            self.metrics.add("distinct_experts_steps_total")
+        self._reports.step(result.expert_ids)
+
+    def _store_full(self, request: Request) -> None:
+        """Offer the blocks that became full to the table."""
+        full = request.computed // self.config.block_size
+        if full <= request.stored:
+            return
+        tokens = request.tokens(0, full * self.config.block_size)
+        request.digests = block_digests(tokens, self.config.block_size, request.digests)
+        self.blocks.store(request.blocks, request.digests[:full], tokens, request.stored)
+        request.stored = full
+
+    def _deliver(self, request: Request, output: Output) -> None:
+        self.metrics.add("generated_tokens_total")
+        finish = output.finish
+        if finish is None:
+            request.emit(output)
+            return
+        self._reports.request(request, self._ids_of(request.blocks, request.computed), finish)
+        self._running.remove(request)
+        if request.hand_over:
+            output = output._replace(kv_transfer_params=self._stage(request))
+        else:
+            self._let_go(request)
+        self.metrics.add("requests_total", finish)
+        request.emit(output)
+
+    def _stage(self, request: Request) -> dict[str, Any]:
+        """Keep the prompt's KV for another worker, and say where it is and which experts the prompt used."""
+        count = len(request.prompt)
+        self._staged[request.key] = _Staged(request.prompt, request.blocks, time.monotonic() + self.config.kv_ttl_s)
+        self.metrics.add("kv_staged_total")
+        params: dict[str, Any] = {
+            "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.engine_id,
+            "remote_block_ids": list(request.blocks), "remote_host": request.address[0],
+            "remote_port": request.address[1], "remote_request_id": request.key,
+        }  # fmt: skip
+        capture = self.model.capture
+        counts = footprint(self._ids_of(request.blocks, count), capture.num_experts)
+        attach_footprint(params, WireFootprint(counts, capture.layer_ids, count))
+        return params
+
+    def _abort(self, key: str) -> None:
+        for request in (*self._running, *self._waiting):
+            if request.key == key:
+                self._end(request, "abort")
+                return
+        self.release(key, "dropped")
+
+    def _end(self, request: Request, finish: FinishReason, error: str | None = None) -> None:
+        """End a request that did not end by itself."""
+        (self._running if request in self._running else self._waiting).remove(request)
+        if request.computed:
+            self._reports.request(request, self._ids_of(request.blocks, request.computed), finish)
+        self._let_go(request)
+        self.metrics.add("requests_total", finish)
+        request.emit(Output((), "", finish, error=error))
+
+    def _let_go(self, request: Request) -> None:
+        self.blocks.release(request.blocks)
+        request.blocks = []
+        request.computed = request.stored = 0
+
+    def _ids_of(self, blocks: Sequence[int], count: int) -> NDArray[np.unsignedinteger]:
+        """[token, layer, k] of a request's first `count` tokens."""
+        return self._experts[slots_of(blocks, 0, count, self.config.block_size)]
+
+    def _shut_down(self) -> None:
+        for request in (*self._running, *self._waiting):
+            self._end(request, "abort")
+        for key in list(self._staged):
+            self.release(key, "shutdown")
+        while self._inbox:  # those who wait for an answer get one
+            self._inbox.popleft()()
+        for request in list(self._waiting):
+            self._end(request, "abort")
+        self.blocks.clear()
+        self._reports.blocks(self.blocks.take_events())
+        self._reports.load(now=True)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _part(request: Request, count: int) -> _Part:
+    end = request.computed + count
+    tokens = request.tokens(request.computed, end)
+    return _Part(request, Rows(tokens, request.computed, request.blocks, sample=end == request.length))

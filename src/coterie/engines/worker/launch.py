@@ -1,0 +1,63 @@
+"""Start a worker: what can fail is tried in the order of its cost, ports before the model."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from coterie.engines.worker.config import WorkerConfig
+from coterie.engines.worker.events import EventStream
+from coterie.errors import UnavailableError
+from coterie.wire.expert_events import TOPIC as EXPERT_TOPIC
+
+KV_TOPIC = b"kv"
+
+NEEDS = {"aiohttp": "gateway", "zmq": "gateway", "torch": "torch", "transformers": "torch"}
+"""Module → the extra that brings it."""
+
+
+def serve(config: WorkerConfig, ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; `ready` is called once with the URL. Everything wrong raises before that."""
+    check_requirements()
+    from coterie.engines.transformers.loading import check_dtype, check_model_folder
+
+    check_model_folder(config.model)
+    check_dtype(config.dtype)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(bind(config.host, config.port))
+        streams = []
+        for endpoint, topic in ((config.kv_events, KV_TOPIC), (config.expert_events, EXPERT_TOPIC)):
+            stream = None if endpoint is None else EventStream(endpoint, topic, config.event_queue)
+            if stream is not None:
+                stack.callback(stream.close)
+            streams.append(stream)
+        from coterie.engines.worker.server import run_worker
+
+        run_worker(config, listener, ready, *streams)
+
+
+def check_requirements() -> None:
+    missing = [module for module in NEEDS if find_spec(module) is None]
+    if missing:
+        extras = ",".join(sorted({NEEDS[module] for module in missing}))
+        raise UnavailableError(f"the worker needs {', '.join(missing)}: pip install 'coterie[{extras}]'")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has the port but does not listen yet: until the worker is ready, clients are refused."""
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise UnavailableError(f"host {host!r}: {error}") from None
+    listener = socket.socket(family, kind, number)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        hint = "; choose another --port, or stop what uses it" if error.errno == errno.EADDRINUSE else ""
+        raise UnavailableError(f"{host}:{port}: {error.strerror}{hint}") from None
+    return listener

@@ -1,0 +1,251 @@
+"""The forward pass of a step: rows of many requests in one pass, each attending to its own blocks.
+
+Rows are packed, not padded: a step is one sequence [1, row] to every layer but attention, which is replaced by
+:func:`packed_attention`. It puts the rows' keys and values into their blocks, then lets each request's rows attend to
+that request's blocks alone. So prompts, chunks of prompts and single decode tokens share a step, and what a request
+gets does not depend on who else is in it, up to the rounding of a matrix product with another number of rows.
+
+It works for every family whose attention goes through the library's attention interface. KV is kept as attention sees
+it: latent attention (DeepSeek) is stored expanded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.engines.transformers.capture import ExpertCapture
+from coterie.engines.transformers.loading import load_model, model_digest
+from coterie.errors import ConfigError, UnavailableError
+from coterie.types import narrowest_uint
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+NAME = "coterie_packed"
+
+
+class Rows(NamedTuple):
+    """Rows of one request in a step: its tokens `start` … `start + len(tokens) - 1`."""
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    """The request's blocks from its beginning, enough for the last row."""
+    sample: bool
+    """Whether the logits of the last row are wanted."""
+
+
+class StepResult(NamedTuple):
+    logits: NDArray[np.float32]
+    """[sampled request, vocabulary], in the order of the rows."""
+    expert_ids: NDArray[np.unsignedinteger]
+    """[row, layer, k]"""
+
+
+class KVStore:
+    """Keys and values of every block, in one tensor each a layer: [block, offset, head, width].
+
+    Made when a layer is first written: only then is its shape known.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.keys: dict[int, Any] = {}
+        self.values: dict[int, Any] = {}
+
+    def write(self, layer: int, slots: Any, key: Any, value: Any) -> None:
+        """Key and value [row, head, width] into slots [row] = block x block_size + offset."""
+        for store, rows in ((self.keys, key), (self.values, value)):
+            if layer not in store:
+                shape = (self.num_blocks, self.block_size, *rows.shape[1:])
+                store[layer] = torch.empty(shape, dtype=rows.dtype, device=rows.device)
+            store[layer].flatten(0, 1)[slots] = rows
+
+    def read(self, layer: int, blocks: Any, length: int) -> tuple[Any, Any]:
+        """Key and value [head, token, width] of the first `length` tokens of a request."""
+        key = self.keys[layer].index_select(0, blocks).flatten(0, 1)[:length]
+        value = self.values[layer].index_select(0, blocks).flatten(0, 1)[:length]
+        return key.transpose(0, 1), value.transpose(0, 1)
+
+    def pack(self, blocks: Sequence[int], length: int) -> dict[str, Any]:
+        """Name → tensor [token, head, width], on the host: what another worker needs."""
+        index = torch.tensor(blocks)
+        out = {}
+        for name, store in (("key", self.keys), ("value", self.values)):
+            for layer, tensor in store.items():
+                rows = tensor.index_select(0, index.to(tensor.device)).flatten(0, 1)[:length]
+                out[f"{name}.{layer}"] = rows.cpu().contiguous()
+        return out
+
+    def check(self, tensors: Mapping[str, Any], length: int) -> None:
+        """Whether tensors of another worker fit here; raises ConfigError."""
+        expected = {
+            f"{name}.{layer}": (tensor.dtype, (length, *tensor.shape[2:]))
+            for name, store in (("key", self.keys), ("value", self.values))
+            for layer, tensor in store.items()
+        }
+        if set(tensors) != set(expected):
+            raise ConfigError(f"KV of {len(tensors)} tensors came; this model has {len(expected)}")
+        for name, (dtype, shape) in expected.items():
+            if tensors[name].dtype != dtype or tuple(tensors[name].shape) != shape:
+                found = f"{tensors[name].dtype} {tuple(tensors[name].shape)}"
+                raise ConfigError(f"{name} is {found}; this worker keeps {dtype} {shape}")
+
+    def unpack(self, tensors: Mapping[str, Any], slots: NDArray[np.int64], start: int) -> None:
+        """Rows `start` … of checked tensors into their slots."""
+        index = torch.from_numpy(slots)
+        with torch.inference_mode():  # as the store was made
+            for name, rows in tensors.items():
+                kind, _, layer = name.partition(".")
+                tensor = (self.keys if kind == "key" else self.values)[int(layer)]
+                tensor.flatten(0, 1)[index.to(tensor.device)] = rows[start : start + len(slots)].to(tensor.device)
+
+
+class _Layout(NamedTuple):
+    """What attention must know of a step."""
+
+    store: KVStore
+    slots: Any
+    """[row]"""
+    parts: list[_Part]
+
+
+class _Part(NamedTuple):
+    first: int
+    """Of the request's rows in the step."""
+    rows: int
+    start: int
+    """Of the request's tokens, that of the first row."""
+    blocks: Any
+
+
+def packed_attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    _attention_mask: Any,  # the layout says who sees what
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Any = None,
+    coterie_layout: _Layout | None = None,
+    **_: Any,
+) -> tuple[Any, None]:
+    """query, key, value [1, head, row, width] → [1, row, head, width]."""
+    if coterie_layout is None:
+        raise ConfigError("this model was prepared for the worker: call PackedModel.step")
+    store, slots, parts = coterie_layout
+    layer = module.layer_idx
+    store.write(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+    for part in parts:
+        rows = slice(part.first, part.first + part.rows)
+        keys, values = store.read(layer, part.blocks, part.start + part.rows)
+        seen = _attend(query[0, :, rows], keys, values, part.start, scaling, sliding_window, s_aux)
+        out[0, rows] = seen.transpose(0, 1)
+    return out, None
+
+
+def _attend(query: Any, key: Any, value: Any, start: int, scaling: float | None, window: int | None, sinks: Any) -> Any:
+    """Rows [head, row, width] that are tokens `start` … of a request, over its keys [kv head, token, width]."""
+    rows, tokens = query.shape[1], key.shape[1]
+    windowed = window is not None and tokens > window
+    mask = None
+    if windowed or (rows > 1 and start > 0) or (rows > 1 and sinks is not None):
+        distance = torch.arange(start, tokens, device=query.device)[:, None] - torch.arange(tokens, device=query.device)
+        mask = (distance >= 0) & (distance < (window or tokens))
+    if sinks is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask=mask, is_causal=mask is None and rows > 1,
+            scale=scaling, enable_gqa=query.shape[0] != key.shape[0],
+        )[0]  # fmt: skip
+    groups = query.shape[0] // key.shape[0]
+    scores = query @ key.repeat_interleave(groups, 0).transpose(1, 2)
+    scores = scores * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    # A sink takes part in the softmax and adds nothing to the sum.
+    sink = sinks.reshape(-1, 1, 1).expand(-1, rows, 1).to(scores.dtype)
+    shares = torch.softmax(torch.cat([scores, sink], dim=-1).float(), dim=-1)[..., :-1]
+    return shares.to(value.dtype) @ value.repeat_interleave(groups, 0)
+
+
+class PackedModel:
+    """A checkpoint, its tokenizer and its KV store, ready for steps. Everything but loading is for one thread."""
+
+    def __init__(self, folder: Path, dtype: str, device: str, num_blocks: int, block_size: int) -> None:
+        loaded = load_model(folder, dtype, device)  # says it if torch or transformers is missing
+        import transformers
+
+        transformers.AttentionInterface.register(NAME, packed_attention)
+        self.tokenizer, self.name = loaded.tokenizer, loaded.name
+        self.identity = f"{model_digest(folder)}-{dtype}"
+        """Two workers whose KV is interchangeable have the same."""
+        self._model = loaded.model
+        self._model.set_attn_implementation(NAME)
+        self._device = self._model.get_input_embeddings().weight.device
+        self.capture = ExpertCapture(self._model)
+        self.expert_dtype = narrowest_uint(self.capture.num_experts - 1)
+        self.vocab_size = int(self._model.get_input_embeddings().num_embeddings)
+        config = self._model.config.get_text_config()
+        self.max_positions = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+        self.eos = _eos(self._model, self.tokenizer)
+        self.store = KVStore(num_blocks, block_size)
+        self.tokenizer.encode("warm")  # the first call may change the tokenizer; later ones only read it
+        self.step([Rows([0], 0, [0], True)])  # makes the store, and shows that capture works
+        missing = set(range(config.num_hidden_layers)) - set(self.store.keys)
+        if missing:
+            raise UnavailableError(
+                f"{folder}: layers {sorted(missing)} keep no keys and values; blocks cannot hold them"
+            )
+
+    def step(self, batch: Sequence[Rows]) -> StepResult:
+        slots: list[NDArray[np.int64]] = []
+        parts: list[_Part] = []
+        wanted: list[int] = []
+        positions: list[int] = []
+        row = 0
+        for rows in batch:
+            slots.append(slots_of(rows.blocks, rows.start, rows.start + len(rows.tokens), self.store.block_size))
+            blocks = torch.tensor(rows.blocks, device=self._device)
+            parts.append(_Part(row, len(rows.tokens), rows.start, blocks))
+            positions.extend(range(rows.start, rows.start + len(rows.tokens)))
+            row += len(rows.tokens)
+            if rows.sample:
+                wanted.append(row - 1)
+        layout = _Layout(self.store, torch.from_numpy(np.concatenate(slots)).to(self._device), parts)
+        tokens = [token for rows in batch for token in rows.tokens]
+        with torch.inference_mode(), self.capture as capture:
+            out = self._model(
+                input_ids=torch.tensor([tokens], device=self._device),
+                position_ids=torch.tensor([positions], device=self._device),
+                logits_to_keep=torch.tensor(wanted or [0], device=self._device),
+                use_cache=False,
+                coterie_layout=layout,
+            )
+            expert_ids = capture.take().expert_ids.astype(self.expert_dtype)
+            logits = out.logits[0, : len(wanted)].float().cpu().numpy()
+        return StepResult(logits, expert_ids)
+
+
+def slots_of(blocks: Sequence[int], start: int, end: int, block_size: int) -> NDArray[np.int64]:
+    """[token] where tokens `start` … `end - 1` of a request lie: block x block_size + offset."""
+    positions = np.arange(start, end)
+    slots: NDArray[np.int64] = np.asarray(blocks, np.int64)[positions // block_size] * block_size
+    return slots + positions % block_size
+
+
+def _eos(model: Any, tokenizer: Any) -> frozenset[int]:
+    found = getattr(model.generation_config, "eos_token_id", None)
+    if found is None:
+        found = tokenizer.eos_token_id
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, list | tuple) else [found])

@@ -1,0 +1,393 @@
+"""OpenAI bodies in, OpenAI answers out: pure functions, no sockets.
+
+A body is checked whole before anything runs. What would change the answer and is not supported is refused, not ignored;
+unknown fields are ignored, as OpenAI's own clients send ever new ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from coterie.engines.worker.config import Role
+from coterie.engines.worker.requests import Output, Sampling
+from coterie.errors import CoterieError
+
+DEFAULT_MAX_TOKENS = 16
+"""Of a completion, as in OpenAI's interface; a chat answer may fill what room there is."""
+MAX_STOPS = 16
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (),
+    "suffix": ("",), "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,),
+    "repetition_penalty": (1,), "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,), "use_beam_search": (False,),
+    "tools": ([],), "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "guided_json": (),
+    "guided_regex": (), "structured_outputs": (),
+}  # fmt: skip
+"""Fields that would change the answer, and the values with which they do not; null always is one."""
+_KEY = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}")
+
+
+class RequestError(CoterieError):
+    """A body that cannot be served: becomes an OpenAI error answer."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+
+class Remote(NamedTuple):
+    """Where prefilled KV waits."""
+
+    host: str
+    port: int
+    key: str
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host and not self.host.startswith("[") else self.host
+        return f"http://{host}:{self.port}/kv/{self.key}"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A body, checked; tokens are not known yet."""
+
+    chat: bool
+    prompt: str | list[int] | list[dict[str, str]]
+    """Text, token ids, or the messages of a chat."""
+    max_tokens: int | None
+    """None: as many as fit."""
+    sampling: Sampling
+    """But for max_tokens."""
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    hand_over: bool
+    """Prefill for another worker."""
+    remote: Remote | None
+    """KV prefilled by another worker."""
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:  # a wrong encoding is a ValueError too
+        raise RequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError(f"the body must be a JSON object, found {_kind(body)}")
+    return body
+
+
+def parse_body(body: Mapping[str, Any], chat: bool, served: str, role: Role) -> Asked:
+    """Check everything that can be checked without the tokenizer; raises RequestError."""
+    model = body.get("model")
+    if model is not None and model != served:
+        shown = _short(model)
+        raise RequestError(
+            f"model {shown} is not served here; the one that is: {served!r}", "model", 404, "model_not_found"
+        )
+    for name, neutral in NEUTRAL.items():
+        _neutral(body, name, neutral)
+    stream = _flag(body, "stream")
+    hand_over, remote = _transfer(body.get("kv_transfer_params"), role)
+    asked = Asked(
+        chat=chat,
+        prompt=_messages(body.get("messages")) if chat else _prompt(body.get("prompt")),
+        max_tokens=_max_tokens(body, chat),
+        sampling=_sampling(body),
+        stream=stream,
+        include_usage=_stream_options(body.get("stream_options"), stream),
+        return_token_ids=_flag(body, "return_token_ids"),
+        hand_over=hand_over,
+        remote=remote,
+    )
+    if hand_over and (asked.max_tokens != 1 or stream):
+        raise RequestError(
+            f"max_tokens={asked.max_tokens}, stream={stream}: a prefill for another worker (do_remote_decode) must "
+            "have max_tokens=1 and stream=false",
+            "kv_transfer_params",
+        )
+    return asked
+
+
+def check_length(prompt: Sequence[int], max_tokens: int | None, limit: int, vocab_size: int) -> int:
+    """Tokens that may be generated; raises RequestError if the request cannot fit."""
+    if not prompt:
+        raise RequestError("the prompt has no tokens; give at least one", "prompt")
+    wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise RequestError(f"prompt holds token {wrong}; it must be in 0 … {vocab_size - 1}", "prompt")
+    room = limit - len(prompt)
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens; with one generated it must fit {limit}", "prompt",
+            code="context_length_exceeded",
+        )  # fmt: skip
+    if max_tokens is not None and max_tokens > room:
+        raise RequestError(
+            f"max_tokens={max_tokens} must be at most {room}: the prompt has {len(prompt)} tokens and both must fit "
+            f"{limit}",
+            "max_tokens",
+            code="context_length_exceeded",
+        )
+    return room if max_tokens is None else max_tokens
+
+
+# -------------------------------------------------------------------------------------------------------------- fields
+
+
+def _prompt(value: Any) -> str | list[int]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str):
+        return _text(value, "prompt")
+    if isinstance(value, list) and all(type(token) is int for token in value):
+        return value
+    raise RequestError(f"prompt must be a text or a list of token ids, one a request; found {_kind(value)}", "prompt")
+
+
+def _messages(value: Any) -> list[dict[str, str]]:
+    if not isinstance(value, list) or not value:
+        raise RequestError(f"messages must be a list of at least one message, found {_kind(value)}", "messages")
+    messages = []
+    for index, message in enumerate(value):
+        where = f"messages[{index}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RequestError(f'{where} must be an object such as {{"role": "user", "content": "…"}}', "messages")
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(_part(part, where) for part in content)
+        if not isinstance(content, str):
+            raise RequestError(f"{where}.content must be a text, found {_kind(content)}", "messages")
+        messages.append({"role": _text(message["role"], "messages"), "content": _text(content, "messages")})
+    return messages
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        text: str = part["text"]
+        return text
+    raise RequestError(f'{where}.content may hold parts {{"type": "text", "text": "…"}} only', "messages")
+
+
+def _max_tokens(body: Mapping[str, Any], chat: bool) -> int | None:
+    given = [_integer(body, name, 1, 1 << 31) for name in ("max_completion_tokens", "max_tokens")]
+    found = next((value for value in given if value is not None), None)
+    return found if found is not None or chat else DEFAULT_MAX_TOKENS
+
+
+def _sampling(body: Mapping[str, Any]) -> Sampling:
+    stops = body.get("stop")
+    stops = [] if stops is None else [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise RequestError(f"stop must be a text or at most {MAX_STOPS} texts, none empty", "stop")
+    tokens = body.get("stop_token_ids")
+    tokens = [] if tokens is None else tokens
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise RequestError(f"stop_token_ids must be a list of token ids, found {_kind(tokens)}", "stop_token_ids")
+    temperature = _number(body, "temperature", 0.0, 100.0)
+    top_p = _number(body, "top_p", 0.0, 1.0)
+    if top_p == 0:
+        raise RequestError("top_p=0 must be greater than 0 and at most 1", "top_p")
+    return Sampling(
+        max_tokens=0,
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        seed=_integer(body, "seed", -(1 << 63), (1 << 63) - 1),
+        stop=tuple(_text(stop, "stop") for stop in stops),
+        stop_token_ids=frozenset(tokens),
+        ignore_eos=_flag(body, "ignore_eos"),
+    )
+
+
+def _stream_options(value: Any, stream: bool) -> bool:
+    if value is None:
+        return False
+    if not isinstance(value, dict):
+        raise RequestError(f"stream_options must be an object, found {_kind(value)}", "stream_options")
+    if not stream:
+        raise RequestError("stream_options needs stream=true", "stream_options")
+    return _flag(value, "include_usage")
+
+
+def _transfer(params: Any, role: Role) -> tuple[bool, Remote | None]:
+    if params is None:
+        params = {}
+    if not isinstance(params, dict):
+        raise RequestError(f"kv_transfer_params must be an object, found {_kind(params)}", "kv_transfer_params")
+    hand_over, take_over = _flag(params, "do_remote_decode"), _flag(params, "do_remote_prefill")
+    if hand_over and take_over:
+        raise RequestError("do_remote_decode and do_remote_prefill must not both be true", "kv_transfer_params")
+    if role == "prefill" and not hand_over:
+        raise RequestError(
+            'this worker has role prefill: send kv_transfer_params {"do_remote_decode": true} with max_tokens=1, or '
+            "use a worker of role decode or both",
+            "kv_transfer_params",
+        )
+    if role == "decode" and hand_over:
+        raise RequestError(
+            "this worker has role decode: send do_remote_decode to one of role prefill or both", "kv_transfer_params"
+        )
+    if not take_over:
+        return hand_over, None
+    host, port, key = (params.get(name) for name in ("remote_host", "remote_port", "remote_request_id"))
+    if not isinstance(host, str) or not _HOST.fullmatch(host):
+        raise RequestError(f"remote_host must be a host name, found {_short(host)}", "kv_transfer_params")
+    if type(port) is not int or not 1 <= port <= 65535:
+        raise RequestError(f"remote_port must be in 1 … 65535, found {_short(port)}", "kv_transfer_params")
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise RequestError(
+            f"remote_request_id must be as the prefill worker gave it, found {_short(key)}", "kv_transfer_params"
+        )
+    return False, Remote(host, port, key)
+
+
+def _neutral(body: Mapping[str, Any], name: str, neutral: tuple[Any, ...]) -> None:
+    value = body.get(name)
+    if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
+        return
+    right = " or ".join(json.dumps(one) for one in neutral)
+    raise RequestError(f"{name}={_short(value)} is not supported; leave it out{right and f' or give {right}'}", name)
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, found {_short(value)}", name)
+    return value
+
+
+def _number(body: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(_float(value)):
+        raise RequestError(f"{name} must be a number, found {_short(value)}", name)
+    if not low <= value <= high:
+        raise RequestError(f"{name}={_short(value)} must be in {low:g} … {high:g}", name)
+    return float(value)
+
+
+def _float(value: int | float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _integer(body: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if type(value) is not int:
+        raise RequestError(f"{name} must be a whole number, found {_short(value)}", name)
+    if not low <= value <= high:
+        raise RequestError(f"{name}={_short(value)} must be in {low} … {high}", name)
+    return value
+
+
+def _text(value: str, param: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{param} holds half a surrogate pair at {error.start}; send whole characters", param
+        ) from None
+    return value
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    return next((text for kind, text in names.items() if isinstance(value, kind)), "a number")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def error_body(
+    message: str, param: str | None = None, code: str | None = None, kind: str | None = None
+) -> dict[str, Any]:
+    kind = kind or "invalid_request_error"
+    message = " ".join(message.split()).encode(errors="backslashreplace").decode()  # it may quote half a surrogate pair
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Answer:
+    """Builds what is sent for one request, whole or in chunks."""
+
+    def __init__(self, asked: Asked, name: str, model: str, created: int, prompt: Sequence[int]) -> None:
+        self._asked, self._prompt = asked, list(prompt)
+        self.name = name
+        kind = "chat.completion" if asked.chat else "text_completion"
+        self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{name}"
+        self._head = {"id": self.id, "object": kind, "created": created, "model": model}
+        self._tokens: list[int] = []
+        self._text: list[str] = []
+        self._first = True
+
+    def add(self, output: Output) -> None:
+        self._tokens += output.token_ids
+        self._text.append(output.text)
+
+    def whole(self, last: Output) -> dict[str, Any]:
+        """The answer of a request that is not streamed; every output was added, the last one too."""
+        text = "".join(self._text)
+        choice: dict[str, Any] = {"index": 0}
+        if self._asked.chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        choice |= {"logprobs": None, "finish_reason": last.finish, "stop_reason": last.stop_reason}
+        out: dict[str, Any] = {**self._head, "choices": [choice], "usage": self.usage(last)}
+        if self._asked.return_token_ids:
+            choice["token_ids"] = self._tokens
+            (out if self._asked.chat else choice)["prompt_token_ids"] = self._prompt
+        out["kv_transfer_params"] = last.kv_transfer_params
+        return out
+
+    def chunk(self, output: Output) -> dict[str, Any]:
+        """One piece of a streamed answer; `output` was added."""
+        choice: dict[str, Any] = {"index": 0}
+        if self._asked.chat:
+            choice["delta"] = {**({"role": "assistant"} if self._first else {}), "content": output.text}
+        else:
+            choice["text"] = output.text
+        choice |= {"logprobs": None, "finish_reason": output.finish}
+        if output.finish:
+            choice["stop_reason"] = output.stop_reason
+        out: dict[str, Any] = {**self._head, "choices": [choice]}
+        if self._asked.chat:
+            out["object"] = "chat.completion.chunk"
+        if self._asked.return_token_ids:
+            choice["token_ids"] = list(output.token_ids)
+            if self._first:
+                (out if self._asked.chat else choice)["prompt_token_ids"] = self._prompt
+        if self._asked.include_usage:
+            out["usage"] = None
+        self._first = False
+        return out
+
+    def usage_chunk(self, last: Output) -> dict[str, Any]:
+        kind = {"object": "chat.completion.chunk"} if self._asked.chat else {}
+        return {**self._head, **kind, "choices": [], "usage": self.usage(last)}
+
+    def usage(self, last: Output) -> dict[str, Any]:
+        prompt, generated = len(self._prompt), len(self._tokens)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": last.cached_tokens},
+        }  # fmt: skip

@@ -1,0 +1,181 @@
+"""One request inside the worker: what was asked, how far it is, and how its tokens become text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.engines.worker.transfer import Prefilled
+
+GREEDY_BELOW = 1e-5
+"""A temperature under this would overflow; its limit is the largest logit."""
+MAX_HELD = 16
+"""Tokens held back in the hope that they complete a character."""
+BROKEN = "\ufffd"
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+
+class Output(NamedTuple):
+    """What a step added to a request; the last one says why it ended."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or token that ended it; None for the model's own end token."""
+    kv_transfer_params: dict[str, Any] | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+class _Stopped(NamedTuple):
+    finish: FinishReason
+    stop_reason: str | int | None = None
+
+
+class Text:
+    """Tokens to text, piece by piece, with stop strings.
+
+    A token may end inside a character, and a stop string may begin in one piece and end in the next: both are held back
+    until they are decided, so that the pieces joined are the whole text and nothing of a stop string is ever sent.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
+        self._decode, self._stop = decode, tuple(stop)
+        self._hold = max((len(word) for word in self._stop), default=1) - 1
+        self._ids: list[int] = []
+        self._from = self._read = 0  # text of ids[_from:_read] is known; it gives later tokens their context
+        self._text = ""
+        self._sent = 0
+        self.stopped: str | None = None
+
+    def add(self, token: int) -> str:
+        """The text that is certain now."""
+        self._ids.append(token)
+        return self._grow(final=len(self._ids) - self._read > MAX_HELD, last=False)
+
+    def end(self) -> str:
+        """All that was held back."""
+        return self._grow(final=True, last=True)
+
+    def _grow(self, final: bool, last: bool) -> str:
+        if self.stopped is not None:
+            return ""
+        known, now = self._decode(self._ids[self._from : self._read]), self._decode(self._ids[self._from :])
+        if final or (len(now) > len(known) and not now.endswith(BROKEN)):
+            self._from, self._read = self._read, len(self._ids)
+            self._extend(now[len(known) :])
+        until = len(self._text) if last or self.stopped is not None else max(len(self._text) - self._hold, self._sent)
+        piece, self._sent = self._text[self._sent : until], until
+        return piece
+
+    def _extend(self, piece: str) -> None:
+        since = max(0, len(self._text) - self._hold)
+        self._text += piece
+        found = [(at, word) for word in self._stop if (at := self._text.find(word, since)) >= 0]
+        if found:
+            at, self.stopped = min(found)
+            self._text = self._text[:at]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Mutable; belongs to the engine's thread once submitted."""
+
+    key: str
+    """Unique in this worker."""
+    name: str
+    """As the client knows it."""
+    prompt: list[int]
+    sampling: Sampling
+    text: Text
+    emit: Callable[[Output], None]
+    """Called in the engine's thread."""
+    hand_over: bool = False
+    """Prefill for another worker: keep the KV until it is fetched."""
+    prefilled: Prefilled | None = None
+    """KV from another worker."""
+    address: tuple[str, int] = ("127.0.0.1", 0)
+    """Host and port where another worker finds this one."""
+    output: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    stored: int = 0
+    """Full blocks that were offered to the table."""
+    computed: int = 0
+    """Tokens whose KV is in the blocks."""
+    cached_tokens: int = 0
+    rng: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        seed = self.sampling.seed
+        self.rng = np.random.default_rng(None if seed is None else seed & ((1 << 64) - 1))
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Tokens `start` … `end - 1` of prompt and output together."""
+        split = len(self.prompt)
+        if start >= split:
+            return self.output[start - split : end - split]
+        return self.prompt[start:end] + self.output[: max(0, end - split)]
+
+    def append(self, token: int, eos: frozenset[int]) -> Output:
+        """One more token; says whether it ends the request."""
+        self.output.append(token)
+        piece = self.text.add(token)
+        stopped = self._stopped(token, eos)
+        if stopped is None:
+            return Output((token,), piece)
+        piece += self.text.end()
+        if self.text.stopped is not None:  # may have come to light only now
+            stopped = _Stopped("stop", self.text.stopped)
+        return Output((token,), piece, stopped.finish, stopped.stop_reason, cached_tokens=self.cached_tokens)
+
+    def _stopped(self, token: int, eos: frozenset[int]) -> _Stopped | None:
+        if self.text.stopped is not None:
+            return _Stopped("stop", self.text.stopped)
+        if token in self.sampling.stop_token_ids:
+            return _Stopped("stop", token)
+        if token in eos and not self.sampling.ignore_eos:
+            return _Stopped("stop")
+        if len(self.output) >= self.sampling.max_tokens:
+            return _Stopped("length")
+        return None
+
+
+def draw(logits: NDArray[np.float32], sampling: Sampling, rng: np.random.Generator) -> int:
+    """The next token of logits [vocabulary]. One number of `rng` a token, so a seed means the same in any batch."""
+    if sampling.greedy:
+        return int(logits.argmax())
+    scaled = logits.astype(np.float64) / sampling.temperature
+    weights = np.exp(scaled - scaled.max())
+    order = np.argsort(-weights, kind="stable")
+    cumulative = np.cumsum(weights[order])
+    # The smallest set whose share reaches top_p: the token that crosses the line is in.
+    kept = int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1
+    kept = min(kept, len(order))
+    at = np.searchsorted(cumulative[:kept], rng.random() * cumulative[kept - 1], side="right")
+    return int(order[min(int(at), kept - 1)])
