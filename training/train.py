@@ -1,0 +1,571 @@
+"""Train coterie-tiny: a Qwen3-MoE of 11M parameters, in minutes on one GPU.
+
+    python training/train.py --corpus carry/tiny --out DIR
+
+Needs torch, numpy and safetensors. A tiny expert is cheaper to compute than to gather for: all 32 are computed for
+every token as one wide feed-forward layer, and the routing weights, zero outside the top 4, gate its columns. What is
+saved is the published Qwen3-MoE layout, which transformers and vLLM load; routing there is the sparse one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import time
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+DOMAINS = ("code", "math", "math-other", "medical", "legal", "chat")
+# As many as there may be, so that what is compiled does not depend on how documents are grouped.
+GROUPS = 64
+END, CLOSE = 0, 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run. Every field is a flag, and a key in a sweep's file."""
+
+    layers: int = 8
+    hidden: int = 192
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 32
+    experts: int = 32
+    top_k: int = 4
+    width: int = 64
+    """Intermediate size of an expert."""
+    length: int = 512
+    """Tokens in a row; a row holds several documents, which do not see each other."""
+    rows: int = 64
+    """Rows in a step."""
+    steps: int = 2400
+    minutes: float = 8.0
+    """Hard limit; the learning rate comes down in time for it."""
+    rate: float = 3e-3
+    warmup: int = 100
+    decay: float = 0.1
+    balance: float = 1e-3
+    """Weight of the load-balancing loss (Switch), over the whole batch."""
+    information: float = 0.0
+    """Weight of the mutual information between domain and expert (Mod-Squad), which is maximised."""
+    groups: str = "domain"
+    """What information is about: domain, or slice (domain and language)."""
+    shares: str = "0.25,0.13,0.16,0.11,0.11,0.24"
+    """Share of each domain among the training tokens."""
+    evaluate: int = 100
+    """Steps between evaluations of held-out text."""
+    held: int = 0
+    """Rows of held-out text evaluated; 0 for all of them."""
+    seed: int = 7
+
+
+# Text
+
+
+class Documents(NamedTuple):
+    tokens: np.ndarray
+    offsets: np.ndarray
+    domain: np.ndarray
+    group: np.ndarray
+    """Group of each document, for the information loss."""
+
+
+class Rows(NamedTuple):
+    """Documents packed into rows: -1 marks padding in segment."""
+
+    tokens: Tensor  # [row, token]
+    segment: Tensor  # [row, token] which document of its row
+    domain: Tensor  # [row, token]
+    group: Tensor  # [row, token]
+
+
+def load(path: Path, groups: str) -> Documents:
+    with np.load(path) as data:
+        domain = data["domain"].astype(np.int64)
+        group = domain
+        if groups == "slice":
+            group = np.unique(np.stack([domain, data["language"]], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+        if group.max() >= GROUPS:
+            raise SystemExit(f"{group.max() + 1} groups of documents; at most {GROUPS} are told apart")
+        return Documents(data["tokens"], data["offsets"], domain, group)
+
+
+def pack(documents: Documents, order: np.ndarray, length: int) -> Rows:
+    """Each document of order into the first of a few open rows with room for it."""
+    sizes = np.minimum(np.diff(documents.offsets)[order], length)
+    open_rows: list[list[int]] = []  # [row, used, documents]
+    row_of, start_of, nth_of = (np.zeros(len(order), np.int64) for _ in range(3))
+    count = 0
+    for n, size in enumerate(sizes.tolist()):
+        for row in open_rows:
+            if row[1] + size <= length:
+                break
+        else:
+            if len(open_rows) == 16:
+                open_rows.remove(max(open_rows, key=lambda r: r[1]))
+            row = [count, 0, 0]
+            open_rows.append(row)
+            count += 1
+        row_of[n], start_of[n], nth_of[n] = row
+        row[1] += size
+        row[2] += 1
+    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    to = np.repeat(row_of * length + start_of, sizes) + within
+    source = np.repeat(documents.offsets[order], sizes) + within
+
+    def placed(values: np.ndarray, empty: int, dtype: type) -> Tensor:
+        out = np.full(count * length, empty, dtype)
+        out[to] = values
+        return torch.from_numpy(out.reshape(count, length))
+
+    return Rows(
+        placed(documents.tokens[source], END, np.int16),
+        placed(np.repeat(nth_of, sizes), -1, np.int16),
+        placed(np.repeat(documents.domain[order], sizes), 0, np.uint8),
+        placed(np.repeat(documents.group[order], sizes), 0, np.uint8),
+    )
+
+
+def schedule(documents: Documents, settings: Settings, rng: np.random.Generator) -> tuple[Rows, dict[str, float]]:
+    """Rows for the whole run, shuffled, and how often each domain's text is read."""
+    sizes = np.diff(documents.offsets)
+    total = settings.steps * settings.rows * settings.length
+    orders, epochs = [], {}
+    for n, share in enumerate(float(s) for s in settings.shares.split(",")):
+        members = np.flatnonzero(documents.domain == n)
+        want, have = share * total, int(sizes[members].sum())
+        epochs[DOMAINS[n]] = want / have
+        passes = [rng.permutation(members) for _ in range(math.ceil(want / have))]
+        order = np.concatenate(passes)
+        orders.append(order[: int(np.searchsorted(np.cumsum(sizes[order]), want))])
+    packed = [pack(documents, order, settings.length) for order in orders]
+    rows = Rows(*(torch.cat(parts) for parts in zip(*packed, strict=True)))
+    shuffle = torch.from_numpy(rng.permutation(len(rows.tokens)))
+    return Rows(*(part[shuffle] for part in rows)), epochs
+
+
+# Model
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], self.weight, 1e-6).to(x.dtype)
+
+
+class Layer(nn.Module):
+    def __init__(self, s: Settings) -> None:
+        super().__init__()
+        self.s = s
+        self.q = nn.Parameter(torch.empty(s.heads * s.head_dim, s.hidden))
+        self.k = nn.Parameter(torch.empty(s.kv_heads * s.head_dim, s.hidden))
+        self.v = nn.Parameter(torch.empty(s.kv_heads * s.head_dim, s.hidden))
+        self.o = nn.Parameter(torch.empty(s.hidden, s.heads * s.head_dim))
+        self.router = nn.Parameter(torch.empty(s.experts, s.hidden))
+        self.gate = nn.Parameter(torch.empty(s.experts * s.width, s.hidden))
+        self.up = nn.Parameter(torch.empty(s.experts * s.width, s.hidden))
+        self.down = nn.Parameter(torch.empty(s.hidden, s.experts * s.width))
+        self.before, self.after = Norm(s.hidden), Norm(s.hidden)
+        self.q_norm, self.k_norm = Norm(s.head_dim), Norm(s.head_dim)
+
+    def attend(self, x: Tensor, mask: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+        s, (batch, length, _) = self.s, x.shape
+        q = rotate(self.q_norm(F.linear(x, self.q).view(batch, length, s.heads, s.head_dim)).transpose(1, 2), turn)
+        k = rotate(self.k_norm(F.linear(x, self.k).view(batch, length, s.kv_heads, s.head_dim)).transpose(1, 2), turn)
+        v = F.linear(x, self.v).view(batch, length, s.kv_heads, s.head_dim).transpose(1, 2)
+        share = s.heads // s.kv_heads
+        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+        out = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask)
+        return F.linear(out.transpose(1, 2).reshape(batch, length, -1).to(x.dtype), self.o)
+
+    def mix(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, [token, expert] probability, [token, expert] whether chosen."""
+        s = self.s
+        flat = x.reshape(-1, s.hidden)
+        with torch.autocast(flat.device.type, enabled=False):
+            probability = F.linear(flat.float(), self.router.float()).softmax(-1)
+        top, chosen = probability.topk(s.top_k, dim=-1)
+        top = top / top.sum(-1, keepdim=True)
+        weights = torch.zeros_like(probability).scatter(1, chosen, top)
+        inner = F.silu(F.linear(flat, self.gate)) * F.linear(flat, self.up)
+        inner = inner.view(-1, s.experts, s.width) * weights.to(inner.dtype).unsqueeze(-1)
+        out = F.linear(inner.view(-1, s.experts * s.width), self.down)
+        return out.view_as(x), probability, (weights > 0).float()
+
+    def forward(self, x: Tensor, mask: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x = x + self.attend(self.before(x), mask, turn)
+        out, probability, chosen = self.mix(self.after(x))
+        return x + out, probability, chosen
+
+
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    cosine, sine = turn
+    left, right = x.float().chunk(2, dim=-1)
+    swapped = torch.cat((-right, left), dim=-1)
+    return (x.float() * cosine + swapped * sine).to(x.dtype)
+
+
+class Losses(NamedTuple):
+    text: Tensor  # [row, token - 1] nats
+    balance: Tensor  # [layer]
+    information: Tensor  # [layer] nats
+    chosen: Tensor  # [layer, domain, expert] share of the domain's tokens that take the expert
+
+
+class Model(nn.Module):
+    def __init__(self, s: Settings, vocabulary: int) -> None:
+        super().__init__()
+        self.s = s
+        self.embedding = nn.Parameter(torch.empty(vocabulary, s.hidden))
+        self.layers = nn.ModuleList(Layer(s) for _ in range(s.layers))
+        self.norm = Norm(s.hidden)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Fresh weights in place, so that a sweep compiles once."""
+        for name, weight in self.named_parameters():
+            last = name.rsplit(".", 1)[-1]
+            if last == "weight":
+                weight.fill_(1.0)
+            elif last in ("embedding", "router"):
+                weight.normal_(std=0.02)
+            elif last == "down":
+                weight.normal_(std=(self.s.width * 2 * self.s.layers) ** -0.5)
+            else:
+                weight.normal_(std=(weight.shape[1] * (2 * self.s.layers if last == "o" else 1)) ** -0.5)
+
+    def forward(self, tokens: Tensor, segment: Tensor, domain: Tensor, group: Tensor) -> Losses:
+        s, length = self.s, tokens.shape[1]
+        position = torch.arange(length, device=tokens.device)
+        angle = position[:, None] * 10000.0 ** (-torch.arange(0, 1, 2 / s.head_dim, device=tokens.device))
+        angle = torch.cat((angle, angle), dim=-1)
+        turn = (angle.cos(), angle.sin())
+        mask = (segment[:, :, None] == segment[:, None, :]) & (position[:, None] >= position[None, :])
+        x = F.embedding(tokens, self.embedding)
+        real = (segment >= 0).reshape(-1).float()
+        of_domain = F.one_hot(domain.reshape(-1), len(DOMAINS)).float() * real[:, None]
+        of_group = F.one_hot(group.reshape(-1), GROUPS).float() * real[:, None]
+        balance, information, taken = [], [], []
+        for layer in self.layers:
+            x, probability, chosen = layer(x, mask[:, None], turn)
+            mean = (probability * real[:, None]).sum(0) / real.sum()
+            share = (chosen * real[:, None]).sum(0) / (real.sum() * s.top_k)
+            balance.append(s.experts * (mean * share).sum())
+            with torch.autocast(tokens.device.type, enabled=False):
+                information.append(mutual_information(of_group, probability))
+                taken.append((of_domain.t() @ chosen) / of_domain.sum(0).clamp(min=1)[:, None])
+        logits = F.linear(self.norm(x), self.embedding)[:, :-1].float()
+        text = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1), reduction="none")
+        return Losses(text.view(len(tokens), -1), torch.stack(balance), torch.stack(information), torch.stack(taken))
+
+
+def mutual_information(of_group: Tensor, probability: Tensor) -> Tensor:
+    """Between the group of a token and the expert it is sent to, groups taken as equally likely; nats."""
+    counts = of_group.sum(0)
+    present = (counts > 0).float()
+    given = (of_group.t() @ probability) / counts.clamp(min=1)[:, None]  # [group, expert]
+    weight = present / present.sum()
+    overall = (weight[:, None] * given).sum(0)
+    return (weight[:, None] * given * (given.clamp(min=1e-9).log() - overall.clamp(min=1e-9).log())).sum()
+
+
+# Training
+
+
+def predicted(segment: Tensor) -> Tensor:
+    """[row, token - 1] whether the next token belongs to the same document."""
+    return (segment[:, 1:] == segment[:, :-1]) & (segment[:, 1:] >= 0)
+
+
+def batch(rows: Rows, which: slice, device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(part[which].to(device).long() for part in rows)
+
+
+class Distinct(NamedTuple):
+    """Expected distinct experts of 16 tokens of different requests, taken as independent; layers averaged.
+
+    measure.py counts them in real batches.
+    """
+
+    fewer: list[float]  # [domain] share saved by a batch of one domain
+    mixed: float
+
+
+def distinct_experts(chosen: Tensor, size: int = 16) -> Distinct:
+    same = (1 - (1 - chosen) ** size).sum(-1).mean(0)
+    mixed = (1 - (1 - chosen.mean(1)) ** size).sum(-1).mean()
+    return Distinct((1 - same / mixed).tolist(), float(mixed))
+
+
+class Held(NamedTuple):
+    loss: dict[str, float]
+    fewer: dict[str, float]
+    mixed: float
+    balance: float
+    information: float
+    top_share: float
+    """The most that one expert takes of a layer's activations; 1 / experts if even."""
+
+
+@torch.no_grad()
+def held_out(model: Any, rows: Rows, s: Settings, device: torch.device) -> Held:
+    """Loss by domain, and an estimate of specialisation, on held-out text."""
+    sums, counts = (torch.zeros(len(DOMAINS), device=device) for _ in range(2))
+    chosen = torch.zeros(s.layers, len(DOMAINS), s.experts, device=device)
+    seen = torch.zeros(len(DOMAINS), device=device)
+    balance = information = 0.0
+    # Whole steps only, so that the compiled shape serves here too: the last rows are padded with empty ones.
+    steps = range(0, len(rows.tokens), s.rows)
+    for at in steps:
+        parts = batch(rows, slice(at, at + s.rows), device)
+        short = s.rows - len(parts[0])
+        if short:
+            empty = torch.zeros_like(parts[0][:1]).expand(short, -1)
+            parts = tuple(torch.cat((p, empty - 1 if n == 1 else empty)) for n, p in enumerate(parts))
+        with autocast(device):
+            losses = model(*parts)
+        _, segment, domain, _ = parts
+        inside = predicted(segment)
+        of = domain[:, 1:][inside]
+        sums.index_add_(0, of, losses.text[inside].float())
+        counts.index_add_(0, of, torch.ones_like(of, dtype=torch.float))
+        here = torch.zeros(len(DOMAINS), device=device).index_add_(
+            0, domain[segment >= 0], torch.ones_like(domain[segment >= 0], dtype=torch.float)
+        )
+        chosen += losses.chosen * here[None, :, None]
+        seen += here
+        balance += float(losses.balance.mean()) / len(steps)
+        information += float(losses.information.mean()) / len(steps)
+    shares = chosen / seen[None, :, None]
+    loss = (sums / counts).tolist()
+    fewer, mixed = distinct_experts(shares)
+    present = [value for value, count in zip(loss, counts.tolist(), strict=True) if count]
+    mean = sum(present) / len(present)
+    overall = shares.mean(1) / s.top_k
+    return Held(
+        dict(zip(DOMAINS, loss, strict=True)) | {"mean": mean},
+        dict(zip(DOMAINS, fewer, strict=True)) | {"mean": sum(fewer) / len(fewer)},
+        mixed,
+        balance,
+        information,
+        float(overall.max()),
+    )
+
+
+def autocast(device: torch.device) -> Any:
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def warm_up(run: Any, rows: Rows, held: Rows, s: Settings, device: torch.device) -> None:
+    """Compile both passes before the clock starts."""
+    with autocast(device):
+        losses = run(*batch(rows, slice(0, s.rows), device))
+    (losses.text.mean() + losses.balance.mean() + losses.information.mean()).backward()
+    run.zero_grad(set_to_none=True)
+    held_out(run, Rows(*(part[: s.rows] for part in held)), s, device)
+
+
+@dataclass
+class Result:
+    settings: Settings
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, Tensor] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def train(s: Settings, model: Model, run: Any, texts: tuple[Documents, Rows], device: torch.device) -> Result:
+    documents, held = texts
+    torch.manual_seed(s.seed)
+    model.reset()
+    rows, epochs = schedule(documents, s, np.random.default_rng(s.seed))
+    rows, held = (Rows(*(part.to(device) for part in whole)) for whole in (rows, held))
+    steps = min(s.steps, len(rows.tokens) // s.rows)
+    epochs = {domain: times * steps * s.rows / len(rows.tokens) for domain, times in epochs.items()}
+    warm = time.monotonic()
+    warm_up(run, rows, held, s, device)
+    warm = time.monotonic() - warm
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimiser = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": s.decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=s.rate, betas=(0.9, 0.95), fused=device.type == "cuda",
+    )  # fmt: skip
+    result, lowest, began, done = Result(s), math.inf, time.monotonic(), 0
+    spent_evaluating = 0.0
+    first: float | None = None
+    for step in range(steps + 1):
+        elapsed = time.monotonic() - began
+        progress = max(step / steps, elapsed / (60 * s.minutes))
+        last = progress >= 1
+        if step % s.evaluate == 0 or last:
+            mark = time.monotonic()
+            scores = held_out(run, held, s, device)
+            spent_evaluating += time.monotonic() - mark
+            if scores.loss["mean"] < lowest:
+                lowest = scores.loss["mean"]
+                result.best = {k: v.detach().clone() for k, v in model.state_dict().items()}
+            result.curve.append({"step": step, "seconds": round(elapsed, 1), "tokens": done} | scores._asdict())
+            losses = " ".join(f"{d} {v:.3f}" for d, v in scores.loss.items())
+            fewer = " ".join(f"{100 * v:.1f}" for v in scores.fewer.values())
+            print(
+                f"{step:6} {elapsed:6.1f}s held-out {losses} | fewer experts % {fewer} of {scores.mixed:.1f} "
+                f"| balance {scores.balance:.3f} information {scores.information:.3f}",
+                flush=True,
+            )
+        if last:
+            break
+        scale = min(1.0, (step + 1) / s.warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+        for options in optimiser.param_groups:
+            options["lr"] = s.rate * scale
+        parts = batch(rows, slice(step * s.rows, (step + 1) * s.rows), device)
+        with autocast(device):
+            losses_now = run(*parts)
+        inside = predicted(parts[1])
+        text = (losses_now.text * inside).sum() / inside.sum()
+        loss = text + s.balance * losses_now.balance.mean() - s.information * losses_now.information.mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        done += parts[0].numel()
+        if step == 20:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            first, spent_evaluating = time.monotonic(), 0.0
+            done_then = done
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    rate = 0.0 if first is None else (done - done_then) / (time.monotonic() - first - spent_evaluating)
+    result.summary = summarise(result, epochs, rate, time.monotonic() - began) | {"warm_up_seconds": round(warm, 1)}
+    return result
+
+
+def summarise(result: Result, epochs: dict[str, float], rate: float, seconds: float) -> dict[str, Any]:
+    """What a run came to; for every domain, how far its held-out loss ever rose above its lowest before."""
+    rises = {}
+    for domain in (*DOMAINS, "mean"):
+        values = [point["loss"][domain] for point in result.curve]
+        lowest = np.minimum.accumulate(values)
+        rises[domain] = float(np.max(np.array(values) - lowest))
+    last, best = result.curve[-1], min(result.curve, key=lambda point: point["loss"]["mean"])
+    return {
+        "settings": asdict(result.settings),
+        "seconds": round(seconds, 1),
+        "tokens_per_second": round(rate),
+        "epochs": {k: round(v, 2) for k, v in epochs.items()},
+        "best_step": best["step"],
+        "best": best,
+        "last": last,
+        "turned_up": bool(best["step"] < last["step"]),
+        "largest_rise": rises,
+    }
+
+
+# Saving
+
+
+def export(model: Model, weights: dict[str, Tensor], corpus: Path, out: Path) -> None:
+    """config.json, generation_config.json, model.safetensors (float16) and the tokenizer's files."""
+    from safetensors.torch import save_file
+
+    s = model.s
+    tensors = {"model.embed_tokens.weight": weights["embedding"], "model.norm.weight": weights["norm.weight"]}
+    names = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
+    for n in range(s.layers):
+        to, of = f"model.layers.{n}.", f"layers.{n}."
+        tensors[to + "input_layernorm.weight"] = weights[of + "before.weight"]
+        tensors[to + "post_attention_layernorm.weight"] = weights[of + "after.weight"]
+        tensors[to + "self_attn.q_norm.weight"] = weights[of + "q_norm.weight"]
+        tensors[to + "self_attn.k_norm.weight"] = weights[of + "k_norm.weight"]
+        for name, published in names.items():
+            tensors[f"{to}self_attn.{published}.weight"] = weights[of + name]
+        tensors[to + "mlp.gate.weight"] = weights[of + "router"]
+        for expert in range(s.experts):
+            own = slice(expert * s.width, (expert + 1) * s.width)
+            tensors[f"{to}mlp.experts.{expert}.gate_proj.weight"] = weights[of + "gate"][own]
+            tensors[f"{to}mlp.experts.{expert}.up_proj.weight"] = weights[of + "up"][own]
+            tensors[f"{to}mlp.experts.{expert}.down_proj.weight"] = weights[of + "down"][:, own]
+    out.mkdir(parents=True, exist_ok=True)
+    halves = {name: tensor.to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
+    save_file(halves, out / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "float16",
+        "vocab_size": len(weights["embedding"]), "hidden_size": s.hidden, "intermediate_size": s.width * s.top_k,
+        "num_hidden_layers": s.layers, "num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads,
+        "head_dim": s.head_dim, "hidden_act": "silu", "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False, "attention_dropout": 0.0,
+        "use_sliding_window": False, "sliding_window": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "moe_intermediate_size": s.width, "num_experts": s.experts, "num_experts_per_tok": s.top_k,
+        "norm_topk_prob": True, "router_aux_loss_coef": s.balance, "output_router_logits": False,
+        "tie_word_embeddings": True, "initializer_range": 0.02, "use_cache": True,
+        "bos_token_id": None, "eos_token_id": CLOSE, "pad_token_id": END,
+    }  # fmt: skip
+    generation = {"do_sample": False, "eos_token_id": [CLOSE, END], "pad_token_id": END}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(corpus / name, out / name)
+
+
+# Command line
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--corpus", type=Path, required=True, help="folder written by corpus.py")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model, curve.json and summary.json")
+    parser.add_argument("--sweep", type=Path, help="JSON list of settings to try in turn; no model is saved")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    for f in fields(Settings):
+        parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
+    return parser.parse_args()
+
+
+def main() -> None:
+    chosen = options()
+    base = Settings(**{f.name: getattr(chosen, f.name) for f in fields(Settings)})
+    runs = json.loads(chosen.sweep.read_text()) if chosen.sweep else [{}]
+    device = torch.device(chosen.device)
+    torch.set_float32_matmul_precision("high")
+    vocabulary = len(json.loads((chosen.corpus / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"])
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    summaries, model, run, shape = [], None, None, None
+    for change in runs:
+        s = replace(base, **change)
+        documents = load(chosen.corpus / "train.npz", s.groups)
+        # Held-out slices may be fewer than the training ones; only domains are read from them.
+        held_documents = load(chosen.corpus / "heldout.npz", "domain")
+        held_order = np.random.default_rng(0).permutation(len(held_documents.domain))
+        held = pack(held_documents, held_order, s.length)
+        held = Rows(*(part[: s.held or None] for part in held))
+        now = (s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, s.experts, s.top_k, s.width)
+        if model is None or now != shape:
+            model, shape = Model(s, vocabulary).to(device), now
+            run = model if chosen.no_compile else torch.compile(model, dynamic=False)
+        size = sum(p.numel() for p in model.parameters())
+        print(f"{change or asdict(s)}: {size:,} parameters, {len(documents.tokens):,} tokens of text", flush=True)
+        result = train(s, model, run, (documents, held), device)
+        summaries.append(result.summary)
+        print(json.dumps(result.summary), flush=True)
+        name = "sweep.json" if chosen.sweep else "summary.json"
+        (chosen.out / name).write_text(json.dumps(summaries if chosen.sweep else result.summary, indent=1) + "\n")
+        if not chosen.sweep:
+            (chosen.out / "curve.json").write_text(json.dumps(result.curve, indent=1) + "\n")
+            export(model, result.best, chosen.corpus, chosen.out)
+
+
+if __name__ == "__main__":
+    main()
