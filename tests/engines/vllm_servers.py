@@ -117,4 +117,4 @@ class Fleet:
         return Server(name, process, f"tcp://127.0.0.1:{events_port}", log, name)
 
 
-PLUGIN = {"settings": {"footprint": "always", "load_interval_s": 0.2}}
+PLUGIN = {"settings": {"footprint": "always", "load_interval_s": 0.2, "events_queue": 32}}

@@ -1,0 +1,145 @@
+"""The event publisher and the subscriber over real sockets: who listens, what is lost, what fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+pytest.importorskip("zmq")
+
+import zmq
+
+from coterie.engines.processes import free_port
+from coterie.engines.vllm.publisher import EventPublisher
+from coterie.engines.vllm.subscriber import Subscriber, events_endpoint
+from coterie.errors import InputError, UnavailableError
+from coterie.wire.expert_events import RequestExperts
+
+
+def request(name: str, tokens: int = 4) -> RequestExperts:
+    ids = np.arange(tokens * 6).reshape(tokens, 3, 2) % 8
+    return RequestExperts.pack(
+        ids, np.arange(tokens), np.ones(tokens, np.bool_), 8, request_id=name, model="m", layer_ids=[0, 1, 2],
+        prompt_tokens=tokens,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def endpoint() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def publisher(endpoint: str) -> Iterator[EventPublisher]:
+    made = EventPublisher(endpoint, rank=2, capacity=16)
+    yield made
+    made.close()
+
+
+def names(subscriber: Subscriber, seconds: float, count: int) -> list[str]:
+    found = []
+    for event in subscriber.events(seconds):
+        assert isinstance(event, RequestExperts)
+        found.append(event.request_id)
+        if len(found) == count:
+            break
+    return found
+
+
+def test_every_subscriber_is_greeted_and_hears_all(publisher: EventPublisher, endpoint: str) -> None:
+    assert not publisher.wanted
+    with Subscriber(endpoint) as first, Subscriber(endpoint) as second:
+        first.wait(5)
+        second.wait(5)
+        assert publisher.wanted
+        for number in range(10):
+            publisher.publish(request(str(number)))
+        expected = [str(number) for number in range(10)]
+        assert names(first, 5, 10) == expected
+        assert names(second, 5, 10) == expected
+        assert first.gaps.lost == second.gaps.lost == 0
+    until = time.monotonic() + 5
+    while publisher.wanted and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not publisher.wanted, "nobody is left"
+
+
+def test_a_full_queue_is_counted_and_never_waited_for(publisher: EventPublisher) -> None:
+    gate = threading.Event()
+
+    def slow() -> RequestExperts:
+        gate.wait(10)
+        return request("slow")
+
+    publisher.publish(slow)
+    time.sleep(0.3)
+    started = time.monotonic()
+    accepted = [publisher.publish(request("x")) for _ in range(50)]
+    assert time.monotonic() - started < 0.5
+    assert accepted == [True] * 16 + [False] * 34
+    assert publisher.counts.dropped == 34
+    gate.set()
+
+
+def test_a_subscriber_that_never_reads_is_noticed(endpoint: str) -> None:
+    publisher = EventPublisher(endpoint, rank=0, capacity=4)
+    deaf = zmq.Context.instance().socket(zmq.SUB)
+    deaf.setsockopt(zmq.RCVHWM, 1)
+    deaf.setsockopt(zmq.LINGER, 0)
+    deaf.connect(endpoint)
+    deaf.setsockopt(zmq.SUBSCRIBE, b"")
+    until = time.monotonic() + 20
+    while not publisher.counts.dropped and time.monotonic() < until:
+        publisher.publish(request("big", 50_000))
+        time.sleep(0.005)
+    deaf.close()
+    publisher.close()
+    assert publisher.counts.dropped > 0
+
+
+def test_an_event_that_cannot_be_built_is_counted_and_the_next_is_sent(
+    publisher: EventPublisher, endpoint: str
+) -> None:
+    def broken() -> RequestExperts:
+        raise ValueError("no")
+
+    with Subscriber(endpoint) as subscriber:
+        subscriber.wait(5)
+        publisher.publish(broken)
+        publisher.publish(lambda: request("after"))
+        assert names(subscriber, 5, 1) == ["after"]
+    assert publisher.counts.failed == 1
+
+
+def test_damaged_messages_are_counted(endpoint: str) -> None:
+    socket = zmq.Context.instance().socket(zmq.PUB)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.bind(endpoint)
+    with Subscriber(endpoint) as subscriber:
+        time.sleep(0.3)
+        for frames in ([b"experts", b"short", b""], [b"experts", b"12345678", b"\xc1"], [b"experts"]):
+            socket.send_multipart(frames)
+        assert list(subscriber.events(0.5)) == []
+        assert subscriber.damaged == 3
+    socket.close()
+
+
+def test_clear_words_for_what_is_not_there(endpoint: str) -> None:
+    with Subscriber(endpoint) as subscriber, pytest.raises(UnavailableError, match="CoterieConnector"):
+        subscriber.wait(0.2)
+    with pytest.raises(InputError, match="not a ZMQ endpoint"):
+        Subscriber("nonsense")
+    taken = EventPublisher(endpoint, 0, 4)
+    with pytest.raises(UnavailableError, match="cannot be published"):
+        EventPublisher(endpoint, 0, 4)
+    taken.close()
+
+
+def test_where_a_server_publishes() -> None:
+    assert events_endpoint("http://box:8000", None) == "tcp://box:5602"
+    assert events_endpoint("http://box:8000", "tcp://*:7000") == "tcp://box:7000"
+    assert events_endpoint("http://box:8000", "ipc:///tmp/x") == "ipc:///tmp/x"
