@@ -1,7 +1,7 @@
 """What capturing experts costs: its parts on this machine, and the throughput of a real vLLM server with and without.
 
-    python benchmarks/capture_cost.py parts [--model deepseek-v3] [--tokens 64 8192] [--requests 512 8192]
-    python benchmarks/capture_cost.py server [--rounds 20] [--model DIR]
+    python benchmarks/capture_cost.py parts [--model deepseek-v3|DIR] [--tokens 64 8192] [--requests 512 8192]
+    python benchmarks/capture_cost.py server [--rounds 40] [--model DIR]
 
 `parts` times, for a model's shape: the hook (all layers of a step, as one CUDA graph on a GPU), the copy of a step to
 the host, the write to the slot store, and the fetch of a request's footprint. `server` starts vLLM with the plugin on,
@@ -42,10 +42,10 @@ def parts(options: argparse.Namespace) -> dict[str, Any]:
     from coterie.engines.calibrate import describe_hardware, describe_software
     from coterie.engines.vllm.capture import StepCapture, as_numpy
     from coterie.footprints.slots import SlotShape, SlotStore
-    from coterie.models import get_model
+    from coterie.models import get_model, model_from_config
     from coterie.wire.footprints import WireFootprint, encode_footprint
 
-    spec = get_model(options.model)
+    spec = model_from_config(options.model) if Path(options.model).is_dir() else get_model(options.model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers, rng = spec.num_moe_layers, np.random.default_rng(0)
     most = max(options.tokens)
@@ -151,7 +151,11 @@ def server(options: argparse.Namespace) -> dict[str, Any]:
             tokens = sum(pool.map(post, (prompt.prompt for prompt in prompts)))
         return tokens / (time.perf_counter() - started)
 
-    env = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # One core for the model, so that the API server and this client do not take turns with it.
+    env = {
+        "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         process = ServerProcess(argv, url, Path(folder) / "server.log", env)
         process.start(600)
@@ -189,10 +193,10 @@ def main() -> None:
     one.add_argument("--requests", type=int, nargs="+", default=[512, 8192])
     one.set_defaults(run=parts)
     two = verbs.add_parser("server")
-    two.add_argument("--rounds", type=int, default=20)
-    two.add_argument("--requests", type=int, default=32)
+    two.add_argument("--rounds", type=int, default=40)
+    two.add_argument("--requests", type=int, default=8)
     two.add_argument("--concurrency", type=int, default=8)
-    two.add_argument("--max-tokens", type=int, default=32)
+    two.add_argument("--max-tokens", type=int, default=96)
     two.add_argument("--model", type=Path)
     two.set_defaults(run=server)
     options = parser.parse_args()

@@ -126,25 +126,6 @@ def test_an_abort_says_what_was_computed(servers: tuple[Server, Server], truth: 
     np.testing.assert_array_equal(sent_footprint(again).counts, truth.footprint(sequence(again)[:-1]))
 
 
-def test_capture_is_turned_off_and_on_in_a_running_server(servers: tuple[Server, Server], truth: Truth) -> None:
-    plugin = servers[1]
-    store = SlotStore.attach(ConnectorSettings(store=plugin.store).store_path("", 0))
-    prompt = list(range(700, 764))
-    before = plugin.complete(prompt, max_tokens=4)
-    store.enabled = False
-    plugin.complete([5], max_tokens=2)
-    off = plugin.complete(prompt, max_tokens=4)
-    assert sent_footprint(off).tokens == 0
-    assert sent_footprint(off).missing == len(sequence(off)) - 1
-    store.enabled = True
-    plugin.complete([6], max_tokens=2)
-    hit = sent_footprint(plugin.complete(prompt, max_tokens=4))
-    assert hit.missing >= 32, "a block cached before is no longer vouched for"
-    fresh = plugin.complete(list(range(800, 864)), max_tokens=4)
-    np.testing.assert_array_equal(sent_footprint(fresh).counts, truth.footprint(sequence(fresh)[:-1]))
-    assert sequence(before) == sequence(off), "capture changes no token"
-
-
 def test_recording_a_server_under_load(
     servers: tuple[Server, Server], truth: Truth, prompts: list[str], tmp_path: Path
 ) -> None:
@@ -171,6 +152,7 @@ def test_recording_a_server_under_load(
     domains, ids = trace.requests.domains, trace.requests.ids
     assert domains is not None
     assert ids is not None
+    assert sum(trace.requests.extra["missing_tokens"]) == 0
     by_id = {prompt.id: prompt for prompt in wanted}
     assert sorted(ids) == sorted(by_id)
     assert all(by_id[i].domain == domain for i, domain in zip(ids, domains, strict=True))
@@ -226,3 +208,23 @@ def test_metrics_are_bounded(servers: tuple[Server, Server]) -> None:
     assert 4 <= metrics["coterie_distinct_experts"] <= NUM_EXPERTS
     assert 0 < metrics["coterie_balancedness"] <= 1
     assert metrics["coterie_store_bytes"] > 0
+
+
+def test_capture_is_turned_off_and_on_in_a_running_server(servers: tuple[Server, Server], truth: Truth) -> None:
+    """Last in this file: it makes the server forget the experts of all that it has cached."""
+    plugin = servers[1]
+    store = SlotStore.attach(ConnectorSettings(store=plugin.store).store_path("", 0))
+    prompt = list(range(700, 764))
+    before = plugin.complete(prompt, max_tokens=4)
+    store.enabled = False
+    plugin.complete([5], max_tokens=2)
+    off = plugin.complete(prompt, max_tokens=4)
+    assert sent_footprint(off).tokens == 0
+    assert sent_footprint(off).missing == len(sequence(off)) - 1
+    store.enabled = True
+    plugin.complete([6], max_tokens=2)
+    hit = sent_footprint(plugin.complete(prompt, max_tokens=4))
+    assert hit.missing >= 32, "a block cached before is no longer vouched for"
+    fresh = plugin.complete(list(range(800, 864)), max_tokens=4)
+    np.testing.assert_array_equal(sent_footprint(fresh).counts, truth.footprint(sequence(fresh)[:-1]))
+    assert sequence(before) == sequence(off), "capture changes no token"

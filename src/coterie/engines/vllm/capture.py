@@ -88,10 +88,11 @@ class StepCapture:
         tp_size: int = 1,
         gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self.columns = {layer_id: column for column, layer_id in enumerate(layer_ids)}
+        self._first = layer_ids[0]
         self.top_k = top_k
         dtype = torch.uint8 if num_experts <= 256 else torch.int16  # int16 is read as uint16: the bits are the same
         self.ids = torch.zeros((max_tokens, len(layer_ids), top_k), dtype=dtype, device=device)
+        self._columns = {layer_id: self.ids[:, column] for column, layer_id in enumerate(layer_ids)}
         self.slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
         self._slots_of = slots_of
         self._rank, self._tp_size, self._gather = rank, tp_size, gather
@@ -100,7 +101,7 @@ class StepCapture:
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor, context: Any) -> None:
         """Called by the layer with its tokens' experts [row, k], before replicas are chosen."""
-        column = self.columns.get(layer_id)
+        column = self._columns.get(layer_id)
         if column is None or not self.on:  # a draft model's layer
             return
         data = context.dp_metadata
@@ -113,15 +114,16 @@ class StepCapture:
             )
             rows = self._gather(topk_ids) if layout.gather and self._gather else topk_ids
             rows = rows[layout.start : layout.stop]
-        count = min(len(rows), len(self.ids))
-        if column == 0:
+        if layer_id == self._first:
             slots = self._slots_of(context)
             if slots is None:  # a warm-up step: nothing of it is kept
                 self.slots.fill_(-1)
             else:
                 mapped = min(len(slots), len(self.slots))
                 self.slots[:mapped].copy_(slots[:mapped])
-        self.ids[:count, column].copy_(rows[:count, : self.top_k])
+        if rows.shape[1] != self.top_k or len(rows) > len(column):  # shared experts behind the routed ones; padding
+            rows = rows[: len(column), : self.top_k]
+        column[: len(rows)].copy_(rows)
 
 
 def as_numpy(ids: torch.Tensor) -> NDArray[np.unsignedinteger]:
