@@ -23,7 +23,8 @@ test: install ## Run the tests; those that need torch or COTERIE_DATA are skippe
 	$(VENV)/bin/python -m pytest -n 2
 
 test-engines: $(ENGINES)/.installed ## Run the tests that need torch or start vLLM, in an environment of their own
-	$(ENGINES)/bin/python -m pytest -m "torch or vllm"
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m torch -n 2
+	$(ENGINES)/bin/python -m pytest -m vllm
 
 run: install ## Show what Coterie does, on a small generated trace
 	$(VENV)/bin/coterie demo

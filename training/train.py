@@ -46,7 +46,7 @@ class Settings:
     """Tokens in a row; a row holds several documents, which do not see each other."""
     rows: int = 64
     """Rows in a step."""
-    steps: int = 2400
+    steps: int = 2000
     minutes: float = 8.0
     """Hard limit; the learning rate comes down in time for it."""
     rate: float = 3e-3
@@ -54,11 +54,11 @@ class Settings:
     decay: float = 0.1
     balance: float = 1e-3
     """Weight of the load-balancing loss (Switch), over the whole batch."""
-    information: float = 0.0
+    information: float = 0.01
     """Weight of the mutual information between domain and expert (Mod-Squad), which is maximised."""
     groups: str = "domain"
     """What information is about: domain, or slice (domain and language)."""
-    shares: str = "0.25,0.13,0.16,0.11,0.11,0.24"
+    shares: str = "0.28,0.12,0.15,0.12,0.08,0.25"
     """Share of each domain among the training tokens."""
     evaluate: int = 100
     """Steps between evaluations of held-out text."""
