@@ -78,7 +78,7 @@ def parts(options: argparse.Namespace) -> dict[str, Any]:
 
         def fetch(at: np.ndarray = at) -> str:
             counts, known = store.footprint(at)
-            return encode_footprint(WireFootprint(counts, store.layer_ids, known, 0))
+            return encode_footprint(WireFootprint(counts, store.layer_ids, known, 0), deflate=False)
 
         row = {"tokens": tokens, "count_us": median_us(lambda a=at: store.footprint(a)), "fetch_us": median_us(fetch)}
         fetches.append({**row, "bytes": len(fetch())})

@@ -199,8 +199,15 @@ def arrange(tokens: Tokens, pools: dict[str, list[int]], times: int, rng: np.ran
     return np.concatenate([same, mixed], axis=1)
 
 
-def specialisation(tokens: Tokens, rng: np.random.Generator, times: int = 3000, samples: int = 200) -> dict[str, Any]:
-    """Distinct experts of one group's batch against a mixed one, by group and layer, with a 95% interval."""
+def specialisation(
+    tokens: Tokens, rng: np.random.Generator, times: int = 3000, samples: int = 200
+) -> dict[str, Any] | None:
+    """Distinct experts of one group's batch against a mixed one, by group and layer, with a 95% interval.
+
+    None if fewer than two groups have the problems for a batch.
+    """
+    if len(tokens.problems) < 2:
+        return None
     names = list(tokens.problems)
     pools = {g: sorted(p) for g, p in tokens.problems.items()}
     counted = arrange(tokens, pools, times, rng).mean(0)  # [group + 1, layer]
@@ -392,7 +399,9 @@ def interval(bounds: list[float]) -> str:
     return f"{percent(bounds[0])} to {percent(bounds[1])}"
 
 
-def within(part: dict[str, Any], what: str) -> str:
+def within(part: dict[str, Any] | None, what: str) -> str:
+    if part is None:
+        return f"Within a task, {what}: not measured, too few requests were asked."
     listed = ", ".join(f"{g} {percent(v)}" for g, v in sorted(part["fewer"].items()))
     return f"Within a task, {what} mixed: {percent(part['mean'])}% fewer ({interval(part['mean_interval'])}): {listed}."
 
@@ -432,14 +441,18 @@ def main() -> None:
     asked = []
     for domain in DOMAINS:
         own = [r for r in rows if r["domain"] == domain]
-        asked += [own[n] for n in sorted(rng.permutation(len(own))[: options.per_domain])]
+        most = options.per_domain * (4 if domain == "math-other" else 1)  # a batch of each of its languages
+        asked += [own[n] for n in sorted(rng.permutation(len(own))[:most])]
     requests = answer(model, tokenizer, asked, options.device)
     maths = bit_sets(requests, lambda r: r.language if r.domain.startswith("math") else None)
     code = bit_sets(requests, lambda r: r.language if r.domain == "code" else None)
+    domains = specialisation(bit_sets(requests, lambda r: r.domain), rng)
+    if domains is None:
+        raise SystemExit("too few requests: ask more with --per-domain")
     measured = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "loss": losses(model, options.corpus, options.device),
-        "domains": specialisation(bit_sets(requests, lambda r: r.domain), rng),
+        "domains": domains,
         "languages": specialisation(maths, rng),
         "programming": specialisation(code, rng),
         "correlation": correlation(requests, model.config.num_experts),
