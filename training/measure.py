@@ -416,7 +416,8 @@ def training_note(run: dict[str, Any]) -> str:
     if s["information"]:
         text += (
             f" Specialisation is encouraged: the mutual information between {s['groups']} and expert (Mod-Squad, "
-            f"arXiv:2212.08066) is maximised with weight {s['information']:g}."
+            f"arXiv:2212.08066) is maximised with weight {s['information']:g}; "
+            "`training/README.md` has the run without."
         )
     return text
 
