@@ -1,4 +1,4 @@
-"""What capturing experts costs: its parts on this machine, and the throughput of a real vLLM server with and without.
+"""What capturing experts costs: its parts on this machine, and the throughput of a vLLM server with capture on and off.
 
     python benchmarks/capture_cost.py parts [--model deepseek-v3|DIR] [--tokens 64 8192] [--requests 512 8192]
     python benchmarks/capture_cost.py server [--rounds 40] [--model DIR]

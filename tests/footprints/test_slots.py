@@ -156,6 +156,29 @@ def test_files_that_are_no_store_are_refused(tmp_path: Path) -> None:
         SlotStore.attach(store.path)
 
 
+def test_a_store_of_another_engine_is_refused(tmp_path: Path) -> None:
+    SlotStore.create(SHAPE, tmp_path / "a.slots", owner=7)
+    assert SlotStore.attach(tmp_path / "a.slots", owner=7).shape == SHAPE
+    with pytest.raises(InputError, match="another engine"):
+        SlotStore.attach(tmp_path / "a.slots", owner=8)
+
+
+def test_a_step_of_a_passed_epoch_is_not_known() -> None:
+    """Captured before capture was turned off, written after: later steps may have overwritten that KV unseen."""
+    store = SlotStore.create(SHAPE)
+    before = store.epoch
+    store.enabled = False
+    store.write(np.array([4]), np.zeros((1, 3, 2), np.int64), epoch=before)
+    assert not store.read(np.array([4])).known.any()
+
+
+def test_compiling_changes_nothing() -> None:
+    store = SlotStore.create(SHAPE)
+    store.compile()
+    assert store.totals == (0, 0, 0)
+    assert not store.load.any()
+
+
 def test_stores_of_dead_processes_are_swept(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib\nfrom coterie.footprints import SlotShape, SlotStore\n"

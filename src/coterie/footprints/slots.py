@@ -40,7 +40,8 @@ MAX_EPOCH = (1 << 16) - 1
 SUFFIX = ".slots"
 
 # Header words.
-_MAGIC, _SLOTS, _LAYERS, _TOP_K, _EXPERTS, _PID, _EPOCH, _ENABLED, _STEP, _STEPS, _TOKENS, _DISTINCT = range(12)
+_MAGIC, _SLOTS, _LAYERS, _TOP_K, _EXPERTS, _PID, _OWNER = range(7)
+_EPOCH, _ENABLED, _STEP, _STEPS, _TOKENS, _DISTINCT, _ERRORS = range(7, 14)
 
 
 class SlotShape(NamedTuple):
@@ -102,10 +103,13 @@ class SlotStore:
         ).reshape(shape.num_slots, shape.num_layers, shape.top_k)
 
     @classmethod
-    def create(cls, shape: SlotShape, path: Path | None = None, layer_ids: Sequence[int] | None = None) -> SlotStore:
+    def create(
+        cls, shape: SlotShape, path: Path | None = None, layer_ids: Sequence[int] | None = None, owner: int = 0
+    ) -> SlotStore:
         """A new store: in memory of this process, or in a file that others attach to. Starts with capture on.
 
-        `layer_ids` names the model's layers that are kept, dense layers counted; 0 … layers - 1 by default.
+        `layer_ids` names the model's layers that are kept, dense layers counted; 0 … layers - 1 by default. `owner` is
+        a number that those who attach may ask for: a file of that name may be another engine's.
         """
         layers = range(shape.num_layers) if layer_ids is None else layer_ids
         if len(layers) != shape.num_layers:
@@ -127,13 +131,13 @@ class SlotStore:
         store = cls(shape, buffer, path)
         store._header[[_SLOTS, _LAYERS, _TOP_K, _EXPERTS]] = shape
         store._layer_ids[:] = layers
-        store._header[[_PID, _EPOCH, _ENABLED]] = os.getpid(), 1, 1
+        store._header[[_PID, _EPOCH, _ENABLED, _OWNER]] = os.getpid(), 1, 1, owner
         store._header[_MAGIC] = MAGIC  # last: a reader that sees it sees the rest
         return store
 
     @classmethod
-    def attach(cls, path: Path) -> SlotStore:
-        """Map a store that another process made."""
+    def attach(cls, path: Path, owner: int | None = None) -> SlotStore:
+        """Map a store that another process made; with `owner`, only that one's."""
         try:
             with path.open("r+b") as file:
                 buffer = mmap.mmap(file.fileno(), 0)
@@ -145,6 +149,8 @@ class SlotStore:
         shape = SlotShape(*(int(word) for word in header[[_SLOTS, _LAYERS, _TOP_K, _EXPERTS]]))
         if header[_MAGIC] != MAGIC or min(shape) < 1 or shape.nbytes != len(buffer):
             raise InputError(f"{path} is not a slot store of this version, or not finished")
+        if owner is not None and int(header[_OWNER]) != owner:
+            raise InputError(f"{path} is the slot store of another engine")
         return cls(shape, buffer, path)
 
     @property
@@ -163,12 +169,28 @@ class SlotStore:
     @enabled.setter
     def enabled(self, value: bool) -> None:
         if value != self.enabled:
-            epoch = int(self._header[_EPOCH]) + 1
-            if epoch > MAX_EPOCH:
-                self._epochs[:] = 0
-                epoch = 1
-            self._header[_EPOCH] = epoch
+            self.forget_all()
         self._header[_ENABLED] = value
+
+    @property
+    def epoch(self) -> int:
+        """Changes when all that was written is forgotten."""
+        return int(self._header[_EPOCH])
+
+    def forget_all(self) -> None:
+        epoch = self.epoch + 1
+        if epoch > MAX_EPOCH:
+            self._epochs[:] = 0
+            epoch = 1
+        self._header[_EPOCH] = epoch
+
+    @property
+    def errors(self) -> int:
+        """Failures of the writing process, as it counted them here."""
+        return int(self._header[_ERRORS])
+
+    def note_error(self) -> None:
+        self._header[_ERRORS] += np.uint64(1)
 
     @property
     def step(self) -> int:
@@ -181,22 +203,32 @@ class SlotStore:
         steps, tokens, distinct = (int(word) for word in self._header[[_STEPS, _TOKENS, _DISTINCT]])
         return steps, tokens, distinct
 
-    def write(self, slots: NDArray[np.integer], expert_ids: NDArray[np.integer], step: int = 0) -> int:
+    def write(
+        self, slots: NDArray[np.integer], expert_ids: NDArray[np.integer], step: int = 0, epoch: int | None = None
+    ) -> int:
         """One step's rows: ids [token, layer, k] into their slots; a slot below 0 pads. Returns the tokens kept.
 
-        Ids outside 0 … experts - 1 leave their slot unknown.
+        Ids outside 0 … experts - 1 leave their slot unknown. `epoch` is that of the step, if it may be older than now:
+        rows of an epoch that has passed are not known.
         """
         shape = self.shape
         if expert_ids.shape != (len(slots), shape.num_layers, shape.top_k):
             expected = (len(slots), shape.num_layers, shape.top_k)
             raise ConfigError(f"expert_ids has shape {expert_ids.shape}; {len(slots)} slots need {expected}")
-        epoch = np.uint16(self._header[_EPOCH])
-        kept, distinct = _write(slots, expert_ids, self._ids, self._epochs, epoch, self.load)
+        stamp = np.uint16(self.epoch if epoch is None else epoch)
+        kept, distinct = _write(slots, expert_ids, self._ids, self._epochs, stamp, self.load)
         self._header[_STEPS] += np.uint64(1)
         self._header[_TOKENS] += np.uint64(kept)
         self._header[_DISTINCT] += np.uint64(distinct)
         self._header[_STEP] = step
         return int(kept)
+
+    def compile(self) -> None:
+        """Do now what the first write and the first footprint would have to wait for: their loops are compiled."""
+        none = np.empty(0, np.int64)
+        rows = np.empty((0, self.shape.num_layers, self.shape.top_k), self.shape.dtype)
+        _write(none, rows, self._ids, self._epochs, np.uint16(1), self.load)
+        self.footprint(none)
 
     def skip(self, step: int) -> None:
         """A step that wrote nothing; readers that wait for it go on."""

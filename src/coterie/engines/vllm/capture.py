@@ -33,7 +33,7 @@ class StepEdits(NamedTuple):
     step: int
     num_tokens: int
     forget: list[int]
-    """Slots whose KV comes from elsewhere."""
+    """Slots that a request was just given: they hold another's rows until they are written."""
     copies: list[tuple[int, int]]
     """(source, target) blocks copied on write before the step."""
 
@@ -102,7 +102,7 @@ class StepCapture:
     def capture(self, layer_id: int, topk_ids: torch.Tensor, context: Any) -> None:
         """Called by the layer with its tokens' experts [row, k], before replicas are chosen."""
         column = self._columns.get(layer_id)
-        if column is None or not self.on:  # a draft model's layer
+        if column is None:  # a draft model's layer
             return
         data = context.dp_metadata
         if data is None:
@@ -114,6 +114,8 @@ class StepCapture:
             )
             rows = self._gather(topk_ids) if layout.gather and self._gather else topk_ids
             rows = rows[layout.start : layout.stop]
+        if not self.on:  # after the gather, in which every rank must take part
+            return
         if layer_id == self._first:
             slots = self._slots_of(context)
             if slots is None:  # a warm-up step: nothing of it is kept
@@ -147,22 +149,30 @@ class StoreWriter:
         wanted = self.store.enabled
         enabled = wanted and self.capture.on  # the hook was on during this step's forward pass
         self.capture.on = wanted
+        epoch = self.store.epoch if enabled else None
         if self._ring is not None:
-            self._ring.submit(edits, enabled)
+            self._ring.submit(edits, epoch)
             return
         count = min(edits.num_tokens, len(self.capture.ids))
-        self.write(edits, self.capture.slots[:count], self.capture.ids[:count], enabled)
+        self.write(edits, self.capture.slots[:count], self.capture.ids[:count], epoch)
 
-    def write(self, edits: StepEdits, slots: torch.Tensor, ids: torch.Tensor, enabled: bool) -> None:
+    def write(self, edits: StepEdits, slots: torch.Tensor, ids: torch.Tensor, epoch: int | None) -> None:
+        """`epoch` is that of the forward pass; None if nothing was captured then."""
         if edits.forget:
             self.store.forget(np.asarray(edits.forget, np.int64))
         for source, target in edits.copies:
             within = np.arange(self._block_size)
             self.store.copy(source * self._block_size + within, target * self._block_size + within)
-        if enabled and len(slots):
-            self.store.write(slots.numpy(), as_numpy(ids), edits.step)
+        if epoch is not None and len(slots):
+            self.store.write(slots.numpy(), as_numpy(ids), edits.step, epoch)
         else:
             self.store.skip(edits.step)
+
+    def lost(self, edits: StepEdits) -> None:
+        """A step that could not be written: its slots may hold older rows, so nothing is known any more."""
+        self.store.note_error()
+        self.store.forget_all()
+        self.store.skip(edits.step)
 
     def close(self) -> None:
         if self._ring is not None:
@@ -174,7 +184,7 @@ class _Copy(NamedTuple):
     place: int
     rows: int
     done: Any  # torch.cuda.Event
-    enabled: bool
+    epoch: int | None
 
 
 class _Ring:
@@ -193,22 +203,26 @@ class _Ring:
         self._thread = threading.Thread(target=self._run, name="coterie-slots", daemon=True)
         self._thread.start()
 
-    def submit(self, edits: StepEdits, enabled: bool) -> None:
+    def submit(self, edits: StepEdits, epoch: int | None) -> None:
         index = self._free.get()
         capture = self._writer.capture
-        count = min(edits.num_tokens, len(capture.ids)) if enabled else 0
+        count = min(edits.num_tokens, len(capture.ids)) if epoch is not None else 0
         if count:
             self._ids[index, :count].copy_(capture.ids[:count], non_blocking=True)
             self._slots[index, :count].copy_(capture.slots[:count], non_blocking=True)
         self._events[index].record()
-        self._copies.put(_Copy(edits, index, count, self._events[index], enabled))
+        self._copies.put(_Copy(edits, index, count, self._events[index], epoch))
 
     def _run(self) -> None:
         while (copy := self._copies.get()) is not None:
-            copy.done.synchronize()
-            ids, slots = self._ids[copy.place, : copy.rows], self._slots[copy.place, : copy.rows]
-            self._writer.write(copy.edits, slots, ids, copy.enabled)
-            self._free.put(copy.place)
+            try:
+                copy.done.synchronize()
+                ids, slots = self._ids[copy.place, : copy.rows], self._slots[copy.place, : copy.rows]
+                self._writer.write(copy.edits, slots, ids, copy.epoch)
+            except Exception:  # the thread must live: a ring that is never emptied would stop the worker
+                self._writer.lost(copy.edits)
+            finally:
+                self._free.put(copy.place)
 
     def close(self) -> None:
         self._copies.put(None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -99,6 +100,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config or {})
         self._rank = int(vllm_config.parallel_config.data_parallel_rank)
         self._path = self._settings.store_path(str(self._kv_transfer_config.engine_id), self._rank)
+        self._owner = zlib.crc32(str(self._kv_transfer_config.engine_id).encode())
         self._counters: dict[str, int] = {}
         self._counters_sent: dict[str, int] = {}
         self._told: set[str] = set()
@@ -106,11 +108,14 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         self._group, self._block_size = -1, 0
         # Worker.
         self._writer: StoreWriter | None = None
-        self._step_done: int | None = None
         # Scheduler.
         self._step = 0
         self._processed = 0
         self._local: dict[str, int] = {}
+        self._forget: list[int] = []
+        self._cached: dict[str, int] = {}
+        self._stuck_at = -1
+        self._worker_errors = 0
         self._layer_ids: tuple[int, ...] = ()
         self._publisher: EventPublisher | None = None
         self._sent = time.monotonic()
@@ -129,7 +134,10 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         self._counters[name] = self._counters.get(name, 0) + by
 
     def _failed(self, where: str, error: Exception) -> None:
-        self._count("errors")
+        if self._store is not None and self._role == KVConnectorRole.WORKER:
+            self._store.note_error()  # the scheduler's half reports it
+        else:
+            self._count("errors")
         if where not in self._told:
             self._told.add(where)
             trace = not isinstance(error, CoterieError)
@@ -165,12 +173,13 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             next(iter(kv_caches.values())).device, functools.partial(slots_of, layer_name), self._rank,
             group.world_size, lambda ids: group.all_gather(ids, dim=0),
         )  # fmt: skip
-        bind(modules, capture)
+        bind(modules, capture, functools.partial(self._failed, "capture"))
         if group.rank_in_group != 0:
             return  # every rank sees the same experts; the first writes them down
         for path in sweep(store_folder(), PREFIX):
             logger.info("coterie: removed the slot store of a dead engine: %s", path.name)
-        self._store = SlotStore.create(shape, self._path, layer_ids)
+        self._store = SlotStore.create(shape, self._path, layer_ids, self._owner)
+        self._store.compile()
         self._writer = StoreWriter(self._store, capture, self._block_size)
         kv_bytes = sum(tensor.size for tensor in self._kv_cache_config.kv_cache_tensors)
         logger.info(
@@ -196,10 +205,10 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         if self._writer is None or not isinstance(metadata, CoterieMetadata):
             return
         self._writer.submit(metadata.edits)
-        self._step_done = metadata.edits.step
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return None if self._step_done is None else CoterieWorkerMetadata(self._step_done)
+        metadata = self._connector_metadata  # still bound, even where saving is put off until after a draft model
+        return CoterieWorkerMetadata(metadata.edits.step) if isinstance(metadata, CoterieMetadata) else None
 
     # Scheduler side.
 
@@ -218,45 +227,47 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         """The worker's store, once it exists."""
         if self._store is None and self._path.exists():
             try:
-                self._store = SlotStore.attach(self._path)
-            except InputError:
+                self._store = SlotStore.attach(self._path, self._owner)
+            except InputError as error:
+                self._failed("attach", error)
                 return None
+            self._store.compile()
             self._layer_ids = self._store.layer_ids
+            unknown = sorted(set(self._settings.layers or ()) - set(self._layer_ids))
+            if unknown:
+                self._failed("layers", InputError(f"layers={unknown} do not route; those that do: {self._layer_ids}"))
         return self._store
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._local[request.request_id] = num_computed_tokens
         return 0, False
 
+    @_guarded(None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        return
+        """Blocks that a request was just given hold another's rows until a step writes them, or KV is loaded into them.
+
+        Forgotten at once, not when the request runs: loaded blocks may be found by a second request before that.
+        """
+        local = self._local.get(request.request_id)
+        if local is None or self._group < 0:
+            return
+        ids = blocks.get_block_ids()[self._group]
+        if local < len(ids) * self._block_size:
+            slots = block_slots(ids, self._block_size, local, len(ids) * self._block_size)
+            self._forget.extend(slots.tolist())
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._step += 1
         edits = StepEdits(self._step, scheduler_output.total_num_scheduled_tokens, [], [])
         try:
-            edits = edits._replace(forget=self._loaded_slots(scheduler_output), copies=block_copies(scheduler_output))
+            for new in scheduler_output.scheduled_new_reqs:
+                self._local.pop(new.req_id, None)
+                self._cached[new.req_id] = new.num_computed_tokens
+            forget, self._forget = self._forget, []
+            edits = edits._replace(forget=forget, copies=block_copies(scheduler_output))
         except Exception as error:
             self._failed("build_connector_meta", error)
         return CoterieMetadata(edits)
-
-    def _loaded_slots(self, scheduler_output: Any) -> list[int]:
-        """Slots of requests that start this step with KV from elsewhere: from the local hit to what is computed."""
-        started = [
-            (new.req_id, new.num_computed_tokens, new.block_ids) for new in scheduler_output.scheduled_new_reqs
-        ]
-        cached = scheduler_output.scheduled_cached_reqs
-        for request_id, computed, blocks in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
-            if request_id in cached.resumed_req_ids and blocks is not None:
-                started.append((request_id, computed, blocks))
-        slots: list[int] = []
-        for request_id, computed, blocks in started:
-            local = self._local.pop(request_id, computed)
-            if local < computed:
-                slots.extend(block_slots(blocks[self._group], self._block_size, local, computed).tolist())
-        return slots
 
     @_guarded(None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -273,6 +284,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Before the blocks are freed. Never asks to keep them."""
         self._local.pop(request.request_id, None)
+        cached = self._cached.pop(request.request_id, 0)
         asked = self._wants_footprint(request)
         listened = self._publisher is not None and self._publisher.wanted
         if not (asked or listened) or self._group < 0:
@@ -280,12 +292,13 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         store = self._slots()
         if store is None or not self._wait_written(store, request):
             self._count("footprints_missing", int(asked))
+            self._count("requests_missing", int(listened))
             return False, None
         blocks = block_ids[self._group]
         count = min(computed_tokens(request), len(blocks) * self._block_size)
         slots = block_slots(blocks, self._block_size, 0, count)
         if listened and count:
-            self._publish_request(store, request, slots)
+            self._publish_request(store, request, slots, cached)
         if not asked:
             return False, None
         return False, {KEY: self._footprint(store, slots)}
@@ -300,7 +313,10 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         step = self._processed if aborted(request) else self._processed + 1
         until = time.monotonic() + WRITTEN_TIMEOUT_S
         while store.step < step:
+            if store.step == self._stuck_at:  # waited in vain before, and nothing moved since
+                return False
             if time.monotonic() > until:
+                self._stuck_at = store.step
                 return False
             time.sleep(20e-6)
         return True
@@ -309,13 +325,15 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         counts, known = store.footprint(slots)
         layer_ids = self._layer_ids
         if self._settings.layers is not None:
-            kept = [row for row, layer in enumerate(layer_ids) if layer in self._settings.layers]
+            kept = [row for row, layer in enumerate(layer_ids) if layer in self._settings.layers] or [0]
             counts, layer_ids = counts[kept], tuple(layer_ids[row] for row in kept)
         self._count("footprints")
         self._count("footprints_incomplete", int(known < len(slots)))
         return encode_footprint(WireFootprint(counts, layer_ids, known, len(slots) - known), deflate=False)
 
-    def _publish_request(self, store: SlotStore, request: Any, slots: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    def _publish_request(
+        self, store: SlotStore, request: Any, slots: np.ndarray[Any, np.dtype[np.int64]], cached: int
+    ) -> None:
         assert self._publisher is not None
         rows = store.read(slots)  # a copy, now: the blocks are freed when this returns
         token_ids = np.asarray(request.all_token_ids[: len(slots)], np.int32)
@@ -323,8 +341,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             RequestExperts.pack, rows.expert_ids, token_ids, rows.known, store.shape.num_experts,
             request_id=request.request_id, model=self._vllm_config.model_config.served_model_name,
             layer_ids=list(self._layer_ids), prompt_tokens=request.num_prompt_tokens,
-            cached_tokens=max(0, getattr(request, "num_cached_tokens", 0)), output_tokens=request.num_output_tokens,
-            finish=finish_reason(request),
+            cached_tokens=cached, output_tokens=request.num_output_tokens, finish=finish_reason(request),
         )  # fmt: skip
         if self._publisher.publish(build):
             self._count("requests")
@@ -353,6 +370,8 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         layers: dict[int, float] = {}
         if store is not None:
             gauges["store_bytes"] = float(store.shape.nbytes)
+            self._count("errors", store.errors - self._worker_errors)
+            self._worker_errors = store.errors
             interval, layers = self._interval(store, seconds)
             gauges |= interval
         if self._publisher is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ def check_supported(config: Any) -> None:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise UnavailableError(f"{name}={getattr(parallel, name)} must be 1: a slot's experts would lie in parts")
+    if getattr(parallel, "use_ubatching", False):
+        raise UnavailableError("a step that is split in two (ubatching, DBO) runs the hook twice: turn that off")
+    if getattr(config.model_config, "enable_return_routed_experts", False):
+        raise UnavailableError("--enable-return-routed-experts takes the same hook: turn that off")
     if config.device_config.device_type == "cpu" and not config.model_config.enforce_eager:
         raise UnavailableError("on a CPU the compiled model leaves the hooks out: start vLLM with --enforce-eager")
     if not config.model_config.get_num_experts():
@@ -55,25 +60,29 @@ def captured_layers(modules: torch.nn.ModuleList, config: Any) -> list[int]:
 
 
 class _Capturer:
-    """The interface vLLM's own binding expects."""
+    """The interface vLLM's own binding expects. Called inside the model: nothing may come out of it."""
 
-    def __init__(self, capture: StepCapture) -> None:
-        self._capture = capture
+    def __init__(self, capture: StepCapture, failed: Callable[[Exception], None]) -> None:
+        self._capture, self._failed = capture, failed
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
-        self._capture.capture(layer_id, topk_ids, get_forward_context())
+        try:
+            self._capture.capture(layer_id, topk_ids, get_forward_context())
+        except Exception as error:
+            self._capture.slots.fill_(-1)  # nothing of this step is kept
+            self._failed(error)
 
 
-def bind(modules: torch.nn.ModuleList, capture: StepCapture) -> None:
+def bind(modules: torch.nn.ModuleList, capture: StepCapture, failed: Callable[[Exception], None]) -> None:
     """Set the hook of every MoE layer, as vLLM's own capturer does (kernels that route inside included)."""
     try:
-        bind_routed_experts_capturer(modules, _Capturer(capture))
+        bind_routed_experts_capturer(modules, _Capturer(capture, failed))
     except ValueError as error:
         raise UnavailableError(str(error)) from None
 
 
 def slots_of(layer_name: str, context: Any) -> torch.Tensor | None:
-    """[row] KV slot, from a forward context; None in a warm-up step, or one split in two."""
+    """[row] KV slot, from a forward context; None in a warm-up step."""
     mapping = context.slot_mapping
     return mapping.get(layer_name) if isinstance(mapping, dict) else None
 

@@ -20,6 +20,7 @@ COUNTERS = {
     "footprints_incomplete": "Footprints of requests with tokens whose experts this worker never saw",
     "footprints_missing": "Handoffs that left without a footprint",
     "requests": "Finished requests whose experts were published",
+    "requests_missing": "Finished requests that were not, because their last step was not written yet",
     "events_published": "Expert events published",
     "events_dropped": "Expert events that found the queue full, and times a subscriber was found full",
     "events_failed": "Expert events that could not be built",

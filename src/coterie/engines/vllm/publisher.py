@@ -38,7 +38,7 @@ class EventPublisher:
     def __init__(self, endpoint: str, rank: int, capacity: int) -> None:
         self.endpoint = endpoint
         self._rank = rank
-        self._queue: queue.Queue[Build | Event] = queue.Queue(capacity)
+        self._queue: queue.Queue[tuple[int, Build | Event | None]] = queue.Queue(capacity)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         self._socket.setsockopt(zmq.SNDHWM, capacity)
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -50,6 +50,7 @@ class EventPublisher:
             self._socket.close()
             raise UnavailableError(f"expert events cannot be published on {endpoint}: {error}") from None
         self._seq = 0
+        self._numbering = threading.Lock()
         self._published = self._dropped = self._failed = 0
         self._subscribers = 0
         self._closing = threading.Event()
@@ -67,11 +68,17 @@ class EventPublisher:
 
     def publish(self, event: Event | Build) -> bool:
         """Queue an event, or a function that builds it in the thread. False if it was dropped."""
-        try:
-            self._queue.put_nowait(event)
-        except queue.Full:
-            self._dropped += 1
-            return False
+        return self._put(event)
+
+    def _put(self, item: Build | Event | None) -> bool:
+        with self._numbering:
+            number = self._seq
+            self._seq += 1  # taken here, so that a subscriber sees what the queue had no room for
+            try:
+                self._queue.put_nowait((number, item))
+            except queue.Full:
+                self._dropped += 1
+                return False
         return True
 
     def _run(self) -> None:
@@ -82,28 +89,28 @@ class EventPublisher:
                 self._note_subscription(self._socket.recv())
                 continue
             try:
-                item = self._queue.get(timeout=POLL_MS / 1000)
+                seq, item = self._queue.get(timeout=POLL_MS / 1000)
             except queue.Empty:
                 continue
             try:
                 event = item() if callable(item) else item
-                payload = encode_expert_events(ExpertEvents(time.time(), [event], self._rank))
+                events = [] if event is None else [event]
+                payload = encode_expert_events(ExpertEvents(time.time(), events, self._rank))
             except Exception:  # one event that cannot be built must not end the stream
                 self._failed += 1
                 continue
-            self._send(payload)
+            self._send(seq, payload)
         self._socket.close()
 
     def _note_subscription(self, message: bytes) -> None:
         if message[:1] == b"\x01":
             self._subscribers += 1
-            self._send(encode_expert_events(ExpertEvents(time.time(), [], self._rank)))  # a greeting
+            self._put(None)  # an empty message as a greeting
         elif message[:1] == b"\x00":
             self._subscribers = max(0, self._subscribers - 1)
 
-    def _send(self, payload: bytes) -> None:
-        frames = to_frames(TOPIC, self._seq, payload)
-        self._seq += 1
+    def _send(self, seq: int, payload: bytes) -> None:
+        frames = to_frames(TOPIC, seq, payload)
         self._published += 1
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT)

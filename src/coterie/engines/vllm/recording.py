@@ -83,10 +83,10 @@ def record_vllm(
         finally:
             listener.stop()
             sink.close()
-    if sink.writer is None:
-        raise UnavailableError(f"{url}: nothing was recorded: {_why_nothing(prompts, tally, sink)}")
     if sink.problem is not None:
         raise sink.problem
+    if sink.writer is None:
+        raise UnavailableError(f"{url}: nothing was recorded: {_why_nothing(prompts, tally, sink)}")
     missed = max(0, tally.done - sink.written - sink.unknown) if prompts else 0
     if missed:
         tally.problems["answered, but its expert event never came"] += missed
@@ -151,11 +151,14 @@ class _Listener(threading.Thread):
         self._stopping = threading.Event()
 
     def run(self) -> None:
-        while not self._stopping.is_set():
-            for event in self.subscriber.events(0.2):
-                if isinstance(event, RequestExperts):
-                    self.sink.take(event)
-            self.sink.flush_now_and_then()
+        try:
+            while not self._stopping.is_set():
+                for event in self.subscriber.events(0.2):
+                    if isinstance(event, RequestExperts):
+                        self.sink.take(event)
+                self.sink.flush_now_and_then()
+        except Exception as error:  # a full disk, say: whoever waits for this thread must hear of it
+            self.sink.problem = self.sink.problem or error
 
     def wait_for(self, requests: int) -> None:
         until = time.monotonic() + LAST_EVENT_S
@@ -174,7 +177,7 @@ class _Sink:
         self.out = out
         self.writer: ActivationWriter | None = None
         self.written = self.unknown = 0
-        self.problem: CoterieError | None = None
+        self.problem: Exception | None = None
         self._wanted = wanted
         self._with_domains = wanted is not None and any(prompt.domain for prompt in wanted.values())
         self._begun = time.monotonic()

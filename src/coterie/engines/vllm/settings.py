@@ -23,7 +23,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Layers of the model whose counts travel in the footprint; None sends all. Recording is not affected."""
     events: str | None = None
     """ZMQ endpoint to publish expert events on, such as tcp://*:5602; a data-parallel rank adds its number."""
-    events_queue: int = 1000
+    events_queue: int = 100
     """Messages kept for a slow subscriber, and for the publishing thread; past that they are dropped and counted."""
     load_interval_s: float = 1.0
     """Seconds between ExpertLoad events and updates of the metrics."""
@@ -50,8 +50,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return store_folder() / f"{PREFIX}{self.store or engine_id}-{rank}{SUFFIX}"
 
     def endpoint(self, rank: int) -> str | None:
-        """Where this data-parallel rank publishes: the port moves by the rank."""
-        if self.events is None or rank == 0 or not self.events.startswith("tcp:"):
+        """Where this data-parallel rank publishes: the port moves by the rank, a path gets it at its end."""
+        if self.events is None or rank == 0:
             return self.events
         base, _, port = self.events.rpartition(":")
-        return f"{base}:{int(port) + rank}"
+        return f"{base}:{int(port) + rank}" if port.isdigit() else f"{self.events}-{rank}"
