@@ -171,7 +171,10 @@ def test_recording_that_began_midway(write, rng):
 def test_a_simulated_engine_is_joined_back(tmp_path_factory, shapes, seed):
     """Prompts of distinct lengths cannot be confused: the join must then be exact."""
     rng = np.random.default_rng(seed)
-    prompts = np.cumsum([length + outputs + 1 for length, outputs in shapes])  # no two ever stand at one position
+    prompts, last = [], 0
+    for length, outputs in shapes:  # each begins past where the one before it ends: no two ever stand at one position
+        prompts.append(last + length)
+        last = prompts[-1] + outputs + 1
     records: list[dict[str, Any]] = []
     expected: list[list[int]] = [[] for _ in shapes]
     running: list[list[int]] = []  # [request, position, left]

@@ -31,11 +31,21 @@ LOG_LINES = 40
 """Of the log's end, in an error."""
 
 
+_given: set[int] = set()
+
+
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port nobody listens on now. Another process may take it first: start the server soon."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port nobody listens on now, and that was not given before: the system names the same one again.
+
+    Another process may take it first: start the server soon.
+    """
+    while True:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            port = int(probe.getsockname()[1])
+        if port not in _given:
+            _given.add(port)
+            return port
 
 
 def healthy(url: str, timeout_s: float = 2.0) -> bool:
