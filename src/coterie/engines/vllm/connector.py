@@ -324,8 +324,8 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
     def _footprint(self, store: SlotStore, slots: np.ndarray[Any, np.dtype[np.int64]]) -> str:
         counts, known = store.footprint(slots)
         layer_ids = self._layer_ids
-        if self._settings.layers is not None:
-            kept = [row for row, layer in enumerate(layer_ids) if layer in self._settings.layers] or [0]
+        kept = [row for row, layer in enumerate(layer_ids) if layer in (self._settings.layers or ())]
+        if kept:  # none: no choice was made, or only of layers that do not route, which was said at the start
             counts, layer_ids = counts[kept], tuple(layer_ids[row] for row in kept)
         self._count("footprints")
         self._count("footprints_incomplete", int(known < len(slots)))
