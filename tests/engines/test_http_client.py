@@ -114,14 +114,17 @@ def test_after_the_time_no_further_body_is_sent_and_those_in_flight_are_waited_f
 
 
 def test_leaving_early_cancels_what_is_in_flight():
-    async def leave(url: str) -> None:
-        async with Client(url) as client, aclosing(client.send("/generate", bodies("fast", "slow"), 2)) as answers:
+    async def leave(peer: Peer) -> None:
+        sent = bodies("fast", "slow")
+        async with Client(peer.url) as client, aclosing(client.send("/generate", sent, 2)) as answers:
             async for _ in answers:
+                while len(peer.bodies) < 2:  # the fast one may be answered before the slow one has arrived
+                    await asyncio.sleep(0.01)
                 return
 
     with Running(Peer(delay=lambda text: 30.0 if text == "slow" else 0.0)) as peer:
         begun = time.monotonic()
-        asyncio.run(leave(peer.url))
+        asyncio.run(leave(peer))
         assert time.monotonic() - begun < 5
         for _ in range(100):
             if peer.gone:
