@@ -31,7 +31,19 @@ class SuiteOptions:
     data: Path | None = None
     """Folder of real data (docs/data.md); None skips what needs it, with a note."""
     seed: int = 0
-    """Of everything random."""
+    """Of everything random, where a suite has no seeds of its own."""
+    model: Path | None = None
+    """Folder of a checkpoint whose own router is run."""
+    requests: int | None = None
+    """Requests of one run; None is the suite's own number."""
+    seeds: tuple[int, ...] | None = None
+    """A run each; None is the suite's own."""
+    rates: tuple[float, ...] | None = None
+    """Requests a second; None is the suite's own."""
+    strategies: tuple[str, ...] | None = None
+    """Batch selection strategies to compare; None is all."""
+    out: Path | None = None
+    """Folder for files and figures; None writes none."""
 
     def __post_init__(self) -> None:
         if self.batch < 1:
