@@ -8,6 +8,7 @@ in, and so is one that was passed over `max_skips` times, so that nobody starves
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -25,7 +26,7 @@ class Window(NamedTuple):
     """The oldest of the waiting requests, oldest first."""
 
     loads: Loads
-    """[request, layer, expert] tokens each is expected to bring, contiguous. For decode: tokens a step, so at most 1."""
+    """[request, layer, expert] tokens each is expected to bring, contiguous. In decode: a step's, so at most 1."""
     skipped: NDArray[np.int64]
     """[request] times it was passed over: it stayed while a younger one was taken."""
     queued: int
@@ -59,7 +60,7 @@ class Strategy(Protocol):
         ...
 
 
-strategies: Registry[type[Strategy]] = Registry("strategy", group="coterie.strategies")
+strategies: Registry[Callable[..., Strategy]] = Registry("strategy", group="coterie.strategies")
 """Holds the built-in ones once :mod:`coterie.batching` is imported. Each is made without arguments, or with settings
 as keywords."""
 

@@ -1,0 +1,32 @@
+"""First come, first served: the baseline, and the fairest.
+
+Right where the queue is shallow, since whoever reorders it makes somebody wait for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numpy.random import Generator
+
+from coterie._numba import njit
+from coterie.batching.base import Loads, Selection, Window, strategies
+from coterie.batching.picking import NEVER, Indices, Skipping, check_snapshot, first_picks, not_in, selection
+
+
+@strategies.register("fcfs")
+@dataclass(frozen=True, slots=True)
+class Fcfs(Skipping):
+    """The oldest. It passes nobody over; requests that another strategy left overdue still go first."""
+
+    def select(self, window: Window, running: Loads, size: int, rng: Generator) -> Selection:  # noqa: ARG002
+        check_snapshot(window, running, size)
+        return selection(_oldest(window.skipped, size, self.max_skips or NEVER), window, "the oldest")
+
+
+@njit()
+def _oldest(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, int]:
+    order, forced = first_picks(skipped, size, max_skips)
+    rest = not_in(order[:forced], len(skipped))
+    order[forced:] = rest[: len(order) - forced]
+    return order, forced

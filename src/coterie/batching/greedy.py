@@ -1,0 +1,215 @@
+"""The greedy strategies: each pick is the request that suits the load so far best, by one of five measures.
+
+With L the load that runs plus what is picked so far, flattened over layers and experts to n columns of total T, and a
+candidate v of total t, each takes the least of
+
+    greedy_variance      variance of L + v              2 v·L + |v|² - (2Tt + t²) / n
+    norm_minimizing      |L + v|²                       2 v·L + |v|²
+    greedy_dot_product   v·L
+    best_fit             distance of L + v to even      2 v·L + |v|² - 2ut
+    differencing         (v - mean v)·(L - mean L)      v·L - Tt / n
+
+where u is the column load of the whole batch if it came out even. Terms that are the same for every candidate are left
+out. Where all candidates have one total, the first, second and fourth rank alike, and so do the third and fifth; those
+two ignore |v|², so they also prefer a spiky candidate where it does not meet the load, and all five agree only where
+candidates have one norm as well.
+
+Right where the slowest rank decides a step (expert parallel, prefill). Wrong in one GPU's decode, where an even load
+means more experts to stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.batching.base import Loads, Selection, Window, strategies
+from coterie.batching.picking import (
+    NEVER,
+    Indices,
+    Skipping,
+    check_snapshot,
+    drop,
+    first_picks,
+    not_in,
+    selection,
+    total_of,
+)  # fmt: skip
+
+Narrow = NDArray[np.int16]
+
+VARIANCE, NORM, DOT, EVEN, DEVIATION = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy(Skipping):
+    """Picks the least by a measure, again and again."""
+
+    measure: ClassVar[int]
+    by: ClassVar[str]
+
+    def select(self, window: Window, running: Loads, size: int, rng: Generator) -> Selection:  # noqa: ARG002
+        check_snapshot(window, running, size)
+        picks = _greedy(window.loads, running, window.skipped, size, self.max_skips or NEVER, self.measure)
+        return selection(picks, window, self.by)
+
+
+@strategies.register("greedy_variance")
+@dataclass(frozen=True, slots=True)
+class GreedyVariance(Greedy):
+    """The flattest load: least variance over all columns. The strategy CAPS began with.
+
+    A candidate's total counts: where the load is uneven, it takes a heavy one that fills the valleys before a light
+    one that leaves them.
+    """
+
+    measure: ClassVar[int] = VARIANCE
+    by: ClassVar[str] = "least variance"
+
+
+@strategies.register("norm_minimizing")
+@dataclass(frozen=True, slots=True)
+class NormMinimizing(Greedy):
+    """The shortest load vector. Unlike the variance it shrinks with the load, so it prefers light requests."""
+
+    measure: ClassVar[int] = NORM
+    by: ClassVar[str] = "least norm"
+
+
+@strategies.register("greedy_dot_product")
+@dataclass(frozen=True, slots=True)
+class GreedyDotProduct(Greedy):
+    """The request that meets the load least. Prefers light requests, and does not see how spiky one is by itself."""
+
+    measure: ClassVar[int] = DOT
+    by: ClassVar[str] = "least dot product"
+
+
+@strategies.register("best_fit")
+@dataclass(frozen=True, slots=True)
+class BestFit(Greedy):
+    """Nearest to the even load that the whole batch would have, if its requests were of the window's average total.
+
+    Early picks are drawn to heavy requests, since the target is far; late ones fill what is left.
+    """
+
+    measure: ClassVar[int] = EVEN
+    by: ClassVar[str] = "nearest to even"
+
+
+@strategies.register("differencing")
+@dataclass(frozen=True, slots=True)
+class Differencing(Greedy):
+    """Karmarkar-Karp on vectors: keep the difference of the load to even, and commit what cancels most of it.
+
+    Does not see what a candidate's own unevenness adds, so where the load is even already any candidate is as good.
+    """
+
+    measure: ClassVar[int] = DEVIATION
+    by: ClassVar[str] = "most cancelled unevenness"
+
+
+# Sums of whole numbers are exact in float64 in any order, so reordering them changes no pick. The measures are
+# multiplied by n (EVEN by the window as well) to keep them whole, and with that every tie a tie.
+@njit(fastmath=True)
+def _greedy(
+    loads: Loads, running: Loads, skipped: Indices, size: int, max_skips: int, measure: int
+) -> tuple[Indices, int]:
+    waiting, columns = loads.shape[0], loads.shape[1] * loads.shape[2]
+    order, forced = first_picks(skipped, size, max_skips)
+    if forced == len(order):
+        return order, forced
+    rows, load = loads.reshape(waiting, columns), running.ravel()
+    dots, squares, totals = np.empty(waiting), np.empty(waiting), np.empty(waiting)
+    for request in range(waiting):
+        row = rows[request]
+        with_load, with_itself, total = 0.0, 0.0, 0.0
+        for column in range(columns):
+            with_load += row[column] * load[column]
+            with_itself += row[column] * row[column]
+            total += row[column]
+        dots[request], squares[request], totals[request] = with_load, with_itself, total
+    batch_total = total_of(load)
+
+    by_dot, by_square, by_total, by_own_total, level = 1.0, 0.0, 0.0, 0.0, 0.0
+    if measure == VARIANCE:
+        by_dot, by_square, by_total, by_own_total = 2.0 * columns, 1.0 * columns, 2.0, 1.0
+    elif measure == NORM:
+        by_dot, by_square = 2.0, 1.0
+    elif measure == EVEN:
+        by_dot, by_square = 2.0 * columns * waiting, 1.0 * columns * waiting
+        level = 2.0 * (waiting * batch_total + len(order) * total_of(totals))
+    elif measure == DEVIATION:
+        by_dot, by_total = 1.0 * columns, 1.0
+
+    left = not_in(order[:forced], waiting)
+    count = len(left)
+    narrow, is_exact = _narrow(rows, squares, len(order))
+    for pick in range(len(order)):
+        if pick >= forced:
+            best, least = 0, 0.0
+            for i in range(count):
+                request = left[i]
+                off_total = by_total * batch_total + by_own_total * totals[request] + level
+                score = by_dot * dots[request] + by_square * squares[request] - totals[request] * off_total
+                if i == 0 or score < least:
+                    best, least = i, score
+            order[pick] = left[best]
+            drop(left, count, best)
+            count -= 1
+        batch_total += totals[order[pick]]
+        if pick + 1 == len(order):
+            break
+        if is_exact:
+            _add_narrow_dots(dots, narrow, left[:count], narrow[order[pick]])
+        else:
+            _add_dots(dots, rows, left[:count], rows[order[pick]])
+    return order, forced
+
+
+@njit(fastmath=True)
+def _add_dots(dots: Loads, rows: Loads, left: Indices, picked: Loads) -> None:
+    for request in left:
+        row, out = rows[request], 0.0
+        for column in range(len(picked)):
+            out += row[column] * picked[column]
+        dots[request] += out
+
+
+@njit()
+def _add_narrow_dots(dots: Loads, rows: Narrow, left: Indices, picked: Narrow) -> None:
+    for request in left:
+        row, out = rows[request], np.int32(0)
+        for column in range(len(picked)):
+            out = np.int32(out + np.int32(row[column]) * np.int32(picked[column]))
+        dots[request] += out
+
+
+NARROW_FROM = 16
+"""Picks from which a copy in 16 bits pays: the loop below then takes half the time, and copying costs two passes."""
+
+
+@njit(fastmath=True)
+def _narrow(rows: Loads, squares: Loads, picks: int) -> tuple[Narrow, bool]:
+    """A copy in 16 bits, and whether dot products of it are exact: tokens are whole, and few in any one column."""
+    none = np.empty((0, 0), np.int16)
+    if picks < NARROW_FROM:
+        return none, False
+    for square in squares:  # no dot product is larger than the largest square
+        if square >= 2.0**31:
+            return none, False
+    narrow = np.empty(rows.shape, np.int16)
+    for request in range(len(rows)):
+        changed = 0
+        for column in range(rows.shape[1]):
+            value = np.int16(np.int32(rows[request, column]))
+            narrow[request, column] = value
+            changed += value != rows[request, column]
+        if changed:
+            return none, False
+    return narrow, True

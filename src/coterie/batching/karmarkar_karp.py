@@ -1,0 +1,85 @@
+"""Karmarkar-Karp: split the window into two sides of nearly equal total, and take the side of the oldest request.
+
+The two largest totals go to opposite sides and are replaced by their difference, until one is left: the difference of
+the sides. Right where requests differ in weight alone. It sees one number of each request, so it cannot tell like
+requests from unlike, and the sides do not depend on the batch size or on what runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.batching.base import Loads, Selection, Window, strategies
+from coterie.batching.lpt import heaviest_first
+from coterie.batching.picking import (
+    NEVER,
+    Indices,
+    Skipping,
+    check_snapshot,
+    first_picks,
+    not_in,
+    selection,
+    totals_of,
+)  # fmt: skip
+
+
+@strategies.register("karmarkar_karp")
+@dataclass(frozen=True, slots=True)
+class KarmarkarKarp(Skipping):
+    """The oldest request's side, heaviest first; where that has too few, the other side's, oldest first."""
+
+    def select(self, window: Window, running: Loads, size: int, rng: Generator) -> Selection:  # noqa: ARG002
+        check_snapshot(window, running, size)
+        picks = _oldest_side(window.loads, window.skipped, size, self.max_skips or NEVER)
+        return selection(picks, window, "the side of the oldest")
+
+
+@njit()
+def sides_of(totals: Loads) -> NDArray[np.bool_]:
+    """[request] whether it is on the oldest request's side, by the differencing method; ties to the older."""
+    count = len(totals)
+    values = totals.copy()
+    ranked = np.arange(count)
+    heaviest_first(ranked, values)
+    kept, lost = np.empty(count, np.int64), np.empty(count, np.int64)
+    for merge in range(count - 1):
+        # The larger one stands for the pair from now on: its value is the difference, which may sort further back.
+        first, second = ranked[merge], ranked[merge + 1]
+        kept[merge], lost[merge] = first, second
+        values[first] -= values[second]
+        at = merge + 1
+        while at + 1 < count and (
+            values[ranked[at + 1]] > values[first]
+            or (values[ranked[at + 1]] == values[first] and ranked[at + 1] < first)
+        ):
+            ranked[at] = ranked[at + 1]
+            at += 1
+        ranked[at] = first
+    side = np.zeros(count, np.bool_)
+    for merge in range(count - 2, -1, -1):
+        side[lost[merge]] = not side[kept[merge]]
+    same: NDArray[np.bool_] = side == side[0]
+    return same
+
+
+@njit()
+def _oldest_side(loads: Loads, skipped: Indices, size: int, max_skips: int) -> tuple[Indices, int]:
+    waiting, columns = loads.shape[0], loads.shape[1] * loads.shape[2]
+    order, forced = first_picks(skipped, size, max_skips)
+    if forced == len(order):
+        return order, forced
+    totals = totals_of(loads.reshape(waiting, columns))
+    same = sides_of(totals)
+    rest = not_in(order[:forced], waiting)
+    mine, others = rest[same[rest]], rest[~same[rest]]
+    heaviest_first(mine, totals)
+    free = len(order) - forced
+    taken = min(free, len(mine))
+    order[forced : forced + taken] = mine[:taken]
+    order[forced + taken :] = others[: free - taken]
+    return order, forced

@@ -1,0 +1,108 @@
+"""What the strategies share: the setting they have in common, and the picks that no strategy is free to make.
+
+A strategy's own loop starts where :func:`first_picks` stops: the oldest request is in, and so are those that were
+passed over too often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads, Selection, Window
+from coterie.errors import ConfigError
+
+Indices = NDArray[np.int64]
+
+NEVER = 1 << 62
+"""More than any skip count: what the loops take for `max_skips=None`."""
+
+
+def check_at_least_one(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Skipping:
+    """The setting every built-in strategy has."""
+
+    max_skips: int | None = DEFAULT_MAX_SKIPS
+    """Times a request may be passed over before it is taken first; None never forces it."""
+
+    def __post_init__(self) -> None:
+        if self.max_skips is not None:
+            check_at_least_one("max_skips", self.max_skips)
+
+
+def check_snapshot(window: Window, running: Loads, size: int) -> None:
+    """The loops trust these shapes and would read past an array's end."""
+    if window.loads.ndim != 3 or running.shape != window.loads.shape[1:]:
+        raise ConfigError(f"running has shape {running.shape}; loads {window.loads.shape} must be [request, *running]")
+    if len(window.skipped) != len(window.loads):
+        raise ConfigError(f"skipped has {len(window.skipped)} requests; loads has {len(window.loads)}")
+    if size < 0:
+        raise ConfigError(f"size={size} must be at least 0")
+
+
+def selection(picks: tuple[Indices, int], window: Window, by: str) -> Selection:
+    """The picks, of which the first `forced` were not the strategy's choice, with the reason in words."""
+    order, forced = picks
+    reason = f"{by} of {len(window.loads)} waiting"
+    return Selection(order, reason if forced < 2 else f"{reason}, after {forced - 1} overdue")
+
+
+@njit()
+def first_picks(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, int]:
+    """The order with its forced picks in place, and their number: the oldest, then the overdue, oldest first."""
+    order = np.empty(min(size, len(skipped)), np.int64)
+    forced = 0
+    for request in range(len(skipped)):
+        if forced == len(order):
+            break
+        if request == 0 or skipped[request] >= max_skips:
+            order[forced] = request
+            forced += 1
+    return order, forced
+
+
+@njit()
+def not_in(picks: Indices, waiting: int) -> Indices:
+    """The other requests of a window, oldest first."""
+    free = np.ones(waiting, np.bool_)
+    for request in picks:
+        free[request] = False
+    rest = np.empty(waiting - len(picks), np.int64)
+    count = 0
+    for request in range(waiting):
+        if free[request]:
+            rest[count] = request
+            count += 1
+    return rest
+
+
+@njit()
+def drop(items: Indices, count: int, at: int) -> None:
+    """Take out one of the first `count` items and close the gap, so that their order stays."""
+    for i in range(at, count - 1):
+        items[i] = items[i + 1]
+
+
+@njit(fastmath=True)
+def total_of(row: Loads) -> float:
+    total = 0.0
+    for column in range(len(row)):  # by index: iterating over the row is not turned into vector code
+        total += row[column]
+    return total
+
+
+@njit(fastmath=True)
+def totals_of(rows: Loads) -> Loads:
+    """[request] tokens of rows [request, column]."""
+    totals = np.empty(len(rows))
+    for request in range(len(rows)):
+        totals[request] = total_of(rows[request])
+    return totals

@@ -1,0 +1,176 @@
+"""Decode with continuous batching: requests join and leave between steps, and every token's experts are replayed.
+
+A step runs one token of every running request. Its time comes from the calibrated model and the experts that exactly
+those tokens activated when they were recorded; nothing is averaged. A request joins at the end of a step when a place
+is free; which of the waiting ones join is the strategy's choice, shown the load that runs. KV memory is not modelled:
+`places` bounds what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.batching.base import Loads, Strategy
+from coterie.batching.scheduler import Scheduler, SchedulerConfig
+from coterie.costs.step import Batch
+from coterie.errors import ConfigError
+from coterie.sim.execution import StepTimer
+from coterie.sim.invariants import check_clock, check_once, check_times, check_work
+from coterie.sim.kernel import Simulation
+from coterie.sim.metrics import Run
+
+
+class DecodeRequests(NamedTuple):
+    """What is replayed; [request] in order of arrival."""
+
+    arrival_s: NDArray[np.float64]
+    context: NDArray[np.int64]
+    """[request] tokens cached when it arrives: its prompt."""
+    first: NDArray[np.int64]
+    """[request] row of its first decoded token in `expert_ids`."""
+    tokens: NDArray[np.int64]
+    """[request] tokens it decodes."""
+    expert_ids: NDArray[np.integer]
+    """[token, layer, k]"""
+
+
+def run_decode(
+    requests: DecodeRequests,
+    predicted: Loads,
+    timer: StepTimer,
+    places: int,
+    config: SchedulerConfig,
+    strategy: Strategy,
+    rng: Generator,
+    ranks: int = 1,
+    check: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Run:
+    """Decode all requests. `predicted` [request, layer, expert] tokens a step; `places` over all `ranks` together."""
+    count = len(requests.arrival_s)
+    if count == 0 or len(predicted) != count:
+        raise ConfigError(f"{count} requests must be at least 1, with as many loads ({len(predicted)})")
+    if requests.tokens.min() < 1:
+        raise ConfigError(f"tokens={requests.tokens.min()} must be at least 1 for every request")
+    if requests.arrival_s[0] < 0 or not np.all(np.diff(requests.arrival_s) >= 0):
+        raise ConfigError("arrival_s must rise from at least 0")
+    if places < 1:
+        raise ConfigError(f"places={places} must be at least 1")
+    return _Decoder(requests, predicted, timer, places, config, strategy, rng, ranks, check, progress).serve()
+
+
+class _Decoder:
+    def __init__(
+        self, requests: DecodeRequests, predicted: Loads, timer: StepTimer, places: int, config: SchedulerConfig,
+        strategy: Strategy, rng: Generator, ranks: int, check: bool, progress: Callable[[int], None] | None,
+    ) -> None:  # fmt: skip
+        count, layers, experts = predicted.shape
+        self.sim = Simulation()
+        self.requests = requests
+        self.arrivals: list[float] = requests.arrival_s.tolist()
+        self.predicted = predicted
+        self.timer = timer
+        self.places = places
+        self.scheduler: Scheduler[int] = Scheduler(config, strategy, (layers, experts))
+        self.rng = rng
+        self.ranks = ranks
+        self.check = check
+        self.progress = progress
+        self.next = 0
+        self.running = np.zeros(0, np.int64)
+        self.running_load = np.zeros((layers, experts))
+        self.decoded = np.zeros(count, np.int64)
+        self.load = np.zeros((layers, experts), np.int64)
+        self.stepping = False
+        self.began_s = self.busy_s = self.seen_s = 0.0
+        self.start_s = np.full(count, np.nan)
+        self.finish_s = np.full(count, np.nan)
+        self.skipped = np.zeros(count, np.int64)
+        self.times_run = np.zeros(count, np.int64)
+        self.steps: list[tuple[float, int, float, float]] = []
+
+    def serve(self) -> Run:
+        self.sim.at(self.arrivals[0], self.arrive)
+        self.sim.run()
+        seconds, sizes, imbalance, distinct = (np.array(column) for column in zip(*self.steps, strict=True))
+        arrival_s = self.requests.arrival_s
+        if self.check:
+            check_once(self.times_run, len(self.scheduler))
+            check_times(arrival_s, self.start_s, self.finish_s)
+            check_work(self.busy_s, seconds, 0.0)
+            check_once(1 + np.abs(self.decoded - self.requests.tokens), 0)  # every token once
+        return Run(arrival_s, self.start_s, self.finish_s, self.skipped, seconds, sizes, imbalance, distinct)
+
+    def arrive(self) -> None:
+        row = self.next
+        self.scheduler.push(row, self.predicted[row], self.sim.now_s)
+        self.next = row + 1
+        if self.next < len(self.arrivals):
+            self.sim.at(self.arrivals[self.next], self.arrive)
+        if not self.stepping:
+            self.step()
+
+    def step(self) -> None:
+        """Admit, then run one token of everyone."""
+        self.admit()
+        if not len(self.running):
+            self.stepping = False
+            return
+        requests, running = self.requests, self.running
+        _count_step(requests.expert_ids, requests.first, self.decoded, running, self.load)
+        context = int((requests.context[running] + self.decoded[running]).sum())
+        each = -(-len(running) // self.ranks)
+        ran = self.timer(self.load, Batch(decode_requests=each, decode_context=context // self.ranks))
+        self.decoded[running] += 1
+        self.steps.append((ran.seconds, len(running), ran.imbalance, ran.distinct))
+        self.stepping, self.began_s = True, self.sim.now_s
+        self.sim.after(ran.seconds, self.end_step)
+
+    def admit(self) -> None:
+        free = self.places - len(self.running)
+        if not free or not len(self.scheduler):
+            return
+        batch = self.scheduler.next_batch(self.running_load, free, self.rng)
+        rows = np.array(batch.items, np.int64)
+        self.start_s[rows] = self.sim.now_s
+        self.skipped[rows] = batch.skipped
+        self.times_run[rows] += 1
+        self.running = np.concatenate([self.running, rows])
+        self.running_load += self.predicted[rows].sum(axis=0)
+
+    def end_step(self) -> None:
+        now_s = self.sim.now_s
+        if self.check:
+            check_clock(self.seen_s, now_s)
+            self.seen_s = now_s
+        self.busy_s += now_s - self.began_s
+        done = self.decoded[self.running] == self.requests.tokens[self.running]
+        if done.any():
+            rows = self.running[done]
+            self.finish_s[rows] = now_s
+            self.running = self.running[~done]
+            # Summed anew: taking away what was added leaves rounding behind, and with it a load of nothing.
+            self.running_load = self.predicted[self.running].sum(axis=0)
+            if self.progress is not None:
+                self.progress(len(rows))
+        self.step()
+
+
+@njit()
+def _count_step(
+    expert_ids: NDArray[np.integer], first: NDArray[np.int64], decoded: NDArray[np.int64], running: NDArray[np.int64],
+    load: NDArray[np.int64],
+) -> None:  # fmt: skip
+    """load [layer, expert]: tokens of one step."""
+    load[:] = 0
+    for request in running:
+        token = expert_ids[first[request] + decoded[request]]
+        for layer in range(token.shape[0]):
+            for k in range(token.shape[1]):
+                load[layer, token[layer, k]] += 1

@@ -1,0 +1,50 @@
+"""What must hold in every simulated run; each rule names the bug it prevents (docs/invariants.md).
+
+Checks cost time, so a run makes them only where asked to; tests ask always.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import CoterieError
+
+TOLERANCE_S = 1e-9
+
+
+class InvariantError(CoterieError):
+    """A simulated run broke one of its own rules: a defect of the simulator, never of its input."""
+
+
+def holds(number: int, condition: bool, words: str) -> None:
+    if not condition:
+        raise InvariantError(f"INV-{number} broken: {words}")
+
+
+def check_clock(before_s: float, now_s: float) -> None:
+    """INV-18: the clock never goes back."""
+    holds(18, now_s >= before_s, f"the clock went from {before_s} s back to {now_s} s")
+
+
+def check_once(times_run: NDArray[np.int64], waiting: int) -> None:
+    """INV-19: every request that arrived has run exactly once, or still waits."""
+    twice = np.flatnonzero(times_run > 1)
+    holds(19, not twice.size, f"request {twice[0] if twice.size else ''} ran {times_run.max(initial=0)} times")
+    missing = int((times_run == 0).sum())
+    holds(19, missing == waiting, f"{missing} requests have not run, but {waiting} wait")
+
+
+def check_times(arrival_s: NDArray[np.float64], start_s: NDArray[np.float64], finish_s: NDArray[np.float64]) -> None:
+    """INV-20: a request starts after it arrives and ends after it starts."""
+    early = np.flatnonzero((start_s < arrival_s - TOLERANCE_S) | (finish_s < start_s))
+    if early.size:
+        row = early[0]
+        holds(20, False, f"request {row} arrived {arrival_s[row]}, started {start_s[row]}, ended {finish_s[row]} s")
+
+
+def check_work(busy_s: float, batches_s: NDArray[np.float64], idle_while_due_s: float) -> None:
+    """INV-21: the server is busy for exactly as long as its batches take, and never idle while one is due."""
+    total = float(batches_s.sum())
+    holds(21, abs(busy_s - total) <= 1e-9 * max(1.0, total), f"busy for {busy_s} s, batches took {total} s")
+    holds(21, idle_while_due_s <= TOLERANCE_S, f"idle for {idle_while_due_s} s while a batch was due")

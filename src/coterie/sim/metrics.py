@@ -1,0 +1,68 @@
+"""What is told of a run: latency, throughput, imbalance and fairness."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+PERCENTILES = (50.0, 90.0, 99.0, 99.9)
+
+
+class Run(NamedTuple):
+    """One simulated run; [request] in order of arrival, [batch] in order of start."""
+
+    arrival_s: NDArray[np.float64]
+    start_s: NDArray[np.float64]
+    finish_s: NDArray[np.float64]
+    skipped: NDArray[np.int64]
+    """[request] times it was passed over."""
+    batch_s: NDArray[np.float64]
+    """[batch] seconds each took; a step each where batching is continuous."""
+    batch_size: NDArray[np.int64]
+    """[batch] requests."""
+    imbalance: NDArray[np.float64]
+    """[batch] by the model that timed it: CAPS's factor of an uneven load, or the busiest over the mean rank."""
+    distinct: NDArray[np.float64]
+    """[batch] experts touched, mean over layers."""
+
+
+class Summary(NamedTuple):
+    """A run in numbers. Latency is from arrival to the end, waiting included."""
+
+    requests: int
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    p999_ms: float
+    mean_ms: float
+    throughput: float
+    """Requests a second, from the first arrival to the last end."""
+    imbalance: float
+    """Mean over batches."""
+    distinct: float
+    """Experts touched in a layer of a batch or step, mean."""
+    batch_ms: float
+    """Mean time of a batch or step."""
+    worst_skips: int
+    """Most times one request was passed over."""
+    worst_wait_ms: float
+    """Longest from arrival to start."""
+
+
+def summarise(run: Run) -> Summary:
+    latency_ms = (run.finish_s - run.arrival_s) * 1e3
+    p50, p90, p99, p999 = np.percentile(latency_ms, PERCENTILES)
+    span_s = float(run.finish_s.max() - run.arrival_s.min())
+    return Summary(
+        requests=len(latency_ms),
+        p50_ms=float(p50), p90_ms=float(p90), p99_ms=float(p99), p999_ms=float(p999),
+        mean_ms=float(latency_ms.mean()),
+        throughput=len(latency_ms) / span_s,
+        imbalance=float(run.imbalance.mean()),
+        distinct=float(run.distinct.mean()),
+        batch_ms=float(run.batch_s.mean() * 1e3),
+        worst_skips=int(run.skipped.max()),
+        worst_wait_ms=float((run.start_s - run.arrival_s).max() * 1e3),
+    )  # fmt: skip

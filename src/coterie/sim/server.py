@@ -1,0 +1,140 @@
+"""A server that runs one batch after the other, each to its end: CAPS's setting, and prefill.
+
+A batch starts when the server is free and the scheduler says one is due; its requests end together. For decode, where
+requests join and leave between steps, see :mod:`coterie.sim.decode`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.batching.base import Loads, Strategy
+from coterie.batching.scheduler import Scheduler, SchedulerConfig
+from coterie.errors import ConfigError
+from coterie.sim.execution import Execution
+from coterie.sim.invariants import check_clock, check_once, check_times, check_work
+from coterie.sim.kernel import Simulation
+from coterie.sim.metrics import Run
+
+
+class ExecutionModel(Protocol):
+    """Says how long a batch takes. It may know more than the scheduler: the load that really comes."""
+
+    def __call__(self, requests: NDArray[np.int64]) -> Execution:
+        """`requests` index the arrivals of the run."""
+        ...
+
+
+def run_batches(
+    arrival_s: NDArray[np.float64],
+    predicted: Loads,
+    execution: ExecutionModel,
+    config: SchedulerConfig,
+    strategy: Strategy,
+    rng: Generator,
+    check: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Run:
+    """Serve all requests and return when each ran.
+
+    `arrival_s` [request] rises; `predicted` [request, layer, expert] is what the strategy is shown.
+    """
+    if len(arrival_s) == 0 or len(predicted) != len(arrival_s):
+        raise ConfigError(f"{len(arrival_s)} arrivals must be at least 1, with as many loads ({len(predicted)})")
+    if arrival_s[0] < 0 or not np.all(np.diff(arrival_s) >= 0):
+        raise ConfigError("arrival_s must rise from at least 0")
+    server = _BatchServer(arrival_s, predicted, execution, config, strategy, rng, check, progress)
+    return server.serve()
+
+
+class _BatchServer:
+    def __init__(
+        self, arrival_s: NDArray[np.float64], predicted: Loads, execution: ExecutionModel, config: SchedulerConfig,
+        strategy: Strategy, rng: Generator, check: bool, progress: Callable[[int], None] | None,
+    ) -> None:  # fmt: skip
+        count = len(arrival_s)
+        self.sim = Simulation()
+        self.arrivals: list[float] = arrival_s.tolist()
+        self.predicted = predicted
+        self.execution = execution
+        self.size = config.max_batch_size
+        self.idle = np.zeros(predicted.shape[1:])  # nothing runs when a batch starts
+        self.scheduler: Scheduler[int] = Scheduler(config, strategy, (predicted.shape[1], predicted.shape[2]))
+        self.rng = rng
+        self.check = check
+        self.progress = progress
+        self.next = 0
+        self.busy = False
+        self.began_s = self.free_since_s = 0.0
+        self.timer_s = math.inf
+        self.busy_s = 0.0
+        self.idle_while_due_s = 0.0
+        self.seen_s = 0.0
+        self.start_s = np.full(count, np.nan)
+        self.finish_s = np.full(count, np.nan)
+        self.skipped = np.zeros(count, np.int64)
+        self.times_run = np.zeros(count, np.int64)
+        self.batches: list[tuple[float, int, float, float]] = []
+
+    def serve(self) -> Run:
+        self.sim.at(self.arrivals[0], self.arrive)
+        self.sim.run()
+        arrival_s = np.array(self.arrivals)
+        seconds, sizes, imbalance, distinct = (np.array(column) for column in zip(*self.batches, strict=True))
+        if self.check:
+            check_once(self.times_run, len(self.scheduler))
+            check_times(arrival_s, self.start_s, self.finish_s)
+            check_work(self.busy_s, seconds, self.idle_while_due_s)
+        return Run(arrival_s, self.start_s, self.finish_s, self.skipped, seconds, sizes, imbalance, distinct)
+
+    def arrive(self) -> None:
+        """A request joins the queue; the next one's arrival becomes an event only now, so that the heap stays small."""
+        sim, count = self.sim, len(self.arrivals)
+        row = self.next
+        self.scheduler.push(row, self.predicted[row], sim.now_s)
+        self.next = row + 1
+        if self.next < count:
+            sim.at(self.arrivals[self.next], self.arrive)
+        if not self.busy:
+            self.start_if_due()
+
+    def start_if_due(self) -> None:
+        now_s, due_s = self.sim.now_s, self.scheduler.due_s()
+        if self.check:
+            check_clock(self.seen_s, now_s)
+            self.seen_s = now_s
+        if due_s > now_s:
+            if due_s < self.timer_s:  # one timer is enough: the oldest request's comes first
+                self.timer_s = due_s
+                self.sim.at(due_s, self.on_timer)
+            return
+        if due_s > -math.inf:
+            self.idle_while_due_s = max(self.idle_while_due_s, now_s - max(due_s, self.free_since_s))
+        batch = self.scheduler.next_batch(self.idle, self.size, self.rng)
+        rows = np.array(batch.items, np.int64)
+        ran = self.execution(rows)
+        self.start_s[rows] = now_s
+        self.finish_s[rows] = now_s + ran.seconds
+        self.skipped[rows] = batch.skipped
+        self.times_run[rows] += 1
+        self.batches.append((ran.seconds, len(rows), ran.imbalance, ran.distinct))
+        self.busy, self.began_s = True, now_s
+        self.sim.after(ran.seconds, self.finish)
+        if self.progress is not None:
+            self.progress(len(rows))
+
+    def on_timer(self) -> None:
+        self.timer_s = math.inf
+        if not self.busy:
+            self.start_if_due()
+
+    def finish(self) -> None:
+        self.busy, self.free_since_s = False, self.sim.now_s
+        self.busy_s += self.sim.now_s - self.began_s
+        self.start_if_due()
