@@ -18,6 +18,7 @@ from hypothesis.extra import numpy as hnp
 from scipy.stats import chisquare
 
 from coterie import batching
+from coterie._numba import njit
 from coterie.batching import (
     BestFit,
     Differencing,
@@ -52,7 +53,7 @@ Vector = list[int]
 
 def snapshot(loads: Any, size: int, running: Any = None, skipped: Any = None) -> Snapshot:
     """loads [request, expert] of one layer, or [request, layer, expert]."""
-    array = np.array(loads, np.float64)
+    array = np.array(loads, np.float64, order="C")
     array = array[:, None, :] if array.ndim == 2 else array
     skips = np.zeros(len(array), np.int64) if skipped is None else np.array(skipped, np.int64)
     window = Window(array, skips, len(array))
@@ -166,6 +167,8 @@ def test_a_snapshot_that_does_not_fit_together_is_refused(kind: type[Strategy], 
         kind().select(window, running[0], 2, rng)
     with pytest.raises(ConfigError, match="skipped has 2 requests; loads has 3"):
         kind().select(window._replace(skipped=window.skipped[:2]), running, 2, rng)
+    with pytest.raises(ConfigError, match=r"loads \(3, 2, 2\) must be contiguous"):
+        kind().select(window._replace(loads=window.loads[:, :, ::2]), running[:, ::2], 2, rng)
     with pytest.raises(ConfigError, match="size=-1 must be at least 0"):
         kind().select(window, running, -1, rng)
 
@@ -374,8 +377,18 @@ def differencing_sides(totals: list[int]) -> list[bool]:
     return [side[r] for r in range(len(totals))]
 
 
+@njit()
+def compiled_sides(totals: np.ndarray) -> np.ndarray:
+    return sides_of(totals)
+
+
+def sides(totals: list[int]) -> list[bool]:
+    """Through a function of its own, since compiled code calls it too: see coterie.batching.picking."""
+    return compiled_sides(np.array(totals, np.float64)).tolist()
+
+
 def left_over(totals: list[int]) -> int:
-    signs = np.where(sides_of(np.array(totals, np.float64)), 1, -1)
+    signs = np.where(sides(totals), 1, -1)
     return abs(int(signs @ np.array(totals)))
 
 
@@ -389,7 +402,7 @@ def test_classic_cases(totals: list[int], leaves: int):
 
 @given(totals=st.lists(st.integers(0, 40), min_size=1, max_size=10))
 def test_sides_differ_by_what_differencing_leaves_and_never_by_less_than_the_best_split(totals: list[int]):
-    assert sides_of(np.array(totals, np.float64)).tolist() == differencing_sides(totals)
+    assert sides(totals) == differencing_sides(totals)
     assert left_over(totals) == differencing_value(totals)
     splits = (sum(part) for k in range(len(totals) + 1) for part in combinations(totals, k))
     assert left_over(totals) >= min(abs(sum(totals) - 2 * part) for part in splits)
@@ -407,4 +420,4 @@ def test_karmarkar_karp_takes_the_side_of_the_oldest(given: Snapshot):
 
 def test_two_hundred_requests_split_as_the_reference_does(rng: np.random.Generator):
     totals = rng.integers(0, 5000, 200).tolist()
-    assert sides_of(np.array(totals, np.float64)).tolist() == differencing_sides(totals)
+    assert sides(totals) == differencing_sides(totals)

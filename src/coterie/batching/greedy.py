@@ -11,8 +11,7 @@ candidate v of total t, each takes the least of
 
 where u is the column load of the whole batch if it came out even. Terms that are the same for every candidate are left
 out. Where all candidates have one total, the first, second and fourth rank alike, and so do the third and fifth; those
-two ignore |v|², so they also prefer a spiky candidate where it does not meet the load, and all five agree only where
-candidates have one norm as well.
+two ignore |v|², how spiky a candidate is by itself. All five are sure to agree where candidates have one norm as well.
 
 Right where the slowest rank decides a step (expert parallel, prefill). Wrong in one GPU's decode, where an even load
 means more experts to stream.
@@ -191,7 +190,7 @@ def _add_narrow_dots(dots: Loads, rows: Narrow, left: Indices, picked: Narrow) -
 
 
 NARROW_FROM = 16
-"""Picks from which a copy in 16 bits pays: the loop below then takes half the time, and copying costs two passes."""
+"""Picks from which a copy in 16 bits pays: each pass takes half the time, and copying costs about two."""
 
 
 @njit(fastmath=True)

@@ -4,10 +4,10 @@ It minimises predicted time, so it mixes the unlike where the slowest rank decid
 the experts' weights does. Unlike the published strategies it also decides *whether* to reorder:
 
 * The gain is what the chosen batch saves against the oldest requests as they come, as a share of their time.
-* With `queued` requests waiting, `queued / size` batches are ahead of the youngest. If each is faster by the gain, it
-  saves `gain x queued / size` batches of waiting. Being passed over once costs a request one batch.
-* So a request may be passed over as often as that, and no more: with a shallow queue, or where the batches would be
-  hardly faster, the order stays first come, first served.
+* A batch that is faster by the gain shortens the wait of all `queued` requests: by `gain x queued` batches in sum. Being
+  passed over costs one request one batch.
+* So a request may be passed over as often as that, and no more: with a shallow queue, or where batches would be hardly
+  faster, the order stays first come, first served.
 
 Wrong where predictions are: it then reorders for nothing, though by no more than that many batches.
 """
@@ -57,12 +57,12 @@ class LatencyAware(Skipping):
             )
         if budget == 0:
             return Selection(order, "in order of arrival: reordering would not pay")
-        return Selection(order, f"predicted {gain:.1%} faster than in order of arrival, for at most {budget} skips each")
+        return Selection(order, f"predicted {gain:.1%} faster than in order of arrival, at most {budget} skips each")
 
 
 @njit()
-def _budget(gain: float, queued: int, size: int, max_skips: int) -> int:
-    return int(min(max_skips, gain * queued / size)) if gain > 0.0 else 0
+def _budget(gain: float, queued: int, max_skips: int) -> int:
+    return int(min(max_skips, gain * queued)) if gain > 0.0 else 0
 
 
 # ------------------------------------------------------------------------------------------------ 1 + CV
@@ -112,7 +112,7 @@ def _by_spread(
         order, forced = first_picks(skipped, size, cap)
         time = _fill_spread(rows, dots.copy(), squares, totals, square, total, order, forced, columns, sensitivity)
         gain = (1.0 - time / fcfs_time) / share
-        budget = _budget(gain, queued, size, max_skips)
+        budget = _budget(gain, queued, max_skips)
         if budget == 0:
             return np.arange(count), 0, 0.0
         if attempt == 1 or not _overdue(skipped, order, budget):
@@ -202,7 +202,7 @@ def _by_step(
         if by_tokens:
             work = (before + totals[order].sum()) / (before + fcfs_total)
         gain = (1.0 - time / (fcfs_time * work)) / share
-        budget = _budget(gain, queued, size, max_skips)
+        budget = _budget(gain, queued, max_skips)
         if budget == 0:
             return come, 0, 0.0
         if attempt == 1 or not _overdue(skipped, order, budget):

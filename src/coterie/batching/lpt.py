@@ -103,8 +103,9 @@ def _best_of_half(rows: Loads, load: Loads, half: Indices) -> int:
     if len(load) == 0:
         return 0
     fullest = _fullest(load)
-    best, lowest = 0, _peak(load, rows[half[0]])
-    for i in range(1, len(half)):
+    # From the lightest on, which finds a low peak soon. Of two that tie the later one stays: it is heavier, or older.
+    best, lowest = len(half) - 1, _peak(load, rows[half[-1]])
+    for i in range(len(half) - 2, -1, -1):
         request, j = half[i], 0
         while j < len(fullest) and load[fullest[j]] + rows[request, fullest[j]] <= lowest:
             j += 1
@@ -119,7 +120,7 @@ def _best_of_half(rows: Loads, load: Loads, half: Indices) -> int:
             continue
         if level == 0:
             best, lowest = i, _peak(load, rows[request])
-        elif _square(load, rows[request]) < _square(load, rows[half[best]]):
+        elif _square(load, rows[request]) <= _square(load, rows[half[best]]):
             best = i
     return best
 

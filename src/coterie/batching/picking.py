@@ -1,7 +1,11 @@
 """What the strategies share: the setting they have in common, and the picks that no strategy is free to make.
 
-A strategy's own loop starts where :func:`first_picks` stops: the oldest request is in, and so are those that were
-passed over too often.
+A strategy is free where :func:`must_take` stops, or :func:`first_picks` in compiled code: the oldest request is in, and
+so are those that were passed over too often.
+
+The compiled functions here are for compiled code alone. One that returns an array must not be called from Python too:
+where both it and its caller come from numba's cache, numba 0.68 takes the constants of one for those of the other and
+raises "'descr' is NULL".
 """
 
 from __future__ import annotations
@@ -42,10 +46,18 @@ def check_snapshot(window: Window, running: Loads, size: int) -> None:
     """The loops trust these shapes and would read past an array's end."""
     if window.loads.ndim != 3 or running.shape != window.loads.shape[1:]:
         raise ConfigError(f"running has shape {running.shape}; loads {window.loads.shape} must be [request, *running]")
+    if not window.loads.flags.c_contiguous:
+        raise ConfigError(f"loads {window.loads.shape} must be contiguous: np.ascontiguousarray makes them so")
     if len(window.skipped) != len(window.loads):
         raise ConfigError(f"skipped has {len(window.skipped)} requests; loads has {len(window.loads)}")
     if size < 0:
         raise ConfigError(f"size={size} must be at least 0")
+
+
+def must_take(window: Window, size: int, max_skips: int | None) -> list[int]:
+    """The oldest request, then those passed over `max_skips` times or more, oldest first, as far as there is room."""
+    limit = NEVER if max_skips is None else max_skips
+    return [request for request, skips in enumerate(window.skipped) if request == 0 or skips >= limit][:size]
 
 
 def selection(picks: tuple[Indices, int], window: Window, by: str) -> Selection:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer.core import TyperCommand
 
 from coterie.cli.output import JsonOption, err, out, print_json, print_table, progress
 from coterie.errors import ConfigError
@@ -16,6 +17,37 @@ from coterie.evaluation.suites import Suite, SuiteOptions, SuiteResult, load_sui
 from coterie.traces.store import write_json
 
 WIDTH = 110
+SEVERAL = ("--seeds", "--rates", "--strategies")
+"""Options that take values up to the next option."""
+
+
+class SeveralValues(TyperCommand):
+    """``--seeds 42 123`` as well as ``--seeds 42 --seeds 123``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        expanded: list[str] = []
+        option, taken = None, 0
+        for arg in args:
+            if arg.startswith("--") or (arg.startswith("-") and not _is_number(arg)):
+                option, taken = (arg if arg in SEVERAL else None), 0
+            elif option is not None:
+                if taken:
+                    expanded.append(option)
+                taken += 1
+            expanded.append(arg)
+        return super().parse_args(ctx, expanded)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _several(values: list[Any] | None) -> tuple[Any, ...] | None:
+    return tuple(dict.fromkeys(values)) if values else None
 
 
 def evaluate_command(
@@ -28,17 +60,36 @@ def evaluate_command(
     ] = None,
     batch: Annotated[int, typer.Option("--batch", help="Tokens of one step, over all ranks together.")] = 128,
     out_folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder for SUITE.json, the object --json prints; replaced if there.")
+        Path | None,
+        typer.Option(
+            "--out",
+            help="Folder for SUITE.json, the object --json prints, and for what else a suite writes; replaced if "
+            "there. A suite with files of its own writes into out/SUITE without it.",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of everything random.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of everything random, for suites that take one seed.")] = 0,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Folder of a checkpoint whose own router is run; needs torch.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option("--requests", help="Requests of one run.")] = None,
+    seeds: Annotated[list[int] | None, typer.Option("--seeds", help="A run each: --seeds 42 123.")] = None,
+    rates: Annotated[list[float] | None, typer.Option("--rates", help="Requests a second: --rates 150 300.")] = None,
+    strategies: Annotated[
+        list[str] | None, typer.Option("--strategies", help="Batch selection strategies to compare; else all.")
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Run a suite: our numbers beside the published ones, with notes on what agrees and what does not."""
     chosen = load_suites()[suite]
     data = os.environ.get("COTERIE_DATA")
-    options = SuiteOptions(trace, from_, batch, Path(data) if data else None, seed)
     if out_folder is not None and out_folder.exists() and not out_folder.is_dir():
         raise ConfigError(f"{out_folder} is a file; --out takes a folder")
+    if out_folder is None and chosen.writes_files:
+        out_folder = Path("out") / suite
+    options = SuiteOptions(
+        trace, from_, batch, Path(data) if data else None, seed, model, requests, _several(seeds), _several(rates),
+        _several(strategies), out_folder,
+    )  # fmt: skip
     bar = progress()
     bar.disable = not err.is_terminal  # into a file rich would leave an empty line, before an error too
     with bar:
@@ -56,7 +107,8 @@ def evaluate_command(
         return
     _print(chosen, result)
     if out_folder is not None:
-        out.print(f"Written: {escape(str(out_folder / f'{suite}.json'))}", highlight=False, soft_wrap=True)
+        names = f"{suite}.json and what is beside it" if chosen.writes_files else f"{suite}.json"
+        out.print(f"Written: {escape(str(out_folder))}: {names}", highlight=False, soft_wrap=True)
 
 
 def _print(suite: Suite, result: SuiteResult) -> None:

@@ -16,7 +16,7 @@ from coterie.cli.bench import bench_command
 from coterie.cli.calibrate import calibrate_command
 from coterie.cli.convert import convert_command
 from coterie.cli.demo import demo_command
-from coterie.cli.evaluate import evaluate_command
+from coterie.cli.evaluate import SeveralValues, evaluate_command
 from coterie.cli.generate import generate_command
 from coterie.cli.inspect import inspect_command
 from coterie.cli.models import models_command
@@ -37,7 +37,7 @@ app.command("bench")(bench_command)
 app.command("calibrate")(calibrate_command)
 app.command("convert")(convert_command)
 app.command("demo")(demo_command)
-app.command("evaluate")(evaluate_command)
+app.command("evaluate", cls=SeveralValues)(evaluate_command)
 app.command("generate")(generate_command)
 app.command("inspect")(inspect_command)
 app.command("models")(models_command)

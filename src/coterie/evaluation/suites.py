@@ -48,8 +48,14 @@ class SuiteOptions:
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise ConfigError(f"batch={self.batch} must be at least 1")
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed} must be at least 0")
+        if self.requests is not None and self.requests < 1:
+            raise ConfigError(f"requests={self.requests} must be at least 1")
+        for seed in (self.seed, *(self.seeds or ())):
+            if seed < 0:
+                raise ConfigError(f"seed={seed} must be at least 0")
+        for rate in self.rates or ():
+            if not 0 < rate < float("inf"):
+                raise ConfigError(f"rate={rate} must be a finite number above 0")
 
 
 class Report(Protocol):
@@ -93,12 +99,14 @@ class Suite:
     run: Callable[[SuiteOptions, Report], SuiteResult]
     tables: tuple[SuiteTable, ...] = ()
     """Empty prints every plain value of every row."""
+    writes_files: bool = False
+    """Writes more than its rows: figures, a log."""
 
 
 suites: Registry[Suite] = Registry("suite", group="coterie.suites")
 """Holds the built-in ones after :func:`load_suites`."""
 
-_BUILT_IN = ("coterie.evaluation.all_to_all",)
+_BUILT_IN = ("coterie.evaluation.all_to_all", "coterie.evaluation.predictors", "coterie.evaluation.caps")
 
 
 def load_suites() -> Registry[Suite]:

@@ -80,6 +80,8 @@ class BurstyArrivals:
     """Requests a second within a burst."""
     share: float = 0.5
     """Share of the requests that come in bursts; the others are the background."""
+    even_rate: bool = False
+    """Bursts of meaning without bursts of rate: who follows whom stays, the times are those of a Poisson process."""
 
     def __post_init__(self) -> None:
         _positive("bursty arrivals", rate=self.rate, burst_size=self.burst_size, burst_rate=self.burst_rate)
@@ -106,6 +108,8 @@ class BurstyArrivals:
                 drawn, last = drawn + some * self.burst_size, float(starts[-1])
         arrival_s, domain = np.concatenate(times), np.concatenate(domains)
         order = np.argsort(arrival_s, kind="stable")[:count]
+        if self.even_rate:
+            return Arrivals(np.cumsum(rng.exponential(1.0 / self.rate, count)), domain[order])
         return Arrivals(arrival_s[order], domain[order])
 
 

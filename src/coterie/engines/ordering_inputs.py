@@ -1,0 +1,119 @@
+"""What the order of waiting requests is decided by: the user's settings, the loads of requests, the cost of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from coterie.batching import Strategy, strategies
+from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads
+from coterie.batching.costs import StepCost
+from coterie.costs.presets import step_model
+from coterie.costs.step import Batch
+from coterie.errors import ConfigError, InputError
+from coterie.models import model_from_config
+from coterie.predictors import PredictRequest, TokenTable
+from coterie.types import Placement, Topology
+from coterie.wire.footprints import WireFootprint
+
+TYPICAL_TOKENS = 1024
+"""Of a request, for the part of a step's time that is the same whoever is in it."""
+
+
+class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How waiting requests are ordered."""
+
+    strategy: str
+    """Name of a registered strategy."""
+    options: dict[str, Any] = {}
+    """Settings of the strategy's own."""
+    window_size: int = 32
+    """Oldest waiting requests a strategy may choose from."""
+    batch_size: int = 8
+    """Requests selected at once, or as many as there are free places if that is more. With 1 an engine that frees
+    one place at a time always takes the oldest."""
+    max_skips: int | None = DEFAULT_MAX_SKIPS
+    """Times a request may be passed over before it must be taken; null never forces one."""
+    phase: Literal["decode", "prefill"] = "decode"
+    """What a request's load is: of one decode step (1 token), or of the tokens it has still to compute."""
+    loads: str | None = None
+    """File of a token table that predicts the load of a request that comes without a footprint."""
+    device: str | None = None
+    """Preset of the device, for `latency_aware`: it then minimises predicted time there. Without, it evens the load
+    out, which is right across ranks and wrong in one device's decode."""
+    seed: int = 0
+    """Of strategies that draw at random."""
+    decisions: str | None = None
+    """File to append a line of JSON to for every selection: who was in the window, who was taken and why. For looking
+    into things: it grows without bound."""
+
+    def __post_init__(self) -> None:
+        for name in ("window_size", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.max_skips is not None and self.max_skips < 1:
+            raise ConfigError(f"max_skips={self.max_skips} must be at least 1, or null")
+
+    @classmethod
+    def parse(cls, found: object, where: str) -> OrderingSettings:
+        """`where` names the place the user wrote them in."""
+        try:
+            settings = msgspec.convert(found, cls)
+        except (msgspec.ValidationError, ConfigError) as error:
+            raise ConfigError(f"{where}: {error}; settings: {', '.join(cls.__struct_fields__)}") from None
+        return settings
+
+    def make(self, cost: StepCost | None = None) -> Strategy:
+        """The strategy; `cost` is of the device, where one is set."""
+        made: Any = strategies[self.strategy]
+        given = {"max_skips": self.max_skips, **self.options, **({} if cost is None else {"cost": cost})}
+        try:
+            strategy: Strategy = made(**given)
+        except TypeError as error:
+            where = f"options={self.options}" if cost is None else f"device={self.device!r}, options={self.options}"
+            raise ConfigError(f"{where} of strategy {self.strategy!r}: {error}") from None
+        return strategy
+
+
+class LoadSource:
+    """What a request's token brings to each expert: counted in its footprint, else predicted by a table."""
+
+    def __init__(self, table: TokenTable | None) -> None:
+        self.table = table
+
+    @classmethod
+    def open(cls, path: str | None) -> LoadSource:
+        return cls(None if path is None else TokenTable.load(path))
+
+    def share(self, token_ids: Sequence[int] | None, footprint: WireFootprint | None) -> Loads | None:
+        """[layer, expert] activations a token; None if nothing is known. A footprint's layers replace the table's."""
+        counted = None if footprint is None or not footprint.tokens else footprint.counts / footprint.tokens
+        if self.table is None:
+            return counted
+        ids = None if token_ids is None else np.asarray(token_ids, np.int64)
+        load = self.table.predict(PredictRequest(token_ids=ids, num_tokens=1))
+        if counted is None or footprint is None:
+            return load
+        if counted.shape[1] != load.shape[1]:
+            raise InputError(f"a footprint of {counted.shape[1]} experts; the table has {load.shape[1]}")
+        layers = self.table.rows.layer_ids or tuple(range(len(load)))
+        row_of = {layer: row for row, layer in enumerate(footprint.layer_ids)}
+        for row, layer in enumerate(layers):
+            if layer in row_of:
+                load[row] = counted[row_of[layer]]
+        return load
+
+
+def step_cost(device: str, phase: str, config: Mapping[str, Any], requests: int, num_ranks: int = 1) -> StepCost:
+    """What a step of about that many requests takes on a preset's device; `config` is the model's ``config.json``."""
+    spec = model_from_config(config)
+    batch = Batch(requests, requests * TYPICAL_TOKENS)
+    if phase == "prefill":
+        batch = Batch(prefill_tokens=requests * TYPICAL_TOKENS, prefill_requests=requests)
+    placement = None
+    if num_ranks > 1:
+        placement = Placement.linear(spec.num_moe_layers, spec.num_experts, num_ranks)
+    return StepCost.of(step_model(spec, device, topology=Topology(num_ranks)), batch, placement)

@@ -1,0 +1,135 @@
+"""A scheduler for transformers' continuous batching that starts waiting requests in a strategy's order.
+
+    from transformers import ContinuousBatchingConfig
+
+    name = register_scheduler(OrderingSettings(strategy="greedy_variance", loads="table.safetensors"))
+    model.generate_batch(prompts, continuous_batching_config=ContinuousBatchingConfig(scheduler_type=name))
+
+It is the library's `fifo` but for the order of requests that have not started. What was offloaded to the host's memory
+keeps the place that `fifo` gives it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
+
+from coterie.batching.base import Loads
+from coterie.batching.costs import StepCost
+from coterie.engines.ordering import Chooser, EngineView, WaitingList
+from coterie.engines.ordering_inputs import LoadSource, OrderingSettings, step_cost
+from coterie.errors import ConfigError
+
+NAME = "coterie"
+
+logger = logging.getLogger("coterie.scheduler")
+
+
+class _View(EngineView[str]):
+    """Requests, by their ids, as the library's scheduler sees them."""
+
+    def __init__(self, scheduler: Any, source: LoadSource, phase: str) -> None:
+        self._scheduler = scheduler
+        self._source = source
+        self._prefill = phase == "prefill"
+
+    def _state(self, request: str) -> Any:
+        scheduler = self._scheduler
+        return scheduler.waiting_requests.get(request) or scheduler.active_requests[request]
+
+    def share(self, request: str) -> Loads | None:
+        return self._source.share(self._state(request).initial_tokens, None)
+
+    def tokens(self, request: str) -> float:
+        return float(max(1, len(self._state(request).remaining_prefill_tokens))) if self._prefill else 1.0
+
+    def running(self) -> Sequence[str]:
+        return list(self._scheduler.active_requests)
+
+    def free_places(self) -> int:
+        return int(self._scheduler.max_requests_per_batch - len(self._scheduler.active_requests))
+
+    def urgent(self, request: str) -> bool:
+        return bool(self._state(request).is_cpu_offloaded)
+
+    def blocked(self, request: str) -> bool:  # noqa: ARG002
+        return False
+
+    def name(self, request: str) -> str:
+        return request
+
+
+class ExpertAwareScheduler(FIFOScheduler):  # type: ignore[misc]  # the library is not installed where types are checked
+    """Made by :func:`register_scheduler`, which gives it its settings."""
+
+    settings: ClassVar[OrderingSettings]
+    source: ClassVar[LoadSource]
+    cost: ClassVar[StepCost | None]
+    chooser: Chooser[str]
+    waiting_requests_order: deque[str]
+
+    def reset(self) -> None:
+        super().reset()
+        if not hasattr(self, "chooser"):  # called by the base's constructor too
+            table = self.source.table
+            shape = (1, 1) if table is None else (table.num_layers, table.num_experts)
+            view = _View(self, self.source, self.settings.phase)
+            self.chooser = Chooser(self.settings, view, _tell, shape, self.cost)
+        self._order: WaitingList[str] = WaitingList(self.chooser)
+
+    def add_waiting_request(self, state: Any) -> None:
+        super().add_waiting_request(state)
+        self._order.push(state.request_id)
+
+    def schedule_batch(self, *args: Any, **kwargs: Any) -> Any:
+        self._order.remove([request for request in self._order if request not in self.waiting_requests])  # cancelled
+        self._order.refresh()
+        scheduled = super().schedule_batch(*args, **kwargs)
+        for request in self._order:
+            if request not in self.waiting_requests:
+                self._order.take(request)
+        return scheduled
+
+    def _get_waiting_candidates(self) -> Any:
+        """Asked in every step; only when one can start is it worth a selection."""
+        if self.chooser.engine.free_places() < 1:
+            return super()._get_waiting_candidates()
+        arrived = self.waiting_requests_order
+        self.waiting_requests_order = deque(self._order.upcoming())
+        try:
+            return super()._get_waiting_candidates()
+        finally:
+            self.waiting_requests_order = arrived
+
+
+def _tell(message: str) -> None:
+    logger.warning("coterie: %s", message)
+
+
+def register_scheduler(
+    settings: OrderingSettings, name: str = NAME, model: Any = None, typical_batch: int = 32
+) -> str:
+    """Make the library know a scheduler with these settings under `name`, which is returned.
+
+    A name may be registered again, with other settings; those of the library itself may not. With a `device` in the
+    settings the model is needed, for its shape, and how many requests usually run at once.
+    """
+    taken = SCHEDULER_MAPPING.get(name)
+    if taken is not None and not issubclass(taken, ExpertAwareScheduler):
+        raise ConfigError(f"name={name!r} is a scheduler of the library; known: {', '.join(sorted(SCHEDULER_MAPPING))}")
+    cost = None
+    if settings.device is not None:
+        if model is None:
+            raise ConfigError(f"device={settings.device!r} needs the model: its shape decides what a step takes")
+        cost = step_cost(settings.device, settings.phase, model.config.to_dict(), typical_batch)
+    settings.make(cost)  # what is wrong is said here, not in the library's thread
+    made = type("ExpertAwareScheduler", (ExpertAwareScheduler,), {
+        "settings": settings, "source": LoadSource.open(settings.loads), "cost": cost,
+        "__doc__": ExpertAwareScheduler.__doc__,
+    })  # fmt: skip
+    SCHEDULER_MAPPING[name] = made
+    return name

@@ -1,0 +1,100 @@
+"""vLLM's schedulers with the waiting queues in a strategy's order.
+
+    --scheduler-cls coterie.engines.vllm.scheduler.ExpertAwareScheduler
+    --additional-config '{"coterie": {"scheduler": {"strategy": "greedy_variance", "loads": "table.safetensors"}}}'
+
+Only the order in which requests start changes; what runs, what is preempted and every output stay vLLM's. A version of
+vLLM that is not known keeps its own queues.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from coterie.engines.ordering import Chooser
+from coterie.engines.ordering_inputs import OrderingSettings
+from coterie.engines.vllm.plugin import KNOWN_VERSIONS, known
+from coterie.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coterie.engines.vllm.waiting import ChosenQueue
+
+logger = init_logger("vllm.coterie")  # under vLLM's logger, so that its handlers print it
+
+WHERE = "additional-config coterie.scheduler"
+REPORT_S = 10.0
+"""Seconds between lines of counters in the log, while they move."""
+
+
+def read_settings(additional_config: object) -> OrderingSettings:
+    """From vLLM's ``--additional-config``; what is wrong or missing is said in one line."""
+    config = additional_config if isinstance(additional_config, Mapping) else {}
+    ours = config.get("coterie", {})
+    if not isinstance(ours, Mapping):
+        raise ConfigError(f"additional-config coterie: found {ours!r}, expected an object with 'scheduler'")
+    unknown = sorted(set(ours) - {"scheduler"})
+    if unknown:
+        raise ConfigError(f"additional-config coterie: unknown {', '.join(map(repr, unknown))}; known: 'scheduler'")
+    return OrderingSettings.parse(ours.get("scheduler", {}), WHERE)
+
+
+class ExpertAwareMixin:
+    """Over either of vLLM's schedulers."""
+
+    _chooser: Chooser[Any] | None = None
+    _queues: tuple[ChosenQueue, ...] = ()
+    _reported: dict[str, int] | None = None
+    _next_report = 0.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not known(vllm.__version__):
+            logger.warning(
+                "coterie: vLLM %s is not known to this version of Coterie (known: %s); requests wait in its own order",
+                vllm.__version__, ", ".join(KNOWN_VERSIONS),
+            )  # fmt: skip
+            return
+        from coterie.engines.vllm.waiting import chosen_queues  # of a version that is not known, it might not import
+
+        mine: Any = self
+        settings = read_settings(mine.vllm_config.additional_config)
+        self._chooser, *queues = chosen_queues(
+            self, settings, lambda message: logger.warning("coterie: %s", message)
+        )
+        self._queues = tuple(queues)
+        mine.waiting, mine.kv_holding_waiting = queues
+        logger.info(
+            "coterie: %s orders the waiting requests: %d at a time of a window of %d, skipped at most %s times each",
+            settings.strategy, settings.batch_size, settings.window_size, settings.max_skips,
+        )  # fmt: skip
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        for queue in self._queues:
+            queue.order.refresh()
+        if self._chooser is not None and time.monotonic() > self._next_report:
+            self._report(asdict(self._chooser.counters))
+        base: Any = super()
+        return base.schedule(*args, **kwargs)
+
+    def _report(self, counters: dict[str, int]) -> None:
+        self._next_report = time.monotonic() + REPORT_S
+        if counters != self._reported:
+            self._reported = counters
+            text = ", ".join(f"{name} {value}" for name, value in counters.items())
+            logger.info("coterie: waiting requests since the start: %s", text)
+
+
+class ExpertAwareScheduler(ExpertAwareMixin, Scheduler):
+    """For servers without async scheduling: CPUs, and wherever ``--no-async-scheduling`` is set."""
+
+
+class ExpertAwareAsyncScheduler(ExpertAwareMixin, AsyncScheduler):
+    """For servers with async scheduling, which GPUs have by default."""

@@ -1,0 +1,134 @@
+"""vLLM's waiting queues in a strategy's order, and what the order needs to know of vLLM's scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
+from vllm.v1.request import RequestStatus
+
+from coterie.batching.base import Loads
+from coterie.batching.costs import StepCost
+from coterie.engines.ordering import Chooser, EngineView, WaitingList
+from coterie.engines.ordering_inputs import LoadSource, OrderingSettings, step_cost
+from coterie.wire.footprints import footprint_of
+
+
+class SchedulerView(EngineView[Any]):
+    """Requests as vLLM's scheduler sees them."""
+
+    def __init__(self, scheduler: Any, source: LoadSource, phase: str) -> None:
+        self._scheduler = scheduler
+        self._source = source
+        self._prefill = phase == "prefill"
+
+    def share(self, request: Any) -> Loads | None:
+        return self._source.share(request.prompt_token_ids, footprint_of(request.kv_transfer_params))
+
+    def tokens(self, request: Any) -> float:
+        return float(max(1, request.num_tokens - request.num_computed_tokens)) if self._prefill else 1.0
+
+    def running(self) -> Sequence[Any]:
+        found: Sequence[Any] = self._scheduler.running
+        return found
+
+    def free_places(self) -> int:
+        scheduler = self._scheduler
+        taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+        return int(scheduler.max_num_active_reqs - taken)
+
+    def urgent(self, request: Any) -> bool:
+        return bool(request.num_preemptions > 0)
+
+    def blocked(self, request: Any) -> bool:
+        """As Scheduler._handle_blocked_waiting_request decides, which also changes the request."""
+        status = request.status
+        if status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return request.request_id not in self._scheduler.finished_recving_kv_req_ids
+        if status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            output = request.structured_output_request
+            return not output or output.grammar is None
+        return bool(status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+
+    def name(self, request: Any) -> str:
+        return str(request.request_id)
+
+
+class ChosenQueue(RequestQueue):
+    """A waiting queue of vLLM's, either policy. Iterating goes by arrival: what comes next is decided when asked.
+
+    vLLM puts back what it preempted, and what it looked at and could not start. The first goes before all others; the
+    rest is the oldest of what may be chosen. Under the priority policy both keep their place by priority and arrival.
+    """
+
+    def __init__(self, chooser: Chooser[Any], name: str, policy: SchedulingPolicy) -> None:
+        by_priority = policy == SchedulingPolicy.PRIORITY
+        self.order: WaitingList[Any] = WaitingList(chooser, name, _priority_and_age if by_priority else None)
+
+    def add_request(self, request: Any) -> None:
+        self.order.push(request)
+
+    def pop_request(self) -> Any:
+        return self.order.pop()
+
+    def peek_request(self) -> Any:
+        return self.order.peek()
+
+    def prepend_request(self, request: Any) -> None:
+        self.order.prepend(request)
+
+    def prepend_requests(self, requests: Iterable[Any]) -> None:
+        for request in requests:
+            self.order.prepend(request)
+
+    def remove_request(self, request: Any) -> None:
+        if request not in self.order:
+            raise ValueError(f"{request.request_id} is not waiting")
+        self.order.remove([request])
+
+    def remove_requests(self, requests: Iterable[Any]) -> None:
+        self.order.remove(requests)
+
+    def __bool__(self) -> bool:
+        return len(self.order) > 0
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.order)
+
+
+def _priority_and_age(request: Any) -> tuple[int, tuple[float, str]]:
+    return request.priority, (request.arrival_time, request.request_id)
+
+
+def cost_of(scheduler: Any, settings: OrderingSettings) -> StepCost | None:
+    """Of this server's steps. Without expert parallelism it is one device's, however many share each expert."""
+    if settings.device is None:
+        return None
+    config, parallel = scheduler.vllm_config, scheduler.parallel_config
+    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size if parallel.enable_expert_parallel else 1
+    shape = config.model_config.hf_config.to_dict()
+    return step_cost(settings.device, settings.phase, shape, scheduler.max_num_active_reqs, ranks)
+
+
+def chosen_queues(
+    scheduler: Any, settings: OrderingSettings, tell: Any
+) -> tuple[Chooser[Any], ChosenQueue, ChosenQueue]:
+    """For `waiting` and `kv_holding_waiting`, with what they hold already."""
+    source = LoadSource.open(settings.loads)
+    view = SchedulerView(scheduler, source, settings.phase)
+    shape = (1, 1)
+    if source.table is not None:
+        source.share([0], None)  # compiles what it needs
+        shape = (source.table.num_layers, source.table.num_experts)
+    chooser = Chooser(settings, view, tell, shape, cost_of(scheduler, settings))
+    queues = []
+    for name in ("waiting", "kv_holding_waiting"):
+        queue = ChosenQueue(chooser, name, scheduler.policy)
+        for request in getattr(scheduler, name):
+            queue.add_request(request)
+        queues.append(queue)
+    return chooser, queues[0], queues[1]

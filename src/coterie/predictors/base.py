@@ -1,0 +1,159 @@
+"""The contract of a predictor: how many tokens a request will bring to each expert, before it runs.
+
+A predictor is made with its settings, which does no work, and then fitted on the calibration requests of a trace. What
+it cannot know of a request (its tokens are not given, its domain was never seen) it takes from popularity: the mean
+distribution of the calibration requests, scaled to the request's tokens. A prediction is therefore never empty, and
+never better informed than it looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.footprints import footprint
+from coterie.registry import Registry
+from coterie.traces.activations import ActivationTrace
+
+T = TypeVar("T")
+
+Load = NDArray[np.float64]
+"""[layer, expert] tokens."""
+
+
+class PredictRequest(NamedTuple):
+    """What is known of a request when it is predicted; all of it may be missing."""
+
+    token_ids: NDArray[np.integer] | None = None
+    """[token] of the prompt, or of whatever part is predicted."""
+    footprint: NDArray[np.integer] | NDArray[np.floating] | None = None
+    """[layer, expert] activations known already, as of its prefill."""
+    domain: str | None = None
+    id: str | None = None
+    num_tokens: int | None = None
+    """Tokens to predict for, where the ids themselves are not known."""
+
+
+@runtime_checkable
+class Predictor(Protocol):
+    """Anything that predicts a request's load."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    def predict(self, request: PredictRequest) -> Load:
+        """[layer, expert] expected tokens, a new array; each layer sums to the request's tokens x top_k.
+
+        Of a request whose number of tokens is not known: of one token.
+        """
+        ...
+
+
+@runtime_checkable
+class FittablePredictor(Predictor, Protocol):
+    """A predictor that learns from a trace."""
+
+    def fit(
+        self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
+    ) -> FittablePredictor:
+        """Learn from these requests of the trace (None: all), from tokens of that phase only (None: both)."""
+        ...
+
+
+predictors: Registry[type[FittablePredictor]] = Registry("predictor", group="coterie.predictors")
+"""Holds the built-in ones once :mod:`coterie.predictors` is imported. Each is made without arguments, or with settings
+as keywords."""
+
+
+class Popularity(NamedTuple):
+    """How a token of the calibration requests spreads over the experts, on average."""
+
+    per_token: Load
+    """[layer, expert] activations a token: each layer sums to top_k."""
+    top_k: int
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.per_token.shape[0])
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.per_token.shape[1])
+
+    def scaled(self, request: PredictRequest) -> Load:
+        """[layer, expert] tokens of a request of which no more than its size is known."""
+        return self.per_token * self.tokens_of(request)
+
+    def tokens_of(self, request: PredictRequest) -> float:
+        """Tokens to predict for: as stated, else of the ids, else of the footprint, else one."""
+        if request.num_tokens is not None:
+            return float(request.num_tokens)
+        if request.token_ids is not None:
+            return float(len(request.token_ids))
+        if request.footprint is not None:
+            return float(request.footprint.sum()) / (self.num_layers * self.top_k)
+        return 1.0
+
+    def check(self, request: PredictRequest) -> None:
+        """Raises where what comes with a request cannot be: a footprint of another model, fewer tokens than none."""
+        if request.num_tokens is not None and request.num_tokens < 0:
+            raise ConfigError(f"request {request.id!r}: num_tokens={request.num_tokens} must not be negative")
+        if request.footprint is not None and request.footprint.shape != self.per_token.shape:
+            raise ConfigError(
+                f"request {request.id!r}: footprint has shape {request.footprint.shape}; "
+                f"the predictor was fitted on [layer, expert] = {self.per_token.shape}"
+            )
+
+
+def calibrate(trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None) -> Popularity:
+    """Popularity over some requests of a trace: every request counts alike, however long."""
+    total = np.zeros((trace.meta.num_layers, trace.meta.num_experts))
+    count = 0
+    for _, ids in chosen_requests(trace, requests, phase):
+        if len(ids):
+            total += footprint(ids, trace.meta.num_experts) / len(ids)
+            count += 1
+    if not count:
+        raise ConfigError(f"no token to fit on: the {trace.num_requests} requests of the trace have none that is asked")
+    return Popularity(total / count, trace.meta.top_k)
+
+
+def chosen_requests(
+    trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None
+) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:
+    """Index and expert ids [token, layer, k] of each request asked for, of one phase or both; one at a time."""
+    for index in check_requests(trace, requests):
+        tokens = trace.request(int(index))
+        yield int(index), tokens.expert_ids if phase is None else tokens.only(phase)
+
+
+def check_requests(trace: ActivationTrace, requests: NDArray[np.integer] | None) -> NDArray[np.int64]:
+    """[request] indices asked for, each once, rising; all where None."""
+    if requests is None:
+        return np.arange(trace.num_requests, dtype=np.int64)
+    chosen = np.unique(np.asarray(requests, np.int64))
+    bad = chosen[(chosen < 0) | (chosen >= trace.num_requests)]
+    if bad.size:
+        raise ConfigError(f"request {int(bad[0])} must be in 0 … {trace.num_requests - 1}")
+    return chosen
+
+
+def fitted(value: T | None, name: str) -> T:
+    """What fit() left behind; an error where it was not called."""
+    if value is None:
+        raise ConfigError(f"predictor {name!r} is not fitted: call fit(trace) first")
+    return value
+
+
+def per_step(load: NDArray[np.floating] | NDArray[np.integer], tokens: float) -> Load:
+    """[layer, expert] tokens a decode step, of a load over `tokens` tokens: each is at most 1, a probability."""
+    if not tokens > 0:
+        raise ConfigError(f"tokens={tokens} must be above 0 to share a load out over them")
+    return np.asarray(load, np.float64) / tokens

@@ -1,0 +1,66 @@
+"""Domain: a request is the average one of its domain.
+
+A label oracle: it needs someone to say what a request is about, and serves as a baseline. Wrong where a domain has few
+calibration requests, whose mean is then mostly noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.predictors.base import (
+    Load,
+    Popularity,
+    PredictRequest,
+    calibrate,
+    check_requests,
+    chosen_requests,
+    fitted,
+    predictors,
+)
+from coterie.traces.activations import ActivationTrace
+
+
+@predictors.register("domain")
+@dataclass(slots=True, eq=False)
+class DomainPredictor:
+    """The mean distribution of the calibration requests of the same domain; of an unknown one, popularity."""
+
+    popularity_: Popularity | None = field(default=None, init=False, repr=False)
+    domains_: dict[str, Popularity] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def popularity(self) -> Popularity:
+        return fitted(self.popularity_, "domain")
+
+    @property
+    def num_layers(self) -> int:
+        return self.popularity.num_layers
+
+    @property
+    def num_experts(self) -> int:
+        return self.popularity.num_experts
+
+    def fit(
+        self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
+    ) -> DomainPredictor:
+        labels = trace.requests.domains
+        if labels is None:
+            raise ConfigError(f"the trace of {trace.meta.model!r} has no domains")
+        chosen = check_requests(trace, requests)
+        there = [index for index, ids in chosen_requests(trace, chosen, phase) if len(ids)]
+        self.popularity_ = calibrate(trace, chosen, phase)
+        groups: dict[str, list[int]] = {}
+        for index in there:
+            groups.setdefault(labels[index], []).append(index)
+        self.domains_ = {name: calibrate(trace, np.array(rows), phase) for name, rows in groups.items()}
+        return self
+
+    def predict(self, request: PredictRequest) -> Load:
+        self.popularity.check(request)
+        known = self.domains_.get(request.domain) if request.domain is not None else None
+        return (known or self.popularity).scaled(request)

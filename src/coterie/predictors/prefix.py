@@ -1,0 +1,82 @@
+"""Prefix: a request goes on as it began, as far as its beginning tells.
+
+What follows a prefix is not spread as the prefix is: every prompt of a service may open with the same instructions, and
+answers use other experts than prompts. So the request's prefix is compared with the average prefix, and only the
+difference is carried over:
+
+    per token = popularity of what follows + n / (n + smoothing) x (the request's prefix - popularity of prefixes)
+
+for a prefix of n tokens. Where prefixes and what follows are spread alike this is the prefix itself, drawn towards
+popularity the shorter it is. Wrong where a request changes its subject.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.predictors.base import Load, Popularity, PredictRequest, calibrate, check_requests, fitted, predictors
+from coterie.traces.activations import ActivationTrace
+from coterie.types import DECODE, PREFILL
+
+
+@predictors.register("prefix")
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """From the footprint given with a request, that of its prefill; without one, popularity."""
+
+    smoothing: float = 32.0
+    """Tokens of a prefix that popularity weighs as much as; 0 trusts a single one."""
+    before_: Popularity | None = field(default=None, init=False, repr=False)
+    """Of prefixes."""
+    after_: Popularity | None = field(default=None, init=False, repr=False)
+    """Of what is predicted."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.smoothing < math.inf:
+            raise ConfigError(f"smoothing={self.smoothing} must be a finite number, not negative")
+
+    @property
+    def after(self) -> Popularity:
+        return fitted(self.after_, "prefix")
+
+    @property
+    def num_layers(self) -> int:
+        return self.after.num_layers
+
+    @property
+    def num_experts(self) -> int:
+        return self.after.num_experts
+
+    def fit(
+        self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
+    ) -> Prefix:
+        """`phase` is that of the tokens predicted, decode where None; the other one's are the prefixes.
+
+        Where the requests hold one phase only, its tokens stand for both.
+        """
+        held = {int(p) for r in check_requests(trace, requests) for p in np.unique(trace.request(int(r)).phase)}
+        if len(held) < 2:
+            self.before_ = self.after_ = calibrate(trace, requests, phase)
+            return self
+        wanted = DECODE if phase is None else phase
+        self.after_ = calibrate(trace, requests, wanted)
+        self.before_ = calibrate(trace, requests, PREFILL if wanted == DECODE else DECODE)
+        return self
+
+    def predict(self, request: PredictRequest) -> Load:
+        """Scaled to num_tokens; where that is not given, to as many tokens as the prefix has."""
+        after, before = self.after, fitted(self.before_, "prefix")
+        after.check(request)
+        if request.footprint is None or not request.footprint.any():
+            return after.scaled(request)
+        own = np.asarray(request.footprint, np.float64)
+        tokens = own.sum() / (after.num_layers * after.top_k)
+        trust = tokens / (tokens + self.smoothing)
+        shares = np.maximum(after.per_token + trust * (own / tokens - before.per_token), 0.0)
+        shares *= after.top_k / shares.sum(axis=1, keepdims=True)
+        return np.asarray(shares * (tokens if request.num_tokens is None else request.num_tokens), np.float64)

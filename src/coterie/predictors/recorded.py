@@ -1,0 +1,67 @@
+"""Recorded: a request does again what it did before.
+
+Exact for a request that is replayed, and the one to simulate with. For a live one, the footprint of its prefill given
+with it stands for its decode: good as far as a request keeps to its subject.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.footprints import footprint
+from coterie.predictors.base import Load, Popularity, PredictRequest, calibrate, chosen_requests, fitted, predictors
+from coterie.traces.activations import ActivationTrace
+
+
+@predictors.register("recorded")
+@dataclass(slots=True, eq=False)
+class Recorded:
+    """The footprint given with a request, else the recorded one of its id, else popularity."""
+
+    popularity_: Popularity | None = field(default=None, init=False, repr=False)
+    footprints_: dict[str, NDArray[np.uint32]] = field(default_factory=dict, init=False, repr=False)
+    """By request id, [layer, expert] tokens. Requests of a trace without ids go by their index, as text."""
+
+    @property
+    def popularity(self) -> Popularity:
+        return fitted(self.popularity_, "recorded")
+
+    @property
+    def num_layers(self) -> int:
+        return self.popularity.num_layers
+
+    @property
+    def num_experts(self) -> int:
+        return self.popularity.num_experts
+
+    def fit(
+        self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
+    ) -> Recorded:
+        """Keep the footprints of these requests."""
+        popularity = calibrate(trace, requests, phase)
+        names = trace.requests.ids
+        found: dict[str, NDArray[np.uint32]] = {}
+        for index, ids in chosen_requests(trace, requests, phase):
+            name = str(index) if names is None else names[index]
+            if name in found:
+                raise ConfigError(f"request id {name!r} is in the trace twice: its footprint is not one")
+            if len(ids):
+                found[name] = footprint(ids, trace.meta.num_experts)
+        self.popularity_, self.footprints_ = popularity, found
+        return self
+
+    def predict(self, request: PredictRequest) -> Load:
+        """A request's own footprint is given back as it is, scaled only where num_tokens says so."""
+        popularity = self.popularity
+        popularity.check(request)
+        known = request.footprint if request.footprint is not None else self.footprints_.get(request.id or "")
+        if known is None or not known.any():
+            return popularity.scaled(request)
+        load = np.array(known, np.float64)
+        if request.num_tokens is not None:
+            load *= request.num_tokens * popularity.num_layers * popularity.top_k / load.sum()
+        return load

@@ -1,0 +1,112 @@
+"""How near a predictor comes to what requests then did.
+
+Cosine compares the shares of the load, so it knows nothing of size. Recall asks about the few experts that matter most:
+of the k that a request used most in a layer, how many are among the k predicted most? Experts that a request used
+equally often are equally right, and an expert that was not predicted at all is never a hit.
+
+Requests that share text (a group) are not independent: intervals come from resampling groups, not requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.predictors.base import Predictor, PredictRequest
+
+RESAMPLES = 1000
+
+Loads = NDArray[np.floating] | NDArray[np.integer]
+
+
+class Interval(NamedTuple):
+    """A mean over requests, and the 2.5th and 97.5th percentile of it when groups are drawn anew."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Measure(NamedTuple):
+    """One measure of a predictor."""
+
+    over_requests: Interval
+    by_layer: NDArray[np.float64]
+    """[layer] mean over requests."""
+
+
+class Score(NamedTuple):
+    """All of it."""
+
+    requests: int
+    cosine: Measure
+    recall_top_k: Measure
+    recall_top_2k: Measure
+
+
+def score(
+    predictor: Predictor,
+    requests: Sequence[PredictRequest],
+    truth: Loads,
+    top_k: int,
+    rng: Generator,
+    groups: Sequence[Hashable] | None = None,
+) -> Score:
+    """Compare predictions with `truth` [request, layer, expert], the footprints that followed."""
+    shape = (len(requests), predictor.num_layers, predictor.num_experts)
+    if truth.shape != shape or not len(requests):
+        raise ConfigError(f"truth has shape {truth.shape}; expected [request, layer, expert] = {shape}, none 0")
+    if not 1 <= top_k <= shape[2]:
+        raise ConfigError(f"top_k={top_k} must be in 1 … num_experts={shape[2]}")
+    if groups is not None and len(groups) != len(requests):
+        raise ConfigError(f"groups has {len(groups)} entries; there are {len(requests)} requests")
+    empty = np.flatnonzero((truth.sum(axis=2) <= 0).any(axis=1))
+    if empty.size:
+        raise ConfigError(f"request {int(empty[0])} has a layer without tokens: there is nothing to score against")
+    predicted = np.stack([predictor.predict(request) for request in requests])
+    wide = min(2 * top_k, shape[2])
+    found = (cosine(predicted, truth), recall(predicted, truth, top_k), recall(predicted, truth, wide))
+    draws = _draws(groups if groups is not None else range(len(requests)), rng)
+    return Score(len(requests), *(Measure(_interval(each.mean(axis=1), draws), each.mean(axis=0)) for each in found))
+
+
+def cosine(predicted: Loads, truth: Loads) -> NDArray[np.float64]:
+    """[request, layer] of two loads [request, layer, expert]; 0 where nothing was predicted."""
+    one, other = np.asarray(predicted, np.float64), np.asarray(truth, np.float64)
+    norms = np.linalg.norm(one, axis=-1) * np.linalg.norm(other, axis=-1)
+    dots = (one * other).sum(axis=-1)
+    return np.asarray(np.divide(dots, norms, out=np.zeros_like(dots), where=norms > 0))
+
+
+def recall(predicted: Loads, truth: Loads, k: int) -> NDArray[np.float64]:
+    """[request, layer] share of the truth's k most used experts that are among the k predicted most.
+
+    Where fewer than k experts were used, of those. Predictions that tie go by the lower id.
+    """
+    true, guess = np.asarray(truth, np.float64), np.asarray(predicted, np.float64)
+    least = np.partition(true, -k, axis=-1)[..., -k, None]  # what the k-th expert has
+    above, tied = true > least, (true == least) & (true > 0)
+    order = np.argsort(-guess, axis=-1, kind="stable")[..., :k]
+    hits, drawn = (np.take_along_axis(of & (guess > 0), order, axis=-1).sum(axis=-1) for of in (above, tied))
+    places = k - above.sum(axis=-1)  # for which those that tie are equally right
+    size = np.minimum(k, (true > 0).sum(axis=-1))
+    return np.asarray((hits + np.minimum(drawn, places)) / np.maximum(1, size), np.float64)
+
+
+def _draws(groups: Sequence[Hashable], rng: Generator) -> NDArray[np.float64]:
+    """[resample, request] times each request counts when whole groups are drawn with replacement."""
+    numbers: dict[Hashable, int] = {}
+    of = np.array([numbers.setdefault(group, len(numbers)) for group in groups])
+    times = rng.multinomial(len(numbers), np.full(len(numbers), 1 / len(numbers)), size=RESAMPLES)
+    return times[:, of].astype(np.float64)
+
+
+def _interval(values: NDArray[np.float64], draws: NDArray[np.float64]) -> Interval:
+    means = draws @ values / draws.sum(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return Interval(float(values.mean()), float(low), float(high))
