@@ -275,7 +275,9 @@ def state(policy: str) -> Any:
     """What the queues read off a scheduler."""
     from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
+    model = SimpleNamespace(get_total_num_hidden_layers=lambda: LAYERS, get_num_experts=lambda: NUM_EXPERTS)
     return SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=model),
         running=[], max_num_active_reqs=4, num_waiting_for_streaming_input=0, finished_recving_kv_req_ids=set(),
         policy=SchedulingPolicy(policy), waiting=deque(), kv_holding_waiting=deque(),
     )  # fmt: skip

@@ -198,10 +198,12 @@ def _by_step(
     for attempt in range(2):
         order, forced = first_picks(skipped, size, cap)
         time = _fill_step(loads, running, order, forced, parameters, ranks)
-        work = 1.0
-        if by_tokens:
-            work = (before + totals[order].sum()) / (before + fcfs_total)
-        gain = (1.0 - time / (fcfs_time * work)) / share
+        saved = fcfs_time - time
+        if by_tokens:  # of what unevenness costs a token; that some batches are larger is nobody's gain
+            here, there = before + totals[order].sum(), before + fcfs_total
+            saved = fcfs_time - _even_us(there, loads, parameters, ranks)
+            saved -= (time - _even_us(here, loads, parameters, ranks)) * there / here
+        gain = saved / fcfs_time / share
         budget = _budget(gain, queued, max_skips)
         if budget == 0:
             return come, 0, 0.0
@@ -244,8 +246,9 @@ def _fill_step(
                     brings[request], rows, cold, touched, arrive, layers, ranks, each, first_us, tile, row_us,
                     arrival_us, tiles,
                 )  # fmt: skip
-                if by_tokens > 0.0:  # time a token: the shortest prompts are not the fastest batch
-                    found /= total + totals[request]
+                if by_tokens > 0.0:  # what unevenness costs a token: short prompts are not fast ones
+                    both = total + totals[request]
+                    found = (found - _even_us(both, loads, parameters, ranks)) / both
                 if found < least:
                     best, least = request, found
             order[place] = best
@@ -261,6 +264,17 @@ def _fill_step(
     for layer in range(layers):
         time += _layer_us(touched, more, arrive, layer, ranks, first_us, row_us, arrival_us)
     return float(time)
+
+
+@njit()
+def _even_us(total: float, loads: Loads, parameters: NDArray[np.float64], ranks: int) -> float:
+    """The time of a batch that brings `total` tokens to all columns alike."""
+    fixed_us, first_us, tile, row_us, arrival_us, _ = parameters
+    layers, slots = loads.shape[1], loads.shape[2]
+    rows, each = total / (layers * slots), slots // ranks
+    touched = 1.0 - np.exp(-rows)
+    layer = each * (touched * first_us + max(0.0, rows - tile) * row_us + rows * arrival_us)
+    return float(fixed_us + layers * layer)
 
 
 @njit()

@@ -118,7 +118,8 @@ class Chooser(Generic[T]):
 
     def _warm_up(self, shape: tuple[int, int]) -> None:
         """Compiled loops are compiled now, not while requests wait."""
-        window = Window(np.ones((2, *shape)), np.zeros(2, np.int64), 2)
+        layers, experts = shape
+        window = Window(np.ones((2, max(1, layers), max(1, experts))), np.zeros(2, np.int64), 2)
         try:
             self.strategy.select(window, window.no_load(), 2, np.random.default_rng(0))
         except Exception as error:
@@ -218,7 +219,7 @@ class Chooser(Generic[T]):
         return share
 
     def _trim(self, window: list[T], running: list[T]) -> None:
-        if len(self._shares) > 2 * (len(window) + len(running)) + SPARE_SHARES:
+        if len(self._shares) > len(window) + len(running) + SPARE_SHARES:
             self._shares = {r: self._shares[r] for r in (*window, *running) if r in self._shares}
 
     def _write_down(

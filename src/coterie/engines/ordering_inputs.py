@@ -81,29 +81,40 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class LoadSource:
     """What a request's token brings to each expert: counted in its footprint, else predicted by a table."""
 
-    def __init__(self, table: TokenTable | None) -> None:
+    def __init__(self, table: TokenTable | None, num_layers: int = 0, num_experts: int = 0) -> None:
+        """The shape is the model's, dense layers counted; with a table it is the table's."""
         self.table = table
+        self.layer_ids = tuple(range(num_layers))
+        self.shape = (num_layers, num_experts)
+        if table is not None:
+            self.shape = (table.num_layers, table.num_experts)
+            self.layer_ids = table.rows.layer_ids or tuple(range(table.num_layers))
 
     @classmethod
-    def open(cls, path: str | None) -> LoadSource:
-        return cls(None if path is None else TokenTable.load(path))
+    def open(cls, path: str | None, num_layers: int = 0, num_experts: int = 0) -> LoadSource:
+        table = None if path is None else TokenTable.load(path)
+        if table is not None and num_experts and table.num_experts != num_experts:
+            raise ConfigError(f"loads={path!r}: a table of {table.num_experts} experts; the model has {num_experts}")
+        return cls(table, num_layers, num_experts)
 
     def share(self, token_ids: Sequence[int] | None, footprint: WireFootprint | None) -> Loads | None:
-        """[layer, expert] activations a token; None if nothing is known. A footprint's layers replace the table's."""
-        counted = None if footprint is None or not footprint.tokens else footprint.counts / footprint.tokens
-        if self.table is None:
-            return counted
-        ids = None if token_ids is None else np.asarray(token_ids, np.int64)
-        load = self.table.predict(PredictRequest(token_ids=ids, num_tokens=1))
-        if counted is None or footprint is None:
+        """[layer, expert] activations a token; None if nothing is known.
+
+        Of layers that a footprint leaves out the table speaks; without one they count as nothing.
+        """
+        load: Loads | None = None
+        if self.table is not None:
+            ids = None if token_ids is None else np.asarray(token_ids, np.int64)
+            load = self.table.predict(PredictRequest(token_ids=ids, num_tokens=1))
+        if footprint is None or not footprint.tokens:
             return load
-        if counted.shape[1] != load.shape[1]:
-            raise InputError(f"a footprint of {counted.shape[1]} experts; the table has {load.shape[1]}")
-        layers = self.table.rows.layer_ids or tuple(range(len(load)))
+        if footprint.counts.shape[1] != self.shape[1]:
+            raise InputError(f"a footprint of {footprint.counts.shape[1]} experts; expected {self.shape[1]}")
+        load = np.zeros(self.shape) if load is None else load
         row_of = {layer: row for row, layer in enumerate(footprint.layer_ids)}
-        for row, layer in enumerate(layers):
-            if layer in row_of:
-                load[row] = counted[row_of[layer]]
+        for row, layer in enumerate(self.layer_ids):
+            if layer in row_of:  # a client may have made it up: no token goes to an expert twice
+                load[row] = np.minimum(footprint.counts[row_of[layer]] / footprint.tokens, 1.0)
         return load
 
 

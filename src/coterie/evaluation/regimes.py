@@ -206,7 +206,7 @@ class Bench:
             arrival_s, drawn.prompt_tokens, self.recording.first[drawn.recorded],
             self.recording.tokens[drawn.recorded], self.recording.expert_ids,
         )  # fmt: skip
-        config = SchedulerConfig(max_batch_size=1, min_batch_trigger=1)
+        config = SchedulerConfig(min_batch_trigger=1)
         return run_decode(
             requests, self.predicted, self.timer, regime.places, config, strategy, rng, regime.ranks, check
         )

@@ -2,8 +2,9 @@
 
 A step runs one token of every running request. Its time comes from the calibrated model and the experts that exactly
 those tokens activated when they were recorded; nothing is averaged. A request joins at the end of a step when a place
-is free; which of the waiting ones join is the strategy's choice, shown the load that runs. KV memory is not modelled:
-`places` bounds what runs.
+is free. Places become free one by one, and a strategy that may name one request names the oldest: so it names the next
+`max_batch_size` requests at once, shown the load that runs, and they join in that order as places become free. KV memory
+is not modelled: `places` bounds what runs.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class _Decoder:
         self.check = check
         self.progress = progress
         self.next = 0
+        self.size = config.max_batch_size
+        self.planned: list[int] = []
         self.running = np.zeros(0, np.int64)
         self.running_load = np.zeros((layers, experts))
         self.decoded = np.zeros(count, np.int64)
@@ -101,7 +104,7 @@ class _Decoder:
         seconds, sizes, imbalance, distinct = (np.array(column) for column in zip(*self.steps, strict=True))
         arrival_s = self.requests.arrival_s
         if self.check:
-            check_once(self.times_run, len(self.scheduler))
+            check_once(self.times_run, len(self.scheduler) + len(self.planned))
             check_times(arrival_s, self.start_s, self.finish_s)
             check_work(self.busy_s, seconds, 0.0)
             check_once(1 + np.abs(self.decoded - self.requests.tokens), 0)  # every token once
@@ -133,13 +136,21 @@ class _Decoder:
         self.sim.after(ran.seconds, self.end_step)
 
     def admit(self) -> None:
-        free = self.places - len(self.running)
-        if not free or not len(self.scheduler):
+        joining: list[int] = []
+        while len(self.running) + len(joining) < self.places:
+            if not self.planned:
+                if not len(self.scheduler):
+                    break
+                batch = self.scheduler.next_batch(
+                    self.running_load + self.predicted[joining].sum(axis=0), self.size, self.rng
+                )
+                self.planned = batch.items[::-1]
+                self.skipped[batch.items] = batch.skipped
+            joining.append(self.planned.pop())
+        if not joining:
             return
-        batch = self.scheduler.next_batch(self.running_load, free, self.rng)
-        rows = np.array(batch.items, np.int64)
+        rows = np.array(joining, np.int64)
         self.start_s[rows] = self.sim.now_s
-        self.skipped[rows] = batch.skipped
         self.times_run[rows] += 1
         self.running = np.concatenate([self.running, rows])
         self.running_load += self.predicted[rows].sum(axis=0)

@@ -6,7 +6,7 @@ vocabulary x layers x top_k x 3 bytes, which a serving process maps. It equals t
 are so near that the shape of a matrix product decides between them.
 
 Not so where a family adds something to the embedding that depends on the place (learned positions), or limits how many
-tokens an expert takes: both are noticed, and refused.
+tokens an expert takes. A sample run in another order is compared, and a table that would differ is refused.
 """
 
 from __future__ import annotations

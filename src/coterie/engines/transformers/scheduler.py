@@ -75,10 +75,8 @@ class ExpertAwareScheduler(FIFOScheduler):  # type: ignore[misc]  # the library 
     def reset(self) -> None:
         super().reset()
         if not hasattr(self, "chooser"):  # called by the base's constructor too
-            table = self.source.table
-            shape = (1, 1) if table is None else (table.num_layers, table.num_experts)
             view = _View(self, self.source, self.settings.phase)
-            self.chooser = Chooser(self.settings, view, _tell, shape, self.cost)
+            self.chooser = Chooser(self.settings, view, _tell, self.source.shape, self.cost)
         self._order: WaitingList[str] = WaitingList(self.chooser)
 
     def add_waiting_request(self, state: Any) -> None:

@@ -118,13 +118,12 @@ def chosen_queues(
     scheduler: Any, settings: OrderingSettings, tell: Any
 ) -> tuple[Chooser[Any], ChosenQueue, ChosenQueue]:
     """For `waiting` and `kv_holding_waiting`, with what they hold already."""
-    source = LoadSource.open(settings.loads)
-    view = SchedulerView(scheduler, source, settings.phase)
-    shape = (1, 1)
+    model = scheduler.vllm_config.model_config
+    source = LoadSource.open(settings.loads, model.get_total_num_hidden_layers(), model.get_num_experts())
     if source.table is not None:
         source.share([0], None)  # compiles what it needs
-        shape = (source.table.num_layers, source.table.num_experts)
-    chooser = Chooser(settings, view, tell, shape, cost_of(scheduler, settings))
+    view = SchedulerView(scheduler, source, settings.phase)
+    chooser = Chooser(settings, view, tell, source.shape, cost_of(scheduler, settings))
     queues = []
     for name in ("waiting", "kv_holding_waiting"):
         queue = ChosenQueue(chooser, name, scheduler.policy)
