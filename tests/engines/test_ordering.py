@@ -42,9 +42,11 @@ class Engine:
     runs: list[Request] = field(default_factory=list)
     known: bool = True
     broken: bool = False
+    failures: int = 0
 
     def share(self, request: Request) -> np.ndarray | None:
         if self.broken:
+            self.failures += 1
             raise RuntimeError("the predictor broke")
         return load(request.number) if self.known else None
 
@@ -96,14 +98,13 @@ class WaitingMachine(RuleBasedStateMachine):
         self.engine = Engine()
         self.limit, self.by_priority = skips, by_priority
         how = OrderingSettings(strategy=strategy, window_size=window, batch_size=batch, max_skips=skips, seed=seed)
-        self.chooser: Chooser[Request] = Chooser(how, self.engine, lambda _: None)
-        self.chooser.strategy = Watched(self.chooser.strategy, self)
+        self.chooser = Watched(how, self.engine, lambda _: None)
+        self.chooser.machine = self
         self.waiting = WaitingList(self.chooser, rank=ranked if by_priority else None)
         self.model: list[Request] = []  # as they wait, urgent ones aside
         self.stopped: list[Request] = []
         self.out: list[Request] = []
         self.count = 0
-        self.window: list[Request] = []
 
     def sort(self) -> None:
         if self.by_priority:
@@ -192,6 +193,7 @@ class WaitingMachine(RuleBasedStateMachine):
     def holds_what_it_was_given(self) -> None:
         if not hasattr(self, "waiting"):
             return
+        assert self.engine.failures == self.chooser.counters.failures, "no other failure than the predictor's"
         there = list(self.waiting)
         assert len(there) == len(self.waiting) == len(self.model) + len(self.stopped)
         assert set(there) == {*self.model, *self.stopped}
@@ -203,26 +205,22 @@ class WaitingMachine(RuleBasedStateMachine):
         assert set(self.waiting.upcoming()) == set(there)
 
 
-@dataclass
-class Watched:
-    """A strategy that holds each window against the model."""
+class Watched(Chooser[Request]):
+    """Holds each window against the model."""
 
-    inner: Any
     machine: WaitingMachine
 
-    @property
-    def max_skips(self) -> int | None:
-        return self.inner.max_skips
-
-    def select(self, window: Window, running: np.ndarray, size: int, rng: np.random.Generator) -> Selection:
-        machine = self.machine
-        best = machine.best()
-        could = [r for r in machine.model if r.priority == best and not r.blocked]
-        assert len(window.loads) == min(len(could), machine.chooser.settings.window_size), "the oldest, all that fit"
-        assert window.queued == len(machine.waiting)
-        selection = self.inner.select(window, running, size, rng)
-        assert 0 in selection.order
-        return selection
+    def choose(
+        self, queue: str, window: list[Request], skips: list[int], queued: int, size: int
+    ) -> list[Request] | None:
+        model = self.machine.model
+        best = min(r.priority for r in model)
+        could = [r for r in model if r.priority == best and not r.blocked]
+        assert window == could[: self.settings.window_size], "the oldest that could run"
+        assert queued == len(self.machine.waiting)
+        chosen = super().choose(queue, window, skips, queued, size)
+        assert chosen is None or chosen[0] is window[0], "the oldest is in, and first"
+        return chosen
 
 
 TestWaiting = WaitingMachine.TestCase

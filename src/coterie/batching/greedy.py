@@ -1,4 +1,4 @@
-"""The greedy strategies: each pick is the request that suits the load so far best, by one of five measures.
+"""The greedy strategies: each pick is the request that suits the load so far best, by one of six measures.
 
 With L the load that runs plus what is picked so far, flattened over layers and experts to n columns of total T, and a
 candidate v of total t, each takes the least of
@@ -8,10 +8,11 @@ candidate v of total t, each takes the least of
     greedy_dot_product   v·L
     best_fit             distance of L + v to even      2 v·L + |v|² - 2ut
     differencing         (v - mean v)·(L - mean L)      v·L - Tt / n
+    lpt_balanced         variation of L + v             |L + v|² / (T + t)²
 
 where u is the column load of the whole batch if it came out even. Terms that are the same for every candidate are left
-out. Where all candidates have one total, the first, second and fourth rank alike, and so do the third and fifth; those
-two ignore |v|², how spiky a candidate is by itself. All five are sure to agree where candidates have one norm as well.
+out. Where all candidates have one total, the first, second, fourth and last rank alike, and so do the third and fifth;
+those two ignore |v|², how spiky a candidate is by itself. All are sure to agree where candidates have one norm as well.
 
 Right where the slowest rank decides a step (expert parallel, prefill). Wrong in one GPU's decode, where an even load
 means more experts to stream.
@@ -42,7 +43,7 @@ from coterie.batching.picking import (
 
 Narrow = NDArray[np.int16]
 
-VARIANCE, NORM, DOT, EVEN, DEVIATION = range(5)
+VARIANCE, NORM, DOT, EVEN, DEVIATION, VARIATION = range(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +114,29 @@ class Differencing(Greedy):
     by: ClassVar[str] = "most cancelled unevenness"
 
 
+@strategies.register("lpt_balanced")
+@dataclass(frozen=True, slots=True)
+class LptBalanced(Greedy):
+    """Longest processing time first, among those that even the load out: least coefficient of variation.
+
+    Unevenness counts against the load it comes with, so of two requests that are as uneven the heavier goes first.
+    """
+
+    measure: ClassVar[int] = VARIATION
+    by: ClassVar[str] = "least variation"
+
+
+@njit()
+def _greedy(
+    loads: Loads, running: Loads, skipped: Indices, size: int, max_skips: int, measure: int
+) -> tuple[Indices, int]:
+    return pick_greedily(loads, running, skipped, size, max_skips, measure)
+
+
 # Sums of whole numbers are exact in float64 in any order, so reordering them changes no pick. The measures are
 # multiplied by n (EVEN by the window as well) to keep them whole, and with that every tie a tie.
 @njit(fastmath=True)
-def _greedy(
+def pick_greedily(
     loads: Loads, running: Loads, skipped: Indices, size: int, max_skips: int, measure: int
 ) -> tuple[Indices, int]:
     waiting, columns = loads.shape[0], loads.shape[1] * loads.shape[2]
@@ -133,7 +153,7 @@ def _greedy(
             with_itself += row[column] * row[column]
             total += row[column]
         dots[request], squares[request], totals[request] = with_load, with_itself, total
-    batch_total = total_of(load)
+    batch, batch_total, batch_square = load.copy(), total_of(load), 0.0
 
     by_dot, by_square, by_total, by_own_total, level = 1.0, 0.0, 0.0, 0.0, 0.0
     if measure == VARIANCE:
@@ -154,14 +174,20 @@ def _greedy(
             best, least = 0, 0.0
             for i in range(count):
                 request = left[i]
-                off_total = by_total * batch_total + by_own_total * totals[request] + level
-                score = by_dot * dots[request] + by_square * squares[request] - totals[request] * off_total
+                if measure == VARIATION:
+                    square = batch_square + 2.0 * dots[request] + squares[request]
+                    score = _variation(square, batch_total + totals[request])
+                else:
+                    off_total = by_total * batch_total + by_own_total * totals[request] + level
+                    score = by_dot * dots[request] + by_square * squares[request] - totals[request] * off_total
                 if i == 0 or score < least:
                     best, least = i, score
             order[pick] = left[best]
             drop(left, count, best)
             count -= 1
         batch_total += totals[order[pick]]
+        if measure == VARIATION:
+            batch_square = _add(batch, rows[order[pick]])
         if pick + 1 == len(order):
             break
         if is_exact:
@@ -169,6 +195,21 @@ def _greedy(
         else:
             _add_dots(dots, rows, left[:count], rows[order[pick]])
     return order, forced
+
+
+@njit()  # not fastmath: equal ratios must give equal quotients
+def _variation(square: float, total: float) -> float:
+    return square / (total * total) if total > 0.0 else 0.0
+
+
+@njit(fastmath=True)
+def _add(batch: Loads, row: Loads) -> float:
+    """Adds the row, and returns the squared norm."""
+    square = 0.0
+    for column in range(len(batch)):
+        batch[column] += row[column]
+        square += batch[column] * batch[column]
+    return square
 
 
 @njit(fastmath=True)

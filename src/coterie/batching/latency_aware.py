@@ -4,8 +4,8 @@ It minimises predicted time, so it mixes the unlike where the slowest rank decid
 the experts' weights does. Unlike the published strategies it also decides *whether* to reorder:
 
 * The gain is what the chosen batch saves against the oldest requests as they come, as a share of their time.
-* A batch that is faster by the gain shortens the wait of all `queued` requests: by `gain x queued` batches in sum. Being
-  passed over costs one request one batch.
+* A batch that is faster by the gain shortens the wait of all `queued` requests: by `gain x queued` batches in sum.
+  Being passed over costs one request one batch.
 * So a request may be passed over as often as that, and no more: with a shallow queue, or where batches would be hardly
   faster, the order stays first come, first served.
 
@@ -23,7 +23,18 @@ from numpy.typing import NDArray
 from coterie._numba import njit
 from coterie.batching.base import Loads, Selection, Window, strategies
 from coterie.batching.costs import BatchCost, SpreadCost, StepCost
-from coterie.batching.picking import NEVER, Indices, Skipping, check_snapshot, first_picks, total_of
+from coterie.batching.greedy import VARIATION, pick_greedily
+from coterie.batching.picking import (
+    NEVER,
+    Indices,
+    Skipping,
+    check_snapshot,
+    first_picks,
+    not_in,
+    total_of,
+    totals_of,
+)  # fmt: skip
+from coterie.errors import ConfigError
 
 EVEN_OUT = SpreadCost()
 
@@ -38,87 +49,84 @@ class LatencyAware(Skipping):
 
     cost: BatchCost = EVEN_OUT
     """What is minimised; the default knows no device, and evens the load out."""
+    trust: float = 1.0
+    """Share of a predicted gain that comes true: what is picked for its prediction is rarely as good. 1 where loads are
+    known; :func:`measure_trust` finds it for a predictor."""
+
+    def __post_init__(self) -> None:
+        Skipping.__post_init__(self)
+        if not 0 <= self.trust <= 1:
+            raise ConfigError(f"trust={self.trust} must be in 0 … 1")
 
     def select(self, window: Window, running: Loads, size: int, rng: Generator) -> Selection:  # noqa: ARG002
         check_snapshot(window, running, size)
-        cap = self.max_skips or NEVER
+        cap, hope = self.max_skips or NEVER, self.trust * window.queued
         cost = self.cost
         if isinstance(cost, StepCost):
             loads, load = cost.slot_loads(window.loads), cost.slot_loads(running)
-            parameters = np.array(
-                [cost.fixed_us, cost.first_us, cost.tile_rows, cost.row_us, cost.arrival_us, float(cost.by_tokens)]
-            )
-            order, budget, gain = _by_step(
-                loads, load, window.skipped, window.queued, size, cap, parameters, cost.num_ranks
-            )
+            order, budget, gain = _by_step(loads, load, window.skipped, hope, size, cap, _numbers(cost), cost.num_ranks)
         else:
-            order, budget, gain = _by_spread(
-                window.loads, running, window.skipped, window.queued, size, cap, cost.sensitivity
-            )
+            order, budget, gain = _by_spread(window.loads, running, window.skipped, hope, size, cap, cost.sensitivity)
         if budget == 0:
-            return Selection(order, "in order of arrival: reordering would not pay")
+            return Selection(order, f"in order of arrival of {len(order)}: reordering would not pay")
         return Selection(order, f"predicted {gain:.1%} faster than in order of arrival, at most {budget} skips each")
 
 
+def _numbers(cost: StepCost) -> NDArray[np.float64]:
+    """In the order the loops take them."""
+    return np.array(
+        [cost.fixed_us, cost.first_us, cost.tile_rows, cost.row_us, cost.arrival_us, float(cost.by_tokens)]
+    )
+
+
+def measure_trust(
+    cost: BatchCost,
+    predicted: Loads,
+    truth: Loads,
+    rng: Generator,
+    size: int = 8,
+    window: int = 32,
+    running: int = 0,
+    trials: int = 200,
+) -> float:
+    """Share of the gains predicted for calibration requests that come true; `predicted` and `truth` [request, …].
+
+    Windows are drawn from the requests, with `running` others running already, and the batch chosen by prediction is
+    timed by the truth. Requests that the strategy is judged on must not be among them.
+    """
+    if predicted.shape != truth.shape or len(predicted) < 2:
+        raise ConfigError(f"predicted {predicted.shape} and truth {truth.shape} must be of the same two or more requests")
+    hoped = came = 0.0
+    for _ in range(trials):
+        rows = rng.integers(len(predicted), size=min(window, len(predicted)))
+        others = rng.integers(len(predicted), size=running)
+        skipped = np.zeros(len(rows), np.int64)
+        found = []
+        for loads in (predicted, truth):
+            found.append((np.ascontiguousarray(loads[rows]), loads[others].sum(axis=0)))
+        everyone = LatencyAware(max_skips=None, cost=cost)
+        order = everyone.select(Window(found[0][0], skipped, 1 << 40), found[0][1], size, rng).order
+        hoped += gain_of(cost, *found[0], order)
+        came += gain_of(cost, *found[1], order)
+    return float(min(1.0, max(0.0, came / hoped))) if hoped > 0 else 0.0
+
+
+def gain_of(cost: BatchCost, loads: Loads, running: Loads, order: Indices) -> float:
+    """Share of the time of the first requests of `loads` that those in `order` would save, added to `running`."""
+    come = np.arange(len(order))
+    if isinstance(cost, StepCost):
+        loads, running = cost.slot_loads(loads), cost.slot_loads(running)
+        return float(_step_gain(loads, running, come, order, _numbers(cost), cost.num_ranks))
+    rows = loads.reshape(len(loads), -1)
+    return float(_spread_gain(rows, running.ravel(), come, order, cost.sensitivity))
+
+
 @njit()
-def _budget(gain: float, queued: int, max_skips: int) -> int:
-    return int(min(max_skips, gain * queued)) if gain > 0.0 else 0
-
-
-# ------------------------------------------------------------------------------------------------ 1 + CV
-
-
-@njit(fastmath=True)
-def _by_spread(
-    loads: Loads, running: Loads, skipped: Indices, queued: int, size: int, max_skips: int, sensitivity: float
-) -> tuple[Indices, int, float]:
-    waiting, columns = loads.shape[0], loads.shape[1] * loads.shape[2]
-    rows, load = loads.reshape(waiting, columns), running.ravel()
+def _in_order(skipped: Indices, size: int, max_skips: int) -> Indices:
+    """The oldest, those that are overdue first."""
     order, forced = first_picks(skipped, size, max_skips)
-    count = len(order)
-    if count == waiting:
-        return np.arange(count), 0, 0.0
-    dots, squares, totals = np.empty(waiting), np.empty(waiting), np.empty(waiting)
-    for request in range(waiting):
-        with_load, with_itself, total = 0.0, 0.0, 0.0
-        row = rows[request]
-        for column in range(columns):
-            with_load += row[column] * load[column]
-            with_itself += row[column] * row[column]
-            total += row[column]
-        dots[request], squares[request], totals[request] = with_load, with_itself, total
-    square, total = 0.0, 0.0
-    for column in range(columns):
-        square += load[column] * load[column]
-        total += load[column]
-    # What the oldest would cost together, in order of arrival.
-    batch = load.copy()
-    for request in range(count):
-        row = rows[request]
-        for column in range(columns):
-            batch[column] += row[column]
-    as_they_come = 0.0
-    fcfs_total = 0.0
-    for column in range(columns):
-        as_they_come += batch[column] * batch[column]
-        fcfs_total += batch[column]
-    fcfs_time = 1.0 + sensitivity * _cv(as_they_come, fcfs_total, columns)
-    share = (fcfs_total - total) / fcfs_total if fcfs_total > 0.0 else 1.0
-    if share <= 0.0:
-        return np.arange(count), 0, 0.0
-
-    cap = max_skips
-    for attempt in range(2):
-        order, forced = first_picks(skipped, size, cap)
-        time = _fill_spread(rows, dots.copy(), squares, totals, square, total, order, forced, columns, sensitivity)
-        gain = (1.0 - time / fcfs_time) / share
-        budget = _budget(gain, queued, max_skips)
-        if budget == 0:
-            return np.arange(count), 0, 0.0
-        if attempt == 1 or not _overdue(skipped, order, budget):
-            return order, budget, gain
-        cap = budget
-    return order, budget, gain
+    order[forced:] = not_in(order[:forced], len(skipped))[: len(order) - forced]
+    return order
 
 
 @njit()
@@ -131,43 +139,57 @@ def _overdue(skipped: Indices, order: Indices, budget: int) -> bool:
 
 
 @njit()
-def _cv(square: float, total: float, columns: int) -> float:
+def _budget(gain: float, hope: float, max_skips: int) -> int:
+    return int(min(float(max_skips), gain * hope)) if gain > 0.0 else 0
+
+
+# ------------------------------------------------------------------------------------------------ 1 + CV
+
+
+@njit()
+def _by_spread(
+    loads: Loads, running: Loads, skipped: Indices, hope: float, size: int, max_skips: int, sensitivity: float
+) -> tuple[Indices, int, float]:
+    come = _in_order(skipped, size, max_skips)
+    if len(come) == len(loads):
+        return come, 0, 0.0
+    rows, load = loads.reshape(len(loads), loads.shape[1] * loads.shape[2]), running.ravel()
+    order, budget, gain = come, max_skips, 0.0
+    for _ in range(2):
+        order = pick_greedily(loads, running, skipped, size, budget, VARIATION)[0]
+        gain = _spread_gain(rows, load, come, order, sensitivity)
+        budget = _budget(gain, hope, max_skips)
+        if budget == 0:
+            return come, 0, 0.0
+        if not _overdue(skipped, order, budget):
+            break
+    return order, budget, gain
+
+
+@njit()
+def _spread_gain(rows: Loads, load: Loads, come: Indices, order: Indices, sensitivity: float) -> float:
+    time, total = _spread(rows, load, come, sensitivity)
     if total <= 0.0:
         return 0.0
-    return float(np.sqrt(max(0.0, columns * square / (total * total) - 1.0)))
+    share = 1.0 - total_of(load) / total  # of the work that is chosen here
+    return (1.0 - _spread(rows, load, order, sensitivity)[0] / time) / share if share > 0.0 else 0.0
 
 
 @njit(fastmath=True)
-def _fill_spread(
-    rows: Loads, dots: NDArray[np.float64], squares: NDArray[np.float64], totals: NDArray[np.float64], square: float,
-    total: float, order: Indices, forced: int, columns: int, sensitivity: float,
-) -> float:  # fmt: skip
-    """Fill the order up from its forced picks; the time of the whole."""
-    waiting = len(rows)
-    taken = np.zeros(waiting, np.bool_)
-    for place in range(len(order)):
-        if place >= forced:
-            best, least = -1, np.inf
-            for request in range(waiting):
-                if not taken[request]:
-                    # CV² + 1, up to the number of columns: the least of it is the least time.
-                    both = total + totals[request]
-                    found = (square + 2.0 * dots[request] + squares[request]) / (both * both) if both > 0.0 else 0.0
-                    if found < least:
-                        best, least = request, found
-            order[place] = best
-        pick = order[place]
-        taken[pick] = True
-        square += 2.0 * dots[pick] + squares[pick]
-        total += totals[pick]
-        picked = rows[pick]
-        for request in range(waiting):
-            if not taken[request]:
-                row, dot = rows[request], 0.0
-                for column in range(columns):
-                    dot += row[column] * picked[column]
-                dots[request] += dot
-    return 1.0 + sensitivity * _cv(square, total, columns)
+def _spread(rows: Loads, load: Loads, order: Indices, sensitivity: float) -> tuple[float, float]:
+    """1 + sensitivity x CV of the load with these requests, and its total."""
+    batch = load.copy()
+    for request in order:
+        row = rows[request]
+        for column in range(len(batch)):
+            batch[column] += row[column]
+    square, total = 0.0, 0.0
+    for column in range(len(batch)):
+        square += batch[column] * batch[column]
+        total += batch[column]
+    if total <= 0.0:
+        return 1.0, 0.0
+    return 1.0 + sensitivity * np.sqrt(max(0.0, len(batch) * square / (total * total) - 1.0)), total
 
 
 # ------------------------------------------------------------------------------------------------ the step model
@@ -175,42 +197,44 @@ def _fill_spread(
 
 @njit()
 def _by_step(
-    loads: Loads, running: Loads, skipped: Indices, queued: int, size: int, max_skips: int,
+    loads: Loads, running: Loads, skipped: Indices, hope: float, size: int, max_skips: int,
     parameters: NDArray[np.float64], ranks: int,
 ) -> tuple[Indices, int, float]:  # fmt: skip
-    waiting = len(loads)
-    order, forced = first_picks(skipped, size, max_skips)
-    count = len(order)
-    if count == waiting:
-        return np.arange(count), 0, 0.0
-    totals = np.empty(waiting)
-    for request in range(waiting):
-        totals[request] = loads[request].sum()
-    before = running.sum()
-    by_tokens = parameters[5] > 0.0
-    come = np.arange(count)
-    fcfs_time = _fill_step(loads, running, come, count, parameters, ranks)
-    fcfs_total = totals[:count].sum()
-    if fcfs_total <= 0.0:
+    come = _in_order(skipped, size, max_skips)
+    if len(come) == len(loads):
         return come, 0, 0.0
-    share = fcfs_total / (fcfs_total + before)
-    cap = max_skips
-    for attempt in range(2):
-        order, forced = first_picks(skipped, size, cap)
-        time = _fill_step(loads, running, order, forced, parameters, ranks)
-        saved = fcfs_time - time
-        if by_tokens:  # of what unevenness costs a token; that some batches are larger is nobody's gain
-            here, there = before + totals[order].sum(), before + fcfs_total
-            saved = fcfs_time - _even_us(there, loads, parameters, ranks)
-            saved -= (time - _even_us(here, loads, parameters, ranks)) * there / here
-        gain = saved / fcfs_time / share
-        budget = _budget(gain, queued, max_skips)
+    order, budget, gain = come, max_skips, 0.0
+    for _ in range(2):
+        order, forced = first_picks(skipped, size, budget)
+        _fill_step(loads, running, order, forced, parameters, ranks)
+        gain = _step_gain(loads, running, come, order, parameters, ranks)
+        budget = _budget(gain, hope, max_skips)
         if budget == 0:
             return come, 0, 0.0
-        if attempt == 1 or not _overdue(skipped, order, budget):
-            return order, budget, gain
-        cap = budget
+        if not _overdue(skipped, order, budget):
+            break
     return order, budget, gain
+
+
+@njit()
+def _step_gain(
+    loads: Loads, running: Loads, come: Indices, order: Indices, parameters: NDArray[np.float64], ranks: int
+) -> float:
+    before, there, here = running.sum(), 0.0, 0.0
+    for request in come:
+        there += loads[request].sum()
+    for request in order:
+        here += loads[request].sum()
+    if there <= 0.0 or here <= 0.0:
+        return 0.0
+    share = there / (there + before)  # of the work that is chosen here
+    time = _fill_step(loads, running, come.copy(), len(come), parameters, ranks)
+    other = _fill_step(loads, running, order.copy(), len(order), parameters, ranks)
+    saved = time - other
+    if parameters[5] > 0.0:  # what unevenness costs a token: that some batches are larger is nobody's gain
+        saved = time - _even_us(before + there, loads, parameters, ranks)
+        saved -= (other - _even_us(before + here, loads, parameters, ranks)) * (before + there) / (before + here)
+    return saved / time / share
 
 
 @njit(fastmath=True)
@@ -225,10 +249,7 @@ def _fill_step(
     rows = running.copy().reshape(columns)  # expected tokens
     # How many requests a running load is of cannot be seen; as independent tokens they miss with exp(-load).
     cold = np.exp(-rows)  # chance that nobody touches it
-    totals = np.empty(waiting)
-    for request in range(waiting):
-        totals[request] = total_of(brings[request])
-    total = total_of(rows)
+    totals, total = totals_of(brings), total_of(rows)
     # Without a column that could fill a tile there are no rows past one, as in decode.
     tiles = total_of(totals) + total > tile and _may_fill(brings, rows, len(order), tile)
     taken = np.zeros(waiting, np.bool_)

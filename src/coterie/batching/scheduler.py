@@ -18,7 +18,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads, Selection, Strategy, Window, passed_over, strategies
-from coterie.errors import ConfigError, CoterieError, UnknownNameError
+from coterie.errors import ConfigError, UnknownNameError
 
 T = TypeVar("T")
 
@@ -77,10 +77,14 @@ class CapsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             found = msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-        except (msgspec.DecodeError, CoterieError) as error:
-            raise ConfigError(f"{path}: {error}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: is not UTF-8: {error.reason}") from None
+        except msgspec.DecodeError as error:
+            words = " ".join(str(error).split())  # it may quote a field's name, which may hold line breaks
+            raise ConfigError(f"{path}: {words}") from None
         if found.scheduler.strategy not in strategies:
-            raise UnknownNameError(f"{path}: strategy", found.scheduler.strategy, strategies.names())
+            unknown = UnknownNameError("strategy", found.scheduler.strategy, strategies.names())
+            raise ConfigError(f"{path}: scheduler.strategy: {unknown}")
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -116,6 +120,8 @@ class Scheduler(Generic[T]):
 
     def push(self, item: T, load: Loads, now_s: float) -> None:
         """A request arrives, with the [layer, expert] load it is expected to bring."""
+        if np.shape(load) != self._loads.shape[1:]:
+            raise ConfigError(f"load has shape {np.shape(load)}; expected {self._loads.shape[1:]}")
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -135,10 +141,14 @@ class Scheduler(Generic[T]):
         self._free = list(range(size + more - 1, size - 1, -1))
 
     def due_s(self) -> float:
-        """When a free server starts a batch if nobody else arrives: now (-inf), later, or never (inf)."""
-        if len(self._queue) >= self.config.min_batch_trigger:
-            return -math.inf
-        return self._arrival_s[self._queue[0]] + self._interval_s if self._queue else math.inf
+        """Since when a batch is due on a free server, or when it will be if nobody else arrives: inf is never."""
+        if not self._queue:
+            return math.inf
+        due_s = self._arrival_s[self._queue[0]] + self._interval_s
+        trigger = self.config.min_batch_trigger
+        if len(self._queue) >= trigger:
+            due_s = min(due_s, self._arrival_s[self._queue[trigger - 1]])
+        return due_s
 
     def next_batch(self, running: Loads, size: int, rng: Generator) -> ScheduledBatch[T]:
         """Up to `size` requests leave the queue; `running` [layer, expert] is what they join."""
@@ -147,12 +157,24 @@ class Scheduler(Generic[T]):
         window = Window(self._loads[rows], skipped, len(self._queue))
         selection = self.strategy.select(window, running, size, rng)
         order = selection.order
+        picked = self._checked(order, min(size, len(rows)), len(rows))
         self._skipped[rows[passed_over(order, len(rows))]] += 1
         chosen = rows[order].tolist()
         items: list[T] = [self._items[row] for row in chosen]
-        for index in np.sort(order)[::-1].tolist():
+        for index in reversed(picked):
             del self._queue[index]
         for row in chosen:
             self._items[row] = None
         self._free += chosen
         return ScheduledBatch(items, skipped[order], selection)
+
+    def _checked(self, order: NDArray[np.int64], expected: int, waiting: int) -> list[int]:
+        """The indices in rising order. A strategy that breaks its contract would lose a request, or run one twice."""
+        picked: list[int] = sorted(order.tolist())
+        whole = len(picked) == expected == len(set(picked))
+        if not whole or (picked and (picked[0] != 0 or picked[-1] >= waiting)):
+            raise ConfigError(
+                f"strategy {type(self.strategy).__name__} picked {order.tolist()}; expected {expected} different "
+                f"indices of 0 … {waiting - 1}, with 0 among them"
+            )
+        return picked

@@ -22,6 +22,7 @@ from coterie.cli.inspect import inspect_command
 from coterie.cli.models import models_command
 from coterie.cli.output import err
 from coterie.cli.record import record_command
+from coterie.cli.simulate import simulate_command
 from coterie.cli.worker import worker_command
 from coterie.errors import CoterieError
 
@@ -42,6 +43,7 @@ app.command("generate")(generate_command)
 app.command("inspect")(inspect_command)
 app.command("models")(models_command)
 app.command("record")(record_command)
+app.command("simulate")(simulate_command)
 app.command("worker")(worker_command)
 
 

@@ -12,24 +12,20 @@ keeps up, and nothing of one GPU, where the assumed straggler does not exist (do
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import datetime
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
 
 from coterie.batching import LatencyAware, Strategy, strategies
 from coterie.batching.costs import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
-from coterie.errors import ConfigError
-from coterie.evaluation.caps_published import GREEDY, POISSON_P99, RATES, REQUESTS, SEEDS, TOP_SIX, published
+from coterie.evaluation.caps_published import GREEDY, RATES, REQUESTS, SEEDS, TOP_SIX, published
+from coterie.evaluation.runs import in_parallel, interval
 from coterie.evaluation.suites import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
 from coterie.sim.execution import SpreadExecution
 from coterie.sim.metrics import Summary, summarise
@@ -104,24 +100,6 @@ def run_cell(cell: Cell, names: tuple[str, ...], requests: int, setting: CapsSet
     return found
 
 
-def run_cells(
-    cells: list[Cell], names: tuple[str, ...], requests: int, setting: CapsSetting, workers: int
-) -> Iterator[tuple[Cell, dict[str, Summary]]]:
-    """Cells as they are done; in this process where one worker is enough."""
-    if workers == 1 or len(cells) == 1:
-        for cell in cells:
-            yield cell, run_cell(cell, names, requests, setting)
-        return
-    # Spawned, not forked: a progress bar runs in a thread of this process.
-    with ProcessPoolExecutor(min(workers, len(cells)), mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(run_cell, cell, names, requests, setting): cell for cell in cells}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
 def run(options: SuiteOptions, report: Report) -> SuiteResult:
     begun = time.perf_counter()
     requests = options.requests or REQUESTS
@@ -130,7 +108,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     cells = [Cell(pattern, rate, seed) for pattern in PATTERNS for rate in rates for seed in seeds]
     found: dict[Cell, dict[str, Summary]] = {}
     report("Simulating", 0, len(cells))
-    for cell, summaries in run_cells(cells, names, requests, SETTING, os.cpu_count() or 1):
+    for cell, summaries in in_parallel(partial(run_cell, names=names, requests=requests, setting=SETTING), cells):
         found[cell] = summaries
         report("Simulating", len(found), len(cells))
     rows = [
@@ -165,23 +143,18 @@ def _row(pattern: str, rate: float, name: str, runs: list[dict[str, Summary]]) -
     row: dict[str, Any] = {"pattern": pattern, "rate": rate, "strategy": name, "fitted": rate in FITTED_RATES}
     for field in ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "throughput", "imbalance"):
         row[field], row[f"{field}_std"] = float(mean[at[field]]), float(std[at[field]])
-    row["worst_skips"], row["worst_wait_ms"] = int(ours[:, at["worst_skips"]].max()), float(ours[:, at["worst_wait_ms"]].max())
+    row["worst_skips"] = int(ours[:, at["worst_skips"]].max())
+    row["worst_wait_ms"] = float(ours[:, at["worst_wait_ms"]].max())
     of_fcfs = {field: float(mean[index] / base[:, index].mean()) for field, index in at.items() if field in GAINS}
     row["p99_reduction_pct"] = 100.0 * (1.0 - of_fcfs["p99_ms"])
     # Seeds are paired: both ran the same requests.
     each = 100.0 * (1.0 - ours[:, at["p99_ms"]] / base[:, at["p99_ms"]])
-    row["p99_reduction_low"], row["p99_reduction_high"] = interval(each, row["p99_reduction_pct"])
+    found = interval(each)
+    row["p99_reduction_low"] = row["p99_reduction_pct"] - (found.mean - found.low)
+    row["p99_reduction_high"] = row["p99_reduction_pct"] + (found.high - found.mean)
     row["throughput_gain_pct"] = 100.0 * (of_fcfs["throughput"] - 1.0)
     row["imbalance_reduction_pct"] = 100.0 * (1.0 - of_fcfs["imbalance"])
     return row
-
-
-def interval(samples: np.ndarray[Any, np.dtype[np.float64]], centre: float) -> tuple[float, float]:
-    """95% by Student's t around `centre`; the centre itself where there is one sample."""
-    if len(samples) < 2:
-        return centre, centre
-    half = float(stats.t.ppf(0.975, len(samples) - 1) * samples.std(ddof=1) / np.sqrt(len(samples)))
-    return centre - half, centre + half
 
 
 # ------------------------------------------------------------------------------------------------------ in words
@@ -288,11 +261,11 @@ def _write(
 
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "results.json", paper_results(result, requests, seeds, rates, names))
-    lines = [f"{'pattern':8} {'req/s':>6} {'strategy':20} {'p99 ms':>8} {'p99 %':>7} {'thr %':>6} {'imb %':>6}  published"]
+    lines = [f"{'pattern':8} {'req/s':>6} {'strategy':20} {'p99 ms':>8} {'p99 %':>7} {'thr %':>6} {'imb %':>6} published"]
     for row in result.rows:
         lines.append(
             f"{row['pattern']:8} {row['rate']:6g} {row['strategy']:20} {row['p99_ms']:8.0f} "
-            f"{row['p99_reduction_pct']:+7.1f} {row['throughput_gain_pct']:+6.1f} {row['imbalance_reduction_pct']:+6.1f}  "
+            f"{row['p99_reduction_pct']:+7.1f} {row['throughput_gain_pct']:+6.1f} {row['imbalance_reduction_pct']:+6.1f} "
             f"{json.dumps(row['published']) if row['published'] else '-'}"
         )
     (folder / "evaluation.log").write_text("\n".join([*result.notes, "", *lines, ""]), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Figures in one shared style, drawn without a display, as PNG bytes.
+"""Figures in one shared style, drawn without a display.
 
 Every figure is a function of a :class:`Theme` and plain numbers, so that a page can carry a light and a dark version
 and another suite can reuse it. None (a value that could not be computed) is drawn as a gap.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -55,19 +56,51 @@ THEMES = (LIGHT, DARK)
 
 def draw(plot: Callable[[Any, Theme], None], theme: Theme, height_in: float = HEIGHT_IN) -> bytes:
     """PNG of one pair of axes that `plot` fills."""
-    style = {
+    with matplotlib.rc_context(_style(theme)):
+        figure = _figure(WIDTH_IN, height_in)
+        plot(figure.add_subplot(), theme)
+        return _png(figure)
+
+
+def write_figure(
+    fill: Callable[[Figure, Theme], None], folder: Path, name: str, height_in: float = HEIGHT_IN, theme: Theme = LIGHT
+) -> list[Path]:
+    """A whole figure, which `fill` may divide, as ``name.pdf`` and ``name.png``; older ones are replaced."""
+    with matplotlib.rc_context(_style(theme)):
+        figure = _figure(WIDTH_IN, height_in)
+        fill(figure, theme)
+        # Laid out once, for both files: left to itself each of them would lay out and draw twice.
+        layout = figure.get_layout_engine()
+        assert layout is not None
+        layout.execute(figure)
+        figure.set_layout_engine(None)
+        png, pdf = _png(figure), io.BytesIO()
+        figure.savefig(pdf, format="pdf", metadata={"Creator": None, "Producer": None, "CreationDate": None})
+    paths = [folder / f"{name}.pdf", folder / f"{name}.png"]
+    for path, data in zip(paths, (pdf.getvalue(), png), strict=True):
+        path.write_bytes(data)
+    return paths
+
+
+def _style(theme: Theme) -> dict[str, Any]:
+    return {
         "font.size": 10.0, "axes.titlesize": 11.0, "axes.edgecolor": theme.muted, "axes.labelcolor": theme.text,
         "axes.facecolor": theme.background, "figure.facecolor": theme.background, "text.color": theme.text,
         "xtick.color": theme.muted, "ytick.color": theme.muted, "grid.color": theme.grid, "axes.axisbelow": True,
         "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "lines.linewidth": 1.8,
     }  # fmt: skip
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
-        FigureCanvasAgg(figure)
-        plot(figure.add_subplot(), theme)
-        buffer = io.BytesIO()
-        # No version or date in the file: the same numbers give the same bytes.
-        figure.savefig(buffer, format="png", metadata={"Software": None})
+
+
+def _figure(width_in: float, height_in: float) -> Figure:
+    figure = Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    # No version or date in the file: the same numbers give the same bytes.
+    figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 

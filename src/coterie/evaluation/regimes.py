@@ -9,19 +9,15 @@ arrival. Four regimes:
     ep8-prefill  8 prompts a step on 8 expert-parallel ranks
     ep8-decode   up to 128 requests on 8 ranks
 
-A strategy sees the first half of a recorded request, the profile; the second half is what runs. A prompt repeats the
-recorded tokens up to its length.
+A strategy sees what the `prefix` predictor makes of the first half of a recorded request; the second half is what runs.
+The predictor is fitted on other requests. A prompt repeats the recorded tokens up to its length.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,20 +27,21 @@ from numpy.typing import NDArray
 
 from coterie.batching import LatencyAware, Strategy, strategies
 from coterie.batching.costs import StepCost
+from coterie.batching.latency_aware import measure_trust
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch
-from coterie.errors import ConfigError, TraceError
-from coterie.evaluation.statistics import interval
+from coterie.errors import TraceError, UnavailableError
+from coterie.evaluation.runs import in_parallel, interval
 from coterie.evaluation.suites import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
 from coterie.footprints.counting import footprint
 from coterie.models import get_model
+from coterie.predictors import PredictRequest, Prefix
 from coterie.sim.decode import DecodeRequests, run_decode
 from coterie.sim.execution import PrefillExecution, StepTimer
 from coterie.sim.metrics import Run, Summary, summarise
 from coterie.sim.server import run_batches
 from coterie.traces.activations import ActivationTrace
-from coterie.traces.arrivals import ReplayedArrivals
 from coterie.traces.readers import read_trace
 from coterie.traces.requests import RequestTrace
 from coterie.types import ModelSpec, Placement, Topology
@@ -61,7 +58,9 @@ SEEDS = (0, 1, 2, 3)
 REQUESTS = 400
 LONGEST_PROMPT = 8192
 MIN_TOKENS = 16
-"""Of a recorded request, to have a profile and something to replay."""
+"""Of a recorded request, to have a first half and something to replay."""
+CALIBRATION = 0.3
+"""Share of the recorded requests that the predictor is fitted on, and that are not replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +88,20 @@ class Cell(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """A recording cut in halves."""
+    """The requests of a recording that are replayed: their second halves, and what was predicted of them."""
 
-    profiles: NDArray[np.float64]
-    """[request, layer, expert] share of the first half's tokens that activate an expert."""
-    expert_ids: NDArray[np.uint8]
-    """[token, layer, k] of the second halves."""
+    predicted: NDArray[np.float64]
+    """[request, layer, expert] tokens a token brings to an expert."""
+    expert_ids: NDArray[np.integer]
+    """[token, layer, k]"""
     first: NDArray[np.int64]
+    """[request] row of its first token."""
     tokens: NDArray[np.int64]
-    """[request] of the second half."""
+    """[request]"""
     counts: NDArray[np.int64]
-    """[request, layer, expert] of the second half."""
+    """[request, layer, expert]"""
+    calibration: tuple[NDArray[np.float64], NDArray[np.float64]]
+    """Predicted and true [request, layer, expert] tokens a token, of the requests that are not replayed."""
 
 
 @lru_cache(maxsize=4)
@@ -108,18 +110,27 @@ def load_recording(path: Path) -> Recording:
     if not isinstance(trace, ActivationTrace):
         raise TraceError(path, "kind", "expected activations")
     experts = trace.meta.num_experts
-    profiles, ids, counts = [], [], []
-    for number in range(trace.num_requests):
-        tokens = np.asarray(trace.request(number).expert_ids)
-        if len(tokens) < MIN_TOKENS:
-            continue
-        half = len(tokens) // 2
-        profiles.append(footprint(tokens[:half], experts) / half)
-        counts.append(footprint(tokens[half:], experts))
-        ids.append(tokens[half:])
+    order = np.random.default_rng(0).permutation(trace.num_requests)
+    apart = int(CALIBRATION * len(order))
+    prefix = Prefix().fit(trace, order[:apart])
+    halves: tuple[list[Any], list[Any]] = ([], [])  # calibration, replayed
+    for replayed, numbers in enumerate((order[:apart], order[apart:])):
+        for number in np.sort(numbers):
+            tokens = np.asarray(trace.request(int(number)).expert_ids)
+            half = len(tokens) // 2
+            if len(tokens) >= MIN_TOKENS:
+                known = PredictRequest(footprint=footprint(tokens[:half], experts), num_tokens=1)
+                halves[replayed].append((prefix.predict(known), tokens[half:]))
+    calibration = (
+        np.array([predicted for predicted, _ in halves[0]]),
+        np.array([footprint(tokens, experts) / len(tokens) for _, tokens in halves[0]]),
+    )
+    ids = [tokens for _, tokens in halves[1]]
     lengths = np.array([len(one) for one in ids], np.int64)
     first = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    return Recording(np.array(profiles), np.concatenate(ids), first, lengths, np.array(counts, dtype=np.int64))
+    counts = np.array([footprint(one, experts) for one in ids], dtype=np.int64)
+    predicted = np.array([predicted for predicted, _ in halves[1]])
+    return Recording(predicted, np.concatenate(ids), first, lengths, counts, calibration)
 
 
 @lru_cache(maxsize=4)
@@ -167,9 +178,9 @@ class Bench:
         self.spec = spec
         if regime.phase == "prefill":
             self.loads = self._prompt_loads(spec)
-            self.predicted = recording.profiles[drawn.recorded] * drawn.prompt_tokens[:, None, None]
+            self.predicted = recording.predicted[drawn.recorded] * drawn.prompt_tokens[:, None, None]
         else:
-            self.predicted = recording.profiles[drawn.recorded]
+            self.predicted = recording.predicted[drawn.recorded]
 
     def _prompt_loads(self, spec: ModelSpec) -> NDArray[np.int64]:
         """[request, layer, expert]: the recorded tokens again and again, the last time in part."""
@@ -193,7 +204,18 @@ class Bench:
         return StepCost.of(self.model, batch, self.placement, rows)
 
     def strategy(self, name: str) -> Strategy:
-        return LatencyAware(cost=self.cost()) if name == "latency_aware" else strategies[name]()
+        return LatencyAware(cost=self.cost(), trust=self.trust()) if name == "latency_aware" else strategies[name]()
+
+    def trust(self) -> float:
+        """Of predictions, on the calibration requests; a prompt is of mean length there."""
+        predicted, truth = self.recording.calibration
+        regime, scale = self.regime, 1.0
+        if regime.phase == "prefill":
+            scale = float(self.drawn.prompt_tokens.mean())
+        running = regime.places if regime.phase == "decode" else 0
+        return measure_trust(
+            self.cost(), predicted * scale, truth * scale, np.random.default_rng(0), running=running
+        )
 
     def run(self, strategy: Strategy, rate: float, rng: Generator, check: bool = False) -> Run:
         regime, drawn = self.regime, self.drawn
@@ -222,3 +244,126 @@ def run_cell(cell: Cell, names: tuple[str, ...], requests: int, data: Path) -> d
     at_once = summarise(bench.run(strategies["fcfs"](), 1e9, np.random.default_rng(seed)))
     rate = cell.load * at_once.throughput
     return {name: summarise(bench.run(bench.strategy(name), rate, np.random.default_rng(seed))) for name in names}
+
+
+def run(options: SuiteOptions, report: Report) -> SuiteResult:
+    begun = time.perf_counter()
+    data = options.data
+    if data is None:
+        raise UnavailableError("this suite needs recordings: set COTERIE_DATA to the folder of real data (docs/data.md)")
+    names = tuple(dict.fromkeys(("fcfs", *(options.strategies or strategies.names()))))
+    for name in names:
+        strategies[name]  # an unknown one is named with the nearest
+    seeds, loads = options.seeds or SEEDS, options.rates or LOADS
+    kinds = [(regime, model, arrivals, load) for regime in REGIMES for model in ROUTING for arrivals in ARRIVALS
+             for load in loads]  # fmt: skip
+    cells = [Cell(*kind, seed) for kind in kinds for seed in seeds]
+    found: dict[Cell, dict[str, Summary]] = {}
+    report("Simulating", 0, len(cells))
+    work = partial(run_cell, names=names, requests=options.requests or REQUESTS, data=data)
+    for cell, summaries in in_parallel(work, cells):
+        found[cell] = summaries
+        report("Simulating", len(found), len(cells))
+    rows = [_row(kind, name, [found[Cell(*kind, seed)] for seed in seeds]) for kind in kinds for name in names]
+    result = SuiteResult(NAME, rows, _notes(rows, options.requests or REQUESTS, seeds))
+    if options.out is not None:
+        from coterie.evaluation.regimes_figures import draw_figures
+
+        report("Drawing", 0, 1)
+        options.out.mkdir(parents=True, exist_ok=True)
+        draw_figures(options.out, rows)
+    result.notes.append(f"{len(cells) * len(names)} runs in {time.perf_counter() - begun:.0f} s.")
+    return result
+
+
+def _row(kind: tuple[str, str, str, float], name: str, runs: list[dict[str, Summary]]) -> dict[str, Any]:
+    """Gains against fcfs, each seed with its own: both served the same requests."""
+    regime, model, arrivals, load = kind
+    row: dict[str, Any] = {"regime": regime, "model": model, "arrivals": arrivals, "load": load, "strategy": name}
+    for field in ("p50_ms", "p99_ms", "mean_ms", "throughput", "imbalance", "distinct", "batch_ms"):
+        row[field] = float(np.mean([getattr(run[name], field) for run in runs]))
+    row["worst_skips"] = max(run[name].worst_skips for run in runs)
+    for key, field in (("p99_reduction", "p99_ms"), ("mean_reduction", "mean_ms"), ("step_reduction", "batch_ms")):
+        gains = [100.0 * (1.0 - getattr(run[name], field) / getattr(run["fcfs"], field)) for run in runs]
+        row[f"{key}_pct"], row[f"{key}_low"], row[f"{key}_high"] = interval(gains)
+    gains = [100.0 * (run[name].throughput / run["fcfs"].throughput - 1.0) for run in runs]
+    row["throughput_gain_pct"], row["throughput_gain_low"], row["throughput_gain_high"] = interval(gains)
+    best = max(runs[0], key=lambda other: -float(np.mean([run[other].p99_ms for run in runs])))
+    behind = interval([100.0 * (run[name].p99_ms / run[best].p99_ms - 1.0) for run in runs])
+    row["best"], row["behind_best_pct"], row["behind_best_low"], row["behind_best_high"] = best, *behind
+    row["published"] = None
+    return row
+
+
+def verdict(row: Row) -> str:
+    """In one word, by the 95% interval of the P99 gain; less than 1% either way is nothing."""
+    if row["p99_reduction_low"] > 1.0:
+        return "helps"
+    return "hurts" if row["p99_reduction_high"] < -1.0 else "nothing"
+
+
+# ------------------------------------------------------------------------------------------------------ in words
+
+
+def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...]) -> list[str]:
+    notes = [
+        f"{requests} requests a run, {len(seeds)} seeds; gains against fcfs on the same requests, 95% by Student's t over "
+        "seeds. Load is the arrival rate over what fcfs can serve. H200, bf16; ranks joined by NVLink, linear placement.",
+        "Predictions: `prefix`, from a request's first half; the second half runs. Skips are capped at 64.",
+    ]
+    for regime in dict.fromkeys(row["regime"] for row in rows):
+        words = []
+        for name in dict.fromkeys(row["strategy"] for row in rows):
+            if name == "fcfs":
+                continue
+            found = [verdict(row) for row in rows if row["regime"] == regime and row["strategy"] == name]
+            counts = {word: found.count(word) for word in ("helps", "nothing", "hurts") if word in found}
+            words.append(f"{name} " + ", ".join(f"{word} {count}" for word, count in counts.items()))
+        notes.append(f"{regime} (P99, cells): {'; '.join(words)}.")
+    ours = [row for row in rows if row["strategy"] == "latency_aware"]
+    if ours:
+        behind = [row for row in ours if row["behind_best_low"] > 0.0]
+        notes.append(
+            f"latency_aware is best or within noise of the best P99 in {len(ours) - len(behind)} of {len(ours)} cells"
+            + "".join(
+                f"; behind {row['best']} by {row['behind_best_pct']:.1f}% in {row['regime']} {row['model']} "
+                f"{row['arrivals']} {row['load']:g}"
+                for row in behind
+            )
+            + "."
+        )
+    return notes
+
+
+def _gain(key: str) -> Any:
+    def value(row: Row) -> str:
+        half = (row[f"{key}_high"] - row[f"{key}_low"]) / 2.0
+        return f"{row[f'{key}_pct']:+.1f} ± {half:.1f}"
+
+    return value
+
+
+def _table(regime: str) -> SuiteTable:
+    columns = (
+        Column("model", lambda row: row["model"]),
+        Column("arrivals", lambda row: row["arrivals"]),
+        Column("load", lambda row: f"{row['load']:g}"),
+        Column("strategy", lambda row: row["strategy"]),
+        Column("P99 gain %", _gain("p99_reduction")),
+        Column("step %", lambda row: f"{-row['step_reduction_pct']:+.1f}"),
+        Column("experts", lambda row: f"{row['distinct']:.1f}"),
+        Column("", verdict),
+    )
+    title = f"{regime}: gains against fcfs; step: its mean time; experts: touched in a layer of a step"
+    return SuiteTable(title, columns, lambda row: bool(row["regime"] == regime and row["strategy"] != "fcfs"))
+
+
+suites.add(
+    NAME,
+    Suite(
+        "Where each batch selection strategy helps, does nothing or hurts: real routing and arrivals on a modelled H200",
+        run,
+        tuple(_table(regime) for regime in REGIMES),
+        writes_files=True,
+    ),
+)

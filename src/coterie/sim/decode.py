@@ -3,8 +3,8 @@
 A step runs one token of every running request. Its time comes from the calibrated model and the experts that exactly
 those tokens activated when they were recorded; nothing is averaged. A request joins at the end of a step when a place
 is free. Places become free one by one, and a strategy that may name one request names the oldest: so it names the next
-`max_batch_size` requests at once, shown the load that runs, and they join in that order as places become free. KV memory
-is not modelled: `places` bounds what runs.
+`max_batch_size` requests at once, shown the load that runs, and they join in that order as places become free. KV
+memory is not modelled: `places` bounds what runs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ from coterie.batching.base import Loads, Strategy
 from coterie.batching.scheduler import Scheduler, SchedulerConfig
 from coterie.costs.step import Batch
 from coterie.errors import ConfigError
-from coterie.sim.execution import StepTimer
-from coterie.sim.invariants import check_clock, check_once, check_times, check_work
+from coterie.sim.execution import Execution, check_seconds
+from coterie.sim.invariants import check_clock, check_once, check_times, check_tokens, check_work
 from coterie.sim.kernel import Simulation
 from coterie.sim.metrics import Run
+from coterie.sim.server import check_requests
+
+StepTiming = Callable[[NDArray[np.int64], Batch], Execution]
+"""Says how long a step takes whose tokens activate a load [layer, expert]: a StepTimer."""
 
 
 class DecodeRequests(NamedTuple):
@@ -44,7 +48,7 @@ class DecodeRequests(NamedTuple):
 def run_decode(
     requests: DecodeRequests,
     predicted: Loads,
-    timer: StepTimer,
+    timer: StepTiming,
     places: int,
     config: SchedulerConfig,
     strategy: Strategy,
@@ -54,21 +58,37 @@ def run_decode(
     progress: Callable[[int], None] | None = None,
 ) -> Run:
     """Decode all requests. `predicted` [request, layer, expert] tokens a step; `places` over all `ranks` together."""
-    count = len(requests.arrival_s)
-    if count == 0 or len(predicted) != count:
-        raise ConfigError(f"{count} requests must be at least 1, with as many loads ({len(predicted)})")
-    if requests.tokens.min() < 1:
-        raise ConfigError(f"tokens={requests.tokens.min()} must be at least 1 for every request")
-    if requests.arrival_s[0] < 0 or not np.all(np.diff(requests.arrival_s) >= 0):
-        raise ConfigError("arrival_s must rise from at least 0")
-    if places < 1:
-        raise ConfigError(f"places={places} must be at least 1")
+    check_requests(requests.arrival_s, predicted)
+    _check_tokens(requests, predicted.shape[1], predicted.shape[2])
+    for name, value in (("places", places), ("ranks", ranks)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1")
     return _Decoder(requests, predicted, timer, places, config, strategy, rng, ranks, check, progress).serve()
+
+
+def _check_tokens(requests: DecodeRequests, layers: int, experts: int) -> None:
+    """The loop that counts a step trusts these, and would write past an array's end."""
+    count, ids = len(requests.arrival_s), requests.expert_ids
+    for name in ("context", "first", "tokens"):
+        values = getattr(requests, name)
+        if len(values) != count:
+            raise ConfigError(f"{name} has {len(values)} requests; arrival_s has {count}")
+        least = 1 if name == "tokens" else 0
+        if values.min() < least:
+            raise ConfigError(f"{name}={values.min()} must be at least {least} for every request")
+    if ids.ndim != 3 or ids.shape[1] != layers:
+        raise ConfigError(f"expert_ids has shape {ids.shape}; expected [token, {layers}, k]")
+    last = int((requests.first + requests.tokens).max())
+    if last > len(ids):
+        raise ConfigError(f"expert_ids has {len(ids)} tokens; requests need {last}")
+    low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
+    if low < 0 or high >= experts:
+        raise ConfigError(f"expert_ids holds {low if low < 0 else high}; ids must be in 0 … {experts - 1}")
 
 
 class _Decoder:
     def __init__(
-        self, requests: DecodeRequests, predicted: Loads, timer: StepTimer, places: int, config: SchedulerConfig,
+        self, requests: DecodeRequests, predicted: Loads, timer: StepTiming, places: int, config: SchedulerConfig,
         strategy: Strategy, rng: Generator, ranks: int, check: bool, progress: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
         count, layers, experts = predicted.shape
@@ -91,7 +111,7 @@ class _Decoder:
         self.decoded = np.zeros(count, np.int64)
         self.load = np.zeros((layers, experts), np.int64)
         self.stepping = False
-        self.began_s = self.busy_s = self.seen_s = 0.0
+        self.began_s = self.busy_s = self.seen_s = self.free_since_s = self.idle_while_due_s = 0.0
         self.start_s = np.full(count, np.nan)
         self.finish_s = np.full(count, np.nan)
         self.skipped = np.zeros(count, np.int64)
@@ -101,16 +121,18 @@ class _Decoder:
     def serve(self) -> Run:
         self.sim.at(self.arrivals[0], self.arrive)
         self.sim.run()
+        if self.check:
+            check_once(self.times_run, len(self.scheduler) + len(self.planned))
         seconds, sizes, imbalance, distinct = (np.array(column) for column in zip(*self.steps, strict=True))
         arrival_s = self.requests.arrival_s
         if self.check:
-            check_once(self.times_run, len(self.scheduler) + len(self.planned))
             check_times(arrival_s, self.start_s, self.finish_s)
-            check_work(self.busy_s, seconds, 0.0)
-            check_once(1 + np.abs(self.decoded - self.requests.tokens), 0)  # every token once
+            check_work(self.busy_s, seconds, self.idle_while_due_s, self.sim.now_s)
+            check_tokens(self.decoded, self.requests.tokens)
         return Run(arrival_s, self.start_s, self.finish_s, self.skipped, seconds, sizes, imbalance, distinct)
 
     def arrive(self) -> None:
+        self.look_at_clock()
         row = self.next
         self.scheduler.push(row, self.predicted[row], self.sim.now_s)
         self.next = row + 1
@@ -123,13 +145,17 @@ class _Decoder:
         """Admit, then run one token of everyone."""
         self.admit()
         if not len(self.running):
-            self.stepping = False
+            self.stepping, self.free_since_s = False, self.sim.now_s
             return
+        if not self.stepping:  # nobody ran, so all who run were due since they came
+            due_s = max(self.free_since_s, self.arrivals[self.running.min()])
+            self.idle_while_due_s = max(self.idle_while_due_s, self.sim.now_s - due_s)
         requests, running = self.requests, self.running
         _count_step(requests.expert_ids, requests.first, self.decoded, running, self.load)
         context = int((requests.context[running] + self.decoded[running]).sum())
         each = -(-len(running) // self.ranks)
         ran = self.timer(self.load, Batch(decode_requests=each, decode_context=context // self.ranks))
+        check_seconds(ran, len(running))
         self.decoded[running] += 1
         self.steps.append((ran.seconds, len(running), ran.imbalance, ran.distinct))
         self.stepping, self.began_s = True, self.sim.now_s
@@ -156,10 +182,8 @@ class _Decoder:
         self.running_load += self.predicted[rows].sum(axis=0)
 
     def end_step(self) -> None:
+        self.look_at_clock()
         now_s = self.sim.now_s
-        if self.check:
-            check_clock(self.seen_s, now_s)
-            self.seen_s = now_s
         self.busy_s += now_s - self.began_s
         done = self.decoded[self.running] == self.requests.tokens[self.running]
         if done.any():
@@ -171,6 +195,11 @@ class _Decoder:
             if self.progress is not None:
                 self.progress(len(rows))
         self.step()
+
+    def look_at_clock(self) -> None:
+        if self.check:
+            check_clock(self.seen_s, self.sim.now_s)
+            self.seen_s = self.sim.now_s
 
 
 @njit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +28,14 @@ class Execution(NamedTuple):
     """Experts touched, mean over layers."""
 
 
+def check_seconds(ran: Execution, requests: int) -> None:
+    """Refuse a time that no batch can take, whoever's model it comes from."""
+    if not 0.0 <= ran.seconds < math.inf:
+        raise ConfigError(
+            f"execution model: seconds={ran.seconds} of a batch of {requests} must be a finite number of at least 0"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class SpreadExecution:
     """CAPS's model: a base time, times ``1 + sensitivity x CV`` of the load the batch really brings.
@@ -44,6 +53,10 @@ class SpreadExecution:
     def __post_init__(self) -> None:
         if not 0 < self.base_s < np.inf:
             raise ConfigError(f"base_s={self.base_s} must be a finite number above 0")
+        if not 0 <= self.sensitivity < np.inf:
+            raise ConfigError(f"sensitivity={self.sensitivity} must be a finite number of at least 0")
+        if self.loads.ndim != 3:
+            raise ConfigError(f"loads has shape {self.loads.shape}; expected [request, layer, expert]")
 
     def __call__(self, requests: NDArray[np.int64]) -> Execution:
         cv, distinct = _spread(self.loads, requests)
@@ -57,6 +70,8 @@ def _spread(loads: Loads, requests: NDArray[np.int64]) -> tuple[float, float]:
     layers, experts = loads.shape[1], loads.shape[2]
     batch = np.zeros((layers, experts))
     for request in requests:
+        if not 0 <= request < len(loads):
+            raise IndexError("a request has no load")  # compiled code would read past the end
         batch += loads[request]
     mean = batch.mean()
     return (batch.std() / mean if mean > 0 else 0.0), (batch > 0).sum() / layers
@@ -81,6 +96,11 @@ class StepTimer:
         placement = self.placement or Placement.linear(spec.num_moe_layers, spec.num_experts, 1)
         if placement.num_ranks not in (1, topology.num_ranks):
             raise ConfigError(f"placement.num_ranks={placement.num_ranks} must equal {topology.num_ranks} of the model")
+        if (placement.num_layers, placement.num_experts) != (spec.num_moe_layers, spec.num_experts):
+            raise ConfigError(
+                f"placement is for {placement.num_layers} layers of {placement.num_experts} experts; "
+                f"{spec.name} has {spec.num_moe_layers} of {spec.num_experts}"
+            )
         self._ranks = placement.num_ranks
         self._moe = self.model.moe.array()
         self._slots = placement.slot_experts.astype(np.int64)
@@ -104,6 +124,10 @@ class StepTimer:
     def __call__(self, load: NDArray[np.int64], batch: Batch) -> Execution:
         """The step of `batch` on every rank whose tokens activate `load` [layer, expert] in all."""
         spec, model = self.model.spec, self.model
+        if load.shape != (spec.num_moe_layers, spec.num_experts):
+            raise ConfigError(f"load has shape {load.shape}; expected [{spec.num_moe_layers}, {spec.num_experts}]")
+        if not batch.tokens:
+            return Execution(0.0, 1.0, 0.0)
         tokens = model.options.padded(batch.tokens) if not batch.prefill_tokens else batch.tokens
         moe_us, imbalance, distinct = _layers_us(
             self._moe, load, self._slots, self._turn, self._replicas, self._ranks, float(tokens),
@@ -167,6 +191,12 @@ class PrefillExecution:
     """[request]"""
     ranks: int = 1
     """Ranks that share a batch's prompts evenly for attention and projections."""
+
+    def __post_init__(self) -> None:
+        if len(self.loads) != len(self.prompt_tokens):
+            raise ConfigError(f"{len(self.loads)} loads must be as many as prompt_tokens ({len(self.prompt_tokens)})")
+        if self.ranks < 1:
+            raise ConfigError(f"ranks={self.ranks} must be at least 1")
 
     def __call__(self, requests: NDArray[np.int64]) -> Execution:
         tokens = int(self.prompt_tokens[requests].sum())

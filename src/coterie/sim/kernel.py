@@ -36,16 +36,20 @@ class Simulation:
     def at(self, time_s: float, action: Action) -> None:
         """Run `action` at that time."""
         if not self.now_s <= time_s < math.inf:
-            raise ConfigError(f"time_s={time_s} must be a number not before the current simulation time {self.now_s}")
+            raise ConfigError(f"time_s={time_s} must be a finite number not before now_s={self.now_s}")
         self._asked += 1
         heappush(self._heap, (time_s, self._asked, action))
 
     def after(self, delay_s: float, action: Action) -> None:
         """Run `action` that much later."""
+        if not 0.0 <= delay_s < math.inf:  # a delay lost in the rounding of a late clock would pass below
+            raise ConfigError(f"delay_s={delay_s} must be a finite number of at least 0")
         self.at(self.now_s + delay_s, action)
 
     def run(self, until_s: float = math.inf) -> None:
         """Run events until none is left, or up to and with that time; the clock then stands at the last one run."""
+        if not until_s >= self.now_s:
+            raise ConfigError(f"until_s={until_s} must be a number not before now_s={self.now_s}")
         heap = self._heap
         while heap and heap[0][0] <= until_s:
             self.now_s, _, action = heappop(heap)

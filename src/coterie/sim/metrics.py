@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ def summarise(run: Run) -> Summary:
         requests=len(latency_ms),
         p50_ms=float(p50), p90_ms=float(p90), p99_ms=float(p99), p999_ms=float(p999),
         mean_ms=float(latency_ms.mean()),
-        throughput=len(latency_ms) / span_s,
+        throughput=len(latency_ms) / span_s if span_s > 0 else math.inf,
         imbalance=float(run.imbalance.mean()),
         distinct=float(run.distinct.mean()),
         batch_ms=float(run.batch_s.mean() * 1e3),

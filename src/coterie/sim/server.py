@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from coterie.batching.base import Loads, Strategy
 from coterie.batching.scheduler import Scheduler, SchedulerConfig
 from coterie.errors import ConfigError
-from coterie.sim.execution import Execution
+from coterie.sim.execution import Execution, check_seconds
 from coterie.sim.invariants import check_clock, check_once, check_times, check_work
 from coterie.sim.kernel import Simulation
 from coterie.sim.metrics import Run
@@ -45,12 +45,22 @@ def run_batches(
 
     `arrival_s` [request] rises; `predicted` [request, layer, expert] is what the strategy is shown.
     """
-    if len(arrival_s) == 0 or len(predicted) != len(arrival_s):
-        raise ConfigError(f"{len(arrival_s)} arrivals must be at least 1, with as many loads ({len(predicted)})")
-    if arrival_s[0] < 0 or not np.all(np.diff(arrival_s) >= 0):
-        raise ConfigError("arrival_s must rise from at least 0")
+    check_requests(arrival_s, predicted)
     server = _BatchServer(arrival_s, predicted, execution, config, strategy, rng, check, progress)
     return server.serve()
+
+
+def check_requests(arrival_s: NDArray[np.float64], predicted: Loads) -> None:
+    """Refuse requests that no server can be shown."""
+    if len(arrival_s) == 0 or len(predicted) != len(arrival_s):
+        raise ConfigError(f"{len(arrival_s)} arrivals must be at least 1, with as many loads ({len(predicted)})")
+    if not (arrival_s[0] >= 0 and np.all(arrival_s[1:] >= arrival_s[:-1]) and arrival_s[-1] < math.inf):
+        raise ConfigError("arrival_s must rise from at least 0, and be finite")
+    if predicted.ndim != 3:
+        raise ConfigError(f"predicted has shape {predicted.shape}; expected [request, layer, expert]")
+    low, high = predicted.min(initial=0.0), predicted.max(initial=0.0)
+    if not (low >= 0 and high < math.inf):
+        raise ConfigError(f"predicted holds {low if not low >= 0 else high}; loads must be finite and at least 0")
 
 
 class _BatchServer:
@@ -85,16 +95,18 @@ class _BatchServer:
     def serve(self) -> Run:
         self.sim.at(self.arrivals[0], self.arrive)
         self.sim.run()
+        if self.check:
+            check_once(self.times_run, len(self.scheduler))
         arrival_s = np.array(self.arrivals)
         seconds, sizes, imbalance, distinct = (np.array(column) for column in zip(*self.batches, strict=True))
         if self.check:
-            check_once(self.times_run, len(self.scheduler))
             check_times(arrival_s, self.start_s, self.finish_s)
-            check_work(self.busy_s, seconds, self.idle_while_due_s)
+            check_work(self.busy_s, seconds, self.idle_while_due_s, self.sim.now_s)
         return Run(arrival_s, self.start_s, self.finish_s, self.skipped, seconds, sizes, imbalance, distinct)
 
     def arrive(self) -> None:
         """A request joins the queue; the next one's arrival becomes an event only now, so that the heap stays small."""
+        self.look_at_clock()
         sim, count = self.sim, len(self.arrivals)
         row = self.next
         self.scheduler.push(row, self.predicted[row], sim.now_s)
@@ -106,19 +118,16 @@ class _BatchServer:
 
     def start_if_due(self) -> None:
         now_s, due_s = self.sim.now_s, self.scheduler.due_s()
-        if self.check:
-            check_clock(self.seen_s, now_s)
-            self.seen_s = now_s
         if due_s > now_s:
             if due_s < self.timer_s:  # one timer is enough: the oldest request's comes first
                 self.timer_s = due_s
                 self.sim.at(due_s, self.on_timer)
             return
-        if due_s > -math.inf:
-            self.idle_while_due_s = max(self.idle_while_due_s, now_s - max(due_s, self.free_since_s))
+        self.idle_while_due_s = max(self.idle_while_due_s, now_s - max(due_s, self.free_since_s))
         batch = self.scheduler.next_batch(self.idle, self.size, self.rng)
         rows = np.array(batch.items, np.int64)
         ran = self.execution(rows)
+        check_seconds(ran, len(rows))
         self.start_s[rows] = now_s
         self.finish_s[rows] = now_s + ran.seconds
         self.skipped[rows] = batch.skipped
@@ -130,11 +139,18 @@ class _BatchServer:
             self.progress(len(rows))
 
     def on_timer(self) -> None:
+        self.look_at_clock()
         self.timer_s = math.inf
         if not self.busy:
             self.start_if_due()
 
     def finish(self) -> None:
+        self.look_at_clock()
         self.busy, self.free_since_s = False, self.sim.now_s
         self.busy_s += self.sim.now_s - self.began_s
         self.start_if_due()
+
+    def look_at_clock(self) -> None:
+        if self.check:
+            check_clock(self.seen_s, self.sim.now_s)
+            self.seen_s = self.sim.now_s

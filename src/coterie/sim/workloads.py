@@ -48,9 +48,12 @@ class SemanticLoads:
             raise ConfigError(f"domains={self.domains} must be at least 1")
         if not 0 <= self.strength <= 1:
             raise ConfigError(f"strength={self.strength} must be in 0 … 1")
-        for name in ("likeness", "tokens"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number above 0")
+        if not 0 < self.tokens < math.inf:
+            raise ConfigError(f"tokens={self.tokens} must be a finite number above 0")
+        if not 1 <= self.likeness < math.inf:  # below, most shares underflow and requests become even, not unlike
+            raise ConfigError(f"likeness={self.likeness} must be a finite number of at least 1")
+        if not 0 <= self.tokens_sigma < 10:
+            raise ConfigError(f"tokens_sigma={self.tokens_sigma} must be in 0 … 10")
 
     @property
     def mix(self) -> NDArray[np.float64]:
@@ -68,6 +71,8 @@ class SemanticLoads:
 
     def draw(self, domain: NDArray[np.int64], rng: Generator) -> Loads:
         """[request, 1, expert] tokens, whole numbers."""
+        if domain.size and not 0 <= domain.min() <= domain.max() < self.domains:
+            raise ConfigError(f"domain holds {domain.min()} … {domain.max()}; it must be in 0 … {self.domains - 1}")
         sigma = self.tokens_sigma
         tokens = rng.lognormal(math.log(self.tokens) - sigma * sigma / 2, sigma, len(domain))
         activations = np.maximum(1, np.rint(tokens)).astype(np.int64) * self.top_k
