@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from scipy.stats import poisson
 
-from coterie.batching import strategies
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.sim import Execution, Run, run_batches
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numba
 import numpy as np
 import pytest
+from control_variates import controlled_mean
 from scipy.stats import binom, poisson
 
 from coterie.batching import Fcfs
@@ -82,22 +85,21 @@ def kiefer_wolfowitz(arrival_s: np.ndarray, service_s: np.ndarray, servers: int)
 
 @pytest.mark.parametrize(("servers", "load"), [(1, 0.8), (2, 0.5), (4, 0.8), (8, 0.8)])
 def test_the_kernel_gives_the_waits_of_mmk(servers: int, load: float):
-    """Service of mean 1. What chance did to the queue is taken out by a control whose mean is 0.
-
-    In balance the mean drift of n squared, n the number in the system, is 0; past k servers it falls in a straight line
-    as the wait rises in one, so that much of a long queue's scatter cancels.
-    """
+    """Service of mean 1. Whatever function of the number in the system one takes, its mean drift is 0 in balance."""
     rng, count, rate = np.random.default_rng(2026), 100_000, servers * load
     arrival_s, service_s = np.cumsum(rng.exponential(1 / rate, count)), rng.exponential(1.0, count)
     waits, seen = queue_on_the_kernel(arrival_s, service_s, servers)
     np.testing.assert_allclose(waits, kiefer_wolfowitz(arrival_s, service_s, servers), rtol=0, atol=1e-9)
 
-    drift = rate * (2 * seen + 1) + np.minimum(seen, servers) * (1 - 2 * seen)
-    controlled = waits + drift / (2 * servers * (servers - rate))
+    def drift(of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        up, down = of(seen + 1) - of(seen), of(seen - 1) - of(seen)
+        return rate * up + np.minimum(seen, servers) * down
+
+    queued = [drift(lambda n, power=power: np.maximum(n - servers, 0.0) ** power) for power in (1, 2, 3)]
+    found = controlled_mean(waits, [drift(lambda n: n), drift(lambda n: n**2), *queued])
     theory = erlang_wait(servers, load)
-    error = controlled.reshape(100, -1).mean(axis=1).std(ddof=1) / 10
-    assert error < 0.008 * theory, "too few requests to tell 2 % from chance"
-    assert controlled.mean() == pytest.approx(theory, rel=0.02)
+    assert found.error < 0.008 * theory, "too few requests to tell 2 % from chance"
+    assert found.mean == pytest.approx(theory, rel=0.02)
 
 
 def test_erlang_c_has_its_known_values():
@@ -138,30 +140,61 @@ def decode_wait(places: int, load: float, mean_tokens: float, largest: int = 120
 @pytest.mark.parametrize(("places", "load"), [(1, 0.6), (4, 0.8), (8, 0.7)])
 def test_short_steps_turn_the_chain_of_decode_into_mmk(places: int, load: float):
     exact = erlang_wait(places, load)
-    apart = [decode_wait(places, load, tokens) / exact - 1 for tokens in (20, 200, 2000)]
-    assert abs(apart[2]) < 0.02
-    np.testing.assert_allclose(apart[2] / apart[1], 0.1, rtol=0.05, err_msg="the difference is one of the step")
-    print(apart)
+    apart = [decode_wait(places, load, tokens) / exact - 1 for tokens in (20, 200)]
+    assert abs(apart[1]) < 0.02
+    assert apart[1] / apart[0] == pytest.approx(0.1, rel=0.05), "what is left is in proportion to the step"
 
 
-@pytest.mark.parametrize(("places", "load", "mean_tokens"), [(1, 0.6, 3.0), (4, 0.75, 4.0), (8, 0.7, 6.0)])
-def test_decode_waits_as_its_chain_says(places: int, load: float, mean_tokens: float):
-    out = []
-    for seed in range(6):
-        out.append(one(places, load, mean_tokens, seed))
-    out=np.array(out); print(places, load, out.mean(0), out.std(0))
+@numba.njit
+def steps_by_hand(arrival_s: np.ndarray, tokens: np.ndarray, places: int, step_s: float) -> np.ndarray:
+    """[request] when each joined, from the rule alone: joined at the end of a step, in order, where a place is free."""
+    starts, left = np.zeros(len(tokens)), tokens.copy()
+    running = np.zeros(places, np.int64)
+    count, following, now_s = 0, 0, 0.0
+    while following < len(tokens) or count:
+        if count == 0:
+            now_s = max(now_s, arrival_s[following])
+        while count < places and following < len(tokens) and arrival_s[following] <= now_s:
+            running[count] = following
+            starts[following] = now_s
+            count, following = count + 1, following + 1
+        now_s += step_s
+        still = 0
+        for place in range(count):
+            left[running[place]] -= 1
+            if left[running[place]]:
+                running[still] = running[place]
+                still += 1
+        count = still
+    return starts
 
-def one(places,load,mean_tokens,seed):
-    rng, count = np.random.default_rng(seed), 20_000
-    tokens = rng.geometric(1 / mean_tokens, count)
+
+CASES = [(1, 0.6, 3.0), (4, 0.75, 4.0), (8, 0.7, 6.0)]
+
+
+def draw(places: int, load: float, mean_tokens: float, count: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(2026)
+    return np.cumsum(rng.exponential(1 / (places * load), count)), rng.geometric(1 / mean_tokens, count)
+
+
+@pytest.mark.parametrize(("places", "load", "mean_tokens"), CASES)
+def test_decode_runs_by_the_rule_of_its_chain(places: int, load: float, mean_tokens: float):
+    """Every start of the decoder is that of the rule, and a long run of the rule waits as the chain says."""
+    arrival_s, tokens = draw(places, load, mean_tokens, 4000)
     requests = DecodeRequests(
-        arrival_s=np.cumsum(rng.exponential(1 / (places * load), count)), context=np.zeros(count, np.int64),
-        first=np.zeros(count, np.int64), tokens=tokens, expert_ids=np.zeros((tokens.max(), 1, 1), np.uint8),
+        arrival_s=arrival_s, context=np.zeros(4000, np.int64), first=np.zeros(4000, np.int64), tokens=tokens,
+        expert_ids=np.zeros((tokens.max(), 1, 1), np.uint8),
     )  # fmt: skip
     step = Execution(1 / mean_tokens, 1.0, 1.0)
     config = SchedulerConfig(max_batch_size=1, window_size=1)
-    import time; t=time.time()
-    run = run_decode(requests, np.zeros((count, 1, 1)), lambda *_: step, places, config, Fcfs(), rng)
-    waits=run.start_s-run.arrival_s
-    th=decode_wait(places,load,mean_tokens)
-    return waits.mean()/th, th, waits.reshape(50,-1).mean(1).std()/7/th, time.time()-t
+    rng = np.random.default_rng(0)
+    run = run_decode(requests, np.zeros((4000, 1, 1)), lambda *_: step, places, config, Fcfs(), rng, check=True)
+    by_hand = steps_by_hand(arrival_s, tokens, places, 1 / mean_tokens)
+    np.testing.assert_allclose(run.start_s, by_hand, rtol=0, atol=1e-9)
+
+    arrival_s, tokens = draw(places, load, mean_tokens, 4_000_000)
+    waits = steps_by_hand(arrival_s, tokens, places, 1 / mean_tokens) - arrival_s
+    theory = decode_wait(places, load, mean_tokens)
+    error = waits.reshape(100, -1).mean(axis=1).std(ddof=1) / 10
+    assert error < 0.006 * theory, "too few requests to tell 2 % from chance"
+    assert waits.mean() == pytest.approx(theory, rel=0.02)

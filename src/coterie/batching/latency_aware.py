@@ -83,32 +83,42 @@ def measure_trust(
     cost: BatchCost,
     predicted: Loads,
     truth: Loads,
-    rng: Generator,
+    stream: Indices,
     size: int = 8,
     window: int = 32,
     running: int = 0,
-    trials: int = 200,
 ) -> float:
-    """Share of the gains predicted for calibration requests that come true; `predicted` and `truth` [request, …].
+    """Share of the gains predicted that come true; `predicted` and `truth` [request, layer, expert] of the same requests.
 
-    Windows are drawn from the requests, with `running` others running already, and the batch chosen by prediction is
-    timed by the truth. Requests that the strategy is judged on must not be among them.
+    `stream` names requests in an order of arrival like the one to come. They are served twice, by prediction and in
+    order, always with `window` waiting and `running` others under way, and both are timed by the truth. That counts
+    what a single choice does not show: predictions are wrong, and whoever is passed over now has to be served later.
+    Requests that the strategy is judged on must not be among them.
     """
-    if predicted.shape != truth.shape or len(predicted) < 2:
-        raise ConfigError(f"predicted {predicted.shape} and truth {truth.shape} must be of the same two or more requests")
-    hoped = came = 0.0
-    for _ in range(trials):
-        rows = rng.integers(len(predicted), size=min(window, len(predicted)))
-        others = rng.integers(len(predicted), size=running)
-        skipped = np.zeros(len(rows), np.int64)
-        found = []
-        for loads in (predicted, truth):
-            found.append((np.ascontiguousarray(loads[rows]), loads[others].sum(axis=0)))
-        everyone = LatencyAware(max_skips=None, cost=cost)
-        order = everyone.select(Window(found[0][0], skipped, 1 << 40), found[0][1], size, rng).order
-        hoped += gain_of(cost, *found[0], order)
-        came += gain_of(cost, *found[1], order)
-    return float(min(1.0, max(0.0, came / hoped))) if hoped > 0 else 0.0
+    if predicted.shape != truth.shape:
+        raise ConfigError(f"predicted {predicted.shape} and truth {truth.shape} must be of the same requests")
+    batches = (len(stream) - running - window) // size
+    if batches < 1:
+        raise ConfigError(f"the stream has {len(stream)} requests; it must have {running + window + size} or more")
+    rng = np.random.default_rng(0)  # nothing here is random, but a strategy takes one
+    everyone = LatencyAware(max_skips=None, cost=cost)
+    skipped = np.zeros(window, np.int64)
+    hoped, spent = 0.0, [0.0, 0.0]
+    under_way = [list(stream[:running]), list(stream[:running])]
+    waiting = list(stream[running:])
+    for batch in range(batches):
+        come = list(stream[running + batch * size :][:size])
+        rows = waiting[:window]
+        loads, load = np.ascontiguousarray(predicted[rows]), predicted[under_way[1]].sum(axis=0)
+        order = everyone.select(Window(loads, skipped, NEVER), load, size, rng).order
+        hoped += gain_of(cost, loads, load, order)
+        chosen = [rows[index] for index in order]
+        waiting = [row for index, row in enumerate(rows) if index not in set(order.tolist())] + waiting[window:]
+        for way, taken in enumerate((come, chosen)):
+            spent[way] += _time_of(cost, truth[taken], truth[under_way[way]].sum(axis=0))
+            under_way[way] = (under_way[way] + taken)[len(taken) :] if running else []
+    saved = 1.0 - spent[1] / spent[0]
+    return float(min(1.0, max(0.0, saved * batches / hoped))) if hoped > 0 else 0.0
 
 
 def gain_of(cost: BatchCost, loads: Loads, running: Loads, order: Indices) -> float:
@@ -119,6 +129,15 @@ def gain_of(cost: BatchCost, loads: Loads, running: Loads, order: Indices) -> fl
         return float(_step_gain(loads, running, come, order, _numbers(cost), cost.num_ranks))
     rows = loads.reshape(len(loads), -1)
     return float(_spread_gain(rows, running.ravel(), come, order, cost.sensitivity))
+
+
+def _time_of(cost: BatchCost, loads: Loads, running: Loads) -> float:
+    """Of all these requests added to `running`."""
+    everyone = np.arange(len(loads))
+    if isinstance(cost, StepCost):
+        loads, running = cost.slot_loads(loads), cost.slot_loads(running)
+        return float(_fill_step(loads, running, everyone, len(everyone), _numbers(cost), cost.num_ranks))
+    return float(_spread(loads.reshape(len(loads), -1), running.ravel(), everyone, cost.sensitivity)[0])
 
 
 @njit()

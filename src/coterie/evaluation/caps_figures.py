@@ -6,7 +6,7 @@ those whose order is the claim have a line of their own, and so has any that Cot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +26,14 @@ Rows = Sequence[dict[str, Any]]
 BASE = "fcfs"
 GROUP = (*TOP_SIX, "differencing", "power_of_d_dot")
 """Nearly alike under bursts."""
+LEAST_GROUP = 4
+"""Of fewer, each has its own line."""
 STYLES = {
     "latency_aware": ("#1f6fb4", "o"), "random": ("#d9730d", "s"), "karmarkar_karp": ("#2a8c5a", "^"),
     "lpt": ("#8e4fb0", "v"), "greedy_variance": ("#5b6675", "D"), BASE: ("#1c2430", "."),
 }  # fmt: skip
-OTHERS = (("#b8326f", "P"), ("#12858f", "X"), ("#7a5c12", "p"), ("#6b2f2f", "h"))
-"""Colours and markers of what a user adds, again from the start where there are more."""
+COLORS, MARKERS = ("#b8326f", "#12858f", "#7a5c12", "#6b2f2f"), "PXph*"
+"""Of all others, in turn: 20 pairs before one comes again."""
 PERCENTILES = {"p50_ms": "50", "p90_ms": "90", "p99_ms": "99", "p999_ms": "99.9"}
 SHOWN = (BASE, "random", "greedy_variance", "latency_aware")
 """Whose percentiles are drawn; others take the place of missing ones."""
@@ -51,9 +53,9 @@ def draw_figures(folder: Path, rows: Rows) -> list[Path]:
         return []
     bursty = [row for row in rows if row["pattern"] == "bursty" and row["strategy"] != BASE]
     pairs, patterns = _pairs(rows), _distinct(rows, "pattern")
-    fills: list[tuple[str, Callable[[Figure, Theme], None], float]] = [
-        ("fig1_p99_by_rate", partial(_p99_by_rate, rows), 4.0)
-    ]
+    fills: list[tuple[str, Callable[[Figure, Theme], None], float]] = []
+    if any(row["strategy"] != BASE for row in rows):
+        fills.append(("fig1_p99_by_rate", partial(_p99_by_rate, rows), 4.0))
     if pairs:
         fills.append(("fig2_ours_vs_published", partial(_against_published, pairs), 4.3))
     if bursty:
@@ -73,17 +75,18 @@ def _p99_by_rate(rows: Rows, figure: Figure, theme: Theme) -> None:
         _p99_panel(axes, theme, [row for row in rows if row["pattern"] == pattern], look)
         axes.set(title=f"{pattern} arrivals", xlabel="requests a second" + ("  (* predicted, not fitted)" * predicted))
     figure.axes[0].set_ylabel("cut of P99 against fcfs (%)")
-    handles: list[Any] = [
-        Line2D([], [], color=color, marker=marker, ms=5, label=_short(name)) for name, (color, marker) in look.items()
-    ]
-    group = [name for name in _distinct(rows, "strategy") if name in GROUP]
+    handles = _handles(look)
+    group = _group(rows)
     if group:
-        label = f"{len(group)} others, least to most" if len(group) > 1 else group[0]
-        handles.append(Patch(facecolor=theme.grid, edgecolor=theme.muted, lw=0.8, label=label))
+        handles.append(
+            Patch(facecolor=theme.grid, edgecolor=theme.muted, lw=0.8, label=f"{len(group)} others, least to most")
+        )
     if any(_published(row, "p99_reduction_pct") for row in rows):
         handles.append(
-            Line2D([], [], color=theme.text, marker="D", mfc="white", ms=6, lw=1, ls="none", label="published")
+            Line2D([], [], color=theme.text, marker="D", mfc=theme.background, ms=6, ls="none", label="published")
         )
+    if any(row["strategy"] in look and row["p99_reduction_low"] < row["p99_reduction_high"] for row in rows):
+        handles.append(_whisker(theme))
     _legend_above(figure, handles)
 
 
@@ -91,37 +94,44 @@ def _p99_panel(axes: Any, theme: Theme, rows: Rows, look: dict[str, tuple[str, s
     rates = _distinct(rows, "rate")
     at = {rate: place for place, rate in enumerate(rates)}  # evenly spaced, whatever the rates
     axes.axhline(0.0, color=theme.text, lw=1.2)
-    group = np.array([_values(rows, name, rates) for name in _distinct(rows, "strategy") if name in GROUP])
+    group = np.array([_values(rows, name, rates) for name in _group(rows)])
     if group.size:
         axes.fill_between(range(len(rates)), group.min(axis=0), group.max(axis=0), color=theme.grid, lw=0)
         axes.plot(range(len(rates)), group.T, color=theme.muted, lw=0.6, marker="_", ms=7, alpha=0.8)
-    lost = []
+    lost: dict[str, list[tuple[float, float]]] = {}
     for shift, (name, (color, marker)) in zip(_dodge(len(look)), look.items(), strict=True):
-        mine = [row for row in rows if row["strategy"] == name]
+        mine = sorted((row for row in rows if row["strategy"] == name), key=lambda row: float(row["rate"]))
         x = [at[row["rate"]] + shift for row in mine]
         y = np.array([row["p99_reduction_pct"] for row in mine])
         ends = np.array([(row["p99_reduction_low"], row["p99_reduction_high"]) for row in mine]).reshape(-1, 2)
         best = name == "latency_aware"
         axes.vlines(x, ends[:, 0], ends[:, 1], color=color, lw=1.0, alpha=0.7)
         axes.plot(x, y, color=color, marker=marker, ms=5, lw=2.4 if best else 1.5, zorder=4 if best else 3)
-        lost += [(row["rate"], name, value) for row, value in zip(mine, y, strict=True) if value < FLOOR]
+        if (y < FLOOR).any():
+            lost[name] = [(row["rate"], value) for row, value in zip(mine, y, strict=True) if value < FLOOR]
     brackets = _published_p99(axes, theme, rows, at, look)
     low, high = axes.get_ylim()
     high = max(high, 5.0)
     axes.set_ylim(min(max(low, FLOOR), -0.08 * high), high)
     _rate_ticks(axes, rows, rates, brackets)
-    axes.annotate("fcfs", (axes.get_xlim()[1], 0), (0, -2), textcoords="offset points", ha="right", va="top", fontsize=8)
+    axes.annotate(BASE, (axes.get_xlim()[1], 0), (0, -2), textcoords="offset points", ha="right", va="top", fontsize=8)
     if lost:
-        words = [f"{_short(name)} at {rate:g}: {_signed(value, 0)}" for rate, name, value in sorted(lost)[:MOST_LISTED]]
-        _corner(axes, theme, ["below the axis", *words])
+        _corner(axes, theme, ["below the axis", *_listed(_below(name, spots) for name, spots in lost.items())])
     axes.grid(axis="y")
     axes.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
+
+
+def _below(name: str, spots: list[tuple[float, float]]) -> str:
+    lowest = _signed(min(value for _, value in spots), 0)
+    if len(spots) == 1:
+        return f"{_short(name)} at {spots[0][0]:g}: {lowest}"
+    return f"{_short(name)} at {len(spots)} rates: down to {lowest}"
 
 
 def _published_p99(
     axes: Any, theme: Theme, rows: Rows, at: dict[float, int], look: dict[str, tuple[str, str]]
 ) -> float | None:
-    """Published values at their rates, ranges over all rates to the right; the middle of those, None without any."""
+    """Published values at their rates, ranges over all rates to the right; where those end, None without any."""
     each: dict[float, list[float]] = {}
     ranges: dict[str, tuple[float, float]] = {}
     for row in rows:
@@ -130,18 +140,19 @@ def _published_p99(
             each.setdefault(row["rate"], []).extend(found)
         elif found:
             ranges[row["strategy"]] = found
-    for rate, ends in each.items():
-        axes.vlines(at[rate], min(ends), max(ends), color=theme.text, lw=1.2, zorder=6)
-    middles = [(min(ends) + max(ends)) / 2 for ends in each.values()]
-    axes.plot([at[rate] for rate in each], middles, "D", mfc="none", mec=theme.text, mew=1.2, ms=7, zorder=6)
-    first = len(at) - 0.35
+    x = [at[rate] for rate in each]
+    low, high = [min(ends) for ends in each.values()], [max(ends) for ends in each.values()]
+    axes.vlines(x, low, high, color=theme.text, lw=1.2, zorder=6)
+    axes.plot(x, np.add(low, high) / 2, "D", mfc="none", mec=theme.text, mew=1.2, ms=7, zorder=6)
+    unit = _unit(at)
+    first = len(at) - 1 + 0.65 * unit
     for place, (name, ends) in enumerate(ranges.items()):
-        color, x = look.get(name, (theme.muted, ""))[0], first + 0.16 * place
-        axes.plot((x, x), ends, color=color, lw=1.4, marker="_", ms=7, mew=1.4)
+        color, right = look.get(name, (theme.muted, ""))[0], first + 0.16 * unit * place
+        axes.plot((right, right), ends, color=color, lw=1.4, marker="_", ms=7, mew=1.4)
         if name not in look:
-            axes.annotate(_short(name), (x, ends[1]), (0, 4), textcoords="offset points", color=theme.muted,
+            axes.annotate(_short(name), (right, ends[1]), (0, 4), textcoords="offset points", color=theme.muted,
                           ha="center", va="bottom", fontsize=7, rotation=90)  # fmt: skip
-    return first + 0.08 * (len(ranges) - 1) if ranges else None
+    return first + 0.16 * unit * (len(ranges) - 1) if ranges else None
 
 
 def _rate_ticks(axes: Any, rows: Rows, rates: Sequence[float], brackets: float | None) -> None:
@@ -150,12 +161,18 @@ def _rate_ticks(axes: Any, rows: Rows, rates: Sequence[float], brackets: float |
     places = list(range(0, len(rates), step))
     words = [f"{rates[place]:g}" + ("" if rates[place] in fitted else "*") for place in places]
     axes.set_xticks(places, words)
-    axes.set_xlim(-0.4, len(rates) - 0.6 if brackets is None else max(2 * brackets - len(rates) + 0.7, len(rates)))
+    unit = _unit(rates)
+    end = len(rates) - 1 + 0.4 * unit
+    axes.set_xlim(-0.4 * unit, end if brackets is None else max(brackets + 0.35 * unit, end + 0.6 * unit))
     if brackets is not None:
-        color = axes.xaxis.label.get_color()
-        axes.axvline(len(rates) - 0.65, color=color, lw=0.6, ls=":")
-        axes.annotate("published, least to most of the rates", (len(rates) - 0.65, axes.get_ylim()[1]), (2, 0),
-                      textcoords="offset points", ha="left", va="top", rotation=90, fontsize=6.5)  # fmt: skip
+        axes.axvline(end, color=axes.xaxis.label.get_color(), lw=0.6, ls=":")
+        axes.annotate("published, all rates", (end, axes.get_ylim()[1]), (2, 0), textcoords="offset points", ha="left",
+                      va="top", rotation=90, fontsize=6.5)  # fmt: skip
+
+
+def _unit(rates: Collection[float]) -> float:
+    """A width beside the rates, in steps between two of them, that is the same on paper for any number of rates."""
+    return max(0.5, len(rates) / 4)
 
 
 # ------------------------------------------------------------------------------------------------------ ours, published
@@ -189,10 +206,9 @@ def _pairs(rows: Rows) -> list[Pair]:
         for field in NEAR:
             found = _published(row, field)
             if found and field == "p99_reduction_pct" and _is_of_rate(row):
-                value, ends = row[field], (row["p99_reduction_low"], row["p99_reduction_high"])
-                pairs.append(
-                    Pair(field, row["pattern"], row["strategy"], row["rate"], row["fitted"], (value, value), ends, found)
-                )
+                ours, ends = (row[field], row[field]), (row["p99_reduction_low"], row["p99_reduction_high"])
+                cell = row["pattern"], row["strategy"], row["rate"], row["fitted"]
+                pairs.append(Pair(field, *cell, ours, ends, found))
             elif found:
                 over_rates.setdefault((field, row["pattern"], row["strategy"]), []).append(row)
     for (field, pattern, name), mine in over_rates.items():
@@ -267,6 +283,8 @@ def _pair_handles(pairs: list[Pair], theme: Theme) -> list[Any]:
         handles.append(spot(marker="o", mec=theme.muted, mfc=theme.background, label="rate predicted"))
     if any(pair.rate is None and pair.field == "p99_reduction_pct" for pair in pairs):
         handles.append(Line2D([], [], color=theme.muted, marker="_", ms=6, lw=1.4, label="least to most of the rates"))
+    if any(pair.rate is not None and pair.interval[0] < pair.interval[1] for pair in pairs):
+        handles.append(_whisker(theme))
     return handles
 
 
@@ -274,13 +292,16 @@ def _far(pairs: list[Pair], near: float) -> list[str]:
     """Lines that name what is further than `near` from the published number."""
     groups: dict[str, list[Pair]] = {}
     for pair in pairs:
-        groups.setdefault(f"{pair.pattern} {pair.rate:g}" if pair.rate is not None else _kind(pair)[0], []).append(pair)
+        label = _kind(pair)[0]
+        if pair.field == "p99_reduction_pct":
+            label = f"{pair.pattern} {pair.rate:g}" if pair.rate is not None else f"{pair.pattern}, all rates"
+        groups.setdefault(label, []).append(pair)
     lines = []
     for label, group in groups.items():
         far = [_short(pair.strategy) for pair in group if pair.off > near]
         if far:
             lines.append(f"{label}: " + (", ".join(far) if len(far) < 3 else f"{len(far)} of {len(group)}"))
-    return lines if len(lines) <= MOST_LISTED else [*lines[:MOST_LISTED], f"and {len(lines) - MOST_LISTED} more"]
+    return _listed(lines)
 
 
 # ------------------------------------------------------------------------------------------------------ strategies
@@ -289,13 +310,13 @@ def _far(pairs: list[Pair], near: float) -> list[str]:
 def _by_strategy(rows: Rows, figure: Figure, theme: Theme) -> None:
     fields = {"throughput_gain_pct": "throughput gain (%)", "imbalance_reduction_pct": "imbalance cut (%)"}
     names = _distinct(rows, "strategy")
-    each = {(name, field): [row[field] for row in rows if row["strategy"] == name] for name in names for field in fields}
-    names.sort(key=lambda name: np.mean(each[name, "throughput_gain_pct"]))
+    each = {name: [row for row in rows if row["strategy"] == name] for name in names}
+    names.sort(key=lambda name: float(np.mean([row["throughput_gain_pct"] for row in each[name]])))
     places = np.arange(len(names))
     panels = figure.subplots(1, 2, sharey=True)
     any_published = False
     for axes, (field, title), color in zip(panels, fields.items(), theme.series[2:], strict=True):
-        means = np.array([np.mean(each[name, field]) for name in names])
+        means = [float(np.mean([row[field] for row in each[name]])) for name in names]
         axes.barh(places, means, height=0.62, color=color, alpha=0.75)
         known = {name: ends for row in rows if (ends := _published(row, field)) for name in [row["strategy"]]}
         spots = [(place, end) for place, name in enumerate(names) for end in known.get(name, ())]
@@ -307,24 +328,27 @@ def _by_strategy(rows: Rows, figure: Figure, theme: Theme) -> None:
         for place, mean in enumerate(means):
             axes.annotate(_signed(mean), (axes.get_xlim()[1], place), ha="right", va="center", fontsize=8)
         axes.axvline(0.0, color=theme.text, lw=1)
-        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], prune="upper"))
+        ticks = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high)
+        axes.set_xticks([tick for tick in ticks if low <= tick <= high])  # none under the numbers
         axes.grid(axis="x")
     panels[0].set_yticks(places, [_short(name) for name in names])
     panels[0].tick_params(axis="y", length=0, labelcolor=theme.text, labelsize=9)
     panels[1].tick_params(axis="y", length=0)
     rates = _distinct(rows, "rate")
-    over = f"mean over {', '.join(f'{rate:g}' for rate in rates)}" if 1 < len(rates) <= 6 else f"{len(rates)} rates"
-    over = f"{rates[0]:g}" if len(rates) == 1 else over
-    handles: list[Any] = [Patch(color=theme.muted, alpha=0.75, label=f"bursty arrivals, {over} requests a second")]
+    over = f"{', '.join(f'{rate:g}' for rate in rates)}" if len(rates) <= 6 else f"{rates[0]:g} to {rates[-1]:g}"
+    label = f"bursty arrivals, {'mean over ' if len(rates) > 1 else ''}{over} requests a second"
+    handles: list[Any] = [Patch(color=theme.muted, alpha=0.75, label=label)]
     if any_published:
-        handles.append(Line2D([], [], color=theme.text, marker="|", ms=9, mew=1.2, ls="none", label="published, both ends"))
+        handles.append(
+            Line2D([], [], color=theme.text, marker="|", ms=9, mew=1.2, ls="none", label="published, both ends")
+        )
     _legend_above(figure, handles)
 
 
 # ------------------------------------------------------------------------------------------------------ percentiles
 
 
-def _percentiles(rows: Rows, figure: Figure, theme: Theme) -> None:
+def _percentiles(rows: Rows, figure: Figure, _: Theme) -> None:
     patterns, rates, names = _distinct(rows, "pattern"), _distinct(rows, "rate"), _distinct(rows, "strategy")
     shown = sorted(names, key=lambda name: name not in SHOWN)[: len(SHOWN)]
     look = _styles(shown)
@@ -342,7 +366,8 @@ def _percentiles(rows: Rows, figure: Figure, theme: Theme) -> None:
                 axes.plot(values, color=color, marker=marker, ms=4, lw=2.0 if name == "latency_aware" else 1.2,
                           ls="--" if name == BASE else "-", zorder=3 if name == BASE else 2)  # fmt: skip
                 seconds += [value for value in values if value > 0]
-            axes.set_xticks(range(len(PERCENTILES)), list(PERCENTILES.values()))
+            last = pattern == patterns[-1]
+            axes.set_xticks(range(len(PERCENTILES)), list(PERCENTILES.values()) if last else [])
             axes.tick_params(labelsize=8)
             if seconds and max(seconds) > 20 * min(seconds):
                 axes.set_yscale("log")
@@ -353,10 +378,7 @@ def _percentiles(rows: Rows, figure: Figure, theme: Theme) -> None:
             axes.set_title(f"{pattern}, {rate:g}/s", fontsize=9)
         line[0].set_ylabel("latency (s)", fontsize=9)
     figure.supxlabel("percentile of requests", fontsize=9)
-    _legend_above(
-        figure,
-        [Line2D([], [], color=color, marker=marker, ms=5, label=_short(name)) for name, (color, marker) in look.items()],
-    )
+    _legend_above(figure, _handles(look))
 
 
 # ------------------------------------------------------------------------------------------------------ shared
@@ -364,13 +386,21 @@ def _percentiles(rows: Rows, figure: Figure, theme: Theme) -> None:
 
 def _look(rows: Rows) -> dict[str, tuple[str, str]]:
     """Colour and marker of each strategy that has a line of its own."""
-    return _styles([name for name in _distinct(rows, "strategy") if name != BASE and name not in GROUP])
+    group = _group(rows)
+    return _styles([name for name in _distinct(rows, "strategy") if name != BASE and name not in group])
+
+
+def _group(rows: Rows) -> list[str]:
+    found = [name for name in _distinct(rows, "strategy") if name in GROUP]
+    return found if len(found) >= LEAST_GROUP else []
 
 
 def _styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     known = {name: style for name, style in STYLES.items() if name in names}
     others = [name for name in names if name not in known]
-    return known | {name: OTHERS[place % len(OTHERS)] for place, name in enumerate(others)}
+    return known | {
+        name: (COLORS[place % len(COLORS)], MARKERS[place % len(MARKERS)]) for place, name in enumerate(others)
+    }
 
 
 def _published(row: dict[str, Any], field: str) -> tuple[float, float] | None:
@@ -397,7 +427,7 @@ def _distinct(rows: Rows, key: str) -> list[Any]:
 
 def _dodge(count: int) -> NDArray[np.float64]:
     """Shifts along the axis, so that whiskers do not hide each other."""
-    return (np.arange(count) - (count - 1) / 2) * min(0.04, 0.3 / max(count, 1))
+    return np.asarray((np.arange(count) - (count - 1) / 2) * min(0.04, 0.3 / max(count, 1)), np.float64)
 
 
 def _short(name: str) -> str:
@@ -408,6 +438,11 @@ def _signed(value: float, digits: int = 1) -> str:
     return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
+def _listed(lines: Iterable[str]) -> list[str]:
+    lines = list(lines)
+    return lines if len(lines) <= MOST_LISTED else [*lines[:MOST_LISTED], f"and {len(lines) - MOST_LISTED} more"]
+
+
 def _corner(axes: Any, theme: Theme, lines: Sequence[str]) -> None:
     """Small print in the lower right, above whatever is there."""
     axes.annotate("\n".join(lines), (1, 0), (-2, 3), xycoords="axes fraction", textcoords="offset points", ha="right",
@@ -415,7 +450,18 @@ def _corner(axes: Any, theme: Theme, lines: Sequence[str]) -> None:
                   bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.5})  # fmt: skip
 
 
+def _whisker(theme: Theme) -> Any:
+    return Line2D([], [], color=theme.muted, marker="|", ms=10, mew=1.0, ls="none", label="95% over seeds")
+
+
+def _handles(look: dict[str, tuple[str, str]]) -> list[Any]:
+    return [
+        Line2D([], [], color=color, marker=marker, ms=5, ls="--" if name == BASE else "-", label=_short(name))
+        for name, (color, marker) in look.items()
+    ]
+
+
 def _legend_above(figure: Figure, handles: Sequence[Any]) -> None:
     if handles:
         figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(handles)), fontsize=8.5,
-                      handlelength=1.8, columnspacing=1.4)  # fmt: skip
+                      handlelength=2.2, columnspacing=1.4)  # fmt: skip

@@ -2,7 +2,7 @@
 
 Requests take their experts from a recording (gpt-oss-20b, DeepSeek-V2-Lite) and their arrival times and prompt lengths
 from a production trace (Azure, Mooncake), sped up or slowed down to a share of what the server can do in order of
-arrival. Four regimes:
+arrival. They follow each other in any order, or in bursts of requests that use like experts. Four regimes:
 
     prefill      8 prompts a step on one GPU
     decode       up to 32 requests on one GPU, continuous batching, every token's recorded experts replayed
@@ -18,12 +18,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
+from scipy.cluster.vq import kmeans2, vq
 
 from coterie.batching import LatencyAware, Strategy, strategies
 from coterie.batching.costs import StepCost
@@ -52,6 +54,10 @@ ARRIVALS = {
     "azure": "azure-2023/AzureLLMInferenceTrace_code.csv",
     "mooncake": "mooncake/conversation_trace.jsonl",
 }
+ORDERS = ("mixed", "bursts")
+"""Who follows whom: anyone, or requests that use like experts, in bursts."""
+BURST, CLUSTERS = 32, 8
+"""Requests of a burst, and kinds of them: clusters of what was predicted, found on the calibration requests."""
 LOADS = (0.8, 1.3)
 """Rates, as shares of what the server can do in order of arrival: one it keeps up with, and an overload."""
 SEEDS = (0, 1, 2, 3)
@@ -59,6 +65,8 @@ REQUESTS = 400
 LONGEST_PROMPT = 8192
 MIN_TOKENS = 16
 """Of a recorded request, to have a first half and something to replay."""
+TRUST_REQUESTS = 600
+"""Calibration requests, some of them several times, on which latency_aware's predictions are tried."""
 CALIBRATION = 0.3
 """Share of the recorded requests that the predictor is fitted on, and that are not replayed."""
 
@@ -83,8 +91,17 @@ class Cell(NamedTuple):
     regime: str
     model: str
     arrivals: str
+    order: str
     load: float
     seed: int
+
+
+class Calibration(NamedTuple):
+    """The requests that are not replayed; [request, layer, expert] tokens a token brings to an expert."""
+
+    predicted: NDArray[np.float64]
+    truth: NDArray[np.float64]
+    kind: NDArray[np.int64]
 
 
 class Recording(NamedTuple):
@@ -100,8 +117,9 @@ class Recording(NamedTuple):
     """[request]"""
     counts: NDArray[np.int64]
     """[request, layer, expert]"""
-    calibration: tuple[NDArray[np.float64], NDArray[np.float64]]
-    """Predicted and true [request, layer, expert] tokens a token, of the requests that are not replayed."""
+    kind: NDArray[np.int64]
+    """[request] cluster it belongs to."""
+    calibration: Calibration
 
 
 @lru_cache(maxsize=4)
@@ -121,16 +139,18 @@ def load_recording(path: Path) -> Recording:
             if len(tokens) >= MIN_TOKENS:
                 known = PredictRequest(footprint=footprint(tokens[:half], experts), num_tokens=1)
                 halves[replayed].append((prefix.predict(known), tokens[half:]))
-    calibration = (
-        np.array([predicted for predicted, _ in halves[0]]),
-        np.array([footprint(tokens, experts) / len(tokens) for _, tokens in halves[0]]),
-    )
+    apart_from = np.array([predicted for predicted, _ in halves[0]])
+    flat = apart_from.reshape(len(apart_from), -1)
+    centres, kind = kmeans2(flat, CLUSTERS, minit="++", rng=np.random.default_rng(0))
+    truth = np.array([footprint(tokens, experts) / len(tokens) for _, tokens in halves[0]])
+    calibration = Calibration(apart_from, truth, kind.astype(np.int64))
     ids = [tokens for _, tokens in halves[1]]
     lengths = np.array([len(one) for one in ids], np.int64)
     first = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     counts = np.array([footprint(one, experts) for one in ids], dtype=np.int64)
     predicted = np.array([predicted for predicted, _ in halves[1]])
-    return Recording(predicted, np.concatenate(ids), first, lengths, counts, calibration)
+    kind = vq(predicted.reshape(len(predicted), -1), centres)[0].astype(np.int64)
+    return Recording(predicted, np.concatenate(ids), first, lengths, counts, kind, calibration)
 
 
 @lru_cache(maxsize=4)
@@ -150,7 +170,16 @@ class Drawn(NamedTuple):
     prompt_tokens: NDArray[np.int64]
 
 
-def draw(recording: Recording, arrivals: RequestTrace, requests: int, rng: Generator) -> Drawn:
+def draw_order(kind: NDArray[np.int64], order: str, requests: int, rng: Generator) -> NDArray[np.int64]:
+    """[request] which recorded one each is."""
+    if order == "mixed":
+        return rng.integers(len(kind), size=requests)
+    bursts = rng.choice(kind, size=-(-requests // BURST))  # a kind as often as it was recorded
+    rows = [rng.choice(np.flatnonzero(kind == one), size=BURST) for one in bursts]
+    return np.concatenate(rows)[:requests].astype(np.int64)
+
+
+def draw(recording: Recording, arrivals: RequestTrace, order: str, requests: int, rng: Generator) -> Drawn:
     """A stretch of the arrivals that starts at random, with a mean rate of one request a second."""
     assert arrivals.arrival_s is not None
     start = int(rng.integers(max(1, len(arrivals) - requests)))
@@ -158,7 +187,7 @@ def draw(recording: Recording, arrivals: RequestTrace, requests: int, rng: Gener
     gaps = np.diff(arrivals.arrival_s, append=arrivals.arrival_s[-1])[rows]
     times = np.concatenate([[0.0], np.cumsum(gaps)[:-1]])
     return Drawn(
-        rng.integers(len(recording.tokens), size=requests),
+        draw_order(recording.kind, order, requests, rng),
         times / max(times[-1], 1e-9) * (requests - 1),
         np.clip(arrivals.prompt_tokens[rows], 1, LONGEST_PROMPT),
     )
@@ -167,8 +196,8 @@ def draw(recording: Recording, arrivals: RequestTrace, requests: int, rng: Gener
 class Bench:
     """One model in one regime: runs the same requests under any strategy."""
 
-    def __init__(self, regime: Regime, model: str, recording: Recording, drawn: Drawn) -> None:
-        self.regime, self.recording, self.drawn = regime, recording, drawn
+    def __init__(self, regime: Regime, model: str, recording: Recording, drawn: Drawn, order: str) -> None:
+        self.regime, self.recording, self.drawn, self.order = regime, recording, drawn, order
         spec = get_model(model)
         ranks = regime.ranks
         topology = Topology(ranks)
@@ -207,15 +236,15 @@ class Bench:
         return LatencyAware(cost=self.cost(), trust=self.trust()) if name == "latency_aware" else strategies[name]()
 
     def trust(self) -> float:
-        """Of predictions, on the calibration requests; a prompt is of mean length there."""
-        predicted, truth = self.recording.calibration
-        regime, scale = self.regime, 1.0
-        if regime.phase == "prefill":
-            scale = float(self.drawn.prompt_tokens.mean())
+        """Of predictions, on the calibration requests in the same kind of order, with prompts of these lengths."""
+        calibration, regime, rng = self.recording.calibration, self.regime, np.random.default_rng(0)
         running = regime.places if regime.phase == "decode" else 0
-        return measure_trust(
-            self.cost(), predicted * scale, truth * scale, np.random.default_rng(0), running=running
-        )
+        rows = draw_order(calibration.kind, self.order, running + TRUST_REQUESTS, rng)
+        scale = np.ones((len(rows), 1, 1))
+        if regime.phase == "prefill":
+            scale = rng.choice(self.drawn.prompt_tokens, len(rows))[:, None, None].astype(np.float64)
+        predicted, truth = calibration.predicted[rows] * scale, calibration.truth[rows] * scale
+        return measure_trust(self.cost(), predicted, truth, np.arange(len(rows)), running=running)
 
     def run(self, strategy: Strategy, rate: float, rng: Generator, check: bool = False) -> Run:
         regime, drawn = self.regime, self.drawn
@@ -239,8 +268,8 @@ def run_cell(cell: Cell, names: tuple[str, ...], requests: int, data: Path) -> d
     recording = load_recording(data / "activations" / ROUTING[cell.model])
     arrivals = load_arrivals(data / "requests" / ARRIVALS[cell.arrivals])
     seed = [cell.seed, sorted(ROUTING).index(cell.model), sorted(ARRIVALS).index(cell.arrivals)]
-    drawn = draw(recording, arrivals, requests, np.random.default_rng(seed))
-    bench = Bench(REGIMES[cell.regime], cell.model, recording, drawn)
+    drawn = draw(recording, arrivals, cell.order, requests, np.random.default_rng(seed))
+    bench = Bench(REGIMES[cell.regime], cell.model, recording, drawn, cell.order)
     at_once = summarise(bench.run(strategies["fcfs"](), 1e9, np.random.default_rng(seed)))
     rate = cell.load * at_once.throughput
     return {name: summarise(bench.run(bench.strategy(name), rate, np.random.default_rng(seed))) for name in names}
@@ -250,13 +279,12 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     begun = time.perf_counter()
     data = options.data
     if data is None:
-        raise UnavailableError("this suite needs recordings: set COTERIE_DATA to the folder of real data (docs/data.md)")
+        raise UnavailableError("this suite needs recordings: set COTERIE_DATA to a folder of them (docs/data.md)")
     names = tuple(dict.fromkeys(("fcfs", *(options.strategies or strategies.names()))))
     for name in names:
         strategies[name]  # an unknown one is named with the nearest
     seeds, loads = options.seeds or SEEDS, options.rates or LOADS
-    kinds = [(regime, model, arrivals, load) for regime in REGIMES for model in ROUTING for arrivals in ARRIVALS
-             for load in loads]  # fmt: skip
+    kinds = list(product(REGIMES, ROUTING, ARRIVALS, ORDERS, loads))
     cells = [Cell(*kind, seed) for kind in kinds for seed in seeds]
     found: dict[Cell, dict[str, Summary]] = {}
     report("Simulating", 0, len(cells))
@@ -276,10 +304,9 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     return result
 
 
-def _row(kind: tuple[str, str, str, float], name: str, runs: list[dict[str, Summary]]) -> dict[str, Any]:
+def _row(kind: tuple[str, str, str, str, float], name: str, runs: list[dict[str, Summary]]) -> dict[str, Any]:
     """Gains against fcfs, each seed with its own: both served the same requests."""
-    regime, model, arrivals, load = kind
-    row: dict[str, Any] = {"regime": regime, "model": model, "arrivals": arrivals, "load": load, "strategy": name}
+    row: dict[str, Any] = {**dict(zip(Cell._fields, kind, strict=False)), "strategy": name}
     for field in ("p50_ms", "p99_ms", "mean_ms", "throughput", "imbalance", "distinct", "batch_ms"):
         row[field] = float(np.mean([getattr(run[name], field) for run in runs]))
     row["worst_skips"] = max(run[name].worst_skips for run in runs)
@@ -307,9 +334,10 @@ def verdict(row: Row) -> str:
 
 def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...]) -> list[str]:
     notes = [
-        f"{requests} requests a run, {len(seeds)} seeds; gains against fcfs on the same requests, 95% by Student's t over "
-        "seeds. Load is the arrival rate over what fcfs can serve. H200, bf16; ranks joined by NVLink, linear placement.",
-        "Predictions: `prefix`, from a request's first half; the second half runs. Skips are capped at 64.",
+        f"{requests} requests a run, {len(seeds)} seeds; gains against fcfs on the same requests, 95% by Student's t "
+        "over seeds. Load is the arrival rate over what fcfs can serve. H200, bf16; NVLink between ranks, linear placement.",
+        "Predictions: `prefix`, from a request's first half; the second half runs. Skips are capped at 64. In bursts, "
+        f"{BURST} requests that use like experts follow each other.",
     ]
     for regime in dict.fromkeys(row["regime"] for row in rows):
         words = []
@@ -327,7 +355,7 @@ def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...]) ->
             f"latency_aware is best or within noise of the best P99 in {len(ours) - len(behind)} of {len(ours)} cells"
             + "".join(
                 f"; behind {row['best']} by {row['behind_best_pct']:.1f}% in {row['regime']} {row['model']} "
-                f"{row['arrivals']} {row['load']:g}"
+                f"{row['arrivals']} {row['order']} {row['load']:g}"
                 for row in behind
             )
             + "."
@@ -347,6 +375,7 @@ def _table(regime: str) -> SuiteTable:
     columns = (
         Column("model", lambda row: row["model"]),
         Column("arrivals", lambda row: row["arrivals"]),
+        Column("order", lambda row: row["order"]),
         Column("load", lambda row: f"{row['load']:g}"),
         Column("strategy", lambda row: row["strategy"]),
         Column("P99 gain %", _gain("p99_reduction")),
@@ -361,7 +390,7 @@ def _table(regime: str) -> SuiteTable:
 suites.add(
     NAME,
     Suite(
-        "Where each batch selection strategy helps, does nothing or hurts: real routing and arrivals on a modelled H200",
+        "Where each batch selection strategy helps, does nothing or hurts: real routing and arrivals, modelled H200",
         run,
         tuple(_table(regime) for regime in REGIMES),
         writes_files=True,

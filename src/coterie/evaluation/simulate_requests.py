@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
@@ -315,7 +315,6 @@ def route_prompts(
     """Run the prompts through the model once, for the experts they really use, and its gates alone."""
     from coterie.engines.transformers import ExpertCapture, dry_run, load_model
     from coterie.engines.transformers.generation import generate_batch
-    from coterie.engines.transformers.recording import _chat, _tokens
 
     report("Loading the model", 0, 1)
     loaded = load_model(folder, dtype, device)
@@ -323,9 +322,8 @@ def route_prompts(
         shipped = load_prompts()
         mixed = [shipped[i] for i in np.random.default_rng(seed).permutation(len(shipped))]  # by language they lie
         prompts = take_in_turn(mixed, MODEL_PROMPTS)
-    chat = _chat(loaded, None)
     limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-    tokenised = [(prompt, _tokens(loaded, prompt, chat)) for prompt in prompts]
+    tokenised = [(prompt, _tokens(loaded.tokenizer, prompt)) for prompt in prompts]
     fitting = sorted(((p, ids) for p, ids in tokenised if 1 <= len(ids) <= limit), key=lambda item: len(item[1]))
     notes = []
     if len(fitting) < len(prompts):
@@ -341,9 +339,9 @@ def route_prompts(
             # One token, so that nothing is fed back: the rows are those of the prompt.
             ids += [one.expert_ids for one in generate_batch(loaded.model, capture, batch, 1, frozenset())]
     predicted = []
-    for done, (_, tokens) in enumerate(fitting):
-        report("Asking the router", done, len(fitting))
-        predicted += dry_run(loaded.model, [tokens])
+    for start in range(0, len(fitting), MODEL_BATCH):
+        report("Asking the router", start, len(fitting))
+        predicted += dry_run(loaded.model, [tokens for _, tokens in fitting[start : start + MODEL_BATCH]])
     meta = TraceMeta(loaded.name, capture.num_experts, len(capture.layer_ids), capture.top_k, capture.layer_ids)
     lengths = np.array([len(one) for one in ids], np.int64)
     table = RequestTrace(
@@ -356,3 +354,13 @@ def route_prompts(
         np.concatenate([np.array(tokens, np.int32) for _, tokens in fitting]),
     )  # fmt: skip
     return Routed(trace, np.stack([one.footprint for one in predicted]).astype(np.float64), notes)
+
+
+def _tokens(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """As a chat where the model has a template for it."""
+    text, chat = prompt.prompt, bool(getattr(tokenizer, "chat_template", None))
+    if chat:
+        message = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    # The template holds the special tokens already. Not verbose: a prompt too long is left out, not run.
+    return [int(n) for n in tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]]
