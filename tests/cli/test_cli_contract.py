@@ -186,6 +186,7 @@ VERBS_THAT_READ = {
     "inspect": lambda path, out: ("inspect", path, "--out", out),
     "like": lambda path, out: ("generate", out, "--like", path, "--requests", "2"),
     "evaluate": lambda path, out: ("evaluate", "all-to-all", "--trace", path, "--out", out),
+    "simulate": lambda path, out: ("simulate", path, "--requests", "2", "--out", out),
 }
 
 
@@ -211,14 +212,14 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("verb", ["inspect", "like"])
+@pytest.mark.parametrize("verb", ["inspect", "like", "simulate"])
 def test_an_empty_recording_has_nothing_to_show_or_imitate(run: Callable[..., Ran], tmp_path: Path, verb: str):
     arguments = VERBS_THAT_READ[verb](empty_recording(tmp_path), tmp_path / "out")
     check_one_line(run(*arguments))
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("verb", ["convert", "inspect", "like"])
+@pytest.mark.parametrize("verb", ["convert", "inspect", "like", "simulate"])
 def test_a_recording_with_a_nan_time(run: Callable[..., Ran], tmp_path: Path, verb: str):
     path = nan_recording(tmp_path)
     check_one_line(
@@ -227,7 +228,7 @@ def test_a_recording_with_a_nan_time(run: Callable[..., Ran], tmp_path: Path, ve
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("verb", ["convert", "inspect", "like"])
+@pytest.mark.parametrize("verb", ["convert", "inspect", "like", "simulate"])
 def test_a_recording_with_an_id_that_is_no_expert(run: Callable[..., Ran], tmp_path: Path, verb: str):
     path = bad_id_in_a_recording(tmp_path)
     check_one_line(run(*VERBS_THAT_READ[verb](path, tmp_path / "out")), f"{path}/", "expert_ids", "0 … 6")

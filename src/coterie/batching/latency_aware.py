@@ -29,10 +29,10 @@ from coterie.batching.picking import (
     Indices,
     Skipping,
     check_snapshot,
+    drop,
     first_picks,
     not_in,
     total_of,
-    totals_of,
 )  # fmt: skip
 from coterie.errors import ConfigError
 
@@ -88,7 +88,7 @@ def measure_trust(
     window: int = 32,
     running: int = 0,
 ) -> float:
-    """Share of the gains predicted that come true; `predicted` and `truth` [request, layer, expert] of the same requests.
+    """Share of predicted gains that come true; `predicted` and `truth` [request, layer, expert] of the same requests.
 
     `stream` names requests in an order of arrival like the one to come. They are served twice, by prediction and in
     order, always with `window` waiting and `running` others under way, and both are timed by the truth. That counts
@@ -253,57 +253,99 @@ def _step_gain(
     if parameters[5] > 0.0:  # what unevenness costs a token: that some batches are larger is nobody's gain
         saved = time - _even_us(before + there, loads, parameters, ranks)
         saved -= (other - _even_us(before + here, loads, parameters, ranks)) * (before + there) / (before + here)
-    return saved / time / share
+    return float(saved / time / share)
 
 
-@njit(fastmath=True)
+# Arrays here are [layer x rank, …, slot of the rank]: the inner loops then run over whole rows. They become vector code
+# only where they do not begin or end inside one.
+@njit()
 def _fill_step(
     loads: Loads, running: Loads, order: Indices, forced: int, parameters: NDArray[np.float64], ranks: int
 ) -> float:
     """Fill the order up from its forced picks; the time of the whole in microseconds."""
     waiting, layers, slots = loads.shape
-    columns, groups, each = layers * slots, layers * ranks, slots // ranks
+    groups, each = layers * ranks, slots // ranks
     fixed_us, first_us, tile, row_us, arrival_us, by_tokens = parameters
-    brings = loads.reshape(waiting, columns)
-    rows = running.copy().reshape(columns)  # expected tokens
+    brings = loads.reshape(waiting, groups, each)
+    rows = running.copy().reshape(groups, each)  # expected tokens
     # How many requests a running load is of cannot be seen; as independent tokens they miss with exp(-load).
     cold = np.exp(-rows)  # chance that nobody touches it
-    totals, total = totals_of(brings), total_of(rows)
-    # Without a column that could fill a tile there are no rows past one, as in decode.
-    tiles = total_of(totals) + total > tile and _may_fill(brings, rows, len(order), tile)
-    taken = np.zeros(waiting, np.bool_)
-    touched, more, arrive = np.zeros(groups), np.zeros(groups), np.zeros(groups)  # [layer x rank], of those picked
-    for group in range(groups):
-        _tally(rows, cold, group, each, tile, touched, more, arrive)
-    time = fixed_us
-    for place in range(len(order)):
-        if place >= forced:
+    for place in range(forced):
+        _add(rows, cold, brings[order[place]])
+    if forced < len(order):
+        left = not_in(order[:forced], waiting)
+        count, total = len(left), rows.sum()
+        by_group = np.empty((groups, waiting, each))
+        for request in range(waiting):
+            by_group[:, request] = brings[request]
+        chance, own = np.minimum(by_group, 1.0), by_group.sum(axis=2)
+        totals = own.sum(axis=0)
+        warm, past, here = np.empty((groups, waiting)), np.zeros((groups, waiting)), np.empty(groups)
+        # Without a slot that could fill a tile there are no rows past one, as in decode.
+        tiles = _may_fill(by_group, rows, len(order), tile)
+        for place in range(forced, len(order)):
+            for group in range(groups):
+                _dots(chance[group], left[:count], cold[group], warm[group])
+                if tiles:
+                    _pasts(by_group[group], left[:count], rows[group], tile, past[group])
+                warm[group, :count] += each - cold[group].sum()
+                here[group] = rows[group].sum()
             best, least = -1, np.inf
-            for request in range(waiting):
-                if taken[request]:
-                    continue
-                found = fixed_us + _with(
-                    brings[request], rows, cold, touched, arrive, layers, ranks, each, first_us, tile, row_us,
-                    arrival_us, tiles,
-                )  # fmt: skip
+            for i in range(count):
+                request, found = left[i], fixed_us
+                for layer in range(layers):
+                    slowest, busiest = 0.0, 0.0
+                    for group in range(layer * ranks, (layer + 1) * ranks):
+                        slowest = max(slowest, warm[group, i] * first_us + past[group, i] * row_us)
+                        busiest = max(busiest, here[group] + own[group, request])
+                    found += slowest + busiest * arrival_us
                 if by_tokens > 0.0:  # what unevenness costs a token: short prompts are not fast ones
                     both = total + totals[request]
                     found = (found - _even_us(both, loads, parameters, ranks)) / both
                 if found < least:
-                    best, least = request, found
-            order[place] = best
-        pick = order[place]
-        taken[pick] = True
-        total += totals[pick]
-        picked = brings[pick]
-        for column in range(columns):
-            rows[column] += picked[column]
-            cold[column] *= max(1.0 - picked[column], ALMOST_NEVER)
-        for group in range(groups):
-            _tally(rows, cold, group, each, tile, touched, more, arrive)
+                    best, least = i, found
+            order[place] = left[best]
+            total += totals[left[best]]
+            drop(left, count, best)
+            count -= 1
+            _add(rows, cold, brings[order[place]])
+    time = fixed_us
     for layer in range(layers):
-        time += _layer_us(touched, more, arrive, layer, ranks, first_us, row_us, arrival_us)
+        slowest, busiest = 0.0, 0.0
+        for group in range(layer * ranks, (layer + 1) * ranks):
+            past_tile = np.maximum(0.0, rows[group] - tile).sum()
+            slowest = max(slowest, (each - cold[group].sum()) * first_us + past_tile * row_us)
+            busiest = max(busiest, rows[group].sum())
+        time += slowest + busiest * arrival_us
     return float(time)
+
+
+@njit(fastmath=True)
+def _add(rows: Loads, cold: Loads, brings: Loads) -> None:
+    for group in range(len(rows)):
+        for slot in range(rows.shape[1]):
+            rows[group, slot] += brings[group, slot]
+            cold[group, slot] *= max(1.0 - brings[group, slot], ALMOST_NEVER)
+
+
+@njit(fastmath=True)
+def _dots(chance: Loads, left: Indices, cold: Loads, out: Loads) -> None:
+    """Slots that each request would touch and nobody does yet."""
+    for i in range(len(left)):
+        row, dot = chance[left[i]], 0.0
+        for slot in range(len(cold)):
+            dot += row[slot] * cold[slot]
+        out[i] = dot
+
+
+@njit(fastmath=True)
+def _pasts(brings: Loads, left: Indices, rows: Loads, tile: float, out: Loads) -> None:
+    """Tokens past a first tile, with each request."""
+    for i in range(len(left)):
+        row, past = brings[left[i]], 0.0
+        for slot in range(len(rows)):
+            past += max(0.0, rows[slot] + row[slot] - tile)
+        out[i] = past
 
 
 @njit()
@@ -318,63 +360,9 @@ def _even_us(total: float, loads: Loads, parameters: NDArray[np.float64], ranks:
 
 
 @njit()
-def _may_fill(brings: Loads, rows: Loads, count: int, tile: float) -> bool:
-    for column in range(len(rows)):
-        most = 0.0
-        for request in range(len(brings)):
-            most = max(most, brings[request, column])
-        if rows[column] + count * most > tile:
-            return True
+def _may_fill(by_group: Loads, rows: Loads, count: int, tile: float) -> bool:
+    for group in range(len(rows)):
+        for slot in range(rows.shape[1]):
+            if rows[group, slot] + count * by_group[group, :, slot].max() > tile:
+                return True
     return False
-
-
-@njit(fastmath=True)
-def _tally(
-    rows: Loads, cold: Loads, group: int, each: int, tile: float, touched: Loads, more: Loads, arrive: Loads
-) -> None:
-    warm, past, here = 0.0, 0.0, 0.0
-    for column in range(group * each, (group + 1) * each):
-        warm += 1.0 - cold[column]
-        past += max(0.0, rows[column] - tile)
-        here += rows[column]
-    touched[group], more[group], arrive[group] = warm, past, here
-
-
-@njit()
-def _layer_us(
-    touched: Loads, more: Loads, arrive: Loads, layer: int, ranks: int, first_us: float, row_us: float,
-    arrival_us: float,
-) -> float:  # fmt: skip
-    slowest, busiest = 0.0, 0.0
-    for group in range(layer * ranks, (layer + 1) * ranks):
-        slowest = max(slowest, touched[group] * first_us + more[group] * row_us)
-        busiest = max(busiest, arrive[group])
-    return slowest + busiest * arrival_us
-
-
-@njit(fastmath=True)
-def _with(
-    brings: Loads, rows: Loads, cold: Loads, touched: Loads, arrive: Loads, layers: int, ranks: int,
-    each: int, first_us: float, tile: float, row_us: float, arrival_us: float, tiles: bool,
-) -> float:  # fmt: skip
-    """The time of the experts of all layers, were this request added."""
-    total = 0.0
-    for layer in range(layers):
-        slowest, busiest = 0.0, 0.0
-        for group in range(layer * ranks, (layer + 1) * ranks):
-            begin = group * each
-            own, at, chance = brings[begin : begin + each], rows[begin : begin + each], cold[begin : begin + each]
-            warm, past, here = 0.0, 0.0, 0.0
-            if tiles:
-                for slot in range(each):
-                    warm += chance[slot] * min(own[slot], 1.0)
-                    past += max(0.0, at[slot] + own[slot] - tile)
-                    here += own[slot]
-            else:
-                for slot in range(each):
-                    warm += chance[slot] * min(own[slot], 1.0)
-                    here += own[slot]
-            slowest = max(slowest, (touched[group] + warm) * first_us + past * row_us)
-            busiest = max(busiest, arrive[group] + here)
-        total += slowest + busiest * arrival_us
-    return total

@@ -51,6 +51,7 @@ def draw_figures(folder: Path, rows: Rows) -> list[Path]:
     """Writes what the rows have numbers for; the paths, in order of the figures."""
     if not rows:
         return []
+    rows = sorted(rows, key=lambda row: float(row["rate"]))  # a user may give rates in any order
     bursty = [row for row in rows if row["pattern"] == "bursty" and row["strategy"] != BASE]
     pairs, patterns = _pairs(rows), _distinct(rows, "pattern")
     fills: list[tuple[str, Callable[[Figure, Theme], None], float]] = []
@@ -100,7 +101,7 @@ def _p99_panel(axes: Any, theme: Theme, rows: Rows, look: dict[str, tuple[str, s
         axes.plot(range(len(rates)), group.T, color=theme.muted, lw=0.6, marker="_", ms=7, alpha=0.8)
     lost: dict[str, list[tuple[float, float]]] = {}
     for shift, (name, (color, marker)) in zip(_dodge(len(look)), look.items(), strict=True):
-        mine = sorted((row for row in rows if row["strategy"] == name), key=lambda row: float(row["rate"]))
+        mine = [row for row in rows if row["strategy"] == name]
         x = [at[row["rate"]] + shift for row in mine]
         y = np.array([row["p99_reduction_pct"] for row in mine])
         ends = np.array([(row["p99_reduction_low"], row["p99_reduction_high"]) for row in mine]).reshape(-1, 2)
@@ -145,7 +146,7 @@ def _published_p99(
     axes.vlines(x, low, high, color=theme.text, lw=1.2, zorder=6)
     axes.plot(x, np.add(low, high) / 2, "D", mfc="none", mec=theme.text, mew=1.2, ms=7, zorder=6)
     unit = _unit(at)
-    first = len(at) - 1 + 0.65 * unit
+    first = len(at) - 1 + 0.75 * unit
     for place, (name, ends) in enumerate(ranges.items()):
         color, right = look.get(name, (theme.muted, ""))[0], first + 0.16 * unit * place
         axes.plot((right, right), ends, color=color, lw=1.4, marker="_", ms=7, mew=1.4)
@@ -157,7 +158,7 @@ def _published_p99(
 
 def _rate_ticks(axes: Any, rows: Rows, rates: Sequence[float], brackets: float | None) -> None:
     fitted = {row["rate"] for row in rows if row["fitted"]}
-    step = -(-len(rates) // 8)
+    step = -(-len(rates) // 5)
     places = list(range(0, len(rates), step))
     words = [f"{rates[place]:g}" + ("" if rates[place] in fitted else "*") for place in places]
     axes.set_xticks(places, words)
@@ -421,8 +422,7 @@ def _values(rows: Rows, name: str, rates: Sequence[float]) -> NDArray[np.float64
 
 
 def _distinct(rows: Rows, key: str) -> list[Any]:
-    found = list(dict.fromkeys(row[key] for row in rows))
-    return sorted(found) if key == "rate" else found
+    return list(dict.fromkeys(row[key] for row in rows))
 
 
 def _dodge(count: int) -> NDArray[np.float64]:

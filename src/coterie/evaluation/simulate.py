@@ -56,7 +56,7 @@ REQUESTS = {"spread": 3000, "prefill": 1000, "decode": 400}
 LOAD = 0.8
 """Rate where none is asked for, as a share of what the server can do in order of arrival."""
 PLACES = 32
-MAX_BYTES = 1 << 32
+MAX_BYTES = 1 << 31
 """Of the loads that a run's requests are shown with."""
 BASELINE = "fcfs"
 LOWER_IS_BETTER = ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "imbalance", "distinct")
@@ -156,10 +156,13 @@ def simulate(options: SimulateOptions, report: Report) -> Simulated:
     work = _work(options, config, given, report)
     count = options.requests or REQUESTS[work.execution]
     rng = np.random.default_rng([options.seed, 1])
-    requests, arrived = _requests(options, work, config, count, rng)
-    nbytes = 8 * count * math.prod(requests.counts.shape[1:])
+    shape = (1, (config or CapsConfig()).num_experts)
+    if work.trace is not None:
+        shape = (work.trace.meta.num_layers, work.trace.meta.num_experts)
+    nbytes = 8 * count * shape[0] * shape[1]
     if nbytes > MAX_BYTES:
         raise ConfigError(f"requests={count} have loads of {nbytes >> 20} MiB; they must be at most {MAX_BYTES >> 20}")
+    requests, arrived = _requests(options, work, config, count, rng)
     server = _server(options, work, config, requests, arrived)
     total, before = (len(names) + 1) * count, 0
 
@@ -249,7 +252,7 @@ def _work(options: SimulateOptions, config: CapsConfig | None, given: frozenset[
         if options.execution == "decode":
             raise ConfigError("--with-model runs prompts, no answers: coterie record makes a trace of both")
         prompts = None if options.prompts is None else read_prompts(options.prompts)
-        dtype = _precision(config, spec)
+        dtype = _precision(config, spec, options.device)
         routed = route_prompts(options.with_model, dtype, options.device, prompts, options.seed, report)
         trace = routed.trace
         notes = [f"What runs is the routing of {routed.trace.num_requests} prompts in {dtype}.", *routed.notes]
@@ -268,6 +271,7 @@ def _work(options: SimulateOptions, config: CapsConfig | None, given: frozenset[
             trace = read
             if not trace.num_requests:
                 raise TraceError(options.trace, "requests", "there is none")
+            trace.validate()  # a mapped trace was not read yet; a bad id must name its file
     if trace is not None:
         _check_shape(options, config, given, name, trace.meta.num_experts, trace.meta.top_k)
         if arrivals is None and trace.requests.arrival_s is not None:
@@ -307,10 +311,11 @@ def _check_shape(
             raise ConfigError(f"{options.config}: {field}={getattr(config, field)} must equal {found}, that of {name}")
 
 
-def _precision(config: CapsConfig | None, spec: ModelSpec) -> str:
+def _precision(config: CapsConfig | None, spec: ModelSpec, device: str) -> str:
     asked = config.quantization if config else None
     if asked is None:
-        return _PRECISIONS.get(spec.weight_dtype, "bfloat16")
+        found = _PRECISIONS.get(spec.weight_dtype, "bfloat16")
+        return "float32" if found == "float16" and device == "cpu" else found  # the same weights, and twice as fast
     if asked not in _PRECISIONS:
         raise ConfigError(f"quantization={asked!r} must be null or one of {', '.join(_PRECISIONS)}")
     return _PRECISIONS[asked]

@@ -32,7 +32,7 @@ from coterie.predictors import PredictRequest, predictors
 from coterie.predictors.scoring import cosine
 from coterie.prompts import Prompt, load_prompts, take_in_turn
 from coterie.sim.workloads import SemanticLoads
-from coterie.traces.activations import ActivationTrace, TraceMeta, check_ids
+from coterie.traces.activations import ActivationTrace, TraceMeta
 from coterie.traces.arrivals import ArrivalProcess, PoissonArrivals, ReplayedArrivals
 from coterie.traces.requests import RequestTrace
 from coterie.types import DECODE, PREFILL
@@ -254,14 +254,8 @@ def _cut(trace: ActivationTrace, rows: NDArray[np.int64], name: str, execution: 
     if len(kept) < len(rows):
         notes.append(f"{len(rows) - len(kept)} of {len(rows)} requests have no token to run.")
     ends = np.cumsum([0, *map(len, ids)])
-    whole = np.concatenate(ids)
-    try:
-        check_ids(whole, trace.meta, "expert_ids")
-    except ConfigError:
-        trace.validate()  # names the file
-        raise
     made = ActivationTrace.from_arrays(
-        trace.meta, whole, ends, trace.requests.take(np.array(kept)), np.concatenate(phases),
+        trace.meta, np.concatenate(ids), ends, trace.requests.take(np.array(kept)), np.concatenate(phases),
         np.concatenate(token_ids) if len(token_ids) == len(ids) else None,
     )  # fmt: skip
     return _Cut(made, np.array(kept, np.int64), np.array(context, np.int64), prompts, notes)

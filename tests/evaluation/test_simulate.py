@@ -1,0 +1,481 @@
+"""What-if runs: against queueing theory and plain counting, and that no prediction knows what it predicts."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.batching import LatencyAware, strategies
+from coterie.batching.costs import SpreadCost
+from coterie.batching.scheduler import SchedulerConfig
+from coterie.costs.presets import step_model
+from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError
+from coterie.evaluation.caps import SETTING
+from coterie.evaluation.simulate import MAX_BYTES, SimulateOptions, simulate, write
+from coterie.evaluation.simulate_requests import MAX_RECORDED, Arrived, arrive, recorded, synthetic
+from coterie.evaluation.simulate_servers import SpreadServer, StepServer, make_strategy, step_cost
+from coterie.models import get_model
+from coterie.sim.metrics import summarise
+from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
+from coterie.types import DECODE, PREFILL, Placement, Topology
+
+EXPERTS, LAYERS, TOP_K = 12, 2, 3
+
+
+def quiet(*_):
+    pass
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def make_trace(
+    requests=20, prompt=10, output=6, token_ids=True, domains=True, times=False, seed=0, vocabulary=30,
+    meta=TraceMeta("made", EXPERTS, LAYERS, TOP_K),  # noqa: B008
+):  # fmt: skip
+    """Experts by token id and domain, with some noise."""
+    draw = rng(seed)
+    lengths = [draw.integers(1, (n or 1) + 1, requests) * bool(n) for n in (prompt, output)]
+    domain = draw.integers(3, size=requests)
+    taste = draw.random((3, vocabulary, meta.num_layers, meta.num_experts))
+    ids, phase, tokens = [], [], []
+    for row in range(requests):
+        count = int(lengths[0][row] + lengths[1][row])
+        own = draw.integers(vocabulary, size=count)
+        scores = taste[domain[row], own] + 0.3 * draw.random((count, meta.num_layers, meta.num_experts))
+        ids.append(np.argsort(-scores, axis=-1)[..., : meta.top_k])
+        phase.append(np.repeat([PREFILL, DECODE], [lengths[0][row], lengths[1][row]]))
+        tokens.append(own)
+    table = RequestTrace(
+        lengths[0], lengths[1], np.sort(draw.random(requests))[::-1] * 10 if times else None,
+        domains=[f"d{n}" for n in domain] if domains else None,
+    )  # fmt: skip
+    return ActivationTrace.from_arrays(
+        meta, np.concatenate(ids), np.cumsum([0, *map(len, ids)]), table, np.concatenate(phase).astype(np.uint8),
+        np.concatenate(tokens).astype(np.int32) if token_ids else None,
+    )  # fmt: skip
+
+
+def count(ids):
+    out = np.zeros((ids.shape[1], EXPERTS), int)
+    for token in ids:
+        for layer, chosen in enumerate(token):
+            for expert in chosen:
+                out[layer, expert] += 1
+    return out
+
+
+@pytest.fixture
+def saved(tmp_path):
+    make_trace(times=True).save(tmp_path / "trace")
+    return tmp_path / "trace"
+
+
+# ------------------------------------------------------------------------------------------------- what runs
+
+
+@pytest.mark.parametrize(("execution", "phase"), [("prefill", PREFILL), ("spread", PREFILL), ("decode", DECODE)])
+def test_the_part_that_runs_is_counted_exactly(execution, phase):
+    trace = make_trace()
+    found = recorded(trace, "made", execution, "recorded", rng())
+    for row in range(trace.num_requests):
+        request = trace.request(row)
+        ids = request.only(phase)
+        np.testing.assert_array_equal(found.counts[row], count(ids))
+        first = found.first[row]
+        np.testing.assert_array_equal(found.expert_ids[first : first + found.tokens[row]], ids)
+        assert found.context[row] == (0 if phase == PREFILL else (request.phase == PREFILL).sum())
+    steps = found.tokens[:, None, None] if execution == "decode" else 1
+    np.testing.assert_allclose(found.predicted, found.counts / steps)
+    assert found.cosine == pytest.approx(1.0)
+    assert found.calibration == 0
+
+
+def test_of_one_phase_its_tokens_stand_for_the_other():
+    only_answers, only_prompts = make_trace(prompt=0), make_trace(output=0)
+    for trace, execution, said in ((only_answers, "prefill", "answers only"), (only_prompts, "decode", "prompts only")):
+        found = recorded(trace, "made", execution, "recorded", rng())
+        np.testing.assert_array_equal(found.tokens, trace.lengths)
+        assert said in found.notes[0]
+    assert not found.context.any()
+
+
+def test_a_prompt_that_was_not_recorded_is_context_all_the_same():
+    trace = make_trace(prompt=0)
+    table = RequestTrace(np.full(trace.num_requests, 77), trace.requests.output_tokens)
+    tokens, offsets = trace.arrays()
+    trace = ActivationTrace.from_arrays(trace.meta, tokens.expert_ids, offsets, table, tokens.phase)
+    assert (recorded(trace, "made", "decode", "recorded", rng()).context == 77).all()
+    assert recorded(trace, "made", "decode", "prefix", rng()).context.min() >= 77
+
+
+def test_prefix_sees_the_first_half_and_the_second_runs():
+    trace = make_trace(prompt=0, output=9, token_ids=False)
+    found = recorded(trace, "made", "decode", "prefix", rng())
+    halves = [count(trace.request(r).expert_ids[trace.lengths[r] // 2 :]) for r in range(trace.num_requests)]
+    assert found.calibration + len(found.counts) == trace.num_requests
+    assert all(any((half == one).all() for half in halves) for one in found.counts)
+    np.testing.assert_allclose(found.predicted.sum(axis=2), TOP_K)  # of a step
+    assert found.predicted.max() <= 1.0
+
+
+def test_a_long_recording_is_drawn_from():
+    trace = make_trace(requests=MAX_RECORDED + 5, prompt=2, output=0)
+    found = recorded(trace, "made", "prefill", "recorded", rng())
+    assert len(found.counts) == MAX_RECORDED
+    assert f"{MAX_RECORDED:,} of {MAX_RECORDED + 5:,}" in found.notes[0]
+
+
+# ------------------------------------------------------------------------------------------------- what is predicted
+
+
+@pytest.mark.parametrize("predictor", ["popularity", "domain", "prefix", "token_table"])
+@pytest.mark.parametrize("execution", ["prefill", "decode"])
+def test_no_prediction_knows_the_experts_it_predicts(execution, predictor):
+    """Other experts for the tokens that run, in the requests that run, leave every prediction as it was."""
+    trace = make_trace(requests=40)
+    before = recorded(trace, "made", execution, predictor, rng(5))
+    tokens, offsets = trace.arrays()
+    ids = tokens.expert_ids.copy()
+    run = [r for r in range(trace.num_requests) if any(_holds(before, trace, r, execution, predictor))]
+    assert len(run) >= len(before.counts)
+    changed = 0
+    for row in range(trace.num_requests):
+        if row not in run:
+            continue
+        span = slice(offsets[row], offsets[row + 1])
+        runs = np.flatnonzero(tokens.phase[span] == (DECODE if execution == "decode" else PREFILL))
+        if predictor == "prefix" and execution == "prefill":
+            runs = runs[len(runs) // 2 :]
+        ids[offsets[row] + runs] = (ids[offsets[row] + runs] + 5) % EXPERTS
+        changed += len(runs)
+    assert changed
+    other = ActivationTrace.from_arrays(trace.meta, ids, offsets, trace.requests, tokens.phase, tokens.token_ids)
+    after = recorded(other, "made", execution, predictor, rng(5))
+    np.testing.assert_array_equal(after.predicted, before.predicted)
+    assert not np.array_equal(after.counts, before.counts)
+    assert before.calibration + len(before.counts) == trace.num_requests
+
+
+def _holds(found, trace, row, execution, predictor):
+    """Whether a request's part that runs is among those that do."""
+    ids = trace.request(row).only(DECODE if execution == "decode" else PREFILL)
+    if predictor == "prefix" and execution == "prefill":
+        ids = ids[len(ids) // 2 :]
+    mine = count(ids)
+    return [(mine == one).all() for one in found.counts]
+
+
+def test_better_informed_is_nearer():
+    trace = make_trace(requests=200, prompt=40, output=30)
+    names = ("popularity", "domain", "token_table")
+    by = {name: recorded(trace, "made", "prefill", name, rng(1)).cosine for name in names}
+    assert by["popularity"] < by["domain"] < 1.0
+    assert by["popularity"] < by["token_table"] < 1.0
+
+
+def test_requests_with_one_prompt_stay_on_one_side():
+    """Each prompt twice: were they apart, a table of tokens would have seen what it predicts."""
+    trace = make_trace(requests=12, output=0)
+    tokens, offsets = trace.arrays()
+    twice = ActivationTrace.from_arrays(
+        trace.meta, np.concatenate([tokens.expert_ids] * 2), np.concatenate([offsets, offsets[-1] + offsets[1:]]), None,
+        np.concatenate([tokens.phase] * 2), np.concatenate([tokens.token_ids] * 2),
+    )  # fmt: skip
+    found = recorded(twice, "made", "prefill", "token_table", rng())
+    same = (found.counts[:, None] == found.counts[None]).all(axis=(2, 3)).sum(axis=1)
+    assert (same >= 2).all()
+
+
+# ------------------------------------------------------------------------------------------------- arrivals
+
+
+def test_recorded_times_keep_their_requests_and_go_on_in_laps():
+    trace = make_trace(requests=5, times=True)
+    found = recorded(trace, "made", "prefill", "recorded", rng())
+    drawn = arrive(found, None, 12, rng())
+    by_time = np.argsort(trace.requests.arrival_s, kind="stable")
+    assert drawn.row.tolist() == [int(by_time[i % 5]) for i in range(12)]
+    np.testing.assert_allclose(np.diff(drawn.arrival_s[:5]), np.diff(trace.requests.arrival_s[by_time]))
+    assert (np.diff(drawn.arrival_s) >= 0).all()
+
+
+def test_bursts_are_of_one_domain():
+    found = recorded(make_trace(requests=90), "made", "prefill", "recorded", rng())
+    names = np.array(found.domains)
+
+    def repeats(arrivals):
+        of = names[arrive(found, arrivals, 2000, rng()).row]
+        return (of[1:] == of[:-1]).mean()
+
+    assert repeats("bursty") > repeats("poisson") + 0.1
+
+
+@given(st.floats(0.01, 1e4), st.integers(2, 50), st.integers(0, 99))
+@settings(max_examples=30)
+def test_a_rate_is_that_of_the_gaps(rate, requests, seed):
+    times = np.sort(rng(seed).random(requests))
+    scaled = Arrived(times, np.arange(requests)).at(rate)
+    assert (requests - 1) / (scaled[-1] - scaled[0]) == pytest.approx(rate)
+    np.testing.assert_allclose(np.diff(scaled) * np.ptp(times), np.diff(times) * np.ptp(scaled))
+
+
+# ------------------------------------------------------------------------------------------------- the servers
+
+
+def config_file(folder, **scheduler):
+    (folder / "caps.json").write_text(json.dumps({"num_experts": 60, "top_k_experts": 4, "scheduler": scheduler}))
+    return folder / "caps.json"
+
+
+def test_one_by_one_it_is_the_queue_of_theory(tmp_path):
+    """M/D/1: a mean wait of rho / (2 (1 - rho)) services."""
+    config = config_file(tmp_path, strategy="fcfs", max_batch_size=1, window_size=1, min_batch_trigger=1)
+    options = SimulateOptions(config=config, base_ms=10.0, sensitivity=0.0, rate=60.0, requests=12_000, seed=3)
+    found = simulate(options, quiet)
+    [row] = found.rows
+    rho = 0.6
+    assert found.settings["capacity"] == pytest.approx(100.0, rel=1e-6)
+    assert found.settings["load"] == pytest.approx(rho, rel=1e-6)
+    assert row["mean_ms"] == pytest.approx(10.0 * (1 + rho / (2 * (1 - rho))), rel=0.04)
+    assert row["imbalance"] == 1.0
+
+
+def test_a_run_is_what_its_parts_give(tmp_path):
+    """The same numbers from the pieces of the library, and every number of a row."""
+    config = config_file(tmp_path, strategy="greedy_variance", max_skips=None)
+    found = simulate(SimulateOptions(config=config, rate=150.0, requests=300, seed=4), quiet)
+    requests, arrived = synthetic(60, 4, None, 300, np.random.default_rng([4, 1]))
+    scheduler = SchedulerConfig(strategy="greedy_variance", max_skips=None)
+    server = SpreadServer(scheduler, requests, arrived.row, SETTING.base_s * 1e3, SpreadCost(SETTING.sensitivity))
+    for row in found.rows:
+        strategy = make_strategy(row["strategy"], server)
+        run = server.run(strategy, arrived.at(150.0), np.random.default_rng([4, 2]), check=True)
+        for name, value in summarise(run)._asdict().items():
+            assert row[name] == value, name
+    base, ours = found.rows
+    assert ours["p99_reduction_pct"] == pytest.approx(100 * (1 - ours["p99_ms"] / base["p99_ms"]))
+    assert ours["throughput_gain_pct"] == pytest.approx(100 * (ours["throughput"] / base["throughput"] - 1))
+    assert base["p99_reduction_pct"] == base["throughput_gain_pct"] == 0.0
+
+
+def test_published_gains_in_overload():
+    """Bursty, 150 requests a second: throughput of the greedy strategies +12.7% as published, within 3 points."""
+    names = ("greedy_variance", "random")
+    options = SimulateOptions(arrivals="bursty", rate=150.0, requests=1500, strategies=names, seed=42)
+    found = simulate(options, quiet)
+    by = {row["strategy"]: row for row in found.rows}
+    assert list(by) == ["fcfs", "greedy_variance", "random"]
+    assert by["greedy_variance"]["throughput_gain_pct"] == pytest.approx(12.7, abs=3.0)
+    assert 0 < by["random"]["throughput_gain_pct"] < by["greedy_variance"]["throughput_gain_pct"]
+    assert found.settings["load"] > 1
+    assert any("Overload" in note for note in found.notes)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss():
+    """A made trace in the shape of a known model."""
+    return make_trace(requests=24, prompt=40, output=12, meta=TraceMeta("gpt-oss-20b", 32, 24, 4))
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_every_strategy_serves_everyone_under_the_step_model(gpt_oss, phase, ranks):
+    spec = get_model("gpt-oss-20b")
+    placement = Placement.linear(spec.num_moe_layers, spec.num_experts, ranks) if ranks > 1 else None
+    model = step_model(spec, "h200", None, Topology(ranks))
+    requests = recorded(gpt_oss, "made", phase, "recorded", rng())
+    arrived = arrive(requests, "poisson", 60, rng())
+    config = SchedulerConfig(min_batch_trigger=1)
+    server = StepServer(config, requests, arrived.row, phase, model, placement, "h200", 8)
+    for name in strategies.names():
+        run = server.run(make_strategy(name, server), arrived.at(1000.0), rng(), check=True)
+        if name == "fcfs":
+            assert (np.diff(run.start_s) >= 0).all()
+            assert run.skipped.max() == 0
+        if ranks == 1:
+            assert (run.imbalance == 1.0).all()
+
+
+def test_the_fitting_cost_goes_to_latency_aware(gpt_oss):
+    model = step_model(get_model("gpt-oss-20b"), "h200")
+    requests = recorded(gpt_oss, "made", "decode", "recorded", rng())
+    row = np.arange(len(requests.counts))
+    server = StepServer(SchedulerConfig(max_skips=7), requests, row, "decode", model, None, "h200", 16)
+    chosen = make_strategy("latency_aware", server)
+    assert isinstance(chosen, LatencyAware)
+    assert (chosen.cost, chosen.max_skips) == (server.cost, 7)
+    assert server.cost == step_cost(model, None, "decode", 16, round(float(requests.context.mean())))
+    assert not server.cost.by_tokens
+    assert step_cost(model, None, "prefill", 16, 500).by_tokens
+    spread = SpreadServer(SchedulerConfig(), requests, row, 1.0, SpreadCost(0.5))
+    assert make_strategy("latency_aware", spread).cost == SpreadCost(0.5)
+
+
+def test_a_cost_of_several_ranks_is_of_one_ranks_share():
+    spec = get_model("gpt-oss-20b")
+    placement = Placement.linear(spec.num_moe_layers, spec.num_experts, 4)
+    one = step_cost(step_model(spec, "h200"), None, "decode", 8, 100)
+    four = step_cost(step_model(spec, "h200", None, Topology(4)), placement, "decode", 32, 100)
+    assert (one.num_ranks, four.num_ranks) == (1, 4)
+    assert four.fixed_us == pytest.approx(one.fixed_us)  # attention and projections of 8 requests each
+    assert four.arrival_us > one.arrival_us == 0
+
+
+# ------------------------------------------------------------------------------------------------- the whole
+
+
+def test_the_execution_follows_the_trace(tmp_path, gpt_oss):
+    gpt_oss.save(tmp_path / "known")
+    make_trace().save(tmp_path / "unknown")
+    make_trace(meta=TraceMeta("gpt-oss-20b", 32, 2, 4)).save(tmp_path / "part")
+    known = simulate(SimulateOptions(trace=tmp_path / "known", requests=20), quiet)
+    assert (known.settings["execution"], known.settings["model"]) == ("decode", "gpt-oss-20b")
+    assert known.settings["rate"] == pytest.approx(0.8 * known.settings["capacity"])
+    assert simulate(SimulateOptions(trace=tmp_path / "unknown", requests=20), quiet).settings["execution"] == "spread"
+    part = simulate(SimulateOptions(trace=tmp_path / "part", requests=20), quiet)
+    assert part.settings["execution"] == "spread"
+    assert any("(2, 32, 4)" in note for note in part.notes)
+    named = SimulateOptions(trace=tmp_path / "known", requests=20, execution="prefill", model="gpt-oss-20b", ranks=2)
+    assert simulate(named, quiet).settings["ranks"] == 2
+
+
+def test_the_weights_of_a_config_are_timed(tmp_path, gpt_oss):
+    gpt_oss.save(tmp_path / "known")
+    (tmp_path / "c.json").write_text('{"quantization": "bf16", "scheduler": {"strategy": "lpt"}}')
+    found = simulate(SimulateOptions(trace=tmp_path / "known", config=tmp_path / "c.json", requests=20), quiet)
+    assert (found.settings["dtype"], found.settings["measured"]) == ("bf16", True)
+    assert [row["strategy"] for row in found.rows] == ["fcfs", "lpt"]
+    assert found.settings["experts"] == 32, "a config that does not say how many experts claims nothing"
+
+
+def test_times_of_another_trace(tmp_path, saved):
+    RequestTrace(np.ones(4, int), np.ones(4, int), np.array([0.0, 1.0, 1.0, 5.0])).save(tmp_path / "times")
+    for options in (
+        SimulateOptions(trace=saved, arrivals=str(tmp_path / "times"), requests=4),
+        SimulateOptions(trace=tmp_path / "times", requests=4),
+    ):
+        found = simulate(options, quiet)
+        np.testing.assert_array_equal(found.runs["fcfs"].arrival_s, [0.0, 1.0, 1.0, 5.0])
+        assert found.settings["rate"] == pytest.approx(0.6)
+        faster = replace(options, rate=6.0)
+        np.testing.assert_allclose(simulate(faster, quiet).runs["fcfs"].arrival_s, [0.0, 0.1, 0.1, 0.5])
+
+
+def test_the_same_seed_is_the_same_run(saved):
+    options = SimulateOptions(trace=saved, requests=50, strategies=("all",), predictor="domain")
+    one, two = (simulate(options, quiet).to_json() for _ in range(2))
+    assert one == two
+    other = simulate(SimulateOptions(trace=saved, requests=50, predictor="domain", seed=1), quiet)
+    assert other.rows[0] != one["rows"][0]
+    assert [row["strategy"] for row in one["rows"]] == ["fcfs", *(n for n in strategies.names() if n != "fcfs")]
+
+
+def test_one_request_is_enough():
+    found = simulate(SimulateOptions(requests=1), quiet)
+    assert found.rows[0]["requests"] == 1
+    assert found.settings["rate"] is None
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_progress_reaches_its_end():
+    seen = []
+    simulate(SimulateOptions(requests=40), lambda *heard: seen.append(heard))
+    dones = [done for _, done, _ in seen]
+    assert dones == sorted(dones)
+    assert seen[-1][1] == seen[-1][2] == 3 * 40
+
+
+def test_what_is_written_gives_the_table_again(tmp_path, saved):
+    found = simulate(SimulateOptions(trace=saved, requests=60), quiet)
+    write(tmp_path / "new" / "out", found)
+    assert json.loads((tmp_path / "new" / "out" / "simulate.json").read_text()) == found.to_json()
+    with (tmp_path / "new" / "out" / "requests.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    for row in found.rows:
+        mine = [one for one in rows if one["strategy"] == row["strategy"]]
+        latency = [1e3 * (float(one["finish_s"]) - float(one["arrival_s"])) for one in mine]
+        assert np.percentile(latency, 99) == pytest.approx(row["p99_ms"])
+        assert max(int(one["skipped"]) for one in mine) == row["worst_skips"]
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"execution": "decod"}, "Did you mean 'decode'?"),
+        ({"requests": 0}, "requests=0 must be at least 1"),
+        ({"rate": float("nan")}, "rate=nan must be a finite number above 0"),
+        ({"rate": 0.0}, "rate=0.0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"ranks": 2}, "--ranks is for execution prefill or decode"),
+        ({"places": 2}, "--places is for execution decode"),
+        ({"model": "gpt-oss-20b"}, "--model is for execution prefill or decode"),
+        ({"sensitivity": -1.0}, "sensitivity=-1.0"),
+        ({"strategies": ("greedy",)}, "Known: best_fit"),
+        ({"arrivals": "poison"}, "arrivals='poison' must be poisson, bursty, or a trace"),
+        ({"execution": "decode"}, "needs recorded experts"),
+        ({"predictor": "domain"}, "predictor='domain' needs recorded requests"),
+        ({"prompts": "p.txt"}, "name it with --with-model"),
+        ({"trace": "t", "with_model": "m"}, "exclude each other"),
+        ({"requests": 1 + MAX_BYTES // 480}, "must be at most 2048"),
+    ],
+)
+def test_bad_settings(change, said):
+    with pytest.raises(InputError, match=re.escape(said)) as raised:
+        simulate(SimulateOptions(**change), quiet)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"predictor": "dry_run"}, "Unknown predictor 'dry_run'"),
+        ({"execution": "decode"}, "'made' is none: give --model"),
+        ({"model": "gpt-oss-20b"}, "(2, 12, 3)"),
+        ({"model": "gpt-oss-21b"}, "Did you mean"),
+        ({"base_ms": -1.0}, "base_ms=-1.0"),
+    ],
+)
+def test_bad_settings_for_a_trace(saved, change, said):
+    with pytest.raises(InputError, match=re.escape(said)):
+        simulate(SimulateOptions(trace=saved, requests=5, **change), quiet)
+
+
+def test_a_config_of_other_experts(tmp_path, saved):
+    with pytest.raises(ConfigError, match=r"caps.json: num_experts=60 must equal 12, that of .*trace"):
+        simulate(SimulateOptions(trace=saved, config=config_file(tmp_path)), quiet)
+
+
+def test_traces_that_lack_what_is_asked(tmp_path):
+    LoadTable(np.ones((1, 2, 8), np.uint64)).save(tmp_path / "load")
+    RequestTrace(np.ones(3, int), np.ones(3, int)).save(tmp_path / "untimed")
+    RequestTrace(np.ones(3, int), np.ones(3, int), np.zeros(3)).save(tmp_path / "at-once")
+    plain = make_trace(token_ids=False, domains=False)
+    plain.save(tmp_path / "plain")
+    for options, error, said in (
+        ({"trace": tmp_path / "load"}, TraceError, "kind: found 'load'"),
+        ({"trace": tmp_path / "untimed"}, TraceError, "no arrival times"),
+        ({"arrivals": str(tmp_path / "load")}, TraceError, "kind: found 'load'"),
+        ({"trace": tmp_path / "at-once", "arrivals": "poisson"}, ConfigError, "without experts"),
+        ({"trace": tmp_path / "at-once", "rate": 3.0}, ConfigError, "arrive at one time"),
+        ({"trace": tmp_path / "plain", "predictor": "token_table"}, ConfigError, "no token_ids"),
+        ({"trace": tmp_path / "plain", "predictor": "domain"}, ConfigError, "no domains"),
+        ({"trace": tmp_path / "plain", "arrivals": "bursty"}, ConfigError, "no domains"),
+        ({"trace": tmp_path / "plain", "predictor": "oracle"}, UnknownNameError, "Known: domain"),
+    ):
+        with pytest.raises(error, match=re.escape(said)):
+            simulate(SimulateOptions(requests=5, **options), quiet)
+    found = simulate(SimulateOptions(trace=tmp_path / "at-once", requests=3), quiet)
+    assert found.settings["rate"] is None
+    assert any("at once" in note for note in found.notes)
