@@ -20,7 +20,6 @@ from coterie.engines.transformers import RecordingSettings, dry_run, load_model,
 from coterie.errors import ConfigError, UnavailableError  # noqa: E402
 from coterie.evaluation.simulate import SimulateOptions, simulate  # noqa: E402
 from coterie.evaluation.simulate_requests import route_prompts  # noqa: E402
-from coterie.footprints import footprint  # noqa: E402
 from coterie.prompts import load_prompts, read_prompts, take_in_turn  # noqa: E402
 
 
@@ -86,15 +85,13 @@ def test_the_whole_says_how_near_it_came(routed, prompts, tmp_path):
     assert (out / "simulate.json").is_file()
 
 
-def test_the_truth_runs_whatever_is_predicted(prompts, routed):
+def test_the_truth_runs_whatever_is_predicted(prompts):
     """fcfs does not look at loads: with the dry run and with the exact load its run is the same."""
     options = {"with_model": tiny_model_path(), "prompts": prompts, "requests": 80, "rate": 100.0}
     seen, exact = (simulate(SimulateOptions(**options, predictor=name), quiet) for name in (None, "recorded"))
     assert seen.rows[0] == exact.rows[0]
     assert exact.settings["cosine"] == pytest.approx(1.0)
-    batch = np.stack([footprint(routed.trace.request(r).expert_ids, 32) for r in range(12)])
-    assert seen.rows[0]["distinct"] <= 32
-    assert batch.sum() > 0
+    assert seen.settings["cosine"] < 0.999
 
 
 def test_prefill_is_timed_by_the_models_own_shape(prompts):
@@ -124,7 +121,7 @@ def test_the_config_must_agree_and_gives_the_precision(prompts, tmp_path):
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
-        with pytest.raises(UnavailableError, match="nf4.*needs bitsandbytes"):
+        with pytest.raises(UnavailableError, match=r"nf4.*needs bitsandbytes"):
             run(quantization="nf4")
 
 

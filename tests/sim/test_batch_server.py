@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, SchedulerConfig, lis
 
 
 @given(cases())
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_any_strategy_and_setting(case: tuple[np.ndarray, np.ndarray, SchedulerConfig, list[float], int]):
     arrival_s, loads, config, seconds, seed = case
     recorder, done = Recorder(seconds), []

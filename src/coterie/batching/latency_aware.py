@@ -3,11 +3,12 @@
 It minimises predicted time, so it mixes the unlike where the slowest rank decides, and groups the like where streaming
 the experts' weights does. Unlike the published strategies it also decides *whether* to reorder:
 
-* The gain is what the chosen batch saves against the oldest requests as they come, as a share of their time.
-* A batch that is faster by the gain shortens the wait of all `queued` requests: by `gain x queued` batches in sum.
-  Being passed over costs one request one batch.
-* So a request may be passed over as often as that, and no more: with a shallow queue, or where batches would be hardly
-  faster, the order stays first come, first served.
+* What choosing could save at most is the share of a batch's time that depends on who is in it: what unevenness costs
+  across ranks, or what the chosen requests' experts cost to stream. Of that, `trust` is what choosing really saves.
+* A batch that is faster by that much shortens the wait of all `queued` requests: by `trust x share x queued` batches in
+  sum. Being passed over costs one request one batch.
+* So a request may be passed over as often as that, and no more: with a shallow queue, or where it hardly matters who
+  runs with whom, the order stays first come, first served.
 
 Wrong where predictions are: it then reorders for nothing, though by no more than that many batches.
 """
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from coterie._numba import njit
 from coterie.batching.base import Loads, Selection, Window, strategies
 from coterie.batching.costs import BatchCost, SpreadCost, StepCost
-from coterie.batching.greedy import VARIATION, pick_greedily
+from coterie.batching.greedy import VARIANCE, pick_greedily
 from coterie.batching.picking import (
     NEVER,
     Indices,
@@ -49,9 +50,9 @@ class LatencyAware(Skipping):
 
     cost: BatchCost = EVEN_OUT
     """What is minimised; the default knows no device, and evens the load out."""
-    trust: float = 1.0
-    """Share of a predicted gain that comes true: what is picked for its prediction is rarely as good. 1 where loads are
-    known; :func:`measure_trust` finds it for a predictor."""
+    trust: float = 0.4
+    """Share of the time that choosing could save at most, which it does save. :func:`measure_trust` finds it for a
+    predictor and a kind of traffic; the default serves where loads are known and like requests come in bursts."""
 
     def __post_init__(self) -> None:
         Skipping.__post_init__(self)
@@ -69,7 +70,7 @@ class LatencyAware(Skipping):
             order, budget, gain = _by_spread(window.loads, running, window.skipped, hope, size, cap, cost.sensitivity)
         if budget == 0:
             return Selection(order, f"in order of arrival of {len(order)}: reordering would not pay")
-        return Selection(order, f"predicted {gain:.1%} faster than in order of arrival, at most {budget} skips each")
+        return Selection(order, f"predicted {gain:.1%} faster than in order of arrival; up to {budget} skips each")
 
 
 def _numbers(cost: StepCost) -> NDArray[np.float64]:
@@ -88,7 +89,7 @@ def measure_trust(
     window: int = 32,
     running: int = 0,
 ) -> float:
-    """Share of predicted gains that come true; `predicted` and `truth` [request, layer, expert] of the same requests.
+    """Share of avoidable time that choosing avoids; `predicted` and `truth` are loads [request, …] of the same requests.
 
     `stream` names requests in an order of arrival like the one to come. They are served twice, by prediction and in
     order, always with `window` waiting and `running` others under way, and both are timed by the truth. That counts
@@ -101,7 +102,7 @@ def measure_trust(
     if batches < 1:
         raise ConfigError(f"the stream has {len(stream)} requests; it must have {running + window + size} or more")
     rng = np.random.default_rng(0)  # nothing here is random, but a strategy takes one
-    everyone = LatencyAware(max_skips=None, cost=cost)
+    everyone = LatencyAware(max_skips=None, cost=cost, trust=1.0)
     skipped = np.zeros(window, np.int64)
     hoped, spent = 0.0, [0.0, 0.0]
     under_way = [list(stream[:running]), list(stream[:running])]
@@ -110,25 +111,25 @@ def measure_trust(
         come = list(stream[running + batch * size :][:size])
         rows = waiting[:window]
         loads, load = np.ascontiguousarray(predicted[rows]), predicted[under_way[1]].sum(axis=0)
-        order = everyone.select(Window(loads, skipped, NEVER), load, size, rng).order
-        hoped += gain_of(cost, loads, load, order)
-        chosen = [rows[index] for index in order]
-        waiting = [row for index, row in enumerate(rows) if index not in set(order.tolist())] + waiting[window:]
-        for way, taken in enumerate((come, chosen)):
-            spent[way] += _time_of(cost, truth[taken], truth[under_way[way]].sum(axis=0))
+        order = everyone.select(Window(loads, skipped, NEVER), load, size, rng).order.tolist()
+        waiting = [row for index, row in enumerate(rows) if index not in order] + waiting[window:]
+        for way, taken in enumerate((come, [rows[index] for index in order])):
+            here = truth[under_way[way]].sum(axis=0)
+            spent[way] += _time_of(cost, truth[taken], here)
+            if way == 0:
+                hoped += _avoidable(cost, truth[taken], here)
             under_way[way] = (under_way[way] + taken)[len(taken) :] if running else []
     saved = 1.0 - spent[1] / spent[0]
     return float(min(1.0, max(0.0, saved * batches / hoped))) if hoped > 0 else 0.0
 
 
-def gain_of(cost: BatchCost, loads: Loads, running: Loads, order: Indices) -> float:
-    """Share of the time of the first requests of `loads` that those in `order` would save, added to `running`."""
-    come = np.arange(len(order))
+def _avoidable(cost: BatchCost, loads: Loads, running: Loads) -> float:
+    """Share of a batch's time that depends on who is in it."""
+    everyone = np.arange(len(loads))
     if isinstance(cost, StepCost):
         loads, running = cost.slot_loads(loads), cost.slot_loads(running)
-        return float(_step_gain(loads, running, come, order, _numbers(cost), cost.num_ranks))
-    rows = loads.reshape(len(loads), -1)
-    return float(_spread_gain(rows, running.ravel(), come, order, cost.sensitivity))
+        return float(_step_avoidable(loads, running, everyone, _numbers(cost), cost.num_ranks))
+    return float(_spread_avoidable(loads.reshape(len(loads), -1), running.ravel(), everyone, cost.sensitivity))
 
 
 def _time_of(cost: BatchCost, loads: Loads, running: Loads) -> float:
@@ -137,7 +138,7 @@ def _time_of(cost: BatchCost, loads: Loads, running: Loads) -> float:
     if isinstance(cost, StepCost):
         loads, running = cost.slot_loads(loads), cost.slot_loads(running)
         return float(_fill_step(loads, running, everyone, len(everyone), _numbers(cost), cost.num_ranks))
-    return float(_spread(loads.reshape(len(loads), -1), running.ravel(), everyone, cost.sensitivity)[0])
+    return float(_spread(loads.reshape(len(loads), -1), running.ravel(), everyone, cost.sensitivity))
 
 
 @njit()
@@ -149,17 +150,8 @@ def _in_order(skipped: Indices, size: int, max_skips: int) -> Indices:
 
 
 @njit()
-def _overdue(skipped: Indices, order: Indices, budget: int) -> bool:
-    """Whether someone was left out who has been passed over that often already."""
-    taken = np.zeros(len(skipped), np.bool_)
-    for request in order:
-        taken[request] = True
-    return bool(np.any((skipped >= budget) & ~taken))
-
-
-@njit()
-def _budget(gain: float, hope: float, max_skips: int) -> int:
-    return int(min(float(max_skips), gain * hope)) if gain > 0.0 else 0
+def _budget(avoidable: float, hope: float, max_skips: int) -> int:
+    return int(min(float(max_skips), avoidable * hope)) if avoidable > 0.0 else 0
 
 
 # ------------------------------------------------------------------------------------------------ 1 + CV
@@ -173,30 +165,29 @@ def _by_spread(
     if len(come) == len(loads):
         return come, 0, 0.0
     rows, load = loads.reshape(len(loads), loads.shape[1] * loads.shape[2]), running.ravel()
-    order, budget, gain = come, max_skips, 0.0
-    for _ in range(2):
-        order = pick_greedily(loads, running, skipped, size, budget, VARIATION)[0]
-        gain = _spread_gain(rows, load, come, order, sensitivity)
-        budget = _budget(gain, hope, max_skips)
-        if budget == 0:
-            return come, 0, 0.0
-        if not _overdue(skipped, order, budget):
-            break
-    return order, budget, gain
+    budget = _budget(_spread_avoidable(rows, load, come, sensitivity), hope, max_skips)
+    if budget == 0:
+        return come, 0, 0.0
+    order = pick_greedily(loads, running, skipped, size, budget, VARIANCE)[0]
+    gain = 1.0 - _spread(rows, load, order, sensitivity) / _spread(rows, load, come, sensitivity)
+    return (order, budget, gain) if gain > 0.0 else (come, 0, 0.0)
 
 
 @njit()
-def _spread_gain(rows: Loads, load: Loads, come: Indices, order: Indices, sensitivity: float) -> float:
-    time, total = _spread(rows, load, come, sensitivity)
-    if total <= 0.0:
+def _spread_avoidable(rows: Loads, load: Loads, come: Indices, sensitivity: float) -> float:
+    """What unevenness costs, over the share of the work that is chosen here."""
+    brought = 0.0
+    for request in come:
+        brought += total_of(rows[request])
+    if brought <= 0.0:
         return 0.0
-    share = 1.0 - total_of(load) / total  # of the work that is chosen here
-    return (1.0 - _spread(rows, load, order, sensitivity)[0] / time) / share if share > 0.0 else 0.0
+    share = brought / (brought + total_of(load))
+    return (1.0 - 1.0 / _spread(rows, load, come, sensitivity)) / share
 
 
 @njit(fastmath=True)
-def _spread(rows: Loads, load: Loads, order: Indices, sensitivity: float) -> tuple[float, float]:
-    """1 + sensitivity x CV of the load with these requests, and its total."""
+def _spread(rows: Loads, load: Loads, order: Indices, sensitivity: float) -> float:
+    """1 + sensitivity x CV of the load with these requests."""
     batch = load.copy()
     for request in order:
         row = rows[request]
@@ -207,8 +198,8 @@ def _spread(rows: Loads, load: Loads, order: Indices, sensitivity: float) -> tup
         square += batch[column] * batch[column]
         total += batch[column]
     if total <= 0.0:
-        return 1.0, 0.0
-    return 1.0 + sensitivity * np.sqrt(max(0.0, len(batch) * square / (total * total) - 1.0)), total
+        return 1.0
+    return float(1.0 + sensitivity * np.sqrt(max(0.0, len(batch) * square / (total * total) - 1.0)))
 
 
 # ------------------------------------------------------------------------------------------------ the step model
@@ -222,38 +213,49 @@ def _by_step(
     come = _in_order(skipped, size, max_skips)
     if len(come) == len(loads):
         return come, 0, 0.0
-    order, budget, gain = come, max_skips, 0.0
-    for _ in range(2):
-        order, forced = first_picks(skipped, size, budget)
-        _fill_step(loads, running, order, forced, parameters, ranks)
-        gain = _step_gain(loads, running, come, order, parameters, ranks)
-        budget = _budget(gain, hope, max_skips)
-        if budget == 0:
-            return come, 0, 0.0
-        if not _overdue(skipped, order, budget):
-            break
-    return order, budget, gain
+    budget = _budget(_step_avoidable(loads, running, come, parameters, ranks), hope, max_skips)
+    if budget == 0:
+        return come, 0, 0.0
+    order, forced = first_picks(skipped, size, budget)
+    _fill_step(loads, running, order, forced, parameters, ranks)
+    gain = _step_gain(loads, running, come, order, parameters, ranks)
+    return (order, budget, gain) if gain > 0.0 else (come, 0, 0.0)
+
+
+@njit()
+def _step_avoidable(
+    loads: Loads, running: Loads, come: Indices, parameters: NDArray[np.float64], ranks: int
+) -> float:
+    """What unevenness costs (prefill) or the experts that are streamed for these alone (decode), over their share."""
+    brought, before = 0.0, running.sum()
+    for request in come:
+        brought += loads[request].sum()
+    if brought <= 0.0:
+        return 0.0
+    time = _fill_step(loads, running, come.copy(), len(come), parameters, ranks)
+    if parameters[5] > 0.0:
+        least = _even_us(before + brought, loads, parameters, ranks)
+    else:
+        least = _fill_step(loads, running, come[:0].copy(), 0, parameters, ranks)
+    return float((1.0 - least / time) * (before + brought) / brought)
 
 
 @njit()
 def _step_gain(
     loads: Loads, running: Loads, come: Indices, order: Indices, parameters: NDArray[np.float64], ranks: int
 ) -> float:
+    """Share of the time of `come` that `order` saves."""
     before, there, here = running.sum(), 0.0, 0.0
     for request in come:
         there += loads[request].sum()
     for request in order:
         here += loads[request].sum()
-    if there <= 0.0 or here <= 0.0:
-        return 0.0
-    share = there / (there + before)  # of the work that is chosen here
     time = _fill_step(loads, running, come.copy(), len(come), parameters, ranks)
     other = _fill_step(loads, running, order.copy(), len(order), parameters, ranks)
-    saved = time - other
     if parameters[5] > 0.0:  # what unevenness costs a token: that some batches are larger is nobody's gain
-        saved = time - _even_us(before + there, loads, parameters, ranks)
-        saved -= (other - _even_us(before + here, loads, parameters, ranks)) * (before + there) / (before + here)
-    return float(saved / time / share)
+        uneven = (other - _even_us(before + here, loads, parameters, ranks)) / (before + here)
+        return float((time - _even_us(before + there, loads, parameters, ranks) - uneven * (before + there)) / time)
+    return float(1.0 - other / time)
 
 
 # Arrays here are [layer x rank, …, slot of the rank]: the inner loops then run over whole rows. They become vector code

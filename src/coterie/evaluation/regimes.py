@@ -335,7 +335,7 @@ def verdict(row: Row) -> str:
 def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...]) -> list[str]:
     notes = [
         f"{requests} requests a run, {len(seeds)} seeds; gains against fcfs on the same requests, 95% by Student's t "
-        "over seeds. Load is the arrival rate over what fcfs can serve. H200, bf16; NVLink between ranks, linear placement.",
+        "over seeds. Load is the arrival rate over what fcfs can serve. H200, bf16; NVLink, linear placement.",
         "Predictions: `prefix`, from a request's first half; the second half runs. Skips are capped at 64. In bursts, "
         f"{BURST} requests that use like experts follow each other.",
     ]

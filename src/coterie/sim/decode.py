@@ -177,7 +177,7 @@ class _Decoder:
             return
         rows = np.array(joining, np.int64)
         self.start_s[rows] = self.sim.now_s
-        self.times_run[rows] += 1
+        np.add.at(self.times_run, rows, 1)  # `+=` would count a row that is there twice once
         self.running = np.concatenate([self.running, rows])
         self.running_load += self.predicted[rows].sum(axis=0)
 

@@ -131,7 +131,7 @@ class _BatchServer:
         self.start_s[rows] = now_s
         self.finish_s[rows] = now_s + ran.seconds
         self.skipped[rows] = batch.skipped
-        self.times_run[rows] += 1
+        np.add.at(self.times_run, rows, 1)  # `+=` would count a row that is there twice once
         self.batches.append((ran.seconds, len(rows), ran.imbalance, ran.distinct))
         self.busy, self.began_s = True, now_s
         self.sim.after(ran.seconds, self.finish)

@@ -94,7 +94,7 @@ def test_bad_input_exits_with_2_and_one_line(trace, config, tmp_path, monkeypatc
         (["--config", tmp_path / "name.json"], "Did you mean 'greedy_variance'?"),
         (["--config", tmp_path / "missing.json"], "missing.json: "),
         (["--strategy", "fifo"], "Unknown strategy 'fifo'"),
-        (["--rate", "fast"], "fast"),
+        (["--rate", "fast"], "--rate"),
         (["--rate", "-1"], "rate=-1.0 must be"),
         ([trace, "--ranks", "3"], "num_slots=32 must be a multiple of num_ranks=3"),
         ([trace, "--preset", "h300"], "Did you mean 'h200'?"),
