@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.batching import strategies
+from coterie.batching import Selection, Window, strategies
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch
@@ -84,6 +85,38 @@ def test_ranks_share_the_requests_of_a_step():
     assert seen == [Batch(1, 50), Batch(2, 200)], "the first comes alone; of 4, each rank has 2"
 
 
+@dataclass
+class Shown:
+    """First come, first served; keeps the load it was told is running."""
+
+    max_skips: int | None = None
+    running: list[np.ndarray] = field(default_factory=list)
+
+    def select(self, window: Window, running: np.ndarray, size: int, _rng: np.random.Generator) -> Selection:
+        self.running.append(running.copy())
+        return Selection(np.arange(min(size, len(window.loads))), "the oldest")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_strategy_is_shown_the_load_that_runs(size: int, rng: np.random.Generator):
+    """Named `size` at once while a queue lasts, so each choice is shown those of earlier ones who still run."""
+    count = 40
+    tokens, predicted = rng.integers(1, 6, count), rng.random((count, 2, 5))
+    requests = DecodeRequests(
+        np.zeros(count), np.zeros(count, np.int64), np.zeros(count, np.int64), tokens, np.zeros((6, 2, 1), np.uint8)
+    )
+    strategy, step = Shown(), Execution(0.5, 1.0, 1.0)
+    config = SchedulerConfig(max_batch_size=size, window_size=size)
+    run = run_decode(requests, predicted, lambda *_: step, 4, config, strategy, rng, check=True)
+    first = [0, *range(1, count, size)]  # the first request comes alone
+    assert len(strategy.running) == len(first)
+    for row, running in zip(first, strategy.running, strict=True):
+        still = np.flatnonzero(run.finish_s[:row] > run.start_s[row])
+        np.testing.assert_allclose(running, predicted[still].sum(axis=0), atol=1e-12)
+    assert not strategy.running[0].any()
+    assert strategy.running[-1].any()
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[DecodeRequests, np.ndarray, SchedulerConfig, int, int]:
     count, seed = draw(st.integers(1, 30)), draw(st.integers(0, 2**16))
@@ -106,7 +139,7 @@ def cases(draw: st.DrawFn) -> tuple[DecodeRequests, np.ndarray, SchedulerConfig,
 
 
 @given(cases())
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_every_token_is_replayed_once_in_order(case: tuple[DecodeRequests, np.ndarray, SchedulerConfig, int, int]):
     requests, predicted, config, places, seed = case
     loads, batches = [], []

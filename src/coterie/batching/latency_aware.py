@@ -89,7 +89,7 @@ def measure_trust(
     window: int = 32,
     running: int = 0,
 ) -> float:
-    """Share of avoidable time that choosing avoids; `predicted` and `truth` are loads [request, …] of the same requests.
+    """Share of avoidable time that choosing avoids; `predicted` and `truth` [request, …] are of the same requests.
 
     `stream` names requests in an order of arrival like the one to come. They are served twice, by prediction and in
     order, always with `window` waiting and `running` others under way, and both are timed by the truth. That counts
