@@ -11,8 +11,8 @@ Two models of a batch's time, from the load its requests are expected to bring:
 
   and a layer takes as long as its slowest rank, and its busiest one's rows to exchange.
 
-The second is a linearised copy of :func:`coterie.costs.moe.layer_us`: same terms, no soft maximum, and tiles filled
-evenly. It ranks batches; times that are reported come from the whole model.
+The second is a linearised copy of :func:`coterie.costs.moe.layer_us`: same terms, no soft maximum, and tiles that are
+half empty at an expert's end. It ranks batches; times that are reported come from the whole model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StepCost:
     first_us: float
     """To bring a touched expert's weights in, with the first tile of its tokens."""
     tile_rows: float
-    """Tokens that a first tile holds."""
+    """Tokens that come with that: a first tile, less what the last one is empty on average."""
     row_us: float
     """Per token of an expert past them."""
     arrival_us: float
@@ -80,7 +80,11 @@ class StepCost:
         stream = spec.expert_bytes(model.dtype) / moe.stream_bytes_per_us
         stream *= 1.0 + moe.fill_penalty * max(0.0, 1.0 - first_rows / moe.tile_rows[0])
         weights = stream + moe.row_us * first_rows
-        hidden = moe.overlap * min(weights, compute)
+        row_us = max(compute / tile, moe.row_us)
+        # What overlaps between experts is hidden behind the larger of all streaming and all compute.
+        behind = max(weights, compute + max(0.0, rows_per_expert / tile - 0.5) * compute)
+        first = (1.0 - moe.overlap) * max(weights, compute)
+        first += moe.overlap * (weights if behind == weights else compute)
         rest = model.attention_s(batch) + model.dense_s(batch.tokens, batch.decode_requests or batch.prefill_requests)
         routing = model.routing.us(batch.tokens) if model.routing else 0.0
         layers = spec.num_moe_layers
@@ -95,8 +99,9 @@ class StepCost:
             replicas = np.stack([np.bincount(row, minlength=placement.num_experts) for row in slots])
             share = 1.0 / np.take_along_axis(replicas, slots, axis=1)
         return cls(
-            fixed_us=fixed, first_us=max(weights, compute) - hidden, tile_rows=tile,
-            row_us=max(compute / tile, moe.row_us), arrival_us=arrival, num_ranks=ranks,
+            # The last tile is half empty on average, which counts as rows that come sooner past the first.
+            fixed_us=fixed, first_us=first, tile_rows=max(0.0, min(tile, first / row_us - tile / 2.0)),
+            row_us=row_us, arrival_us=arrival, num_ranks=ranks,
             by_tokens=batch.prefill_tokens > 0, slots=slots, share=share,
         )  # fmt: skip
 
