@@ -5,8 +5,8 @@ the experts' weights does. Unlike the published strategies it also decides *whet
 
 * What choosing could save at most is the share of a batch's time that depends on who is in it: what unevenness costs
   across ranks, or what the chosen requests' experts cost to stream. Of that, `trust` is what choosing really saves.
-* A batch that is faster by that much shortens the wait of all `queued` requests: by `trust x share x queued` batches in
-  sum. Being passed over costs one request one batch.
+* A batch that is faster by that much shortens the wait of everybody behind the next two batches: by `trust x share x
+  behind` batches in sum. Being passed over costs one request one batch.
 * So a request may be passed over as often as that, and no more: with a shallow queue, or where it hardly matters who
   runs with whom, the order stays first come, first served.
 
@@ -39,6 +39,9 @@ from coterie.errors import ConfigError
 
 EVEN_OUT = SpreadCost()
 
+SOON = 2
+"""Batches ahead whose requests start at once in any order; a queue no longer than that is shallow."""
+
 ALMOST_NEVER = 1e-3
 """Least chance of a request missing an expert: a product of misses then stays a number above nothing."""
 
@@ -61,7 +64,7 @@ class LatencyAware(Skipping):
 
     def select(self, window: Window, running: Loads, size: int, rng: Generator) -> Selection:  # noqa: ARG002
         check_snapshot(window, running, size)
-        cap, hope = self.max_skips or NEVER, self.trust * window.queued
+        cap, hope = self.max_skips or NEVER, self.trust * max(0, window.queued - SOON * size)
         cost = self.cost
         if isinstance(cost, StepCost):
             loads, load = cost.slot_loads(window.loads), cost.slot_loads(running)
