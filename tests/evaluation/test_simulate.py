@@ -20,7 +20,7 @@ from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError
 from coterie.evaluation.caps import SETTING
 from coterie.evaluation.simulate import MAX_BYTES, SimulateOptions, simulate, write
 from coterie.evaluation.simulate_requests import MAX_RECORDED, Arrived, arrive, recorded, synthetic
-from coterie.evaluation.simulate_servers import SpreadServer, StepServer, make_strategy, step_cost
+from coterie.evaluation.simulate_servers import SpreadServer, StepServer, make_strategy
 from coterie.models import get_model
 from coterie.sim.metrics import summarise
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
@@ -313,9 +313,9 @@ def test_the_fitting_cost_goes_to_latency_aware(gpt_oss):
     chosen = make_strategy("latency_aware", server)
     assert isinstance(chosen, LatencyAware)
     assert (chosen.cost, chosen.max_skips) == (server.cost, 7)
-    assert server.cost == step_cost(model, None, "decode", 16, round(float(requests.context.mean())))
+    assert server.cost == StepCost.for_phase(model, "decode", 16, round(float(requests.context.mean())))
     assert not server.cost.by_tokens
-    assert step_cost(model, None, "prefill", 16, 500).by_tokens
+    assert StepCost.for_phase(model, "prefill", 16, 500).by_tokens
     spread = SpreadServer(SchedulerConfig(), requests, row, 1.0, SpreadCost(0.5))
     assert make_strategy("latency_aware", spread).cost == SpreadCost(0.5)
 
@@ -323,8 +323,8 @@ def test_the_fitting_cost_goes_to_latency_aware(gpt_oss):
 def test_a_cost_of_several_ranks_is_of_one_ranks_share():
     spec = get_model("gpt-oss-20b")
     placement = Placement.linear(spec.num_moe_layers, spec.num_experts, 4)
-    one = step_cost(step_model(spec, "h200"), None, "decode", 8, 100)
-    four = step_cost(step_model(spec, "h200", None, Topology(4)), placement, "decode", 32, 100)
+    one = StepCost.for_phase(step_model(spec, "h200"), "decode", 8, 100)
+    four = StepCost.for_phase(step_model(spec, "h200", None, Topology(4)), "decode", 32, 100, placement)
     assert (one.num_ranks, four.num_ranks) == (1, 4)
     assert four.fixed_us == pytest.approx(one.fixed_us)  # attention and projections of 8 requests each
     assert four.arrival_us > one.arrival_us == 0

@@ -105,6 +105,21 @@ class StepCost:
             by_tokens=batch.prefill_tokens > 0, slots=slots, share=share,
         )  # fmt: skip
 
+    @classmethod
+    def for_phase(
+        cls, model: StepModel, phase: str, requests: int, tokens: int, placement: Placement | None = None
+    ) -> StepCost:
+        """Of steps of about `requests` in all, over all ranks.
+
+        Each brings `tokens` of prompt (phase "prefill"), or one token with that many cached (phase "decode").
+        """
+        ranks = 1 if placement is None else placement.num_ranks
+        each = -(-requests // ranks)
+        batch = Batch(decode_requests=each, decode_context=each * tokens)
+        if phase == "prefill":
+            batch = Batch(prefill_tokens=each * tokens, prefill_requests=each)
+        return cls.of(model, batch, placement, batch.tokens * ranks * model.spec.top_k / model.spec.num_experts)
+
     def slot_loads(self, loads: NDArray[np.float64]) -> NDArray[np.float64]:
         """[…, layer, slot] from […, layer, expert]."""
         if self.slots is None or self.share is None:

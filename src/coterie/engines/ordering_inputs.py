@@ -12,7 +12,6 @@ from coterie.batching import Strategy, strategies
 from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads
 from coterie.batching.costs import StepCost
 from coterie.costs.presets import step_model
-from coterie.costs.step import Batch
 from coterie.errors import ConfigError, InputError
 from coterie.models import model_from_config
 from coterie.predictors import PredictRequest, TokenTable
@@ -121,10 +120,8 @@ class LoadSource:
 def step_cost(device: str, phase: str, config: Mapping[str, Any], requests: int, num_ranks: int = 1) -> StepCost:
     """What a step of about that many requests takes on a preset's device; `config` is the model's ``config.json``."""
     spec = model_from_config(config)
-    batch = Batch(requests, requests * TYPICAL_TOKENS)
-    if phase == "prefill":
-        batch = Batch(prefill_tokens=requests * TYPICAL_TOKENS, prefill_requests=requests)
     placement = None
     if num_ranks > 1:
         placement = Placement.linear(spec.num_moe_layers, spec.num_experts, num_ranks)
-    return StepCost.of(step_model(spec, device, topology=Topology(num_ranks)), batch, placement)
+    model = step_model(spec, device, topology=Topology(num_ranks))
+    return StepCost.for_phase(model, phase, requests, TYPICAL_TOKENS, placement)

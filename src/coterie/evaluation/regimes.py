@@ -32,7 +32,6 @@ from coterie.batching.costs import StepCost
 from coterie.batching.latency_aware import measure_trust
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.presets import step_model
-from coterie.costs.step import Batch
 from coterie.errors import TraceError, UnavailableError
 from coterie.evaluation.runs import in_parallel, interval
 from coterie.evaluation.suites import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
@@ -222,15 +221,8 @@ class Bench:
         return loads
 
     def cost(self) -> StepCost:
-        regime, drawn = self.regime, self.drawn
-        mean = int(drawn.prompt_tokens.mean())
-        each = -(-regime.places // regime.ranks)
-        if regime.phase == "prefill":
-            batch = Batch(prefill_tokens=each * mean, prefill_requests=each)
-        else:
-            batch = Batch(decode_requests=each, decode_context=each * mean)
-        rows = batch.tokens * regime.ranks * self.spec.top_k / self.spec.num_experts
-        return StepCost.of(self.model, batch, self.placement, rows)
+        mean = round(float(self.drawn.prompt_tokens.mean()))
+        return StepCost.for_phase(self.model, self.regime.phase, self.regime.places, mean, self.placement)
 
     def strategy(self, name: str) -> Strategy:
         return LatencyAware(cost=self.cost(), trust=self.trust()) if name == "latency_aware" else strategies[name]()

@@ -16,7 +16,7 @@ from coterie.batching import Strategy
 from coterie.batching.base import Loads
 from coterie.batching.costs import SpreadCost, StepCost
 from coterie.batching.scheduler import SchedulerConfig
-from coterie.costs.step import Batch, StepModel
+from coterie.costs.step import StepModel
 from coterie.evaluation.simulate_requests import Requests
 from coterie.sim.decode import DecodeRequests, run_decode
 from coterie.sim.execution import Execution, PrefillExecution, SpreadExecution, StepTimer
@@ -25,21 +25,6 @@ from coterie.sim.server import ExecutionModel, run_batches
 from coterie.types import Placement
 
 Progress = Callable[[int], None]
-
-
-def step_cost(model: StepModel, placement: Placement | None, phase: str, places: int, mean_tokens: int) -> StepCost:
-    """What `latency_aware` minimises under a step model: steps of `places` requests in all.
-
-    Each brings `mean_tokens` of prompt (phase "prefill"), or one token with that many cached (phase "decode").
-    """
-    ranks = 1 if placement is None else placement.num_ranks
-    each = -(-places // ranks)
-    if phase == "prefill":
-        batch = Batch(prefill_tokens=each * mean_tokens, prefill_requests=each)
-    else:
-        batch = Batch(decode_requests=each, decode_context=each * mean_tokens)
-    rows = batch.tokens * ranks * model.spec.top_k / model.spec.num_experts
-    return StepCost.of(model, batch, placement, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +73,7 @@ class StepServer:
         requests = self.requests
         assert requests.context is not None
         mean = (requests.tokens if self.phase == "prefill" else requests.context)[self.row].mean()
-        return step_cost(self.model, self.placement, self.phase, self.places, round(float(mean)))
+        return StepCost.for_phase(self.model, self.phase, self.places, round(float(mean)), self.placement)
 
     def settings(self) -> dict[str, Any]:
         return {
