@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -31,22 +30,14 @@ from coterie.evaluation.suites import SuiteOptions
 from coterie.footprints import footprint
 from coterie.traces.readers import read_trace
 
-needs_data = pytest.mark.skipif("COTERIE_DATA" not in os.environ, reason="needs COTERIE_DATA")
-
 
 @pytest.fixture(scope="module")
-def data() -> Path:
-    return Path(os.environ["COTERIE_DATA"])
+def recording(data_dir: Path):
+    return load_recording(data_dir / "activations" / ROUTING["deepseek-v2-lite"])
 
 
-@pytest.fixture(scope="module")
-def recording(data: Path):
-    return load_recording(data / "activations" / ROUTING["deepseek-v2-lite"])
-
-
-@needs_data
-def test_second_halves_are_replayed_and_no_calibration_request_among_them(data: Path, recording):
-    trace = read_trace(data / "activations" / ROUTING["deepseek-v2-lite"])
+def test_second_halves_are_replayed_and_no_calibration_request_among_them(data_dir: Path, recording):
+    trace = read_trace(data_dir / "activations" / ROUTING["deepseek-v2-lite"])
     whole = [np.asarray(trace.request(number).expert_ids) for number in range(trace.num_requests)]
     halves = {tokens[len(tokens) // 2 :].tobytes() for tokens in whole}
     for number in range(len(recording.tokens)):
@@ -61,7 +52,6 @@ def test_second_halves_are_replayed_and_no_calibration_request_among_them(data: 
     assert np.allclose(recording.predicted.sum(axis=2), 6.0), "a token activates top-k experts"
 
 
-@needs_data
 def test_bursts_are_of_one_kind(recording, rng: np.random.Generator):
     rows = draw_order(recording.kind, "bursts", 5 * BURST - 3, rng)
     assert len(rows) == 5 * BURST - 3
@@ -70,10 +60,9 @@ def test_bursts_are_of_one_kind(recording, rng: np.random.Generator):
     assert len(set(recording.kind[draw_order(recording.kind, "mixed", BURST, rng)])) > 1
 
 
-@needs_data
 @pytest.mark.parametrize("regime", REGIMES)
-def test_every_regime_keeps_the_invariants(regime: str, data: Path, recording, rng: np.random.Generator):
-    arrivals = load_arrivals(data / "requests" / ARRIVALS["azure"])
+def test_every_regime_keeps_the_invariants(regime: str, data_dir: Path, recording, rng: np.random.Generator):
+    arrivals = load_arrivals(data_dir / "requests" / ARRIVALS["azure"])
     drawn = draw(recording, arrivals, "bursts", 60, rng)
     assert drawn.arrival_s[0] == 0.0
     assert drawn.arrival_s[-1] == pytest.approx(59.0), "one request a second on average"
@@ -86,9 +75,8 @@ def test_every_regime_keeps_the_invariants(regime: str, data: Path, recording, r
         assert np.isfinite(found.finish_s).all()
 
 
-@needs_data
-def test_a_prompt_repeats_the_recorded_tokens(data: Path, recording, rng: np.random.Generator):
-    arrivals = load_arrivals(data / "requests" / ARRIVALS["mooncake"])
+def test_a_prompt_repeats_the_recorded_tokens(data_dir: Path, recording, rng: np.random.Generator):
+    arrivals = load_arrivals(data_dir / "requests" / ARRIVALS["mooncake"])
     drawn = draw(recording, arrivals, "mixed", 12, rng)
     bench = Bench(REGIMES["prefill"], "deepseek-v2-lite", recording, drawn, "mixed")
     for row, number in enumerate(drawn.recorded):
@@ -97,20 +85,24 @@ def test_a_prompt_repeats_the_recorded_tokens(data: Path, recording, rng: np.ran
         assert (bench.loads[row] == footprint(recording.expert_ids[at], 64)).all()
 
 
-@needs_data
-def test_a_cell_is_the_same_twice(data: Path):
+def test_a_cell_is_the_same_twice(data_dir: Path):
     cell = Cell("ep8-prefill", "deepseek-v2-lite", "azure", "bursts", 1.3, 0)
     names = ("fcfs", "random", "latency_aware")
-    assert run_cell(cell, names, 40, data) == run_cell(cell, names, 40, data)
+    assert run_cell(cell, names, 40, data_dir) == run_cell(cell, names, 40, data_dir)
 
 
-@needs_data
-def test_rows_and_notes(data: Path, tmp_path: Path):
+def test_rows_and_notes(data_dir: Path, tmp_path: Path):
     options = SuiteOptions(
-        data=data, requests=24, seeds=(0,), rates=(1.3,), strategies=("latency_aware",), out=tmp_path / "out"
+        data=data_dir, requests=24, seeds=(0,), rates=(1.3,), strategies=("latency_aware",), out=tmp_path / "out"
     )
     result = run(options, lambda *_: None)
-    assert len(result.rows) == len(REGIMES) * len(ROUTING) * len(ARRIVALS) * 2 * 2
+    overall = [row for row in result.rows if row["model"] == "all"]
+    assert len(overall) == len(REGIMES) * 2 * 2
+    assert len(result.rows) == len(overall) + len(REGIMES) * len(ROUTING) * len(ARRIVALS) * 2 * 2
+    mean = np.mean([r["p99_reduction_pct"] for r in result.rows if r["regime"] == "decode" and r["order"] == "bursts"
+                    and r["strategy"] == "latency_aware" and r["model"] != "all"])  # fmt: skip
+    row = next(r for r in overall if (r["regime"], r["order"], r["strategy"]) == ("decode", "bursts", "latency_aware"))
+    assert row["p99_reduction_pct"] == pytest.approx(mean)
     for row in result.rows:
         assert row["behind_best_pct"] >= 0.0
         if row["strategy"] == "fcfs":
