@@ -32,7 +32,7 @@ from coterie.batching.costs import StepCost
 from coterie.batching.latency_aware import measure_trust
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.presets import step_model
-from coterie.errors import TraceError, UnavailableError
+from coterie.errors import ConfigError, TraceError, UnavailableError
 from coterie.evaluation.runs import in_parallel, interval
 from coterie.evaluation.suites import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
 from coterie.footprints.counting import footprint
@@ -62,6 +62,7 @@ LOADS = (0.8, 1.3)
 SEEDS = (0, 1, 2, 3)
 ALL = "all"
 """In a row over all models, arrivals and loads of a regime and an order."""
+MOST_LOAD = 10.0
 REQUESTS = 400
 LONGEST_PROMPT = 8192
 MIN_TOKENS = 16
@@ -197,8 +198,13 @@ def draw(recording: Recording, arrivals: RequestTrace, order: str, requests: int
 class Bench:
     """One model in one regime: runs the same requests under any strategy."""
 
-    def __init__(self, regime: Regime, model: str, recording: Recording, drawn: Drawn, order: str) -> None:
+    def __init__(
+        self, regime: Regime, model: str, recording: Recording, drawn: Drawn, order: str,
+        usual_tokens: NDArray[np.int64],
+    ) -> None:  # fmt: skip
+        """`usual_tokens` are prompt lengths of other requests: latency_aware is told those, and the `order`."""
         self.regime, self.recording, self.drawn, self.order = regime, recording, drawn, order
+        self.usual_tokens = usual_tokens
         spec = get_model(model)
         ranks = regime.ranks
         topology = Topology(ranks)
@@ -223,7 +229,7 @@ class Bench:
         return loads
 
     def cost(self) -> StepCost:
-        mean = round(float(self.drawn.prompt_tokens.mean()))
+        mean = round(float(self.usual_tokens.mean()))
         return StepCost.for_phase(self.model, self.regime.phase, self.regime.places, mean, self.placement)
 
     def strategy(self, name: str) -> Strategy:
@@ -236,7 +242,7 @@ class Bench:
         rows = draw_order(calibration.kind, self.order, running + TRUST_REQUESTS, rng)
         scale = np.ones((len(rows), 1, 1))
         if regime.phase == "prefill":
-            scale = rng.choice(self.drawn.prompt_tokens, len(rows))[:, None, None].astype(np.float64)
+            scale = rng.choice(self.usual_tokens, len(rows))[:, None, None].astype(np.float64)
         predicted, truth = calibration.predicted[rows] * scale, calibration.truth[rows] * scale
         return measure_trust(self.cost(), predicted, truth, np.arange(len(rows)), running=running)
 
@@ -263,7 +269,8 @@ def run_cell(cell: Cell, names: tuple[str, ...], requests: int, data: Path) -> d
     arrivals = load_arrivals(data / "requests" / ARRIVALS[cell.arrivals])
     seed = [cell.seed, sorted(ROUTING).index(cell.model), sorted(ARRIVALS).index(cell.arrivals)]
     drawn = draw(recording, arrivals, cell.order, requests, np.random.default_rng(seed))
-    bench = Bench(REGIMES[cell.regime], cell.model, recording, drawn, cell.order)
+    usual = draw(recording, arrivals, cell.order, requests, np.random.default_rng([*seed, 1])).prompt_tokens
+    bench = Bench(REGIMES[cell.regime], cell.model, recording, drawn, cell.order, usual)
     at_once = summarise(bench.run(strategies["fcfs"](), 1e9, np.random.default_rng(seed)))
     rate = cell.load * at_once.throughput
     return {name: summarise(bench.run(bench.strategy(name), rate, np.random.default_rng(seed))) for name in names}
@@ -278,6 +285,8 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     for name in names:
         strategies[name]  # an unknown one is named with the nearest
     seeds, loads = options.seeds or SEEDS, options.rates or LOADS
+    if max(loads) > MOST_LOAD:
+        raise ConfigError(f"rate={max(loads):g} must be at most {MOST_LOAD:g}: a share of what fcfs can serve")
     kinds = list(product(REGIMES, ROUTING, ARRIVALS, ORDERS, loads))
     cells = [Cell(*kind, seed) for kind in kinds for seed in seeds]
     found: dict[Cell, dict[str, Summary]] = {}
@@ -289,8 +298,9 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     rows = [_row(kind, name, [found[Cell(*kind, seed)] for seed in seeds]) for kind in kinds for name in names]
     overall = []
     for regime, order in product(REGIMES, ORDERS):
-        runs = [found[cell] for cell in cells if (cell.regime, cell.order) == (regime, order)]
-        overall += [_row((regime, ALL, ALL, order, ALL), name, runs) for name in names]
+        here = [cell for cell in cells if (cell.regime, cell.order) == (regime, order)]
+        by_seed = [[found[cell] for cell in here if cell.seed == seed] for seed in seeds]
+        overall += [_overall(regime, order, name, by_seed) for name in names]
     result = SuiteResult(NAME, overall + rows, _notes(rows, options.requests or REQUESTS, seeds))
     if options.out is not None:
         from coterie.evaluation.regimes_figures import draw_figures
@@ -321,11 +331,27 @@ def _row(kind: tuple[Any, ...], name: str, runs: list[dict[str, Summary]]) -> di
     return row
 
 
+def _overall(regime: str, order: str, name: str, by_seed: list[list[dict[str, Summary]]]) -> dict[str, Any]:
+    """Over models, arrivals and loads: the mean over cells for each seed, and the interval over seeds."""
+    row: dict[str, Any] = {"regime": regime, "model": ALL, "arrivals": ALL, "order": order, "load": None,
+                           "strategy": name}  # fmt: skip
+    row["worst_skips"] = max(run[name].worst_skips for runs in by_seed for run in runs)
+    for key, field in (("p99_reduction", "p99_ms"), ("mean_reduction", "mean_ms"), ("step_reduction", "batch_ms")):
+        gains = [np.mean([100.0 * (1.0 - getattr(run[name], field) / getattr(run["fcfs"], field)) for run in runs])
+                 for runs in by_seed]  # fmt: skip
+        row[f"{key}_pct"], row[f"{key}_low"], row[f"{key}_high"] = interval([float(gain) for gain in gains])
+    row["published"] = None
+    return row
+
+
 def verdict(row: Row) -> str:
-    """In one word, by the 95% interval of the P99 gain; less than 1% either way is nothing."""
-    if row["p99_reduction_low"] > 1.0:
+    """In one word, by the 95% interval of the P99 gain: less than 1% either way is nothing."""
+    low, high = row["p99_reduction_low"], row["p99_reduction_high"]
+    if low > 0.0 and high > 1.0:
         return "helps"
-    return "hurts" if row["p99_reduction_high"] < -1.0 else "nothing"
+    if high < 0.0 and low < -1.0:
+        return "hurts"
+    return "nothing" if -1.0 <= low and high <= 1.0 else "unclear"
 
 
 # ------------------------------------------------------------------------------------------------------ in words
@@ -337,7 +363,15 @@ def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...]) ->
         "over seeds. Load is the arrival rate over what fcfs can serve. H200, bf16; NVLink, linear placement.",
         "Predictions: `prefix`, from a request's first half; the second half runs. Skips are capped at 64. In bursts, "
         f"{BURST} requests that use like experts follow each other.",
+        "latency_aware is told more than the others: the cost model, prompt lengths of another stretch of the trace, and "
+        "how far predictions came true on calibration requests in the same kind of order.",
     ]
+    for regime in dict.fromkeys(row["regime"] for row in rows):
+        counts = []
+        for name in dict.fromkeys(row["strategy"] for row in rows if row["strategy"] != "fcfs"):
+            found = [verdict(row) for row in rows if row["regime"] == regime and row["strategy"] == name]
+            counts.append(f"{name} {found.count('helps')}/{found.count('nothing')}/{found.count('hurts')}")
+        notes.append(f"{regime}, cells where P99 is helped/untouched/hurt (the rest is unclear): {', '.join(counts)}.")
     ours = [row for row in rows if row["strategy"] == "latency_aware"]
     if ours:
         behind = [row for row in ours if row["behind_best_low"] > 0.0]
