@@ -6,7 +6,7 @@ import numpy as np
 
 from coterie.batching import strategies
 from coterie.evaluation.bench import benches
-from coterie.evaluation.bench_batching import SIZES, prompt_loads
+from coterie.evaluation.bench_batching import SIZES, STEP_COST, prompt_loads
 
 
 def test_a_row_for_every_strategy_and_size():
@@ -14,7 +14,7 @@ def test_a_row_for_every_strategy_and_size():
     assert [list(row) for row in rows] == [["strategy", "window", "batch", "experts", "median_us"]] * len(rows)
     sizes = [(window, batch, experts) for window, batch, experts, _ in SIZES]
     found = [(row["strategy"], row["window"], row["batch"], row["experts"]) for row in rows]
-    assert found == [(name, *size) for size in sizes for name in strategies]
+    assert found == [(name, *size) for size in sizes for name in (*strategies, STEP_COST)]
     assert all(row["median_us"] > 0 for row in rows)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.batching import GreedyVariance, LatencyAware, Window
+from coterie.batching import GreedyDotProduct, LatencyAware, Window
 from coterie.batching.costs import SpreadCost, StepCost
 from coterie.batching.latency_aware import measure_trust
 from coterie.costs.presets import step_model
@@ -63,7 +63,7 @@ def test_groups_the_like_where_streaming_decides(rng: np.random.Generator):
 def test_spread_cost_evens_out_as_the_greedy_strategy_does(rng: np.random.Generator):
     loads = rng.integers(0, 20, (32, 1, 60)).astype(float)
     ours = LatencyAware(max_skips=None, trust=1.0).select(window(loads, DEEP), np.zeros((1, 60)), 8, rng)
-    greedy = GreedyVariance(max_skips=None).select(window(loads, DEEP), np.zeros((1, 60)), 8, rng)
+    greedy = GreedyDotProduct(max_skips=None).select(window(loads, DEEP), np.zeros((1, 60)), 8, rng)
     assert ours.order.tolist() == greedy.order.tolist()
 
 

@@ -105,11 +105,17 @@ class WaitingMachine(RuleBasedStateMachine):
         self.stopped: list[Request] = []
         self.out: list[Request] = []
         self.count = 0
+        self.age: dict[Request, int] = {}
+        self.taken_now: set[Request] = set()
+        self.front = 0
 
     def sort(self) -> None:
-        if self.by_priority:
-            self.model.sort(key=ranked)
-            self.stopped.sort(key=ranked)
+        for requests in (self.model, self.stopped):
+            requests.sort(key=ranked if self.by_priority else self.age.__getitem__)
+
+    def to_the_front(self, request: Request) -> None:
+        self.front -= 1
+        self.age[request] = self.front
 
     def best(self) -> int:
         return min((r.priority for r in [*self.model, *self.stopped]), default=0)
@@ -118,6 +124,7 @@ class WaitingMachine(RuleBasedStateMachine):
     def arrive(self, priority: int) -> None:
         request = Request(self.count, priority if self.by_priority else 0)
         self.count += 1
+        self.age[request] = self.count
         self.waiting.push(request)
         self.model.append(request)
         self.sort()
@@ -138,6 +145,7 @@ class WaitingMachine(RuleBasedStateMachine):
             self.model.remove(got)
         self.out.append(got)
         self.engine.runs.append(got)
+        self.taken_now.add(got)
         got.stopped = False
 
     @precondition(lambda self: self.engine.runs)
@@ -152,17 +160,22 @@ class WaitingMachine(RuleBasedStateMachine):
         request.stopped = True
         self.waiting.prepend(request)
         self.out.remove(request)
-        self.stopped.insert(0, request)
+        self.taken_now.discard(request)
+        self.to_the_front(request)
+        self.stopped.append(request)
         self.sort()
 
     @precondition(lambda self: self.engine.runs)
     @rule()
     def put_back(self) -> None:
-        """Looked at and not started."""
+        """Looked at and not started: in the same step it goes back to its place, later to the front."""
         request = self.engine.runs.pop()
         self.waiting.prepend(request)
         self.out.remove(request)
-        self.model.insert(0, request)
+        if request not in self.taken_now:
+            self.to_the_front(request)
+        self.taken_now.discard(request)
+        self.model.append(request)
         self.sort()
 
     @precondition(lambda self: self.model or self.stopped)
@@ -180,10 +193,12 @@ class WaitingMachine(RuleBasedStateMachine):
         request = self.model[at % len(self.model)]
         request.blocked = not request.blocked
         self.waiting.refresh()
+        self.taken_now.clear()
 
     @rule()
     def step(self) -> None:
         self.waiting.refresh()
+        self.taken_now.clear()
 
     @rule(how=st.sampled_from(["known", "unknown", "broken"]))
     def predictor(self, how: str) -> None:
@@ -217,7 +232,7 @@ class Watched(Chooser[Request]):
         best = min(r.priority for r in model)
         could = [r for r in model if r.priority == best and not r.blocked]
         assert window == could[: self.settings.window_size], "the oldest that could run"
-        assert queued == len(self.machine.waiting)
+        assert queued == sum(r.priority == best for r in model), "of the same class, the urgent aside"
         chosen = super().choose(queue, window, skips, queued, size)
         assert chosen is None or chosen[0] is window[0], "the oldest is in, and first"
         return chosen
@@ -328,6 +343,20 @@ def test_an_arrival_that_the_window_would_have_shown_makes_a_new_selection() -> 
     waiting.prepend(Request(5))
     assert waiting.pop().number == 5, "the oldest is first in a new selection"
     assert chooser.counters.selections == 2
+
+
+def test_what_an_engine_looks_at_and_puts_back_keeps_its_place_and_its_skips() -> None:
+    engine = Engine()
+    _, waiting = make(engine, batch_size=4)
+    for number in range(12):
+        waiting.push(Request(number))
+    for _ in range(3):  # the engine can start none of them, in three steps
+        looked_at = [waiting.pop() for _ in range(4)]
+        for request in reversed(looked_at):
+            waiting.prepend(request)
+        waiting.refresh()
+        assert [request.number for request in waiting] == list(range(12))
+        assert waiting.peek().number == 0
 
 
 def test_a_batch_that_is_gone_makes_a_new_selection() -> None:

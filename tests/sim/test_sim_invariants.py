@@ -15,7 +15,15 @@ from coterie.batching import Selection, Window, strategies
 from coterie.batching.scheduler import ScheduledBatch, Scheduler, SchedulerConfig
 from coterie.errors import ConfigError
 from coterie.sim import DecodeRequests, Execution, Run, Simulation, decode, run_batches, run_decode, server
-from coterie.sim.invariants import InvariantError, check_clock, check_once, check_times, check_tokens, check_work
+from coterie.sim.invariants import (
+    InvariantError,
+    check_clock,
+    check_once,
+    check_places,
+    check_times,
+    check_tokens,
+    check_work,
+)
 
 CONFIG = SchedulerConfig(max_batch_size=4, window_size=8, min_batch_trigger=4, scheduling_interval_ms=300.0)
 COUNT = 30
@@ -235,6 +243,7 @@ def test_the_rules_on_plain_numbers():
         (lambda: check_work(2.1, np.array([1.5, 0.5]), 0.0, 10.0), "INV-21"),
         (lambda: check_work(math.nan, np.array([1.5, 0.5]), 0.0, 10.0), "INV-21"),
         (lambda: check_work(2.0, np.array([1.5, 0.5]), 0.01, 10.0), "INV-21"),
+        (lambda: check_places(1, 3, 2), "INV-21"),
     ):
         with pytest.raises(InvariantError, match=message):
             check()

@@ -156,6 +156,19 @@ def _in_order(skipped: Indices, size: int, max_skips: int) -> Indices:
 
 
 @njit()
+def _due(skipped: Indices, size: int, max_skips: int, budget: int) -> tuple[Indices, int]:
+    """The order with those in place who must be in, and their number: the overdue, then whose budget is used up."""
+    order, forced = first_picks(skipped, size, max_skips)
+    for request in range(1, len(skipped)):
+        if forced == len(order):
+            break
+        if budget <= skipped[request] < max_skips:
+            order[forced] = request
+            forced += 1
+    return order, forced
+
+
+@njit()
 def _budget(avoidable: float, hope: float, max_skips: int) -> int:
     return int(min(float(max_skips), avoidable * hope)) if avoidable > 0.0 else 0
 
@@ -174,7 +187,9 @@ def _by_spread(
     budget = _budget(_spread_avoidable(rows, load, come, sensitivity), hope, max_skips)
     if budget == 0:
         return come, 0, 0.0
-    order = pick_greedily(loads, running, skipped, size, budget, DOT)[0]
+    order, forced = _due(skipped, size, max_skips, budget)
+    if forced < len(order):
+        order = pick_greedily(loads, running, skipped, size, budget, DOT)[0]
     gain = 1.0 - _spread(rows, load, order, sensitivity) / _spread(rows, load, come, sensitivity)
     return (order, budget, gain) if gain > 0.0 else (come, 0, 0.0)
 
@@ -222,7 +237,7 @@ def _by_step(
     budget = _budget(_step_avoidable(loads, running, come, parameters, ranks), hope, max_skips)
     if budget == 0:
         return come, 0, 0.0
-    order, forced = first_picks(skipped, size, budget)
+    order, forced = _due(skipped, size, max_skips, budget)
     _fill_step(loads, running, order, forced, parameters, ranks)
     gain = _step_gain(loads, running, come, order, parameters, ranks)
     return (order, budget, gain) if gain > 0.0 else (come, 0, 0.0)

@@ -278,6 +278,8 @@ class WaitingList(Generic[T]):
         self._skips: dict[T, int] = {}
         self._plan: _Plan[T] | None = None
         self._head: T | None = None
+        self._handed_out: dict[T, tuple[Key, int]] = {}
+        """In this step, with the place and the skips each had: an engine puts back what it cannot start."""
         self._number = 0
 
     # The queue.
@@ -296,8 +298,15 @@ class WaitingList(Generic[T]):
         self._insert(request, self._number)
 
     def prepend(self, request: T) -> None:
-        """Back to the front: it is older than all others, unless a rank says otherwise."""
-        self._insert(request, -self._number)
+        """Back in: where it was, if it was handed out in this step; else it is older than all others."""
+        before = self._handed_out.pop(request, None)
+        if before is None or self._chooser.engine.urgent(request):
+            self._insert(request, -self._number)
+            return
+        key, skips = before
+        self._insert(request, key[2])
+        if skips:
+            self._skips[request] = skips
 
     def remove(self, requests: Iterable[T]) -> None:
         """Those that are here; others are ignored."""
@@ -333,6 +342,7 @@ class WaitingList(Generic[T]):
                 plan.taken.add(request)
             else:
                 plan.beyond = True
+        self._handed_out[request] = key, self._skips.get(request, 0)
         self._drop(request)
         if plan is not None and not plan.rest:
             self._retire()
@@ -354,6 +364,7 @@ class WaitingList(Generic[T]):
     def refresh(self) -> None:
         """Before a step of the engine: a selection for a batch that is gone is made anew, and so is one of default."""
         plan, self._head = self._plan, None
+        self._handed_out.clear()
         if plan is None:
             return
         if not plan.chosen:
@@ -414,7 +425,8 @@ class WaitingList(Generic[T]):
         chosen: list[T] | None = None
         if window:
             skips = [self._skips.get(request, 0) for request in window]
-            chosen = chooser.choose(self.name, window, skips, len(self._keys), size)
+            queued = bisect_left(self._keys, (rank, NORMAL + 1)) - bisect_left(self._keys, (rank, NORMAL))
+            chosen = chooser.choose(self.name, window, skips, queued, size)
         by_strategy = chosen is not None
         if chosen is None:  # as they wait, those that are blocked too
             window = chosen = [self._at[key] for key in (same[:size] if window else same)]

@@ -68,6 +68,8 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def make(self, cost: StepCost | None = None) -> Strategy:
         """The strategy; `cost` is of the device, where one is set."""
         made: Any = strategies[self.strategy]
+        if "max_skips" in self.options:
+            raise ConfigError(f"options={self.options}: max_skips is a setting of its own, beside options")
         given = {"max_skips": self.max_skips, **self.options, **({} if cost is None else {"cost": cost})}
         try:
             strategy: Strategy = made(**given)

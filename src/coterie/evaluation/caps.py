@@ -153,6 +153,9 @@ def _row(pattern: str, rate: float, name: str, runs: list[dict[str, Summary]]) -
     found = interval(each)
     row["p99_reduction_low"] = row["p99_reduction_pct"] - (found.mean - found.low)
     row["p99_reduction_high"] = row["p99_reduction_pct"] + (found.high - found.mean)
+    best = min(runs[0], key=lambda other: float(np.mean([run[other].p99_ms for run in runs])))
+    behind = interval([100.0 * (run[name].p99_ms / run[best].p99_ms - 1.0) for run in runs])
+    row["best"], row["behind_best_pct"], row["behind_best_low"], row["behind_best_high"] = best, *behind
     row["throughput_gain_pct"] = 100.0 * (of_fcfs["throughput"] - 1.0)
     row["imbalance_reduction_pct"] = 100.0 * (1.0 - of_fcfs["imbalance"])
     return row
@@ -187,6 +190,16 @@ def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...], st
                     f"{min(ours):+.1f} to {max(ours):+.1f}% P99, published {words}% "
                     f"({'fitted' if rate in FITTED_RATES else 'predicted'})."
                 )
+    ours = [row for row in rows if row["strategy"] == "latency_aware"]
+    if ours:
+        behind = [row for row in ours if row["behind_best_low"] > 0.0]
+        notes.append(
+            f"latency_aware has the best P99, or one not told apart from it, in {len(ours) - len(behind)} of "
+            f"{len(ours)} cells" + "".join(
+                f"; behind {row['best']} by {row['behind_best_pct']:.1f}% at {row['pattern']} {row['rate']:g}/s"
+                for row in behind
+            ) + "."
+        )  # fmt: skip
     return notes
 
 

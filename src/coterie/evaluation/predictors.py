@@ -128,7 +128,7 @@ def _trace_cases(path: Path, options: SuiteOptions, notes: list[str]) -> list[Ca
     prompts = None
     groups: list[Hashable]
     if texts is not None:
-        trace, prompts, groups = _with_token_strings(trace, texts, name, notes)
+        trace, prompts, groups = _with_token_strings(trace, texts, options, name, notes)
     else:
         trace = _long_enough(trace, _drawn(trace, options, name, notes), name, notes)
         groups = _groups(trace)
@@ -259,7 +259,7 @@ def _sidecar_texts(path: Path) -> list[_Texts] | None:
 
 
 def _with_token_strings(
-    trace: ActivationTrace, texts: list[_Texts], name: str, notes: list[str]
+    trace: ActivationTrace, texts: list[_Texts], options: SuiteOptions, name: str, notes: list[str]
 ) -> tuple[ActivationTrace, list[NDArray[np.int64]], list[Hashable]]:
     """Requests whose token strings match their rows, strings numbered; prompts cut up by the same strings."""
     if len(texts) != trace.num_requests:
@@ -270,6 +270,8 @@ def _with_token_strings(
         i for i, text in enumerate(texts)
         if text.prompt and text.tokens and len(text.tokens) == lengths[i] + 1 and lengths[i] >= MIN_TOKENS
     ]  # fmt: skip
+    if options.requests is not None and options.requests < len(there):
+        there = sorted(np.random.default_rng(options.seed).permutation(there)[: options.requests].tolist())
     known = [texts[i] for i in there]
     numbers: dict[str, int] = {}
     ids = [

@@ -351,7 +351,7 @@ def verdict(row: Row) -> str:
         return "helps"
     if high < 0.0 and low < -1.0:
         return "hurts"
-    return "nothing" if -1.0 <= low and high <= 1.0 else "unclear"
+    return "nothing" if low >= -1.0 and high <= 1.0 else "unclear"
 
 
 # ------------------------------------------------------------------------------------------------------ in words
@@ -363,8 +363,8 @@ def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...]) ->
         "over seeds. Load is the arrival rate over what fcfs can serve. H200, bf16; NVLink, linear placement.",
         "Predictions: `prefix`, from a request's first half; the second half runs. Skips are capped at 64. In bursts, "
         f"{BURST} requests that use like experts follow each other.",
-        "latency_aware is told more than the others: the cost model, prompt lengths of another stretch of the trace, and "
-        "how far predictions came true on calibration requests in the same kind of order.",
+        "latency_aware is told more than the others: the cost model, prompt lengths of another stretch of the trace, "
+        "and how far predictions came true on calibration requests in the same kind of order.",
     ]
     for regime in dict.fromkeys(row["regime"] for row in rows):
         counts = []

@@ -422,7 +422,7 @@ def _row(name: str, ours: Summary, base: Summary) -> dict[str, Any]:
 def _notes(settings: dict[str, Any], server: SpreadServer | StepServer, requests: Requests) -> list[str]:
     notes = []
     if requests.predictor == RECORDED:
-        notes.append("Load vectors are the recorded ones: strategies see the exact load, so gains are an upper bound.")
+        notes.append("Load vectors are the recorded ones: strategies see the exact load; a live predictor knows less.")
     else:
         notes.append(f"Load vectors by {requests.predictor}: cosine {requests.cosine:.3f} with the load that runs.")
     load, rate, capacity = settings["load"], settings["rate"], settings["capacity"]

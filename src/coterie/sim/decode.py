@@ -22,7 +22,7 @@ from coterie.batching.scheduler import Scheduler, SchedulerConfig
 from coterie.costs.step import Batch
 from coterie.errors import ConfigError
 from coterie.sim.execution import Execution, check_seconds
-from coterie.sim.invariants import check_clock, check_once, check_times, check_tokens, check_work
+from coterie.sim.invariants import check_clock, check_once, check_places, check_times, check_tokens, check_work
 from coterie.sim.kernel import Simulation
 from coterie.sim.metrics import Run
 from coterie.sim.server import check_requests
@@ -144,6 +144,8 @@ class _Decoder:
     def step(self) -> None:
         """Admit, then run one token of everyone."""
         self.admit()
+        if self.check:
+            check_places(len(self.running), self.places, len(self.scheduler) + len(self.planned))
         if not len(self.running):
             self.stepping, self.free_since_s = False, self.sim.now_s
             return

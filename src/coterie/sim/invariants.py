@@ -53,6 +53,11 @@ def check_times(arrival_s: NDArray[np.float64], start_s: NDArray[np.float64], fi
         holds(20, False, f"request {row} arrived {arrival_s[row]}, started {start_s[row]}, ended {finish_s[row]} s")
 
 
+def check_places(running: int, places: int, waiting: int) -> None:
+    """INV-21: no place stays empty while somebody waits."""
+    holds(21, running == places or not waiting, f"{running} of {places} places are taken while {waiting} wait")
+
+
 def check_work(busy_s: float, batches_s: NDArray[np.float64], idle_while_due_s: float, clock_s: float) -> None:
     """INV-21: the server is busy for exactly as long as its batches take, and never idle while one is due."""
     total = float(batches_s.sum())
