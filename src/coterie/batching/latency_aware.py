@@ -135,7 +135,8 @@ def _avoidable(cost: BatchCost, loads: Loads, running: Loads) -> float:
     if isinstance(cost, StepCost):
         loads, running = cost.slot_loads(loads), cost.slot_loads(running)
         return float(_step_avoidable(loads, running, everyone, _numbers(cost), cost.num_ranks))
-    return float(_spread_avoidable(loads.reshape(len(loads), -1), running.ravel(), everyone, cost.sensitivity))
+    rows, load = loads.reshape(len(loads), -1), running.ravel()
+    return float(_spread_avoidable(rows, load, everyone, _spread(rows, load, everyone, cost.sensitivity)))
 
 
 def _time_of(cost: BatchCost, loads: Loads, running: Loads) -> float:
@@ -184,26 +185,27 @@ def _by_spread(
     if len(come) == len(loads):
         return come, 0, 0.0
     rows, load = loads.reshape(len(loads), loads.shape[1] * loads.shape[2]), running.ravel()
-    budget = _budget(_spread_avoidable(rows, load, come, sensitivity), hope, max_skips)
+    time = _spread(rows, load, come, sensitivity)
+    budget = _budget(_spread_avoidable(rows, load, come, time), hope, max_skips)
     if budget == 0:
         return come, 0, 0.0
     order, forced = _due(skipped, size, max_skips, budget)
     if forced < len(order):
         order = pick_greedily(loads, running, skipped, size, budget, DOT)[0]
-    gain = 1.0 - _spread(rows, load, order, sensitivity) / _spread(rows, load, come, sensitivity)
+    gain = 1.0 - _spread(rows, load, order, sensitivity) / time
     return (order, budget, gain) if gain > 0.0 else (come, 0, 0.0)
 
 
 @njit()
-def _spread_avoidable(rows: Loads, load: Loads, come: Indices, sensitivity: float) -> float:
-    """What unevenness costs, over the share of the work that is chosen here."""
+def _spread_avoidable(rows: Loads, load: Loads, come: Indices, time: float) -> float:
+    """What unevenness costs of a time of 1 + sensitivity x CV, over the share of the work that is chosen here."""
     brought = 0.0
     for request in come:
         brought += total_of(rows[request])
     if brought <= 0.0:
         return 0.0
     share = brought / (brought + total_of(load))
-    return (1.0 - 1.0 / _spread(rows, load, come, sensitivity)) / share
+    return (1.0 - 1.0 / time) / share
 
 
 @njit(fastmath=True)
