@@ -22,6 +22,14 @@ SMALL = SuiteOptions(requests=300, seeds=(1, 2), rates=(150.0, 300.0), strategie
 def silent(*_: object) -> None: ...
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_process():
+    """Starting processes takes longer than these runs; that they give the same is tested on its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coterie.evaluation.runs.os.cpu_count", lambda: 1)
+        yield
+
+
 @pytest.fixture(scope="module")
 def small():
     return run(SMALL, silent)
@@ -104,7 +112,8 @@ def _square(value: int) -> int:
     return value * value
 
 
-def test_in_parallel_gives_every_item_with_its_result():
+def test_in_parallel_gives_every_item_with_its_result(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("coterie.evaluation.runs.os.cpu_count", lambda: 2)
     assert dict(in_parallel(_square, list(range(20)))) == {value: value * value for value in range(20)}
     assert dict(in_parallel(partial(pow, 2), [3])) == {3: 8}
 

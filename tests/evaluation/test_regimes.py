@@ -31,6 +31,14 @@ from coterie.footprints import footprint
 from coterie.traces.readers import read_trace
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_process():
+    """Starting processes takes longer than these runs; that they give the same is tested on its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coterie.evaluation.runs.os.cpu_count", lambda: 1)
+        yield
+
+
 @pytest.fixture(scope="module")
 def recording(data_dir: Path):
     return load_recording(data_dir / "activations" / ROUTING["deepseek-v2-lite"])
