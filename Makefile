@@ -19,8 +19,9 @@ help: ## List the goals
 
 install: $(VENV)/.installed ## Make .venv and install Coterie in it, with what its tests need
 
+# A worker takes whole files: if both had tests of one, both would compile its loops.
 test: install ## Run the tests; those that need torch or COTERIE_DATA are skipped without it
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile # so that each worker compiles other loops
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 test-engines: export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache/engines # another numba, whose cache is not this one's
 test-engines: $(ENGINES)/.installed ## Run the tests that need torch or start vLLM, in an environment of their own
