@@ -23,7 +23,8 @@ install: $(VENV)/.installed ## Make .venv and install Coterie in it, with what i
 test: install ## Run the tests; those that need torch or COTERIE_DATA are skipped without it
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
-test-engines: export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache/engines # another numba, whose cache is not this one's
+# Another numba, which would overwrite what the one above compiled.
+test-engines: export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache/engines
 test-engines: $(ENGINES)/.installed ## Run the tests that need torch or start vLLM, in an environment of their own
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m torch -n 2
 	$(ENGINES)/bin/python -m pytest -m vllm
