@@ -214,6 +214,7 @@ def test_interrupted_it_says_how_to_go_on_and_does(run, model, prompts, tmp_path
     def interrupted(*arguments: Any) -> Any:
         calls.append(1)
         if len(calls) == 4:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
             signal.raise_signal(signal.SIGINT)
         return real(*arguments)
 
