@@ -197,6 +197,6 @@ def test_per_step_is_a_probability():
 
 def test_constructors_do_no_work():
     for kind in (PopularityPredictor, DomainPredictor, Recorded, Prefix, TokenTable):
-        fields = {name: getattr(kind(), name) for name in kind.__slots__ if name.endswith("_")}
+        fields = {name: getattr(kind(), name) for name in kind.__dataclass_fields__ if name.endswith("_")}
         assert fields
         assert not any(fields.values()), fields

@@ -42,6 +42,9 @@ EVEN_OUT = SpreadCost()
 SOON = 2
 """Batches ahead whose requests start at once in any order; a queue no longer than that is shallow."""
 
+SPREAD_TRUST, STEP_TRUST = 0.4, 0.1
+"""Where none is given: what CAPS's patterns ask for, and about the most that recorded requests in any order gave."""
+
 ALMOST_NEVER = 1e-3
 """Least chance of a request missing an expert: a product of misses then stays a number above nothing."""
 
@@ -55,8 +58,7 @@ class LatencyAware(Skipping):
     """What is minimised; the default knows no device, and evens the load out."""
     trust: float | None = None
     """Share of the time that choosing could save at most, which it does save; :func:`measure_trust` finds it for a
-    predictor and a kind of traffic. None takes 0.4 with a SpreadCost, as CAPS's patterns ask for, and 0.1 with a
-    StepCost, about the most that recorded requests in random order gave."""
+    predictor and a kind of traffic. None takes a default by the kind of cost."""
 
     def __post_init__(self) -> None:
         Skipping.__post_init__(self)
@@ -67,7 +69,7 @@ class LatencyAware(Skipping):
         check_snapshot(window, running, size)
         cost, trust = self.cost, self.trust
         if trust is None:
-            trust = 0.1 if isinstance(cost, StepCost) else 0.4
+            trust = STEP_TRUST if isinstance(cost, StepCost) else SPREAD_TRUST
         cap, hope = self.max_skips or NEVER, trust * max(0, window.queued - SOON * size)
         if isinstance(cost, StepCost):
             loads, load = cost.slot_loads(window.loads), cost.slot_loads(running)
@@ -191,6 +193,7 @@ def _by_spread(
         return come, 0, 0.0
     order, forced = _due(skipped, size, max_skips, budget)
     if forced < len(order):
+        # Not the least CV of this batch: over many batches the dot product passes the same requests over least often.
         order = pick_greedily(loads, running, skipped, size, budget, DOT)[0]
     gain = 1.0 - _spread(rows, load, order, sensitivity) / time
     return (order, budget, gain) if gain > 0.0 else (come, 0, 0.0)

@@ -9,7 +9,8 @@ never better informed than it looks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,6 +151,26 @@ def fitted(value: T | None, name: str) -> T:
     if value is None:
         raise ConfigError(f"predictor {name!r} is not fitted: call fit(trace) first")
     return value
+
+
+@dataclass(slots=True, eq=False)
+class Calibrated:
+    """What predictors share that fall back on popularity."""
+
+    name: ClassVar[str]
+    popularity_: Popularity | None = field(default=None, init=False, repr=False)
+
+    @property
+    def popularity(self) -> Popularity:
+        return fitted(self.popularity_, self.name)
+
+    @property
+    def num_layers(self) -> int:
+        return self.popularity.num_layers
+
+    @property
+    def num_experts(self) -> int:
+        return self.popularity.num_experts
 
 
 def per_step(load: NDArray[np.floating] | NDArray[np.integer], tokens: float) -> Load:

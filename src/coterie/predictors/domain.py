@@ -7,19 +7,20 @@ calibration requests, whose mean is then mostly noise.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.predictors.base import (
+    Calibrated,
     Load,
     Popularity,
     PredictRequest,
     calibrate,
     check_requests,
     chosen_requests,
-    fitted,
     predictors,
 )
 from coterie.traces.activations import ActivationTrace
@@ -27,23 +28,11 @@ from coterie.traces.activations import ActivationTrace
 
 @predictors.register("domain")
 @dataclass(slots=True, eq=False)
-class DomainPredictor:
+class DomainPredictor(Calibrated):
     """The mean distribution of the calibration requests of the same domain; of an unknown one, popularity."""
 
-    popularity_: Popularity | None = field(default=None, init=False, repr=False)
+    name: ClassVar[str] = "domain"
     domains_: dict[str, Popularity] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def popularity(self) -> Popularity:
-        return fitted(self.popularity_, "domain")
-
-    @property
-    def num_layers(self) -> int:
-        return self.popularity.num_layers
-
-    @property
-    def num_experts(self) -> int:
-        return self.popularity.num_experts
 
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None

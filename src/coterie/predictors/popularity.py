@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.predictors.base import Load, Popularity, PredictRequest, calibrate, fitted, predictors
+from coterie.predictors.base import Calibrated, Load, PredictRequest, calibrate, predictors
 from coterie.traces.activations import ActivationTrace
 
 
 @predictors.register("popularity")
 @dataclass(slots=True, eq=False)
-class PopularityPredictor:
+class PopularityPredictor(Calibrated):
     """The mean distribution of the calibration requests, scaled to the request's tokens."""
 
-    popularity_: Popularity | None = field(default=None, init=False, repr=False)
-
-    @property
-    def popularity(self) -> Popularity:
-        return fitted(self.popularity_, "popularity")
-
-    @property
-    def num_layers(self) -> int:
-        return self.popularity.num_layers
-
-    @property
-    def num_experts(self) -> int:
-        return self.popularity.num_experts
+    name: ClassVar[str] = "popularity"
 
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None

@@ -7,36 +7,32 @@ with it stands for its decode: good as far as a request keeps to its subject.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.footprints import footprint
-from coterie.predictors.base import Load, Popularity, PredictRequest, calibrate, chosen_requests, fitted, predictors
+from coterie.predictors.base import (
+    Calibrated,
+    Load,
+    PredictRequest,
+    calibrate,
+    chosen_requests,
+    predictors,
+)
 from coterie.traces.activations import ActivationTrace
 
 
 @predictors.register("recorded")
 @dataclass(slots=True, eq=False)
-class Recorded:
+class Recorded(Calibrated):
     """The footprint given with a request, else the recorded one of its id, else popularity."""
 
-    popularity_: Popularity | None = field(default=None, init=False, repr=False)
+    name: ClassVar[str] = "recorded"
     footprints_: dict[str, NDArray[np.uint32]] = field(default_factory=dict, init=False, repr=False)
     """By request id, [layer, expert] tokens. Requests of a trace without ids go by their index, as text."""
-
-    @property
-    def popularity(self) -> Popularity:
-        return fitted(self.popularity_, "recorded")
-
-    @property
-    def num_layers(self) -> int:
-        return self.popularity.num_layers
-
-    @property
-    def num_experts(self) -> int:
-        return self.popularity.num_experts
 
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
