@@ -213,7 +213,7 @@ def _range(row: Row, field: str, sign: float = 1.0) -> str:
     if found is None:
         return "-"
     low, high = (found, found) if isinstance(found, float) else (found[0], found[1])
-    return f"{sign * low:+.1f}" if low == high else f"{sign * low:+.1f} to {sign * high:+.1f}"
+    return f"{sign * low:+.1f}" if low == high else f"{sign * low:+.1f}…{sign * high:.1f}"
 
 
 def _with_published(row: Row, field: str, sign: float = 1.0) -> str:
