@@ -140,12 +140,32 @@ class Topology:
     """Between nodes."""
     host: Link = PCIE5
     """Between a device and its host's memory."""
+    speeds: tuple[float, ...] = ()
+    """[rank] how fast each computes, 1 being the device that was calibrated. A rank of speed 0 is gone: nothing is
+    planned on it and nothing can be fetched from it. Empty: all alike."""
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
             raise ConfigError(f"num_ranks={self.num_ranks} must be at least 1")
         if self.ranks_per_node < 1:
             raise ConfigError(f"ranks_per_node={self.ranks_per_node} must be at least 1")
+        if self.speeds and len(self.speeds) != self.num_ranks:
+            raise ConfigError(f"speeds has {len(self.speeds)} values; num_ranks={self.num_ranks}")
+        for rank, speed in enumerate(self.speeds):
+            if not 0 <= speed < np.inf:
+                raise ConfigError(f"speeds[{rank}]={speed} must be a finite number of at least 0")
+        if self.speeds and not any(self.speeds):
+            raise ConfigError("speeds are all 0; at least one rank must be alive")
+
+    @property
+    def rank_speeds(self) -> NDArray[np.float64]:
+        """[rank] speed."""
+        return np.array(self.speeds) if self.speeds else np.ones(self.num_ranks)
+
+    @property
+    def rank_nodes(self) -> NDArray[np.int64]:
+        """[rank] node."""
+        return np.arange(self.num_ranks) // self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
         return rank // self.ranks_per_node
@@ -185,10 +205,10 @@ class Placement:
                 raise ConfigError(f"layer {layer} has no slot for expert {missing[0]} ({missing.size} missing)")
 
     @classmethod
-    def linear(cls, num_layers: int, num_experts: int, num_ranks: int) -> Placement:
-        """Expert e in slot e: the default of every engine."""
-        slots = np.tile(np.arange(num_experts, dtype=np.int32), (num_layers, 1))
-        return cls(slots, num_ranks, num_experts)
+    def linear(cls, num_layers: int, num_experts: int, num_ranks: int, num_slots: int | None = None) -> Placement:
+        """Expert e in slot e, replicas of the first ones in slots left over: the default of every engine."""
+        slots = np.arange(num_experts if num_slots is None else num_slots, dtype=np.int32) % num_experts
+        return cls(np.tile(slots, (num_layers, 1)), num_ranks, num_experts)
 
     @property
     def num_layers(self) -> int:
@@ -201,6 +221,12 @@ class Placement:
     @property
     def slots_per_rank(self) -> int:
         return self.num_slots // self.num_ranks
+
+    @property
+    def duplicates(self) -> int:
+        """Slots whose expert another slot of the same rank holds too: memory that buys nothing."""
+        held = np.sort(self.slot_experts.reshape(self.num_layers, self.num_ranks, -1), axis=2)
+        return int((held[:, :, 1:] == held[:, :, :-1]).sum())
 
     def rank_load(self, load: NDArray[np.integer] | NDArray[np.floating]) -> NDArray[np.float64]:
         """[layer, rank] tokens, from load [layer, expert] tokens; replicas share an expert's tokens equally."""

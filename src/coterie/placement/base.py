@@ -1,0 +1,152 @@
+"""The contract of a planner: where should the experts live, given what was asked of them and where they are now.
+
+A planner is a pure function of a snapshot: the same load, topology and current placement give the same plan on every
+rank, bit for bit, so all of them may run it and none needs to be told. It decides from the settings of its
+:class:`~coterie.placement.objective.Objective`, never from a clock; the time it took is reported, not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.registry import Registry
+from coterie.types import Placement, Topology
+
+HOST = -1
+"""Source of a move that no living rank can serve: the host's copy of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a window of steps asked of the experts."""
+
+    tokens: NDArray[np.float64]
+    """[layer, expert] tokens in the window."""
+    steps: float = 1.0
+    """Steps the window had."""
+    sources: NDArray[np.float64] | None = None
+    """[source rank, layer, expert] the same tokens by the rank they were on, where that is known. Else they are taken
+    to come from all ranks alike."""
+
+    def __post_init__(self) -> None:
+        tokens = np.ascontiguousarray(self.tokens, np.float64)
+        object.__setattr__(self, "tokens", tokens)
+        if tokens.ndim != 2 or 0 in tokens.shape:
+            raise ConfigError(f"load has shape {tokens.shape}; it must be [layer, expert], neither 0")
+        _check_tokens("load", tokens)
+        if not 0 < self.steps < np.inf:
+            raise ConfigError(f"steps={self.steps} must be a finite number above 0")
+        if self.sources is not None:
+            sources = np.ascontiguousarray(self.sources, np.float64)
+            object.__setattr__(self, "sources", sources)
+            if sources.ndim != 3 or sources.shape[1:] != tokens.shape:
+                raise ConfigError(f"sources has shape {sources.shape}; expected [source rank, *{tokens.shape}]")
+            _check_tokens("sources", sources)
+            if not np.allclose(sources.sum(axis=0), tokens, rtol=1e-6, atol=1e-6):
+                raise ConfigError("sources must add up to the load over their ranks")
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.tokens.shape[1])
+
+    def check_fits(self, topology: Topology, current: Placement) -> None:
+        """Raise where load, topology and placement do not belong together."""
+        if (current.num_layers, current.num_experts) != self.tokens.shape:
+            raise ConfigError(
+                f"the placement is for {current.num_layers} layers of {current.num_experts} experts; "
+                f"the load has {self.num_layers} of {self.num_experts}"
+            )
+        if current.num_ranks != topology.num_ranks:
+            raise ConfigError(
+                f"placement.num_ranks={current.num_ranks} must equal topology.num_ranks={topology.num_ranks}"
+            )
+        if self.sources is not None and len(self.sources) != topology.num_ranks:
+            raise ConfigError(f"sources has {len(self.sources)} ranks; topology.num_ranks={topology.num_ranks}")
+        alive = int((topology.rank_speeds > 0).sum())
+        if alive * current.slots_per_rank < self.num_experts:
+            raise ConfigError(
+                f"{alive} living ranks of {current.slots_per_rank} slots must hold num_experts={self.num_experts}"
+            )
+
+
+def _check_tokens(name: str, tokens: NDArray[np.float64]) -> None:
+    bad = np.argwhere(~((tokens >= 0) & (tokens < np.inf)))  # ~ catches NaN as well
+    if bad.size:
+        at = tuple(int(index) for index in bad[0])
+        raise ConfigError(f"{name}{list(at)} is {tokens[at]}; tokens must be finite and not negative")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moves:
+    """What must be loaded, one entry a move, by layer and slot."""
+
+    layer: NDArray[np.int64]
+    slot: NDArray[np.int64]
+    expert: NDArray[np.int64]
+    source: NDArray[np.int64]
+    """Rank to fetch it from, or HOST."""
+    seconds: NDArray[np.float64]
+    """On its link, alone."""
+
+    def __len__(self) -> int:
+        return len(self.layer)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a planner decided, and what it expects of it."""
+
+    placement: Placement
+    """The current one where nothing moves."""
+    shares: NDArray[np.float64]
+    """[layer, slot] share of its expert's tokens each slot computes; an expert's add up to 1."""
+    split: str
+    """How those shares were chosen: equal, weighted or optimal."""
+    before_s: float
+    """Predicted seconds of one step's MoE layers as things are."""
+    after_s: float
+    moves: Moves
+    movement_s: float
+    """Exposed seconds of all moves: layer by layer, the slowest rank of each."""
+    planning_s: float
+    """Measured; planners decide by Objective.planning_s instead, which is the same on every rank."""
+    balance_before: float
+    balance_after: float
+    skip_reason: str | None = None
+    """Why the current placement is kept, in words; None where the plan moves something."""
+    layer_reasons: tuple[str, ...] = field(default=(), repr=False)
+    """[layer] what was done there or why not, where the planner says."""
+
+    @property
+    def saving_s(self) -> float:
+        """Per step."""
+        return self.before_s - self.after_s
+
+    @property
+    def break_even_steps(self) -> float:
+        """Steps until the movement is paid for; infinite where nothing is saved, 0 where nothing moves."""
+        if not self.movement_s:
+            return 0.0
+        return self.movement_s / self.saving_s if self.saving_s > 0 else np.inf
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """Anything that plans; settings are the fields of a frozen dataclass."""
+
+    def plan(self, load: Load, topology: Topology, current: Placement) -> Plan: ...
+
+
+planners: Registry[Callable[..., Planner]] = Registry("planner", group="coterie.planners")
+"""Holds the built-in ones once :mod:`coterie.placement` is imported. Each is made without arguments, or with settings
+as keywords; all built-in ones take `objective`."""
