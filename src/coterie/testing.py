@@ -1,9 +1,12 @@
 """Contract checks for people who write policies: what every built-in passes, a plugin must pass too.
 
-    from coterie.testing import check_strategy
+    from coterie.testing import check_planner, check_strategy
 
     def test_my_strategy():
         check_strategy(MyStrategy)
+
+    def test_my_planner():
+        check_planner(MyPlanner)
 """
 
 from __future__ import annotations
@@ -16,6 +19,10 @@ from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
 from coterie.batching.base import Loads, Selection, Strategy, Window
+from coterie.errors import ConfigError
+from coterie.placement.base import HOST, Load, Plan, Planner
+from coterie.placement.objective import Objective
+from coterie.types import Placement, Topology
 
 FAR = 1_000_000
 """Skips of a request that any limit calls overdue."""
@@ -118,6 +125,155 @@ def _must_take(skipped: NDArray[np.int64], limit: int | None, size: int) -> list
     """The oldest request and the overdue ones, oldest first, as far as there is room."""
     due = [request for request, skips in enumerate(skipped) if request == 0 or (limit is not None and skips >= limit)]
     return due[:size]
+
+
+class _Snapshot(NamedTuple):
+    """What a planner is shown."""
+
+    name: str
+    load: Load
+    topology: Topology
+    current: Placement
+
+
+def check_planner(make: Callable[[], Planner], seed: int = 0) -> None:
+    """Raise AssertionError where what `make()` returns breaks the contract of a planner.
+
+    A plan is for as many layers, slots and ranks as the current placement; it has every expert on a living rank, and no
+    slot it changed holds what another slot of that rank holds. Shares of an expert add up to 1 over living ranks. Its
+    moves are what differs between the two placements, each from a rank that has the expert, from the host only where
+    none has. It says why (`skip_reason`) if and only if nothing moves. The same snapshot gives the same plan bit for
+    bit, also from a new planner, and stays as it was. Where the planner has an `objective`, predicted times, movement
+    and balance are what that objective says of the plan.
+
+    Tried are one rank, slots with and without replicas, a placement with duplicates, loads of 0, one hot expert, an
+    even load, two nodes, mixed speeds, known sources, and a rank that is gone; a planner that cannot leave a rank out
+    may raise ConfigError there. One that passes may still plan badly.
+    """
+    planner = make()
+    _require(isinstance(planner, Planner), f"{planner!r} has no plan(load, topology, current)")
+    for case in _snapshots(default_rng(seed)):
+        _check_snapshot(make, planner, case)
+
+
+def _snapshots(rng: Generator) -> Iterator[_Snapshot]:
+    tokens = np.round(rng.lognormal(3.0, 1.2, (3, 8)))  # [layer, expert]
+    shuffled = np.array([np.concatenate([rng.permutation(8), rng.integers(0, 8, 4)]) for _ in range(3)], np.int32)
+    full, spare = Placement.linear(3, 8, 4), Placement.linear(3, 8, 4, 12)
+    messy = Placement(np.sort(shuffled, axis=1), 4, 8)
+    plain = Topology(4)
+    yield _Snapshot("one rank", Load(tokens), Topology(1), Placement.linear(3, 8, 1))
+    yield _Snapshot("as many slots as experts", Load(tokens, steps=10.0), plain, full)
+    yield _Snapshot("replicas", Load(tokens, steps=0.5), plain, spare)
+    yield _Snapshot("replicas of all, one on every rank", Load(tokens), Topology(2), Placement.linear(3, 8, 2, 16))
+    yield _Snapshot("duplicates in the current placement", Load(tokens), plain, messy)
+    yield _Snapshot("no load", Load(np.zeros((3, 8))), plain, spare)
+    yield _Snapshot("no load in one layer", Load(tokens * np.array([[1.0], [0.0], [1.0]])), plain, spare)
+    yield _Snapshot("an even load", Load(np.full((3, 8), 100.0)), plain, full)
+    yield _Snapshot("one hot expert", Load(np.where(np.arange(8) == 5, 1e6, 1.0) * np.ones((3, 1))), plain, spare)
+    yield _Snapshot("fractions", Load(rng.random((3, 8))), plain, spare)
+    yield _Snapshot("two nodes", Load(tokens), Topology(4, ranks_per_node=2), spare)
+    yield _Snapshot("mixed speeds", Load(tokens), Topology(4, speeds=(1.0, 0.5, 2.0, 1.0)), spare)
+    from_ranks = rng.multinomial(tokens.astype(np.int64), np.full(4, 0.25)).astype(np.float64)  # [layer, expert, rank]
+    sources = np.moveaxis(from_ranks, 2, 0)
+    yield _Snapshot("known sources", Load(tokens, sources=sources), Topology(4, ranks_per_node=2), spare)
+    yield _Snapshot("a rank that is gone", Load(tokens), Topology(4, speeds=(1.0, 1.0, 0.0, 1.0)), spare)
+
+
+def _check_snapshot(make: Callable[[], Planner], planner: Planner, case: _Snapshot) -> None:
+    where = f"{planner!r}, {case.name}"
+    load, current = case.load, case.current
+    before = [array.copy() for array in _inputs(case)]
+    try:
+        plan = planner.plan(load, case.topology, current)
+    except ConfigError:
+        if not case.topology.rank_speeds.all():
+            return
+        raise AssertionError(f"{where}: plan refused a sound snapshot") from None
+    except Exception as error:
+        raise AssertionError(f"{where}: plan raised {type(error).__name__}: {error}") from error
+    for was, now in zip(before, _inputs(case), strict=True):
+        _require(np.array_equal(was, now), f"{where}: plan changed its inputs, which it may only read")
+    _require(isinstance(plan, Plan), f"{where}: plan returned {type(plan).__name__}, not a Plan")
+    _check_placement(plan, case, where)
+    _check_moves(plan, case, where)
+    _check_numbers(planner, plan, case, where)
+    _same_plan(plan, planner.plan(load, case.topology, current), f"{where}: a second call")
+    _same_plan(plan, make().plan(load, case.topology, current), f"{where}: a new planner")
+
+
+def _inputs(case: _Snapshot) -> list[NDArray[np.generic]]:
+    arrays: list[NDArray[np.generic]] = [case.load.tokens, case.current.slot_experts]
+    return arrays if case.load.sources is None else [*arrays, case.load.sources]
+
+
+def _check_placement(plan: Plan, case: _Snapshot, where: str) -> None:
+    now, was = plan.placement, case.current
+    sizes, expected = ((p.num_layers, p.num_slots, p.num_ranks, p.num_experts) for p in (now, was))
+    _require(sizes == expected, f"{where}: layers, slots, ranks, experts are {sizes}, of the current {expected}")
+    alive = np.repeat(case.topology.rank_speeds > 0, was.slots_per_rank)  # [slot]
+    for layer, row in enumerate(now.slot_experts):
+        lost = np.setdiff1d(np.arange(now.num_experts), row[alive])
+        _require(not lost.size, f"{where}: layer {layer} has expert {lost[:1]} on no living rank")
+        for slot in np.flatnonzero(alive & (row != was.slot_experts[layer])):
+            start = slot // was.slots_per_rank * was.slots_per_rank
+            twice = int((row[start : start + was.slots_per_rank] == row[slot]).sum()) > 1
+            _require(not twice, f"{where}: layer {layer} has expert {row[slot]} twice on one rank, new in slot {slot}")
+    _require(now.duplicates <= was.duplicates, f"{where}: the plan has {now.duplicates} duplicates")
+    shares = plan.shares
+    _require(shares.shape == now.slot_experts.shape, f"{where}: shares must be [layer, slot]; found {shares.shape}")
+    _require(bool((shares >= 0).all()), f"{where}: shares must not be negative")
+    total = np.zeros((now.num_layers, now.num_experts))
+    np.add.at(total, (np.arange(now.num_layers)[:, None], now.slot_experts), shares * alive)
+    _require(np.allclose(total, 1.0), f"{where}: shares of an expert must add up to 1 over living ranks")
+
+
+def _check_moves(plan: Plan, case: _Snapshot, where: str) -> None:
+    was, now, moves = case.current, plan.placement, plan.moves
+    per_rank, alive = was.slots_per_rank, case.topology.rank_speeds > 0
+    holders = {(layer, int(expert), slot // per_rank)
+               for layer, row in enumerate(was.slot_experts) for slot, expert in enumerate(row)}  # fmt: skip
+    needed = [
+        (layer, slot, int(expert))
+        for layer, row in enumerate(now.slot_experts)
+        for slot, expert in enumerate(row)
+        if alive[slot // per_rank] and (layer, int(expert), slot // per_rank) not in holders
+    ]
+    listed = list(zip(moves.layer.tolist(), moves.slot.tolist(), moves.expert.tolist(), strict=True))
+    _require(listed == needed, f"{where}: moves by layer and slot must be {needed}; found {listed}")
+    for layer, expert, source in zip(moves.layer.tolist(), moves.expert.tolist(), moves.source.tolist(), strict=True):
+        living = [rank for rank in range(len(alive)) if alive[rank] and (layer, expert, rank) in holders]
+        sound = source in living or (source == HOST and not living)
+        _require(sound, f"{where}: layer {layer}, expert {expert} comes from {source}; living ranks {living} have it")
+    _require(len(moves.seconds) == len(moves), f"{where}: moves must each have their seconds")
+    reason = plan.skip_reason
+    explained = reason is not None and bool(reason.strip())
+    _require(explained != bool(len(moves)), f"{where}: {len(moves)} moves, and yet skip_reason={reason!r}")
+
+
+def _check_numbers(planner: Planner, plan: Plan, case: _Snapshot, where: str) -> None:
+    names = ("before_s", "after_s", "movement_s", "balance_before", "balance_after")
+    for name in (*names, "planning_s"):
+        value = getattr(plan, name)
+        _require(0 <= value < np.inf, f"{where}: {name}={value} must be a finite number of at least 0")
+    objective = getattr(planner, "objective", None)
+    if isinstance(objective, Objective):
+        problem = objective.problem(case.load, case.topology, case.current)
+        again = problem.plan(plan.placement.slot_experts, plan.shares, split=plan.split)
+        for name in names:
+            said, found = getattr(plan, name), getattr(again, name)
+            _require(np.isclose(said, found, rtol=1e-9, atol=1e-15), f"{where}: {name}={said}, the objective says {found}")
+
+
+def _same_plan(plan: Plan, other: Plan, where: str) -> None:
+    pairs = [
+        (plan.placement.slot_experts, other.placement.slot_experts), (plan.shares, other.shares),
+        *((getattr(plan.moves, name), getattr(other.moves, name)) for name in ("layer", "slot", "expert", "source")),
+    ]  # fmt: skip
+    _require(all(np.array_equal(a, b) for a, b in pairs), f"{where} gave another plan for the same snapshot")
+    for name in ("before_s", "after_s", "movement_s", "skip_reason", "split", "layer_reasons"):
+        said = getattr(plan, name), getattr(other, name)
+        _require(said[0] == said[1], f"{where}: {name} was {said[0]!r}, then {said[1]!r}")
 
 
 def _require(holds: bool, message: str) -> None:

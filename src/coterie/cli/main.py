@@ -21,6 +21,8 @@ from coterie.cli.generate import generate_command
 from coterie.cli.inspect import inspect_command
 from coterie.cli.models import models_command
 from coterie.cli.output import err
+from coterie.cli.place import place_app
+from coterie.cli.plan import plan_command
 from coterie.cli.record import record_command
 from coterie.cli.simulate import simulate_command
 from coterie.cli.worker import worker_command
@@ -42,6 +44,8 @@ app.command("evaluate", cls=SeveralValues)(evaluate_command)
 app.command("generate")(generate_command)
 app.command("inspect")(inspect_command)
 app.command("models")(models_command)
+app.add_typer(place_app, name="place")
+app.command("plan")(plan_command)
 app.command("record")(record_command)
 app.command("simulate")(simulate_command)
 app.command("worker")(worker_command)

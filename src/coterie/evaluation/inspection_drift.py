@@ -20,6 +20,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.evaluation.inspection_values import numbers
+from coterie.placement.drift import fit_decay
 
 MIN_WINDOWS = 8
 MIN_DROP = 0.02
@@ -71,7 +72,7 @@ def measure_drift(counts: NDArray[np.integer], width: float, unit: str, rng: Gen
         return no_drift(unit, "the load is even, or windows are too small to show a shape that could drift", width)
     similarity = curve.product / reference
     p_value = _p_value(dots, pairs, rng)
-    fit = _fit(curve)
+    fit = fit_decay(curve.lags, curve.product)
     span = float(curve.lags[-1]) * width
     half_life, floor, reason = fit.half_life * width, fit.floor, None
     fallen = 1.0 - float(np.nanmean(similarity[len(similarity) // 2 :]))
@@ -156,26 +157,3 @@ def _fall(curve: _Curve) -> float:
     near = curve.product[:1] if curve.lags[0] == 0 else curve.product[:half]
     near, far = near[np.isfinite(near)], curve.product[half:][np.isfinite(curve.product[half:])]
     return float(near.mean() - far.mean()) if len(near) and len(far) else -np.inf
-
-
-class _Fitted(NamedTuple):
-    half_life: float
-    """In windows."""
-    floor: float
-
-
-def _fit(curve: _Curve) -> _Fitted:
-    """Least squares of stays + fades · 2^(-lag / half_life), both at least 0: the best of a fine grid of half-lives."""
-    good = np.isfinite(curve.product)
-    lag, y = curve.lags[good].astype(np.float64), curve.product[good]
-    best, best_error = _Fitted(np.inf, 1.0), np.inf
-    for half_life in np.geomspace(0.1, 16 * len(curve.lags), 600):
-        q = 2.0 ** (-lag / half_life)
-        design = np.stack([np.ones_like(q), q], axis=1)
-        (stays, fades), *_ = np.linalg.lstsq(design, y, rcond=None)
-        if stays < 0:
-            stays, fades = 0.0, float(q @ y / (q @ q))
-        error = float(((stays + fades * q - y) ** 2).sum())
-        if fades > 0 and error < best_error:
-            best, best_error = _Fitted(float(half_life), float(stays / (stays + fades))), error
-    return best

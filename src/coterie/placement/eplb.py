@@ -3,8 +3,10 @@
 It looks at the load alone, so it moves nearly everything whatever the current placement is. Replicas are added one at
 a time to the expert whose replicas are busiest; slots are packed heaviest first onto the least busy rank with room.
 Hierarchical, groups of experts are packed onto nodes first, experts are replicated inside their node, and slots are
-packed onto the node's ranks. Unlike the published code, a slot is not packed beside another of the same expert, as
-long as there is a choice.
+packed onto the node's ranks. It takes all ranks to be equally fast.
+
+Unlike the published code it never puts two slots of an expert on one rank: an expert gets at most as many as there are
+ranks (of its node), and is not packed where it is. It leaves out a rank that is gone, planning globally then.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from coterie._numba import njit
 from coterie.errors import ConfigError
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import Objective
+from coterie.placement.packing import Slots, living_ranks, pack_layer, plan_for_living
 from coterie.types import Placement, Topology
 
 
@@ -32,82 +35,79 @@ class Eplb:
     not divide."""
     objective: Objective = field(default=Objective())
 
+    def __post_init__(self) -> None:
+        if self.num_groups is not None and self.num_groups < 1:
+            raise ConfigError(f"num_groups={self.num_groups} must be at least 1, or None")
+
     def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
         started = perf_counter()
         problem = self.objective.problem(load, topology, current)
-        groups = self._groups(load, topology)
-        slots = rebalance(load.tokens, current.num_slots, current.num_ranks, topology.num_nodes, groups)
-        return problem.plan(slots, planning_s=perf_counter() - started)
+        ranks = living_ranks(problem)
+        whole = ranks == current.num_ranks
+        nodes, groups = self._hierarchy(load, topology, current) if whole else (1, 1)
+        slots = rebalance(load.tokens, ranks * current.slots_per_rank, ranks, nodes, groups)
+        return plan_for_living(problem, slots, started, "the load asks for no other")
 
-    def _groups(self, load: Load, topology: Topology) -> int:
-        if not (topology.rank_speeds > 0).all():
-            raise ConfigError("eplb cannot leave a rank out; use latency_optimal where one is gone")
-        if self.num_groups is None or topology.num_nodes == 1 or self.num_groups % topology.num_nodes:
-            return 0
-        if load.num_experts % self.num_groups:
-            raise ConfigError(f"num_experts={load.num_experts} must be a multiple of num_groups={self.num_groups}")
-        return self.num_groups
+    def _hierarchy(self, load: Load, topology: Topology, current: Placement) -> tuple[int, int]:
+        """Nodes and groups to plan with."""
+        nodes, groups = topology.num_nodes, self.num_groups
+        if groups is None or nodes == 1 or groups % nodes or topology.num_ranks % topology.ranks_per_node:
+            return 1, 1
+        if load.num_experts % groups:
+            raise ConfigError(f"num_experts={load.num_experts} must be a multiple of num_groups={groups}")
+        per_node = load.num_experts // nodes
+        if current.slots_per_rank > per_node:
+            raise ConfigError(
+                f"{current.slots_per_rank} slots a rank must be at most the {per_node} experts of a node; "
+                "none is held twice"
+            )
+        return nodes, groups
 
 
 def rebalance(
-    tokens: NDArray[np.float64], num_slots: int, num_ranks: int, num_nodes: int = 1, num_groups: int = 0
-) -> NDArray[np.int32]:
-    """[layer, slot] expert, from [layer, expert] tokens; `num_groups` 0 plans globally."""
+    tokens: NDArray[np.float64], num_slots: int, num_ranks: int, num_nodes: int = 1, num_groups: int = 1
+) -> Slots:
+    """[layer, slot] expert, from [layer, expert] tokens; with one node and one group it plans globally."""
     slots = np.empty((len(tokens), num_slots), np.int32)
-    for layer, weight in enumerate(tokens):
-        if not num_groups:
-            slots[layer] = _place(weight, num_slots, num_ranks)
-            continue
-        size = len(weight) // num_groups
-        node_of = _pack(weight.reshape(num_groups, size).sum(axis=1), np.arange(num_groups), num_nodes)
-        per_node = num_slots // num_nodes
-        for node in range(num_nodes):
-            members = np.concatenate([np.arange(g * size, (g + 1) * size) for g in np.sort(node_of[node])])
-            part = _place(weight[members], per_node, num_ranks // num_nodes)
-            slots[layer, node * per_node : (node + 1) * per_node] = members[part]
+    _rebalance(np.ascontiguousarray(tokens, np.float64), num_ranks // num_nodes, num_nodes, num_groups, slots)
     return slots
 
 
-def _place(weight: NDArray[np.float64], num_slots: int, num_ranks: int) -> NDArray[np.int64]:
-    experts, each = _replicate(weight, num_slots)
-    packed = _pack(each, experts, num_ranks)
-    return experts[packed].reshape(-1)
+@njit()
+def _rebalance(tokens: NDArray[np.float64], ranks: int, nodes: int, groups: int, slots: Slots) -> None:
+    """`ranks` of a node."""
+    layers, experts = tokens.shape
+    size, per_node = experts // groups, slots.shape[1] // nodes
+    alike, node_alike = np.ones(ranks), np.ones(nodes)
+    placed, node_groups = np.empty(per_node, np.int32), np.empty(groups, np.int32)
+    members = np.empty(experts // nodes, np.int64)
+    for layer in range(layers):
+        heat = tokens[layer].copy().reshape(groups, size).sum(axis=1)
+        pack_layer(heat, np.arange(groups), node_alike, groups, node_groups)
+        for node in range(nodes):
+            held = np.sort(node_groups[node * (groups // nodes) : (node + 1) * (groups // nodes)])
+            for place in range(len(members)):
+                members[place] = held[place // size] * size + place % size
+            weight = tokens[layer][members]
+            kind, count = _replicate(weight, per_node, ranks)
+            pack_layer(weight[kind] / count[kind], kind, alike, len(members), placed)
+            slots[layer, node * per_node : (node + 1) * per_node] = members[placed]
 
 
 @njit()
-def _replicate(weight: NDArray[np.float64], num_slots: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """[slot] expert and the tokens of that replica."""
-    num_experts = len(weight)
-    count = np.ones(num_experts, np.int64)
-    experts = np.empty(num_slots, np.int64)
-    experts[:num_experts] = np.arange(num_experts)
-    for slot in range(num_experts, num_slots):
-        hottest = np.argmax(weight / count)
-        experts[slot] = hottest
-        count[hottest] += 1
-    return experts, weight[experts] / count[experts]
-
-
-@njit()
-def _pack(weight: NDArray[np.float64], kind: NDArray[np.int64], packs: int) -> NDArray[np.int64]:
-    """[pack, place] items, as many in each: heaviest first, to the lightest with room, one without its kind if any."""
-    items = len(weight)
-    room = items // packs
-    packed = np.empty((packs, room), np.int64)
-    filled = np.zeros(packs, np.int64)
-    total = np.zeros(packs)
-    for item in np.argsort(-weight, kind="mergesort"):
-        best, best_twice = -1, True
-        for pack in range(packs):
-            if filled[pack] == room:
-                continue
-            twice = False
-            for place in range(filled[pack]):
-                if kind[packed[pack, place]] == kind[item]:
-                    twice = True
-            if best < 0 or (best_twice and not twice) or (best_twice == twice and total[pack] < total[best]):
-                best, best_twice = pack, twice
-        packed[best, filled[best]] = item
-        filled[best] += 1
-        total[best] += weight[item]
-    return packed
+def _replicate(
+    weight: NDArray[np.float64], num_slots: int, most: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[slot] expert and [expert] slots: the busiest gets the next, up to `most`."""
+    experts = len(weight)
+    count = np.ones(experts, np.int64)
+    kind = np.arange(num_slots)
+    each = weight.copy()
+    for slot in range(experts, num_slots):
+        if count.max() == most:
+            each[count == most] = -1.0
+        busiest = np.argmax(each)
+        kind[slot] = busiest
+        count[busiest] += 1
+        each[busiest] = weight[busiest] / count[busiest]
+    return kind, count

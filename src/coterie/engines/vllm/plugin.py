@@ -1,12 +1,16 @@
 """vLLM's entry point (``vllm.general_plugins``): gives vLLM the name CoterieConnector, in every process.
 
-Nothing else happens unless ``--kv-transfer-config`` names it. A vLLM whose interfaces were never tried gets a connector
-of the same name that does nothing: the engine runs as if the plugin were absent, and the log says so.
+Nothing else happens unless ``--kv-transfer-config`` names it, or the environment asks for the EPLB policy. A vLLM whose
+interfaces were never tried gets a connector of the same name that does nothing, and keeps its own policy: the engine
+runs as if the plugin were absent, and the log says so.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+
+from coterie.engines.vllm.settings import EPLB_VARIABLE, EplbSettings
 
 KNOWN_VERSIONS = ("0.32",)
 """Minor versions of vLLM whose interfaces were read and run."""
@@ -25,11 +29,15 @@ def register() -> None:
 
     if NAME in KVConnectorFactory._registry:
         return
-    module = "coterie.engines.vllm.connector"
+    module, eplb = "coterie.engines.vllm.connector", os.environ.get(EPLB_VARIABLE)
     if not known(vllm.__version__):
         logging.getLogger("vllm.coterie").warning(
             "coterie: vLLM %s is not known to this version of Coterie (known: %s); %s does nothing, the engine runs as "
             "if it were absent", vllm.__version__, ", ".join(KNOWN_VERSIONS), NAME,
         )  # fmt: skip
-        module = "coterie.engines.vllm.inert"
+        module, eplb = "coterie.engines.vllm.inert", None
+    if eplb is not None:
+        from coterie.engines.vllm.eplb import install
+
+        install(EplbSettings.parse(eplb))
     KVConnectorFactory.register_connector(NAME, module, NAME)

@@ -1,4 +1,7 @@
-"""Settings of the connector: ``kv_connector_extra_config`` in vLLM's ``--kv-transfer-config``."""
+"""Settings of the connector (``kv_connector_extra_config`` in vLLM's ``--kv-transfer-config``) and of the EPLB policy.
+
+The policy's come in an environment variable: vLLM loads plugins before it has a configuration to look into.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from coterie.errors import ConfigError
 from coterie.footprints.slots import SUFFIX, store_folder
 
 PREFIX = "coterie-"
+EPLB_VARIABLE = "COTERIE_EPLB"
+"""Environment variable that holds the settings of the EPLB policy, as a JSON object; unset, vLLM keeps its own."""
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,3 +60,50 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             return self.events
         base, _, port = self.events.rpartition(":")
         return f"{base}:{int(port) + rank}" if port.isdigit() else f"{self.events}-{rank}"
+
+
+class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How experts are rearranged. All ranks must be given the same."""
+
+    planner: str = "latency_optimal"
+    """Name of a registered planner."""
+    options: dict[str, Any] = {}
+    """Settings of the planner's own, such as {"max_moves": 500}."""
+    horizon: float = 3000.0
+    """Steps a map will serve: step_interval of vLLM's --eplb-config. Moves must pay for themselves within it."""
+    window: float = 1000.0
+    """Steps whose tokens vLLM counts: window_size of its --eplb-config."""
+    enough: float = 1.0
+    """Balance (even / slowest) at which a layer is good enough; below 1 it saves moves."""
+    exposed: float = 1.0
+    """Share of the movement that serving waits for. 1 is right without use_async, and cautious with it."""
+    model: str | None = None
+    """Shipped shape, for the bytes of an expert and, with a device, the time of its tokens."""
+    device: str | None = None
+    """Preset of the device; needs a model."""
+    expert_bytes: float | None = None
+    """Weights of one expert of one layer; None takes the model's, or 44e6 without one."""
+    intra_gb_s: float = 450.0
+    """Link between ranks of a node, one direction."""
+    inter_gb_s: float = 50.0
+    """Link between nodes."""
+    initial_map: str | None = None
+    """File of the map that the first rearrangement brings about; it may be missing if it is also save_map."""
+    save_map: str | None = None
+    """File that gets each new map."""
+
+    def __post_init__(self) -> None:
+        for name in ("window", "intra_gb_s", "inter_gb_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number above 0")
+        if self.device is not None and self.model is None:
+            raise ConfigError(f"device={self.device!r} needs a model: it says how long that one's experts take")
+
+    @classmethod
+    def parse(cls, text: str) -> EplbSettings:
+        """From the environment variable's value."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, ConfigError) as error:
+            known = ", ".join(cls.__struct_fields__)
+            raise ConfigError(f"{EPLB_VARIABLE}: {error}; settings: {known}") from None

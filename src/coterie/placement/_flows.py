@@ -1,0 +1,291 @@
+"""How one layer's replicas share tokens, as a flow between ranks: the loops behind splits and free_split.
+
+Every expert's tokens are always somewhere; what can flow is a share of a replicated expert from one of its ranks to
+another. With a limit on every rank's seconds, busy ranks push what is over along chains of replicas (shortest first)
+to ranks with room. Once nothing can be pushed, the ranks reached from those still over are a *bottleneck*: all of them
+are full, and no replica leads out. Their work over their speed is then the least limit they allow.
+
+Exact where an expert's seconds on its ranks differ by their speeds alone. Otherwise the flow has gains, pushing along
+shortest chains may stop early, and the limit found is an upper bound.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+NONE = -1
+TWIN = -2
+"""In place of the next slot: a slot whose expert another slot of the same rank holds, or one of a rank that is gone."""
+
+TINY = 1e-12
+"""Of the limit: seconds that are no seconds."""
+
+
+class Split(NamedTuple):
+    """One layer's slots and what each computes."""
+
+    expert: Indices
+    """[slot]"""
+    after: Indices
+    """[slot] the next slot of the same expert, NONE or TWIN"""
+    first: Indices
+    """[expert] its first slot, or NONE"""
+    count: Indices
+    """[expert] living ranks that hold it"""
+    share: Array
+    """[slot] of its expert's tokens"""
+    busy: Array
+    """[rank] seconds"""
+
+
+class Search(NamedTuple):
+    """What a search for a way to push leaves behind."""
+
+    reached: NDArray[np.bool_]
+    """[rank] from one that is over the limit"""
+    left: Indices
+    """[rank] slot the way to it came from, NONE where it starts"""
+    entered: Indices
+    """[rank] slot of the rank where it came in"""
+    queue: Indices
+
+
+@njit()
+def new_split(slots: int, experts: int, ranks: int) -> Split:
+    return Split(
+        np.empty(slots, np.int64), np.empty(slots, np.int64), np.empty(experts, np.int64),
+        np.empty(experts, np.int64), np.empty(slots), np.empty(ranks),
+    )  # fmt: skip
+
+
+@njit()
+def new_search(ranks: int) -> Search:
+    return Search(
+        np.zeros(ranks, np.bool_), np.empty(ranks, np.int64), np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+    )
+
+
+@njit()
+def link(row: Indices, alive: NDArray[np.bool_], unit: Array, split: Split) -> None:
+    """Start from a row of slot_experts and equal shares."""
+    each = len(row) // len(alive)
+    split.first[:] = NONE
+    split.count[:] = 0
+    split.share[:] = 0.0
+    split.busy[:] = 0.0
+    for slot in range(len(row) - 1, -1, -1):
+        expert = row[slot]
+        split.expert[slot] = expert
+        split.after[slot] = TWIN
+        if alive[slot // each] and not holds(split, expert, slot // each, each):
+            split.after[slot] = split.first[expert]
+            split.first[expert] = slot
+            split.count[expert] += 1
+    for slot in range(len(row)):
+        if split.after[slot] != TWIN:
+            expert, rank = row[slot], slot // each
+            split.share[slot] = 1.0 / split.count[expert]
+            split.busy[rank] += unit[rank, expert] * split.share[slot]
+
+
+@njit()
+def holds(split: Split, expert: int, rank: int, each: int) -> bool:
+    slot = split.first[expert]
+    while slot >= 0:
+        if slot // each == rank:
+            return True
+        slot = split.after[slot]
+    return False
+
+
+@njit()
+def copy_split(split: Split, to: Split) -> None:
+    to.expert[:] = split.expert
+    to.after[:] = split.after
+    to.first[:] = split.first
+    to.count[:] = split.count
+    to.share[:] = split.share
+    to.busy[:] = split.busy
+
+
+@njit()
+def put(split: Split, slot: int, expert: int, unit: Array) -> None:
+    """Overwrite a slot, whose expert must have another; its share goes to the least busy of those."""
+    each = len(split.expert) // len(split.busy)
+    rank, old, share = slot // each, split.expert[slot], split.share[slot]
+    if split.after[slot] != TWIN:
+        _unlink(split, slot)
+        if share > 0.0:
+            heir = split.first[old]
+            other = heir
+            while other >= 0:
+                if split.busy[other // each] < split.busy[heir // each]:
+                    heir = other
+                other = split.after[other]
+            split.busy[rank] -= unit[rank, old] * share
+            split.share[heir] += share
+            split.busy[heir // each] += unit[heir // each, old] * share
+    _link_in(split, slot, expert)
+    split.share[slot] = 0.0
+
+
+@njit()
+def swap(split: Split, one: int, other: int, unit: Array) -> None:
+    """Exchange the experts of two slots; shares go along."""
+    each = len(split.expert) // len(split.busy)
+    here, there = one // each, other // each
+    leaves, comes = split.expert[one], split.expert[other]
+    _unlink(split, one)
+    _unlink(split, other)
+    _link_in(split, one, comes)
+    _link_in(split, other, leaves)
+    split.busy[here] += unit[here, comes] * split.share[other] - unit[here, leaves] * split.share[one]
+    split.busy[there] += unit[there, leaves] * split.share[one] - unit[there, comes] * split.share[other]
+    split.share[one], split.share[other] = split.share[other], split.share[one]
+
+
+@njit()
+def _unlink(split: Split, slot: int) -> None:
+    expert = split.expert[slot]
+    if split.first[expert] == slot:
+        split.first[expert] = split.after[slot]
+    else:
+        before = split.first[expert]
+        while split.after[before] != slot:
+            before = split.after[before]
+        split.after[before] = split.after[slot]
+    split.count[expert] -= 1
+
+
+@njit()
+def _link_in(split: Split, slot: int, expert: int) -> None:
+    split.expert[slot] = expert
+    split.after[slot] = split.first[expert]
+    split.first[expert] = slot
+    split.count[expert] += 1
+
+
+@njit()
+def relieve(split: Split, unit: Array, speeds: Array, limit: float, search: Search) -> float:
+    """Push from ranks over the limit to ranks under it until nothing can be pushed; work (speed x seconds) left over.
+
+    Where some is left, `search.reached` is the bottleneck.
+    """
+    tiny = TINY * limit
+    while True:
+        sink = _reach(split, unit, limit, tiny, search)
+        if sink == NONE:
+            over = 0.0
+            for rank in range(len(split.busy)):
+                if split.busy[rank] > limit + tiny:
+                    over += (split.busy[rank] - limit) * speeds[rank]
+            return over
+        _push(split, unit, limit, search, sink)
+
+
+@njit()
+def _reach(split: Split, unit: Array, limit: float, tiny: float, search: Search) -> int:
+    """The nearest rank under the limit that one over it can push to, or NONE."""
+    ranks = len(split.busy)
+    each = len(split.expert) // ranks
+    end = 0
+    for rank in range(ranks):
+        over = split.busy[rank] > limit + tiny
+        search.reached[rank] = over
+        if over:
+            search.left[rank] = NONE
+            search.queue[end] = rank
+            end += 1
+    begin = 0
+    while begin < end:
+        rank = search.queue[begin]
+        begin += 1
+        for slot in range(rank * each, rank * each + each):
+            expert = split.expert[slot]
+            if split.count[expert] < 2 or split.share[slot] * unit[rank, expert] <= tiny:
+                continue
+            other = split.first[expert]
+            while other >= 0:
+                peer = other // each
+                if not search.reached[peer]:
+                    search.reached[peer] = True
+                    search.left[peer] = slot
+                    search.entered[peer] = other
+                    search.queue[end] = peer
+                    end += 1
+                    if split.busy[peer] < limit - tiny:
+                        return peer
+                other = split.after[other]
+    return NONE
+
+
+@njit()
+def _push(split: Split, unit: Array, limit: float, search: Search, sink: int) -> None:
+    """As much as the way to `sink` takes. Ranks between keep their seconds; those at its ends do not lose alike."""
+    each = len(split.expert) // len(split.busy)
+    room = limit - split.busy[sink]  # seconds that arrive at the sink
+    gain = 1.0  # seconds that leave the rank for each that arrives
+    rank = sink
+    while search.left[rank] != NONE:
+        slot = search.left[rank]
+        expert, origin = split.expert[slot], slot // each
+        room = min(room, split.share[slot] * unit[rank, expert] / gain)
+        gain *= unit[origin, expert] / unit[rank, expert]
+        rank = origin
+    arrives = min(room, (split.busy[rank] - limit) / gain)
+    split.busy[rank] -= arrives * gain
+    split.busy[sink] += arrives
+    rank, seconds = sink, arrives
+    while search.left[rank] != NONE:
+        slot = search.left[rank]
+        expert, origin = split.expert[slot], slot // each
+        part = min(split.share[slot], seconds / unit[rank, expert])
+        split.share[slot] -= part
+        split.share[search.entered[rank]] += part
+        seconds = part * unit[origin, expert]
+        rank = origin
+
+
+@njit()
+def least_limit(split: Split, unit: Array, speeds: Array, start: float, search: Search) -> float:
+    """Share the tokens so that the slowest rank is fastest, and its seconds: at least `start`, to begin with.
+
+    Newton's method: each bottleneck names the least limit it allows, and what was pushed under a lower limit stays
+    right under a higher one.
+    """
+    limit = start
+    while relieve(split, unit, speeds, limit, search) > 0.0:
+        work = speed = 0.0
+        for rank in range(len(speeds)):
+            if search.reached[rank]:
+                work += split.busy[rank] * speeds[rank]
+                speed += speeds[rank]
+        raised = work / speed
+        if raised <= limit * (1.0 + TINY):
+            break
+        limit = raised
+    return limit
+
+
+@njit()
+def separable(split: Split, unit: Array, speeds: Array) -> bool:
+    """Whether replicated experts take as long on all their ranks, but for speed: the flow is then exact."""
+    each = len(split.expert) // len(split.busy)
+    for expert in range(len(split.first)):
+        if split.count[expert] < 2:
+            continue
+        slot = split.first[expert]
+        work = unit[slot // each, expert] * speeds[slot // each]
+        while slot >= 0:
+            if abs(unit[slot // each, expert] * speeds[slot // each] - work) > TINY * work:
+                return False
+            slot = split.after[slot]
+    return True

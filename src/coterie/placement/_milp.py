@@ -1,0 +1,479 @@
+"""One layer's placement as a mixed-integer program for HiGHS.
+
+Seconds are scaled: processing to the even rank's, movement to the cheapest load. Columns, besides which expert is where:
+`T`, the slowest rank's processing above the floor; `M`, the slowest rank's arrivals; `N[rank, price]`, how many experts
+arrive there over links of one price: a whole number to branch on, which raises the bound faster than single experts.
+
+* Equal split: ``z[expert, rank, n]`` says that the expert has n replicas and one of them is on the rank. Numbers past
+  those that matter are one last level, which gets the time of the most replicas there may be: a bound stays a bound.
+* Optimal split: ``p[expert, rank]`` holds it, ``x[expert, rank] <= p`` is its share of the expert's tokens.
+
+From a known placement follows that no rank of a better one is slower than `slowest`, since movement costs nothing at
+best. So an expert has at least so many replicas, and a set of ranks with more work of its own than it can do in that
+time must give some away, to at least one whole new replica outside: the cuts of :class:`_Cuts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+
+Array = NDArray[np.float64]
+Index = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Tell = Callable[[float, float], bool]
+"""Told the best excess and its bound so far, in seconds; False stops the search."""
+
+INF = highspy.kHighsInf
+SMALL = 0.1
+"""Of an even rank: numbers of replicas that would each take less than this are one level of the equal split."""
+ALL_SETS = 10
+"""Ranks up to which every set of them is looked at for cuts; past it, sets grown from single ranks."""
+CUT_ROUNDS, CUTS_A_ROUND, LEAST_VIOLATION = 30, 24, 1e-3
+TELL_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """One layer's arrays, living ranks only, in seconds."""
+
+    unit: Array
+    """[rank, expert] a step if the rank got all of the expert's tokens."""
+    share: Array
+    """[expert, replicas - 1] of `unit` that each of so many equal replicas takes."""
+    load_in: Array
+    """[rank, expert] to load it there; 0 where it is."""
+    speeds: Array
+    """[rank]"""
+    slots: int
+    """Of each rank."""
+    floor: float
+    """Of a step, below which nothing is gained."""
+    horizon: float
+    slowest_price: float
+    """Of a second of the slowest rank's arrivals."""
+    each_price: float
+    """Of a second of any rank's arrivals."""
+    move_price: float
+    """Seconds that each move costs besides: the multiplier of a budget of moves."""
+
+    @property
+    def held(self) -> Mask:
+        return self.load_in == 0
+
+    @property
+    def work(self) -> Array:
+        """[expert] seconds on a rank of speed 1 where it is cheapest."""
+        return np.asarray((self.unit * self.speeds[:, None]).min(axis=0))
+
+    def excess(self, holds: Mask, shares: Array | None) -> float:
+        """Seconds of the objective above horizon x floor, which no placement avoids."""
+        arrivals = np.where(holds, self.load_in, 0.0).sum(axis=1)
+        moves = float((holds & ~self.held).sum())
+        if shares is None:
+            count = holds.sum(axis=0)
+            shares = np.where(holds, self.share[np.arange(len(count)), count - 1], 0.0)
+        slowest = float((self.unit * shares).sum(axis=1).max())
+        waited = self.horizon * max(slowest - self.floor, 0.0) + self.slowest_price * float(arrivals.max())
+        return waited + self.each_price * float(arrivals.sum()) + self.move_price * moves
+
+
+class Found(NamedTuple):
+    """What the search of one layer ended with; seconds are above horizon x floor."""
+
+    holds: Mask
+    """[rank, expert]"""
+    shares: Array | None
+    """[rank, expert] of the expert's tokens; None where replicas share alike."""
+    excess: float
+    bound: float
+
+
+class _Rows:
+    """Rows of the program as they are collected."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._parts: list[tuple[Index, Index, Array]] = []
+        self._bounds: list[tuple[Array, Array]] = []
+
+    def add(self, row: Index, column: Index, value: Array, low: Array | float, high: Array | float, rows: int) -> None:
+        """`rows` rows at once; `row` counts from 0 among them."""
+        self._parts.append((row + self.count, column, np.broadcast_to(value, column.shape)))
+        self._bounds.append((np.broadcast_to(low, rows).astype(float), np.broadcast_to(high, rows).astype(float)))
+        self.count += rows
+
+    def into(self, lp: Any, columns: int) -> None:
+        row, column, value = (np.concatenate(part) for part in zip(*self._parts, strict=True))
+        matrix = coo_array((value, (row, column)), (self.count, columns)).tocsc()
+        lp.num_row_, lp.num_col_ = self.count, columns
+        lp.row_lower_, lp.row_upper_ = (np.concatenate(side) for side in zip(*self._bounds, strict=True))
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        lp.a_matrix_.start_ = matrix.indptr
+        lp.a_matrix_.index_ = matrix.indices
+        lp.a_matrix_.value_ = matrix.data
+
+
+class _Places(NamedTuple):
+    """The columns that put an expert on a rank."""
+
+    expert: Index
+    rank: Index
+    level: Index
+    """Which number of replicas it stands for, counted over all experts; the expert itself in the optimal split."""
+    seconds: Array
+    """Of the rank, equal split; if it took the whole expert, optimal split."""
+    outward: Array
+    """Most work that leaves the other ranks by it."""
+
+
+class Program:
+    """The mixed-integer program of one layer."""
+
+    def __init__(self, layer: Layer, split: str, known: float = np.inf) -> None:
+        """`known`: excess of some placement; none that is worse need be found."""
+        self.layer, self.split = layer, split
+        self.work = layer.work
+        self.scale = float(self.work.sum() / layer.speeds.sum()) or 1.0
+        prices = np.unique(layer.load_in[layer.load_in > 0])
+        self.prices = prices if len(prices) else np.ones(1)
+        per_move = self.prices[0] * (layer.slowest_price + layer.each_price) + layer.move_price
+        self.worth = float(per_move) or layer.horizon * self.scale or 1.0  # what the solver calls 1
+        slack = known / layer.horizon if layer.horizon else np.inf
+        self.slowest = layer.floor + slack * (1 + 1e-9) + 1e-9 * self.scale
+        self._rows = _Rows()
+        self._place()
+        places, ranks = len(self.places.expert), len(layer.unit)
+        self.first_share = places
+        self.first_level = places * (2 if split == "optimal" else 1)
+        self.first_count = self.first_level + (len(self.least) if split == "equal" else 0)
+        self.slow = self.first_count + ranks * len(self.prices)
+        self.columns = self.slow + 2
+        self._add_replicas()
+        self._add_ranks()
+
+    def _place(self) -> None:
+        layer, slowest = self.layer, self.slowest
+        ranks, experts = layer.unit.shape
+        if self.split == "optimal":
+            expert, rank = (side.ravel() for side in np.meshgrid(np.arange(experts), np.arange(ranks), indexing="ij"))
+            seconds = layer.unit[rank, expert]
+            outward = np.minimum(self.work[expert], slowest * layer.speeds[rank])
+            self.places = _Places(expert, rank, expert, seconds, outward)
+            self.least = self.most = self.owner = np.zeros(0, np.int64)
+            return
+        levels = [(e, *level) for e in range(experts) for level in self._levels(e)]
+        self.owner, self.least, self.most = np.array(levels, np.int64).T
+        level, rank = (side.ravel() for side in np.meshgrid(np.arange(len(levels)), np.arange(ranks), indexing="ij"))
+        expert = self.owner[level]
+        seconds = layer.unit[rank, expert] * layer.share[expert, self.most[level] - 1]
+        fits = seconds <= slowest
+        level, rank, expert, seconds = level[fits], rank[fits], expert[fits], seconds[fits]
+        outward = self.work[expert] * layer.share[expert, self.least[level] - 1]
+        self.places = _Places(expert, rank, level, seconds, outward)
+
+    def _levels(self, expert: int) -> list[tuple[int, int]]:
+        """Numbers of replicas the expert may have, from and to: those that matter singly, then the rest at once."""
+        layer = self.layer
+        most = min(layer.share.shape[1], len(layer.unit))
+        each = layer.unit[:, expert].min() * layer.share[expert, :most]
+        fits = each <= self.slowest
+        least = int(np.argmax(fits)) + 1 if fits.any() else most
+        matter = int((each > SMALL * self.scale).sum()) + 1
+        last = min(most, max(least, matter, int(layer.held[:, expert].sum())))
+        return [(n, n) for n in range(least, last + 1)] + ([(last + 1, most)] if last < most else [])
+
+    def _add_replicas(self) -> None:
+        places, experts = self.places, self.layer.unit.shape[1]
+        index = np.arange(len(places.expert))
+        one = np.ones(1)
+        if self.split == "optimal":
+            shares = index + self.first_share
+            most = np.minimum(1.0, self.slowest / np.maximum(places.seconds, 1e-300))
+            self._rows.add(np.concatenate([index, index]), np.concatenate([shares, index]),
+                           np.concatenate([np.ones(len(index)), -most]), -INF, 0.0, len(index))  # fmt: skip
+            self._rows.add(places.expert, shares, one, 1.0, 1.0, experts)
+            best = -np.sort(-most.reshape(experts, -1), axis=1)  # as many replicas as it takes to do all in time
+            least = (np.cumsum(best, axis=1) < 1 - 1e-9).sum(axis=1) + 1.0
+            self._rows.add(places.expert, index, one, np.minimum(least, best.shape[1]), INF, experts)
+            return
+        count = len(self.least)
+        levels = np.arange(count)
+        exact = self.least == self.most
+        for bound, low, high in ((self.least, 0.0, np.where(exact, 0.0, INF)), (self.most, np.where(exact, 0.0, -INF), 0.0)):
+            self._rows.add(np.concatenate([places.level, levels]), np.concatenate([index, levels + self.first_level]),
+                           np.concatenate([np.ones(len(index)), -bound.astype(float)]), low, high, count)  # fmt: skip
+        self._rows.add(self.owner, levels + self.first_level, one, 1.0, 1.0, experts)
+        many = np.flatnonzero(self.most[places.level] > 1)
+        row = np.arange(len(many))
+        if len(many):
+            self._rows.add(np.concatenate([row, row]), np.concatenate([many, places.level[many] + self.first_level]),
+                           np.repeat([1.0, -1.0], len(many)), -INF, 0.0, len(many))  # fmt: skip
+
+    def _add_ranks(self) -> None:
+        layer, places, one = self.layer, self.places, np.ones(1)
+        ranks = len(layer.unit)
+        index, rank = np.arange(len(places.expert)), np.arange(ranks)
+        self._rows.add(places.rank, index, one, layer.slots, layer.slots, ranks)
+        busy = index + (self.first_share if self.split == "optimal" else 0)
+        self._rows.add(np.concatenate([places.rank, rank]), np.concatenate([busy, np.full(ranks, self.slow)]),
+                       np.concatenate([places.seconds / self.scale, -np.ones(ranks)]), -INF, layer.floor / self.scale,
+                       ranks)  # fmt: skip
+        seconds = layer.load_in[places.rank, places.expert]
+        self.arriving = np.flatnonzero(seconds > 0)
+        price = np.searchsorted(self.prices, seconds[self.arriving])
+        group = places.rank[self.arriving] * len(self.prices) + price
+        groups = np.arange(ranks * len(self.prices))
+        counts = groups + self.first_count
+        self._rows.add(np.concatenate([group, groups]), np.concatenate([self.arriving, counts]),
+                       np.concatenate([np.ones(len(group)), -np.ones(len(groups))]), 0.0, 0.0, len(groups))  # fmt: skip
+        relative = np.tile(self.prices / self.prices[0], ranks)
+        self._rows.add(np.concatenate([groups // len(self.prices), rank]),
+                       np.concatenate([counts, np.full(ranks, self.slow + 1)]),
+                       np.concatenate([relative, -np.ones(ranks)]), -INF, 0.0, ranks)  # fmt: skip
+
+    @property
+    def whole(self) -> Index:
+        """Columns that are whole numbers."""
+        return np.concatenate([np.arange(len(self.places.expert)), np.arange(self.first_level, self.slow)])
+
+    def lp(self) -> Any:
+        """The relaxation, as HiGHS takes it."""
+        layer = self.layer
+        lp = highspy.HighsLp()
+        cost, upper = np.zeros(self.columns), np.ones(self.columns)
+        each = np.tile(layer.each_price * self.prices + layer.move_price, len(layer.unit)) / self.worth
+        cost[self.first_count : self.slow] = each
+        cost[self.slow] = layer.horizon * self.scale / self.worth
+        cost[self.slow + 1] = layer.slowest_price * self.prices[0] / self.worth
+        upper[self.first_count : self.slow] = layer.slots
+        upper[self.slow] = (self.slowest - layer.floor) / self.scale
+        upper[self.slow + 1] = INF
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(self.columns), upper
+        self._rows.into(lp, self.columns)
+        return lp
+
+    def columns_of(self, holds: Mask) -> Array:
+        """[column] the whole-number ones of a placement; the others are left at 0."""
+        layer, places = self.layer, self.places
+        values = np.zeros(self.columns)
+        on = holds[places.rank, places.expert]
+        if self.split == "equal":
+            replicas = holds.sum(axis=0)[self.owner]
+            chosen = (self.least <= replicas) & (replicas <= self.most)
+            values[self.first_level : self.first_count] = chosen
+            on = on & chosen[places.level]
+        values[: len(on)] = on
+        came = np.where(holds, layer.load_in, 0.0)
+        for at, price in enumerate(self.prices):
+            values[self.first_count + at : self.slow : len(self.prices)] = (came == price).sum(axis=1)
+        return values
+
+    def holds_of(self, values: Array) -> Mask:
+        places = self.places
+        on = values[: len(places.expert)] > 0.5
+        holds = np.zeros(self.layer.unit.shape, bool)
+        holds[places.rank[on], places.expert[on]] = True
+        return holds
+
+
+class _Cuts:
+    """Sets of ranks that must give work away, and the rows that say so.
+
+    What a set's own experts (those held nowhere else) need beyond its ranks' time leaves only through new replicas
+    outside. Capped at what must leave, the work of these replicas sums to at least that; and there are at least as many
+    of them as it takes of the largest.
+    """
+
+    def __init__(self, program: Program) -> None:
+        layer = program.layer
+        self.program = program
+        sets = _all_sets(len(layer.unit)) if len(layer.unit) <= ALL_SETS else _grown_sets(layer)
+        own = ~(layer.held.T[None, :, :] & ~sets[:, None, :]).any(axis=2)  # [set, expert] held nowhere else
+        must = own @ program.work - program.slowest * (sets @ layer.speeds)
+        useful = must > 1e-6 * program.scale
+        self.sets, self.own, self.must = sets[useful], own[useful], must[useful]
+        largest = np.zeros(layer.unit.shape)
+        np.maximum.at(largest, (program.places.rank, program.places.expert), program.places.outward)
+        self.fewest = np.array([self._fewest(which, largest) for which in range(len(self.must))])
+        self._done: set[tuple[int, bool]] = set()
+
+    def _fewest(self, which: int, largest: Array) -> int:
+        """New replicas that the set must give away, at the least."""
+        outside, own = ~self.sets[which], self.own[which]
+        leaving = -np.sort(-largest[np.ix_(outside, own)].ravel())
+        if self.program.layer.share.shape[1] == 1:  # no replicas: as many others come in, whole
+            coming = np.sort(self.program.work[~own])
+            pairs = min(len(leaving), len(coming))
+            leaving = leaving[:pairs] - coming[:pairs]
+        enough = np.cumsum(leaving) >= self.must[which] - 1e-9 * self.program.scale
+        return int(np.argmax(enough)) + 1 if enough.any() else 1
+
+    def violated(self, values: Array) -> list[tuple[Index, Array]]:
+        """Rows of at least 1 that these columns break most: their columns and values."""
+        program, places = self.program, self.program.places
+        on = program.arriving[values[program.arriving] > 1e-9]
+        leaving = self.own[:, places.expert[on]] & ~self.sets[:, places.rank[on]]
+        capped = np.minimum(places.outward[on][None, :] / self.must[:, None], 1.0)
+        short = np.array([1.0 - (capped * leaving) @ values[on], 1.0 - leaving @ values[on] / self.fewest])
+        rows = []
+        for which in np.argsort(-short, axis=None)[:CUTS_A_ROUND]:
+            kind, member = divmod(int(which), len(self.must))
+            if short[kind, member] < LEAST_VIOLATION:
+                break
+            if (member, bool(kind)) not in self._done:
+                self._done.add((member, bool(kind)))
+                rows.append(self._row(member, bool(kind)))
+        return rows
+
+    def _row(self, which: int, counted: bool) -> tuple[Index, Array]:
+        arriving, places = self.program.arriving, self.program.places
+        leaves = self.own[which, places.expert[arriving]] & ~self.sets[which, places.rank[arriving]]
+        columns = arriving[leaves]
+        if counted:
+            return columns, np.full(len(columns), 1.0 / self.fewest[which])
+        return columns, np.minimum(places.outward[columns] / self.must[which], 1.0)
+
+
+def _all_sets(ranks: int) -> Mask:
+    return (np.arange(1, 2**ranks - 1)[:, None] >> np.arange(ranks)[None, :] & 1).astype(bool)
+
+
+def _grown_sets(layer: Layer) -> Mask:
+    """From each rank alone, always adding the rank that leaves the most work without a place."""
+    work, held = layer.work, layer.held
+    even = work.sum() / layer.speeds.sum()
+    sets: dict[bytes, Mask] = {}
+    for start in range(len(held)):
+        chosen = np.zeros(len(held), bool)
+        chosen[start] = True
+        while not chosen.all():
+            sets[chosen.tobytes()] = chosen.copy()
+            elsewhere = held[~chosen].sum(axis=0)  # [expert] ranks outside that hold it
+            gain = (held & (elsewhere == 1)) @ work - even * layer.speeds
+            chosen[int(np.argmax(np.where(chosen, -np.inf, gain)))] = True
+    return np.array(list(sets.values()))
+
+
+class Search(NamedTuple):
+    """When the search of one layer may end."""
+
+    gap_s: float
+    """Seconds between what was found and the bound."""
+    time_limit_s: float
+    threads: int
+
+
+def solve(layer: Layer, split: str, start: Found, search: Search, tell: Tell) -> Found:
+    """The best placement found, not worse than `start`, and what no placement goes below."""
+    began = perf_counter()
+    program = Program(layer, split, start.excess)
+    solver = _solver(search)
+    solver.passModel(program.lp())
+    bound = _root(solver, program, start.excess - search.gap_s)
+    best = start._replace(bound=min(max(bound, start.bound), start.excess))
+    if best.excess - best.bound <= search.gap_s or not tell(best.excess, best.bound):
+        return best
+    whole = program.whole.astype(np.int32)
+    solver.changeColsIntegrality(len(whole), whole, np.full(len(whole), highspy.HighsVarType.kInteger))
+    solver.setOptionValue("time_limit", solver.getRunTime() + max(search.time_limit_s - (perf_counter() - began), 0.1))
+    solver.setSolution(len(whole), whole, program.columns_of(start.holds)[whole])
+    solver.setOptionValue("mip_abs_gap", search.gap_s / program.worth)
+    solver.setOptionValue("presolve", __import__("os").environ.get("PRE", "off"))
+    failure = _run(solver, program.worth, tell)
+    info = solver.getInfo()
+    if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
+        holds = program.holds_of(np.array(solver.getSolution().col_value))
+        shares = best_shares(layer, holds) if split == "optimal" else None
+        excess = layer.excess(holds, shares)
+        if excess < best.excess:
+            best = Found(holds, shares, excess, best.bound)
+    bound = info.mip_dual_bound * program.worth
+    bound = bound - 1e-6 * abs(bound) if np.isfinite(bound) else best.bound
+    if failure is not None:
+        raise failure
+    return best._replace(bound=min(max(best.bound, bound), best.excess))
+
+
+def _solver(search: Search) -> Any:
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", bool(__import__("os").environ.get("HL")))
+    solver.setOptionValue("threads", search.threads)
+    solver.setOptionValue("random_seed", 0)
+    for tolerance in ("primal_feasibility_tolerance", "mip_feasibility_tolerance"):
+        solver.setOptionValue(tolerance, 1e-8)
+    solver.setOptionValue("mip_rel_gap", 0.0)
+    solver.setOptionValue("time_limit", search.time_limit_s)
+    return solver
+
+
+def _root(solver: Any, program: Program, enough: float) -> float:
+    """Bound of the relaxation, in seconds, with the cuts it breaks added as long as that helps."""
+    cuts = _Cuts(program)
+    bound = 0.0
+    for _ in range(CUT_ROUNDS):
+        solver.run()
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return bound
+        reached = solver.getObjectiveValue() * program.worth
+        bound = max(bound, reached - 1e-6 * abs(reached))
+        rows = cuts.violated(np.array(solver.getSolution().col_value)) if len(cuts.must) else []
+        if bound >= enough or not rows:
+            break
+        for columns, values in rows:
+            solver.addRow(1.0, INF, len(columns), columns.astype(np.int32), values)
+    return bound
+
+
+def _run(solver: Any, worth: float, tell: Tell) -> BaseException | None:
+    """Run it, telling now and then; what `tell` raised (or Ctrl-C) stops it and is returned."""
+    failure: list[BaseException] = []
+    last = perf_counter()
+
+    def look(event: Any) -> None:
+        nonlocal last
+        if failure or perf_counter() - last < TELL_EVERY_S:
+            return
+        last = perf_counter()
+        try:
+            going = tell(event.data_out.mip_primal_bound * worth, event.data_out.mip_dual_bound * worth)
+        except BaseException as error:  # must not unwind through the solver
+            failure.append(error)
+            going = False
+        if not going:
+            event.interrupt()
+
+    solver.cbMipInterrupt += look
+    solver.run()
+    solver.cbMipInterrupt -= look
+    return failure[0] if failure else None
+
+
+def best_shares(layer: Layer, holds: Mask) -> Array:
+    """[rank, expert] shares that make the slowest rank of a placement fastest: a small linear program."""
+    rank, expert = np.nonzero(holds)
+    ranks, experts = holds.shape
+    scale = float(layer.work.sum() / layer.speeds.sum()) or 1.0
+    rows, columns = _Rows(), len(rank) + 1
+    index = np.arange(len(rank))
+    rows.add(expert, index, np.ones(1), 1.0, 1.0, experts)
+    rows.add(np.concatenate([rank, np.arange(ranks)]), np.concatenate([index, np.full(ranks, len(rank))]),
+             np.concatenate([layer.unit[rank, expert] / scale, -np.ones(ranks)]), -INF, 0.0, ranks)  # fmt: skip
+    lp = highspy.HighsLp()
+    cost = np.zeros(columns)
+    cost[-1] = 1.0
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(columns), np.append(np.ones(len(rank)), INF)
+    rows.into(lp, columns)
+    solver = _solver(Search(0.0, INF, 1))
+    solver.passModel(lp)
+    solver.run()
+    shares = np.zeros(holds.shape)
+    shares[rank, expert] = np.clip(np.array(solver.getSolution().col_value)[:-1], 0.0, 1.0)
+    return np.asarray(shares / shares.sum(axis=0))

@@ -1,0 +1,495 @@
+"""The loops of :mod:`coterie.placement.latency_optimal`: one layer's search, and all layers side by side.
+
+A layer is searched towards a target time. What ranks have above it is *excess*; the search takes the slowest rank and
+the action that takes most excess away for each move it costs: swap two slots of different ranks, or give a slot whose
+expert has other replicas to another expert. Moves are counted against the placement at the start, so an action that
+involves slots already given away costs less: a second swap with such a slot makes a ring of three ranks out of a pair
+for one move more, and handing on what was brought is free. That is how rings of any length come about.
+
+Layers share nothing and each is searched by one thread in a fixed order, so threads do not change the result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit, prange
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int32]
+
+EMPTY = -1
+"""Expert of a slot that holds a second copy of what its rank has: it is given something else before all else."""
+
+DEPTH = 0.03
+"""Weight of squared room below the target: the search fills the emptiest ranks first, which few moves then close."""
+
+SPARE = 0.3
+"""Added to the moves of an action when excess is divided by them, so that free actions are not all alike."""
+
+TINY = 1e-9
+"""Of the target: excess that does not matter."""
+
+
+class Layer(NamedTuple):
+    """What the search of a layer is given."""
+
+    unit: Array
+    """[rank, expert] seconds of all of the expert's tokens."""
+    share: Array
+    """[expert, replicas - 1] of `unit` each replica takes."""
+    load_in: Array
+    """[rank, expert] seconds to load; 0 where the rank has it."""
+    alive: NDArray[np.bool_]
+    """[rank]"""
+
+
+class State(NamedTuple):
+    """Where the search of a layer stands."""
+
+    row: NDArray[np.int64]
+    """[slot] expert."""
+    held: NDArray[np.int16]
+    """[rank, expert] slot that holds it, or -1."""
+    home: NDArray[np.bool_]
+    """[rank, expert] whether the rank had it at the start: it costs no move."""
+    count: NDArray[np.int64]
+    """[expert] replicas on living ranks."""
+    part: Array
+    """[expert] of `unit` that each replica takes now."""
+    busy: Array
+    """[rank] seconds."""
+    own: Array
+    """[slot] seconds of what it holds."""
+    fee: Array
+    """[slot] moves that holding it costs, in loads over the fastest link; infinite on ranks that are gone."""
+
+
+class Scratch(NamedTuple):
+    """Filled anew in each look at a rank."""
+
+    back: Array
+    """[slot] seconds of its expert on the rank that is looked at."""
+    back_fee: Array
+    """[slot] moves if its expert went there; infinite where it cannot."""
+    relief: Array
+    """[expert] excess that goes away with one replica more."""
+    burden: Array
+    """[expert] excess that comes with one replica less."""
+    order: NDArray[np.int64]
+    """[rank]"""
+
+
+class Action(NamedTuple):
+    """Slots `first` and `second` change places; or, `first` being -1, `second` is given to `expert`."""
+
+    score: float
+    first: int
+    second: int
+    expert: int
+
+
+@njit()
+def excess(busy: float, target: float) -> float:
+    over = busy - target
+    return over if over > 0.0 else DEPTH / target * over * over
+
+
+@njit()
+def part_of(share: Array, expert: int, replicas: int) -> float:
+    return share[expert, min(replicas, share.shape[1]) - 1]
+
+
+@njit()
+def fee_of(load_in: Array, home: NDArray[np.bool_], rank: int, expert: int, fastest: float) -> float:
+    if home[rank, expert]:
+        return 0.0
+    return load_in[rank, expert] / fastest if fastest > 0.0 else 1.0
+
+
+@njit()
+def start(layer: Layer, row: Ints) -> State:
+    """Second copies on a rank become EMPTY slots."""
+    ranks, experts = layer.unit.shape
+    slots = len(row)
+    per_rank = slots // ranks
+    held = np.full((ranks, experts), -1, np.int16)
+    count = np.zeros(experts, np.int64)
+    row = row.astype(np.int64)
+    for slot in range(slots):
+        rank, expert = slot // per_rank, row[slot]
+        if not layer.alive[rank]:
+            continue
+        if held[rank, expert] >= 0:
+            row[slot] = EMPTY
+        else:
+            held[rank, expert] = slot
+            count[expert] += 1
+    return State(
+        row, held, held >= 0, count, np.zeros(experts), np.zeros(ranks), np.zeros(slots), np.full(slots, np.inf)
+    )
+
+
+@njit()
+def refresh(layer: Layer, state: State, rank: int, fastest: float) -> None:
+    """A rank's times and fees anew from its slots: sums never drift."""
+    unit, load_in, row, home, part, own, fee = (
+        layer.unit, layer.load_in, state.row, state.home, state.part, state.own, state.fee
+    )  # fmt: skip
+    per_rank = len(row) // len(state.busy)
+    total = 0.0
+    if layer.alive[rank]:
+        for slot in range(rank * per_rank, (rank + 1) * per_rank):
+            expert = row[slot]
+            if expert != EMPTY:
+                own[slot] = unit[rank, expert] * part[expert]
+                fee[slot] = fee_of(load_in, home, rank, expert, fastest)
+                total += own[slot]
+    state.busy[rank] = total
+
+
+@njit()
+def apply(layer: Layer, state: State, first: int, second: int, expert: int, fastest: float) -> None:
+    per_rank = len(state.row) // len(state.busy)
+    rank, was = second // per_rank, state.row[second]
+    if first >= 0:
+        other, expert = first // per_rank, state.row[first]
+        state.held[other, expert] = -1
+        state.held[other, was] = first
+        state.row[first] = was
+    if was != EMPTY:
+        state.held[rank, was] = -1
+    state.held[rank, expert] = second
+    state.row[second] = expert
+    if first >= 0:
+        refresh(layer, state, rank, fastest)
+        refresh(layer, state, other, fastest)
+        return
+    state.count[expert] += 1
+    state.part[expert] = part_of(layer.share, expert, state.count[expert])
+    if was != EMPTY:
+        state.count[was] -= 1
+        state.part[was] = part_of(layer.share, was, state.count[was])
+    for other in range(len(state.busy)):
+        if state.held[other, expert] >= 0 or (was != EMPTY and state.held[other, was] >= 0):
+            refresh(layer, state, other, fastest)
+
+
+@njit()
+def give_gain(layer: Layer, state: State, slot: int, expert: int, target: float) -> float:
+    """Excess that goes away when the slot is given to the expert, which its rank does not have."""
+    rank, was = slot // (len(state.row) // len(state.busy)), state.row[slot]
+    less = part_of(layer.share, expert, state.count[expert] + 1)
+    drop = state.part[expert] - less if state.count[expert] else 0.0
+    rise = 0.0
+    if was != EMPTY and state.count[was] > 1:
+        rise = part_of(layer.share, was, state.count[was] - 1) - state.part[was]
+    gain = 0.0
+    for other in range(len(state.busy)):
+        change = 0.0
+        if other == rank:
+            change = layer.unit[rank, expert] * less - (state.own[slot] if was != EMPTY else 0.0)
+        else:
+            if state.held[other, expert] >= 0:
+                change -= layer.unit[other, expert] * drop
+            if was != EMPTY and state.held[other, was] >= 0:
+                change += layer.unit[other, was] * rise
+        if change != 0.0:
+            gain += excess(state.busy[other], target) - excess(state.busy[other] + change, target)
+    return gain
+
+
+@njit()
+def look_at_swaps(
+    layer: Layer, state: State, scratch: Scratch, rank: int, target: float, fastest: float, most: float, best: Action
+) -> Action:
+    """The best swap of one of the rank's slots with a slot elsewhere, of at most so many moves, if better than `best`.
+
+    Ranks with the most room come first; one is passed by when even a perfect fit would not be better.
+    """
+    unit, load_in, alive = layer.unit, layer.load_in, layer.alive
+    row, held, home, part, busy, own, fee = (
+        state.row, state.held, state.home, state.part, state.busy, state.own, state.fee
+    )  # fmt: skip
+    back, back_fee, order = scratch.back, scratch.back_fee, scratch.order
+    ranks = len(busy)
+    per_rank = len(row) // ranks
+    mine = rank * per_rank
+    here, steep = excess(busy[rank], target), DEPTH / target
+    for place in range(ranks):
+        at = place
+        while at > 0 and busy[order[at - 1]] > busy[place]:
+            order[at] = order[at - 1]
+            at -= 1
+        order[at] = place
+    mine_fee = 0.0
+    for first in range(mine, mine + per_rank):
+        mine_fee = max(mine_fee, fee[first])
+    score, first_best, second_best = best.score, -1, -1
+    for index in range(ranks):
+        other = order[index]
+        if other == rank or not alive[other]:
+            continue
+        now = excess(busy[other], target)
+        fits = min(here, max(target - busy[other], 0.0)) + (now if busy[other] < target else 0.0)
+        start_at = other * per_rank
+        cheap = 0.0
+        for slot in range(start_at, start_at + per_rank):
+            cheap = max(cheap, fee[slot])
+        if mine_fee == 0.0 and cheap == 0.0 and fits <= score * SPARE:
+            continue
+        cheap = np.inf
+        for slot in range(start_at, start_at + per_rank):
+            expert = row[slot]
+            back_fee[slot] = np.inf
+            if held[rank, expert] < 0:
+                back[slot] = unit[rank, expert] * part[expert]
+                back_fee[slot] = fee_of(load_in, home, rank, expert, fastest) - fee[slot]
+                cheap = min(cheap, back_fee[slot])
+        for first in range(mine, mine + per_rank):
+            expert = row[first]
+            if held[other, expert] >= 0:
+                continue
+            moves = fee_of(load_in, home, other, expert, fastest) - fee[first]
+            if moves + cheap > most or fits <= score * max(moves + cheap + SPARE, SPARE / 2):
+                continue
+            left = busy[rank] - own[first] - target
+            there = busy[other] + unit[other, expert] * part[expert] - target
+            for slot in range(start_at, start_at + per_rank):
+                one = left + back[slot]
+                two = there - own[slot]
+                after = one if one > 0.0 else steep * one * one
+                after += two if two > 0.0 else steep * two * two
+                total = moves + back_fee[slot]
+                if here + now - after > score * max(total + SPARE, SPARE / 2) and total <= most:
+                    score = (here + now - after) / max(total + SPARE, SPARE / 2)
+                    first_best, second_best = first, slot
+    if second_best < 0:
+        return best
+    return Action(score, first_best, second_best, EMPTY)
+
+
+@njit()
+def look_at_gifts(
+    layer: Layer, state: State, scratch: Scratch, rank: int, target: float, fastest: float, most: float, best: Action
+) -> Action:
+    """The best slot to give away, in favour of an expert of the rank or on the rank itself, if better than `best`.
+
+    What other ranks gain or lose is added up for each expert first. Where a rank holds both experts that sum is wrong,
+    so what looks best is counted again in full.
+    """
+    unit, share, load_in, alive = layer.unit, layer.share, layer.load_in, layer.alive
+    row, held, home, count, part, busy, own, fee = (
+        state.row, state.held, state.home, state.count, state.part, state.busy, state.own, state.fee
+    )  # fmt: skip
+    relief, burden = scratch.relief, scratch.burden  # [expert] excess gone with one replica more; come with one less
+    ranks = len(busy)
+    per_rank = len(row) // ranks
+    several, wanted = False, False
+    for slot in range(len(row)):
+        if count[row[slot]] > 1 and alive[slot // per_rank]:
+            several = True
+            if slot // per_rank == rank:
+                wanted = True
+    if not several:
+        return best
+    relief[:] = 0.0
+    burden[:] = 0.0
+    slot = 0
+    for other in range(ranks):
+        now = excess(busy[other], target)
+        for _ in range(per_rank):
+            expert = row[slot]
+            slot += 1
+            if not alive[other]:
+                continue
+            whole = unit[other, expert]
+            if wanted or held[rank, expert] >= 0:
+                less = whole * (part[expert] - part_of(share, expert, count[expert] + 1))
+                relief[expert] += now - excess(busy[other] - less, target)
+            if count[expert] > 1:
+                more = whole * (part_of(share, expert, count[expert] - 1) - part[expert])
+                burden[expert] += excess(busy[other] + more, target) - now
+    score_best, slot_best, expert_best = best.score, -1, -1
+    for slot in range(len(row)):
+        other, was = slot // per_rank, row[slot]
+        if not alive[other] or count[was] < 2:
+            continue
+        more = unit[other, was] * (part_of(share, was, count[was] - 1) - part[was])
+        now = excess(busy[other], target)
+        # What its own rank would have had to bear, had it kept it, is no loss.
+        rest = now - burden[was] + excess(busy[other] + more, target) - now
+        free = busy[other] - own[slot]
+        others = len(relief) if other == rank else per_rank
+        for place in range(others):
+            expert = place if other == rank else row[rank * per_rank + place]
+            if held[other, expert] >= 0:
+                continue
+            gain = relief[expert] + rest - excess(free + unit[other, expert] * part_of(share, expert, count[expert] + 1), target)
+            if gain <= 0.0:
+                continue
+            moves = fee_of(load_in, home, other, expert, fastest) - fee[slot]
+            if moves > most:
+                continue
+            moves = max(moves + SPARE, SPARE / 2)
+            if gain > score_best * moves:
+                found = give_gain(layer, state, slot, expert, target) / moves
+                if found > score_best:
+                    score_best, slot_best, expert_best = found, slot, expert
+    if slot_best < 0:
+        return best
+    return Action(score_best, -1, slot_best, expert_best)
+
+
+@njit()
+def repair(layer: Layer, state: State, target: float, fastest: float) -> bool:
+    """Bring experts that no living rank has to one, and fill EMPTY slots; whether there was anything to do."""
+    slots, ranks = len(state.row), len(state.busy)
+    per_rank = slots // ranks
+    done = False
+    for expert in range(len(state.count)):
+        if state.count[expert]:
+            continue
+        best, at = -np.inf, -1
+        for slot in range(slots):
+            rank, was = slot // per_rank, state.row[slot]
+            if layer.alive[rank] and (was == EMPTY or state.count[was] > 1):
+                gain = give_gain(layer, state, slot, expert, target)
+                if was == EMPTY:
+                    gain += target  # such a slot must be filled anyhow: one move less
+                if gain > best:
+                    best, at = gain, slot
+        apply(layer, state, -1, at, expert, fastest)
+        done = True
+    for slot in range(slots):
+        rank = slot // per_rank
+        if state.row[slot] != EMPTY:
+            continue
+        best, pick = -np.inf, -1
+        for expert in range(len(state.count)):
+            if state.held[rank, expert] < 0:
+                fee = fee_of(layer.load_in, state.home, rank, expert, fastest)
+                gain = give_gain(layer, state, slot, expert, target) - TINY * target * fee
+                if gain > best:
+                    best, pick = gain, expert
+        apply(layer, state, -1, slot, pick, fastest)
+        done = True
+    return done
+
+
+@njit()
+def descend(
+    layer: Layer, state: State, scratch: Scratch, target: float, fastest: float, most: float
+) -> bool:
+    """Until no rank is above the target, or nothing helps; whether none is."""
+    stuck = np.zeros(len(state.busy), np.bool_)
+    moves = most
+    while True:
+        rank = -1
+        for other in range(len(state.busy)):
+            if not stuck[other] and state.busy[other] > target * (1.0 + TINY):
+                if rank < 0 or state.busy[other] > state.busy[rank]:
+                    rank = other
+        if rank < 0:
+            return not stuck.any()
+        best = Action(TINY * target, -1, -1, -1)
+        best = look_at_gifts(layer, state, scratch, rank, target, fastest, moves, best)
+        best = look_at_swaps(layer, state, scratch, rank, target, fastest, moves, best)
+        if best.second < 0:
+            stuck[rank] = True
+            continue
+        before = 0.0
+        if most < np.inf:
+            before = fees(state)
+        apply(layer, state, best.first, best.second, best.expert, fastest)
+        if most < np.inf:
+            moves -= fees(state) - before
+        stuck[:] = False
+
+
+@njit()
+def fees(state: State) -> float:
+    total = 0.0
+    for slot in range(len(state.fee)):
+        if state.fee[slot] < np.inf:
+            total += state.fee[slot]
+    return total
+
+
+@njit()
+def restore(layer: Layer, state: State, row: NDArray[np.int64], fastest: float) -> None:
+    """Back to an earlier state of the slots, in which every living slot held something."""
+    per_rank = len(row) // len(state.busy)
+    state.count[:] = 0
+    state.held[:] = -1
+    for slot in range(len(row)):
+        state.row[slot] = row[slot]
+        if layer.alive[slot // per_rank]:
+            state.count[row[slot]] += 1
+            state.held[slot // per_rank, row[slot]] = slot
+    for expert in range(len(state.count)):
+        state.part[expert] = part_of(layer.share, expert, state.count[expert])
+    for rank in range(len(state.busy)):
+        refresh(layer, state, rank, fastest)
+
+
+@njit()
+def polish(layer: Layer, state: State, scratch: Scratch, target: float, fastest: float, tries: int) -> None:
+    """Fewer moves, no slower: take back what was brought, then mend what that breaks with fewer moves than before."""
+    row, held, home, part, busy, own, fee = (
+        state.row, state.held, state.home, state.part, state.busy, state.own, state.fee
+    )  # fmt: skip
+    unit = layer.unit
+    per_rank = len(row) // len(busy)
+    tried = np.zeros((len(row), len(row)), np.bool_)
+    for _ in range(tries):
+        least, first, second = np.inf, -1, -1
+        for slot in range(len(row)):
+            if not 0.0 < fee[slot] < np.inf:
+                continue
+            rank, expert = slot // per_rank, row[slot]
+            for other in range(len(busy)):
+                if other == rank or not home[other, expert] or held[other, expert] >= 0:
+                    continue
+                for peer in range(other * per_rank, (other + 1) * per_rank):
+                    was = row[peer]
+                    if fee[peer] == 0.0 or held[rank, was] >= 0 or tried[slot, peer]:
+                        continue
+                    one = busy[rank] - own[slot] + unit[rank, was] * part[was]
+                    two = busy[other] - own[peer] + unit[other, expert] * part[expert]
+                    rise = excess(one, target) + excess(two, target) - excess(busy[rank], target) - excess(busy[other], target)
+                    if home[rank, was]:
+                        rise *= 0.5
+                    if rise < least:
+                        least, first, second = rise, slot, peer
+        if first < 0:
+            return
+        tried[first, second] = True
+        before, old = fees(state), row.copy()
+        apply(layer, state, first, second, EMPTY, fastest)
+        if descend(layer, state, scratch, target, fastest, before - 1.0 - fees(state) + TINY):
+            tried[:] = False
+        else:
+            restore(layer, state, old, fastest)
+
+
+@njit(parallel=True)
+def search(rows: Ints, unit: Array, share: Array, load_in: Array, alive: NDArray[np.bool_], floor: Array, fastest: float, tries:int) -> None:
+    for index in prange(len(rows)):
+        layer = Layer(unit[index], share[index], load_in[index], alive)
+        state = start(layer, rows[index])
+        slots, experts, ranks = len(state.row), len(state.count), len(state.busy)
+        scratch = Scratch(np.zeros(slots), np.zeros(slots), np.zeros(experts), np.zeros(experts), np.zeros(ranks, np.int64))
+        for expert in range(experts):
+            if state.count[expert]:
+                state.part[expert] = part_of(layer.share, expert, state.count[expert])
+        for rank in range(ranks):
+            refresh(layer, state, rank, fastest)
+        target = floor[index]
+        repair(layer, state, target, fastest)
+        if descend(layer, state, scratch, target, fastest, np.inf):
+            polish(layer, state, scratch, target, fastest, tries)
+        rows[index] = state.row

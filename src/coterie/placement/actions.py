@@ -1,0 +1,392 @@
+"""Replicate, swap, rebalance: bring experts to the ranks whose own tokens ask for them, a few at a time.
+
+These act on who asks for what (demand by rank), so they lower the remote share of the traffic; they do not even out
+load, which is what planners do. Where requests are spread over ranks at random, every rank asks for the same, and a
+swap cannot save anything: replicas alone can.
+
+The settings are those of a published manager, whose code differs from ours where it goes wrong:
+
+- It copies an expert of *all* layers at once, though expert 5 of one layer has nothing to do with expert 5 of the next.
+  Ours acts on one layer at a time; `whole_experts` restores the other. Limits are counted in whole experts either way:
+  four actions a cycle are four times as many single layers, and a saving of 10 us is that divided by the layers.
+- Its swap counts what the target gains. Ours also counts what both ranks lose: the partner may need what it gives.
+- Its saving is of a whole decay window (`1 ÷ (1 - decay)` = 100 steps), logged as if of a step. Of a step, 10 us would
+  take 628 activations of one expert by one rank, in a step in which the 16 tokens of a rank make 7,424. Ours is
+  reported by step and compared by window, as its numbers assume. It divides by the bandwidth of both directions; ours
+  by that of one.
+- It weighs every candidate against the placement before the cycle. Ours weighs again before each action, so two of
+  them never count on the same slot or the same saving.
+- Its "3 replicas" are copies, the first one among them. So are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from coterie.errors import ConfigError
+from coterie.placement.demand import mismatch
+from coterie.placement.objective import settle
+from coterie.types import Placement, Topology
+
+Held = NDArray[np.bool_]
+"""[rank, layer, expert] whether the rank has it."""
+Demand = NDArray[np.float64]
+"""[rank, layer, expert] activations that a rank's own tokens ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionSettings:
+    """When to act, and how much. The defaults are the published manager's."""
+
+    decay: float = 0.99
+    """Of the demand, by step: it looks back over 1 ÷ (1 - decay) steps."""
+    min_mismatch: float = 0.1
+    """Share of a rank's demand that must be remote before anything is done for it."""
+    replicate_top: int = 5
+    """Experts a rank asks for most and lacks, tried for a replica."""
+    swap_top: int = 3
+    """Experts a rank asks for most, tried against as many that it holds and hardly asks for."""
+    max_copies: int = 3
+    """Of an expert, the first one counted."""
+    extra_slots: int = 8
+    """On a rank, beyond its even part of the experts."""
+    interval_s: float = 60.0
+    """Between cycles."""
+    max_actions: int = 4
+    """In a cycle, in whole experts."""
+    min_saving_s: float = 10e-6
+    """Of link time, in a decay window, by a whole expert."""
+    whole_experts: bool = False
+    """Act on an expert of all layers at once, as published; needs a placement that is alike in all layers."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay < 1:
+            raise ConfigError(f"decay={self.decay} must be above 0 and below 1")
+        if not 0 <= self.min_mismatch <= 1:
+            raise ConfigError(f"min_mismatch={self.min_mismatch} must be in 0 … 1")
+        for name, least in (("replicate_top", 0), ("swap_top", 0), ("max_copies", 1), ("extra_slots", 0),
+                            ("interval_s", 0), ("max_actions", 0), ("min_saving_s", 0)):  # fmt: skip
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+
+    @property
+    def window_steps(self) -> float:
+        """Steps that the demand stands for."""
+        return 1.0 / (1.0 - self.decay)
+
+
+PUBLISHED = ActionSettings(whole_experts=True)
+"""The published manager's, on whole experts."""
+
+Kind = Literal["replicate", "swap", "rebalance", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class ActionEvent:
+    """Something done, or not done and why: ready to be counted, logged and shown."""
+
+    kind: Kind
+    reason: str
+    """In words."""
+    at_s: float = 0.0
+    """When, by the caller's clock."""
+    layers: tuple[int, ...] = ()
+    expert: int | None = None
+    """That the target wants; None where a whole rank, layer or cycle is meant."""
+    target: int | None = None
+    source: int | None = None
+    given: int | None = None
+    """The expert that goes the other way, of a swap."""
+    moved_bytes: float = 0.0
+    seconds: float = 0.0
+    """On the slowest link used, alone; both directions of a swap at once."""
+    saving_s: float = 0.0
+    """Of link time, by step, as predicted."""
+
+
+class Cycle(NamedTuple):
+    """What one round of decisions leads to."""
+
+    held: Held
+    events: list[ActionEvent]
+
+    @property
+    def actions(self) -> list[ActionEvent]:
+        return [event for event in self.events if event.kind != "skip"]
+
+
+class _Candidate(NamedTuple):
+    saving: float
+    """Link seconds in a decay window."""
+    unit: int
+    target: int
+    expert: int
+    given: int
+    """-1: a replica."""
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class ActionManager:
+    """Decides; moves nothing. A pure function of demand and of what is held."""
+
+    topology: Topology
+    row_bytes: float = 14336.0
+    """Of a token's hidden state; it goes to a remote expert and comes back."""
+    expert_bytes: float = 44e6
+    """Weights of one expert of one layer."""
+    settings: ActionSettings = ActionSettings()
+
+    # --------------------------------------------------------------------------------------------------------- cycle
+
+    def cycle(self, demand: Demand, held: Held, at_s: float = 0.0) -> Cycle:
+        """Replicas and swaps that pay, the best first, up to the limit."""
+        self._check(demand, held)
+        work = _Work(self, demand, held)
+        events: list[ActionEvent] = []
+        candidates: list[_Candidate] = []
+        for rank in range(self.topology.num_ranks):
+            score = mismatch(demand[rank], held[rank]).score
+            if score < self.settings.min_mismatch:
+                words = f"rank {rank} lacks {score:.3f} of its demand, less than {self.settings.min_mismatch}"
+                events.append(ActionEvent("skip", words, at_s, target=rank))
+                continue
+            for unit in range(len(work.units)):
+                candidates += work.candidates(unit, rank)
+        candidates.sort(key=lambda c: (-c.saving, c[1:]))
+        limit, done = self.settings.max_actions * len(work.units), 0
+        for number, candidate in enumerate(candidates):
+            if done == limit:
+                words = f"{limit} actions are the limit of a cycle; {len(candidates) - number} candidates left"
+                events.append(ActionEvent("skip", words, at_s))
+                break
+            event = work.act(candidate, at_s)
+            events.append(event)
+            done += event.kind != "skip"
+        if not candidates and len(events) < self.topology.num_ranks:
+            events.append(ActionEvent("skip", "no rank asks for an expert that it lacks", at_s))
+        return Cycle(work.result(), events)
+
+    def rebalance(self, demand: Demand, held: Held, at_s: float = 0.0) -> Cycle:
+        """Give every expert of a layer the home that costs least, and extra slots to whoever asks most; where it pays.
+
+        The best there is for this demand, but for replicas, which are added greedily; moves nearly everything.
+        """
+        self._check(demand, held)
+        work = _Work(self, demand, held)
+        events = [work.rebalance(unit, at_s) for unit in range(len(work.units))]
+        return Cycle(work.result(), events)
+
+    def _check(self, demand: Demand, held: Held) -> None:
+        if demand.ndim != 3 or demand.shape != held.shape:
+            raise ConfigError(f"demand has shape {demand.shape}, held {held.shape}; both must be [rank, layer, expert]")
+        if len(demand) != self.topology.num_ranks:
+            raise ConfigError(f"demand has {len(demand)} ranks; topology.num_ranks={self.topology.num_ranks}")
+        if not (self.topology.rank_speeds > 0).all():
+            raise ConfigError("actions cannot leave a rank out; plan with latency_optimal where one is gone")
+        if not (np.isfinite(demand).all() and (demand >= 0).all()):
+            raise ConfigError("demand must be finite and not negative")
+        nowhere = np.argwhere(~held.any(axis=0))
+        if nowhere.size:
+            raise ConfigError(f"no rank holds expert {nowhere[0][1]} of layer {nowhere[0][0]}")
+        if self.settings.whole_experts and (held != held[:, :1]).any():
+            raise ConfigError("whole_experts needs ranks that hold the same experts in every layer")
+
+    # -------------------------------------------------------------------------------------------------------- prices
+
+    def row_s(self) -> NDArray[np.float64]:
+        """[rank, holder] seconds for one activation's way to its expert and back."""
+        nodes = self.topology.rank_nodes
+        near = nodes[:, None] == nodes[None, :]
+        speed = np.where(near, self.topology.intra.bytes_per_s, self.topology.inter.bytes_per_s)
+        seconds = 2.0 * self.row_bytes / speed
+        np.fill_diagonal(seconds, 0.0)
+        return np.asarray(seconds)
+
+    def move_s(self, source: int, target: int, layers: int) -> float:
+        node_of = self.topology.node_of
+        link = self.topology.intra if node_of(source) == node_of(target) else self.topology.inter
+        return layers * (link.latency_s + self.expert_bytes / link.bytes_per_s)
+
+
+class _Work:
+    """The arrays of one cycle, by unit: a layer, or all of them together."""
+
+    def __init__(self, manager: ActionManager, demand: Demand, held: Held) -> None:
+        self.manager, self.settings = manager, manager.settings
+        ranks, self.num_layers, experts = demand.shape
+        whole = self.settings.whole_experts
+        self.units = [tuple(range(self.num_layers))] if whole else [(layer,) for layer in range(self.num_layers)]
+        self.demand = np.stack([demand[:, list(unit)].sum(axis=1) for unit in self.units])  # [unit, rank, expert]
+        self.held = np.stack([held[:, unit[0]] for unit in self.units])  # [unit, rank, expert]
+        self.row_s = manager.row_s()
+        self.slots = -(-experts // ranks) + self.settings.extra_slots
+        self.least_s = self.settings.min_saving_s / (self.num_layers if not whole else 1)
+
+    def result(self) -> Held:
+        held = np.empty((len(self.row_s), self.num_layers, self.held.shape[2]), np.bool_)
+        for unit, layers in enumerate(self.units):
+            held[:, list(layers)] = self.held[unit][:, None]
+        return held
+
+    def cost(self, unit: int, expert: int, holders: NDArray[np.bool_]) -> float:
+        """Link seconds of all ranks' activations of one expert, each going to its nearest holder."""
+        return float(self.demand[unit, :, expert] @ self.row_s[:, holders].min(axis=1))
+
+    # ---------------------------------------------------------------------------------------------------- candidates
+
+    def candidates(self, unit: int, rank: int) -> Iterator[_Candidate]:
+        """What a rank could do in a unit, whether or not it pays or is allowed."""
+        demand, held = self.demand[unit, rank], self.held[unit, rank]
+        lacking = np.flatnonzero(~held & (demand > 0))
+        lacking = lacking[np.argsort(-demand[lacking], kind="stable")].tolist()
+        for expert in lacking[: self.settings.replicate_top]:
+            yield self._replica(unit, rank, expert)
+        asked = demand[demand > 0]
+        spare = np.flatnonzero(held & (demand < np.median(asked))) if asked.size else np.array([], np.int64)
+        spare = spare[np.argsort(demand[spare], kind="stable")][: self.settings.swap_top]
+        for expert in lacking[: self.settings.swap_top]:
+            for given in spare.tolist():
+                best = max(self._swaps(unit, rank, expert, given), default=None)
+                if best is not None:
+                    yield best
+
+    def _replica(self, unit: int, target: int, expert: int) -> _Candidate:
+        holders = self.held[unit, :, expert]
+        after = holders.copy()
+        after[target] = True
+        saving = self.cost(unit, expert, holders) - self.cost(unit, expert, after)
+        source = min(np.flatnonzero(holders).tolist(), key=lambda rank: (self.row_s[target, rank], rank))
+        return _Candidate(saving, unit, target, expert, -1, source)
+
+    def _swaps(self, unit: int, target: int, expert: int, given: int) -> Iterator[_Candidate]:
+        """With every partner that has the one and lacks the other."""
+        wanted, away = self.held[unit, :, expert], self.held[unit, :, given]
+        before = self.cost(unit, expert, wanted) + self.cost(unit, given, away)
+        for partner in np.flatnonzero(wanted & ~away).tolist():
+            wanted_after, away_after = wanted.copy(), away.copy()
+            wanted_after[[target, partner]] = True, False
+            away_after[[target, partner]] = False, True
+            after = self.cost(unit, expert, wanted_after) + self.cost(unit, given, away_after)
+            yield _Candidate(before - after, unit, target, expert, given, partner)
+
+    # ------------------------------------------------------------------------------------------------------- actions
+
+    def act(self, candidate: _Candidate, at_s: float) -> ActionEvent:
+        """Weigh it as things are now, and do it or say why not."""
+        unit, target, expert, given, source = candidate[1:]
+        swap = given >= 0
+        held = self.held[unit]
+        stale = held[target, expert] or not held[source, expert]
+        if stale or (swap and (held[source, given] or not held[target, given])):
+            return self._event("skip", "an earlier action of this cycle changed what is where", at_s, candidate)
+        if not swap:
+            if held[:, expert].sum() >= self.settings.max_copies:
+                return self._event("skip", f"it has {self.settings.max_copies} copies, the limit", at_s, candidate)
+            if held[target].sum() >= self.slots:
+                return self._event("skip", f"rank {target} has all its {self.slots} slots in use", at_s, candidate)
+            now = self._replica(unit, target, expert)
+        else:
+            now = next(c for c in self._swaps(unit, target, expert, given) if c.source == source)
+        if not now.saving >= self.least_s or now.saving <= 0:
+            words = f"saves {now.saving * 1e6:.3g} us a window, less than {self.least_s * 1e6:.3g}"
+            return self._event("skip", words, at_s, now)
+        held[target, expert] = True
+        if swap:
+            held[source, expert] = held[target, given] = False
+            held[source, given] = True
+            return self._event("swap", f"for expert {given}, which rank {target} hardly asks for", at_s, now)
+        return self._event("replicate", f"rank {target} asks for it and lacks it", at_s, now)
+
+    def _event(self, kind: Kind, reason: str, at_s: float, c: _Candidate) -> ActionEvent:
+        layers = self.units[c.unit]
+        moved = 0 if kind == "skip" else 2 if kind == "swap" else 1
+        return ActionEvent(
+            kind, reason, at_s, layers, c.expert, c.target, c.source, c.given if c.given >= 0 else None,
+            moved * len(layers) * self.manager.expert_bytes,
+            self.manager.move_s(c.source, c.target, len(layers)) if moved else 0.0,
+            c.saving / self.settings.window_steps,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------------ rebalance
+
+    def rebalance(self, unit: int, at_s: float) -> ActionEvent:
+        demand, held, layers = self.demand[unit], self.held[unit], self.units[unit]
+        ranks, experts = demand.shape
+        room = -(-experts // ranks)
+        rank_of, expert_of = linear_sum_assignment(np.repeat(self.row_s.T @ demand, room, axis=0))
+        after = np.zeros_like(held)
+        after[rank_of // room, expert_of] = True
+        self._fill(after, demand)
+        saving = sum(self.cost(unit, e, held[:, e]) - self.cost(unit, e, after[:, e]) for e in range(experts))
+        moves = after & ~held
+        if not saving >= self.least_s or saving <= 0:
+            words = f"a new placement saves {saving * 1e6:.3g} us a window, less than {self.least_s * 1e6:.3g}"
+            return ActionEvent("skip", words, at_s, layers)
+        slowest = 0.0
+        for rank, expert in np.argwhere(moves).tolist():
+            near = min(np.flatnonzero(held[:, expert]).tolist(), key=lambda h, to=rank: (self.row_s[to, h], h))  # type: ignore[misc]
+            slowest = max(slowest, int(moves[rank].sum()) * self.manager.move_s(near, rank, len(layers)))
+        self.held[unit] = after
+        return ActionEvent(
+            "rebalance", f"{int(moves.sum())} moves to the homes that cost least", at_s, layers,
+            moved_bytes=float(moves.sum()) * len(layers) * self.manager.expert_bytes, seconds=slowest,
+            saving_s=saving / self.settings.window_steps,
+        )  # fmt: skip
+
+    def _fill(self, held: Held, demand: NDArray[np.float64]) -> None:
+        """Extra slots to whoever asks most for what it lacks, within the limit of copies."""
+        wanted = np.where(held, 0.0, demand)
+        for flat in np.argsort(-wanted, axis=None, kind="stable").tolist():
+            rank, expert = divmod(flat, held.shape[1])
+            if wanted[rank, expert] <= 0:
+                break
+            if held[rank].sum() < self.slots and held[:, expert].sum() < self.settings.max_copies:
+                held[rank, expert] = True
+
+
+# ------------------------------------------------------------------------------------------------ held and placements
+
+
+def held_by(placement: Placement) -> Held:
+    """[rank, layer, expert]"""
+    held = np.zeros((placement.num_ranks, placement.num_layers, placement.num_experts), np.bool_)
+    rank = np.arange(placement.num_slots) // placement.slots_per_rank
+    held[rank[None, :], np.arange(placement.num_layers)[:, None], placement.slot_experts] = True
+    return held
+
+
+def placement_of(held: Held, slots_per_rank: int, current: Placement | None = None) -> Placement:
+    """Slots for what ranks hold; what stays on a rank keeps its slot of `current`.
+
+    Slots left over repeat an expert that the rank has already, which moves nothing over a link.
+    """
+    ranks, layers, experts = held.shape
+    slots = np.zeros((layers, ranks, slots_per_rank), np.int32)
+    old = None if current is None else current.slot_experts.reshape(layers, ranks, -1)
+    for rank in range(ranks):
+        for layer in range(layers):
+            mine = np.flatnonzero(held[rank, layer])
+            if not 0 < mine.size <= slots_per_rank:
+                raise ConfigError(
+                    f"rank {rank} holds {mine.size} experts of layer {layer}; slots_per_rank={slots_per_rank}"
+                )
+            had = np.bincount(old[layer, rank], minlength=experts)[mine] if old is not None else np.zeros(mine.size)
+            spare = np.full(slots_per_rank - mine.size, mine[np.argmax(had)])
+            slots[layer, rank] = np.concatenate([mine, spare])
+    rows = slots.reshape(layers, -1)
+    if current is not None:
+        rows = settle(current.slot_experts, rows, ranks)[0]
+    return Placement(rows, ranks, experts)
+
+
+def remote_share(demand: Demand, held: Held) -> float:
+    """Share of all activations whose expert is not on the rank that asks; 0 without demand."""
+    total = float(demand.sum())
+    return float(demand[~held].sum()) / total if total else 0.0

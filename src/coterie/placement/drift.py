@@ -1,0 +1,230 @@
+"""How fast a load drifts, window by window, and what a forecast should make of the windows so far.
+
+Let x(w) be the load shares of window w per layer, less the even share. The product x(w) · x(w - lag), averaged over
+windows, falls as ``stays + fades x 2^(-(lag / half-life)^power)``; loads that wander step by step have a power of 1,
+loads that turn smoothly one of 2. Sampling noise of two windows is independent, so it lifts
+no product but that of a window with itself; how far it lifts that one is the noise of a window. Products are averaged
+with a memory, so a load that begins to drift faster is noticed; a window costs one pass over [layer, expert] for each
+of a fixed set of lags.
+
+Windows should be about equally long. Wrong where loads return (a daily cycle looks like drift until it has come
+round), and slow to notice a drift much slower than the longest lag, which it reports as none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+
+Array = NDArray[np.float64]
+
+LAGS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""In windows. Close enough for half-lives of one window to a hundred."""
+MIN_WINDOWS = 4
+"""Before that, no three lags have been seen, and any curve fits."""
+UNSEEN = 4.0
+"""Half-lives of more than this many times the longest lag cannot be told from no drift."""
+POWERS = (1.0, 1.5, 2.0)
+SURE = 2.0
+"""Standard errors that products must fall by before the fall is called drift."""
+
+
+class Decay(NamedTuple):
+    """A fitted curve ``level x (floor + (1 - floor) x 2^(-(lag / half_life)^power))``."""
+
+    half_life: float
+    """In the unit of the lags; infinite where nothing fades."""
+    floor: float
+    """Share that stays for good."""
+    level: float
+    """At lag 0."""
+    power: float = 1.0
+
+    def left(self, lag: Array | float) -> Array:
+        """Share of the level that is left after a lag."""
+        fades = 2.0 ** -((np.asarray(lag) / self.half_life) ** self.power)
+        return np.asarray(self.floor + (1.0 - self.floor) * fades)
+
+
+def fit_decay(
+    lags: NDArray[np.integer] | Array,
+    product: Array,
+    weight: Array | None = None,
+    powers: tuple[float, ...] = (1.0,),
+) -> Decay:
+    """Least squares of ``stays + fades x 2^(-(lag / half_life)^power)``, both at least 0, over a grid of half-lives.
+
+    Lags whose product is not finite are left out.
+    """
+    good = np.isfinite(product)
+    lag, y = np.asarray(lags, np.float64)[good], np.asarray(product, np.float64)[good]
+    w = np.ones(len(y)) if weight is None else np.asarray(weight, np.float64)[good]
+    steady = Decay(np.inf, 1.0, float(w @ y / w.sum()) if w.sum() > 0 else 0.0)
+    if len(y) < 2:
+        return steady
+    half_lives = np.geomspace(0.1, 16 * max(len(lags), float(lag.max())), 600)
+    best, least = steady, np.inf
+    for power in powers:
+        q = 2.0 ** -((lag[None, :] / half_lives[:, None]) ** power)  # [half-life, lag]
+        stays, fades = _two_terms(q, y, w)
+        error = (w * (stays[:, None] + fades[:, None] * q - y) ** 2).sum(axis=1)
+        error[~(fades > 0)] = np.inf
+        at = int(np.argmin(error))
+        if error[at] < least:
+            level, least = float(stays[at] + fades[at]), float(error[at])
+            best = Decay(float(half_lives[at]), float(stays[at]) / level, level, power)
+    return best
+
+
+def _two_terms(q: Array, y: Array, w: Array) -> tuple[Array, Array]:
+    """[curve] the best `stays` and `fades` for each row of q [curve, lag]; stays is at least 0."""
+    sw, sq, sqq = w.sum(), q @ w, (q * q) @ w
+    sy, sqy = float(w @ y), q @ (w * y)
+    alone = sqy / np.where(sqq > 0, sqq, 1.0)  # fades, where nothing stays
+    determinant = sw * sqq - sq * sq
+    # Half-lives far past the lags make both terms alike: then only their sum is known, and all of it may fade.
+    solvable = determinant > 1e-12 * sw * sqq
+    safe = np.where(solvable, determinant, 1.0)
+    stays = np.where(solvable, (sqq * sy - sq * sqy) / safe, 0.0)
+    fades = np.where(solvable, (sw * sqy - sq * sy) / safe, alone)
+    return np.maximum(stays, 0.0), np.where(stays < 0, alone, fades)
+
+
+class DriftEstimate(NamedTuple):
+    """What the windows so far say."""
+
+    decay: Decay | None
+    """Lags in windows. None until enough windows were seen. Where no drift shows, the half-life is without end."""
+    noise: float
+    """Variance of one window's sampling noise over that of the load's shape: 1 is a window half of which is chance."""
+    span: float
+    """Windows back that could be compared: slower drift would not have shown."""
+    reason: str
+    """In words."""
+
+    @property
+    def half_life(self) -> float:
+        """In windows; infinite where none is known."""
+        return np.inf if self.decay is None else self.decay.half_life
+
+    @property
+    def cautious(self) -> Decay | None:
+        """To decide by: where no drift shows, the fastest that would not have shown."""
+        if self.decay is None or np.isfinite(self.decay.half_life):
+            return self.decay
+        return Decay(UNSEEN * self.span, 0.0, self.decay.level)
+
+
+class DriftEstimator:
+    """Half-life of a load, updated with every window."""
+
+    def __init__(self, num_layers: int, num_experts: int, *, memory: float = 256.0) -> None:
+        """`memory` windows is how far the averages look back."""
+        if num_layers < 1 or num_experts < 1:
+            raise ConfigError(f"num_layers={num_layers} and num_experts={num_experts} must be at least 1")
+        if not memory >= 1:
+            raise ConfigError(f"memory={memory} must be at least 1 window")
+        self.shape = (num_layers, num_experts)
+        self.windows = 0
+        self._keep = 1.0 - 1.0 / memory
+        self._ring = np.zeros((max(LAGS) + 1, num_layers * num_experts), np.float32)
+        self._lags = np.array((0, *LAGS))
+        # Decayed sums over windows, by lag: how many products, their sum and that of their squares.
+        self._count, self._sum, self._square = np.zeros((3, len(self._lags)))
+
+    def update(self, tokens: NDArray[np.integer] | NDArray[np.floating]) -> None:
+        """The next window, [layer, expert] tokens. A window without tokens says nothing and is left out."""
+        if tokens.shape != self.shape:
+            raise ConfigError(f"window has shape {tokens.shape}; expected [layer, expert] = {self.shape}")
+        total = tokens.sum(axis=1, keepdims=True, dtype=np.float64)
+        if not total.any():
+            return
+        even = 1.0 / self.shape[1]
+        share = np.where(total > 0, tokens / np.where(total > 0, total, 1.0), even) - even
+        row = self.windows % len(self._ring)
+        self._ring[row] = share.ravel()
+        lags = self._lags[self._lags <= self.windows]
+        product = self._ring[(self.windows - lags) % len(self._ring)] @ self._ring[row]
+        for sums, value in ((self._count, 1.0), (self._sum, product), (self._square, product.astype(np.float64) ** 2)):
+            sums[: len(lags)] = sums[: len(lags)] * self._keep + value
+        self.windows += 1
+
+    def estimate(self) -> DriftEstimate:
+        if self.windows < MIN_WINDOWS:
+            return DriftEstimate(None, 0.0, 0.0, f"{self.windows} windows seen; {MIN_WINDOWS} are needed to see drift")
+        seen = self._count > 0
+        mean = self._sum[seen] / self._count[seen]
+        lags, product, count = self._lags[seen][1:], mean[1:], self._count[seen][1:]
+        variance = np.maximum(self._square[seen][1:] / count - product**2, 0.0)
+        span = float(lags[-1])
+        half = max(1, len(product) // 2)
+        if float(product[:half] @ count[:half]) <= 0:
+            return DriftEstimate(None, np.inf, span, "the load is even, or windows are too small to show a shape")
+        decay = fit_decay(lags, product, count, POWERS)
+        steady = Decay(np.inf, 1.0, float(count @ product / count.sum()))
+        # A curve of few points may rise steeply to lag 0 and so deny noise; it cannot be less than at the next window.
+        noise = max(float(mean[0]) / max(decay.level, float(product[0])) - 1.0, 0.0)
+        fall, error = _fall(product, variance, count)
+        if fall <= SURE * error:
+            return DriftEstimate(steady, noise, span, f"no drift above the noise over {span:g} windows")
+        if decay.half_life > UNSEEN * span:
+            slow = f"drift slower than {span:g} windows can tell: half takes more than {UNSEEN * span:g}"
+            return DriftEstimate(steady, noise, span, slow)
+        words = f"half of what fades is gone in {decay.half_life:.3g} windows"
+        return DriftEstimate(decay, noise, span, words)
+
+
+def _fall(product: Array, variance: Array, count: Array) -> tuple[float, float]:
+    """From the nearer half of the lags to the farther, and its standard error."""
+    half = max(1, len(product) // 2)
+
+    def mean(part: slice) -> tuple[float, float]:
+        weight = count[part] / count[part].sum()
+        # Products of one lag share windows with those of the next, so lags are no independent looks: the errors of a
+        # group are added, not their squares.
+        return float(weight @ product[part]), float(weight @ np.sqrt(variance[part] / count[part]))
+
+    (near, near_error), (far, far_error) = mean(slice(None, half)), mean(slice(half, None))
+    return near - far, float(np.hypot(near_error, far_error))
+
+
+class Forecast:
+    """The load to plan for: windows averaged with the weight that drift and noise call for.
+
+    A steady-state filter for a load that drifts with a known half-life under known noise: the noisier a window and
+    the slower the drift, the longer it averages. Until both are known it is the plain mean.
+    """
+
+    def __init__(self) -> None:
+        self._mean: Array | None = None
+        self._count = 0
+        self._error = 1.0
+
+    @property
+    def tokens(self) -> Array:
+        """[layer, expert] tokens a step."""
+        if self._mean is None:
+            raise ConfigError("no window was seen yet")
+        return self._mean
+
+    def update(self, per_step: Array, drift: DriftEstimate) -> float:
+        """The next window, [layer, expert] tokens a step. Returns the weight it got."""
+        self._count += 1
+        if self._mean is None:
+            self._mean = per_step.astype(np.float64)
+            return 1.0
+        decay = drift.cautious
+        if decay is None:
+            weight = 1.0 / self._count
+        else:
+            carried = float(decay.left(1.0))  # correlation of neighbouring windows
+            self._error = carried**2 * self._error + 1.0 - carried**2
+            # Never quite 1 and never quite 0: both noise and drift are only estimates.
+            weight = min(max(self._error / (self._error + drift.noise), 0.02), 0.98)
+            self._error *= 1.0 - weight
+        self._mean = self._mean + weight * (per_step - self._mean)
+        return weight

@@ -1,0 +1,318 @@
+"""Latency-optimal by integer programming: the best placement there is, within a stated gap, with a bound to show for it.
+
+It minimises what :meth:`Problem.score` computes, layer by layer, with HiGHS. It is the oracle that faster planners are
+held against, and a planner for maps that are made offline; it takes seconds a layer, and where replicas share alike
+over many ranks (288 slots on 32) it may not close at all: then the report says how far it came.
+
+A budget of moves couples the layers. It is given a price, which is bisected; of all that was found at any price, the
+best choice of one placement a layer that keeps to the budget is taken, and the highest bound over the prices holds.
+
+Wrong where the next window is not like this one, as every planner; and a waste of time where `gap` is below what the
+load is known to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.placement._milp import Array, Found, Layer, Mask, Search, best_shares, solve
+from coterie.placement.base import Load, Plan, planners
+from coterie.placement.objective import Objective, Problem
+from coterie.types import Placement, Topology
+
+PRICES = 8
+"""Prices of a move that are tried to keep to a budget."""
+
+
+class IlpProgress(NamedTuple):
+    """Where the search is."""
+
+    price: int
+    """Which price of a move is tried; always 0 without a budget."""
+    layer: int
+    layers: int
+    objective_s: float
+    """Best so far in this layer, price included."""
+    bound_s: float
+
+
+Progress = Callable[[IlpProgress], bool | None]
+"""Called at every layer and about twice a second; what returns False ends the search with what there is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IlpReport:
+    """What was found and what is proven, by layer, in seconds as :attr:`Score.total_s` counts them."""
+
+    objective_s: Array
+    """[layer]"""
+    bound_s: Array
+    """[layer] no placement of the layer is below this, budget of moves left aside."""
+    closed: Mask
+    """[layer] whether the two are within the gap asked for."""
+    seconds: Array
+    """[layer] spent."""
+    total_bound_s: float
+    """No plan that keeps to the budget of moves is below this."""
+
+    @property
+    def gap(self) -> Array:
+        """[layer] of the objective."""
+        least = np.maximum(self.objective_s, 1e-300)
+        return np.asarray((self.objective_s - self.bound_s) / least)
+
+    @property
+    def total_gap(self) -> float:
+        total = float(self.objective_s.sum())
+        return (total - self.total_bound_s) / total if total else 0.0
+
+
+class IlpSolution(NamedTuple):
+    """The plan and how good it is."""
+
+    plan: Plan
+    report: IlpReport
+
+
+@planners.register("latency_optimal_ilp")
+@dataclass(frozen=True, slots=True)
+class LatencyOptimalIlp:
+    """The optimum, by HiGHS, within a gap."""
+
+    objective: Objective = field(default=Objective())
+    split: str = "equal"
+    """How replicas share an expert's tokens: `equal`, or `optimal`, which costs nothing to change."""
+    gap: float = 0.01
+    """Share of a layer's objective between it and its bound, at which the layer is closed."""
+    gap_moves: float = 0.0
+    """Or so many of the cheapest moves between the two, if that is more."""
+    time_limit_s: float = 60.0
+    """Seconds a layer, and with a budget of moves a price."""
+    max_moves: int | None = None
+    """Budget over all layers; None does not count."""
+    warm_start: bool = True
+    """Start from what latency_optimal finds; else from the current placement."""
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.split not in ("equal", "optimal"):
+            raise ConfigError(f"split={self.split!r} must be equal or optimal")
+        for name in ("gap", "gap_moves"):
+            if not 0 <= getattr(self, name) < np.inf:
+                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
+        if not self.time_limit_s > 0:
+            raise ConfigError(f"time_limit_s={self.time_limit_s} must be above 0")
+        if self.max_moves is not None and self.max_moves < 0:
+            raise ConfigError(f"max_moves={self.max_moves} must be at least 0")
+        if self.threads < 1:
+            raise ConfigError(f"threads={self.threads} must be at least 1")
+
+    def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
+        return self.solve(self.objective.problem(load, topology, current)).plan
+
+    def solve(
+        self, problem: Problem, *, starts: Sequence[NDArray[np.integer]] = (), progress: Progress | None = None
+    ) -> IlpSolution:
+        """The plan with its report. `starts`: further placements [layer, slot] to start from, the best of all wins."""
+        if problem.current.slots_per_rank > problem.current.num_experts:
+            raise ConfigError(
+                f"slots_per_rank={problem.current.slots_per_rank} must be at most num_experts="
+                f"{problem.current.num_experts}: a rank holds an expert once"
+            )
+        return _Planning(self, problem, starts, progress).solution()
+
+
+class _Planning:
+    """One run: the layers, what was found of each at any price, and the clock."""
+
+    def __init__(
+        self, ilp: LatencyOptimalIlp, problem: Problem, starts: Sequence[NDArray[np.integer]], progress: Progress | None
+    ) -> None:
+        self.began = perf_counter()
+        self.ilp, self.problem, self.progress = ilp, problem, progress
+        self.living = np.flatnonzero(problem.alive)
+        self.layers = [self._layer(index, 0.0) for index in range(problem.current.num_layers)]
+        maps = [problem.current.slot_experts, *starts]
+        if ilp.warm_start:
+            maps.append(self._heuristic())
+        self.points = [self._starts(index, maps) for index in range(len(self.layers))]
+        self.seconds = np.zeros(len(self.layers))
+        self.stopped = False
+
+    def solution(self) -> IlpSolution:
+        free = self._at(0)
+        bounds = np.array([found.bound for found in free])
+        total_bound = float(bounds.sum())
+        budget = self.ilp.max_moves
+        chosen = free
+        if budget is not None and sum(map(self._moves, range(len(free)), free)) > budget:
+            total_bound = max(total_bound, self._priced_bound(budget))
+            chosen = self._cheapest(budget)
+        return self._report(chosen, bounds, total_bound)
+
+    def _layer(self, index: int, price: float) -> Layer:
+        problem, objective, living = self.problem, self.problem.objective, self.living
+        return Layer(
+            problem.unit[index, living], problem.share[index], problem.load_in[index, living],
+            problem.topology.rank_speeds[living], problem.current.slots_per_rank, float(problem.floor[index]),
+            objective.horizon, objective.exposed, objective.exposed * objective.move_price, price,
+        )  # fmt: skip
+
+    def _heuristic(self) -> NDArray[np.integer]:
+        from coterie.placement.latency_optimal import LatencyOptimal
+
+        problem = self.problem
+        found = LatencyOptimal(objective=problem.objective, split=self.ilp.split).improve(problem)
+        return found.placement.slot_experts
+
+    def _starts(self, index: int, maps: Sequence[NDArray[np.integer]]) -> list[Found]:
+        """Valid placements of the layer that are known, the current one repaired where it is not."""
+        layer = self.layers[index]
+        found = []
+        for number, slots in enumerate(maps):
+            holds, doubled = self._holds(slots[index])
+            if doubled or not holds.any(axis=0).all():
+                if number:
+                    continue
+                holds = _repaired(layer, holds)
+            shares = best_shares(layer, holds) if self.ilp.split == "optimal" else None
+            found.append(Found(holds, shares, layer.excess(holds, shares), 0.0))
+        return found
+
+    def _holds(self, slots: NDArray[np.integer]) -> tuple[Mask, bool]:
+        """[living rank, expert], and whether a rank holds one twice."""
+        by_rank = slots.reshape(self.problem.current.num_ranks, -1)[self.living]
+        holds = np.zeros((len(by_rank), self.problem.current.num_experts), bool)
+        np.put_along_axis(holds, np.asarray(by_rank, np.int64), True, axis=1)
+        return holds, bool(holds.sum() < by_rank.size)
+
+    def _moves(self, index: int, found: Found) -> int:
+        return int((found.holds & ~self.layers[index].held).sum())
+
+    def _at(self, turn: int, price: float = 0.0) -> list[Found]:
+        """What is best at a price of `price` seconds a move, layer by layer, with bounds; points are kept."""
+        return [self._solve(turn, index, price) for index in range(len(self.layers))]
+
+    def _solve(self, turn: int, index: int, price: float) -> Found:
+        layer, plain = self._layer(index, price), self.layers[index]
+        start = min(
+            (found._replace(excess=layer.excess(found.holds, found.shares), bound=0.0) for found in self.points[index]),
+            key=lambda found: found.excess,
+        )
+        base = layer.horizon * layer.floor
+        search = Search(self._gap_s(index, base + start.excess), self.ilp.time_limit_s, self.ilp.threads)
+
+        def tell(excess: float, bound: float) -> bool:
+            if self.progress is not None:
+                at = IlpProgress(turn, index, len(self.layers), base + excess, base + bound)
+                self.stopped = self.stopped or self.progress(at) is False
+            return not self.stopped
+
+        began = perf_counter()
+        found = start
+        if start.excess > 0 and tell(start.excess, 0.0):
+            found = solve(layer, self.ilp.split, start, search, tell)
+        self.seconds[index] += perf_counter() - began
+        if found is not start:
+            self.points[index].append(found._replace(excess=plain.excess(found.holds, found.shares)))
+        return found
+
+    def _gap_s(self, index: int, objective: float) -> float:
+        layer = self.layers[index]
+        cheapest = float(layer.load_in[layer.load_in > 0].min(initial=np.inf))
+        per_move = cheapest * (layer.each_price or layer.slowest_price) if np.isfinite(cheapest) else 0.0
+        return max(self.ilp.gap * objective, self.ilp.gap_moves * per_move)
+
+    def _priced_bound(self, budget: int) -> float:
+        """Bisect the price of a move; every price gives a bound on all plans that keep to the budget."""
+        low, high = 0.0, max(found.excess for points in self.points for found in points) + 1e-12
+        best = 0.0
+        for turn in range(1, PRICES + 1):
+            price = (low * high) ** 0.5 if low else high / 8
+            found = self._at(turn, price)
+            best = max(best, sum(one.bound for one in found) - price * budget)
+            moves = sum(map(self._moves, range(len(found)), found))
+            if self.stopped or moves == budget:
+                break
+            low, high = (price, high) if moves > budget else (low, price)
+        return best
+
+    def _cheapest(self, budget: int) -> list[Found]:
+        """One point a layer, the sum least, with at most `budget` moves: dynamic programming over the moves spent."""
+        spent = np.zeros(budget + 1)
+        picks = []
+        for index, points in enumerate(self.points):
+            options = np.full((len(points), budget + 1), np.inf)
+            for at, found in enumerate(points):
+                moves = self._moves(index, found)
+                if moves <= budget:
+                    options[at, moves:] = spent[: budget + 1 - moves] + found.excess
+            picks.append(options.argmin(axis=0))
+            spent = options.min(axis=0)
+        if not np.isfinite(spent[budget]):
+            least = sum(min(map(self._moves, [index] * len(points), points)) for index, points in enumerate(self.points))
+            raise ConfigError(
+                f"max_moves={budget} must be at least {least}: so many bring every expert to a living rank, once each"
+            )
+        chosen, left = [], budget
+        for index in range(len(self.points) - 1, -1, -1):
+            found = self.points[index][picks[index][left]]
+            left -= self._moves(index, found)
+            chosen.append(found)
+        return chosen[::-1]
+
+    def _report(self, chosen: list[Found], bounds: Array, total_bound: float) -> IlpSolution:
+        problem, living = self.problem, self.living
+        slots = np.array(problem.current.slot_experts)
+        shares = np.zeros(slots.shape)
+        for index, found in enumerate(chosen):
+            by_rank = slots[index].reshape(problem.current.num_ranks, -1)
+            by_rank[living] = np.nonzero(found.holds)[1].reshape(len(living), -1)
+            if found.shares is not None:
+                split = np.zeros(by_rank.shape)
+                split[living] = found.shares[found.holds].reshape(len(living), -1)
+                shares[index] = split.ravel()
+        base = problem.objective.horizon * problem.floor
+        excess = np.array([found.excess for found in chosen])
+        wanted = np.array([self._gap_s(index, one) for index, one in enumerate(base + excess)])
+        report = IlpReport(
+            base + excess, base + np.minimum(bounds, excess), excess - bounds <= wanted * (1 + 1e-6) + 1e-15,
+            self.seconds, float(base.sum()) + min(total_bound, float(excess.sum())),
+        )  # fmt: skip
+        moved = [self._moves(index, found) for index, found in enumerate(chosen)]
+        reasons = tuple(
+            f"{moves} moves, at most {gap:.2%} from the best" for moves, gap in zip(moved, report.gap, strict=True)
+        )
+        kept = None if any(moved) else f"no other placement is better by more than {report.total_gap:.2%}"
+        plan = problem.plan(
+            slots, None if self.ilp.split == "equal" else shares, split=self.ilp.split,
+            planning_s=perf_counter() - self.began, skip_reason=kept, layer_reasons=reasons,
+        )  # fmt: skip
+        return IlpSolution(plan, report)
+
+
+def _repaired(layer: Layer, holds: Mask) -> Mask:
+    """A valid placement near one that lost ranks or holds experts twice."""
+    holds = holds.copy()
+    seconds = layer.work / np.maximum(holds.sum(axis=0), 1)
+    for expert in np.argsort(-layer.work, kind="stable"):
+        if holds[:, expert].any():
+            continue
+        busy = holds @ seconds / layer.speeds
+        room = holds.sum(axis=1) < layer.slots
+        spare = holds & (holds.sum(axis=0) > 1)[None, :]  # a replica that can go where there is no room
+        rank = int(np.argmin(np.where(room if room.any() else spare.any(axis=1), busy, np.inf)))
+        if not room.any():
+            holds[rank, np.flatnonzero(spare[rank])[0]] = False
+        holds[rank, expert] = True
+    for rank in range(len(holds)):
+        missing = layer.slots - int(holds[rank].sum())
+        holds[rank, np.flatnonzero(~holds[rank])[:missing]] = True  # any will do: the search improves on it
+    return holds

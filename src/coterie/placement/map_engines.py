@@ -1,0 +1,151 @@
+"""Placements as engines load them, and as one publishes them: see :mod:`coterie.placement.maps`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from coterie.errors import ConfigError, TraceError
+from coterie.placement.map_files import (
+    MapOptions,
+    PlacementMap,
+    check_complete,
+    check_keys,
+    count_of,
+    dump,
+    ints_of,
+    json_of,
+    known_model,
+    list_of,
+    made,
+    rows_of,
+    text_of,
+)
+from coterie.placement.map_yaml import parse_assignments
+from coterie.traces.readers.npz import read_placements
+
+
+def write_sglang(map: PlacementMap) -> str:
+    rows, placement = map.placement.slot_experts, map.placement
+    spec = known_model(map.model)
+    layers = placement.num_layers if spec is None else spec.num_layers
+    ids = map.layer_ids or (tuple(range(layers)) if spec is None else spec.moe_layer_ids)
+    if spec is None and ids != tuple(range(layers)):
+        raise ConfigError(f"sglang needs a row for every layer of the model, but model {map.model!r} is not known")
+    check_complete("sglang", placement, ids, spec)
+    filled = np.tile(np.arange(placement.num_slots) % placement.num_experts, (layers, 1))
+    filled[list(ids)] = rows
+    return dump({"physical_to_logical_map": filled.tolist()})
+
+
+def read_sglang(path: Path, options: MapOptions) -> PlacementMap:
+    value = json_of(path)
+    check_keys(path, value, ("physical_to_logical_map",))
+    rows = rows_of(path, "physical_to_logical_map", value["physical_to_logical_map"])
+    spec, layer_ids = options.model, None
+    if spec is not None and len(rows) == spec.num_layers:
+        rows, layer_ids = rows[list(spec.moe_layer_ids)], spec.moe_layer_ids
+    return made(path, rows, options, layer_ids)
+
+
+def write_tensorrt(map: PlacementMap) -> str:
+    spec, placement = known_model(map.model), map.placement
+    ids = map.layer_ids or (tuple(range(placement.num_layers)) if spec is None else spec.moe_layer_ids)
+    check_complete("tensorrt-llm", placement, ids, spec)
+    lines = [f"num_slots: {placement.num_slots}", "initial_global_assignments:"]
+    lines += [f"  {layer}: {row.tolist()}" for layer, row in zip(ids, placement.slot_experts, strict=True)]
+    return "\n".join([*lines, "layer_updates_per_iter: 0", ""])  # last, so that a cut file lacks it
+
+
+def read_tensorrt(path: Path, options: MapOptions) -> PlacementMap:
+    found = parse_assignments(path, text_of(path))
+    rows = rows_of(path, "initial_global_assignments", [found.layers[layer] for layer in sorted(found.layers)])
+    if rows.shape[1] != found.num_slots:
+        raise TraceError(path, "num_slots", f"is {found.num_slots}; initial_global_assignments has {rows.shape[1]}")
+    return made(path, rows, options, tuple(sorted(found.layers)))
+
+
+def write_ascend(map: PlacementMap) -> str:
+    spec, placement = known_model(map.model), map.placement
+    if spec is not None:
+        check_complete("ascend", placement, map.layer_ids or spec.moe_layer_ids, spec)
+    by_rank = placement.slot_experts.reshape(placement.num_layers, placement.num_ranks, -1).tolist()
+    return dump({
+        "moe_layer_count": placement.num_layers,
+        "layer_list": [
+            {
+                "layer_id": layer, "device_count": placement.num_ranks,
+                "device_list": [{"device_id": rank, "device_expert": held} for rank, held in enumerate(ranks)],
+            }
+            for layer, ranks in enumerate(by_rank)
+        ],
+    })  # fmt: skip
+
+
+def read_ascend(path: Path, options: MapOptions) -> PlacementMap:
+    value = json_of(path)
+    check_keys(path, value, ("moe_layer_count", "layer_list"))
+    layers = list_of(path, "layer_list", value["layer_list"])
+    if count_of(path, "moe_layer_count", value["moe_layer_count"]) != len(layers):
+        raise TraceError(path, "moe_layer_count", f"is {value['moe_layer_count']}; layer_list has {len(layers)}")
+    rows, ranks = [], -1
+    for index, layer in enumerate(layers):
+        field = f"layer_list[{index}]"
+        check_keys(path, layer, ("layer_id", "device_count", "device_list"), field=field)
+        if layer["layer_id"] != index:
+            raise TraceError(path, f"{field}.layer_id", f"is {layer['layer_id']!r}, expected {index}")
+        devices = list_of(path, f"{field}.device_list", layer["device_list"])
+        ranks = len(devices) if ranks < 0 else ranks
+        if not layer["device_count"] == len(devices) == ranks:
+            problem = f"is {layer['device_count']!r}; device_list has {len(devices)}, the first layer {ranks}"
+            raise TraceError(path, f"{field}.device_count", problem)
+        row: list[int] = []
+        for rank, device in enumerate(devices):
+            where = f"{field}.device_list[{rank}]"
+            check_keys(path, device, ("device_id", "device_expert"), field=where)
+            if device["device_id"] != rank:
+                raise TraceError(path, f"{where}.device_id", f"is {device['device_id']!r}, expected {rank}")
+            row += ints_of(path, f"{where}.device_expert", device["device_expert"])
+            if len(row) != (rank + 1) * len(devices[0]["device_expert"]):
+                raise TraceError(path, f"{where}.device_expert", "must be as long as that of the first device")
+        rows.append(row)
+    if options.num_ranks not in (None, ranks):
+        raise TraceError(path, "device_count", f"is {ranks}, expected {options.num_ranks}")
+    layer_ids = None if options.model is None else options.model.moe_layer_ids
+    found = MapOptions(options.model, options.model_name, ranks, options.num_experts)
+    return made(path, rows_of(path, "layer_list", rows), found, layer_ids)
+
+
+def read_rank_expert(path: Path, options: MapOptions) -> PlacementMap:
+    """A rank that holds fewer than another gets an expert it has once more: a slot that buys nothing."""
+    file, name = split_name(path)
+    arrays = read_placements(file)
+    if name is None and len(arrays) > 1:
+        raise TraceError(file, "arrays", f"holds {len(arrays)}; name one as {file.name}#NAME: {', '.join(arrays)}")
+    if name is not None and name not in arrays:
+        raise TraceError(file, name, f"is missing; the file has {', '.join(arrays)}")
+    held = arrays[name or next(iter(arrays))]  # [rank, layer, expert]
+    ranks, layers, experts = held.shape
+    for wanted, found, what in ((options.num_ranks, ranks, "ranks"), (options.num_experts, experts, "experts")):
+        if wanted not in (None, found):
+            raise TraceError(file, name or "arrays", f"has {found} {what}, expected {wanted}")
+    per_rank = int(held.sum(axis=2).max())
+    rows = np.empty((layers, ranks, per_rank), np.int64)
+    replicas = held.sum(axis=0)  # [layer, expert]
+    for layer in range(layers):
+        for rank in range(ranks):
+            own = np.flatnonzero(held[rank, layer])
+            if not own.size:
+                raise TraceError(file, name or "arrays", f"rank {rank} has no expert of layer {layer}")
+            # One without replicas elsewhere, if there is one: the shares of the others stay what they are.
+            spare = own[np.argmin(replicas[layer, own])]
+            rows[layer, rank] = np.concatenate([own, np.full(per_rank - len(own), spare)])
+    layer_ids = None if options.model is None else options.model.moe_layer_ids
+    found_options = MapOptions(options.model, options.model_name, ranks, experts)
+    return made(file, rows.reshape(layers, -1), found_options, layer_ids)
+
+
+def split_name(path: Path) -> tuple[Path, str | None]:
+    file, mark, name = path.name.partition(".npz#")
+    return (path.with_name(f"{file}.npz"), name) if mark else (path, None)

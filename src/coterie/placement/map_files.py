@@ -1,0 +1,201 @@
+"""What every format of a placement shares: the value, strict reading of numbers, and what must agree with a model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, TraceError, UnknownNameError
+from coterie.models import get_model
+from coterie.types import ModelSpec, Placement
+
+MAX_BYTES = 1 << 30
+"""Of a file: past any placement, and small enough to read."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacementMap:
+    """A placement and whose it is."""
+
+    placement: Placement
+    model: str = "unknown"
+    layer_ids: tuple[int, ...] | None = None
+    """[layer] index of each row in the model, dense layers counted; None where that is not known."""
+    shares: NDArray[np.float64] | None = None
+    """[layer, slot] share of its expert's tokens each slot computes; None splits them equally."""
+
+    def __post_init__(self) -> None:
+        layers = self.placement.num_layers
+        if self.layer_ids is not None and (len(self.layer_ids) != layers or not _rise(self.layer_ids)):
+            raise ConfigError(f"layer_ids={_short(self.layer_ids)} must be {layers} numbers that rise from 0 or more")
+        if self.shares is None:
+            return
+        if self.shares.shape != self.placement.slot_experts.shape:
+            raise ConfigError(
+                f"shares has shape {self.shares.shape}; the placement {self.placement.slot_experts.shape}"
+            )
+        total = np.zeros((layers, self.placement.num_experts))
+        np.add.at(total, (np.arange(layers)[:, None], self.placement.slot_experts), self.shares)
+        if not (self.shares >= 0).all() or not np.allclose(total, 1.0, atol=1e-6):  # not …: NaN is neither
+            raise ConfigError("shares must not be negative, and an expert's must add up to 1")
+
+
+@dataclass(frozen=True, slots=True)
+class MapOptions:
+    """What a file may not say of itself."""
+
+    model: ModelSpec | None = None
+    model_name: str | None = None
+    """Where the shape of the model is not known."""
+    num_ranks: int | None = None
+    num_experts: int | None = None
+
+
+def made(
+    path: Path,
+    rows: NDArray[np.int64],
+    options: MapOptions,
+    layer_ids: tuple[int, ...] | None,
+    shares: NDArray[np.float64] | None = None,
+) -> PlacementMap:
+    """The map, if it fits the model that was asked for and is sound in itself."""
+    spec, ranks = options.model, options.num_ranks
+    if ranks is None:
+        raise TraceError(path, "num_ranks", "is not in the file; say how many there are (--ranks)")
+    experts = int(rows.max()) + 1 if options.num_experts is None else options.num_experts
+    if rows.shape[1] < experts:
+        raise TraceError(path, "slots", f"are {rows.shape[1]} a layer; they must hold num_experts={experts}")
+    if spec is not None:
+        ids = layer_ids or (spec.moe_layer_ids if len(rows) == spec.num_moe_layers else None)
+        if ids is None or len(rows) != len(ids) or not set(ids) <= set(spec.moe_layer_ids):
+            problem = f"are {len(rows)}; {spec.name} has {spec.num_layers}, {spec.num_moe_layers} of them MoE"
+            raise TraceError(path, "layers", problem)
+        layer_ids = ids
+    try:
+        placement = Placement(rows.astype(np.int32), ranks, experts)
+        name = spec.name if spec is not None else options.model_name or "unknown"
+        return PlacementMap(placement, name, layer_ids, shares)
+    except ConfigError as error:
+        raise TraceError(path, "placement", str(error)) from None
+
+
+def check_complete(format: str, placement: Placement, ids: tuple[int, ...], spec: ModelSpec | None) -> None:
+    """An engine loads all MoE layers of its model or none."""
+    if spec is not None and ids != spec.moe_layer_ids:
+        problem = f"{placement.num_layers} layers of {spec.name}, which has {spec.num_moe_layers} MoE ones"
+        raise ConfigError(f"the placement is for {problem}: {format} needs all of them")
+    if spec is not None and placement.num_experts != spec.num_experts:
+        raise ConfigError(f"the placement has {placement.num_experts} experts; {spec.name} has {spec.num_experts}")
+    if len(ids) != placement.num_layers:
+        raise ConfigError(f"the placement has {placement.num_layers} layers; {len(ids)} are named")
+
+
+def known_model(model: str) -> ModelSpec | None:
+    try:
+        return get_model(model)
+    except UnknownNameError:
+        return None
+
+
+def check_model(path: Path, found: Any, options: MapOptions) -> None:
+    if not isinstance(found, str):
+        raise TraceError(path, "model", f"is {found!r}, expected a name")
+    wanted = options.model_name
+    if wanted is None or found == "unknown":
+        return
+    spec = known_model(found)
+    if (found if spec is None else spec.name) != (wanted if options.model is None else options.model.name):
+        raise TraceError(path, "model", f"is {found!r}; the placement of {wanted!r} is wanted")
+
+
+def text_of(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise TraceError(path, "file", f"has {path.stat().st_size} bytes; a placement has at most {MAX_BYTES}")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise TraceError(path, "file", "does not exist") from None
+    except OSError as error:
+        raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise TraceError(path, "file", "is not text: no placement, or damaged") from None
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            names = [name for name, _ in pairs]
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise TraceError(path, repeated, "is there twice")
+        return value
+
+    try:
+        value = json.loads(text_of(path), object_pairs_hook=no_repeats)
+    except (json.JSONDecodeError, RecursionError, ValueError) as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(path, "JSON", f"cannot be parsed: {error}") from None
+    if not isinstance(value, dict):
+        raise TraceError(path, "JSON", f"must be an object, found {type(value).__name__}")
+    return value
+
+
+def check_keys(path: Path, value: Any, keys: tuple[str, ...], optional: tuple[str, ...] = (), field: str = "") -> None:
+    if not isinstance(value, dict):
+        raise TraceError(path, field or "JSON", f"must be an object, found {type(value).__name__}")
+    prefix = f"{field}." if field else ""
+    for key in keys:
+        if key not in value:
+            raise TraceError(path, prefix + key, "is missing")
+    for key in value:
+        if key not in keys and key not in optional:
+            raise TraceError(path, prefix + key, f"is not a key of this format; known: {', '.join(keys)}")
+
+
+def list_of(path: Path, field: str, value: Any) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise TraceError(path, field, "must be a list of at least one")
+    return value
+
+
+def ints_of(path: Path, field: str, value: Any) -> list[int]:
+    for index, item in enumerate(list_of(path, field, value)):
+        if type(item) is not int or not 0 <= item < 2**31:
+            raise TraceError(path, f"{field}[{index}]", f"is {item!r}, expected a whole number, not negative")
+    return list(value)
+
+
+def count_of(path: Path, field: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise TraceError(path, field, f"is {value!r}, expected a whole number of at least 1")
+    return value
+
+
+def rows_of(path: Path, field: str, value: Any) -> NDArray[np.int64]:
+    """[layer, slot] experts."""
+    rows = [ints_of(path, f"{field}[{index}]", row) for index, row in enumerate(list_of(path, field, value))]
+    for index, row in enumerate(rows):
+        if len(row) != len(rows[0]):
+            raise TraceError(path, f"{field}[{index}]", f"has {len(row)} slots, the first {len(rows[0])}")
+    return np.array(rows, np.int64)
+
+
+def _rise(ids: tuple[int, ...]) -> bool:
+    return ids[:1] >= (0,) and all(a < b for a, b in pairwise(ids))
+
+
+def _short(values: tuple[int, ...]) -> str:
+    return str(values if len(values) <= 8 else (*values[:8], ...)).replace("Ellipsis", "…")
+
+
+def dump(value: dict[str, Any]) -> str:
+    """JSON with a line a layer."""
+    text = json.dumps(value, separators=(",", ":"))
+    return text.replace("],[", "],\n[").replace('{"layer_id"', '\n{"layer_id"') + "\n"

@@ -1,0 +1,249 @@
+"""Placements on disk: Coterie's own format, and those that engines load.
+
+    native        JSON: format, version, model, num_ranks, num_experts, layer_ids, slot_experts, shares, crc32
+    vllm          JSON for Coterie's policy in vLLM, which has no format of its own: the same header and checksum, and
+                  physical_to_logical_map, one row a MoE layer
+    sglang        JSON {"physical_to_logical_map": [[…]]} and no other key, one row a layer of the model. Rows of dense
+                  layers are never used; they are filled in order, and dropped when read for a known model
+    tensorrt-llm  YAML: num_slots, initial_global_assignments {layer of the model: [slots]}, layer_updates_per_iter
+    ascend        JSON {"moe_layer_count", "layer_list": [{"layer_id", "device_count", "device_list": [{"device_id",
+                  "device_expert"}]}]}; layer_id counts MoE layers from 0, as vllm-ascend's own scripts do
+    rank-expert   .npz with 0/1 [rank, layer, expert], as omni-infer publishes them; read only
+
+A file is read whole or refused with its name and field. Formats without a checksum cannot tell a changed digit from a
+choice; what they must hold (every expert has a slot, all rows have one length) is checked for all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, TraceError
+from coterie.placement.map_engines import (
+    read_ascend,
+    read_rank_expert,
+    read_sglang,
+    read_tensorrt,
+    split_name,
+    write_ascend,
+    write_sglang,
+    write_tensorrt,
+)
+from coterie.placement.map_files import (
+    MapOptions,
+    PlacementMap,
+    check_keys,
+    check_model,
+    count_of,
+    dump,
+    ints_of,
+    json_of,
+    known_model,
+    made,
+    rows_of,
+    text_of,
+)
+from coterie.registry import Registry
+from coterie.traces.writers import Written
+from coterie.types import ModelSpec
+
+__all__ = ["MapFormat", "MapOptions", "PlacementMap", "check_map_target", "map_formats", "read_map", "write_map"]
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MapFormat:
+    """One way to write a placement."""
+
+    read: Callable[[Path, MapOptions], PlacementMap]
+    write: Callable[[PlacementMap], str] | None
+    """The text of the file; None where the format is only read."""
+    sniff: Callable[[Any], bool]
+    """Whether a parsed JSON value, or the file's text or bytes where it is not JSON, looks like this format."""
+    keeps: frozenset[str]
+    """Of model, layer_ids and shares."""
+    help: str
+
+
+map_formats: Registry[MapFormat] = Registry("map format", group="coterie.map_formats")
+
+
+def read_map(
+    path: str | Path,
+    format: str | None = None,
+    *,
+    model: str | ModelSpec | None = None,
+    num_ranks: int | None = None,
+    num_experts: int | None = None,
+) -> PlacementMap:
+    """A placement in any known format; without `format`, the one that recognises the file.
+
+    `model`, `num_ranks` and `num_experts` say what the file leaves open, and must agree with what it says. Of an .npz
+    with several placements, FILE.npz#NAME is one.
+    """
+    path = Path(path)
+    spec = known_model(model) if isinstance(model, str) else model
+    name = model if isinstance(model, str) or model is None else model.name
+    if spec is not None and num_experts not in (None, spec.num_experts):
+        raise ConfigError(f"num_experts={num_experts} must equal that of {spec.name}, {spec.num_experts}")
+    options = MapOptions(spec, name, num_ranks, num_experts if spec is None else spec.num_experts)
+    return map_formats[format or _detect(path)].read(path, options)
+
+
+def write_map(path: str | Path, map: PlacementMap, format: str = "native") -> Written:
+    """Write a placement under a name that is free; a crash leaves no file there."""
+    path = Path(path)
+    check_map_target(path, format)
+    writer = map_formats[format]
+    assert writer.write is not None
+    text = writer.write(map)
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tmp.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        check_map_target(path, format)  # a rename would replace what came up meanwhile
+        tmp.rename(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+    finally:
+        if tmp.exists():
+            tmp.unlink()
+    has = {"model": map.model != "unknown", "layer_ids": map.layer_ids is not None, "shares": map.shares is not None}
+    return Written(path, format, tuple(name for name, there in has.items() if there and name not in writer.keeps))
+
+
+def check_map_target(path: Path, format: str) -> None:
+    """Raise unless the format can be written and the name is free."""
+    if map_formats[format].write is None:
+        able = [name for name in map_formats if map_formats[name].write is not None]
+        raise ConfigError(f"map format {format!r} is only read; {', '.join(able)} are written")
+    if path.exists() or path.is_symlink():
+        raise ConfigError(f"{path} exists already; choose another name or remove it first")
+
+
+def _detect(path: Path) -> str:
+    if split_name(path)[0].suffix == ".npz":
+        return "rank-expert"
+    text = text_of(path)
+    try:
+        value: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    found = [name for name in map_formats if map_formats[name].sniff(value)]
+    if len(found) == 1:
+        return found[0]
+    if not found and text.lstrip().startswith("{"):
+        json_of(path)  # a file that is cut says so; one that is whole is no placement
+    problem = f"could be {' or '.join(found)}" if found else "is unknown, or the file is empty or cut"
+    raise TraceError(path, "format", f"{problem}; it must be one of {', '.join(map_formats)}")
+
+
+def _write_own(name: str, rows_key: str, shares: bool) -> Callable[[PlacementMap], str]:
+    def write(map: PlacementMap) -> str:
+        placement = map.placement
+        value: dict[str, Any] = {
+            "format": name, "version": VERSION, "model": map.model, "num_ranks": placement.num_ranks,
+            "num_experts": placement.num_experts,
+            "layer_ids": None if map.layer_ids is None else list(map.layer_ids),
+            rows_key: placement.slot_experts.tolist(),
+        }  # fmt: skip
+        if shares:
+            value["shares"] = None if map.shares is None else map.shares.tolist()
+        return dump(value | {"crc32": _crc(value)})
+
+    return write
+
+
+def _read_own(name: str, rows_key: str, shares: bool) -> Callable[[Path, MapOptions], PlacementMap]:
+    keys = ("format", "version", "model", "num_ranks", "num_experts", "layer_ids", rows_key)
+
+    def read(path: Path, options: MapOptions) -> PlacementMap:
+        value = json_of(path)
+        check_keys(path, value, keys, ("crc32", *(("shares",) if shares else ())))
+        for key, expected in (("format", name), ("version", VERSION)):
+            if value[key] != expected:
+                raise TraceError(path, key, f"is {value[key]!r}, expected {expected!r}")
+        stated = value.pop("crc32", _crc(value))  # a map edited by hand leaves it out
+        if stated != _crc(value):
+            raise TraceError(path, "crc32", f"is {stated!r}, the file's content gives {_crc(value)}: it was changed")
+        check_model(path, value["model"], options)
+        rows = rows_of(path, rows_key, value[rows_key])
+        layer_ids = None if value["layer_ids"] is None else tuple(ints_of(path, "layer_ids", value["layer_ids"]))
+        found = MapOptions(options.model, value["model"], count_of(path, "num_ranks", value["num_ranks"]),
+                           count_of(path, "num_experts", value["num_experts"]))  # fmt: skip
+        for key in ("num_ranks", "num_experts"):
+            wanted = getattr(options, key)
+            if wanted is not None and wanted != getattr(found, key):
+                raise TraceError(path, key, f"is {getattr(found, key)}, expected {wanted}")
+        return made(path, rows, found, layer_ids, _shares(path, value.get("shares"), rows.shape))
+
+    return read
+
+
+def _crc(value: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True, allow_nan=True).encode())
+
+
+def _shares(path: Path, value: Any, shape: tuple[int, ...]) -> NDArray[np.float64] | None:
+    if value is None:
+        return None
+    try:
+        shares = np.array(value, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise TraceError(path, "shares", "must be numbers [layer][slot]") from None
+    if shares.shape != shape:
+        raise TraceError(path, "shares", f"has shape {shares.shape}; the placement {shape}")
+    return shares
+
+
+def _has(*keys: str, format: str | None = None) -> Callable[[Any], bool]:
+    def sniff(value: Any) -> bool:
+        return isinstance(value, dict) and all(key in value for key in keys) and value.get("format") == format
+
+    return sniff
+
+
+_OWN = ("coterie-placement", "slot_experts", True)
+_VLLM = ("coterie-vllm", "physical_to_logical_map", False)
+map_formats.add(
+    "native",
+    MapFormat(_read_own(*_OWN), _write_own(*_OWN), _has("slot_experts", format=_OWN[0]),
+              frozenset({"model", "layer_ids", "shares"}), "Coterie's own JSON, with shares"),
+)  # fmt: skip
+map_formats.add(
+    "vllm",
+    MapFormat(_read_own(*_VLLM), _write_own(*_VLLM), _has("physical_to_logical_map", format=_VLLM[0]),
+              frozenset({"model", "layer_ids"}), "JSON that Coterie's policy in vLLM loads and saves"),
+)  # fmt: skip
+map_formats.add(
+    "sglang",
+    MapFormat(read_sglang, write_sglang, _has("physical_to_logical_map"), frozenset({"layer_ids"}),
+              "JSON for SGLang's --init-expert-location"),
+)  # fmt: skip
+map_formats.add(
+    "tensorrt-llm",
+    MapFormat(read_tensorrt, write_tensorrt,
+              lambda value: isinstance(value, str) and "initial_global_assignments" in value,
+              frozenset({"layer_ids"}), "YAML for TensorRT-LLM's load balancer"),
+)  # fmt: skip
+map_formats.add(
+    "ascend",
+    MapFormat(read_ascend, write_ascend, _has("layer_list"), frozenset(), "JSON expert map of vllm-ascend"),
+)
+map_formats.add(
+    "rank-expert",
+    MapFormat(read_rank_expert, None, lambda _: False, frozenset(), "0/1 [rank, layer, expert] as .npz; read only"),
+)

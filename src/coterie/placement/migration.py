@@ -1,0 +1,369 @@
+"""Migration as a transaction: a state machine that says what to send, when a layer switches and what may be freed.
+
+No threads, no clock, no weights: events go in, a new state and commands come out, and the same events always give the
+same commands. An engine carries the commands out and reports what became of them.
+
+             room in staging, nothing draining              last round arrived
+    waiting ──────────────────────────────────▶ moving ──────────────────────────▶ waiting for the next switch
+       ▲                                          │ │                               or done, after the last
+       │   transfer failed: the layer is rolled   │ │
+       └──────── back, the next one goes on ──────┘ └── cancelled, or a rank died: rolled back ──▶ stopped
+
+A switch raises the version. A step that runs keeps the map it started with; the next one takes the new map, and what
+the old map alone needs is freed when the last step before it has ended. Rolling back frees staging: at once where a
+transfer has ended, else when the engine reports that it has, since until then somebody writes there. What was switched
+before stays switched: every map on the way is sound.
+
+A death stops the migration, as the rest of its plan counts on the rank. A rank that is back is empty, and is a new
+plan's business. Experts that lived on the dead rank alone are then reachable from the host only: :meth:`to_reload`
+names them, and a plan for the topology without the rank fetches them. The engine must fence a rank before it reports
+it dead: nothing may be written by it, or read from it, after that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from coterie.errors import ConfigError
+from coterie.placement.rounds import Schedule, Transfer
+
+Row = tuple[int, ...]
+"""[slot] expert, of one layer."""
+
+
+# ------------------------------------------------------------------------------------------------------- events in
+
+
+class StartStep(NamedTuple):
+    """A step is about to start; the answer is RunStep."""
+
+    step: int
+    """Any number that no running step has."""
+
+
+class EndStep(NamedTuple):
+    step: int
+
+
+class TransferDone(NamedTuple):
+    id: int
+
+
+class TransferFailed(NamedTuple):
+    """It ended without its weights, by itself or because it was aborted: nobody writes to its staging any more."""
+
+    id: int
+    reason: str = "the transfer failed"
+
+
+class Cancel(NamedTuple):
+    reason: str = "cancelled"
+
+
+class RankDied(NamedTuple):
+    rank: int
+
+
+Event = StartStep | EndStep | TransferDone | TransferFailed | Cancel | RankDied
+
+
+# ----------------------------------------------------------------------------------------------------- commands out
+
+
+class RunStep(NamedTuple):
+    """Run it by this map, to its end."""
+
+    step: int
+    version: int
+    rows: tuple[Row, ...]
+
+
+class BeginTransfer(NamedTuple):
+    """Take one expert's staging on the slot's rank, and fill it."""
+
+    transfer: Transfer
+
+
+class AbortTransfer(NamedTuple):
+    """Its weights are no longer wanted. Report TransferDone or TransferFailed when it has ended."""
+
+    id: int
+
+
+class SwitchLayer(NamedTuple):
+    """From the next step on, the staged weights of this switch are their slots'. Steps that run keep the old ones."""
+
+    switch: int
+    """In the schedule."""
+    layer: int
+    version: int
+
+
+class FreeStaging(NamedTuple):
+    """What a transfer brought, or should have, is not needed."""
+
+    id: int
+
+
+class FreeOld(NamedTuple):
+    """No step uses what the slots of a switch held before it: as much staging is free again."""
+
+    switch: int
+
+
+Command = RunStep | BeginTransfer | AbortTransfer | SwitchLayer | FreeStaging | FreeOld
+
+
+# ------------------------------------------------------------------------------------------------------------ state
+
+
+class Running(NamedTuple):
+    step: int
+    version: int
+
+
+class RolledBack(NamedTuple):
+    """A layer that stayed where its last whole switch left it."""
+
+    layer: int
+    reason: str
+
+
+class State(NamedTuple):
+    """All there is to know; two equal states go on alike."""
+
+    rows: tuple[Row, ...]
+    """[layer] the map that the next step uses."""
+    version: int = 0
+    at: int = 0
+    """The switch that is under way, or next."""
+    moving: bool = False
+    round: int = 0
+    in_flight: frozenset[int] = frozenset()
+    """Transfers of this round that have not ended."""
+    arrived: frozenset[int] = frozenset()
+    """Transfers of this switch whose weights lie in staging."""
+    draining: frozenset[int] = frozenset()
+    """Aborted ones that have not ended."""
+    retired: tuple[tuple[int, int], ...] = ()
+    """Switches, with their versions, whose old weights a step may still use."""
+    running: tuple[Running, ...] = ()
+    dead: frozenset[int] = frozenset()
+    rolled_back: tuple[RolledBack, ...] = ()
+    stopped: str | None = None
+    """Why nothing more is moved."""
+
+
+class Outcome(NamedTuple):
+    state: State
+    commands: list[Command]
+
+
+Reach = Literal["live", "host", "lost"]
+
+
+@dataclass(frozen=True)
+class Migrator:
+    """Carries a schedule out."""
+
+    schedule: Schedule
+    host_copy: bool = True
+    """Whether the host can restore any expert. Where it cannot, an expert dies with the last rank that has it."""
+
+    @cached_property
+    def _needs(self) -> list[Counter[int]]:
+        """[switch] experts in staging by rank."""
+        return [Counter(self._rank(t.slot) for t in switch.transfers) for switch in self.schedule.switches]
+
+    def start(self) -> Outcome:
+        schedule = self.schedule
+        rows = tuple(tuple(row) for row in schedule.current.slot_experts.tolist())
+        gone = frozenset(rank for rank, speed in enumerate(schedule.topology.rank_speeds.tolist()) if not speed)
+        return self._go_on(State(rows, dead=gone), [])
+
+    def handle(self, state: State, event: Event) -> Outcome:
+        """What an event leads to. Reports that come late, of transfers that are accounted for, change nothing."""
+        match event:
+            case StartStep(step):
+                return self._start_step(state, step)
+            case EndStep(step):
+                return self._end_step(state, step)
+            case TransferDone(id):
+                return self._transfer_done(state, id)
+            case TransferFailed(id, reason):
+                return self._transfer_failed(state, id, reason)
+            case Cancel(reason):
+                return self._stop(state, reason, [])
+            case RankDied(rank):
+                return self._rank_died(state, rank)
+
+    # ------------------------------------------------------------------------------------------------- what is known
+
+    def is_over(self, state: State) -> bool:
+        """Nothing is moved any more, and nothing is held for it."""
+        ended = state.stopped is not None or state.at == len(self.schedule.switches)
+        return ended and not (state.moving or state.draining or state.retired)
+
+    def reach(self, state: State, layer: int, expert: int) -> Reach:
+        """Where a step finds an expert: in a slot of a living rank, on the host, or nowhere."""
+        for slot, held in enumerate(state.rows[layer]):
+            if held == expert and self._rank(slot) not in state.dead:
+                return "live"
+        return "host" if self.host_copy else "lost"
+
+    def to_reload(self, state: State) -> list[tuple[int, int]]:
+        """Layer and expert of all that no living rank has."""
+        found = []
+        for layer, row in enumerate(state.rows):
+            live = {expert for slot, expert in enumerate(row) if self._rank(slot) not in state.dead}
+            found += [(layer, e) for e in range(self.schedule.current.num_experts) if e not in live]
+        return found
+
+    def staged(self, state: State) -> Counter[int]:
+        """Experts that each rank holds besides its slots."""
+        held: Counter[int] = Counter()
+        if state.moving:
+            held.update(self._needs[state.at])
+        for switch, _ in state.retired:
+            held.update(self._needs[switch])
+        held.update(self._rank(self.schedule.transfers[id].slot) for id in state.draining)
+        return held
+
+    # --------------------------------------------------------------------------------------------------------- steps
+
+    def _start_step(self, state: State, step: int) -> Outcome:
+        if any(running.step == step for running in state.running):
+            raise ConfigError(f"step={step} must not start while it runs")
+        running = (*state.running, Running(step, state.version))
+        return Outcome(state._replace(running=running), [RunStep(step, state.version, state.rows)])
+
+    def _end_step(self, state: State, step: int) -> Outcome:
+        left = tuple(running for running in state.running if running.step != step)
+        if len(left) == len(state.running):
+            raise ConfigError(f"step={step} must run before it ends")
+        return self._release(state._replace(running=left), [])
+
+    def _release(self, state: State, commands: list[Command]) -> Outcome:
+        """Free what no step uses, then see whether there is room to go on."""
+        free = [(switch, version) for switch, version in state.retired if self._unused(state, version)]
+        if free:
+            commands += [FreeOld(switch) for switch, _ in free]
+            state = state._replace(retired=tuple(old for old in state.retired if old not in free))
+        return self._go_on(state, commands)
+
+    def _unused(self, state: State, version: int) -> bool:
+        """Whether no step runs by a map from before this version."""
+        return all(running.version >= version for running in state.running)
+
+    # ----------------------------------------------------------------------------------------------------- transfers
+
+    def _go_on(self, state: State, commands: list[Command]) -> Outcome:
+        """Begin the next switch, where one is left and its staging is free."""
+        if state.moving or state.stopped is not None or state.at == len(self.schedule.switches):
+            return Outcome(state, commands)
+        # A rank may still be sending or receiving an aborted transfer: it does one of each at a time.
+        if state.draining or not self._has_room(state):
+            return Outcome(state, commands)
+        return self._begin(state._replace(moving=True, arrived=frozenset()), 0, commands)
+
+    def _has_room(self, state: State) -> bool:
+        staged, limit = self.staged(state), self.schedule.staging_experts
+        return all(staged[rank] + count <= limit for rank, count in self._needs[state.at].items())
+
+    def _begin(self, state: State, number: int, commands: list[Command]) -> Outcome:
+        transfers = self.schedule.switches[state.at].rounds[number]
+        commands += [BeginTransfer(transfer) for transfer in transfers]
+        return Outcome(state._replace(round=number, in_flight=frozenset(t.id for t in transfers)), commands)
+
+    def _transfer_done(self, state: State, id: int) -> Outcome:
+        self._check_id(id)
+        if id in state.draining:
+            return self._drained(state, id)
+        if id not in state.in_flight:
+            return Outcome(state, [])
+        state = state._replace(in_flight=state.in_flight - {id}, arrived=state.arrived | {id})
+        if not self._round_over(state):
+            return Outcome(state, [])
+        if state.round + 1 < len(self.schedule.switches[state.at].rounds):
+            return self._begin(state, state.round + 1, [])
+        return self._switch(state)
+
+    def _round_over(self, state: State) -> bool:
+        return not state.in_flight
+
+    def _switch(self, state: State) -> Outcome:
+        """All of it has arrived: the next step sees the new map."""
+        at, version = state.at, state.version + 1
+        switch = self.schedule.switches[at]
+        rows = (*state.rows[: switch.layer], switch.after, *state.rows[switch.layer + 1 :])
+        retired = (*state.retired, (at, version))
+        state = state._replace(
+            rows=rows, version=version, at=at + 1, moving=False, arrived=frozenset(), retired=retired
+        )
+        return self._release(state, [SwitchLayer(at, switch.layer, version)])
+
+    def _transfer_failed(self, state: State, id: int, reason: str) -> Outcome:
+        self._check_id(id)
+        if id in state.draining:
+            return self._drained(state, id)
+        if id not in state.in_flight:
+            return Outcome(state, [])
+        state = state._replace(in_flight=state.in_flight - {id})
+        commands: list[Command] = [FreeStaging(id)]
+        return self._go_on(self._roll_back(state, reason, commands), commands)
+
+    def _drained(self, state: State, id: int) -> Outcome:
+        return self._go_on(state._replace(draining=state.draining - {id}), [FreeStaging(id)])
+
+    # --------------------------------------------------------------------------------------------------- rolling back
+
+    def _roll_back(self, state: State, reason: str, commands: list[Command]) -> State:
+        """The layer keeps its map, and its switches that are left are passed over."""
+        commands += [FreeStaging(id) for id in sorted(state.arrived)]
+        commands += [AbortTransfer(id) for id in sorted(state.in_flight)]
+        layer, at = self.schedule.switches[state.at].layer, state.at
+        while at < len(self.schedule.switches) and self.schedule.switches[at].layer == layer:
+            at += 1
+        return state._replace(
+            at=at, moving=False, in_flight=frozenset(), arrived=frozenset(), draining=state.draining | state.in_flight,
+            rolled_back=(*state.rolled_back, RolledBack(layer, reason)),
+        )  # fmt: skip
+
+    def _stop(self, state: State, reason: str, commands: list[Command]) -> Outcome:
+        if state.moving:
+            state = self._roll_back(state, reason, commands)
+        return Outcome(state._replace(stopped=state.stopped or reason), commands)
+
+    def _rank_died(self, state: State, rank: int) -> Outcome:
+        """Transfers from or to the rank have ended; staging on the rank itself is gone with it."""
+        if rank in state.dead:
+            return Outcome(state, [])
+        if not 0 <= rank < self.schedule.current.num_ranks:
+            raise ConfigError(f"rank={rank} must be in 0 … {self.schedule.current.num_ranks - 1}")
+        commands: list[Command] = []
+        ended = {id for id in state.in_flight | state.draining if self._touches(id, rank)}
+        commands += [FreeStaging(id) for id in self._on_living(ended, rank)]
+        arrived = frozenset(self._on_living(state.arrived, rank))
+        state = state._replace(
+            dead=state.dead | {rank}, in_flight=state.in_flight - ended, draining=state.draining - ended,
+            arrived=arrived,
+        )  # fmt: skip
+        return self._stop(state, f"rank {rank} died", commands)
+
+    def _touches(self, id: int, rank: int) -> bool:
+        transfer = self.schedule.transfers[id]
+        return rank in (transfer.source, self._rank(transfer.slot))
+
+    def _on_living(self, ids: Iterable[int], died: int) -> list[int]:
+        return sorted(id for id in ids if self._rank(self.schedule.transfers[id].slot) != died)
+
+    def _rank(self, slot: int) -> int:
+        return slot // self.schedule.current.slots_per_rank
+
+    def _check_id(self, id: int) -> None:
+        if not 0 <= id < len(self.schedule.transfers):
+            raise ConfigError(f"transfer {id} must be in 0 … {len(self.schedule.transfers) - 1}")

@@ -1,0 +1,326 @@
+"""When to rebalance: an interval that follows from how fast the load drifts and what moving costs.
+
+A plan ages. Where the load of now correlates with the load it was made for by r(age) (:mod:`coterie.placement.drift`),
+what it left even is uneven again by ``s(age) = sqrt(1 - r(age)^2)`` of what a map that knows nothing suffers. Rounds
+every n steps then cost per step
+
+    regret(n) = full x mean of s over the first n steps + (planning + moving x s(n)) / n
+
+where `full` is what such a map would cost, and `moving` what it would take to mend it: the less a map has aged, the
+less must be moved. The interval is the n with the least regret, by a search over n. A round
+itself is worth its saving times the steps that will see it, each weighted with what is left of it at that age:
+
+    saving(t) = saving x (s(age + t) - s(t)) / s(age)     for a map of this age
+
+The sum of those weights, tempered by trust, is the horizon the planner gets. Trust is realised ÷ predicted saving of
+earlier rounds, measured on the windows after the one a plan was made from, never on that one.
+
+Against flapping a round must be worth its cost with a margin, and the interval changes by bounded factors. While moves
+of the last round are still on their way there is no new one; what is left over when the next is due widens the
+interval. Wrong where drift comes in jumps: a load that is steady for long and then another is met after up to an
+interval, unless the excess of one window is plainly worth a round (`urgent`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.placement.base import Load, Plan, Planner
+from coterie.placement.drift import DriftEstimate, DriftEstimator, Forecast
+from coterie.placement.objective import Objective
+from coterie.types import Placement, Topology
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class RebalancingSettings:
+    """How a :class:`Rebalancer` decides."""
+
+    first_interval: float = 100.0
+    """Steps to the next round, as long as no drift is known."""
+    min_interval: float = 1.0
+    """Steps."""
+    max_interval: float = 100_000.0
+    """Steps; also how long a map is kept at most before another look, where no drift shows."""
+    factor: float = 2.0
+    """From one round to the next the interval changes at most by this."""
+    margin: float = 0.2
+    """A round is carried out where its expected gain exceeds its cost by this share."""
+    urgent: float = 4.0
+    """A round is due early where a window's excess would pay its cost this many times."""
+    learning: float = 0.3
+    """Weight of the latest round in what is learned from rounds: cost, trust."""
+    memory: float = 256.0
+    """Windows that the drift estimate looks back."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_interval <= self.first_interval <= self.max_interval < np.inf:
+            raise ConfigError(
+                f"min_interval={self.min_interval}, first_interval={self.first_interval} and "
+                f"max_interval={self.max_interval} must rise from above 0"
+            )
+        if not 1 < self.factor < np.inf:
+            raise ConfigError(f"factor={self.factor} must be above 1")
+        if not 0 < self.learning <= 1:
+            raise ConfigError(f"learning={self.learning} must be above 0 and at most 1")
+        for name in ("margin", "urgent"):
+            if not 0 <= getattr(self, name) < np.inf:
+                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
+
+
+DEFAULTS = RebalancingSettings()
+
+
+class Decision(NamedTuple):
+    """What to do after a window."""
+
+    plan: Plan | None
+    """To carry out now; report its moves with :meth:`Rebalancer.landed`. None keeps the map."""
+    reason: str
+    interval: float
+    """Steps from one round to the next, as things stand."""
+    gain_s: float = 0.0
+    """Expected over the interval, cost not yet taken off; 0 where nothing was planned."""
+    cost_s: float = 0.0
+    planned: bool = False
+    """Whether a planner ran, so that planning was paid for whatever came of it."""
+
+
+@dataclass(slots=True)
+class Round:
+    """One that was carried out, and what became of it."""
+
+    step: float
+    """When, on the clock of the windows."""
+    interval: float
+    """Until the next, as chosen then."""
+    moves: int
+    cost_s: float
+    """Movement and planning."""
+    steps: float = 0.0
+    """Scored so far, on windows after the one the plan was made from."""
+    predicted_s: float = 0.0
+    """Saving over those steps, as the plan and the drift known then say, without trust."""
+    realised_s: float = 0.0
+    carried_over: int = 0
+    """Moves not yet landed when the next round was due."""
+
+
+class Rebalancer:
+    """Decides after every window whether to rebalance. Pure state: the clock is the steps of the windows given to it.
+
+    `make` builds the planner with the keyword `objective`; a name of :data:`~coterie.placement.base.planners` looked
+    up is one. `objective.planning_s` is what planning costs; it decides whether planning is worth while.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Planner],
+        objective: Objective,
+        topology: Topology,
+        placement: Placement,
+        settings: RebalancingSettings = DEFAULTS,
+    ) -> None:
+        self.make = make
+        self.objective = objective
+        self.topology = topology
+        self.settings = settings
+        self.placement = placement
+        """That serves now. A plan's takes its place when all its moves have landed."""
+        self.interval = settings.first_interval
+        self.trust = 1.0
+        self.rounds: list[Round] = []
+        self.step = 0.0
+        self.pending = 0
+        """Moves of the last round that have not landed."""
+        self.drift = DriftEstimator(placement.num_layers, placement.num_experts, memory=settings.memory)
+        self.forecast = Forecast()
+        self._due = 0.0
+        self._window = 0.0
+        self._next: Placement | None = None
+        self._previous = placement
+        self._saving_s = 0.0
+        self._known: DriftEstimate = self.drift.estimate()
+        self._fitted_at: float | None = None
+        self._age_then = np.inf
+        self._full_s: float | None = None
+        self._moving_s: float | None = None
+        self._cost_s: float | None = None
+
+    def observe(self, load: Load) -> Decision:
+        """The window that just passed."""
+        load.check_fits(self.topology, self.placement)
+        self.step += load.steps
+        self._window = load.steps if not self._window else 0.9 * self._window + 0.1 * load.steps
+        self._score(load)
+        self.drift.update(load.tokens)
+        self._known = self.drift.estimate()
+        self.forecast.update(load.tokens / load.steps, self._known)
+        if self.pending:
+            return self._still_moving()
+        weight = self._worth_steps()
+        excess_s = self._excess_s()
+        cost_s = self.objective.planning_s if self._cost_s is None else self._cost_s
+        urgent = self._cost_s is not None and excess_s * weight > self.settings.urgent * cost_s
+        if self.step < self._due and not (urgent and self._age() >= self.settings.min_interval):
+            return self._wait(f"next look in {self._due - self.step:g} steps")
+        if excess_s * weight <= (1 + self.settings.margin) * self.objective.planning_s:
+            self._settle_interval(None)
+            return self._wait(
+                f"an even load would save {excess_s * weight:.3g} s in {self.interval:g} steps; planning alone costs "
+                f"{self.objective.planning_s:.3g} s"
+            )
+        return self._plan(weight, urgent and self.step < self._due)
+
+    def landed(self, moves: int | None = None) -> None:
+        """So many moves of the last plan arrived; None is all that were left. The map changes with the last."""
+        done = self.pending if moves is None else moves
+        if not 0 <= done <= self.pending:
+            raise ConfigError(f"moves={moves} must be in 0 … {self.pending}, those under way")
+        self.pending -= done
+        if not self.pending and self._next is not None:
+            self.placement, self._next = self._next, None
+
+    def replace(self, placement: Placement, topology: Topology | None = None) -> None:
+        """What is really there, where a round was given up or a rank came or went; the next window may act at once."""
+        self.placement, self.topology = placement, topology or self.topology
+        self.pending, self._next, self._fitted_at, self._due = 0, None, None, self.step
+
+    # ------------------------------------------------------------------------------------------------ a round
+
+    def _plan(self, weight: float, early: bool) -> Decision:
+        settings = self.settings
+        planner = self.make(objective=replace(self.objective, horizon=weight))
+        plan = planner.plan(Load(self.forecast.tokens), self.topology, self.placement)
+        cost_s = plan.movement_s + self.objective.planning_s
+        gain_s = plan.saving_s * weight
+        moves = len(plan.moves)
+        self._learn_prices(plan, cost_s)
+        kept = self._settle_interval(plan)
+        if not moves:
+            return Decision(None, plan.skip_reason or "the planner moves nothing", self.interval, 0.0, cost_s, True)
+        if gain_s <= (1 + settings.margin) * cost_s:
+            why = (
+                f"{moves} moves would gain {gain_s:.3g} s in {kept:g} steps and cost {cost_s:.3g} s, "
+                f"less than {settings.margin:.0%} under it"
+            )
+            return Decision(None, why, self.interval, gain_s, cost_s, True)
+        self._close_round()
+        self._age_then, self._fitted_at = self._age(), self.step
+        self._previous, self._next, self.pending = self.placement, plan.placement, moves
+        self._saving_s = plan.saving_s
+        self.rounds.append(Round(self.step, self.interval, moves, cost_s))
+        why = f"{moves} moves gain {gain_s:.3g} s in {kept:g} steps and cost {cost_s:.3g} s; {self._known.reason}"
+        return Decision(plan, f"early: {why}" if early else why, self.interval, gain_s, cost_s, True)
+
+    def _still_moving(self) -> Decision:
+        late = self.step >= self._due
+        if late:
+            self.rounds[-1].carried_over = max(self.rounds[-1].carried_over, self.pending)
+            self.interval = min(self.interval * self.settings.factor, self.settings.max_interval)
+            self._due = self.rounds[-1].step + self.interval
+        left = f"{self.pending} of {self.rounds[-1].moves} moves are still under way"
+        return self._wait(f"{left}; the interval widens" if late else left)
+
+    def _wait(self, reason: str) -> Decision:
+        return Decision(None, reason, self.interval)
+
+    # ------------------------------------------------------------------------------------------------ what it knows
+
+    def _age(self) -> float:
+        """Steps since the current map was made; without end for a map that is not ours."""
+        return np.inf if self._fitted_at is None else self.step - self._fitted_at
+
+    def _uneven(self, age: Array | float) -> Array:
+        """[age] s(age): unevenness of a map of this age in steps, as a share of that of one that knows nothing."""
+        decay = self._known.cautious
+        age = np.asarray(age, np.float64)
+        if decay is None:
+            return np.where(np.isfinite(age), 0.0, 1.0)
+        left = np.where(np.isfinite(age), decay.left(np.where(np.isfinite(age), age, 0.0) / self._window), 0.0)
+        return np.asarray(np.sqrt(1.0 - left**2))
+
+    def _left(self, ages: Array, age: float) -> Array:
+        """[age of the plan] share of its saving over a map that was `age` old when it was made."""
+        before = float(self._uneven(age))
+        if before <= 0:
+            return np.ones(len(ages))
+        return np.asarray(np.clip((self._uneven(age + ages) - self._uneven(ages)) / before, 0.0, 1.0))
+
+    def _worth_steps(self) -> float:
+        """Steps that the saving of a plan made now is worth: the horizon of the planner."""
+        decay = self._known.cautious
+        if decay is None:
+            return self.settings.first_interval * self.trust
+        # What is moved now stays of use after the next round, which starts from it: only drift ends it.
+        life = min(8.0 * decay.half_life * self._window, self.settings.max_interval)
+        middle = (np.arange(256) + 0.5) / 256 * life
+        return float(self._left(middle, self._age()).mean()) * life * self.trust
+
+    def _excess_s(self) -> float:
+        """What a step would save at most, were the load even."""
+        problem = self.objective.problem(Load(self.forecast.tokens), self.topology, self.placement)
+        return float((problem.rank_s(self.placement.slot_experts).max(axis=1) - problem.even).clip(0.0).sum())
+
+    # ------------------------------------------------------------------------------------------------ what it learns
+
+    def _score(self, load: Load) -> None:
+        """The last plan on a window that came after it."""
+        if not self.rounds or self._fitted_at is None or self.pending:
+            return
+        problem = self.objective.problem(load, self.topology, self.placement)
+        old, new = (problem.rank_s(p.slot_experts).max(axis=1).sum() for p in (self._previous, self.placement))
+        last = self.rounds[-1]
+        age = np.array([self.step - load.steps / 2 - self._fitted_at])
+        last.steps += load.steps
+        last.predicted_s += self._saving_s * float(self._left(age, self._age_then)[0]) * load.steps
+        last.realised_s += float(old - new) * load.steps
+
+    def _close_round(self) -> None:
+        """Trust follows what the round that ends now gave."""
+        if not self.rounds or self.rounds[-1].predicted_s <= 0:
+            return
+        last = self.rounds[-1]
+        ratio = float(np.clip(last.realised_s / last.predicted_s, 0.0, 1.5))
+        # A little trust always stays, else no round would ever be tried again and none could restore it.
+        self.trust = max(self.trust + self.settings.learning * (ratio - self.trust), 0.1)
+
+    def _learn_prices(self, plan: Plan, cost_s: float) -> None:
+        if not len(plan.moves):
+            return
+        self._cost_s = self._learned(self._cost_s, cost_s)
+        uneven = max(float(self._uneven(self._age())), 0.1)  # nothing can be read off a map that has hardly aged
+        self._full_s = self._learned(self._full_s, plan.saving_s / uneven)
+        self._moving_s = self._learned(self._moving_s, plan.movement_s / uneven)
+
+    def _learned(self, known: float | None, seen: float) -> float:
+        return seen if known is None else known + self.settings.learning * (seen - known)
+
+    def _settle_interval(self, plan: Plan | None) -> float:
+        """Move the interval towards the best one and set when the next round is due; returns what it was."""
+        settings, before = self.settings, self.interval
+        wanted = self._best_interval()
+        if plan is None and wanted is None:
+            wanted = before
+        if wanted is not None:
+            self.interval = float(np.clip(wanted, before / settings.factor, before * settings.factor))
+        self.interval = float(np.clip(self.interval, settings.min_interval, settings.max_interval))
+        self._due = self.step + self.interval
+        return before
+
+    def _best_interval(self) -> float | None:
+        """The n of least regret; None as long as drift or prices are not known."""
+        if self._known.decay is None or self._full_s is None or self._moving_s is None:
+            return None
+        n = np.geomspace(self.settings.min_interval, self.settings.max_interval, 257)
+        share = (np.arange(64) + 0.5) / 64
+        cost = self.objective.planning_s + self._moving_s * self._uneven(n)
+        regret = self._full_s * self._uneven(n[:, None] * share).mean(axis=1) + cost / n
+        return float(n[np.argmin(regret)])

@@ -1,0 +1,383 @@
+"""Moves in an order that is safe and short: rounds, and the steps in which a layer switches.
+
+Layers move one after the other. Weights arrive in staging, beside the slots that are in use, and a layer switches once
+all of a switch has arrived: no slot is overwritten while somebody needs what it holds. In a round each rank sends at
+most one expert and receives at most one; by König's theorem the rounds of a switch are exactly as many as the busiest
+rank sends or receives, and that many are used. Loads from the host and copies inside a rank have no sender to wait for.
+
+Staging is limited. A layer that needs more of it switches in several steps, each of which leaves every expert a slot
+on a living rank; experts that change places in a ring must go together, and where a ring alone needs more staging than
+there is the layer is refused, with the reason, and stays as it is.
+
+A round lasts as long as its slowest move. Wrong by up to the ratio of the links where near and far moves share rounds,
+or where the network between nodes is shared by more than one rank at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from coterie.errors import ConfigError
+from coterie.placement.base import HOST
+from coterie.types import Placement, Topology
+
+
+class Transfer(NamedTuple):
+    """One expert of one layer on its way into one slot's staging."""
+
+    id: int
+    """Its place in the schedule, from 0."""
+    layer: int
+    slot: int
+    expert: int
+    source: int
+    """Rank, or HOST; the slot's own rank where it is a copy inside the device."""
+    seconds: float
+    """On its link, alone."""
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A step from one map of a layer to the next: all of its transfers count at once, or none."""
+
+    layer: int
+    rounds: tuple[tuple[Transfer, ...], ...]
+    before: tuple[int, ...]
+    """[slot] expert."""
+    after: tuple[int, ...]
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        return tuple(transfer for one in self.rounds for transfer in one)
+
+    @property
+    def seconds(self) -> float:
+        return sum(max(transfer.seconds for transfer in one) for one in self.rounds)
+
+
+class Refusal(NamedTuple):
+    """A layer that stays as it is."""
+
+    layer: int
+    reason: str
+
+
+class Timing(NamedTuple):
+    """When a schedule is done, and what of it shows."""
+
+    movement_s: float
+    """On the links, nothing else using them."""
+    hidden_s: float
+    """Of that, behind steps."""
+    exposed_s: float
+    ready_s: tuple[float, ...]
+    """[switch] wall clock since the start at which its last expert arrives."""
+
+    @property
+    def exposed(self) -> float:
+        """Share of the movement that shows: what Objective.exposed wants to know."""
+        return self.exposed_s / self.movement_s if self.movement_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a migration may take."""
+
+    expert_bytes: float = 44e6
+    """Weights of one expert of one layer."""
+    staging_bytes: float = float("inf")
+    """Memory for arriving experts on each rank, until they are in use and what they replace is not."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.expert_bytes < float("inf"):
+            raise ConfigError(f"expert_bytes={self.expert_bytes} must be a finite number above 0")
+        if not self.staging_bytes >= self.expert_bytes:
+            raise ConfigError(
+                f"staging_bytes={self.staging_bytes:g} must hold at least one expert of {self.expert_bytes:g} bytes"
+            )
+
+    def staging_experts(self, most: int) -> int:
+        """Experts the staging of a rank holds, as far as `most` matter."""
+        return int(min(most, self.staging_bytes // self.expert_bytes))
+
+
+DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A migration as it will be executed. Make one with :func:`schedule_moves`."""
+
+    current: Placement
+    placement: Placement
+    """What it leads to: the plan's, but for layers that were refused."""
+    topology: Topology
+    limits: Limits
+    switches: tuple[Switch, ...]
+    """In order."""
+    refusals: tuple[Refusal, ...]
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """By id."""
+        return tuple(transfer for switch in self.switches for transfer in switch.transfers)
+
+    @cached_property
+    def staging_experts(self) -> int:
+        """Experts each rank may have in staging."""
+        return self.limits.staging_experts(self.current.slots_per_rank)
+
+    @property
+    def peak_staging_bytes(self) -> float:
+        """The most that a rank has in staging at once, one switch at a time."""
+        per_rank = self.current.slots_per_rank
+        most = [max(Counter(t.slot // per_rank for t in s.transfers).values()) for s in self.switches]
+        return max(most, default=0) * self.limits.expert_bytes
+
+    @property
+    def num_rounds(self) -> int:
+        return sum(len(switch.rounds) for switch in self.switches)
+
+    @property
+    def moved_bytes(self) -> float:
+        """Over links; copies inside a rank are not counted."""
+        per_rank = self.current.slots_per_rank
+        return sum(t.source != t.slot // per_rank for t in self.transfers) * self.limits.expert_bytes
+
+    def timing(self, step_s: float = 0.0, steps: float = 0.0, link_share: float = 0.5) -> Timing:
+        """Moves run behind `steps` steps of `step_s`, which leave them `link_share` of the links; then alone.
+
+        exposed = max(0, movement - hidden), where hidden is at most link_share x steps x step_s.
+        """
+        if not 0 < link_share <= 1:
+            raise ConfigError(f"link_share={link_share} must be above 0 and at most 1")
+        if not (0 <= step_s < float("inf") and steps >= 0):
+            raise ConfigError(f"step_s={step_s} must be finite and, like steps={steps}, at least 0")
+        window_s = step_s * steps if step_s else 0.0
+        room, done, ready = link_share * window_s, 0.0, []
+        for switch in self.switches:
+            done += switch.seconds
+            ready.append(done / link_share if done <= room else window_s + done - room)
+        hidden = min(done, room)
+        return Timing(done, hidden, done - hidden, tuple(ready))
+
+
+def schedule_moves(
+    current: Placement, target: Placement, topology: Topology, limits: Limits = DEFAULT_LIMITS
+) -> Schedule:
+    """Rounds and switches that lead from `current` to `target`, a plan's placement.
+
+    Sources are chosen here: a plan names the nearest copy; of several as near, the rank that sends least is taken.
+    """
+    _check(current, target, topology)
+    alive = topology.rank_speeds > 0
+    per_rank, budget = current.slots_per_rank, limits.staging_experts(current.slots_per_rank)
+    switches: list[Switch] = []
+    refusals: list[Refusal] = []
+    result, next_id = current.slot_experts.copy(), 0
+    changed = (current.slot_experts != target.slot_experts) & np.repeat(alive, per_rank)[None, :]
+    for layer in np.flatnonzero(changed.any(axis=1)).tolist():
+        before = tuple(current.slot_experts[layer].tolist())
+        wanted = {slot: int(target.slot_experts[layer, slot]) for slot in np.flatnonzero(changed[layer]).tolist()}
+        ordering = _order(before, wanted, alive.tolist(), per_rank, budget)
+        if isinstance(ordering, str):
+            refusals.append(Refusal(layer, f"layer {layer} stays as it is: {ordering}"))
+            continue
+        for slots in ordering:
+            arriving = {slot: wanted[slot] for slot in slots}
+            switch = _switch(layer, before, arriving, topology, limits, per_rank, next_id)
+            next_id += len(arriving)
+            switches.append(switch)
+            before = switch.after
+        result[layer] = before
+    placement = Placement(result, current.num_ranks, current.num_experts)
+    return Schedule(current, placement, topology, limits, tuple(switches), tuple(refusals))
+
+
+def _check(current: Placement, target: Placement, topology: Topology) -> None:
+    if current.slot_experts.shape != target.slot_experts.shape or current.num_ranks != target.num_ranks:
+        raise ConfigError(
+            f"the target has shape {target.slot_experts.shape} on {target.num_ranks} ranks; "
+            f"the current placement {current.slot_experts.shape} on {current.num_ranks}"
+        )
+    if current.num_ranks != topology.num_ranks:
+        raise ConfigError(f"placement.num_ranks={current.num_ranks} must equal topology.num_ranks={topology.num_ranks}")
+
+
+# ------------------------------------------------------------------------------------------ which slots go together
+
+
+def _order(
+    before: Sequence[int], wanted: Mapping[int, int], alive: Sequence[bool], per_rank: int, budget: int
+) -> list[list[int]] | str:
+    """Slots of each switch of a layer, or why it cannot be done."""
+    needs = _needs(before, wanted, alive, per_rank)
+    if isinstance(needs, str):
+        return needs
+    groups = _rings(needs)
+    for group in groups:
+        rank, count = Counter(slot // per_rank for slot in group).most_common(1)[0]
+        if count > budget:
+            return (
+                f"{count} experts of rank {rank} change places in one ring of {len(group)}, "
+                f"which must be staged together; staging holds {budget}"
+            )
+    switches: list[list[int]] = []
+    done: set[int] = set()
+    while groups:
+        room, later, batch = Counter(dict.fromkeys(range(len(alive)), budget)), [], []
+        for group in groups:  # what a group needs comes before it
+            takes = Counter(slot // per_rank for slot in group)
+            waits = any(needs[slot] is not None and needs[slot] not in done and needs[slot] not in group
+                        for slot in group)  # fmt: skip
+            if waits or any(room[rank] < count for rank, count in takes.items()):
+                later.append(group)
+                continue
+            room.subtract(takes)
+            done.update(group)
+            batch += group
+        switches.append(sorted(batch))
+        groups = later
+    return switches
+
+
+def _needs(
+    before: Sequence[int], wanted: Mapping[int, int], alive: Sequence[bool], per_rank: int
+) -> dict[int, int | None] | str:
+    """Slot → the slot that must have switched no later, so that the expert it gives up still has a place."""
+    live: dict[int, list[int]] = {}
+    arrivals: dict[int, list[int]] = {}
+    for slot, expert in enumerate(before):
+        if alive[slot // per_rank]:
+            live.setdefault(expert, []).append(slot)
+    for slot, expert in wanted.items():
+        arrivals.setdefault(expert, []).append(slot)
+    needs: dict[int, int | None] = dict.fromkeys(wanted)
+    for expert, slots in live.items():
+        if all(slot in wanted for slot in slots):
+            if expert not in arrivals:
+                return f"expert {expert} would keep no slot on a living rank"
+            needs[slots[-1]] = arrivals[expert][0]  # its other slots may go before: this one still holds it
+    return needs
+
+
+def _rings(needs: Mapping[int, int | None]) -> list[list[int]]:
+    """Slots in groups that must switch together: rings of needs, else single ones. What a group needs is before it."""
+    order: list[list[int]] = []
+    settled: set[int] = set()
+    for start in needs:
+        path: list[int] = []
+        slot: int | None = start
+        while slot is not None and slot not in settled and slot not in path:
+            path.append(slot)
+            slot = needs[slot]
+        ring: list[int] = []
+        if slot is not None and slot in path:
+            ring = path[path.index(slot) :]
+            order.append(ring)
+        order += [[single] for single in reversed(path[: len(path) - len(ring)])]
+        settled.update(path)
+    return order
+
+
+# ------------------------------------------------------------------------------------------------------------ rounds
+
+
+def _switch(
+    layer: int, before: tuple[int, ...], arriving: Mapping[int, int], topology: Topology, limits: Limits,
+    per_rank: int, first_id: int,
+) -> Switch:  # fmt: skip
+    """One switch; sources are the nearest that have the expert in `before`, of those the one that sends least."""
+    holders: dict[int, list[int]] = {}
+    for slot, expert in enumerate(before):
+        rank = slot // per_rank
+        if topology.rank_speeds[rank] > 0:
+            holders.setdefault(expert, []).append(rank)
+    sends: Counter[int] = Counter()
+    fetches: list[tuple[int, int, int, float]] = []  # slot, expert, source, seconds
+    # Experts with one copy have no choice: they go first, and those with several go around them.
+    for slot, expert in sorted(arriving.items(), key=lambda item: (len(holders.get(item[1], ())), item[0])):
+        source = _nearest(holders.get(expert, ()), slot // per_rank, topology, sends)
+        sends[source] += 1
+        seconds = 0.0 if source == slot // per_rank else _link_s(source, slot // per_rank, topology, limits)
+        fetches.append((slot, expert, source, seconds))
+    fetches.sort(key=lambda fetch: (-fetch[3], fetch[0]))  # the slow ones first share the first rounds
+    rounds = edge_rounds([fetch[2] for fetch in fetches], [fetch[0] // per_rank for fetch in fetches])
+    by_round: list[list[Transfer]] = [[] for _ in range(max(rounds) + 1)]
+    for number, (slot, expert, source, seconds) in zip(rounds, fetches, strict=True):
+        by_round[number].append(Transfer(-1, layer, slot, expert, source, seconds))
+    numbered, next_id = [], first_id
+    for one in by_round:
+        numbered.append(tuple(transfer._replace(id=next_id + i) for i, transfer in enumerate(one)))
+        next_id += len(one)
+    after = tuple(arriving.get(slot, expert) for slot, expert in enumerate(before))
+    return Switch(layer, tuple(numbered), before, after)
+
+
+def _nearest(holders: Sequence[int], rank: int, topology: Topology, sends: Counter[int]) -> int:
+    if not holders:
+        return HOST
+    if rank in holders:
+        return rank
+    return min(holders, key=lambda h: (topology.node_of(h) != topology.node_of(rank), sends[h], h))
+
+
+def _link_s(source: int, rank: int, topology: Topology, limits: Limits) -> float:
+    if source == HOST:
+        link = topology.host
+    else:
+        link = topology.intra if topology.node_of(source) == topology.node_of(rank) else topology.inter
+    return link.latency_s + limits.expert_bytes / link.bytes_per_s
+
+
+def edge_rounds(senders: Sequence[int], receivers: Sequence[int]) -> list[int]:
+    """[transfer] its round: no rank sends two in one, none receives two, and the rounds are as many as the busiest rank
+    has to send or to receive. HOST sends as many as asked for; a rank that copies to itself uses no link.
+    """
+    pairs = list(zip(senders, receivers, strict=True))
+    sends = Counter(sender for sender, receiver in pairs if sender not in (HOST, receiver))
+    gets = Counter(receiver for sender, receiver in pairs if sender != receiver)
+    rounds = range(max([*sends.values(), *gets.values()], default=0))
+    by_sender: dict[int, dict[int, int]] = {rank: {} for rank in sends}  # round → transfer
+    by_receiver: dict[int, dict[int, int]] = {rank: {} for rank in gets}
+    # Of each transfer; the host is as many senders as it has transfers.
+    outs = [by_sender.get(sender, {}) for sender in senders]
+    ins = [by_receiver.get(receiver, {}) for receiver in receivers]
+    found = [0] * len(pairs)
+    for transfer, (sender, receiver) in enumerate(pairs):
+        if sender == receiver:
+            continue
+        free = next(n for n in rounds if n not in outs[transfer])
+        if free in ins[transfer]:
+            other = next(n for n in rounds if n not in ins[transfer])
+            _flip(ins[transfer], free, other, outs, ins, found)
+        found[transfer] = free
+        outs[transfer][free] = ins[transfer][free] = transfer
+    return found
+
+
+def _flip(
+    start: dict[int, int], free: int, other: int, outs: list[dict[int, int]], ins: list[dict[int, int]],
+    found: list[int],
+) -> None:  # fmt: skip
+    """Exchange two rounds along the path that starts at a receiver, so that it is free in round `free`.
+
+    The path alternates between the rounds; it comes to senders by `free` only, so never to the one that lacks it.
+    """
+    path, at, wanted = [], start, free
+    while wanted in at:
+        transfer = at[wanted]
+        path.append(transfer)
+        at, wanted = (outs[transfer], other) if wanted == free else (ins[transfer], free)
+    for transfer in path:
+        for table in (outs[transfer], ins[transfer]):
+            del table[found[transfer]]
+    for transfer in path:
+        found[transfer] = free + other - found[transfer]
+        outs[transfer][found[transfer]] = ins[transfer][found[transfer]] = transfer

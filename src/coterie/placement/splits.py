@@ -1,0 +1,88 @@
+"""How an expert's replicas share its tokens: a decision that moves nothing, so it is the first to try.
+
+* ``equal``: every replica takes as much. vLLM does this (a hash of the token's index), and it is all it can do.
+* ``weighted``: fixed weights, chosen when planning and kept until the next plan. Any engine whose dispatch draws a
+  replica by a weight can do this.
+* ``optimal``: shares solved anew for every window (or batch), as DeepSeek's LPLB and SGLang's
+  ``--ep-dispatch-algorithm lp`` do.
+
+Weighted and optimal are the same numbers, from different windows: weights are what was best for the window they were
+fitted on. On the next one they are worse than optimal, and may be worse than equal.
+
+The optimum is of ``unit x share``, which is linear. With `touch_s` above 0 a replica also streams the expert's weights
+in every step that touches it, however small its share; that part is spread as if it were divisible, so the seconds are
+then a lower bound.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.errors import ConfigError
+from coterie.placement._flows import (
+    Array,
+    Indices,
+    least_limit,
+    link,
+    new_search,
+    new_split,
+    separable,
+)  # fmt: skip
+from coterie.placement._simplex import solve_exactly
+from coterie.placement.objective import Problem
+
+SplitName = Literal["equal", "weighted", "optimal"]
+
+
+def split_shares(
+    name: str, problem: Problem, slot_experts: NDArray[np.integer], fitted: Problem | None = None
+) -> Array:
+    """[layer, slot] share of its expert's tokens each slot computes, in the window of `problem`.
+
+    `weighted` takes its weights from the window of `fitted`, an earlier one; without it, from the same.
+    """
+    if name == "equal":
+        return problem.equal_shares(slot_experts)
+    if name == "weighted":
+        return weighted_shares(problem if fitted is None else fitted, slot_experts)
+    if name == "optimal":
+        return optimal_shares(problem, slot_experts)
+    raise ConfigError(f"split={name!r} must be one of {', '.join(get_args(SplitName))}")
+
+
+def weighted_shares(fitted: Problem, slot_experts: NDArray[np.integer]) -> Array:
+    """[layer, slot] weights to keep until the next plan: what is best in the window of `fitted`."""
+    return optimal_shares(fitted, slot_experts)
+
+
+def optimal_shares(problem: Problem, slot_experts: NDArray[np.integer]) -> Array:
+    """[layer, slot] shares with which the slowest rank of each layer is fastest; exact.
+
+    They start from equal ones and differ as little as shortest chains of replicas allow. Of an expert's slots on one
+    rank the first computes all; slots of ranks that are gone nothing, and neither does an expert that is only there.
+    """
+    rows = np.ascontiguousarray(slot_experts, np.int64)
+    if rows.shape != problem.current.slot_experts.shape:
+        raise ConfigError(f"slot_experts has shape {rows.shape}; expected {problem.current.slot_experts.shape}")
+    shares = np.zeros(rows.shape)
+    _optimal_shares(rows, problem.alive, problem.topology.rank_speeds, problem.unit, problem.even, shares)
+    return shares
+
+
+@njit()
+def _optimal_shares(
+    rows: Indices, alive: NDArray[np.bool_], speeds: Array, unit: Array, even: Array, shares: Array
+) -> None:
+    layers, slots = rows.shape
+    ranks, experts = unit.shape[1:]
+    for layer in range(layers):
+        split, search = new_split(slots, experts, ranks), new_search(ranks)
+        link(rows[layer], alive, unit[layer], split)
+        least_limit(split, unit[layer], speeds, even[layer], search)
+        if not separable(split, unit[layer], speeds):
+            solve_exactly(split, unit[layer])
+        shares[layer] = split.share

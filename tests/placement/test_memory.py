@@ -1,0 +1,60 @@
+"""The memory that replicas and KV cache share."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coterie.errors import ConfigError
+from coterie.models import get_model
+from coterie.placement.memory import PUBLISHED_BUDGET, PUBLISHED_STEP_S, MemoryBudget, published_step_s
+
+
+def test_the_published_cache_column_is_exact_and_its_throughput_is_not():
+    counts = (0, 4, 8, 12, 16)
+    assert [round(PUBLISHED_BUDGET.kv_bytes(n) / 1e9, 1) for n in counts] == [163.7, 120.9, 78.1, 35.3, 0.0]
+    assert [round(PUBLISHED_BUDGET.fitting_sessions(n), 1) for n in counts] == [5.0, 3.7, 2.4, 1.1, 0.0]
+    ratios = [PUBLISHED_STEP_S / published_step_s(n, 1.0) for n in counts[:4]]
+    assert ratios == pytest.approx([1.0, 1.00113, 1.00226, 1.00339], abs=1e-5), "not 1.11, 1.22, 1.34"
+    points = [PUBLISHED_BUDGET.point(n, published_step_s) for n in counts]
+    assert [p.tokens_per_s / points[0].tokens_per_s for p in points] == pytest.approx(
+        [1.0, 0.7394, 0.4782, 0.2164, 0.0], abs=1e-4
+    ), "with the sessions that are lost, each replica costs throughput"
+    assert PUBLISHED_BUDGET.best(published_step_s).replicas == 0
+
+
+def test_real_sizes_of_the_published_model():
+    spec = get_model("deepseek-v3")
+    budget = MemoryBudget.of(spec, 163.7e9, 131_072)
+    assert budget.replica_bytes == pytest.approx(2.554e9, rel=1e-3), "fp8, 58 layers"
+    assert MemoryBudget.of(spec, 163.7e9, 131_072, dtype="bf16").replica_bytes == pytest.approx(5.109e9, rel=1e-3)
+    assert budget.session_bytes == 70_272 * 131_072, "latent attention"
+
+
+@given(
+    st.floats(1, 100), st.floats(0.1, 10), st.floats(0.1, 10), st.floats(0.5, 200), st.floats(1e-3, 1),
+    st.floats(0, 0.2),
+)  # fmt: skip
+def test_best_is_the_best_of_all_and_only_unused_memory_is_free(available, replica, session, at_hand, base, gain):
+    budget = MemoryBudget(available, replica, session, at_hand)
+
+    def step_s(replicas, sessions):
+        return base * (0.5 + 0.5 / (1 + gain * replicas)) + 1e-3 * sessions
+
+    best = budget.best(step_s)
+    rates = {n: budget.point(n, step_s).tokens_per_s for n in range(budget.max_replicas + 1)}
+    assert best.tokens_per_s == max(rates.values())
+    assert best.replicas == min(n for n, rate in rates.items() if rate == best.tokens_per_s)
+    free = [n for n in rates if budget.fitting_sessions(n) >= at_hand]
+    if gain > 1e-3 and free:
+        assert best.replicas >= max(free), "what no request uses is given to replicas, where they help at all"
+
+
+def test_bad_input():
+    with pytest.raises(ConfigError, match="replica_bytes=0 must be above 0"):
+        MemoryBudget(1.0, 0, 1.0)
+    with pytest.raises(ConfigError, match="replicas=-1 must be at least 0"):
+        PUBLISHED_BUDGET.kv_bytes(-1)
+    with pytest.raises(ConfigError, match="counts must name"):
+        PUBLISHED_BUDGET.best(published_step_s, [])

@@ -1,0 +1,184 @@
+"""Rounds: as few as König says, safe in every order, within the memory that staging has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.errors import ConfigError
+from coterie.placement.base import HOST, Load
+from coterie.placement.eplb import Eplb
+from coterie.placement.objective import settle
+from coterie.placement.rounds import Limits, edge_rounds, schedule_moves
+from coterie.types import Placement, Topology
+
+INF = float("inf")
+
+
+@st.composite
+def migrations(draw, dead_ranks=True):
+    """A placement, another one, a topology, and staging for one to all experts of a rank."""
+    ranks = draw(st.integers(1, 5))
+    per_rank = draw(st.integers(1, 4))
+    slots = ranks * per_rank
+    layers = draw(st.integers(1, 3))
+    dead = draw(st.integers(0, ranks - 1)) if dead_ranks and ranks > 1 and draw(st.booleans()) else None
+    living = [s for s in range(slots) if dead is None or s // per_rank != dead]
+    experts = draw(st.integers(1, len(living)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+
+    def row(of):
+        out = rng.integers(0, experts, slots)
+        out[rng.permutation(of)[:experts]] = rng.permutation(experts)
+        return out
+
+    old = np.array([row(np.arange(slots)) for _ in range(layers)], np.int32)
+    new, _ = settle(old, np.array([row(living) for _ in range(layers)], np.int32), ranks)
+    speeds = () if dead is None else tuple(0.0 if rank == dead else 1.0 for rank in range(ranks))
+    topology = Topology(ranks, draw(st.integers(1, 5)), speeds=speeds)
+    staging = draw(st.integers(1, per_rank))
+    return (Placement(old, ranks, experts), Placement(new, ranks, experts), topology, Limits(10.0, 10.0 * staging + 5))
+
+
+@given(st.lists(st.tuples(st.integers(-1, 6), st.integers(0, 6)), max_size=60))
+@settings(deadline=None, max_examples=300)
+def test_as_many_rounds_as_the_busiest_rank_has_moves(pairs):
+    senders, receivers = [s for s, _ in pairs], [r for _, r in pairs]
+    found = edge_rounds(senders, receivers)
+    over_links = [(s, r, n) for s, r, n in zip(senders, receivers, found, strict=True) if s != r]
+    sent = Counter((s, n) for s, _, n in over_links if s != HOST)
+    got = Counter((r, n) for _, r, n in over_links)
+    assert max([*sent.values(), *got.values()], default=1) == 1, "one each way, in every round"
+    degree = Counter(("out", s) for s, _, _ in over_links if s != HOST) + Counter(("in", r) for _, r, _ in over_links)
+    assert max(found, default=-1) + 1 == max([*degree.values(), 1 if pairs else 0], default=0), "König's bound is met"
+
+
+@given(migrations())
+@settings(deadline=None, max_examples=300)
+def test_every_map_on_the_way_is_safe_and_within_memory(case):
+    current, target, topology, limits = case
+    schedule = schedule_moves(current, target, topology, limits)
+    alive = topology.rank_speeds > 0
+    per_rank = current.slots_per_rank
+    living = np.repeat(alive, per_rank)
+    maps = {layer: tuple(row) for layer, row in enumerate(current.slot_experts.tolist())}
+    refused = {refusal.layer for refusal in schedule.refusals}
+    seen = 0
+    for switch in schedule.switches:
+        assert switch.before == maps[switch.layer], "a switch starts from where the last one ended"
+        held_before = {e for s, e in enumerate(switch.before) if living[s]}
+        assert held_before <= {e for s, e in enumerate(switch.after) if living[s]}, "no expert loses its last slot"
+        staged = Counter(t.slot // per_rank for t in switch.transfers)
+        assert max(staged.values()) * limits.expert_bytes <= limits.staging_bytes
+        links = [(t.source, t.slot // per_rank) for t in switch.transfers if t.source != t.slot // per_rank]
+        degree = Counter(("out", s) for s, _ in links if s != HOST) + Counter(("in", r) for _, r in links)
+        assert len(switch.rounds) == max(degree.values(), default=1)
+        for t in switch.transfers:
+            assert t.id == seen
+            seen += 1
+            assert alive[t.slot // per_rank]
+            if t.source == HOST:
+                assert t.expert not in held_before
+            else:
+                assert alive[t.source]
+                assert t.expert in switch.before[t.source * per_rank : (t.source + 1) * per_rank]
+        maps[switch.layer] = switch.after
+    for layer, row in maps.items():
+        wanted = target if layer not in refused else current
+        kept = current.slot_experts[layer] if layer in refused else wanted.slot_experts[layer]
+        assert (np.array(row)[living] == kept[living]).all(), "it ends where the plan leads"
+        assert tuple(schedule.placement.slot_experts[layer]) == row
+    if limits.staging_bytes >= limits.expert_bytes * per_rank:
+        assert not [r for r in schedule.refusals if "staging" in r.reason], "a whole rank of staging is always enough"
+        assert len({s.layer for s in schedule.switches}) == len(schedule.switches)
+
+
+def test_a_swap_needs_one_expert_of_staging_and_a_ring_through_one_rank_more():
+    topology = Topology(2)
+    current = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
+    both = Placement(np.array([[2, 3, 0, 1]], np.int32), 2, 4)
+    one = schedule_moves(current, both, topology, Limits(10.0, 10.0))
+    assert [[t.slot for t in s.transfers] for s in one.switches] == [[0, 2], [1, 3]], "two swaps, one after the other"
+    assert one.peak_staging_bytes == 10.0
+    two = schedule_moves(current, both, topology, Limits(10.0, 20.0))
+    assert len(two.switches) == 1
+    assert two.num_rounds == 2
+    ring = Placement(np.array([[3, 2, 0, 1]], np.int32), 2, 4)  # 0 → slot 2 → 1 → slot 3 → 0: all four together
+    refused = schedule_moves(current, ring, topology, Limits(10.0, 10.0))
+    assert not refused.switches
+    assert (refused.placement.slot_experts == current.slot_experts).all()
+    assert "2 experts of rank 0 change places in one ring of 4" in refused.refusals[0].reason
+
+
+def test_replicas_are_fetched_from_those_that_send_least():
+    current = Placement(np.array([[0, 1, 0, 2, 3, 1, 4, 2]], np.int32), 4, 5)  # 0 on ranks 0 and 1
+    target = Placement(np.array([[0, 1, 0, 2, 3, 0, 4, 0]], np.int32), 4, 5)
+    schedule = schedule_moves(current, target, Topology(4))
+    assert sorted(t.source for t in schedule.transfers) == [0, 1]
+    assert schedule.num_rounds == 1, "from one of them alone it would take two"
+
+
+def test_a_plan_of_eplb_is_scheduled_whole(rng):
+    layers, experts, ranks = 6, 32, 8
+    load = Load(rng.gamma(0.5, 100.0, (layers, experts)))
+    topology, current = Topology(ranks, 4), Placement.linear(layers, experts, ranks, 40)
+    plan = Eplb().plan(load, topology, current)
+    schedule = schedule_moves(current, plan.placement, topology, Limits(44e6))
+    over_links = [t for t in schedule.transfers if t.source != t.slot // current.slots_per_rank]
+    assert len(over_links) == len(plan.moves)
+    assert sorted((t.layer, t.slot, t.expert) for t in over_links) == sorted(
+        zip(plan.moves.layer.tolist(), plan.moves.slot.tolist(), plan.moves.expert.tolist(), strict=True)
+    )
+    assert schedule.moved_bytes == len(plan.moves) * 44e6
+    # A plan counts what the busiest receiver waits; rounds also wait for senders and for the slowest of a round.
+    assert plan.movement_s <= schedule.timing().movement_s <= 3 * plan.movement_s
+
+
+def test_what_hides_behind_steps_is_not_exposed():
+    current = Placement.linear(2, 4, 2)
+    target = Placement(np.array([[2, 1, 0, 3], [2, 3, 0, 1]], np.int32), 2, 4)
+    schedule = schedule_moves(current, target, Topology(2), Limits(450e9 * 1e-3))  # 1 ms a move, and 2 us
+    each = 1e-3 + 2e-6
+    alone = schedule.timing()
+    assert alone.movement_s == pytest.approx(3 * each)
+    assert (alone.exposed_s, alone.exposed) == (alone.movement_s, 1.0)
+    assert alone.ready_s == pytest.approx((each, 3 * each))
+    half = schedule.timing(step_s=1e-3, steps=3, link_share=0.5)
+    assert half.hidden_s == pytest.approx(1.5e-3)
+    assert half.exposed_s == pytest.approx(3 * each - 1.5e-3)
+    assert half.ready_s == pytest.approx((2 * each, 3e-3 + 3 * each - 1.5e-3))
+    whole = schedule.timing(step_s=1e-3, steps=INF)
+    assert (whole.exposed_s, whole.exposed) == (0.0, 0.0)
+    assert whole.ready_s == pytest.approx((2 * each, 6 * each))
+    for steps, share in product((0, 1, 5, 50), (0.1, 0.5, 1.0)):
+        timing = schedule.timing(1e-3, steps, share)
+        assert timing.exposed_s == pytest.approx(max(0.0, timing.movement_s - share * steps * 1e-3))
+        assert timing.ready_s[-1] >= timing.movement_s - 1e-12
+
+
+def test_nothing_to_move():
+    current = Placement.linear(2, 4, 2)
+    schedule = schedule_moves(current, current, Topology(2))
+    assert (schedule.switches, schedule.refusals, schedule.peak_staging_bytes) == ((), (), 0)
+    assert schedule.timing().exposed == 0.0
+
+
+def test_bad_input():
+    current = Placement.linear(1, 4, 2)
+    with pytest.raises(ConfigError, match=r"staging_bytes=9 must hold at least one expert of 10 bytes"):
+        Limits(10.0, 9.0)
+    with pytest.raises(ConfigError, match=r"placement.num_ranks=2 must equal topology.num_ranks=4"):
+        schedule_moves(current, current, Topology(4))
+    with pytest.raises(ConfigError, match=r"the target has shape \(1, 8\)"):
+        schedule_moves(current, Placement.linear(1, 4, 2, 8), Topology(2))
+    with pytest.raises(ConfigError, match="link_share=0"):
+        schedule_moves(current, current, Topology(2)).timing(link_share=0.0)
+    gone = Topology(2, speeds=(1.0, 0.0))
+    away = Placement(np.array([[2, 3, 0, 1]], np.int32), 2, 4)
+    found = schedule_moves(current, away, gone)
+    assert "expert 0 would keep no slot on a living rank" in found.refusals[0].reason
