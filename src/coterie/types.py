@@ -199,10 +199,12 @@ class Placement:
             raise ConfigError(
                 f"slot_experts holds {low if low < 0 else high}; it must be in 0 … {self.num_experts - 1}"
             )
-        for layer, row in enumerate(self.slot_experts):
-            missing = np.setdiff1d(np.arange(self.num_experts), row)
-            if missing.size:
-                raise ConfigError(f"layer {layer} has no slot for expert {missing[0]} ({missing.size} missing)")
+        held = np.zeros((self.num_layers, self.num_experts), np.bool_)
+        held[np.arange(self.num_layers)[:, None], self.slot_experts] = True
+        if not held.all():
+            layer = int(np.argmin(held.all(axis=1)))
+            missing = np.flatnonzero(~held[layer])
+            raise ConfigError(f"layer {layer} has no slot for expert {missing[0]} ({missing.size} missing)")
 
     @classmethod
     def linear(cls, num_layers: int, num_experts: int, num_ranks: int, num_slots: int | None = None) -> Placement:

@@ -10,14 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.placement.actions import (
-    PUBLISHED,
-    ActionManager,
-    ActionSettings,
-    held_by,
-    placement_of,
-    remote_share,
-)
+from coterie.placement.actions import PUBLISHED, ActionManager, ActionSettings
+from coterie.placement.holdings import held_by, placement_of, remote_share
 from coterie.placement.rounds import Limits, schedule_moves
 from coterie.types import Link, Placement, Topology
 
@@ -137,9 +131,11 @@ def test_every_skip_has_its_reason(rng):
     nothing = ActionManager(Topology(2), settings=EAGER).cycle(np.zeros((2, 1, 8)), held)
     assert nothing.events[-1].reason == "no rank asks for an expert that it lacks"
     even = rng.random(8)
-    assert not ActionManager(Topology(2), settings=ActionSettings(replicate_top=0, min_saving_s=1e-12)).cycle(
-        np.stack([even, even])[:, None], held
-    ).actions, "ranks that ask for the same have nothing to swap"
+    assert (
+        not ActionManager(Topology(2), settings=ActionSettings(replicate_top=0, min_saving_s=1e-12))
+        .cycle(np.stack([even, even])[:, None], held)
+        .actions
+    ), "ranks that ask for the same have nothing to swap"
 
 
 def test_the_published_settings():

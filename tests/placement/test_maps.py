@@ -276,8 +276,11 @@ def test_published_placements(data_dir: Path):
     found = read_map(f"{file}#{uneven}", model="deepseek-v3", num_ranks=32)
     assert found.placement.num_slots == 32 * 9
     assert found.placement.duplicates == 48 * 32, "48 layers hold 8 experts a rank, the others 9"
-    load = np.ones((58, 256))
-    assert found.placement.rank_load(load)[0].tolist() == [8.0] * 32
+    busy = found.placement.rank_load(np.ones((58, 256)))
+    full = found.placement.slot_experts.reshape(58, 32, 9)
+    spare = [layer for layer in range(58) if all(len(set(rank)) == 8 for rank in full[layer])]
+    assert len(spare) == 48
+    assert busy[spare].tolist() == [[8.0] * 32] * 48, "what fills a free slot takes no tokens from others"
     with pytest.raises(TraceError, match="is missing"):
         read_map(f"{file}#nothing")
     with pytest.raises(TraceError, match="16 ranks, expected 8"):

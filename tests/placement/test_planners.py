@@ -155,7 +155,6 @@ def test_dealt_cards(size: tuple[int, int, int]):
         assert np.array_equal(first % ranks, np.repeat(np.arange(ranks)[:, None], experts // ranks, axis=1))
 
 
-@settings(max_examples=150)
 @given(sizes(), st.integers(0, 10**6), st.sampled_from([0.0, 0.5, 2.0]))
 def test_packing_never_holds_an_expert_twice(size: tuple[int, int, int], seed: int, sigma: float):
     experts, ranks, per_rank = size
@@ -182,7 +181,7 @@ def reference_eplb(weight: list[float], slots: int, ranks: int) -> list[list[int
     return packs
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(sizes(6), st.integers(0, 10**6))
 def test_eplb_is_the_published_algorithm(size: tuple[int, int, int], seed: int):
     """Wherever that puts no expert twice on a rank."""

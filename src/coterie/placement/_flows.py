@@ -46,16 +46,9 @@ class Split(NamedTuple):
     """[rank] seconds"""
 
 
-class Search(NamedTuple):
-    """What a search for a way to push leaves behind."""
-
-    reached: NDArray[np.bool_]
-    """[rank] from one that is over the limit"""
-    left: Indices
-    """[rank] slot the way to it came from, NONE where it starts"""
-    entered: Indices
-    """[rank] slot of the rank where it came in"""
-    queue: Indices
+REACHED, LEFT, ENTERED, QUEUE = 0, 1, 2, 3
+"""Rows of a search, an array [4, rank]: whether a rank over the limit can push there; the slot the way to it came from,
+NONE where it starts; the slot where it came in; ranks in the order they were reached."""
 
 
 @njit()
@@ -64,13 +57,6 @@ def new_split(slots: int, experts: int, ranks: int) -> Split:
         np.empty(slots, np.int64), np.empty(slots, np.int64), np.empty(experts, np.int64),
         np.empty(experts, np.int64), np.empty(slots), np.empty(ranks),
     )  # fmt: skip
-
-
-@njit()
-def new_search(ranks: int) -> Search:
-    return Search(
-        np.zeros(ranks, np.bool_), np.empty(ranks, np.int64), np.empty(ranks, np.int64), np.empty(ranks, np.int64)
-    )
 
 
 @njit()
@@ -108,33 +94,49 @@ def holds(split: Split, expert: int, rank: int, each: int) -> bool:
 
 @njit()
 def copy_split(split: Split, to: Split) -> None:
-    to.expert[:] = split.expert
-    to.after[:] = split.after
-    to.first[:] = split.first
-    to.count[:] = split.count
-    to.share[:] = split.share
-    to.busy[:] = split.busy
+    for slot in range(len(split.share)):
+        to.expert[slot] = split.expert[slot]
+        to.after[slot] = split.after[slot]
+    for expert in range(len(split.first)):
+        to.first[expert] = split.first[expert]
+        to.count[expert] = split.count[expert]
+    copy_shares(split, to)
+
+
+@njit()
+def copy_shares(split: Split, to: Split) -> None:
+    for slot in range(len(split.share)):
+        to.share[slot] = split.share[slot]
+    for rank in range(len(split.busy)):
+        to.busy[rank] = split.busy[rank]
 
 
 @njit()
 def put(split: Split, slot: int, expert: int, unit: Array) -> None:
     """Overwrite a slot, whose expert must have another; its share goes to the least busy of those."""
-    each = len(split.expert) // len(split.busy)
-    rank, old, share = slot // each, split.expert[slot], split.share[slot]
     if split.after[slot] != TWIN:
-        _unlink(split, slot)
-        if share > 0.0:
-            heir = split.first[old]
-            other = heir
-            while other >= 0:
-                if split.busy[other // each] < split.busy[heir // each]:
-                    heir = other
-                other = split.after[other]
-            split.busy[rank] -= unit[rank, old] * share
-            split.share[heir] += share
-            split.busy[heir // each] += unit[heir // each, old] * share
-    _link_in(split, slot, expert)
+        unlink(split, slot)
+        bequeath(split, slot, unit)
+    link_in(split, slot, expert)
+
+
+@njit()
+def bequeath(split: Split, slot: int, unit: Array) -> int:
+    """Give the share of a slot that was unlinked to the least busy other of its expert; its rank, NONE if no share."""
+    each = len(split.expert) // len(split.busy)
+    rank, expert, share = slot // each, split.expert[slot], split.share[slot]
+    if share <= 0.0:
+        return NONE
+    heir = other = split.first[expert]
+    while other >= 0:
+        if split.busy[other // each] < split.busy[heir // each]:
+            heir = other
+        other = split.after[other]
+    split.busy[rank] -= unit[rank, expert] * share
     split.share[slot] = 0.0
+    split.share[heir] += share
+    split.busy[heir // each] += unit[heir // each, expert] * share
+    return heir // each
 
 
 @njit()
@@ -143,18 +145,20 @@ def swap(split: Split, one: int, other: int, unit: Array) -> None:
     each = len(split.expert) // len(split.busy)
     here, there = one // each, other // each
     leaves, comes = split.expert[one], split.expert[other]
-    _unlink(split, one)
-    _unlink(split, other)
-    _link_in(split, one, comes)
-    _link_in(split, other, leaves)
+    unlink(split, one)
+    unlink(split, other)
+    link_in(split, one, comes)
+    link_in(split, other, leaves)
     split.busy[here] += unit[here, comes] * split.share[other] - unit[here, leaves] * split.share[one]
     split.busy[there] += unit[there, leaves] * split.share[one] - unit[there, comes] * split.share[other]
     split.share[one], split.share[other] = split.share[other], split.share[one]
 
 
 @njit()
-def _unlink(split: Split, slot: int) -> None:
+def unlink(split: Split, slot: int) -> int:
+    """Take a slot out of its expert's; the one before it, or NONE, for :func:`relink`."""
     expert = split.expert[slot]
+    before = NONE
     if split.first[expert] == slot:
         split.first[expert] = split.after[slot]
     else:
@@ -163,10 +167,22 @@ def _unlink(split: Split, slot: int) -> None:
             before = split.after[before]
         split.after[before] = split.after[slot]
     split.count[expert] -= 1
+    return before
 
 
 @njit()
-def _link_in(split: Split, slot: int, expert: int) -> None:
+def relink(split: Split, slot: int, before: int) -> None:
+    """Undo :func:`unlink`."""
+    expert = split.expert[slot]
+    if before == NONE:
+        split.first[expert] = slot
+    else:
+        split.after[before] = slot
+    split.count[expert] += 1
+
+
+@njit()
+def link_in(split: Split, slot: int, expert: int) -> None:
     split.expert[slot] = expert
     split.after[slot] = split.first[expert]
     split.first[expert] = slot
@@ -174,39 +190,43 @@ def _link_in(split: Split, slot: int, expert: int) -> None:
 
 
 @njit()
-def relieve(split: Split, unit: Array, speeds: Array, limit: float, search: Search) -> float:
+def relieve(
+    split: Split, unit: Array, speeds: Array, limit: float, search: Indices, closed: NDArray[np.bool_]
+) -> float:
     """Push from ranks over the limit to ranks under it until nothing can be pushed; work (speed x seconds) left over.
 
-    Where some is left, `search.reached` is the bottleneck.
+    Where some is left, `search[REACHED]` is the bottleneck. Ranks that are `closed` are as if they were not there.
     """
     tiny = TINY * limit
     while True:
-        sink = _reach(split, unit, limit, tiny, search)
+        sink = _reach(split, unit, limit, tiny, search, closed)
         if sink == NONE:
             over = 0.0
             for rank in range(len(split.busy)):
-                if split.busy[rank] > limit + tiny:
+                if split.busy[rank] > limit + tiny and not closed[rank]:
                     over += (split.busy[rank] - limit) * speeds[rank]
             return over
         _push(split, unit, limit, search, sink)
 
 
 @njit()
-def _reach(split: Split, unit: Array, limit: float, tiny: float, search: Search) -> int:
+def _reach(
+    split: Split, unit: Array, limit: float, tiny: float, search: Indices, closed: NDArray[np.bool_]
+) -> int:
     """The nearest rank under the limit that one over it can push to, or NONE."""
     ranks = len(split.busy)
     each = len(split.expert) // ranks
     end = 0
     for rank in range(ranks):
         over = split.busy[rank] > limit + tiny
-        search.reached[rank] = over
-        if over:
-            search.left[rank] = NONE
-            search.queue[end] = rank
+        search[REACHED, rank] = over or closed[rank]
+        if over and not closed[rank]:
+            search[LEFT, rank] = NONE
+            search[QUEUE, end] = rank
             end += 1
     begin = 0
     while begin < end:
-        rank = search.queue[begin]
+        rank = search[QUEUE, begin]
         begin += 1
         for slot in range(rank * each, rank * each + each):
             expert = split.expert[slot]
@@ -215,11 +235,11 @@ def _reach(split: Split, unit: Array, limit: float, tiny: float, search: Search)
             other = split.first[expert]
             while other >= 0:
                 peer = other // each
-                if not search.reached[peer]:
-                    search.reached[peer] = True
-                    search.left[peer] = slot
-                    search.entered[peer] = other
-                    search.queue[end] = peer
+                if not search[REACHED, peer]:
+                    search[REACHED, peer] = True
+                    search[LEFT, peer] = slot
+                    search[ENTERED, peer] = other
+                    search[QUEUE, end] = peer
                     end += 1
                     if split.busy[peer] < limit - tiny:
                         return peer
@@ -228,14 +248,14 @@ def _reach(split: Split, unit: Array, limit: float, tiny: float, search: Search)
 
 
 @njit()
-def _push(split: Split, unit: Array, limit: float, search: Search, sink: int) -> None:
+def _push(split: Split, unit: Array, limit: float, search: Indices, sink: int) -> None:
     """As much as the way to `sink` takes. Ranks between keep their seconds; those at its ends do not lose alike."""
     each = len(split.expert) // len(split.busy)
     room = limit - split.busy[sink]  # seconds that arrive at the sink
     gain = 1.0  # seconds that leave the rank for each that arrives
     rank = sink
-    while search.left[rank] != NONE:
-        slot = search.left[rank]
+    while search[LEFT, rank] != NONE:
+        slot = search[LEFT, rank]
         expert, origin = split.expert[slot], slot // each
         room = min(room, split.share[slot] * unit[rank, expert] / gain)
         gain *= unit[origin, expert] / unit[rank, expert]
@@ -244,28 +264,28 @@ def _push(split: Split, unit: Array, limit: float, search: Search, sink: int) ->
     split.busy[rank] -= arrives * gain
     split.busy[sink] += arrives
     rank, seconds = sink, arrives
-    while search.left[rank] != NONE:
-        slot = search.left[rank]
+    while search[LEFT, rank] != NONE:
+        slot = search[LEFT, rank]
         expert, origin = split.expert[slot], slot // each
         part = min(split.share[slot], seconds / unit[rank, expert])
         split.share[slot] -= part
-        split.share[search.entered[rank]] += part
+        split.share[search[ENTERED, rank]] += part
         seconds = part * unit[origin, expert]
         rank = origin
 
 
 @njit()
-def least_limit(split: Split, unit: Array, speeds: Array, start: float, search: Search) -> float:
+def least_limit(split: Split, unit: Array, speeds: Array, start: float, search: Indices) -> float:
     """Share the tokens so that the slowest rank is fastest, and its seconds: at least `start`, to begin with.
 
     Newton's method: each bottleneck names the least limit it allows, and what was pushed under a lower limit stays
     right under a higher one.
     """
-    limit = start
-    while relieve(split, unit, speeds, limit, search) > 0.0:
+    limit, closed = start, np.zeros(len(speeds), np.bool_)
+    while relieve(split, unit, speeds, limit, search, closed) > 0.0:
         work = speed = 0.0
         for rank in range(len(speeds)):
-            if search.reached[rank]:
+            if search[REACHED, rank]:
                 work += split.busy[rank] * speeds[rank]
                 speed += speeds[rank]
         raised = work / speed

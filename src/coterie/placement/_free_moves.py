@@ -18,34 +18,39 @@ from numpy.typing import NDArray
 from coterie._numba import njit
 from coterie.placement._flows import (
     NONE,
+    REACHED,
     TWIN,
     Array,
     Indices,
-    Search,
     Split,
+    bequeath,
+    copy_shares,
     copy_split,
     holds,
     least_limit,
     link,
-    new_search,
     new_split,
     put,
     relieve,
+    relink,
     swap,
+    unlink,
 )  # fmt: skip
 
-DRAINS = 12
+DRAINS = 8
 """Experts of a bottleneck, heaviest first, of which it is computed how much they would drain."""
 
 PAIRS = 16
 """Double moves tried, the most promising by a rough estimate."""
 
 CLOSE = 1e-5
-"""Of the floor: a layer this near to it is there."""
+"""Of the limit: work over it that is left as it is."""
 
+LOOSER = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)
+"""Past the floor: targets to try where those below cost more than that."""
 
-TINY_GAIN = 1e-6
-WEAK = 1e-6
+SAME = 1e-6
+"""Relative difference of gains that is none."""
 
 
 class Layer(NamedTuple):
@@ -64,13 +69,16 @@ class Layer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One move, or two (where `slot2` is not NONE)."""
+    """One move, or two (where `slot2` is not NONE): `slot` is outside the bottleneck."""
 
     slot: int
     expert: int
     slot2: int
     expert2: int
+    gain: float
+    """Work that finds a place."""
     score: float
+    """Seconds saved."""
 
 
 @njit()
@@ -81,40 +89,38 @@ def search_layer(row: Indices, layer: Layer, target: float, slots: Indices, expe
     on no living rank.
     """
     ranks, num_experts = layer.unit.shape
-    split, trial = new_split(len(row), num_experts, ranks), new_split(len(row), num_experts, ranks)
-    search = new_search(ranks)
+    split, whole = new_split(len(row), num_experts, ranks), new_split(len(row), num_experts, ranks)
+    trial = Split(split.expert, split.after, split.first, split.count, np.empty(len(row)), np.empty(ranks))
+    search, other = np.empty((4, ranks), np.int64), np.empty((4, ranks), np.int64)
+    nowhere, arrivals = np.zeros(ranks, np.bool_), np.zeros(ranks)
     link(row, layer.alive, layer.unit, split)
-    arrivals = np.zeros(ranks)
-    steps = _rescue(split, layer, arrivals, slots, experts, totals)
+    steps = _rescue(layer, split, arrivals, slots, experts, totals)
     while True:
-        over = relieve(split, layer.unit, layer.speeds, target, search)
-        copy_split(split, trial)
-        slowest = least_limit(trial, layer.unit, layer.speeds, layer.floor if over == 0.0 else target, new_search(ranks))
-        totals[steps] = (
-            layer.horizon * slowest + layer.exposed * (arrivals.max() + layer.move_price * arrivals.sum())
-        )
+        over = relieve(split, layer.unit, layer.speeds, target, search, nowhere)
+        copy_shares(split, trial)
+        slowest = least_limit(trial, layer.unit, layer.speeds, target if over > 0.0 else layer.floor, other)
+        totals[steps] = layer.horizon * slowest + _movement(layer, arrivals)
         if over <= CLOSE * target or steps + 2 > len(slots):
             return steps
-        step = _best_step(split, trial, layer, target, over, arrivals, search)
+        step = _best_step(layer, split, trial, whole, search, other, arrivals, target, over)
         if step.slot == NONE:
             return steps
-        if step.slot2 == NONE:
-            _arrive(split, step.slot, step.expert, layer, arrivals)
-            put(split, step.slot, step.expert, layer.unit)
-        else:
-            _arrive(split, step.slot, step.expert, layer, arrivals)
-            _arrive(split, step.slot2, step.expert2, layer, arrivals)
-            _apply_pair(split, step, layer.unit)
+        if step.slot2 != NONE:
+            _arrive(split, step.slot2, step.expert2, layer.load_in, arrivals)
             slots[steps], experts[steps] = step.slot2, step.expert2
             steps += 1
             totals[steps] = np.inf
+        _arrive(split, step.slot, step.expert, layer.load_in, arrivals)
+        _take(split, step, layer.unit)
         slots[steps], experts[steps] = step.slot, step.expert
         steps += 1
 
 
 @njit()
-def _apply_pair(split: Split, step: Step, unit: Array) -> None:
-    if split.expert[step.slot2] == step.expert:
+def _take(split: Split, step: Step, unit: Array) -> None:
+    if step.slot2 == NONE:
+        put(split, step.slot, step.expert, unit)
+    elif split.expert[step.slot2] == step.expert:
         swap(split, step.slot, step.slot2, unit)
     else:
         put(split, step.slot2, step.expert2, unit)
@@ -122,44 +128,55 @@ def _apply_pair(split: Split, step: Step, unit: Array) -> None:
 
 
 @njit()
-def _arrive(split: Split, slot: int, expert: int, layer: Layer, arrivals: Array) -> None:
-    rank = slot // (len(split.expert) // len(arrivals))
-    arrivals[rank] += layer.load_in[rank, expert]
+def _movement(layer: Layer, arrivals: Array) -> float:
+    """Seconds, as the objective counts them."""
+    slowest = total = 0.0
+    for seconds in arrivals:
+        slowest = max(slowest, seconds)
+        total += seconds
+    return layer.exposed * (slowest + layer.move_price * total)
+
+
+@njit()
+def _arrive(split: Split, slot: int, expert: int, load_in: Array, arrivals: Array) -> None:
+    rank = slot // (len(split.share) // len(arrivals))
+    arrivals[rank] += load_in[rank, expert]
     if split.after[slot] != TWIN:
-        arrivals[rank] -= layer.load_in[rank, split.expert[slot]]
+        arrivals[rank] -= load_in[rank, split.expert[slot]]
 
 
 @njit()
-def _price(slot: int, expert: int, split: Split, layer: Layer, arrivals: Array) -> float:
-    """Seconds a move costs."""
-    rank = slot // (len(split.expert) // len(arrivals))
-    seconds = layer.load_in[rank, expert]
-    return layer.exposed * (layer.move_price * seconds + max(0.0, arrivals[rank] + seconds - arrivals.max()))
+def _price(layer: Layer, arrivals: Array, rank: int, expert: int) -> float:
+    """Seconds that loading an expert adds to the objective."""
+    before = _movement(layer, arrivals)
+    arrivals[rank] += layer.load_in[rank, expert]
+    after = _movement(layer, arrivals)
+    arrivals[rank] -= layer.load_in[rank, expert]
+    return after - before
 
 
 @njit()
-def _spare(split: Split, slot: int, each: int, alive: NDArray[np.bool_]) -> bool:
+def _spare(split: Split, slot: int, alive: NDArray[np.bool_]) -> bool:
     """Whether the slot may be overwritten."""
-    return alive[slot // each] and (split.after[slot] == TWIN or split.count[split.expert[slot]] > 1)
+    rank = slot // (len(split.share) // len(alive))
+    return alive[rank] and (split.after[slot] == TWIN or split.count[split.expert[slot]] > 1)
 
 
 @njit()
-def _rescue(
-    split: Split, layer: Layer, arrivals: Array, slots: Indices, experts: Indices, totals: Array
-) -> int:
+def _rescue(layer: Layer, split: Split, arrivals: Array, slots: Indices, experts: Indices, totals: Array) -> int:
     """Load experts that no living rank holds into the spare slots of the least busy ranks; how many."""
-    each = len(split.expert) // len(arrivals)
+    each = len(split.share) // len(arrivals)
     steps = 0
     for expert in range(len(split.first)):
         if split.first[expert] != NONE:
             continue
         best = NONE
-        for slot in range(len(split.expert)):
-            if _spare(split, slot, each, layer.alive) and (
+        for slot in range(len(split.share)):
+            if _spare(split, slot, layer.alive) and (
                 best == NONE or split.busy[slot // each] < split.busy[best // each]
             ):
                 best = slot
-        _arrive(split, best, expert, layer, arrivals)
+        _arrive(split, best, expert, layer.load_in, arrivals)
         put(split, best, expert, layer.unit)
         split.share[best] = 1.0
         split.busy[best // each] += layer.unit[best // each, expert]
@@ -170,147 +187,206 @@ def _rescue(
 
 @njit()
 def _best_step(
-    split: Split, trial: Split, layer: Layer, target: float, over: float, arrivals: Array, search: Search
-) -> Step:
-    ranks, each = len(arrivals), len(split.expert) // len(arrivals)
-    room = new_search(ranks)
-    drains = np.zeros(len(split.first))
-    expert = _drain(split, trial, layer, target, over, search.reached, drains, room)
+    layer: Layer, split: Split, trial: Split, whole: Split, search: Indices, other: Indices, arrivals: Array,
+    target: float, over: float,
+) -> Step:  # fmt: skip
+    """What saves most seconds, by how much less work is over the limit."""
+    each = len(split.share) // len(arrivals)
+    inside, outside = np.zeros(len(arrivals), np.bool_), np.zeros(len(arrivals), np.bool_)
     width = 0.0
-    for rank in range(ranks):
-        if search.reached[rank]:
+    for rank in range(len(arrivals)):
+        inside[rank] = search[REACHED, rank] > 0
+        outside[rank] = not inside[rank]
+        if inside[rank]:
             width += layer.speeds[rank]
     worth = layer.horizon / width  # seconds of the horizon for each second of work that finds a place
-    best = Step(NONE, NONE, NONE, NONE, 0.0)
-    gained = 0.0
-    for slot in range(len(split.expert)):
-        if search.reached[slot // each] or not _spare(split, slot, each, layer.alive):
-            continue
-        copy_split(split, trial)
-        put(trial, slot, expert, layer.unit)
-        gain = over - relieve(trial, layer.unit, layer.speeds, target, room)
-        if gain <= TINY_GAIN * over:
-            continue
-        score = worth * gain - _price(slot, expert, split, layer, arrivals)
-        if best.slot == NONE or score > best.score:
-            best = Step(slot, expert, NONE, NONE, score)
-            gained = gain
-    if best.slot != NONE:
-        best = _cheaper(split, trial, layer, target, over, arrivals, worth, gained, drains, best, room)
-    if gained < WEAK * over:
-        pair = _best_pair(split, trial, layer, target, over, arrivals, worth, drains, search, room)
-        if pair.slot != NONE and (best.slot == NONE or pair.score > 2.0 * best.score):
-            return pair
+    drains = np.zeros(len(split.first))
+    expert = _drain(layer, split, trial, inside, outside, other, target, over, drains)
+    room = _room(layer, split, outside, target)
+    best = Step(NONE, NONE, NONE, NONE, 0.0, 0.0)
+    while True:
+        rank = int(np.argmax(room))
+        most = min(room[rank], drains[expert])
+        if most <= 0.0 or (best.slot != NONE and worth * most <= best.score):
+            break
+        room[rank] = 0.0
+        price = _price(layer, arrivals, rank, expert)
+        for slot in range(rank * each, rank * each + each):
+            if _spare(split, slot, layer.alive):
+                gain = _takes(layer, split, trial, inside, other, target, slot, drains[expert])
+                if gain > SAME * over and (best.slot == NONE or worth * gain - price > best.score):
+                    best = Step(slot, expert, NONE, NONE, gain, worth * gain - price)
+    if best.slot == NONE:
+        return _best_pair(layer, split, whole, inside, other, arrivals, target, over, worth)
+    for nearer in range(len(drains)):  # as good for this slot, and cheaper to load
+        if drains[nearer] >= best.gain * (1.0 - SAME):
+            score = worth * best.gain - _price(layer, arrivals, best.slot // each, nearer)
+            if score > best.score:
+                best = Step(best.slot, nearer, NONE, NONE, best.gain, score)
     return best
 
 
-
+@njit()
+def _room(layer: Layer, split: Split, outside: NDArray[np.bool_], target: float) -> Array:
+    """[rank] bound on the work that a rank outside could take: what is free and what it shares with other ranks."""
+    each = len(split.share) // len(outside)
+    room = np.zeros(len(outside))
+    for slot in range(len(split.share)):
+        rank = slot // each
+        if outside[rank] and split.count[split.expert[slot]] > 1:
+            room[rank] += split.share[slot] * layer.unit[rank, split.expert[slot]] * layer.speeds[rank]
+    for rank in range(len(room)):
+        if outside[rank]:
+            room[rank] += max(0.0, target - split.busy[rank]) * layer.speeds[rank]
+    return room
 
 
 @njit()
 def _drain(
-    split: Split, trial: Split, layer: Layer, target: float, over: float, reached: NDArray[np.bool_],
-    drains: Array, room: Search,
+    layer: Layer, split: Split, trial: Split, inside: NDArray[np.bool_], outside: NDArray[np.bool_], other: Indices,
+    target: float, over: float, drains: Array,
 ) -> int:  # fmt: skip
-    """The expert that would take most with it if it left the bottleneck; [expert] how much, of those computed."""
-    each = len(split.expert) // len(split.busy)
+    """The expert that would take most with it if it left the bottleneck; sets `drains` of those it looked at."""
+    each = len(split.share) // len(inside)
     work = np.zeros(len(split.first))
-    for expert in range(len(work)):
-        slot = split.first[expert]
-        inside = slot >= 0
-        while slot >= 0:
-            inside = inside and reached[slot // each]
-            slot = split.after[slot]
-        if inside:
-            rank = split.first[expert] // each
-            work[expert] = layer.unit[rank, expert] * layer.speeds[rank]
-    best, most = NONE, 0.0
+    for slot in range(len(split.share)):
+        # An expert with tokens inside has no slot outside, or they would have gone there.
+        if split.share[slot] > 0.0 and inside[slot // each]:
+            expert = split.expert[slot]
+            work[expert] = layer.unit[slot // each, expert] * layer.speeds[slot // each]
+    best = 0
     for _ in range(DRAINS):
         expert = int(np.argmax(work))
-        if work[expert] <= most:
+        if work[expert] <= drains[best]:
             break
-        copy_split(split, trial)
-        slot = trial.first[expert]
+        work[expert] = 0.0
+        copy_shares(split, trial)
+        slot = split.first[expert]
         while slot >= 0:
             trial.busy[slot // each] -= layer.unit[slot // each, expert] * trial.share[slot]
             trial.share[slot] = 0.0
-            slot = trial.after[slot]
-        drains[expert] = over - relieve(trial, layer.unit, layer.speeds, target, room)
-        if drains[expert] > most:
-            best, most = expert, drains[expert]
-        work[expert] = 0.0
+            slot = split.after[slot]
+        drains[expert] = over - relieve(trial, layer.unit, layer.speeds, target, other, outside)
+        if drains[expert] > drains[best]:
+            best = expert
     return best
 
 
 @njit()
-def _cheaper(
-    split: Split, trial: Split, layer: Layer, target: float, over: float, arrivals: Array, worth: float,
-    gained: float, drains: Array, best: Step, room: Search,
-) -> Step:  # fmt: skip
-    """The same slot with an expert that gains as much and is nearer, if there is one."""
-    for expert in range(len(drains)):
-        if drains[expert] < gained * (1.0 - TINY_GAIN) or expert == best.expert:
-            continue
-        if _price(best.slot, expert, split, layer, arrivals) >= _price(best.slot, best.expert, split, layer, arrivals):
-            continue
-        copy_split(split, trial)
-        put(trial, best.slot, expert, layer.unit)
-        gain = over - relieve(trial, layer.unit, layer.speeds, target, room)
-        score = worth * gain - _price(best.slot, expert, split, layer, arrivals)
-        if score > best.score:
-            best = Step(best.slot, expert, NONE, NONE, score)
-    return best
+def _takes(
+    layer: Layer, split: Split, trial: Split, inside: NDArray[np.bool_], other: Indices, target: float,
+    slot: int, work: float,
+) -> float:  # fmt: skip
+    """How much of `work` from the bottleneck finds a place if it comes to this slot, overwriting what is there."""
+    rank = slot // (len(split.share) // len(inside))
+    lost, before, linked = 0.0, NONE, split.after[slot] != TWIN
+    copy_shares(split, trial)
+    if linked:
+        before = unlink(split, slot)
+        heir = bequeath(trial, slot, layer.unit)
+        if heir != NONE and inside[heir]:
+            lost = (trial.busy[heir] - split.busy[heir]) * layer.speeds[heir]
+    trial.busy[rank] += work / layer.speeds[rank]
+    left = relieve(trial, layer.unit, layer.speeds, target, other, inside)
+    if linked:
+        relink(split, slot, before)
+    return work - left - lost
 
 
 @njit()
 def _best_pair(
-    split: Split, trial: Split, layer: Layer, target: float, over: float, arrivals: Array, worth: float,
-    drains: Array, search: Search, room: Search,
+    layer: Layer, split: Split, whole: Split, inside: NDArray[np.bool_], other: Indices, arrivals: Array,
+    target: float, over: float, worth: float,
 ) -> Step:  # fmt: skip
     """The best of the most promising double moves."""
-    each = len(split.expert) // len(arrivals)
-    guess = np.zeros(PAIRS)
-    pairs = np.full((PAIRS, 2), NONE, np.int64)  # slot outside that receives, slot that takes its expert
-    givers = np.full(PAIRS, NONE, np.int64)  # the expert that leaves the bottleneck
-    for outer in range(len(split.expert)):
-        there = outer // each
-        if search.reached[there] or not layer.alive[there] or split.after[outer] == TWIN:
-            continue
-        goes = split.expert[outer]
-        back = layer.unit[there, goes] * split.share[outer] * layer.speeds[there]
-        free = max(0.0, target - split.busy[there]) * layer.speeds[there]
-        for inner in range(len(split.expert)):
-            here = inner // each
-            if not search.reached[here] or split.after[inner] == TWIN or holds(split, goes, here, each):
-                continue
-            comes = split.expert[inner]
-            if holds(split, comes, there, each):
-                continue
-            sent = layer.unit[here, comes] * split.share[inner] * layer.speeds[here]
-            gain = min(sent - back, free, over)
-            _keep(guess, pairs, givers, gain, outer, inner, comes)
-    best = Step(NONE, NONE, NONE, NONE, 0.0)
+    each = len(split.share) // len(inside)
+    guess, nowhere = np.zeros(PAIRS), np.zeros(len(inside), np.bool_)
+    pairs = np.full((PAIRS, 2), NONE, np.int64)  # slot outside, slot inside
+    _promising(layer, split, inside, target, over, guess, pairs)
+    best = Step(NONE, NONE, NONE, NONE, 0.0, 0.0)
     for i in range(PAIRS):
-        if pairs[i, 0] == NONE:
+        outer, inner = pairs[i, 0], pairs[i, 1]
+        if outer == NONE:
             continue
-        outer, inner = pairs[i]
-        step = Step(outer, givers[i], inner, split.expert[outer], 0.0)
-        copy_split(split, trial)
-        _apply_pair(trial, step, layer.unit)
-        gain = over - relieve(trial, layer.unit, layer.speeds, target, room)
-        if gain <= TINY_GAIN * over:
-            continue
-        price = _price(outer, step.expert, split, layer, arrivals) + _price(inner, step.expert2, split, layer, arrivals)
-        score = worth * gain - price
-        if best.slot == NONE or score > best.score:
-            best = Step(outer, step.expert, inner, step.expert2, score)
+        step = Step(outer, split.expert[inner], inner, split.expert[outer], 0.0, 0.0)
+        copy_split(split, whole)
+        _take(whole, step, layer.unit)
+        gain = over - relieve(whole, layer.unit, layer.speeds, target, other, nowhere)
+        score = worth * gain - _price(layer, arrivals, outer // each, step.expert)
+        score -= _price(layer, arrivals, inner // each, step.expert2)
+        if gain > SAME * over and (best.slot == NONE or score > best.score):
+            best = Step(outer, step.expert, inner, step.expert2, gain, score)
     return best
 
 
 @njit()
-def _keep(guess: Array, pairs: Indices, givers: Indices, gain: float, outer: int, inner: int, giver: int) -> None:
-    worst = int(np.argmin(guess))
-    if gain > guess[worst]:
-        guess[worst] = gain
-        pairs[worst, 0], pairs[worst, 1] = outer, inner
-        givers[worst] = giver
+def _promising(
+    layer: Layer, split: Split, inside: NDArray[np.bool_], target: float, over: float, guess: Array, pairs: Indices
+) -> None:
+    """Swaps that move about as much work out of the bottleneck as there is too much, and no more than fits."""
+    each = len(split.share) // len(inside)
+    worst = 0
+    for outer in range(len(split.share)):
+        there = outer // each
+        if inside[there] or split.after[outer] == TWIN:
+            continue
+        goes = split.expert[outer]
+        back = layer.unit[there, goes] * split.share[outer] * layer.speeds[there]
+        free = (target - split.busy[there]) * layer.speeds[there]
+        for inner in range(len(split.share)):
+            here = inner // each
+            if not inside[here] or split.after[inner] == TWIN:
+                continue
+            comes = split.expert[inner]
+            sent = layer.unit[here, comes] * split.share[inner] * layer.speeds[here]
+            gain = min(sent - back, over) - max(0.0, sent - back - free)
+            if gain <= guess[worst] or holds(split, goes, here, each) or holds(split, comes, there, each):
+                continue
+            guess[worst] = gain
+            pairs[worst, 0], pairs[worst, 1] = outer, inner
+            worst = int(np.argmin(guess))
+
+
+@njit()
+def _heaviest(unit: Array, speeds: Array) -> float:
+    """Work of the heaviest expert, where it takes least."""
+    heaviest = 0.0
+    for expert in range(unit.shape[1]):
+        work = np.inf
+        for rank in range(len(speeds)):
+            if speeds[rank] > 0.0:
+                work = min(work, unit[rank, expert] * speeds[rank])
+        heaviest = max(heaviest, work)
+    return heaviest
+
+
+@njit()
+def search_layers(
+    rows: Indices, chosen: Indices, alive: NDArray[np.bool_], speeds: Array, unit: Array, load_in: Array,
+    floor: Array, prices: Array, widest: float, slots: Indices, experts: Indices, totals: Array, counts: Indices,
+) -> None:  # fmt: skip
+    """:func:`search_layer` of the layers `chosen`; the rest of the arrays begins with [layer].
+
+    No expert can be spread over more than the `widest` sum of speeds. The first target is the floor. Where what is left to pay is so much that a looser one may be better, some are
+    tried too.
+    """
+    most = slots.shape[1]
+    other_slots, other_experts = np.empty(most, np.int64), np.empty(most, np.int64)
+    other_totals = np.empty(most + 1)
+    horizon, exposed, move_price = prices
+    for at in chosen:
+        layer = Layer(alive, speeds, unit[at], load_in[at], floor[at], horizon, exposed, move_price)
+        least = max(layer.floor, _heaviest(layer.unit, speeds) / widest)
+        best = np.inf
+        for looser in LOOSER:
+            if best - horizon * least <= horizon * least * looser:
+                break
+            target = least * (1.0 + looser)
+            count = search_layer(rows[at], layer, target, other_slots, other_experts, other_totals)
+            total = np.inf
+            for made in range(count + 1):
+                total = min(total, other_totals[made])
+            if total < best:
+                best = total
+                counts[at] = count
+                slots[at], experts[at], totals[at] = other_slots, other_experts, other_totals

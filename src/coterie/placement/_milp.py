@@ -1,8 +1,8 @@
 """One layer's placement as a mixed-integer program for HiGHS.
 
-Seconds are scaled: processing to the even rank's, movement to the cheapest load. Columns, besides which expert is where:
-`T`, the slowest rank's processing above the floor; `M`, the slowest rank's arrivals; `N[rank, price]`, how many experts
-arrive there over links of one price: a whole number to branch on, which raises the bound faster than single experts.
+Seconds are scaled: processing to the even rank's, movement to the cheapest load. Columns, besides which expert is
+where: `T`, the slowest rank's processing above the floor; `M`, the slowest rank's arrivals; `N[rank, price]`, how many
+experts arrive there over links of one price.
 
 * Equal split: ``z[expert, rank, n]`` says that the expert has n replicas and one of them is on the rank. Numbers past
   those that matter are one last level, which gets the time of the most replicas there may be: a bound stays a bound.
@@ -66,7 +66,7 @@ class Layer:
 
     @property
     def held(self) -> Mask:
-        return self.load_in == 0
+        return np.asarray(self.load_in == 0)
 
     @property
     def work(self) -> Array:
@@ -137,9 +137,10 @@ class _Places(NamedTuple):
 class Program:
     """The mixed-integer program of one layer."""
 
-    def __init__(self, layer: Layer, split: str, known: float = np.inf) -> None:
-        """`known`: excess of some placement; none that is worse need be found."""
-        self.layer, self.split = layer, split
+    def __init__(self, layer: Layer, split: str, known: float, apart: Mask) -> None:
+        """`known`: excess of some placement; none that is worse need be found. `apart`: experts that get no last level
+        for several numbers of replicas."""
+        self.layer, self.split, self.apart = layer, split, apart
         self.work = layer.work
         self.scale = float(self.work.sum() / layer.speeds.sum()) or 1.0
         prices = np.unique(layer.load_in[layer.load_in > 0])
@@ -187,7 +188,7 @@ class Program:
         fits = each <= self.slowest
         least = int(np.argmax(fits)) + 1 if fits.any() else most
         matter = int((each > SMALL * self.scale).sum()) + 1
-        last = min(most, max(least, matter, int(layer.held[:, expert].sum())))
+        last = most if self.apart[expert] else min(most, max(least, matter, int(layer.held[:, expert].sum())))
         return [(n, n) for n in range(least, last + 1)] + ([(last + 1, most)] if last < most else [])
 
     def _add_replicas(self) -> None:
@@ -206,8 +207,9 @@ class Program:
             return
         count = len(self.least)
         levels = np.arange(count)
-        exact = self.least == self.most
-        for bound, low, high in ((self.least, 0.0, np.where(exact, 0.0, INF)), (self.most, np.where(exact, 0.0, -INF), 0.0)):
+        single = self.least == self.most
+        below, above = np.where(single, 0.0, -INF), np.where(single, 0.0, INF)
+        for bound, low, high in ((self.least, np.zeros(count), above), (self.most, below, np.zeros(count))):
             self._rows.add(np.concatenate([places.level, levels]), np.concatenate([index, levels + self.first_level]),
                            np.concatenate([np.ones(len(index)), -bound.astype(float)]), low, high, count)  # fmt: skip
         self._rows.add(self.owner, levels + self.first_level, one, 1.0, 1.0, experts)
@@ -276,6 +278,13 @@ class Program:
             values[self.first_count + at : self.slow : len(self.prices)] = (came == price).sum(axis=1)
         return values
 
+    def lumped(self, values: Array) -> Mask:
+        """[expert] whether its level stands for several numbers of replicas."""
+        used = (values[self.first_level : self.first_count] > 0.5) & (self.least < self.most)
+        experts = np.zeros(self.layer.unit.shape[1], bool)
+        experts[self.owner[used]] = True
+        return experts
+
     def holds_of(self, values: Array) -> Mask:
         places = self.places
         on = values[: len(places.expert)] > 0.5
@@ -296,7 +305,7 @@ class _Cuts:
         layer = program.layer
         self.program = program
         sets = _all_sets(len(layer.unit)) if len(layer.unit) <= ALL_SETS else _grown_sets(layer)
-        own = ~(layer.held.T[None, :, :] & ~sets[:, None, :]).any(axis=2)  # [set, expert] held nowhere else
+        own = np.asarray(~(layer.held.T[None, :, :] & ~sets[:, None, :]).any(axis=2))  # [set, expert] held nowhere else
         must = own @ program.work - program.slowest * (sets @ layer.speeds)
         useful = must > 1e-6 * program.scale
         self.sets, self.own, self.must = sets[useful], own[useful], must[useful]
@@ -372,39 +381,65 @@ class Search(NamedTuple):
 
 
 def solve(layer: Layer, split: str, start: Found, search: Search, tell: Tell) -> Found:
-    """The best placement found, not worse than `start`, and what no placement goes below."""
-    began = perf_counter()
-    program = Program(layer, split, start.excess)
+    """The best placement found, not worse than `start`, and what no placement goes below.
+
+    Where the optimum has an expert in its lumped level, its numbers of replicas are told apart and it is solved again.
+    """
+    until = perf_counter() + search.time_limit_s
+    going = True
+
+    def tell_on(excess: float, bound: float) -> bool:
+        nonlocal going
+        going = going and tell(excess, bound)
+        return going
+
+    best, apart = start, np.zeros(layer.unit.shape[1], bool)
+    while True:
+        program = Program(layer, split, best.excess, apart)
+        left = search._replace(time_limit_s=max(until - perf_counter(), 0.1))
+        best, lumped = _solve_once(program, best, left, tell_on)
+        closed = best.excess - best.bound <= search.gap_s
+        if closed or not lumped.any() or not going or perf_counter() > until:
+            return best
+        apart = apart | lumped
+
+
+def _solve_once(program: Program, start: Found, search: Search, tell: Tell) -> tuple[Found, Mask]:
+    """What was found, and the experts [expert] that the solver's optimum has in lumped levels."""
+    layer, began = program.layer, perf_counter()
+    none = np.zeros(layer.unit.shape[1], bool)
     solver = _solver(search)
     solver.passModel(program.lp())
     bound = _root(solver, program, start.excess - search.gap_s)
     best = start._replace(bound=min(max(bound, start.bound), start.excess))
     if best.excess - best.bound <= search.gap_s or not tell(best.excess, best.bound):
-        return best
+        return best, none
     whole = program.whole.astype(np.int32)
     solver.changeColsIntegrality(len(whole), whole, np.full(len(whole), highspy.HighsVarType.kInteger))
     solver.setOptionValue("time_limit", solver.getRunTime() + max(search.time_limit_s - (perf_counter() - began), 0.1))
     solver.setSolution(len(whole), whole, program.columns_of(start.holds)[whole])
     solver.setOptionValue("mip_abs_gap", search.gap_s / program.worth)
-    solver.setOptionValue("presolve", __import__("os").environ.get("PRE", "off"))
     failure = _run(solver, program.worth, tell)
+    if failure is not None:
+        raise failure
     info = solver.getInfo()
+    bound = info.mip_dual_bound * program.worth
+    if np.isfinite(bound):
+        best = best._replace(bound=max(best.bound, bound - 1e-6 * abs(bound)))
     if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
-        holds = program.holds_of(np.array(solver.getSolution().col_value))
-        shares = best_shares(layer, holds) if split == "optimal" else None
+        values = np.array(solver.getSolution().col_value)
+        none = program.lumped(values)
+        holds = program.holds_of(values)
+        shares = best_shares(layer, holds) if program.split == "optimal" else None
         excess = layer.excess(holds, shares)
         if excess < best.excess:
             best = Found(holds, shares, excess, best.bound)
-    bound = info.mip_dual_bound * program.worth
-    bound = bound - 1e-6 * abs(bound) if np.isfinite(bound) else best.bound
-    if failure is not None:
-        raise failure
-    return best._replace(bound=min(max(best.bound, bound), best.excess))
+    return best._replace(bound=min(best.bound, best.excess)), none
 
 
 def _solver(search: Search) -> Any:
     solver = highspy.Highs()
-    solver.setOptionValue("output_flag", bool(__import__("os").environ.get("HL")))
+    solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", search.threads)
     solver.setOptionValue("random_seed", 0)
     for tolerance in ("primal_feasibility_tolerance", "mip_feasibility_tolerance"):

@@ -30,6 +30,12 @@ DEPTH = 0.03
 SPARE = 0.3
 """Added to the moves of an action when excess is divided by them, so that free actions are not all alike."""
 
+LADDER = (0.0, 0.04, 0.12, 0.25, 0.45, 0.7)
+"""Targets between the floor (0) and the slowest rank now (1): where moves are dear, a nearer one takes fewer."""
+
+ENOUGH, KEPT, CHANGED, REPAIRED = 0, 1, 2, 3
+"""What became of a layer."""
+
 TINY = 1e-9
 """Of the target: excess that does not matter."""
 
@@ -90,6 +96,38 @@ class Action(NamedTuple):
     first: int
     second: int
     expert: int
+
+
+class Prices(NamedTuple):
+    """Of the objective, for a layer."""
+
+    floor: float
+    """Seconds below which nothing is gained."""
+    horizon: float
+    exposed: float
+    move_price: float
+    fastest: float
+    """Seconds of a load over the fastest link: the unit of fees."""
+
+
+class Total(NamedTuple):
+    total_s: float
+    seconds: float
+    """Of all loads, summed."""
+    moves: int
+
+
+class Best(NamedTuple):
+    """What a layer's search found, each better than the one before; without a trail only the last is kept."""
+
+    rows: NDArray[np.int16]
+    """[step, slot]"""
+    totals: Array
+    seconds: Array
+    moves: NDArray[np.int64]
+    kept: NDArray[np.int64]
+    """[1] steps."""
+    trail: bool
 
 
 @njit()
@@ -382,31 +420,28 @@ def repair(layer: Layer, state: State, target: float, fastest: float) -> bool:
 
 @njit()
 def descend(
-    layer: Layer, state: State, scratch: Scratch, target: float, fastest: float, most: float
+    layer: Layer, state: State, scratch: Scratch, best: Best, prices: Prices, target: float, most: float
 ) -> bool:
-    """Until no rank is above the target, or nothing helps; whether none is."""
+    """Until no rank is above the target, or nothing helps within `most` moves; whether none is."""
     stuck = np.zeros(len(state.busy), np.bool_)
-    moves = most
+    fastest = prices.fastest
     while True:
         rank = -1
         for other in range(len(state.busy)):
-            if not stuck[other] and state.busy[other] > target * (1.0 + TINY):
-                if rank < 0 or state.busy[other] > state.busy[rank]:
-                    rank = other
+            slow = not stuck[other] and state.busy[other] > target * (1.0 + TINY)
+            if slow and (rank < 0 or state.busy[other] > state.busy[rank]):
+                rank = other
         if rank < 0:
             return not stuck.any()
-        best = Action(TINY * target, -1, -1, -1)
-        best = look_at_gifts(layer, state, scratch, rank, target, fastest, moves, best)
-        best = look_at_swaps(layer, state, scratch, rank, target, fastest, moves, best)
-        if best.second < 0:
+        left = most - fees(state) if most < np.inf else np.inf
+        action = Action(TINY * target, -1, -1, -1)
+        action = look_at_gifts(layer, state, scratch, rank, target, fastest, left, action)
+        action = look_at_swaps(layer, state, scratch, rank, target, fastest, left, action)
+        if action.second < 0:
             stuck[rank] = True
             continue
-        before = 0.0
-        if most < np.inf:
-            before = fees(state)
-        apply(layer, state, best.first, best.second, best.expert, fastest)
-        if most < np.inf:
-            moves -= fees(state) - before
+        apply(layer, state, action.first, action.second, action.expert, fastest)
+        note(layer, state, best, prices)
         stuck[:] = False
 
 
@@ -420,8 +455,43 @@ def fees(state: State) -> float:
 
 
 @njit()
+def total_of(layer: Layer, state: State, prices: Prices) -> Total:
+    """The objective as things stand."""
+    per_rank = len(state.row) // len(state.busy)
+    slot, moves, latest, seconds = 0, 0, 0.0, 0.0
+    for rank in range(len(state.busy)):
+        here = 0.0
+        for _ in range(per_rank):
+            expert = state.row[slot]
+            slot += 1
+            if layer.alive[rank] and not state.home[rank, expert]:
+                here += layer.load_in[rank, expert]
+                moves += 1
+        latest = max(latest, here)
+        seconds += here
+    busy = prices.horizon * max(state.busy.max(), prices.floor)
+    return Total(busy + prices.exposed * (latest + prices.move_price * seconds), seconds, moves)
+
+
+@njit()
+def note(layer: Layer, state: State, best: Best, prices: Prices) -> None:
+    """Keep what is better than all before; of equals, the one with fewer moves."""
+    found = total_of(layer, state, prices)
+    kept = best.kept[0]
+    least = best.totals[kept - 1]
+    even = abs(found.total_s - least) <= TINY * least
+    if not (found.total_s < least - TINY * least or (even and found.moves < best.moves[kept - 1])):
+        return
+    if best.trail and not even and kept < len(best.rows):
+        best.kept[0] += 1
+    at = best.kept[0] - 1
+    best.totals[at], best.seconds[at], best.moves[at] = found.total_s, found.seconds, found.moves
+    best.rows[at] = state.row
+
+
+@njit()
 def restore(layer: Layer, state: State, row: NDArray[np.int64], fastest: float) -> None:
-    """Back to an earlier state of the slots, in which every living slot held something."""
+    """Back to an earlier state of the slots, in which every living one held something."""
     per_rank = len(row) // len(state.busy)
     state.count[:] = 0
     state.held[:] = -1
@@ -437,59 +507,128 @@ def restore(layer: Layer, state: State, row: NDArray[np.int64], fastest: float) 
 
 
 @njit()
-def polish(layer: Layer, state: State, scratch: Scratch, target: float, fastest: float, tries: int) -> None:
-    """Fewer moves, no slower: take back what was brought, then mend what that breaks with fewer moves than before."""
+def easiest_return(state: State, unit: Array, target: float, tried: NDArray[np.bool_]) -> Action:
+    """The swap that takes an expert back to a rank that had it, for something brought there, and hurts least."""
     row, held, home, part, busy, own, fee = (
         state.row, state.held, state.home, state.part, state.busy, state.own, state.fee
     )  # fmt: skip
-    unit = layer.unit
     per_rank = len(row) // len(busy)
-    tried = np.zeros((len(row), len(row)), np.bool_)
-    for _ in range(tries):
-        least, first, second = np.inf, -1, -1
-        for slot in range(len(row)):
-            if not 0.0 < fee[slot] < np.inf:
+    least, first, second = np.inf, -1, -1
+    for slot in range(len(row)):
+        if not 0.0 < fee[slot] < np.inf:
+            continue
+        rank, expert = slot // per_rank, row[slot]
+        for other in range(len(busy)):
+            if other == rank or not home[other, expert] or held[other, expert] >= 0:
                 continue
-            rank, expert = slot // per_rank, row[slot]
-            for other in range(len(busy)):
-                if other == rank or not home[other, expert] or held[other, expert] >= 0:
+            for peer in range(other * per_rank, (other + 1) * per_rank):
+                was = row[peer]
+                if fee[peer] == 0.0 or held[rank, was] >= 0 or tried[slot, peer]:
                     continue
-                for peer in range(other * per_rank, (other + 1) * per_rank):
-                    was = row[peer]
-                    if fee[peer] == 0.0 or held[rank, was] >= 0 or tried[slot, peer]:
-                        continue
-                    one = busy[rank] - own[slot] + unit[rank, was] * part[was]
-                    two = busy[other] - own[peer] + unit[other, expert] * part[expert]
-                    rise = excess(one, target) + excess(two, target) - excess(busy[rank], target) - excess(busy[other], target)
-                    if home[rank, was]:
-                        rise *= 0.5
-                    if rise < least:
-                        least, first, second = rise, slot, peer
-        if first < 0:
+                one = busy[rank] - own[slot] + unit[rank, was] * part[was]
+                two = busy[other] - own[peer] + unit[other, expert] * part[expert]
+                rise = excess(one, target) + excess(two, target)
+                rise -= excess(busy[rank], target) + excess(busy[other], target)
+                if home[rank, was]:
+                    rise *= 0.5  # both go home: two moves less
+                if rise < least:
+                    least, first, second = rise, slot, peer
+    return Action(least, first, second, EMPTY)
+
+
+@njit()
+def polish(
+    layer: Layer, state: State, scratch: Scratch, best: Best, prices: Prices, target: float, tries: int
+) -> None:
+    """Fewer moves, no slower: take back what was brought, then mend what that breaks with fewer moves than before."""
+    tried = np.zeros((len(state.row), len(state.row)), np.bool_)
+    for _ in range(tries):
+        back = easiest_return(state, layer.unit, target, tried)
+        if back.second < 0:
             return
-        tried[first, second] = True
-        before, old = fees(state), row.copy()
-        apply(layer, state, first, second, EMPTY, fastest)
-        if descend(layer, state, scratch, target, fastest, before - 1.0 - fees(state) + TINY):
+        tried[back.first, back.second] = True
+        before, old = fees(state), state.row.copy()
+        apply(layer, state, back.first, back.second, EMPTY, prices.fastest)
+        if descend(layer, state, scratch, best, prices, target, before - 1.0 + TINY):
+            note(layer, state, best, prices)
             tried[:] = False
         else:
-            restore(layer, state, old, fastest)
+            restore(layer, state, old, prices.fastest)
+
+
+@njit()
+def plan_layer(layer: Layer, row: Ints, prices: Prices, best: Best, tries: int) -> int:
+    """Fill `best`, its first entry being the layer as it is, repaired where it must be; says what was done."""
+    state = start(layer, row)
+    slots, experts, ranks = len(state.row), len(state.count), len(state.busy)
+    scratch = Scratch(np.zeros(slots), np.zeros(slots), np.zeros(experts), np.zeros(experts), np.zeros(ranks, np.int64))
+    fastest = prices.fastest
+    for expert in range(experts):
+        if state.count[expert]:
+            state.part[expert] = part_of(layer.share, expert, state.count[expert])
+    for rank in range(ranks):
+        refresh(layer, state, rank, fastest)
+    # A target of 0 is a layer without load.
+    floor = max(prices.floor, 1e-300)
+    outcome = REPAIRED if repair(layer, state, floor, fastest) else KEPT
+    base = state.row.copy()
+    at_first = total_of(layer, state, prices)
+    best.kept[0] = 1
+    best.rows[0] = base
+    best.totals[0], best.seconds[0], best.moves[0] = at_first.total_s, at_first.seconds, at_first.moves
+    peak = state.busy.max()
+    if peak <= floor * (1.0 + TINY):
+        return outcome if outcome == REPAIRED else ENOUGH
+    cheapest = prices.exposed * fastest * (1.0 + prices.move_price)  # of a move
+    for step in LADDER:
+        target = floor + step * (peak - floor)
+        if prices.horizon * target + cheapest >= best.totals[best.kept[0] - 1]:
+            break  # even reaching it in one move would not be better
+        if step > 0.0:
+            restore(layer, state, base, fastest)
+        if descend(layer, state, scratch, best, prices, target, np.inf):
+            polish(layer, state, scratch, best, prices, target, tries)
+    if best.totals[best.kept[0] - 1] < at_first.total_s and outcome == KEPT:
+        outcome = CHANGED
+    return outcome
 
 
 @njit(parallel=True)
-def search(rows: Ints, unit: Array, share: Array, load_in: Array, alive: NDArray[np.bool_], floor: Array, fastest: float, tries:int) -> None:
-    for index in prange(len(rows)):
-        layer = Layer(unit[index], share[index], load_in[index], alive)
-        state = start(layer, rows[index])
-        slots, experts, ranks = len(state.row), len(state.count), len(state.busy)
-        scratch = Scratch(np.zeros(slots), np.zeros(slots), np.zeros(experts), np.zeros(experts), np.zeros(ranks, np.int64))
-        for expert in range(experts):
-            if state.count[expert]:
-                state.part[expert] = part_of(layer.share, expert, state.count[expert])
-        for rank in range(ranks):
-            refresh(layer, state, rank, fastest)
-        target = floor[index]
-        repair(layer, state, target, fastest)
-        if descend(layer, state, scratch, target, fastest, np.inf):
-            polish(layer, state, scratch, target, fastest, tries)
-        rows[index] = state.row
+def search(
+    rows: Ints, unit: Array, share: Array, load_in: Array, alive: NDArray[np.bool_], floor: Array, numbers: Array,
+    tries: int, trail: bool, kept: NDArray[np.int64], trails: NDArray[np.int16], totals: Array, seconds: Array,
+    moves: NDArray[np.int64], outcomes: NDArray[np.int64],
+) -> None:  # fmt: skip
+    """All layers; `trails` [layer, step, slot] gets what each found, the best last, `kept` [layer] how many."""
+    for at in prange(len(rows)):
+        layer = Layer(unit[at], share[at], load_in[at], alive)
+        prices = Prices(floor[at], numbers[0], numbers[1], numbers[2], numbers[3])
+        best = Best(trails[at], totals[at], seconds[at], moves[at], kept[at : at + 1], trail)
+        outcomes[at] = plan_layer(layer, rows[at], prices, best, tries)
+
+
+@njit()
+def spend(kept: NDArray[np.int64], totals: Array, seconds: Array, moves: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
+    """[layer] which step of its trail each takes, so that all moves fit: steps that save most a second of moving first.
+
+    The first steps, which repair, are taken whatever the budget.
+    """
+    chosen = np.zeros(len(kept), np.int64)
+    left = budget
+    for layer in range(len(kept)):
+        left -= moves[layer, 0]
+    while True:
+        best, which, step = 0.0, -1, -1
+        for layer in range(len(kept)):
+            now = chosen[layer]
+            for after in range(kept[layer]):
+                saved = totals[layer, now] - totals[layer, after]
+                if saved <= 0.0 or moves[layer, after] - moves[layer, now] > left:
+                    continue
+                rate = saved / max(seconds[layer, after] - seconds[layer, now], 1e-12)
+                if rate > best:
+                    best, which, step = rate, layer, after
+        if which < 0:
+            return chosen
+        left -= moves[which, step] - moves[which, chosen[which]]
+        chosen[which] = step

@@ -106,12 +106,12 @@ def _fill(
         table[row, -1] = 1.0
         row += 1
     # Rooms were written without the limit, which is the busiest rank's seconds and room.
-    limit = -table[busiest]
-    limit[column] = 1.0
     outside[column] = slots + busiest
-    for rank in range(ranks):
-        table[rank] += limit
-    table[busiest] = limit
+    for j in range(table.shape[1]):
+        limit = 1.0 if j == column else -table[busiest, j]
+        for rank in range(ranks):
+            table[rank, j] += limit
+        table[busiest, j] = limit
 
 
 @njit()
@@ -145,13 +145,15 @@ def _descend(table: Array, inside: Indices, outside: Indices, goal: int) -> None
 @njit()
 def _exchange(table: Array, row: int, column: int) -> None:
     pivot = 1.0 / table[row, column]
-    table[row] *= -pivot
+    for j in range(table.shape[1]):
+        table[row, j] *= -pivot
     table[row, column] = pivot
     for i in range(len(table)):
         slope = table[i, column]
         if i != row and slope != 0.0:
             table[i, column] = 0.0
-            table[i] += slope * table[row]
+            for j in range(table.shape[1]):
+                table[i, j] += slope * table[row, j]
 
 
 @njit()

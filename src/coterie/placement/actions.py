@@ -29,15 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
+from coterie._numba import njit
 from coterie.errors import ConfigError
 from coterie.placement.demand import mismatch
-from coterie.placement.objective import settle
-from coterie.types import Placement, Topology
-
-Held = NDArray[np.bool_]
-"""[rank, layer, expert] whether the rank has it."""
-Demand = NDArray[np.float64]
-"""[rank, layer, expert] activations that a rank's own tokens ask for."""
+from coterie.placement.holdings import Demand, Held
+from coterie.types import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +211,22 @@ class ActionManager:
         return layers * (link.latency_s + self.expert_bytes / link.bytes_per_s)
 
 
+@njit()
+def _link_s(
+    demand: Demand, row_s: NDArray[np.float64], held: Held, unit: int, expert: int, add: int, drop: int
+) -> float:
+    """Every rank's activations go to the nearest rank that has the expert."""
+    total = 0.0
+    for rank in range(demand.shape[1]):
+        nearest = np.inf
+        for holder in range(demand.shape[1]):
+            has = (held[unit, holder, expert] or holder == add) and holder != drop
+            if has and row_s[rank, holder] < nearest:
+                nearest = row_s[rank, holder]
+        total += demand[unit, rank, expert] * nearest
+    return total
+
+
 class _Work:
     """The arrays of one cycle, by unit: a layer, or all of them together."""
 
@@ -235,9 +247,9 @@ class _Work:
             held[:, list(layers)] = self.held[unit][:, None]
         return held
 
-    def cost(self, unit: int, expert: int, holders: NDArray[np.bool_]) -> float:
-        """Link seconds of all ranks' activations of one expert, each going to its nearest holder."""
-        return float(self.demand[unit, :, expert] @ self.row_s[:, holders].min(axis=1))
+    def cost(self, unit: int, expert: int, add: int = -1, drop: int = -1) -> float:
+        """Link seconds of all ranks' activations of one expert, where `add` has it too and `drop` no longer."""
+        return float(_link_s(self.demand, self.row_s, self.held, unit, expert, add, drop))
 
     # ---------------------------------------------------------------------------------------------------- candidates
 
@@ -258,22 +270,16 @@ class _Work:
                     yield best
 
     def _replica(self, unit: int, target: int, expert: int) -> _Candidate:
-        holders = self.held[unit, :, expert]
-        after = holders.copy()
-        after[target] = True
-        saving = self.cost(unit, expert, holders) - self.cost(unit, expert, after)
-        source = min(np.flatnonzero(holders).tolist(), key=lambda rank: (self.row_s[target, rank], rank))
+        saving = self.cost(unit, expert) - self.cost(unit, expert, target)
+        holders = np.flatnonzero(self.held[unit, :, expert]).tolist()
+        source = min(holders, key=lambda rank: (self.row_s[target, rank], rank))
         return _Candidate(saving, unit, target, expert, -1, source)
 
     def _swaps(self, unit: int, target: int, expert: int, given: int) -> Iterator[_Candidate]:
         """With every partner that has the one and lacks the other."""
-        wanted, away = self.held[unit, :, expert], self.held[unit, :, given]
-        before = self.cost(unit, expert, wanted) + self.cost(unit, given, away)
-        for partner in np.flatnonzero(wanted & ~away).tolist():
-            wanted_after, away_after = wanted.copy(), away.copy()
-            wanted_after[[target, partner]] = True, False
-            away_after[[target, partner]] = False, True
-            after = self.cost(unit, expert, wanted_after) + self.cost(unit, given, away_after)
+        before = self.cost(unit, expert) + self.cost(unit, given)
+        for partner in np.flatnonzero(self.held[unit, :, expert] & ~self.held[unit, :, given]).tolist():
+            after = self.cost(unit, expert, target, partner) + self.cost(unit, given, partner, target)
             yield _Candidate(before - after, unit, target, expert, given, partner)
 
     # ------------------------------------------------------------------------------------------------------- actions
@@ -317,23 +323,25 @@ class _Work:
     # ------------------------------------------------------------------------------------------------------ rebalance
 
     def rebalance(self, unit: int, at_s: float) -> ActionEvent:
-        demand, held, layers = self.demand[unit], self.held[unit], self.units[unit]
+        demand, held, layers = self.demand[unit], self.held[unit].copy(), self.units[unit]
         ranks, experts = demand.shape
         room = -(-experts // ranks)
         rank_of, expert_of = linear_sum_assignment(np.repeat(self.row_s.T @ demand, room, axis=0))
         after = np.zeros_like(held)
         after[rank_of // room, expert_of] = True
         self._fill(after, demand)
-        saving = sum(self.cost(unit, e, held[:, e]) - self.cost(unit, e, after[:, e]) for e in range(experts))
+        before_s = sum(self.cost(unit, expert) for expert in range(experts))
+        self.held[unit] = after
+        saving = before_s - sum(self.cost(unit, expert) for expert in range(experts))
         moves = after & ~held
         if not saving >= self.least_s or saving <= 0:
+            self.held[unit] = held
             words = f"a new placement saves {saving * 1e6:.3g} us a window, less than {self.least_s * 1e6:.3g}"
             return ActionEvent("skip", words, at_s, layers)
         slowest = 0.0
         for rank, expert in np.argwhere(moves).tolist():
             near = min(np.flatnonzero(held[:, expert]).tolist(), key=lambda h, to=rank: (self.row_s[to, h], h))  # type: ignore[misc]
             slowest = max(slowest, int(moves[rank].sum()) * self.manager.move_s(near, rank, len(layers)))
-        self.held[unit] = after
         return ActionEvent(
             "rebalance", f"{int(moves.sum())} moves to the homes that cost least", at_s, layers,
             moved_bytes=float(moves.sum()) * len(layers) * self.manager.expert_bytes, seconds=slowest,
@@ -349,44 +357,3 @@ class _Work:
                 break
             if held[rank].sum() < self.slots and held[:, expert].sum() < self.settings.max_copies:
                 held[rank, expert] = True
-
-
-# ------------------------------------------------------------------------------------------------ held and placements
-
-
-def held_by(placement: Placement) -> Held:
-    """[rank, layer, expert]"""
-    held = np.zeros((placement.num_ranks, placement.num_layers, placement.num_experts), np.bool_)
-    rank = np.arange(placement.num_slots) // placement.slots_per_rank
-    held[rank[None, :], np.arange(placement.num_layers)[:, None], placement.slot_experts] = True
-    return held
-
-
-def placement_of(held: Held, slots_per_rank: int, current: Placement | None = None) -> Placement:
-    """Slots for what ranks hold; what stays on a rank keeps its slot of `current`.
-
-    Slots left over repeat an expert that the rank has already, which moves nothing over a link.
-    """
-    ranks, layers, experts = held.shape
-    slots = np.zeros((layers, ranks, slots_per_rank), np.int32)
-    old = None if current is None else current.slot_experts.reshape(layers, ranks, -1)
-    for rank in range(ranks):
-        for layer in range(layers):
-            mine = np.flatnonzero(held[rank, layer])
-            if not 0 < mine.size <= slots_per_rank:
-                raise ConfigError(
-                    f"rank {rank} holds {mine.size} experts of layer {layer}; slots_per_rank={slots_per_rank}"
-                )
-            had = np.bincount(old[layer, rank], minlength=experts)[mine] if old is not None else np.zeros(mine.size)
-            spare = np.full(slots_per_rank - mine.size, mine[np.argmax(had)])
-            slots[layer, rank] = np.concatenate([mine, spare])
-    rows = slots.reshape(layers, -1)
-    if current is not None:
-        rows = settle(current.slot_experts, rows, ranks)[0]
-    return Placement(rows, ranks, experts)
-
-
-def remote_share(demand: Demand, held: Held) -> float:
-    """Share of all activations whose expert is not on the rank that asks; 0 without demand."""
-    total = float(demand.sum())
-    return float(demand[~held].sum()) / total if total else 0.0

@@ -21,7 +21,7 @@ from coterie._numba import njit
 from coterie.errors import ConfigError
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import Objective
-from coterie.placement.packing import Slots, living_ranks, pack_layer, plan_for_living
+from coterie.placement.packing import Slots, living_ranks, pack, plan_for_living
 from coterie.types import Placement, Topology
 
 
@@ -68,46 +68,35 @@ def rebalance(
     tokens: NDArray[np.float64], num_slots: int, num_ranks: int, num_nodes: int = 1, num_groups: int = 1
 ) -> Slots:
     """[layer, slot] expert, from [layer, expert] tokens; with one node and one group it plans globally."""
-    slots = np.empty((len(tokens), num_slots), np.int32)
-    _rebalance(np.ascontiguousarray(tokens, np.float64), num_ranks // num_nodes, num_nodes, num_groups, slots)
-    return slots
-
-
-@njit()
-def _rebalance(tokens: NDArray[np.float64], ranks: int, nodes: int, groups: int, slots: Slots) -> None:
-    """`ranks` of a node."""
     layers, experts = tokens.shape
-    size, per_node = experts // groups, slots.shape[1] // nodes
-    alike, node_alike = np.ones(ranks), np.ones(nodes)
-    placed, node_groups = np.empty(per_node, np.int32), np.empty(groups, np.int32)
-    members = np.empty(experts // nodes, np.int64)
-    for layer in range(layers):
-        heat = tokens[layer].copy().reshape(groups, size).sum(axis=1)
-        pack_layer(heat, np.arange(groups), node_alike, groups, node_groups)
-        for node in range(nodes):
-            held = np.sort(node_groups[node * (groups // nodes) : (node + 1) * (groups // nodes)])
-            for place in range(len(members)):
-                members[place] = held[place // size] * size + place % size
-            weight = tokens[layer][members]
-            kind, count = _replicate(weight, per_node, ranks)
-            pack_layer(weight[kind] / count[kind], kind, alike, len(members), placed)
-            slots[layer, node * per_node : (node + 1) * per_node] = members[placed]
+    groups = np.tile(np.arange(num_groups), (layers, 1))
+    heat = tokens.reshape(layers, num_groups, -1).sum(axis=2)
+    held = pack(heat, groups, np.ones(num_nodes), num_groups).reshape(layers * num_nodes, -1)
+    size = experts // num_groups
+    # From here on a row is one node of one layer.
+    members = (np.sort(held, axis=1)[:, :, None] * size + np.arange(size)).reshape(len(held), -1)
+    weight = np.take_along_axis(tokens, members.reshape(layers, experts), axis=1).reshape(members.shape)
+    ranks, slots = num_ranks // num_nodes, num_slots // num_nodes
+    kind, count = np.empty((len(held), slots), np.int64), np.empty(members.shape, np.int64)
+    _replicate(weight, ranks, kind, count)
+    each = np.take_along_axis(weight / count, kind, axis=1)
+    placed = pack(each, kind, np.ones(ranks), members.shape[1])
+    return np.take_along_axis(members, placed, axis=1).reshape(layers, num_slots).astype(np.int32)
 
 
 @njit()
-def _replicate(
-    weight: NDArray[np.float64], num_slots: int, most: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[slot] expert and [expert] slots: the busiest gets the next, up to `most`."""
-    experts = len(weight)
-    count = np.ones(experts, np.int64)
-    kind = np.arange(num_slots)
-    each = weight.copy()
-    for slot in range(experts, num_slots):
-        if count.max() == most:
-            each[count == most] = -1.0
-        busiest = np.argmax(each)
-        kind[slot] = busiest
-        count[busiest] += 1
-        each[busiest] = weight[busiest] / count[busiest]
-    return kind, count
+def _replicate(weight: NDArray[np.float64], most: int, kind: NDArray[np.int64], count: NDArray[np.int64]) -> None:
+    """Fill `kind` [row, slot] with experts and `count` [row, expert] with slots: the busiest gets the next."""
+    rows, experts = weight.shape
+    each = np.empty(experts)
+    for row in range(rows):
+        for expert in range(experts):
+            kind[row, expert], count[row, expert], each[expert] = expert, 1, weight[row, expert]
+        for slot in range(experts, kind.shape[1]):
+            busiest = -1
+            for expert in range(experts):
+                if count[row, expert] < most and (busiest < 0 or each[expert] > each[busiest]):
+                    busiest = expert
+            kind[row, slot] = busiest
+            count[row, busiest] += 1
+            each[busiest] = weight[row, busiest] / count[row, busiest]

@@ -1,4 +1,4 @@
-"""Latency-optimal by integer programming: the best placement there is, within a stated gap, with a bound to show for it.
+"""Latency-optimal by integer programming: the best placement there is, within a stated gap, and a bound to show for it.
 
 It minimises what :meth:`Problem.score` computes, layer by layer, with HiGHS. It is the oracle that faster planners are
 held against, and a planner for maps that are made offline; it takes seconds a layer, and where replicas share alike
@@ -29,6 +29,9 @@ from coterie.types import Placement, Topology
 
 PRICES = 8
 """Prices of a move that are tried to keep to a budget."""
+
+TOLERANCE = 1e-5
+"""Of an objective: what the solver's own tolerances leave open."""
 
 
 class IlpProgress(NamedTuple):
@@ -115,18 +118,26 @@ class LatencyOptimalIlp:
             raise ConfigError(f"threads={self.threads} must be at least 1")
 
     def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
-        return self.solve(self.objective.problem(load, topology, current)).plan
+        starts = [self._heuristic(load, topology, current)] if self.warm_start else []
+        return self.solve(self.objective.problem(load, topology, current), starts=starts).plan
 
     def solve(
         self, problem: Problem, *, starts: Sequence[NDArray[np.integer]] = (), progress: Progress | None = None
     ) -> IlpSolution:
-        """The plan with its report. `starts`: further placements [layer, slot] to start from, the best of all wins."""
+        """The plan with its report. `starts`: placements [layer, slot] to start from, layer by layer the best of them and
+        the current one; `warm_start` is for :meth:`plan`."""
         if problem.current.slots_per_rank > problem.current.num_experts:
             raise ConfigError(
                 f"slots_per_rank={problem.current.slots_per_rank} must be at most num_experts="
                 f"{problem.current.num_experts}: a rank holds an expert once"
             )
         return _Planning(self, problem, starts, progress).solution()
+
+    def _heuristic(self, load: Load, topology: Topology, current: Placement) -> NDArray[np.int32]:
+        from coterie.placement.latency_optimal import LatencyOptimal
+
+        planner = LatencyOptimal(objective=self.objective, split=self.split)
+        return planner.plan(load, topology, current).placement.slot_experts
 
 
 class _Planning:
@@ -140,8 +151,6 @@ class _Planning:
         self.living = np.flatnonzero(problem.alive)
         self.layers = [self._layer(index, 0.0) for index in range(problem.current.num_layers)]
         maps = [problem.current.slot_experts, *starts]
-        if ilp.warm_start:
-            maps.append(self._heuristic())
         self.points = [self._starts(index, maps) for index in range(len(self.layers))]
         self.seconds = np.zeros(len(self.layers))
         self.stopped = False
@@ -164,13 +173,6 @@ class _Planning:
             problem.topology.rank_speeds[living], problem.current.slots_per_rank, float(problem.floor[index]),
             objective.horizon, objective.exposed, objective.exposed * objective.move_price, price,
         )  # fmt: skip
-
-    def _heuristic(self) -> NDArray[np.integer]:
-        from coterie.placement.latency_optimal import LatencyOptimal
-
-        problem = self.problem
-        found = LatencyOptimal(objective=problem.objective, split=self.ilp.split).improve(problem)
-        return found.placement.slot_experts
 
     def _starts(self, index: int, maps: Sequence[NDArray[np.integer]]) -> list[Found]:
         """Valid placements of the layer that are known, the current one repaired where it is not."""
@@ -257,7 +259,7 @@ class _Planning:
             picks.append(options.argmin(axis=0))
             spent = options.min(axis=0)
         if not np.isfinite(spent[budget]):
-            least = sum(min(map(self._moves, [index] * len(points), points)) for index, points in enumerate(self.points))
+            least = sum(min(self._moves(index, one) for one in points) for index, points in enumerate(self.points))
             raise ConfigError(
                 f"max_moves={budget} must be at least {least}: so many bring every expert to a living rank, once each"
             )
@@ -283,7 +285,7 @@ class _Planning:
         excess = np.array([found.excess for found in chosen])
         wanted = np.array([self._gap_s(index, one) for index, one in enumerate(base + excess)])
         report = IlpReport(
-            base + excess, base + np.minimum(bounds, excess), excess - bounds <= wanted * (1 + 1e-6) + 1e-15,
+            base + excess, base + np.minimum(bounds, excess), excess - bounds <= wanted + TOLERANCE * excess,
             self.seconds, float(base.sum()) + min(total_bound, float(excess.sum())),
         )  # fmt: skip
         moved = [self._moves(index, found) for index, found in enumerate(chosen)]

@@ -91,9 +91,7 @@ class Ledger:
             if event.id in self._in_flight:
                 self._in_flight.discard(event.id)
                 buffer = self._staged[event.id]
-                self._buffers[buffer] = self._buffers[buffer]._replace(
-                    expert=self.schedule.transfers[event.id].expert
-                )
+                self._buffers[buffer] = self._buffers[buffer]._replace(expert=self.schedule.transfers[event.id].expert)
         elif isinstance(event, TransferFailed):
             self._in_flight.discard(event.id)
         elif isinstance(event, EndStep):

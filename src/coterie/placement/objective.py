@@ -18,12 +18,13 @@ window are not like those of the next: score plans on the next one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import njit, prange
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
 from coterie.placement.base import HOST, Load, Moves, Plan
@@ -87,48 +88,48 @@ class Objective:
     def problem(self, load: Load, topology: Topology, current: Placement) -> Problem:
         """The arrays that planning works on."""
         load.check_fits(topology, current)
-        per_step = load.tokens / load.steps  # [layer, expert]
+        layers, experts, ranks = *load.tokens.shape, topology.num_ranks
         speeds = topology.rank_speeds
         alive = speeds > 0
-        # A rank that is gone takes no time; nothing may be planned on it.
-        pace = np.where(alive, 1.0 / np.where(alive, speeds, 1.0), 0.0)  # [rank]
-        alone = self._slot_s(per_step)
-        unit = alone[:, None, :] * pace[None, :, None]
-        if self.row_bytes:
-            unit = unit + self._exchange_s(load, topology) * alive[None, :, None]
-        replicas = np.arange(1, min(int(alive.sum()), current.num_slots - current.num_experts + 1) + 1)
-        share = np.empty((*per_step.shape, len(replicas)))
-        if self.touch_s:
-            whole = np.where(alone > 0, alone, 1.0)[..., None]
-            split = self._slot_s(per_step[..., None] / replicas) / whole
-            share[:] = np.where(alone[..., None] > 0, split, 1.0 / replicas)
-        else:
-            share[:] = 1.0 / replicas
-        hosts = _hosts(current.slot_experts, current.num_ranks, current.num_experts, alive)
-        source = _cheapest_source(hosts, topology.rank_nodes)
-        links = topology.intra, topology.inter, topology.host
-        seconds = np.array([_seconds(link, self.expert_bytes) for link in links])
-        load_in = _load_in(hosts, source, topology.rank_nodes, seconds)
-        cheapest = np.where(alive[None, :, None], unit * speeds[None, :, None], np.inf).min(axis=1)  # [layer, expert]
-        even = cheapest.sum(axis=1) / speeds.sum()
-        return Problem(self, topology, current, alive, unit, share, load_in, source, even)
+        living = int(alive.sum())
+        per_step = load.tokens / load.steps  # [layer, expert]
+        spare = living * current.slots_per_rank - experts
+        shape = layers, experts, min(living, spare + 1)
+        share = np.empty(shape) if self.touch_s else _even_share(*shape)
+        # One block: past 4 MB NumPy asks for huge pages, and touching fresh small ones takes longer than all else here.
+        unit, load_in = np.empty((2, layers, ranks, experts))
+        source = np.empty((layers, ranks, experts), np.int16)
+        even, reach = np.empty(layers), np.empty(layers)
+        exchange, each = self._exchange_s(load, topology)
+        links = np.array([_seconds(link, self.expert_bytes) for link in (topology.intra, topology.inter, topology.host)])
+        _fill(
+            per_step, self._slot_s(per_step), self.touch_s, self.row_s, exchange, each, speeds, current.slot_experts,
+            topology.rank_nodes, links, unit, share, load_in, source, even, reach,
+        )  # fmt: skip
+        return Problem(self, topology, current, alive, unit, share, load_in, source, even, reach)
+
+    def link_s(self, topology: Topology) -> float:
+        """Seconds to load an expert over the fastest link between devices."""
+        return min(_seconds(link, self.expert_bytes) for link in (topology.intra, topology.inter, topology.host))
 
     def _slot_s(self, tokens: Array) -> Array:
         """Seconds of a slot that gets this many tokens a step on average; by chance some steps do not touch it."""
         return self.touch_s * -np.expm1(-tokens) + self.row_s * tokens
 
-    def _exchange_s(self, load: Load, topology: Topology) -> Array:
-        """[layer, rank, expert] seconds to bring all of an expert's tokens to a rank, and back."""
+    def _exchange_s(self, load: Load, topology: Topology) -> tuple[Array, Array]:
+        """Seconds to bring all of an expert's tokens to a rank, and back.
+
+        [rank, layer, expert] where their sources are known (else empty), and [rank] for one token from anywhere.
+        """
         nodes = topology.rank_nodes
         near = nodes[:, None] == nodes[None, :]
         per_row = 2.0 * self.row_bytes * np.where(near, 1 / topology.intra.bytes_per_s, 1 / topology.inter.bytes_per_s)
         np.fill_diagonal(per_row, 0.0)  # [source, rank] seconds
-        if load.sources is None:
-            alive = topology.rank_speeds > 0
-            each = per_row[alive].sum(axis=0) / alive.sum()
-            return np.asarray(load.tokens[:, None, :] / load.steps * each[None, :, None])
-        by_rank = np.tensordot(per_row.T, load.sources / load.steps, (1, 0))  # [rank, layer, expert]
-        return np.ascontiguousarray(by_rank.transpose(1, 0, 2))
+        alive = topology.rank_speeds > 0
+        if load.sources is None or not self.row_bytes:
+            return np.empty((0, 1, 0)), per_row[alive].sum(axis=0) / alive.sum()
+        known = np.tensordot(per_row.T, load.sources / load.steps, (1, 0))
+        return np.ascontiguousarray(known), np.zeros(topology.num_ranks)
 
 
 class Score(NamedTuple):
@@ -142,6 +143,14 @@ class Score(NamedTuple):
     """[layer] of the whole horizon, as planners minimise it: `enough` and `move_price` counted, planning left out."""
     moves: NDArray[np.int64]
     """[layer]"""
+
+
+class _Assessment(NamedTuple):
+    """[layer, rank] of a placement."""
+
+    busy_s: Array
+    arrivals_s: Array
+    loads: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,15 +168,18 @@ class Problem:
     """[layer, expert, replicas - 1] of `unit` that each of so many equal replicas takes."""
     load_in: Array
     """[layer, rank, expert] seconds to load the expert; 0 where the rank has it."""
-    source: NDArray[np.int64]
+    source: NDArray[np.int16]
     """[layer, rank, expert] where the cheapest copy is."""
     even: Array
     """[layer] seconds if all ranks were equally busy with what the experts take where they are cheapest: a bound."""
+    reach: Array
+    """[layer] seconds that no placement gets below: `even`, or what the longest expert takes in as many replicas as
+    there can be; without a slot to spare, beside the shortest ones that must fill its rank."""
 
     @property
     def floor(self) -> Array:
         """[layer] seconds below which nothing is gained."""
-        return self.even / self.objective.enough
+        return self.reach / self.objective.enough
 
     def equal_shares(self, slot_experts: NDArray[np.integer]) -> Array:
         """[layer, slot] of equal replicas; slots of ranks that are gone get nothing."""
@@ -175,23 +187,30 @@ class Problem:
 
     def rank_s(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> Array:
         """[layer, rank] seconds of a step; equal replicas unless `shares` [layer, slot] says otherwise."""
-        ranks = self.current.num_ranks
-        if shares is None:
-            return _equal_rank_s(slot_experts, ranks, self.unit, self.share, self.alive)
-        return _shared_rank_s(slot_experts, ranks, self.unit, shares)
+        return self._assess(slot_experts, shares).busy_s
 
     def arrivals_s(self, slot_experts: NDArray[np.integer]) -> Array:
         """[layer, rank] seconds of loading what is new there."""
-        return _arrivals(slot_experts, self.current.num_ranks, self.load_in, self.alive)[0]
+        return self._assess(slot_experts, None).arrivals_s
 
     def score(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> Score:
+        return self._score(self._assess(slot_experts, shares))
+
+    def _assess(self, slot_experts: NDArray[np.integer], shares: Array | None) -> _Assessment:
+        shape = len(slot_experts), self.current.num_ranks
+        found = _Assessment(np.empty(shape), np.empty(shape), np.empty(shape, np.int64))
+        slots = np.ascontiguousarray(slot_experts, np.int32)
+        given = np.empty((0, 0)) if shares is None else np.ascontiguousarray(shares, np.float64)
+        _assess(slots, self.unit, self.share, given, self.load_in, self.source, self.alive, *found)
+        return found
+
+    def _score(self, found: _Assessment) -> Score:
         objective = self.objective
-        processing = self.rank_s(slot_experts, shares).max(axis=1)
-        arrivals, moves = _arrivals(slot_experts, self.current.num_ranks, self.load_in, self.alive)
-        movement = objective.exposed * arrivals.max(axis=1)
-        priced = movement + objective.exposed * objective.move_price * arrivals.sum(axis=1)
+        processing = found.busy_s.max(axis=1)
+        movement = objective.exposed * found.arrivals_s.max(axis=1)
+        priced = movement + objective.exposed * objective.move_price * found.arrivals_s.sum(axis=1)
         total = objective.horizon * np.maximum(processing, self.floor) + priced
-        return Score(processing, movement, total, moves.sum(axis=1))
+        return Score(processing, movement, total, found.loads.sum(axis=1))
 
     def plan(
         self,
@@ -208,15 +227,13 @@ class Problem:
         settled, order = settle(current.slot_experts, np.asarray(slot_experts, np.int32), current.num_ranks)
         shares = self.equal_shares(settled) if shares is None else np.take_along_axis(shares, order, axis=1)
         placement = Placement(settled, current.num_ranks, current.num_experts)
-        before = self.score(current.slot_experts)
-        after = self.score(settled, None if split == "equal" else shares)
-        busy_before = self.rank_s(current.slot_experts)
-        busy_after = self.rank_s(settled, None if split == "equal" else shares)
-        moves = self.moves(settled)
+        was = self._assess(current.slot_experts, None)
+        will = self._assess(settled, None if split == "equal" else shares)
+        before, after = self._score(was), self._score(will)
         return Plan(
-            placement, shares, split, float(before.processing_s.sum()), float(after.processing_s.sum()), moves,
-            float(after.movement_s.sum()), planning_s, self.balance(busy_before), self.balance(busy_after),
-            skip_reason, layer_reasons,
+            placement, shares, split, float(before.processing_s.sum()), float(after.processing_s.sum()),
+            self.moves(settled), float(after.movement_s.sum()), planning_s, self.balance(was.busy_s),
+            self.balance(will.busy_s), skip_reason, layer_reasons,
         )  # fmt: skip
 
     def keep(self, reason: str, planning_s: float = 0.0, layer_reasons: tuple[str, ...] = ()) -> Plan:
@@ -239,7 +256,7 @@ class Problem:
         expert = np.asarray(slot_experts, np.int64)[layer, slot]
         rank = slot // per_rank
         seconds = self.load_in[layer, rank, expert]
-        source = self.source[layer, rank, expert]
+        source = self.source[layer, rank, expert].astype(np.int64)
         new = source != rank  # an expert that only changed its slot is copied inside the device
         return Moves(layer[new], slot[new], expert[new], source[new], seconds[new])
 
@@ -247,59 +264,114 @@ class Problem:
         return np.repeat(self.alive, self.current.slots_per_rank)
 
 
+@lru_cache(maxsize=4)
+def _even_share(layers: int, experts: int, replicas: int) -> Array:
+    """The share table where only tokens count: the same for all loads, so it is made once and only read."""
+    return np.ascontiguousarray(np.broadcast_to(1.0 / np.arange(1, replicas + 1), (layers, experts, replicas)))
+
+
 def _seconds(link: Link, nbytes: float) -> float:
     return link.latency_s + nbytes / link.bytes_per_s
 
 
-def _hosts(
-    slot_experts: NDArray[np.integer], ranks: int, experts: int, alive: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
-    """[layer, rank, expert] whether a living rank holds the expert."""
-    layers, slots = slot_experts.shape
-    hosts = np.zeros((layers, ranks, experts), np.bool_)
-    rank = np.arange(slots) // (slots // ranks)
-    hosts[np.arange(layers)[:, None], rank[None, :], slot_experts] = True
-    hosts[:, ~alive] = False
-    return hosts
+@njit(parallel=True)
+def _fill(
+    tokens: Array, alone: Array, touch_s: float, row_s: float, exchange: Array, each: Array, speeds: Array,
+    slot_experts: NDArray[np.int32], nodes: NDArray[np.int64], links: Array, unit: Array, share: Array, load_in: Array,
+    source: NDArray[np.int16], even: Array, reach: Array,
+) -> None:  # fmt: skip
+    """The arrays of a :class:`Problem`, one layer a task."""
+    for layer in prange(len(unit)):
+        known = exchange[:, layer] if len(exchange) else exchange[:, 0]
+        per_rank = slot_experts.shape[1] // len(speeds)
+        _fill_unit(tokens[layer], alone[layer], known, each, speeds, unit[layer])
+        if touch_s > 0.0:
+            _fill_share(tokens[layer], alone[layer], touch_s, row_s, share[layer])
+        _fill_sources(slot_experts[layer], speeds, nodes, links, load_in[layer], source[layer])
+        _fill_bounds(unit[layer], share[layer], each, speeds, len(known) > 0, per_rank, even[layer:], reach[layer:])
 
 
 @njit()
-def _cheapest_source(hosts: NDArray[np.bool_], nodes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[layer, rank, expert] the rank itself, else the first of its node, else the first of all, else the host."""
-    layers, ranks, experts = hosts.shape
-    source = np.full((layers, ranks, experts), HOST, np.int64)
-    for layer in range(layers):
+def _fill_unit(tokens: Array, alone: Array, known: Array, each: Array, speeds: Array, unit: Array) -> None:
+    for rank in range(len(speeds)):
+        # A rank that is gone takes no time; nothing may be planned on it.
+        pace = 1.0 / speeds[rank] if speeds[rank] > 0.0 else 0.0
+        row, token_s = unit[rank], each[rank] if speeds[rank] > 0.0 else 0.0
+        for expert in range(len(row)):
+            row[expert] = alone[expert] * pace + tokens[expert] * token_s
+        if len(known) and speeds[rank] > 0.0:
+            row += known[rank]
+
+
+@njit()
+def _fill_share(tokens: Array, alone: Array, touch_s: float, row_s: float, share: Array) -> None:
+    for expert in range(len(share)):
+        for index in range(share.shape[1]):
+            part = 1.0 / (index + 1.0)
+            if alone[expert] > 0.0:
+                few = tokens[expert] * part
+                part = (touch_s * -np.expm1(-few) + row_s * few) / alone[expert]
+            share[expert, index] = part
+
+
+@njit()
+def _fill_sources(
+    slot_experts: NDArray[np.int32], speeds: Array, nodes: NDArray[np.int64], links: Array, load_in: Array,
+    source: NDArray[np.int16],
+) -> None:  # fmt: skip
+    """The rank itself, else the first of its node, else the first of all, else the host."""
+    ranks, experts = source.shape
+    per_rank = len(slot_experts) // ranks
+    first, near = np.full(experts, HOST, np.int16), np.full((nodes[-1] + 1, experts), HOST, np.int16)
+    for slot in range(len(slot_experts) - 1, -1, -1):
+        rank = slot // per_rank
+        if speeds[rank] > 0.0:
+            first[slot_experts[slot]] = rank
+            near[nodes[rank], slot_experts[slot]] = rank
+    for rank in range(ranks):
+        at, seconds = source[rank], load_in[rank]
+        if rank > 0 and nodes[rank] == nodes[rank - 1]:
+            at[:] = near[nodes[rank]]
+            seconds[:] = load_in[rank - 1]
+        else:
+            here = near[nodes[rank]]
+            for expert in range(experts):
+                close, gone = here[expert] != HOST, first[expert] == HOST
+                seconds[expert] = links[0] if close else (links[2] if gone else links[1])
+                if not close:
+                    here[expert] = first[expert]
+            at[:] = here
+    for slot in range(len(slot_experts)):
+        if speeds[slot // per_rank] > 0.0:
+            source[slot // per_rank, slot_experts[slot]] = slot // per_rank
+            load_in[slot // per_rank, slot_experts[slot]] = 0.0
+
+
+@njit()
+def _fill_bounds(
+    unit: Array, share: Array, each: Array, speeds: Array, by_source: bool, per_rank: int, even: Array, reach: Array
+) -> None:
+    ranks, experts = unit.shape
+    work, least = np.full(experts, np.inf), np.full(experts, np.inf)  # at speed 1, and where it is shortest
+    living, pace = 0, 0.0
+    for rank in range(ranks):
+        if speeds[rank] == 0.0:
+            continue
+        living += 1
+        pace += speeds[rank]
+        if rank > 0 and not by_source and speeds[rank] == speeds[rank - 1] and each[rank] == each[rank - 1]:
+            continue  # the same as the one before
+        row = unit[rank]
         for expert in range(experts):
-            first = HOST
-            for rank in range(ranks - 1, -1, -1):
-                if hosts[layer, rank, expert]:
-                    first = rank
-            if first == HOST:
-                continue
-            near, node = HOST, -1
-            for rank in range(ranks):
-                if nodes[rank] != node:
-                    node, near = nodes[rank], HOST
-                    peer = rank
-                    while peer < ranks and nodes[peer] == node:
-                        if near == HOST and hosts[layer, peer, expert]:
-                            near = peer
-                        peer += 1
-                if hosts[layer, rank, expert]:
-                    source[layer, rank, expert] = rank
-                elif near != HOST:
-                    source[layer, rank, expert] = near
-                else:
-                    source[layer, rank, expert] = first
-    return source
-
-
-def _load_in(
-    hosts: NDArray[np.bool_], source: NDArray[np.int64], nodes: NDArray[np.int64], seconds: Array
-) -> Array:
-    near = nodes[source] == nodes[None, :, None]
-    cost = np.where(source == HOST, seconds[2], np.where(near, seconds[0], seconds[1]))
-    return np.where(hosts, 0.0, cost)
+            least[expert] = min(least[expert], row[expert])
+            work[expert] = min(work[expert], row[expert] * speeds[rank])
+    longest = 0.0
+    for expert in range(experts):
+        longest = max(longest, least[expert] * share[expert].min())
+    if living * per_rank == experts:
+        longest += np.sort(least)[: per_rank - 1].sum()
+    even[0] = work.sum() / pace
+    reach[0] = max(even[0], longest)
 
 
 @njit()
@@ -318,48 +390,49 @@ def _equal_shares(slot_experts: NDArray[np.integer], experts: int, slot_alive: N
     return shares
 
 
+@njit(parallel=True)
+def _assess(
+    slot_experts: NDArray[np.int32], unit: Array, share: Array, given: Array, load_in: Array,
+    source: NDArray[np.int16], alive: NDArray[np.bool_], busy: Array, arrivals: Array, loads: NDArray[np.int64],
+) -> None:  # fmt: skip
+    """Times of ranks, and of loads; an expert in two slots of a rank is loaded once."""
+    for layer in prange(len(slot_experts)):
+        parts = given[layer] if len(given) else np.empty(0)
+        _assess_layer(
+            slot_experts[layer], unit[layer], share[layer], parts, load_in[layer], source[layer], alive,
+            busy[layer], arrivals[layer], loads[layer],
+        )  # fmt: skip
+
+
 @njit()
-def _equal_rank_s(
-    slot_experts: NDArray[np.integer], ranks: int, unit: Array, share: Array, alive: NDArray[np.bool_]
-) -> Array:
-    layers, slots = slot_experts.shape
-    per_rank = slots // ranks
-    replicas = np.zeros(unit.shape[2], np.int64)
-    seconds = np.zeros((layers, ranks))
-    for layer in range(layers):
-        replicas[:] = 0
-        for slot in range(slots):
-            if alive[slot // per_rank]:
-                replicas[slot_experts[layer, slot]] += 1
-        for slot in range(slots):
-            rank, expert = slot // per_rank, slot_experts[layer, slot]
-            if alive[rank]:
+def _assess_layer(
+    slot_experts: NDArray[np.int32], unit: Array, share: Array, given: Array, load_in: Array,
+    source: NDArray[np.int16], alive: NDArray[np.bool_], busy: Array, arrivals: Array, loads: NDArray[np.int64],
+) -> None:  # fmt: skip
+    ranks, experts = unit.shape
+    per_rank = len(slot_experts) // ranks
+    replicas, seen = np.zeros(experts, np.int64), np.full(experts, -1)
+    for slot in range(len(slot_experts)):
+        if alive[slot // per_rank]:
+            replicas[slot_experts[slot]] += 1
+    slot = 0
+    for rank in range(ranks):
+        busy[rank], arrivals[rank], loads[rank] = 0.0, 0.0, 0
+        for _ in range(per_rank):
+            expert = slot_experts[slot]
+            slot += 1
+            if not alive[rank]:
+                continue
+            if len(given):
+                busy[rank] += unit[rank, expert] * given[slot - 1]
+            else:
                 # Duplicates on one rank may bring an expert past the replicas the table has.
-                count = replicas[expert]
-                known = min(count, share.shape[2])
-                part = share[layer, expert, known - 1] * known / count
-                seconds[layer, rank] += unit[layer, rank, expert] * part
-    return seconds
-
-
-@njit()
-def _shared_rank_s(slot_experts: NDArray[np.integer], ranks: int, unit: Array, shares: Array) -> Array:
-    layers, slots = slot_experts.shape
-    per_rank = slots // ranks
-    seconds = np.zeros((layers, ranks))
-    for layer in range(layers):
-        for slot in range(slots):
-            rank = slot // per_rank
-            seconds[layer, rank] += unit[layer, rank, slot_experts[layer, slot]] * shares[layer, slot]
-    return seconds
-
-
-def _arrivals(
-    slot_experts: NDArray[np.integer], ranks: int, load_in: Array, alive: NDArray[np.bool_]
-) -> tuple[Array, NDArray[np.int64]]:
-    """[layer, rank] seconds and number of loads; an expert in two slots of a rank is loaded once."""
-    held = _hosts(slot_experts, ranks, load_in.shape[2], alive)
-    return np.asarray((held * load_in).sum(axis=2)), np.asarray((held & (load_in > 0)).sum(axis=2))
+                known = min(replicas[expert], share.shape[1])
+                busy[rank] += unit[rank, expert] * share[expert, known - 1] * known / replicas[expert]
+            if source[rank, expert] != rank and seen[expert] != rank:
+                seen[expert] = rank
+                arrivals[rank] += load_in[rank, expert]
+                loads[rank] += 1
 
 
 def settle(

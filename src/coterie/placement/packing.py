@@ -40,34 +40,54 @@ def plan_for_living(problem: Problem, slots: Slots, started: float, same: str) -
     return plan if len(plan.moves) else replace(plan, skip_reason=same)
 
 
+def pack(weight: NDArray[np.float64], kind: NDArray[np.int64], speed: NDArray[np.float64], experts: int) -> Slots:
+    """[row, slot] experts in blocks of one rank each, from the [row, item] weights and experts (`kind`) of items.
+
+    Rows are packed apart from each other, onto ranks of `speed` [rank].
+    """
+    out = np.empty(weight.shape, np.int32)
+    # The order is NumPy's: a sort takes numba longer to compile than all the rest.
+    _pack(np.argsort(-weight, axis=1, kind="stable"), weight, kind, speed, experts, out)
+    return out
+
+
 @njit()
-def pack_layer(
-    weight: NDArray[np.float64], kind: NDArray[np.int64], speed: NDArray[np.float64], experts: int, out: Slots
+def _pack(
+    order: NDArray[np.int64],
+    weight: NDArray[np.float64],
+    kind: NDArray[np.int64],
+    speed: NDArray[np.float64],
+    experts: int,
+    out: Slots,
 ) -> None:
-    """Fill `out` [slot] with the kinds (experts) of the items, in blocks of one rank each, of `speed` [rank]."""
+    rows, items = weight.shape
     ranks = len(speed)
-    room = len(weight) // ranks
+    room = items // ranks
     packed = np.empty((ranks, room), np.int64)
     filled = np.zeros(ranks, np.int64)
     total = np.zeros(ranks)
     holds = np.zeros((ranks, experts), np.bool_)
-    for item in np.argsort(-weight, kind="mergesort"):
-        expert = kind[item]
-        best, least = -1, np.inf
+    for row in range(rows):
+        filled[:] = 0
+        total[:] = 0.0
+        holds[:] = False
+        for item in order[row]:
+            expert, tokens = kind[row, item], weight[row, item]
+            best, least = -1, np.inf
+            for rank in range(ranks):
+                if filled[rank] < room and not holds[rank, expert]:
+                    busy = (total[rank] + tokens) / speed[rank]
+                    if busy < least:
+                        best, least = rank, busy
+            if best < 0:
+                best = _make_room(item, weight[row], kind[row], speed, packed, filled, total, holds)
+            packed[best, filled[best]] = item
+            filled[best] += 1
+            total[best] += tokens
+            holds[best, expert] = True
         for rank in range(ranks):
-            if filled[rank] < room and not holds[rank, expert]:
-                busy = (total[rank] + weight[item]) / speed[rank]
-                if busy < least:
-                    best, least = rank, busy
-        if best < 0:
-            best = _make_room(item, weight, kind, speed, packed, filled, total, holds)
-        packed[best, filled[best]] = item
-        filled[best] += 1
-        total[best] += weight[item]
-        holds[best, expert] = True
-    for rank in range(ranks):
-        for place in range(room):
-            out[rank * room + place] = kind[packed[rank, place]]
+            for place in range(room):
+                out[row, rank * room + place] = kind[row, packed[rank, place]]
 
 
 @njit()

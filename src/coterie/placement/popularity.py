@@ -14,10 +14,9 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import Objective
-from coterie.placement.packing import Slots, living_ranks, pack_layer, plan_for_living
+from coterie.placement.packing import living_ranks, pack, plan_for_living
 from coterie.types import Placement, Topology
 
 
@@ -31,19 +30,17 @@ class Popularity:
     def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
         started = perf_counter()
         problem = self.objective.problem(load, topology, current)
-        slots = np.empty((load.num_layers, living_ranks(problem) * current.slots_per_rank), np.int32)
-        _place(load.tokens, topology.rank_speeds[problem.alive], slots)
-        return plan_for_living(problem, slots, started, "the load asks for no other")
+        slots = living_ranks(problem) * current.slots_per_rank
+        kind = _replicated(load.tokens, slots)
+        replicas = 1 + (kind[:, :, None] == kind[:, None, load.num_experts :]).sum(axis=2)
+        weight = np.take_along_axis(load.tokens, kind, axis=1) / replicas
+        packed = pack(weight, kind, topology.rank_speeds[problem.alive], load.num_experts)
+        return plan_for_living(problem, packed, started, "the load asks for no other")
 
 
-@njit()
-def _place(tokens: NDArray[np.float64], speed: NDArray[np.float64], slots: Slots) -> None:
+def _replicated(tokens: NDArray[np.float64], slots: int) -> NDArray[np.int64]:
+    """[layer, slot] expert: all once, then the hottest again, in order."""
     layers, experts = tokens.shape
-    kind = np.arange(slots.shape[1]) % experts
-    for layer in range(layers):
-        hottest = np.argsort(-tokens[layer], kind="mergesort")
-        kind[experts:] = hottest[np.arange(slots.shape[1] - experts) % experts]
-        count = np.zeros(experts)
-        for expert in kind:
-            count[expert] += 1.0
-        pack_layer(tokens[layer][kind] / count[kind], kind, speed, experts, slots[layer])
+    hottest = np.argsort(-tokens, axis=1, kind="stable")
+    again = hottest[:, np.arange(slots - experts) % experts]
+    return np.concatenate([np.tile(np.arange(experts), (layers, 1)), again], axis=1)

@@ -75,6 +75,8 @@ class RebalancingSettings:
                 raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
 
 
+import os
+ROUNDS = float(os.environ.get('ROUNDS','4'))
 DEFAULTS = RebalancingSettings()
 
 
@@ -146,12 +148,18 @@ class Rebalancer:
         self._window = 0.0
         self._next: Placement | None = None
         self._previous = placement
+        self._ignorant = Placement.linear(
+            placement.num_layers, placement.num_experts, placement.num_ranks, placement.num_slots
+        )
         self._saving_s = 0.0
         self._known: DriftEstimate = self.drift.estimate()
         self._fitted_at: float | None = None
         self._age_then = np.inf
+        self._excess_then_s = 0.0
+        self._ground = 0.0
         self._full_s: float | None = None
-        self._moving_s: float | None = None
+        self._movement_s: float | None = None
+        self._moved_at: float | None = None
         self._cost_s: float | None = None
 
     def observe(self, load: Load) -> Decision:
@@ -166,9 +174,9 @@ class Rebalancer:
         if self.pending:
             return self._still_moving()
         weight = self._worth_steps()
-        excess_s = self._excess_s()
-        cost_s = self.objective.planning_s if self._cost_s is None else self._cost_s
-        urgent = self._cost_s is not None and excess_s * weight > self.settings.urgent * cost_s
+        excess_s = self._excess_s(self.placement)
+        grown_s = (excess_s - self._excess_then_s) * self.interval
+        urgent = self._cost_s is not None and grown_s > self.settings.urgent * self._cost_s
         if self.step < self._due and not (urgent and self._age() >= self.settings.min_interval):
             return self._wait(f"next look in {self._due - self.step:g} steps")
         if excess_s * weight <= (1 + self.settings.margin) * self.objective.planning_s:
@@ -216,6 +224,7 @@ class Rebalancer:
         self._age_then, self._fitted_at = self._age(), self.step
         self._previous, self._next, self.pending = self.placement, plan.placement, moves
         self._saving_s = plan.saving_s
+        self._excess_then_s = self._excess_s(plan.placement)
         self.rounds.append(Round(self.step, self.interval, moves, cost_s))
         why = f"{moves} moves gain {gain_s:.3g} s in {kept:g} steps and cost {cost_s:.3g} s; {self._known.reason}"
         return Decision(plan, f"early: {why}" if early else why, self.interval, gain_s, cost_s, True)
@@ -238,14 +247,18 @@ class Rebalancer:
         """Steps since the current map was made; without end for a map that is not ours."""
         return np.inf if self._fitted_at is None else self.step - self._fitted_at
 
-    def _uneven(self, age: Array | float) -> Array:
-        """[age] s(age): unevenness of a map of this age in steps, as a share of that of one that knows nothing."""
+    def _aged(self, age: Array | float) -> Array:
+        """[age in steps] share of the load's shape, in variance, that a map of this age does not know of."""
         decay = self._known.cautious
         age = np.asarray(age, np.float64)
         if decay is None:
             return np.where(np.isfinite(age), 0.0, 1.0)
         left = np.where(np.isfinite(age), decay.left(np.where(np.isfinite(age), age, 0.0) / self._window), 0.0)
-        return np.asarray(np.sqrt(1.0 - left**2))
+        return np.asarray(1.0 - left**2)
+
+    def _uneven(self, age: Array | float) -> Array:
+        """[age in steps] s(age): what age adds to the unevenness of a map."""
+        return np.asarray(np.sqrt(self._ground + self._aged(age)) - np.sqrt(self._ground))
 
     def _left(self, ages: Array, age: float) -> Array:
         """[age of the plan] share of its saving over a map that was `age` old when it was made."""
@@ -260,14 +273,14 @@ class Rebalancer:
         if decay is None:
             return self.settings.first_interval * self.trust
         # What is moved now stays of use after the next round, which starts from it: only drift ends it.
-        life = min(8.0 * decay.half_life * self._window, self.settings.max_interval)
+        life = min(8.0 * decay.half_life * self._window, ROUNDS * self.interval)
         middle = (np.arange(256) + 0.5) / 256 * life
         return float(self._left(middle, self._age()).mean()) * life * self.trust
 
-    def _excess_s(self) -> float:
+    def _excess_s(self, placement: Placement) -> float:
         """What a step would save at most, were the load even."""
         problem = self.objective.problem(Load(self.forecast.tokens), self.topology, self.placement)
-        return float((problem.rank_s(self.placement.slot_experts).max(axis=1) - problem.even).clip(0.0).sum())
+        return float((problem.rank_s(placement.slot_experts).max(axis=1) - problem.even).clip(0.0).sum())
 
     # ------------------------------------------------------------------------------------------------ what it learns
 
@@ -282,6 +295,10 @@ class Rebalancer:
         last.steps += load.steps
         last.predicted_s += self._saving_s * float(self._left(age, self._age_then)[0]) * load.steps
         last.realised_s += float(old - new) * load.steps
+        if self._full_s:
+            excess = float(new - problem.even.sum()) / self._full_s
+            seen = max(0.0, excess**2 - float(self._aged(age)[0]))
+            self._ground += 0.1 * self.settings.learning * (seen - self._ground)
 
     def _close_round(self) -> None:
         """Trust follows what the round that ends now gave."""
@@ -293,12 +310,11 @@ class Rebalancer:
         self.trust = max(self.trust + self.settings.learning * (ratio - self.trust), 0.1)
 
     def _learn_prices(self, plan: Plan, cost_s: float) -> None:
-        if not len(plan.moves):
-            return
-        self._cost_s = self._learned(self._cost_s, cost_s)
-        uneven = max(float(self._uneven(self._age())), 0.1)  # nothing can be read off a map that has hardly aged
-        self._full_s = self._learned(self._full_s, plan.saving_s / uneven)
-        self._moving_s = self._learned(self._moving_s, plan.movement_s / uneven)
+        self._full_s = self._learned(self._full_s, self._excess_s(self._ignorant))
+        if len(plan.moves):
+            self._cost_s = self._learned(self._cost_s, cost_s)
+            self._movement_s = self._learned(self._movement_s, plan.movement_s)
+            self._moved_at = self._learned(self._moved_at, float(self._uneven(self._age())))
 
     def _learned(self, known: float | None, seen: float) -> float:
         return seen if known is None else known + self.settings.learning * (seen - known)
@@ -317,10 +333,10 @@ class Rebalancer:
 
     def _best_interval(self) -> float | None:
         """The n of least regret; None as long as drift or prices are not known."""
-        if self._known.decay is None or self._full_s is None or self._moving_s is None:
+        if self._known.decay is None or self._full_s is None or self._movement_s is None:
             return None
         n = np.geomspace(self.settings.min_interval, self.settings.max_interval, 257)
         share = (np.arange(64) + 0.5) / 64
-        cost = self.objective.planning_s + self._moving_s * self._uneven(n)
+        cost = self.objective.planning_s + self._movement_s * np.sqrt(self._uneven(n) / max(self._moved_at or 1.0, 0.02))
         regret = self._full_s * self._uneven(n[:, None] * share).mean(axis=1) + cost / n
         return float(n[np.argmin(regret)])

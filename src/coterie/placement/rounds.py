@@ -6,8 +6,9 @@ most one expert and receives at most one; by König's theorem the rounds of a sw
 rank sends or receives, and that many are used. Loads from the host and copies inside a rank have no sender to wait for.
 
 Staging is limited. A layer that needs more of it switches in several steps, each of which leaves every expert a slot
-on a living rank; experts that change places in a ring must go together, and where a ring alone needs more staging than
-there is the layer is refused, with the reason, and stays as it is.
+on a living rank. Experts that change places in a ring must go together; a ring that needs more staging than there is
+is cut into shorter ones, at one transfer more a cut. Two experts of staging a rank are always enough. With one a ring
+may end inside a rank: the layer is then refused, with the reason, and stays as it is.
 
 A round lasts as long as its slowest move. Wrong by up to the ratio of the links where near and far moves share rounds,
 or where the network between nodes is shared by more than one rank at a time.
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coterie.errors import ConfigError
+from coterie.placement._switching import switch_order
 from coterie.placement.base import HOST
 from coterie.types import Placement, Topology
 
@@ -185,12 +187,11 @@ def schedule_moves(
     for layer in np.flatnonzero(changed.any(axis=1)).tolist():
         before = tuple(current.slot_experts[layer].tolist())
         wanted = {slot: int(target.slot_experts[layer, slot]) for slot in np.flatnonzero(changed[layer]).tolist()}
-        ordering = _order(before, wanted, alive.tolist(), per_rank, budget)
+        ordering = switch_order(before, wanted, alive.tolist(), per_rank, budget)
         if isinstance(ordering, str):
             refusals.append(Refusal(layer, f"layer {layer} stays as it is: {ordering}"))
             continue
-        for slots in ordering:
-            arriving = {slot: wanted[slot] for slot in slots}
+        for arriving in ordering:
             switch = _switch(layer, before, arriving, topology, limits, per_rank, next_id)
             next_id += len(arriving)
             switches.append(switch)
@@ -208,82 +209,6 @@ def _check(current: Placement, target: Placement, topology: Topology) -> None:
         )
     if current.num_ranks != topology.num_ranks:
         raise ConfigError(f"placement.num_ranks={current.num_ranks} must equal topology.num_ranks={topology.num_ranks}")
-
-
-# ------------------------------------------------------------------------------------------ which slots go together
-
-
-def _order(
-    before: Sequence[int], wanted: Mapping[int, int], alive: Sequence[bool], per_rank: int, budget: int
-) -> list[list[int]] | str:
-    """Slots of each switch of a layer, or why it cannot be done."""
-    needs = _needs(before, wanted, alive, per_rank)
-    if isinstance(needs, str):
-        return needs
-    groups = _rings(needs)
-    for group in groups:
-        rank, count = Counter(slot // per_rank for slot in group).most_common(1)[0]
-        if count > budget:
-            return (
-                f"{count} experts of rank {rank} change places in one ring of {len(group)}, "
-                f"which must be staged together; staging holds {budget}"
-            )
-    switches: list[list[int]] = []
-    done: set[int] = set()
-    while groups:
-        room, later, batch = Counter(dict.fromkeys(range(len(alive)), budget)), [], []
-        for group in groups:  # what a group needs comes before it
-            takes = Counter(slot // per_rank for slot in group)
-            waits = any(needs[slot] is not None and needs[slot] not in done and needs[slot] not in group
-                        for slot in group)  # fmt: skip
-            if waits or any(room[rank] < count for rank, count in takes.items()):
-                later.append(group)
-                continue
-            room.subtract(takes)
-            done.update(group)
-            batch += group
-        switches.append(sorted(batch))
-        groups = later
-    return switches
-
-
-def _needs(
-    before: Sequence[int], wanted: Mapping[int, int], alive: Sequence[bool], per_rank: int
-) -> dict[int, int | None] | str:
-    """Slot → the slot that must have switched no later, so that the expert it gives up still has a place."""
-    live: dict[int, list[int]] = {}
-    arrivals: dict[int, list[int]] = {}
-    for slot, expert in enumerate(before):
-        if alive[slot // per_rank]:
-            live.setdefault(expert, []).append(slot)
-    for slot, expert in wanted.items():
-        arrivals.setdefault(expert, []).append(slot)
-    needs: dict[int, int | None] = dict.fromkeys(wanted)
-    for expert, slots in live.items():
-        if all(slot in wanted for slot in slots):
-            if expert not in arrivals:
-                return f"expert {expert} would keep no slot on a living rank"
-            needs[slots[-1]] = arrivals[expert][0]  # its other slots may go before: this one still holds it
-    return needs
-
-
-def _rings(needs: Mapping[int, int | None]) -> list[list[int]]:
-    """Slots in groups that must switch together: rings of needs, else single ones. What a group needs is before it."""
-    order: list[list[int]] = []
-    settled: set[int] = set()
-    for start in needs:
-        path: list[int] = []
-        slot: int | None = start
-        while slot is not None and slot not in settled and slot not in path:
-            path.append(slot)
-            slot = needs[slot]
-        ring: list[int] = []
-        if slot is not None and slot in path:
-            ring = path[path.index(slot) :]
-            order.append(ring)
-        order += [[single] for single in reversed(path[: len(path) - len(ring)])]
-        settled.update(path)
-    return order
 
 
 # ------------------------------------------------------------------------------------------------------------ rounds

@@ -28,7 +28,6 @@ from coterie.placement._flows import (
     Indices,
     least_limit,
     link,
-    new_search,
     new_split,
     separable,
 )  # fmt: skip
@@ -80,7 +79,7 @@ def _optimal_shares(
     layers, slots = rows.shape
     ranks, experts = unit.shape[1:]
     for layer in range(layers):
-        split, search = new_split(slots, experts, ranks), new_search(ranks)
+        split, search = new_split(slots, experts, ranks), np.empty((4, ranks), np.int64)
         link(rows[layer], alive, unit[layer], split)
         least_limit(split, unit[layer], speeds, even[layer], search)
         if not separable(split, unit[layer], speeds):

@@ -1,0 +1,167 @@
+"""``coterie plan``: where the experts should live, given a load and where they are now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.markup import escape
+
+from coterie.cli.bars import Column, print_rank_bars, relative
+from coterie.cli.output import JsonOption, out, print_json, print_table
+
+if TYPE_CHECKING:  # numba takes a second to import: only when a plan is asked for
+    from coterie.evaluation.placement_plans import Planned
+
+WIDTH = 110
+
+
+def plan_command(
+    load: Annotated[Path, typer.Argument(help="Load table or activation trace, in any known format.")],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Shape: a known name, or a folder with config.json; else the load's."),
+    ] = None,
+    ranks: Annotated[int, typer.Option("--ranks", help="Expert-parallel ranks.")] = 8,
+    nodes: Annotated[int, typer.Option("--nodes", help="Machines that hold them, as many each.")] = 1,
+    slots: Annotated[
+        int | None, typer.Option("--slots", help="Slots of a layer over all ranks; else as many as experts.")
+    ] = None,
+    current: Annotated[
+        Path | None,
+        typer.Option("--current", help="Placement in use, in any known format; else experts in order."),
+    ] = None,
+    planner: Annotated[
+        str, typer.Option("--planner", help="Who plans; an unknown name lists them all.")
+    ] = "latency_optimal",
+    split: Annotated[
+        str | None,
+        typer.Option("--split", help="How replicas share tokens: equal, weighted or optimal; else the planner's."),
+    ] = None,
+    horizon: Annotated[
+        float | None, typer.Option("--horizon", help="Steps the new placement will serve; else 1,000.")
+    ] = None,
+    enough: Annotated[
+        float | None, typer.Option("--enough", help="Balance at which a layer is left alone; else 1.")
+    ] = None,
+    max_moves: Annotated[int | None, typer.Option("--max-moves", help="Moves at most, over all layers.")] = None,
+    window: Annotated[
+        str | None,
+        typer.Option("--window", help="Of a load table: a label, a number from 0, or A:B; else all, added up."),
+    ] = None,
+    preset: Annotated[
+        str, typer.Option("--preset", help="Calibrated device: h200, or a file of coterie calibrate.")
+    ] = "h200",
+    batch: Annotated[int, typer.Option("--batch", help="Tokens of one step, over all ranks together.")] = 8192,
+    speeds: Annotated[
+        str | None, typer.Option("--speeds", help="Of every rank, 1 being the preset's: 1,1,0.5,0. 0 is gone.")
+    ] = None,
+    from_: Annotated[
+        str | None, typer.Option("--from", help="Format of the load, where the file itself does not show it.")
+    ] = None,
+    to: Annotated[
+        str, typer.Option("--to", help="Format to write: sglang, vllm, tensorrt-llm, ascend or native.")
+    ] = "native",
+    out_file: Annotated[
+        Path | None, typer.Option("-o", "--out", help="File for the placement; it must not exist.")
+    ] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Plan where experts live: load of every rank before and after, moves, gain, and when it has paid for itself."""
+    from coterie.evaluation.placement_plans import PlanOptions, make_plan, summary
+    from coterie.placement.maps import check_map_target, map_formats, write_map
+
+    if out_file is None:
+        map_formats[to]  # a wrong name is told before work begins
+    else:
+        check_map_target(out_file, to)
+    planned = make_plan(PlanOptions(
+        load, from_, window, model, ranks, nodes, slots, speeds, current, None, planner, split, max_moves, horizon,
+        enough, preset, batch,
+    ))  # fmt: skip
+    found = summary(planned)
+    if out_file is not None:
+        written = write_map(out_file, planned.map, to)
+        found |= {"written": str(out_file), "format": to, "left_out": list(written.left_out)}
+    if json_output:
+        print_json(found)
+        return
+    _print(planned, found)
+
+
+def _print(planned: Planned, found: dict[str, Any]) -> None:
+    out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH  # a pipe has no width; rich would take 80
+    over = f"{found['ranks']} ranks" + (f" on {found['nodes']} nodes" if found["nodes"] > 1 else "")
+    out.print(f"{escape(found['model'])}: {found['layers']} MoE layers of {found['experts']} experts, "
+              f"{found['slots']} slots on {over}", highlight=False)  # fmt: skip
+    out.print(f"load: {escape(found['load'])}; planner: {found['planner']}, split {found['split']}", highlight=False)
+    _print_bars(planned)
+    before, after = planned.busy_s()
+    print_table(
+        "Prediction",
+        ["", "before", "after"],
+        [
+            ["MoE layers of a step, ms", 1e3 * found["before_s"], 1e3 * found["after_s"]],
+            ["balance, mean of layers", f"{found['balance_before']:.3f}", f"{found['balance_after']:.3f}"],
+            ["balance, worst layer", *(f"{_balance(planned, busy).min():.3f}" for busy in (before, after))],
+            ["duplicates", found["duplicates_before"], found["duplicates_after"]],
+        ],
+    )
+    _print_verdict(planned, found)
+
+
+def _print_bars(planned: Planned) -> None:
+    before, after = planned.busy_s()
+    worst = int(np.argmin(_balance(planned, before)))
+    name = planned.load.layer_ids[worst]
+    print_rank_bars(
+        "Time of every rank, 1 being the mean",
+        [
+            Column("all layers, before", relative(before.sum(axis=0)), 0),
+            Column("after", relative(after.sum(axis=0)), 0),
+            Column(f"layer {name}, before", relative(before[worst]), 1),
+            Column("after", relative(after[worst]), 1),
+        ],
+        f"Summed over layers ranks look more even than they are in each; layer {name} is the least even one before.",
+    )
+
+
+def _balance(planned: Planned, busy: Any) -> Any:
+    living = busy[:, planned.problem.alive]
+    peak = living.max(axis=1)
+    return np.where(peak > 0, living.mean(axis=1) / np.where(peak > 0, peak, 1.0), 1.0)
+
+
+def _print_verdict(planned: Planned, found: dict[str, Any]) -> None:
+    lines = []
+    if found["keep"]:
+        lines.append(f"keep the current placement: {found['skip_reason']}")
+        if found["after_s"] < found["before_s"]:
+            lines.append(f"split {found['split']} alone makes a step {found['gain_pct']:.1f}% shorter")
+    else:
+        links = ", ".join(f"{part['moves']:,} {name} ({_seconds(part['link_s'])} of link time)"
+                          for name, part in found["moves_by_link"].items())  # fmt: skip
+        lines.append(f"{found['moves']:,} moves, {found['move_bytes'] / 1e9:,.1f} GB: {links}")
+        lines.append(f"gain: {found['gain_pct']:.1f}% of the MoE layers' time")
+        held, steps = f"movement holds up serving for {_seconds(found['movement_s'])}", found["break_even_steps"]
+        if steps is None:
+            lines.append(f"{held}, and never pays for itself")
+        else:
+            even = f"paid for after {steps:,.0f} steps, {_seconds(found['break_even_s'])} of MoE layers"
+            lines.append(f"{held}: {even} (horizon {found['horizon']:,.0f} steps)")
+    lines.append(f"planning took {_seconds(found['planning_s'])}")
+    if not planned.measured:
+        lines.append(f"{found['model']} was not measured on this device: rates of the nearest shape are used")
+    if "written" in found:
+        what = " (the current placement)" if found["keep"] else ""
+        left = [name for name in found["left_out"] if name == "shares"]
+        note = f"; {found['format']} has no place for shares: the engine splits its own way" if left else ""
+        lines.append(f"Written: {found['written']}, {found['format']}{what}{note}")
+    for line in lines:
+        out.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"

@@ -1,0 +1,249 @@
+"""Real loads as traffic turns from one domain to the next: every plan is made on one window and serves the next.
+
+GLM-5.2's counts come in ten domains of eight shards. A window mixes the domains by weights that move on, and takes of
+each domain another shard than the windows before and after it, so no plan meets the tokens it was made from. The step
+time is the calibrated model's, whole steps; planners decide by the straight-line prices of :meth:`Objective.of`.
+
+Wrong where a step's own load matters: all steps of a window have its mean load, so what scatters from step to step,
+and slows all placements alike, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.costs.presets import step_model
+from coterie.costs.step import Batch, StepModel
+from coterie.errors import TraceError
+from coterie.models import get_model
+from coterie.placement.base import Load, Plan, planners
+from coterie.placement.objective import Objective
+from coterie.placement.rebalancing import Rebalancer, RebalancingSettings
+from coterie.traces.load import LoadTable
+from coterie.traces.readers import read_trace
+from coterie.types import Placement, Topology, balancedness
+
+Array = NDArray[np.float64]
+Advance = Callable[[str], None]
+
+MODEL = "glm-5.2"
+
+
+@dataclass(frozen=True, slots=True)
+class DomainSetting:
+    windows: int = 40
+    steps: int = 100
+    """Of a window."""
+    stay: int = 4
+    """Windows until the next domain leads."""
+    base: float = 0.2
+    """Share of the traffic that is of all domains alike."""
+    ranks: int = 8
+    slots: int = 288
+    tokens: tuple[tuple[str, int], ...] = (("prefill", 16_384), ("decode", 1_024))
+    """Of a step over all ranks."""
+    context: int = 4_096
+    """Tokens cached by each decoding request."""
+
+
+class Served(NamedTuple):
+    """One policy over all windows but the first, which nothing is known of."""
+
+    step_s: Array
+    """[window] of the whole step, by the calibrated model."""
+    moe_s: Array
+    """[window] of it, the slowest rank's experts."""
+    cost_s: Array
+    """[window] planning and movement that the window begins with."""
+    balance: Array
+    """[window]"""
+    moves: list[int]
+    """Of each round that moved something."""
+    planning_s: list[float]
+    """Measured."""
+    last: Placement
+
+
+class RankShare(NamedTuple):
+    """What a rank does in one layer, as the planners' prices have it."""
+
+    compute_s: Array
+    """[rank]"""
+    communication_s: Array
+    wait_s: Array
+    """For the slowest."""
+
+
+def domain_loads(path: Path) -> dict[str, Array]:
+    """Domain → [shard, layer, expert] tokens; merged and further tables, which hold the same tokens, are left out."""
+    table = read_trace(path)
+    if not isinstance(table, LoadTable) or table.labels is None:
+        raise TraceError(path, "kind", "expected load tables with labels")
+    labels = np.array(table.labels)
+    names = [name for name in dict.fromkeys(table.labels) if (labels == name).sum() > 1]
+    if len(names) < 2:
+        raise TraceError(path, "labels", f"hold {len(names)} domains of several shards; at least 2 are needed")
+    return {name: table.counts[labels == name].astype(np.float64) for name in names}
+
+
+def shifting(domains: dict[str, Array], setting: DomainSetting) -> Array:
+    """[window, layer, expert] shares of a layer's tokens."""
+    count = len(domains)
+    windows = []
+    for window in range(setting.windows):
+        lead = (window / setting.stay) % count
+        away = np.abs(np.arange(count) - lead)
+        near = np.maximum(0.0, 1.0 - np.minimum(away, count - away))
+        weight = setting.base / count + (1 - setting.base) * near / near.sum()
+        mixed = sum(
+            part * _shares(shards[window % len(shards)]) for part, shards in zip(weight, domains.values(), strict=True)
+        )
+        windows.append(np.asarray(mixed))
+    return np.array(windows)
+
+
+def _shares(tokens: Array) -> Array:
+    total = tokens.sum(axis=1, keepdims=True)
+    return np.asarray(tokens / np.where(total > 0, total, 1.0))
+
+
+class Fleet(NamedTuple):
+    """What serves: one phase."""
+
+    model: StepModel
+    objective: Objective
+    batch: Batch
+    rows: int
+    """Activations of a step in a layer."""
+
+    @classmethod
+    def of(cls, phase: str, tokens: int, setting: DomainSetting) -> Fleet:
+        spec, topology = get_model(MODEL), Topology(setting.ranks)
+        model = step_model(spec, "h200", topology=topology)
+        each = -(-tokens // setting.ranks)
+        batch = Batch(prefill_tokens=each) if phase == "prefill" else Batch(each, each * setting.context)
+        return cls(model, Objective.of(model, tokens, horizon=setting.steps), batch, tokens * spec.top_k)
+
+
+def serve(policy: str, shares: Array, fleet: Fleet, setting: DomainSetting, advance: Advance) -> Served:
+    """`kept`, `eplb`, `every window` (latency_optimal after each) or `automatic`."""
+    decide = _decider(policy, shares, fleet, setting)
+    placement = _linear(shares, setting)
+    served = Served(*np.zeros((4, len(shares) - 1)), [], [], placement)
+    planned: list[tuple[int, Plan]] = []
+    for window in range(len(shares) - 1):
+        plan = decide(Load(shares[window] * fleet.rows * setting.steps, setting.steps), placement)
+        if plan is not None:
+            planned.append((window, plan))
+            placement = plan.placement
+            served.planning_s.append(plan.planning_s)
+            served.cost_s[window] = plan.movement_s
+            if len(plan.moves):
+                served.moves.append(len(plan.moves))
+        _score(served, window, shares[window + 1], placement, fleet)
+        advance(policy)
+    # Every plan is charged the median of what planning took: a busy machine is not the policy's doing.
+    typical = float(np.median(served.planning_s)) if planned else 0.0
+    for window, _ in planned:
+        served.cost_s[window] += typical
+    return served._replace(last=placement)
+
+
+def _linear(shares: Array, setting: DomainSetting) -> Placement:
+    return Placement.linear(shares.shape[1], shares.shape[2], setting.ranks, setting.slots)
+
+
+def _decider(
+    policy: str, shares: Array, fleet: Fleet, setting: DomainSetting
+) -> Callable[[Load, Placement], Plan | None]:
+    topology = fleet.model.topology
+    if policy == "kept":
+        return lambda load, placement: None
+    if policy != "automatic":
+        planner = planners["eplb" if policy == "eplb" else "latency_optimal"](objective=fleet.objective)
+        return lambda load, placement: planner.plan(load, topology, placement)
+    steps = float(setting.steps)
+    settings = RebalancingSettings(first_interval=steps, min_interval=steps, max_interval=100 * steps)
+    rebalancer = Rebalancer(planners["latency_optimal"], fleet.objective, topology, _linear(shares, setting), settings)
+
+    def decide(load: Load, placement: Placement) -> Plan | None:
+        plan = rebalancer.observe(load).plan
+        rebalancer.landed()
+        return plan
+
+    return decide
+
+
+def _score(served: Served, window: int, share: Array, placement: Placement, fleet: Fleet) -> None:
+    step = fleet.model.step(np.rint(share * fleet.rows).astype(np.int64), fleet.batch, placement)
+    served.step_s[window], served.moe_s[window] = step.total_s, float(step.moe_s.sum())
+    served.balance[window] = balancedness(placement.rank_load(share))
+
+
+def rank_shares(share: Array, placement: Placement, layer: int, fleet: Fleet) -> RankShare:
+    """Of one layer under one window."""
+    load, topology = Load(share * fleet.rows), fleet.model.topology
+    both = fleet.objective.problem(load, topology, placement).rank_s(placement.slot_experts)[layer]
+    alone = replace(fleet.objective, row_bytes=0.0).problem(load, topology, placement)
+    compute = alone.rank_s(placement.slot_experts)[layer]
+    return RankShare(compute, both - compute, both.max() - both)
+
+
+def domain_rows(path: Path, setting: DomainSetting, advance: Advance) -> tuple[list[dict[str, Any]], Array]:
+    """A row for each phase and policy and for each rank of one layer; [policy, window] seconds in prefill."""
+    shares = shifting(domain_loads(path), setting)
+    rows: list[dict[str, Any]] = []
+    curves = []
+    for phase, tokens in setting.tokens:
+        fleet = Fleet.of(phase, tokens, setting)
+        found = {policy: serve(policy, shares, fleet, setting, advance) for policy in POLICIES}
+        rows += [_row(phase, tokens, policy, found, setting) for policy in POLICIES]
+        if not curves:
+            curves = [one.step_s + one.cost_s / setting.steps for one in found.values()]
+            rows += _rank_rows(shares[-1], found, fleet)
+    return rows, np.array(curves)
+
+
+POLICIES = ("kept", "eplb", "every window", "automatic")
+
+
+def _row(phase: str, tokens: int, policy: str, found: dict[str, Served], setting: DomainSetting) -> dict[str, Any]:
+    one, kept = found[policy], found["kept"]
+    per_step = one.cost_s / setting.steps
+    total, base = one.step_s + per_step, kept.step_s
+    return {
+        "part": "domains", "phase": phase, "tokens": tokens, "policy": policy,
+        "step_ms": 1e3 * float(one.step_s.mean()),
+        "moe_ms": 1e3 * float(one.moe_s.mean()),
+        "cost_ms_per_step": 1e3 * float(per_step.mean()),
+        "gain_pct": 100 * float(base.sum() / total.sum() - 1),
+        "gain_without_cost_pct": 100 * float(base.sum() / one.step_s.sum() - 1),
+        "balance": float(one.balance.mean()),
+        "rounds": len(one.moves), "moves_per_round": float(np.mean(one.moves)) if one.moves else 0.0,
+        "planning_ms": 1e3 * float(np.median(one.planning_s)) if one.planning_s else 0.0,
+        "windows_slower_than_kept": int((total > base).sum()), "windows": len(total),
+        "published": None,
+    }  # fmt: skip
+
+
+def _rank_rows(share: Array, found: dict[str, Served], fleet: Fleet) -> list[dict[str, Any]]:
+    """Of the layer whose kept map is of median balance, in the last window."""
+    kept = found["kept"].last.rank_load(share)
+    layer = int(np.argsort(kept.max(axis=1) / kept.mean(axis=1))[len(kept) // 2])
+    rows = []
+    for policy in ("kept", "automatic"):
+        part = rank_shares(share, found[policy].last, layer, fleet)
+        for rank in range(len(part.wait_s)):
+            rows.append({
+                "part": "ranks", "policy": policy, "layer": layer, "rank": rank,
+                "compute_us": 1e6 * float(part.compute_s[rank]),
+                "communication_us": 1e6 * float(part.communication_s[rank]),
+                "wait_us": 1e6 * float(part.wait_s[rank]), "published": None,
+            })  # fmt: skip
+    return rows

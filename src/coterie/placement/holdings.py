@@ -1,0 +1,53 @@
+"""What ranks hold, without slots: for deciding who should have what, and back to slots for moving it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.placement.objective import settle
+from coterie.types import Placement
+
+Held = NDArray[np.bool_]
+"""[rank, layer, expert] whether the rank has it."""
+Demand = NDArray[np.float64]
+"""[rank, layer, expert] activations that a rank's own tokens ask for."""
+
+
+def held_by(placement: Placement) -> Held:
+    """[rank, layer, expert]"""
+    held = np.zeros((placement.num_ranks, placement.num_layers, placement.num_experts), np.bool_)
+    rank = np.arange(placement.num_slots) // placement.slots_per_rank
+    held[rank[None, :], np.arange(placement.num_layers)[:, None], placement.slot_experts] = True
+    return held
+
+
+def placement_of(held: Held, slots_per_rank: int, current: Placement | None = None) -> Placement:
+    """Slots for what ranks hold; what stays on a rank keeps its slot of `current`.
+
+    Slots left over repeat an expert that the rank has already, which moves nothing over a link.
+    """
+    ranks, layers, experts = held.shape
+    slots = np.zeros((layers, ranks, slots_per_rank), np.int32)
+    old = None if current is None else current.slot_experts.reshape(layers, ranks, -1)
+    for rank in range(ranks):
+        for layer in range(layers):
+            mine = np.flatnonzero(held[rank, layer])
+            if not 0 < mine.size <= slots_per_rank:
+                raise ConfigError(
+                    f"rank {rank} holds {mine.size} experts of layer {layer}; slots_per_rank={slots_per_rank}"
+                )
+            had = np.bincount(old[layer, rank], minlength=experts)[mine] if old is not None else np.zeros(mine.size)
+            spare = np.full(slots_per_rank - mine.size, mine[np.argmax(had)])
+            slots[layer, rank] = np.concatenate([mine, spare])
+    rows = slots.reshape(layers, -1)
+    if current is not None:
+        rows = settle(current.slot_experts, rows, ranks)[0]
+    return Placement(rows, ranks, experts)
+
+
+def remote_share(demand: Demand, held: Held) -> float:
+    """Share of all activations whose expert is not on the rank that asks; 0 without demand."""
+    total = float(demand.sum())
+    return float(demand[~held].sum()) / total if total else 0.0

@@ -1,0 +1,151 @@
+"""Latency-optimal, online: from the placement as it is, only moves that pay for themselves.
+
+Each layer minimises ``horizon x max(processing, floor) + exposed movement``, starting from where its experts are. Slots
+are swapped between ranks, given to an expert that needs a replica, or taken back from one that does not; where a ring
+of ranks can pass experts on, it takes one move a rank instead of a swap's two. A layer that gains less than its moves
+cost stays as it is, and so do all if together they gain less than planning costs. It stops as soon as a layer is
+within :attr:`Objective.enough` of what can be reached: the last moves are the dear ones.
+
+A search, not a proof: `latency_optimal_ilp` says how far from the optimum it is. Wrong where the next window is not
+like this one; see the drift estimator for how long a plan lasts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.placement._search import CHANGED, ENOUGH, KEPT, REPAIRED, search, spend
+from coterie.placement.base import Load, Plan, planners
+from coterie.placement.objective import Objective, Problem
+from coterie.types import Placement, Topology
+
+Split = Literal["equal", "weighted", "optimal"]
+
+LONGEST_TRAIL = 96
+"""Steps of a layer's search that are remembered when there is a budget of moves to spend."""
+
+
+class _Found(NamedTuple):
+    slot_experts: NDArray[np.int32]
+    """[layer, slot]"""
+    saved_s: NDArray[np.float64]
+    """[layer] over the horizon, movement paid."""
+    outcomes: NDArray[np.int64]
+    """[layer]"""
+
+
+@planners.register("latency_optimal")
+@dataclass(frozen=True, slots=True)
+class LatencyOptimal:
+    """The online planner."""
+
+    objective: Objective = field(default=Objective())
+    split: Split = "equal"
+    """How replicas share an expert's tokens. Other than equally, shares are changed before anything is moved."""
+    max_moves: int | None = None
+    """Most moves over all layers, spent where they save most a second of moving. What must be repaired (an expert that
+    no living rank has, two slots of one expert on a rank) is repaired whatever this says, and counted."""
+    tries: int = 0
+    """Times the search of a layer takes moves back and mends the rest, to find a plan of fewer; each costs time."""
+
+    def __post_init__(self) -> None:
+        if self.split not in ("equal", "weighted", "optimal"):
+            raise ConfigError(f"split={self.split!r} must be one of equal, weighted, optimal")
+        if self.max_moves is not None and self.max_moves < 0:
+            raise ConfigError(f"max_moves={self.max_moves} must be at least 0, or None")
+        if self.tries < 0:
+            raise ConfigError(f"tries={self.tries} must be at least 0")
+
+    def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
+        started = perf_counter()
+        problem = self.objective.problem(load, topology, current)
+        if self.split != "equal":
+            return self._plan_split(problem, started)
+        if current.slots_per_rank > current.num_experts:
+            reason = f"{current.slots_per_rank} slots a rank hold all {current.num_experts} experts: nothing to place"
+            return problem.keep(reason, perf_counter() - started)
+        found = self._search(problem)
+        reasons = tuple(_reason(*layer) for layer in zip(found.outcomes.tolist(), found.saved_s.tolist(), strict=True))
+        skip = self._skip_reason(found)
+        if skip:
+            return problem.keep(skip, perf_counter() - started, reasons)
+        return problem.plan(found.slot_experts, planning_s=perf_counter() - started, layer_reasons=reasons)
+
+    def _plan_split(self, problem: Problem, started: float) -> Plan:
+        from coterie.placement.free_split import improve  # noqa: PLC0415  (its solver is not needed for equal shares)
+
+        found = improve(problem, self.max_moves)
+        before, after = problem.score(problem.current.slot_experts), problem.score(found.slot_experts, found.shares)
+        gain, planning = float((before.total_s - after.total_s).sum()), self.objective.planning_s
+        took = perf_counter() - started
+        if gain <= planning and not _broken(problem):
+            reason = f"re-splitting and moves save {gain:.3g} s over the horizon, planning takes {planning:.3g} s"
+            return problem.keep(reason, took, found.reasons)
+        return problem.plan(
+            found.slot_experts, found.shares, split=self.split, planning_s=took, layer_reasons=found.reasons
+        )
+
+    def _search(self, problem: Problem) -> _Found:
+        objective, current = self.objective, problem.current
+        layers, trail = current.num_layers, self.max_moves is not None
+        steps = LONGEST_TRAIL if trail else 1
+        kept, outcomes = np.zeros(layers, np.int64), np.zeros(layers, np.int64)
+        trails = np.empty((layers, steps, current.num_slots), np.int16)
+        totals, seconds = np.empty((layers, steps)), np.empty((layers, steps))
+        moves = np.empty((layers, steps), np.int64)
+        rows = np.ascontiguousarray(current.slot_experts, np.int32)
+        fastest = objective.link_s(problem.topology)
+        numbers = np.array([objective.horizon, objective.exposed, objective.move_price, fastest])
+        search(
+            rows, problem.unit, problem.share, problem.load_in, problem.alive, problem.floor, numbers, self.tries,
+            trail, kept, trails, totals, seconds, moves, outcomes,
+        )  # fmt: skip
+        chosen = kept - 1 if self.max_moves is None else spend(kept, totals, seconds, moves, self.max_moves)
+        each = np.arange(layers)
+        found = trails[each, chosen].astype(np.int32)
+        saved = problem.score(current.slot_experts).total_s - totals[each, chosen]
+        outcomes[(outcomes == CHANGED) & (found == rows).all(axis=1)] = KEPT
+        return _Found(found, saved, outcomes)
+
+    def _skip_reason(self, found: _Found) -> str | None:
+        """In words, where the whole round is not worth it."""
+        outcomes, planning = found.outcomes, self.objective.planning_s
+        if (outcomes == REPAIRED).any():
+            return None
+        if (outcomes == ENOUGH).all():
+            return f"every layer is within {self.objective.enough:.1%} of the best balance there is"
+        gain = float(found.saved_s.sum())
+        if not (outcomes == CHANGED).any():
+            return f"no move pays for itself within {self.objective.horizon:g} steps"
+        if gain <= planning:
+            return (
+                f"{self.objective.horizon:g} steps would save {gain:.3g} s after movement, "
+                f"which does not pay planning_s={planning:.3g}"
+            )
+        return None
+
+
+def _reason(outcome: int, saved_s: float) -> str:
+    if outcome == ENOUGH:
+        return "even enough"
+    if outcome == REPAIRED:
+        return f"repaired; saves {saved_s:.3g} s over the horizon"
+    if outcome == CHANGED:
+        return f"saves {saved_s:.3g} s over the horizon, movement paid"
+    return "no move pays for itself"
+
+
+def _broken(problem: Problem) -> bool:
+    """Whether the current placement must not stay: an expert is on no living rank, or twice on one."""
+    current = problem.current
+    living = current.slot_experts.reshape(current.num_layers, current.num_ranks, -1)[:, problem.alive]
+    reachable = np.zeros((current.num_layers, current.num_experts), np.bool_)
+    reachable[np.arange(current.num_layers)[:, None], living.reshape(current.num_layers, -1)] = True
+    held = np.sort(living, axis=2)
+    return bool((held[:, :, 1:] == held[:, :, :-1]).any()) or not bool(reachable.all())

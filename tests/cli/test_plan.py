@@ -1,0 +1,273 @@
+"""``coterie plan`` and ``coterie place inspect``: what they print, what they write, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from coterie.cli.main import main
+from coterie.models import get_model
+from coterie.placement import eplb, linear, maps, popularity, round_robin  # noqa: F401  (they register themselves)
+from coterie.traces import ActivationWriter, LoadTable, RequestTrace, TraceMeta
+from coterie.types import Placement
+
+MODEL = get_model("gpt-oss-20b")  # 24 layers, 32 experts, no dense layer
+LAYERS, EXPERTS = MODEL.num_moe_layers, MODEL.num_experts
+DENSE = get_model("deepseek-v2-lite")  # the first of 27 layers is dense
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["coterie", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        return Ran(int(stopped.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
+def counts(windows: int = 2, layers: int = LAYERS, experts: int = EXPERTS) -> np.ndarray:
+    return np.random.default_rng(0).lognormal(5, 1, (windows, layers, experts)).astype(np.uint64)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Path:
+    LoadTable(counts(), model=MODEL.name, labels=["code/0", "law"]).save(tmp_path / "load")
+    return tmp_path / "load"
+
+
+def history(path: Path, change: Callable[[list[Any]], None] = lambda _: None, layers: int = LAYERS) -> Path:
+    value = counts(1, layers)[0].tolist()
+    change(value)
+    path.write_text(json.dumps({"load_history": [{"logical_expert_load": value}]}))
+    return path
+
+
+def put(value: float) -> Callable[[list[Any]], None]:
+    def change(rows: list[Any]) -> None:
+        rows[2][3] = value
+
+    return change
+
+
+ASK = ("--ranks", "4", "--slots", "40", "--planner", "eplb")
+
+
+def test_a_plan_on_a_page(run: Run, load: Path, tmp_path: Path):
+    ran = run("plan", load, *ASK, "-o", tmp_path / "map.json")
+    assert (ran.code, ran.err) == (0, "")
+    assert "gpt-oss-20b: 24 MoE layers of 32 experts, 40 slots on 4 ranks" in ran.out
+    assert "load: 2 windows of load; planner: eplb, split equal" in ran.out
+    for said in ("Time of every rank", "█", "moves, ", "inside a node", "gain: ", "paid for after", "planning took"):
+        assert said in ran.out
+    assert f"Written: {tmp_path / 'map.json'}, native" in ran.out
+    assert max(map(len, ran.out.splitlines())) <= 110 + len(str(tmp_path))
+    found = maps.read_map(tmp_path / "map.json")
+    assert found.model == MODEL.name
+    assert np.array_equal(found.placement.slot_experts, expected(counts().sum(axis=0)).slot_experts)
+
+
+def expected(tokens: np.ndarray) -> Placement:
+    from coterie.placement import Load
+    from coterie.types import Topology
+
+    current = Placement.linear(LAYERS, EXPERTS, 4, 40)
+    return eplb.Eplb().plan(Load(tokens.astype(float)), Topology(4), current).placement
+
+
+def test_json_holds_what_the_page_says(run: Run, load: Path):
+    ran = run("plan", load, *ASK, "--nodes", 2, "--json")
+    assert ran.out.count("\n") == 1
+    found = json.loads(ran.out)
+    assert (found["moves"] > 0, found["keep"], found["skip_reason"]) == (True, False, None)
+    assert sum(part["moves"] for part in found["moves_by_link"].values()) == found["moves"]
+    assert set(found["moves_by_link"]) <= {"inside a node", "between nodes"}
+    assert found["after_s"] < found["before_s"]
+    assert found["gain_pct"] == pytest.approx(100 * (1 - found["after_s"] / found["before_s"]))
+    assert found["break_even_steps"] == pytest.approx(found["movement_s"] / (found["before_s"] - found["after_s"]))
+    assert found["move_bytes"] == found["moves"] * MODEL.expert_bytes()
+    assert len(found["rank_s_after"]) == 4
+    assert found["duplicates_after"] == 0
+    assert "written" not in found
+
+
+@pytest.mark.parametrize("to", ["sglang", "vllm", "tensorrt-llm", "ascend", "native"])
+def test_what_is_written_is_the_next_current_and_is_kept(run: Run, load: Path, tmp_path: Path, to: str):
+    first = tmp_path / "first"
+    assert run("plan", load, *ASK, "--to", to, "-o", first).code == 0
+    ran = run("plan", load, "--ranks", 4, "--planner", "eplb", "--current", first, "--to", to, "-o", tmp_path / "second")
+    assert ran.code == 0
+    assert "keep the current placement: the load asks for no other" in ran.out
+    assert "(the current placement)" in ran.out
+    assert (tmp_path / "second").read_bytes() == first.read_bytes()
+    found = json.loads(run("plan", load, "--ranks", 4, "--planner", "eplb", "--current", first, "--json").out)
+    assert (found["moves"], found["keep"], found["break_even_steps"], found["slots"]) == (0, True, 0.0, 40)
+
+
+def test_windows(run: Run, load: Path, tmp_path: Path):
+    def planned(*window: str) -> np.ndarray:
+        path = tmp_path / f"m{len(list(tmp_path.iterdir()))}"
+        assert run("plan", load, *ASK, *window, "-o", path).code == 0
+        return maps.read_map(path).placement.slot_experts
+
+    both, first, second = (expected(tokens).slot_experts for tokens in (counts().sum(axis=0), *counts()))
+    for window in ((), ("--window", "0:2"), ("--window", ":")):
+        assert np.array_equal(planned(*window), both)
+    for window in ("code", "code/0", "0", ":1"):
+        assert np.array_equal(planned("--window", window), first)
+    for window in ("law", "1", "1:"):
+        assert np.array_equal(planned("--window", window), second)
+
+
+def test_activations_are_counted(run: Run, tmp_path: Path):
+    ids = np.random.default_rng(1).integers(0, EXPERTS, (50, LAYERS, 4)).astype(np.uint8)
+    with ActivationWriter(tmp_path / "t", TraceMeta(MODEL.name, EXPERTS, LAYERS, 4)) as out:
+        out.append(ids, [0] * 50)
+    ran = run("plan", tmp_path / "t", *ASK, "-o", tmp_path / "m")
+    assert "load: 1 requests of t" in ran.out
+    load = np.array([np.bincount(ids[:, layer].ravel(), minlength=EXPERTS) for layer in range(LAYERS)])
+    assert np.array_equal(maps.read_map(tmp_path / "m").placement.slot_experts, expected(load).slot_experts)
+
+
+def test_dense_layers(run: Run, tmp_path: Path):
+    whole = counts(1, DENSE.num_layers, DENSE.num_experts)
+    whole[:, 0] = 0
+    LoadTable(whole, model=DENSE.name).save(tmp_path / "whole")
+    LoadTable(whole[:, 1:], model=DENSE.name).save(tmp_path / "moe")
+    for name in ("whole", "moe"):
+        ran = run("plan", tmp_path / name, "--planner", "eplb", "--slots", 72, "--to", "sglang", "-o", tmp_path / f"{name}.json")
+        assert ran.code == 0, ran.err
+    rows = json.loads((tmp_path / "whole.json").read_text())["physical_to_logical_map"]
+    assert len(rows) == DENSE.num_layers
+    assert (tmp_path / "whole.json").read_bytes() == (tmp_path / "moe.json").read_bytes()
+    whole[:, 0] = 1
+    LoadTable(whole, model=DENSE.name).save(tmp_path / "odd")
+    assert "layer 0, which is dense" in run("plan", tmp_path / "odd", "--planner", "eplb").err
+
+
+def test_a_rank_that_is_gone_and_settings_that_are_heeded(run: Run, load: Path):
+    found = json.loads(run("plan", load, "--ranks", 4, "--slots", 44, "--planner", "eplb", "--speeds", "1,0,1,1", "--horizon", 5, "--json").out)
+    assert found["rank_s_after"][1] == 0.0
+    assert "from the host" in found["moves_by_link"]
+    assert found["horizon"] == 5.0
+
+
+BAD: dict[str, tuple[tuple[object, ...], str]] = {
+    "slots that ranks do not divide": (("--ranks", 4, "--slots", 42), "num_slots=42 must be a multiple of num_ranks=4"),
+    "fewer slots than experts": (("--ranks", 4, "--slots", 28), "--slots=28 must hold the num_experts=32"),
+    "more slots than experts for a rank": (("--ranks", 2, "--slots", 80), "40 slots a rank must be at most"),
+    "no ranks": (("--ranks", 0), "--ranks=0 must be a multiple of --nodes=1, both at least 1"),
+    "nodes that do not divide": (("--ranks", 4, "--nodes", 3), "--ranks=4 must be a multiple of --nodes=3"),
+    "unknown planner": (("--planner", "eplp"), "Did you mean 'eplb'?"),
+    "unknown format": (("--to", "vlm"), "Did you mean 'vllm'?"),
+    "a format that is only read": (("--to", "rank-expert"), "is only read"),
+    "unknown preset": (("--preset", "h20"), "Did you mean 'h200'?"),
+    "another model": (("--model", "mixtral-8x7b"), "has 32 experts a layer; mixtral-8x7b has 8"),
+    "a setting the planner lacks": (("--split", "optimal"), "planner eplb has no --split"),
+    "a window that is not there": (("--window", "2"), "must be within the 2 windows"),
+    "a label that is not there": (("--window", "medicine"), "or one of code, law"),
+    "speeds that are none": (("--speeds", "fast"), "--speeds=fast must be 8 numbers"),
+    "speeds of other ranks": (("--speeds", "1,1"), "speeds has 2 values; num_ranks=8"),
+    "no horizon": (("--horizon", "-1"), "horizon=-1.0 must be"),
+    "NaN horizon": (("--horizon", "nan"), "horizon=nan must be"),
+    "no batch": (("--batch", 0), "--batch=0 must be at least 1"),
+    "a current placement that is not there": (("--current", "none.json"), "none.json: file: does not exist"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_line_and_writes_nothing(run: Run, load: Path, tmp_path: Path, what: str):
+    arguments, said = BAD[what]
+    before = sorted(tmp_path.rglob("*"))
+    planner = () if "--planner" in arguments else ("--planner", "eplb")
+    check(run("plan", load, *planner, *arguments, "-o", tmp_path / "map"), said)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def check(ran: Ran, said: str) -> None:
+    assert (ran.code, ran.out) == (2, ""), ran
+    assert ran.err.startswith("error: ")
+    assert ran.err.count("\n") == 1
+    assert said in ran.err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(put(-1), "is -1"), (put(float("nan")), "is nan"), (put(float("inf")), "is inf"), (lambda rows: rows.pop(), "layers")],
+)
+def test_a_load_that_cannot_be_is_refused(run: Run, tmp_path: Path, change: Callable[[list[Any]], None], said: str):
+    path = history(tmp_path / "history.json", change)
+    check(run("plan", path, "--model", MODEL.name, *ASK, "-o", tmp_path / "map"), said)
+    check(run("plan", history(tmp_path / "fine.json"), *ASK), "model 'unknown', which is not known")
+    assert not (tmp_path / "map").exists()
+
+
+def test_a_map_for_something_else_is_refused(run: Run, load: Path, tmp_path: Path):
+    other = Placement.linear(26, 64, 4)
+    maps.write_map(tmp_path / "other", maps.PlacementMap(other, DENSE.name, DENSE.moe_layer_ids))
+    check(run("plan", load, "--ranks", 4, "--planner", "eplb", "--current", tmp_path / "other"), "'deepseek-v2-lite'")
+    maps.write_map(tmp_path / "m", maps.PlacementMap(Placement.linear(LAYERS, EXPERTS, 4), MODEL.name))
+    ask = ("plan", load, "--planner", "eplb", "--current", tmp_path / "m")
+    check(run(*ask, "--ranks", 8), "num_ranks: is 4, expected 8")
+    check(run(*ask, "--ranks", 4, "--slots", 40), "--slots=40 must be the 32")
+    check(run(*ask, "--ranks", 4, "-o", tmp_path / "m"), "exists already")
+    RequestTrace(np.array([1]), np.array([1]), np.array([0.0])).save(tmp_path / "r")
+    check(run("plan", tmp_path / "r", "--model", MODEL.name), "requests without their experts")
+
+
+# ------------------------------------------------------------------------------------------------------- place inspect
+
+
+def test_inspecting_a_map(run: Run, load: Path, tmp_path: Path):
+    rows = np.tile(np.concatenate([np.arange(32), [0, 0, 1, 31] * 2]).astype(np.int32), (LAYERS, 1))
+    maps.write_map(tmp_path / "m", maps.PlacementMap(Placement(rows, 4, 32), MODEL.name))
+    ran = run("place", "inspect", tmp_path / "m", "--load", load, "--nodes", 2, "--out", tmp_path / "m.png")
+    assert (ran.code, ran.err) == (0, "")
+    for said in ("24 layers of 32 experts, 40 slots on 4 ranks on 2 nodes", "Most slots", "Balance, mean of layers",
+                 "duplicates on a rank: 144: memory", "24 of 24 layers are placed like the first", "of the nodes"):  # fmt: skip
+        assert said in ran.out
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads(run("place", "inspect", tmp_path / "m", "--load", load, "--window", "law", "--json").out)
+    placement = Placement(rows, 4, 32)
+    assert found["replicas"] == [24 * 29, 0, 24 * 2, 0, 24]
+    assert found["rank_load"] == placement.rank_load(counts()[1]).tolist()
+    assert (found["duplicates"], found["most"][0]["expert"], found["most"][0]["replicas"]) == (144, 0, 5)
+    plain = run("place", "inspect", tmp_path / "m")
+    assert "Balance" not in plain.out
+    check(run("place", "inspect", tmp_path / "m", "--out", "m.jpg"), "must end in .png")
+    check(run("place", "inspect", tmp_path / "m", "--nodes", 3), "num_ranks=4 must be a multiple of nodes=3")
+    check(run("place", "inspect", tmp_path / "m", "--model", DENSE.name), "model: is 'gpt-oss-20b'")
+    check(run("place", "inspect", tmp_path / "gone"), "does not exist")
+
+
+def test_inspecting_shares(run: Run, load: Path, tmp_path: Path):
+    rows = np.tile(np.concatenate([np.arange(32), np.arange(8)]).astype(np.int32), (LAYERS, 1))
+    shares = np.where(np.arange(40) < 8, 0.25, np.where(np.arange(40) < 32, 1.0, 0.75)) * np.ones((LAYERS, 1))
+    maps.write_map(tmp_path / "m", maps.PlacementMap(Placement(rows, 4, 32), MODEL.name, None, shares))
+    found = json.loads(run("place", "inspect", tmp_path / "m", "--load", load, "--window", "0", "--json").out)
+    tokens = counts()[0].astype(float)
+    first = 0.25 * tokens[:, :8].sum(axis=1) + tokens[:, 8:10].sum(axis=1)
+    assert np.array(found["rank_load"])[:, 0] == pytest.approx(first)
+
+
+def test_published_placements_are_shown(run: Run, data_dir: Path):
+    file = data_dir / "placements/deepseek-v3/placements_rank_layer_expert.npz"
+    ran = run("place", "inspect", f"{file}#DSV3_baseline_16_devices_58_MoE_Layers", "--model", "deepseek-v3", "--nodes", 2)
+    assert "deepseek-v3: 58 layers of 256 experts, 256 slots on 16 ranks on 2 nodes" in ran.out

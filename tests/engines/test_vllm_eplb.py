@@ -1,0 +1,322 @@
+"""Coterie's planners as vLLM's EPLB policy: alone, and on four ranks that move real weights with vLLM's own code."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from eplb_ranks import EXPERTS, LAYERS, RANKS, SLOTS, drifting_loads, run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm_servers import needs_vllm
+
+from coterie.engines.vllm.eplb import Round, Rounds, carry_over, count_moves
+from coterie.engines.vllm.settings import EplbSettings
+from coterie.errors import ConfigError, InputError
+from coterie.placement.map_files import PlacementMap
+from coterie.placement.maps import read_map, write_map
+from coterie.types import Placement, balancedness
+
+PLANNER = "latency_optimal"
+LOADS = drifting_loads()
+LINEAR = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS).slot_experts.astype(np.int64)
+
+
+class Alone:
+    """A group of one rank; `agrees` is what comparing with others would say."""
+
+    def __init__(self, rank: int = 0, agrees: bool = True) -> None:
+        self.rank, self.agrees = rank, agrees
+
+    @property
+    def writes(self) -> bool:
+        return self.rank == 0
+
+    def agree(self, digest: int) -> bool:
+        assert 0 <= digest < 2**63
+        return self.agrees
+
+
+def vllms_map() -> np.ndarray:
+    """Stands for what vLLM's own policy would answer; not a map Coterie would make of these loads."""
+    return np.flip(LINEAR, axis=1).copy()
+
+
+def asked(load: np.ndarray = LOADS[0], old: np.ndarray | None = LINEAR, ranks: int = RANKS, nodes: int = 1) -> Round:
+    return Round(load, ranks * SLOTS // RANKS, nodes, ranks, old)
+
+
+def ask(rounds: Rounds, round_: Round, group: Any = None) -> np.ndarray:
+    return rounds.run(round_, vllms_map, group or Alone())
+
+
+def map_file(path: Path, slots: np.ndarray, ranks: int = RANKS) -> str:
+    write_map(path, PlacementMap(Placement(slots.astype(np.int32), ranks, EXPERTS)), "vllm")
+    return str(path)
+
+
+def duplicates(slots: Any) -> int:
+    return Placement(np.array(slots, np.int32), RANKS, EXPERTS).duplicates
+
+
+def balance(slots: Any, load: np.ndarray) -> float:
+    return balancedness(Placement(np.array(slots, np.int32), RANKS, EXPERTS).rank_load(load))
+
+
+@pytest.fixture(scope="module")
+def planned() -> list[np.ndarray]:
+    """The maps of six rounds, each from the last; also compiles what the ranks below then find compiled."""
+    rounds, maps = Rounds(EplbSettings(planner=PLANNER)), [LINEAR]
+    for load in LOADS:
+        maps.append(ask(rounds, asked(load, maps[-1])))
+    assert rounds.counters.rounds == len(LOADS)
+    assert rounds.counters.failures == 0
+    return maps
+
+
+def test_every_round_is_sound_and_counted(planned: list[np.ndarray]) -> None:
+    for load, old, new in zip(LOADS, planned[:-1], planned[1:], strict=True):
+        assert new.dtype == np.int64
+        assert duplicates(new) == 0
+        assert balance(new, load) >= balance(old, load)
+        changed = int((old != new).sum())
+        assert count_moves(old, new, RANKS) == changed, "what stays on a rank stays in its slot"
+
+
+def test_the_same_map_whoever_asks(planned: list[np.ndarray]) -> None:
+    """A rank that joined late, with no history, plans what the others do."""
+    for load, old, new in zip(LOADS, planned[:-1], planned[1:], strict=True):
+        np.testing.assert_array_equal(ask(Rounds(EplbSettings(planner=PLANNER)), asked(load, old), Alone(3)), new)
+
+
+def test_no_load_keeps_the_map(planned: list[np.ndarray]) -> None:
+    rounds = Rounds(EplbSettings(planner=PLANNER))
+    for old in planned:
+        np.testing.assert_array_equal(ask(rounds, asked(np.zeros((LAYERS, EXPERTS)), old)), old)
+    assert rounds.counters.rounds == rounds.counters.failures == 0
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.data())
+def test_carrying_over_when_ranks_come_and_go(before: int, now: int, data: st.DataObject) -> None:
+    per_rank = data.draw(st.integers(max(1, -(-EXPERTS // min(before, now))), EXPERTS))
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    old = rng.permuted(np.tile(np.arange(before * per_rank) % EXPERTS, (LAYERS, 1)), axis=1)
+    if now > before and data.draw(st.booleans()):  # as vLLM pads it
+        old = np.pad(old, ((0, 0), (0, (now - before) * per_rank)), constant_values=-1)
+    tokens = rng.random((LAYERS, EXPERTS))
+    found = carry_over(Round(tokens, now * per_rank, 1, now, old))
+    assert found is not None  # and a Placement, so every expert is somewhere
+    stayed = old[:, : now * per_rank]
+    for row, was in zip(found.slot_experts, stayed, strict=True):
+        gone = set(range(EXPERTS)) - set(was[was >= 0].tolist())
+        changed = was != row[: len(was)]
+        assert set(row[: len(was)][changed & (was >= 0)]) <= gone, "only to make room for an expert that lost its place"
+        assert len(gone) >= int((changed & (was >= 0)).sum())
+    if now <= before and not (set(range(EXPERTS)) - set(stayed.flat)):
+        assert np.array_equal(found.slot_experts, stayed) or any(set(row) != set(range(EXPERTS)) for row in stayed)
+
+
+@pytest.mark.parametrize(("ranks", "old"), [
+    pytest.param(4, None, id="no old map"),
+    pytest.param(8, LINEAR, id="four ranks came"),
+    pytest.param(8, np.pad(LINEAR, ((0, 0), (0, SLOTS)), constant_values=-1), id="four ranks came, slots empty"),
+    pytest.param(3, LINEAR, id="a rank leaves"),
+    pytest.param(4, np.full_like(LINEAR, -1), id="nothing anywhere"),
+    pytest.param(4, LINEAR[:, :20], id="another number of slots"),
+])  # fmt: skip
+def test_elastic_cases_are_planned(ranks: int, old: np.ndarray | None) -> None:
+    rounds = Rounds(EplbSettings(planner=PLANNER))
+    for load in (np.zeros((LAYERS, EXPERTS)), LOADS[0]):
+        slots = ask(rounds, asked(load, old, ranks))
+        placement = Placement(slots.astype(np.int32), ranks, EXPERTS)
+        assert slots.shape == (LAYERS, ranks * SLOTS // RANKS)
+    assert rounds.counters.failures == 0
+    assert placement.duplicates == 0
+    assert balancedness(placement.rank_load(LOADS[0])) > 0.8
+
+
+def test_first_rearrangement_returns_the_initial_map(tmp_path: Path, planned: list[np.ndarray]) -> None:
+    path = map_file(tmp_path / "map.json", planned[3])
+    rounds = Rounds(EplbSettings(planner=PLANNER, initial_map=path))
+    np.testing.assert_array_equal(ask(rounds, asked(np.zeros((LAYERS, EXPERTS)))), LINEAR, "vLLM only measures memory")
+    np.testing.assert_array_equal(ask(rounds, asked(LOADS[0])), planned[3])
+    again = ask(rounds, asked(LOADS[0], planned[3]))
+    np.testing.assert_array_equal(again, ask(Rounds(EplbSettings(planner=PLANNER)), asked(LOADS[0], planned[3])))
+
+
+def test_initial_map_is_for_starting_and_for_this_model(tmp_path: Path, planned: list[np.ndarray]) -> None:
+    path = map_file(tmp_path / "map.json", planned[3])
+    joined = Rounds(EplbSettings(planner=PLANNER, initial_map=path))
+    np.testing.assert_array_equal(ask(joined, asked(LOADS[1], planned[1])), planned[2], "serving for long")
+    other = Rounds(EplbSettings(planner=PLANNER, initial_map=path))
+    draft = Round(LOADS[0][:1], SLOTS, 1, RANKS, LINEAR[:1])
+    assert ask(other, draft).shape == (1, SLOTS)
+    np.testing.assert_array_equal(ask(other, asked(LOADS[0])), planned[3], "a draft model came first")
+
+
+def test_each_map_is_kept_and_a_restart_begins_from_it(tmp_path: Path, planned: list[np.ndarray]) -> None:
+    path = tmp_path / "map.json"
+    settings = EplbSettings(planner=PLANNER, initial_map=str(path), save_map=str(path))
+    rounds = Rounds(settings)
+    draft = Round(LOADS[0][:1], SLOTS, 1, RANKS, LINEAR[:1])
+    for load, old, new in zip(LOADS, planned[:-1], planned[1:], strict=True):
+        ask(rounds, asked(load, old))
+        ask(rounds, draft)
+        np.testing.assert_array_equal(read_map(path).placement.slot_experts, new)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["map.json"], "nothing half-written is left"
+    np.testing.assert_array_equal(ask(Rounds(settings), asked(LOADS[0])), planned[-1])
+
+
+def test_only_the_first_rank_writes(tmp_path: Path) -> None:
+    rounds = Rounds(EplbSettings(planner=PLANNER, save_map=str(tmp_path / "map.json")))
+    ask(rounds, asked(), Alone(rank=1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_map_that_cannot_be_kept_costs_nothing_else(tmp_path: Path, planned: list[np.ndarray]) -> None:
+    (tmp_path / "file").touch()
+    rounds = Rounds(EplbSettings(planner=PLANNER, save_map=str(tmp_path / "file" / "map.json")))
+    np.testing.assert_array_equal(ask(rounds, asked()), planned[1])
+    assert rounds.counters.failures == 1
+
+
+@pytest.mark.parametrize("broken", [LOADS[0] * np.nan, -LOADS[0], LOADS[0][:, :-1]], ids=["NaN", "negative", "other"])
+def test_a_failure_asks_for_vllms_own_map(broken: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:
+    rounds = Rounds(EplbSettings(planner=PLANNER))
+    with caplog.at_level(logging.ERROR, "vllm.coterie"):
+        np.testing.assert_array_equal(ask(rounds, asked(broken)), vllms_map())
+    assert rounds.counters.failures == 1
+    assert "asking for vLLM's own map" in caplog.text
+
+
+def test_disagreement_moves_nothing(tmp_path: Path, planned: list[np.ndarray]) -> None:
+    """Here the others had no file; from then on none begins from it."""
+    path = map_file(tmp_path / "map.json", planned[3])
+    rounds = Rounds(EplbSettings(planner=PLANNER, initial_map=path))
+    np.testing.assert_array_equal(ask(rounds, asked(LOADS[0]), Alone(agrees=False)), LINEAR)
+    np.testing.assert_array_equal(ask(rounds, asked(LOADS[0])), planned[1])
+    grown = np.pad(LINEAR, ((0, 0), (0, SLOTS)), constant_values=-1)
+    disagreed = ask(rounds, asked(LOADS[0], grown, 8), Alone(agrees=False))
+    np.testing.assert_array_equal(disagreed, vllms_map(), "a map with empty slots cannot stay")
+    assert (rounds.counters.disagreements, rounds.counters.failures) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ("[]", "COTERIE_EPLB: Expected `object`"),
+        ("{", "COTERIE_EPLB: Input data was truncated"),
+        ('{"planer": "eplb"}', "unknown field `planer`.*settings: planner, options"),
+        ('{"window": 0}', "window=0.0 must be a finite number above 0"),
+        ('{"device": "h200"}', "device='h200' needs a model"),
+        ('{"planner": "eplp"}', "Unknown planner 'eplp'. Did you mean 'eplb'"),
+        ('{"planner": "eplb", "options": {"groups": 2}}', "options={'groups': 2} of planner 'eplb'"),
+        ('{"options": {"split": "optimal"}}', "split='optimal' of planner 'latency_optimal' must be 'equal'"),
+        ('{"options": {"max_moves": -1}}', "max_moves=-1 must be at least 0"),
+        ('{"planner": "eplb", "enough": 2}', "enough=2.0 must be above 0 and at most 1"),
+        ('{"planner": "eplb", "model": "gpt-2"}', "Unknown model 'gpt-2'"),
+        ('{"planner": "eplb", "model": "gpt-oss-20b", "device": "abacus"}', "abacus"),
+        ('{"planner": "eplb", "initial_map": "nowhere.json"}', "nowhere.json"),
+    ],
+)
+def test_wrong_settings_stop_the_start(settings: str, problem: str) -> None:
+    with pytest.raises((ConfigError, InputError), match=problem):
+        Rounds(EplbSettings.parse(settings))
+
+
+def test_prices_follow_the_model() -> None:
+    """And the link."""
+    base = {"planner": PLANNER, "model": "gpt-oss-20b", "device": "h200"}
+    plans = []
+    for rate in (450.0, 4.5):
+        rounds = Rounds(EplbSettings(**base, intra_gb_s=rate))
+        ask(rounds, asked())
+        assert rounds.last is not None
+        assert rounds.last.plan is not None
+        plans.append(rounds.last.plan)
+    fast, slow = plans
+    assert 50 < slow.movement_s / fast.movement_s < 101
+    assert fast.before_s < slow.before_s, "tokens take the same link"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, planned: list[np.ndarray]) -> list[dict[str, Any]]:
+    """What four gloo processes saw."""
+    folder = tmp_path_factory.mktemp("eplb")
+    map_file(folder / "initial.json", planned[3])
+    return run_ranks(folder, {"planner": PLANNER})
+
+
+def sound(record: dict[str, Any]) -> None:
+    assert record["weights_right"], "each slot holds the weights its map says, bit for bit"
+    assert record["same_on_all"]
+    assert record["error"] < 1e-5, "outputs as those of a dense layer, as before"
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_weights_follow_the_map_and_outputs_stay(ranks: list[dict[str, Any]], planned: list[np.ndarray]) -> None:
+    for rank in ranks:
+        for record, expected in zip(rank["rounds"], planned, strict=True):
+            sound(record)
+            assert record["map"] == expected.tolist()
+            assert record["planned"] == record["changed"] == record["received"], "moves are what was planned"
+    assert sum(record["planned"] for record in ranks[0]["rounds"]) > 0
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_against_vllms_own_policy(ranks: list[dict[str, Any]]) -> None:
+    ours, theirs = ranks[0]["rounds"][1:], ranks[0]["default"]
+    assert sum(duplicates(record["map"]) for record in ours) == 0
+    assert sum(duplicates(record["map"]) for record in theirs) > 0, "slots that buy nothing"
+    assert sum(record["changed"] for record in ours) < sum(record["changed"] for record in theirs)
+    for record, other, load in zip(ours, theirs, LOADS, strict=True):
+        sound(other)
+        assert balance(record["map"], load) > balance(other["map"], load) - 0.05
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_a_rank_leaves_and_comes_back(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        left, back = rank["elastic"]
+        for record in (left, back):
+            sound(record)
+            assert record["received"] > 0
+        gone, here = np.array(left["map"]), np.array(back["map"])
+        per_rank = SLOTS // RANKS
+        assert (gone[:, -per_rank:] == -1).all()
+        assert Placement(gone[:, :-per_rank].astype(np.int32), RANKS - 1, EXPERTS).duplicates == 0
+        assert duplicates(here) == 0
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_inside_vllms_state(ranks: list[dict[str, Any]], planned: list[np.ndarray]) -> None:
+    """EplbState counts loads, asks the policy, moves and commits; the map begins and ends on file."""
+    for rank in ranks:
+        state = rank["state"]
+        for record in state.values():
+            sound(record)
+        assert state["profiled"]["map"] == LINEAR.tolist()
+        assert state["first"]["map"] == state["first"]["kept"] == planned[3].tolist()
+        assert state["second"]["map"] == state["second"]["kept"]
+        assert state["second"]["map"] == ask(
+            Rounds(EplbSettings(planner=PLANNER, window=4)), asked(LOADS[1], planned[3])
+        ).tolist()  # fmt: skip
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_a_planner_that_fails_on_one_rank_costs_a_round(ranks: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(ranks):
+        record = rank["one_fails"]
+        sound(record)
+        assert record["changed"] == record["received"] == 0
+        assert record["disagreements"] == 1
+        assert record["failures"] == (number == 2)

@@ -1,0 +1,249 @@
+"""latency_optimal_ilp against every placement there is, where there are few; bounds, budgets and interruption."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from coterie.errors import ConfigError
+from coterie.placement import Eplb, Load, Objective, Plan, Problem, Score
+from coterie.placement.latency_optimal_ilp import IlpProgress, LatencyOptimalIlp
+from coterie.traces.drifting import zipf_drift
+from coterie.types import Placement, Topology
+
+
+def exact(problem: Problem, split: str = "equal", gap: float = 0.0, **settings: float) -> LatencyOptimalIlp:
+    return LatencyOptimalIlp(problem.objective, split, gap, warm_start=False, **settings)  # type: ignore[arg-type]
+
+
+def placements(problem: Problem) -> list[np.ndarray]:
+    """Every [slot] map of one layer: no expert twice on a rank, each on a living one, dead ranks as they are."""
+    current = problem.current
+    ways = list(combinations(range(current.num_experts), current.slots_per_rank))
+    dead = current.slot_experts.reshape(-1, current.num_ranks, current.slots_per_rank)[0]
+    found = []
+    for choice in product(*(ways if alive else [tuple(dead[rank])] for rank, alive in enumerate(problem.alive))):
+        living = np.concatenate([choice[rank] for rank in np.flatnonzero(problem.alive)])
+        if len(np.unique(living)) == current.num_experts:
+            found.append(np.array(choice, np.int32).reshape(-1))
+    return found
+
+
+def best_split(problem: Problem, slots: np.ndarray) -> np.ndarray:
+    """[slot] shares that make the slowest rank fastest, by another solver."""
+    per_rank = problem.current.slots_per_rank
+    alive = np.repeat(problem.alive, per_rank)
+    rank = np.arange(len(slots)) // per_rank
+    unit = problem.unit[0, rank, slots]
+    scale = unit.max() or 1.0
+    busy = (rank[None, :] == np.arange(problem.current.num_ranks)[:, None]) * unit / scale
+    whole = slots[None, :] == np.arange(problem.current.num_experts)[:, None]
+    result = linprog(
+        np.append(np.zeros(len(slots)), 1.0),
+        A_ub=np.column_stack([busy, -np.ones(len(busy))]), b_ub=np.zeros(len(busy)),
+        A_eq=np.column_stack([whole, np.zeros(len(whole))]), b_eq=np.ones(len(whole)),
+        bounds=[(0, float(one)) for one in alive] + [(0, None)],
+    )  # fmt: skip
+    return np.asarray(result.x[:-1])
+
+
+def pick(problem: Problem, layers: list[int]) -> Problem:
+    """The problem with these layers, any of them as often as wanted."""
+    current = replace(problem.current, slot_experts=problem.current.slot_experts[layers])
+    arrays = {name: getattr(problem, name)[layers] for name in ("unit", "share", "load_in", "source", "even")}
+    return replace(problem, current=current, **arrays)
+
+
+def all_scores(problem: Problem, split: str) -> Score:
+    """Of every placement of a problem of one layer, as if each were a layer."""
+    slots = np.array(placements(problem))
+    shares = np.array([best_split(problem, one) for one in slots]) if split == "optimal" else None
+    return pick(problem, [0] * len(slots)).score(slots, shares)
+
+
+def brute_force(problem: Problem, split: str) -> float:
+    return float(all_scores(problem, split).total_s.min())
+
+
+@st.composite
+def problems(draw: st.DrawFn, largest: int) -> Problem:
+    """One layer of 2 or 3 ranks, up to `largest` slots in all, of every kind there is."""
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    ranks = draw(st.sampled_from([2, 3]))
+    per_rank = draw(st.integers(2, largest // ranks))
+    gone = ranks == 3 and draw(st.booleans())
+    living = ranks - gone
+    experts = draw(st.integers(per_rank, min(6, living * per_rank)))
+    speeds = rng.choice([1.0, 0.5, 0.8], ranks) if draw(st.booleans()) else np.ones(ranks)
+    speeds[rng.integers(ranks)] *= not gone
+    topology = Topology(ranks, ranks_per_node=draw(st.sampled_from([ranks, 1, 2])), speeds=tuple(speeds))
+    tokens = np.round(rng.pareto(1.0, (1, experts)) * 300, 1) * draw(st.sampled_from([0, 1, 1, 1]))
+    sources = None
+    if draw(st.booleans()):
+        sources = tokens[None] * rng.dirichlet(np.ones(ranks), experts).T[:, None, :]
+    objective = Objective(
+        touch_s=draw(st.sampled_from([0.0, 2e-5])), row_bytes=draw(st.sampled_from([0.0, 14336.0])),
+        horizon=draw(st.sampled_from([2.0, 10.0, 100.0])), exposed=draw(st.sampled_from([1.0, 0.5])),
+        enough=draw(st.sampled_from([1.0, 0.9])), move_price=draw(st.sampled_from([0.0, 1.0])),
+    )  # fmt: skip
+    held = [rng.permutation(experts)[:per_rank] for _ in range(ranks)]
+    slots = np.concatenate(held).astype(np.int32)
+    for expert in np.setdiff1d(np.arange(experts), slots):  # a map must have them all, if on a rank that is gone
+        twice = np.flatnonzero(np.bincount(slots, minlength=experts)[slots] > 1)
+        slots[twice[0]] = expert
+    return objective.problem(Load(tokens, sources=sources), topology, Placement(slots[None], ranks, experts))
+
+
+@settings(deadline=None, max_examples=25)
+@given(problems(largest=9))
+def test_equal_split_is_the_best_of_all_placements(problem: Problem) -> None:
+    plan, report = exact(problem).solve(problem)
+    best = brute_force(problem, "equal")
+    assert plan.placement.duplicates == 0 or not problem.alive.all()
+    assert problem.score(plan.placement.slot_experts).total_s[0] == pytest.approx(best, rel=1e-6, abs=1e-12)
+    assert report.objective_s[0] == pytest.approx(best, rel=1e-6, abs=1e-12)
+    assert report.bound_s[0] <= best * (1 + 1e-9) + 1e-15
+    assert report.closed.all()
+
+
+@settings(deadline=None, max_examples=12)
+@given(problems(largest=6))
+def test_optimal_split_is_the_best_of_all_placements(problem: Problem) -> None:
+    plan, report = exact(problem, "optimal").solve(problem)
+    best = brute_force(problem, "optimal")
+    scored = problem.score(plan.placement.slot_experts, plan.shares).total_s[0]
+    assert scored == pytest.approx(best, rel=1e-6, abs=1e-12)
+    assert report.bound_s[0] <= best * (1 + 1e-9) + 1e-15
+
+
+def drifted(layers: int, experts: int, slots: int, ranks: int, objective: Objective, topology: Topology) -> Problem:
+    drift = zipf_drift(layers, experts, np.random.default_rng(3), exponent=0.8, tokens=32768.0)
+    first = Placement.linear(layers, experts, ranks, slots)
+    current = Eplb().plan(Load(drift.before), Topology(ranks), first).placement
+    return objective.problem(Load(drift.after), topology, current)
+
+
+@pytest.mark.parametrize("split", ["equal", "optimal"])
+def test_more_levels_of_replicas_leave_the_bound_a_bound(split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of replicas that hardly matter are lumped together; the result may not depend on it."""
+    problem = drifted(1, 7, 9, 3, Objective(horizon=50.0), Topology(3))
+    lumped = exact(problem, split).solve(problem).report
+    monkeypatch.setattr("coterie.placement._milp.SMALL", 0.0)
+    apart = exact(problem, split).solve(problem).report
+    assert lumped.objective_s == pytest.approx(apart.objective_s, rel=1e-6)
+    assert (lumped.bound_s <= apart.objective_s * (1 + 1e-9)).all()
+
+
+def test_a_budget_of_moves_is_shared_by_the_layers() -> None:
+    tokens = np.random.default_rng(1).pareto(1.0, (2, 6)) * 1000
+    problem = Objective(horizon=100.0).problem(Load(tokens), Topology(2), Placement.linear(2, 6, 2))
+    free = exact(problem).solve(problem)
+    assert len(free.plan.moves) > 2
+    by_moves = [_by_moves(problem, layer) for layer in range(2)]
+    for budget in range(len(free.plan.moves) + 1):
+        best = min(
+            one + other
+            for (m, one), (n, other) in product(by_moves[0].items(), by_moves[1].items())
+            if m + n <= budget
+        )
+        plan, report = exact(problem, max_moves=budget).solve(problem)
+        assert len(plan.moves) <= budget
+        assert report.total_bound_s <= best * (1 + 1e-9), "a bound on all plans within the budget"
+        assert report.objective_s.sum() >= best * (1 - 1e-9)
+        assert report.objective_s.sum() <= best * 1.02, "the price of a move finds nearly the best"
+    assert (plan.skip_reason is None) == bool(len(plan.moves))
+
+
+def _by_moves(problem: Problem, layer: int) -> dict[int, float]:
+    score = all_scores(pick(problem, [layer]), "equal")
+    return {int(moves): float(score.total_s[score.moves == moves].min()) for moves in np.unique(score.moves)}
+
+
+def test_no_moves_means_no_moves() -> None:
+    problem = drifted(2, 12, 16, 4, Objective(), Topology(4))
+    plan, report = exact(problem, gap=0.05, max_moves=0).solve(problem)
+    assert np.array_equal(plan.placement.slot_experts, problem.current.slot_experts)
+    assert plan.skip_reason
+    assert "better by more than" in plan.skip_reason
+    assert report.total_bound_s <= report.objective_s.sum()
+
+
+def test_a_budget_too_small_for_a_dead_rank_is_refused() -> None:
+    tokens = np.ones((1, 4))
+    current = Placement(np.array([[0, 1, 2, 3, 0, 1]], np.int32), 3, 4)
+    planner = LatencyOptimalIlp(max_moves=1, warm_start=False)
+    with pytest.raises(ConfigError, match="max_moves=1 must be at least 2"):
+        planner.plan(Load(tokens), Topology(3, speeds=(1.0, 0.0, 1.0)), current)
+
+
+def test_it_can_be_stopped_and_keeps_what_it_has() -> None:
+    problem = drifted(3, 64, 72, 4, Objective(horizon=100.0), Topology(4))
+    seen: list[IlpProgress] = []
+
+    def once(progress: IlpProgress) -> bool:
+        seen.append(progress)
+        return progress.layer < 1
+
+    plan, report = exact(problem, time_limit_s=1.0).solve(problem, progress=once)
+    assert {progress.layer for progress in seen} == {0, 1}
+    assert np.array_equal(plan.placement.slot_experts[1:], problem.current.slot_experts[1:])
+    assert (report.bound_s <= report.objective_s).all()
+    assert not report.closed[1:].any()
+
+
+def test_what_progress_raises_comes_out() -> None:
+    problem = drifted(1, 64, 72, 8, Objective(horizon=100.0), Topology(8))
+
+    def fail(_: IlpProgress) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        exact(problem).solve(problem, progress=fail)
+
+
+@pytest.mark.parametrize("split", ["equal", "optimal"])
+def test_starts_from_the_heuristic_and_is_never_worse(split: str) -> None:
+    from coterie.placement.latency_optimal import LatencyOptimal
+
+    objective = Objective(horizon=200.0)
+    topology = Topology(4, ranks_per_node=2, speeds=(1.0, 1.0, 0.8, 1.0))
+    load = Load(zipf_drift(3, 32, np.random.default_rng(3), exponent=0.8, tokens=32768.0).after)
+    problem = objective.problem(load, topology, Placement.linear(3, 32, 4, 40))
+
+    def scored(plan: Plan) -> np.ndarray:
+        return problem.score(plan.placement.slot_experts, None if split == "equal" else plan.shares).total_s
+
+    fast = LatencyOptimal(objective=objective, split=split).plan(load, topology, problem.current)
+    ilp = LatencyOptimalIlp(objective, split, gap=0.02, time_limit_s=2.0)
+    assert (scored(ilp.plan(load, topology, problem.current)) <= scored(fast) * (1 + 1e-6)).all()
+    plan, report = ilp.solve(problem, starts=[fast.placement.slot_experts])
+    assert scored(plan) == pytest.approx(report.objective_s, rel=1e-6)
+    assert (report.bound_s <= scored(fast)).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"split": "even"}, "split='even' must be equal or optimal"),
+        ({"gap": -0.1}, "gap=-0.1 must be"),
+        ({"gap_moves": np.nan}, "gap_moves=nan must be"),
+        ({"time_limit_s": 0}, "time_limit_s=0 must be above 0"),
+        ({"max_moves": -1}, "max_moves=-1 must be at least 0"),
+        ({"threads": 0}, "threads=0 must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LatencyOptimalIlp(**wrong)  # type: ignore[arg-type]
+
+
+def test_more_slots_a_rank_than_experts_are_refused() -> None:
+    current = Placement(np.array([[0, 1, 1, 0, 1, 0]], np.int32), 2, 2)
+    with pytest.raises(ConfigError, match="slots_per_rank=3 must be at most num_experts=2"):
+        LatencyOptimalIlp().plan(Load(np.ones((1, 2))), Topology(2), current)
