@@ -112,7 +112,9 @@ def test_json_holds_what_the_page_says(run: Run, load: Path):
 def test_what_is_written_is_the_next_current_and_is_kept(run: Run, load: Path, tmp_path: Path, to: str):
     first = tmp_path / "first"
     assert run("plan", load, *ASK, "--to", to, "-o", first).code == 0
-    ran = run("plan", load, "--ranks", 4, "--planner", "eplb", "--current", first, "--to", to, "-o", tmp_path / "second")
+    ran = run(
+        "plan", load, "--ranks", 4, "--planner", "eplb", "--current", first, "--to", to, "-o", tmp_path / "second"
+    )
     assert ran.code == 0
     assert "keep the current placement: the load asks for no other" in ran.out
     assert "(the current placement)" in ran.out
@@ -152,7 +154,18 @@ def test_dense_layers(run: Run, tmp_path: Path):
     LoadTable(whole, model=DENSE.name).save(tmp_path / "whole")
     LoadTable(whole[:, 1:], model=DENSE.name).save(tmp_path / "moe")
     for name in ("whole", "moe"):
-        ran = run("plan", tmp_path / name, "--planner", "eplb", "--slots", 72, "--to", "sglang", "-o", tmp_path / f"{name}.json")
+        ran = run(
+            "plan",
+            tmp_path / name,
+            "--planner",
+            "eplb",
+            "--slots",
+            72,
+            "--to",
+            "sglang",
+            "-o",
+            tmp_path / f"{name}.json",
+        )
         assert ran.code == 0, ran.err
     rows = json.loads((tmp_path / "whole.json").read_text())["physical_to_logical_map"]
     assert len(rows) == DENSE.num_layers
@@ -163,7 +176,23 @@ def test_dense_layers(run: Run, tmp_path: Path):
 
 
 def test_a_rank_that_is_gone_and_settings_that_are_heeded(run: Run, load: Path):
-    found = json.loads(run("plan", load, "--ranks", 4, "--slots", 44, "--planner", "eplb", "--speeds", "1,0,1,1", "--horizon", 5, "--json").out)
+    found = json.loads(
+        run(
+            "plan",
+            load,
+            "--ranks",
+            4,
+            "--slots",
+            44,
+            "--planner",
+            "eplb",
+            "--speeds",
+            "1,0,1,1",
+            "--horizon",
+            5,
+            "--json",
+        ).out
+    )
     assert found["rank_s_after"][1] == 0.0
     assert "from the host" in found["moves_by_link"]
     assert found["horizon"] == 5.0
@@ -210,7 +239,12 @@ def check(ran: Ran, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(put(-1), "is -1"), (put(float("nan")), "is nan"), (put(float("inf")), "is inf"), (lambda rows: rows.pop(), "layers")],
+    [
+        (put(-1), "is -1"),
+        (put(float("nan")), "is nan"),
+        (put(float("inf")), "is inf"),
+        (lambda rows: rows.pop(), "layers"),
+    ],
 )
 def test_a_load_that_cannot_be_is_refused(run: Run, tmp_path: Path, change: Callable[[list[Any]], None], said: str):
     path = history(tmp_path / "history.json", change)
@@ -269,5 +303,7 @@ def test_inspecting_shares(run: Run, load: Path, tmp_path: Path):
 
 def test_published_placements_are_shown(run: Run, data_dir: Path):
     file = data_dir / "placements/deepseek-v3/placements_rank_layer_expert.npz"
-    ran = run("place", "inspect", f"{file}#DSV3_baseline_16_devices_58_MoE_Layers", "--model", "deepseek-v3", "--nodes", 2)
+    ran = run(
+        "place", "inspect", f"{file}#DSV3_baseline_16_devices_58_MoE_Layers", "--model", "deepseek-v3", "--nodes", 2
+    )
     assert "deepseek-v3: 58 layers of 256 experts, 256 slots on 16 ranks on 2 nodes" in ran.out

@@ -63,13 +63,13 @@ def test_a_trace_of_ones_own(tmp_path, rng, monkeypatch):
     by = {(row["traffic"], row["strategy"]): row for row in remote}
     for strategy in ("static", "popularity", "swap"):
         assert by["at random", strategy]["remote_pct"] == pytest.approx(100 * (1 - 1 / RANKS))
-    steady = [by["by domain", name]["remote_pct"] for name in ORDER]
+    steady = [by["steady", name]["remote_pct"] for name in ORDER]
     assert steady[0] > 85
     assert steady[1] < 75, "a quarter of the experts takes most of a domain's tokens, and two ranks share it"
     assert steady[3] < steady[1]
-    assert by["by domain", "static"]["published"]["remote_pct"] == 87.5
+    assert by["steady", "static"]["published"]["remote_pct"] == 87.5
     assert by["at random", "static"]["published"] is None
-    assert by["by domain", "both"]["memory_overhead_pct"] > 0 == by["by domain", "swap"]["memory_overhead_pct"]
+    assert by["steady", "both"]["memory_overhead_pct"] > 0 == by["steady", "swap"]["memory_overhead_pct"]
     execution = [row for row in found.rows if row["table"] == "execution"]
     assert [row["refused_layers"] for row in execution][-1] == 0
     assert all(row["exposed_ms"] <= row["movement_ms"] for row in execution)

@@ -116,9 +116,10 @@ def test_close_to_the_best_of_all_maps(kind: str):
 
 
 def test_one_link_out_of_the_bottleneck_is_one_move():
-    """Ranks 0 and 1 share expert 0 between them, 2 and 3 share expert 3; one move joins them."""
-    rows = [[0, 1, 0, 2, 3, 4, 3, 5]]
-    problem = problem_of(rows, [[8.0, 1.0, 1.0, 1.0, 0.5, 0.5]], 4, Objective(row_s=1.0, enough=0.99))
+    """Ranks 0 and 1 share expert 0, 2 and 3 share expert 3; one move joins them, and expert 3 makes room."""
+    rows = [[0, 1, 4, 0, 2, 5, 3, 6, 7, 3, 6, 7]]
+    tokens = [[7.0, 1.0, 1.0, 3.0, 0.0, 0.0, 0.0, 0.0]]
+    problem = problem_of(rows, tokens, 4, Objective(row_s=1.0, enough=0.99))
     found = improve(problem)
     assert len(problem.moves(found.slot_experts)) == 1
     assert problem.rank_s(found.slot_experts, found.shares).max() <= problem.floor[0] * (1 + 1e-9)
@@ -143,7 +144,7 @@ def test_nothing_moves_where_the_split_is_enough_or_moves_cost_too_much():
 
 def test_few_moves_go_where_they_save_most():
     rows = np.tile([0, 1, 2, 3, 0, 2], (2, 1))
-    tokens = [[1.0, 1.2, 1.0, 1.0], [10.0, 90.0, 1.0, 1.0]]
+    tokens = [[1.0, 3.0, 1.0, 1.0], [10.0, 90.0, 1.0, 1.0]]
     problem = problem_of(rows, tokens, 3, Objective(row_s=1.0))
     found = improve(problem, 1)
     assert problem.score(found.slot_experts, found.shares).moves.tolist() == [0, 1]
@@ -160,4 +161,4 @@ def test_a_drifted_load_needs_few_moves():
     check(problem, found)
     slowest = problem.rank_s(found.slot_experts, found.shares).max(axis=1)
     assert (slowest <= problem.floor * (1 + 1e-4)).all()
-    assert len(problem.moves(found.slot_experts)) <= 65  # 59 when written; HiGHS needs 3, 4, 6 and 11 where it closes
+    assert len(problem.moves(found.slot_experts)) <= 65

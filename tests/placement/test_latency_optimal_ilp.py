@@ -56,7 +56,7 @@ def best_split(problem: Problem, slots: np.ndarray) -> np.ndarray:
 def pick(problem: Problem, layers: list[int]) -> Problem:
     """The problem with these layers, any of them as often as wanted."""
     current = replace(problem.current, slot_experts=problem.current.slot_experts[layers])
-    arrays = {name: getattr(problem, name)[layers] for name in ("unit", "share", "load_in", "source", "even")}
+    arrays = {name: getattr(problem, name)[layers] for name in ("unit", "share", "load_in", "source", "even", "reach")}
     return replace(problem, current=current, **arrays)
 
 
@@ -148,9 +148,7 @@ def test_a_budget_of_moves_is_shared_by_the_layers() -> None:
     by_moves = [_by_moves(problem, layer) for layer in range(2)]
     for budget in range(len(free.plan.moves) + 1):
         best = min(
-            one + other
-            for (m, one), (n, other) in product(by_moves[0].items(), by_moves[1].items())
-            if m + n <= budget
+            one + other for (m, one), (n, other) in product(by_moves[0].items(), by_moves[1].items()) if m + n <= budget
         )
         plan, report = exact(problem, max_moves=budget).solve(problem)
         assert len(plan.moves) <= budget
@@ -166,7 +164,7 @@ def _by_moves(problem: Problem, layer: int) -> dict[int, float]:
 
 
 def test_no_moves_means_no_moves() -> None:
-    problem = drifted(2, 12, 16, 4, Objective(), Topology(4))
+    problem = drifted(2, 8, 10, 2, Objective(), Topology(2))
     plan, report = exact(problem, gap=0.05, max_moves=0).solve(problem)
     assert np.array_equal(plan.placement.slot_experts, problem.current.slot_experts)
     assert plan.skip_reason

@@ -40,7 +40,10 @@ def some_map(seed: int = 0, shares: bool = False, slots: int = 72) -> PlacementM
 
 def same(a: PlacementMap, b: PlacementMap) -> bool:
     equal = np.array_equal(a.placement.slot_experts, b.placement.slot_experts)
-    return equal and (a.placement.num_ranks, a.placement.num_experts) == (b.placement.num_ranks, b.placement.num_experts)
+    return equal and (a.placement.num_ranks, a.placement.num_experts) == (
+        b.placement.num_ranks,
+        b.placement.num_experts,
+    )
 
 
 @pytest.mark.parametrize("format", WRITTEN)

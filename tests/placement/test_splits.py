@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -85,10 +87,7 @@ def test_optimal_matches_a_linear_program(seed: int, gone: bool, mixed: bool, so
 def test_the_unit_of_tokens_does_not_matter(seed: int, sourced: bool, factor: float):
     problem = make(seed, sourced=sourced)
     rows = problem.current.slot_experts
-    scaled = Problem(
-        problem.objective, problem.topology, problem.current, problem.alive, problem.unit * factor, problem.share,
-        problem.load_in, problem.source, problem.even * factor,
-    )  # fmt: skip
+    scaled = replace(problem, unit=problem.unit * factor)
     slowest = problem.rank_s(rows, optimal_shares(problem, rows)).max(axis=1)
     np.testing.assert_allclose(problem.rank_s(rows, optimal_shares(scaled, rows)).max(axis=1), slowest, rtol=1e-9)
 
@@ -109,15 +108,17 @@ def test_a_chain_of_replicas_carries_what_no_single_one_could():
 
 
 def test_slow_ranks_get_less():
-    placement = Placement(np.array([[0, 0]], np.int32), 2, 1)
-    problem = Objective().problem(Load(np.array([[9.0]])), Topology(2, speeds=(2.0, 1.0)), placement)
-    np.testing.assert_allclose(optimal_shares(problem, placement.slot_experts), [[2 / 3, 1 / 3]])
+    placement = Placement(np.array([[0, 1, 0, 1]], np.int32), 2, 2)
+    problem = Objective(row_s=1.0).problem(Load(np.array([[9.0, 0.0]])), Topology(2, speeds=(2.0, 1.0)), placement)
+    shares = optimal_shares(problem, placement.slot_experts)
+    np.testing.assert_allclose(shares[0, ::2], [2 / 3, 1 / 3])
+    np.testing.assert_allclose(problem.rank_s(placement.slot_experts, shares), [[3.0, 3.0]])
 
 
 def test_of_two_slots_on_one_rank_one_computes():
     placement = Placement(np.array([[0, 0, 0, 1]], np.int32), 2, 2)
     problem = Objective().problem(Load(np.array([[4.0, 4.0]])), Topology(2), placement)
-    np.testing.assert_allclose(optimal_shares(problem, placement.slot_experts), [[1.0, 0.0, 0.0, 1.0]])
+    np.testing.assert_allclose(optimal_shares(problem, placement.slot_experts), [[0.0, 1.0, 0.0, 1.0]])
 
 
 def test_weights_are_the_earlier_windows_optimum():

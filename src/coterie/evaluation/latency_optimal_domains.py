@@ -135,7 +135,8 @@ def serve(policy: str, shares: Array, fleet: Fleet, setting: DomainSetting, adva
     """`kept`, `eplb`, `every window` (latency_optimal after each) or `automatic`."""
     decide = _decider(policy, shares, fleet, setting)
     placement = _linear(shares, setting)
-    served = Served(*np.zeros((4, len(shares) - 1)), [], [], placement)
+    step_s, moe_s, cost_s, balance = np.zeros((4, len(shares) - 1))
+    served = Served(step_s, moe_s, cost_s, balance, [], [], placement)
     planned: list[tuple[int, Plan]] = []
     for window in range(len(shares) - 1):
         plan = decide(Load(shares[window] * fleet.rows * setting.steps, setting.steps), placement)
@@ -164,7 +165,7 @@ def _decider(
 ) -> Callable[[Load, Placement], Plan | None]:
     topology = fleet.model.topology
     if policy == "kept":
-        return lambda load, placement: None
+        return lambda _load, _placement: None
     if policy != "automatic":
         planner = planners["eplb" if policy == "eplb" else "latency_optimal"](objective=fleet.objective)
         return lambda load, placement: planner.plan(load, topology, placement)
@@ -172,7 +173,7 @@ def _decider(
     settings = RebalancingSettings(first_interval=steps, min_interval=steps, max_interval=100 * steps)
     rebalancer = Rebalancer(planners["latency_optimal"], fleet.objective, topology, _linear(shares, setting), settings)
 
-    def decide(load: Load, placement: Placement) -> Plan | None:
+    def decide(load: Load, _placement: Placement) -> Plan | None:
         plan = rebalancer.observe(load).plan
         rebalancer.landed()
         return plan
@@ -199,7 +200,7 @@ def domain_rows(path: Path, setting: DomainSetting, advance: Advance) -> tuple[l
     """A row for each phase and policy and for each rank of one layer; [policy, window] seconds in prefill."""
     shares = shifting(domain_loads(path), setting)
     rows: list[dict[str, Any]] = []
-    curves = []
+    curves: list[Array] = []
     for phase, tokens in setting.tokens:
         fleet = Fleet.of(phase, tokens, setting)
         found = {policy: serve(policy, shares, fleet, setting, advance) for policy in POLICIES}

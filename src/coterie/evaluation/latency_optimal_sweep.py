@@ -75,13 +75,13 @@ class SweepSetting:
     drift: DriftSetting = field(default=DriftSetting())
     ranks: int = 8
     model_layers: int = 58
-    layers: int = 6
+    layers: int = 4
     """That are simulated; planning takes this share of its time. Layers are alike, so the shares do not change."""
     warm_up: int = 1000
     """Iterations before those that count."""
     iterations: int = 3000
     """That count."""
-    short: int = 200
+    short: int = 100
     """That count where every iteration is followed by a round."""
     fixed_s: float = 1.40e-3
     """Of a layer, whatever its balance: fitted to the published gain of ideal balance, 25%."""

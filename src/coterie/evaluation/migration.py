@@ -44,7 +44,8 @@ PUBLISHED = {
     "swap": (65.4, 6.1, 26.0, 0.0), "both": (51.7, 4.8, 41.0, 6.2),
 }  # fmt: skip
 """Strategy → remote %, all-to-all us a layer, throughput +%, memory +%."""
-ROUTED, SHIFTING, RANDOM = "by domain", "by domain, shifting", "at random"
+STEADY, SHIFTING, RANDOM = "steady", "shifting", "at random"
+"""Requests routed by domain, whose shares stay or wander; or spread over ranks at random."""
 STAGING = (1, 2, 8, None)
 """Experts of staging on a rank; None: as many as it has slots."""
 STEP_S, HIDE_STEPS, LINK_SHARE = 40e-3, 25, 0.2
@@ -101,7 +102,7 @@ def _remote_rows(domains: Domains, options: SuiteOptions) -> list[dict[str, Any]
     except UnknownNameError:
         spec = None
     rows = []
-    for traffic, wander in ((SHIFTING, WANDER), (ROUTED, 0.0), (RANDOM, 0.0)):
+    for traffic, wander in ((SHIFTING, WANDER), (STEADY, 0.0), (RANDOM, 0.0)):
         windows = make_windows(domains, RANKS, WINDOWS, wander, options.seed)
         if traffic == RANDOM:
             windows = Windows(*(np.broadcast_to(a.mean(axis=-3, keepdims=True), a.shape).copy() for a in windows))
@@ -240,7 +241,7 @@ def _remote_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
         "are 112 more copies, +44%. The replicas table has what each buys.",
     ]
     remote = [row for row in rows if row["table"] == "remote"]
-    for traffic in (SHIFTING, ROUTED):
+    for traffic in (SHIFTING, STEADY):
         for model in dict.fromkeys(row["model"] for row in remote):
             mine = {row["strategy"]: row["remote_pct"] for row in remote
                     if (row["model"], row["traffic"]) == (model, traffic)}  # fmt: skip
@@ -262,30 +263,35 @@ def _theirs(row: Row, key: str) -> float | None:
     return None if row["published"] is None else row["published"][key]
 
 
+def _fixed(value: float | None, digits: int = 1) -> str | None:
+    return None if value is None else f"{value:.{digits}f}"
+
+
 suites.register(NAME)(
     Suite(
         help="Remote experts under replication, swaps and both on real routing, and replicas against KV cache, beside "
         "an article's tables.",
         run=run,
+        writes_files=True,
         tables=(
             SuiteTable(
-                "Remote experts, 8 ranks",
+                "Remote experts on 8 ranks: requests by domain, shares shifting or steady, or requests at random",
                 (
                     Column("model", lambda row: row["model"]),
                     Column("traffic", lambda row: row["traffic"]),
                     Column("strategy", lambda row: row["strategy"]),
-                    Column("remote %", lambda row: row["remote_pct"]),
-                    Column("published", lambda row: _theirs(row, "remote_pct")),
-                    Column("us/layer", lambda row: row["all_to_all_us"]),
-                    Column("published", lambda row: _theirs(row, "all_to_all_us")),
-                    Column("memory +%", lambda row: row["memory_overhead_pct"]),
-                    Column("published", lambda row: _theirs(row, "memory_overhead_pct")),
+                    Column("remote %", lambda row: _fixed(row["remote_pct"])),
+                    Column("publ.", lambda row: _theirs(row, "remote_pct")),
+                    Column("us", lambda row: row["all_to_all_us"]),
+                    Column("publ.", lambda row: _theirs(row, "all_to_all_us")),
+                    Column("mem. +%", lambda row: row["memory_overhead_pct"]),
+                    Column("publ.", lambda row: _theirs(row, "memory_overhead_pct")),
                     Column("moved", lambda row: row["moved_experts"]),
                 ),
                 lambda row: row["table"] == "remote",
             ),
             SuiteTable(
-                "Replication alone, by extra slots a rank (traffic by domain, shifting)",
+                "Replication alone, by extra slots a rank, shifting",
                 (
                     Column("model", lambda row: row["model"]),
                     Column("extra slots", lambda row: row["extra_slots"]),
@@ -314,13 +320,13 @@ suites.register(NAME)(
                 "Replicas against KV cache, the article's sizes",
                 (
                     Column("replicas", lambda row: row["replicas"]),
-                    Column("KV GB", lambda row: row["kv_gb"]),
-                    Column("published", lambda row: _theirs(row, "kv_gb")),
-                    Column("sessions", lambda row: row["sessions"]),
-                    Column("published", lambda row: _theirs(row, "sessions")),
-                    Column("by its formula", lambda row: row["formula_ratio"]),
-                    Column("published", lambda row: _theirs(row, "ratio")),
-                    Column("with sessions", lambda row: row["throughput_ratio"]),
+                    Column("KV GB", lambda row: _fixed(row["kv_gb"])),
+                    Column("published", lambda row: _fixed(_theirs(row, "kv_gb"))),
+                    Column("sessions", lambda row: _fixed(row["sessions"])),
+                    Column("published", lambda row: _fixed(_theirs(row, "sessions"))),
+                    Column("x by its formula", lambda row: _fixed(row["formula_ratio"], 4)),
+                    Column("published", lambda row: _fixed(_theirs(row, "ratio"), 2)),
+                    Column("x with sessions", lambda row: _fixed(row["throughput_ratio"], 2)),
                 ),
                 lambda row: row["table"] == "memory" and row["sizes"] == "article",
             ),

@@ -36,7 +36,7 @@ def _fill(
             mine = {row["strategy"]: row["remote_pct"] for row in rows
                     if row["model"] == model and row["traffic"] == traffic}  # fmt: skip
             panel.plot(order, [mine[name] for name in order], color=color, marker=marker, ms=5, lw=1.4, label=model)
-        panel.set_title(traffic)
+        panel.set_title(traffic if traffic == "at random" else f"by domain, {traffic}")
         panel.grid(axis="y")
         panel.set_ylim(45, 95)
         panel.tick_params(axis="x", labelrotation=35)

@@ -38,7 +38,7 @@ class Split(NamedTuple):
     """[slot] the next slot of the same expert, NONE or TWIN"""
     first: Indices
     """[expert] its first slot, or NONE"""
-    count: Indices
+    copies: Indices
     """[expert] living ranks that hold it"""
     share: Array
     """[slot] of its expert's tokens"""
@@ -64,7 +64,7 @@ def link(row: Indices, alive: NDArray[np.bool_], unit: Array, split: Split) -> N
     """Start from a row of slot_experts and equal shares."""
     each = len(row) // len(alive)
     split.first[:] = NONE
-    split.count[:] = 0
+    split.copies[:] = 0
     split.share[:] = 0.0
     split.busy[:] = 0.0
     for slot in range(len(row) - 1, -1, -1):
@@ -74,11 +74,11 @@ def link(row: Indices, alive: NDArray[np.bool_], unit: Array, split: Split) -> N
         if alive[slot // each] and not holds(split, expert, slot // each, each):
             split.after[slot] = split.first[expert]
             split.first[expert] = slot
-            split.count[expert] += 1
+            split.copies[expert] += 1
     for slot in range(len(row)):
         if split.after[slot] != TWIN:
             expert, rank = row[slot], slot // each
-            split.share[slot] = 1.0 / split.count[expert]
+            split.share[slot] = 1.0 / split.copies[expert]
             split.busy[rank] += unit[rank, expert] * split.share[slot]
 
 
@@ -99,7 +99,7 @@ def copy_split(split: Split, to: Split) -> None:
         to.after[slot] = split.after[slot]
     for expert in range(len(split.first)):
         to.first[expert] = split.first[expert]
-        to.count[expert] = split.count[expert]
+        to.copies[expert] = split.copies[expert]
     copy_shares(split, to)
 
 
@@ -136,7 +136,7 @@ def bequeath(split: Split, slot: int, unit: Array) -> int:
     split.share[slot] = 0.0
     split.share[heir] += share
     split.busy[heir // each] += unit[heir // each, expert] * share
-    return heir // each
+    return int(heir // each)
 
 
 @njit()
@@ -166,7 +166,7 @@ def unlink(split: Split, slot: int) -> int:
         while split.after[before] != slot:
             before = split.after[before]
         split.after[before] = split.after[slot]
-    split.count[expert] -= 1
+    split.copies[expert] -= 1
     return before
 
 
@@ -178,7 +178,7 @@ def relink(split: Split, slot: int, before: int) -> None:
         split.first[expert] = slot
     else:
         split.after[before] = slot
-    split.count[expert] += 1
+    split.copies[expert] += 1
 
 
 @njit()
@@ -186,7 +186,7 @@ def link_in(split: Split, slot: int, expert: int) -> None:
     split.expert[slot] = expert
     split.after[slot] = split.first[expert]
     split.first[expert] = slot
-    split.count[expert] += 1
+    split.copies[expert] += 1
 
 
 @njit()
@@ -210,9 +210,7 @@ def relieve(
 
 
 @njit()
-def _reach(
-    split: Split, unit: Array, limit: float, tiny: float, search: Indices, closed: NDArray[np.bool_]
-) -> int:
+def _reach(split: Split, unit: Array, limit: float, tiny: float, search: Indices, closed: NDArray[np.bool_]) -> int:
     """The nearest rank under the limit that one over it can push to, or NONE."""
     ranks = len(split.busy)
     each = len(split.expert) // ranks
@@ -230,7 +228,7 @@ def _reach(
         begin += 1
         for slot in range(rank * each, rank * each + each):
             expert = split.expert[slot]
-            if split.count[expert] < 2 or split.share[slot] * unit[rank, expert] <= tiny:
+            if split.copies[expert] < 2 or split.share[slot] * unit[rank, expert] <= tiny:
                 continue
             other = split.first[expert]
             while other >= 0:
@@ -242,7 +240,7 @@ def _reach(
                     search[QUEUE, end] = peer
                     end += 1
                     if split.busy[peer] < limit - tiny:
-                        return peer
+                        return int(peer)
                 other = split.after[other]
     return NONE
 
@@ -300,7 +298,7 @@ def separable(split: Split, unit: Array, speeds: Array) -> bool:
     """Whether replicated experts take as long on all their ranks, but for speed: the flow is then exact."""
     each = len(split.expert) // len(split.busy)
     for expert in range(len(split.first)):
-        if split.count[expert] < 2:
+        if split.copies[expert] < 2:
             continue
         slot = split.first[expert]
         work = unit[slot // each, expert] * speeds[slot // each]

@@ -4,8 +4,7 @@ With a limit on every rank's seconds and tokens shared as well as replicas allow
 bottleneck that no replica leads out of. So a move can help only by giving one of its experts a replica outside, and it
 helps by the lesser of what that expert can drain and what the receiving rank (and those it can push to) can take. One
 search over experts and one over slots therefore finds the best pair. A slot may be overwritten if its expert is
-elsewhere too. Where no such slot helps, two moves are tried together: experts that change places, or an expert put
-into a spare slot elsewhere so that its own becomes free.
+elsewhere too. Where no such slot helps, two experts change places, one of them inside.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Layer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One move, or two (where `slot2` is not NONE): `slot` is outside the bottleneck."""
+    """One move, or two experts that change places (where `slot2` is not NONE); `slot` is outside the bottleneck."""
 
     slot: int
     expert: int
@@ -90,7 +89,7 @@ def search_layer(row: Indices, layer: Layer, target: float, slots: Indices, expe
     """
     ranks, num_experts = layer.unit.shape
     split, whole = new_split(len(row), num_experts, ranks), new_split(len(row), num_experts, ranks)
-    trial = Split(split.expert, split.after, split.first, split.count, np.empty(len(row)), np.empty(ranks))
+    trial = Split(split.expert, split.after, split.first, split.copies, np.empty(len(row)), np.empty(ranks))
     search, other = np.empty((4, ranks), np.int64), np.empty((4, ranks), np.int64)
     nowhere, arrivals = np.zeros(ranks, np.bool_), np.zeros(ranks)
     link(row, layer.alive, layer.unit, split)
@@ -120,11 +119,8 @@ def search_layer(row: Indices, layer: Layer, target: float, slots: Indices, expe
 def _take(split: Split, step: Step, unit: Array) -> None:
     if step.slot2 == NONE:
         put(split, step.slot, step.expert, unit)
-    elif split.expert[step.slot2] == step.expert:
-        swap(split, step.slot, step.slot2, unit)
     else:
-        put(split, step.slot2, step.expert2, unit)
-        put(split, step.slot, step.expert, unit)
+        swap(split, step.slot, step.slot2, unit)
 
 
 @njit()
@@ -159,7 +155,7 @@ def _price(layer: Layer, arrivals: Array, rank: int, expert: int) -> float:
 def _spare(split: Split, slot: int, alive: NDArray[np.bool_]) -> bool:
     """Whether the slot may be overwritten."""
     rank = slot // (len(split.share) // len(alive))
-    return alive[rank] and (split.after[slot] == TWIN or split.count[split.expert[slot]] > 1)
+    return bool(alive[rank] and (split.after[slot] == TWIN or split.copies[split.expert[slot]] > 1))
 
 
 @njit()
@@ -233,7 +229,7 @@ def _room(layer: Layer, split: Split, outside: NDArray[np.bool_], target: float)
     room = np.zeros(len(outside))
     for slot in range(len(split.share)):
         rank = slot // each
-        if outside[rank] and split.count[split.expert[slot]] > 1:
+        if outside[rank] and split.copies[split.expert[slot]] > 1:
             room[rank] += split.share[slot] * layer.unit[rank, split.expert[slot]] * layer.speeds[rank]
     for rank in range(len(room)):
         if outside[rank]:
@@ -348,26 +344,13 @@ def _promising(
 
 
 @njit()
-def _heaviest(unit: Array, speeds: Array) -> float:
-    """Work of the heaviest expert, where it takes least."""
-    heaviest = 0.0
-    for expert in range(unit.shape[1]):
-        work = np.inf
-        for rank in range(len(speeds)):
-            if speeds[rank] > 0.0:
-                work = min(work, unit[rank, expert] * speeds[rank])
-        heaviest = max(heaviest, work)
-    return heaviest
-
-
-@njit()
 def search_layers(
     rows: Indices, chosen: Indices, alive: NDArray[np.bool_], speeds: Array, unit: Array, load_in: Array,
-    floor: Array, prices: Array, widest: float, slots: Indices, experts: Indices, totals: Array, counts: Indices,
+    floor: Array, prices: Array, slots: Indices, experts: Indices, totals: Array, counts: Indices,
 ) -> None:  # fmt: skip
     """:func:`search_layer` of the layers `chosen`; the rest of the arrays begins with [layer].
 
-    No expert can be spread over more than the `widest` sum of speeds. The first target is the floor. Where what is left to pay is so much that a looser one may be better, some are
+    The first target is the floor. Where what is left to pay is so much that a looser one may be better, some are
     tried too.
     """
     most = slots.shape[1]
@@ -376,12 +359,11 @@ def search_layers(
     horizon, exposed, move_price = prices
     for at in chosen:
         layer = Layer(alive, speeds, unit[at], load_in[at], floor[at], horizon, exposed, move_price)
-        least = max(layer.floor, _heaviest(layer.unit, speeds) / widest)
         best = np.inf
         for looser in LOOSER:
-            if best - horizon * least <= horizon * least * looser:
+            if best - horizon * layer.floor <= horizon * layer.floor * looser:
                 break
-            target = least * (1.0 + looser)
+            target = layer.floor * (1.0 + looser)
             count = search_layer(rows[at], layer, target, other_slots, other_experts, other_totals)
             total = np.inf
             for made in range(count + 1):

@@ -32,7 +32,7 @@ Tell = Callable[[float, float], bool]
 """Told the best excess and its bound so far, in seconds; False stops the search."""
 
 INF = highspy.kHighsInf
-SMALL = 0.1
+SMALL = 0.02
 """Of an even rank: numbers of replicas that would each take less than this are one level of the equal split."""
 ALL_SETS = 10
 """Ranks up to which every set of them is looked at for cuts; past it, sets grown from single ranks."""
@@ -412,11 +412,12 @@ def _solve_once(program: Program, start: Found, search: Search, tell: Tell) -> t
     solver.passModel(program.lp())
     bound = _root(solver, program, start.excess - search.gap_s)
     best = start._replace(bound=min(max(bound, start.bound), start.excess))
-    if best.excess - best.bound <= search.gap_s or not tell(best.excess, best.bound):
+    left = search.time_limit_s - (perf_counter() - began)
+    if best.excess - best.bound <= search.gap_s or left <= 0 or not tell(best.excess, best.bound):
         return best, none
     whole = program.whole.astype(np.int32)
     solver.changeColsIntegrality(len(whole), whole, np.full(len(whole), highspy.HighsVarType.kInteger))
-    solver.setOptionValue("time_limit", solver.getRunTime() + max(search.time_limit_s - (perf_counter() - began), 0.1))
+    solver.setOptionValue("time_limit", solver.getRunTime() + left)
     solver.setSolution(len(whole), whole, program.columns_of(start.holds)[whole])
     solver.setOptionValue("mip_abs_gap", search.gap_s / program.worth)
     failure = _run(solver, program.worth, tell)

@@ -36,6 +36,10 @@ LADDER = (0.0, 0.04, 0.12, 0.25, 0.45, 0.7)
 ENOUGH, KEPT, CHANGED, REPAIRED = 0, 1, 2, 3
 """What became of a layer."""
 
+FAR = 1.7
+"""Moves that one over a slower link than the fastest counts as. It steers only: the objective charges the full time,
+but a search steered by that (9 times as long across nodes) makes half as many moves again."""
+
 TINY = 1e-9
 """Of the target: excess that does not matter."""
 
@@ -51,6 +55,8 @@ class Layer(NamedTuple):
     """[rank, expert] seconds to load; 0 where the rank has it."""
     alive: NDArray[np.bool_]
     """[rank]"""
+    alike: bool
+    """Whether an expert takes as long on every living rank."""
 
 
 class State(NamedTuple):
@@ -71,7 +77,7 @@ class State(NamedTuple):
     own: Array
     """[slot] seconds of what it holds."""
     fee: Array
-    """[slot] moves that holding it costs, in loads over the fastest link; infinite on ranks that are gone."""
+    """[slot] moves that holding it costs, slow links counting for more; infinite on ranks that are gone."""
 
 
 class Scratch(NamedTuple):
@@ -107,7 +113,7 @@ class Prices(NamedTuple):
     exposed: float
     move_price: float
     fastest: float
-    """Seconds of a load over the fastest link: the unit of fees."""
+    """Seconds of a load over the fastest link."""
 
 
 class Total(NamedTuple):
@@ -131,9 +137,9 @@ class Best(NamedTuple):
 
 
 @njit()
-def excess(busy: float, target: float) -> float:
+def excess(busy: float, target: float, steep: float) -> float:
     over = busy - target
-    return over if over > 0.0 else DEPTH / target * over * over
+    return over if over > 0.0 else steep * over * over
 
 
 @njit()
@@ -145,7 +151,7 @@ def part_of(share: Array, expert: int, replicas: int) -> float:
 def fee_of(load_in: Array, home: NDArray[np.bool_], rank: int, expert: int, fastest: float) -> float:
     if home[rank, expert]:
         return 0.0
-    return load_in[rank, expert] / fastest if fastest > 0.0 else 1.0
+    return FAR if load_in[rank, expert] > fastest else 1.0
 
 
 @njit()
@@ -219,7 +225,7 @@ def apply(layer: Layer, state: State, first: int, second: int, expert: int, fast
 @njit()
 def give_gain(layer: Layer, state: State, slot: int, expert: int, target: float) -> float:
     """Excess that goes away when the slot is given to the expert, which its rank does not have."""
-    rank, was = slot // (len(state.row) // len(state.busy)), state.row[slot]
+    rank, was, steep = slot // (len(state.row) // len(state.busy)), state.row[slot], DEPTH / target
     less = part_of(layer.share, expert, state.count[expert] + 1)
     drop = state.part[expert] - less if state.count[expert] else 0.0
     rise = 0.0
@@ -236,7 +242,7 @@ def give_gain(layer: Layer, state: State, slot: int, expert: int, target: float)
             if was != EMPTY and state.held[other, was] >= 0:
                 change += layer.unit[other, was] * rise
         if change != 0.0:
-            gain += excess(state.busy[other], target) - excess(state.busy[other] + change, target)
+            gain += excess(state.busy[other], target, steep) - excess(state.busy[other] + change, target, steep)
     return gain
 
 
@@ -256,7 +262,8 @@ def look_at_swaps(
     ranks = len(busy)
     per_rank = len(row) // ranks
     mine = rank * per_rank
-    here, steep = excess(busy[rank], target), DEPTH / target
+    steep = DEPTH / target
+    here = excess(busy[rank], target, steep)
     for place in range(ranks):
         at = place
         while at > 0 and busy[order[at - 1]] > busy[place]:
@@ -271,8 +278,10 @@ def look_at_swaps(
         other = order[index]
         if other == rank or not alive[other]:
             continue
-        now = excess(busy[other], target)
-        fits = min(here, max(target - busy[other], 0.0)) + (now if busy[other] < target else 0.0)
+        now = excess(busy[other], target, steep)
+        fits = here + now
+        if layer.alike:  # what one loses the other gains
+            fits = min(here, max(target - busy[other], 0.0)) + (now if busy[other] < target else 0.0)
         start_at = other * per_rank
         cheap = 0.0
         for slot in range(start_at, start_at + per_rank):
@@ -323,63 +332,79 @@ def look_at_gifts(
     row, held, home, count, part, busy, own, fee = (
         state.row, state.held, state.home, state.count, state.part, state.busy, state.own, state.fee
     )  # fmt: skip
-    relief, burden = scratch.relief, scratch.burden  # [expert] excess gone with one replica more; come with one less
-    ranks = len(busy)
-    per_rank = len(row) // ranks
+    relief, steep = scratch.relief, DEPTH / target
+    per_rank = len(row) // len(busy)
+    if not weigh_replicas(layer, state, scratch, rank, target):
+        return best
+    score, slot_best, expert_best = best.score, -1, -1
+    slot = -1
+    for other in range(len(busy)):
+        if not alive[other]:
+            slot += per_rank
+            continue
+        now = excess(busy[other], target, steep)
+        for _ in range(per_rank):
+            slot += 1
+            was = row[slot]
+            if count[was] < 2:
+                continue
+            # What its own rank would have had to bear, had it kept it, is no loss.
+            more = unit[other, was] * (part_of(share, was, count[was] - 1) - part[was])
+            rest = excess(busy[other] + more, target, steep) - scratch.burden[was]
+            free = busy[other] - own[slot]
+            for place in range(len(relief) if other == rank else per_rank):
+                expert = place if other == rank else row[rank * per_rank + place]
+                # What it brings only takes away from this.
+                if relief[expert] + rest <= score * (SPARE / 2) or held[other, expert] >= 0:
+                    continue
+                brings = unit[other, expert] * part_of(share, expert, count[expert] + 1)
+                gain = relief[expert] + rest - excess(free + brings, target, steep)
+                moves = fee_of(load_in, home, other, expert, fastest) - fee[slot]
+                divisor = max(moves + SPARE, SPARE / 2)
+                if moves <= most and gain > score * divisor:
+                    found = give_gain(layer, state, slot, expert, target) / divisor
+                    if found > score:
+                        score, slot_best, expert_best = found, slot, expert
+    if slot_best < 0:
+        return best
+    return Action(score, -1, slot_best, expert_best)
+
+
+@njit()
+def weigh_replicas(layer: Layer, state: State, scratch: Scratch, rank: int, target: float) -> bool:
+    """Fill `relief` and `burden`, as far as a look at the rank needs them; False where no expert has replicas."""
+    unit, share, row, held, count, part, busy = (
+        layer.unit, layer.share, state.row, state.held, state.count, state.part, state.busy
+    )  # fmt: skip
+    relief, burden, steep = scratch.relief, scratch.burden, DEPTH / target
+    per_rank = len(row) // len(busy)
     several, wanted = False, False
-    for slot in range(len(row)):
-        if count[row[slot]] > 1 and alive[slot // per_rank]:
+    for expert in range(len(count)):
+        if count[expert] > 1:
             several = True
-            if slot // per_rank == rank:
+            if held[rank, expert] >= 0:
                 wanted = True
     if not several:
-        return best
+        return False
     relief[:] = 0.0
     burden[:] = 0.0
-    slot = 0
-    for other in range(ranks):
-        now = excess(busy[other], target)
+    slot = -1
+    for other in range(len(busy)):
+        if not layer.alive[other]:
+            slot += per_rank
+            continue
+        now = excess(busy[other], target, steep)
         for _ in range(per_rank):
-            expert = row[slot]
             slot += 1
-            if not alive[other]:
-                continue
+            expert = row[slot]
             whole = unit[other, expert]
             if wanted or held[rank, expert] >= 0:
                 less = whole * (part[expert] - part_of(share, expert, count[expert] + 1))
-                relief[expert] += now - excess(busy[other] - less, target)
+                relief[expert] += now - excess(busy[other] - less, target, steep)
             if count[expert] > 1:
                 more = whole * (part_of(share, expert, count[expert] - 1) - part[expert])
-                burden[expert] += excess(busy[other] + more, target) - now
-    score_best, slot_best, expert_best = best.score, -1, -1
-    for slot in range(len(row)):
-        other, was = slot // per_rank, row[slot]
-        if not alive[other] or count[was] < 2:
-            continue
-        more = unit[other, was] * (part_of(share, was, count[was] - 1) - part[was])
-        now = excess(busy[other], target)
-        # What its own rank would have had to bear, had it kept it, is no loss.
-        rest = now - burden[was] + excess(busy[other] + more, target) - now
-        free = busy[other] - own[slot]
-        others = len(relief) if other == rank else per_rank
-        for place in range(others):
-            expert = place if other == rank else row[rank * per_rank + place]
-            if held[other, expert] >= 0:
-                continue
-            gain = relief[expert] + rest - excess(free + unit[other, expert] * part_of(share, expert, count[expert] + 1), target)
-            if gain <= 0.0:
-                continue
-            moves = fee_of(load_in, home, other, expert, fastest) - fee[slot]
-            if moves > most:
-                continue
-            moves = max(moves + SPARE, SPARE / 2)
-            if gain > score_best * moves:
-                found = give_gain(layer, state, slot, expert, target) / moves
-                if found > score_best:
-                    score_best, slot_best, expert_best = found, slot, expert
-    if slot_best < 0:
-        return best
-    return Action(score_best, -1, slot_best, expert_best)
+                burden[expert] += excess(busy[other] + more, target, steep) - now
+    return True
 
 
 @njit()
@@ -512,7 +537,7 @@ def easiest_return(state: State, unit: Array, target: float, tried: NDArray[np.b
     row, held, home, part, busy, own, fee = (
         state.row, state.held, state.home, state.part, state.busy, state.own, state.fee
     )  # fmt: skip
-    per_rank = len(row) // len(busy)
+    per_rank, steep = len(row) // len(busy), DEPTH / target
     least, first, second = np.inf, -1, -1
     for slot in range(len(row)):
         if not 0.0 < fee[slot] < np.inf:
@@ -527,8 +552,8 @@ def easiest_return(state: State, unit: Array, target: float, tried: NDArray[np.b
                     continue
                 one = busy[rank] - own[slot] + unit[rank, was] * part[was]
                 two = busy[other] - own[peer] + unit[other, expert] * part[expert]
-                rise = excess(one, target) + excess(two, target)
-                rise -= excess(busy[rank], target) + excess(busy[other], target)
+                rise = excess(one, target, steep) + excess(two, target, steep)
+                rise -= excess(busy[rank], target, steep) + excess(busy[other], target, steep)
                 if home[rank, was]:
                     rise *= 0.5  # both go home: two moves less
                 if rise < least:
@@ -537,9 +562,7 @@ def easiest_return(state: State, unit: Array, target: float, tried: NDArray[np.b
 
 
 @njit()
-def polish(
-    layer: Layer, state: State, scratch: Scratch, best: Best, prices: Prices, target: float, tries: int
-) -> None:
+def polish(layer: Layer, state: State, scratch: Scratch, best: Best, prices: Prices, target: float, tries: int) -> None:
     """Fewer moves, no slower: take back what was brought, then mend what that breaks with fewer moves than before."""
     tried = np.zeros((len(state.row), len(state.row)), np.bool_)
     for _ in range(tries):
@@ -596,19 +619,21 @@ def plan_layer(layer: Layer, row: Ints, prices: Prices, best: Best, tries: int) 
 @njit(parallel=True)
 def search(
     rows: Ints, unit: Array, share: Array, load_in: Array, alive: NDArray[np.bool_], floor: Array, numbers: Array,
-    tries: int, trail: bool, kept: NDArray[np.int64], trails: NDArray[np.int16], totals: Array, seconds: Array,
+    alike: bool, tries: int, trail: bool, kept: NDArray[np.int64], trails: NDArray[np.int16], totals: Array, seconds: Array,
     moves: NDArray[np.int64], outcomes: NDArray[np.int64],
 ) -> None:  # fmt: skip
     """All layers; `trails` [layer, step, slot] gets what each found, the best last, `kept` [layer] how many."""
     for at in prange(len(rows)):
-        layer = Layer(unit[at], share[at], load_in[at], alive)
+        layer = Layer(unit[at], share[at], load_in[at], alive, alike)
         prices = Prices(floor[at], numbers[0], numbers[1], numbers[2], numbers[3])
         best = Best(trails[at], totals[at], seconds[at], moves[at], kept[at : at + 1], trail)
         outcomes[at] = plan_layer(layer, rows[at], prices, best, tries)
 
 
 @njit()
-def spend(kept: NDArray[np.int64], totals: Array, seconds: Array, moves: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
+def spend(
+    kept: NDArray[np.int64], totals: Array, seconds: Array, moves: NDArray[np.int64], budget: int
+) -> NDArray[np.int64]:
     """[layer] which step of its trail each takes, so that all moves fit: steps that save most a second of moving first.
 
     The first steps, which repair, are taken whatever the budget.

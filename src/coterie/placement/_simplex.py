@@ -36,7 +36,7 @@ def solve_exactly(split: Split, unit: Array) -> float:
     if scale <= 0.0:
         return 0.0
     replicated = links = 0
-    for count in split.count:
+    for count in split.copies:
         if count > 1:
             replicated += 1
             links += count - 1
@@ -88,7 +88,7 @@ def _fill(
         inside[rank] = slots + rank
         table[rank, -1] = -split.busy[rank] / scale
     for expert in range(len(split.first)):
-        if split.count[expert] < 2:
+        if split.copies[expert] < 2:
             continue
         key = split.first[expert]
         while split.share[key] == 0.0:

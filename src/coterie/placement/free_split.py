@@ -83,13 +83,9 @@ def _search(problem: Problem) -> _Path:
     )  # fmt: skip
     prices = np.array([objective.horizon, objective.exposed, objective.move_price])
     speeds = problem.topology.rank_speeds
-    spare = int(problem.alive.sum()) * problem.current.slots_per_rank - problem.current.num_experts
-    widest = float(np.sort(speeds)[::-1][: spare + 1].sum())
 
     def work(chosen: NDArray[np.int64]) -> None:
-        search_layers(
-            rows, chosen, problem.alive, speeds, problem.unit, problem.load_in, problem.floor, prices, widest, *path
-        )
+        search_layers(rows, chosen, problem.alive, speeds, problem.unit, problem.load_in, problem.floor, prices, *path)
 
     # Threads, not a parallel loop: that compiles for as long again, and layers do not depend on each other.
     threads = min(numba.get_num_threads(), layers)
@@ -129,8 +125,8 @@ def _reasons(
     problem: Problem, moved: NDArray[np.int32], shares: Array, path: _Path, max_moves: int | None
 ) -> tuple[str, ...]:
     before = _balance(problem, problem.rank_s(problem.current.slot_experts))
-    after = _balance(problem, problem.rank_s(moved, shares))
-    enough = problem.objective.enough
+    busy = problem.rank_s(moved, shares)
+    after, enough = _balance(problem, busy), busy.max(axis=1) <= problem.floor * (1.0 + 1e-9)
     lost = np.isinf(path.totals[:, 0])
     reasons = []
     for layer, moves in enumerate(np.bincount(problem.moves(moved).layer, minlength=len(moved))):
@@ -140,7 +136,7 @@ def _reasons(
             reasons.append(f"{moves} moves, some for experts that no living rank had: {change}")
         elif moves:
             reasons.append(f"{moves} moves and re-split: {change}")
-        elif after[layer] >= enough * (1.0 - 1e-9):
+        elif enough[layer]:
             reasons.append(f"re-split is enough: {change}")
         elif better and max_moves is not None:
             reasons.append(f"re-split alone, max_moves={max_moves} save more elsewhere: {change}")

@@ -103,8 +103,8 @@ class LatencyOptimal:
         fastest = objective.link_s(problem.topology)
         numbers = np.array([objective.horizon, objective.exposed, objective.move_price, fastest])
         search(
-            rows, problem.unit, problem.share, problem.load_in, problem.alive, problem.floor, numbers, self.tries,
-            trail, kept, trails, totals, seconds, moves, outcomes,
+            rows, problem.unit, problem.share, problem.load_in, problem.alive, problem.floor, numbers, problem.alike,
+            self.tries, trail, kept, trails, totals, seconds, moves, outcomes,
         )  # fmt: skip
         chosen = kept - 1 if self.max_moves is None else spend(kept, totals, seconds, moves, self.max_moves)
         each = np.arange(layers)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +90,7 @@ class LatencyOptimalIlp:
     """The optimum, by HiGHS, within a gap."""
 
     objective: Objective = field(default=Objective())
-    split: str = "equal"
+    split: Literal["equal", "optimal"] = "equal"
     """How replicas share an expert's tokens: `equal`, or `optimal`, which costs nothing to change."""
     gap: float = 0.01
     """Share of a layer's objective between it and its bound, at which the layer is closed."""
@@ -124,8 +124,8 @@ class LatencyOptimalIlp:
     def solve(
         self, problem: Problem, *, starts: Sequence[NDArray[np.integer]] = (), progress: Progress | None = None
     ) -> IlpSolution:
-        """The plan with its report. `starts`: placements [layer, slot] to start from, layer by layer the best of them and
-        the current one; `warm_start` is for :meth:`plan`."""
+        """The plan with its report. `starts`: placements [layer, slot] to start from; in each layer the best of them and
+        the current one is taken. `warm_start` is for :meth:`plan`."""
         if problem.current.slots_per_rank > problem.current.num_experts:
             raise ConfigError(
                 f"slots_per_rank={problem.current.slots_per_rank} must be at most num_experts="

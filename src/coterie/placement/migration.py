@@ -362,7 +362,11 @@ class Migrator:
         return sorted(id for id in ids if self._rank(self.schedule.transfers[id].slot) != died)
 
     def _rank(self, slot: int) -> int:
-        return slot // self.schedule.current.slots_per_rank
+        return slot // self._per_rank
+
+    @cached_property
+    def _per_rank(self) -> int:
+        return self.schedule.current.slots_per_rank
 
     def _check_id(self, id: int) -> None:
         if not 0 <= id < len(self.schedule.transfers):

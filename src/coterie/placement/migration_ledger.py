@@ -8,7 +8,7 @@ apart. Tests run every schedule through it; an engine may too. docs/invariants.m
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from coterie.errors import CoterieError
 from coterie.placement.base import HOST
@@ -27,16 +27,15 @@ from coterie.placement.migration import (
     TransferDone,
     TransferFailed,
 )
-from coterie.placement.rounds import Schedule
+from coterie.placement.rounds import Schedule, Transfer
 
 
 class BrokenMigration(CoterieError):
     """A migration broke one of its rules: a defect, never bad input."""
 
 
-def _holds(number: int, condition: bool, words: str) -> None:
-    if not condition:
-        raise BrokenMigration(f"INV-{number} broken: {words}")
+def _broken(number: int, words: str) -> NoReturn:
+    raise BrokenMigration(f"INV-{number} broken: {words}")
 
 
 class _Buffer(NamedTuple):
@@ -59,7 +58,7 @@ class Ledger:
         self._slots: dict[tuple[int, int], int] = {}
         self._staged: dict[int, int] = {}  # transfer → buffer
         self._old: dict[int, list[int]] = {}  # switch → buffers
-        self._in_flight: set[int] = set()
+        self._in_flight: dict[int, int | None] = {}  # transfer → buffer it reads, None on the host
         self._views: dict[int, frozenset[int]] = {}  # step → buffers
         for layer, row in enumerate(schedule.current.slot_experts.tolist()):
             for slot, expert in enumerate(row):
@@ -89,11 +88,11 @@ class Ledger:
     def saw(self, event: Event) -> None:
         if isinstance(event, TransferDone):
             if event.id in self._in_flight:
-                self._in_flight.discard(event.id)
+                del self._in_flight[event.id]
                 buffer = self._staged[event.id]
                 self._buffers[buffer] = self._buffers[buffer]._replace(expert=self.schedule.transfers[event.id].expert)
         elif isinstance(event, TransferFailed):
-            self._in_flight.discard(event.id)
+            self._in_flight.pop(event.id, None)
         elif isinstance(event, EndStep):
             self._views.pop(event.step, None)
         elif isinstance(event, RankDied):
@@ -105,7 +104,7 @@ class Ledger:
         for id in list(self._in_flight):
             transfer = self.schedule.transfers[id]
             if rank in (transfer.source, transfer.slot // self._per_rank):
-                self._in_flight.discard(id)
+                del self._in_flight[id]
         gone = {buffer for buffer, held in self._buffers.items() if held.rank == rank}
         for buffer in gone:
             del self._buffers[buffer]
@@ -124,74 +123,93 @@ class Ledger:
         elif isinstance(command, RunStep):
             self._run(command)
         elif isinstance(command, FreeStaging):
-            _holds(28, command.id in self._staged, f"transfer {command.id} has no staging to free")
-            _holds(28, command.id not in self._in_flight, f"staging of transfer {command.id} freed while it is written")
+            if command.id not in self._staged:
+                _broken(28, f"transfer {command.id} has no staging to free")
+            if command.id in self._in_flight:
+                _broken(28, f"staging of transfer {command.id} freed while it is written")
             self._free(self._staged.pop(command.id))
         elif isinstance(command, FreeOld):
-            _holds(28, command.switch in self._old, f"switch {command.switch} has no old weights to free")
+            if command.switch not in self._old:
+                _broken(28, f"switch {command.switch} has no old weights to free")
             for buffer in self._old.pop(command.switch):
                 self._free(buffer)
-        elif isinstance(command, AbortTransfer):
-            _holds(28, command.id in self._in_flight, f"transfer {command.id} aborted, though it is not in flight")
+        elif isinstance(command, AbortTransfer) and command.id not in self._in_flight:
+            _broken(28, f"transfer {command.id} aborted, though it is not in flight")
 
     def _begin(self, command: BeginTransfer) -> None:
         transfer = command.transfer
         rank, source = transfer.slot // self._per_rank, transfer.source
-        _holds(26, rank not in self.dead, f"transfer {transfer.id} goes to rank {rank}, which is dead")
-        if source != HOST:
-            _holds(26, source not in self.dead, f"transfer {transfer.id} comes from rank {source}, which is dead")
-            places = range(source * self._per_rank, (source + 1) * self._per_rank)
-            has = any(self._buffers[self._slots[transfer.layer, slot]].expert == transfer.expert for slot in places)
-            _holds(26, has, f"rank {source} does not have expert {transfer.expert} of layer {transfer.layer}")
+        if rank in self.dead:
+            _broken(26, f"transfer {transfer.id} goes to rank {rank}, which is dead")
+        read = self._source(transfer) if source != HOST else None
         if source != rank:
             for id in self._in_flight:
                 other = self.schedule.transfers[id]
                 if other.source == other.slot // self._per_rank:
                     continue
-                alone = other.source != source or source == HOST
-                _holds(27, alone, f"rank {source} sends {id} and {transfer.id} at once")
-                _holds(27, other.slot // self._per_rank != rank, f"rank {rank} receives {id} and {transfer.id} at once")
+                if other.source == source != HOST:
+                    _broken(27, f"rank {source} sends {id} and {transfer.id} at once")
+                if other.slot // self._per_rank == rank:
+                    _broken(27, f"rank {rank} receives {id} and {transfer.id} at once")
         self.extra[rank] += 1
         held, limit = self.extra[rank] * self.schedule.limits.expert_bytes, self.schedule.limits.staging_bytes
-        _holds(23, held <= limit, f"rank {rank} holds {held:g} bytes besides its slots; staging has {limit:g}")
+        if held > limit:
+            _broken(23, f"rank {rank} holds {held:g} bytes besides its slots; staging has {limit:g}")
         self._buffers[self._next] = _Buffer(rank, None)
         self._staged[transfer.id] = self._next
-        self._in_flight.add(transfer.id)
+        self._in_flight[transfer.id] = read
         self._next += 1
 
+    def _source(self, transfer: Transfer) -> int:
+        """The buffer it reads."""
+        source, layer = transfer.source, transfer.layer
+        if source in self.dead:
+            _broken(26, f"transfer {transfer.id} comes from rank {source}, which is dead")
+        for slot in range(source * self._per_rank, (source + 1) * self._per_rank):
+            buffer = self._slots[layer, slot]
+            if self._buffers[buffer].expert == transfer.expert:
+                return buffer
+        _broken(26, f"rank {source} does not have expert {transfer.expert} of layer {layer}")
+
     def _switch(self, command: SwitchLayer) -> None:
-        _holds(25, command.version == self.version + 1, f"version {self.version} is followed by {command.version}")
+        if command.version != self.version + 1:
+            _broken(25, f"version {self.version} is followed by {command.version}")
         self.version = command.version
         switch = self.schedule.switches[command.switch]
         layer, old = switch.layer, []
         before = self.live(layer)
         for transfer in switch.transfers:
             buffer = self._staged.pop(transfer.id, None)
-            whole = buffer is not None and self._buffers[buffer].expert == transfer.expert
-            _holds(22, whole, f"layer {layer} switched without expert {transfer.expert} of slot {transfer.slot}")
-            assert buffer is not None
+            if buffer is None or self._buffers[buffer].expert != transfer.expert:
+                _broken(22, f"layer {layer} switched without expert {transfer.expert} of slot {transfer.slot}")
             old.append(self._slots[layer, transfer.slot])
             self._slots[layer, transfer.slot] = buffer
         for slot, expert in enumerate(switch.after):
             if (layer, slot) in self._slots:
                 held = self._buffers[self._slots[layer, slot]].expert
-                _holds(22, held == expert, f"layer {layer} is half switched: slot {slot} holds {held}, not {expert}")
+                if held != expert:
+                    _broken(22, f"layer {layer} is half switched: slot {slot} holds {held}, not {expert}")
         self._old[command.switch] = old
         lost = before - self.live(layer)
-        _holds(26, not lost, f"switching layer {layer} took the last living copy of {lost}")
+        if lost:
+            _broken(26, f"switching layer {layer} took the last living copy of {lost}")
 
     def _run(self, command: RunStep) -> None:
-        _holds(25, command.version == self.version, f"step {command.step} runs {command.version}, not {self.version}")
+        if command.version != self.version:
+            _broken(25, f"step {command.step} runs {command.version}, not {self.version}")
         rows: tuple[Row, ...] = command.rows
         for (layer, slot), buffer in self._slots.items():
             held = self._buffers[buffer].expert
             if held != rows[layer][slot]:
-                _holds(22, False, f"slot {slot} of layer {layer} holds {held}; the map says {rows[layer][slot]}")
+                _broken(22, f"slot {slot} of layer {layer} holds {held}; the map says {rows[layer][slot]}")
         self._views[command.step] = frozenset(self._slots.values())
 
     def _free(self, buffer: int) -> None:
         for step, view in self._views.items():
-            _holds(24, buffer not in view, f"weights that step {step} uses were freed")
+            if buffer in view:
+                _broken(24, f"weights that step {step} uses were freed")
+        if buffer in self._in_flight.values():
+            _broken(28, "weights were freed while a transfer read them")
         self.extra[self._buffers.pop(buffer).rank] -= 1
 
     # ---------------------------------------------------------------------------------------------------------- rest
@@ -202,6 +220,8 @@ class Ledger:
 
     def check_rest(self) -> None:
         """When a migration is over and no step runs: nothing is in flight, and every rank is back to its slots."""
-        _holds(28, not self._in_flight, f"transfers {sorted(self._in_flight)} were forgotten")
+        if self._in_flight:
+            _broken(28, f"transfers {sorted(self._in_flight)} were forgotten")
         left = {rank: count for rank, count in self.extra.items() if count}
-        _holds(28, not left, f"experts besides the slots, by rank: {left}")
+        if left:
+            _broken(28, f"experts besides the slots, by rank: {left}")

@@ -101,7 +101,9 @@ class Objective:
         source = np.empty((layers, ranks, experts), np.int16)
         even, reach = np.empty(layers), np.empty(layers)
         exchange, each = self._exchange_s(load, topology)
-        links = np.array([_seconds(link, self.expert_bytes) for link in (topology.intra, topology.inter, topology.host)])
+        links = np.array(
+            [_seconds(link, self.expert_bytes) for link in (topology.intra, topology.inter, topology.host)]
+        )
         _fill(
             per_step, self._slot_s(per_step), self.touch_s, self.row_s, exchange, each, speeds, current.slot_experts,
             topology.rank_nodes, links, unit, share, load_in, source, even, reach,
@@ -180,6 +182,12 @@ class Problem:
     def floor(self) -> Array:
         """[layer] seconds below which nothing is gained."""
         return self.reach / self.objective.enough
+
+    @property
+    def alike(self) -> bool:
+        """Whether an expert takes as long on every living rank."""
+        living = self.unit[:, self.alive]
+        return bool((living == living[:, :1]).all())
 
     def equal_shares(self, slot_experts: NDArray[np.integer]) -> Array:
         """[layer, slot] of equal replicas; slots of ranks that are gone get nothing."""
@@ -435,9 +443,7 @@ def _assess_layer(
                 loads[rank] += 1
 
 
-def settle(
-    old: NDArray[np.int32], new: NDArray[np.int32], ranks: int
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def settle(old: NDArray[np.int32], new: NDArray[np.int32], ranks: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """`new` with the slots of each rank reordered so that what stays keeps its slot, and where each came from.
 
     Both [layer, slot]; the second holds, for each slot of the result, the slot of `new` it was.

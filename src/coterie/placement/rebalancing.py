@@ -1,24 +1,30 @@
 """When to rebalance: an interval that follows from how fast the load drifts and what moving costs.
 
 A plan ages. Where the load of now correlates with the load it was made for by r(age) (:mod:`coterie.placement.drift`),
-what it left even is uneven again by ``s(age) = sqrt(1 - r(age)^2)`` of what a map that knows nothing suffers. Rounds
-every n steps then cost per step
+what it left even is uneven again by
 
-    regret(n) = full x mean of s over the first n steps + (planning + moving x s(n)) / n
+    s(age) = sqrt(ground + 1 - r(age)^2) - sqrt(ground)
 
-where `full` is what such a map would cost, and `moving` what it would take to mend it: the less a map has aged, the
-less must be moved. The interval is the n with the least regret, by a search over n. A round
-itself is worth its saving times the steps that will see it, each weighted with what is left of it at that age:
+of what a map that knows nothing suffers; `ground` is what even a fresh plan leaves uneven, measured. Rounds every n
+steps then cost per step
+
+    regret(n) = full x mean of s over the first n steps + (planning + movement x sqrt(s(n) / s(age))) / n
+
+where `full` is what a map that knows nothing would cost, and `movement` what rounds at their present age did: the less
+a map has aged, the less must be moved. (That it is the square root was seen in simulation, not derived.) The interval
+is the n with the least regret, by a search over n. A round itself is worth its saving times the steps that will see
+it, each weighted with what is left of it at that age:
 
     saving(t) = saving x (s(age + t) - s(t)) / s(age)     for a map of this age
 
-The sum of those weights, tempered by trust, is the horizon the planner gets. Trust is realised ÷ predicted saving of
-earlier rounds, measured on the windows after the one a plan was made from, never on that one.
+The sum of those weights, over a few intervals and tempered by trust, is the horizon the planner gets. Trust is
+realised ÷ predicted saving of earlier rounds, measured on the windows after the one a plan was made from, never on
+that one.
 
 Against flapping a round must be worth its cost with a margin, and the interval changes by bounded factors. While moves
 of the last round are still on their way there is no new one; what is left over when the next is due widens the
 interval. Wrong where drift comes in jumps: a load that is steady for long and then another is met after up to an
-interval, unless the excess of one window is plainly worth a round (`urgent`).
+interval, unless the excess has grown by enough to be plainly worth a round (`urgent`).
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError
 from coterie.placement.base import Load, Plan, Planner
 from coterie.placement.drift import DriftEstimate, DriftEstimator, Forecast
-from coterie.placement.objective import Objective
+from coterie.placement.objective import Objective, Problem
 from coterie.types import Placement, Topology
 
 Array = NDArray[np.float64]
@@ -51,10 +57,13 @@ class RebalancingSettings:
     """Steps; also how long a map is kept at most before another look, where no drift shows."""
     factor: float = 2.0
     """From one round to the next the interval changes at most by this."""
+    lasting: float = 4.0
+    """Intervals that what is moved is counted on to last, where drift does not end it sooner: the next round starts
+    from it. More of them and planners move for the last bit of balance, which is chance."""
     margin: float = 0.2
     """A round is carried out where its expected gain exceeds its cost by this share."""
     urgent: float = 4.0
-    """A round is due early where a window's excess would pay its cost this many times."""
+    """A round is due early where what the excess has grown by would pay its cost this many times in an interval."""
     learning: float = 0.3
     """Weight of the latest round in what is learned from rounds: cost, trust."""
     memory: float = 256.0
@@ -70,13 +79,11 @@ class RebalancingSettings:
             raise ConfigError(f"factor={self.factor} must be above 1")
         if not 0 < self.learning <= 1:
             raise ConfigError(f"learning={self.learning} must be above 0 and at most 1")
-        for name in ("margin", "urgent"):
+        for name in ("lasting", "margin", "urgent"):
             if not 0 <= getattr(self, name) < np.inf:
                 raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
 
 
-import os
-ROUNDS = float(os.environ.get('ROUNDS','4'))
 DEFAULTS = RebalancingSettings()
 
 
@@ -115,11 +122,26 @@ class Round:
     """Moves not yet landed when the next round was due."""
 
 
+class _Map(NamedTuple):
+    placement: Placement
+    shares: Array | None = None
+    """[layer, slot] where replicas do not share alike."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Map:
+        return cls(plan.placement, None if plan.split == "equal" else plan.shares)
+
+    def busy_s(self, problem: Problem) -> Array:
+        """[layer] seconds of the slowest rank."""
+        return np.asarray(problem.rank_s(self.placement.slot_experts, self.shares).max(axis=1))
+
+
 class Rebalancer:
     """Decides after every window whether to rebalance. Pure state: the clock is the steps of the windows given to it.
 
     `make` builds the planner with the keyword `objective`; a name of :data:`~coterie.placement.base.planners` looked
-    up is one. `objective.planning_s` is what planning costs; it decides whether planning is worth while.
+    up is one. `objective.planning_s` is what planning costs; it decides whether planning is worth while. Where tokens
+    come from is not forecast: plans take them to come from all ranks alike.
     """
 
     def __init__(
@@ -134,8 +156,6 @@ class Rebalancer:
         self.objective = objective
         self.topology = topology
         self.settings = settings
-        self.placement = placement
-        """That serves now. A plan's takes its place when all its moves have landed."""
         self.interval = settings.first_interval
         self.trust = 1.0
         self.rounds: list[Round] = []
@@ -146,10 +166,10 @@ class Rebalancer:
         self.forecast = Forecast()
         self._due = 0.0
         self._window = 0.0
-        self._next: Placement | None = None
-        self._previous = placement
-        self._ignorant = Placement.linear(
-            placement.num_layers, placement.num_experts, placement.num_ranks, placement.num_slots
+        self._now = self._previous = _Map(placement)
+        self._next: _Map | None = None
+        self._ignorant = _Map(
+            Placement.linear(placement.num_layers, placement.num_experts, placement.num_ranks, placement.num_slots)
         )
         self._saving_s = 0.0
         self._known: DriftEstimate = self.drift.estimate()
@@ -161,6 +181,11 @@ class Rebalancer:
         self._movement_s: float | None = None
         self._moved_at: float | None = None
         self._cost_s: float | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """That serves now. A plan's takes its place when all its moves have landed."""
+        return self._now.placement
 
     def observe(self, load: Load) -> Decision:
         """The window that just passed."""
@@ -174,18 +199,20 @@ class Rebalancer:
         if self.pending:
             return self._still_moving()
         weight = self._worth_steps()
-        excess_s = self._excess_s(self.placement)
+        if self._unreachable():
+            return self._plan(weight, "an expert is on no living rank: ", must=True)
+        excess_s = self._excess_s(self._now)
         grown_s = (excess_s - self._excess_then_s) * self.interval
         urgent = self._cost_s is not None and grown_s > self.settings.urgent * self._cost_s
         if self.step < self._due and not (urgent and self._age() >= self.settings.min_interval):
             return self._wait(f"next look in {self._due - self.step:g} steps")
         if excess_s * weight <= (1 + self.settings.margin) * self.objective.planning_s:
-            self._settle_interval(None)
+            self._settle_interval()
             return self._wait(
                 f"an even load would save {excess_s * weight:.3g} s in {self.interval:g} steps; planning alone costs "
                 f"{self.objective.planning_s:.3g} s"
             )
-        return self._plan(weight, urgent and self.step < self._due)
+        return self._plan(weight, "early: " if self.step < self._due else "")
 
     def landed(self, moves: int | None = None) -> None:
         """So many moves of the last plan arrived; None is all that were left. The map changes with the last."""
@@ -194,16 +221,16 @@ class Rebalancer:
             raise ConfigError(f"moves={moves} must be in 0 … {self.pending}, those under way")
         self.pending -= done
         if not self.pending and self._next is not None:
-            self.placement, self._next = self._next, None
+            self._now, self._next = self._next, None
 
     def replace(self, placement: Placement, topology: Topology | None = None) -> None:
         """What is really there, where a round was given up or a rank came or went; the next window may act at once."""
-        self.placement, self.topology = placement, topology or self.topology
+        self._now, self.topology = _Map(placement), topology or self.topology
         self.pending, self._next, self._fitted_at, self._due = 0, None, None, self.step
 
     # ------------------------------------------------------------------------------------------------ a round
 
-    def _plan(self, weight: float, early: bool) -> Decision:
+    def _plan(self, weight: float, why: str, must: bool = False) -> Decision:
         settings = self.settings
         planner = self.make(objective=replace(self.objective, horizon=weight))
         plan = planner.plan(Load(self.forecast.tokens), self.topology, self.placement)
@@ -211,23 +238,26 @@ class Rebalancer:
         gain_s = plan.saving_s * weight
         moves = len(plan.moves)
         self._learn_prices(plan, cost_s)
-        kept = self._settle_interval(plan)
-        if not moves:
-            return Decision(None, plan.skip_reason or "the planner moves nothing", self.interval, 0.0, cost_s, True)
-        if gain_s <= (1 + settings.margin) * cost_s:
-            why = (
-                f"{moves} moves would gain {gain_s:.3g} s in {kept:g} steps and cost {cost_s:.3g} s, "
-                f"less than {settings.margin:.0%} under it"
+        self._settle_interval()
+        self._excess_then_s = self._excess_s(self._now)  # what was looked at and left is not urgent again
+        if plan.saving_s <= 0 and not must:
+            return Decision(None, plan.skip_reason or "the planner finds nothing", self.interval, 0.0, cost_s, True)
+        # Planning is paid for by now: only the movement can still be saved.
+        if gain_s <= (1 + settings.margin) * plan.movement_s and not must:
+            why += (
+                f"{moves} moves would gain {gain_s:.3g} s in {weight:.3g} steps and take {plan.movement_s:.3g} s, "
+                f"not {settings.margin:.0%} less"
             )
             return Decision(None, why, self.interval, gain_s, cost_s, True)
         self._close_round()
         self._age_then, self._fitted_at = self._age(), self.step
-        self._previous, self._next, self.pending = self.placement, plan.placement, moves
+        self._previous, self._next, self.pending = self._now, _Map.of(plan), moves
         self._saving_s = plan.saving_s
-        self._excess_then_s = self._excess_s(plan.placement)
+        self._excess_then_s = self._excess_s(self._next)
+        self.landed(0)  # a plan that only shares tokens anew is in force at once
         self.rounds.append(Round(self.step, self.interval, moves, cost_s))
-        why = f"{moves} moves gain {gain_s:.3g} s in {kept:g} steps and cost {cost_s:.3g} s; {self._known.reason}"
-        return Decision(plan, f"early: {why}" if early else why, self.interval, gain_s, cost_s, True)
+        why += f"{moves} moves gain {gain_s:.3g} s in {weight:.3g} steps and cost {cost_s:.3g} s; {self._known.reason}"
+        return Decision(plan, why, self.interval, gain_s, cost_s, True)
 
     def _still_moving(self) -> Decision:
         late = self.step >= self._due
@@ -273,14 +303,23 @@ class Rebalancer:
         if decay is None:
             return self.settings.first_interval * self.trust
         # What is moved now stays of use after the next round, which starts from it: only drift ends it.
-        life = min(8.0 * decay.half_life * self._window, ROUNDS * self.interval)
+        life = min(8.0 * decay.half_life * self._window, self.settings.lasting * self.interval)
         middle = (np.arange(256) + 0.5) / 256 * life
         return float(self._left(middle, self._age()).mean()) * life * self.trust
 
-    def _excess_s(self, placement: Placement) -> float:
+    def _unreachable(self) -> bool:
+        """Whether some expert has no living rank, so that saving time is not the point."""
+        alive = np.repeat(self.topology.rank_speeds > 0, self.placement.slots_per_rank)
+        if alive.all():
+            return False
+        held = np.sort(self.placement.slot_experts[:, alive], axis=1)
+        distinct = 1 + (held[:, 1:] != held[:, :-1]).sum(axis=1)
+        return bool((distinct < self.placement.num_experts).any())
+
+    def _excess_s(self, one: _Map) -> float:
         """What a step would save at most, were the load even."""
         problem = self.objective.problem(Load(self.forecast.tokens), self.topology, self.placement)
-        return float((problem.rank_s(placement.slot_experts).max(axis=1) - problem.even).clip(0.0).sum())
+        return float((one.busy_s(problem) - problem.even).clip(0.0).sum())
 
     # ------------------------------------------------------------------------------------------------ what it learns
 
@@ -289,14 +328,14 @@ class Rebalancer:
         if not self.rounds or self._fitted_at is None or self.pending:
             return
         problem = self.objective.problem(load, self.topology, self.placement)
-        old, new = (problem.rank_s(p.slot_experts).max(axis=1).sum() for p in (self._previous, self.placement))
+        old, new = (float(one.busy_s(problem).sum()) for one in (self._previous, self._now))
         last = self.rounds[-1]
         age = np.array([self.step - load.steps / 2 - self._fitted_at])
         last.steps += load.steps
         last.predicted_s += self._saving_s * float(self._left(age, self._age_then)[0]) * load.steps
-        last.realised_s += float(old - new) * load.steps
+        last.realised_s += (old - new) * load.steps
         if self._full_s:
-            excess = float(new - problem.even.sum()) / self._full_s
+            excess = (new - float(problem.even.sum())) / self._full_s
             seen = max(0.0, excess**2 - float(self._aged(age)[0]))
             self._ground += 0.1 * self.settings.learning * (seen - self._ground)
 
@@ -319,17 +358,13 @@ class Rebalancer:
     def _learned(self, known: float | None, seen: float) -> float:
         return seen if known is None else known + self.settings.learning * (seen - known)
 
-    def _settle_interval(self, plan: Plan | None) -> float:
-        """Move the interval towards the best one and set when the next round is due; returns what it was."""
+    def _settle_interval(self) -> None:
+        """Move the interval towards the best one and set when the next round is due."""
         settings, before = self.settings, self.interval
-        wanted = self._best_interval()
-        if plan is None and wanted is None:
-            wanted = before
-        if wanted is not None:
-            self.interval = float(np.clip(wanted, before / settings.factor, before * settings.factor))
-        self.interval = float(np.clip(self.interval, settings.min_interval, settings.max_interval))
+        wanted = self._best_interval() or before
+        wanted = np.clip(wanted, before / settings.factor, before * settings.factor)
+        self.interval = float(np.clip(wanted, settings.min_interval, settings.max_interval))
         self._due = self.step + self.interval
-        return before
 
     def _best_interval(self) -> float | None:
         """The n of least regret; None as long as drift or prices are not known."""
@@ -337,6 +372,8 @@ class Rebalancer:
             return None
         n = np.geomspace(self.settings.min_interval, self.settings.max_interval, 257)
         share = (np.arange(64) + 0.5) / 64
-        cost = self.objective.planning_s + self._movement_s * np.sqrt(self._uneven(n) / max(self._moved_at or 1.0, 0.02))
+        cost = self.objective.planning_s + self._movement_s * np.sqrt(
+            self._uneven(n) / max(self._moved_at or 1.0, 0.02)
+        )
         regret = self._full_s * self._uneven(n[:, None] * share).mean(axis=1) + cost / n
         return float(n[np.argmin(regret)])

@@ -62,26 +62,28 @@ def optimal_shares(problem: Problem, slot_experts: NDArray[np.integer]) -> Array
     """[layer, slot] shares with which the slowest rank of each layer is fastest; exact.
 
     They start from equal ones and differ as little as shortest chains of replicas allow. Of an expert's slots on one
-    rank the first computes all; slots of ranks that are gone nothing, and neither does an expert that is only there.
+    rank the last computes all; slots of ranks that are gone nothing, and neither does an expert that is only there.
     """
     rows = np.ascontiguousarray(slot_experts, np.int64)
     if rows.shape != problem.current.slot_experts.shape:
         raise ConfigError(f"slot_experts has shape {rows.shape}; expected {problem.current.slot_experts.shape}")
     shares = np.zeros(rows.shape)
-    _optimal_shares(rows, problem.alive, problem.topology.rank_speeds, problem.unit, problem.even, shares)
+    _optimal_shares(rows, problem.alive, problem.topology.rank_speeds, problem.unit, shares)
     return shares
 
 
 @njit()
-def _optimal_shares(
-    rows: Indices, alive: NDArray[np.bool_], speeds: Array, unit: Array, even: Array, shares: Array
-) -> None:
+def _optimal_shares(rows: Indices, alive: NDArray[np.bool_], speeds: Array, unit: Array, shares: Array) -> None:
     layers, slots = rows.shape
     ranks, experts = unit.shape[1:]
     for layer in range(layers):
         split, search = new_split(slots, experts, ranks), np.empty((4, ranks), np.int64)
         link(rows[layer], alive, unit[layer], split)
-        least_limit(split, unit[layer], speeds, even[layer], search)
+        work = speed = 0.0  # less than an even share of the load where an expert is on no living rank
+        for rank in range(ranks):
+            work += split.busy[rank] * speeds[rank]
+            speed += speeds[rank]
+        least_limit(split, unit[layer], speeds, work / speed, search)
         if not separable(split, unit[layer], speeds):
             solve_exactly(split, unit[layer])
         shares[layer] = split.share
