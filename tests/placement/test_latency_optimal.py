@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import numba
 import numpy as np
@@ -22,7 +22,7 @@ from coterie.types import Placement, Topology, balancedness
 
 def all_rows(experts: int, ranks: int, per_rank: int) -> np.ndarray:
     """[placement, slot] every one without duplicates on a rank, slots of a rank in order."""
-    blocks = [c for c in product(range(experts), repeat=per_rank) if all(a < b for a, b in zip(c, c[1:], strict=False))]
+    blocks = [c for c in product(range(experts), repeat=per_rank) if all(a < b for a, b in pairwise(c))]
     rows = [sum(choice, ()) for choice in product(blocks, repeat=ranks)]
     return np.array([row for row in rows if len(set(row)) == experts], np.int32)
 
@@ -38,12 +38,12 @@ def best_total(problem: Problem, rows: np.ndarray) -> float:
     return float(many.score(rows).total_s.min())
 
 
-CASES = [(5, 3, 2, all_rows(5, 3, 2)), (6, 2, 3, all_rows(6, 2, 3)), (5, 2, 3, all_rows(5, 2, 3))]
+CASES = [(5, 3, all_rows(5, 3, 2)), (6, 2, all_rows(6, 2, 3)), (5, 2, all_rows(5, 2, 3))]
 
 
 def tiny(seed: int, case: int) -> tuple[float, float, float]:
     """The planner's objective, the optimum and that of keeping."""
-    experts, ranks, per_rank, rows = CASES[case]
+    experts, ranks, rows = CASES[case]
     rng = default_rng(seed)
     load = Load(np.round(rng.lognormal(3.0, 1.0, (1, experts))) + 1)
     current = Placement(rows[rng.integers(len(rows))][None], ranks, experts)
@@ -109,7 +109,7 @@ def test_contract_on_any_map_speed_and_dead_rank(seed: int) -> None:
     ranks, per_rank, experts = 4, 5, 12
     rows = np.array([rng.permutation(np.append(np.arange(experts), rng.integers(0, experts, 8))) for _ in range(3)])
     current = Placement(rows.astype(np.int32), ranks, experts)
-    speeds = tuple(rng.choice([0.0, 0.5, 1.0], p=[0.2, 0.4, 0.4], size=3)) + (1.0,)
+    speeds = (*rng.choice([0.0, 0.5, 1.0], p=[0.2, 0.4, 0.4], size=3), 1.0)
     if sum(s > 0 for s in speeds) * per_rank < experts:
         speeds = (1.0, 0.5, 0.0, 1.0)
     topology = Topology(ranks, 2, speeds=speeds)

@@ -51,7 +51,7 @@ def test_other_splits_keep_the_contract(split: str):
     check_planner(lambda: planners["latency_optimal"](split=split))
 
 
-# ------------------------------------------------------------------------------------------- the suite finds what is wrong
+# -------------------------------------------------------------------------------------- the suite finds what is wrong
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def one_move_less(plan: Plan, *_: object) -> Plan:
     return replace(plan, moves=less)
 
 
-def unstable(plan: Plan, load: Load, current: Placement) -> Plan:
+def unstable(_plan: Plan, load: Load, current: Placement) -> Plan:
     planner = Linear() if next(TURN) % 2 else RoundRobin()
     return planner.plan(load, Topology(current.num_ranks), current)
 
@@ -149,7 +149,7 @@ def test_the_unaltered_one_passes():
         check_planner(object)  # type: ignore[arg-type]
 
 
-# -------------------------------------------------------------------------------------------------- what each of them does
+# --------------------------------------------------------------------------------------------- what each of them does
 
 
 def sizes(most_ranks: int = 8) -> st.SearchStrategy[tuple[int, int, int]]:
@@ -259,19 +259,15 @@ def test_eplb_on_the_drift_is_as_even_as_published_and_has_no_duplicates():
 
 
 @given(st.integers(1, 6), st.integers(0, 10**6))
-def test_popularity_is_within_the_bound_of_lpt(ranks: int, seed: int):
-    """4/3 of the mean or the heaviest, where slots do not limit it: every rank could hold all."""
+def test_popularity_is_within_twice_the_least_and_even_where_all_is_everywhere(ranks: int, seed: int):
     rng = np.random.default_rng(seed)
     experts = ranks * int(rng.integers(1, 5))
     tokens = rng.integers(1, 100, (1, experts)).astype(float)
     current = Placement.linear(1, experts, ranks, experts * ranks)
     busy = Popularity().plan(Load(tokens), Topology(ranks), current).placement.rank_load(tokens)
-    assert busy.max() == pytest.approx(busy.mean()), "all experts everywhere is even"
+    assert busy.max() == pytest.approx(busy.mean())
     lone = Popularity().plan(Load(tokens), Topology(ranks), Placement.linear(1, experts, ranks)).placement
-    heaviest = np.sort(tokens[0])[::-1]
-    least = max(tokens.sum() / ranks, heaviest[0])
-    # Equal slots a rank: pairing the heaviest with the lightest already keeps within this.
-    assert lone.rank_load(tokens).max() <= 2 * least
+    assert lone.rank_load(tokens).max() <= 2 * max(tokens.sum() / ranks, tokens.max())
 
 
 def test_popularity_heeds_speeds_and_gives_the_hottest_replicas():
@@ -306,7 +302,7 @@ def test_planning_again_moves_nothing():
         assert plan.skip_reason is not None
 
 
-# --------------------------------------------------------------------------------------------------------------- the page
+# ----------------------------------------------------------------------------------------------------------- the page
 
 
 def test_the_example_of_the_page_runs(tmp_path: Path):

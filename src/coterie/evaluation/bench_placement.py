@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -149,7 +149,7 @@ class Contest(NamedTuple):
     """Moves at the same balance, a few layers of a size."""
 
     size: Size
-    split: str
+    split: Literal["equal", "optimal"]
     layers: int
     seconds: float
     """A layer, for the integer program."""
@@ -212,7 +212,7 @@ class Trial:
     experts: int
     slots: int
     ranks: int
-    split: str = "equal"
+    split: Literal["equal", "optimal"] = "equal"
     rows: float = ROWS_A_STEP
     prices: dict[str, float] = field(default_factory=dict)
     ranks_per_node: int | None = None

@@ -72,7 +72,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
         rows += found
         notes += _domain_notes(found)
     if options.out is not None:
-        from coterie.evaluation.latency_optimal_figures import draw_figures  # noqa: PLC0415  (matplotlib is slow)
+        from coterie.evaluation.latency_optimal_figures import draw_figures
 
         options.out.mkdir(parents=True, exist_ok=True)
         draw_figures(options.out, rows, curves)
@@ -108,7 +108,8 @@ def balance_rows(setting: SweepSetting, rng: np.random.Generator, window: int = 
     row |= {
         "moves": round(scale * row["moves"]), "rebalancing_s": scale * row["rebalancing_s"],
         "planning_s": scale * solved.plan.planning_s, "layers": ILP_LAYERS, "closed": int(solved.report.closed.sum()),
-        "heuristic_moves_there": int(np.isin(plans[0].moves.layer, chosen).sum()), "moves_there": len(solved.plan.moves),
+        "heuristic_moves_there": int(np.isin(plans[0].moves.layer, chosen).sum()),
+        "moves_there": len(solved.plan.moves),
     }  # fmt: skip
     return [*rows, row]
 
@@ -235,7 +236,7 @@ def _domain_notes(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         if row["part"] == "domains" and row["policy"] == "automatic":
             notes.append(
-                f"GLM-5.2 {row['phase']}: automatic {row['gain_pct']:+.1f}% of the whole step on the next window, costs "
+                f"GLM-5.2 {row['phase']}: automatic {row['gain_pct']:+.1f}% of whole steps on the next window, costs "
                 f"counted; slower than the kept map in {row['windows_slower_than_kept']} of {row['windows']} windows."
             )
     return notes

@@ -23,6 +23,7 @@ from coterie.costs.step import Batch, StepModel
 from coterie.errors import TraceError
 from coterie.models import get_model
 from coterie.placement.base import Load, Plan, planners
+from coterie.placement.latency_optimal import LatencyOptimal
 from coterie.placement.objective import Objective
 from coterie.placement.rebalancing import Rebalancer, RebalancingSettings
 from coterie.traces.load import LoadTable
@@ -171,7 +172,7 @@ def _decider(
         return lambda load, placement: planner.plan(load, topology, placement)
     steps = float(setting.steps)
     settings = RebalancingSettings(first_interval=steps, min_interval=steps, max_interval=100 * steps)
-    rebalancer = Rebalancer(planners["latency_optimal"], fleet.objective, topology, _linear(shares, setting), settings)
+    rebalancer = Rebalancer(LatencyOptimal, fleet.objective, topology, _linear(shares, setting), settings)
 
     def decide(load: Load, _placement: Placement) -> Plan | None:
         plan = rebalancer.observe(load).plan

@@ -28,7 +28,7 @@ def draw_figures(folder: Path, rows: Rows, curves: NDArray[np.float64] | None) -
 
 
 def _fill(rows: Rows, curves: NDArray[np.float64] | None, figure: Figure, theme: Theme) -> None:
-    panels = np.atleast_1d(figure.subplots(1 if curves is None else 3, 1)).tolist()
+    panels = figure.subplots(1 if curves is None else 3, 1, squeeze=False)[:, 0].tolist()
     _sweep([row for row in rows if row["part"] == "sweep"], panels[0], theme)
     if curves is not None:
         _windows(curves, panels[1], theme)

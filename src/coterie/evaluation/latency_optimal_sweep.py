@@ -21,6 +21,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.placement.base import Load, planners
+from coterie.placement.latency_optimal import LatencyOptimal
 from coterie.placement.objective import Objective
 from coterie.placement.rebalancing import Rebalancer, RebalancingSettings
 from coterie.types import Link, Placement, Topology
@@ -207,7 +208,7 @@ def run_automatic(loads: NDArray[np.float32], setting: SweepSetting, policy: Pol
     run = _Run(loads, setting, setting.warm_up, end)
     objective = setting.priced(policy.planning_s, 1.0)
     settings = RebalancingSettings(min_interval=setting.window, max_interval=10_000.0)
-    rebalancer = Rebalancer(planners[policy.planner], objective, setting.topology, setting.linear(), settings)
+    rebalancer = Rebalancer(LatencyOptimal, objective, setting.topology, setting.linear(), settings)
     for at in range(0, end, setting.window):
         until = min(at + setting.window, end)
         run.serve(at, until, rebalancer.placement)

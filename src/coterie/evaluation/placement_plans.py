@@ -94,6 +94,9 @@ def make_plan(options: PlanOptions) -> Planned:
     planner = _planner(options, objective)
     seen = load.tokens.sum(axis=1).mean() / load.spec.top_k
     window = Load(load.tokens, max(float(seen) / options.batch, 1e-9))
+    # One empty layer first: compiling or loading the machine code is no part of planning's time.
+    empty = Placement(current.slot_experts[:1], current.num_ranks, current.num_experts)
+    planner.plan(Load(np.zeros((1, current.num_experts))), topology, empty)
     plan = planner.plan(window, topology, current)
     problem = objective.problem(window, topology, current)
     return Planned(load, objective, problem, plan, options.planner, model.measured)

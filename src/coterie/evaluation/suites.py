@@ -107,7 +107,8 @@ suites: Registry[Suite] = Registry("suite", group="coterie.suites")
 """Holds the built-in ones after :func:`load_suites`."""
 
 _BUILT_IN = ("coterie.evaluation.all_to_all", "coterie.evaluation.predictors", "coterie.evaluation.caps",
-             "coterie.evaluation.regimes", "coterie.evaluation.migration")  # fmt: skip
+             "coterie.evaluation.regimes", "coterie.evaluation.migration",
+             "coterie.evaluation.latency_optimal")  # fmt: skip
 
 
 def load_suites() -> Registry[Suite]:

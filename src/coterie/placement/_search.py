@@ -38,7 +38,7 @@ ENOUGH, KEPT, CHANGED, REPAIRED = 0, 1, 2, 3
 
 FAR = 1.7
 """Moves that one over a slower link than the fastest counts as. It steers only: the objective charges the full time,
-but a search steered by that (9 times as long across nodes) makes half as many moves again."""
+but a search steered by that (9 times as long across nodes) made a third more moves on drifted loads."""
 
 TINY = 1e-9
 """Of the target: excess that does not matter."""
@@ -68,7 +68,7 @@ class State(NamedTuple):
     """[rank, expert] slot that holds it, or -1."""
     home: NDArray[np.bool_]
     """[rank, expert] whether the rank had it at the start: it costs no move."""
-    count: NDArray[np.int64]
+    copies: NDArray[np.int64]
     """[expert] replicas on living ranks."""
     part: Array
     """[expert] of `unit` that each replica takes now."""
@@ -144,7 +144,7 @@ def excess(busy: float, target: float, steep: float) -> float:
 
 @njit()
 def part_of(share: Array, expert: int, replicas: int) -> float:
-    return share[expert, min(replicas, share.shape[1]) - 1]
+    return float(share[expert, min(replicas, share.shape[1]) - 1])
 
 
 @njit()
@@ -162,18 +162,18 @@ def start(layer: Layer, row: Ints) -> State:
     per_rank = slots // ranks
     held = np.full((ranks, experts), -1, np.int16)
     count = np.zeros(experts, np.int64)
-    row = row.astype(np.int64)
+    now = row.astype(np.int64)
     for slot in range(slots):
         rank, expert = slot // per_rank, row[slot]
         if not layer.alive[rank]:
             continue
         if held[rank, expert] >= 0:
-            row[slot] = EMPTY
+            now[slot] = EMPTY
         else:
             held[rank, expert] = slot
             count[expert] += 1
     return State(
-        row, held, held >= 0, count, np.zeros(experts), np.zeros(ranks), np.zeros(slots), np.full(slots, np.inf)
+        now, held, held >= 0, count, np.zeros(experts), np.zeros(ranks), np.zeros(slots), np.full(slots, np.inf)
     )
 
 
@@ -212,11 +212,11 @@ def apply(layer: Layer, state: State, first: int, second: int, expert: int, fast
         refresh(layer, state, rank, fastest)
         refresh(layer, state, other, fastest)
         return
-    state.count[expert] += 1
-    state.part[expert] = part_of(layer.share, expert, state.count[expert])
+    state.copies[expert] += 1
+    state.part[expert] = part_of(layer.share, expert, state.copies[expert])
     if was != EMPTY:
-        state.count[was] -= 1
-        state.part[was] = part_of(layer.share, was, state.count[was])
+        state.copies[was] -= 1
+        state.part[was] = part_of(layer.share, was, state.copies[was])
     for other in range(len(state.busy)):
         if state.held[other, expert] >= 0 or (was != EMPTY and state.held[other, was] >= 0):
             refresh(layer, state, other, fastest)
@@ -226,11 +226,11 @@ def apply(layer: Layer, state: State, first: int, second: int, expert: int, fast
 def give_gain(layer: Layer, state: State, slot: int, expert: int, target: float) -> float:
     """Excess that goes away when the slot is given to the expert, which its rank does not have."""
     rank, was, steep = slot // (len(state.row) // len(state.busy)), state.row[slot], DEPTH / target
-    less = part_of(layer.share, expert, state.count[expert] + 1)
-    drop = state.part[expert] - less if state.count[expert] else 0.0
+    less = part_of(layer.share, expert, state.copies[expert] + 1)
+    drop = state.part[expert] - less if state.copies[expert] else 0.0
     rise = 0.0
-    if was != EMPTY and state.count[was] > 1:
-        rise = part_of(layer.share, was, state.count[was] - 1) - state.part[was]
+    if was != EMPTY and state.copies[was] > 1:
+        rise = part_of(layer.share, was, state.copies[was] - 1) - state.part[was]
     gain = 0.0
     for other in range(len(state.busy)):
         change = 0.0
@@ -330,7 +330,7 @@ def look_at_gifts(
     """
     unit, share, load_in, alive = layer.unit, layer.share, layer.load_in, layer.alive
     row, held, home, count, part, busy, own, fee = (
-        state.row, state.held, state.home, state.count, state.part, state.busy, state.own, state.fee
+        state.row, state.held, state.home, state.copies, state.part, state.busy, state.own, state.fee
     )  # fmt: skip
     relief, steep = scratch.relief, DEPTH / target
     per_rank = len(row) // len(busy)
@@ -342,7 +342,6 @@ def look_at_gifts(
         if not alive[other]:
             slot += per_rank
             continue
-        now = excess(busy[other], target, steep)
         for _ in range(per_rank):
             slot += 1
             was = row[slot]
@@ -374,7 +373,7 @@ def look_at_gifts(
 def weigh_replicas(layer: Layer, state: State, scratch: Scratch, rank: int, target: float) -> bool:
     """Fill `relief` and `burden`, as far as a look at the rank needs them; False where no expert has replicas."""
     unit, share, row, held, count, part, busy = (
-        layer.unit, layer.share, state.row, state.held, state.count, state.part, state.busy
+        layer.unit, layer.share, state.row, state.held, state.copies, state.part, state.busy
     )  # fmt: skip
     relief, burden, steep = scratch.relief, scratch.burden, DEPTH / target
     per_rank = len(row) // len(busy)
@@ -413,13 +412,13 @@ def repair(layer: Layer, state: State, target: float, fastest: float) -> bool:
     slots, ranks = len(state.row), len(state.busy)
     per_rank = slots // ranks
     done = False
-    for expert in range(len(state.count)):
-        if state.count[expert]:
+    for expert in range(len(state.copies)):
+        if state.copies[expert]:
             continue
         best, at = -np.inf, -1
         for slot in range(slots):
             rank, was = slot // per_rank, state.row[slot]
-            if layer.alive[rank] and (was == EMPTY or state.count[was] > 1):
+            if layer.alive[rank] and (was == EMPTY or state.copies[was] > 1):
                 gain = give_gain(layer, state, slot, expert, target)
                 if was == EMPTY:
                     gain += target  # such a slot must be filled anyhow: one move less
@@ -432,7 +431,7 @@ def repair(layer: Layer, state: State, target: float, fastest: float) -> bool:
         if state.row[slot] != EMPTY:
             continue
         best, pick = -np.inf, -1
-        for expert in range(len(state.count)):
+        for expert in range(len(state.copies)):
             if state.held[rank, expert] < 0:
                 fee = fee_of(layer.load_in, state.home, rank, expert, fastest)
                 gain = give_gain(layer, state, slot, expert, target) - TINY * target * fee
@@ -518,15 +517,15 @@ def note(layer: Layer, state: State, best: Best, prices: Prices) -> None:
 def restore(layer: Layer, state: State, row: NDArray[np.int64], fastest: float) -> None:
     """Back to an earlier state of the slots, in which every living one held something."""
     per_rank = len(row) // len(state.busy)
-    state.count[:] = 0
+    state.copies[:] = 0
     state.held[:] = -1
     for slot in range(len(row)):
         state.row[slot] = row[slot]
         if layer.alive[slot // per_rank]:
-            state.count[row[slot]] += 1
+            state.copies[row[slot]] += 1
             state.held[slot // per_rank, row[slot]] = slot
-    for expert in range(len(state.count)):
-        state.part[expert] = part_of(layer.share, expert, state.count[expert])
+    for expert in range(len(state.copies)):
+        state.part[expert] = part_of(layer.share, expert, state.copies[expert])
     for rank in range(len(state.busy)):
         refresh(layer, state, rank, fastest)
 
@@ -583,12 +582,14 @@ def polish(layer: Layer, state: State, scratch: Scratch, best: Best, prices: Pri
 def plan_layer(layer: Layer, row: Ints, prices: Prices, best: Best, tries: int) -> int:
     """Fill `best`, its first entry being the layer as it is, repaired where it must be; says what was done."""
     state = start(layer, row)
-    slots, experts, ranks = len(state.row), len(state.count), len(state.busy)
-    scratch = Scratch(np.zeros(slots), np.zeros(slots), np.zeros(experts), np.zeros(experts), np.zeros(ranks, np.int64))
+    slots, experts, ranks = len(state.row), len(state.copies), len(state.busy)
+    scratch = Scratch(
+        np.zeros(slots), np.zeros(slots), np.zeros(experts), np.zeros(experts), np.zeros(ranks, np.int64)
+    )  # fmt: skip
     fastest = prices.fastest
     for expert in range(experts):
-        if state.count[expert]:
-            state.part[expert] = part_of(layer.share, expert, state.count[expert])
+        if state.copies[expert]:
+            state.part[expert] = part_of(layer.share, expert, state.copies[expert])
     for rank in range(ranks):
         refresh(layer, state, rank, fastest)
     # A target of 0 is a layer without load.
@@ -619,8 +620,8 @@ def plan_layer(layer: Layer, row: Ints, prices: Prices, best: Best, tries: int) 
 @njit(parallel=True)
 def search(
     rows: Ints, unit: Array, share: Array, load_in: Array, alive: NDArray[np.bool_], floor: Array, numbers: Array,
-    alike: bool, tries: int, trail: bool, kept: NDArray[np.int64], trails: NDArray[np.int16], totals: Array, seconds: Array,
-    moves: NDArray[np.int64], outcomes: NDArray[np.int64],
+    alike: bool, tries: int, trail: bool, kept: NDArray[np.int64], trails: NDArray[np.int16], totals: Array,
+    seconds: Array, moves: NDArray[np.int64], outcomes: NDArray[np.int64],
 ) -> None:  # fmt: skip
     """All layers; `trails` [layer, step, slot] gets what each found, the best last, `kept` [layer] how many."""
     for at in prange(len(rows)):
@@ -634,7 +635,7 @@ def search(
 def spend(
     kept: NDArray[np.int64], totals: Array, seconds: Array, moves: NDArray[np.int64], budget: int
 ) -> NDArray[np.int64]:
-    """[layer] which step of its trail each takes, so that all moves fit: steps that save most a second of moving first.
+    """[layer] the step of its trail that each takes so that all moves fit: what saves most a second of moving first.
 
     The first steps, which repair, are taken whatever the budget.
     """

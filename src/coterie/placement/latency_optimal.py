@@ -78,7 +78,7 @@ class LatencyOptimal:
         return problem.plan(found.slot_experts, planning_s=perf_counter() - started, layer_reasons=reasons)
 
     def _plan_split(self, problem: Problem, started: float) -> Plan:
-        from coterie.placement.free_split import improve  # noqa: PLC0415  (its solver is not needed for equal shares)
+        from coterie.placement.free_split import improve  # its solver is not needed for equal shares
 
         found = improve(problem, self.max_moves)
         before, after = problem.score(problem.current.slot_experts), problem.score(found.slot_experts, found.shares)

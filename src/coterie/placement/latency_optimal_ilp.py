@@ -124,8 +124,8 @@ class LatencyOptimalIlp:
     def solve(
         self, problem: Problem, *, starts: Sequence[NDArray[np.integer]] = (), progress: Progress | None = None
     ) -> IlpSolution:
-        """The plan with its report. `starts`: placements [layer, slot] to start from; in each layer the best of them and
-        the current one is taken. `warm_start` is for :meth:`plan`."""
+        """The plan with its report. `starts`: placements [layer, slot] to start from; in each layer the best of them
+        and the current one is taken. `warm_start` is for :meth:`plan`."""
         if problem.current.slots_per_rank > problem.current.num_experts:
             raise ConfigError(
                 f"slots_per_rank={problem.current.slots_per_rank} must be at most num_experts="
