@@ -286,7 +286,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
 
 @given(st.integers(0, len(PUBLISHED)), st.binary(max_size=6), st.integers(0, 6))
 @settings(max_examples=300)
-def test_a_damaged_file_reads_or_is_one_line(tmp_path_factory: pytest.TempPathFactory, at: int, put: bytes, cut: int):
+def test_a_damaged_file_reads_or_is_one_line(
+    tmp_path_factory: pytest.TempPathFactory, at: int, put: bytes, cut: int
+):
     whole = PUBLISHED.encode()
     path = written(tmp_path_factory.getbasetemp(), whole[:at] + put + whole[at + cut :])
     line = f"{path}: "

@@ -73,7 +73,9 @@ def load(number: int) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 4, (LAYERS, EXPERTS)).astype(np.float64)
 
 
-def make(engine: Engine, told: list[str] | None = None, **how: Any) -> tuple[Chooser[Request], WaitingList[Request]]:
+def make(
+    engine: Engine, told: list[str] | None = None, **how: Any
+) -> tuple[Chooser[Request], WaitingList[Request]]:
     chooser = Chooser(
         OrderingSettings(**{"strategy": "greedy_variance", **how}), engine, (told if told is not None else []).append
     )

@@ -445,7 +445,6 @@ def test_listening_to_a_server_per_token(tmp_path: Path):
 @pytest.mark.torch
 def test_ranks_that_share_their_tokens_are_read_once(tmp_path: Path):
     pytest.importorskip("torch")
-
     def dump() -> None:
         for rank in range(2):
             save(tmp_path, f"2.5_{rank}", token_dump(10, 4, rank))

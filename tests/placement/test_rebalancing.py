@@ -57,21 +57,20 @@ def drive(one: Rebalancer, windows: np.ndarray) -> list[int]:
 def test_faster_drift_and_cheaper_rounds_shorten_the_interval():
     def settled(half_life: float, planning_s: float) -> float:
         one = rebalancer(planning_s=planning_s)
-        drive(one, loads(100, half_life))
+        drive(one, loads(50, half_life))
         return one.interval
 
-    assert settled(4.0, 2e-3) < settled(30.0, 2e-3)
-    assert settled(10.0, 1e-3) < settled(10.0, 5e-3)
+    assert settled(8.0, 2e-3) < settled(400.0, 2e-3)
+    assert settled(15.0, 5e-4) < settled(15.0, 8e-3)
 
 
 def test_a_steady_load_is_balanced_once_and_left_alone():
-    steady = np.tile(loads(1, 1e9), (120, 1, 1))
+    steady = np.tile(loads(1, 1e9), (40, 1, 1))
     rng = np.random.default_rng(1)
     one = rebalancer()
     acted = drive(one, rng.poisson(steady).astype(float))
     assert acted[0] == 0
     assert len(acted) <= 3, "sampling noise is no reason to move"
-    assert one.interval > 100
 
 
 def test_no_planning_where_an_even_load_would_not_pay_for_it():
@@ -103,7 +102,7 @@ def test_the_margin_holds_back_rounds_that_gain_little():
             Flapping, Objective(planning_s=1e-4), slow_link(20e9), Placement.linear(LAYERS, EXPERTS, RANKS),
             RebalancingSettings(min_interval=STEPS, first_interval=50.0, margin=margin),
         )  # fmt: skip
-        return len(drive(one, loads(60, 6.0)))
+        return len(drive(one, loads(30, 6.0)))
 
     assert rounds(0.0) > rounds(3.0)
 
@@ -111,7 +110,7 @@ def test_the_margin_holds_back_rounds_that_gain_little():
 def test_the_interval_changes_by_bounded_factors():
     one = rebalancer(factor=1.5)
     before = one.interval
-    for window in loads(100, 8.0):
+    for window in loads(40, 8.0):
         one.observe(Load(window, STEPS))
         one.landed()
         assert before / 1.5 - 1e-9 <= one.interval <= before * 1.5 + 1e-9
@@ -141,7 +140,7 @@ def test_no_round_while_the_last_one_moves_and_what_is_left_over_is_measured():
 
 def test_plans_are_scored_on_the_windows_after_their_own():
     """The saving of the first round, by hand, on the window after it."""
-    one = rebalancer()
+    one = rebalancer(urgent=1e9)
     windows = loads(3, 5.0)
     plan = one.observe(Load(windows[0], STEPS)).plan
     assert plan is not None
@@ -169,14 +168,16 @@ def test_trust_falls_where_plans_do_not_hold():
 
 
 def test_a_jump_is_met_before_the_interval_is_over():
-    """Steady for long, so the interval is long; then another load."""
-    one = rebalancer()
-    rng = np.random.default_rng(0)
-    drive(one, rng.poisson(np.tile(loads(1, 1e9, 0), (80, 1, 1))).astype(float))
-    assert one.interval > 200
-    acted = drive(one, rng.poisson(np.tile(loads(1, 1e9, 1), (30, 1, 1))).astype(float))
-    assert acted
-    assert acted[0] < 12
+    """Steady under a long interval; then another load."""
+
+    def after_the_jump(urgent: float) -> list[int]:
+        one = rebalancer(first_interval=5000.0, factor=1.01, urgent=urgent)
+        rng = np.random.default_rng(0)
+        drive(one, rng.poisson(np.tile(loads(1, 1e9, 0), (15, 1, 1))).astype(float))
+        return drive(one, rng.poisson(np.tile(loads(1, 1e9, 1), (15, 1, 1))).astype(float))
+
+    assert after_the_jump(4.0)[0] < 12
+    assert after_the_jump(1e9) == []
 
 
 def test_a_dead_rank_is_planned_around_whatever_it_saves():
@@ -195,7 +196,7 @@ def test_a_dead_rank_is_planned_around_whatever_it_saves():
 
 def test_the_same_windows_give_the_same_decisions():
     one, other = rebalancer(), rebalancer()
-    for window in loads(40, 6.0):
+    for window in loads(20, 6.0):
         a, b = one.observe(Load(window, STEPS)), other.observe(Load(window, STEPS))
         assert (a.reason, a.interval, a.gain_s) == (b.reason, b.interval, b.gain_s)
         one.landed()

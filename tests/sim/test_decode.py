@@ -29,14 +29,14 @@ def fresh() -> np.random.Generator:
 def test_two_places_and_three_requests_by_hand():
     """A step takes a second for each token in it.
 
-    0.0  A comes (3 tokens) and runs alone
-    0.5  B comes (1 token), waits for the step to end
-    1.0  A and B: 2 s
-    1.2  C comes (2 tokens)
-    3.0  B is done, A goes on with C: 2 s
-    5.0  A is done, C goes on alone: 1 s
-    6.0  C is done; nobody is left until D
-    9.0  D comes (1 token): 1 s
+        0.0  A comes (3 tokens) and runs alone
+        0.5  B comes (1 token), waits for the step to end
+        1.0  A and B: 2 s
+        1.2  C comes (2 tokens)
+        3.0  B is done, A goes on with C: 2 s
+        5.0  A is done, C goes on alone: 1 s
+        6.0  C is done; nobody is left until D
+        9.0  D comes (1 token): 1 s
     """
     ids = np.array([[[0, 1]], [[1, 2]], [[2, 3]], [[5, 0]], [[4, 5]], [[3, 4]], [[0, 5]]], np.uint8)
     requests = DecodeRequests(
@@ -149,7 +149,9 @@ def test_every_token_is_replayed_once_in_order(case: tuple[DecodeRequests, np.nd
         batches.append(batch)
         return Execution(0.125 * (1 + len(loads) % 3), 1.0, 1.0)
 
-    run = run_decode(requests, predicted, timer, places, config, config.make(), np.random.default_rng(seed), check=True)
+    run = run_decode(
+        requests, predicted, timer, places, config, config.make(), np.random.default_rng(seed), check=True
+    )
     assert sum(run.batch_size) == sum(requests.tokens)
     # From the starts alone: who runs in each step, and with which token.
     ends = np.zeros(len(run.batch_s))
@@ -195,7 +197,9 @@ def test_calibrated_steps_and_the_same_seed_give_the_same_bytes(name: str, timer
         tokens = rng.integers(1, 12, 60)
         first = np.concatenate([[0], np.cumsum(tokens)[:-1]])
         ids = rng.integers(0, spec.num_experts, (int(tokens.sum()), spec.num_moe_layers, spec.top_k)).astype(np.uint8)
-        requests = DecodeRequests(np.cumsum(rng.exponential(0.002, 60)), rng.integers(1, 500, 60), first, tokens, ids)
+        requests = DecodeRequests(
+            np.cumsum(rng.exponential(0.002, 60)), rng.integers(1, 500, 60), first, tokens, ids
+        )
         predicted = rng.random((60, spec.num_moe_layers, spec.num_experts))
         config = SchedulerConfig(strategy=name)
         return run_decode(requests, predicted, timer, 8, config, config.make(), rng, check=True)

@@ -83,7 +83,9 @@ class LatencyAware(Skipping):
 
 def _numbers(cost: StepCost) -> NDArray[np.float64]:
     """In the order the loops take them."""
-    return np.array([cost.fixed_us, cost.first_us, cost.tile_rows, cost.row_us, cost.arrival_us, float(cost.by_tokens)])
+    return np.array(
+        [cost.fixed_us, cost.first_us, cost.tile_rows, cost.row_us, cost.arrival_us, float(cost.by_tokens)]
+    )
 
 
 def measure_trust(
@@ -247,7 +249,9 @@ def _by_step(
 
 
 @njit()
-def _step_avoidable(loads: Loads, running: Loads, come: Indices, parameters: NDArray[np.float64], ranks: int) -> float:
+def _step_avoidable(
+    loads: Loads, running: Loads, come: Indices, parameters: NDArray[np.float64], ranks: int
+) -> float:
     """What unevenness costs (prefill) or the experts that are streamed for these alone (decode), over their share."""
     brought, before = 0.0, running.sum()
     for request in come:

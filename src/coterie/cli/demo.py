@@ -33,15 +33,8 @@ def demo_command(
         "What runs together decides how long a step takes",
         ["step", "together", "distinct", "balance", "experts", "step", "change"],
         [
-            [
-                r.step,
-                r.requests,
-                r.distinct_experts,
-                r.balancedness,
-                r.experts_ms,
-                r.step_ms,
-                f"{r.against_arrival_pct:+.1f}%",
-            ]
+            [r.step, r.requests, r.distinct_experts, r.balancedness, r.experts_ms, r.step_ms,
+             f"{r.against_arrival_pct:+.1f}%"]
             for r in result.rows
         ],
         note="distinct: experts touched per layer; balance: mean rank ÷ slowest; times in ms",

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numba
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
@@ -222,6 +223,15 @@ def run_automatic(loads: NDArray[np.float32], setting: SweepSetting, policy: Pol
 
 def run_seed(seed: int, setting: SweepSetting, policies: tuple[Policy, ...]) -> list[Outcome]:
     """Every policy on the same iterations, and ideal balance last."""
+    threads = numba.get_num_threads()
+    numba.set_num_threads(1)  # seeds run a process a core: threads would only wait for each other
+    try:
+        return _run_seed(seed, setting, policies)
+    finally:
+        numba.set_num_threads(threads)
+
+
+def _run_seed(seed: int, setting: SweepSetting, policies: tuple[Policy, ...]) -> list[Outcome]:
     rng = np.random.default_rng([seed, 5])
     loads = setting.drift.draw(setting.layers, setting.warm_up + setting.iterations, rng)
     unbalanced = busiest_rank(loads, setting.linear())

@@ -116,7 +116,7 @@ class DriftEstimate(NamedTuple):
         """To decide by: where no drift shows, the fastest that would not have shown."""
         if self.decay is None or np.isfinite(self.decay.half_life):
             return self.decay
-        return Decay(UNSEEN * self.span, 0.0, self.decay.level, max(POWERS))  # a rough one would have shown
+        return Decay(UNSEEN * self.span, 0.0, self.decay.level)
 
 
 class DriftEstimator:

@@ -199,9 +199,10 @@ class Rebalancer:
         if self.pending:
             return self._still_moving()
         weight = self._worth_steps()
+        problem = self.objective.problem(Load(self.forecast.tokens), self.topology, self.placement)
         if self._unreachable():
-            return self._plan(weight, "an expert is on no living rank: ", must=True)
-        excess_s = self._excess_s(self._now)
+            return self._plan(problem, weight, "an expert is on no living rank: ", must=True)
+        excess_s = _excess_s(self._now, problem)
         grown_s = (excess_s - self._excess_then_s) * self.interval
         urgent = self._cost_s is not None and grown_s > self.settings.urgent * self._cost_s
         if self.step < self._due and not (urgent and self._age() >= self.settings.min_interval):
@@ -212,7 +213,7 @@ class Rebalancer:
                 f"an even load would save {excess_s * weight:.3g} s in {self.interval:g} steps; planning alone costs "
                 f"{self.objective.planning_s:.3g} s"
             )
-        return self._plan(weight, "early: " if self.step < self._due else "")
+        return self._plan(problem, weight, "early: " if self.step < self._due else "")
 
     def landed(self, moves: int | None = None) -> None:
         """So many moves of the last plan arrived; None is all that were left. The map changes with the last."""
@@ -230,16 +231,16 @@ class Rebalancer:
 
     # ------------------------------------------------------------------------------------------------ a round
 
-    def _plan(self, weight: float, why: str, must: bool = False) -> Decision:
+    def _plan(self, problem: Problem, weight: float, why: str, must: bool = False) -> Decision:
         settings = self.settings
         planner = self.make(objective=replace(self.objective, horizon=weight))
         plan = planner.plan(Load(self.forecast.tokens), self.topology, self.placement)
         cost_s = plan.movement_s + self.objective.planning_s
         gain_s = plan.saving_s * weight
         moves = len(plan.moves)
-        self._learn_prices(plan, cost_s)
+        self._learn_prices(plan, cost_s, _excess_s(self._ignorant, problem))
         self._settle_interval()
-        self._excess_then_s = self._excess_s(self._now)  # what was looked at and left is not urgent again
+        self._excess_then_s = _excess_s(self._now, problem)  # what was looked at and left is not urgent again
         if plan.saving_s <= 0 and not must:
             return Decision(None, plan.skip_reason or "the planner finds nothing", self.interval, 0.0, cost_s, True)
         # Planning is paid for by now: only the movement can still be saved.
@@ -253,7 +254,7 @@ class Rebalancer:
         self._age_then, self._fitted_at = self._age(), self.step
         self._previous, self._next, self.pending = self._now, _Map.of(plan), moves
         self._saving_s = plan.saving_s
-        self._excess_then_s = self._excess_s(self._next)
+        self._excess_then_s = _excess_s(self._next, problem)
         self.landed(0)  # a plan that only shares tokens anew is in force at once
         self.rounds.append(Round(self.step, self.interval, moves, cost_s))
         why += f"{moves} moves gain {gain_s:.3g} s in {weight:.3g} steps and cost {cost_s:.3g} s; {self._known.reason}"
@@ -316,11 +317,6 @@ class Rebalancer:
         distinct = 1 + (held[:, 1:] != held[:, :-1]).sum(axis=1)
         return bool((distinct < self.placement.num_experts).any())
 
-    def _excess_s(self, one: _Map) -> float:
-        """What a step would save at most, were the load even."""
-        problem = self.objective.problem(Load(self.forecast.tokens), self.topology, self.placement)
-        return float((one.busy_s(problem) - problem.even).clip(0.0).sum())
-
     # ------------------------------------------------------------------------------------------------ what it learns
 
     def _score(self, load: Load) -> None:
@@ -348,8 +344,8 @@ class Rebalancer:
         # A little trust always stays, else no round would ever be tried again and none could restore it.
         self.trust = max(self.trust + self.settings.learning * (ratio - self.trust), 0.1)
 
-    def _learn_prices(self, plan: Plan, cost_s: float) -> None:
-        self._full_s = self._learned(self._full_s, self._excess_s(self._ignorant))
+    def _learn_prices(self, plan: Plan, cost_s: float, full_s: float) -> None:
+        self._full_s = self._learned(self._full_s, full_s)
         if len(plan.moves):
             self._cost_s = self._learned(self._cost_s, cost_s)
             self._movement_s = self._learned(self._movement_s, plan.movement_s)
@@ -377,3 +373,8 @@ class Rebalancer:
         )
         regret = self._full_s * self._uneven(n[:, None] * share).mean(axis=1) + cost / n
         return float(n[np.argmin(regret)])
+
+
+def _excess_s(one: _Map, problem: Problem) -> float:
+    """What a step would save at most, were the load even."""
+    return float((one.busy_s(problem) - problem.even).clip(0.0).sum())

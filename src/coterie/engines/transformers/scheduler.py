@@ -108,7 +108,9 @@ def _tell(message: str) -> None:
     logger.warning("coterie: %s", message)
 
 
-def register_scheduler(settings: OrderingSettings, name: str = NAME, model: Any = None, typical_batch: int = 32) -> str:
+def register_scheduler(
+    settings: OrderingSettings, name: str = NAME, model: Any = None, typical_batch: int = 32
+) -> str:
     """Make the library know a scheduler with these settings under `name`, which is returned.
 
     A name may be registered again, with other settings; those of the library itself may not. With a `device` in the

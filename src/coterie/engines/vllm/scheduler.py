@@ -66,7 +66,9 @@ class ExpertAwareMixin:
 
         mine: Any = self
         settings = read_settings(mine.vllm_config.additional_config)
-        self._chooser, *queues = chosen_queues(self, settings, lambda message: logger.warning("coterie: %s", message))
+        self._chooser, *queues = chosen_queues(
+            self, settings, lambda message: logger.warning("coterie: %s", message)
+        )
         self._queues = tuple(queues)
         mine.waiting, mine.kv_holding_waiting = queues
         logger.info(
