@@ -22,7 +22,7 @@ from coterie.costs.presets import step_model
 from coterie.costs.step import Batch, StepModel
 from coterie.errors import TraceError
 from coterie.models import get_model
-from coterie.placement.base import Load, Plan, planners
+from coterie.placement.base import Load, Plan, Planner, planners
 from coterie.placement.latency_optimal import LatencyOptimal
 from coterie.placement.objective import Objective
 from coterie.placement.rebalancing import Rebalancer, RebalancingSettings
@@ -66,8 +66,8 @@ class Served(NamedTuple):
     """[window]"""
     moves: list[int]
     """Of each round that moved something."""
-    planning_s: list[float]
-    """Measured."""
+    planning_s: float
+    """Of a plan: measured beforehand, charged for each, and known to the planner."""
     last: Placement
 
 
@@ -86,11 +86,14 @@ def domain_loads(path: Path) -> dict[str, Array]:
     table = read_trace(path)
     if not isinstance(table, LoadTable) or table.labels is None:
         raise TraceError(path, "kind", "expected load tables with labels")
-    labels = np.array(table.labels)
-    names = [name for name in dict.fromkeys(table.labels) if (labels == name).sum() > 1]
-    if len(names) < 2:
-        raise TraceError(path, "labels", f"hold {len(names)} domains of several shards; at least 2 are needed")
-    return {name: table.counts[labels == name].astype(np.float64) for name in names}
+    shards: dict[str, list[Array]] = {}
+    for label, tokens in zip(table.labels, table.counts, strict=True):
+        domain, slash, _ = label.rpartition("/")  # domain/shard; a merged table has no shard
+        if slash:
+            shards.setdefault(domain, []).append(tokens.astype(np.float64))
+    if len(shards) < 2:
+        raise TraceError(path, "labels", f"name {len(shards)} domains with shards; at least 2 are needed")
+    return {name: np.array(tables) for name, tables in shards.items()}
 
 
 def shifting(domains: dict[str, Array], setting: DomainSetting) -> Array:
@@ -134,50 +137,60 @@ class Fleet(NamedTuple):
 
 def serve(policy: str, shares: Array, fleet: Fleet, setting: DomainSetting, advance: Advance) -> Served:
     """`kept`, `eplb`, `every window` (latency_optimal after each) or `automatic`."""
-    decide = _decider(policy, shares, fleet, setting)
     placement = _linear(shares, setting)
+    first = Load(shares[0] * fleet.rows * setting.steps, setting.steps)
+    planning_s = 0.0 if policy == "kept" else _planning_s(_planner(policy, fleet.objective), first, placement, fleet)
+    fleet = fleet._replace(objective=replace(fleet.objective, planning_s=planning_s))
+    decide = _decider(policy, shares, fleet, setting)
     step_s, moe_s, cost_s, balance = np.zeros((4, len(shares) - 1))
-    served = Served(step_s, moe_s, cost_s, balance, [], [], placement)
-    planned: list[tuple[int, Plan]] = []
+    served = Served(step_s, moe_s, cost_s, balance, [], planning_s, placement)
     for window in range(len(shares) - 1):
-        plan = decide(Load(shares[window] * fleet.rows * setting.steps, setting.steps), placement)
-        if plan is not None:
-            planned.append((window, plan))
-            placement = plan.placement
-            served.planning_s.append(plan.planning_s)
-            served.cost_s[window] = plan.movement_s
-            if len(plan.moves):
-                served.moves.append(len(plan.moves))
+        decision = decide(Load(shares[window] * fleet.rows * setting.steps, setting.steps), placement)
+        if decision.planned:
+            served.cost_s[window] = planning_s
+        if decision.plan is not None:
+            placement = decision.plan.placement
+            served.cost_s[window] += decision.plan.movement_s
+            if len(decision.plan.moves):
+                served.moves.append(len(decision.plan.moves))
         _score(served, window, shares[window + 1], placement, fleet)
         advance(policy)
-    # Every plan is charged the median of what planning took: a busy machine is not the policy's doing.
-    typical = float(np.median(served.planning_s)) if planned else 0.0
-    for window, _ in planned:
-        served.cost_s[window] += typical
     return served._replace(last=placement)
+
+
+class _Decided(NamedTuple):
+    plan: Plan | None
+    planned: bool
+
+
+def _planner(policy: str, objective: Objective) -> Planner:
+    return planners["eplb" if policy == "eplb" else "latency_optimal"](objective=objective)
+
+
+def _planning_s(planner: Planner, load: Load, placement: Placement, fleet: Fleet) -> float:
+    """The least of a few: a busy machine is not the planner's doing."""
+    return min(planner.plan(load, fleet.model.topology, placement).planning_s for _ in range(4))
 
 
 def _linear(shares: Array, setting: DomainSetting) -> Placement:
     return Placement.linear(shares.shape[1], shares.shape[2], setting.ranks, setting.slots)
 
 
-def _decider(
-    policy: str, shares: Array, fleet: Fleet, setting: DomainSetting
-) -> Callable[[Load, Placement], Plan | None]:
+def _decider(policy: str, shares: Array, fleet: Fleet, setting: DomainSetting) -> Callable[[Load, Placement], _Decided]:
     topology = fleet.model.topology
     if policy == "kept":
-        return lambda _load, _placement: None
+        return lambda _load, _placement: _Decided(None, False)
     if policy != "automatic":
-        planner = planners["eplb" if policy == "eplb" else "latency_optimal"](objective=fleet.objective)
-        return lambda load, placement: planner.plan(load, topology, placement)
+        planner = _planner(policy, fleet.objective)
+        return lambda load, placement: _Decided(planner.plan(load, topology, placement), True)
     steps = float(setting.steps)
     settings = RebalancingSettings(first_interval=steps, min_interval=steps, max_interval=100 * steps)
     rebalancer = Rebalancer(LatencyOptimal, fleet.objective, topology, _linear(shares, setting), settings)
 
-    def decide(load: Load, _placement: Placement) -> Plan | None:
-        plan = rebalancer.observe(load).plan
+    def decide(load: Load, _placement: Placement) -> _Decided:
+        decision = rebalancer.observe(load)
         rebalancer.landed()
-        return plan
+        return _Decided(decision.plan, decision.planned)
 
     return decide
 
@@ -228,7 +241,7 @@ def _row(phase: str, tokens: int, policy: str, found: dict[str, Served], setting
         "gain_without_cost_pct": 100 * float(base.sum() / one.step_s.sum() - 1),
         "balance": float(one.balance.mean()),
         "rounds": len(one.moves), "moves_per_round": float(np.mean(one.moves)) if one.moves else 0.0,
-        "planning_ms": 1e3 * float(np.median(one.planning_s)) if one.planning_s else 0.0,
+        "planning_ms": 1e3 * one.planning_s,
         "windows_slower_than_kept": int((total > base).sum()), "windows": len(total),
         "published": None,
     }  # fmt: skip

@@ -21,7 +21,9 @@ from coterie._numba import njit
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
-NONE = -1
+NONE: int = np.int64(-1)  # type: ignore[assignment]
+"""No slot, rank or expert. Of a fixed width: Numba would compile a function anew for a plain constant."""
+
 TWIN = -2
 """In place of the next slot: a slot whose expert another slot of the same rank holds, or one of a rank that is gone."""
 

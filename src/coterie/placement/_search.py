@@ -16,12 +16,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit, prange
+from coterie._numba import njit
+from coterie.placement._flows import NONE
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
-EMPTY = -1
+EMPTY = NONE
 """Expert of a slot that holds a second copy of what its rank has: it is given something else before all else."""
 
 DEPTH = 0.03
@@ -93,6 +94,8 @@ class Scratch(NamedTuple):
     """[expert] excess that comes with one replica less."""
     order: NDArray[np.int64]
     """[rank]"""
+    worth: Array
+    """[slot of a rank] excess that a swap with it takes away for each move."""
 
 
 class Action(NamedTuple):
@@ -246,7 +249,7 @@ def give_gain(layer: Layer, state: State, slot: int, expert: int, target: float)
     return gain
 
 
-@njit()
+@njit(division_raises=False)
 def look_at_swaps(
     layer: Layer, state: State, scratch: Scratch, rank: int, target: float, fastest: float, most: float, best: Action
 ) -> Action:
@@ -258,7 +261,7 @@ def look_at_swaps(
     row, held, home, part, busy, own, fee = (
         state.row, state.held, state.home, state.part, state.busy, state.own, state.fee
     )  # fmt: skip
-    back, back_fee, order = scratch.back, scratch.back_fee, scratch.order
+    back, back_fee, order, worth = scratch.back, scratch.back_fee, scratch.order, scratch.worth
     ranks = len(busy)
     per_rank = len(row) // ranks
     mine = rank * per_rank
@@ -273,7 +276,7 @@ def look_at_swaps(
     mine_fee = 0.0
     for first in range(mine, mine + per_rank):
         mine_fee = max(mine_fee, fee[first])
-    score, first_best, second_best = best.score, -1, -1
+    score, first_best, second_best = best.score, NONE, NONE
     for index in range(ranks):
         other = order[index]
         if other == rank or not alive[other]:
@@ -296,6 +299,8 @@ def look_at_swaps(
                 back[slot] = unit[rank, expert] * part[expert]
                 back_fee[slot] = fee_of(load_in, home, rank, expert, fastest) - fee[slot]
                 cheap = min(cheap, back_fee[slot])
+        theirs, theirs_back = own[start_at : start_at + per_rank], back[start_at : start_at + per_rank]
+        theirs_fee = back_fee[start_at : start_at + per_rank]
         for first in range(mine, mine + per_rank):
             expert = row[first]
             if held[other, expert] >= 0:
@@ -305,15 +310,15 @@ def look_at_swaps(
                 continue
             left = busy[rank] - own[first] - target
             there = busy[other] + unit[other, expert] * part[expert] - target
-            for slot in range(start_at, start_at + per_rank):
-                one = left + back[slot]
-                two = there - own[slot]
+            for place in range(len(worth)):  # no branch and nothing else in it: it is vectorised
+                one = left + theirs_back[place]
+                two = there - theirs[place]
                 after = one if one > 0.0 else steep * one * one
                 after += two if two > 0.0 else steep * two * two
-                total = moves + back_fee[slot]
-                if here + now - after > score * max(total + SPARE, SPARE / 2) and total <= most:
-                    score = (here + now - after) / max(total + SPARE, SPARE / 2)
-                    first_best, second_best = first, slot
+                worth[place] = (here + now - after) / max(moves + theirs_fee[place] + SPARE, SPARE / 2)
+            for place in range(len(worth)):
+                if worth[place] > score and moves + theirs_fee[place] <= most:
+                    score, first_best, second_best = worth[place], first, start_at + place
     if second_best < 0:
         return best
     return Action(score, first_best, second_best, EMPTY)
@@ -336,7 +341,7 @@ def look_at_gifts(
     per_rank = len(row) // len(busy)
     if not weigh_replicas(layer, state, scratch, rank, target):
         return best
-    score, slot_best, expert_best = best.score, -1, -1
+    score, slot_best, expert_best = best.score, NONE, NONE
     slot = -1
     for other in range(len(busy)):
         if not alive[other]:
@@ -366,7 +371,7 @@ def look_at_gifts(
                         score, slot_best, expert_best = found, slot, expert
     if slot_best < 0:
         return best
-    return Action(score, -1, slot_best, expert_best)
+    return Action(score, NONE, slot_best, expert_best)
 
 
 @njit()
@@ -415,7 +420,7 @@ def repair(layer: Layer, state: State, target: float, fastest: float) -> bool:
     for expert in range(len(state.copies)):
         if state.copies[expert]:
             continue
-        best, at = -np.inf, -1
+        best, at = -np.inf, NONE
         for slot in range(slots):
             rank, was = slot // per_rank, state.row[slot]
             if layer.alive[rank] and (was == EMPTY or state.copies[was] > 1):
@@ -424,20 +429,20 @@ def repair(layer: Layer, state: State, target: float, fastest: float) -> bool:
                     gain += target  # such a slot must be filled anyhow: one move less
                 if gain > best:
                     best, at = gain, slot
-        apply(layer, state, -1, at, expert, fastest)
+        apply(layer, state, NONE, at, expert, fastest)
         done = True
     for slot in range(slots):
         rank = slot // per_rank
         if state.row[slot] != EMPTY:
             continue
-        best, pick = -np.inf, -1
+        best, pick = -np.inf, NONE
         for expert in range(len(state.copies)):
             if state.held[rank, expert] < 0:
                 fee = fee_of(layer.load_in, state.home, rank, expert, fastest)
                 gain = give_gain(layer, state, slot, expert, target) - TINY * target * fee
                 if gain > best:
                     best, pick = gain, expert
-        apply(layer, state, -1, slot, pick, fastest)
+        apply(layer, state, NONE, slot, pick, fastest)
         done = True
     return done
 
@@ -450,7 +455,7 @@ def descend(
     stuck = np.zeros(len(state.busy), np.bool_)
     fastest = prices.fastest
     while True:
-        rank = -1
+        rank = NONE
         for other in range(len(state.busy)):
             slow = not stuck[other] and state.busy[other] > target * (1.0 + TINY)
             if slow and (rank < 0 or state.busy[other] > state.busy[rank]):
@@ -458,9 +463,9 @@ def descend(
         if rank < 0:
             return not stuck.any()
         left = most - fees(state) if most < np.inf else np.inf
-        action = Action(TINY * target, -1, -1, -1)
-        action = look_at_gifts(layer, state, scratch, rank, target, fastest, left, action)
+        action = Action(TINY * target, NONE, NONE, NONE)
         action = look_at_swaps(layer, state, scratch, rank, target, fastest, left, action)
+        action = look_at_gifts(layer, state, scratch, rank, target, fastest, left, action)
         if action.second < 0:
             stuck[rank] = True
             continue
@@ -537,7 +542,7 @@ def easiest_return(state: State, unit: Array, target: float, tried: NDArray[np.b
         state.row, state.held, state.home, state.part, state.busy, state.own, state.fee
     )  # fmt: skip
     per_rank, steep = len(row) // len(busy), DEPTH / target
-    least, first, second = np.inf, -1, -1
+    least, first, second = np.inf, NONE, NONE
     for slot in range(len(row)):
         if not 0.0 < fee[slot] < np.inf:
             continue
@@ -584,7 +589,8 @@ def plan_layer(layer: Layer, row: Ints, prices: Prices, best: Best, tries: int) 
     state = start(layer, row)
     slots, experts, ranks = len(state.row), len(state.copies), len(state.busy)
     scratch = Scratch(
-        np.zeros(slots), np.zeros(slots), np.zeros(experts), np.zeros(experts), np.zeros(ranks, np.int64)
+        np.zeros(slots), np.zeros(slots), np.zeros(experts), np.zeros(experts), np.zeros(ranks, np.int64),
+        np.zeros(slots // ranks),
     )  # fmt: skip
     fastest = prices.fastest
     for expert in range(experts):
@@ -617,14 +623,15 @@ def plan_layer(layer: Layer, row: Ints, prices: Prices, best: Best, tries: int) 
     return outcome
 
 
-@njit(parallel=True)
+@njit()
 def search(
-    rows: Ints, unit: Array, share: Array, load_in: Array, alive: NDArray[np.bool_], floor: Array, numbers: Array,
-    alike: bool, tries: int, trail: bool, kept: NDArray[np.int64], trails: NDArray[np.int16], totals: Array,
-    seconds: Array, moves: NDArray[np.int64], outcomes: NDArray[np.int64],
+    chosen: NDArray[np.int64], rows: Ints, unit: Array, share: Array, load_in: Array, alive: NDArray[np.bool_],
+    floor: Array, numbers: Array, alike: bool, tries: int, trail: bool,
+    kept: NDArray[np.int64], trails: NDArray[np.int16], totals: Array, seconds: Array,
+    moves: NDArray[np.int64], outcomes: NDArray[np.int64],
 ) -> None:  # fmt: skip
-    """All layers; `trails` [layer, step, slot] gets what each found, the best last, `kept` [layer] how many."""
-    for at in prange(len(rows)):
+    """The chosen layers; `trails` [layer, step, slot] gets what each found, the best last, `kept` [layer] how many."""
+    for at in chosen:
         layer = Layer(unit[at], share[at], load_in[at], alive, alike)
         prices = Prices(floor[at], numbers[0], numbers[1], numbers[2], numbers[3])
         best = Best(trails[at], totals[at], seconds[at], moves[at], kept[at : at + 1], trail)

@@ -12,15 +12,14 @@ they did not; the result is still never worse than the re-split alone. Wrong for
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.placement._free_moves import search_layers
+from coterie.placement._layers import over_layers
 from coterie.placement.objective import Problem
 from coterie.placement.splits import optimal_shares
 
@@ -87,13 +86,7 @@ def _search(problem: Problem) -> _Path:
     def work(chosen: NDArray[np.int64]) -> None:
         search_layers(rows, chosen, problem.alive, speeds, problem.unit, problem.load_in, problem.floor, prices, *path)
 
-    # Threads, not a parallel loop: that compiles for as long again, and layers do not depend on each other.
-    threads = min(numba.get_num_threads(), layers)
-    if threads == 1:
-        work(np.arange(layers))
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(work, [np.arange(first, layers, threads) for first in range(threads)]))
+    over_layers(work, layers)
     return path
 
 

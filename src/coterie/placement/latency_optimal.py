@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
+from coterie.placement._layers import over_layers
 from coterie.placement._search import CHANGED, ENOUGH, KEPT, REPAIRED, search, spend
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import Objective, Problem
@@ -102,10 +103,11 @@ class LatencyOptimal:
         rows = np.ascontiguousarray(current.slot_experts, np.int32)
         fastest = objective.link_s(problem.topology)
         numbers = np.array([objective.horizon, objective.exposed, objective.move_price, fastest])
-        search(
+        arguments = (
             rows, problem.unit, problem.share, problem.load_in, problem.alive, problem.floor, numbers, problem.alike,
             self.tries, trail, kept, trails, totals, seconds, moves, outcomes,
         )  # fmt: skip
+        over_layers(lambda chosen: search(chosen, *arguments), layers)
         chosen = kept - 1 if self.max_moves is None else spend(kept, totals, seconds, moves, self.max_moves)
         each = np.arange(layers)
         found = trails[each, chosen].astype(np.int32)

@@ -24,9 +24,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit, prange
+from coterie._numba import njit
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
+from coterie.placement._layers import over_layers
 from coterie.placement.base import HOST, Load, Moves, Plan
 from coterie.types import Link, Placement, Topology
 
@@ -104,10 +105,11 @@ class Objective:
         links = np.array(
             [_seconds(link, self.expert_bytes) for link in (topology.intra, topology.inter, topology.host)]
         )
-        _fill(
+        arguments = (
             per_step, self._slot_s(per_step), self.touch_s, self.row_s, exchange, each, speeds, current.slot_experts,
             topology.rank_nodes, links, unit, share, load_in, source, even, reach,
         )  # fmt: skip
+        over_layers(lambda chosen: _fill(chosen, *arguments), layers)
         return Problem(self, topology, current, alive, unit, share, load_in, source, even, reach)
 
     def link_s(self, topology: Topology) -> float:
@@ -277,21 +279,21 @@ class Problem:
 @lru_cache(maxsize=4)
 def _even_share(layers: int, experts: int, replicas: int) -> Array:
     """The share table where only tokens count: the same for all loads, so it is made once and only read."""
-    return np.ascontiguousarray(np.broadcast_to(1.0 / np.arange(1, replicas + 1), (layers, experts, replicas)))
+    return np.array(np.broadcast_to(1.0 / np.arange(1, replicas + 1), (layers, experts, replicas)))
 
 
 def _seconds(link: Link, nbytes: float) -> float:
     return link.latency_s + nbytes / link.bytes_per_s
 
 
-@njit(parallel=True)
+@njit()
 def _fill(
-    tokens: Array, alone: Array, touch_s: float, row_s: float, exchange: Array, each: Array, speeds: Array,
-    slot_experts: NDArray[np.int32], nodes: NDArray[np.int64], links: Array, unit: Array, share: Array, load_in: Array,
-    source: NDArray[np.int16], even: Array, reach: Array,
+    chosen: NDArray[np.int64], tokens: Array, alone: Array, touch_s: float, row_s: float, exchange: Array, each: Array,
+    speeds: Array, slot_experts: NDArray[np.int32], nodes: NDArray[np.int64], links: Array, unit: Array, share: Array,
+    load_in: Array, source: NDArray[np.int16], even: Array, reach: Array,
 ) -> None:  # fmt: skip
-    """The arrays of a :class:`Problem`, one layer a task."""
-    for layer in prange(len(unit)):
+    """The arrays of a :class:`Problem`, of the chosen layers."""
+    for layer in chosen:
         known = exchange[:, layer] if len(exchange) else exchange[:, 0]
         per_rank = slot_experts.shape[1] // len(speeds)
         _fill_unit(tokens[layer], alone[layer], known, each, speeds, unit[layer])
@@ -310,7 +312,8 @@ def _fill_unit(tokens: Array, alone: Array, known: Array, each: Array, speeds: A
         for expert in range(len(row)):
             row[expert] = alone[expert] * pace + tokens[expert] * token_s
         if len(known) and speeds[rank] > 0.0:
-            row += known[rank]
+            for expert in range(len(row)):  # as one statement it compiles for seconds
+                row[expert] += known[rank, expert]
 
 
 @njit()
@@ -379,7 +382,10 @@ def _fill_bounds(
     for expert in range(experts):
         longest = max(longest, least[expert] * share[expert].min())
     if living * per_rank == experts:
-        longest += np.sort(least)[: per_rank - 1].sum()
+        for _ in range(per_rank - 1):  # the shortest ones fill its rank
+            shortest = least.argmin()
+            longest += least[shortest]
+            least[shortest] = np.inf
     even[0] = work.sum() / pace
     reach[0] = max(even[0], longest)
 
@@ -400,13 +406,13 @@ def _equal_shares(slot_experts: NDArray[np.integer], experts: int, slot_alive: N
     return shares
 
 
-@njit(parallel=True)
+@njit()
 def _assess(
     slot_experts: NDArray[np.int32], unit: Array, share: Array, given: Array, load_in: Array,
     source: NDArray[np.int16], alive: NDArray[np.bool_], busy: Array, arrivals: Array, loads: NDArray[np.int64],
 ) -> None:  # fmt: skip
     """Times of ranks, and of loads; an expert in two slots of a rank is loaded once."""
-    for layer in prange(len(slot_experts)):
+    for layer in range(len(slot_experts)):
         parts = given[layer] if len(given) else np.empty(0)
         _assess_layer(
             slot_experts[layer], unit[layer], share[layer], parts, load_in[layer], source[layer], alive,

@@ -239,18 +239,18 @@ class Rebalancer:
         gain_s = plan.saving_s * weight
         moves = len(plan.moves)
         self._learn_prices(plan, cost_s, _excess_s(self._ignorant, problem))
-        self._settle_interval()
         self._excess_then_s = _excess_s(self._now, problem)  # what was looked at and left is not urgent again
         if plan.saving_s <= 0 and not must:
-            return Decision(None, plan.skip_reason or "the planner finds nothing", self.interval, 0.0, cost_s, True)
+            return self._in_vain(plan.skip_reason or "the planner finds nothing", 0.0, cost_s)
         # Planning is paid for by now: only the movement can still be saved.
         if gain_s <= (1 + settings.margin) * plan.movement_s and not must:
             why += (
                 f"{moves} moves would gain {gain_s:.3g} s in {weight:.3g} steps and take {plan.movement_s:.3g} s, "
                 f"not {settings.margin:.0%} less"
             )
-            return Decision(None, why, self.interval, gain_s, cost_s, True)
+            return self._in_vain(why, gain_s, cost_s)
         self._close_round()
+        self._settle_interval()
         self._age_then, self._fitted_at = self._age(), self.step
         self._previous, self._next, self.pending = self._now, _Map.of(plan), moves
         self._saving_s = plan.saving_s
@@ -260,12 +260,20 @@ class Rebalancer:
         why += f"{moves} moves gain {gain_s:.3g} s in {weight:.3g} steps and cost {cost_s:.3g} s; {self._known.reason}"
         return Decision(plan, why, self.interval, gain_s, cost_s, True)
 
+    def _in_vain(self, reason: str, gain_s: float, cost_s: float) -> Decision:
+        """Planned, and nothing came of it: planning has its price, so the next look is later."""
+        self._widen(self.step)
+        return Decision(None, reason, self.interval, gain_s, cost_s, True)
+
+    def _widen(self, since: float) -> None:
+        self.interval = min(self.interval * self.settings.factor, self.settings.max_interval)
+        self._due = since + self.interval
+
     def _still_moving(self) -> Decision:
         late = self.step >= self._due
         if late:
             self.rounds[-1].carried_over = max(self.rounds[-1].carried_over, self.pending)
-            self.interval = min(self.interval * self.settings.factor, self.settings.max_interval)
-            self._due = self.rounds[-1].step + self.interval
+            self._widen(self.rounds[-1].step)
         left = f"{self.pending} of {self.rounds[-1].moves} moves are still under way"
         return self._wait(f"{left}; the interval widens" if late else left)
 
