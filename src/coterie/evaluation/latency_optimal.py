@@ -32,7 +32,8 @@ from coterie.types import Placement
 Array = NDArray[np.float64]
 
 NAME = "latency-optimal"
-SEEDS = (0, 1, 2, 3, 4, 5)
+SEEDS = (100, 101, 102, 103, 104, 105)
+"""Not those (0 to 5) on which the load was fitted and the automatic interval was worked out."""
 INTERVALS = (1, 10, 100, 1000)
 EPLB_S, HEURISTIC_S, OURS_S = 0.26, 0.17, 0.025
 """Planning of 58 layers: both as published, and the bar for ours (the balance part prints what it takes here)."""
@@ -137,7 +138,7 @@ def policies() -> dict[tuple[str, str], tuple[Policy, ...]]:
     """(planner, whose planning time) → policies."""
     fixed = {
         ("eplb", "published"): [Policy("eplb", n, EPLB_S, unconditional=True) for n in INTERVALS],
-        ("latency_optimal", "published"): [Policy("latency_optimal", n, HEURISTIC_S) for n in INTERVALS],
+        ("latency_optimal", "published"): [Policy("latency_optimal", n, HEURISTIC_S, by_start=True) for n in INTERVALS],
         ("latency_optimal", "ours"): [Policy("latency_optimal", n, OURS_S) for n in INTERVALS],
     }
     automatic = {"published": HEURISTIC_S, "ours": OURS_S}
@@ -206,7 +207,7 @@ def _balance_notes(rows: list[dict[str, Any]]) -> list[str]:
     by = {row["planner"]: row for row in rows if row["part"] == "balance"}
     ours, ilp = by["latency_optimal"], by["latency_optimal_ilp"]
     return [
-        "Balance: a load drawn to the published 0.65; planners asked for 0.996 with as few moves as that takes. The "
+        f"Balance: a load drawn near the published 0.65 ({by['none']['balance']:.3f}); planners asked for 0.996 with as few moves as that takes. The "
         "window after the one planned on is another: see `next`.",
         f"Rebalancing latency {ours['rebalancing_vs_eplb_pct']:+.0f}% against EPLB (published -57%): only bytes are "
         "priced, and a collective's own cost, which does not shrink with moves, is not.",
@@ -217,9 +218,10 @@ def _balance_notes(rows: list[dict[str, Any]]) -> list[str]:
 
 def _sweep_notes(rows: list[dict[str, Any]]) -> list[str]:
     notes = [
-        "Sweep: published planning times, 44 MB an expert, 8,192 tokens an iteration. Fitted: a layer's fixed time to "
-        "ideal = 25%, link to 'movement is half of a round', half-life and scatter to EPLB at n = 10 and 100. The rest "
-        "is predicted.",
+        "Sweep: published planning times, 44 MB an expert, 8,192 tokens an iteration. Fitted by hand with the published "
+        "figures in view: a layer's fixed time, the link, skew, half-life, smoothness and scatter of the load, and that "
+        "the heuristic plans every n whatever its map. Only n = 1 was not used: the rest agrees because it was fitted.",
+        "Seeds are not those the load was fitted on or the automatic interval worked out on.",
     ]
     for row in rows:
         if row["part"] == "sweep" and row["interval"] is None and row["planner"] != "ideal":

@@ -117,6 +117,9 @@ class Policy(NamedTuple):
     """Of all layers of the model."""
     unconditional: bool = False
     """Rebalances even where that cannot pay."""
+    by_start: bool = False
+    """Whether a round may pay is judged by the map of the start, as one who sets n once would; else by the map as it
+    is, which spares planning where the last round still holds."""
 
 
 class Outcome(NamedTuple):
@@ -191,7 +194,8 @@ def run_fixed(loads: NDArray[np.float32], setting: SweepSetting, policy: Policy)
     for at in range(max(0, begin - max(n, 100)), end, n):
         if at >= n:
             load = Load(loads[at - n : at].sum(axis=0, dtype=np.float64), n)
-            if policy.unconditional or _may_pay(objective, load, topology, placement):
+            judged = setting.linear() if policy.by_start else placement
+            if policy.unconditional or _may_pay(objective, load, topology, judged):
                 plan = planner.plan(load, topology, placement)
                 placement = plan.placement
                 run.charge(at, objective.planning_s, plan.movement_s, len(plan.moves))

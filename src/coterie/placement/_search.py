@@ -31,8 +31,25 @@ DEPTH = 0.03
 SPARE = 0.3
 """Added to the moves of an action when excess is divided by them, so that free actions are not all alike."""
 
+SPARES = (SPARE, 2.0, 20.0)
+"""Tried in turn where the target is out of reach: the search ends in different places, and the best is taken."""
+
 LADDER = (0.0, 0.04, 0.12, 0.25, 0.45, 0.7)
 """Targets between the floor (0) and the slowest rank now (1): where moves are dear, a nearer one takes fewer."""
+
+HALVINGS = 6
+"""Further targets, between the fastest that was reached and what was not: a target out of reach makes the search trade
+the slowest rank's time for the sum of all."""
+
+SQUEEZE = 0.02
+"""Share of the slowest rank's time that is first tried to do without."""
+
+THOROUGH = 1024
+"""Slots x ranks up to which a layer whose target is out of reach is searched from several sides; a larger one would
+take seconds."""
+
+CLOSE = 1e-3
+"""Of the floor: nearer is not looked for."""
 
 ENOUGH, KEPT, CHANGED, REPAIRED = 0, 1, 2, 3
 """What became of a layer."""
@@ -251,8 +268,9 @@ def give_gain(layer: Layer, state: State, slot: int, expert: int, target: float)
 
 @njit(division_raises=False)
 def look_at_swaps(
-    layer: Layer, state: State, scratch: Scratch, rank: int, target: float, fastest: float, most: float, best: Action
-) -> Action:
+    layer: Layer, state: State, scratch: Scratch, rank: int, target: float, fastest: float, most: float, best: Action,
+    spare: float,
+) -> Action:  # fmt: skip
     """The best swap of one of the rank's slots with a slot elsewhere, of at most so many moves, if better than `best`.
 
     Ranks with the most room come first; one is passed by when even a perfect fit would not be better.
@@ -289,7 +307,7 @@ def look_at_swaps(
         cheap = 0.0
         for slot in range(start_at, start_at + per_rank):
             cheap = max(cheap, fee[slot])
-        if mine_fee == 0.0 and cheap == 0.0 and fits <= score * SPARE:
+        if mine_fee == 0.0 and cheap == 0.0 and fits <= score * spare:
             continue
         cheap = np.inf
         for slot in range(start_at, start_at + per_rank):
@@ -306,7 +324,7 @@ def look_at_swaps(
             if held[other, expert] >= 0:
                 continue
             moves = fee_of(load_in, home, other, expert, fastest) - fee[first]
-            if moves + cheap > most or fits <= score * max(moves + cheap + SPARE, SPARE / 2):
+            if moves + cheap > most or fits <= score * max(moves + cheap + spare, spare / 2):
                 continue
             left = busy[rank] - own[first] - target
             there = busy[other] + unit[other, expert] * part[expert] - target
@@ -315,7 +333,7 @@ def look_at_swaps(
                 two = there - theirs[place]
                 after = one if one > 0.0 else steep * one * one
                 after += two if two > 0.0 else steep * two * two
-                worth[place] = (here + now - after) / max(moves + theirs_fee[place] + SPARE, SPARE / 2)
+                worth[place] = (here + now - after) / max(moves + theirs_fee[place] + spare, spare / 2)
             for place in range(len(worth)):
                 if worth[place] > score and moves + theirs_fee[place] <= most:
                     score, first_best, second_best = worth[place], first, start_at + place
@@ -326,8 +344,9 @@ def look_at_swaps(
 
 @njit()
 def look_at_gifts(
-    layer: Layer, state: State, scratch: Scratch, rank: int, target: float, fastest: float, most: float, best: Action
-) -> Action:
+    layer: Layer, state: State, scratch: Scratch, rank: int, target: float, fastest: float, most: float, best: Action,
+    spare: float,
+) -> Action:  # fmt: skip
     """The best slot to give away, in favour of an expert of the rank or on the rank itself, if better than `best`.
 
     What other ranks gain or lose is added up for each expert first. Where a rank holds both experts that sum is wrong,
@@ -359,12 +378,12 @@ def look_at_gifts(
             for place in range(len(relief) if other == rank else per_rank):
                 expert = place if other == rank else row[rank * per_rank + place]
                 # What it brings only takes away from this.
-                if relief[expert] + rest <= score * (SPARE / 2) or held[other, expert] >= 0:
+                if relief[expert] + rest <= score * (spare / 2) or held[other, expert] >= 0:
                     continue
                 brings = unit[other, expert] * part_of(share, expert, count[expert] + 1)
                 gain = relief[expert] + rest - excess(free + brings, target, steep)
                 moves = fee_of(load_in, home, other, expert, fastest) - fee[slot]
-                divisor = max(moves + SPARE, SPARE / 2)
+                divisor = max(moves + spare, spare / 2)
                 if moves <= most and gain > score * divisor:
                     found = give_gain(layer, state, slot, expert, target) / divisor
                     if found > score:
@@ -449,7 +468,7 @@ def repair(layer: Layer, state: State, target: float, fastest: float) -> bool:
 
 @njit()
 def descend(
-    layer: Layer, state: State, scratch: Scratch, best: Best, prices: Prices, target: float, most: float
+    layer: Layer, state: State, scratch: Scratch, best: Best, prices: Prices, target: float, most: float, spare: float
 ) -> bool:
     """Until no rank is above the target, or nothing helps within `most` moves; whether none is."""
     stuck = np.zeros(len(state.busy), np.bool_)
@@ -464,8 +483,8 @@ def descend(
             return not stuck.any()
         left = most - fees(state) if most < np.inf else np.inf
         action = Action(TINY * target, NONE, NONE, NONE)
-        action = look_at_swaps(layer, state, scratch, rank, target, fastest, left, action)
-        action = look_at_gifts(layer, state, scratch, rank, target, fastest, left, action)
+        action = look_at_swaps(layer, state, scratch, rank, target, fastest, left, action, spare)
+        action = look_at_gifts(layer, state, scratch, rank, target, fastest, left, action, spare)
         if action.second < 0:
             stuck[rank] = True
             continue
@@ -576,11 +595,51 @@ def polish(layer: Layer, state: State, scratch: Scratch, best: Best, prices: Pri
         tried[back.first, back.second] = True
         before, old = fees(state), state.row.copy()
         apply(layer, state, back.first, back.second, EMPTY, prices.fastest)
-        if descend(layer, state, scratch, best, prices, target, before - 1.0 + TINY):
+        if descend(layer, state, scratch, best, prices, target, before - 1.0 + TINY, SPARE):
             note(layer, state, best, prices)
             tried[:] = False
         else:
             restore(layer, state, old, prices.fastest)
+
+
+@njit()
+def squeeze(
+    layer: Layer, state: State, scratch: Scratch, best: Best, prices: Prices, floor: float, spare: float
+) -> None:
+    """A little less of the slowest rank's time again and again, as long as that is reached."""
+    less = SQUEEZE
+    while less > CLOSE:
+        peak, old = state.busy.max(), state.row.copy()
+        target = max(floor, peak * (1.0 - less))
+        if peak <= floor * (1.0 + CLOSE):
+            return
+        descend(layer, state, scratch, best, prices, target, np.inf, spare)
+        if state.busy.max() > peak * (1.0 - CLOSE / 10.0):
+            restore(layer, state, old, prices.fastest)
+            less /= 2.0
+
+
+@njit()
+def look_again(
+    layer: Layer, state: State, scratch: Scratch, best: Best, prices: Prices, base: NDArray[np.int64], high: float
+) -> None:
+    """Where the floor is out of reach and `high` is not: targets between them, and other ways down."""
+    fastest, low = prices.fastest, prices.floor
+    cheapest = prices.exposed * fastest * (1.0 + prices.move_price)  # of a move
+    for _ in range(HALVINGS):
+        target = (low + high) / 2.0
+        if high <= low * (1.0 + CLOSE) or prices.horizon * target + cheapest >= best.totals[best.kept[0] - 1]:
+            break
+        restore(layer, state, base, fastest)
+        if not descend(layer, state, scratch, best, prices, target, np.inf, SPARE):
+            low = target
+        high = min(high, state.busy.max())
+    if prices.horizon * prices.floor + cheapest >= best.totals[best.kept[0] - 1]:
+        return
+    for spare in SPARES:
+        restore(layer, state, base, fastest)
+        descend(layer, state, scratch, best, prices, prices.floor, np.inf, spare)
+        squeeze(layer, state, scratch, best, prices, prices.floor, spare)
 
 
 @njit()
@@ -610,14 +669,18 @@ def plan_layer(layer: Layer, row: Ints, prices: Prices, best: Best, tries: int) 
     if peak <= floor * (1.0 + TINY):
         return outcome if outcome == REPAIRED else ENOUGH
     cheapest = prices.exposed * fastest * (1.0 + prices.move_price)  # of a move
+    high = peak
     for step in LADDER:
         target = floor + step * (peak - floor)
         if prices.horizon * target + cheapest >= best.totals[best.kept[0] - 1]:
             break  # even reaching it in one move would not be better
         if step > 0.0:
             restore(layer, state, base, fastest)
-        if descend(layer, state, scratch, best, prices, target, np.inf):
+        if descend(layer, state, scratch, best, prices, target, np.inf, SPARE):
             polish(layer, state, scratch, best, prices, target, tries)
+        high = min(high, state.busy.max())
+    if high > floor * (1.0 + CLOSE) and slots * ranks <= THOROUGH:
+        look_again(layer, state, scratch, best, prices, base, high)
     if best.totals[best.kept[0] - 1] < at_first.total_s and outcome == KEPT:
         outcome = CHANGED
     return outcome
