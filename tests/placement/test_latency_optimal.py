@@ -53,7 +53,7 @@ def tiny(seed: int, case: int) -> tuple[float, float, float]:
     )  # fmt: skip
     topology = Topology(ranks, 2, speeds=tuple(rng.choice([1.0, 0.6], ranks)))
     problem = prices.problem(load, topology, current)
-    plan = LatencyOptimal(prices, tries=3).plan(load, topology, current)
+    plan = LatencyOptimal(prices).plan(load, topology, current)
     kept = float(problem.score(current.slot_experts).total_s[0])
     return float(problem.score(plan.placement.slot_experts).total_s[0]), best_total(problem, rows), kept
 
@@ -118,7 +118,7 @@ def test_contract_on_any_map_speed_and_dead_rank(seed: int) -> None:
     prices = Objective(
         row_s=1e-6, touch_s=seed % 3 * 1e-6, row_bytes=seed % 2 * 7e3, horizon=float(rng.choice([0.0, 10.0, 1e5]))
     )
-    planner = LatencyOptimal(prices, tries=2)
+    planner = LatencyOptimal(prices)
     plan = planner.plan(load, topology, current)
     check(plan, current, topology)
     again = planner.plan(load, topology, current)
@@ -138,7 +138,7 @@ def test_threads_do_not_change_the_plan() -> None:
     before = numba.get_num_threads()
     for threads in {1, before}:
         numba.set_num_threads(threads)
-        plans.append(LatencyOptimal(LONG, tries=3).plan(load, Topology(8), current).placement.slot_experts.tobytes())
+        plans.append(LatencyOptimal(LONG).plan(load, Topology(8), current).placement.slot_experts.tobytes())
     numba.set_num_threads(before)
     assert len(set(plans)) == 1
 

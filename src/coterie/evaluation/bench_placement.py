@@ -54,7 +54,8 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    Size(288, 32, 0.984, free_enough=0.981), Size(288, 8, 0.988), Size(256, 8, 0.996), Size(256, 8, 0.996, 0.7, "linear"),
+    Size(288, 32, 0.984, free_enough=0.981), Size(288, 8, 0.988), Size(256, 8, 0.996),
+    Size(256, 8, 0.996, 0.7, "linear"),
 )  # fmt: skip
 """The last has the paper's start, a map that is uneven to about .65, and a load that lets .996 be reached."""
 

@@ -207,8 +207,8 @@ def _balance_notes(rows: list[dict[str, Any]]) -> list[str]:
     by = {row["planner"]: row for row in rows if row["part"] == "balance"}
     ours, ilp = by["latency_optimal"], by["latency_optimal_ilp"]
     return [
-        f"Balance: a load drawn near the published 0.65 ({by['none']['balance']:.3f}); planners asked for 0.996 with as few moves as that takes. The "
-        "window after the one planned on is another: see `next`.",
+        f"Balance: a load drawn near the published 0.65 ({by['none']['balance']:.3f}); planners asked for 0.996 with "
+        "as few moves as that takes. The window after the one planned on is another: see `next`.",
         f"Rebalancing latency {ours['rebalancing_vs_eplb_pct']:+.0f}% against EPLB (published -57%): only bytes are "
         "priced, and a collective's own cost, which does not shrink with moves, is not.",
         f"ILP: {ilp['layers']} layers, {ilp['closed']} of them proven to a move, scaled to 58; on those layers "
@@ -218,9 +218,9 @@ def _balance_notes(rows: list[dict[str, Any]]) -> list[str]:
 
 def _sweep_notes(rows: list[dict[str, Any]]) -> list[str]:
     notes = [
-        "Sweep: published planning times, 44 MB an expert, 8,192 tokens an iteration. Fitted by hand with the published "
-        "figures in view: a layer's fixed time, the link, skew, half-life, smoothness and scatter of the load, and that "
-        "the heuristic plans every n whatever its map. Only n = 1 was not used: the rest agrees because it was fitted.",
+        "Sweep: published planning times, 44 MB an expert, 8,192 tokens an iteration. Fitted by hand, published "
+        "figures in view: fixed time of a layer, link, skew, half-life, smoothness and scatter of the load, that the "
+        "heuristic plans every n whatever its map. Only n = 1 was not used: the rest agrees because it was fitted.",
         "Seeds are not those the load was fitted on or the automatic interval worked out on.",
     ]
     for row in rows:

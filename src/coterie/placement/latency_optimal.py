@@ -52,16 +52,12 @@ class LatencyOptimal:
     max_moves: int | None = None
     """Most moves over all layers, spent where they save most a second of moving. What must be repaired (an expert that
     no living rank has, two slots of one expert on a rank) is repaired whatever this says, and counted."""
-    tries: int = 0
-    """Times the search of a layer takes moves back and mends the rest, to find a plan of fewer; each costs time."""
 
     def __post_init__(self) -> None:
         if self.split not in ("equal", "weighted", "optimal"):
             raise ConfigError(f"split={self.split!r} must be one of equal, weighted, optimal")
         if self.max_moves is not None and self.max_moves < 0:
             raise ConfigError(f"max_moves={self.max_moves} must be at least 0, or None")
-        if self.tries < 0:
-            raise ConfigError(f"tries={self.tries} must be at least 0")
 
     def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
         started = perf_counter()
@@ -105,7 +101,7 @@ class LatencyOptimal:
         numbers = np.array([objective.horizon, objective.exposed, objective.move_price, fastest])
         arguments = (
             rows, problem.unit, problem.share, problem.load_in, problem.alive, problem.floor, numbers, problem.alike,
-            self.tries, trail, kept, trails, totals, seconds, moves, outcomes,
+            trail, kept, trails, totals, seconds, moves, outcomes,
         )  # fmt: skip
         over_layers(lambda chosen: search(chosen, *arguments), layers)
         chosen = kept - 1 if self.max_moves is None else spend(kept, totals, seconds, moves, self.max_moves)
