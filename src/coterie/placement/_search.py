@@ -32,7 +32,7 @@ SPARE = 0.3
 """Added to the moves of an action when excess is divided by them, so that free actions are not all alike."""
 
 ROOMIEST = 8
-"""Ranks with the most room that a swap is looked for on: with 32, all of them take a third longer for 1% fewer moves."""
+"""Ranks with the most room on which a swap is looked for: all 32 take a third longer for 1% fewer moves."""
 
 SPARES = (SPARE, 2.0, 20.0)
 """Tried in turn where the target is out of reach: the search ends in different places, and the best is taken."""
