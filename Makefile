@@ -19,9 +19,9 @@ help: ## List the goals
 
 install: $(VENV)/.installed ## Make .venv and install Coterie in it, with what its tests need
 
-# A worker takes whole files: if both had tests of one, both would compile its loops.
+# tests/conftest.py says which tests a worker takes together.
 test: install ## Run the tests; those that need torch or COTERIE_DATA are skipped without it
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup
 
 # Another numba, which would overwrite what the one above compiled.
 test-engines: export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache/engines
