@@ -204,3 +204,35 @@ def test_registered_and_checked() -> None:
         LatencyOptimal(split="even")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="max_moves=-1"):
         LatencyOptimal(max_moves=-1)
+
+
+@pytest.mark.parametrize("hot", [0.3, 0.8])
+def test_not_behind_eplb_where_all_spare_slots_are_on_one_rank(hot: float) -> None:
+    tokens = np.full((2, 64), (1 - hot) / 63)
+    tokens[:, 5] = hot
+    current, load, topology = Placement.linear(2, 64, 8, 72), Load(tokens * 1e6), Topology(8)
+    problem = Objective().problem(load, topology, current)
+    ours, theirs = (
+        problem.score(planner.plan(load, topology, current).placement.slot_experts).total_s.sum()
+        for planner in (LatencyOptimal(), Eplb())
+    )
+    assert ours <= theirs * (1 + 1e-9)
+
+
+def test_other_splits_repair_what_is_held_twice_and_say_when_nothing_moves() -> None:
+    load, topology = Load(np.array([[5.0, 3.0, 2.0]])), Topology(2)
+    twice = Placement(np.array([[0, 0, 1, 2]], np.int32), 2, 3)
+    plan = LatencyOptimal(Objective(horizon=1.0), split="optimal").plan(load, topology, twice)
+    assert plan.placement.duplicates == 0
+    stale = Placement(np.array([[0, 1, 0, 2]], np.int32), 2, 3)
+    priced = LatencyOptimal(Objective(horizon=1.0, touch_s=1e-6), split="optimal")
+    kept = priced.plan(Load(np.array([[6.0, 5.0, 1.0]])), topology, stale)
+    assert len(kept.moves) == 0
+    assert kept.skip_reason is not None
+    assert kept.after_s <= kept.before_s
+
+
+def test_more_slots_than_experts_are_refused() -> None:
+    wide = Placement(np.array([[0, 0, 0, 1, 1, 1]], np.int32), 2, 2)
+    with pytest.raises(ConfigError, match="3 slots a rank must be at most num_experts=2"):
+        LatencyOptimal().plan(Load(np.array([[1.0, 2.0]])), Topology(2), wide)

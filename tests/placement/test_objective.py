@@ -8,8 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng
 
+from coterie.costs.presets import step_model
+from coterie.models import get_model
 from coterie.placement.base import HOST, Load
+from coterie.placement.eplb import Eplb
 from coterie.placement.objective import Objective, Problem, settle
+from coterie.traces.drifting import zipf_drift
 from coterie.types import Link, Placement, Topology
 
 
@@ -138,3 +142,23 @@ def test_moves_over_links_that_take_no_time_still_count() -> None:
         Load(np.ones((1, 4))), Topology(2, intra=at_once), Placement.linear(1, 4, 2)
     )
     assert problem.score(np.array([[2, 3, 0, 1]], np.int32)).moves[0] == 4
+
+
+@pytest.mark.parametrize("ranks", [8, 32])
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm-5.2", "qwen3-30b-a3b"])
+def test_prices_of_a_model_tell_what_it_tells(name: str, ranks: int) -> None:
+    """In prefill, time saved by moving load between ranks is what the step model says."""
+    spec, topology, tokens = get_model(name), Topology(ranks), 65_536
+    model = step_model(spec, "h200", topology=topology)
+    objective = Objective.of(model, tokens, row_bytes=0.0)
+    load = zipf_drift(3, spec.num_experts, default_rng(0), exponent=0.7, tokens=tokens * spec.top_k).after
+    linear = Placement.linear(3, spec.num_experts, ranks)
+    plan = Eplb(objective=objective).plan(Load(load), topology, linear)
+    whole = np.round(load).astype(np.int64)
+    before, after = (model.moe_s(whole, tokens // ranks, map_).sum() for map_ in (linear, plan.placement))
+    assert plan.saving_s == pytest.approx(before - after, rel=0.1)
+
+
+def test_one_expert_on_every_rank() -> None:
+    problem = Objective().problem(Load(np.array([[3.0]])), Topology(2), Placement.linear(1, 1, 2, 2))
+    assert problem.rank_s(problem.current.slot_experts).tolist() == [[1.5 * Objective().row_s] * 2]

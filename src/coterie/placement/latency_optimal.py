@@ -12,7 +12,7 @@ like this one; see the drift estimator for how long a plan lasts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Literal, NamedTuple
 
@@ -23,6 +23,7 @@ from coterie.errors import ConfigError
 from coterie.placement._layers import over_layers
 from coterie.placement._search import CHANGED, ENOUGH, KEPT, REPAIRED, search, spend
 from coterie.placement.base import Load, Plan, planners
+from coterie.placement.eplb import Eplb
 from coterie.placement.objective import Objective, Problem
 from coterie.types import Placement, Topology
 
@@ -30,6 +31,15 @@ Split = Literal["equal", "weighted", "optimal"]
 
 LONGEST_TRAIL = 96
 """Steps of a layer's search that are remembered when there is a budget of moves to spend."""
+
+
+FAR = 1.05
+"""Of the floor: a layer above it is also looked at from EPLB's side."""
+
+
+class _Start(NamedTuple):
+    problem: Problem
+    moves: int
 
 
 class _Found(NamedTuple):
@@ -62,30 +72,68 @@ class LatencyOptimal:
     def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
         started = perf_counter()
         problem = self.objective.problem(load, topology, current)
-        if self.split != "equal":
-            return self._plan_split(problem, started)
         if current.slots_per_rank > current.num_experts:
-            reason = f"{current.slots_per_rank} slots a rank hold all {current.num_experts} experts: nothing to place"
-            return problem.keep(reason, perf_counter() - started)
-        found = self._search(problem)
+            raise ConfigError(
+                f"{current.slots_per_rank} slots a rank must be at most num_experts={current.num_experts}; "
+                "none is held twice"
+            )
+        if self.split != "equal":
+            return self._plan_split(problem, load, started)
+        found = self._other_start(problem, load, self._search(problem))
         reasons = tuple(_reason(*layer) for layer in zip(found.outcomes.tolist(), found.saved_s.tolist(), strict=True))
         skip = self._skip_reason(found)
         if skip:
             return problem.keep(skip, perf_counter() - started, reasons)
         return problem.plan(found.slot_experts, planning_s=perf_counter() - started, layer_reasons=reasons)
 
-    def _plan_split(self, problem: Problem, started: float) -> Plan:
+    def _plan_split(self, problem: Problem, load: Load, started: float) -> Plan:
         from coterie.placement.free_split import improve  # its solver is not needed for equal shares
 
-        found = improve(problem, self.max_moves)
-        before, after = problem.score(problem.current.slot_experts), problem.score(found.slot_experts, found.shares)
+        start, spent = self._repaired(problem, load)
+        found = improve(start, None if self.max_moves is None else max(0, self.max_moves - spent))
+        current = problem.current.slot_experts
+        before = problem.score(current, problem.equal_shares(current))
+        after = problem.score(found.slot_experts, found.shares)
         gain, planning = float((before.total_s - after.total_s).sum()), self.objective.planning_s
         took = perf_counter() - started
-        if gain <= planning and not _broken(problem):
+        if gain <= planning and not spent and not _lost(problem):
             reason = f"re-splitting and moves save {gain:.3g} s over the horizon, planning takes {planning:.3g} s"
             return problem.keep(reason, took, found.reasons)
-        return problem.plan(
+        plan = problem.plan(
             found.slot_experts, found.shares, split=self.split, planning_s=took, layer_reasons=found.reasons
+        )
+        if len(plan.moves):
+            return plan
+        return replace(plan, skip_reason=f"re-splitting alone saves {gain:.3g} s over the horizon, no move pays")
+
+    def _repaired(self, problem: Problem, load: Load) -> _Start:
+        """The problem with no expert twice on a rank, and the moves that took."""
+        if not problem.current.duplicates:
+            return _Start(problem, 0)
+        lenient = replace(self, objective=replace(self.objective, enough=1e-9), split="equal", max_moves=None)
+        rows = lenient._search(lenient.objective.problem(load, problem.topology, problem.current)).slot_experts
+        repaired = Placement(rows, problem.current.num_ranks, problem.current.num_experts)
+        return _Start(
+            self.objective.problem(load, problem.topology, repaired), int(problem.score(rows).moves.sum())
+        )
+
+    def _other_start(self, problem: Problem, load: Load, found: _Found) -> _Found:
+        """Layers that stayed far from the best get EPLB's placement where that is better, its movement paid.
+
+        Swaps and gifts from a placement whose spare slots all lie on one rank may not lead far.
+        """
+        spare = int(problem.alive.sum()) * problem.current.slots_per_rank - problem.current.num_experts
+        ours = problem.score(found.slot_experts)
+        far = ours.processing_s > problem.floor * FAR
+        if self.max_moves is not None or not spare or not far.any():
+            return found
+        fresh = Eplb(objective=self.objective).plan(load, problem.topology, problem.current).placement.slot_experts
+        theirs = problem.score(fresh)
+        better = far & (theirs.total_s < ours.total_s)
+        return _Found(
+            np.where(better[:, None], fresh, found.slot_experts).astype(np.int32),
+            found.saved_s + np.where(better, ours.total_s - theirs.total_s, 0.0),
+            np.where(better & (found.outcomes != REPAIRED), CHANGED, found.outcomes),
         )
 
     def _search(self, problem: Problem) -> _Found:
@@ -117,7 +165,7 @@ class LatencyOptimal:
         if (outcomes == REPAIRED).any():
             return None
         if (outcomes == ENOUGH).all():
-            return f"every layer is within {self.objective.enough:.1%} of the best balance there is"
+            return f"every layer has at least {self.objective.enough:.1%} of the best balance there is"
         gain = float(found.saved_s.sum())
         if not (outcomes == CHANGED).any():
             return f"no move pays for itself within {self.objective.horizon:g} steps"
@@ -139,11 +187,10 @@ def _reason(outcome: int, saved_s: float) -> str:
     return "no move pays for itself"
 
 
-def _broken(problem: Problem) -> bool:
-    """Whether the current placement must not stay: an expert is on no living rank, or twice on one."""
+def _lost(problem: Problem) -> bool:
+    """Whether the current placement must not stay: an expert is on no living rank."""
     current = problem.current
     living = current.slot_experts.reshape(current.num_layers, current.num_ranks, -1)[:, problem.alive]
     reachable = np.zeros((current.num_layers, current.num_experts), np.bool_)
     reachable[np.arange(current.num_layers)[:, None], living.reshape(current.num_layers, -1)] = True
-    held = np.sort(living, axis=2)
-    return bool((held[:, :, 1:] == held[:, :, :-1]).any()) or not bool(reachable.all())
+    return not bool(reachable.all())

@@ -70,18 +70,22 @@ class Objective:
     def of(cls, model: StepModel, tokens: int, **settings: float) -> Objective:
         """Prices of a calibrated model for steps of about `tokens` tokens over all ranks.
 
-        The time of an expert's tokens is taken as a straight line through what the model says at this many tokens and
-        at twice as many: its slope is `row_s`, what is left at none is `touch_s`.
+        The time of an expert's tokens is taken as a straight line through what the model says of a rank whose experts
+        get a quarter of the mean each up to four times it, since loads are that uneven: its slope is `row_s`, what is
+        left at none is `touch_s`. What a step costs whatever the experts' loads are is left out.
         """
         spec = model.spec
         ranks = model.topology.num_ranks
         held = max(1, spec.num_experts // ranks)
-        rows = max(1.0, tokens * spec.top_k / spec.num_experts)
-        once, twice = (model.experts_us(np.full(held, rows * n), tokens * n) * 1e-6 / held for n in (1, 2))
-        fixed = (model.moe.overhead_us + model.moe.token_us * tokens) * 1e-6 / held
-        row = max((twice - once) / rows, 1e-12)
+        rows = max(1.0, tokens * spec.top_k / spec.num_experts) * np.array([0.25, 0.5, 1.0, 2.0, 4.0])
+        rows = np.maximum(rows, 1.0)
+        fixed = model.moe.overhead_us + model.moe.token_us * tokens
+        times = np.array([model.experts_us(np.full(held, n), tokens) - fixed for n in rows]) * 1e-6 / held
+        row, touch = (float(value) for value in np.polyfit(rows, times, 1, w=1 / times))
+        if touch < 0 or row <= 0:  # all compute, or all streaming
+            row, touch = (float((times / rows).mean()), 0.0) if touch < 0 else (1e-12, float(times.mean()))
         physics: dict[str, float] = {
-            "row_s": row, "touch_s": max(0.0, once - fixed - row * rows),
+            "row_s": row, "touch_s": touch,
             "row_bytes": 2.0 * spec.hidden_size if ranks > 1 else 0.0, "expert_bytes": spec.expert_bytes(model.dtype),
         }  # fmt: skip
         return cls(**(physics | settings))
@@ -239,7 +243,8 @@ class Problem:
         settled, order = settle(current.slot_experts, np.asarray(slot_experts, np.int32), current.num_ranks)
         shares = self.equal_shares(settled) if shares is None else np.take_along_axis(shares, order, axis=1)
         placement = Placement(settled, current.num_ranks, current.num_experts)
-        was = self._assess(current.slot_experts, None)
+        # Shares that differ are priced by tokens alone, so what they are compared with is too.
+        was = self._assess(current.slot_experts, None if split == "equal" else self.equal_shares(current.slot_experts))
         will = self._assess(settled, None if split == "equal" else shares)
         before, after = self._score(was), self._score(will)
         return Plan(
