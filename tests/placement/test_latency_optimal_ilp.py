@@ -243,5 +243,5 @@ def test_wrong_settings_are_refused(wrong: dict[str, object], message: str) -> N
 
 def test_more_slots_a_rank_than_experts_are_refused() -> None:
     current = Placement(np.array([[0, 1, 1, 0, 1, 0]], np.int32), 2, 2)
-    with pytest.raises(ConfigError, match="slots_per_rank=3 must be at most num_experts=2"):
+    with pytest.raises(ConfigError, match="3 slots a rank must be at most num_experts=2"):
         LatencyOptimalIlp().plan(Load(np.ones((1, 2))), Topology(2), current)
