@@ -104,7 +104,8 @@ def balance_rows(setting: SweepSetting, rng: np.random.Generator, window: int = 
     chosen = np.linspace(0, layers - 1, ILP_LAYERS).astype(int)
     few = Placement(current.slot_experts[chosen], current.num_ranks, current.num_experts)
     ilp = LatencyOptimalIlp(objective=objective, time_limit_s=ILP_SECONDS, gap=1e-4, gap_moves=1.0)
-    solved = ilp.solve(objective.problem(Load(drawn[0][chosen], window), topology, few))
+    heuristic = plans[0].placement.slot_experts[chosen]
+    solved = ilp.solve(objective.problem(Load(drawn[0][chosen], window), topology, few), starts=[heuristic])
     row = _balance_row("latency_optimal_ilp", solved.plan.placement, drawn[:, chosen], solved.plan)
     scale = layers / ILP_LAYERS
     row |= {
