@@ -277,8 +277,9 @@ def test_against_vllms_own_policy(ranks: list[dict[str, Any]]) -> None:
     for record, other, load in zip(ours, theirs, LOADS, strict=True):
         sound(other)
         assert balance(record["map"], load) > max(0.98, balance(other["map"], load) - 0.01)
-        assert record["changed"] < 0.6 * other["changed"]
         assert duplicates(record["map"]) == 0
+    moved, theirs_moved = (sum(record["changed"] for record in records) for records in (ours, theirs))
+    assert moved < 0.6 * theirs_moved, (moved, theirs_moved)
     assert sum(duplicates(record["map"]) for record in theirs) > 0, "slots that buy nothing"
 
 
