@@ -1,12 +1,12 @@
 """Contract checks for people who write policies: what every built-in passes, a plugin must pass too.
 
-from coterie.testing import check_planner, check_strategy
+    from coterie.testing import check_planner, check_strategy
 
-def test_my_strategy():
-    check_strategy(MyStrategy)
+    def test_my_strategy():
+        check_strategy(MyStrategy)
 
-def test_my_planner():
-    check_planner(MyPlanner)
+    def test_my_planner():
+        check_planner(MyPlanner)
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def plan_command(
         typer.Option("--window", help="Of a load table: a label, a number from 0, or A:B; else all, added up."),
     ] = None,
     preset: Annotated[
-        str, typer.Option("--preset", help="Calibrated device: h200, or a file of coterie calibrate.")
+        str, typer.Option("--preset", help="Calibrated device: h200, rtx-pro-6000, or a file of coterie calibrate.")
     ] = "h200",
     batch: Annotated[int, typer.Option("--batch", help="Tokens of one step, over all ranks together.")] = 8192,
     speeds: Annotated[

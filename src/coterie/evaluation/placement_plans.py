@@ -74,10 +74,12 @@ class Planned:
 
     def busy_s(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[layer, rank] seconds of a step, before and after."""
-        plan = self.plan
-        shares = None if plan.split == "equal" else plan.shares
-        before = self.problem.rank_s(self.problem.current.slot_experts)
-        return before, self.problem.rank_s(plan.placement.slot_experts, shares)
+        plan, current = self.plan, self.problem.current.slot_experts
+        if plan.split == "equal":
+            return self.problem.rank_s(current), self.problem.rank_s(plan.placement.slot_experts)
+        # As the plan's own numbers: shares that differ are priced by tokens alone, so the ones before are too.
+        before = self.problem.rank_s(current, self.problem.equal_shares(current))
+        return before, self.problem.rank_s(plan.placement.slot_experts, plan.shares)
 
 
 def make_plan(options: PlanOptions) -> Planned:

@@ -25,13 +25,13 @@ from coterie.placement._search import CHANGED, ENOUGH, KEPT, REPAIRED, search, s
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.eplb import Eplb
 from coterie.placement.objective import Objective, Problem
+from coterie.placement.packing import living_ranks
 from coterie.types import Placement, Topology
 
 Split = Literal["equal", "weighted", "optimal"]
 
 LONGEST_TRAIL = 96
 """Steps of a layer's search that are remembered when there is a budget of moves to spend."""
-
 
 FAR = 1.05
 """Of the floor: a layer above it is also looked at from EPLB's side."""
@@ -72,11 +72,7 @@ class LatencyOptimal:
     def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
         started = perf_counter()
         problem = self.objective.problem(load, topology, current)
-        if current.slots_per_rank > current.num_experts:
-            raise ConfigError(
-                f"{current.slots_per_rank} slots a rank must be at most num_experts={current.num_experts}; "
-                "none is held twice"
-            )
+        living_ranks(problem)  # more slots than experts are refused
         if self.split != "equal":
             return self._plan_split(problem, load, started)
         found = self._other_start(problem, load, self._search(problem))
@@ -122,7 +118,7 @@ class LatencyOptimal:
 
         Swaps and gifts from a placement whose spare slots all lie on one rank may not lead far.
         """
-        spare = int(problem.alive.sum()) * problem.current.slots_per_rank - problem.current.num_experts
+        spare = living_ranks(problem) * problem.current.slots_per_rank - problem.current.num_experts
         ours = problem.score(found.slot_experts)
         far = ours.processing_s > problem.floor * FAR
         if self.max_moves is not None or not spare or not far.any():
