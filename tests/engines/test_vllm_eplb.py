@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +230,12 @@ def test_disagreement_moves_nothing(tmp_path: Path, planned: list[np.ndarray]) -
 def test_wrong_settings_stop_the_start(settings: str, problem: str) -> None:
     with pytest.raises((ConfigError, InputError), match=problem):
         Rounds(EplbSettings.parse(settings))
+
+
+def test_the_plugin_loads_no_compiler() -> None:
+    """vLLM's CPU workers look into every loaded module as they start, and fail on llvmlite's."""
+    code = "import sys, coterie.engines.vllm.plugin; sys.exit('llvmlite' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_prices_follow_the_model() -> None:

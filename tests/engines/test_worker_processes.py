@@ -69,6 +69,14 @@ def test_one_that_ends_at_once_shows_its_log(tmp_path: Path):
         one.start(20)
 
 
+def test_the_first_traceback_is_shown_however_much_follows(tmp_path: Path):
+    script = "print('Traceback (most recent call last)\\nthe cause\\n' + 'later\\n' * 200 + 'end')\nraise SystemExit(1)"
+    one = ServerProcess([sys.executable, "-c", script], f"http://127.0.0.1:{free_port()}", tmp_path / "log")
+    with pytest.raises(UnavailableError, match=r"(?s)the cause.*….*end$") as failed:
+        one.start(20)
+    assert str(failed.value).count("later") < 100
+
+
 def test_one_that_never_answers_is_ended(tmp_path: Path):
     script = "import time; print('loading', flush=True); time.sleep(600)"
     one = ServerProcess([sys.executable, "-c", script], f"http://127.0.0.1:{free_port()}", tmp_path / "log")

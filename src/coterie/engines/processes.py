@@ -1,7 +1,7 @@
 """Servers as processes of their own: start one, wait until it answers, end it and whatever it started.
 
 For engines and workers alike: all it knows of a server is its command, the URL whose ``/health`` answers 200, and the
-file its output goes to. A server that ends before it is ready shows the end of that file in the error.
+file its output goes to. A server that ends before it is ready shows its first traceback and the end of that file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ START_S = 120.0
 STOP_S = 20.0
 """Between asking a server to end and killing it."""
 LOG_LINES = 40
-"""Of the log's end, in an error."""
+"""Of the log's first traceback, and of its end, in an error."""
 
 
 _given: set[int] = set()
@@ -176,5 +176,10 @@ class ServerProcess:
         return self._process
 
     def _fail(self, what: str) -> None:
-        tail = "\n".join(self.log_text().splitlines()[-LOG_LINES:])
-        raise UnavailableError(f"{shlex.join(self.argv)} {what}; {self.log} ends:\n{tail or '(nothing)'}")
+        lines = self.log_text().splitlines()
+        end = max(0, len(lines) - LOG_LINES)
+        # Where one process starts another, what the first says at the end is only that the second failed.
+        cause = next((at for at, line in enumerate(lines[:end]) if "Traceback (most recent call last)" in line), end)
+        shown = [*lines[cause : min(cause + LOG_LINES, end)], *(["…"] if cause + LOG_LINES < end else []), *lines[end:]]
+        said = "\n".join(shown) or "(nothing)"
+        raise UnavailableError(f"{shlex.join(self.argv)} {what}; {self.log} ends:\n{said}")

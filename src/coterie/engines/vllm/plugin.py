@@ -3,6 +3,8 @@
 Nothing else happens unless ``--kv-transfer-config`` names it, or the environment asks for the EPLB policy. A vLLM whose
 interfaces were never tried gets a connector of the same name that does nothing, and keeps its own policy: the engine
 runs as if the plugin were absent, and the log says so.
+
+Imports next to nothing: vLLM's CPU workers go through every loaded module as they start, and stumble over llvmlite's.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ from __future__ import annotations
 import logging
 import os
 
-from coterie.engines.vllm.settings import EPLB_VARIABLE, EplbSettings
-
 KNOWN_VERSIONS = ("0.32",)
 """Minor versions of vLLM whose interfaces were read and run."""
 
 NAME = "CoterieConnector"
+EPLB_VARIABLE = "COTERIE_EPLB"
+"""Environment variable that holds the settings of the EPLB policy, as a JSON object; unset, vLLM keeps its own."""
 
 
 def known(version: str) -> bool:
@@ -38,6 +40,7 @@ def register() -> None:
         module, eplb = "coterie.engines.vllm.inert", None
     if eplb is not None:
         from coterie.engines.vllm.eplb import install
+        from coterie.engines.vllm.settings import EplbSettings
 
         install(EplbSettings.parse(eplb))
     KVConnectorFactory.register_connector(NAME, module, NAME)

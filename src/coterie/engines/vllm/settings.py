@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from coterie.engines.vllm.plugin import EPLB_VARIABLE
 from coterie.errors import ConfigError
 from coterie.footprints.slots import SUFFIX, store_folder
 
 PREFIX = "coterie-"
-EPLB_VARIABLE = "COTERIE_EPLB"
-"""Environment variable that holds the settings of the EPLB policy, as a JSON object; unset, vLLM keeps its own."""
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
