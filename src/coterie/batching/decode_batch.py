@@ -1,0 +1,83 @@
+"""Decode batch: who decodes in the next step of an expert-parallel worker, so that the step keeps its time.
+
+A step of n requests is priced ``fixed + request x n + remote x their activations on other ranks``. Requests whose
+experts are mostly local come first, since they lengthen the step least, until the next one would break the budget of
+time between tokens or of tokens. Left to itself that starves requests with remote experts, so whoever was passed over
+`max_skips` times goes before all others, longest first. At least one request always runs, whatever it costs.
+
+Right where the all-to-all is a large part of a step. Wrong on one GPU, where nothing is remote: it then only caps the
+batch, and every request it leaves out pays a whole step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePrices:
+    """Microseconds of a step."""
+
+    fixed_us: float
+    request_us: float
+    remote_us: float
+    """Per activation of an expert on another rank, both ways of the exchange."""
+
+    def __post_init__(self) -> None:
+        for name in ("fixed_us", "request_us", "remote_us"):
+            if not 0 <= getattr(self, name) < np.inf:
+                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
+
+
+class DecodeBatch(NamedTuple):
+    """Who runs."""
+
+    chosen: NDArray[np.int64]
+    """Requests, in the order they were taken."""
+    step_us: float
+    """Predicted."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatcher:
+    prices: DecodePrices
+    budget_us: float = 50_000.0
+    """Time between tokens that a step must keep."""
+    max_tokens: int = 4096
+    """Requests of a step, one token each."""
+    max_skips: int = 4
+    """Steps a request may be passed over before it goes first."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.budget_us < np.inf:
+            raise ConfigError(f"budget_us={self.budget_us} must be a finite number above 0")
+        for name in ("max_tokens", "max_skips"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+
+    def select(self, remote: NDArray[np.floating], skipped: NDArray[np.integer]) -> DecodeBatch:
+        """`remote` [request] activations a token has on other ranks; `skipped` [request] steps it was passed over."""
+        if len(remote) != len(skipped) or not len(remote):
+            raise ConfigError(f"remote has {len(remote)} requests, skipped {len(skipped)}; it must be the same, not 0")
+        bad = np.flatnonzero(~((remote >= 0) & (remote < np.inf)))
+        if bad.size:
+            raise ConfigError(f"remote[{bad[0]}] is {remote[bad[0]]}; it must be finite and not negative")
+        starved = skipped >= self.max_skips
+        # Starved ones first, those that wait longest; then the most local, of equals the one that waits longest.
+        order = np.lexsort((-skipped, np.where(starved, 0.0, remote), np.where(starved, -skipped, 0), ~starved))
+        ends = np.cumsum(self.prices.request_us + self.prices.remote_us * np.asarray(remote, np.float64)[order])
+        fitting = int(np.searchsorted(self.prices.fixed_us + ends, self.budget_us, side="right"))
+        count = max(1, min(fitting, self.max_tokens))
+        step_us = float(self.prices.fixed_us + ends[count - 1])
+        first = int(starved[order[:count]].sum())
+        limit = "all" if count == len(order) else "the budget" if count == fitting else "max_tokens"
+        if count == 1 and fitting == 0:
+            limit = "one, which breaks the budget"
+        return DecodeBatch(order[:count], step_us, f"{count} of {len(order)} ({limit}), {first} of them long due")
