@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from dataclasses import is_dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.random import Generator, default_rng
@@ -134,6 +135,14 @@ class _Snapshot(NamedTuple):
     load: Load
     topology: Topology
     current: Placement
+    shares: NDArray[np.float64] | None = None
+    """[layer, slot] in force; None is equal ones, and the planner is not told."""
+    streaming: bool = False
+    """Whether the planner's objective is to price streaming and exchange too."""
+
+    def plan(self, planner: Planner) -> Plan:
+        in_force = () if self.shares is None else (self.shares,)
+        return planner.plan(self.load, self.topology, self.current, *in_force)
 
 
 def check_planner(make: Callable[[], Planner], seed: int = 0) -> None:
@@ -144,16 +153,29 @@ def check_planner(make: Callable[[], Planner], seed: int = 0) -> None:
     moves are what differs between the two placements, each from a rank that has the expert, from the host only where
     none has. It says why (`skip_reason`) if and only if nothing moves. The same snapshot gives the same plan bit for
     bit, also from a new planner, and stays as it was. Where the planner has an `objective`, predicted times, movement
-    and balance are what that objective says of the plan.
+    and balance are what that objective says of the plan, from the shares in force; where living ranks are alike, the
+    times are also what its settings come to in plain NumPy.
 
     Tried are one rank, slots with and without replicas, a placement with duplicates, loads of 0, one hot expert, an
-    even load, two nodes, mixed speeds, known sources, and a rank that is gone; a planner that cannot leave a rank out
-    may raise ConfigError there. One that passes may still plan badly.
+    even load, two nodes, mixed speeds, known sources, a load that other shares would even out, such shares in force,
+    and a rank that is gone; a planner that cannot leave a rank out may raise ConfigError there. A dataclass with an
+    `objective` is also tried with streaming and the exchange of rows priced. One that passes may still plan badly.
     """
     planner = make()
-    _require(isinstance(planner, Planner), f"{planner!r} has no plan(load, topology, current)")
+    _require(isinstance(planner, Planner), f"{planner!r} has no plan(load, topology, current, shares=None)")
     for case in _snapshots(default_rng(seed)):
-        _check_snapshot(make, planner, case)
+        if not case.streaming:
+            _check_snapshot(make, planner, case)
+        elif _streaming(planner) is not None:
+            _check_snapshot(lambda: _streaming(make()), _streaming(planner), case)
+
+
+def _streaming(planner: Any) -> Any:
+    """The planner with streaming and the exchange of rows priced; None where its prices cannot be told to it."""
+    objective = getattr(planner, "objective", None)
+    if not is_dataclass(planner) or not isinstance(objective, Objective):
+        return None
+    return replace(planner, objective=replace(objective, touch_s=2e-5, row_bytes=4096.0))  # type: ignore[type-var]
 
 
 def _snapshots(rng: Generator) -> Iterator[_Snapshot]:
@@ -179,15 +201,23 @@ def _snapshots(rng: Generator) -> Iterator[_Snapshot]:
     from_ranks = rng.multinomial(tokens.astype(np.int64), np.full(4, 0.25)).astype(np.float64)  # [layer, expert, rank]
     sources = np.moveaxis(from_ranks, 2, 0)
     yield _Snapshot("known sources", Load(tokens, sources=sources), Topology(4, ranks_per_node=2), spare)
+    linked = Placement(np.tile(np.array([0, 1, 0, 2, 3, 4, 5, 3], np.int32), (layers, 1)), 4, experts)
+    uneven = Load(np.tile([60.0, 50.0, 5.0, 40.0, 5.0, 30.0], (layers, 1)))
+    shares = np.tile([0.2, 1.0, 0.8, 1.0, 0.7, 1.0, 1.0, 0.3], (layers, 1))
+    for priced, words in ((False, ""), (True, ", streaming priced")):
+        yield _Snapshot(f"other shares would be evener{words}", uneven, plain, linked, streaming=priced)
+        yield _Snapshot(f"shares in force{words}", uneven, plain, linked, shares, priced)
+        yield _Snapshot(f"shares in force, another load{words}", Load(tokens), plain, linked, shares, priced)
+    yield _Snapshot("replicas, streaming priced", Load(tokens, steps=0.5), plain, spare, streaming=True)
+    yield _Snapshot("duplicates, streaming priced", Load(tokens), plain, messy, streaming=True)
     yield _Snapshot("a rank that is gone", Load(tokens), Topology(4, speeds=(1.0, 1.0, 0.0, 1.0)), spare)
 
 
 def _check_snapshot(make: Callable[[], Planner], planner: Planner, case: _Snapshot) -> None:
     where = f"{planner!r}, {case.name}"
-    load, current = case.load, case.current
     before = [array.copy() for array in _inputs(case)]
     try:
-        plan = planner.plan(load, case.topology, current)
+        plan = case.plan(planner)
     except ConfigError:
         if not case.topology.rank_speeds.all():
             return
@@ -200,13 +230,13 @@ def _check_snapshot(make: Callable[[], Planner], planner: Planner, case: _Snapsh
     _check_placement(plan, case, where)
     _check_moves(plan, case, where)
     _check_numbers(planner, plan, case, where)
-    _same_plan(plan, planner.plan(load, case.topology, current), f"{where}: a second call")
-    _same_plan(plan, make().plan(load, case.topology, current), f"{where}: a new planner")
+    _same_plan(plan, case.plan(planner), f"{where}: a second call")
+    _same_plan(plan, case.plan(make()), f"{where}: a new planner")
 
 
 def _inputs(case: _Snapshot) -> list[NDArray[np.generic]]:
     arrays: list[NDArray[np.generic]] = [case.load.tokens, case.current.slot_experts]
-    return arrays if case.load.sources is None else [*arrays, case.load.sources]
+    return arrays + [array for array in (case.load.sources, case.shares) if array is not None]
 
 
 def _check_placement(plan: Plan, case: _Snapshot, where: str) -> None:
@@ -260,12 +290,48 @@ def _check_numbers(planner: Planner, plan: Plan, case: _Snapshot, where: str) ->
         _require(0 <= value < np.inf, f"{where}: {name}={value} must be a finite number of at least 0")
     objective = getattr(planner, "objective", None)
     if isinstance(objective, Objective):
-        problem = objective.problem(case.load, case.topology, case.current)
+        problem = objective.problem(case.load, case.topology, case.current, case.shares)
         again = problem.plan(plan.placement.slot_experts, plan.shares, split=plan.split)
         for name in names:
             said, found = getattr(plan, name), getattr(again, name)
             same = bool(np.isclose(said, found, rtol=1e-9, atol=1e-15))
             _require(same, f"{where}: {name}={said}, the objective says {found}")
+        for name, placement, shares in (
+            ("before_s", case.current, case.shares), ("after_s", plan.placement, plan.shares)
+        ):  # fmt: skip
+            said, plain = getattr(plan, name), _plain_s(objective, case, placement, shares)
+            same = plain is None or bool(np.isclose(said, plain, rtol=1e-6, atol=1e-15))
+            _require(same, f"{where}: {name}={said}; by the definition of the objective it is {plain}")
+
+
+def _plain_s(
+    objective: Objective, case: _Snapshot, placement: Placement, shares: NDArray[np.float64] | None
+) -> float | None:
+    """Seconds of a step's MoE layers by the definition alone; None where living ranks are not alike."""
+    topology, load = case.topology, case.load
+    alive = topology.rank_speeds > 0
+    nodes, living, experts = topology.rank_nodes[alive], int(alive.sum()), placement.num_experts
+    near = np.array([(nodes == node).sum() - 1 for node in nodes])
+    sent = near / topology.intra.bytes_per_s + (living - 1 - near) / topology.inter.bytes_per_s
+    token_s = 2.0 * objective.row_bytes * sent / living  # [living rank] to bring it there and back, from anywhere
+    if load.sources is not None or len({*topology.rank_speeds[alive]}) > 1 or np.ptp(token_s) > 1e-9 * token_s.max():
+        return None
+    most = min(living, living * placement.slots_per_rank - experts + 1)  # replicas of an expert
+    parts = np.append(0.0, 1.0 / np.arange(most, 0, -1))
+    seconds = 0.0
+    for layer, row in enumerate(placement.slot_experts):
+        holders = np.repeat(alive, placement.slots_per_rank)
+        replicas = np.bincount(row[holders], minlength=experts)
+        busy = np.zeros(placement.num_ranks)
+        for slot in np.flatnonzero(holders):
+            tokens = parts * load.tokens[layer, row[slot]] / load.steps
+            alone = objective.touch_s * (1.0 - np.exp(-tokens)) + objective.row_s * tokens
+            part = 1.0 / replicas[row[slot]] if shares is None else shares[layer, slot]
+            busy[slot // placement.slots_per_rank] += np.interp(
+                part, parts, alone / topology.rank_speeds[alive][0] + tokens * token_s[0]
+            )
+        seconds += busy.max()
+    return float(seconds)
 
 
 def _same_plan(plan: Plan, other: Plan, where: str) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +20,7 @@ from coterie.cli.main import main
 from coterie.models import get_model
 from coterie.placement import eplb, linear, maps, popularity, round_robin  # noqa: F401  (they register themselves)
 from coterie.traces import ActivationWriter, LoadTable, RequestTrace, TraceMeta
+from coterie.traces.store import write_arrays
 from coterie.types import Placement
 
 MODEL = get_model("gpt-oss-20b")  # 24 layers, 32 experts, no dense layer
@@ -74,7 +80,7 @@ def test_a_plan_on_a_page(run: Run, load: Path, tmp_path: Path):
     ran = run("plan", load, *ASK, "-o", tmp_path / "map.json")
     assert (ran.code, ran.err) == (0, "")
     assert "gpt-oss-20b: 24 MoE layers of 32 experts, 40 slots on 4 ranks" in ran.out
-    assert "load: 2 windows of load; planner: eplb, split equal" in ran.out
+    assert "load: 2 windows of load\nplanner: eplb, split equal\n" in ran.out
     for said in ("Time of every rank", "█", "moves, ", "inside a node", "gain: ", "paid for after", "planning took"):
         assert said in ran.out
     assert f"Written: {tmp_path / 'map.json'}, native" in ran.out
@@ -136,6 +142,150 @@ def test_windows(run: Run, load: Path, tmp_path: Path):
         assert np.array_equal(planned("--window", window), first)
     for window in ("law", "1", "1:"):
         assert np.array_equal(planned("--window", window), second)
+
+
+def test_windows_that_are_sums_of_others_are_taken_only_by_name(run: Run, tmp_path: Path):
+    parts = counts(3)
+    table = np.concatenate([parts.sum(axis=0)[None], parts[:2].sum(axis=0)[None], parts])
+    labels = ["merged_all", "merged_code", "code/0", "code/1", "law"]
+    LoadTable(table, model=MODEL.name, labels=labels).save(tmp_path / "load")
+    found = json.loads(run("plan", tmp_path / "load", *ASK, "--json").out)
+    assert found["load"] == "3 of 5 windows of load (2 named merged_… are left out: sums of others)"
+    by_name = json.loads(run("plan", tmp_path / "load", *ASK, "--window", "merged_all", "--json").out)
+    assert by_name["load"] == "merged_all of load"
+    assert found["rank_s_after"] == pytest.approx(by_name["rank_s_after"])
+    LoadTable(table[:2], model=MODEL.name, labels=labels[:2]).save(tmp_path / "sums")
+    check(run("plan", tmp_path / "sums", *ASK), "all 2 windows of")
+    LoadTable(table[:1], model=MODEL.name, labels=labels[:1]).save(tmp_path / "one")
+    assert json.loads(run("plan", tmp_path / "one", *ASK, "--json").out)["load"] == "one"
+
+
+def test_real_loads_count_their_tokens_once(data_dir: Path):
+    from coterie.evaluation.placement_plans import read_load
+
+    path = data_dir / "activations/glm-5.2/expert_counts.npz"
+    parts = [read_load(path, None, None, window).tokens for window in ("merged_all", "11:14")]
+    found = read_load(path, None, None, None)
+    assert np.array_equal(found.tokens, parts[0] + parts[1])
+    assert "83 of 94 windows" in found.what
+
+
+def test_shares_in_force_are_what_is_before(run: Run, load: Path, tmp_path: Path):
+    """A map planned with an optimal split is read back with its shares: before is then what after was."""
+    ask = ("plan", load, "--ranks", 4, "--split", "optimal", "--json")
+    first = json.loads(run(*ask, "--slots", 40, "-o", tmp_path / "m").out)
+    assert maps.read_map(tmp_path / "m").shares is not None
+    again = json.loads(run(*ask, "--current", tmp_path / "m").out)
+    assert again["before_s"] == pytest.approx(first["after_s"])
+    assert again["rank_s_before"] == pytest.approx(first["rank_s_after"])
+    assert again["balance_before"] == pytest.approx(first["balance_after"])
+    assert first["before_s"] > first["after_s"]
+
+
+def sourced(path: Path) -> np.ndarray:
+    """[rank, layer, expert] of the load's tokens, most of an expert's on one rank."""
+    tokens = counts().sum(axis=0).astype(np.float64)
+    shares = np.random.default_rng(2).dirichlet([0.1] * 4, tokens.shape)  # [layer, expert, rank]
+    np.save(path, np.moveaxis(tokens[:, :, None] * shares, 2, 0))
+    return np.load(path)
+
+
+def test_sources_make_the_plan_mind_the_traffic(run: Run, load: Path, tmp_path: Path):
+    sources = sourced(tmp_path / "sources.npy")
+    ask = ("plan", load, "--ranks", 4, "--nodes", 4, "--json")
+    found = json.loads(run(*ask, "--sources", tmp_path / "sources.npy", "-o", tmp_path / "m").out)
+    plain = json.loads(run(*ask, "-o", tmp_path / "p").out)
+    assert found["load"] == "2 windows of load, by source rank of sources.npy"
+
+    def local(path: Path) -> float:
+        experts = maps.read_map(path).placement.slot_experts.reshape(LAYERS, 4, -1)
+        return sum(sources[rank, layer, experts[layer, rank]].sum() for layer in range(LAYERS) for rank in range(4))
+
+    assert local(tmp_path / "m") > 1.2 * local(tmp_path / "p")
+    assert found["after_s"] < plain["after_s"]
+
+
+def test_sources_of_tensorrt_statistics(run: Run, tmp_path: Path):
+    folder = tmp_path / "stats"
+    folder.mkdir()
+    (folder / "meta_info.json").write_text(json.dumps({"num_experts": EXPERTS, "num_experts_per_token": 4}))
+    cells = np.random.default_rng(3).integers(0, 50, (4, 2, LAYERS, EXPERTS))  # [rank, iteration, layer, expert]
+    for rank, mine in enumerate(cells):
+        arrays = {f"{7 + i}_{layer}": mine[i, layer] for i in range(2) for layer in range(LAYERS)}
+        write_arrays(folder / f"rank{rank}.safetensors", arrays)
+    np.save(tmp_path / "sources.npy", cells[:, 1])
+    ask = ("plan", folder, "--model", MODEL.name, "--window", "8", "--ranks", 4, "--planner", "eplb", "--json")
+    by_folder, by_array = (
+        json.loads(run(*ask, "--sources", path).out) for path in (folder, tmp_path / "sources.npy")
+    )
+    assert by_folder["rank_s_before"] == by_array["rank_s_before"]
+    assert by_folder["rank_s_before"] != json.loads(run(*ask).out)["rank_s_before"]
+    check(run(*ask[:-5], "--ranks", 8, "--sources", folder), "are 4; --ranks=8 must be as many")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda sources: sources[:2], "has shape (2, 24, 32); [source rank, layer, expert] is (4, 24, 32) here"),
+        (lambda sources: np.where(sources == sources.max(), np.nan, sources), "is nan; tokens must be finite"),
+        (lambda sources: sources - sources.max(), "tokens must be finite and not negative"),
+        (lambda sources: 2 * sources, "of layer 0, expert 0 add up to"),
+        (lambda sources: sources.astype(str), "must be an .npy array of numbers"),
+    ],
+)
+def test_sources_that_cannot_be_are_refused(run: Run, load: Path, tmp_path: Path, change: Any, said: str):
+    np.save(tmp_path / "bad.npy", change(sourced(tmp_path / "sources.npy")))
+    check(run("plan", load, *ASK, "--sources", tmp_path / "bad.npy"), said)
+
+
+def test_the_ilp_says_what_it_proves(run: Run, load: Path, tmp_path: Path):
+    LoadTable(counts(1)[:, :3], model=MODEL.name, layer_ids=np.arange(3)).save(tmp_path / "small")
+    ask = ("plan", tmp_path / "small", "--ranks", 2, "--planner", "latency_optimal_ilp", "--time-limit", 5)
+    proof = json.loads(run(*ask, "--json").out)["proof"]
+    assert proof["bound_s"] <= proof["objective_s"]
+    assert proof["gap"] == pytest.approx(1 - proof["bound_s"] / proof["objective_s"])
+    assert proof["worst_gap"] >= proof["gap"] - 1e-12
+    assert proof["layers_closed"] == 3
+    ran = run(*ask)
+    assert "over the horizon, movement paid; no plan is below" in ran.out
+    assert "3 of 3 layers closed" in ran.out
+    assert json.loads(run("plan", load, *ASK, "--json").out)["proof"] is None
+
+
+def test_an_ilp_that_is_interrupted_writes_nothing(tmp_path: Path):
+    """The bar shows which layer it is at; Ctrl-C there ends it, whatever the solver is doing."""
+    spec = get_model("deepseek-v3")
+    LoadTable(counts(1, spec.num_moe_layers, spec.num_experts), model=spec.name).save(tmp_path / "load")
+    ours, theirs = pty.openpty()
+    ask = ["plan", "load", "--slots", "288", "--planner", "latency_optimal_ilp", "-o", "map"]
+    command = [sys.executable, "-c", "from coterie.cli.main import main; main()", *ask]
+    shown = b""
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=theirs) as ran:
+        os.close(theirs)
+        while b"Layer " not in shown and ran.poll() is None:
+            shown += os.read(ours, 4096)
+        ran.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # closed: it has ended
+            while more := os.read(ours, 4096):
+                shown += more
+        assert ran.communicate()[0] == b""
+    os.close(ours)
+    assert ran.returncode == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["load"]
+
+
+def test_one_move_and_one_step_are_singular(run: Run, tmp_path: Path):
+    even = np.full((1, LAYERS, EXPERTS), 1000, np.uint64)
+    even[0, 5, 20] = 9000  # one hot expert, which a spare slot helps
+    LoadTable(even, model=MODEL.name).save(tmp_path / "load")
+    ask = ("plan", tmp_path / "load", "--ranks", 4, "--slots", 36, "--max-moves", 1)
+    assert json.loads(run(*ask, "--json").out)["moves"] == 1
+    ran = run(*ask, "--horizon", 100000)
+    assert "1 move, " in ran.out
+    assert "paid for after 0" not in ran.out
+    found = json.loads(run(*ask, "--horizon", 100000, "--json").out)
+    steps = int(np.ceil(found["break_even_steps"]))
+    assert f"paid for after {steps:,} step{'s' if steps > 1 else ''}, " in ran.out
 
 
 def test_activations_are_counted(run: Run, tmp_path: Path):
@@ -209,7 +359,13 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
     "a format that is only read": (("--to", "rank-expert"), "is only read"),
     "unknown preset": (("--preset", "h20"), "Did you mean 'h200'?"),
     "another model": (("--model", "mixtral-8x7b"), "has 32 experts a layer; mixtral-8x7b has 8"),
-    "a setting the planner lacks": (("--split", "optimal"), "planner eplb has no --split"),
+    "a setting the planner lacks": (("--split", "optimal"),
+                                    "eplb has no --split; latency_optimal, latency_optimal_ilp have it"),
+    "a limit the planner lacks": (("--time-limit", 1), "eplb has no --time-limit; latency_optimal_ilp has it"),
+    "no time": (("--planner", "latency_optimal_ilp", "--time-limit", 0), "time_limit_s=0.0 must be above 0"),
+    "sources that are not there": (("--sources", "none.npy"), "none.npy: file: does not exist"),
+    "sources that are no array": (("--sources", Path(__file__)), "test_plan.py: file: is no .npy array"),
+    "sources that are a folder": (("--sources", Path(__file__).parent), "none of TensorRT-LLM's expert statistics"),
     "a window that is not there": (("--window", "2"), "must be within the 2 windows"),
     "a label that is not there": (("--window", "medicine"), "or one of code, law"),
     "speeds that are none": (("--speeds", "fast"), "--speeds=fast must be 8 numbers"),

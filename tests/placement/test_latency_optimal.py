@@ -232,6 +232,44 @@ def test_other_splits_repair_what_is_held_twice_and_say_when_nothing_moves() -> 
     assert kept.after_s <= kept.before_s
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6))
+def test_planning_again_from_a_plan_with_free_shares_changes_nothing(seed: int) -> None:
+    rng = default_rng(seed)
+    ranks, each = int(rng.integers(2, 7)), int(rng.integers(2, 6))
+    experts = int(rng.integers(each, ranks * each + 1))
+    tokens = rng.pareto(1.0, (3, experts)) * 1000
+    rows = np.stack([rng.permutation(np.arange(ranks * each) % experts) for _ in range(3)])
+    prices = Objective(
+        touch_s=float(rng.choice([0.0, 1e-5, 1e-4])), horizon=float(rng.choice([0.1, 1.0, 1000.0])),
+        enough=float(rng.choice([0.9, 1.0])), move_price=float(rng.choice([0.0, 0.5])),
+    )  # fmt: skip
+    topology = Topology(ranks, 2, speeds=tuple(rng.choice([0.5, 1.0], ranks)))
+    planner, load = LatencyOptimal(prices, split="optimal"), Load(tokens)
+    plan = planner.plan(load, topology, Placement(rows.astype(np.int32), ranks, experts))
+    again = planner.plan(load, topology, plan.placement, plan.shares)
+    assert len(again.moves) == 0
+    assert again.before_s == pytest.approx(plan.after_s, rel=1e-12)
+    assert 0 <= again.saving_s <= 1e-6 * again.before_s
+
+
+def test_shares_in_force_are_what_other_shares_and_moves_are_held_against() -> None:
+    stale = Placement(np.array([[0, 1, 0, 2]], np.int32), 2, 3)
+    load, topology, prices = Load(np.array([[6.0, 5.0, 1.0]])), Topology(2), Objective(row_s=1.0, horizon=1e-6)
+    best, worst = np.array([[1 / 6, 1.0, 5 / 6, 1.0]]), np.array([[1.0, 1.0, 0.0, 1.0]])
+    for split in ("equal", "optimal"):
+        kept = LatencyOptimal(prices, split=split).plan(load, topology, stale, best)
+        assert (kept.before_s, kept.after_s) == (6.0, 6.0)
+        np.testing.assert_array_equal(kept.shares, best)
+        assert kept.split == "weighted"
+        shared = LatencyOptimal(prices, split=split).plan(load, topology, stale, worst)
+        assert shared.before_s == 11.0
+        assert shared.after_s == pytest.approx(8.0 if split == "equal" else 6.0)
+        assert "alone save" in str(shared.skip_reason)
+        dear = Objective(row_s=1.0, horizon=1e-6, planning_s=1.0)
+        assert LatencyOptimal(dear, split=split).plan(load, topology, stale, worst).saving_s == 0
+
+
 def test_more_slots_than_experts_are_refused() -> None:
     wide = Placement(np.array([[0, 0, 0, 1, 1, 1]], np.int32), 2, 2)
     with pytest.raises(ConfigError, match="3 slots a rank must be at most num_experts=2"):

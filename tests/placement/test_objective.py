@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.random import default_rng
 
 from coterie.costs.presets import step_model
+from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.placement.base import HOST, Load
 from coterie.placement.eplb import Eplb
@@ -52,6 +55,20 @@ def plain_unit(problem: Problem, load: Load, layer: int, rank: int, expert: int)
     return float(seconds)
 
 
+def plain_part(problem: Problem, load: Load, layer: int, expert: int, n: int) -> float:
+    """Of the whole, what one of n replicas takes on the mean of living ranks."""
+    prices, top = problem.objective, problem.topology
+    tokens = load.tokens[layer, expert] / load.steps
+    whole = part = 0.0
+    for rank in range(top.num_ranks):
+        if top.speeds[rank] > 0:
+            seconds = plain_unit(problem, load, layer, rank, expert)
+            alone = (prices.touch_s * (1 - np.exp(-tokens)) + prices.row_s * tokens) / top.speeds[rank]
+            few = (prices.touch_s * (1 - np.exp(-tokens / n)) + prices.row_s * tokens / n) / top.speeds[rank]
+            whole, part = whole + seconds, part + few + (seconds - alone) / n
+    return part / whole if whole else 1 / n
+
+
 def plain_source(problem: Problem, layer: int, rank: int, expert: int) -> int:
     held = problem.current.slot_experts[layer].reshape(problem.topology.num_ranks, -1)
     hosts = [r for r in range(len(held)) if problem.alive[r] and expert in held[r]]
@@ -74,12 +91,8 @@ def test_arrays_and_score_match_plain_python(seed: int, touch: bool, exchange: b
             expected = 0.0
             for expert in held[rank] if problem.alive[rank] else []:
                 unit = plain_unit(problem, load, layer, rank, expert)
-                tokens = load.tokens[layer, expert] / load.steps
-                alone = prices.touch_s * (1 - np.exp(-tokens)) + prices.row_s * tokens
                 n = min(replicas[expert], problem.share.shape[2])
-                split = prices.touch_s * (1 - np.exp(-tokens / n)) + prices.row_s * tokens / n
-                part = split / alone if alone else 1 / n
-                expected += unit * part * n / replicas[expert]
+                expected += unit * plain_part(problem, load, layer, expert, n) * n / replicas[expert]
             assert busy[layer, rank] == pytest.approx(expected, rel=1e-9, abs=1e-15)
             for expert in set(held[rank]) if problem.alive[rank] else []:
                 source = plain_source(problem, layer, rank, expert)
@@ -95,18 +108,98 @@ def test_arrays_and_score_match_plain_python(seed: int, touch: bool, exchange: b
         assert score.total_s[layer] == pytest.approx(total, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.integers(0, 10**6), st.booleans(), st.booleans())
-def test_no_placement_is_below_the_reach(seed: int, touch: bool, full: bool) -> None:
+def all_maps(experts: int, ranks: int, per_rank: int) -> np.ndarray:
+    """[map, slot] every one that holds all experts, none twice on a rank, slots of a rank in order."""
+    choices = product(combinations(range(experts), per_rank), repeat=ranks)
+    rows = [sum(choice, ()) for choice in choices]
+    return np.array([row for row in rows if len(set(row)) == experts], np.int32)
+
+
+MAPS = {sizes: all_maps(*sizes) for sizes in [(6, 2, 3), (6, 2, 4), (4, 3, 2), (5, 3, 2), (3, 3, 2), (5, 2, 3)]}
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.sampled_from(sorted(MAPS)), st.sampled_from([0.0, 1e-7, 1e-6, 1e-4]), st.booleans())
+def test_no_placement_is_below_the_reach(
+    seed: int, sizes: tuple[int, int, int], touch_s: float, sourced: bool
+) -> None:
     rng = default_rng(seed)
-    slots = 6 if full else 8
-    load = Load(rng.integers(0, 60, (1, 6)).astype(float))
-    current = Placement(random_map(rng, 1, 6, slots), 2, 6)
-    problem = Objective(touch_s=1e-6 if touch else 0.0).problem(load, Topology(2, speeds=(1.0, 0.7)), current)
-    for _ in range(30):
-        rows = random_map(rng, 1, 6, slots)
-        if Placement(rows, 2, 6).duplicates == 0:
-            assert problem.rank_s(rows).max() >= problem.reach[0] * (1 - 1e-12)
+    experts, ranks, _ = sizes
+    maps = MAPS[sizes]
+    sources = rng.integers(0, 40, (ranks, 1, experts)) * rng.choice([0.1, 1.0, 5.0], (1, 1, experts))
+    load = Load(sources.sum(axis=0), sources=sources if sourced else None)
+    prices = Objective(touch_s=touch_s, row_bytes=float(rng.choice([0.0, 20_000.0])))
+    topology = Topology(ranks, 2, speeds=tuple(rng.choice([1.0, 0.7, 2.0], ranks)))
+    problem = prices.problem(load, topology, Placement(maps[:1], ranks, experts))
+    least = min(float(problem.rank_s(row[None]).max()) for row in maps[rng.permutation(len(maps))[:400]])
+    assert least >= problem.reach[0] * (1 - 1e-9)
+    assert problem.reach[0] >= problem.even[0] * (1 - 1e-12)
+
+
+def test_the_reach_counts_what_replicas_in_spare_slots_stream() -> None:
+    """Eight even experts in twelve slots: every one streams, wherever it is."""
+    problem = Objective(row_s=1e-6, touch_s=1e-3).problem(
+        Load(np.full((1, 8), 100.0)), Topology(4), Placement.linear(1, 8, 4, 12)
+    )
+    assert problem.even[0] == pytest.approx(8 * 1.1e-3 / 4)
+    assert problem.reach[0] == pytest.approx((12 * 1e-3 + 8 * 1e-4) / 4, rel=1e-5)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**6), st.booleans(), st.booleans(), st.booleans(), st.booleans())
+def test_equal_shares_that_are_given_cost_what_the_table_says(
+    seed: int, touch: bool, exchange: bool, known: bool, dead: bool
+) -> None:
+    problem, _ = random_problem(seed, touch=touch, exchange=exchange, known=known, dead=dead)
+    rows = random_map(default_rng(seed + 1), 2, 6, 12)
+    np.testing.assert_allclose(problem.rank_s(rows, problem.equal_shares(rows)), problem.rank_s(rows), rtol=1e-12)
+
+
+def test_shares_between_are_priced_on_straight_lines() -> None:
+    placement = Placement(np.array([[0, 1, 0, 1, 0, 1]], np.int32), 3, 2)
+    prices = Objective(row_s=1e-6, touch_s=1e-3)
+    problem = prices.problem(Load(np.array([[50.0, 0.0]])), Topology(3), placement)
+    for part in (1.0, 0.9, 0.5, 0.45, 1 / 3, 0.2, 0.0):
+        shares = np.array([[part, 1.0, 1 - part, 0.0, 0.0, 0.0]])
+        at = [0.0, 1 / 3, 1 / 2, 1.0]
+        seconds = [0.0, *(prices.touch_s * (1 - np.exp(-50 * x)) + prices.row_s * 50 * x for x in at[1:])]
+        expected = [np.interp(part, at, seconds), np.interp(1 - part, at, seconds), 0.0]
+        np.testing.assert_allclose(problem.rank_s(placement.slot_experts, shares)[0], expected, rtol=1e-12)
+    plain = Objective(row_s=1e-6).problem(Load(np.array([[50.0, 0.0]])), Topology(3), placement)
+    for part in np.linspace(0, 1, 23):
+        shares = np.array([[part, 1.0, 1 - part, 0.0, 0.0, 0.0]])
+        busy = plain.rank_s(placement.slot_experts, shares)[0]
+        np.testing.assert_allclose(busy, 5e-5 * np.array([part, 1 - part, 0.0]), rtol=1e-12, atol=1e-18)
+
+
+def test_plans_start_from_the_shares_in_force() -> None:
+    placement = Placement(np.array([[0, 1, 0, 2]], np.int32), 2, 3)
+    load, prices = Load(np.array([[6.0, 5.0, 1.0]])), Objective(row_s=1.0)
+    shares = np.array([[0.25, 1.0, 0.75, 1.0]])
+    problem = prices.problem(load, Topology(2), placement, shares)
+    assert problem.plan(placement.slot_experts).before_s == 6.5
+    assert problem.plan(placement.slot_experts).after_s == 8.0, "equal shares"
+    kept = problem.keep("enough")
+    assert (kept.before_s, kept.after_s, kept.split) == (6.5, 6.5, "weighted")
+    np.testing.assert_array_equal(kept.shares, shares)
+    gone = prices.problem(load, Topology(2, speeds=(0.0, 1.0)), Placement(np.array([[0, 1, 2] * 2], np.int32), 2, 3),
+                          np.array([[0.25, 1.0, 0.5, 0.75, 0.0, 0.5]]))  # fmt: skip
+    np.testing.assert_array_equal(gone.shares, [[0, 0, 0, 1, 1, 1]])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        ([[0.5, 1.0, 0.5]], r"shares has shape \(1, 3\); the placement \(1, 4\)"),
+        ([[0.5, 1.0, 0.4, 1.0]], "shares of layer 0, expert 0 add up to 0.9; it must be 1"),
+        ([[1.5, 1.0, -0.5, 1.0]], r"shares\[0, 2\] is -0.5; it must be finite and not negative"),
+        ([[0.5, np.nan, 0.5, 1.0]], r"shares\[0, 1\] is nan"),
+    ],
+)
+def test_wrong_shares_are_named(shares: list[list[float]], said: str) -> None:
+    placement = Placement(np.array([[0, 1, 0, 2]], np.int32), 2, 3)
+    with pytest.raises(ConfigError, match=said):
+        Objective().problem(Load(np.ones((1, 3))), Topology(2), placement, np.array(shares))
 
 
 def test_full_ranks_reach_the_longest_beside_the_shortest() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.placement import (  # noqa: F401  (planners register themselves)
@@ -49,6 +50,37 @@ def test_every_planner_keeps_the_contract(name: str):
 @pytest.mark.parametrize("split", ["weighted", "optimal"])
 def test_other_splits_keep_the_contract(split: str):
     check_planner(lambda: planners["latency_optimal"](split=split))
+    check_planner(lambda: planners["latency_optimal"](split=split, objective=Objective(horizon=1.0, planning_s=1e-6)))
+
+
+def test_the_exact_planner_keeps_the_contract_with_its_own_split():
+    check_planner(lambda: planners["latency_optimal_ilp"](split="optimal", **EXACT))
+
+
+class Doubled(Objective):
+    """Another price than its settings say."""
+
+    def _slot_s(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        return 2.0 * Objective._slot_s(self, tokens)
+
+
+def test_the_suite_prices_plans_itself():
+    with pytest.raises(AssertionError, match="by the definition of the objective it is"):
+        check_planner(lambda: Linear(objective=Doubled()))
+
+
+def test_the_suite_shows_a_planner_the_shares_in_force():
+    @dataclass(frozen=True)
+    class Forgets:
+        objective: Objective = field(default=Objective())
+
+        def plan(
+            self, load: Load, topology: Topology, current: Placement, _shares: NDArray[np.floating] | None = None
+        ) -> Plan:
+            return Linear(self.objective).plan(load, topology, current)
+
+    with pytest.raises(AssertionError, match=r"shares in force.*before_s"):
+        check_planner(Forgets)
 
 
 # -------------------------------------------------------------------------------------- the suite finds what is wrong
@@ -61,8 +93,10 @@ class Altered:
     change: object
     objective: Objective = field(default=Objective())
 
-    def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
-        return self.change(Linear(self.objective).plan(load, topology, current), load, current)
+    def plan(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Plan:
+        return self.change(Linear(self.objective).plan(load, topology, current, shares), load, current)
 
 
 def shifted(plan: Plan, _load: Load, current: Placement) -> Plan:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.placement.base import Load, Plan
@@ -92,8 +93,10 @@ class Flapping:
 
     objective: Objective = field(default=Objective())
 
-    def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
-        return Eplb(objective=self.objective).plan(load, topology, current)
+    def plan(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Plan:
+        return Eplb(objective=self.objective).plan(load, topology, current, shares)
 
 
 def test_the_margin_holds_back_rounds_that_gain_little():
@@ -192,6 +195,50 @@ def test_a_dead_rank_is_planned_around_whatever_it_saves():
     assert "no living rank" in decision.reason
     held = decision.plan.placement.slot_experts.reshape(LAYERS, RANKS, -1)[:, [0, 1, 3]]
     assert all(len(np.unique(layer)) == EXPERTS for layer in held)
+
+
+@pytest.mark.parametrize("touch_s", [0.0, 1e-4])
+def test_shares_on_a_constant_load_are_changed_once(touch_s: float):
+    """What is gained is gained against the shares in force, so the next rounds find nothing."""
+    objective = Objective(planning_s=1e-6, touch_s=touch_s)
+    window, earlier = loads(1, 1e9)[0], Load(loads(1, 1e9, seed=1)[0])
+    placement = Eplb().plan(earlier, TOPOLOGY, Placement.linear(LAYERS, EXPERTS, RANKS, 40)).placement
+    one = Rebalancer(
+        lambda objective: LatencyOptimal(objective, split="optimal"), objective, slow_link(1e3), placement,
+        RebalancingSettings(min_interval=STEPS, first_interval=STEPS),
+    )  # fmt: skip
+    decisions = [one.observe(Load(window, STEPS)) for _ in range(30)]
+    assert [at for at, decision in enumerate(decisions) if decision.plan is not None] == [0]
+    assert decisions[0].plan is not None
+    assert len(decisions[0].plan.moves) == 0
+    assert decisions[0].plan.saving_s > 0
+    assert sum(decision.planned for decision in decisions) > 1, "the planner was asked again"
+
+
+def test_a_constant_load_is_moved_once_and_shared_once():
+    one = Rebalancer(
+        lambda objective: LatencyOptimal(objective, split="optimal"), Objective(planning_s=1e-6, enough=0.98), TOPOLOGY,
+        Placement.linear(LAYERS, EXPERTS, RANKS, 40), RebalancingSettings(min_interval=STEPS, first_interval=1000.0),
+    )  # fmt: skip
+    assert drive(one, np.tile(loads(1, 1e9), (30, 1, 1))) == [0]
+
+
+def test_where_tokens_come_from_is_forecast():
+    """All of an expert's tokens come from the node that it is not on; without sources nobody would know."""
+    objective = Objective(row_s=1e-9, row_bytes=14336.0)
+    two_nodes = Topology(2, ranks_per_node=1)
+    sources = np.zeros((2, 1, 4))
+    sources[0, 0, [2, 3]] = sources[1, 0, [0, 1]] = 100_000.0
+
+    def moved(known: bool) -> Placement:
+        one = Rebalancer(LatencyOptimal, objective, two_nodes, Placement.linear(1, 4, 2))
+        for at in range(4):
+            one.observe(Load(sources.sum(axis=0), STEPS, sources if known and at != 2 else None))
+            one.landed()
+        return one.placement
+
+    assert set(moved(True).slot_experts[0, :2]) == {2, 3}
+    assert set(moved(False).slot_experts[0, :2]) == {0, 1}
 
 
 def test_the_same_windows_give_the_same_decisions():

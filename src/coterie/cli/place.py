@@ -34,7 +34,8 @@ def inspect_command(
         Path | None, typer.Option("--load", help="Load table or activation trace: shows what it makes of the ranks.")
     ] = None,
     window: Annotated[
-        str | None, typer.Option("--window", help="Of a load table: a label, a number from 0, or A:B; else all.")
+        str | None,
+        typer.Option("--window", help="Of a load table: a label, a number from 0, or A:B; else all but merged_…."),
     ] = None,
     model: Annotated[
         str | None,
@@ -61,13 +62,13 @@ def inspect_command(
         raise ConfigError(f"--out={out_file} must end in .png")
     spec = None if model is None else find_model(model)
     found = read_map(placement, from_, model=spec, num_ranks=ranks)
-    tokens = None
+    tokens = what = None
     if load is not None:
         named = None if found.model == "unknown" else found.model
         seen = read_load(load, None, model or named, window)
         if found.layer_ids not in (None, seen.layer_ids):
             raise ConfigError(f"{load} and {placement} are for different layers of {seen.spec.name}")
-        tokens = seen.tokens
+        tokens, what = seen.tokens, seen.what
     shown = inspect_map(found, nodes, tokens)
     if out_file is not None:
         from coterie.evaluation.placement_figures import draw_map
@@ -75,18 +76,20 @@ def inspect_command(
         busy = None if shown.rank_load is None else np.array(shown.rank_load)
         draw_map(out_file, found, busy, tokens)
     if json_output:
-        print_json(asdict(shown) | ({} if out_file is None else {"figure": str(out_file)}))
+        print_json(asdict(shown) | {"load": what} | ({} if out_file is None else {"figure": str(out_file)}))
         return
-    _print(shown)
+    _print(shown, what)
     if out_file is not None:
         out.print(f"Figure: {escape(str(out_file))}", highlight=False, soft_wrap=True)
 
 
-def _print(shown: MapInspection) -> None:
+def _print(shown: MapInspection, load: str | None) -> None:
     out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH  # a pipe has no width; rich would take 80
     over = f"{shown.ranks} ranks" + (f" on {shown.nodes} nodes" if shown.nodes > 1 else "")
     out.print(f"{escape(shown.model)}: {shown.layers} layers of {shown.experts} experts, {shown.slots} slots on {over}",
               highlight=False)  # fmt: skip
+    if load is not None:
+        out.print(f"load: {escape(load)}", highlight=False)
     width = max(10, min(out.width - 36, 48))
     full = max(shown.replicas)
     rows = [[n, count, bar(count, full, width)] for n, count in enumerate(shown.replicas, 1) if count]
@@ -102,7 +105,8 @@ def _print(shown: MapInspection) -> None:
         _print_load(shown)
     lines = [f"duplicates on a rank: {shown.duplicates:,}" + (": memory that buys nothing" if shown.duplicates else "")]
     if shown.layers > 1:
-        lines.append(f"{shown.same_layers} of {shown.layers} layers are placed like the first")
+        same = f"{shown.same_layers} of {shown.layers} layers are" if shown.same_layers > 1 else "no other layer is"
+        lines.append(f"{same} placed like the first")
     if shown.spread is not None:
         lines.append(f"experts with replicas are on {100 * shown.spread:.0f}% of the nodes they could be on")
     for line in lines:

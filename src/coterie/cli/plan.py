@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from coterie.cli.bars import Column, print_rank_bars, relative
-from coterie.cli.output import JsonOption, out, print_json, print_table
+from coterie.cli.output import JsonOption, out, print_json, print_table, reporting
 
 if TYPE_CHECKING:  # numba takes a second to import: only when a plan is asked for
     from coterie.evaluation.placement_plans import Planned
@@ -47,9 +50,18 @@ def plan_command(
         float | None, typer.Option("--enough", help="Balance at which a layer is left alone; else 1.")
     ] = None,
     max_moves: Annotated[int | None, typer.Option("--max-moves", help="Moves at most, over all layers.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", help="Seconds a layer, of latency_optimal_ilp; else 10.")
+    ] = None,
     window: Annotated[
         str | None,
-        typer.Option("--window", help="Of a load table: a label, a number from 0, or A:B; else all, added up."),
+        typer.Option("--window", help="Of a load table: a label, a number from 0, or A:B; else all, added up, but "
+                     "those named merged_…, which are sums of others."),
+    ] = None,
+    sources: Annotated[
+        Path | None,
+        typer.Option("--sources", help="The same tokens by the rank they are on: an .npy array by rank, layer "
+                     "and expert, or a folder of TensorRT-LLM's statistics; else they come from all ranks alike."),
     ] = None,
     preset: Annotated[
         str, typer.Option("--preset", help="Calibrated device: h200, rtx-pro-6000, or a file of coterie calibrate.")
@@ -77,10 +89,12 @@ def plan_command(
         map_formats[to]  # a wrong name is told before work begins
     else:
         check_map_target(out_file, to)
-    planned = make_plan(PlanOptions(
-        load, from_, window, model, ranks, nodes, slots, speeds, current, None, planner, split, max_moves, horizon,
-        enough, preset, batch,
-    ))  # fmt: skip
+    options = PlanOptions(
+        load, from_, window, sources, model, ranks, nodes, slots, speeds, current, planner, split, max_moves,
+        time_limit, horizon, enough, preset, batch,
+    )  # fmt: skip
+    with _reporting(json_output) as report:
+        planned = make_plan(options, report)
     found = summary(planned)
     if out_file is not None:
         written = write_map(out_file, planned.map, to)
@@ -91,12 +105,17 @@ def plan_command(
     _print(planned, found)
 
 
+def _reporting(quiet: bool) -> AbstractContextManager[Callable[[str, int, int], None]]:
+    return nullcontext(lambda *_: None) if quiet else reporting("Planning")
+
+
 def _print(planned: Planned, found: dict[str, Any]) -> None:
     out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH  # a pipe has no width; rich would take 80
     over = f"{found['ranks']} ranks" + (f" on {found['nodes']} nodes" if found["nodes"] > 1 else "")
     out.print(f"{escape(found['model'])}: {found['layers']} MoE layers of {found['experts']} experts, "
               f"{found['slots']} slots on {over}", highlight=False)  # fmt: skip
-    out.print(f"load: {escape(found['load'])}; planner: {found['planner']}, split {found['split']}", highlight=False)
+    out.print(f"load: {escape(found['load'])}", highlight=False)
+    out.print(f"planner: {found['planner']}, split {found['split']}", highlight=False)
     _print_bars(planned)
     before, after = planned.busy_s()
     print_table(
@@ -105,7 +124,7 @@ def _print(planned: Planned, found: dict[str, Any]) -> None:
         [
             ["MoE layers of a step, ms", 1e3 * found["before_s"], 1e3 * found["after_s"]],
             ["balance, mean of layers", f"{found['balance_before']:.3f}", f"{found['balance_after']:.3f}"],
-            ["balance, worst layer", *(f"{_balance(planned, busy).min():.3f}" for busy in (before, after))],
+            ["balance, worst layer", *(f"{planned.problem.layer_balance(busy).min():.3f}" for busy in (before, after))],
             ["duplicates", found["duplicates_before"], found["duplicates_after"]],
         ],
     )
@@ -114,7 +133,7 @@ def _print(planned: Planned, found: dict[str, Any]) -> None:
 
 def _print_bars(planned: Planned) -> None:
     before, after = planned.busy_s()
-    worst = int(np.argmin(_balance(planned, before)))
+    worst = int(np.argmin(planned.problem.layer_balance(before)))
     name = planned.load.layer_ids[worst]
     print_rank_bars(
         "Time of every rank, 1 being the mean",
@@ -128,12 +147,6 @@ def _print_bars(planned: Planned) -> None:
     )
 
 
-def _balance(planned: Planned, busy: Any) -> Any:
-    living = busy[:, planned.problem.alive]
-    peak = living.max(axis=1)
-    return np.where(peak > 0, living.mean(axis=1) / np.where(peak > 0, peak, 1.0), 1.0)
-
-
 def _print_verdict(planned: Planned, found: dict[str, Any]) -> None:
     lines = []
     if found["keep"]:
@@ -143,14 +156,20 @@ def _print_verdict(planned: Planned, found: dict[str, Any]) -> None:
     else:
         links = ", ".join(f"{part['moves']:,} {name} ({_seconds(part['link_s'])} of link time)"
                           for name, part in found["moves_by_link"].items())  # fmt: skip
-        lines.append(f"{found['moves']:,} moves, {found['move_bytes'] / 1e9:,.1f} GB: {links}")
+        lines.append(f"{_count(found['moves'], 'move')}, {found['move_bytes'] / 1e9:,.1f} GB: {links}")
         lines.append(f"gain: {found['gain_pct']:.1f}% of the MoE layers' time")
         held, steps = f"movement holds up serving for {_seconds(found['movement_s'])}", found["break_even_steps"]
         if steps is None:
             lines.append(f"{held}, and never pays for itself")
         else:
-            even = f"paid for after {steps:,.0f} steps, {_seconds(found['break_even_s'])} of MoE layers"
-            lines.append(f"{held}: {even} (horizon {found['horizon']:,.0f} steps)")
+            whole = math.ceil(steps)
+            even = f"paid for after {_count(whole, 'step')}, {_seconds(whole * found['after_s'])} of MoE layers"
+            lines.append(f"{held}: {even} (horizon {_count(found['horizon'], 'step')})")
+    proof = found["proof"]
+    if proof is not None:
+        lines.append(f"{_seconds(proof['objective_s'])} over the horizon, movement paid; no plan is below "
+                     f"{_seconds(proof['bound_s'])}: a gap of {proof['gap']:.2%}, {proof['worst_gap']:.2%} in the "
+                     f"worst layer; {proof['layers_closed']} of {found['layers']} layers closed")  # fmt: skip
     lines.append(f"planning took {_seconds(found['planning_s'])}")
     if not planned.measured:
         lines.append(f"{found['model']} was not measured on this device: rates of the nearest shape are used")
@@ -161,6 +180,10 @@ def _print_verdict(planned: Planned, found: dict[str, Any]) -> None:
         lines.append(f"Written: {found['written']}, {found['format']}{what}{note}")
     for line in lines:
         out.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def _count(number: float, what: str) -> str:
+    return f"{number:,.0f} {what}" + ("" if number == 1 else "s")
 
 
 def _seconds(value: float) -> str:

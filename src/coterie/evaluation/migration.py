@@ -259,11 +259,25 @@ def _remote_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     return notes
 
 
-def _theirs(row: Row, key: str) -> float | None:
-    return None if row["published"] is None else row["published"][key]
+def _table(title: str, table: str, *columns: Column, **only: str) -> SuiteTable:
+    """Of the rows of one table, with these values where `only` says so."""
+    wanted = {"table": table, **only}
+    return SuiteTable(title, columns, lambda row: all(row.get(key) == value for key, value in wanted.items()))
 
 
-def _fixed(value: float | None, digits: int = 1) -> str | None:
+def _ours(heading: str, key: str, digits: int | None = None) -> Column:
+    return Column(heading, lambda row: row[key] if digits is None else _fixed(row[key], digits))
+
+
+def _published(heading: str, key: str, digits: int | None = None) -> Column:
+    def value(row: Row) -> Any:
+        found = None if row["published"] is None else row["published"][key]
+        return found if digits is None else _fixed(found, digits)
+
+    return Column(heading, value)
+
+
+def _fixed(value: float | None, digits: int) -> str | None:
     return None if value is None else f"{value:.{digits}f}"
 
 
@@ -274,78 +288,49 @@ suites.register(NAME)(
         run=run,
         writes_files=True,
         tables=(
-            SuiteTable(
+            _table(
                 "Remote experts on 8 ranks: requests by domain, shares shifting or steady, or requests at random",
-                (
-                    Column("model", lambda row: row["model"]),
-                    Column("traffic", lambda row: row["traffic"]),
-                    Column("strategy", lambda row: row["strategy"]),
-                    Column("remote %", lambda row: _fixed(row["remote_pct"])),
-                    Column("publ.", lambda row: _theirs(row, "remote_pct")),
-                    Column("us", lambda row: row["all_to_all_us"]),
-                    Column("publ.", lambda row: _theirs(row, "all_to_all_us")),
-                    Column("mem. +%", lambda row: row["memory_overhead_pct"]),
-                    Column("publ.", lambda row: _theirs(row, "memory_overhead_pct")),
-                    Column("moved", lambda row: row["moved_experts"]),
-                ),
-                lambda row: row["table"] == "remote",
+                "remote",
+                _ours("model", "model"), _ours("traffic", "traffic"), _ours("strategy", "strategy"),
+                _ours("remote %", "remote_pct", 1), _published("publ.", "remote_pct"),
+                _ours("us", "all_to_all_us"), _published("publ.", "all_to_all_us"),
+                _ours("mem. +%", "memory_overhead_pct"), _published("publ.", "memory_overhead_pct"),
+                _ours("moved", "moved_experts"),
             ),
-            SuiteTable(
+            _table(
                 "Replication alone, by extra slots a rank, shifting",
-                (
-                    Column("model", lambda row: row["model"]),
-                    Column("extra slots", lambda row: row["extra_slots"]),
-                    Column("memory +%", lambda row: row["memory_overhead_pct"]),
-                    Column("remote %", lambda row: row["remote_pct"]),
-                    Column("us/layer", lambda row: row["all_to_all_us"]),
-                ),
-                lambda row: row["table"] == "replicas",
+                "replicas",
+                _ours("model", "model"), _ours("extra slots", "extra_slots"),
+                _ours("memory +%", "memory_overhead_pct"), _ours("remote %", "remote_pct"),
+                _ours("us/layer", "all_to_all_us"),
             ),
-            SuiteTable(
+            _table(
                 "Executing static → popularity, by staging",
-                (
-                    Column("model", lambda row: row["model"]),
-                    Column("staging", lambda row: row["staging_experts"]),
-                    Column("MB a rank", lambda row: row["staging_mb"]),
-                    Column("transfers", lambda row: row["transfers"]),
-                    Column("switches", lambda row: row["switches"]),
-                    Column("rounds", lambda row: row["rounds"]),
-                    Column("layers refused", lambda row: row["refused_layers"]),
-                    Column("ms", lambda row: row["movement_ms"]),
-                    Column("ms exposed", lambda row: row["exposed_ms"]),
-                ),
-                lambda row: row["table"] == "execution",
+                "execution",
+                _ours("model", "model"), _ours("staging", "staging_experts"), _ours("MB a rank", "staging_mb"),
+                _ours("transfers", "transfers"), _ours("switches", "switches"), _ours("rounds", "rounds"),
+                _ours("layers refused", "refused_layers"), _ours("ms", "movement_ms"),
+                _ours("ms exposed", "exposed_ms"),
             ),
-            SuiteTable(
+            _table(
                 "Replicas against KV cache, the article's sizes",
-                (
-                    Column("replicas", lambda row: row["replicas"]),
-                    Column("KV GB", lambda row: _fixed(row["kv_gb"])),
-                    Column("published", lambda row: _fixed(_theirs(row, "kv_gb"))),
-                    Column("sessions", lambda row: _fixed(row["sessions"])),
-                    Column("published", lambda row: _fixed(_theirs(row, "sessions"))),
-                    Column("x by its formula", lambda row: _fixed(row["formula_ratio"], 4)),
-                    Column("published", lambda row: _fixed(_theirs(row, "ratio"), 2)),
-                    Column("x with sessions", lambda row: _fixed(row["throughput_ratio"], 2)),
-                ),
-                lambda row: row["table"] == "memory" and row["sizes"] == "article",
+                "memory",
+                _ours("replicas", "replicas"),
+                _ours("KV GB", "kv_gb", 1), _published("published", "kv_gb", 1),
+                _ours("sessions", "sessions", 1), _published("published", "sessions", 1),
+                _ours("x by its formula", "formula_ratio", 4), _published("published", "ratio", 2),
+                _ours("x with sessions", "throughput_ratio", 2),
+                sizes="article",
             ),
-            SuiteTable(
+            _table(
                 "Replicas against KV cache, DeepSeek-V3 on H200",
-                (
-                    Column("ranks", lambda row: row["ranks"]),
-                    Column("context", lambda row: row["context"]),
-                    Column("at hand", lambda row: row["at_hand"]),
-                    Column("replicas", lambda row: row["replicas"]),
-                    Column("KV GB", lambda row: row["kv_gb"]),
-                    Column("sessions", lambda row: row["sessions"]),
-                    Column("remote %", lambda row: row["remote_pct"]),
-                    Column("step ms", lambda row: row["step_ms"]),
-                    Column("throughput", lambda row: row["throughput_ratio"]),
-                    Column("best", lambda row: row["best"]),
-                ),
-                lambda row: row["table"] == "memory" and row["sizes"] == "ours",
+                "memory",
+                _ours("ranks", "ranks"), _ours("context", "context"), _ours("at hand", "at_hand"),
+                _ours("replicas", "replicas"), _ours("KV GB", "kv_gb"), _ours("sessions", "sessions"),
+                _ours("remote %", "remote_pct"), _ours("step ms", "step_ms"),
+                _ours("throughput", "throughput_ratio"), _ours("best", "best"),
+                sizes="ours",
             ),
         ),
     )
-)
+)  # fmt: skip

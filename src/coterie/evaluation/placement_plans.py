@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,13 +12,24 @@ from numpy.typing import NDArray
 
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, TraceError, UnknownNameError
+from coterie.evaluation.placement_sources import read_sources
 from coterie.footprints.counting import accumulate_load
 from coterie.models import get_model, model_from_config
-from coterie.placement import HOST, Load, Objective, Plan, Planner, Problem, planners
+from coterie.placement import HOST, LatencyOptimalIlp, Load, Objective, Plan, Planner, Problem, planners
+from coterie.placement.latency_optimal_ilp import IlpProgress, IlpReport
 from coterie.placement.maps import PlacementMap, read_map
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.readers import ReadOptions, Trace, read_trace
 from coterie.types import ModelSpec, Placement, Topology
+
+MERGED = "merged_"
+"""How labels of windows begin that are sums of other windows of their table."""
+
+TIME_LIMIT_S = 10.0
+"""Of a layer, where a planner has a limit: a model of 75 layers then takes minutes, not hours."""
+
+Report = Callable[[str, int, int], None]
+"""report(doing, done, total)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +39,17 @@ class PlanOptions:
     load: Path
     load_format: str | None = None
     window: str | None = None
+    sources: Path | None = None
     model: str | None = None
     ranks: int = 8
     nodes: int = 1
     slots: int | None = None
     speeds: str | None = None
     current: Path | None = None
-    current_format: str | None = None
     planner: str = "latency_optimal"
     split: str | None = None
     max_moves: int | None = None
+    time_limit: float | None = None
     horizon: float | None = None
     enough: float | None = None
     preset: str = "h200"
@@ -52,6 +65,8 @@ class WindowLoad(NamedTuple):
     layer_ids: tuple[int, ...]
     what: str
     """Which part of which file, in words."""
+    labels: tuple[str, ...] = ()
+    """Of the windows it is the sum of, where they have some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +80,8 @@ class Planned:
     planner: str
     measured: bool
     """Whether the device was calibrated with this model's shape."""
+    proof: IlpReport | None
+    """What is proven of the plan, by a planner that proves something."""
 
     @property
     def map(self) -> PlacementMap:
@@ -74,45 +91,65 @@ class Planned:
 
     def busy_s(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[layer, rank] seconds of a step, before and after."""
-        plan, current = self.plan, self.problem.current.slot_experts
-        if plan.split == "equal":
-            return self.problem.rank_s(current), self.problem.rank_s(plan.placement.slot_experts)
-        # As the plan's own numbers: shares that differ are priced by tokens alone, so the ones before are too.
-        before = self.problem.rank_s(current, self.problem.equal_shares(current))
-        return before, self.problem.rank_s(plan.placement.slot_experts, plan.shares)
+        plan, problem = self.plan, self.problem
+        after = problem.rank_s(plan.placement.slot_experts, None if plan.split == "equal" else plan.shares)
+        return problem.rank_s(problem.current.slot_experts, problem.shares), after
 
 
-def make_plan(options: PlanOptions) -> Planned:
+def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned:
     if options.ranks < 1 or options.nodes < 1 or options.ranks % options.nodes:
         raise ConfigError(f"--ranks={options.ranks} must be a multiple of --nodes={options.nodes}, both at least 1")
     if options.batch < 1:
         raise ConfigError(f"--batch={options.batch} must be at least 1")
     load = read_load(options.load, options.load_format, options.model, options.window)
     topology = Topology(options.ranks, options.ranks // options.nodes, speeds=_speeds(options.speeds, options.ranks))
-    current = _current(options, load)
+    now = _current(options, load)
+    current, shares = now.placement, now.shares
     model = step_model(load.spec, options.preset, topology=topology)
     asked = {"horizon": options.horizon, "enough": options.enough}
     objective = Objective.of(model, options.batch, **{name: v for name, v in asked.items() if v is not None})
     planner = _planner(options, objective)
     seen = load.tokens.sum(axis=1).mean() / load.spec.top_k
-    window = Load(load.tokens, max(float(seen) / options.batch, 1e-9))
+    sources = None
+    if options.sources is not None:
+        sources = read_sources(options.sources, load.tokens, load.layer_ids, load.labels, options.ranks)
+        load = load._replace(what=f"{load.what}, by source rank of {options.sources.name}")
+    window = Load(load.tokens, max(float(seen) / options.batch, 1e-9), sources)
     # One empty layer first: compiling or loading the machine code is no part of planning's time.
     empty = Placement(current.slot_experts[:1], current.num_ranks, current.num_experts)
     planner.plan(Load(np.zeros((1, current.num_experts))), topology, empty)
-    plan = planner.plan(window, topology, current)
-    problem = objective.problem(window, topology, current)
-    return Planned(load, objective, problem, plan, options.planner, model.measured)
+    proof = None
+    if isinstance(planner, LatencyOptimalIlp):
+        plan, proof = planner.solution(window, topology, current, shares, _layers_done(report, load.layer_ids))
+    elif shares is None:
+        plan = planner.plan(window, topology, current)
+    else:
+        plan = planner.plan(window, topology, current, shares)
+    problem = objective.problem(window, topology, current, shares)
+    return Planned(load, objective, problem, plan, options.planner, model.measured, proof)
+
+
+def _layers_done(report: Report, layer_ids: tuple[int, ...]) -> Callable[[IlpProgress], None]:
+    def tell(at: IlpProgress) -> None:
+        gap = max(0.0, 1 - at.bound_s / at.objective_s) if at.objective_s > 0 else 0.0
+        turn = f", price {at.price} of a move" if at.price else ""
+        report(f"Layer {layer_ids[at.layer]}, gap {gap:.1%}{turn}", at.layer, at.layers)
+
+    return tell
 
 
 def read_load(path: Path, format: str | None, model: str | None, window: str | None) -> WindowLoad:
     """The load of a trace in any known format: all of it, or of a load table the windows asked for.
 
-    `window` is a label (also the part before a /), a number from 0, or a range A:B that leaves B out.
+    `window` is a label (also the part before a /), a number from 0, or a range A:B that leaves B out. Without it
+    windows named merged_… are left out: they are sums of others, whose tokens would count twice.
     """
     trace = read_trace(path, format, ReadOptions(model=model if model is None or not Path(model).exists() else None))
     spec = _spec(trace, model)
+    labels: tuple[str, ...] = ()
     if isinstance(trace, LoadTable):
         chosen, what = _windows(path, trace, window)
+        labels = tuple(trace.labels[i] for i in chosen) if trace.labels is not None else ()
         tokens = trace.counts[chosen].sum(axis=0, dtype=np.float64)
         ids = None if trace.layer_ids is None else tuple(int(n) for n in trace.layer_ids)
     elif isinstance(trace, ActivationTrace):
@@ -133,7 +170,7 @@ def read_load(path: Path, format: str | None, model: str | None, window: str | N
         ids = spec.moe_layer_ids
     if ids is None or not set(ids) <= set(spec.moe_layer_ids):
         raise TraceError(path, "load", f"has {len(tokens)} layers; {spec.name} has {spec.num_moe_layers} MoE ones")
-    return WindowLoad(spec, tokens, ids, what)
+    return WindowLoad(spec, tokens, ids, what, labels)
 
 
 def count_load(trace: ActivationTrace) -> NDArray[np.float64]:
@@ -164,9 +201,9 @@ def _spec(trace: Trace, model: str | None) -> ModelSpec:
 
 
 def _windows(path: Path, table: LoadTable, window: str | None) -> tuple[list[int], str]:
-    if window is None:
-        return list(range(len(table))), f"{len(table)} windows of {path.name}" if len(table) > 1 else path.name
     labels = list(table.labels or ())
+    if window is None:
+        return _all_windows(path, labels, len(table))
     chosen = [i for i, label in enumerate(labels) if label == window or label.startswith(f"{window}/")]
     if not chosen:
         first, colon, last = window.partition(":")
@@ -181,6 +218,17 @@ def _windows(path: Path, table: LoadTable, window: str | None) -> tuple[list[int
     return chosen, f"{window} of {path.name}"
 
 
+def _all_windows(path: Path, labels: list[str], count: int) -> tuple[list[int], str]:
+    merged = {i for i, label in enumerate(labels) if label.startswith(MERGED)}
+    chosen = [i for i in range(count) if i not in merged]
+    if not chosen and count > 1:
+        raise ConfigError(f"all {count} windows of {path} are merged ones, which overlap: choose one with --window")
+    if not merged or not chosen:
+        return list(range(count)), f"{count} windows of {path.name}" if count > 1 else path.name
+    are = f"{len(merged)} named {MERGED}… are" if len(merged) > 1 else f"1 named {MERGED}… is"
+    return chosen, f"{len(chosen)} of {count} windows of {path.name} ({are} left out: sums of others)"
+
+
 def _speeds(text: str | None, ranks: int) -> tuple[float, ...]:
     if text is None:
         return ()
@@ -190,33 +238,46 @@ def _speeds(text: str | None, ranks: int) -> tuple[float, ...]:
         raise ConfigError(f"--speeds={text} must be {ranks} numbers with commas between them") from None
 
 
-def _current(options: PlanOptions, load: WindowLoad) -> Placement:
+def _current(options: PlanOptions, load: WindowLoad) -> PlacementMap:
+    """What serves now: the placement, and the shares where they are not equal."""
     spec = load.spec
     if options.current is None:
         slots = spec.num_experts if options.slots is None else options.slots
         if slots < spec.num_experts:
             raise ConfigError(f"--slots={slots} must hold the num_experts={spec.num_experts} of {spec.name}")
-        return Placement.linear(len(load.tokens), spec.num_experts, options.ranks, slots)
-    found = read_map(options.current, options.current_format, model=spec, num_ranks=options.ranks)
-    rows = found.placement.slot_experts
+        return PlacementMap(Placement.linear(len(load.tokens), spec.num_experts, options.ranks, slots))
+    found = read_map(options.current, model=spec, num_ranks=options.ranks)
+    rows, shares = found.placement.slot_experts, found.shares
     if found.layer_ids != load.layer_ids:
         if found.layer_ids is None or not set(load.layer_ids) <= set(found.layer_ids):
             raise ConfigError(f"{options.current} lacks layers that the load has: it has {len(rows)}")
-        rows = rows[[found.layer_ids.index(layer) for layer in load.layer_ids]]
+        kept = [found.layer_ids.index(layer) for layer in load.layer_ids]
+        rows, shares = rows[kept], None if shares is None else shares[kept]
     if options.slots not in (None, rows.shape[1]):
         raise ConfigError(f"--slots={options.slots} must be the {rows.shape[1]} of {options.current}, or left out")
-    return Placement(rows, options.ranks, spec.num_experts)
+    return PlacementMap(Placement(rows, options.ranks, spec.num_experts), shares=shares)
 
 
 def _planner(options: PlanOptions, objective: Objective) -> Planner:
     make = planners[options.planner]
-    known = {field.name for field in fields(make)} if is_dataclass(make) else {"objective", "split", "max_moves"}
-    asked = {"split": options.split, "max_moves": options.max_moves}
+    known = _settings(make)
+    asked = {"split": options.split, "max_moves": options.max_moves, "time_limit_s": options.time_limit}
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     for name in given:
         if name not in known:
-            raise ConfigError(f"planner {options.planner} has no --{name.replace('_', '-')}; latency_optimal has")
+            option = f"--{name.removesuffix('_s').replace('_', '-')}"
+            able = [other for other in planners if name in _settings(planners[other])]
+            raise ConfigError(
+                f"planner {options.planner} has no {option}; {', '.join(able)} {'have' if len(able) > 1 else 'has'} it"
+            )
+    if "time_limit_s" in known:
+        given.setdefault("time_limit_s", TIME_LIMIT_S)
     return make(objective=objective, **given)
+
+
+def _settings(make: Callable[..., Planner]) -> set[str]:
+    """Names that it takes; of what is no dataclass, those that most have."""
+    return {field.name for field in fields(make)} if is_dataclass(make) else {"objective", "split", "max_moves"}
 
 
 def summary(planned: Planned) -> dict[str, Any]:
@@ -238,8 +299,16 @@ def summary(planned: Planned) -> dict[str, Any]:
         "moves_by_link": by_link(plan, topology, placement.slots_per_rank), "movement_s": plan.movement_s,
         "break_even_steps": float(steps) if np.isfinite(steps) else None,
         "break_even_s": float(steps * plan.after_s) if np.isfinite(steps) else None,
-        "planning_s": plan.planning_s,
+        "planning_s": plan.planning_s, "proof": None if planned.proof is None else _proof(planned.proof),
         "rank_s_before": before.sum(axis=0), "rank_s_after": after.sum(axis=0),
+    }  # fmt: skip
+
+
+def _proof(report: IlpReport) -> dict[str, Any]:
+    """In seconds over the horizon, all layers together, and gaps as shares of the objective."""
+    return {
+        "objective_s": float(report.objective_s.sum()), "bound_s": report.total_bound_s, "gap": report.total_gap,
+        "worst_gap": float(report.gap.max()), "layers_closed": int(report.closed.sum()),
     }  # fmt: skip
 
 

@@ -7,6 +7,9 @@ are full, and no replica leads out. Their work over their speed is then the leas
 
 Exact where an expert's seconds on its ranks differ by their speeds alone. Otherwise the flow has gains, pushing along
 shortest chains may stop early, and the limit found is an upper bound.
+
+A slot's seconds are affine in its share: ``unit[rank, expert] x (share + fixed[expert])``, `fixed` being what it takes
+however few tokens it gets. Nothing of that can be pushed, so it only counts where slots come and go.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ def new_split(slots: int, experts: int, ranks: int) -> Split:
 
 
 @njit()
-def link(row: Indices, alive: NDArray[np.bool_], unit: Array, split: Split) -> None:
+def link(row: Indices, alive: NDArray[np.bool_], unit: Array, fixed: Array, split: Split) -> None:
     """Start from a row of slot_experts and equal shares."""
     each = len(row) // len(alive)
     split.first[:] = NONE
@@ -81,7 +84,7 @@ def link(row: Indices, alive: NDArray[np.bool_], unit: Array, split: Split) -> N
         if split.after[slot] != TWIN:
             expert, rank = row[slot], slot // each
             split.share[slot] = 1.0 / split.copies[expert]
-            split.busy[rank] += unit[rank, expert] * split.share[slot]
+            split.busy[rank] += unit[rank, expert] * (split.share[slot] + fixed[expert])
 
 
 @njit()
@@ -114,12 +117,15 @@ def copy_shares(split: Split, to: Split) -> None:
 
 
 @njit()
-def put(split: Split, slot: int, expert: int, unit: Array) -> None:
+def put(split: Split, slot: int, expert: int, unit: Array, fixed: Array) -> None:
     """Overwrite a slot, whose expert must have another; its share goes to the least busy of those."""
+    rank = slot // (len(split.expert) // len(split.busy))
     if split.after[slot] != TWIN:
         unlink(split, slot)
         bequeath(split, slot, unit)
+        split.busy[rank] -= unit[rank, split.expert[slot]] * fixed[split.expert[slot]]
     link_in(split, slot, expert)
+    split.busy[rank] += unit[rank, expert] * fixed[expert]
 
 
 @njit()
@@ -142,7 +148,7 @@ def bequeath(split: Split, slot: int, unit: Array) -> int:
 
 
 @njit()
-def swap(split: Split, one: int, other: int, unit: Array) -> None:
+def swap(split: Split, one: int, other: int, unit: Array, fixed: Array) -> None:
     """Exchange the experts of two slots; shares go along."""
     each = len(split.expert) // len(split.busy)
     here, there = one // each, other // each
@@ -151,8 +157,9 @@ def swap(split: Split, one: int, other: int, unit: Array) -> None:
     unlink(split, other)
     link_in(split, one, comes)
     link_in(split, other, leaves)
-    split.busy[here] += unit[here, comes] * split.share[other] - unit[here, leaves] * split.share[one]
-    split.busy[there] += unit[there, leaves] * split.share[one] - unit[there, comes] * split.share[other]
+    goes, arrives = split.share[one] + fixed[leaves], split.share[other] + fixed[comes]
+    split.busy[here] += unit[here, comes] * arrives - unit[here, leaves] * goes
+    split.busy[there] += unit[there, leaves] * goes - unit[there, comes] * arrives
     split.share[one], split.share[other] = split.share[other], split.share[one]
 
 

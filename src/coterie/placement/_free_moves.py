@@ -58,7 +58,9 @@ class Layer(NamedTuple):
     alive: NDArray[np.bool_]
     speeds: Array
     unit: Array
-    """[rank, expert]"""
+    """[rank, expert] seconds of all its tokens"""
+    fixed: Array
+    """[expert] of that, what a slot takes besides, however few it gets"""
     load_in: Array
     """[rank, expert]"""
     floor: float
@@ -92,7 +94,7 @@ def search_layer(row: Indices, layer: Layer, target: float, slots: Indices, expe
     trial = Split(split.expert, split.after, split.first, split.copies, np.empty(len(row)), np.empty(ranks))
     search, other = np.empty((4, ranks), np.int64), np.empty((4, ranks), np.int64)
     nowhere, arrivals = np.zeros(ranks, np.bool_), np.zeros(ranks)
-    link(row, layer.alive, layer.unit, split)
+    link(row, layer.alive, layer.unit, layer.fixed, split)
     steps = _rescue(layer, split, arrivals, slots, experts, totals)
     while True:
         over = relieve(split, layer.unit, layer.speeds, target, search, nowhere)
@@ -110,17 +112,17 @@ def search_layer(row: Indices, layer: Layer, target: float, slots: Indices, expe
             steps += 1
             totals[steps] = np.inf
         _arrive(split, step.slot, step.expert, layer.load_in, arrivals)
-        _take(split, step, layer.unit)
+        _take(layer, split, step)
         slots[steps], experts[steps] = step.slot, step.expert
         steps += 1
 
 
 @njit()
-def _take(split: Split, step: Step, unit: Array) -> None:
+def _take(layer: Layer, split: Split, step: Step) -> None:
     if step.slot2 == NONE:
-        put(split, step.slot, step.expert, unit)
+        put(split, step.slot, step.expert, layer.unit, layer.fixed)
     else:
-        swap(split, step.slot, step.slot2, unit)
+        swap(split, step.slot, step.slot2, layer.unit, layer.fixed)
 
 
 @njit()
@@ -173,7 +175,7 @@ def _rescue(layer: Layer, split: Split, arrivals: Array, slots: Indices, experts
             ):
                 best = slot
         _arrive(split, best, expert, layer.load_in, arrivals)
-        put(split, best, expert, layer.unit)
+        put(split, best, expert, layer.unit, layer.fixed)
         split.share[best] = 1.0
         split.busy[best // each] += layer.unit[best // each, expert]
         slots[steps], experts[steps], totals[steps] = best, expert, np.inf
@@ -209,7 +211,7 @@ def _best_step(
         price = _price(layer, arrivals, rank, expert)
         for slot in range(rank * each, rank * each + each):
             if _spare(split, slot, layer.alive):
-                gain = _takes(layer, split, trial, inside, other, target, slot, drains[expert])
+                gain = _takes(layer, split, trial, inside, other, target, slot, expert, drains[expert])
                 if gain > SAME * over and (best.slot == NONE or worth * gain - price > best.score):
                     best = Step(slot, expert, NONE, NONE, gain, worth * gain - price)
     if best.slot == NONE:
@@ -230,7 +232,8 @@ def _room(layer: Layer, split: Split, outside: NDArray[np.bool_], target: float)
     for slot in range(len(split.share)):
         rank = slot // each
         if outside[rank] and split.copies[split.expert[slot]] > 1:
-            room[rank] += split.share[slot] * layer.unit[rank, split.expert[slot]] * layer.speeds[rank]
+            part = split.share[slot] + layer.fixed[split.expert[slot]]
+            room[rank] += part * layer.unit[rank, split.expert[slot]] * layer.speeds[rank]
     for rank in range(len(room)):
         if outside[rank]:
             room[rank] += max(0.0, target - split.busy[rank]) * layer.speeds[rank]
@@ -271,10 +274,11 @@ def _drain(
 @njit()
 def _takes(
     layer: Layer, split: Split, trial: Split, inside: NDArray[np.bool_], other: Indices, target: float,
-    slot: int, work: float,
+    slot: int, expert: int, work: float,
 ) -> float:  # fmt: skip
-    """How much of `work` from the bottleneck finds a place if it comes to this slot, overwriting what is there."""
-    rank = slot // (len(split.share) // len(inside))
+    """How much of `work` from the bottleneck finds a place if it comes with its expert to this slot, overwriting what
+    is there."""
+    rank, was = slot // (len(split.share) // len(inside)), split.expert[slot]
     lost, before, linked = 0.0, NONE, split.after[slot] != TWIN
     copy_shares(split, trial)
     if linked:
@@ -282,7 +286,8 @@ def _takes(
         heir = bequeath(trial, slot, layer.unit)
         if heir != NONE and inside[heir]:
             lost = (trial.busy[heir] - split.busy[heir]) * layer.speeds[heir]
-    trial.busy[rank] += work / layer.speeds[rank]
+        trial.busy[rank] -= layer.unit[rank, was] * layer.fixed[was]
+    trial.busy[rank] += work / layer.speeds[rank] + layer.unit[rank, expert] * layer.fixed[expert]
     left = relieve(trial, layer.unit, layer.speeds, target, other, inside)
     if linked:
         relink(split, slot, before)
@@ -306,7 +311,7 @@ def _best_pair(
             continue
         step = Step(outer, split.expert[inner], inner, split.expert[outer], 0.0, 0.0)
         copy_split(split, whole)
-        _take(whole, step, layer.unit)
+        _take(layer, whole, step)
         gain = over - relieve(whole, layer.unit, layer.speeds, target, other, nowhere)
         score = worth * gain - _price(layer, arrivals, outer // each, step.expert)
         score -= _price(layer, arrivals, inner // each, step.expert2)
@@ -327,14 +332,14 @@ def _promising(
         if inside[there] or split.after[outer] == TWIN:
             continue
         goes = split.expert[outer]
-        back = layer.unit[there, goes] * split.share[outer] * layer.speeds[there]
+        back = layer.unit[there, goes] * (split.share[outer] + layer.fixed[goes]) * layer.speeds[there]
         free = (target - split.busy[there]) * layer.speeds[there]
         for inner in range(len(split.share)):
             here = inner // each
             if not inside[here] or split.after[inner] == TWIN:
                 continue
             comes = split.expert[inner]
-            sent = layer.unit[here, comes] * split.share[inner] * layer.speeds[here]
+            sent = layer.unit[here, comes] * (split.share[inner] + layer.fixed[comes]) * layer.speeds[here]
             gain = min(sent - back, over) - max(0.0, sent - back - free)
             if gain <= guess[worst] or holds(split, goes, here, each) or holds(split, comes, there, each):
                 continue
@@ -345,7 +350,7 @@ def _promising(
 
 @njit()
 def search_layers(
-    rows: Indices, chosen: Indices, alive: NDArray[np.bool_], speeds: Array, unit: Array, load_in: Array,
+    rows: Indices, chosen: Indices, alive: NDArray[np.bool_], speeds: Array, unit: Array, fixed: Array, load_in: Array,
     floor: Array, prices: Array, slots: Indices, experts: Indices, totals: Array, counts: Indices,
 ) -> None:  # fmt: skip
     """:func:`search_layer` of the layers `chosen`; the rest of the arrays begins with [layer].
@@ -358,7 +363,7 @@ def search_layers(
     other_totals = np.empty(most + 1)
     horizon, exposed, move_price = prices
     for at in chosen:
-        layer = Layer(alive, speeds, unit[at], load_in[at], floor[at], horizon, exposed, move_price)
+        layer = Layer(alive, speeds, unit[at], fixed[at], load_in[at], floor[at], horizon, exposed, move_price)
         best = np.inf
         for looser in LOOSER:
             if best - horizon * layer.floor <= horizon * layer.floor * looser:

@@ -6,7 +6,8 @@ experts arrive there over links of one price.
 
 * Equal split: ``z[expert, rank, n]`` says that the expert has n replicas and one of them is on the rank. Numbers past
   those that matter are one last level, which gets the time of the most replicas there may be: a bound stays a bound.
-* Optimal split: ``p[expert, rank]`` holds it, ``x[expert, rank] <= p`` is its share of the expert's tokens.
+* Optimal split: ``p[expert, rank]`` holds it, ``x[expert, rank] <= p`` is its share of the expert's tokens. Seconds are
+  taken to be shared alike, which streaming is not: a bound stays a bound there too, and what is found gets its price.
 
 From a known placement follows that no rank of a better one is slower than `slowest`, since movement costs nothing at
 best. So an expert has at least so many replicas, and a set of ranks with more work of its own than it can do in that
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Event, Thread
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -79,10 +81,19 @@ class Layer:
         moves = float((holds & ~self.held).sum())
         if shares is None:
             count = holds.sum(axis=0)
-            shares = np.where(holds, self.share[np.arange(len(count)), count - 1], 0.0)
-        slowest = float((self.unit * shares).sum(axis=1).max())
+            parts = np.where(holds, self.share[np.arange(len(count)), count - 1], 0.0)
+        else:
+            parts = self._parts(shares)
+        slowest = float((self.unit * parts).sum(axis=1).max())
         waited = self.horizon * max(slowest - self.floor, 0.0) + self.slowest_price * float(arrivals.max())
         return waited + self.each_price * float(arrivals.sum()) + self.move_price * moves
+
+
+    def _parts(self, shares: Array) -> Array:
+        """[rank, expert] of `unit` that these shares of the tokens take: on straight lines between whole replicas."""
+        at = np.append(0.0, 1.0 / np.arange(self.share.shape[1], 0, -1))
+        table = np.hstack([np.zeros((len(self.share), 1)), self.share[:, ::-1]])
+        return np.stack([np.interp(shares[:, expert], at, row) for expert, row in enumerate(table)], axis=1)
 
 
 class Found(NamedTuple):
@@ -410,7 +421,11 @@ def _solve_once(program: Program, start: Found, search: Search, tell: Tell) -> t
     none = np.zeros(layer.unit.shape[1], bool)
     solver = _solver(search)
     solver.passModel(program.lp())
-    bound = _root(solver, program, start.excess - search.gap_s)
+
+    def in_time(reached: float) -> bool:  # HiGHS looks at its own limit now and then only
+        return perf_counter() - began < search.time_limit_s and tell(start.excess, reached)
+
+    bound = _root(solver, program, start.excess - search.gap_s, in_time)
     best = start._replace(bound=min(max(bound, start.bound), start.excess))
     left = search.time_limit_s - (perf_counter() - began)
     if best.excess - best.bound <= search.gap_s or left <= 0 or not tell(best.excess, best.bound):
@@ -420,9 +435,11 @@ def _solve_once(program: Program, start: Found, search: Search, tell: Tell) -> t
     solver.setOptionValue("time_limit", solver.getRunTime() + left)
     solver.setSolution(len(whole), whole, program.columns_of(start.holds)[whole])
     solver.setOptionValue("mip_abs_gap", search.gap_s / program.worth)
-    failure = _run(solver, program.worth, tell)
-    if failure is not None:
-        raise failure
+
+    def look(data: Any) -> bool:
+        return tell(data.mip_primal_bound * program.worth, max(data.mip_dual_bound * program.worth, best.bound))
+
+    _run(solver, solver.cbMipInterrupt, look)
     info = solver.getInfo()
     bound = info.mip_dual_bound * program.worth
     if np.isfinite(bound):
@@ -450,12 +467,16 @@ def _solver(search: Search) -> Any:
     return solver
 
 
-def _root(solver: Any, program: Program, enough: float) -> float:
+def _root(solver: Any, program: Program, enough: float, tell: Callable[[float], bool]) -> float:
     """Bound of the relaxation, in seconds, with the cuts it breaks added as long as that helps."""
     cuts = _Cuts(program)
     bound = 0.0
+
+    def look(_: Any) -> bool:
+        return tell(bound)
+
     for _ in range(CUT_ROUNDS):
-        solver.run()
+        _run(solver, solver.cbSimplexInterrupt, look)
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return bound
         reached = solver.getObjectiveValue() * program.worth
@@ -468,32 +489,58 @@ def _root(solver: Any, program: Program, enough: float) -> float:
     return bound
 
 
-def _run(solver: Any, worth: float, tell: Tell) -> BaseException | None:
-    """Run it, telling now and then; what `tell` raised (or Ctrl-C) stops it and is returned."""
-    failure: list[BaseException] = []
+def _run(solver: Any, calls: Any, look: Callable[[Any], bool]) -> None:
+    """Run it, with a look now and then at where it is; a look that says False stops it.
+
+    What a look raises, and Ctrl-C, also stop it and are raised when it has ended: nothing may unwind through the
+    solver. It runs in a thread of its own because Ctrl-C goes to the first one, which would not heed it inside HiGHS.
+    """
+    failures: list[BaseException] = []
+    ended = Event()
     last = perf_counter()
 
-    def look(event: Any) -> None:
+    def watch(event: Any) -> None:
         nonlocal last
-        if failure or perf_counter() - last < TELL_EVERY_S:
+        going = not failures
+        if going and perf_counter() - last < TELL_EVERY_S:
             return
         last = perf_counter()
         try:
-            going = tell(event.data_out.mip_primal_bound * worth, event.data_out.mip_dual_bound * worth)
-        except BaseException as error:  # must not unwind through the solver
-            failure.append(error)
+            going = going and look(event.data_out)
+        except BaseException as error:
+            failures.append(error)
             going = False
         if not going:
             event.interrupt()
 
-    solver.cbMipInterrupt += look
-    solver.run()
-    solver.cbMipInterrupt -= look
-    return failure[0] if failure else None
+    def work() -> None:
+        try:
+            solver.run()
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            ended.set()
+
+    calls.subscribe(watch)
+    running = Thread(target=work, name="highs")
+    running.start()
+    while not ended.is_set():
+        try:
+            ended.wait()  # not join: interrupted, it takes the thread for ended (Python 3.11)
+        except BaseException as error:
+            failures.append(error)
+    running.join()
+    calls.unsubscribe(watch)
+    if failures:
+        raise failures[0]
 
 
 def best_shares(layer: Layer, holds: Mask) -> Array:
-    """[rank, expert] shares that make the slowest rank of a placement fastest: a small linear program."""
+    """[rank, expert] shares that make the slowest rank of a placement fastest: a small linear program.
+
+    It takes an expert's seconds to be shared as its tokens are. Where replicas stream, they are not: equal shares are
+    then taken if they are better.
+    """
     rank, expert = np.nonzero(holds)
     ranks, experts = holds.shape
     scale = float(layer.work.sum() / layer.speeds.sum()) or 1.0
@@ -512,4 +559,4 @@ def best_shares(layer: Layer, holds: Mask) -> Array:
     solver.run()
     shares = np.zeros(holds.shape)
     shares[rank, expert] = np.clip(np.array(solver.getSolution().col_value)[:-1], 0.0, 1.0)
-    return np.asarray(shares / shares.sum(axis=0))
+    return min(shares / shares.sum(axis=0), holds / holds.sum(axis=0), key=lambda split: layer.excess(holds, split))

@@ -117,6 +117,8 @@ class Scratch(NamedTuple):
     """[rank]"""
     worth: Array
     """[slot of a rank] excess that a swap with it takes away for each move."""
+    stuck: NDArray[np.bool_]
+    """[rank] whether nothing helps it."""
 
 
 class Action(NamedTuple):
@@ -140,13 +142,6 @@ class Prices(NamedTuple):
     """Seconds of a load over the fastest link."""
 
 
-class Total(NamedTuple):
-    total_s: float
-    seconds: float
-    """Of all loads, summed."""
-    moves: int
-
-
 class Best(NamedTuple):
     """What a layer's search found, each better than the one before; without a trail only the last is kept."""
 
@@ -167,8 +162,17 @@ def excess(busy: float, target: float, steep: float) -> float:
 
 
 @njit()
+def slowest(busy: Array) -> float:
+    most = busy[0]
+    for rank in range(1, len(busy)):
+        most = max(most, busy[rank])
+    return float(most)
+
+
+@njit()
 def part_of(share: Array, expert: int, replicas: int) -> float:
-    return float(share[expert, min(replicas, share.shape[1]) - 1])
+    last = share.shape[1] - 1
+    return float(share[expert, replicas - 1 if replicas <= last else last])
 
 
 @njit()
@@ -179,26 +183,20 @@ def fee_of(load_in: Array, home: NDArray[np.bool_], rank: int, expert: int, fast
 
 
 @njit()
-def start(layer: Layer, row: Ints) -> State:
-    """Second copies on a rank become EMPTY slots."""
+def start(layer: Layer, state: State, base: NDArray[np.int64], row: Ints) -> None:
+    """Homes as they are, and a `base` in which second copies on a rank are EMPTY slots."""
     ranks, experts = layer.unit.shape
-    slots = len(row)
-    per_rank = slots // ranks
-    held = np.full((ranks, experts), -1, np.int16)
-    count = np.zeros(experts, np.int64)
-    now = row.astype(np.int64)
-    for slot in range(slots):
-        rank, expert = slot // per_rank, row[slot]
-        if not layer.alive[rank]:
-            continue
-        if held[rank, expert] >= 0:
-            now[slot] = EMPTY
-        else:
-            held[rank, expert] = slot
-            count[expert] += 1
-    return State(
-        now, held, held >= 0, count, np.zeros(experts), np.zeros(ranks), np.zeros(slots), np.full(slots, np.inf)
-    )
+    per_rank = len(row) // ranks
+    for rank in range(ranks):
+        for expert in range(experts):
+            state.home[rank, expert] = False
+        for slot in range(rank * per_rank, (rank + 1) * per_rank):
+            expert = row[slot]
+            base[slot], state.own[slot], state.fee[slot] = expert, 0.0, np.inf
+            if layer.alive[rank]:
+                if state.home[rank, expert]:
+                    base[slot] = EMPTY
+                state.home[rank, expert] = True
 
 
 @njit()
@@ -363,6 +361,13 @@ def look_at_gifts(
     if not weigh_replicas(layer, state, scratch, rank, target):
         return best
     score, slot_best, expert_best = best.score, NONE, NONE
+    most, most_here, wanted = -np.inf, -np.inf, False  # relief of an expert of the rank, and of any
+    for place in range(rank * per_rank, (rank + 1) * per_rank):
+        most = max(most, relief[row[place]])
+        wanted = wanted or count[row[place]] > 1
+    if wanted:
+        for expert in range(len(relief)):
+            most_here = max(most_here, relief[expert])
     slot = -1
     for other in range(len(busy)):
         if not alive[other]:
@@ -376,11 +381,14 @@ def look_at_gifts(
             # What its own rank would have had to bear, had it kept it, is no loss.
             more = unit[other, was] * (part_of(share, was, count[was] - 1) - part[was])
             rest = excess(busy[other] + more, target, steep) - scratch.burden[was]
+            # What it brings only takes away from this, and what it costs can only be more.
+            least = max(spare - fee[slot], spare / 2)
+            if (most_here if other == rank else most) + rest <= score * least:
+                continue
             free = busy[other] - own[slot]
             for place in range(len(relief) if other == rank else per_rank):
                 expert = place if other == rank else row[rank * per_rank + place]
-                # What it brings only takes away from this.
-                if relief[expert] + rest <= score * (spare / 2) or held[other, expert] >= 0:
+                if relief[expert] + rest <= score * least or held[other, expert] >= 0:
                     continue
                 brings = unit[other, expert] * part_of(share, expert, count[expert] + 1)
                 gain = relief[expert] + rest - excess(free + brings, target, steep)
@@ -411,8 +419,9 @@ def weigh_replicas(layer: Layer, state: State, scratch: Scratch, rank: int, targ
                 wanted = True
     if not several:
         return False
-    relief[:] = 0.0
-    burden[:] = 0.0
+    for expert in range(len(count)):
+        relief[expert] = 0.0
+        burden[expert] = 0.0
     slot = -1
     for other in range(len(busy)):
         if not layer.alive[other]:
@@ -453,9 +462,9 @@ def repair(layer: Layer, state: State, target: float, fastest: float) -> bool:
         apply(layer, state, NONE, at, expert, fastest)
         done = True
     for slot in range(slots):
-        rank = slot // per_rank
         if state.row[slot] != EMPTY:
             continue
+        rank = slot // per_rank
         best, pick = -np.inf, NONE
         for expert in range(len(state.copies)):
             if state.held[rank, expert] < 0:
@@ -473,8 +482,9 @@ def descend(
     layer: Layer, state: State, scratch: Scratch, best: Best, prices: Prices, target: float, spare: float
 ) -> bool:
     """Until no rank is above the target, or nothing helps; whether none is."""
-    stuck = np.zeros(len(state.busy), np.bool_)
-    fastest = prices.fastest
+    stuck, fastest, given_up = scratch.stuck, prices.fastest, 0
+    for rank in range(len(stuck)):
+        stuck[rank] = False
     while True:
         rank = NONE
         for other in range(len(state.busy)):
@@ -482,21 +492,25 @@ def descend(
             if slow and (rank < 0 or state.busy[other] > state.busy[rank]):
                 rank = other
         if rank < 0:
-            return not stuck.any()
+            return given_up == 0
         action = Action(TINY * target, NONE, NONE, NONE)
         action = look_at_swaps(layer, state, scratch, rank, target, fastest, action, spare)
         action = look_at_gifts(layer, state, scratch, rank, target, fastest, action, spare)
         if action.second < 0:
             stuck[rank] = True
+            given_up += 1
             continue
         apply(layer, state, action.first, action.second, action.expert, fastest)
         note(layer, state, best, prices)
-        stuck[:] = False
+        if given_up:
+            for other in range(len(stuck)):
+                stuck[other] = False
+            given_up = 0
 
 
 @njit()
-def total_of(layer: Layer, state: State, prices: Prices) -> Total:
-    """The objective as things stand."""
+def note(layer: Layer, state: State, best: Best, prices: Prices) -> None:
+    """Keep what is better by the objective than all before, or the first; of equals, the one with fewer moves."""
     per_rank = len(state.row) // len(state.busy)
     slot, moves, latest, seconds = 0, 0, 0.0, 0.0
     for rank in range(len(state.busy)):
@@ -509,124 +523,51 @@ def total_of(layer: Layer, state: State, prices: Prices) -> Total:
                 moves += 1
         latest = max(latest, here)
         seconds += here
-    busy = prices.horizon * max(state.busy.max(), prices.floor)
-    return Total(busy + prices.exposed * (latest + prices.move_price * seconds), seconds, moves)
-
-
-@njit()
-def note(layer: Layer, state: State, best: Best, prices: Prices) -> None:
-    """Keep what is better than all before; of equals, the one with fewer moves."""
-    found = total_of(layer, state, prices)
-    kept = best.kept[0]
-    least = best.totals[kept - 1]
-    even = abs(found.total_s - least) <= TINY * least
-    if not (found.total_s < least - TINY * least or (even and found.moves < best.moves[kept - 1])):
-        return
-    if best.trail and not even and kept < len(best.rows):
-        best.kept[0] += 1
+    total = prices.horizon * max(slowest(state.busy), prices.floor)
+    total += prices.exposed * (latest + prices.move_price * seconds)
     at = best.kept[0] - 1
-    best.totals[at], best.seconds[at], best.moves[at] = found.total_s, found.seconds, found.moves
-    best.rows[at] = state.row
+    if at < 0:
+        at = 0
+    else:
+        least = best.totals[at]
+        even = abs(total - least) <= TINY * least
+        if not (total < least - TINY * least or (even and moves < best.moves[at])):
+            return
+        if best.trail and not even and at + 1 < len(best.rows):
+            at += 1
+    best.kept[0] = at + 1
+    best.totals[at], best.seconds[at], best.moves[at] = total, seconds, moves
+    for slot in range(len(state.row)):
+        best.rows[at, slot] = state.row[slot]
 
 
 @njit()
 def restore(layer: Layer, state: State, row: NDArray[np.int64], fastest: float) -> None:
-    """Back to an earlier state of the slots, in which every living one held something."""
-    per_rank = len(row) // len(state.busy)
-    state.copies[:] = 0
-    state.held[:] = -1
-    for slot in range(len(row)):
-        state.row[slot] = row[slot]
-        if layer.alive[slot // per_rank]:
-            state.copies[row[slot]] += 1
-            state.held[slot // per_rank, row[slot]] = slot
-    for expert in range(len(state.copies)):
-        state.part[expert] = part_of(layer.share, expert, state.copies[expert])
-    for rank in range(len(state.busy)):
-        refresh(layer, state, rank, fastest)
-
-
-@njit()
-def squeeze(
-    layer: Layer, state: State, scratch: Scratch, best: Best, prices: Prices, floor: float, spare: float
-) -> None:
-    """A little less of the slowest rank's time again and again, as long as that is reached."""
-    less = SQUEEZE
-    while less > CLOSE:
-        peak, old = state.busy.max(), state.row.copy()
-        target = max(floor, peak * (1.0 - less))
-        if peak <= floor * (1.0 + CLOSE):
-            return
-        descend(layer, state, scratch, best, prices, target, spare)
-        if state.busy.max() > peak * (1.0 - CLOSE / 10.0):
-            restore(layer, state, old, prices.fastest)
-            less /= 2.0
-
-
-@njit()
-def look_again(
-    layer: Layer, state: State, scratch: Scratch, best: Best, prices: Prices, base: NDArray[np.int64], high: float
-) -> None:
-    """Where the floor is out of reach and `high` is not: targets between them, and other ways down."""
-    fastest, low = prices.fastest, prices.floor
-    cheapest = prices.exposed * fastest * (1.0 + prices.move_price)  # of a move
-    for _ in range(HALVINGS):
-        target = (low + high) / 2.0
-        if high <= low * (1.0 + CLOSE) or prices.horizon * target + cheapest >= best.totals[best.kept[0] - 1]:
-            break
-        restore(layer, state, base, fastest)
-        if not descend(layer, state, scratch, best, prices, target, SPARE):
-            low = target
-        high = min(high, state.busy.max())
-    if prices.horizon * prices.floor + cheapest >= best.totals[best.kept[0] - 1]:
-        return
-    for spare in SPARES:
-        restore(layer, state, base, fastest)
-        descend(layer, state, scratch, best, prices, prices.floor, spare)
-        squeeze(layer, state, scratch, best, prices, prices.floor, spare)
-
-
-@njit()
-def plan_layer(layer: Layer, row: Ints, prices: Prices, best: Best) -> int:
-    """Fill `best`, its first entry being the layer as it is, repaired where it must be; says what was done."""
-    state = start(layer, row)
-    slots, experts, ranks = len(state.row), len(state.copies), len(state.busy)
-    scratch = Scratch(
-        np.zeros(slots), np.zeros(slots), np.zeros(experts), np.zeros(experts), np.zeros(ranks, np.int64),
-        np.zeros(slots // ranks),
-    )  # fmt: skip
-    fastest = prices.fastest
+    """To a given state of the slots."""
+    ranks, experts = layer.unit.shape
+    per_rank = len(row) // ranks
     for expert in range(experts):
-        if state.copies[expert]:
-            state.part[expert] = part_of(layer.share, expert, state.copies[expert])
+        state.copies[expert] = 0
+    for rank in range(ranks):
+        for expert in range(experts):
+            state.held[rank, expert] = -1
+        for slot in range(rank * per_rank, (rank + 1) * per_rank):
+            expert = row[slot]
+            state.row[slot] = expert
+            if expert != EMPTY and layer.alive[rank]:
+                state.copies[expert] += 1
+                state.held[rank, expert] = slot
+    for expert in range(experts):
+        replicas = state.copies[expert]
+        state.part[expert] = part_of(layer.share, expert, replicas) if replicas else 0.0
     for rank in range(ranks):
         refresh(layer, state, rank, fastest)
-    # A target of 0 is a layer without load.
-    floor = max(prices.floor, 1e-300)
-    outcome = REPAIRED if repair(layer, state, floor, fastest) else KEPT
-    base = state.row.copy()
-    at_first = total_of(layer, state, prices)
-    best.kept[0] = 1
-    best.rows[0] = base
-    best.totals[0], best.seconds[0], best.moves[0] = at_first.total_s, at_first.seconds, at_first.moves
-    peak = state.busy.max()
-    if peak <= floor * (1.0 + TINY):
-        return outcome if outcome == REPAIRED else ENOUGH
-    cheapest = prices.exposed * fastest * (1.0 + prices.move_price)  # of a move
-    high = peak
-    for step in LADDER:
-        target = floor + step * (peak - floor)
-        if prices.horizon * target + cheapest >= best.totals[best.kept[0] - 1]:
-            break  # even reaching it in one move would not be better
-        if step > 0.0:
-            restore(layer, state, base, fastest)
-        descend(layer, state, scratch, best, prices, target, SPARE)
-        high = min(high, state.busy.max())
-    if high > floor * (1.0 + CLOSE) and slots * ranks <= THOROUGH:
-        look_again(layer, state, scratch, best, prices, base, high)
-    if best.totals[best.kept[0] - 1] < at_first.total_s and outcome == KEPT:
-        outcome = CHANGED
-    return outcome
+
+
+@njit()
+def save(state: State, row: NDArray[np.int64]) -> None:
+    for slot in range(len(row)):
+        row[slot] = state.row[slot]
 
 
 @njit()
@@ -636,12 +577,73 @@ def search(
     kept: NDArray[np.int64], trails: NDArray[np.int16], totals: Array, seconds: Array,
     moves: NDArray[np.int64], outcomes: NDArray[np.int64],
 ) -> None:  # fmt: skip
-    """The chosen layers; `trails` [layer, step, slot] gets what each found, the best last, `kept` [layer] how many."""
+    """The chosen layers; `trails` [layer, step, slot] gets what each found, the best last, `kept` [layer] how many.
+
+    The first step of a trail is the layer as it is, repaired where it must be.
+    """
+    slots, ranks, experts = rows.shape[1], unit.shape[1], unit.shape[2]
+    state = State(
+        np.zeros(slots, np.int64), np.zeros((ranks, experts), np.int16), np.zeros((ranks, experts), np.bool_),
+        np.zeros(experts, np.int64), np.zeros(experts), np.zeros(ranks), np.zeros(slots), np.zeros(slots),
+    )  # fmt: skip
+    scratch = Scratch(
+        np.zeros(slots), np.zeros(slots), np.zeros(experts), np.zeros(experts), np.zeros(ranks, np.int64),
+        np.zeros(slots // ranks), np.zeros(ranks, np.bool_),
+    )  # fmt: skip
+    base, old = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
     for at in chosen:
         layer = Layer(unit[at], share[at], load_in[at], alive, alike)
         prices = Prices(floor[at], numbers[0], numbers[1], numbers[2], numbers[3])
         best = Best(trails[at], totals[at], seconds[at], moves[at], kept[at : at + 1], trail)
-        outcomes[at] = plan_layer(layer, rows[at], prices, best)
+        fastest, low = prices.fastest, max(prices.floor, 1e-300)  # a target of 0 is a layer without load
+        start(layer, state, base, rows[at])
+        restore(layer, state, base, fastest)
+        repaired = repair(layer, state, low, fastest)
+        save(state, base)
+        kept[at] = 0
+        note(layer, state, best, prices)
+        first, peak = totals[at, 0], slowest(state.busy)
+        outcomes[at] = REPAIRED if repaired else ENOUGH
+        if peak <= low * (1.0 + TINY):
+            continue
+        cheapest = prices.exposed * fastest * (1.0 + prices.move_price)  # of a move
+        high = peak
+        for step in LADDER:
+            target = low + step * (peak - low)
+            if prices.horizon * target + cheapest >= totals[at, kept[at] - 1]:
+                break  # even reaching it in one move would not be better
+            if step > 0.0:
+                restore(layer, state, base, fastest)
+            descend(layer, state, scratch, best, prices, target, SPARE)
+            high = min(high, slowest(state.busy))
+        if high > low * (1.0 + CLOSE) and slots * ranks <= THOROUGH:
+            # The floor is out of reach and `high` is not: targets between them.
+            for _ in range(HALVINGS):
+                target = (low + high) / 2.0
+                if high <= low * (1.0 + CLOSE) or prices.horizon * target + cheapest >= totals[at, kept[at] - 1]:
+                    break
+                restore(layer, state, base, fastest)
+                if not descend(layer, state, scratch, best, prices, target, SPARE):
+                    low = target
+                high = min(high, slowest(state.busy))
+            low = prices.floor
+            for spare in SPARES:  # other ways down
+                if prices.horizon * low + cheapest >= totals[at, kept[at] - 1]:
+                    break
+                restore(layer, state, base, fastest)
+                descend(layer, state, scratch, best, prices, low, spare)
+                less = SQUEEZE
+                while less > CLOSE:
+                    save(state, old)
+                    peak = slowest(state.busy)
+                    if peak <= low * (1.0 + CLOSE):
+                        break
+                    descend(layer, state, scratch, best, prices, max(low, peak * (1.0 - less)), spare)
+                    if slowest(state.busy) > peak * (1.0 - CLOSE / 10.0):
+                        restore(layer, state, old, fastest)
+                        less /= 2.0
+        if not repaired:
+            outcomes[at] = CHANGED if totals[at, kept[at] - 1] < first else KEPT
 
 
 @njit()

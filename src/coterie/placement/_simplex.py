@@ -28,10 +28,10 @@ SMALL = 1e-11
 
 
 @njit()
-def solve_exactly(split: Split, unit: Array) -> float:
+def solve_exactly(split: Split, unit: Array, fixed: Array) -> float:
     """Set the best shares; the slowest rank's seconds."""
     ranks, slots = len(split.busy), len(split.share)
-    busiest = _gather(split, unit)
+    busiest = _gather(split, unit, fixed)
     scale = split.busy[busiest]
     if scale <= 0.0:
         return 0.0
@@ -51,12 +51,12 @@ def solve_exactly(split: Split, unit: Array) -> float:
     for row in range(len(table)):
         if inside[row] < slots and row != busiest:
             split.share[inside[row]] = max(0.0, table[row, -1])
-    _settle(split, unit)
+    _settle(split, unit, fixed)
     return float(split.busy.max())
 
 
 @njit()
-def _gather(split: Split, unit: Array) -> int:
+def _gather(split: Split, unit: Array, fixed: Array) -> int:
     """Give each expert's tokens to its replica with the largest share, the key one; the busiest rank then."""
     each = len(split.share) // len(split.busy)
     split.busy[:] = 0.0
@@ -72,8 +72,8 @@ def _gather(split: Split, unit: Array) -> int:
         slot = split.first[expert]
         while slot >= 0:
             split.share[slot] = 1.0 if slot == key else 0.0
+            split.busy[slot // each] += unit[slot // each, expert] * (split.share[slot] + fixed[expert])
             slot = split.after[slot]
-        split.busy[key // each] += unit[key // each, expert]
     return int(np.argmax(split.busy))
 
 
@@ -157,7 +157,7 @@ def _exchange(table: Array, row: int, column: int) -> None:
 
 
 @njit()
-def _settle(split: Split, unit: Array) -> None:
+def _settle(split: Split, unit: Array, fixed: Array) -> None:
     """Make every expert's shares add up to 1 in spite of rounding, and sum up the ranks' seconds."""
     each = len(split.share) // len(split.busy)
     split.busy[:] = 0.0
@@ -169,5 +169,5 @@ def _settle(split: Split, unit: Array) -> None:
         slot = split.first[expert]
         while slot >= 0:
             split.share[slot] /= total
-            split.busy[slot // each] += unit[slot // each, expert] * split.share[slot]
+            split.busy[slot // each] += unit[slot // each, expert] * (split.share[slot] + fixed[expert])
             slot = split.after[slot]

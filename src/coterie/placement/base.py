@@ -1,8 +1,8 @@
 """The contract of a planner: where should the experts live, given what was asked of them and where they are now.
 
-A planner is a pure function of a snapshot: the same load, topology and current placement give the same plan on every
-rank, bit for bit, so all of them may run it and none needs to be told. It decides from the settings of its
-:class:`~coterie.placement.objective.Objective`, never from a clock; the time it took is reported, not used.
+A planner is a pure function of a snapshot: the same load, topology, current placement and shares in force give the same
+plan on every rank, bit for bit, so all of them may run it and none needs to be told. It decides from the settings of
+its :class:`~coterie.placement.objective.Objective`, never from a clock; the time it took is reported, not used.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Plan:
     split: str
     """How those shares were chosen: equal, weighted or optimal."""
     before_s: float
-    """Predicted seconds of one step's MoE layers as things are."""
+    """Predicted seconds of one step's MoE layers as things are, with the shares in force."""
     after_s: float
     moves: Moves
     movement_s: float
@@ -144,7 +144,11 @@ class Plan:
 class Planner(Protocol):
     """Anything that plans; settings are the fields of a frozen dataclass."""
 
-    def plan(self, load: Load, topology: Topology, current: Placement) -> Plan: ...
+    def plan(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Plan:
+        """`shares` [layer, slot] of an earlier plan are what serves now; None is equal ones."""
+        ...
 
 
 planners: Registry[Callable[..., Planner]] = Registry("planner", group="coterie.planners")

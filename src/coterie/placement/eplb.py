@@ -39,9 +39,11 @@ class Eplb:
         if self.num_groups is not None and self.num_groups < 1:
             raise ConfigError(f"num_groups={self.num_groups} must be at least 1, or None")
 
-    def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
+    def plan(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Plan:
         started = perf_counter()
-        problem = self.objective.problem(load, topology, current)
+        problem = self.objective.problem(load, topology, current, shares)
         ranks = living_ranks(problem)
         whole = ranks == current.num_ranks
         nodes, groups = self._hierarchy(load, topology, current) if whole else (1, 1)

@@ -5,9 +5,10 @@ So a stale map is first re-split, which moves nothing, and then given one link a
 at 32 ranks and 288 slots about five moves a layer, where equal replicas need forty.
 
 It minimises ``horizon x max(processing, floor) + exposed x (slowest rank's loading + move_price x all loading)``, layer
-by layer. Moves are chosen one at a time, and the best beginning of the sequence is kept: not always the fewest moves
-there are. Where an expert's seconds differ between ranks by more than their speed, what a move gives is estimated as if
-they did not; the result is still never worse than the re-split alone. Wrong for engines that only split equally.
+by layer, against what is in force: a layer that gains nothing keeps its shares bit for bit. Moves are chosen one at a
+time, and the best beginning of the sequence is kept: not always the fewest moves there are. Where an expert's seconds
+differ between ranks by more than their speed, what a move gives is estimated as if they did not; the result is still
+never worse than the re-split alone. Wrong for engines that only split equally.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from coterie.errors import ConfigError
 from coterie.placement._free_moves import search_layers
 from coterie.placement._layers import over_layers
 from coterie.placement.objective import Problem
-from coterie.placement.splits import optimal_shares
+from coterie.placement.splits import affine, optimal_shares
 
 Array = NDArray[np.float64]
+
+SAME = 1e-9
+"""Relative gain that is rounding."""
 
 
 class FreeSplit(NamedTuple):
@@ -35,6 +39,13 @@ class FreeSplit(NamedTuple):
     """[layer, slot]"""
     reasons: tuple[str, ...]
     """[layer]"""
+
+
+class _Map(NamedTuple):
+    slot_experts: NDArray[np.int32]
+    """[layer, slot]"""
+    shares: Array
+    """[layer, slot]"""
 
 
 class _Path(NamedTuple):
@@ -57,19 +68,46 @@ def improve(problem: Problem, max_moves: int | None = None) -> FreeSplit:
     """
     if max_moves is not None and max_moves < 0:
         raise ConfigError(f"max_moves={max_moves} must be at least 0, or None")
-    current = problem.current.slot_experts
     path = _search(problem)
+    moved, shares = _once(problem, path, max_moves)
+    current, lost = problem.current.slot_experts, np.isinf(path.totals[:, 0])
+    went = (moved != current).any(axis=1)
+    while True:
+        # The search is no proof: from where it ended it may find more. Where a layer is even enough there is none.
+        score = problem.score(moved, shares)
+        left = np.flatnonzero(went & (score.processing_s > problem.floor * (1.0 + SAME)))
+        if not len(left):
+            break
+        rest = problem.onward(left, moved[left], shares[left])
+        spare = None if max_moves is None else max(0, max_moves - int(score.moves.sum()))
+        further, split = _once(rest, _search(rest), spare)
+        went[:] = False
+        went[left] = (further != moved[left]).any(axis=1)
+        moved[left], shares[left] = further, split
+    kept = ~lost & (moved == current).all(axis=1) & (shares == _in_force(problem)).all(axis=1)
+    return FreeSplit(moved, shares, _reasons(problem, moved, shares, path, kept, max_moves))
+
+
+def _in_force(problem: Problem) -> Array:
+    return problem.equal_shares(problem.current.slot_experts) if problem.shares is None else problem.shares
+
+
+def _once(problem: Problem, path: _Path, max_moves: int | None) -> _Map:
+    """One search's moves, or the re-split alone, or what is in force: the best of them in each layer."""
+    current, in_force = problem.current.slot_experts, _in_force(problem)
     lengths = _lengths(path, max_moves)
     moved = np.array(current, np.int32)
     for layer, length in enumerate(lengths):
         for slot, expert in zip(path.slots[layer, :length], path.experts[layer, :length], strict=True):
             moved[layer, slot] = expert  # one at a time: a slot may be written twice
     still, shares = optimal_shares(problem, current), optimal_shares(problem, moved)
-    kept, found = problem.score(current, still), problem.score(moved, shares)
     whole = np.isfinite(path.totals[:, 0])  # every expert is on a living rank as things are
-    back = whole & (found.total_s >= kept.total_s)
+    back = whole & (problem.score(moved, shares).total_s >= problem.score(current, still).total_s)
     moved[back], shares[back] = current[back], still[back]
-    return FreeSplit(moved, shares, _reasons(problem, moved, shares, path, max_moves))
+    now, then = problem.score(current, in_force).total_s, problem.score(moved, shares).total_s
+    kept = whole & (then >= now * (1.0 - SAME))
+    moved[kept], shares[kept] = current[kept], in_force[kept]
+    return _Map(moved, shares)
 
 
 def _search(problem: Problem) -> _Path:
@@ -81,10 +119,12 @@ def _search(problem: Problem) -> _Path:
         np.full((layers, most + 1), np.inf), np.zeros(layers, np.int64),
     )  # fmt: skip
     prices = np.array([objective.horizon, objective.exposed, objective.move_price])
-    speeds = problem.topology.rank_speeds
+    speeds, (unit, fixed) = problem.topology.rank_speeds, affine(problem)
 
     def work(chosen: NDArray[np.int64]) -> None:
-        search_layers(rows, chosen, problem.alive, speeds, problem.unit, problem.load_in, problem.floor, prices, *path)
+        search_layers(
+            rows, chosen, problem.alive, speeds, unit, fixed, problem.load_in, problem.floor, prices, *path
+        )
 
     over_layers(work, layers)
     return path
@@ -115,17 +155,21 @@ def _lengths(path: _Path, max_moves: int | None) -> NDArray[np.int64]:
 
 
 def _reasons(
-    problem: Problem, moved: NDArray[np.int32], shares: Array, path: _Path, max_moves: int | None
-) -> tuple[str, ...]:
-    before = _balance(problem, problem.rank_s(problem.current.slot_experts))
+    problem: Problem, moved: NDArray[np.int32], shares: Array, path: _Path, kept: NDArray[np.bool_],
+    max_moves: int | None,
+) -> tuple[str, ...]:  # fmt: skip
+    before = problem.layer_balance(problem.rank_s(problem.current.slot_experts, problem.shares))
     busy = problem.rank_s(moved, shares)
-    after, enough = _balance(problem, busy), busy.max(axis=1) <= problem.floor * (1.0 + 1e-9)
+    after, enough = problem.layer_balance(busy), busy.max(axis=1) <= problem.floor * (1.0 + SAME)
     lost = np.isinf(path.totals[:, 0])
     reasons = []
     for layer, moves in enumerate(np.bincount(problem.moves(moved).layer, minlength=len(moved))):
         change = f"balance {before[layer]:.3f} → {after[layer]:.3f}"
         better = path.totals[layer, : path.counts[layer] + 1].min() < path.totals[layer, 0]
-        if lost[layer]:
+        if kept[layer]:
+            why = "even enough" if enough[layer] else "no re-split and no move pays"
+            reasons.append(f"{why}: balance {before[layer]:.3f}")
+        elif lost[layer]:
             reasons.append(f"{moves} moves, some for experts that no living rank had: {change}")
         elif moves:
             reasons.append(f"{moves} moves and re-split: {change}")
@@ -136,9 +180,3 @@ def _reasons(
         else:
             reasons.append(f"re-split alone, no move pays: {change}")
     return tuple(reasons)
-
-
-def _balance(problem: Problem, rank_s: Array) -> Array:
-    """[layer] even ÷ slowest."""
-    slowest = rank_s.max(axis=1)
-    return np.where(slowest > 0, problem.even / np.where(slowest > 0, slowest, 1.0), 1.0)

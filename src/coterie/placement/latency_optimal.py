@@ -69,28 +69,32 @@ class LatencyOptimal:
         if self.max_moves is not None and self.max_moves < 0:
             raise ConfigError(f"max_moves={self.max_moves} must be at least 0, or None")
 
-    def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
+    def plan(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Plan:
         started = perf_counter()
-        problem = self.objective.problem(load, topology, current)
+        problem = self.objective.problem(load, topology, current, shares)
         living_ranks(problem)  # more slots than experts are refused
         if self.split != "equal":
             return self._plan_split(problem, load, started)
         found = self._other_start(problem, load, self._search(problem))
         reasons = tuple(_reason(*layer) for layer in zip(found.outcomes.tolist(), found.saved_s.tolist(), strict=True))
         skip = self._skip_reason(found)
-        if skip:
-            return problem.keep(skip, perf_counter() - started, reasons)
-        return problem.plan(found.slot_experts, planning_s=perf_counter() - started, layer_reasons=reasons)
+        took = perf_counter() - started
+        if skip is None:
+            return problem.plan(found.slot_experts, planning_s=took, layer_reasons=reasons)
+        gain = 0.0 if shares is None else _gain_s(problem, current.slot_experts, None)
+        if gain <= self.objective.planning_s:
+            return problem.keep(skip, took, reasons)
+        reason = f"equal shares alone save {gain:.3g} s over the horizon, no move pays"
+        return problem.plan(current.slot_experts, planning_s=took, skip_reason=reason, layer_reasons=reasons)
 
     def _plan_split(self, problem: Problem, load: Load, started: float) -> Plan:
         from coterie.placement.free_split import improve  # its solver is not needed for equal shares
 
         start, spent = self._repaired(problem, load)
         found = improve(start, None if self.max_moves is None else max(0, self.max_moves - spent))
-        current = problem.current.slot_experts
-        before = problem.score(current, problem.equal_shares(current))
-        after = problem.score(found.slot_experts, found.shares)
-        gain, planning = float((before.total_s - after.total_s).sum()), self.objective.planning_s
+        gain, planning = _gain_s(problem, found.slot_experts, found.shares), self.objective.planning_s
         took = perf_counter() - started
         if gain <= planning and not spent and not _lost(problem):
             reason = f"re-splitting and moves save {gain:.3g} s over the horizon, planning takes {planning:.3g} s"
@@ -151,7 +155,7 @@ class LatencyOptimal:
         chosen = kept - 1 if self.max_moves is None else spend(kept, totals, seconds, moves, self.max_moves)
         each = np.arange(layers)
         found = trails[each, chosen].astype(np.int32)
-        saved = problem.score(current.slot_experts).total_s - totals[each, chosen]
+        saved = problem.score(current.slot_experts, problem.shares).total_s - totals[each, chosen]
         outcomes[(outcomes == CHANGED) & (found == rows).all(axis=1)] = KEPT
         return _Found(found, saved, outcomes)
 
@@ -181,6 +185,12 @@ def _reason(outcome: int, saved_s: float) -> str:
     if outcome == CHANGED:
         return f"saves {saved_s:.3g} s over the horizon, movement paid"
     return "no move pays for itself"
+
+
+def _gain_s(problem: Problem, slot_experts: NDArray[np.int32], shares: NDArray[np.float64] | None) -> float:
+    """Over the horizon, movement paid, against what is in force."""
+    before = problem.score(problem.current.slot_experts, problem.shares)
+    return float((before.total_s - problem.score(slot_experts, shares).total_s).sum())
 
 
 def _lost(problem: Problem) -> bool:

@@ -25,6 +25,7 @@ from coterie.errors import ConfigError
 from coterie.placement._milp import Array, Found, Layer, Mask, Search, best_shares, solve
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import Objective, Problem
+from coterie.placement.packing import living_ranks
 from coterie.types import Placement, Topology
 
 PRICES = 8
@@ -91,7 +92,8 @@ class LatencyOptimalIlp:
 
     objective: Objective = field(default=Objective())
     split: Literal["equal", "optimal"] = "equal"
-    """How replicas share an expert's tokens: `equal`, or `optimal`, which costs nothing to change."""
+    """How replicas share an expert's tokens: `equal`, or `optimal`, which costs nothing to change. Where replicas
+    stream (`touch_s`), `optimal` searches as if they shared that too: the bound holds, the gap to it may stay open."""
     gap: float = 0.01
     """Share of a layer's objective between it and its bound, at which the layer is closed."""
     gap_moves: float = 0.0
@@ -117,20 +119,27 @@ class LatencyOptimalIlp:
         if self.threads < 1:
             raise ConfigError(f"threads={self.threads} must be at least 1")
 
-    def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
+    def plan(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Plan:
+        return self.solution(load, topology, current, shares).plan
+
+    def solution(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None,
+        progress: Progress | None = None,
+    ) -> IlpSolution:  # fmt: skip
+        """As :meth:`plan`, with the report."""
         starts = [self._heuristic(load, topology, current)] if self.warm_start else []
-        return self.solve(self.objective.problem(load, topology, current), starts=starts).plan
+        problem = self.objective.problem(load, topology, current, shares)
+        return self.solve(problem, starts=starts, progress=progress)
 
     def solve(
         self, problem: Problem, *, starts: Sequence[NDArray[np.integer]] = (), progress: Progress | None = None
     ) -> IlpSolution:
         """The plan with its report. `starts`: placements [layer, slot] to start from; in each layer the best of them
-        and the current one is taken. `warm_start` is for :meth:`plan`."""
-        if problem.current.slots_per_rank > problem.current.num_experts:
-            raise ConfigError(
-                f"slots_per_rank={problem.current.slots_per_rank} must be at most num_experts="
-                f"{problem.current.num_experts}: a rank holds an expert once"
-            )
+        and the current one is taken. `warm_start` is for :meth:`plan`. Where what is found gains no more than
+        planning costs, the plan keeps what is in force; the report is of what was found all the same."""
+        living_ranks(problem)  # more slots than experts are refused
         return _Planning(self, problem, starts, progress).solution()
 
     def _heuristic(self, load: Load, topology: Topology, current: Placement) -> NDArray[np.int32]:
@@ -293,11 +302,21 @@ class _Planning:
             f"{moves} moves, at most {gap:.2%} from the best" for moves, gap in zip(moved, report.gap, strict=True)
         )
         kept = None if any(moved) else f"no other placement is better by more than {report.total_gap:.2%}"
+        given = None if self.ilp.split == "equal" else shares
+        gain = problem.score(problem.current.slot_experts, problem.shares).total_s - problem.score(slots, given).total_s
+        saved, planning, took = float(gain.sum()), problem.objective.planning_s, perf_counter() - self.began
+        if saved <= planning and self._sound():
+            reason = kept or f"moves save {saved:.3g} s over the horizon, which does not pay planning_s={planning:.3g}"
+            return IlpSolution(problem.keep(reason, took, reasons), report)
         plan = problem.plan(
-            slots, None if self.ilp.split == "equal" else shares, split=self.ilp.split,
-            planning_s=perf_counter() - self.began, skip_reason=kept, layer_reasons=reasons,
-        )  # fmt: skip
+            slots, given, split=self.ilp.split, planning_s=took, skip_reason=kept, layer_reasons=reasons
+        )
         return IlpSolution(plan, report)
+
+    def _sound(self) -> bool:
+        """Whether what is in force may stay: every expert on a living rank, none twice on one."""
+        held = [self._holds(slots) for slots in self.problem.current.slot_experts]
+        return not any(doubled or not holds.any(axis=0).all() for holds, doubled in held)
 
 
 def _repaired(layer: Layer, holds: Mask) -> Mask:

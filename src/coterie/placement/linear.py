@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import Objective
@@ -24,9 +25,11 @@ class Linear:
 
     objective: Objective = field(default=Objective())
 
-    def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
+    def plan(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Plan:
         started = perf_counter()
-        problem = self.objective.problem(load, topology, current)
+        problem = self.objective.problem(load, topology, current, shares)
         slots = living_ranks(problem) * current.slots_per_rank
         row = np.arange(slots, dtype=np.int32) % current.num_experts
         return plan_for_living(problem, np.tile(row, (current.num_layers, 1)), started, "experts are in order already")

@@ -6,7 +6,8 @@
 
 A rank's processing in a layer is the sum over its slots of ``unit[rank, expert] x share[expert, replicas]``: what the
 expert would take if all its tokens came to this rank (compute at the rank's speed, streaming where that shows, the
-exchange of rows from where they are), times what is left of it when replicas share the tokens. Movement is a weighted
+exchange of rows from where they are), times what is left of it when replicas share the tokens. Shares other than equal
+ones are priced from the same table, on straight lines between whole numbers of replicas. Movement is a weighted
 Hamming distance: only an expert that is loaded where it was not costs, by the link from its cheapest source. Layers
 are moved one after the other, each rank receiving one expert at a time.
 
@@ -32,6 +33,12 @@ from coterie.placement.base import HOST, Load, Moves, Plan
 from coterie.types import Link, Placement, Topology
 
 Array = NDArray[np.float64]
+
+CLOSE = 1e-6
+"""Of a bound that is looked for by halving: nearer does not matter."""
+
+TINY = 1e-12
+"""Of a limit: seconds that are no seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +97,10 @@ class Objective:
         }  # fmt: skip
         return cls(**(physics | settings))
 
-    def problem(self, load: Load, topology: Topology, current: Placement) -> Problem:
-        """The arrays that planning works on."""
+    def problem(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Problem:
+        """The arrays that planning works on. `shares` [layer, slot] are those in force; None is equal ones."""
         load.check_fits(topology, current)
         layers, experts, ranks = *load.tokens.shape, topology.num_ranks
         speeds = topology.rank_speeds
@@ -106,19 +115,23 @@ class Objective:
         source = np.empty((layers, ranks, experts), np.int16)
         even, reach = np.empty(layers), np.empty(layers)
         exchange, each = self._exchange_s(load, topology)
-        links = np.array(
-            [_seconds(link, self.expert_bytes) for link in (topology.intra, topology.inter, topology.host)]
-        )
+        links = self._links_s(topology)
         arguments = (
             per_step, self._slot_s(per_step), self.touch_s, self.row_s, exchange, each, speeds, current.slot_experts,
             topology.rank_nodes, links, unit, share, load_in, source, even, reach,
         )  # fmt: skip
         over_layers(lambda chosen: _fill(chosen, *arguments), layers)
-        return Problem(self, topology, current, alive, unit, share, load_in, source, even, reach)
+        in_force = None if shares is None else _living_shares(shares, current, alive)
+        return Problem(self, topology, current, alive, unit, share, load_in, source, even, reach, in_force)
 
     def link_s(self, topology: Topology) -> float:
         """Seconds to load an expert over the fastest link between devices."""
-        return min(_seconds(link, self.expert_bytes) for link in (topology.intra, topology.inter, topology.host))
+        return float(self._links_s(topology).min())
+
+    def _links_s(self, topology: Topology) -> Array:
+        """[link] seconds to load an expert inside a node, between nodes and from the host."""
+        links = topology.intra, topology.inter, topology.host
+        return np.array([_seconds(link, self.expert_bytes) for link in links])
 
     def _slot_s(self, tokens: Array) -> Array:
         """Seconds of a slot that gets this many tokens a step on average; by chance some steps do not touch it."""
@@ -173,7 +186,8 @@ class Problem:
     unit: Array
     """[layer, rank, expert] seconds a step if the rank got all of the expert's tokens."""
     share: Array
-    """[layer, expert, replicas - 1] of `unit` that each of so many equal replicas takes."""
+    """[layer, expert, replicas - 1] of `unit` that each of so many equal replicas takes. Exact where ranks are alike;
+    where they differ, what share of it is streaming is their mean."""
     load_in: Array
     """[layer, rank, expert] seconds to load the expert; 0 where the rank has it."""
     source: NDArray[np.int16]
@@ -182,7 +196,10 @@ class Problem:
     """[layer] seconds if all ranks were equally busy with what the experts take where they are cheapest: a bound."""
     reach: Array
     """[layer] seconds that no placement gets below: `even`, or what the longest expert takes in as many replicas as
-    there can be; without a slot to spare, beside the shortest ones that must fill its rank."""
+    there can be; without a slot to spare, beside the shortest ones that must fill its rank. Where replicas stream, what
+    those in the spare slots add at least; shares that leave some of them idle may get below that."""
+    shares: Array | None = None
+    """[layer, slot] in force, of living ranks alone; None is equal ones."""
 
     @property
     def floor(self) -> Array:
@@ -202,7 +219,10 @@ class Problem:
         return _equal_shares(slot_experts, self.current.num_experts, self._slot_alive())
 
     def rank_s(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> Array:
-        """[layer, rank] seconds of a step; equal replicas unless `shares` [layer, slot] says otherwise."""
+        """[layer, rank] seconds of a step; equal replicas unless `shares` [layer, slot] says otherwise.
+
+        The shares in force are those of :attr:`shares`, which is not what None means here.
+        """
         return self._assess(slot_experts, shares).busy_s
 
     def arrivals_s(self, slot_experts: NDArray[np.integer]) -> Array:
@@ -241,29 +261,48 @@ class Problem:
         """The plan that leads to `slot_experts`: what stays on a rank stays in its slot, and shares go along."""
         current = self.current
         settled, order = settle(current.slot_experts, np.asarray(slot_experts, np.int32), current.num_ranks)
-        shares = self.equal_shares(settled) if shares is None else np.take_along_axis(shares, order, axis=1)
+        given = None if shares is None else np.take_along_axis(shares, order, axis=1)
         placement = Placement(settled, current.num_ranks, current.num_experts)
-        # Shares that differ are priced by tokens alone, so what they are compared with is too.
-        was = self._assess(current.slot_experts, None if split == "equal" else self.equal_shares(current.slot_experts))
-        will = self._assess(settled, None if split == "equal" else shares)
+        was, will = self._assess(current.slot_experts, self.shares), self._assess(settled, given)
         before, after = self._score(was), self._score(will)
         return Plan(
-            placement, shares, split, float(before.processing_s.sum()), float(after.processing_s.sum()),
-            self.moves(settled), float(after.movement_s.sum()), planning_s, self.balance(was.busy_s),
-            self.balance(will.busy_s), skip_reason, layer_reasons,
+            placement, self.equal_shares(settled) if given is None else given, split,
+            float(before.processing_s.sum()), float(after.processing_s.sum()), self.moves(settled),
+            float(after.movement_s.sum()), planning_s, self.balance(was.busy_s), self.balance(will.busy_s),
+            skip_reason, layer_reasons,
         )  # fmt: skip
 
     def keep(self, reason: str, planning_s: float = 0.0, layer_reasons: tuple[str, ...] = ()) -> Plan:
-        """The plan that moves nothing."""
+        """The plan that changes nothing: shares in force stay, which from then on are weights of an earlier window."""
         return self.plan(
-            self.current.slot_experts, planning_s=planning_s, skip_reason=reason, layer_reasons=layer_reasons
-        )
+            self.current.slot_experts, self.shares, split="equal" if self.shares is None else "weighted",
+            planning_s=planning_s, skip_reason=reason, layer_reasons=layer_reasons,
+        )  # fmt: skip
+
+    def onward(self, layers: NDArray[np.integer], slot_experts: NDArray[np.integer], shares: Array) -> Problem:
+        """The problem of some layers once they are as given, [layer, slot]: only what has to be loaded is another."""
+        current = Placement(np.asarray(slot_experts, np.int32), self.current.num_ranks, self.current.num_experts)
+        unit = self.unit[layers]
+        load_in, source = np.empty(unit.shape), np.empty(unit.shape, np.int16)
+        links = self.objective._links_s(self.topology)
+        for index, row in enumerate(current.slot_experts):
+            _fill_sources(
+                row, self.topology.rank_speeds, self.topology.rank_nodes, links, load_in[index], source[index]
+            )
+        return Problem(
+            self.objective, self.topology, current, self.alive, unit, self.share[layers], load_in, source,
+            self.even[layers], self.reach[layers], shares,
+        )  # fmt: skip
 
     def balance(self, rank_s: Array) -> float:
-        """Mean over layers of mean ÷ max over living ranks."""
+        """Mean over layers of :meth:`layer_balance`."""
+        return float(self.layer_balance(rank_s).mean())
+
+    def layer_balance(self, rank_s: Array) -> Array:
+        """[layer] mean ÷ max over living ranks, of [layer, rank] seconds; 1 where there is nothing to do."""
         living = rank_s[:, self.alive]
         peak = living.max(axis=1)
-        return float(np.where(peak > 0, living.mean(axis=1) / np.where(peak > 0, peak, 1.0), 1.0).mean())
+        return np.where(peak > 0, living.mean(axis=1) / np.where(peak > 0, peak, 1.0), 1.0)
 
     def moves(self, slot_experts: NDArray[np.integer]) -> Moves:
         """What must be loaded to get there; slots on ranks that are gone count for nothing."""
@@ -291,6 +330,33 @@ def _seconds(link: Link, nbytes: float) -> float:
     return link.latency_s + nbytes / link.bytes_per_s
 
 
+def _living_shares(shares: NDArray[np.floating], current: Placement, alive: NDArray[np.bool_]) -> Array:
+    """[layer, slot] with what ranks that are gone had spread over an expert's others: as they shared, else equally."""
+    given, experts = np.ascontiguousarray(shares, np.float64), current.slot_experts
+    if given.shape != experts.shape:
+        raise ConfigError(f"shares has shape {given.shape}; the placement {experts.shape}")
+    bad = np.argwhere(~((given >= 0) & (given < np.inf)))
+    if bad.size:
+        layer, slot = (int(index) for index in bad[0])
+        raise ConfigError(f"shares[{layer}, {slot}] is {given[layer, slot]}; it must be finite and not negative")
+    row = np.arange(current.num_layers)[:, None]
+    total = np.zeros((current.num_layers, current.num_experts))
+    np.add.at(total, (row, experts), given)
+    bad = np.argwhere(~np.isclose(total, 1.0, rtol=0.0, atol=1e-6))
+    if bad.size:
+        layer, expert = (int(index) for index in bad[0])
+        raise ConfigError(f"shares of layer {layer}, expert {expert} add up to {total[layer, expert]:g}; it must be 1")
+    slot_alive = np.repeat(alive, current.slots_per_rank)
+    if slot_alive.all():
+        return given
+    living = given * slot_alive
+    total[:] = 0.0
+    np.add.at(total, (row, experts), living)
+    left = total[row, experts]
+    equal = _equal_shares(experts, current.num_experts, slot_alive)
+    return np.where(left > 0, living / np.where(left > 0, left, 1.0), equal)
+
+
 @njit()
 def _fill(
     chosen: NDArray[np.int64], tokens: Array, alone: Array, touch_s: float, row_s: float, exchange: Array, each: Array,
@@ -303,9 +369,12 @@ def _fill(
         per_rank = slot_experts.shape[1] // len(speeds)
         _fill_unit(tokens[layer], alone[layer], known, each, speeds, unit[layer])
         if touch_s > 0.0:
-            _fill_share(tokens[layer], alone[layer], touch_s, row_s, share[layer])
+            _fill_share(tokens[layer], alone[layer], touch_s, row_s, known, each, speeds, share[layer])
         _fill_sources(slot_experts[layer], speeds, nodes, links, load_in[layer], source[layer])
-        _fill_bounds(unit[layer], share[layer], each, speeds, len(known) > 0, per_rank, even[layer:], reach[layer:])
+        _fill_bounds(
+            unit[layer], share[layer], each, speeds, len(known) > 0, touch_s > 0.0, per_rank, even[layer:],
+            reach[layer:],
+        )  # fmt: skip
 
 
 @njit()
@@ -322,13 +391,29 @@ def _fill_unit(tokens: Array, alone: Array, known: Array, each: Array, speeds: A
 
 
 @njit()
-def _fill_share(tokens: Array, alone: Array, touch_s: float, row_s: float, share: Array) -> None:
+def _fill_share(
+    tokens: Array, alone: Array, touch_s: float, row_s: float, known: Array, each: Array, speeds: Array, share: Array
+) -> None:
+    """What replicas divide (rows, their exchange) and what each of them pays (streaming), over living ranks' mean."""
+    living, pace, token_s = 0, 0.0, 0.0
+    for rank in range(len(speeds)):
+        if speeds[rank] > 0.0:
+            living += 1
+            pace += 1.0 / speeds[rank]
+            token_s += each[rank]
     for expert in range(len(share)):
+        sent = tokens[expert] * token_s
+        if len(known):
+            for rank in range(len(speeds)):
+                if speeds[rank] > 0.0:
+                    sent += known[rank, expert]
+        whole = (pace * alone[expert] + sent) / living
         for index in range(share.shape[1]):
             part = 1.0 / (index + 1.0)
-            if alone[expert] > 0.0:
+            if whole > 0.0:
                 few = tokens[expert] * part
-                part = (touch_s * -np.expm1(-few) + row_s * few) / alone[expert]
+                slot_s = touch_s * -np.expm1(-few) + row_s * few
+                part = (pace * slot_s + sent * part) / living / whole
             share[expert, index] = part
 
 
@@ -367,8 +452,9 @@ def _fill_sources(
 
 @njit()
 def _fill_bounds(
-    unit: Array, share: Array, each: Array, speeds: Array, by_source: bool, per_rank: int, even: Array, reach: Array
-) -> None:
+    unit: Array, share: Array, each: Array, speeds: Array, by_source: bool, streams: bool, per_rank: int, even: Array,
+    reach: Array,
+) -> None:  # fmt: skip
     ranks, experts = unit.shape
     work, least = np.full(experts, np.inf), np.full(experts, np.inf)  # at speed 1, and where it is shortest
     living, pace = 0, 0.0
@@ -386,13 +472,70 @@ def _fill_bounds(
     longest = 0.0
     for expert in range(experts):
         longest = max(longest, least[expert] * share[expert].min())
-    if living * per_rank == experts:
+    spare = living * per_rank - experts
+    if spare == 0:
         for _ in range(per_rank - 1):  # the shortest ones fill its rank
             shortest = least.argmin()
             longest += least[shortest]
             least[shortest] = np.inf
     even[0] = work.sum() / pace
     reach[0] = max(even[0], longest)
+    if streams and spare > 0:
+        reach[0] = _streaming_reach(work, least, share, spare, pace, reach[0])
+
+
+@njit()
+def _streaming_reach(work: Array, least: Array, share: Array, spare: int, pace: float, low: float) -> float:
+    """Seconds, at least `low`, below which no ranks of `pace` all together come, since every slot is filled."""
+    chords, room = np.empty(len(work)), np.empty(len(work), np.int64)
+    if _fits(low, work, least, share, spare, pace, chords, room):
+        return low
+    high = 2.0 * low
+    while not _fits(high, work, least, share, spare, pace, chords, room):
+        low, high = high, 2.0 * high
+    while high > low * (1.0 + CLOSE):
+        middle = (low + high) / 2.0
+        if _fits(middle, work, least, share, spare, pace, chords, room):
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+@njit()
+def _fits(
+    limit: float, work: Array, least: Array, share: Array, spare: int, pace: float, chords: Array,
+    room: NDArray[np.int64],
+) -> bool:  # fmt: skip
+    """Whether ranks might do within `limit`: each expert in replicas short enough, the slots left over filled cheaply.
+
+    r replicas take r x share[r] x work in all, which is concave in r. So one more of them adds, up to the most there
+    can be, at least the mean of all those: the cheapest such means, no more than there is room, are a bound.
+    """
+    most = share.shape[1]
+    left, total = spare, 0.0
+    for expert in range(len(work)):
+        row, count = share[expert], 1
+        while count < most and least[expert] * row[count - 1] > limit * (1.0 + TINY):
+            count += 1
+        left -= count - 1
+        if left < 0:
+            return False
+        taken = count * row[count - 1] * work[expert]
+        total += taken
+        room[expert] = most - count
+        chords[expert] = np.inf
+        if count < most:
+            chords[expert] = (most * row[most - 1] * work[expert] - taken) / (most - count)
+    while left > 0:
+        cheapest = chords.argmin()
+        if chords[cheapest] == np.inf:
+            break  # more slots than ranks have use for
+        more = min(left, room[cheapest])
+        total += more * chords[cheapest]
+        chords[cheapest] = np.inf
+        left -= more
+    return bool(total <= limit * pace * (1.0 + TINY))
 
 
 @njit()
@@ -445,7 +588,7 @@ def _assess_layer(
             if not alive[rank]:
                 continue
             if len(given):
-                busy[rank] += unit[rank, expert] * given[slot - 1]
+                busy[rank] += unit[rank, expert] * _part(share[expert], given[slot - 1])
             else:
                 # Duplicates on one rank may bring an expert past the replicas the table has.
                 known = min(replicas[expert], share.shape[1])
@@ -454,6 +597,20 @@ def _assess_layer(
                 seen[expert] = rank
                 arrivals[rank] += load_in[rank, expert]
                 loads[rank] += 1
+
+
+@njit()
+def _part(share: Array, tokens: float) -> float:
+    """What a slot with this part of its expert's tokens takes of the whole: `share` [replicas - 1], on straight lines
+    between 1, 1/2, 1/3 … of them and 0."""
+    most = len(share)
+    if tokens >= 1.0:
+        return float(share[0] * tokens)
+    if tokens * most <= 1.0:
+        return float(share[most - 1] * tokens * most)
+    fewer = min(int(1.0 / tokens), most - 1)
+    rest = (fewer + 1.0) * (1.0 - fewer * tokens)  # 0 at 1 / fewer, 1 at 1 / (fewer + 1)
+    return float(share[fewer - 1] + rest * (share[fewer] - share[fewer - 1]))
 
 
 def settle(old: NDArray[np.int32], new: NDArray[np.int32], ranks: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:

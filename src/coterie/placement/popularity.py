@@ -27,9 +27,11 @@ class Popularity:
 
     objective: Objective = field(default=Objective())
 
-    def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
+    def plan(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Plan:
         started = perf_counter()
-        problem = self.objective.problem(load, topology, current)
+        problem = self.objective.problem(load, topology, current, shares)
         slots = living_ranks(problem) * current.slots_per_rank
         kind = _replicated(load.tokens, slots)
         replicas = 1 + (kind[:, :, None] == kind[:, None, load.num_experts :]).sum(axis=2)

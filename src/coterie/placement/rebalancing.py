@@ -140,8 +140,9 @@ class Rebalancer:
     """Decides after every window whether to rebalance. Pure state: the clock is the steps of the windows given to it.
 
     `make` builds the planner with the keyword `objective`; a name of :data:`~coterie.placement.base.planners` looked
-    up is one. `objective.planning_s` is what planning costs; it decides whether planning is worth while. Where tokens
-    come from is not forecast: plans take them to come from all ranks alike.
+    up is one. `objective.planning_s` is what planning costs; it decides whether planning is worth while. Where windows
+    say which ranks tokens came from, that is forecast too, by the same weights; windows that do not say it change
+    nothing about it.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class Rebalancer:
         """Moves of the last round that have not landed."""
         self.drift = DriftEstimator(placement.num_layers, placement.num_experts, memory=settings.memory)
         self.forecast = Forecast()
+        self._sources: Forecast | None = None
         self._due = 0.0
         self._window = 0.0
         self._now = self._previous = _Map(placement)
@@ -196,10 +198,13 @@ class Rebalancer:
         self.drift.update(load.tokens)
         self._known = self.drift.estimate()
         self.forecast.update(load.tokens / load.steps, self._known)
+        if load.sources is not None:
+            self._sources = self._sources or Forecast()
+            self._sources.update(load.sources / load.steps, self._known)
         if self.pending:
             return self._still_moving()
         weight = self._worth_steps()
-        problem = self.objective.problem(Load(self.forecast.tokens), self.topology, self.placement)
+        problem = self.objective.problem(self._expected(), self.topology, self.placement, self._now.shares)
         if self._unreachable():
             return self._plan(problem, weight, "an expert is on no living rank: ", must=True)
         excess_s = _excess_s(self._now, problem)
@@ -224,9 +229,15 @@ class Rebalancer:
         if not self.pending and self._next is not None:
             self._now, self._next = self._next, None
 
-    def replace(self, placement: Placement, topology: Topology | None = None) -> None:
-        """What is really there, where a round was given up or a rank came or went; the next window may act at once."""
-        self._now, self.topology = _Map(placement), topology or self.topology
+    def replace(
+        self, placement: Placement, topology: Topology | None = None, shares: NDArray[np.floating] | None = None
+    ) -> None:
+        """What is really there, where a round was given up or a rank came or went; the next window may act at once.
+
+        `shares` [layer, slot] are those in force; None is equal ones.
+        """
+        given = None if shares is None else np.asarray(shares, np.float64)
+        self._now, self.topology = _Map(placement, given), topology or self.topology
         self.pending, self._next, self._fitted_at, self._due = 0, None, None, self.step
 
     # ------------------------------------------------------------------------------------------------ a round
@@ -234,7 +245,8 @@ class Rebalancer:
     def _plan(self, problem: Problem, weight: float, why: str, must: bool = False) -> Decision:
         settings = self.settings
         planner = self.make(objective=replace(self.objective, horizon=weight))
-        plan = planner.plan(Load(self.forecast.tokens), self.topology, self.placement)
+        in_force = () if self._now.shares is None else (self._now.shares,)
+        plan = planner.plan(self._expected(), self.topology, self.placement, *in_force)
         cost_s = plan.movement_s + self.objective.planning_s
         gain_s = plan.saving_s * weight
         moves = len(plan.moves)
@@ -281,6 +293,15 @@ class Rebalancer:
         return Decision(None, reason, self.interval)
 
     # ------------------------------------------------------------------------------------------------ what it knows
+
+    def _expected(self) -> Load:
+        """What a step is expected to bring, by source where that was ever seen."""
+        tokens = self.forecast.tokens
+        if self._sources is None:
+            return Load(tokens)
+        seen = self._sources.tokens
+        total = seen.sum(axis=0)
+        return Load(tokens, sources=np.where(total > 0, seen / np.where(total > 0, total, 1.0), 1 / len(seen)) * tokens)
 
     def _age(self) -> float:
         """Steps since the current map was made; without end for a map that is not ours."""

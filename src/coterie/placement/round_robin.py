@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import Objective
@@ -25,9 +26,11 @@ class RoundRobin:
 
     objective: Objective = field(default=Objective())
 
-    def plan(self, load: Load, topology: Topology, current: Placement) -> Plan:
+    def plan(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Plan:
         started = perf_counter()
-        problem = self.objective.problem(load, topology, current)
+        problem = self.objective.problem(load, topology, current, shares)
         row = deal(current.num_experts, living_ranks(problem), current.slots_per_rank)
         slots = np.tile(row, (current.num_layers, 1))
         return plan_for_living(problem, slots, started, "experts are dealt in turn already")

@@ -9,14 +9,15 @@
 Weighted and optimal are the same numbers, from different windows: weights are what was best for the window they were
 fitted on. On the next one they are worse than optimal, and may be worse than equal.
 
-The optimum is of ``unit x share``, which is linear. With `touch_s` above 0 a replica also streams the expert's weights
-in every step that touches it, however small its share; that part is spread as if it were divisible, so the seconds are
-then a lower bound.
+The optimum is of a price that is affine in the share. With `touch_s` at 0 that is the objective's own. Above 0 a
+replica also streams the expert's weights in the steps that touch it; the line through what one and each of two replicas
+take stands for that, which is close unless a step has few tokens for the replica. A split is then near the optimum, and
+never worse than equal shares.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,18 @@ from coterie.placement._simplex import solve_exactly
 from coterie.placement.objective import Problem
 
 SplitName = Literal["equal", "weighted", "optimal"]
+
+MOST_FIXED = 0.999
+"""Of an expert's seconds: a share of its tokens always takes something."""
+
+
+class Affine(NamedTuple):
+    """What slots take: ``unit x (share + fixed)``."""
+
+    unit: Array
+    """[layer, rank, expert] seconds of all its tokens."""
+    fixed: Array
+    """[layer, expert] of that, for the slot itself."""
 
 
 def split_shares(
@@ -59,7 +72,7 @@ def weighted_shares(fitted: Problem, slot_experts: NDArray[np.integer]) -> Array
 
 
 def optimal_shares(problem: Problem, slot_experts: NDArray[np.integer]) -> Array:
-    """[layer, slot] shares with which the slowest rank of each layer is fastest; exact.
+    """[layer, slot] shares with which the slowest rank of each layer is fastest; exact where the price is affine.
 
     They start from equal ones and differ as little as shortest chains of replicas allow. Of an expert's slots on one
     rank the last computes all; slots of ranks that are gone nothing, and neither does an expert that is only there.
@@ -68,22 +81,37 @@ def optimal_shares(problem: Problem, slot_experts: NDArray[np.integer]) -> Array
     if rows.shape != problem.current.slot_experts.shape:
         raise ConfigError(f"slot_experts has shape {rows.shape}; expected {problem.current.slot_experts.shape}")
     shares = np.zeros(rows.shape)
-    _optimal_shares(rows, problem.alive, problem.topology.rank_speeds, problem.unit, shares)
+    _optimal_shares(rows, problem.alive, problem.topology.rank_speeds, *affine(problem), shares)
+    if problem.objective.touch_s:
+        equal = problem.equal_shares(rows)
+        worse = problem.rank_s(rows, shares).max(axis=1) >= problem.rank_s(rows, equal).max(axis=1)
+        shares[worse] = equal[worse]
     return shares
 
 
+def affine(problem: Problem) -> Affine:
+    """The price of a share as a straight line: through one replica and each of two."""
+    layers, experts, replicas = problem.share.shape
+    if not problem.objective.touch_s or replicas < 2:
+        return Affine(problem.unit, np.zeros((layers, experts)))
+    still = np.clip(2.0 * problem.share[:, :, 1] - 1.0, 0.0, MOST_FIXED)
+    return Affine(problem.unit * (1.0 - still)[:, None, :], still / (1.0 - still))
+
+
 @njit()
-def _optimal_shares(rows: Indices, alive: NDArray[np.bool_], speeds: Array, unit: Array, shares: Array) -> None:
+def _optimal_shares(
+    rows: Indices, alive: NDArray[np.bool_], speeds: Array, unit: Array, fixed: Array, shares: Array
+) -> None:
     layers, slots = rows.shape
     ranks, experts = unit.shape[1:]
     for layer in range(layers):
         split, search = new_split(slots, experts, ranks), np.empty((4, ranks), np.int64)
-        link(rows[layer], alive, unit[layer], split)
+        link(rows[layer], alive, unit[layer], fixed[layer], split)
         work = speed = 0.0  # less than an even share of the load where an expert is on no living rank
         for rank in range(ranks):
             work += split.busy[rank] * speeds[rank]
             speed += speeds[rank]
         least_limit(split, unit[layer], speeds, work / speed, search)
         if not separable(split, unit[layer], speeds):
-            solve_exactly(split, unit[layer])
+            solve_exactly(split, unit[layer], fixed[layer])
         shares[layer] = split.share

@@ -1,14 +1,19 @@
 """The fleet as routers see it: one row a worker, kept up to date by whoever runs it.
 
 Numbers are plain arrays, so that a decision over a thousand workers is a few passes over them. `missed` is what expert
-locality is made of: for every worker and cell (a layer's expert) the probability that a step of its requests touches
-the expert not at all, ``prod over its requests of (1 - p)``. Adding a request with activation probabilities q to a
-worker is then expected to touch ``sum(q x missed)`` experts more a step.
+locality is made of: for every worker and cell (a layer's expert) the probability that a step does not touch the expert,
+
+    missed = exp(expected x mean over the worker's requests of log(1 - p))
+
+where p is the probability that a token of a request activates it. Adding a request with probabilities q is then
+expected to touch ``sum(q x missed)`` experts more a step. `expected` is how many requests the worker will have while a
+request that comes now is there: half way between its own number and the fleet's mean. What is uneven now dies away as
+requests end, and if both last about as long, half of it is left on average.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,21 +24,32 @@ from coterie.errors import ConfigError
 MOST_CERTAIN = 0.999
 """Probabilities are cut here: a product with a 0 in it could never be taken apart again."""
 
+STALE = 0.1
+"""Change of the fleet's mean load, of itself, after which the numbers of all workers are made anew."""
 
-@dataclass(frozen=True, slots=True)
-class _Resident:
+
+class _Resident(NamedTuple):
     worker: int
     context: int
-    profile: NDArray[np.float32] | None
+    logs: NDArray[np.float32] | None
+    """[cell] log(1 - p)"""
 
 
 class Fleet:
-    """Workers that decode; [worker] each. `admit` and `finish` are for those who run it, never for routers."""
+    """Workers that decode; [worker] each. `admit`, `finish` and `refine` are for who runs it, never for routers."""
 
     def __init__(
-        self, places: NDArray[np.integer] | list[int], cells: int = 0, speeds: NDArray[np.floating] | None = None
+        self,
+        places: NDArray[np.integer] | list[int],
+        cells: int = 0,
+        speeds: NDArray[np.floating] | list[float] | None = None,
+        usual: NDArray[np.floating] | None = None,
     ) -> None:
-        """`places` is how many requests each runs at once; `cells` (layers x experts) 0 keeps no profiles."""
+        """`places` is how many requests each runs at once; `cells` (layers x experts) 0 keeps no profiles.
+
+        `usual` [worker, cell] are probabilities of a request that is usual there: a worker counts as having one more of
+        these than it has, so that an empty one is not without a character. Without it, the mean of all requests.
+        """
         self.places = np.array(places, np.int64)
         workers = len(self.places)
         if workers < 1 or self.places.min() < 1:
@@ -41,6 +57,8 @@ class Fleet:
         self.speeds = np.ones(workers) if speeds is None else np.array(speeds, np.float64)
         if self.speeds.shape != (workers,) or not ((self.speeds > 0) & (self.speeds < np.inf)).all():
             raise ConfigError(f"speeds={self.speeds.tolist()} must be {workers} finite numbers above 0")
+        if usual is not None and usual.shape != (workers, cells):
+            raise ConfigError(f"usual has shape {usual.shape}; expected [worker, cell] = {(workers, cells)}")
         self.running = np.zeros(workers, np.int64)
         """Requests admitted and not finished, waiting ones included."""
         self.context_tokens = np.zeros(workers, np.int64)
@@ -51,14 +69,21 @@ class Fleet:
         """Share of its KV blocks in use."""
         self.alive = np.ones(workers, np.bool_)
         """A worker that is not gets nothing."""
-        self.missed = np.ones((workers, cells), np.float32)
-        """[worker, cell]"""
+        self.missed = np.full((workers, cells), 255, np.uint8)
+        """[worker, cell] probability that a step does not touch it; 255 is 1."""
+        self.expected = np.zeros(workers)
+        """Requests it will have while one that comes now is there."""
+        self.distinct = np.zeros(workers)
+        """Experts that a step of so many touches, over all layers."""
         self.local: NDArray[np.uint64] | None = None
         """[worker, layer, word] bit e of a layer: the worker holds expert e; None where all hold all."""
         self.routed = 0
         """Requests admitted so far."""
         self._logs = np.zeros((workers, cells))
         self._profiled = np.zeros(workers, np.int64)
+        self._usual = None if usual is None else _logs(np.asarray(usual, np.float32))
+        self._all = np.zeros(cells)
+        self._mean = 0.0
         self._residents: dict[str, _Resident] = {}
 
     def __len__(self) -> int:
@@ -71,60 +96,93 @@ class Fleet:
         return free if free.any() else self.alive
 
     def admit(self, request_id: str, worker: int, context: int = 0, profile: NDArray[np.float32] | None = None) -> None:
-        """A request that was routed to a worker."""
+        """A request was routed to a worker."""
         if request_id in self._residents:
-            raise ConfigError(f"request {request_id!r} is in the fleet already, on worker {self._where(request_id)}")
+            worker = self._residents[request_id].worker
+            raise ConfigError(f"request {request_id!r} is in the fleet already, on worker {worker}")
         if not 0 <= worker < len(self):
             raise ConfigError(f"worker={worker} must be in 0 … {len(self) - 1}")
-        if profile is not None and len(profile) != self.missed.shape[1]:
-            raise ConfigError(f"profile has {len(profile)} cells; the fleet keeps {self.missed.shape[1]}")
-        self._residents[request_id] = _Resident(worker, context, profile)
+        logs = None if profile is None else self._checked(profile)
+        self._residents[request_id] = _Resident(worker, context, logs)
         self.running[worker] += 1
         self.context_tokens[worker] += context
         self.routed += 1
-        if profile is not None:
-            self._profiled[worker] += 1
-            _shift(self._logs[worker], self.missed[worker], profile, 1.0, MOST_CERTAIN)
+        self._shift(worker, logs, 1)
 
     def finish(self, request_id: str) -> None:
         """It ended, or went away."""
-        try:
-            gone = self._residents.pop(request_id)
-        except KeyError:
-            raise ConfigError(f"request {request_id!r} is not in the fleet") from None
-        worker = gone.worker
-        self.running[worker] -= 1
-        self.context_tokens[worker] -= gone.context
-        if gone.profile is None:
-            return
-        self._profiled[worker] -= 1
-        if self._profiled[worker]:
-            _shift(self._logs[worker], self.missed[worker], gone.profile, -1.0, MOST_CERTAIN)
-        else:  # rounding ends with the last one
-            self._logs[worker], self.missed[worker] = 0.0, 1.0
+        gone = self._known(request_id)
+        del self._residents[request_id]
+        self.running[gone.worker] -= 1
+        self.context_tokens[gone.worker] -= gone.context
+        self._shift(gone.worker, gone.logs, -1)
 
     def refine(self, request_id: str, profile: NDArray[np.float32]) -> None:
         """What is known of a running request became better: its own decode was seen."""
+        known, logs = self._known(request_id), self._checked(profile)
+        self._residents[request_id] = known._replace(logs=logs)
+        self._shift(known.worker, known.logs, -1, refresh=False)
+        self._shift(known.worker, logs, 1)
+
+    def _known(self, request_id: str) -> _Resident:
         known = self._residents.get(request_id)
         if known is None:
             raise ConfigError(f"request {request_id!r} is not in the fleet")
-        if known.profile is not None:
-            _shift(self._logs[known.worker], self.missed[known.worker], known.profile, -1.0, MOST_CERTAIN)
-        else:
-            self._profiled[known.worker] += 1
-        _shift(self._logs[known.worker], self.missed[known.worker], profile, 1.0, MOST_CERTAIN)
-        self._residents[request_id] = _Resident(known.worker, known.context, profile)
+        return known
 
-    def _where(self, request_id: str) -> int:
-        return self._residents[request_id].worker
+    def _checked(self, profile: NDArray[np.float32]) -> NDArray[np.float32]:
+        if len(profile) != self.missed.shape[1]:
+            raise ConfigError(f"profile has {len(profile)} cells; the fleet keeps {self.missed.shape[1]}")
+        return _logs(profile)
+
+    def _shift(self, worker: int, logs: NDArray[np.float32] | None, sign: int, refresh: bool = True) -> None:
+        """Count a request's experts in or out; numbers of workers follow."""
+        if not self.missed.shape[1]:
+            return
+        if logs is not None:
+            self._profiled[worker] += sign
+            _add(self._logs[worker], self._all, logs, float(sign), not self._profiled[worker])
+            if not self._profiled.any():
+                self._all[:] = 0.0  # rounding ends with the last one
+        if not refresh:
+            return
+        mean = float(self.running[self.alive].mean()) if self.alive.any() else 0.0
+        if abs(mean - self._mean) > max(STALE * self._mean, 1e-9 if self._mean < 1 else 0.0):
+            self._mean = mean
+            for every in range(len(self)):
+                self._refresh(every)
+        else:
+            self._refresh(worker)
+
+    def _refresh(self, worker: int) -> None:
+        count = int(self._profiled[worker])
+        usual = self._all / max(1, self._profiled.sum()) if self._usual is None else self._usual[worker]
+        self.expected[worker] = (self.running[worker] + self._mean) / 2
+        rate = self.expected[worker] / (count + 1)
+        self.distinct[worker] = _spread(self._logs[worker], usual, rate, self.missed[worker])
+
+
+def _logs(profile: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.log1p(-np.clip(profile, 0.0, MOST_CERTAIN)).astype(np.float32)
 
 
 @njit()
-def _shift(
-    logs: NDArray[np.float64], missed: NDArray[np.float32], profile: NDArray[np.float32], sign: float, most: float
+def _add(
+    logs: NDArray[np.float64], everyone: NDArray[np.float64], one: NDArray[np.float32], sign: float, last: bool
 ) -> None:
-    """Add or take away one request's factors."""
     for cell in range(len(logs)):
-        if profile[cell] > 0.0:
-            logs[cell] += sign * np.log1p(-min(np.float64(profile[cell]), most))
-            missed[cell] = np.exp(min(logs[cell], 0.0))
+        everyone[cell] += sign * one[cell]
+        logs[cell] = 0.0 if last else logs[cell] + sign * one[cell]
+
+
+@njit(fastmath=True)
+def _spread(
+    logs: NDArray[np.float64], usual: NDArray[np.floating], rate: float, missed: NDArray[np.uint8]
+) -> float:
+    """Fill `missed`; experts that a step touches."""
+    distinct = 0.0
+    for cell in range(len(logs)):
+        left = np.exp(np.float32(min(rate * (logs[cell] + usual[cell]), 0.0)))
+        missed[cell] = np.uint8(np.float32(255.0) * left + np.float32(0.5))
+        distinct += 1.0 - left
+    return distinct
