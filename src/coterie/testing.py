@@ -1,9 +1,12 @@
 """Contract checks for people who write policies: what every built-in passes, a plugin must pass too.
 
-    from coterie.testing import check_planner, check_strategy
+    from coterie.testing import check_planner, check_router, check_strategy
 
     def test_my_strategy():
         check_strategy(MyStrategy)
+
+    def test_my_router():
+        check_router(MyRouter)
 
     def test_my_planner():
         check_planner(MyPlanner)
@@ -20,9 +23,11 @@ from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
 from coterie.batching.base import Loads, Selection, Strategy, Window
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, UnavailableError
 from coterie.placement.base import HOST, Load, Plan, Planner
 from coterie.placement.objective import Objective
+from coterie.routing.base import Decision, Router, RouteRequest
+from coterie.routing.fleet import Fleet
 from coterie.types import Placement, Topology
 
 FAR = 1_000_000
@@ -343,6 +348,75 @@ def _same_plan(plan: Plan, other: Plan, where: str) -> None:
     for name in ("before_s", "after_s", "movement_s", "skip_reason", "split", "layer_reasons"):
         said = getattr(plan, name), getattr(other, name)
         _require(said[0] == said[1], f"{where}: {name} was {said[0]!r}, then {said[1]!r}")
+
+
+def check_router(
+    make: Callable[[], Router], layers: int = 3, experts: int = 8, workers: int = 6, seed: int = 0
+) -> None:
+    """Raise AssertionError where what `make()` returns breaks the contract of a router.
+
+    It must name a living worker, with a place free if any has one; the score of that worker must be finite, and those
+    of workers that may not be chosen infinite; the same snapshot must give the same decision and stay as it was; a
+    fleet without a living worker must be refused with UnavailableError. Empty and full fleets, dead workers, requests
+    of which nothing is known, and cached prefixes are tried, on a fleet of `workers` whose cells are `layers` x
+    `experts`: those the router was fitted for. A router that passes may still choose badly.
+    """
+    router = make()
+    _require(isinstance(router, Router), f"{router!r} has no route(request, fleet)")
+    rng = default_rng(seed)
+    for name, fleet in _fleets(rng, workers, layers * experts):
+        for request in _route_requests(rng, layers, experts, workers):
+            _check_route(make, router, f"{type(router).__name__}, {name}", request, fleet)
+    nobody = Fleet([4] * workers, layers * experts)
+    nobody.alive[:] = False
+    try:
+        router.route(RouteRequest("r"), nobody)
+    except UnavailableError:
+        return
+    _require(False, f"{router!r} found a worker in a fleet of which none is alive")
+
+
+def _fleets(rng: Generator, workers: int, cells: int) -> Iterator[tuple[str, Fleet]]:
+    for name, requests, dead in (
+        ("an empty fleet", 0, 0), ("a busy fleet", 3 * workers, 0), ("a full fleet", 4 * workers, 0),
+        ("a fleet with a dead worker", 2 * workers, 1), ("one living worker", workers, workers - 1),
+    ):  # fmt: skip
+        fleet = Fleet([4] * workers, cells, rng.uniform(0.5, 2.0, workers))
+        for number in range(requests):
+            profile = rng.uniform(0, 0.5, cells).astype(np.float32)
+            fleet.admit(f"resident-{number}", number % workers, int(rng.integers(2000)), profile)
+        fleet.alive[:dead] = False
+        fleet.kv_used[:] = rng.random(workers)
+        fleet.prefill_tokens[:] = rng.integers(0, 9000, workers)
+        yield name, fleet
+
+
+def _route_requests(rng: Generator, layers: int, experts: int, workers: int) -> Iterator[RouteRequest]:
+    yield RouteRequest("nothing known")
+    for number in range(6):
+        counts = rng.integers(0, 20, (layers, experts))
+        cached = rng.integers(0, 500, workers) if number % 2 else None
+        yield RouteRequest(f"r{number}", 500, counts, "code" if number % 3 else None, cached)
+    yield RouteRequest("no token", 1, np.zeros((layers, experts), np.int64))
+
+
+def _check_route(make: Callable[[], Router], router: Router, where: str, request: RouteRequest, fleet: Fleet) -> None:
+    arrays = {name: value.copy() for name, value in vars(fleet).items() if isinstance(value, np.ndarray)}
+    decision = router.route(request, fleet)
+    _require(isinstance(decision, Decision), f"{where}: {decision!r} is no Decision")
+    allowed = fleet.open
+    _require(0 <= decision.worker < len(fleet), f"{where}: worker {decision.worker} of {len(fleet)}")
+    _require(bool(allowed[decision.worker]), f"{where}: worker {decision.worker} must not be chosen: dead, or full")
+    scores = decision.scores
+    _require(scores.shape == (len(fleet),), f"{where}: scores has shape {scores.shape}; expected ({len(fleet)},)")
+    _require(bool(np.isfinite(scores[decision.worker])), f"{where}: the chosen worker's score is infinite")
+    _require(bool((scores[~allowed] == np.inf).all()), f"{where}: a worker that must not be chosen has a finite score")
+    _require(bool(decision.reason), f"{where} gives no reason")
+    for name, value in arrays.items():
+        _require(np.array_equal(value, getattr(fleet, name)), f"{where} changed fleet.{name}")
+    again = make().route(request, fleet)
+    same = again.worker == decision.worker and np.array_equal(again.scores, scores) and again.reason == decision.reason
+    _require(same, f"{where} gave another decision for the same snapshot")
 
 
 def _require(holds: bool, message: str) -> None:

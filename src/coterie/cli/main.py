@@ -17,6 +17,7 @@ from coterie.cli.calibrate import calibrate_command
 from coterie.cli.convert import convert_command
 from coterie.cli.demo import demo_command
 from coterie.cli.evaluate import SeveralValues, evaluate_command
+from coterie.cli.fit import fit_command
 from coterie.cli.generate import generate_command
 from coterie.cli.inspect import inspect_command
 from coterie.cli.models import models_command
@@ -24,6 +25,7 @@ from coterie.cli.output import err
 from coterie.cli.place import place_app
 from coterie.cli.plan import plan_command
 from coterie.cli.record import record_command
+from coterie.cli.replay import replay_command
 from coterie.cli.simulate import simulate_command
 from coterie.cli.worker import worker_command
 from coterie.errors import CoterieError
@@ -41,12 +43,14 @@ app.command("calibrate")(calibrate_command)
 app.command("convert")(convert_command)
 app.command("demo")(demo_command)
 app.command("evaluate", cls=SeveralValues)(evaluate_command)
+app.command("fit")(fit_command)
 app.command("generate")(generate_command)
 app.command("inspect")(inspect_command)
 app.command("models")(models_command)
 app.add_typer(place_app, name="place")
 app.command("plan")(plan_command)
 app.command("record")(record_command)
+app.command("replay")(replay_command)
 app.command("simulate")(simulate_command)
 app.command("worker")(worker_command)
 

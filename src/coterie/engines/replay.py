@@ -1,0 +1,308 @@
+"""Run decode batches through real MoE layers on the device at hand, and set the time beside the predicted one.
+
+Every MoE layer of the model has weights of its own (random, of the right shape and dtype) and runs through the kernels
+that calibration measured, so weights stream from memory as they do in a model: by the time a layer comes round again,
+all others have passed through the cache. Timed are the experts (gate and up, activation, down) of all layers of a step;
+gating, gathering and the weighted sum are not. Routers take turns, step by step, so a drifting clock hits all alike.
+
+On CUDA a step is one graph that reads the tokens of each expert from device memory: no host time is in. Wrong for
+engines with other kernels, and where a step is so short that the host cannot keep the device busy (tiny shapes).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.engines.replay_batches import ReplayBatches, Steps, step_load
+from coterie.errors import ConfigError, UnavailableError
+from coterie.types import ModelSpec, WeightDtype
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+Report = Callable[[str, int, int], None]
+"""progress(what, done, total)"""
+Pending = Callable[[], float]
+"""Microseconds of a step that was started; on CUDA only once the device is done."""
+
+WARM_UP_STEPS = 20
+"""Steps of each router run before any is timed: clocks rise within milliseconds."""
+MEMORY_SHARE = 0.9
+"""Of the free memory that weights may take."""
+TOLERANCE: Mapping[str, float] = {"fp32": 1e-4, "bf16": 2e-2, "fp8": 0.1}
+"""Largest ‖out − reference‖ ÷ ‖reference‖: products in bf16 come to 0.005, fp8 activations to 0.05."""
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of the steps, and what they were measured with."""
+
+    model: str
+    dtype: WeightDtype
+    kernel: str
+    hardware: dict[str, str | int | float]
+    software: dict[str, str]
+    layers_held: int
+    """MoE layers with weights of their own; fewer than the model's where memory is short, and then used in turn."""
+    repeats: int
+    output_error: float
+    """Largest relative error of the layers' outputs against products in float32."""
+    spread_pct: float
+    """Median over steps of (longest − shortest repeat) ÷ 2 ÷ the median."""
+    step_us: dict[str, dict[str, list[float]]]
+    """By group and router: each step's experts over all layers, median of the repeats."""
+
+
+class _Plan(NamedTuple):
+    """One step, ready to run."""
+
+    tokens: int
+    counts: NDArray[np.int64]
+    """[layer, expert] rows."""
+    sources: Any
+    """[layer, row] the token of each row, rows sorted by expert; a tensor on the device."""
+    ends: Any
+    """[layer, expert] where each expert's rows end; a tensor on the device."""
+
+
+class _Graph(NamedTuple):
+    """All layers of a step of one batch size; it reads `rows` and `ends`."""
+
+    graph: Any
+    rows: Any
+    ends: Any
+    outputs: list[Any]
+
+
+class Layers:
+    """A model's MoE layers on one device."""
+
+    def __init__(self, spec: ModelSpec, dtype: WeightDtype, device: Any, max_tokens: int) -> None:
+        from coterie.engines.calibrate import Experts
+
+        self.spec, self.dtype, self.device = spec, dtype, device
+        self.held = layers_that_fit(spec, dtype, _free_bytes(device))
+        self.experts = Experts(spec, dtype, device, self.held)
+        kind = torch.float32 if dtype == "fp32" else torch.bfloat16
+        self.x = torch.randn(max_tokens, spec.hidden_size, device=device).to(kind)
+        self._graphs: dict[int, _Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def plan(self, ids: NDArray[np.unsignedinteger]) -> _Plan:
+        counts = step_load(ids, self.spec.num_experts)
+        by_layer = ids.transpose(1, 0, 2).reshape(ids.shape[1], -1)
+        sources = np.argsort(by_layer, axis=1, kind="stable") // ids.shape[2]
+        ends = np.cumsum(counts, axis=1).astype(np.int32)
+        on_device = (torch.from_numpy(array).to(self.device) for array in (sources, ends))
+        return _Plan(len(ids), counts, *on_device)
+
+    def start(self, plan: _Plan) -> Pending:
+        """Run one step; on CUDA without waiting for it, so that the device never waits for the host."""
+        if self.device.type != "cuda":
+            rows, counts = self._rows(plan), plan.counts.tolist()
+            began = time.perf_counter()
+            for layer, count in enumerate(counts):
+                self.experts.forward(layer % self.held, rows[layer], None, count)
+            us = (time.perf_counter() - began) * 1e6
+            return lambda: us
+        graph = self._fill(plan)
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        graph.graph.replay()
+        after.record()
+        return lambda: float(before.elapsed_time(after)) * 1e3
+
+    def outputs(self, plan: _Plan) -> list[Any]:
+        """[row, hidden] of each layer, as the timed path computes them."""
+        if self.device.type == "cuda":
+            graph = self._fill(plan)
+            for output in graph.outputs:
+                output.fill_(float("nan"))
+            graph.graph.replay()
+            return graph.outputs
+        rows, counts = self._rows(plan), plan.counts.tolist()
+        return [self.experts.forward(at % self.held, rows[at], None, count) for at, count in enumerate(counts)]
+
+    def error(self, plan: _Plan) -> float:
+        """‖out − reference‖ ÷ ‖reference‖, the reference in float32; NaN where an output was not written."""
+        rows, difference, norm = self._rows(plan), 0.0, 0.0
+        for layer, found in enumerate(self.outputs(plan)):
+            expected = self._reference(layer, rows[layer].float(), plan.counts[layer])
+            difference += float((found.float() - expected).square().sum())
+            norm += float(expected.square().sum())
+        return float(np.sqrt(difference / norm))
+
+    def _rows(self, plan: _Plan) -> Any:
+        return self.x[plan.sources]
+
+    def _reference(self, layer: int, rows: Any, counts: NDArray[np.int64]) -> Any:
+        up, down = self.experts.layers[layer % self.held]
+        out, start = torch.empty_like(rows), 0
+        for expert in np.flatnonzero(counts):
+            mine = slice(start, start + int(counts[expert]))
+            start = mine.stop
+            first, second = up[expert].float(), down[expert].float()
+            if self.dtype == "fp8":
+                first, second = first * self.experts.up_scale[expert], second * self.experts.down_scale[expert]
+            gate, value = (rows[mine] @ first).chunk(2, dim=-1)
+            out[mine] = (torch.nn.functional.silu(gate) * value) @ second
+        return out
+
+    def _fill(self, plan: _Plan) -> _Graph:
+        """The graph for this batch size, its inputs set to this step."""
+        graph = self._graphs.get(plan.tokens) or self._capture(plan)
+        torch.index_select(self.x, 0, plan.sources.view(-1), out=graph.rows.view(-1, self.spec.hidden_size))
+        graph.ends.copy_(plan.ends)
+        return graph
+
+    def _capture(self, plan: _Plan) -> _Graph:
+        rows, ends = self._rows(plan), plan.ends.clone()
+
+        def run() -> list[Any]:
+            return [self.experts.forward(at % self.held, rows[at], ends[at], ()) for at in range(len(ends))]
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = run()
+        self._graphs[plan.tokens] = _Graph(graph, rows, ends, outputs)
+        return self._graphs[plan.tokens]
+
+
+def layers_that_fit(spec: ModelSpec, dtype: WeightDtype, free_bytes: float) -> int:
+    """MoE layers whose weights fit in the memory that is free; all of them where it is enough."""
+    layer_bytes = spec.num_experts * spec.expert_bytes(dtype)
+    fit = int(MEMORY_SHARE * free_bytes / layer_bytes)
+    if fit < 1:
+        raise UnavailableError(
+            f"one MoE layer of {spec.name} in {dtype} takes {layer_bytes / 1e9:.1f} GB, "
+            f"and {free_bytes / 1e9:.1f} GB are free"
+        )
+    return min(spec.num_moe_layers, fit)
+
+
+def _free_bytes(device: Any) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def measure_batches(
+    batches: ReplayBatches,
+    spec: ModelSpec,
+    device: str = "auto",
+    dtype: WeightDtype | None = None,
+    repeats: int = 3,
+    report: Report | None = None,
+) -> Measured:
+    """Time every step `repeats` times. Without a dtype: bf16 on CUDA, fp32 on a CPU."""
+    if repeats < 1:
+        raise ConfigError(f"repeats={repeats} must be at least 1")
+    at = _device(device)
+    allowed: tuple[WeightDtype, ...] = ("bf16", "fp8") if at.type == "cuda" else ("fp32", "bf16")
+    dtype = dtype or allowed[0]
+    if dtype not in allowed:
+        raise ConfigError(f"dtype {dtype!r} cannot be replayed on {at.type}; it must be {' or '.join(allowed)}")
+    batches.check(spec)
+    from coterie.engines.calibrate import describe_hardware, describe_software
+
+    report = report or (lambda *_: None)
+    report("weights", 0, 1)
+    most = max(len(ids) for routers in batches.groups.values() for steps in routers.values() for ids in steps)
+    errors: dict[int, float] = {}
+    step_us: dict[str, dict[str, list[float]]] = {}
+    spreads: list[float] = []
+    with torch.inference_mode():
+        layers = Layers(spec, dtype, at, most)
+        for group, routers in batches.groups.items():
+            samples = _measure_group(layers, routers, repeats, errors, lambda *done, g=group: report(g, *done))
+            step_us[group] = {
+                router: [round(statistics.median(times), 3) for times in found]
+                for router, found in zip(routers, samples, strict=True)
+            }
+            spreads += [
+                (max(times) - min(times)) / 2 / statistics.median(times) for found in samples for times in found
+            ]
+    return Measured(
+        model=spec.name,
+        dtype=dtype,
+        kernel=layers.experts.kernel,
+        hardware=describe_hardware(at),
+        software=describe_software(),
+        layers_held=layers.held,
+        repeats=repeats,
+        output_error=float(f"{max(errors.values()):.3g}"),
+        spread_pct=round(100 * statistics.median(spreads), 3),
+        step_us=step_us,
+    )
+
+
+def _device(device: str) -> Any:
+    if torch is None:
+        raise UnavailableError("replay needs torch: pip install 'coterie[torch]'")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"device={device!r} must be auto, cpu, cuda or cuda:N")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UnavailableError(f"device {device!r} was asked for, but torch sees no CUDA device")
+    if ":" in device:
+        torch.cuda.set_device(device)  # streams and events are made on the current one
+    return torch.device(device)
+
+
+def _measure_group(
+    layers: Layers,
+    routers: Mapping[str, Steps],
+    repeats: int,
+    errors: dict[int, float],
+    report: Callable[[int, int], None],
+) -> list[list[list[float]]]:
+    """[router][step][repeat] microseconds; `errors` gains the outputs' error for every batch size not seen before."""
+    plans = [[layers.plan(ids) for ids in steps] for steps in routers.values()]
+    for plan in (plan for one in plans for plan in one):
+        if plan.tokens not in errors:
+            errors[plan.tokens] = error = layers.error(plan)
+            if not error <= TOLERANCE[layers.dtype]:
+                raise UnavailableError(
+                    f"{layers.experts.kernel} is wrong on this machine: at {plan.tokens} tokens its outputs are "
+                    f"{error:.2g} off, at most {TOLERANCE[layers.dtype]} is right"
+                )
+    turns = _turns([len(one) for one in plans])
+    for router, step in turns[: WARM_UP_STEPS * len(plans)]:
+        layers.start(plans[router][step])
+    samples: list[list[list[float]]] = [[[] for _ in one] for one in plans]
+    for repeat in range(repeats):
+        report(repeat, repeats)
+        pending = [(router, step, layers.start(plans[router][step])) for router, step in turns]
+        if layers.device.type == "cuda":
+            torch.cuda.synchronize()
+        for router, step, microseconds in pending:
+            samples[router][step].append(microseconds())
+    return samples
+
+
+def _turns(steps: Sequence[int]) -> list[tuple[int, int]]:
+    """(router, step): step 0 of every router, then step 1 …; another router is first each time."""
+    routers = len(steps)
+    return [
+        (router, step)
+        for step in range(max(steps))
+        for router in ((step + place) % routers for place in range(routers))
+        if step < steps[router]
+    ]

@@ -1,0 +1,161 @@
+"""Decode batches as routers formed them: the file that ``coterie replay`` reads, and its writer.
+
+A group (one load level, say) holds the decode steps of every router. A step is the expert ids [token, layer, k] of the
+tokens that one worker decoded in it. On disk an .npz: `header` is JSON with the names, `ids_G_R` the ids of router R in
+group G, all steps one after the other, and `tokens_G_R` the tokens of each step.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, TraceError
+from coterie.types import ModelSpec, narrowest_uint
+
+VERSION = 1
+
+Steps = tuple[NDArray[np.unsignedinteger], ...]
+"""Per step, the expert ids [token, layer, k]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayBatches:
+    """Groups of routers' decode steps, in the order they were formed."""
+
+    model: str
+    groups: Mapping[str, Mapping[str, Steps]]
+    """By group and router; the first router of a group is the one that the others are compared with."""
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ConfigError("groups is empty; at least one group of routers is needed")
+        names = [list(routers) for routers in self.groups.values()]
+        if not names[0] or any(one != names[0] for one in names):
+            raise ConfigError(f"every group must hold the same routers, at least one; found {names}")
+        shape = None
+        for group, routers in self.groups.items():
+            for router, steps in routers.items():
+                if not steps:
+                    raise ConfigError(f"{group}, {router}: there are no steps; at least one is needed")
+                for number, ids in enumerate(steps):
+                    where = f"{group}, {router}, step {number}"
+                    if ids.ndim != 3 or not ids.size or not np.issubdtype(ids.dtype, np.unsignedinteger):
+                        raise ConfigError(
+                            f"{where}: ids are {ids.dtype}{list(ids.shape)}; expected unsigned [token, layer, k]"
+                        )
+                    shape = shape or ids.shape[1:]
+                    if ids.shape[1:] != shape:
+                        raise ConfigError(f"{where}: [layer, k] is {ids.shape[1:]}; the first step has {shape}")
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        return tuple(next(iter(self.groups.values())))
+
+    def check(self, spec: ModelSpec) -> None:
+        """Refuse batches that are not of this shape."""
+        expected = (spec.num_moe_layers, spec.top_k)
+        for group, routers in self.groups.items():
+            for router, steps in routers.items():
+                ids = np.concatenate(steps)
+                where = f"{group}, {router}"
+                if ids.shape[1:] != expected:
+                    raise ConfigError(f"{where}: [layer, k] is {ids.shape[1:]}; {spec.name} has {expected}")
+                if ids.max() >= spec.num_experts:
+                    raise ConfigError(f"{where}: expert {ids.max()} must be below num_experts={spec.num_experts}")
+                if spec.top_k > 1 and (np.diff(np.sort(ids, axis=2).astype(np.int64), axis=2) == 0).any():
+                    raise ConfigError(f"{where}: a token takes the same expert twice in a layer; its ids must differ")
+
+
+def step_load(ids: NDArray[np.unsignedinteger], num_experts: int) -> NDArray[np.int64]:
+    """[layer, expert] tokens of one step."""
+    layers = ids.shape[1]
+    flat = ids.astype(np.int64) + np.arange(layers)[None, :, None] * num_experts
+    return np.bincount(flat.ravel(), minlength=layers * num_experts).reshape(layers, num_experts)
+
+
+def write_batches(path: Path, model: str, groups: Mapping[str, Mapping[str, Sequence[NDArray[np.integer]]]]) -> None:
+    """Write group → router → steps, each the expert ids [token, layer, k] of one worker's step; replaces no file.
+
+    A few hundred steps a router are enough; take them far apart, since neighbours share their requests.
+    """
+    if path.suffix != ".npz":
+        raise ConfigError(f"{path} must end in .npz")
+    if path.exists():
+        raise ConfigError(f"{path} exists already; choose another name or remove it first")
+    batches = ReplayBatches(model, {g: {r: _narrow(steps) for r, steps in one.items()} for g, one in groups.items()})
+    header = {"version": VERSION, "model": model, "groups": list(batches.groups), "routers": list(batches.routers)}
+    arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
+    for g, routers in enumerate(batches.groups.values()):
+        for r, steps in enumerate(routers.values()):
+            arrays[f"ids_{g}_{r}"] = np.concatenate(steps)
+            arrays[f"tokens_{g}_{r}"] = np.array([len(ids) for ids in steps], np.int32)
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+    part.replace(path)
+
+
+def _narrow(steps: Sequence[NDArray[np.integer]]) -> Steps:
+    if any(ids.size and ids.min() < 0 for ids in steps):
+        raise ConfigError(f"expert id {min(int(ids.min()) for ids in steps)} must not be negative")
+    kind = narrowest_uint(max((int(ids.max()) for ids in steps if ids.size), default=0))
+    return tuple(ids.astype(kind) for ids in steps)
+
+
+def read_batches(path: Path) -> ReplayBatches:
+    """What :func:`write_batches` wrote."""
+    if not path.is_file():
+        raise TraceError(path, "file", "not found; expected batches that write_batches wrote (.npz)")
+    try:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        raise TraceError(path, "file", f"cannot be read as .npz: {str(error).splitlines()[0]}") from None
+    header = _header(path, arrays)
+    groups = {
+        group: {router: _steps(path, arrays, f"{g}_{r}") for r, router in enumerate(header["routers"])}
+        for g, group in enumerate(header["groups"])
+    }
+    try:
+        return ReplayBatches(header["model"], groups)
+    except ConfigError as error:
+        raise TraceError(path, "batches", str(error)) from None
+
+
+def _header(path: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    if "header" not in arrays:
+        found = ", ".join(sorted(arrays)) or "nothing"
+        raise TraceError(path, "header", f"missing: found {found}; expected the batches of coterie replay")
+    try:
+        header = json.loads(str(arrays["header"]))
+    except ValueError:
+        raise TraceError(path, "header", "is not JSON") from None
+    if not isinstance(header, dict) or header.get("version") != VERSION:
+        raise TraceError(path, "header", f"must be an object of version {VERSION}; found {str(header)[:80]}")
+    if not isinstance(header.get("model"), str):
+        raise TraceError(path, "header", f"model={header.get('model')!r} must be a name")
+    for field in ("groups", "routers"):
+        names = header.get(field)
+        if not isinstance(names, list) or len({str(name) for name in names}) != len(names):
+            raise TraceError(path, "header", f"{field}={names!r} must be a list of names, each once")
+    return header
+
+
+def _steps(path: Path, arrays: Mapping[str, Any], key: str) -> Steps:
+    for name in (f"ids_{key}", f"tokens_{key}"):
+        if name not in arrays:
+            raise TraceError(path, name, "missing")
+    ids, tokens = arrays[f"ids_{key}"], arrays[f"tokens_{key}"]
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or (tokens.size and tokens.min() < 1):
+        raise TraceError(path, f"tokens_{key}", "must be whole numbers [step] of at least 1")
+    if ids.ndim != 3 or len(ids) != tokens.sum():
+        raise TraceError(path, f"ids_{key}", f"shape {ids.shape} must be [token, layer, k] of {tokens.sum()} tokens")
+    return tuple(np.split(ids, np.cumsum(tokens)[:-1])) if len(tokens) else ()

@@ -1,0 +1,174 @@
+"""What a replay says: each router's measured time beside the predicted one, and what it saves.
+
+Intervals come from resampling steps in blocks of neighbours, which share their requests: n^(1/3) steps a block. They
+are too narrow where requests stay far longer than that; take the steps further apart then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.costs.step import StepModel
+from coterie.engines.replay import Measured
+from coterie.engines.replay_batches import ReplayBatches, Steps, step_load
+from coterie.errors import ConfigError, TraceError
+
+DRAWS = 2000
+
+
+class ReplayRow(NamedTuple):
+    """One router in one group. Times are of the experts over all MoE layers of a step."""
+
+    group: str
+    router: str
+    steps: int
+    tokens: float
+    """Of a step, mean."""
+    active_experts: float
+    """Distinct experts per layer of a step, mean."""
+    mean_us: float
+    median_us: float
+    predicted_us: float
+    """Mean."""
+    saving_pct: float
+    """Of the mean step time against the group's first router."""
+    saving_low_pct: float
+    saving_high_pct: float
+    """95% interval."""
+    paired: bool
+    """Whether step i of both routers has the same number of tokens; they are then resampled together."""
+    predicted_saving_pct: float
+    mape_pct: float
+    """Mean over steps of |predicted ÷ measured − 1|."""
+    bias_pct: float
+    """Mean over steps of predicted ÷ measured − 1."""
+
+
+def predict_us(steps: Steps, model: StepModel) -> NDArray[np.float64]:
+    """[step] predicted microseconds of the experts over all layers."""
+    return np.array([1e6 * model.moe_s(step_load(ids, model.spec.num_experts), len(ids)).sum() for ids in steps])
+
+
+def _saving_pct(base: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    return 100.0 * (1.0 - float(other.mean() / base.mean()))
+
+
+def saving_interval(
+    base: NDArray[np.float64], other: NDArray[np.float64], paired: bool, rng: Generator, draws: int = DRAWS
+) -> tuple[float, float]:
+    """95% bootstrap interval of the saving in mean step time; `paired` draws the same steps of both."""
+    first = _blocks(len(base), draws, rng)
+    second = first if paired else _blocks(len(other), draws, rng)
+    found = 1.0 - other[second].mean(axis=1) / base[first].mean(axis=1)
+    low, high = np.percentile(found, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _blocks(steps: int, draws: int, rng: Generator) -> NDArray[np.int64]:
+    """[draw, step] indices: blocks of neighbours, the last step followed by the first."""
+    length = max(1, round(steps ** (1 / 3)))
+    starts = rng.integers(0, steps, size=(draws, -(-steps // length)))
+    return ((starts[:, :, None] + np.arange(length)) % steps).reshape(draws, -1)[:, :steps]
+
+
+def replay_rows(batches: ReplayBatches, measured: Measured, model: StepModel, rng: Generator) -> list[ReplayRow]:
+    """One row per group and router."""
+    check_times(batches, measured)
+    rows = []
+    for group, routers in batches.groups.items():
+        runs = [
+            _Run(router, steps, np.array(measured.step_us[group][router]), predict_us(steps, model))
+            for router, steps in routers.items()
+        ]
+        rows += [_row(group, run, runs[0], model.spec.num_experts, rng) for run in runs]
+    return rows
+
+
+class _Run(NamedTuple):
+    router: str
+    steps: Steps
+    us: NDArray[np.float64]
+    predicted_us: NDArray[np.float64]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [len(ids) for ids in self.steps]
+
+
+def _row(group: str, run: _Run, first: _Run, num_experts: int, rng: Generator) -> ReplayRow:
+    paired = run.tokens == first.tokens
+    low, high = (0.0, 0.0) if run is first else saving_interval(first.us, run.us, paired, rng)
+    off = run.predicted_us / run.us - 1.0
+    active = [(step_load(ids, num_experts) > 0).sum(axis=1).mean() for ids in run.steps]
+    return ReplayRow(
+        group=group,
+        router=run.router,
+        steps=len(run.steps),
+        tokens=round(float(np.mean(run.tokens)), 3),
+        active_experts=round(float(np.mean(active)), 3),
+        mean_us=round(float(run.us.mean()), 3),
+        median_us=round(float(np.median(run.us)), 3),
+        predicted_us=round(float(run.predicted_us.mean()), 3),
+        saving_pct=round(_saving_pct(first.us, run.us), 3),
+        saving_low_pct=round(100.0 * low, 3),
+        saving_high_pct=round(100.0 * high, 3),
+        paired=paired,
+        predicted_saving_pct=round(_saving_pct(first.predicted_us, run.predicted_us), 3),
+        mape_pct=round(100.0 * float(np.abs(off).mean()), 3),
+        bias_pct=round(100.0 * float(off.mean()), 3),
+    )
+
+
+def check_times(batches: ReplayBatches, measured: Measured) -> None:
+    """Refuse times of other batches."""
+    wanted = {g: {r: len(steps) for r, steps in routers.items()} for g, routers in batches.groups.items()}
+    found = {g: {r: len(times) for r, times in routers.items()} for g, routers in measured.step_us.items()}
+    if wanted != found:
+        raise ConfigError(f"times of other batches: they hold {found} steps; the batches hold {wanted}")
+
+
+def read_measured(path: Path) -> Measured:
+    """The times in a file that ``coterie replay -o`` wrote."""
+
+    class File(msgspec.Struct):
+        measured: Measured
+
+    if not path.is_file():
+        raise TraceError(path, "file", "not found; expected what coterie replay -o wrote (JSON)")
+    try:
+        measured = msgspec.json.decode(path.read_bytes(), type=File).measured
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise TraceError(path, "measured", str(error)) from None
+    for group, routers in measured.step_us.items():
+        for router, times in routers.items():
+            if not all(np.isfinite(us) and us > 0 for us in times):
+                raise TraceError(path, "measured", f"{group}, {router}: every step_us must be above 0")
+    return measured
+
+
+def replay_notes(measured: Measured, model: StepModel, preset: str) -> list[str]:
+    """What to know before trusting the numbers."""
+    notes = [
+        f"{measured.model} in {measured.dtype} on {measured.hardware['device']}, {measured.kernel}; "
+        f"predicted for {preset}",
+        f"outputs {measured.output_error:.2g} off products in float32; repeats of a step differ by "
+        f"±{measured.spread_pct:.2g}% ({measured.repeats} each)",
+    ]
+    if measured.layers_held < model.spec.num_moe_layers:
+        notes.append(
+            f"memory holds {measured.layers_held} of {model.spec.num_moe_layers} MoE layers; they were used in turn"
+        )
+    if not model.measured:
+        notes.append(f"{preset} holds no measurement of {model.spec.name} in {model.dtype}: rates of the nearest shape")
+    return notes
+
+
+def replay_json(measured: Measured, rows: Sequence[ReplayRow], notes: Sequence[str]) -> dict[str, Any]:
+    return {"rows": [row._asdict() for row in rows], "notes": list(notes), "measured": msgspec.to_builtins(measured)}

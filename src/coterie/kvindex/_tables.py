@@ -1,0 +1,298 @@
+"""Hash tables with 128-bit keys, in plain arrays.
+
+A table is uint64 [slot, 2 + width]: the key in the first two columns, open addressing with linear probing from the
+second, a power of two of slots. A key's first half is odd, so 0 there is an empty slot. Deletion shifts what follows
+back, so no slot is ever lost; nothing may hold on to a slot's number.
+
+`rows` tables keep one bit per worker, `held` tables (one per worker) the content's key, 0 where it is not known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+
+Words = NDArray[np.uint64]
+
+_ZERO = np.uint64(0)
+_ONE = np.uint64(1)
+_LOW_SIX = np.uint64(63)
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+_VEIL = np.uint64(0xD1B54A32D192ED02)
+"""Even, so that a key stays odd: turns a content's key into that of its mark in a `held` table."""
+
+_CHUNK = np.int64(16)
+"""Blocks whose keys are computed before any is looked up, so that the loads overlap."""
+
+SMALLEST = 64
+
+
+@njit()
+def _mixed(x: np.uint64) -> Any:
+    """SplitMix64's finaliser, a bijection."""
+    x = (x ^ (x >> _SHIFTS[0])) * _FACTORS[0]
+    x = (x ^ (x >> _SHIFTS[1])) * _FACTORS[1]
+    return x ^ (x >> _SHIFTS[2])
+
+
+@njit()
+def fold(words: Words, tag: np.uint64, seeds: Words, keys: Words) -> None:
+    """Keys [item, 2] of items of equal length [item, word]; one word folds without any collision."""
+    for item in range(words.shape[0]):
+        first, second = seeds[0] ^ tag, seeds[1] ^ tag
+        for column in range(words.shape[1]):
+            first = _mixed(first ^ words[item, column])
+            second = _mixed(second + words[item, column] * _SPREAD)
+        keys[item, 0] = first | _ONE
+        keys[item, 1] = second
+
+
+@njit()
+def _chain(tokens: Words, contexts: Words, weights: Words, start: int, above: Words, keys: Words, count: int) -> None:
+    """Keys of the prefixes that end with the blocks from `start` on; `above` is the key before them, then the last.
+
+    A multilinear hash with secret random weights, chained: two prompts meet in one key with a probability under 2^-90,
+    whoever chose their tokens (ids below 2^20).
+    """
+    size = weights.shape[1] - 4
+    for index in range(count):  # apart from the chain, and one half after the other: so the compiler vectorises it
+        words = tokens[(start + index) * size : (start + index + 1) * size]
+        first = second = _ZERO
+        for token in range(size):
+            first += weights[0, token] * words[token]
+        for token in range(size):
+            second += weights[1, token] * words[token]
+        keys[index, 0] = first
+        keys[index, 1] = second
+    left, right = above[0], above[1]
+    for index in range(count):
+        first = keys[index, 0] + weights[0, size] * left + weights[0, size + 1] * right
+        second = keys[index, 1] + weights[1, size] * left + weights[1, size + 1] * right
+        if contexts.shape[0] > start + index:
+            one, two = contexts[start + index, 0], contexts[start + index, 1]
+            first += weights[0, size + 2] * one + weights[0, size + 3] * two
+            second += weights[1, size + 2] * one + weights[1, size + 3] * two
+        left, right = _mixed(first) | _ONE, _mixed(second)
+        keys[index, 0] = left
+        keys[index, 1] = right
+    above[0] = left
+    above[1] = right
+
+
+@njit()
+def _find(table: Words, first: np.uint64, second: np.uint64) -> Any:
+    """The key's slot, or where it would go as -1 - slot."""
+    mask = np.int64(table.shape[0] - 1)
+    slot = np.int64(second) & mask
+    while table[slot, 0] != _ZERO:
+        if table[slot, 0] == first and table[slot, 1] == second:
+            return slot
+        slot = (slot + 1) & mask
+    return -1 - slot
+
+
+@njit()
+def _insert(table: Words, used: NDArray[np.int64], first: np.uint64, second: np.uint64) -> Any:
+    """The key's slot, new and zero where it was not there."""
+    slot = _find(table, first, second)
+    if slot < 0:
+        slot = -1 - slot
+        table[slot, 0] = first
+        table[slot, 1] = second
+        used[0] += 1
+    return slot
+
+
+@njit()
+def _delete(table: Words, used: NDArray[np.int64], slot: int) -> None:
+    mask = np.int64(table.shape[0] - 1)
+    hole, following = np.int64(slot), (np.int64(slot) + 1) & mask
+    while table[following, 0] != _ZERO:
+        home = np.int64(table[following, 1]) & mask
+        if ((following - home) & mask) >= ((following - hole) & mask):
+            for column in range(table.shape[1]):
+                table[hole, column] = table[following, column]
+            hole = following
+        following = (following + 1) & mask
+    for column in range(table.shape[1]):
+        table[hole, column] = _ZERO
+    used[0] -= 1
+
+
+@njit()
+def rehash(old: Words, new: Words) -> None:
+    used = np.zeros(1, np.int64)
+    for slot in range(old.shape[0]):
+        if old[slot, 0] != _ZERO:
+            target = _insert(new, used, old[slot, 0], old[slot, 1])
+            for column in range(2, old.shape[1]):
+                new[target, column] = old[slot, column]
+
+
+@njit()
+def _hold(rows: Words, used: NDArray[np.int64], first: np.uint64, second: np.uint64, worker: int) -> Any:
+    """Sets the worker's bit; whether it was set before."""
+    slot = _insert(rows, used, first, second)
+    bit = _ONE << (np.uint64(worker) & _LOW_SIX)
+    column = 2 + (worker >> 6)
+    before = rows[slot, column] & bit
+    rows[slot, column] |= bit
+    return before != _ZERO
+
+
+@njit()
+def _release(rows: Words, used: NDArray[np.int64], first: np.uint64, second: np.uint64, worker: int) -> None:
+    """Clears the worker's bit, and drops a row that no worker holds."""
+    slot = _find(rows, first, second)
+    if slot < 0:
+        return
+    rows[slot, 2 + (worker >> 6)] &= ~(_ONE << (np.uint64(worker) & _LOW_SIX))
+    for column in range(2, rows.shape[1]):
+        if rows[slot, column] != _ZERO:
+            return
+    _delete(rows, used, slot)
+
+
+@njit()
+def store(
+    held: Words, held_used: NDArray[np.int64], hashes: Words, hashes_used: NDArray[np.int64], contents: Words,
+    contents_used: NDArray[np.int64], worker: int, keys: Words, tokens: Words, contexts: Words, weights: Words,
+    parent: Words, tally: NDArray[np.int64],
+) -> None:  # fmt: skip
+    """A worker stored these blocks, each the child of the one before; no tokens: content not known.
+
+    A block that is held already keeps its content unless a known one takes its place. One content under two hashes of
+    a worker differs in something its events do not tell: it is marked, and no hit by tokens from then on. Adds
+    new blocks and such contents to `tally`; `parent` is used up.
+    """
+    chained = np.empty((keys.shape[0], 2), np.uint64)
+    if tokens.shape[0]:
+        _chain(tokens, contexts, weights, 0, parent, chained, keys.shape[0])
+    for block in range(keys.shape[0]):
+        count = held_used[0]
+        slot = _insert(held, held_used, keys[block, 0], keys[block, 1])
+        if held_used[0] > count:
+            tally[0] += 1
+            _hold(hashes, hashes_used, keys[block, 0], keys[block, 1], worker)
+        if tokens.shape[0] == 0:
+            continue
+        above, below = chained[block, 0], chained[block, 1]
+        old_above, old_below = held[slot, 2], held[slot, 3]
+        if old_above == above and old_below == below:
+            continue
+        held[slot, 2] = above
+        held[slot, 3] = below
+        if old_above != _ZERO:
+            _release(contents, contents_used, old_above, old_below, worker)
+        if _find(held, above ^ _VEIL, below ^ _VEIL) >= 0:
+            tally[1] += 1
+        elif _hold(contents, contents_used, above, below, worker):
+            tally[1] += 1
+            _release(contents, contents_used, above, below, worker)
+            _insert(held, held_used, above ^ _VEIL, below ^ _VEIL)
+
+
+@njit()
+def remove(
+    held: Words, held_used: NDArray[np.int64], hashes: Words, hashes_used: NDArray[np.int64], contents: Words,
+    contents_used: NDArray[np.int64], worker: int, keys: Words,
+) -> int:  # fmt: skip
+    """A worker removed these blocks; returns how many of them it held."""
+    known = 0
+    for block in range(keys.shape[0]):
+        slot = _find(held, keys[block, 0], keys[block, 1])
+        if slot < 0:
+            continue
+        known += 1
+        if held[slot, 2] != _ZERO:
+            _release(contents, contents_used, held[slot, 2], held[slot, 3], worker)
+        _release(hashes, hashes_used, keys[block, 0], keys[block, 1], worker)
+        _delete(held, held_used, slot)
+    return known
+
+
+@njit()
+def release_all(
+    held: Words, hashes: Words, hashes_used: NDArray[np.int64], contents: Words, contents_used: NDArray[np.int64],
+    worker: int,
+) -> None:  # fmt: skip
+    """Clears a worker's bit wherever its table says that it may be set."""
+    for slot in range(held.shape[0]):
+        if held[slot, 0] == _ZERO:
+            continue
+        _release(hashes, hashes_used, held[slot, 0], held[slot, 1], worker)
+        if held[slot, 2] != _ZERO:
+            _release(contents, contents_used, held[slot, 2], held[slot, 3], worker)
+
+
+@njit()
+def content_of(held: Words, keys: Words, out: Words) -> bool:
+    """The content of the block whose key is keys[0], into `out`; whether it is held and known."""
+    slot = _find(held, keys[0, 0], keys[0, 1])
+    if slot < 0 or held[slot, 2] == _ZERO:
+        return False
+    out[0] = held[slot, 2]
+    out[1] = held[slot, 3]
+    return True
+
+
+@njit()
+def _run(rows: Words, keys: Words, start: int, count: int, alive: Words, depth: NDArray[np.int64]) -> Any:
+    """Goes on with the runs that are alive through `count` blocks; False when none is left."""
+    width = alive.shape[0]
+    for block in range(count):
+        slot = _find(rows, keys[block, 0], keys[block, 1])
+        left = _ZERO
+        for word in range(width):
+            before = alive[word]
+            now = before & rows[slot, 2 + word] if slot >= 0 else _ZERO
+            alive[word] = now
+            left |= now
+            gone, worker = before & ~now, 64 * word
+            while gone != _ZERO and worker < depth.shape[0]:
+                if gone & _ONE:
+                    depth[worker] = start + block
+                gone >>= _ONE
+                worker += 1
+        if left == _ZERO:
+            return False
+    return True
+
+
+@njit()
+def _finish(blocks: int, alive: Words, depth: NDArray[np.int64]) -> None:
+    for worker in range(depth.shape[0]):
+        if (alive[worker >> 6] >> (np.uint64(worker) & _LOW_SIX)) & _ONE:
+            depth[worker] = blocks
+
+
+@njit()
+def match_keys(rows: Words, keys: Words, depth: NDArray[np.int64]) -> None:
+    """Leading blocks that each worker holds, by their hashes' keys."""
+    alive = np.empty(rows.shape[1] - 2, np.uint64)
+    alive[:] = ~_ZERO
+    if _run(rows, keys, 0, keys.shape[0], alive, depth):
+        _finish(keys.shape[0], alive, depth)
+
+
+@njit()
+def match_tokens(rows: Words, tokens: Words, contexts: Words, weights: Words, depth: NDArray[np.int64]) -> None:
+    """Leading blocks that each worker holds, by the prompt's tokens."""
+    size = weights.shape[1] - 4
+    blocks = tokens.shape[0] // size
+    alive = np.empty(rows.shape[1] - 2, np.uint64)
+    alive[:] = ~_ZERO
+    keys = np.empty((_CHUNK, 2), np.uint64)
+    above = np.zeros(2, np.uint64)
+    for start in range(0, blocks, _CHUNK):
+        count = min(_CHUNK, blocks - start)
+        _chain(tokens, contexts, weights, start, above, keys, count)
+        if not _run(rows, keys, start, count, alive, depth):
+            return
+    _finish(blocks, alive, depth)

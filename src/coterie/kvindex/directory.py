@@ -1,0 +1,392 @@
+"""The KV directory: which leading blocks of a prompt each worker holds.
+
+Engines publish (parent's hash, tokens, hash) for each block they store, and the hash of each they remove. A block's
+*content* is its tokens and context and those of all blocks before it; it gets a 128-bit key, chained from the first
+block on. Two tables map a key to a bit per worker: one by content, one by the engines' own hashes. So a prompt is
+matched by its tokens without any knowledge of an engine's hash function, and workers with different hashes for one
+content share a row. A third table per worker, hash → content, serves removals and children.
+
+A hit is never promised wrongly; a block that is there may go unnoticed:
+- only blocks in GPU memory and of the full-attention group count; others are counted apart, each medium for itself;
+- a block whose parent is unknown waits for it, known by its hash alone;
+- blocks are a set: engines repeat a stored block when it is reused, so one removal takes it away;
+- one content under two hashes of a worker differs in something the events do not tell (an adapter loaded again from
+  another path; images, before the extra keys were published): no hit by tokens.
+
+Not safe for use by several threads at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from coterie.errors import ConfigError, InputError
+from coterie.kvindex import _tables
+from coterie.kvindex.identity import NO_CONTEXTS, contexts, event_contexts, event_tokens, hash_keys, writeable
+from coterie.wire.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvents
+
+_FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+_NO_TOKENS = np.zeros(0, np.uint64)
+_Words = NDArray[np.uint64]
+_Used = NDArray[np.int64]
+_FILL = 0.625
+"""Share of a table's slots in use at which it doubles."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a directory has seen, in blocks unless said otherwise."""
+
+    stored: int = 0
+    """New on their worker; what is stored twice counts once."""
+    removed: int = 0
+    """By an event, from whatever medium and group."""
+    apart: int = 0
+    """Stored in another medium, group or place: no hit."""
+    unknown_removals: int = 0
+    unknown_parents: int = 0
+    """Stored under a parent that the worker does not hold: known by hash alone until it does."""
+    without_content: int = 0
+    """Stored without the tokens of whole blocks, or with keys that cannot be read: known by hash alone."""
+    ambiguous: int = 0
+    """Stored under a second hash: no hit by tokens."""
+    forgotten: int = 0
+    """Held by a worker whose stream could no longer be trusted."""
+    gaps: int = 0
+    """Times that messages were missing."""
+    lost: int = 0
+    """Messages missing and not replayed."""
+    replayed: int = 0
+    """Messages missing and replayed."""
+    restarts: int = 0
+    """Times that a worker's sequence fell back."""
+    undecodable: int = 0
+    """Messages that could not be read or hold an unknown event."""
+
+
+class Held(NamedTuple):
+    """Blocks of one worker."""
+
+    hits: int
+    """On the GPU, of the full-attention group."""
+    waiting: int
+    """Of these, blocks whose parent is unknown."""
+    apart: dict[tuple[str, int | None, str], int]
+    """(medium, group, locality) → blocks that are no hit."""
+
+
+class _Table:
+    """Grows, never shrinks; doubling a million rows takes some tens of milliseconds, so give a capacity."""
+
+    __slots__ = ("limit", "slots", "used")
+
+    def __init__(self, width: int, capacity: int = 0) -> None:
+        self.slots: _Words = np.zeros((_tables.SMALLEST, 2 + width), np.uint64)
+        self.used: _Used = np.zeros(1, np.int64)
+        self.limit = int(_tables.SMALLEST * _FILL)
+        self.reserve(capacity)
+
+    def reserve(self, more: int) -> None:
+        need = self.used.item() + more
+        if need <= self.limit:
+            return
+        slots = len(self.slots)
+        while need > slots * _FILL:
+            slots *= 2
+        grown = np.zeros((slots, self.slots.shape[1]), np.uint64)
+        _tables.rehash(self.slots, grown)
+        self.slots, self.limit = grown, int(slots * _FILL)
+
+
+class _Waiting(NamedTuple):
+    """A block whose parent is unknown."""
+
+    parent: NDArray[np.uint64]  # [1, 2]
+    key: NDArray[np.uint64]  # [1, 2]
+    tokens: NDArray[np.uint64]
+    contexts: NDArray[np.uint64]
+
+
+@dataclass(slots=True)
+class _Worker:
+    group: int
+    """The full-attention group; -1 while it is known to be another than assumed."""
+    told: bool = False
+    """Whether the engine said so."""
+    held: _Table = field(default_factory=lambda: _Table(2))
+    blocks: int = 0
+    apart: dict[tuple[str, int | None, str], set[BlockHash]] = field(default_factory=dict)
+    waiting: dict[bytes, _Waiting] = field(default_factory=dict)
+    children: dict[bytes, set[bytes]] = field(default_factory=dict)
+    """Unknown parent → those who wait for it."""
+
+
+class KVDirectory:
+    """See the module's text. `capacity` is the number of distinct blocks to make room for at once.
+
+    `group` is the full-attention KV cache group of a hybrid model, where the engine's events do not tell it (vLLM's
+    give the kind of a group for offloaded blocks only). A worker is one stream of events: each data-parallel rank of
+    an engine is a worker of its own.
+    """
+
+    def __init__(
+        self, num_workers: int, *, block_size: int = 16, group: int = 0, capacity: int = 0,
+        rng: np.random.Generator | None = None,
+    ) -> None:  # fmt: skip
+        for name, value, least in (("num_workers", num_workers, 1), ("block_size", block_size, 1), ("group", group, 0)):
+            if value < least:
+                raise ConfigError(f"{name}={value} must be at least {least}")
+        self.num_workers = num_workers
+        self.block_size = block_size
+        self.group = group
+        self.counters = Counters()
+        # Answers do not depend on these numbers; secret ones keep anybody from writing prompts that collide.
+        rng = np.random.default_rng() if rng is None else rng
+        self._seeds = rng.integers(0, 1 << 64, 2, np.uint64)
+        self._weights = rng.integers(0, 1 << 64, (2, block_size + 4), np.uint64) | np.uint64(1)
+        words = -(-num_workers // 64)
+        self._hashes = _Table(words, capacity)
+        self._contents = _Table(words, capacity)
+        self._workers = [_Worker(group) for _ in range(num_workers)]
+
+    def apply(self, worker: int, events: KVEvents) -> None:
+        """One message of a worker's stream, taken to be the next: see :class:`Follower` for gaps."""
+        for event in events.events:
+            if isinstance(event, BlockStored):
+                self.stored(worker, event)
+            elif isinstance(event, BlockRemoved):
+                self.removed(worker, event)
+            elif isinstance(event, AllBlocksCleared):
+                self.cleared(worker)
+
+    def stored(self, worker: int, event: BlockStored) -> None:
+        state = self._state(worker)
+        self._learn_group(worker, state, event)
+        place = _place(event)
+        if not _is_hit(place, state.group, event.kv_cache_spec_kind):
+            state.apart.setdefault(place, set()).update(event.block_hashes)
+            self.counters.apart += len(event.block_hashes)
+            return
+        if not event.block_hashes:
+            return
+        above = event.parent_block_hash
+        family = event.block_hashes if above is None else [above, *event.block_hashes]
+        family_keys = hash_keys(family, self._seeds)
+        keys = family_keys if above is None else family_keys[1:]
+        tokens, contexts_ = event_tokens(event, self.block_size), event_contexts(event)
+        parent = np.zeros(2, np.uint64)
+        if tokens is None or contexts_ is None:
+            self.counters.without_content += len(keys)
+            self._store(worker, state, keys, _NO_TOKENS, NO_CONTEXTS, parent)
+        elif above is None or _tables.content_of(state.held.slots, family_keys, parent):
+            self._store(worker, state, keys, tokens, contexts_, parent)
+            self._join(worker, state, keys)
+        else:
+            self._wait(worker, state, family_keys[:1], keys, tokens, contexts_)
+
+    def removed(self, worker: int, event: BlockRemoved) -> None:
+        """Takes blocks out of one medium; a removal without a group takes them out of each group of it."""
+        state = self._state(worker)
+        medium, group, locality = _place(event)
+        known = 0
+        if medium == "GPU" and locality == "LOCAL" and group in (None, state.group) and event.block_hashes:
+            keys = hash_keys(event.block_hashes, self._seeds)
+            known = _tables.remove(*self._arrays(state), worker, keys)
+            state.blocks -= known
+            self._stop_waiting(state, keys)
+        for place, blocks in state.apart.items():
+            if place[0] == medium and place[2] == locality and (group is None or place[1] in (None, group)):
+                gone = blocks.intersection(event.block_hashes)
+                blocks -= gone
+                known += len(gone)
+        self.counters.removed += known
+        self.counters.unknown_removals += max(0, len(event.block_hashes) - known)
+
+    def cleared(self, worker: int) -> None:
+        """The worker emptied its cache."""
+        self.counters.removed += self._empty(worker)
+
+    def forget(self, worker: int) -> None:
+        """The worker's stream cannot be trusted: nothing is known of what it holds until it tells again."""
+        self.counters.forgotten += self._empty(worker)
+
+    def drop_worker(self, worker: int) -> None:
+        """The worker has gone or started anew: forgets what it holds, and its group."""
+        self.forget(worker)
+        self._workers[worker] = _Worker(self.group)
+
+    def match(self, hashes: Sequence[BlockHash] | NDArray[np.uint64]) -> NDArray[np.int64]:
+        """[worker] leading blocks of a prompt that each worker holds, by the hashes its engine gives them.
+
+        Right only where all workers hash alike: else match the tokens.
+        """
+        depth = np.zeros(self.num_workers, np.int64)
+        if len(hashes):
+            _tables.match_keys(self._hashes.slots, hash_keys(hashes, self._seeds), depth)
+        return depth
+
+    def match_tokens(
+        self, token_ids: ArrayLike, *, lora: str | int | None = None, cache_salt: str | None = None,
+        extra_keys: Sequence[Any] | None = None,
+    ) -> NDArray[np.int64]:  # fmt: skip
+        """[worker] leading tokens of a prompt that each worker holds, in whole blocks.
+
+        `extra_keys` are those of each block, as the engine publishes them. An array of integers is the fast way:
+        turning a list of 4,096 into one takes longer than the match.
+        """
+        tokens = np.asarray(token_ids)
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            raise InputError(f"token_ids has shape {tokens.shape} and dtype {tokens.dtype}, expected integers [token]")
+        words = writeable(np.ascontiguousarray(tokens, np.int64).view(np.uint64))
+        keys = contexts(len(words) // self.block_size, lora, cache_salt, extra_keys)
+        if keys is None:
+            raise InputError("extra_keys hold a value that msgpack cannot encode")
+        depth = np.zeros(self.num_workers, np.int64)
+        _tables.match_tokens(self._contents.slots, words, keys, self._weights, depth)
+        depth *= self.block_size
+        return depth
+
+    def held(self, worker: int) -> Held:
+        state = self._state(worker)
+        apart = {place: len(blocks) for place, blocks in state.apart.items() if blocks}
+        return Held(state.blocks, len(state.waiting), apart)
+
+    def __len__(self) -> int:
+        """Distinct blocks, by their hashes."""
+        return int(self._hashes.used[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tables, without what waits or is counted apart."""
+        tables = [self._hashes, self._contents, *(state.held for state in self._workers)]
+        return sum(table.slots.nbytes for table in tables)
+
+    def check_integrity(self) -> None:
+        """Raises InputError where the tables contradict each other: for tests and idle moments."""
+        for name, table in (("hashes", self._hashes), ("contents", self._contents)):
+            rows = table.slots[table.slots[:, 0] != 0]
+            if len(rows) != table.used[0] or not rows[:, 2:].any(axis=1).all():
+                raise InputError(f"{name}: {len(rows)} rows, {table.used[0]} counted, or one without a worker")
+        by_worker = sum(state.blocks for state in self._workers)
+        bits = int(np.bitwise_count(self._hashes.slots[:, 2:]).sum())
+        if by_worker != bits:
+            raise InputError(f"workers hold {by_worker} blocks, the table of hashes says {bits}")
+
+    def _state(self, worker: int) -> _Worker:
+        if not 0 <= worker < self.num_workers:
+            raise InputError(f"worker={worker} must be at least 0 and below num_workers={self.num_workers}")
+        return self._workers[worker]
+
+    def _arrays(self, state: _Worker) -> tuple[_Words, _Used, _Words, _Used, _Words, _Used]:
+        held, hashes, contents = state.held, self._hashes, self._contents
+        return held.slots, held.used, hashes.slots, hashes.used, contents.slots, contents.used
+
+    def _learn_group(self, worker: int, state: _Worker, event: BlockStored) -> None:
+        """An event that names its group's kind settles which group is full attention; the first one does."""
+        if event.kv_cache_spec_kind is None or event.group_idx is None or state.told:
+            return
+        if event.kv_cache_spec_kind in _FULL_ATTENTION:
+            state.told, group = True, event.group_idx
+        else:
+            group = -1 if event.group_idx == state.group else state.group
+        if group != state.group:
+            self.counters.forgotten += self._empty_hits(worker, state)
+            state.group = group
+
+    def _store(
+        self, worker: int, state: _Worker, keys: NDArray[np.uint64], tokens: NDArray[np.uint64],
+        contexts_: NDArray[np.uint64], parent: NDArray[np.uint64],
+    ) -> None:  # fmt: skip
+        more = len(keys)
+        state.held.reserve(2 * more)  # a block, and perhaps a mark
+        self._hashes.reserve(more)
+        self._contents.reserve(more)
+        tally = np.zeros(2, np.int64)
+        _tables.store(*self._arrays(state), worker, keys, tokens, contexts_, self._weights, parent, tally)
+        new, ambiguous = tally.tolist()
+        state.blocks += new
+        self.counters.stored += new
+        self.counters.ambiguous += ambiguous
+
+    def _wait(
+        self, worker: int, state: _Worker, parent_key: NDArray[np.uint64], keys: NDArray[np.uint64],
+        tokens: NDArray[np.uint64], contexts_: NDArray[np.uint64],
+    ) -> None:  # fmt: skip
+        """Blocks under an unknown parent: each waits for the one before it, unless its own content is known."""
+        above, size, found = parent_key, self.block_size, np.zeros(2, np.uint64)
+        for block in range(len(keys)):
+            key = keys[block : block + 1]
+            part = tokens[block * size : (block + 1) * size]
+            context = contexts_[block : block + 1]
+            if _tables.content_of(state.held.slots, above, found):
+                self._store(worker, state, key, part, context, found)
+                self._join(worker, state, key)
+            else:
+                self._store(worker, state, key, _NO_TOKENS, NO_CONTEXTS, found)
+                self.counters.unknown_parents += 1
+                if not _tables.content_of(state.held.slots, key, found):
+                    name = key.tobytes()
+                    self._forget_waiting(state, name)
+                    state.waiting[name] = _Waiting(above.copy(), key.copy(), part.copy(), context.copy())
+                    state.children.setdefault(above.tobytes(), set()).add(name)
+            above = key
+
+    def _join(self, worker: int, state: _Worker, keys: NDArray[np.uint64]) -> None:
+        """Blocks whose content became known: they wait no more, and nor do their children."""
+        if not state.waiting:
+            return
+        self._stop_waiting(state, keys)
+        ready = [keys[block : block + 1] for block in range(len(keys))]
+        parent = np.zeros(2, np.uint64)
+        while ready:
+            key = ready.pop()
+            for name in list(state.children.get(key.tobytes(), ())):
+                child = state.waiting[name]
+                self._forget_waiting(state, name)
+                _tables.content_of(state.held.slots, key, parent)
+                self._store(worker, state, child.key, child.tokens, child.contexts, parent)
+                ready.append(child.key)
+
+    def _stop_waiting(self, state: _Worker, keys: NDArray[np.uint64]) -> None:
+        if state.waiting:
+            for block in range(len(keys)):
+                self._forget_waiting(state, keys[block].tobytes())
+
+    @staticmethod
+    def _forget_waiting(state: _Worker, name: bytes) -> None:
+        waiting = state.waiting.pop(name, None)
+        if waiting is not None:
+            parent = waiting.parent.tobytes()
+            state.children[parent].discard(name)
+            if not state.children[parent]:
+                del state.children[parent]
+
+    def _empty_hits(self, worker: int, state: _Worker) -> int:
+        held, hashes, contents = state.held, self._hashes, self._contents
+        _tables.release_all(held.slots, hashes.slots, hashes.used, contents.slots, contents.used, worker)
+        blocks, state.blocks = state.blocks, 0
+        state.held = _Table(2)
+        state.waiting.clear()
+        state.children.clear()
+        return blocks
+
+    def _empty(self, worker: int) -> int:
+        state = self._state(worker)
+        blocks = self._empty_hits(worker, state) + sum(map(len, state.apart.values()))
+        state.apart.clear()
+        return blocks
+
+
+def _place(event: BlockStored | BlockRemoved) -> tuple[str, int | None, str]:
+    """(medium, group, locality); engines that name no medium have only the GPU's."""
+    return (event.medium or "GPU").upper(), event.group_idx, (event.locality or "LOCAL").upper()
+
+
+def _is_hit(place: tuple[str, int | None, str], group: int, kind: str | None) -> bool:
+    full = kind is None or kind in _FULL_ATTENTION
+    return full and place[0] == "GPU" and place[1] in (None, group) and place[2] == "LOCAL"

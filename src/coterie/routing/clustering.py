@@ -1,0 +1,321 @@
+"""Clusters of signatures, one for each worker: balanced K-means by cosine distance.
+
+Each cluster takes at most its capacity, and within that the total distance is the smallest there is, as the Hungarian
+method would find it. The assignment here is found otherwise, since N signatures and K workers need an N x N table
+there: everyone goes to the nearest centroid first, which is optimal for the sizes that result, and then overfull
+clusters push out one signature at a time along the cheapest chain of clusters that ends in one with room. Each push
+keeps the assignment optimal for its sizes (successive shortest paths), so the last one is optimal; a chain is looked
+for among K clusters, not N signatures. The tests hold it against the Hungarian method, with no loss allowed.
+
+Balanced clusters are right where workers should get equal load from equal traffic. Plain K-means (`balanced=False`) is
+there to be compared with: its popular clusters overload their workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from coterie._numba import njit
+from coterie.errors import ConfigError
+
+GRAM_REQUESTS = 4096
+"""Up to so many signatures all their inner products are kept, and K-means never touches a signature again. Of more, so
+many are drawn, and all take part in the last rounds only."""
+FULL_ROUNDS = 4
+_NONE = np.int64(-1)
+_SLACK = 1e-12
+
+Labels = NDArray[np.int64]
+
+
+class Clusters(NamedTuple):
+    labels: Labels
+    """[request] worker"""
+    centroids: NDArray[np.float32]
+    """[worker, cell] of length 1; all 0 for a worker without requests."""
+    distance: float
+    """Cosine distances of all requests to their centroids, summed."""
+
+
+class Reclustered(NamedTuple):
+    clusters: Clusters
+    """In the order of the workers that had the old centroids."""
+    kept: bool
+    """The old centroids stay: new ones are not better by the margin."""
+    gain: float
+    """Share of the old centroids' distance that the new ones save."""
+
+
+def capacities(requests: int, workers: int, speeds: NDArray[np.floating] | None = None) -> NDArray[np.int64]:
+    """[worker] requests each takes at most: equal shares or those of its speed, rounded up."""
+    if workers < 1:
+        raise ConfigError(f"workers={workers} must be at least 1")
+    shares = np.ones(workers) if speeds is None else np.asarray(speeds, np.float64)
+    if shares.shape != (workers,) or not ((shares > 0) & (shares < np.inf)).all():
+        raise ConfigError(f"speeds={shares.tolist()} must be {workers} finite numbers above 0")
+    return np.asarray(np.ceil(requests * shares / shares.sum() - 1e-9), np.int64)
+
+
+def assign(costs: NDArray[np.floating], limits: NDArray[np.integer]) -> Labels:
+    """[request] worker, so that the summed costs [request, worker] are least and no worker exceeds its limit."""
+    if costs.ndim != 2 or costs.shape[1] != len(limits):
+        raise ConfigError(f"costs {costs.shape} must be [request, worker] for {len(limits)} limits")
+    if int(limits.sum()) < len(costs) or (len(limits) and int(limits.min()) < 0):
+        raise ConfigError(f"limits={limits.tolist()} must be 0 or more and hold all {len(costs)} requests")
+    if not np.isfinite(costs).all():
+        raise ConfigError("costs must be finite")
+    start = costs.argmin(axis=1).astype(np.int64)
+    return np.asarray(
+        _assign(np.ascontiguousarray(costs, np.float32), np.asarray(limits, np.int64), start), np.int64
+    )
+
+
+def cluster(
+    signatures: NDArray[np.float32],
+    workers: int,
+    rng: Generator,
+    *,
+    speeds: NDArray[np.floating] | None = None,
+    balanced: bool = True,
+    restarts: int = 2,
+    iterations: int = 20,
+) -> Clusters:
+    """The best of `restarts` runs of K-means from K-means++ seeds."""
+    if len(signatures) < workers:
+        raise ConfigError(f"{len(signatures)} signatures cannot make {workers} clusters: there must be as many")
+    limits = capacities(len(signatures), workers, speeds)
+    if len(signatures) > GRAM_REQUESTS and workers <= GRAM_REQUESTS:
+        sample = signatures[np.sort(rng.choice(len(signatures), GRAM_REQUESTS, replace=False))]
+        start = cluster(sample, workers, rng, speeds=speeds, balanced=balanced, restarts=restarts)
+        near = signatures @ start.centroids.T
+        found = _rounds(near, _direct(signatures), limits, balanced, FULL_ROUNDS)
+    else:
+        similar = _products(signatures)
+        runs = [_rounds(similar(_seeds(signatures, workers, rng), workers), similar, limits, balanced, iterations)
+                for _ in range(restarts)]  # fmt: skip
+        found = min(runs, key=lambda run: run.distance)
+    return Clusters(found.labels, centroids_of(signatures, found.labels, workers), found.distance)
+
+
+def centroids_of(signatures: NDArray[np.float32], labels: Labels, workers: int) -> NDArray[np.float32]:
+    """[worker, cell] direction of each cluster's sum."""
+    sums = np.zeros((workers, signatures.shape[1]), np.float32)
+    _sum_rows(np.ascontiguousarray(signatures, np.float32), labels, sums)
+    return np.asarray(sums / _lengths(sums)[:, None], np.float32)
+
+
+def match(old: NDArray[np.floating], new: NDArray[np.floating]) -> NDArray[np.int64]:
+    """[worker] row of `new` that each row of `old` becomes, so that the summed similarity is greatest."""
+    if old.shape != new.shape:
+        raise ConfigError(f"centroids {old.shape} and {new.shape} must be as many, of as many cells")
+    return np.asarray(linear_sum_assignment(old @ new.T, maximize=True)[1], np.int64)
+
+
+def recluster(
+    old: NDArray[np.float32],
+    signatures: NDArray[np.float32],
+    rng: Generator,
+    *,
+    speeds: NDArray[np.floating] | None = None,
+    margin: float = 0.05,
+) -> Reclustered:
+    """Clusters of newer signatures, whose rows stay with the workers they resemble.
+
+    Unless the total distance falls by more than the share `margin`, the old centroids stay as they are: moving a worker
+    to other requests costs it its caches.
+    """
+    if not 0 <= margin < 1:
+        raise ConfigError(f"margin={margin} must be in 0 … 1, less than 1")
+    near = signatures @ old.T
+    labels = assign(-near, capacities(len(signatures), len(old), speeds))
+    before = float(len(labels) - near[np.arange(len(labels)), labels].sum(dtype=np.float64))
+    found = cluster(signatures, len(old), rng, speeds=speeds)
+    gain = 1.0 - found.distance / before if before > 0 else 0.0
+    if gain <= margin:
+        return Reclustered(Clusters(labels, old, before), True, gain)
+    # Unequal workers keep their sizes: a cluster may only become a worker of the same capacity.
+    order = match(old, found.centroids) if speeds is None else _match_equal(old, found.centroids, np.asarray(speeds))
+    worker = np.empty(len(order), np.int64)
+    worker[order] = np.arange(len(order))
+    return Reclustered(Clusters(worker[found.labels], found.centroids[order], found.distance), False, gain)
+
+
+class _Run(NamedTuple):
+    distance: float
+    labels: Labels
+
+
+def _rounds(
+    near: NDArray[np.float32], similar: Callable[[Labels, int], NDArray[np.float32]], limits: NDArray[np.int64],
+    balanced: bool, rounds: int,
+) -> _Run:  # fmt: skip
+    """K-means from similarities [request, worker] to first centroids, until it gains next to nothing."""
+    best = _Run(np.inf, np.zeros(len(near), np.int64))
+    for _ in range(rounds):
+        labels = assign(-near, limits) if balanced else _nearest(near)
+        near = similar(labels, len(limits))
+        distance = float(len(labels) - near[np.arange(len(labels)), labels].sum(dtype=np.float64))
+        if distance > best.distance - 1e-5 * len(labels):
+            break
+        best = _Run(distance, labels)
+    return best
+
+
+def _match_equal(old: NDArray[np.floating], new: NDArray[np.floating], speeds: NDArray[Any]) -> NDArray[np.int64]:
+    order = np.empty(len(old), np.int64)
+    for speed in np.unique(speeds):
+        alike = np.flatnonzero(speeds == speed)
+        order[alike] = alike[match(old[alike], new[alike])]
+    return order
+
+
+def _members(labels: Labels, workers: int) -> NDArray[np.float32]:
+    """[worker, request] 1 where the request is the worker's."""
+    members = np.zeros((workers, len(labels)), np.float32)
+    placed = np.flatnonzero(labels >= 0)
+    members[labels[placed], placed] = 1.0
+    return members
+
+
+def _lengths(rows: NDArray[np.floating]) -> NDArray[np.floating]:
+    lengths = np.sqrt(np.einsum("rc,rc->r", rows, rows))
+    return np.where(lengths > 0, lengths, 1.0)
+
+
+def _products(signatures: NDArray[np.float32]) -> Callable[[Labels, int], NDArray[np.float32]]:
+    """[request, worker] similarity to the centroids of labels (below 0: in none), from inner products alone."""
+    products = signatures @ signatures.T
+
+    def similar(labels: Labels, workers: int) -> NDArray[np.float32]:
+        members = _members(labels, workers)
+        dots = products @ members.T
+        lengths = np.sqrt(np.maximum(np.einsum("rw,wr->w", dots, members), 0.0))
+        return np.asarray(dots / np.where(lengths > 0, lengths, 1.0), np.float32)
+
+    return similar
+
+
+def _direct(signatures: NDArray[np.float32]) -> Callable[[Labels, int], NDArray[np.float32]]:
+    return lambda labels, workers: signatures @ centroids_of(signatures, labels, workers).T
+
+
+def _seeds(signatures: NDArray[np.float32], workers: int, rng: Generator) -> Labels:
+    """[request] worker whose first centroid it is, else -1: far ones are drawn more often (K-means++)."""
+    labels = np.full(len(signatures), _NONE)
+    chosen = int(rng.integers(len(signatures)))
+    far = np.full(len(signatures), np.inf)
+    for worker in range(workers):
+        labels[chosen] = worker
+        far = np.minimum(far, np.maximum(1.0 - signatures @ signatures[chosen], 0.0))
+        far[chosen] = 0.0
+        weight = np.where(labels < 0, far + 1e-9, 0.0)  # copies of one signature must still seed every worker
+        if worker + 1 < workers:
+            chosen = int(rng.choice(len(signatures), p=weight / weight.sum()))
+    return labels
+
+
+def _nearest(near: NDArray[np.float32]) -> Labels:
+    """Everyone's nearest centroid; a worker that nobody is nearest to gets the request farthest from its own."""
+    labels = np.asarray(near.argmax(axis=1), np.int64)
+    for worker in np.flatnonzero(np.bincount(labels, minlength=near.shape[1]) == 0):
+        own = near[np.arange(len(labels)), labels].copy()
+        own[np.bincount(labels, minlength=near.shape[1])[labels] < 2] = np.inf
+        labels[own.argmin()] = worker
+    return labels
+
+
+@njit(fastmath=True)
+def _sum_rows(rows: NDArray[np.float32], labels: Labels, sums: NDArray[np.float32]) -> None:
+    for row in range(len(rows)):
+        worker = labels[row]
+        for cell in range(rows.shape[1]):
+            sums[worker, cell] += rows[row, cell]
+
+
+@njit()
+def _assign(costs: NDArray[np.float32], limits: NDArray[np.int64], labels: Any) -> Any:
+    requests, workers = costs.shape
+    sizes = np.zeros(workers, np.int64)
+    first, after, before = np.full(workers, _NONE), np.full(requests, _NONE), np.full(requests, _NONE)
+    for request in range(requests):
+        _link(request, labels[request], first, after, before)
+        sizes[labels[request]] += 1
+    price, who = np.full((workers, workers), np.inf), np.full((workers, workers), _NONE)
+    for a in range(workers):
+        for b in range(workers):
+            _cheapest(a, b, costs, first, after, price, who)
+    distance, parent = np.empty(workers), np.empty(workers, np.int64)
+    while True:
+        excess = False
+        for worker in range(workers):
+            over = sizes[worker] > limits[worker]
+            excess = excess or over
+            distance[worker] = 0.0 if over else np.inf
+            parent[worker] = _NONE
+        if not excess:
+            return labels
+        changed, rounds = True, 0
+        while changed and rounds < workers:
+            changed, rounds = False, rounds + 1
+            for a in range(workers):
+                if distance[a] < np.inf:
+                    for b in range(workers):
+                        if distance[a] + price[a, b] < distance[b] - _SLACK:
+                            distance[b], parent[b], changed = distance[a] + price[a, b], a, True
+        target: Any = _NONE
+        for worker in range(workers):
+            if sizes[worker] < limits[worker] and (target < 0 or distance[worker] < distance[target]):
+                target = worker
+        while parent[target] >= 0:
+            source = parent[target]
+            request = who[source, target]
+            _unlink(request, source, first, after, before)
+            _link(request, target, first, after, before)
+            labels[request] = target
+            sizes[source] -= 1
+            sizes[target] += 1
+            for b in range(workers):
+                if who[source, b] == request:
+                    _cheapest(source, b, costs, first, after, price, who)
+                extra = np.float64(costs[request, b]) - np.float64(costs[request, target])
+                if b != target and extra < price[target, b]:
+                    price[target, b], who[target, b] = extra, request
+            target = source
+
+
+@njit()
+def _cheapest(
+    a: int, b: int, costs: NDArray[np.float32], first: Any, after: Any, price: NDArray[np.float64], who: Any
+) -> None:
+    """What it costs to move one request from a to b, and which."""
+    price[a, b], who[a, b] = np.inf, _NONE
+    request = first[a]
+    while a != b and request >= 0:
+        extra = np.float64(costs[request, b]) - np.float64(costs[request, a])
+        if extra < price[a, b]:
+            price[a, b], who[a, b] = extra, request
+        request = after[request]
+
+
+@njit()
+def _link(request: int, worker: int, first: Any, after: Any, before: Any) -> None:
+    head = first[worker]
+    after[request], before[request], first[worker] = head, _NONE, request
+    if head >= 0:
+        before[head] = request
+
+
+@njit()
+def _unlink(request: int, worker: int, first: Any, after: Any, before: Any) -> None:
+    if before[request] >= 0:
+        after[before[request]] = after[request]
+    else:
+        first[worker] = after[request]
+    if after[request] >= 0:
+        before[after[request]] = before[request]

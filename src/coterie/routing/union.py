@@ -1,0 +1,278 @@
+"""Clusters that make decode steps touch few distinct experts, which is what a step's time follows.
+
+A cluster whose requests activate a cell (a layer's expert) with probability p on average, over the requests, touches it
+in a step of B of them with probability ``1 - (1 - p)^B``, nearly: it would be exact if the step drew its requests anew
+from the cluster. Summed over cells that is a cluster's U, and the sum over clusters of share x U is minimised, share
+being the part of all requests that is in the cluster.
+
+U is concave in the cluster's sums, so its tangent lies above it: to assign all requests at once by the tangents (one
+balanced assignment, see :mod:`~coterie.routing.clustering`) never makes it worse. Such rounds come first. Where they
+end, two requests of different clusters are swapped, and requests moved where there is room, whenever the exact U falls:
+the pairs tried are those that the tangents call most promising. Both find local minima: several starts are worth it.
+
+Right where decode streams weights and B is near the steps to come. Wrong for prefill, where every expert is touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.errors import ConfigError
+from coterie.routing.clustering import Labels, assign, capacities
+
+EFFORT = 2e8
+"""Cells that swaps may look at in all; a tenth of a second or two. Small problems end long before."""
+_BLOCK = 1024
+"""Cells raised to a power at a time: they stay in the nearest cache."""
+
+_SWEEPS = 4
+"""Sweeps that the effort is for: it decides how many requests of each cluster are tried against another's."""
+_LOWER = 1.0 - 1e-7
+"""A change must lower U by more than its rounding."""
+
+Probabilities = NDArray[np.float32]
+
+
+class UnionClusters(NamedTuple):
+    labels: Labels
+    """[request] worker"""
+    profiles: NDArray[np.float32]
+    """[worker, cell] mean activation probabilities."""
+    distinct: float
+    """Expected distinct experts of a step, all layers, mean over requests of the steps they are in."""
+
+
+def cluster_profiles(p: NDArray[np.floating], labels: Labels, workers: int) -> NDArray[np.float32]:
+    """[worker, cell] mean activation probabilities of each cluster; all 0 where it is empty."""
+    members = np.zeros((workers, len(p)), np.float32)
+    members[labels, np.arange(len(p))] = 1.0
+    return np.asarray(members @ p / np.maximum(members.sum(axis=1, keepdims=True), 1.0), np.float32)
+
+
+def expected_distinct_of(p: NDArray[np.floating], labels: Labels, batch: int) -> float:
+    """Expected distinct experts of a step of `batch` requests of one cluster, p [request, cell], mean over requests."""
+    workers = int(labels.max()) + 1
+    shares = np.bincount(labels, minlength=workers) / len(labels)
+    profiles = np.asarray(cluster_profiles(p, labels, workers), np.float64)
+    return float(shares @ (1.0 - (1.0 - np.minimum(profiles, 1.0)) ** batch).sum(axis=1))
+
+
+def expected_distinct_saving(p: NDArray[np.floating], labels: Labels, batch: int) -> float:
+    """Share of the distinct experts of a step of requests drawn from all that clusters save."""
+    return 1.0 - expected_distinct_of(p, labels, batch) / expected_distinct_of(p, np.zeros_like(labels), batch)
+
+
+def tangents(profiles: NDArray[np.float32], batch: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Slopes [worker, cell] and offsets [worker] of U at the profiles: `p @ slopes.T + offsets` bounds what a request
+    of activation probabilities p brings to each worker's U from above."""
+    missed = np.asarray((1.0 - np.minimum(profiles, 1.0)) ** (batch - 1), np.float32)
+    slopes = np.float32(batch) * missed
+    touched = (1.0 - missed * (1.0 - profiles)).sum(axis=1)
+    return slopes, np.asarray(touched - np.einsum("wc,wc->w", slopes, profiles), np.float32)
+
+
+def union_clusters(
+    p: NDArray[np.floating],
+    workers: int,
+    batch: int,
+    rng: Generator,
+    *,
+    speeds: NDArray[np.floating] | None = None,
+    starts: tuple[Labels, ...] = (),
+    restarts: int = 1,
+    rounds: int = 30,
+    effort: float = EFFORT,
+) -> UnionClusters:
+    """The best of searches from each of `starts` and from `restarts` random assignments; p is [request, cell]."""
+    if p.ndim != 2 or len(p) < workers:
+        raise ConfigError(f"p {p.shape} must be [request, cell] of at least {workers} requests, one for each worker")
+    if batch < 1:
+        raise ConfigError(f"batch={batch} must be at least 1")
+    if not starts and restarts < 1:
+        raise ConfigError(f"restarts={restarts} must be at least 1 where no start is given")
+    limits = capacities(len(p), workers, speeds)
+    rows = np.ascontiguousarray(p, np.float32)
+    begin = [np.asarray(start, np.int64).copy() for start in starts]
+    for labels in begin:
+        if labels.shape != (len(p),) or (np.bincount(labels, minlength=workers) > limits).any():
+            raise ConfigError(f"a start must label {len(p)} requests within the limits {limits.tolist()}")
+    places = np.repeat(np.arange(workers), limits)
+    places = np.concatenate([np.arange(workers), rng.permutation(_without_one_each(places, workers))])[: len(p)]
+    begin += [rng.permutation(places) for _ in range(restarts)]
+    found = [_descend(rows, labels, limits, batch, rounds) for labels in begin]
+    found.sort(key=lambda labels: expected_distinct_of(rows, labels, batch))
+    for index in range(len(found)):
+        if effort > 0:
+            found[index], effort = _swap(rows, found[index], limits, batch, effort)
+    best = min(found, key=lambda labels: expected_distinct_of(rows, labels, batch))
+    return UnionClusters(best, cluster_profiles(rows, best, workers), expected_distinct_of(rows, best, batch))
+
+
+def _without_one_each(places: NDArray[np.int64], workers: int) -> NDArray[np.int64]:
+    _, firsts = np.unique(places, return_index=True)
+    return np.delete(places, firsts[:workers])
+
+
+def _descend(rows: Probabilities, labels: Labels, limits: NDArray[np.int64], batch: int, rounds: int) -> Labels:
+    """Assignments by tangents until none changes U."""
+    last = np.inf
+    for _ in range(rounds):
+        slopes, offsets = tangents(cluster_profiles(rows, labels, len(limits)), batch)
+        costs = rows @ slopes.T + offsets
+        total = float(costs[np.arange(len(rows)), labels].sum(dtype=np.float64))  # U of the labels, touching tangents
+        if total > last * (1 - 1e-6):
+            break
+        last = total
+        labels = assign(costs, limits)
+    return labels
+
+
+class _Swapped(NamedTuple):
+    labels: Labels
+    effort_left: float
+
+
+def _swap(rows: Probabilities, labels: Labels, limits: NDArray[np.int64], batch: int, effort: float) -> _Swapped:
+    """Swaps and moves by exact U until a sweep finds none, or the effort is spent."""
+    workers, cells = len(limits), rows.shape[1]
+    pair_cells = max(1, workers * (workers - 1) * cells)
+    tried = int(np.clip(np.sqrt(effort / _SWEEPS / pair_cells), 2, limits.max()))
+    labels = labels.copy()
+    while effort > 0:
+        profiles = cluster_profiles(rows, labels, workers)
+        slopes, offsets = tangents(profiles, batch)
+        first = _promising(rows @ slopes.T + offsets, labels, workers, tried)
+        sums = np.asarray(profiles * np.bincount(labels, minlength=workers)[:, None], np.float32)
+        effort -= pair_cells * tried**2
+        if not _sweep(rows, labels, sums, limits, first, np.int64(batch)):
+            break
+    return _Swapped(labels, effort)
+
+
+def _promising(costs: NDArray[np.float32], labels: Labels, workers: int, tried: int) -> NDArray[np.int64]:
+    """[from, to, candidate] requests of one cluster that add least to another, less what they add here; -1 pads."""
+    extra = costs - costs[np.arange(len(labels)), labels][:, None]  # [request, worker]
+    found = np.full((workers, workers, tried), np.int64(-1))
+    for worker in range(workers):
+        members = np.flatnonzero(labels == worker)
+        kept = min(tried, len(members))
+        if kept:
+            order = np.argsort(extra[members], axis=0, kind="stable")[:kept]  # [candidate, to]
+            found[worker, :, :kept] = members[order].T
+    return found
+
+
+@njit()
+def _sweep(
+    rows: Probabilities, labels: Labels, sums: NDArray[np.float32], limits: NDArray[np.int64],
+    candidates: NDArray[np.int64], batch: Any,
+) -> int:  # fmt: skip
+    """Try the candidates once; labels and sums follow every change that lowers U. Returns how many there were."""
+    workers = len(limits)
+    nobody = np.zeros(rows.shape[1], np.float32)
+    bases, missed = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)
+    sizes, unions, changes = np.zeros(workers, np.int64), np.empty(workers), 0
+    for request in range(len(labels)):
+        sizes[labels[request]] += 1
+    for worker in range(workers):
+        unions[worker] = _union(sums[worker], nobody, nobody, sizes[worker], batch, bases, missed)
+    for a in range(workers):
+        for b in range(workers):
+            if a == b:
+                continue
+            if sizes[b] < limits[b]:
+                for i in candidates[a, b]:
+                    if i < 0 or labels[i] != a or sizes[b] >= limits[b] or sizes[a] < 2:
+                        continue
+                    less = _union(sums[a], nobody, rows[i], sizes[a] - 1, batch, bases, missed)
+                    more = _union(sums[b], rows[i], nobody, sizes[b] + 1, batch, bases, missed)
+                    if less + more < (unions[a] + unions[b]) * _LOWER:
+                        _shift(sums[a], nobody, rows[i])
+                        _shift(sums[b], rows[i], nobody)
+                        unions[a], unions[b], labels[i] = less, more, b
+                        sizes[a] -= 1
+                        sizes[b] += 1
+                        changes += 1
+            for i in candidates[a, b]:
+                for j in candidates[b, a]:
+                    if a > b or i < 0 or j < 0 or labels[i] != a or labels[j] != b:
+                        continue
+                    one = _union(sums[a], rows[j], rows[i], sizes[a], batch, bases, missed)
+                    other = _union(sums[b], rows[i], rows[j], sizes[b], batch, bases, missed)
+                    if one + other < (unions[a] + unions[b]) * _LOWER:
+                        _shift(sums[a], rows[j], rows[i])
+                        _shift(sums[b], rows[i], rows[j])
+                        unions[a], unions[b], labels[i], labels[j] = one, other, b, a
+                        changes += 1
+    return changes
+
+
+@njit()
+def _union(
+    sums: NDArray[np.float32], plus: NDArray[np.float32], minus: NDArray[np.float32], size: int, batch: int,
+    bases: NDArray[np.float32], missed: NDArray[np.float32],
+) -> float:  # fmt: skip
+    """A cluster's U x its requests, with one request more and one less; `bases` and `missed` are scratch."""
+    total, cells, block = 0.0, len(sums), len(bases)
+    for start in range(0, cells, block):
+        stop = min(start + block, cells)
+        count = stop - start
+        total += count - _missed(
+            sums[start:stop], plus[start:stop], minus[start:stop], np.float32(1.0 / size), batch,
+            bases[:count], missed[:count],
+        )  # fmt: skip
+    return total * size
+
+
+@njit(fastmath=True)
+def _missed(
+    sums: NDArray[np.float32], plus: NDArray[np.float32], minus: NDArray[np.float32], inverse: Any, batch: int,
+    bases: NDArray[np.float32], missed: NDArray[np.float32],
+) -> float:  # fmt: skip
+    """Cells that a step is expected not to touch. Whole passes, as a loop with a power in it is not vectorised."""
+    for cell in range(len(bases)):
+        bases[cell] = np.float32(1.0) - (sums[cell] + plus[cell] - minus[cell]) * inverse
+    while batch & 1 == 0:
+        _square(bases)
+        batch >>= 1
+    if batch == 1:
+        return _sum(bases)
+    for cell in range(len(missed)):
+        missed[cell] = bases[cell]
+    while batch > 1:
+        _square(bases)
+        batch >>= 1
+        if batch & 1:
+            _multiply(missed, bases)
+    return _sum(missed)
+
+
+@njit(fastmath=True)
+def _square(values: NDArray[np.float32]) -> None:
+    for cell in range(len(values)):
+        values[cell] *= values[cell]
+
+
+@njit(fastmath=True)
+def _multiply(values: NDArray[np.float32], by: NDArray[np.float32]) -> None:
+    for cell in range(len(values)):
+        values[cell] *= by[cell]
+
+
+@njit(fastmath=True)
+def _sum(values: NDArray[np.float32]) -> float:
+    total = np.float32(0.0)
+    for cell in range(len(values)):
+        total += values[cell]
+    return np.float64(total)
+
+
+@njit(fastmath=True)
+def _shift(sums: NDArray[np.float32], plus: NDArray[np.float32], minus: NDArray[np.float32]) -> None:
+    for cell in range(len(sums)):
+        sums[cell] += plus[cell] - minus[cell]

@@ -1,0 +1,365 @@
+"""A fleet of workers that prefill, decode, or do both: any router, every decode step with its recorded experts.
+
+    arrival → prefill worker (policy by name) → chunks → router → KV sent → place on the decoder → tokens → end
+
+Prefill workers compute prompts in chunks of a step's token budget and skip what their prefix cache holds. When a prompt
+is computed, the router is asked where it decodes; its KV travels once the decoder has memory for the whole request
+(prompt and output, so nothing is ever preempted), and holds memory at both ends until it has arrived. A decoder gives
+all of a request's tokens, as vLLM's does. A worker of both roles schedules as vLLM: who runs first, then who waits, in
+order, as long as the step's tokens last; a prompt's last chunk gives the first token. There the router is asked at
+arrival.
+
+Every step is timed by the calibrated model on the exact rows of every expert. Wrong where an engine preempts, batches
+prompts apart from decode on one worker, or starves a link that several senders share at the receiver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.costs.step import StepModel
+from coterie.errors import ConfigError
+from coterie.footprints.counting import footprint
+from coterie.routing.base import Decision, Router, RouteRequest
+from coterie.routing.fleet import Fleet
+from coterie.sim import _fleet_loop as loop
+from coterie.sim._fleet_cost import step_tables
+from coterie.sim.fleet_checks import check_fleet
+from coterie.sim.fleet_metrics import FleetRun
+from coterie.sim.fleet_requests import FleetRequests
+from coterie.types import Link, Placement, narrowest_uint
+
+PrefillPolicy = Literal["most_cached", "least_queued", "round_robin"]
+Duplicates = Literal["refuse", "postpone", "allow"]
+UNBOUNDED = 1 << 40
+FIRST_STEPS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Workers and how they serve."""
+
+    decode_workers: int = 1
+    prefill_workers: int = 0
+    """0 with `both` off leaves prefill out: a request is handed to a decoder as it arrives."""
+    both: bool = False
+    """Decode workers compute prompts too; there are no others then."""
+    places: int = 256
+    """Requests a decode worker runs at once."""
+    prefill_places: int = 256
+    chunk_tokens: int = 8192
+    """Tokens of a step with prompts in it, decoded ones included."""
+    kv_tokens: int | None = None
+    """KV memory of a decode worker; None has no bound."""
+    prefill_kv_tokens: int | None = None
+    """KV memory of a prefill worker, cached prefixes included."""
+    link: Link | None = None
+    """From a prefill worker to any decoder, one request at a time; None takes no time."""
+    prefill_policy: PrefillPolicy = "most_cached"
+    """Who computes a prompt: the worker with most of it cached and of those the one with fewest tokens to compute, the
+    latter alone, or each in turn."""
+    step_overhead_s: float = 0.0
+    """Added to every step: what the engine's host does between two."""
+    speeds: tuple[float, ...] | None = None
+    """[decode worker] by which its steps are faster than the model's."""
+    refine_tokens: int = 0
+    """After every so many decoded tokens the fleet's profile of a request is mixed with what it activated, as if the
+    router's had been seen for as many; 0 never."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("decode_workers", 1), ("prefill_workers", 0), ("places", 1), ("prefill_places", 1), ("chunk_tokens", 1),
+            ("refine_tokens", 0),
+        ):  # fmt: skip
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+        for name in ("kv_tokens", "prefill_kv_tokens"):
+            tokens = getattr(self, name)
+            if tokens is not None and tokens < 1:
+                raise ConfigError(f"{name}={tokens} must be at least 1, or None for no bound")
+        if self.both and self.prefill_workers:
+            raise ConfigError(f"prefill_workers={self.prefill_workers} must be 0 where workers do both")
+        if self.both and self.chunk_tokens < self.places:
+            raise ConfigError(f"chunk_tokens={self.chunk_tokens} must be at least places={self.places}: all decode")
+        if self.prefill_policy not in get_args(PrefillPolicy):
+            raise ConfigError(
+                f"prefill_policy={self.prefill_policy!r} must be one of {', '.join(get_args(PrefillPolicy))}"
+            )
+        if not 0.0 <= self.step_overhead_s < np.inf:
+            raise ConfigError(f"step_overhead_s={self.step_overhead_s} must be a finite number of at least 0")
+        if self.speeds is not None and len(self.speeds) != self.decode_workers:
+            raise ConfigError(f"speeds has {len(self.speeds)} workers; there are {self.decode_workers} that decode")
+
+
+def run_fleet(
+    requests: FleetRequests,
+    model: StepModel,
+    router: Router,
+    config: FleetConfig,
+    *,
+    in_flight: int | None = None,
+    duplicates: Duplicates = "refuse",
+    placement: Placement | None = None,
+    fleet: Fleet | None = None,
+    until_s: float = np.inf,
+    check: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> FleetRun:
+    """Serve all requests, or as many as `until_s` allows.
+
+    Open: they come at their `arrival_s`. Closed: `in_flight` of them are always there, the next in order follows one
+    that ends, and one whose recording is in flight is passed over until it is not. In an open run a request whose
+    recording is in flight is an error, or its arrival is postponed to the end of that one. `placement` spreads every
+    worker over the ranks of the model's topology. `fleet` is what the router is shown, kept up to date, an empty one;
+    unless given, one that keeps profiles (a router that has none is asked faster with one of no cells).
+    """
+    _check_requests(requests, model, in_flight)
+    if duplicates not in get_args(Duplicates):
+        raise ConfigError(f"duplicates={duplicates!r} must be one of {', '.join(get_args(Duplicates))}")
+    if fleet is None:
+        cells, speeds = model.spec.num_moe_layers * model.spec.num_experts, config.speeds
+        fleet = Fleet([config.places] * config.decode_workers, cells, None if speeds is None else list(speeds))
+    if len(fleet) != config.decode_workers or fleet.running.any():
+        raise ConfigError(f"fleet has {len(fleet)} workers and {fleet.running.sum()} requests; expected "
+                          f"{config.decode_workers} without any")  # fmt: skip
+    driver = _Driver(requests, model, router, config, in_flight or 0, duplicates, placement, fleet, until_s, progress)
+    run = driver.serve()
+    if check:
+        check_fleet(run, requests, config.places, config.prefill_places, driver.world.w[loop.CAPACITY], config.both,
+                    duplicates != "allow")  # fmt: skip
+    return run
+
+
+def _check_requests(requests: FleetRequests, model: StepModel, in_flight: int | None) -> None:
+    """The compiled loop trusts these, and would read past an array's end."""
+    count, recordings, spec = len(requests), requests.recordings, model.spec
+    if not count:
+        raise ConfigError("there are no requests; a run needs at least one")
+    for name in ("prompt_tokens", "output_tokens"):
+        values = getattr(requests, name)
+        if len(values) != count:
+            raise ConfigError(f"{name} has {len(values)} requests; recorded has {count}")
+        if values.min() < 1:
+            raise ConfigError(f"{name}={values.min()} must be at least 1 for every request")
+    if not 0 <= requests.recorded.min() <= requests.recorded.max() < len(recordings):
+        raise ConfigError(f"recorded holds numbers outside 0 … {len(recordings) - 1}")
+    ids = recordings.expert_ids
+    if ids.ndim != 3 or ids.shape[1] != spec.num_moe_layers or recordings.num_experts != spec.num_experts:
+        raise ConfigError(
+            f"recordings have shape {ids.shape} of {recordings.num_experts} experts; {spec.name} has "
+            f"{spec.num_moe_layers} MoE layers of {spec.num_experts}"
+        )
+    low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
+    if low < 0 or high >= spec.num_experts:
+        raise ConfigError(f"expert_ids holds {low if low < 0 else high}; ids must be in 0 … {spec.num_experts - 1}")
+    for row, rows in ((recordings.prompt_row, recordings.prompt_rows), (recordings.decode_row, recordings.decode_rows)):
+        if row.min() < 0 or rows.min() < 1 or int((row + rows).max()) > len(ids):
+            raise ConfigError(f"recordings need at least one token each for prompt and decode within {len(ids)}")
+    if in_flight is not None and in_flight < 1:
+        raise ConfigError(f"in_flight={in_flight} must be at least 1")
+    if (requests.arrival_s is None) == (in_flight is None):
+        raise ConfigError("give either requests with arrival_s (open) or in_flight (closed)")
+    times = requests.arrival_s
+    if times is not None and (len(times) != count or not np.isfinite(times).all() or times[0] < 0):
+        raise ConfigError(f"arrival_s must hold {count} finite times of at least 0")
+    if times is not None and (np.diff(times) < 0).any():
+        raise ConfigError("arrival_s must not fall")
+    if requests.block_tokens < 1:
+        raise ConfigError(f"block_tokens={requests.block_tokens} must be at least 1")
+    if (requests.blocks is None) != (requests.block_offsets is None):
+        raise ConfigError("blocks and block_offsets must be given together")
+    if requests.blocks is not None and requests.block_offsets is not None:
+        _check_blocks(requests, requests.block_offsets, requests.blocks)
+
+
+def _check_blocks(requests: FleetRequests, offsets: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+    if len(offsets) != len(requests) + 1 or offsets[0] != 0 or offsets[-1] != len(blocks):
+        raise ConfigError(f"block_offsets must run from 0 to {len(blocks)} over {len(requests)} requests")
+    each = np.diff(offsets)
+    most = -(-requests.prompt_tokens // requests.block_tokens)
+    if each.min() < 0 or (each > most).any():
+        row = int(np.flatnonzero((each < 0) | (each > most))[0])
+        raise ConfigError(
+            f"request {row} has {each[row]} blocks; its prompt of {requests.prompt_tokens[row]} tokens has at most "
+            f"{most[row]} of {requests.block_tokens}"
+        )
+    if len(blocks) and blocks.min() < 0:
+        raise ConfigError(f"blocks holds {blocks.min()}; blocks are numbered from 0")
+    owner = np.repeat(np.arange(len(requests)), each)
+    if len(np.unique(np.stack([owner, blocks]), axis=1).T) != len(blocks):
+        raise ConfigError("a prompt holds one block twice; blocks are numbered by all that lies before them")
+
+
+class _Driver:
+    """Asks the router, keeps the fleet up to date, and lets the compiled loop do the rest."""
+
+    def __init__(
+        self, requests: FleetRequests, model: StepModel, router: Router, config: FleetConfig, in_flight: int,
+        duplicates: Duplicates, placement: Placement | None, fleet: Fleet, until_s: float,
+        progress: Callable[[int], None] | None,
+    ) -> None:  # fmt: skip
+        self.requests, self.router, self.config, self.progress = requests, router, config, progress
+        self.fleet = fleet
+        most = max(config.places, config.chunk_tokens if config.both or config.prefill_workers else 0)
+        self.tables = step_tables(model, most, placement)
+        self.world = _world(requests, model, config, in_flight, duplicates, until_s)
+        self.log = np.zeros((FIRST_STEPS, 6))
+        self.told = 0
+        self.profiles: dict[int, tuple[NDArray[np.float32], int]] = {}
+
+    def serve(self) -> FleetRun:
+        world, tables, c, r = self.world, self.tables, self.world.c, self.world.r
+        answer = -1
+        while True:
+            why = loop.advance(world, tables, self.log, answer)
+            answer = -1
+            if why == loop.GROW:
+                self.log = np.concatenate([self.log, np.zeros_like(self.log)])
+                continue
+            self.tell_finished()
+            if why == loop.DECIDE:
+                answer = self.decide(int(r[loop.DECISION, c[loop.DECIDED]]))
+            elif why == loop.DUPLICATE:
+                row = int(c[loop.SUBJECT])
+                raise ConfigError(
+                    f"request {row} replays recording {self.requests.recorded[row]}, which is in flight already, with "
+                    f"{c[loop.IN_FLIGHT] - 1} others: use more recordings, a lower rate, or duplicates='postpone'"
+                )
+            else:
+                return self.result()
+
+    def tell_finished(self) -> None:
+        ended = int(self.world.c[loop.FINISHED])
+        for request in self.world.r[loop.ENDING, self.told : ended].tolist():
+            self.fleet.finish(str(request))
+            self.profiles.pop(request, None)
+        if self.progress is not None and ended > self.told:
+            self.progress(ended - self.told)
+        self.told = ended
+
+    def decide(self, request: int) -> int:
+        fleet, config, recordings, (c, _, w, _, r, _, _, cache, blocks, *_) = (
+            self.fleet, self.config, self.requests.recordings, self.world,
+        )  # fmt: skip
+        first, recorded = config.prefill_workers, int(self.requests.recorded[request])
+        fleet.prefill_tokens[:] = w[loop.QUEUED_TOKENS, first:]
+        if config.kv_tokens is not None:
+            fleet.kv_used[:] = w[loop.KV_USED, first:] / w[loop.CAPACITY, first:]
+        if config.refine_tokens:
+            self.refine()
+        cached = None
+        if config.both and len(blocks):
+            workers = range(config.decode_workers)
+            cached = np.array([loop.hit_tokens(c, r, cache, blocks, worker, request) for worker in workers], np.int64)
+        prompt_tokens = int(self.requests.prompt_tokens[request])
+        known = RouteRequest(
+            str(request), prompt_tokens, None if recordings.footprint is None else recordings.footprint[recorded],
+            None if recordings.domains is None else recordings.domains[recorded], cached,
+        )  # fmt: skip
+        decision: Decision = self.router.route(known, fleet)
+        if not 0 <= decision.worker < config.decode_workers:
+            raise ConfigError(f"the router chose worker {decision.worker}; it must be in 0 … {len(fleet) - 1}")
+        fleet.admit(known.id, decision.worker, prompt_tokens, decision.profile)
+        if config.refine_tokens and decision.profile is not None:
+            self.profiles[request] = (decision.profile, 0)
+        return int(decision.worker)
+
+    def refine(self) -> None:
+        """Profiles of requests that decoded enough since the last time."""
+        every, recordings = self.config.refine_tokens, self.requests.recordings
+        for request, (profile, seen) in self.profiles.items():
+            decoded = int(self.world.r[loop.DECODED, request])
+            if decoded - seen < every:
+                continue
+            recorded = self.requests.recorded[request]
+            rows = recordings.decode_row[recorded] + np.arange(decoded) % recordings.decode_rows[recorded]
+            counts = footprint(recordings.expert_ids[rows], recordings.num_experts).ravel()
+            mixed = (counts + np.float32(every) * profile) / np.float32(every + decoded)
+            self.fleet.refine(str(request), mixed.astype(np.float32))
+            self.profiles[request] = (profile, decoded)
+
+    def result(self) -> FleetRun:
+        c, f, w, _, r, rt = self.world[:6]
+        phase, until_s = r[loop.PHASE], float(f[loop.UNTIL])
+        on_worker = (phase == loop.PREFILLING) | (phase == loop.DECODING)
+        done = (phase == loop.DONE) | (phase == loop.DROPPED)
+        waiting = (rt[loop.ARRIVAL] <= until_s) & ~on_worker & ~done
+        log = self.log[: c[loop.STEPS]]
+        return FleetRun(
+            arrival_s=rt[loop.ARRIVAL], prefill_start_s=rt[loop.PREFILL_START], prefill_end_s=rt[loop.PREFILL_END],
+            ready_s=rt[loop.READY], decode_start_s=rt[loop.JOIN], first_token_s=rt[loop.FIRST_TOKEN],
+            finish_s=rt[loop.FINISH], prompt_tokens=self.requests.prompt_tokens,
+            output_tokens=self.requests.output_tokens, cached_tokens=r[loop.CACHED], decoded=r[loop.DECODED],
+            prefiller=r[loop.PREFILLER], decoder=r[loop.DECODER], dropped=phase == loop.DROPPED,
+            running=int(on_worker.sum()), queued=int(waiting.sum()), postponed=int(c[loop.POSTPONED]),
+            most_in_flight=int(c[loop.MOST]),
+            end_s=float(f[loop.CLOCK]) if done.all() or until_s == np.inf else until_s,
+            prefill_workers=self.config.prefill_workers, decode_workers=self.config.decode_workers,
+            kv_most=w[loop.KV_MOST], step_worker=log[:, 0].astype(np.int32), step_start_s=log[:, 1].copy(),
+            step_s=log[:, 2].copy(), step_decoding=log[:, 3].astype(np.int32), step_prefill=log[:, 4].astype(np.int32),
+            step_distinct=log[:, 5].copy(),
+        )  # fmt: skip
+
+
+def _world(
+    requests: FleetRequests, model: StepModel, config: FleetConfig, in_flight: int, duplicates: Duplicates,
+    until_s: float,
+) -> loop.World:  # fmt: skip
+    prefill, decode, recordings, spec = config.prefill_workers, config.decode_workers, requests.recordings, model.spec
+    workers, count = prefill + decode, len(requests)
+    c = np.zeros(16, np.int64)
+    c[loop.PREFILL_WORKERS], c[loop.STEP_TOKENS] = prefill, config.chunk_tokens
+    c[loop.BLOCK_TOKENS] = requests.block_tokens
+    c[loop.POLICY], c[loop.CLOSED] = get_args(PrefillPolicy).index(config.prefill_policy), in_flight
+    c[loop.DUPLICATES] = get_args(Duplicates).index(duplicates)
+    f = np.zeros(5)
+    f[loop.OVERHEAD], f[loop.UNTIL] = config.step_overhead_s, until_s
+    if config.link is not None:
+        f[loop.LATENCY], f[loop.TOKEN_S] = config.link.latency_s, spec.kv_bytes_per_token / config.link.bytes_per_s
+
+    def in_blocks(tokens: int | None) -> int:
+        return UNBOUNDED if tokens is None else tokens // requests.block_tokens
+
+    w = np.zeros((15, workers), np.int64)
+    w[loop.WAIT_HEAD :] = -1
+    w[loop.ROLE, :prefill], w[loop.ROLE, prefill:] = loop.PREFILL, loop.BOTH if config.both else loop.DECODE
+    w[loop.PLACES, :prefill], w[loop.PLACES, prefill:] = config.prefill_places, config.places
+    w[loop.CAPACITY, :prefill] = in_blocks(config.prefill_kv_tokens)
+    w[loop.CAPACITY, prefill:] = in_blocks(config.kv_tokens)
+    wt = np.zeros((3, workers))
+    wt[loop.STEP_END], wt[loop.SPEED] = np.inf, 1.0
+    if config.speeds is not None:
+        wt[loop.SPEED, prefill:] = config.speeds
+
+    r, rt = np.zeros((21, count), np.int64), np.full((7, count), np.nan)
+    r[[loop.NEXT, loop.PREFILLER, loop.DECODER]] = -1
+    r[loop.PROMPT_TOKENS], r[loop.OUTPUT_TOKENS] = requests.prompt_tokens, requests.output_tokens
+    r[loop.RECORDED] = requests.recorded
+    for field, column in (
+        (loop.PROMPT_ROW, recordings.prompt_row), (loop.PROMPT_ROWS, recordings.prompt_rows),
+        (loop.DECODE_ROW, recordings.decode_row), (loop.DECODE_ROWS, recordings.decode_rows),
+    ):  # fmt: skip
+        r[field] = column[requests.recorded]
+    blocks = np.zeros(0, np.int64)
+    if requests.blocks is not None and requests.block_offsets is not None:
+        blocks = np.ascontiguousarray(requests.blocks, np.int64)
+        r[loop.BLOCK_FIRST], r[loop.BLOCK_END] = requests.block_offsets[:-1], requests.block_offsets[1:]
+    if requests.arrival_s is not None:
+        rt[loop.ARRIVAL] = requests.arrival_s
+
+    numbers = int(blocks.max(initial=-1)) + 1
+    cache = np.full((3, workers if config.both else prefill, numbers + 1), numbers, np.int32)
+    cache[loop.PINS] = -1
+    held = np.full((3, len(recordings)), -1, np.int64)
+    held[loop.BUSY] = 0
+    run = np.zeros((workers, int(w[loop.PLACES].max())), np.int64)
+    layers, experts = spec.num_moe_layers, spec.num_experts
+    narrow = narrowest_uint(layers * experts - 1)
+    cells = recordings.expert_ids.astype(narrow) + (np.arange(layers) * experts).astype(narrow)[None, :, None]
+    counts = np.zeros((layers, experts), np.uint32)
+    return loop.World(c, f, w, wt, r, rt, run, cache, blocks, held, cells.reshape(len(cells), -1), counts)

@@ -1,0 +1,149 @@
+"""What must hold in every run of a fleet (docs/invariants.md), told from the run alone: nothing the loop counted for
+itself is trusted but the times and workers it reports."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.sim.fleet_metrics import FleetRun
+from coterie.sim.fleet_requests import FleetRequests
+from coterie.sim.invariants import TOLERANCE_S, check_tokens, holds
+
+
+def check_fleet(
+    run: FleetRun, requests: FleetRequests, places: int, prefill_places: int, capacity: NDArray[np.int64], both: bool,
+    unique: bool,
+) -> None:  # fmt: skip
+    """Raises an InvariantError that names the broken rule; `capacity` [worker] KV blocks."""
+    done = np.isfinite(run.finish_s)
+    _check_conservation(run, done)
+    _check_times(run, done)
+    check_tokens(run.decoded[done], run.output_tokens[done] - both)
+    _check_places(run, places, prefill_places, both)
+    over = np.flatnonzero(run.kv_most > capacity)
+    if over.size:
+        holds(30, False, f"worker {over[0]} held {run.kv_most[over[0]]} of {capacity[over[0]]} KV blocks")
+    steps = _steps_by_worker(run)
+    _check_work(run, steps, done)
+    _check_distinct(run, requests, steps)
+    if unique:
+        _check_unique(run, requests)
+
+
+def _check_conservation(run: FleetRun, done: NDArray[np.bool_]) -> None:
+    """INV-29."""
+    came = int((np.isfinite(run.arrival_s) & (run.arrival_s <= run.end_s)).sum())
+    finished, dropped = int(done.sum()), int(run.dropped.sum())
+    holds(29, came == finished + run.queued + run.running + dropped,
+          f"{came} requests came; {finished} done + {run.queued} queued + {run.running} running + {dropped} dropped"
+          )  # fmt: skip
+
+
+def _check_times(run: FleetRun, done: NDArray[np.bool_]) -> None:
+    """INV-20: every stage after the one before it."""
+    names = ("arrival", "prefill_start", "prefill_end", "ready", "decode_start", "finish")
+    stages = [getattr(run, f"{name}_s")[done] for name in names]
+    for (before, earlier), (after, later) in pairwise(zip(names, stages, strict=True)):
+        wrong = np.flatnonzero(~(later >= earlier))
+        if wrong.size:
+            row = wrong[0]
+            request = int(np.flatnonzero(done)[row])
+            holds(20, False, f"request {request}: {after} at {later[row]} s, {before} at {earlier[row]} s")
+    first = run.first_token_s[done]
+    between = (first >= stages[2]) & (first <= stages[-1])
+    holds(20, bool(between.all()), "a first token came before its prompt was computed or after the last token")
+
+
+def _check_places(run: FleetRun, places: int, prefill_places: int, both: bool) -> None:
+    """INV-30: by sweeping over the times at which requests join and leave."""
+    holds(30, run.step_decoding.max(initial=0) <= places, f"a step decoded {run.step_decoding.max(initial=0)} tokens")
+    start, end = (run.prefill_start_s, run.finish_s) if both else (run.decode_start_s, run.finish_s)
+    _sweep(run.decoder, start, end, places)
+    if run.prefill_workers:
+        _sweep(run.prefiller, run.prefill_start_s, run.prefill_end_s, prefill_places)
+
+
+def _sweep(worker: NDArray[np.int64], start: NDArray[np.float64], end: NDArray[np.float64], places: int) -> None:
+    for one in np.unique(worker[worker >= 0]):
+        mine = (worker == one) & np.isfinite(start)
+        leaves = np.where(np.isfinite(end[mine]), end[mine], np.inf)
+        times = np.concatenate([start[mine], leaves])
+        change = np.repeat([1, -1], mine.sum())
+        order = np.lexsort((change, times))  # who leaves at a moment leaves before who joins
+        most = int(np.cumsum(change[order]).max(initial=0))
+        holds(30, most <= places, f"worker {one} ran {most} requests on {places} places")
+
+
+def _steps_by_worker(run: FleetRun) -> list[NDArray[np.int64]]:
+    order = np.argsort(run.step_worker, kind="stable")
+    bounds = np.searchsorted(run.step_worker[order], np.arange(run.prefill_workers + run.decode_workers + 1))
+    return [order[a:b] for a, b in pairwise(bounds)]
+
+
+def _check_work(run: FleetRun, steps: list[NDArray[np.int64]], done: NDArray[np.bool_]) -> None:
+    """INV-21: steps of a worker never overlap, and there is no gap between them while one it could run is there."""
+    for worker, mine in enumerate(steps):
+        start, end = run.step_start_s[mine], run.step_start_s[mine] + run.step_s[mine]
+        gaps = start[1:] - end[:-1]
+        holds(21, bool((gaps >= -TOLERANCE_S).all()), f"two steps of worker {worker} overlap")
+        decoder = worker - run.prefill_workers
+        if decoder < 0:
+            due, until = run.prefill_start_s, run.prefill_end_s
+            here = run.prefiller == worker
+        else:
+            due, until = run.ready_s, run.finish_s
+            here = run.decoder == decoder
+        here = here & done
+        due, until = due[here], until[here]
+        for at in np.flatnonzero(gaps > TOLERANCE_S):
+            idle = (due <= end[at] + TOLERANCE_S) & (until >= start[at + 1])
+            holds(21, not idle.any(), f"worker {worker} idle from {end[at]} to {start[at + 1]} s while one is due")
+            late = (due > end[at] + TOLERANCE_S) & (due < start[at + 1] - TOLERANCE_S)
+            holds(21, not late.any(), f"worker {worker} idle until {start[at + 1]} s while one is due before")
+
+
+def _check_distinct(run: FleetRun, requests: FleetRequests, steps: list[NDArray[np.int64]]) -> None:
+    """INV-31: a decode step touches the experts of exactly the recorded tokens that were due in it."""
+    recordings = requests.recordings
+    layers = np.arange(recordings.expert_ids.shape[1])[:, None]
+    for decoder in range(run.decode_workers):
+        mine = steps[run.prefill_workers + decoder]
+        touched = np.zeros((len(mine), len(layers), recordings.num_experts), np.bool_)
+        tokens = np.zeros(len(mine), np.int64)
+        for request in np.flatnonzero((run.decoder == decoder) & np.isfinite(run.decode_start_s)):
+            first = int(np.searchsorted(run.step_start_s[mine], run.decode_start_s[request]))
+            recorded = requests.recorded[request]
+            decoded = int(run.decoded[request])
+            if not np.isfinite(run.finish_s[request]):
+                decoded = min(decoded + 1, len(mine) - first)  # the step under way holds it too
+            rows = np.arange(decoded) % recordings.decode_rows[recorded] + recordings.decode_row[recorded]
+            holds(31, first + decoded <= len(mine), f"request {request} decodes past the last step of its worker")
+            for at, row in enumerate(rows, first):
+                touched[at, layers, recordings.expert_ids[row]] = True
+            tokens[first : first + decoded] += 1
+        alone = run.step_prefill[mine] == 0
+        counted = touched.sum(axis=(1, 2)) / len(layers)
+        wrong = np.flatnonzero(tokens != run.step_decoding[mine])
+        holds(31, not wrong.size, f"decoder {decoder}: a step decodes other requests than are there")
+        wrong = np.flatnonzero(alone & (counted != run.step_distinct[mine]))
+        if wrong.size:
+            step = mine[wrong[0]]
+            words = f"step {step} touches {counted[wrong[0]]} experts a layer, reported {run.step_distinct[step]}"
+            holds(31, False, words)
+
+
+def _check_unique(run: FleetRun, requests: FleetRequests) -> None:
+    """INV-32: a recording is in flight once."""
+    order = np.lexsort((run.arrival_s, requests.recorded))
+    order = order[np.isfinite(run.arrival_s[order]) & ~run.dropped[order]]
+    same = requests.recorded[order][1:] == requests.recorded[order][:-1]
+    ends = np.where(np.isfinite(run.finish_s), run.finish_s, np.inf)[order][:-1]
+    begins = run.arrival_s[order][1:]
+    twice = np.flatnonzero(same & (begins <= run.end_s) & (begins < ends))
+    if twice.size:
+        row = order[twice[0] + 1]
+        words = f"request {row} replays recording {requests.recorded[row]}, in flight at {run.arrival_s[row]} s already"
+        holds(32, False, words)

@@ -1,0 +1,185 @@
+"""What is told of a fleet's run: latencies, limits kept, distinct experts, and how busy the workers were."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.sim.metrics import PERCENTILES
+
+
+class FleetRun(NamedTuple):
+    """One simulated run. [request] in the order given, [step] in order of start, [worker] prefill workers first.
+
+    Times of what did not happen are not a number, workers of it -1.
+    """
+
+    arrival_s: NDArray[np.float64]
+    prefill_start_s: NDArray[np.float64]
+    prefill_end_s: NDArray[np.float64]
+    ready_s: NDArray[np.float64]
+    """[request] its KV is on its decoder."""
+    decode_start_s: NDArray[np.float64]
+    first_token_s: NDArray[np.float64]
+    finish_s: NDArray[np.float64]
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    cached_tokens: NDArray[np.int64]
+    """[request] prompt tokens that were not computed."""
+    decoded: NDArray[np.int64]
+    """[request] decode steps it took part in."""
+    prefiller: NDArray[np.int64]
+    decoder: NDArray[np.int64]
+    """[request] from 0, prefill workers not counted."""
+    dropped: NDArray[np.bool_]
+    """[request] would never fit in a worker's memory."""
+    running: int
+    """Requests on a worker when the run ended."""
+    queued: int
+    """Requests that had arrived and were on none, those whose arrival is postponed included."""
+    postponed: int
+    """Requests whose arrival waited for the end of another use of their recording."""
+    most_in_flight: int
+    end_s: float
+    prefill_workers: int
+    decode_workers: int
+    kv_most: NDArray[np.int64]
+    """[worker] most KV blocks in use at once, cached prefixes included."""
+    step_worker: NDArray[np.int32]
+    step_start_s: NDArray[np.float64]
+    step_s: NDArray[np.float64]
+    step_decoding: NDArray[np.int32]
+    """[step] tokens decoded."""
+    step_prefill: NDArray[np.int32]
+    """[step] prompt tokens computed."""
+    step_distinct: NDArray[np.float64]
+    """[step] experts touched, mean over layers."""
+
+    @property
+    def token_steps(self) -> int:
+        return int(self.step_decoding.sum(dtype=np.int64) + self.step_prefill.sum(dtype=np.int64))
+
+    @property
+    def tpot_s(self) -> NDArray[np.float64]:
+        """[request] seconds per token after the first; not a number where there is none."""
+        after = self.output_tokens - 1
+        return np.where(after > 0, (self.finish_s - self.first_token_s) / np.maximum(after, 1), np.nan)
+
+
+class Limits(NamedTuple):
+    """What a user may be promised."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+
+
+class Latency(NamedTuple):
+    """Milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    p999: float
+
+    @classmethod
+    def of(cls, seconds: NDArray[np.float64]) -> Latency:
+        known = seconds[np.isfinite(seconds)] * 1e3
+        if not known.size:
+            return cls(*(math.nan,) * 5)
+        return cls(float(known.mean()), *(float(value) for value in np.percentile(known, PERCENTILES)))
+
+
+class FleetSummary(NamedTuple):
+    """A run in numbers."""
+
+    requests: int
+    """That arrived in the window and were finished by the end."""
+    ttft: Latency
+    """From arrival to the first token."""
+    tpot: Latency
+    """Per token after the first."""
+    e2e: Latency
+    """From arrival to the last token."""
+    within_limits: float
+    """Share of the requests that arrived which kept both limits; one that did not finish kept none."""
+    goodput: float
+    """Requests a second that kept both limits."""
+    tokens_per_s: float
+    """Decoded."""
+    distinct: float
+    """Experts touched in a layer of a decode step, mean over steps; steps with prompts in them are left out."""
+    distinct_by_token: float
+    """The same as a token sees it: steps weighted by the tokens they decode."""
+    step_ms: float
+    """Mean time of a decode step."""
+    mean_batch: float
+    """Requests of a decode step."""
+    cached_share: float
+    """Of the prompt tokens of those requests."""
+    mean_in_flight: float
+    most_in_flight: int
+    busy: NDArray[np.float64]
+    """[worker] share of the window in which it ran steps."""
+    worker_tokens: NDArray[np.int64]
+    """[worker] tokens decoded and computed."""
+    worker_in_flight: NDArray[np.float64]
+    """[decoder] requests between handoff and end, mean over the window."""
+
+
+def summarise_fleet(
+    run: FleetRun, limits: Limits | None = None, since_s: float = 0.0, until_s: float = math.inf
+) -> FleetSummary:
+    """Of requests that arrived, and steps that began, in a window: without it, filling and draining count too."""
+    until_s = min(until_s, run.end_s)
+    if not since_s < until_s:
+        raise ConfigError(f"since_s={since_s} must be before until_s={until_s}")
+    span = until_s - since_s
+    came = (run.arrival_s >= since_s) & (run.arrival_s <= until_s)
+    done = came & np.isfinite(run.finish_s)
+    ttft, tpot = (run.first_token_s - run.arrival_s)[done], run.tpot_s[done]
+    limits = limits or Limits()
+    kept = int(((ttft <= limits.ttft_s) & (np.isnan(tpot) | (tpot <= limits.tpot_s))).sum())
+    steps = (run.step_start_s >= since_s) & (run.step_start_s < until_s)
+    decoding = run.step_decoding[steps].astype(np.int64)
+    alone = (decoding > 0) & (run.step_prefill[steps] == 0)
+    workers = run.prefill_workers + run.decode_workers
+    who, seconds, distinct = run.step_worker[steps], run.step_s[steps], run.step_distinct[steps]
+    tokens = decoding + run.step_prefill[steps]
+    ends = np.where(np.isfinite(run.finish_s), run.finish_s, run.end_s)
+    handed = np.where(np.isfinite(run.prefill_end_s) & (run.prefill_workers > 0), run.prefill_end_s, run.arrival_s)
+    routed = run.decoder >= 0
+    here = _overlap(handed[routed], ends[routed], since_s, until_s)
+    prompts = int(run.prompt_tokens[done].sum())
+    return FleetSummary(
+        requests=int(done.sum()),
+        ttft=Latency.of(ttft), tpot=Latency.of(tpot), e2e=Latency.of((run.finish_s - run.arrival_s)[done]),
+        within_limits=kept / max(1, int(came.sum())),
+        goodput=kept / span,
+        tokens_per_s=float(decoding.sum() / span),
+        distinct=_mean(distinct[alone]),
+        distinct_by_token=_mean(distinct[alone], decoding[alone]),
+        step_ms=1e3 * _mean(seconds[alone]),
+        mean_batch=_mean(decoding[alone].astype(np.float64)),
+        cached_share=int(run.cached_tokens[done].sum()) / prompts if prompts else 0.0,
+        mean_in_flight=float(_overlap(run.arrival_s, ends, since_s, until_s)[~run.dropped].sum() / span),
+        most_in_flight=run.most_in_flight,
+        busy=np.bincount(who, np.minimum(run.step_start_s[steps] + seconds, until_s) - run.step_start_s[steps], workers)
+        / span,
+        worker_tokens=np.bincount(who, tokens, workers).astype(np.int64),
+        worker_in_flight=np.bincount(run.decoder[routed], here, run.decode_workers) / span,
+    )  # fmt: skip
+
+
+def _mean(values: NDArray[np.float64], weights: NDArray[np.integer] | None = None) -> float:
+    return float(np.average(values, weights=weights)) if values.size else math.nan
+
+
+def _overlap(start: NDArray[np.float64], end: NDArray[np.float64], since: float, until: float) -> NDArray[np.float64]:
+    """Seconds of each interval inside the window; 0 where it did not begin."""
+    inside = np.minimum(end, until) - np.maximum(start, since)
+    return np.where(np.isfinite(inside), np.maximum(inside, 0.0), 0.0)

@@ -1,0 +1,172 @@
+"""Requests of a simulated fleet: arrivals, lengths and prefixes of one trace, experts of another.
+
+A recording gives tokens whose experts are replayed: some stand for its prompt, others for what it decodes. A prompt or
+an answer longer than what was recorded repeats it from the start. A request is one use of a recording, and **no
+recording should be in flight twice**: two uses of one on a worker activate the same experts, which makes a router that
+puts like requests together look better than it is. So uses are drawn far apart, and the simulator holds the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.footprints.counting import footprint
+from coterie.traces.activations import ActivationTrace
+from coterie.traces.requests import RequestTrace
+
+DEFAULT_BLOCK_TOKENS = 16
+"""Tokens of a KV block where a trace has no prefixes: vLLM's."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recordings:
+    """Recorded requests; [recording] each."""
+
+    expert_ids: NDArray[np.integer]
+    """[token, layer, k]"""
+    num_experts: int
+    prompt_row: NDArray[np.int64]
+    """First token that stands for its prompt."""
+    prompt_rows: NDArray[np.int64]
+    decode_row: NDArray[np.int64]
+    """First token it decodes."""
+    decode_rows: NDArray[np.int64]
+    footprint: NDArray[np.integer] | NDArray[np.floating] | None = None
+    """[recording, layer, expert] what a router is shown of it: activations of its prompt, or a prediction."""
+    domains: Sequence[str] | None = None
+    prompt_tokens: NDArray[np.int64] | None = None
+    """Tokens its prompt really had, where that is known."""
+
+    def __len__(self) -> int:
+        return len(self.prompt_row)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FleetRequests:
+    """Uses of recordings; [request] each, in order of arrival."""
+
+    recordings: Recordings
+    recorded: NDArray[np.int64]
+    """Which recording it replays."""
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    arrival_s: NDArray[np.float64] | None = None
+    """None where requests follow each other, so many in flight."""
+    block_offsets: NDArray[np.int64] | None = None
+    """[request + 1] where each one's prompt blocks begin in `blocks`."""
+    blocks: NDArray[np.int64] | None = None
+    """Prompt blocks, numbered from 0; equal leading numbers are a shared prefix."""
+    block_tokens: int = DEFAULT_BLOCK_TOKENS
+
+    def __len__(self) -> int:
+        return len(self.recorded)
+
+
+def split_recordings(
+    trace: ActivationTrace, rows: NDArray[np.integer] | None = None, share: float = 0.5, least_tokens: int = 16
+) -> Recordings:
+    """The first `share` of each request's recorded tokens stands for its prompt, the others are decoded.
+
+    For recordings of decode alone. Requests of fewer than `least_tokens` are left out.
+    """
+    if not 0.0 < share < 1.0:
+        raise ConfigError(f"share={share} must be between 0 and 1")
+    cuts = np.maximum(1, (share * trace.lengths).astype(np.int64))
+    return _recordings(trace, rows, cuts, max(2, least_tokens))
+
+
+def phase_recordings(trace: ActivationTrace, rows: NDArray[np.integer] | None = None) -> Recordings:
+    """Prompt and decoded tokens as they were recorded. Requests without both are left out."""
+    return _recordings(trace, rows, np.asarray(trace.requests.prompt_tokens), 2)
+
+
+def _recordings(
+    trace: ActivationTrace, rows: NDArray[np.integer] | None, cuts: NDArray[np.int64], least_tokens: int
+) -> Recordings:
+    experts, domains = trace.meta.num_experts, trace.requests.domains
+    numbers = np.arange(trace.num_requests) if rows is None else np.asarray(rows, np.int64)
+    lengths = trace.lengths[numbers]
+    cut = cuts[numbers]
+    kept = (lengths >= least_tokens) & (cut >= 1) & (cut < lengths)
+    if not kept.any():
+        raise ConfigError(f"none of {len(numbers)} requests has a prompt and decoded tokens, {least_tokens} in all")
+    numbers, lengths, cut = numbers[kept], lengths[kept], cut[kept]
+    ids = [np.asarray(trace.request(int(number)).expert_ids) for number in numbers]
+    first = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+    shown = np.array([footprint(one[:at], experts) for one, at in zip(ids, cut, strict=True)])
+    return Recordings(
+        np.concatenate(ids), experts, first, cut.astype(np.int64), first + cut, (lengths - cut).astype(np.int64), shown,
+        None if domains is None else [domains[int(number)] for number in numbers],
+        np.asarray(trace.requests.prompt_tokens)[numbers],
+    )  # fmt: skip
+
+
+def order_apart(recordings: int, requests: int, rng: Generator) -> NDArray[np.int64]:
+    """[request] recordings at random, none twice among any ``recordings // 2`` in a row."""
+    if recordings < 1:
+        raise ConfigError(f"recordings={recordings} must be at least 1")
+    spacing = max(1, recordings // 2)
+    order = np.empty(requests, np.int64)
+    free = list(range(recordings))
+    for at in range(requests):
+        if at >= spacing:
+            free.append(int(order[at - spacing]))
+        picked = int(rng.integers(len(free)))
+        order[at] = free[picked]
+        free[picked] = free[-1]
+        free.pop()
+    return order
+
+
+def draw_requests(
+    recordings: Recordings,
+    count: int,
+    rng: Generator,
+    arrivals: RequestTrace | None = None,
+    rate: float | None = None,
+    longest_prompt: int | None = None,
+) -> FleetRequests:
+    """Requests for a run, with lengths of their recordings, or with times, lengths and prefixes of `arrivals`.
+
+    Of `arrivals` a stretch that starts at random is taken, at a mean `rate` of requests a second if given. A prompt
+    cut at `longest_prompt` keeps the blocks that it fills.
+    """
+    if count < 1:
+        raise ConfigError(f"count={count} must be at least 1")
+    recorded = order_apart(len(recordings), count, rng)
+    if arrivals is None:
+        prompts = recordings.prompt_tokens if recordings.prompt_tokens is not None else recordings.prompt_rows
+        prompt_tokens = np.maximum(1, prompts[recorded])
+        if longest_prompt is not None:
+            prompt_tokens = np.minimum(prompt_tokens, longest_prompt)
+        return FleetRequests(recordings, recorded, prompt_tokens, recordings.decode_rows[recorded])
+    if arrivals.arrival_s is None:
+        raise ConfigError("arrivals has no arrival times")
+    start = int(rng.integers(max(1, len(arrivals) - count + 1)))
+    rows = (start + np.arange(count)) % len(arrivals)
+    gaps = np.diff(arrivals.arrival_s, append=arrivals.arrival_s[-1])[rows]
+    times = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, gaps))[:-1]])
+    if rate is not None:
+        if not 0 < rate < np.inf:
+            raise ConfigError(f"rate={rate} must be a finite number above 0")
+        times = times / max(times[-1], 1e-9) * (count - 1) / rate
+    prompt_tokens = np.maximum(1, arrivals.prompt_tokens[rows])
+    if longest_prompt is not None:
+        prompt_tokens = np.minimum(prompt_tokens, longest_prompt)
+    output_tokens = np.maximum(1, arrivals.output_tokens[rows])
+    found = FleetRequests(recordings, recorded, prompt_tokens, output_tokens, times)
+    if arrivals.prefix_blocks is None or arrivals.block_tokens is None:
+        return found
+    taken = []
+    for row, tokens in zip(rows, prompt_tokens, strict=True):
+        blocks = np.asarray(arrivals.prefix_blocks[int(row)])
+        taken.append(blocks if tokens == arrivals.prompt_tokens[row] else blocks[: tokens // arrivals.block_tokens])
+    offsets = np.concatenate([[0], np.cumsum([len(one) for one in taken])]).astype(np.int64)
+    blocks = np.unique(np.concatenate(taken), return_inverse=True)[1].astype(np.int64)
+    return replace(found, block_offsets=offsets, blocks=blocks, block_tokens=arrivals.block_tokens)

@@ -1,0 +1,257 @@
+"""The KV directory: the same answers as dictionaries and sets, whatever the engines say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_reference import SIZE, ReferenceDirectory, check_same, events
+
+from coterie import kvindex
+from coterie.errors import ConfigError, InputError
+from coterie.kvindex import Held, KVDirectory
+from coterie.wire.kv_events import BlockRemoved, BlockStored, KVEvents
+
+
+def stored(hashes: list[Any], tokens: list[int], parent: Any = None, **fields: Any) -> BlockStored:
+    fields = {"block_size": SIZE, "medium": "GPU", **fields}
+    return BlockStored(block_hashes=hashes, token_ids=tokens, parent_block_hash=parent, **fields)
+
+
+def removed(hashes: list[Any], **fields: Any) -> BlockRemoved:
+    return BlockRemoved(block_hashes=hashes, **{"medium": "GPU", **fields})
+
+
+def directory(num_workers: int = 2, **settings: Any) -> KVDirectory:
+    return KVDirectory(num_workers, block_size=SIZE, rng=np.random.default_rng(0), **settings)
+
+
+def test_public_names():
+    assert sorted(kvindex.__all__) == ["Counters", "Follower", "Held", "KVDirectory", "Replay"]
+
+
+def test_each_workers_own_run():
+    blocks = directory(3)
+    blocks.stored(0, stored([10, 11, 12], [1, 2, 3, 4, 5, 6]))
+    blocks.stored(1, stored([10], [1, 2]))
+    blocks.stored(2, stored([11], [3, 4], parent=10))
+    assert blocks.match([10, 11, 12, 13]).tolist() == [3, 1, 0]
+    assert blocks.match_tokens([1, 2, 3, 4, 5, 6, 7]).tolist() == [6, 2, 0]
+    assert blocks.match_tokens([1, 2, 3, 9]).tolist() == [2, 2, 0]
+    assert blocks.match_tokens([3, 4]).tolist() == [0, 0, 0], "a later block is no first one"
+
+
+@pytest.mark.parametrize("prompt", [[], [1]])
+def test_prompt_shorter_than_a_block(prompt):
+    blocks = directory()
+    blocks.stored(0, stored([10], [1, 2]))
+    assert blocks.match_tokens(prompt).tolist() == [0, 0]
+    assert blocks.match([]).tolist() == [0, 0]
+
+
+def test_workers_that_hash_differently_share_content():
+    blocks = directory()
+    blocks.stored(0, stored([10, 11], [1, 2, 3, 4]))
+    blocks.stored(1, stored([b"x" * 32, b"y" * 32], [1, 2, 3, 4]))
+    assert blocks.match_tokens(np.array([1, 2, 3, 4], np.int32)).tolist() == [4, 4]
+    assert blocks.match_tokens(np.frombuffer(np.array([1, 2, 3, 4]).tobytes(), np.int64)).tolist() == [4, 4]
+    assert blocks.match([10, 11]).tolist() == [2, 0]
+    assert blocks.match([b"x" * 32]).tolist() == [0, 1]
+
+
+def test_one_hash_for_different_content_on_two_workers():
+    blocks = directory()
+    blocks.stored(0, stored([10], [1, 2]))
+    blocks.stored(1, stored([10], [7, 8]))
+    blocks.removed(0, removed([10]))
+    assert blocks.match_tokens([7, 8]).tolist() == [0, 2]
+    assert blocks.match([10]).tolist() == [0, 1]
+
+
+def test_child_without_its_parent_is_no_hit_until_the_parent_returns():
+    blocks = directory()
+    blocks.stored(0, stored([10, 11], [1, 2, 3, 4]))
+    blocks.removed(0, removed([10]))
+    assert blocks.match_tokens([1, 2, 3, 4])[0] == blocks.match([10, 11])[0] == 0
+    blocks.stored(0, stored([10], [1, 2]))
+    assert blocks.match_tokens([1, 2, 3, 4])[0] == 4
+    assert blocks.match([10, 11])[0] == 2
+
+
+def test_unknown_parent_is_counted_and_joins_later():
+    blocks = directory()
+    blocks.stored(0, stored([12, 13], [5, 6, 7, 8], parent=11))
+    assert blocks.counters.unknown_parents == 2
+    assert blocks.held(0) == Held(hits=2, waiting=2, apart={})
+    assert blocks.match_tokens([5, 6])[0] == 0
+    blocks.stored(0, stored([11], [3, 4], parent=10))
+    blocks.stored(0, stored([10], [1, 2]))
+    assert blocks.match_tokens([1, 2, 3, 4, 5, 6, 7, 8])[0] == 8
+    assert blocks.held(0).waiting == 0
+
+
+def test_other_media_groups_and_places_are_apart():
+    blocks = directory()
+    first = ([10], [1, 2])
+    for fields in ({"medium": "CPU"}, {"group_idx": 1}, {"locality": "REMOTE"}, {"kv_cache_spec_kind": "mamba"}):
+        blocks.stored(0, stored(*first, **fields))
+    assert blocks.match([10])[0] == blocks.match_tokens([1, 2])[0] == 0
+    assert blocks.held(0).hits == 0
+    assert sum(blocks.held(0).apart.values()) == blocks.counters.apart == 4
+    blocks.stored(0, stored(*first, group_idx=0))
+    for fields in ({"medium": "cpu"}, {"group_idx": 1}, {"locality": "REMOTE"}):
+        blocks.removed(0, removed([10], **fields))
+    assert blocks.match_tokens([1, 2])[0] == 2, "removed elsewhere"
+    blocks.stored(0, stored(*first, medium="CPU"))
+    blocks.removed(0, removed([10], group_idx=0))
+    assert blocks.match_tokens([1, 2])[0] == 0, "removed here"
+    assert blocks.held(0).apart[("CPU", None, "LOCAL")] == 1
+
+
+def test_an_engine_that_names_its_groups_corrects_the_assumption():
+    blocks = directory()
+    blocks.stored(0, stored([10], [1, 2], group_idx=0))
+    blocks.stored(0, stored([10], [], block_size=0, medium="CPU", group_idx=0, kv_cache_spec_kind="sliding_window"))
+    assert blocks.match([10])[0] == 0, "group 0 is no full attention"
+    blocks.stored(0, stored([10], [1, 2], group_idx=1, kv_cache_spec_kind="full_attention"))
+    assert blocks.match_tokens([1, 2])[0] == 2
+    blocks.forget(0)
+    blocks.stored(0, stored([10], [1, 2], group_idx=0))
+    assert blocks.match([10])[0] == 0, "still known after a gap"
+    assert directory(group=1).group == 1
+
+
+def test_salt_lora_and_extra_keys_separate():
+    blocks = directory()
+    blocks.stored(0, stored([10, 11], [1, 2, 3, 4], extra_keys=[["salt"], None]))  # vLLM
+    blocks.stored(1, stored([20, 21], [1, 2, 3, 4], cache_salt="salt"))  # SGLang
+    assert blocks.match_tokens([1, 2, 3, 4]).tolist() == [0, 0]
+    assert blocks.match_tokens([1, 2, 3, 4], cache_salt="pepper").tolist() == [0, 0]
+    assert blocks.match_tokens([1, 2, 3, 4], cache_salt="salt").tolist() == [4, 4]
+    assert blocks.match_tokens([1, 2, 3, 4], extra_keys=[["salt"], None]).tolist() == [4, 4]
+    blocks.stored(0, stored([30, 31], [1, 2, 3, 4], lora_id=1, lora_name="ada", extra_keys=[["ada"], ["ada"]]))
+    blocks.stored(1, stored([30, 31], [1, 2, 3, 4], lora_name="ada"))
+    assert blocks.match_tokens([1, 2, 3, 4], lora="ada").tolist() == [4, 4]
+    assert blocks.match_tokens([1, 2, 3, 4], lora="eve").tolist() == [0, 0]
+    blocks.stored(0, stored([40, 41], [1, 2, 3, 4], extra_keys=[None, [["image", 3]]]))
+    assert blocks.match_tokens([1, 2, 3, 4]).tolist() == [2, 0]
+    assert blocks.match_tokens([1, 2, 3, 4], extra_keys=[None, [("image", 3)]]).tolist() == [4, 0]
+
+
+def test_second_hash_for_one_content_is_no_hit_by_tokens():
+    blocks = directory()
+    blocks.stored(0, stored([10], [1, 2]))
+    blocks.stored(0, stored([10], [1, 2]))
+    assert blocks.counters.stored == 1
+    blocks.stored(0, stored([20], [1, 2]))
+    assert blocks.counters.ambiguous == 1
+    assert blocks.match_tokens([1, 2])[0] == 0
+    assert blocks.match([20])[0] == blocks.match([10])[0] == 1
+    blocks.removed(0, removed([10]))
+    blocks.stored(0, stored([10], [1, 2]))
+    assert blocks.match_tokens([1, 2])[0] == 0, "still two of them"
+    blocks.cleared(0)
+    blocks.stored(0, stored([10], [1, 2]))
+    assert blocks.match_tokens([1, 2])[0] == 2
+    blocks.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"block_size": 4}, {"token_ids": [1]}, {"token_ids": [1, 2**63]}, {"extra_keys": [1, 2, 3]}, {"extra_keys": "no"}],
+)
+def test_blocks_of_unknown_content_are_known_by_hash_alone(fields):
+    blocks = directory()
+    event = stored([10], [1, 2])
+    for name, value in fields.items():
+        setattr(event, name, value)
+    blocks.stored(0, event)
+    assert blocks.counters.without_content == 1
+    assert blocks.match([10])[0] == 1
+    assert blocks.match_tokens([1, 2])[0] == 0
+    blocks.removed(0, removed([10]))
+    assert len(blocks) == blocks.match([10])[0] == 0
+
+
+def test_unknown_removals_are_counted():
+    blocks = directory()
+    blocks.removed(0, removed([1, 2]))
+    blocks.removed(0, removed([1], medium="CPU"))
+    assert blocks.counters.unknown_removals == 3
+
+
+def test_hashes_of_every_form_stay_apart():
+    numbers = [0, 1, -1, 2**64 - 1, 2**64, -(2**63)]
+    forms: list[Any] = [*numbers, b"", b"\0", b"\0" * 8, b"\1" + b"\0" * 7, b"\0" * 16, b"\1"]
+    blocks = directory(1)
+    for count, form in enumerate(forms):
+        assert blocks.match([form])[0] == 0, form
+        blocks.stored(0, stored([form], []))
+        assert len(blocks) == count + 1
+    assert blocks.match(forms)[0] == len(forms)
+    assert blocks.match(np.array([0, 1], np.uint64))[0] == 2
+    blocks.removed(0, removed(forms))
+    assert len(blocks) == 0
+
+
+@pytest.mark.parametrize("num_workers", [1, 63, 64, 65, 130])
+def test_many_workers(num_workers):
+    blocks = directory(num_workers)
+    tokens = list(range(2 * num_workers))
+    for worker in range(num_workers):
+        count = worker + 1
+        blocks.stored(worker, stored(list(range(count)), tokens[: 2 * count]))
+    expected = np.arange(1, num_workers + 1)
+    np.testing.assert_array_equal(blocks.match(list(range(num_workers))), expected)
+    np.testing.assert_array_equal(blocks.match_tokens(tokens), 2 * expected)
+    blocks.drop_worker(num_workers - 1)
+    expected[-1] = 0
+    np.testing.assert_array_equal(blocks.match_tokens(tokens), 2 * expected)
+    blocks.check_integrity()
+
+
+def test_grows_and_empties():
+    blocks, rng = directory(3), np.random.default_rng(1)
+    hashes = rng.integers(0, 1 << 64, 5000, np.uint64).tolist()
+    tokens = rng.integers(0, 1000, 10_000).tolist()
+    for worker in range(3):
+        blocks.stored(worker, stored(hashes, tokens))
+    assert blocks.match(hashes).tolist() == [5000] * 3
+    for start in range(0, 5000, 2):
+        blocks.removed(0, removed(hashes[start : start + 1]))
+    blocks.check_integrity()
+    assert blocks.held(0).hits == 2500
+    assert blocks.match_tokens(tokens).tolist() == [0, 10_000, 10_000]
+    for worker in range(3):
+        blocks.cleared(worker)
+    assert len(blocks) == 0
+    blocks.check_integrity()
+
+
+def test_wrong_settings_and_arguments():
+    for wrong in ({"num_workers": 0}, {"num_workers": 1, "block_size": 0}, {"num_workers": 1, "group": -1}):
+        with pytest.raises(ConfigError, match="must be at least"):
+            KVDirectory(**wrong)
+    blocks = directory(2)
+    with pytest.raises(InputError, match="worker=2 must be at least 0 and below num_workers=2"):
+        blocks.cleared(2)
+    with pytest.raises(InputError, match="expected integers"):
+        blocks.match_tokens([[1, 2]])
+    with pytest.raises(InputError, match="expected integers"):
+        blocks.match_tokens([1.5])
+    with pytest.raises(InputError, match="msgpack"):
+        blocks.match_tokens([1, 2], extra_keys=[object()])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([0, 1, 65]), events()), max_size=25), st.integers(0, 2**32 - 1))
+def test_same_answers_as_dictionaries_and_sets(history, seed):
+    blocks = KVDirectory(66, block_size=SIZE, rng=np.random.default_rng(seed))
+    reference = ReferenceDirectory(66, SIZE)
+    for worker, event in history:
+        blocks.apply(worker, KVEvents(0.0, [event]))
+        reference.apply(worker, event)
+    check_same(blocks, reference, [event.block_hashes for _, event in history if isinstance(event, BlockStored)])

@@ -1,0 +1,41 @@
+"""A fitted routing and its requests, small."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.routing.fitted import Calibration, FittedRouting
+
+LAYERS, EXPERTS, TOP_K, WORKERS, GROUPS = 3, 8, 2, 6, 4
+
+
+class Requests(NamedTuple):
+    prefill: NDArray[np.int64]
+    """[request, layer, expert]"""
+    decode: NDArray[np.int64]
+    group: NDArray[np.int64]
+
+
+def draw(requests: int, seed: int, tokens: int = 120) -> Requests:
+    """Requests of a few groups, each of which prefers two neighbouring experts."""
+    rng = np.random.default_rng(seed)
+    group = rng.integers(GROUPS, size=requests)
+    liking = np.full((GROUPS, EXPERTS), 0.05)
+    for one in range(GROUPS):
+        liking[one, [2 * one, 2 * one + 1]] = 1.0
+    liking /= liking.sum(axis=1, keepdims=True)
+    counts = np.empty((2, requests, LAYERS, EXPERTS), np.int64)
+    for row in range(requests):
+        counts[:, row] = rng.multinomial(tokens * TOP_K, liking[group[row]], size=(2, LAYERS))
+    return Requests(counts[0], counts[1], group)
+
+
+@lru_cache(maxsize=1)
+def fitted() -> FittedRouting:
+    known = draw(120, 0)
+    calibration = Calibration(known.prefill, known.decode, None, np.arange(120), False, "test", TOP_K)
+    return FittedRouting.fit(calibration, WORKERS, np.random.default_rng(0), batch=4)

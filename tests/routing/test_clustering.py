@@ -1,0 +1,166 @@
+"""Balanced assignment against the Hungarian method, and K-means built on it."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
+
+from coterie.errors import ConfigError
+from coterie.routing.clustering import assign, capacities, centroids_of, cluster, match, recluster
+
+
+def signatures(
+    rng: np.random.Generator, requests: int, groups: int = 6, cells: int = 40, skew: float = 1.0, first: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    centres = np.random.default_rng(first).random((groups, cells)) ** 6
+    label = rng.choice(groups, requests, p=rng.dirichlet(np.full(groups, skew)))
+    rows = centres[label] * rng.gamma(3.0, 1.0, (requests, cells))
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32), label
+
+
+def total(costs: np.ndarray, labels: np.ndarray) -> float:
+    return float(costs[np.arange(len(costs)), labels].astype(np.float64).sum())
+
+
+def hungarian(costs: np.ndarray, limits: np.ndarray) -> float:
+    columns = np.repeat(np.arange(len(limits)), limits)
+    rows, chosen = linear_sum_assignment(costs[:, columns])
+    return total(costs, columns[chosen[np.argsort(rows)]])
+
+
+@given(st.integers(1, 40), st.integers(1, 7), st.integers(0, 3), st.booleans(), st.integers(0, 10_000))
+def test_assignment_is_optimal(requests: int, workers: int, room: int, ties: bool, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    costs = rng.integers(0, 4, (requests, workers)) if ties else rng.random((requests, workers)) + rng.random(workers)
+    costs = costs.astype(np.float32)
+    limits = rng.multinomial(requests + room, rng.dirichlet(np.ones(workers)))
+    labels = assign(costs, limits)
+    assert (np.bincount(labels, minlength=workers) <= limits).all()
+    assert total(costs, labels) == pytest.approx(hungarian(costs, limits), abs=1e-4)
+
+
+def test_assignment_has_no_loss_against_the_hungarian_method_at_its_size() -> None:
+    rows, _ = signatures(np.random.default_rng(0), 800, groups=12, skew=0.5)
+    costs = 1.0 - rows @ rows[:16].T
+    limits = capacities(800, 16)
+    assert total(costs, assign(costs, limits)) <= hungarian(costs, limits) * (1 + 1e-6)
+
+
+def test_capacities_follow_speeds() -> None:
+    assert capacities(10, 4).tolist() == [3, 3, 3, 3]
+    assert capacities(12, 4).tolist() == [3, 3, 3, 3]
+    assert capacities(12, 3, np.array([1.0, 1.0, 2.0])).tolist() == [3, 3, 6]
+    assert capacities(7, 3, np.array([1.0, 2.0, 3.0])).sum() >= 7
+    with pytest.raises(ConfigError, match="above 0"):
+        capacities(4, 2, np.array([1.0, 0.0]))
+
+
+def test_clusters_are_balanced_and_plain_ones_are_not() -> None:
+    rng = np.random.default_rng(1)
+    rows, _ = signatures(rng, 300, skew=0.4)
+    balanced, plain = (cluster(rows, 6, np.random.default_rng(0), balanced=b, restarts=4) for b in (True, False))
+    assert np.bincount(balanced.labels, minlength=6).max() <= 50
+    assert np.bincount(plain.labels, minlength=6).max() > 50
+    assert np.bincount(plain.labels, minlength=6).min() > 0
+    assert plain.distance < balanced.distance, "a limit costs something"
+    np.testing.assert_allclose(np.linalg.norm(balanced.centroids, axis=1), 1.0, rtol=1e-5)
+    np.testing.assert_array_equal(balanced.centroids, centroids_of(rows, balanced.labels, 6))
+    near = rows @ balanced.centroids.T
+    assert balanced.distance == pytest.approx(len(rows) - total(near, balanced.labels), rel=1e-4)
+
+
+def test_equal_domains_are_found_again() -> None:
+    rng = np.random.default_rng(2)
+    rows, label = signatures(rng, 1, skew=1e9)
+    centres = np.random.default_rng(0).random((6, 40)) ** 6
+    label = np.repeat(np.arange(6), 20)
+    rows = (centres[label] * rng.gamma(20.0, 1.0, (120, 40))).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    found = cluster(rows, 6, rng, restarts=6)
+    for group in range(6):
+        assert len(set(found.labels[label == group].tolist())) == 1
+
+
+def test_faster_workers_take_more() -> None:
+    rows, _ = signatures(np.random.default_rng(3), 120)
+    found = cluster(rows, 3, np.random.default_rng(0), speeds=np.array([1.0, 1.0, 2.0]))
+    assert np.bincount(found.labels).tolist() == [30, 30, 60]
+
+
+def test_copies_of_one_signature_still_fill_every_worker() -> None:
+    rows = np.tile(np.array([[1.0, 0.0]], np.float32), (9, 1))
+    for balanced in (True, False):
+        found = cluster(rows, 3, np.random.default_rng(0), balanced=balanced)
+        assert np.bincount(found.labels, minlength=3).min() > 0
+        assert found.distance == pytest.approx(0.0, abs=1e-5)
+
+
+def test_many_signatures_take_seconds_and_stay_within_limits() -> None:
+    rows, _ = signatures(np.random.default_rng(4), 20_000, groups=40, cells=64, skew=0.5)
+    small = cluster(rows[:400], 64, np.random.default_rng(0))
+    started = time.perf_counter()
+    found = cluster(rows, 64, np.random.default_rng(0), restarts=1)
+    assert time.perf_counter() - started < 60
+    assert np.bincount(found.labels, minlength=64).max() <= capacities(20_000, 64).max()
+    assert found.distance / 20_000 < 1.2 * small.distance / 400 + 0.05
+
+
+@given(st.integers(0, 100))
+def test_match_undoes_a_permutation(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    old = rng.random((7, 12)) ** 3
+    old /= np.linalg.norm(old, axis=1, keepdims=True)
+    order = rng.permutation(7)
+    np.testing.assert_array_equal(old[order][match(old, old[order])], old)
+
+
+def test_reclustering_keeps_what_is_still_good() -> None:
+    rng = np.random.default_rng(5)
+    first = cluster(signatures(rng, 300, skew=1e9)[0], 6, rng, restarts=4)
+    same = recluster(first.centroids, signatures(rng, 300, skew=1e9)[0], rng, margin=0.2)
+    assert same.kept
+    assert same.clusters.centroids is first.centroids
+
+
+def test_reclustering_follows_drift_and_keeps_workers_apart() -> None:
+    rng = np.random.default_rng(6)
+    old_rows, _ = signatures(rng, 300, skew=1e9)
+    first = cluster(old_rows, 6, rng, restarts=4)
+    drifted, _ = signatures(rng, 300, skew=1e9, first=1)
+    mixed = np.concatenate([drifted[:150], old_rows[:150]])
+    moved = recluster(first.centroids, mixed, rng, margin=0.05)
+    assert not moved.kept
+    assert moved.gain > 0.05
+    labels = moved.clusters.labels
+    np.testing.assert_allclose(moved.clusters.centroids, centroids_of(mixed, labels, 6), atol=1e-6)
+    own = (first.centroids * moved.clusters.centroids).sum()
+    for _ in range(50):
+        assert own >= (first.centroids * moved.clusters.centroids[rng.permutation(6)]).sum() - 1e-6
+
+
+def test_reclustering_keeps_unequal_sizes() -> None:
+    rng = np.random.default_rng(7)
+    speeds = np.array([1.0, 2.0, 1.0])
+    first = cluster(signatures(rng, 80)[0], 3, rng, speeds=speeds)
+    moved = recluster(first.centroids, signatures(rng, 80, first=3)[0], rng, speeds=speeds, margin=0.0)
+    assert not moved.kept
+    assert np.bincount(moved.clusters.labels).tolist() == [20, 40, 20]
+
+
+def test_what_cannot_work_is_refused() -> None:
+    rows, _ = signatures(np.random.default_rng(8), 5)
+    with pytest.raises(ConfigError, match="5 signatures cannot make 6"):
+        cluster(rows, 6, np.random.default_rng(0))
+    with pytest.raises(ConfigError, match="hold all 5"):
+        assign(np.zeros((5, 2)), np.array([2, 2]))
+    with pytest.raises(ConfigError, match="finite"):
+        assign(np.full((5, 2), np.nan), np.array([3, 2]))
+    with pytest.raises(ConfigError, match="as many"):
+        match(np.zeros((3, 2)), np.zeros((4, 2)))
+    with pytest.raises(ConfigError, match="margin"):
+        recluster(rows[:2], rows, np.random.default_rng(0), margin=1.5)

@@ -1,0 +1,245 @@
+"""A fitted router: what it learns, what it says of requests not seen, and its file."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from coterie.errors import ConfigError, InputError, TraceError
+from coterie.footprints.signatures import Signature
+from coterie.routing.clustering import assign, capacities
+from coterie.routing.fitted import Calibration, FittedRouting, calibration
+from coterie.routing.forecast import Forecast
+from coterie.routing.union import expected_distinct_saving, tangents, union_clusters
+from coterie.traces import ActivationTrace, TraceMeta
+from coterie.traces.arrivals import LognormalLengths
+from coterie.traces.readers import read_trace
+from coterie.traces.synthetic import SyntheticSettings, generate
+
+SETTINGS = SyntheticSettings(
+    num_layers=4, num_experts=16, top_k=2, specialisation=0.9, zipf_exponent=1.2,
+    lengths=LognormalLengths(prompt_mean=40, output_mean=40),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def known() -> Calibration:
+    return calibration(generate(SETTINGS, np.random.default_rng(0), requests=240))
+
+
+@pytest.fixture(scope="module")
+def fitted(known: Calibration) -> FittedRouting:
+    return FittedRouting.fit(known.take(np.arange(120)), 5, np.random.default_rng(0), batch=8)
+
+
+def test_counts_are_those_of_the_phases() -> None:
+    trace = generate(SETTINGS, np.random.default_rng(1), requests=20)
+    found = calibration(trace, np.array([3, 7]))
+    assert not found.halved
+    for row, request in enumerate((3, 7)):
+        tokens = trace.request(request)
+        for phase, counts in ((0, found.prefill), (1, found.decode)):
+            expected = np.zeros((4, 16), int)
+            for ids in tokens.only(phase):
+                for layer in range(4):
+                    np.add.at(expected[layer], ids[layer], 1)
+            np.testing.assert_array_equal(counts[row], expected)
+    before, after = found.probabilities
+    np.testing.assert_allclose(before.reshape(2, 4, 16).sum(axis=2), 2.0, rtol=1e-5)
+    np.testing.assert_allclose(after.reshape(2, 4, 16).sum(axis=2), 2.0, rtol=1e-5)
+
+
+def test_one_phase_is_halved_and_requests_without_both_are_left_out() -> None:
+    ids = np.array([[[e, (e + 1) % 8]] for e in range(7)])
+    meta = TraceMeta("m", num_experts=8, num_layers=1, top_k=2)
+    halved = calibration(ActivationTrace.from_arrays(meta, ids, np.array([0, 1, 7])))
+    assert halved.halved
+    assert halved.requests.tolist() == [1], "one token has no halves"
+    assert halved.prefill.sum() == halved.decode.sum() == 6
+    phase = np.array([0, 0, 0, 1, 1, 1, 1], np.uint8)
+    phased = calibration(ActivationTrace.from_arrays(meta, ids, np.array([0, 2, 5, 7]), phase=phase))
+    assert not phased.halved
+    assert phased.requests.tolist() == [1]
+
+
+def test_gate_mass_is_summed() -> None:
+    meta = TraceMeta("m", num_experts=4, num_layers=1, top_k=2)
+    ids = np.array([[[0, 1]], [[0, 2]], [[3, 2]], [[1, 2]]])
+    weights = np.array([[[0.75, 0.25]], [[0.5, 0.5]], [[1, 0]], [[1, 0]]], np.float16)
+    found = calibration(ActivationTrace.from_arrays(meta, ids, np.array([0, 4]), gate_weights=weights))
+    assert found.gates is not None
+    assert found.gates[0, 0].tolist() == [1.25, 0.25, 0.5, 0.0]
+
+
+def test_profiles_belong_to_the_workers_of_the_centroids(known: Calibration, fitted: FittedRouting) -> None:
+    """Requests near a worker's centroid are, more often than chance, those its profile suits."""
+    test = known.take(np.arange(120, 240))
+    near = np.array([fitted.similarities(counts).argmax() for counts in test.prefill])
+    slopes, offsets = tangents(fitted.profiles, fitted.batch)
+    suits = np.array([(slopes @ fitted.profile(counts) + offsets).argmin() for counts in test.prefill])
+    assert (near == suits).mean() > 0.5
+
+
+def test_similarities_are_cosines_with_the_centroids(known: Calibration, fitted: FittedRouting) -> None:
+    own = fitted.signature.transform(known.prefill[200])
+    np.testing.assert_allclose(fitted.similarities(known.prefill[200]), fitted.centroids @ own, atol=1e-6)
+    assert not fitted.similarities(np.zeros((4, 16))).any()
+
+
+def test_many_workers_are_compared_in_eight_bits() -> None:
+    rng = np.random.default_rng(2)
+    cells = 24 * 64
+    centroids = rng.random((300, cells)).astype(np.float32) ** 4
+    centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
+    flat = np.zeros(cells, np.float32)
+    forecast = Forecast(flat, flat, np.zeros((1, cells), np.float32), np.zeros((1, cells), np.float32), 1.0, 1.0, 1.0)
+    signature = Signature("count", np.ones((24, 64), np.float32), np.arange(24))
+    wide = FittedRouting(
+        "m", 24, 64, 4, signature, centroids, np.zeros((300, cells), np.float32), forecast,
+        np.full(300, 1 / 300, np.float32), 16,
+    )  # fmt: skip
+    for counts in (rng.integers(0, 50, (24, 64)), np.eye(24, 64)):
+        exact = centroids @ signature.transform(counts)
+        np.testing.assert_allclose(wide.similarities(counts), exact, atol=2e-3)
+
+
+def test_profile_of_nothing_is_popularity(known: Calibration, fitted: FittedRouting) -> None:
+    np.testing.assert_array_equal(fitted.profile(np.zeros((4, 16))), fitted.forecast.after)
+    assert fitted.profile(known.prefill[130]).shape == (64,)
+
+
+def test_saves_and_loads(known: Calibration, fitted: FittedRouting, tmp_path: Path) -> None:
+    fitted.save(tmp_path / "a.safetensors")
+    fitted.save(tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    again = FittedRouting.load(tmp_path / "a.safetensors", model="synthetic", workers=5)
+    np.testing.assert_array_equal(again.similarities(known.prefill[150]), fitted.similarities(known.prefill[150]))
+    np.testing.assert_array_equal(again.profile(known.prefill[150]), fitted.profile(known.prefill[150]))
+    np.testing.assert_array_equal(again.shares, fitted.shares)
+    assert (again.batch, again.workers, again.signature.weighting) == (8, 5, "count_idf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
+
+
+def test_a_failed_write_leaves_the_old_file(
+    fitted: FittedRouting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.safetensors"
+    path.write_bytes(b"old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("coterie.routing.fitted.os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        fitted.save(path)
+    assert path.read_bytes() == b"old"
+    assert [found.name for found in tmp_path.iterdir()] == ["r.safetensors"]
+
+
+def test_files_of_others_are_refused(fitted: FittedRouting, tmp_path: Path) -> None:
+    path = tmp_path / "r.safetensors"
+    fitted.save(path)
+    with pytest.raises(InputError, match="model 'synthetic'; the fleet serves 'gpt-oss-20b'"):
+        FittedRouting.load(path, model="gpt-oss-20b")
+    with pytest.raises(InputError, match="for 5 workers; the fleet has 8"):
+        FittedRouting.load(path, workers=8)
+    with pytest.raises(ConfigError, match="for 5 workers; the fleet has 6"):
+        fitted.check_workers(6)
+    arrays = load_file(path)
+    save_file(arrays, tmp_path / "foreign.safetensors")
+    with pytest.raises(TraceError, match="coterie-router"):
+        FittedRouting.load(tmp_path / "foreign.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes(path.read_bytes()[:-4])
+    (tmp_path / "noise.safetensors").write_bytes(b"not a router at all")
+    for name in ("cut", "noise", "absent"):
+        with pytest.raises(TraceError, match=name):
+            FittedRouting.load(tmp_path / f"{name}.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("centroids", lambda a: a[:-1], "shape"),
+        ("profiles", lambda a: a[:, :-1], "shape"),
+        ("profiles", lambda a: a * np.float32(np.nan), "NaN"),
+        ("layers", lambda a: a + 4, "rise within"),
+        ("after", lambda a: a.astype(np.float64), "float64"),
+        ("inward", lambda a: a[:, 1:], "match"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(
+    fitted: FittedRouting, tmp_path: Path, name: str, change: object, message: str
+) -> None:
+    path = tmp_path / "r.safetensors"
+    fitted.save(path)
+    arrays = load_file(path)
+    import json
+
+    header = path.read_bytes()
+    about = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"]
+    arrays[name] = np.ascontiguousarray(change(arrays[name]))  # type: ignore[operator]
+    save_file(arrays, path, about)
+    with pytest.raises(TraceError, match=message):
+        FittedRouting.load(path)
+
+
+def test_too_few_requests_and_gates_are_refused(known: Calibration) -> None:
+    rng = np.random.default_rng(0)
+    with pytest.raises(ConfigError, match="4 calibration requests have both phases; 5 workers need 5"):
+        FittedRouting.fit(known.take(np.arange(4)), 5, rng)
+    with pytest.raises(ConfigError, match="gate"):
+        FittedRouting.fit(known, 5, rng, weighting="gate")
+
+
+def test_the_same_seed_gives_the_same_router(known: Calibration, fitted: FittedRouting, tmp_path: Path) -> None:
+    again = FittedRouting.fit(known.take(np.arange(120)), 5, np.random.default_rng(0), batch=8)
+    fitted.save(tmp_path / "a")
+    again.save(tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_faster_workers_get_a_larger_share(known: Calibration) -> None:
+    speeds = np.array([1.0, 2.0, 1.0])
+    found = FittedRouting.fit(known.take(np.arange(120)), 3, np.random.default_rng(0), speeds=speeds)
+    np.testing.assert_allclose(found.shares, [0.25, 0.5, 0.25])
+
+
+def test_real_routing_reaches_most_of_the_limit(data_dir: Path) -> None:
+    """gpt-oss-20b, 8 workers: cosine clusters near 0.8 of what a search on the test tokens saves, union clusters more."""
+    known = calibration(read_trace(data_dir / "activations/gpt-oss-20b/routing.npz"))  # type: ignore[arg-type]
+    reached: dict[str, list[float]] = {"cosine": [], "union": []}
+    for seed in range(3):
+        order = np.random.default_rng(seed).permutation(len(known.prefill))
+        fit, test = known.take(np.sort(order[:205])), known.take(np.sort(order[205:]))
+        found = FittedRouting.fit(fit, 8, np.random.default_rng(seed))
+        truth = test.probabilities[1]
+        best = union_clusters(truth, 8, 16, np.random.default_rng(0), restarts=5)
+        limit = expected_distinct_saving(truth, best.labels, 16)
+        limits = capacities(len(truth), 8)
+        similar = np.stack([found.similarities(counts) for counts in test.prefill])
+        expected = np.stack([found.profile(counts) for counts in test.prefill])
+        slopes, _ = tangents(found.profiles, 16)
+        for name, costs in (("cosine", -similar), ("union", expected @ slopes.T)):
+            reached[name].append(expected_distinct_saving(truth, assign(costs, limits), 16) / limit)
+    assert np.mean(reached["cosine"]) > 0.75
+    assert np.mean(reached["union"]) > 0.85
+    assert np.mean(reached["union"]) > np.mean(reached["cosine"]) + 0.03
+
+
+def test_a_thousand_requests_are_fitted_in_seconds() -> None:
+    """The bar is 2 s on two quiet cores; the machine that runs this may be busy."""
+    shape = SyntheticSettings(
+        num_layers=48, num_experts=128, top_k=8, specialisation=0.8,
+        lengths=LognormalLengths(prompt_mean=40, output_mean=20),
+    )  # fmt: skip
+    known = calibration(generate(shape, np.random.default_rng(0), requests=1000))
+    parts: dict[str, float] = {}
+    started = time.perf_counter()
+    found = FittedRouting.fit(known, 16, np.random.default_rng(0), report=parts.__setitem__)
+    assert time.perf_counter() - started < 12
+    assert found.workers == 16
+    assert list(parts) == ["probabilities", "signature", "cosine clusters", "forecast", "union clusters"]

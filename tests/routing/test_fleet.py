@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coterie.errors import ConfigError
+from coterie.routing import Fleet
+
+
+def profile(rng: np.random.Generator, cells: int) -> np.ndarray:
+    return rng.uniform(0, 0.9, cells).astype(np.float32)
+
+
+def recount(residents: dict[str, tuple[int, np.ndarray]], fleet: Fleet, worker: int) -> np.ndarray:
+    """[cell] what `missed` must be, from its definition."""
+    everyone = [np.log1p(-p) for _, p in residents.values()]
+    mine = [np.log1p(-p) for where, p in residents.values() if where == worker]
+    usual = np.mean(everyone, axis=0) if everyone else np.zeros(fleet.missed.shape[1])
+    expected = (len(mine) + fleet.running.mean()) / 2
+    return np.exp(expected * (np.sum(mine, axis=0) + usual) / (len(mine) + 1))
+
+
+@given(st.integers(1, 5), st.lists(st.tuples(st.booleans(), st.integers(0, 99)), max_size=40), st.integers(0, 99))
+def test_counts_are_those_of_who_is_there(workers: int, actions: list[tuple[bool, int]], seed: int) -> None:
+    rng, cells = np.random.default_rng(seed), 6
+    fleet, residents = Fleet([8] * workers, cells), {}
+    for number, (comes, which) in enumerate(actions):
+        if comes or not residents:
+            one = profile(rng, cells)
+            residents[f"r{number}"] = (which % workers, one)
+            fleet.admit(f"r{number}", which % workers, which, one)
+        else:
+            name = sorted(residents)[which % len(residents)]
+            del residents[name]
+            fleet.finish(name)
+    places = [where for where, _ in residents.values()]
+    assert fleet.running.tolist() == np.bincount(places, minlength=workers).tolist()
+    assert (fleet.context_tokens >= 0).all()
+    assert fleet.context_tokens.any() or not any(
+        which for number, (_, which) in enumerate(actions) if f"r{number}" in residents
+    )
+
+
+@given(st.integers(2, 5), st.integers(1, 12), st.integers(0, 99))
+def test_missed_follows_its_definition(workers: int, requests: int, seed: int) -> None:
+    rng, cells = np.random.default_rng(seed), 5
+    fleet, residents = Fleet([8] * workers, cells), {}
+    for number in range(requests):
+        one = profile(rng, cells)
+        residents[f"r{number}"] = (int(rng.integers(workers)), one)
+        fleet.admit(f"r{number}", residents[f"r{number}"][0], 0, one)
+    for every in range(workers):  # all are made anew, as after a large change
+        fleet._mean = float(fleet.running.mean())
+        fleet._refresh(every)
+        right = recount(residents, fleet, every)
+        assert np.abs(fleet.missed[every] / 255 - right).max() < 0.006
+        assert fleet.distinct[every] == pytest.approx((1 - right).sum(), abs=1e-3)
+
+
+def test_nobody_left_leaves_nothing_behind() -> None:
+    rng = np.random.default_rng(0)
+    fleet = Fleet([4, 4], 7)
+    for number in range(8):
+        fleet.admit(f"r{number}", number % 2, 10, profile(rng, 7))
+    for number in range(8):
+        fleet.finish(f"r{number}")
+    assert not fleet.running.any()
+    assert not fleet.context_tokens.any()
+    assert not fleet._logs.any()
+    assert (fleet.missed == 255).all()
+    assert not fleet.distinct.any()
+
+
+def test_refining_replaces_what_was_thought() -> None:
+    rng = np.random.default_rng(1)
+    first, second, other = (profile(rng, 9) for _ in range(3))
+    changed, direct = Fleet([4, 4], 9), Fleet([4, 4], 9)
+    for fleet, one in ((changed, first), (direct, second)):
+        fleet.admit("a", 0, 0, one)
+        fleet.admit("b", 1, 0, other)
+    changed.refine("a", second)
+    assert np.abs(changed._logs - direct._logs).max() < 1e-6
+
+
+def test_a_full_fleet_is_open_to_all_who_live() -> None:
+    fleet = Fleet([1, 1, 1])
+    fleet.admit("a", 0)
+    assert fleet.open.tolist() == [False, True, True]
+    fleet.alive[2] = False
+    fleet.admit("b", 1)
+    assert fleet.open.tolist() == [True, True, False]
+
+
+def test_an_empty_worker_has_its_usual_character() -> None:
+    usual = np.zeros((2, 4), np.float32)
+    usual[0, :2] = 0.5
+    usual[1, 2:] = 0.5
+    fleet = Fleet([4, 4], 4, usual=usual)
+    fleet.admit("a", 0, 0, np.full(4, 0.3, np.float32))
+    assert fleet.missed[1, 0] == 255
+    assert fleet.missed[1, 2] < 255
+
+
+def test_mistakes_are_told() -> None:
+    fleet = Fleet([1, 2], 3)
+    fleet.admit("a", 0, 0, np.zeros(3, np.float32))
+    for wrong in (
+        lambda: fleet.admit("a", 1), lambda: fleet.admit("b", 2), lambda: fleet.finish("c"),
+        lambda: fleet.refine("c", np.zeros(3, np.float32)), lambda: fleet.admit("d", 0, 0, np.zeros(2, np.float32)),
+        lambda: Fleet([]), lambda: Fleet([0]), lambda: Fleet([1], speeds=[0.0]), lambda: Fleet([1], speeds=[1.0, 1.0]),
+        lambda: Fleet([1], 2, usual=np.zeros((1, 3))),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError):
+            wrong()
+    assert fleet.running.tolist() == [1, 0]

@@ -1,0 +1,134 @@
+"""The forecast of decode: against ridge regression written out, and against what it must beat on other requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coterie.errors import ConfigError
+from coterie.routing.fitted import calibration, tokens_of
+from coterie.routing.forecast import SCALE, Forecast
+from coterie.traces.readers import read_trace
+
+
+def phases(rng: np.random.Generator, requests: int, tokens: np.ndarray, cells: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    """Prefill and decode probabilities: requests mix four tastes; decode turns them into others."""
+    tastes, turned = rng.random((4, cells)) ** 3, rng.random((4, cells)) ** 3
+    mix = rng.dirichlet(np.full(4, 0.4), requests)
+    before = rng.binomial(tokens[:, None], np.minimum(mix @ tastes, 1.0)) / tokens[:, None]
+    after = rng.binomial(400, np.minimum(mix @ (0.5 * tastes + 0.5 * turned), 1.0)) / 400
+    return before, after
+
+
+def predictions(forecast: Forecast, prefill: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    return np.stack([forecast.predict(p * n, n) for p, n in zip(prefill, tokens, strict=True)])
+
+
+def test_full_rank_is_ridge_regression() -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(20, 200, 24)
+    before, after = phases(rng, 24, tokens)
+    found = Forecast.fit(before, after, tokens, rng, rank=60, ridge=2.0)
+    trust = (tokens / (tokens + found.noise))[:, None]
+    z = trust * (before - before.mean(axis=0))
+    y = after - after.mean(axis=0) - found.own * z
+    weights = np.linalg.solve(z.T @ np.diag(tokens / (2.0 * SCALE)) @ z + np.eye(60), z.T @ np.diag(tokens / (2.0 * SCALE)) @ y)
+    expected = np.clip(after.mean(axis=0) + found.own * z + z @ weights, 0, 1)
+    np.testing.assert_allclose(predictions(found, before, tokens), expected, atol=2e-3)
+
+
+def test_beats_the_prefill_and_popularity_on_other_requests() -> None:
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(20, 300, 400)
+    before, after = phases(rng, 400, tokens)
+    found = Forecast.fit(before[:200], after[:200], tokens[:200], rng)
+    error = ((predictions(found, before[200:], tokens[200:]) - after[200:]) ** 2).mean()
+    raw = ((before[200:] - after[200:]) ** 2).mean()
+    popularity = ((after[:200].mean(axis=0) - after[200:]) ** 2).mean()
+    assert error < 0.5 * min(raw, popularity)
+
+
+def test_short_prefixes_predict_what_is_popular() -> None:
+    rng = np.random.default_rng(2)
+    tokens = np.full(100, 60)
+    before, after = phases(rng, 100, tokens)
+    found = Forecast.fit(before, after, tokens, rng)
+    np.testing.assert_array_equal(found.predict(np.zeros(60), 0), found.after)
+    far = [np.abs(found.predict(before[0] * n, n) - found.after).sum() for n in (0.5, 5, 50, 5000)]
+    assert far == sorted(far)
+    assert far[0] < 0.5 * far[-1]
+
+
+def test_the_left_out_error_chooses_the_ridge() -> None:
+    """Brute force: fit without each request in turn."""
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(5, 30, 40)
+    before, after = phases(rng, 40, tokens)
+    chosen = Forecast.fit(before, after, tokens, rng, rank=39)
+
+    def left_out(ridge: float) -> float:
+        trust = (tokens / (tokens + chosen.noise))[:, None]
+        z = trust * (before - before.mean(axis=0))
+        y = after - after.mean(axis=0) - chosen.own * z
+        total = 0.0
+        for out in range(40):
+            rest = np.arange(40) != out
+            dual = np.linalg.solve(z[rest] @ z[rest].T + np.diag(ridge * SCALE / tokens[rest]), y[rest])
+            total += float(((y[out] - z[out] @ z[rest].T @ dual) ** 2).sum())
+        return total
+
+    from coterie.routing.forecast import RIDGES
+
+    assert chosen.ridge == min(RIDGES, key=left_out)
+
+
+def test_predictions_are_probabilities() -> None:
+    rng = np.random.default_rng(4)
+    tokens = rng.integers(1, 5, 30)
+    before, after = phases(rng, 30, tokens)
+    found = predictions(Forecast.fit(before, after, tokens, rng, ridge=0.01), before, tokens)
+    assert found.min() >= 0
+    assert found.max() <= 1
+
+
+def top(values: np.ndarray, k: int) -> np.ndarray:
+    chosen = np.zeros(values.shape, np.bool_)
+    np.put_along_axis(chosen, np.argsort(-values, axis=2, kind="stable")[..., :k], True, axis=2)
+    return chosen
+
+
+def test_real_routing(data_dir: Path) -> None:
+    """gpt-oss-20b, first half of a request to second, half the requests to fit and half to test."""
+    known = calibration(read_trace(data_dir / "activations/gpt-oss-20b/routing.npz"))  # type: ignore[arg-type]
+    order = np.random.default_rng(0).permutation(len(known.prefill))
+    fit, test = known.take(order[:205]), known.take(order[205:])
+    before, after = fit.probabilities
+    found = Forecast.fit(before, after, tokens_of(fit.prefill, 4), np.random.default_rng(0))
+    raw, truth = test.probabilities
+    guess = predictions(found, raw, tokens_of(test.prefill, 4))
+    popular = np.tile(after.mean(axis=0), (len(truth), 1))
+    error = {name: ((p - truth) ** 2).mean() for name, p in (("us", guess), ("raw", raw), ("popular", popular))}
+    assert error["us"] < 0.7 * error["raw"]
+    assert error["us"] < 0.4 * error["popular"]
+    wanted = top(truth.reshape(-1, 24, 32), 16)
+    recall = {
+        name: (wanted & top(p.reshape(-1, 24, 32), 16)).sum() / wanted.sum()
+        for name, p in (("us", guess), ("raw", raw), ("popular", popular))
+    }
+    assert recall["us"] > recall["raw"] + 0.01
+    assert recall["us"] > recall["popular"] + 0.1
+
+
+def test_what_cannot_be_fitted_is_refused() -> None:
+    rng = np.random.default_rng(5)
+    with pytest.raises(ConfigError, match="both be"):
+        Forecast.fit(np.zeros((4, 3)), np.zeros((4, 2)), np.ones(4, int), rng)
+    with pytest.raises(ConfigError, match="needed"):
+        Forecast.fit(np.zeros((4, 3)), np.zeros((4, 3)), np.array([1, 1, 0, 1]), rng)
+    found = Forecast.fit(rng.random((5, 3)), rng.random((5, 3)), np.full(5, 9), rng)
+    with pytest.raises(ConfigError, match="3 cells"):
+        found.predict(np.zeros(4), 1)
+    with pytest.raises(ConfigError, match="must match"):
+        Forecast(np.zeros(2, np.float32), found.after, found.inward, found.outward, 1.0, 1.0, 1.0)

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from routing_cases import EXPERTS, LAYERS, TOP_K, WORKERS, draw, fitted
+
+from coterie.costs.presets import step_model
+from coterie.errors import ConfigError, UnknownNameError
+from coterie.models import get_model
+from coterie.routing import Fleet, Router, RouteRequest, routers
+from coterie.routing.domain import Domain, share_out
+from coterie.routing.joint import Joint
+from coterie.routing.latency_aware import LatencyAware, StepPrices
+from coterie.routing.locality_band import LocalityBand
+from coterie.testing import check_router
+
+CELLS = LAYERS * EXPERTS
+
+
+def make(name: str) -> Callable[[], Router]:
+    learns = name in ("locality_band", "latency_aware", "joint", "pressure")
+    return lambda: routers[name](**({"fitted": fitted()} if learns else {}))
+
+
+def test_all_that_the_package_promises_are_there() -> None:
+    assert set(routers) >= {
+        "random", "round_robin", "join_shortest_queue", "power_of_two", "domain", "pressure", "locality_band", "joint",
+        "latency_aware",
+    }  # fmt: skip
+    with pytest.raises(UnknownNameError, match="locality_band"):
+        routers["locality_bend"]
+
+
+@pytest.mark.parametrize("name", sorted(routers))
+def test_contract(name: str) -> None:
+    check_router(make(name), LAYERS, EXPERTS, WORKERS)
+
+
+def busy(loads: list[int]) -> Fleet:
+    fleet = Fleet([64] * len(loads), CELLS)
+    for worker, load in enumerate(loads):
+        for number in range(load):
+            fleet.admit(f"{worker}-{number}", worker)
+    return fleet
+
+
+def serve(router: Router, fleet: Fleet, requests: list[RouteRequest]) -> list[int]:
+    chosen = []
+    for request in requests:
+        decision = router.route(request, fleet)
+        fleet.admit(request.id, decision.worker, request.prompt_tokens, decision.profile)
+        chosen.append(decision.worker)
+    return chosen
+
+
+def test_round_robin_goes_round_and_passes_the_dead() -> None:
+    fleet = Fleet([9] * 3)
+    named = [RouteRequest(str(number)) for number in range(6)]
+    assert serve(routers["round_robin"](), fleet, named) == [0, 1, 2, 0, 1, 2]
+    fleet.alive[1] = False
+    assert set(serve(routers["round_robin"](), fleet, [RouteRequest(f"x{n}") for n in range(6)])) == {0, 2}
+
+
+def test_shortest_queue_by_speed() -> None:
+    fleet = busy([3, 4, 3])
+    fleet.speeds[:] = [1.0, 2.0, 1.0]
+    assert routers["join_shortest_queue"]().route(RouteRequest(), fleet).worker == 1
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=12), st.integers(0, 999))
+def test_power_of_two_takes_the_shorter_of_two(loads: list[int], seed: int) -> None:
+    fleet = busy(loads)
+    decision = routers["power_of_two"](seed=seed).route(RouteRequest(), fleet)
+    pair = np.flatnonzero(np.isfinite(decision.scores))
+    assert len(pair) == 2
+    assert fleet.running[decision.worker] == fleet.running[pair].min()
+
+
+def test_random_is_even_and_follows_its_seed() -> None:
+    fleet, counts = Fleet([10_000] * 5), np.zeros(5)
+    for worker in serve(routers["random"](seed=3), fleet, [RouteRequest(str(n)) for n in range(5000)]):
+        counts[worker] += 1
+    assert (np.abs(counts - 1000) < 4 * np.sqrt(800)).all()
+    first = [routers["random"](seed=s).route(RouteRequest(), fleet).worker for s in range(20)]
+    assert len(set(first)) > 1
+
+
+@given(st.lists(st.integers(0, 9), min_size=WORKERS, max_size=WORKERS), st.integers(0, 999))
+def test_a_band_of_none_is_the_most_alike_and_of_all_the_shortest_queue(loads: list[int], seed: int) -> None:
+    fleet, known = busy(loads), fitted()
+    request = RouteRequest("r", 10, draw(1, seed).prefill[0])
+    alike = known.similarities(request.footprint)
+    assert alike[LocalityBand(known, 0.0).route(request, fleet).worker] == alike.max()
+    everyone = LocalityBand(known, 1.0).route(request, fleet).worker
+    assert everyone == routers["join_shortest_queue"]().route(request, fleet).worker
+    inside = np.flatnonzero(alike >= alike.max() - 0.1)
+    assert fleet.running[LocalityBand(known).route(request, fleet).worker] == fleet.running[inside].min()
+
+
+def test_the_band_refuses_another_fleet_and_being_unfitted() -> None:
+    request = RouteRequest("r", 10, draw(1, 0).prefill[0])
+    with pytest.raises(ConfigError, match="6 workers"):
+        LocalityBand(fitted()).route(request, Fleet([4] * 5))
+    with pytest.raises(ConfigError, match="fitted"):
+        LocalityBand().route(request, Fleet([4] * 6))
+    with pytest.raises(ConfigError, match="band"):
+        LocalityBand(fitted(), 1.5)
+
+
+def expected_distinct(residents: list[np.ndarray]) -> float:
+    return float((1 - np.prod([1 - p for p in residents], axis=0)).sum()) if residents else 0.0
+
+
+def test_latency_aware_gathers_the_alike() -> None:
+    """Requests of four groups on six workers: fewer experts a step than the shortest queue, loads within reason."""
+    drawn = draw(48, 5)
+    named = [RouteRequest(str(n), 0, drawn.prefill[n]) for n in range(48)]
+    distinct = {}
+    for name in ("latency_aware", "join_shortest_queue"):
+        fleet = Fleet([64] * WORKERS, CELLS)
+        chosen = np.array(serve(make(name)(), fleet, named))
+        true = drawn.decode.reshape(48, -1) / (drawn.decode.sum(axis=2).mean() / TOP_K)
+        distinct[name] = sum(expected_distinct(list(true[chosen == worker])) for worker in range(WORKERS))
+        assert fleet.running.max() <= 16
+    assert distinct["latency_aware"] < 0.9 * distinct["join_shortest_queue"]
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=8))
+def test_where_experts_cost_nothing_it_is_the_shortest_queue(loads: list[int]) -> None:
+    fleet = busy(loads)
+    router = LatencyAware(prices=StepPrices(expert_us=0.0, context_us=0.0))
+    assert fleet.running[router.route(RouteRequest(), fleet).worker] == min(loads)
+
+
+def test_a_cached_prefix_is_worth_its_prefill() -> None:
+    fleet = busy([3, 3, 3])
+    cached = np.array([0, 4000, 0])
+    assert LatencyAware().route(RouteRequest("r", 4096, None, None, cached), fleet).worker == 1
+    loaded = busy([3, 40, 3])  # forty others would wait for the request's own steps
+    assert LatencyAware().route(RouteRequest("r", 64, None, None, np.array([0, 32, 0])), loaded).worker != 1
+
+
+def test_prices_of_a_calibrated_model() -> None:
+    prices = StepPrices.of(step_model(get_model("gpt-oss-20b"), "h200", "bf16"))
+    assert 0.5 < prices.expert_us < 50
+    assert prices.fixed_us > 0
+    assert 0 < prices.request_us < prices.fixed_us
+    assert prices.prefill_us > prices.context_us
+    with pytest.raises(ConfigError, match="expert_us"):
+        StepPrices(expert_us=-1.0)
+
+
+def test_domains_get_workers_by_their_traffic() -> None:
+    assert share_out({"code": 60, "chat": 30, "law": 10}, 10) == {
+        "code": (0, 1, 2, 3, 4, 5), "chat": (6, 7, 8), "law": (9,)
+    }  # fmt: skip
+    crowded = share_out({"a": 5, "b": 4, "c": 3}, 2)
+    assert crowded == {"a": (0,), "b": (1,), "c": (1,)}
+    fleet = busy([0, 0, 5, 6])
+    router = Domain({"code": (2, 3), "chat": (0, 1)})
+    assert router.route(RouteRequest(domain="code"), fleet).worker == 2
+    assert router.route(RouteRequest(domain="law"), fleet).worker in (0, 1)
+    fleet.alive[2:] = False
+    assert router.route(RouteRequest(domain="code"), fleet).worker in (0, 1)
+    with pytest.raises(ConfigError, match="worker 3"):
+        router.route(RouteRequest(domain="code"), Fleet([1, 1]))
+
+
+def held(experts: list[list[int]]) -> np.ndarray:
+    """[worker, layer, word] from the experts each worker holds, the same in every layer."""
+    return np.array([[[sum(1 << e for e in mine)]] * LAYERS for mine in experts], np.uint64)
+
+
+def test_joint_follows_the_articles_sum() -> None:
+    fleet = busy([2, 1])
+    fleet.local = held([[0, 1, 2, 3], [4, 5, 6, 7]])
+    counts = np.zeros((LAYERS, EXPERTS), np.int64)
+    counts[:, [0, 1, 4]] = 5
+    request = RouteRequest("r", 100, counts, None, np.array([50, 0]))
+    scores = Joint().route(request, fleet).scores
+    assert scores == pytest.approx([50 + 0.5 * (1 / 3) * 8 + 30 * 1.0, 100 + 0.5 * (2 / 3) * 8 + 30 * 0.5])
+
+
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 999))
+def test_a_batch_is_assigned_once_each_and_nobody_is_swamped(requests: int, workers: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    fleet = Fleet([100] * workers, CELLS)
+    fleet.local = held([sorted(rng.choice(EXPERTS, 3, replace=False).tolist()) for _ in range(workers)])
+    drawn = draw(requests, seed)
+    batch = [RouteRequest(str(n), 100, drawn.prefill[n]) for n in range(requests)]
+    decisions = Joint().route_batch(batch, fleet)
+    assert len(decisions) == requests
+    counts = np.bincount([d.worker for d in decisions], minlength=workers)
+    assert counts.max() <= max(2 * requests / workers, max(1, int(1.5 * requests / workers)))
+
+
+def test_a_batch_puts_those_that_share_experts_together_and_keeps_capacity() -> None:
+    fleet = Fleet([3, 3], CELLS)
+    fleet.local = held([list(range(EXPERTS)), list(range(EXPERTS))])
+    counts = np.zeros((4, LAYERS, EXPERTS), np.int64)
+    counts[[0, 2]] += np.isin(np.arange(EXPERTS), [0, 1])
+    counts[[1, 3]] += np.isin(np.arange(EXPERTS), [6, 7])
+    batch = [RouteRequest(str(n), 100, counts[n]) for n in (0, 2, 1, 3)]
+    chosen = [d.worker for d in Joint().route_batch(batch, fleet)]
+    assert chosen[0] == chosen[1]
+    assert chosen[2] == chosen[3]
+    full = Fleet([1, 1, 1], CELLS)
+    assert sorted(d.worker for d in Joint().route_batch(batch[:3], full)) == [0, 1, 2]
