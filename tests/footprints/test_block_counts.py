@@ -37,7 +37,7 @@ requests = st.lists(
 
 
 @given(requests)
-def test_slots_equal_recomputation_and_blocks_only_without_recomputes(sequence: list[tuple[list[int], int, bool]]) -> None:
+def test_slots_equal_recomputation_and_blocks_only_without_one(sequence: list[tuple[list[int], int, bool]]) -> None:
     """Requests one after the other: cached blocks are hit, others computed into the block freed longest ago.
 
     A request may be interrupted after some tokens and begin again: its blocks stay its own, and tokens of the one it

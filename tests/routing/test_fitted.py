@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -177,8 +178,6 @@ def test_arrays_that_do_not_fit_are_refused(
     path = tmp_path / "r.safetensors"
     fitted.save(path)
     arrays = load_file(path)
-    import json
-
     header = path.read_bytes()
     about = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"]
     arrays[name] = np.ascontiguousarray(change(arrays[name]))  # type: ignore[operator]
@@ -209,7 +208,7 @@ def test_faster_workers_get_a_larger_share(known: Calibration) -> None:
 
 
 def test_real_routing_reaches_most_of_the_limit(data_dir: Path) -> None:
-    """gpt-oss-20b, 8 workers: cosine clusters near 0.8 of what a search on the test tokens saves, union clusters more."""
+    """gpt-oss-20b, 8 workers: cosine clusters near 0.8 of what a search on the test tokens saves, union more."""
     known = calibration(read_trace(data_dir / "activations/gpt-oss-20b/routing.npz"))  # type: ignore[arg-type]
     reached: dict[str, list[float]] = {"cosine": [], "union": []}
     for seed in range(3):

@@ -9,11 +9,13 @@ import pytest
 
 from coterie.errors import ConfigError
 from coterie.routing.fitted import calibration, tokens_of
-from coterie.routing.forecast import SCALE, Forecast
+from coterie.routing.forecast import RIDGES, SCALE, Forecast
 from coterie.traces.readers import read_trace
 
 
-def phases(rng: np.random.Generator, requests: int, tokens: np.ndarray, cells: int = 60) -> tuple[np.ndarray, np.ndarray]:
+def phases(
+    rng: np.random.Generator, requests: int, tokens: np.ndarray, cells: int = 60
+) -> tuple[np.ndarray, np.ndarray]:
     """Prefill and decode probabilities: requests mix four tastes; decode turns them into others."""
     tastes, turned = rng.random((4, cells)) ** 3, rng.random((4, cells)) ** 3
     mix = rng.dirichlet(np.full(4, 0.4), requests)
@@ -34,7 +36,8 @@ def test_full_rank_is_ridge_regression() -> None:
     trust = (tokens / (tokens + found.noise))[:, None]
     z = trust * (before - before.mean(axis=0))
     y = after - after.mean(axis=0) - found.own * z
-    weights = np.linalg.solve(z.T @ np.diag(tokens / (2.0 * SCALE)) @ z + np.eye(60), z.T @ np.diag(tokens / (2.0 * SCALE)) @ y)
+    trusted = z.T * (tokens / (2.0 * SCALE))
+    weights = np.linalg.solve(trusted @ z + np.eye(60), trusted @ y)
     expected = np.clip(after.mean(axis=0) + found.own * z + z @ weights, 0, 1)
     np.testing.assert_allclose(predictions(found, before, tokens), expected, atol=2e-3)
 
@@ -78,8 +81,6 @@ def test_the_left_out_error_chooses_the_ridge() -> None:
             dual = np.linalg.solve(z[rest] @ z[rest].T + np.diag(ridge * SCALE / tokens[rest]), y[rest])
             total += float(((y[out] - z[out] @ z[rest].T @ dual) ** 2).sum())
         return total
-
-    from coterie.routing.forecast import RIDGES
 
     assert chosen.ridge == min(RIDGES, key=left_out)
 

@@ -22,7 +22,7 @@ CELLS = LAYERS * EXPERTS
 
 
 def make(name: str) -> Callable[[], Router]:
-    learns = name in ("locality_band", "latency_aware", "joint", "pressure")
+    learns = name in ("locality_band", "latency_aware", "pressure")
     return lambda: routers[name](**({"fitted": fitted()} if learns else {}))
 
 
@@ -183,6 +183,16 @@ def test_joint_follows_the_articles_sum() -> None:
     request = RouteRequest("r", 100, counts, None, np.array([50, 0]))
     scores = Joint().route(request, fleet).scores
     assert scores == pytest.approx([50 + 0.5 * (1 / 3) * 8 + 30 * 1.0, 100 + 0.5 * (2 / 3) * 8 + 30 * 0.5])
+
+
+@given(st.integers(1, 9), st.integers(0, 999))
+def test_the_experts_of_a_request_are_its_most_used(top: int, seed: int) -> None:
+    use = np.random.default_rng(seed).integers(0, 6, (LAYERS, 70))
+    bits = Joint(top=top)._bits(RouteRequest("r", 1, use))
+    assert bits is not None
+    for layer in range(LAYERS):
+        marked = [e for e in range(70) if int(bits[layer, e // 64]) >> (e % 64) & 1]
+        assert sorted(use[layer, marked]) == sorted(np.sort(use[layer][use[layer] > 0])[-top:])
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 999))

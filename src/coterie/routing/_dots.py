@@ -24,8 +24,20 @@ def dots(rows: NDArray[np.uint8], vector: NDArray[np.float32]) -> NDArray[np.flo
 
 @njit(fastmath=True)
 def _dots(rows: NDArray[np.uint8], vector: NDArray[np.float32], found: NDArray[np.float64]) -> None:
-    for at in range(len(rows)):
-        row, total = rows[at], np.float32(0.0)
-        for cell in range(len(row)):
-            total += np.float32(row[cell]) * vector[cell]
-        found[at] = total / SCALE
+    """Four rows share each reading of the vector."""
+    count, cells = rows.shape
+    whole = count - count % 4
+    for at in range(0, whole, 4):
+        a, b, c, d = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
+        for cell in range(cells):
+            value = vector[cell]
+            a += np.float32(rows[at, cell]) * value
+            b += np.float32(rows[at + 1, cell]) * value
+            c += np.float32(rows[at + 2, cell]) * value
+            d += np.float32(rows[at + 3, cell]) * value
+        found[at], found[at + 1], found[at + 2], found[at + 3] = a / SCALE, b / SCALE, c / SCALE, d / SCALE
+    for at in range(whole, count):
+        a = np.float32(0.0)
+        for cell in range(cells):
+            a += np.float32(rows[at, cell]) * vector[cell]
+        found[at] = a / SCALE

@@ -2,8 +2,9 @@
 
     score = kv x (1 - hit rate) x prompt tokens + experts x (1 - locality) x num_experts + load x 100 x load / most load
 
-Locality is the share of the experts a request is predicted to use most (`top` of each layer) that the worker holds, by
-bitmask. The three are not in one unit: a long prompt drowns the others, which is how the article has it.
+Locality is the share of the experts a request's footprint has most of (`top` of each layer) that the worker holds, by
+bitmask; of a request that was not prefilled yet the footprint is what a predictor expects. The three are not in one
+unit: a long prompt drowns the others, which is how the article has it.
 
 A batch is routed together in two passes: each request to its best worker or, of those nearly as good, to the one whose
 requests share most experts with it; then a worker with more than twice the mean is cut to one and a half times it, and
@@ -18,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie._numba import njit
 from coterie.errors import ConfigError
 from coterie.routing.base import Decision, RouteRequest, routers
-from coterie.routing.fitted import FittedRouting
 from coterie.routing.fleet import Fleet
 from coterie.routing.picking import best
 
@@ -31,8 +32,6 @@ NEARLY = 0.05
 @routers.register("joint")
 @dataclass(frozen=True, slots=True)
 class Joint:
-    fitted: FittedRouting | None = None
-    """Forecasts a request's experts; without it a footprint is taken as it is."""
     kv: float = 1.0
     experts: float = 0.5
     load: float = 0.3
@@ -47,13 +46,13 @@ class Joint:
             raise ConfigError(f"top={self.top} must be at least 1")
 
     def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
-        local = self._locality(self._bits(request, fleet), fleet)
+        local = self._locality(self._bits(request), fleet)
         worker, scores = best(self._scores(request, fleet, local), fleet)
         return Decision(worker, scores, self._reason(request, worker, scores, local))
 
     def route_batch(self, requests: Sequence[RouteRequest], fleet: Fleet) -> list[Decision]:
         """Decisions for requests that come together, in their order."""
-        bits = [self._bits(request, fleet) for request in requests]
+        bits = [self._bits(request) for request in requests]
         local = [self._locality(one, fleet) for one in bits]
         scores = [best(self._scores(r, fleet, near), fleet)[1] for r, near in zip(requests, local, strict=True)]
         room = np.where(fleet.alive, np.maximum(fleet.places - fleet.running, 0), 0)
@@ -75,30 +74,24 @@ class Joint:
             + self.load * 100.0 * loads / max(1.0, float(loads.max()))
         )  # fmt: skip
 
-    def _bits(self, request: RouteRequest, fleet: Fleet) -> NDArray[np.uint64] | None:
+    def _bits(self, request: RouteRequest) -> NDArray[np.uint64] | None:
         """[layer, word] experts the request is predicted to use."""
         if request.footprint is None:
             return None
-        layers, experts = request.footprint.shape
-        use = request.footprint if self.fitted is None else self.fitted.profile(request.footprint)
-        use = np.asarray(use).reshape(layers, experts)
-        top = min(self.top, experts)
-        chosen = np.argpartition(use, experts - top, axis=1)[:, experts - top :]
-        chosen = np.where(np.take_along_axis(use, chosen, axis=1) > 0, chosen, -1)
-        bits = np.zeros((layers, -(-experts // 64) * 64), np.bool_)
-        rows = np.repeat(np.arange(layers), top)
-        flat = chosen.ravel()
-        bits[rows[flat >= 0], flat[flat >= 0]] = True
-        return np.packbits(bits, axis=1, bitorder="little").view(np.uint64)
+        use = np.asarray(request.footprint, np.float32)
+        bits = np.zeros((len(use), -(-use.shape[1] // 64)), np.uint64)
+        _mark_top(use, min(self.top, use.shape[1]), bits)
+        return bits
 
     def _locality(self, bits: NDArray[np.uint64] | None, fleet: Fleet) -> NDArray[np.float64]:
         """[worker] share of the predicted experts that it holds."""
-        if fleet.local is None or bits is None or not bits.any():
+        if fleet.local is None or bits is None:
             return np.ones(len(fleet))
         if fleet.local.shape[1:] != bits.shape:
             raise ConfigError(f"fleet.local has shape {fleet.local.shape}; a request has {bits.shape} words")
-        held = np.bitwise_count(fleet.local & bits).sum(axis=(1, 2))
-        return np.asarray(held / int(np.bitwise_count(bits).sum()))
+        shares = np.empty(len(fleet))
+        _shares_held(fleet.local, bits, shares)
+        return shares
 
     def _reason(
         self, request: RouteRequest, worker: int, scores: NDArray[np.float64], local: NDArray[np.float64]
@@ -158,3 +151,60 @@ def _trimmed(
             count[worker] -= 1
             count[other] += 1
     return result
+
+
+@njit()
+def _mark_top(use: NDArray[np.float32], top: int, bits: NDArray[np.uint64]) -> None:
+    """Set the bits of each layer's `top` largest above 0; of equals the first."""
+    for layer in range(len(use)):
+        row, largest = use[layer], np.float32(0.0)
+        for expert in range(len(row)):
+            largest = max(largest, row[expert])
+        if largest <= 0.0:
+            continue
+        # By halving: the highest level that at least `top` reach, nearly; what is at it goes in order.
+        low, high = np.float32(0.0), largest
+        for _ in range(12):
+            middle, above = (low + high) / np.float32(2.0), 0
+            for expert in range(len(row)):
+                above += row[expert] > middle
+            if above >= top:
+                low = middle
+            else:
+                high = middle
+        left = top
+        for sure in (True, False):
+            for expert in range(len(row)):
+                taken = row[expert] > high if sure else low < row[expert] <= high
+                if taken and left > 0:
+                    bits[layer, expert // 64] |= np.uint64(1) << np.uint64(expert % 64)
+                    left -= 1
+
+
+@njit()
+def _shares_held(local: NDArray[np.uint64], bits: NDArray[np.uint64], shares: NDArray[np.float64]) -> None:
+    asked = _ones(bits)
+    for worker in range(len(local)):
+        held = 0
+        for layer in range(bits.shape[0]):
+            for word in range(bits.shape[1]):
+                held += _count(local[worker, layer, word] & bits[layer, word])
+        shares[worker] = held / asked if asked else 1.0
+
+
+@njit()
+def _ones(bits: NDArray[np.uint64]) -> int:
+    total = 0
+    for layer in range(bits.shape[0]):
+        for word in range(bits.shape[1]):
+            total += _count(bits[layer, word])
+    return total
+
+
+@njit()
+def _count(word: np.uint64) -> int:
+    """Bits that are set: pairs, then fours, then bytes side by side."""
+    word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
+    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return int((word * np.uint64(0x0101010101010101)) >> np.uint64(56))

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie._numba import njit
 from coterie.costs.step import Batch, StepModel
 from coterie.errors import ConfigError
 from coterie.routing._dots import dots
@@ -29,6 +30,8 @@ from coterie.routing.base import Decision, RouteRequest, routers
 from coterie.routing.fitted import FittedRouting
 from coterie.routing.fleet import Fleet
 from coterie.routing.picking import best
+
+NOTHING = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,12 @@ class StepPrices:
                 raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
         if not 0 < self.output_tokens < np.inf:
             raise ConfigError(f"output_tokens={self.output_tokens} must be a finite number above 0")
+
+    @property
+    def line(self) -> NDArray[np.float64]:
+        """For the loop; prefill shared out."""
+        shared = self.prefill_us / self.output_tokens
+        return np.array([self.fixed_us, self.expert_us, self.request_us, self.context_us, shared])
 
     @classmethod
     def of(cls, model: StepModel, requests: int = 16, context: int = 1024, output_tokens: float = 256.0) -> StepPrices:
@@ -91,30 +100,44 @@ class LatencyAware:
     prices: StepPrices = StepPrices()
 
     def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
-        prices, profile = self.prices, None
-        requests, distinct, added = _half_way(fleet.running, fleet), np.zeros(1), np.zeros(1)
+        prices, profile, added = self.prices, None, np.zeros(len(fleet))
         if request.footprint is not None and fleet.missed.shape[1]:
             if self.fitted is None:
                 raise ConfigError("latency_aware needs `fitted`, for footprints: fit one with coterie fit")
             profile = self.fitted.profile(request.footprint)
-            requests, distinct, added = fleet.expected, fleet.distinct, dots(fleet.missed, profile)
-        context = _half_way(fleet.context_tokens, fleet)
-        more_us = prices.expert_us * added + prices.request_us + prices.context_us * request.prompt_tokens
-        step_us = (
-            prices.fixed_us + prices.expert_us * distinct + prices.request_us * requests + prices.context_us * context
-        )
-        cost_us = step_us + (requests + 1) * more_us
-        if request.cached_tokens is not None:
-            to_compute = request.prompt_tokens - request.cached_tokens
-            cost_us = cost_us + (requests + 1) * prices.prefill_us * to_compute / prices.output_tokens
-        worker, scores = best(np.asarray(cost_us / fleet.speeds), fleet)
+            added = dots(fleet.missed, profile)
+        cost_us = np.empty(len(fleet))
+        _costs_us(
+            prices.line, profile is not None, float(request.prompt_tokens), fleet.alive, fleet.running, fleet.expected,
+            fleet.distinct, fleet.context_tokens, added, fleet.speeds,
+            NOTHING if request.cached_tokens is None else request.cached_tokens, cost_us,
+        )  # fmt: skip
+        worker, scores = best(cost_us, fleet)
         why = f"{scores[worker]:.0f} µs a token, the least of {len(fleet)}"
         if profile is not None:
             why += f": {added[worker]:.1f} experts more a step for {fleet.running[worker]} others"
         return Decision(worker, scores, why, profile)
 
 
-def _half_way(values: NDArray[np.int64], fleet: Fleet) -> NDArray[np.float64]:
-    """[worker] between what it is and the mean of those alive: what it will be while a request is there."""
-    alive = max(1, int(np.count_nonzero(fleet.alive)))
-    return np.asarray((values + float(values @ fleet.alive) / alive) / 2)
+@njit()
+def _costs_us(
+    prices: NDArray[np.float64], known: bool, prompt: float, alive: NDArray[np.bool_], running: NDArray[np.int64],
+    expected: NDArray[np.float64], distinct: NDArray[np.float64], context: NDArray[np.int64],
+    added: NDArray[np.float64], speeds: NDArray[np.float64], cached: NDArray[np.int64], cost_us: NDArray[np.float64],
+) -> None:  # fmt: skip
+    """[worker]; without profiles requests and context are half way to the fleet's mean, as `expected` is with them."""
+    living, requests, tokens = 0, 0.0, 0.0
+    for worker in range(len(alive)):
+        if alive[worker]:
+            living += 1
+            requests += running[worker]
+            tokens += context[worker]
+    for worker in range(len(alive)):
+        others = expected[worker] if known else (running[worker] + requests / max(1, living)) / 2
+        held = (context[worker] + tokens / max(1, living)) / 2
+        touched = distinct[worker] if known else 0.0
+        step = prices[0] + prices[1] * touched + prices[2] * others + prices[3] * held
+        more = prices[1] * added[worker] + prices[2] + prices[3] * prompt
+        if len(cached):
+            more += prices[4] * (prompt - cached[worker])
+        cost_us[worker] = (step + (others + 1.0) * more) / speeds[worker]

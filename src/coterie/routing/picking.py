@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie._numba import njit
 from coterie.errors import UnavailableError
 from coterie.routing.fleet import Fleet
+
+NONE = np.int64(-1)
 
 
 def best(scores: NDArray[np.float64], fleet: Fleet) -> tuple[int, NDArray[np.float64]]:
@@ -14,16 +17,31 @@ def best(scores: NDArray[np.float64], fleet: Fleet) -> tuple[int, NDArray[np.flo
 
     Of equals the next after the one a round robin would have taken, so that ties do not all go to the first.
     """
-    allowed = np.where(fleet.open, scores, np.inf)
-    start = fleet.routed % len(fleet)
-    later = int(np.argmin(allowed[start:])) + start
-    if start:
-        early = int(np.argmin(allowed[:start]))
-        if allowed[early] < allowed[later]:
-            later = early
-    if allowed[later] == np.inf:
-        raise UnavailableError(f"none of the {len(fleet)} workers is alive")
-    return later, allowed
+    allowed = np.empty(len(scores))
+    worker = _best(scores, fleet.alive, fleet.running, fleet.places, fleet.routed % len(scores), allowed)
+    if worker < 0:
+        raise UnavailableError(f"none of the {len(fleet)} workers is alive, or none may be chosen")
+    return int(worker), allowed
+
+
+@njit()
+def _best(
+    scores: NDArray[np.float64], alive: NDArray[np.bool_], running: NDArray[np.int64], places: NDArray[np.int64],
+    start: int, allowed: NDArray[np.float64],
+) -> np.int64:  # fmt: skip
+    free = False
+    for worker in range(len(scores)):
+        free |= alive[worker] and running[worker] < places[worker]
+    chosen, least = NONE, np.inf
+    for turn in range(len(scores)):
+        worker = start + turn
+        if worker >= len(scores):
+            worker -= len(scores)
+        may = alive[worker] and (running[worker] < places[worker] or not free)
+        allowed[worker] = scores[worker] if may else np.inf
+        if allowed[worker] < least:
+            chosen, least = np.int64(worker), allowed[worker]
+    return chosen
 
 
 def mixed(seed: int, number: int) -> int:

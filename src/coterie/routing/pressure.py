@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coterie.routing._dots import dots
 from coterie.routing.base import Decision, RouteRequest, routers
 from coterie.routing.fitted import FittedRouting
 from coterie.routing.fleet import Fleet
@@ -20,7 +19,7 @@ from coterie.routing.picking import best
 @dataclass(frozen=True, slots=True)
 class Pressure:
     fitted: FittedRouting | None = None
-    """Says which experts a request will use; None leaves experts out."""
+    """Says which experts requests use; None leaves experts out."""
     kv: float = 1.0
     queue: float = 1.0
     prefill: float = 1.0
@@ -34,8 +33,7 @@ class Pressure:
         )  # fmt: skip
         profile = None
         if self.fitted is not None and request.footprint is not None and fleet.missed.shape[1]:
-            profile = self.fitted.profile(request.footprint)
-            touched = fleet.distinct + dots(fleet.missed, profile)
-            scores = scores + self.experts * touched / touched.max()
+            profile = self.fitted.profile(request.footprint)  # for the fleet: what a step touches is made of these
+            scores = scores + self.experts * fleet.distinct / max(1e-9, float(fleet.distinct.max()))
         worker, scores = best(scores, fleet)
         return Decision(worker, scores, f"pressure {scores[worker]:.2f}, the least", profile)

@@ -196,19 +196,20 @@ def _touched(row: NDArray[np.uint32]) -> int:
 def _together_us(
     experts: NDArray[np.float64], blend: NDArray[np.float64], counts: NDArray[np.uint32], large: int, rows: int,
     one_tile: bool,
-) -> float:  # fmt: skip
-    """Experts of all layers, streaming and compute of a layer side by side; `rows` of a layer.
+) -> tuple[float, int]:  # fmt: skip
+    """Experts of all layers, streaming and compute of a layer side by side, and how many; `rows` of a layer.
 
     As long as no expert has more than a tile (decode), its streaming rises in a straight line with its rows and its
     compute is a tile's: their sums follow from how many experts a layer touches.
     """
-    total = 0.0
+    total, distinct = 0.0, 0
     slope = experts[1, large, 2] - experts[1, large, 1] if experts.shape[2] > 2 else 0.0
     first, tile = experts[1, large, 1] - slope, experts[2, large, 1]
     for number in range(counts.shape[0]):
         row = counts[number]
+        touched = _touched(row)
+        distinct += touched
         if one_tile:
-            touched = _touched(row)
             total += _blended(first * touched + slope * rows, tile * touched, blend)
             continue
         arrive, work = 0.0, 0.0
@@ -216,7 +217,7 @@ def _together_us(
             arrive += experts[1, large, row[expert]]
             work += experts[2, large, row[expert]]
         total += _blended(arrive, work, blend)
-    return total
+    return total, distinct
 
 
 @njit()
@@ -265,25 +266,22 @@ def step_us(
     tokens = decoding + prefill
     if prefill == 0:
         tokens = padded[tokens]
-    total = 0.0
+    total, distinct = 0.0, 0
     if ranks > 1:
         for number in range(layers):
+            distinct += _touched(counts[number])
             total += _ranks_us(shape, layer, experts, slots, links, blend, counts, number, float(tokens))
     else:
-        rows = np.int64(0)
+        rows = 0
         for expert in range(each):
-            rows += np.int64(counts[0, expert])
+            rows += int(counts[0, expert])  # of every layer: a token activates as many in each
         large, hidden = 1 if rows / each > layer[2] else 0, layer[3]
-        total = layers * (layer[0] + layer[1] * tokens)
-        if hidden < 1.0:
-            total += (1.0 - hidden) * _alone_us(experts[0, large], counts.reshape(counts.size))
-        if hidden > 0.0:
-            one_tile = decoding + prefill <= layer[5]
-            total += hidden * _together_us(experts, blend, counts, large, rows, one_tile)
-    distinct = 0
+        one_tile = decoding + prefill <= layer[5]
+        together, distinct = _together_us(experts, blend, counts, large, rows, one_tile)
+        alone = _alone_us(experts[0, large], counts.reshape(counts.size))
+        total = layers * (layer[0] + layer[1] * tokens) + (1.0 - hidden) * alone + hidden * together
     for number in range(layers):
         row = counts[number]
-        distinct += _touched(row)
         for expert in range(each):
             row[expert] = 0
     outputs = decoding + (prompts if prefill > 0 else 0)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from coterie._numba import njit
 from coterie.sim._fleet_cost import StepTables, step_us
+from coterie.sim._prefetch import prefetch
 
 PREFILL, DECODE, BOTH = 0, 1, 2
 """Roles of workers."""
@@ -34,11 +35,12 @@ MOST_CACHED, LEAST_QUEUED, ROUND_ROBIN = 0, 1, 2
 REFUSE, POSTPONE, ALLOW = 0, 1, 2
 """What to do with a request whose recording is in flight."""
 NONE = np.int64(-1)
+CACHE_LINE = 64
 
 ASKED, DECIDED, FINISHED, ARRIVED, IN_FLIGHT, STEPS, TURN, SUBJECT, POSTPONED, MOST = 0, 1, 2, 3, 4, 5, 6, 7, 8, 9
 """Counts in `c`."""
-PREFILL_WORKERS, STEP_TOKENS, BLOCK_TOKENS, POLICY, CLOSED, DUPLICATES = 10, 11, 12, 13, 14, 15
-"""Settings in `c`; CLOSED is the requests in flight, 0 in an open run."""
+PREFILL_WORKERS, STEP_TOKENS, BLOCK_TOKENS, POLICY, CLOSED, DUPLICATES, STUCK = 10, 11, 12, 13, 14, 15, 16
+"""Settings in `c`; CLOSED is the requests in flight, 0 in an open run, STUCK where none may follow until one ends."""
 CLOCK, OVERHEAD, LATENCY, TOKEN_S, UNTIL = 0, 1, 2, 3, 4
 """In `f`, seconds: now, then settings of a step, of the link (TOKEN_S a token's KV on it), and the end of the run."""
 ROLE, PLACES, CAPACITY, RUNNING, CONTEXT, KV_USED, KV_MOST, EVICTABLE, QUEUED_TOKENS = 0, 1, 2, 3, 4, 5, 6, 7, 8
@@ -254,6 +256,7 @@ def _candidate(c: Ints, r: Ints, recordings: Ints) -> int:
         if r[PHASE, request] == ABSENT and (c[DUPLICATES] == ALLOW or not recordings[BUSY, r[RECORDED, request]]):
             return int(request)
         request += 1
+    c[STUCK] = 1
     return -1
 
 
@@ -263,7 +266,7 @@ def _next_arrival(c: Ints, f: Floats, r: Ints, rt: Floats, recordings: Ints) -> 
     if c[CLOSED] == 0:
         at = c[ARRIVED]
         return float(rt[ARRIVAL, at]) if at < r.shape[1] else np.inf
-    if c[IN_FLIGHT] >= c[CLOSED] or _candidate(c, r, recordings) < 0:
+    if c[IN_FLIGHT] >= c[CLOSED] or c[STUCK] or _candidate(c, r, recordings) < 0:
         return np.inf
     return float(f[CLOCK])
 
@@ -274,7 +277,7 @@ def _arrivals(
 ) -> bool:  # fmt: skip
     """All that come now; False where a recording would be in flight twice and must not."""
     if c[CLOSED] > 0:
-        while c[IN_FLIGHT] < c[CLOSED]:
+        while c[IN_FLIGHT] < c[CLOSED] and not c[STUCK]:
             request = _candidate(c, r, recordings)
             if request < 0:
                 break
@@ -350,6 +353,7 @@ def _finish(
     r[ENDING, c[FINISHED]] = request
     c[FINISHED] += 1
     c[IN_FLIGHT] -= 1
+    c[STUCK] = 0
     if w[ROLE, worker] == BOTH:
         _release(w, r, cache, blocks, worker, request)
     else:
@@ -433,11 +437,16 @@ def _count_token(cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32],
 
 
 @njit()
-def _count_decode(r: Ints, cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], request: int) -> None:
+def _count_decode(
+    r: Ints, cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], request: int
+) -> None:
     at, rows = r[DECODED, request], r[DECODE_ROWS, request]
     if at >= rows:
         at %= rows
-    _count_token(cells, counts, r[DECODE_ROW, request] + at, np.uint32(1))
+    row = r[DECODE_ROW, request] + at
+    for column in range(0, cells.shape[1], CACHE_LINE // cells.itemsize):
+        prefetch(cells, row + 1, column)
+    _count_token(cells, counts, row, np.uint32(1))
 
 
 @njit()

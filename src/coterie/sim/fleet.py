@@ -247,7 +247,8 @@ class _Driver:
             self.fleet, self.config, self.requests.recordings, self.world,
         )  # fmt: skip
         first, recorded = config.prefill_workers, int(self.requests.recorded[request])
-        fleet.prefill_tokens[:] = w[loop.QUEUED_TOKENS, first:]
+        if config.both:
+            fleet.prefill_tokens[:] = w[loop.QUEUED_TOKENS, first:]
         if config.kv_tokens is not None:
             fleet.kv_used[:] = w[loop.KV_USED, first:] / w[loop.CAPACITY, first:]
         if config.refine_tokens:
@@ -312,7 +313,7 @@ def _world(
 ) -> loop.World:  # fmt: skip
     prefill, decode, recordings, spec = config.prefill_workers, config.decode_workers, requests.recordings, model.spec
     workers, count = prefill + decode, len(requests)
-    c = np.zeros(16, np.int64)
+    c = np.zeros(17, np.int64)
     c[loop.PREFILL_WORKERS], c[loop.STEP_TOKENS] = prefill, config.chunk_tokens
     c[loop.BLOCK_TOKENS] = requests.block_tokens
     c[loop.POLICY], c[loop.CLOSED] = get_args(PrefillPolicy).index(config.prefill_policy), in_flight

@@ -107,11 +107,13 @@ def _recordings(
     )  # fmt: skip
 
 
-def order_apart(recordings: int, requests: int, rng: Generator) -> NDArray[np.int64]:
-    """[request] recordings at random, none twice among any ``recordings // 2`` in a row."""
+def order_apart(recordings: int, requests: int, rng: Generator, apart: int | None = None) -> NDArray[np.int64]:
+    """[request] recordings at random, none twice among any `apart` in a row; unless given, half of the recordings."""
     if recordings < 1:
         raise ConfigError(f"recordings={recordings} must be at least 1")
-    spacing = max(1, recordings // 2)
+    spacing = max(1, recordings // 2) if apart is None else apart
+    if not 1 <= spacing <= recordings:
+        raise ConfigError(f"apart={spacing} must be in 1 … recordings={recordings}")
     order = np.empty(requests, np.int64)
     free = list(range(recordings))
     for at in range(requests):
@@ -131,15 +133,19 @@ def draw_requests(
     arrivals: RequestTrace | None = None,
     rate: float | None = None,
     longest_prompt: int | None = None,
+    apart: int | None = None,
 ) -> FleetRequests:
     """Requests for a run, with lengths of their recordings, or with times, lengths and prefixes of `arrivals`.
+
+    Uses of one recording lie at least `apart` requests apart, half as many as there are recordings unless given: with
+    more than that in flight, some will have to wait for each other.
 
     Of `arrivals` a stretch that starts at random is taken, at a mean `rate` of requests a second if given. A prompt
     cut at `longest_prompt` keeps the blocks that it fills.
     """
     if count < 1:
         raise ConfigError(f"count={count} must be at least 1")
-    recorded = order_apart(len(recordings), count, rng)
+    recorded = order_apart(len(recordings), count, rng, apart)
     if arrivals is None:
         prompts = recordings.prompt_tokens if recordings.prompt_tokens is not None else recordings.prompt_rows
         prompt_tokens = np.maximum(1, prompts[recorded])

@@ -1,0 +1,241 @@
+"""Fleets of the ELDR suite: recorded requests in two halves, routers fitted on the one and run on the other.
+
+Of a request, the first half of its tokens is what a router sees and the second is what is decoded. A closed loop keeps
+so many in flight; no recorded request is there twice. What counts begins when all who were there at the start have been
+replaced once, and ends when the loop can no longer be kept full.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.costs.presets import step_model
+from coterie.costs.step import StepModel
+from coterie.errors import ConfigError, TraceError
+from coterie.footprints.signatures import Signature, Weighting
+from coterie.models import get_model
+from coterie.routing.base import Router, routers
+from coterie.routing.clustering import cluster
+from coterie.routing.domain import Domain, share_out
+from coterie.routing.fitted import Calibration, FittedRouting, calibration
+from coterie.routing.fleet import Fleet
+from coterie.routing.latency_aware import LatencyAware, StepPrices
+from coterie.routing.locality_band import LocalityBand
+from coterie.routing.pressure import Pressure
+from coterie.sim.fleet import FleetConfig, run_fleet
+from coterie.sim.fleet_metrics import FleetRun, summarise_fleet
+from coterie.sim.fleet_requests import FleetRequests, Recordings, draw_requests, split_recordings
+from coterie.traces.activations import ActivationTrace
+from coterie.traces.readers import read_trace
+from coterie.types import Placement
+
+TRACES = {"gpt-oss-20b": "gpt-oss-20b/routing.npz", "deepseek-v2-lite": "deepseek-v2-lite/routing_tokens.npz"}
+BASE = "round_robin"
+BALANCERS = ("random", "round_robin", "join_shortest_queue", "power_of_two")
+"""They look at load, or at nothing."""
+ROUTERS = (*BALANCERS, "domain", "pressure", "locality_band", "latency_aware")
+ROOM = 4
+"""Places of a decoder, in requests that it has on average: no published router has a bound near what it runs."""
+REQUESTS = 2000
+"""Of a run; about half of them count where nearly all recordings are in flight."""
+CONTEXT = 512
+"""Cached tokens of a request that step prices are taken at."""
+
+
+class Source(NamedTuple):
+    """A recorded trace and its counts."""
+
+    trace: ActivationTrace
+    counts: Calibration
+
+
+@lru_cache(maxsize=4)
+def load_source(path: Path) -> Source:
+    trace = read_trace(path)
+    if not isinstance(trace, ActivationTrace):
+        raise TraceError(path, "kind", "expected activations")
+    return Source(trace, calibration(trace))
+
+
+def recorded_source(data: Path, name: str) -> Source:
+    return load_source(data / "activations" / TRACES[name])
+
+
+class Halves(NamedTuple):
+    """Requests that routers are fitted on, and those that are served: numbers in the trace, rising."""
+
+    fit: NDArray[np.int64]
+    test: NDArray[np.int64]
+
+
+def split(source: Source, seed: int) -> Halves:
+    order = np.random.default_rng([seed, 0]).permutation(source.trace.num_requests)
+    middle = len(order) // 2
+    return Halves(np.sort(order[:middle]), np.sort(order[middle:]))
+
+
+class Outcome(NamedTuple):
+    """One run, its steady part."""
+
+    active_experts: float
+    """Of a layer in a step, mean over steps."""
+    active_experts_by_token: float
+    """The same, steps weighted by their tokens."""
+    tpot_p50_ms: float
+    tpot_p99_ms: float
+    tpot_mean_ms: float
+    step_ms: float
+    requests: int
+    uneven: float
+    """Deviation of the decoders' mean loads over their mean."""
+
+
+class Window(NamedTuple):
+    since_s: float
+    until_s: float
+
+
+def steady(run: FleetRun, in_flight: int) -> Window:
+    """From when as many as were there at first have followed them, until fewer are there than should be."""
+    came, went = np.sort(run.arrival_s[np.isfinite(run.arrival_s)]), np.sort(run.finish_s[np.isfinite(run.finish_s)])
+    if len(came) < 2 * in_flight:
+        raise ConfigError(f"requests={len(came)} must be more than twice the {in_flight} in flight")
+    left = np.searchsorted(came, went, side="right") - np.arange(1, len(went) + 1)
+    low = np.flatnonzero(left < in_flight)
+    until = float(went[low[0]]) if len(low) else run.end_s
+    since = float(came[2 * in_flight - 1])
+    if not since < until:
+        raise ConfigError(f"the {in_flight} in flight were not replaced once before requests ran out: serve more")
+    return Window(since, until)
+
+
+def outcome(run: FleetRun, window: Window) -> Outcome:
+    found = summarise_fleet(run, since_s=window.since_s, until_s=window.until_s)
+    loads = found.worker_in_flight
+    return Outcome(
+        found.distinct, found.distinct_by_token, found.tpot.p50, found.tpot.p99, found.tpot.mean, found.step_ms,
+        found.requests, float(loads.std() / loads.mean()),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bench:
+    """One fleet and its requests: serves the same ones by any router."""
+
+    model: StepModel
+    fitted: FittedRouting
+    requests: FleetRequests
+    config: FleetConfig
+    in_flight: int | None
+    """None where requests come at their own times."""
+    labels: dict[str, tuple[int, ...]]
+    """Domain → workers, by the domains of calibration requests."""
+    seed: int
+    placement: Placement | None = None
+
+    @property
+    def prices(self) -> StepPrices:
+        each = max(1, self.config.places // ROOM)
+        return StepPrices.of(self.model, each, CONTEXT, float(np.mean(self.requests.output_tokens)))
+
+    def router(self, name: str) -> Router:
+        if name in ("random", "power_of_two"):
+            return routers[name](seed=self.seed)
+        if name == "domain":
+            return Domain(self.labels)
+        if name == "pressure":
+            return Pressure(self.fitted)
+        if name == "locality_band":
+            return LocalityBand(self.fitted)
+        if name == "latency_aware":
+            return LatencyAware(self.fitted, self.prices)
+        return routers[name]()
+
+    def serve(self, router: Router, until_s: float = np.inf) -> FleetRun:
+        spec, decoders = self.model.spec, self.config.decode_workers
+        profiled = isinstance(router, LatencyAware | Pressure)
+        cells = spec.num_moe_layers * spec.num_experts if profiled else 0
+        fleet = Fleet([self.config.places] * decoders, cells, usual=self.fitted.profiles if profiled else None)
+        return run_fleet(
+            self.requests, self.model, router, self.config, in_flight=self.in_flight, fleet=fleet, until_s=until_s,
+            placement=self.placement, duplicates="refuse" if self.in_flight else "postpone",
+        )  # fmt: skip
+
+    def compare(self, chosen: dict[str, Router]) -> dict[str, Outcome]:
+        """Every router on the same requests, round robin first; others run no longer than its steady part needs."""
+        if self.in_flight is None:
+            raise ConfigError("compare is for closed loops: requests with arrival times have no steady in_flight")
+        base = self.serve(self.router(BASE))
+        window = steady(base, self.in_flight)
+        # Past its end all who came in it must have finished: those cut short would be the long ones.
+        until_s = window.until_s + 2.0 * float(np.nanmax(base.finish_s - base.arrival_s))
+        found = {BASE: outcome(base, window)}
+        for name, router in chosen.items():
+            if name != BASE:
+                run = self.serve(router, until_s)
+                own = steady(run, self.in_flight)
+                found[name] = outcome(run, Window(own.since_s, min(own.until_s, window.until_s)))
+        return found
+
+
+def closed_bench(source: Source, decoders: int, each: int, seed: int, requests: int = REQUESTS) -> Bench:
+    """A closed loop on a recorded trace, half of it for fitting."""
+    halves = split(source, seed)
+    recordings = split_recordings(source.trace, halves.test)
+    if decoders * each > len(recordings):
+        raise ConfigError(
+            f"{decoders} x {each} in flight need as many recordings; half of {source.trace.meta.model} has "
+            f"{len(recordings)}"
+        )
+    return bench_of(source, halves, recordings, decoders, each, seed, requests)
+
+
+def bench_of(
+    source: Source, halves: Halves, recordings: Recordings, decoders: int, each: int, seed: int, requests: int,
+    model: StepModel | None = None, placement: Placement | None = None,
+) -> Bench:  # fmt: skip
+    known = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
+    fitted = FittedRouting.fit(known, decoders, np.random.default_rng([seed, 1]), batch=each)
+    drawn = draw_requests(recordings, requests, np.random.default_rng([seed, 2]))
+    if model is None:
+        model = step_model(get_model(source.trace.meta.model), "h200", "bf16")
+    config = FleetConfig(decode_workers=decoders, places=ROOM * each)
+    return Bench(model, fitted, drawn, config, decoders * each, domain_workers(source, halves, decoders), seed,
+                 placement)  # fmt: skip
+
+
+def domain_workers(source: Source, halves: Halves, decoders: int) -> dict[str, tuple[int, ...]]:
+    """What an operator who labels all requests would set up from the calibration requests."""
+    domains = source.trace.requests.domains
+    if domains is None:
+        return {}
+    return share_out(Counter(domains[int(request)] for request in halves.fit), decoders)
+
+
+def with_clusters(
+    bench: Bench, counts: Calibration, halves: Halves, weighting: Weighting, balanced: bool = True
+) -> Bench:
+    """The same fleet, requests compared by another signature or clustered without balance."""
+    rng = np.random.default_rng([bench.seed, 3])
+    known = counts.take(np.flatnonzero(np.isin(counts.requests, halves.fit)))
+    shown, served = known.prefill, bench.requests
+    if weighting == "gate":
+        if known.gates is None or counts.gates is None:
+            raise ConfigError("the trace has no gate weights")
+        mass = counts.gates[np.isin(counts.requests, halves.test)]
+        served = replace(served, recordings=replace(served.recordings, footprint=mass))
+        signature = Signature.fit(known.gates, known.decode, rng, weighting=weighting)
+        signatures = signature.transform_all(known.gates)
+    else:
+        signature = Signature.fit(shown, known.decode, rng, weighting=weighting)
+        signatures = signature.transform_all(shown)
+    found = cluster(signatures, bench.config.decode_workers, rng, balanced=balanced)
+    fitted = replace(bench.fitted, signature=signature, centroids=found.centroids)
+    return replace(bench, fitted=fitted, requests=served)

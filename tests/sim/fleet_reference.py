@@ -1,0 +1,327 @@
+"""A fleet simulated the plain way: objects, one event at a time, experts counted token by token."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from coterie.costs.step import Batch, StepModel
+from coterie.routing.base import Router, RouteRequest
+from coterie.routing.fleet import Fleet
+from coterie.sim.execution import StepTimer
+from coterie.sim.fleet import FleetConfig
+from coterie.sim.fleet_requests import FleetRequests
+
+
+@dataclass
+class Asked:
+    number: int
+    arrival: float
+    prompt: int
+    output: int
+    blocks: list[int]
+    prefiller: int = -1
+    decoder: int = -1
+    cached: int = 0
+    hits: int = 0
+    private: int = 0
+    computed: int = 0
+    chunk: int = 0
+    steps: int = 0
+    decoding: bool = False
+    dropped: bool = False
+    times: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Engine:
+    role: str
+    places: int
+    capacity: float
+    running: list[Asked] = field(default_factory=list)
+    waiting: list[Asked] = field(default_factory=list)
+    wanting: list[Asked] = field(default_factory=list)
+    sending: list[Asked] = field(default_factory=list)
+    end: float = math.inf
+    link_free: float = 0.0
+    queued_tokens: int = 0
+    private: int = 0
+    pins: dict[int, int] = field(default_factory=dict)
+    free: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+    @property
+    def used(self) -> int:
+        return self.private + len(self.pins) + len(self.free)
+
+
+class Reference:
+    def __init__(
+        self, requests: FleetRequests, model: StepModel, router: Router, config: FleetConfig, in_flight: int = 0,
+        duplicates: str = "refuse",
+    ) -> None:  # fmt: skip
+        self.requests, self.config, self.router, self.in_flight = requests, config, router, in_flight
+        self.duplicates = duplicates
+        self.timer, self.spec = StepTimer(model), model.spec
+        size = requests.block_tokens
+        prefill_cap = math.inf if config.prefill_kv_tokens is None else config.prefill_kv_tokens // size
+        decode_cap = math.inf if config.kv_tokens is None else config.kv_tokens // size
+        role = "both" if config.both else "decode"
+        self.engines = [Engine("prefill", config.prefill_places, prefill_cap) for _ in range(config.prefill_workers)]
+        self.engines += [Engine(role, config.places, decode_cap) for _ in range(config.decode_workers)]
+        self.fleet = Fleet([config.places] * config.decode_workers)
+        self.asked = [
+            Asked(
+                n, math.nan if requests.arrival_s is None else float(requests.arrival_s[n]),
+                int(requests.prompt_tokens[n]), int(requests.output_tokens[n]),
+                [] if requests.blocks is None
+                else requests.blocks[requests.block_offsets[n] : requests.block_offsets[n + 1]].tolist(),
+            )
+            for n in range(len(requests))
+        ]  # fmt: skip
+        self.coming = list(self.asked)
+        self.held: list[Asked] = []
+        self.active: list[Asked] = []
+        self.turn = 0
+        self.steps: list[tuple[int, float, float, int, int, float]] = []
+        self.now = 0.0
+
+    def recorded(self, one: Asked) -> int:
+        return int(self.requests.recorded[one.number])
+
+    def busy(self, one: Asked) -> bool:
+        return self.duplicates != "allow" and self.recorded(one) in {self.recorded(other) for other in self.active}
+
+    def run(self) -> Reference:
+        while True:
+            times = [engine.end for engine in self.engines]
+            times += [engine.sending[0].times["ready"] for engine in self.engines if engine.sending]
+            if self.in_flight:
+                if len(self.active) < self.in_flight and any(not self.busy(one) for one in self.coming):
+                    times.append(self.now)
+            elif self.coming:
+                times.append(self.coming[0].arrival)
+            when = min(times)
+            if when > self.now:
+                for number, engine in enumerate(self.engines):
+                    if engine.end == math.inf:
+                        self.start(number, engine)
+                when = min([when, *(engine.end for engine in self.engines)])
+                if when == math.inf:
+                    return self
+                self.now = when
+            self.happen()
+
+    def happen(self) -> None:
+        to_decide: list[Asked] = []
+        for number, engine in enumerate(self.engines):
+            if engine.end <= self.now:
+                engine.end = math.inf
+                self.finish_step(number, engine, to_decide)
+        for engine in self.engines:
+            while engine.sending and engine.sending[0].times["ready"] <= self.now:
+                one = engine.sending.pop(0)
+                self.release(engine, one)
+                self.engines[self.config.prefill_workers + one.decoder].waiting.append(one)
+        if self.in_flight:
+            while len(self.active) < self.in_flight:
+                one = next((one for one in self.coming if not self.busy(one)), None)
+                if one is None:
+                    break
+                self.coming.remove(one)
+                self.arrive(one, to_decide)
+        else:
+            while self.coming and self.coming[0].arrival <= self.now:
+                one = self.coming.pop(0)
+                if self.busy(one) or self.recorded(one) in {self.recorded(h) for h in self.held}:
+                    self.held.append(one)
+                else:
+                    self.arrive(one, to_decide)
+        for one in to_decide:
+            self.decide(one)
+
+    def blocks(self, engine: Engine, one: Asked) -> int:
+        tokens = one.prompt + (0 if engine.role == "prefill" else one.output)
+        return -(-tokens // self.requests.block_tokens)
+
+    def arrive(self, one: Asked, to_decide: list[Asked]) -> None:
+        one.arrival = self.now
+        if any(self.blocks(engine, one) > engine.capacity for engine in (self.engines[0], self.engines[-1])):
+            one.dropped = True
+            return
+        self.active.append(one)
+        if not self.config.prefill_workers:
+            if not self.config.both:
+                one.times.update(prefill_start=self.now, prefill_end=self.now)
+            to_decide.append(one)
+            return
+        prefillers = range(self.config.prefill_workers)
+        if self.config.prefill_policy == "round_robin":
+            chosen, self.turn = self.turn, (self.turn + 1) % self.config.prefill_workers
+        else:
+            cached = self.config.prefill_policy == "most_cached"
+            hits = [self.hit_tokens(self.engines[n], one) if cached else 0 for n in prefillers]
+            chosen = min(prefillers, key=lambda n: (-hits[n], self.engines[n].queued_tokens, n))
+        one.prefiller = chosen
+        self.engines[chosen].queued_tokens += one.prompt
+        self.engines[chosen].waiting.append(one)
+
+    def hits(self, engine: Engine, one: Asked) -> int:
+        count = 0
+        for block in one.blocks:
+            if block not in engine.pins and block not in engine.free:
+                break
+            count += 1
+        return count
+
+    def hit_tokens(self, engine: Engine, one: Asked) -> int:
+        return min(self.hits(engine, one) * self.requests.block_tokens, one.prompt - 1)
+
+    def decide(self, one: Asked) -> None:
+        worker = self.router.route(RouteRequest(str(one.number), one.prompt), self.fleet).worker
+        self.fleet.admit(str(one.number), worker, one.prompt)
+        one.decoder = worker
+        engine = self.engines[self.config.prefill_workers + worker]
+        if engine.role == "both":
+            one.prefiller = worker
+            engine.queued_tokens += one.prompt
+            engine.waiting.append(one)
+        else:
+            engine.wanting.append(one)
+            self.drain(engine)
+
+    def drain(self, engine: Engine) -> None:
+        while engine.wanting and engine.used + self.blocks(engine, engine.wanting[0]) <= engine.capacity:
+            one = engine.wanting.pop(0)
+            engine.private += self.blocks(engine, one)
+            if one.prefiller < 0:
+                one.times["ready"] = self.now
+                engine.waiting.append(one)
+                continue
+            sender, link = self.engines[one.prefiller], self.config.link
+            token_s = 0.0 if link is None else self.spec.kv_bytes_per_token / link.bytes_per_s
+            sender.link_free = max(self.now, sender.link_free) + token_s * one.prompt
+            one.times["ready"] = sender.link_free + (0.0 if link is None else link.latency_s)
+            sender.sending.append(one)
+
+    def reserve(self, engine: Engine, one: Asked) -> bool:
+        hits = self.hits(engine, one)
+        need = self.blocks(engine, one) - hits
+        kept = sum(block in engine.free for block in one.blocks[:hits])
+        if need > engine.capacity - engine.used + len(engine.free) - kept:
+            return False
+        for block in one.blocks[:hits]:
+            engine.free.pop(block, None)
+            engine.pins[block] = engine.pins.get(block, 0) + 1
+        while engine.used + need > engine.capacity:
+            engine.free.popitem(last=False)
+        engine.private += need
+        one.private, one.hits, one.cached = need, hits, min(hits * self.requests.block_tokens, one.prompt - 1)
+        return True
+
+    def commit(self, engine: Engine, one: Asked) -> None:
+        for block in one.blocks[one.hits :]:
+            engine.private -= 1
+            one.private -= 1
+            engine.free.pop(block, None)
+            engine.pins[block] = engine.pins.get(block, 0) + 1
+
+    def release(self, engine: Engine, one: Asked) -> None:
+        engine.private -= one.private
+        for block in reversed(one.blocks):
+            engine.pins[block] -= 1
+            if not engine.pins[block]:
+                del engine.pins[block]
+                engine.free[block] = None
+
+    def rows(self, one: Asked) -> list[int]:
+        recordings, number = self.requests.recordings, self.recorded(one)
+        if one.decoding:
+            return [int(recordings.decode_row[number] + one.steps % recordings.decode_rows[number])]
+        first, length = int(recordings.prompt_row[number]), int(recordings.prompt_rows[number])
+        return [first + at % length for at in range(one.computed, one.computed + one.chunk)]
+
+    def start(self, number: int, engine: Engine) -> None:
+        if engine.role == "decode":
+            while engine.waiting and len(engine.running) < engine.places:
+                one = engine.waiting.pop(0)
+                one.decoding = True
+                one.times["join"] = self.now
+                engine.running.append(one)
+        else:
+            left = self.config.chunk_tokens
+            for one in engine.running:
+                one.chunk = 0 if one.decoding else min(one.prompt - one.computed, left)
+                left -= 1 if one.decoding else one.chunk
+            while left and engine.waiting and len(engine.running) < engine.places:
+                one = engine.waiting[0]
+                if not self.reserve(engine, one):
+                    break
+                engine.waiting.pop(0)
+                engine.running.append(one)
+                one.times["prefill_start"] = self.now
+                one.computed = one.cached
+                engine.queued_tokens -= one.cached
+                one.chunk = min(one.prompt - one.computed, left)
+                left -= one.chunk
+        load = np.zeros((self.spec.num_moe_layers, self.spec.num_experts), np.int64)
+        for one in engine.running:
+            for row in self.rows(one):
+                for layer, experts in enumerate(self.requests.recordings.expert_ids[row]):
+                    for expert in experts:
+                        load[layer, expert] += 1
+        decoding = [one for one in engine.running if one.decoding]
+        prompts = [one for one in engine.running if not one.decoding and one.chunk]
+        if not decoding and not prompts:
+            return
+        batch = Batch(
+            len(decoding), sum(one.prompt + one.steps for one in decoding), sum(one.chunk for one in prompts),
+            sum(one.computed for one in prompts), max(1, len(prompts)),
+        )  # fmt: skip
+        ran = self.timer(load, batch)
+        speed = 1.0
+        if self.config.speeds is not None and number >= self.config.prefill_workers:
+            speed = self.config.speeds[number - self.config.prefill_workers]
+        seconds = ran.seconds / speed + self.config.step_overhead_s
+        engine.end = self.now + seconds
+        self.steps.append((number, self.now, seconds, len(decoding), batch.prefill_tokens, ran.distinct))
+
+    def finish_step(self, number: int, engine: Engine, to_decide: list[Asked]) -> None:
+        for one in list(engine.running):
+            if one.decoding:
+                one.steps += 1
+                one.times.setdefault("first_token", self.now)
+                if one.steps == one.output - (engine.role == "both"):
+                    self.leave(engine, one, to_decide)
+                continue
+            one.computed += one.chunk
+            engine.queued_tokens -= one.chunk
+            if one.computed < one.prompt:
+                continue
+            one.times["prefill_end"] = self.now
+            self.commit(engine, one)
+            if engine.role == "prefill":
+                engine.running.remove(one)
+                to_decide.append(one)
+                continue
+            one.times.update(first_token=self.now, ready=self.now, join=self.now)
+            one.decoding = True
+            if one.output == 1:
+                self.leave(engine, one, to_decide)
+
+    def leave(self, engine: Engine, one: Asked, to_decide: list[Asked]) -> None:
+        engine.running.remove(one)
+        one.times["finish"] = self.now
+        self.active.remove(one)
+        self.fleet.finish(str(one.number))
+        if engine.role == "both":
+            self.release(engine, one)
+        else:
+            engine.private -= self.blocks(engine, one)
+            self.drain(engine)
+        follower = next((held for held in self.held if self.recorded(held) == self.recorded(one)), None)
+        if follower is not None:
+            self.held.remove(follower)
+            self.arrive(follower, to_decide)

@@ -1,0 +1,347 @@
+"""The compiled fleet against a plain one, against hand computation and against queueing theory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from fleet_reference import Reference
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coterie.costs.presets import step_model
+from coterie.costs.step import Batch, CostOptions, StepModel
+from coterie.errors import ConfigError
+from coterie.models import get_model
+from coterie.routing.base import Decision, RouteRequest
+from coterie.routing.fleet import Fleet
+from coterie.sim._fleet_cost import step_tables, step_us
+from coterie.sim.execution import StepTimer
+from coterie.sim.fleet import FleetConfig, run_fleet
+from coterie.sim.fleet_metrics import FleetRun, Limits, summarise_fleet
+from coterie.sim.fleet_requests import FleetRequests, Recordings
+from coterie.types import Link, ModelSpec, Placement, Topology
+
+SPEC = ModelSpec(
+    "small", num_layers=4, num_experts=12, top_k=3, hidden_size=512, expert_intermediate_size=256, num_heads=8,
+    num_kv_heads=2, head_dim=64, vocab_size=1000, first_moe_layer=1,
+)  # fmt: skip
+MODEL = step_model(SPEC, "h200")
+LINK = Link("slow", 2e9, 3e-4)
+
+
+@dataclass(frozen=True)
+class Emptiest:
+    """The decoder with the fewest requests."""
+
+    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+        return Decision(int(np.argmin(fleet.running)), fleet.running.astype(np.float64), "fewest")
+
+
+def recordings(rng: np.random.Generator, count: int, spec: ModelSpec = SPEC, longest: int = 9) -> Recordings:
+    prompt, decode = rng.integers(1, longest, count), rng.integers(1, longest, count)
+    first = np.concatenate([[0], np.cumsum(prompt + decode)[:-1]])
+    shape = (int((prompt + decode).sum()), spec.num_moe_layers, spec.num_experts)
+    ids = rng.random(shape).argsort(axis=2)[:, :, : spec.top_k].astype(np.uint8)
+    return Recordings(ids, spec.num_experts, first, prompt, first + prompt, decode)
+
+
+def prefixes(rng: np.random.Generator, prompts: np.ndarray, block_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks of prompts that begin like one another: each one follows another's for a while."""
+    made: list[list[int]] = []
+    numbers = 0
+    for tokens in prompts:
+        needed = -(-int(tokens) // block_tokens)
+        shared = made[rng.integers(len(made))][: rng.integers(needed + 1)] if made and rng.random() < 0.7 else []
+        own = list(range(numbers, numbers + needed - len(shared)))
+        numbers += len(own)
+        made.append(shared + own)
+    return np.concatenate([[0], np.cumsum([len(one) for one in made])]), np.array(sum(made, []), np.int64)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[FleetRequests, FleetConfig, int, str]:
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    count, number = draw(st.integers(1, 24)), draw(st.integers(1, 8))
+    prompts, outputs = rng.integers(1, 60, count), rng.integers(1, 12, count)
+    block_tokens = draw(st.sampled_from([4, 16]))
+    offsets, blocks = prefixes(rng, prompts, block_tokens) if draw(st.booleans()) else (None, None)
+    in_flight = draw(st.sampled_from([0, 0, 1, 3, 7]))
+    gap = draw(st.sampled_from([0.0, 1e-4, 1e-3]))
+    times = None if in_flight else np.sort(rng.integers(0, 40, count)) * gap
+    requests = FleetRequests(
+        recordings(rng, number), rng.integers(number, size=count), prompts, outputs, times, offsets, blocks, block_tokens
+    )
+    both = draw(st.booleans())
+    config = FleetConfig(
+        decode_workers=draw(st.integers(1, 3)), prefill_workers=0 if both else draw(st.integers(0, 2)), both=both,
+        places=draw(st.integers(1, 4)), prefill_places=draw(st.integers(1, 3)),
+        chunk_tokens=draw(st.sampled_from([4, 17, 64])), kv_tokens=draw(st.sampled_from([None, 64, 160])),
+        prefill_kv_tokens=draw(st.sampled_from([None, 48, 128])), link=draw(st.sampled_from([None, LINK])),
+        prefill_policy=draw(st.sampled_from(["most_cached", "least_queued", "round_robin"])),
+        step_overhead_s=draw(st.sampled_from([0.0, 1e-4])),
+    )  # fmt: skip
+    return requests, config, in_flight, draw(st.sampled_from(["postpone", "allow"]))
+
+
+TIMES = {
+    "prefill_start": "prefill_start_s", "prefill_end": "prefill_end_s", "ready": "ready_s", "join": "decode_start_s",
+    "first_token": "first_token_s", "finish": "finish_s",
+}  # fmt: skip
+
+
+@given(cases())
+def test_equals_the_plain_simulator(case: tuple[FleetRequests, FleetConfig, int, str]):
+    requests, config, in_flight, duplicates = case
+    run = run_fleet(
+        requests, MODEL, Emptiest(), config, in_flight=in_flight or None, duplicates=duplicates, check=True
+    )  # type: ignore[arg-type]
+    plain = Reference(requests, MODEL, Emptiest(), config, in_flight, duplicates).run()
+    assert len(run.step_s) == len(plain.steps)
+    worker, start, seconds, decoding, prefill, distinct = map(np.array, zip(*plain.steps, strict=True)) if plain.steps \
+        else (np.zeros(0),) * 6  # fmt: skip
+    np.testing.assert_array_equal(run.step_worker, worker)
+    np.testing.assert_array_equal(run.step_decoding, decoding)
+    np.testing.assert_array_equal(run.step_prefill, prefill)
+    np.testing.assert_array_equal(run.step_distinct, distinct)
+    np.testing.assert_allclose(run.step_s, seconds, rtol=1e-7)
+    np.testing.assert_allclose(run.step_start_s, start, rtol=1e-7, atol=1e-12)
+    for name, field in TIMES.items():
+        expected = [one.times.get(name, np.nan) for one in plain.asked]
+        np.testing.assert_allclose(getattr(run, field), expected, rtol=1e-7, atol=1e-12, err_msg=name)
+    assert run.cached_tokens.tolist() == [one.cached for one in plain.asked]
+    assert run.decoder.tolist() == [one.decoder for one in plain.asked]
+    assert run.dropped.tolist() == [one.dropped for one in plain.asked]
+
+
+MODELS = {
+    "gpt-oss-20b": ("gpt-oss-20b", "h200", 1, CostOptions()),
+    "padded": ("qwen3-30b-a3b", "h200", 1, CostOptions(graph_sizes=(1, 2, 4, 8, 16, 32, 64, 128))),
+    "another device": ("qwen3-30b-a3b", "rtx-pro-6000", 1, CostOptions()),
+    "latent attention": ("deepseek-v2-lite", "h200", 1, CostOptions()),
+    "4 ranks with replicas": ("gpt-oss-20b", "h200", 4, CostOptions(overlap=0.3)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tables_give_the_times_of_the_step_model(name: str):
+    model_name, preset, ranks, options = MODELS[name]
+    rng, spec = np.random.default_rng(0), get_model(model_name)
+    model = step_model(spec, preset, "bf16", Topology(ranks), options)
+    layers, experts = spec.num_moe_layers, spec.num_experts
+    placement = Placement.linear(layers, experts, ranks, experts + 8) if ranks > 1 else None
+    tables, timer = step_tables(model, 3000, placement), StepTimer(model, placement)
+    for decoding, prefill, prompts in ((1, 0, 1), (16, 0, 1), (61, 0, 1), (0, 1, 1), (7, 300, 2), (0, 2900, 3)):
+        tokens = rng.random((decoding + prefill, layers, experts)).argpartition(spec.top_k, axis=2)[:, :, : spec.top_k]
+        load = np.zeros((layers, experts), np.int64)
+        for layer in range(layers):
+            np.add.at(load[layer], tokens[:, layer].ravel(), 1)
+        context, before = 1000 * decoding, 17 * prefill
+        batch = Batch(
+            -(-decoding // ranks), context // ranks, -(-prefill // ranks), before // ranks, -(-prompts // ranks)
+        )
+        expected = timer(load, batch)
+        us, distinct = step_us(*tables, load.astype(np.uint32), decoding, context, prefill, before, prompts)
+        assert us * 1e-6 == pytest.approx(expected.seconds, rel=1e-7)
+        assert distinct == expected.distinct
+
+
+def one_request(prompt: int, output: int) -> FleetRequests:
+    made = recordings(np.random.default_rng(0), 1)
+    return FleetRequests(made, np.zeros(1, np.int64), np.array([prompt]), np.array([output]), np.array([0.5]))
+
+
+def seconds(model: StepModel, requests: FleetRequests, rows: list[int], batch: Batch) -> float:
+    load = np.zeros((SPEC.num_moe_layers, SPEC.num_experts), np.int64)
+    for row in rows:
+        np.add.at(load, (np.arange(len(load))[:, None], requests.recordings.expert_ids[row]), 1)
+    return model.step(load, batch).total_s
+
+
+def test_one_request_by_hand():
+    """10 prompt tokens in chunks of 6, KV over the link, 3 decode steps."""
+    requests = one_request(10, 3)
+    made = requests.recordings
+    config = FleetConfig(prefill_workers=1, chunk_tokens=6, link=LINK, step_overhead_s=1e-3)
+    run = run_fleet(requests, MODEL, Emptiest(), config, check=True)
+    prompt = [int(made.prompt_row[0] + at % made.prompt_rows[0]) for at in range(10)]
+    first = seconds(MODEL, requests, prompt[:6], Batch(prefill_tokens=6)) + 1e-3
+    second = seconds(MODEL, requests, prompt[6:], Batch(prefill_tokens=4, prefill_context=6)) + 1e-3
+    computed = 0.5 + first + second
+    assert run.prefill_start_s[0] == 0.5
+    assert run.prefill_end_s[0] == pytest.approx(computed, rel=1e-9)
+    ready = computed + LINK.latency_s + 10 * SPEC.kv_bytes_per_token / LINK.bytes_per_s
+    assert run.ready_s[0] == pytest.approx(ready, rel=1e-9)
+    times = [
+        seconds(MODEL, requests, [int(made.decode_row[0] + at % made.decode_rows[0])], Batch(1, 10 + at)) + 1e-3
+        for at in range(3)
+    ]
+    assert run.first_token_s[0] == pytest.approx(ready + times[0], rel=1e-9)
+    assert run.finish_s[0] == pytest.approx(ready + sum(times), rel=1e-9)
+    summary = summarise_fleet(run, Limits(ttft_s=10.0, tpot_s=1e-9))
+    assert summary.ttft.p50 == pytest.approx(1e3 * (ready + times[0] - 0.5))
+    assert summary.tpot.p999 == pytest.approx(1e3 * (times[1] + times[2]) / 2)
+    assert summary.within_limits == 0.0
+    assert summarise_fleet(run, Limits(ttft_s=10.0)).within_limits == 1.0
+
+
+def test_a_worker_of_both_roles_gives_the_first_token_with_the_prompt():
+    requests = one_request(10, 3)
+    run = run_fleet(requests, MODEL, Emptiest(), FleetConfig(both=True, chunk_tokens=256), check=True)
+    assert run.first_token_s[0] == run.prefill_end_s[0]
+    assert run.step_decoding.tolist() == [0, 1, 1]
+    assert run.decoded[0] == 2
+
+
+def test_a_shared_prefix_is_computed_once():
+    made = recordings(np.random.default_rng(0), 2)
+    requests = FleetRequests(
+        made, np.arange(2), np.array([32, 40]), np.array([1, 1]), np.array([0.0, 9.0]), np.array([0, 2, 5]),
+        np.array([0, 1, 0, 1, 2]), 16,
+    )  # fmt: skip
+    run = run_fleet(requests, MODEL, Emptiest(), FleetConfig(prefill_workers=2), check=True)
+    assert run.cached_tokens.tolist() == [0, 32]
+    assert run.prefiller.tolist() == [0, 0]
+    assert run.step_prefill.sum() == 32 + 8
+
+
+def closed(count: int, places: int, number: int = 40) -> tuple[FleetRequests, FleetConfig]:
+    rng = np.random.default_rng(1)
+    made = recordings(rng, number, longest=40)
+    picked = rng.integers(number, size=count)
+    requests = FleetRequests(made, picked, np.full(count, 20), made.decode_rows[picked])
+    return requests, FleetConfig(decode_workers=3, places=places)
+
+
+def test_no_recording_is_in_flight_twice():
+    requests, config = closed(200, 4)
+    run = run_fleet(requests, MODEL, Emptiest(), config, in_flight=12, check=True)
+    assert np.isfinite(run.finish_s).all()
+    assert run.most_in_flight == 12
+    order = np.argsort(run.arrival_s, kind="stable")
+    assert (np.diff(order) != 1).any(), "some were passed over: this run would not tell"
+    crowded = replace(requests, arrival_s=np.zeros(200))
+    with pytest.raises(ConfigError, match=r"request \d+ replays recording \d+, which is in flight already"):
+        run_fleet(crowded, MODEL, Emptiest(), config)
+    run = run_fleet(crowded, MODEL, Emptiest(), config, duplicates="postpone", check=True)
+    assert run.postponed == 200 - len(np.unique(requests.recorded))
+    assert np.isfinite(run.finish_s).all()
+
+
+def test_the_same_run_twice_has_the_same_bytes():
+    requests, config = closed(150, 4)
+    runs = [run_fleet(requests, MODEL, Emptiest(), config, in_flight=12) for _ in range(2)]
+    for one, other in zip(*runs, strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_littles_law():
+    """Mean in flight = rate x mean time, of the fleet and of every decoder."""
+    requests, config = closed(400, 4)
+    run = run_fleet(requests, MODEL, Emptiest(), config, in_flight=12)
+    summary = summarise_fleet(run)
+    rate = len(run.finish_s) / run.end_s
+    assert summary.mean_in_flight == pytest.approx(rate * (run.finish_s - run.arrival_s).mean(), rel=1e-9)
+    assert summary.worker_in_flight.sum() == pytest.approx(summary.mean_in_flight, rel=1e-9)
+    full = summarise_fleet(run, since_s=0.2 * run.end_s, until_s=0.8 * run.end_s)
+    assert full.mean_in_flight == pytest.approx(12, rel=1e-9)
+    assert full.mean_batch == pytest.approx(4, rel=0.02)
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_waits_at_a_prefill_worker_are_those_of_md1(load: float):
+    """Equal prompts one at a time: Pollaczek-Khinchine, within three standard errors of batch means."""
+    made = recordings(np.random.default_rng(0), 1)
+    count, rng = 60_000, np.random.default_rng(3)
+    config = FleetConfig(prefill_workers=1, prefill_places=1, chunk_tokens=64)
+
+    def run(times: np.ndarray) -> FleetRun:
+        many = np.zeros(len(times), np.int64)
+        requests = FleetRequests(made, many, many + 8, many + 1, times)
+        return run_fleet(requests, MODEL, Emptiest(), config, duplicates="allow", fleet=Fleet([256]))
+
+    service = float(run(np.zeros(1)).step_s[0])
+    found = run(np.cumsum(rng.exponential(service / load, count)))
+    waits = (found.prefill_start_s - found.arrival_s)[: count // 100 * 100].reshape(100, -1).mean(axis=1)
+    theory = load / (2 * (1 - load)) * service
+    error = waits.std(ddof=1) / 10
+    assert error < 0.05 * theory, "too few requests to tell 10 % from chance"
+    assert abs(waits.mean() - theory) < 3 * error
+
+
+def test_until_counts_who_is_left():
+    requests, config = closed(300, 4)
+    whole = run_fleet(requests, MODEL, Emptiest(), config, in_flight=12)
+    cut = run_fleet(requests, MODEL, Emptiest(), config, in_flight=12, until_s=whole.end_s / 2, check=True)
+    done = np.isfinite(cut.finish_s)
+    assert cut.end_s == whole.end_s / 2
+    assert done.sum() + cut.running + cut.queued == np.isfinite(cut.arrival_s).sum()
+    assert cut.running + cut.queued == 12
+    np.testing.assert_array_equal(cut.finish_s[done], whole.finish_s[done])
+
+
+def test_a_faster_decoder_is_faster_and_a_request_too_large_is_dropped():
+    requests = one_request(10, 3)
+    slow = run_fleet(requests, MODEL, Emptiest(), FleetConfig())
+    fast = run_fleet(requests, MODEL, Emptiest(), FleetConfig(speeds=(2.0,)))
+    np.testing.assert_allclose(slow.step_s, 2 * fast.step_s)
+    small = run_fleet(requests, MODEL, Emptiest(), FleetConfig(kv_tokens=12), check=True)
+    assert small.dropped.all()
+    assert not len(small.step_s)
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """Says of every request that it activates each expert as often as any other."""
+
+    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+        even = np.full(fleet.missed.shape[1], SPEC.top_k / SPEC.num_experts, np.float32)
+        return Decision(int(request.id) % len(fleet), np.zeros(len(fleet)), "in turn", even)
+
+
+def test_profiles_are_kept_and_refined_and_let_go():
+    requests, config = closed(60, 4)
+    seen = []
+    for refine in (0, 2):
+        fleet = Fleet([4] * 3, SPEC.num_moe_layers * SPEC.num_experts)
+        run = run_fleet(
+            requests, MODEL, Profiling(), replace(config, refine_tokens=refine), in_flight=12, fleet=fleet,
+            until_s=0.02,
+        )  # fmt: skip
+        seen.append(fleet.missed.copy())
+        assert run.running + run.queued == 12 == fleet.running.sum()
+    assert len(np.unique(seen[0])) < len(np.unique(seen[1])), "what was decoded tells experts apart"
+    fleet = Fleet([4] * 3, SPEC.num_moe_layers * SPEC.num_experts)
+    run_fleet(requests, MODEL, Profiling(), config, in_flight=12, fleet=fleet)
+    assert fleet.running.sum() == 0
+
+
+@dataclass(frozen=True)
+class Astray:
+    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+        return Decision(7, np.zeros(len(fleet)), "nowhere")
+
+
+def test_bad_input_is_named():
+    requests, config = closed(10, 4)
+    with pytest.raises(ConfigError, match="the router chose worker 7; it must be in 0 … 2"):
+        run_fleet(requests, MODEL, Astray(), config, in_flight=2)
+    with pytest.raises(ConfigError, match="give either requests with arrival_s"):
+        run_fleet(requests, MODEL, Emptiest(), config)
+    with pytest.raises(ConfigError, match="fleet has 2 workers and 0 requests; expected 3"):
+        run_fleet(requests, MODEL, Emptiest(), config, in_flight=2, fleet=Fleet([4, 4]))
+    with pytest.raises(ConfigError, match="recordings have shape"):
+        run_fleet(requests, step_model(get_model("gpt-oss-20b")), Emptiest(), config, in_flight=2)
+    with pytest.raises(ConfigError, match="prefill_workers=1 must be 0 where workers do both"):
+        FleetConfig(both=True, prefill_workers=1)
+    with pytest.raises(ConfigError, match="chunk_tokens=4 must be at least places=8"):
+        FleetConfig(both=True, places=8, chunk_tokens=4)
+    with pytest.raises(ConfigError, match="prefill_policy='best' must be one of most_cached"):
+        FleetConfig(prefill_policy="best")  # type: ignore[arg-type]
+    twice = FleetRequests(
+        requests.recordings, np.zeros(1, np.int64), np.array([32]), np.array([1]), np.zeros(1), np.array([0, 2]),
+        np.array([3, 3]), 16,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="a prompt holds one block twice"):
+        run_fleet(twice, MODEL, Emptiest(), config)
