@@ -170,6 +170,8 @@ def _mark_top(use: NDArray[np.float32], top: int, bits: NDArray[np.uint64]) -> N
                 above += row[expert] > middle
             if above >= top:
                 low = middle
+                if above == top:
+                    break
             else:
                 high = middle
         left = top
