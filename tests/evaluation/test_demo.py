@@ -1,31 +1,81 @@
-"""The tour compares the same work, and shows the idea."""
+"""The demo closes the loop on real workers, and leaves none of them behind."""
 
 from __future__ import annotations
 
-import numpy as np
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
-from coterie.evaluation.demo import WAYS, batches, run_demo
+pytest.importorskip("aiohttp")
+pytest.importorskip("zmq")
+
+from coterie.evaluation.demo import ROUTERS, run_demo
+
+COMMAND = [sys.executable, "-c", "from coterie.cli.main import main; main()", "demo"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_cuts_the_same_requests(way):
-    domains = np.array(["a", "b", "c", "a"] * 16)
-    chosen = batches(way, domains, 8)
-    assert sorted(np.concatenate(chosen).tolist()) == list(range(64))
-    shares = [np.mean(domains[batch] == "a") for batch in chosen]
-    if way == "alike":
-        assert set(shares) == {0.0, 1.0}
-    else:
-        assert all(share == pytest.approx(0.5, abs=0.13) for share in shares)
+def workers_of(parent: int) -> list[int]:
+    """Processes of the embedded worker that this process started."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                status = folder.joinpath("stat").read_text().rsplit(")", 1)[1].split()
+                command = folder.joinpath("cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if status[0] != "Z" and int(status[1]) == parent and b"worker.embedded" in command:
+                found.append(int(folder.name))
+    return found
 
 
-def test_like_requests_decode_faster_and_unlike_ones_prefill_faster():
-    decode, prefill = np.array_split(np.array([r.step_ms for r in run_demo(requests=320).rows]), 2)
-    arrive, alike, unlike = range(3)
-    assert decode[alike] < decode[arrive] < decode[unlike] * 1.02
-    assert prefill[unlike] < prefill[alike]
+def test_the_loop_on_a_few_requests(tmp_path: Path):
+    told: list[str] = []
+    result = run_demo(requests=40, out=tmp_path / "out", report=lambda what, *_: told.append(what))
+    assert [row.router for row in result.rows] == list(ROUTERS)
+    assert result.same_tokens
+    assert result.calibrated + result.served <= 40
+    first = result.rows[0]
+    assert (first.saving_pct, first.equal_rows_pct) == (0, 0)
+    for row in result.rows:
+        assert sum(row.requests) == result.served
+        assert len(row.requests) == 3
+        assert 4 <= row.distinct_experts <= 32
+        assert row.h200_ms > 0
+        assert row.cpu_ms > 0
+    assert Path(result.figure).read_bytes().startswith(b"\x89PNG")
+    assert {"Recording", "Fitting the router", "Serving under latency_aware"} <= set(told)
+    assert workers_of(os.getpid()) == []
 
 
-def test_the_same_seed_gives_the_same_rows():
-    assert run_demo(seed=3, requests=64) == run_demo(seed=3, requests=64)
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_leaves_no_process(tmp_path: Path, number: signal.Signals):
+    demo = subprocess.Popen(
+        [*COMMAND, "--out", str(tmp_path), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(started := workers_of(demo.pid)) < 4:
+            assert demo.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        demo.send_signal(number)
+        out, err = demo.communicate(timeout=60)
+    finally:
+        demo.kill()
+    assert demo.returncode == 130, err.decode()
+    assert out == b""
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_bad_option_is_one_line_and_code_2():
+    done = subprocess.run([*COMMAND, "--requests", "3"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "requests" in done.stderr
+    assert done.stdout == ""

@@ -42,6 +42,7 @@ class Engine:
     places: int
     capacity: float
     running: list[Asked] = field(default_factory=list)
+    staged: list[Asked] = field(default_factory=list)
     waiting: list[Asked] = field(default_factory=list)
     wanting: list[Asked] = field(default_factory=list)
     sending: list[Asked] = field(default_factory=list)
@@ -116,10 +117,10 @@ class Reference:
 
     def happen(self) -> None:
         to_decide: list[Asked] = []
-        for number, engine in enumerate(self.engines):
+        for engine in self.engines:
             if engine.end <= self.now:
                 engine.end = math.inf
-                self.finish_step(number, engine, to_decide)
+                self.finish_step(engine, to_decide)
         for engine in self.engines:
             while engine.sending and engine.sending[0].times["ready"] <= self.now:
                 one = engine.sending.pop(0)
@@ -243,29 +244,38 @@ class Reference:
         first, length = int(recordings.prompt_row[number]), int(recordings.prompt_rows[number])
         return [first + at % length for at in range(one.computed, one.computed + one.chunk)]
 
+    def admit(self, engine: Engine) -> Asked | None:
+        """Who waits longest, if there is room."""
+        if not engine.waiting or len(engine.running) + len(engine.staged) == engine.places:
+            return None
+        one = engine.waiting[0]
+        if engine.role != "decode":
+            if not self.reserve(engine, one):
+                return None
+            one.times["prefill_start"] = self.now
+            one.computed = one.cached
+            engine.queued_tokens -= one.cached
+        return engine.waiting.pop(0)
+
     def start(self, number: int, engine: Engine) -> None:
-        if engine.role == "decode":
-            while engine.waiting and len(engine.running) < engine.places:
-                one = engine.waiting.pop(0)
-                one.decoding = True
-                one.times["join"] = self.now
-                engine.running.append(one)
-        else:
-            left = self.config.chunk_tokens
-            for one in engine.running:
-                one.chunk = 0 if one.decoding else min(one.prompt - one.computed, left)
-                left -= 1 if one.decoding else one.chunk
-            while left and engine.waiting and len(engine.running) < engine.places:
-                one = engine.waiting[0]
-                if not self.reserve(engine, one):
-                    break
-                engine.waiting.pop(0)
-                engine.running.append(one)
-                one.times["prefill_start"] = self.now
-                one.computed = one.cached
-                engine.queued_tokens -= one.cached
+        engine.running += engine.staged
+        engine.staged = []
+        settled = self.config.schedule_ahead and bool(engine.running)
+        left = self.config.chunk_tokens if engine.role != "decode" else math.inf
+        for one in engine.running:
+            one.chunk = 0 if one.decoding or engine.role == "decode" else min(one.prompt - one.computed, left)
+            left -= 1 if one.decoding else one.chunk
+        while not settled and left and (one := self.admit(engine)):
+            engine.running.append(one)
+            if engine.role != "decode":
                 one.chunk = min(one.prompt - one.computed, left)
                 left -= one.chunk
+        if engine.role == "decode":
+            for one in engine.running:
+                one.decoding = True
+                one.times.setdefault("join", self.now)
+        while self.config.schedule_ahead and (one := self.admit(engine)):
+            engine.staged.append(one)
         load = np.zeros((self.spec.num_moe_layers, self.spec.num_experts), np.int64)
         for one in engine.running:
             for row in self.rows(one):
@@ -288,7 +298,7 @@ class Reference:
         engine.end = self.now + seconds
         self.steps.append((number, self.now, seconds, len(decoding), batch.prefill_tokens, ran.distinct))
 
-    def finish_step(self, number: int, engine: Engine, to_decide: list[Asked]) -> None:
+    def finish_step(self, engine: Engine, to_decide: list[Asked]) -> None:
         for one in list(engine.running):
             if one.decoding:
                 one.steps += 1
@@ -321,7 +331,7 @@ class Reference:
         else:
             engine.private -= self.blocks(engine, one)
             self.drain(engine)
-        follower = next((held for held in self.held if self.recorded(held) == self.recorded(one)), None)
-        if follower is not None:
-            self.held.remove(follower)
-            self.arrive(follower, to_decide)
+        for held in [held for held in self.held if self.recorded(held) == self.recorded(one)]:
+            if not self.busy(held):
+                self.held.remove(held)
+                self.arrive(held, to_decide)

@@ -16,7 +16,7 @@ from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.routing.base import Decision, RouteRequest
 from coterie.routing.fleet import Fleet
-from coterie.sim._fleet_cost import step_tables, step_us
+from coterie.sim._fleet_cost import MOST_DECODING, StepTables, decode_us, fill_bits, step_tables, step_us
 from coterie.sim.execution import StepTimer
 from coterie.sim.fleet import FleetConfig, run_fleet
 from coterie.sim.fleet_metrics import FleetRun, Limits, summarise_fleet
@@ -29,13 +29,15 @@ SPEC = ModelSpec(
 )  # fmt: skip
 MODEL = step_model(SPEC, "h200")
 LINK = Link("slow", 2e9, 3e-4)
+COUNTED = StepTables._fields.index("spans")
+"""Tables that `step_us` takes."""
 
 
 @dataclass(frozen=True)
 class Emptiest:
     """The decoder with the fewest requests."""
 
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:  # noqa: ARG002  (the contract's)
         return Decision(int(np.argmin(fleet.running)), fleet.running.astype(np.float64), "fewest")
 
 
@@ -57,7 +59,8 @@ def prefixes(rng: np.random.Generator, prompts: np.ndarray, block_tokens: int) -
         own = list(range(numbers, numbers + needed - len(shared)))
         numbers += len(own)
         made.append(shared + own)
-    return np.concatenate([[0], np.cumsum([len(one) for one in made])]), np.array(sum(made, []), np.int64)
+    flat = [block for one in made for block in one]
+    return np.concatenate([[0], np.cumsum([len(one) for one in made])]), np.array(flat, np.int64)
 
 
 @st.composite
@@ -70,8 +73,9 @@ def cases(draw: st.DrawFn) -> tuple[FleetRequests, FleetConfig, int, str]:
     in_flight = draw(st.sampled_from([0, 0, 1, 3, 7]))
     gap = draw(st.sampled_from([0.0, 1e-4, 1e-3]))
     times = None if in_flight else np.sort(rng.integers(0, 40, count)) * gap
+    picked = rng.integers(number, size=count)
     requests = FleetRequests(
-        recordings(rng, number), rng.integers(number, size=count), prompts, outputs, times, offsets, blocks, block_tokens
+        recordings(rng, number), picked, prompts, outputs, times, offsets, blocks, block_tokens
     )
     both = draw(st.booleans())
     config = FleetConfig(
@@ -80,7 +84,7 @@ def cases(draw: st.DrawFn) -> tuple[FleetRequests, FleetConfig, int, str]:
         chunk_tokens=draw(st.sampled_from([4, 17, 64])), kv_tokens=draw(st.sampled_from([None, 64, 160])),
         prefill_kv_tokens=draw(st.sampled_from([None, 48, 128])), link=draw(st.sampled_from([None, LINK])),
         prefill_policy=draw(st.sampled_from(["most_cached", "least_queued", "round_robin"])),
-        step_overhead_s=draw(st.sampled_from([0.0, 1e-4])),
+        step_overhead_s=draw(st.sampled_from([0.0, 1e-4])), schedule_ahead=draw(st.booleans()),
     )  # fmt: skip
     return requests, config, in_flight, draw(st.sampled_from(["postpone", "allow"]))
 
@@ -142,9 +146,43 @@ def test_tables_give_the_times_of_the_step_model(name: str):
             -(-decoding // ranks), context // ranks, -(-prefill // ranks), before // ranks, -(-prompts // ranks)
         )
         expected = timer(load, batch)
-        us, distinct = step_us(*tables, load.astype(np.uint32), decoding, context, prefill, before, prompts)
+        counts = load.astype(np.uint32)
+        us, distinct = step_us(*tables[:COUNTED], counts, decoding, context, prefill, before, prompts)
         assert us * 1e-6 == pytest.approx(expected.seconds, rel=1e-7)
         assert distinct == expected.distinct
+        if not prefill and ranks == 1 and decoding <= min(MOST_DECODING, tables.layer[5]):
+            assert by_bits(tables, tokens, experts, context) == (pytest.approx(us, rel=1e-9), distinct)
+
+
+def by_bits(tables: StepTables, tokens: np.ndarray, experts: int, context: int) -> tuple[float, float]:
+    """The step counted 64 cells at a time; tokens [token, layer, k]."""
+    cells = (tokens + np.arange(tokens.shape[1])[None, :, None] * experts).reshape(len(tokens), -1).astype(np.uint16)
+    bits = np.zeros((len(tokens) + 1, len(tables.union)), np.uint64)
+    fill_bits(cells, bits)
+    starts = np.full(len(tokens) + 8, len(tokens) * bits.shape[1], np.uint64)
+    starts[: len(tokens)] = np.arange(len(tokens)) * bits.shape[1]
+    t = tables
+    return decode_us(
+        t.shape, t.layer, t.experts, t.dense, t.padded, t.attention, t.blend, t.spans, t.union, t.having, bits.ravel(),
+        starts, tokens.shape[2], len(tokens), context,
+    )  # fmt: skip
+
+
+@given(st.integers(0, 2**32), st.integers(1, MOST_DECODING), st.sampled_from([5, 12, 32, 60, 64, 100, 128]))
+def test_bits_count_as_plain_counting_does(seed: int, tokens: int, experts: int):
+    """Any number of tokens, and layers whose experts begin anywhere in a word."""
+    rng = np.random.default_rng(seed)
+    layers, top_k = int(rng.integers(1, 5)), int(rng.integers(1, 5))
+    popular = rng.dirichlet(np.full(experts, 0.3), size=layers) + 1e-9
+    keys = rng.exponential(size=(tokens, layers, experts)) / popular
+    ids = keys.argsort(axis=2)[:, :, :top_k]
+    spec = replace(SPEC, num_layers=layers, first_moe_layer=0, num_experts=experts, top_k=top_k)
+    tables = step_tables(step_model(spec, "h200"), 64)
+    load = np.zeros((layers, experts), np.uint32)
+    for layer in range(layers):
+        np.add.at(load[layer], ids[:, layer].ravel(), 1)
+    us, distinct = step_us(*tables[:COUNTED], load, tokens, 100 * tokens, 0, 0, 1)
+    assert by_bits(tables, ids, experts, 100 * tokens) == (pytest.approx(us, rel=1e-9), distinct)
 
 
 def one_request(prompt: int, output: int) -> FleetRequests:
@@ -319,7 +357,7 @@ def test_profiles_are_kept_and_refined_and_let_go():
 
 @dataclass(frozen=True)
 class Astray:
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:  # noqa: ARG002  (the contract's)
         return Decision(7, np.zeros(len(fleet)), "nowhere")
 
 

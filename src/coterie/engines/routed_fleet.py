@@ -48,7 +48,9 @@ class WorkerClient(Client):
 
     async def ask(self, path: str, body: Mapping[str, Any], name: str) -> Reply:
         """One body; whatever goes wrong is in the reply."""
-        headers = {REQUEST_ID_HEADER: name}
+        # A connection each: a server that closes an idle one just as it is taken again would look dead (vLLM's closes
+        # after 5 s, the pool keeps 15).
+        headers = {REQUEST_ID_HEADER: name, "Connection": "close"}
         try:
             async with self._session.post(self.url + path, json=body, headers=headers) as response:
                 data, status = await response.read(), int(response.status)
@@ -79,6 +81,8 @@ class FleetCounts:
     """Answered with a problem."""
     footprints: int = 0
     """Requests routed with one."""
+    incomplete: int = 0
+    """Footprints of prompts of which the prefill worker did not see every token's experts."""
     damaged: int = 0
     """Footprints that could not be read; their requests were routed without."""
     prefill_failures: int = 0
@@ -221,6 +225,7 @@ class RoutedFleet:
             self.counts.damaged += 1
             self.counts.note(str(error))
         self.counts.footprints += footprint is not None
+        self.counts.incomplete += footprint is not None and footprint.missing > 0
         return without_footprint(params), footprint
 
     def _done(self, served: Served) -> Served:

@@ -6,9 +6,9 @@ requests, none of them seen before, are served under one router after another.
 
 Distinct experts per decode step are counted inside the workers, never estimated here: by the reference worker's
 counters, or by the slot store of vLLM's plugin. The latter counts every row of a step, so prompts are cut to whole KV
-blocks and one token (:func:`whole_blocks`): a decode worker then loads all but that one from the prefill worker, and
-every row it computes makes one output token. :func:`serve` holds the workers' row counts against the tokens that came
-out, and refuses to report if they do not agree.
+blocks and a token or two (:func:`whole_blocks`): a decode worker then loads all but those from the prefill worker, and
+nearly every row it computes makes one output token. :func:`serve` holds the workers' row counts against the tokens that
+came out, and refuses to report if they do not agree.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch, StepModel
@@ -39,6 +40,7 @@ from coterie.prompts import Prompt
 from coterie.routing import FittedRouting, LatencyAware, Router, StepPrices, routers
 from coterie.routing.fitted import Calibration
 from coterie.wire.expert_events import RequestExperts
+from coterie.wire.handoff import prefill_body
 
 Progress = Callable[[str, int, int], None]
 
@@ -68,7 +70,7 @@ class StepTotals(NamedTuple):
     distinct: float
     """Distinct experts of a layer, summed over steps (mean over layers)."""
     seconds: float
-    """In those steps; 0 where the worker does not say."""
+    """In forward passes: CPU time where the worker counts it, else by the clock; 0 where it counts neither."""
 
     def since(self, before: StepTotals) -> StepTotals:
         return StepTotals(
@@ -91,7 +93,7 @@ class RouterRun(NamedTuple):
     distinct_per_token: float
     """The same over the step's rows: experts streamed for each token."""
     step_ms: float | None
-    """Mean of the forward passes as the workers measured them."""
+    """Mean of the forward passes as the workers measured them; None where they do not."""
     wall_s: float
     per_worker: list[int]
     """[worker] requests."""
@@ -108,13 +110,16 @@ class LoopSettings:
     """Of an answer, at most; it may end by itself before."""
     block_size: int = 16
     """Of the workers' KV cache."""
+    over: int = 1
+    """Tokens of a prompt past whole blocks, which its decode worker computes. vLLM's ExampleConnector needs 2: it looks
+    for the blocks of a prompt without its last token, and keeps those of the whole."""
     calibrate: float = 0.4
     """Share of the requests that the router is fitted on; the others are served."""
     routers: tuple[str, ...] = ("round_robin", "join_shortest_queue", "latency_aware")
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("in_flight", "max_tokens", "block_size"):
+        for name in ("in_flight", "max_tokens", "block_size", "over"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0 < self.calibrate < 1:
@@ -129,6 +134,23 @@ class LoopResult(NamedTuple):
     """Requests the router was fitted on."""
     fitted: FittedRouting
     fit_s: float
+    context: float
+    """Cached tokens of a request in the middle of its answer, on average."""
+    usual: NDArray[np.float32]
+    """[layer, expert] probability that a token of a calibration request activates it in decode."""
+
+    def saving_pct(self, run: RouterRun) -> float:
+        """Distinct experts per step below the first run's."""
+        return 100 * (1 - run.distinct_per_step / self.runs[0].distinct_per_step)
+
+    def saving_at_equal_rows_pct(self, run: RouterRun) -> float:
+        """The same with what smaller batches alone would save taken out.
+
+        Steps of requests put together at random touch ``sum(1 - (1 - usual)^rows)`` experts: the first run's number is
+        scaled to the run's rows per step by that.
+        """
+        mixed = [float((1 - (1 - self.usual) ** one.rows_per_step).sum()) for one in (self.runs[0], run)]
+        return 100 * (1 - run.distinct_per_step / (self.runs[0].distinct_per_step * mixed[1] / mixed[0]))
 
     def differing(self) -> int:
         """Requests that some router's run answered with other tokens than the first's."""
@@ -152,7 +174,7 @@ async def run_loop(
         first, rest = clients[: len(prefill)], clients[len(prefill) :]
         model = await served_model(first[0])
         tokens = await tokenise(first[0], model, prompts, report)
-        kept = whole_blocks(tokens, settings.block_size)
+        kept = whole_blocks(tokens, settings.block_size, settings.over)
         order = rng.permutation(len(kept))
         split = round(settings.calibrate * len(kept))
         learn, test = ([kept[int(i)] for i in part] for part in (order[:split], order[split:]))
@@ -162,16 +184,20 @@ async def run_loop(
         report("Fitting the router", 0, 1)
         fitted = await asyncio.to_thread(FittedRouting.fit, known, len(decoders), rng, batch=settings.in_flight)
         fit_s = time.perf_counter() - started
-        runs = []
+        runs: list[RouterRun] = []
         for name in settings.routers:
             proxy = RoutedFleet(
                 first, rest, make_router(name, fitted, settings.in_flight),
                 places=max(2 * settings.in_flight, 16), cells=fitted.num_layers * fitted.num_experts,
                 usual=fitted.profiles,
             )  # fmt: skip
-            await _forget(clients)
-            runs.append(await serve(proxy, name, rest, decoders, test, _body(model, settings), many, report))
-    return LoopResult(runs, len(known.prefill), fitted, fit_s)
+            body = _body(model, settings)
+            if not await _forget(clients) and not runs:
+                await _warm(first, test, body, many, report)
+            runs.append(await serve(proxy, name, rest, decoders, test, body, many, settings.over, report))
+    context = (sum(map(len, test)) + runs[0].output_tokens / 2) / len(test)
+    usual = known.probabilities[1].mean(axis=0).reshape(fitted.num_layers, fitted.num_experts)
+    return LoopResult(runs, len(known.prefill), fitted, fit_s, context, usual)
 
 
 def make_router(name: str, fitted: FittedRouting, in_flight: int) -> Router:
@@ -240,8 +266,8 @@ async def tokenise(
     return [tokens for tokens in found if 0 < len(tokens) <= MOST_PROMPT_TOKENS]
 
 
-def whole_blocks(prompts: Sequence[Sequence[int]], block_size: int) -> list[list[int]]:
-    """Cut each to a multiple of `block_size`, and one more; without doubles.
+def whole_blocks(prompts: Sequence[Sequence[int]], block_size: int, over: int = 1) -> list[list[int]]:
+    """Cut each to a multiple of `block_size`, and `over` more; without doubles.
 
     What all prompts end with (a chat template's last words) stays: tokens before it go. Too short ones are left out.
     """
@@ -252,9 +278,9 @@ def whole_blocks(prompts: Sequence[Sequence[int]], block_size: int) -> list[list
             tail += 1
     out: dict[tuple[int, ...], None] = {}
     for prompt in prompts:
-        excess = (len(prompt) - 1) % block_size
+        excess = (len(prompt) - over) % block_size
         end = len(prompt) - tail
-        if len(prompt) > block_size and excess <= end:
+        if len(prompt) >= block_size + over and excess <= end:
             out[(*prompt[: end - excess], *prompt[end:])] = None
     return [list(prompt) for prompt in out]
 
@@ -308,6 +334,7 @@ async def serve(
     prompts: Sequence[Sequence[int]],
     body: Mapping[str, Any],
     in_flight: int,
+    over: int = 1,
     report: Progress | None = None,
 ) -> RouterRun:
     """One router's run over the test requests; raises where the workers' counts are not of decode alone."""
@@ -321,10 +348,12 @@ async def serve(
     answers = [one.tokens for one in served]
     tokens = sum(map(len, answers))
     # A reference worker counts decode rows, the first of which makes the second token; vLLM's store counts all rows.
-    expected = tokens - sum(decoders[one.decoder or 0].store is None for one in served)
+    counts_all = [decoders[one.decoder or 0].store is not None for one in served]
+    expected = tokens + sum(over - 1 if all_rows else -1 for all_rows in counts_all)
     if rows != expected and not proxy.counts.retried:
         raise UnavailableError(
-            f"the decode workers computed {rows} rows for {expected} tokens: some computed prompts, or served others"
+            f"the decode workers computed {rows} rows, {expected} were expected (by worker: "
+            f"{[one.rows for one in counted]}): some computed prompts, or served others; {proxy.counts}"
         )
     distinct, seconds = sum(one.distinct for one in counted), sum(one.seconds for one in counted)
     per_worker = np.bincount([one.decoder or 0 for one in served], minlength=len(decoders))
@@ -350,7 +379,8 @@ async def totals(client: WorkerClient, decoder: DecodeWorker) -> StepTotals:
     try:
         return StepTotals(
             int(found["distinct_experts_steps_total", ""]), int(found["step_rows_total", "decode"]),
-            found["distinct_experts_sum", "mean"], found["step_seconds_total", ""],
+            found["distinct_experts_sum", "mean"],
+            found["step_cpu_seconds_total", ""] or found["step_seconds_total", ""],
         )  # fmt: skip
     except KeyError as error:
         raise UnavailableError(
@@ -427,10 +457,33 @@ def _body(model: str, settings: LoopSettings) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def _forget(clients: Sequence[WorkerClient]) -> None:
-    """Empty prefix caches, where a worker can: no router shall profit from the one before it."""
-    for client in clients:
-        await client.call("POST", "/reset_prefix_cache")
+async def _forget(clients: Sequence[WorkerClient]) -> bool:
+    """Empty prefix caches, so that no router profits from the one before it; whether every worker can."""
+    return all([(await client.call("POST", "/reset_prefix_cache"))[0] == 200 for client in clients])
+
+
+async def _warm(
+    prefill: Sequence[WorkerClient],
+    prompts: Sequence[Sequence[int]],
+    body: Mapping[str, Any],
+    in_flight: int,
+    report: Progress | None,
+) -> None:
+    """Where caches stay, prefill every prompt once: the first router must not be the only one to wait for that."""
+    gate, done = asyncio.Semaphore(in_flight), 0
+
+    async def one(number: int, prompt: Sequence[int]) -> None:
+        nonlocal done
+        async with gate:
+            asked = prefill_body({**body, "prompt": list(prompt)})
+            reply = await prefill[number % len(prefill)].ask(completion_path(chat=False), asked, f"warm.{number}")
+        if reply.problem is not None:
+            raise UnavailableError(reply.problem)
+        done += 1
+        if report is not None:
+            report("Warming up", done, len(prompts))
+
+    await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
 
 
 @contextlib.asynccontextmanager

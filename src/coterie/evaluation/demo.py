@@ -1,150 +1,169 @@
-"""The tour: one bursty synthetic workload, two kinds of step, three ways to choose what runs together.
+"""The demo: record → fit → route on a fleet of real workers, all of it on this machine.
 
-Everything is computed as the tour runs: routing is drawn by the generator, steps are timed by the cost model that was
-calibrated on an H200. It shows the one idea Coterie is built on: whether to group like requests or to mix unlike ones
-depends on what limits the step, so neither habit is right everywhere.
+One prefill worker and three decode workers serve coterie-tiny, each in a process of its own. A mixed-domain workload is
+recorded through them, a router is fitted on it, and other requests are served three times: under round robin, under
+join-shortest-queue and by the experts they are expected to use. What each way touched is counted in the workers. The
+time of such steps on an H200 is predicted for a model whose layers have as many experts and take as many of them; what
+they took here is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.random import Generator
-from numpy.typing import NDArray
+from matplotlib.figure import Figure
 
 from coterie.costs.presets import step_model
-from coterie.costs.step import Batch, StepModel
-from coterie.footprints.counting import footprint
+from coterie.engines.processes import ServerProcess
+from coterie.engines.routed_loop import (
+    REFERENCE_SHAPE,
+    DecodeWorker,
+    LoopResult,
+    LoopSettings,
+    predicted_step_ms,
+    run_loop,
+)
+from coterie.engines.tiny import TINY
+from coterie.engines.worker.embedded import embedded_worker
+from coterie.errors import ConfigError
+from coterie.evaluation.figures import Theme, write_figure
 from coterie.models import get_model
-from coterie.traces import ActivationTrace
-from coterie.traces.arrivals import LognormalLengths
-from coterie.traces.synthetic import generate, presets
-from coterie.types import DECODE, PREFILL, Placement, Topology, balancedness
+from coterie.prompts import load_prompts, take_in_turn
 
-MODEL, RANKS = "qwen3-30b-a3b", 8
-WAYS = ("as they come", "alike", "unlike")
+DECODERS = 3
+ROUTERS = ("round_robin", "join_shortest_queue", "latency_aware")
+IN_FLIGHT = 8
+"""Per decode worker: of coterie-tiny's 32 experts a layer, a mixed batch of 8 touches about half."""
+MAX_TOKENS = 32
+FIGURE = "routing"
 Report = Callable[[str, int, int], None]
 
 
 class DemoRow(NamedTuple):
-    """One kind of step under one way of choosing its requests; means over its batches."""
+    """The test requests under one router."""
 
-    step: str
-    requests: str
+    router: str
     distinct_experts: float
-    """Per layer."""
-    balancedness: float | None
-    """Mean ÷ max rank load; None on one device."""
-    experts_ms: float
-    """The MoE layers' share of the step."""
-    step_ms: float
-    against_arrival_pct: float
-    """Step time against the order of arrival; negative is faster."""
+    """Of a layer in a decode step, mean over layers, steps and workers."""
+    saving_pct: float
+    """Fewer than under round robin."""
+    equal_rows_pct: float
+    """The same, less what smaller batches alone would save."""
+    steps: int
+    rows_per_step: float
+    h200_ms: float
+    """Predicted decode step on an H200, in the reference shape."""
+    cpu_ms: float
+    """Decode step here: CPU time as the workers measured it."""
+    requests: list[int]
+    """[worker]"""
 
 
 class DemoResult(NamedTuple):
     rows: list[DemoRow]
-    requests: int
-    tokens: int
+    calibrated: int
+    """Requests the router was fitted on."""
+    served: int
+    """Others, served under each router."""
     domains: int
+    output_tokens: int
+    same_tokens: bool
+    """Every request was answered with the same tokens under all routers."""
     model: str
+    shape: str
     hardware: str
+    figure: str
+    wall_s: float
 
 
-def batches(way: str, domains: NDArray[np.str_], size: int) -> list[NDArray[np.int64]]:
-    """The same requests cut into batches in one of three orders; a rest that fills no batch is left out."""
-    order = np.arange(len(domains))
-    if way == WAYS[1]:
-        order = np.argsort(domains, kind="stable")
-    elif way == WAYS[2]:
-        turn = np.empty(len(domains))
-        for name in np.unique(domains):  # spread every domain evenly over the whole
-            mine = np.flatnonzero(domains == name)
-            turn[mine] = (np.arange(len(mine)) + 0.5) / len(mine)
-        order = np.argsort(turn, kind="stable")
-    return [order[at : at + size] for at in range(0, len(order) - size + 1, size)]
+class _Workers(NamedTuple):
+    prefill: str
+    decoders: list[DecodeWorker]
 
 
-def run_demo(seed: int = 0, requests: int = 640, report: Report | None = None) -> DemoResult:
-    """Draw the workload, then time decode on one device and prefill over eight: the same tokens, three ways."""
+@contextlib.contextmanager
+def reference_fleet(decoders: int = DECODERS) -> Iterator[_Workers]:
+    """One prefill and some decode workers of coterie-tiny on NumPy; ended with the block, whatever ends it."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        servers: list[ServerProcess] = []
+        workers: list[DecodeWorker] = []
+        for number in range(decoders + 1):
+            server, events = embedded_worker("decode" if number else "prefill", Path(folder), f"worker-{number}")
+            stack.callback(_end, server)
+            servers.append(server.launch())
+            workers.append(DecodeWorker(server.url, events))
+        for server in servers:
+            server.wait_ready()
+        yield _Workers(servers[0].url, workers[1:])
+
+
+def _end(server: ServerProcess) -> None:
+    with contextlib.suppress(ConfigError):  # it may not have been started
+        server.kill()
+
+
+def run_demo(seed: int = 0, requests: int = 240, out: str | Path = "out", report: Report | None = None) -> DemoResult:
+    """Start the workers, close the loop, end the workers, draw the figure into `out`."""
     report = report or (lambda *_: None)
-    rng = np.random.default_rng(seed)
-    spec = get_model(MODEL)
-    report("drawing a bursty workload", 0, 1)
-    lengths = LognormalLengths(prompt_mean=192, output_mean=48)
-    trace = generate(replace(presets["bursty"].shaped_like(spec), lengths=lengths), rng, requests=requests)
-    decode = partial(_decode, trace, _decode_positions(trace, rng), step_model(spec, "h200"))
-    prefill = partial(_prefill, trace, step_model(spec, "h200", topology=Topology(RANKS)))
-    rows = [
-        *_rows("decode 1 GPU", trace, 32, decode, report),
-        *_rows(f"prefill {RANKS} GPUs", trace, 64, prefill, report),
-    ]
-    domains = len(set(trace.requests.domains or ()))
-    return DemoResult(rows, trace.num_requests, trace.num_tokens, domains, spec.name, "H200")
+    started = time.perf_counter()
+    prompts = take_in_turn(load_prompts(), requests)
+    settings = LoopSettings(in_flight=IN_FLIGHT, max_tokens=MAX_TOKENS, routers=ROUTERS, seed=seed)
+    report("Starting one prefill and three decode workers", 0, 1)
+    with reference_fleet() as workers:
+        result = asyncio.run(run_loop([workers.prefill], workers.decoders, prompts, settings, report))
+    rows = _rows(result)
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = write_figure(lambda canvas, theme: _draw(canvas, theme, rows), folder, FIGURE, 3.2)[-1]
+    first = result.runs[0]
+    return DemoResult(
+        rows, result.calibrated, first.requests, len({prompt.domain for prompt in prompts}), first.output_tokens,
+        result.differing() == 0, TINY, REFERENCE_SHAPE, "H200", str(figure), time.perf_counter() - started,
+    )  # fmt: skip
 
 
-class _Step(NamedTuple):
-    distinct: float
-    balance: float | None
-    experts_s: float
-    seconds: float
+def _rows(result: LoopResult) -> list[DemoRow]:
+    model = step_model(get_model(REFERENCE_SHAPE), "h200")
+    return [
+        DemoRow(
+            run.router, run.distinct_per_step, result.saving_pct(run), result.saving_at_equal_rows_pct(run), run.steps,
+            run.rows_per_step, predicted_step_ms(run.distinct_per_step, run.rows_per_step, result.context, model),
+            run.step_ms or 0.0, run.per_worker,
+        )
+        for run in result.runs
+    ]  # fmt: skip
 
 
-def _rows(
-    name: str, trace: ActivationTrace, size: int, time: Callable[[NDArray[np.int64]], _Step], report: Report
-) -> list[DemoRow]:
-    domains, rows = np.asarray(trace.requests.domains), list[DemoRow]()
-    for number, way in enumerate(WAYS):
-        chosen = batches(way, domains, size)
-        steps = []
-        for done, batch in enumerate(chosen):
-            report(name, number * len(chosen) + done, len(WAYS) * len(chosen))
-            steps.append(time(batch))
-        seconds = float(np.mean([step.seconds for step in steps]))
-        balance = [step.balance for step in steps if step.balance is not None]
-        first_ms = rows[0].step_ms if rows else seconds * 1e3
-        rows.append(
-            DemoRow(
-                name, way, float(np.mean([step.distinct for step in steps])),
-                float(np.mean(balance)) if balance else None,
-                float(np.mean([step.experts_s for step in steps])) * 1e3, seconds * 1e3,
-                100 * (seconds * 1e3 / first_ms - 1),
-            )
-        )  # fmt: skip
-    return rows
+def _draw(figure: Figure, theme: Theme, rows: list[DemoRow]) -> None:
+    """Distinct experts on the left; on the right both times, as a share of round robin's."""
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.4))
+    at = np.arange(len(rows))
+    names = [row.router.replace("_", "\n") for row in rows]
+    _bars(left, at, [row.distinct_experts for row in rows], 0.6, theme.series[0], "{:.1f}")
+    left.set(title="Distinct experts per step", ylabel="experts of a layer")
+    first = rows[0]
+    shares = (
+        ("H200, predicted", theme.series[0], [100 * row.h200_ms / first.h200_ms for row in rows]),
+        ("this CPU, measured", theme.series[1], [100 * row.cpu_ms / first.cpu_ms for row in rows]),
+    )
+    for shift, (label, color, values) in zip((-0.2, 0.2), shares, strict=True):
+        _bars(right, at + shift, values, 0.38, color, "{:.0f}", label)
+    right.set(title="Time of a decode step", ylabel="% of round robin", ylim=(0, 135))
+    right.legend(loc="upper center", ncols=2, fontsize=8)
+    for axes in (left, right):
+        axes.set_xticks(at, names)
+        axes.grid(axis="y")
 
 
-def _decode_positions(trace: ActivationTrace, rng: Generator) -> NDArray[np.int64]:
-    """[request] a token of its answer, or its last where it has none."""
-    out = np.empty(trace.num_requests, np.int64)
-    for request in range(trace.num_requests):
-        phase = trace.request(request).phase
-        generated = np.flatnonzero(phase == DECODE)
-        out[request] = rng.choice(generated) if len(generated) else len(phase) - 1
-    return out
-
-
-def _decode(
-    trace: ActivationTrace, positions: NDArray[np.int64], model: StepModel, requests: NDArray[np.int64]
-) -> _Step:
-    """Every request generates one token, somewhere in its answer."""
-    ids = np.stack([trace.request(int(request)).expert_ids[positions[request]] for request in requests])
-    load = footprint(ids, model.spec.num_experts)
-    batch = Batch(decode_requests=len(requests), decode_context=int(positions[requests].sum()))
-    step = model.step(load, batch)
-    return _Step(float((load > 0).sum(axis=1).mean()), None, float(step.moe_s.sum()), step.total_s)
-
-
-def _prefill(trace: ActivationTrace, model: StepModel, requests: NDArray[np.int64]) -> _Step:
-    """All prompts of the batch at once, experts spread over the ranks in order."""
-    ids = np.concatenate([trace.request(int(request)).only(PREFILL) for request in requests])
-    load = footprint(ids, model.spec.num_experts)
-    placement = Placement.linear(len(load), model.spec.num_experts, RANKS)
-    batch = Batch(prefill_tokens=len(ids) // RANKS, prefill_requests=max(1, len(requests) // RANKS))
-    step = model.step(load, batch, placement)
-    balance = balancedness(placement.rank_load(load))
-    return _Step(float((load > 0).sum(axis=1).mean()), balance, float(step.moe_s.sum()), step.total_s)
+def _bars(
+    axes: Any, at: Any, values: list[float], width: float, color: str, form: str, label: str | None = None
+) -> None:
+    bars = axes.bar(at, values, width, color=color, label=label)
+    axes.bar_label(bars, [form.format(value) for value in values], fontsize=8)

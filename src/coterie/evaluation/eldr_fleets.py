@@ -88,6 +88,8 @@ class Outcome(NamedTuple):
     """Of a layer in a step, mean over steps."""
     active_experts_by_token: float
     """The same, steps weighted by their tokens."""
+    active_experts_by_time: float
+    """The same, steps weighted by how long they last: what decoders that step together would have on average."""
     tpot_p50_ms: float
     tpot_p99_ms: float
     tpot_mean_ms: float
@@ -119,9 +121,12 @@ def steady(run: FleetRun, in_flight: int) -> Window:
 def outcome(run: FleetRun, window: Window) -> Outcome:
     found = summarise_fleet(run, since_s=window.since_s, until_s=window.until_s)
     loads = found.worker_in_flight
+    begun = run.step_start_s
+    steps = (begun >= window.since_s) & (begun < window.until_s) & (run.step_decoding > 0) & (run.step_prefill == 0)
+    by_time = float(np.average(run.step_distinct[steps], weights=run.step_s[steps]))
     return Outcome(
-        found.distinct, found.distinct_by_token, found.tpot.p50, found.tpot.p99, found.tpot.mean, found.step_ms,
-        found.requests, float(loads.std() / loads.mean()),
+        found.distinct, found.distinct_by_token, by_time, found.tpot.p50, found.tpot.p99, found.tpot.mean,
+        found.step_ms, found.requests, float(loads.std() / loads.mean()),
     )  # fmt: skip
 
 

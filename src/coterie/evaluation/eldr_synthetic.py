@@ -71,7 +71,7 @@ class SyntheticSize:
     """Of the recordings; the others are served, twice as many as the largest pool has in flight."""
     prompt_tokens: int = 48
     output_tokens: int = 48
-    requests: int = 1600
+    requests: int = 2400
     """Of a run."""
 
 

@@ -41,6 +41,17 @@ class StepTables(NamedTuple):
     links: NDArray[np.float64]
     blend: NDArray[np.float64]
     """[part + 1] by how much the larger of streaming and compute grows by the other, over their ratio."""
+    spans: NDArray[np.uint64]
+    """[layer, 4] first and last word of its experts in a row of bits, and which bits of the two are its."""
+    union: NDArray[np.uint64]
+    """[word] working memory."""
+    having: NDArray[np.uint64]
+    """[count] working memory."""
+
+
+MOST_DECODING = 63
+"""Tokens of a step whose experts are counted in bits: six binary digits."""
+WORD = 64
 
 
 BLEND_PARTS = 1 << 13
@@ -53,7 +64,7 @@ def step_tables(model: StepModel, most_tokens: int, placement: Placement | None 
     if options.cache_resident:
         raise ConfigError("cache_resident=True holds for one layer that repeats; a fleet's steps pass through all")
     timer = StepTimer(model, placement)
-    most_tokens = max(most_tokens, options.padded(most_tokens))
+    most_tokens = max(most_tokens, options.padded(most_tokens), MOST_DECODING)
     p = model.moe.array()
     experts = np.zeros((3, 2, most_tokens + 1))
     _fill_experts(p, spec.expert_bytes(model.dtype) / p[2], 2.0 * spec.expert_params, experts)
@@ -71,13 +82,23 @@ def step_tables(model: StepModel, most_tokens: int, placement: Placement | None 
         np.array([spec.num_moe_layers, spec.num_experts, ranks, timer._slots.shape[1] // ranks], np.int64),
         np.array([p[0], p[1], p[8], p[12], options.overlap, min(p[6], p[7])]), experts, dense, padded,
         _attention_numbers(model), np.stack([timer._slots, timer._turn, timer._replicas]), timer._links,
-        _blends(p[9]),
+        _blends(p[9]), _spans(spec.num_moe_layers, spec.num_experts),
+        np.zeros(-(-spec.num_moe_layers * spec.num_experts // WORD), np.uint64), np.zeros(MOST_DECODING + 1, np.uint64),
     )  # fmt: skip
 
 
 def _blends(sharpness: float) -> NDArray[np.float64]:
     ratio = np.linspace(0.0, 1.0, BLEND_PARTS + 1)
     return np.asarray((1.0 + ratio**sharpness) ** (1.0 / sharpness))
+
+
+def _spans(layers: int, experts: int) -> NDArray[np.uint64]:
+    first = np.arange(layers) * experts
+    last = first + experts - 1
+    everything = np.uint64(0xFFFFFFFFFFFFFFFF)
+    from_first = everything << (first % WORD).astype(np.uint64)
+    to_last = everything >> (WORD - 1 - last % WORD).astype(np.uint64)
+    return np.stack([(first // WORD).astype(np.uint64), (last // WORD).astype(np.uint64), from_first, to_last], axis=1)
 
 
 def _dense_rows(shapes: list[tuple[list[tuple[int, int]], int]]) -> list[tuple[int, int, int]]:
@@ -287,3 +308,128 @@ def step_us(
     outputs = decoding + (prompts if prefill > 0 else 0)
     total += _attention_us(attention, decoding, decode_context, prefill, prefill_context, prompts)
     return total + dense[0, tokens] + dense[1, outputs], distinct / layers
+
+
+@njit()
+def fill_bits(cells: NDArray[np.unsignedinteger], bits: NDArray[np.uint64]) -> None:
+    """bits [token, word]: bit c where a token activates cell c."""
+    for token in range(cells.shape[0]):
+        for at in range(cells.shape[1]):
+            cell = np.uint64(cells[token, at])
+            bits[token, cell >> np.uint64(6)] |= np.uint64(1) << (cell & np.uint64(63))
+
+
+@njit()
+def _ones(word: np.uint64) -> np.uint64:
+    """Bits that are set; compilers know this pattern as one instruction."""
+    word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
+    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return (word * np.uint64(0x0101010101010101)) >> np.uint64(56)
+
+
+@njit()
+def _low_digits(p0: np.uint64, p1: np.uint64, p2: np.uint64, count: int) -> np.uint64:
+    """Bits whose three low digits are those of `count`."""
+    low = p0 if count & 1 else ~p0
+    low &= p1 if count & 2 else ~p1
+    low &= p2 if count & 4 else ~p2
+    return low
+
+
+@njit()
+def _count_bits(
+    bits: NDArray[np.uint64], starts: NDArray[np.uint64], tokens: int, union: NDArray[np.uint64],
+    having: NDArray[np.uint64],
+) -> None:  # fmt: skip
+    """having [count]: how many cells that many of the tokens activate; union [word]: cells that any of them does.
+
+    64 cells are counted at a time, in binary: digit d of all their counts is one word. Eight tokens are added by full
+    adders (a sum of three bits is their parity and their majority) before they join the digits. `starts` are where
+    tokens begin in `bits`; those past the tokens name an empty one, up to a multiple of eight.
+    """
+    for count in range(len(having)):
+        having[count] = 0
+    c1 = c2 = c3 = c4 = c5 = c6 = c7 = np.uint64(0)
+    for index in range(len(union)):
+        word = np.uint64(index)
+        p0 = p1 = p2 = p3 = p4 = p5 = np.uint64(0)
+        for at in range(0, tokens, 8):
+            a, b, c = bits[starts[at] + word], bits[starts[at + 1] + word], bits[starts[at + 2] + word]
+            d, e, f = bits[starts[at + 3] + word], bits[starts[at + 4] + word], bits[starts[at + 5] + word]
+            g, h = bits[starts[at + 6] + word], bits[starts[at + 7] + word]
+            x, y = a ^ b, d ^ e
+            s, t = x ^ c, y ^ f
+            k0, k1 = (a & b) | (x & c), (d & e) | (y & f)
+            x = g ^ h
+            u, k2 = x ^ s, (g & h) | (x & s)
+            ones, k3 = t ^ u, t & u
+            x = k0 ^ k1
+            v, m0 = x ^ k2, (k0 & k1) | (x & k2)
+            twos, m1 = v ^ k3, v & k3
+            fours, eights = m0 ^ m1, m0 & m1
+            carry = p0 & ones
+            p0 ^= ones
+            x = p1 ^ twos
+            carry, p1 = (p1 & twos) | (x & carry), x ^ carry
+            x = p2 ^ fours
+            carry, p2 = (p2 & fours) | (x & carry), x ^ carry
+            x = p3 ^ eights
+            carry, p3 = (p3 & eights) | (x & carry), x ^ carry
+            p5 ^= p4 & carry
+            p4 ^= carry
+        many = p3 | p4 | p5
+        union[word] = p0 | p1 | p2 | many
+        n0, n1 = p0 & ~many, ~p0 & ~many
+        q1, q2, q3 = p1 & ~p2, ~p1 & p2, p1 & p2
+        c1 += _ones(n0 & ~(p1 | p2))
+        c2 += _ones(n1 & q1)
+        c3 += _ones(n0 & q1)
+        c4 += _ones(n1 & q2)
+        c5 += _ones(n0 & q2)
+        c6 += _ones(n1 & q3)
+        c7 += _ones(n0 & q3)
+        if many:
+            for high in range(1, 8):
+                here = p3 if high & 1 else ~p3
+                here &= p4 if high & 2 else ~p4
+                here &= p5 if high & 4 else ~p5
+                if here:
+                    for low in range(8):
+                        having[8 * high + low] += _ones(here & _low_digits(p0, p1, p2, low))
+    having[1], having[2], having[3], having[4] = c1, c2, c3, c4
+    having[5], having[6], having[7] = c5, c6, c7
+
+
+@njit()
+def decode_us(
+    shape: NDArray[np.int64], layer: NDArray[np.float64], experts: NDArray[np.float64], dense: NDArray[np.float64],
+    padded: NDArray[np.int64], attention: NDArray[np.float64], blend: NDArray[np.float64], spans: NDArray[np.uint64],
+    union: NDArray[np.uint64], having: NDArray[np.uint64], bits: NDArray[np.uint64], starts: NDArray[np.uint64],
+    top_k: int, decoding: int, context: int,
+) -> tuple[float, float]:  # fmt: skip
+    """`step_us` of a step that only decodes, at most MOST_DECODING tokens and no expert more than a tile, on one
+    device: experts are counted 64 at a time. `starts` as `_count_bits` takes them."""
+    layers, hidden = shape[0], layer[3]
+    tokens, activations = padded[decoding], top_k * decoding
+    large = 1 if activations / shape[1] > layer[2] else 0
+    _count_bits(bits, starts, decoding, union, having)
+    alone = 0.0
+    for count in range(1, decoding + 1):
+        alone += np.float64(having[count]) * experts[0, large, count]
+    slope = experts[1, large, 2] - experts[1, large, 1]
+    first, tile = experts[1, large, 1] - slope, experts[2, large, 1]
+    together, distinct = 0.0, np.uint64(0)
+    for number in range(layers):
+        begin, last = spans[number, 0], spans[number, 1]
+        here = union[begin] & spans[number, 2]
+        touched = np.uint64(0)
+        for word in range(begin, last):
+            touched += _ones(here)
+            here = union[np.uint64(word) + np.uint64(1)]
+        touched += _ones(here & spans[number, 3])
+        distinct += touched
+        together += _blended(first * touched + slope * activations, tile * touched, blend)
+    total = layers * (layer[0] + layer[1] * tokens) + (1.0 - hidden) * alone + hidden * together
+    total += _attention_us(attention, decoding, context, 0, 0, 1)
+    return total + dense[0, tokens] + dense[1, decoding], np.float64(distinct) / layers

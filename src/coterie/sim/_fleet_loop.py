@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.sim._fleet_cost import StepTables, step_us
+from coterie.sim._fleet_cost import MOST_DECODING, StepTables, decode_us, step_us
 from coterie.sim._prefetch import prefetch
 
 PREFILL, DECODE, BOTH = 0, 1, 2
@@ -39,13 +39,15 @@ CACHE_LINE = 64
 
 ASKED, DECIDED, FINISHED, ARRIVED, IN_FLIGHT, STEPS, TURN, SUBJECT, POSTPONED, MOST = 0, 1, 2, 3, 4, 5, 6, 7, 8, 9
 """Counts in `c`."""
-PREFILL_WORKERS, STEP_TOKENS, BLOCK_TOKENS, POLICY, CLOSED, DUPLICATES, STUCK = 10, 11, 12, 13, 14, 15, 16
-"""Settings in `c`; CLOSED is the requests in flight, 0 in an open run, STUCK where none may follow until one ends."""
+PREFILL_WORKERS, STEP_TOKENS, BLOCK_TOKENS, POLICY, CLOSED, DUPLICATES, STUCK, AHEAD = 10, 11, 12, 13, 14, 15, 16, 17
+"""Settings in `c`; CLOSED is the requests in flight, 0 in an open run, STUCK where none may follow until one ends,
+AHEAD where who joins a step is settled when the one before it starts."""
 CLOCK, OVERHEAD, LATENCY, TOKEN_S, UNTIL = 0, 1, 2, 3, 4
 """In `f`, seconds: now, then settings of a step, of the link (TOKEN_S a token's KV on it), and the end of the run."""
 ROLE, PLACES, CAPACITY, RUNNING, CONTEXT, KV_USED, KV_MOST, EVICTABLE, QUEUED_TOKENS = 0, 1, 2, 3, 4, 5, 6, 7, 8
-WAIT_HEAD, WAIT_TAIL, KV_HEAD, KV_TAIL, SEND_HEAD, SEND_TAIL = 9, 10, 11, 12, 13, 14
-"""Rows of `w`; CAPACITY and KV_… are in blocks, EVICTABLE of them are cached and unpinned."""
+WAIT_HEAD, WAIT_TAIL, KV_HEAD, KV_TAIL, SEND_HEAD, SEND_TAIL, STAGED = 9, 10, 11, 12, 13, 14, 15
+"""Rows of `w`; CAPACITY and KV_… are in blocks, EVICTABLE of them are cached and unpinned. The last STAGED of those
+RUNNING run from the next step on."""
 STEP_END, LINK_FREE, SPEED = 0, 1, 2
 """Rows of `wt`."""
 PROMPT_TOKENS, OUTPUT_TOKENS, PROMPT_ROW, PROMPT_ROWS, DECODE_ROW, DECODE_ROWS, RECORDED = 0, 1, 2, 3, 4, 5, 6
@@ -83,6 +85,10 @@ class World(NamedTuple):
     """[token, layer x k] layer x experts + expert."""
     counts: NDArray[np.uint32]
     """[layer, expert] rows of a step."""
+    bits: NDArray[np.uint64]
+    """[token + 1, word] the same as `cells`, a bit a cell; the last row is empty."""
+    rows: NDArray[np.uint64]
+    """[place] tokens of a decode step."""
 
 
 @njit()
@@ -361,7 +367,7 @@ def _finish(
         _drain(c, f, w, wt, r, rt, worker, now)
     number = r[RECORDED, request]
     recordings[BUSY, number] = False
-    if recordings[HOLD_HEAD, number] >= 0:
+    while recordings[HOLD_HEAD, number] >= 0 and not recordings[BUSY, number]:  # one that is dropped makes room at once
         _arrive(c, w, r, rt, cache, blocks, recordings, _pop(recordings, HOLD_HEAD, number, r), now)
 
 
@@ -371,8 +377,8 @@ def _end_decode(
     recordings: Ints, worker: int, now: float,
 ) -> None:  # fmt: skip
     """A step of a worker that only decodes."""
-    kept = 0
-    for at in range(w[RUNNING, worker]):
+    kept, active = 0, w[RUNNING, worker] - w[STAGED, worker]
+    for at in range(active):
         request = run[worker, at]
         done = r[DECODED, request] + 1
         r[DECODED, request] = done
@@ -384,8 +390,11 @@ def _end_decode(
         else:
             run[worker, kept] = request
             kept += 1
-    w[RUNNING, worker] = kept
     w[CONTEXT, worker] += kept
+    for at in range(active, active + w[STAGED, worker]):
+        run[worker, kept] = run[worker, at]
+        kept += 1
+    w[RUNNING, worker] = kept
 
 
 @njit()
@@ -437,16 +446,12 @@ def _count_token(cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32],
 
 
 @njit()
-def _count_decode(
-    r: Ints, cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], request: int
-) -> None:
+def _decode_row(r: Ints, request: int) -> int:
+    """The recorded token a request decodes next."""
     at, rows = r[DECODED, request], r[DECODE_ROWS, request]
     if at >= rows:
         at %= rows
-    row = r[DECODE_ROW, request] + at
-    for column in range(0, cells.shape[1], CACHE_LINE // cells.itemsize):
-        prefetch(cells, row + 1, column)
-    _count_token(cells, counts, row, np.uint32(1))
+    return int(r[DECODE_ROW, request] + at)
 
 
 @njit()
@@ -460,55 +465,88 @@ def _count_chunk(r: Ints, cells: NDArray[np.unsignedinteger], counts: NDArray[np
 
 
 @njit()
+def _join(w: Ints, r: Ints, run: Ints, worker: int) -> int:
+    """Whose KV is on a decoder takes a place; how many did."""
+    joined = 0
+    while w[RUNNING, worker] < w[PLACES, worker] and w[WAIT_HEAD, worker] >= 0:
+        request = _pop(w, WAIT_HEAD, worker, r)
+        run[worker, w[RUNNING, worker]] = request
+        w[RUNNING, worker] += 1
+        r[PHASE, request] = DECODING
+        joined += 1
+    return joined
+
+
+@njit()
+def _admit(
+    c: Ints, w: Ints, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, now: float
+) -> bool:
+    """The prompt that waits longest takes a place, if there are one and memory."""
+    at, request = w[RUNNING, worker], w[WAIT_HEAD, worker]
+    if at == w[PLACES, worker] or request < 0 or not _reserve(c, w, r, cache, blocks, worker, request):
+        return False
+    _pop(w, WAIT_HEAD, worker, r)
+    run[worker, at] = request
+    w[RUNNING, worker] += 1
+    r[PHASE, request] = PREFILLING
+    rt[PREFILL_START, request] = now
+    r[COMPUTED, request] = r[CACHED, request]
+    r[CHUNK, request] = 0
+    w[QUEUED_TOKENS, worker] -= r[CACHED, request]
+    return True
+
+
+@njit()
 def _gather(
     c: Ints, w: Ints, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints,
-    cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], worker: int, now: float,
+    cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], bits: NDArray[np.uint64], rows: NDArray[np.uint64],
+    worker: int, now: float,
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Admit who may join, in order, and count a step: tokens decoded, prompt tokens, those before them in
-    their prompts, and prompts."""
+    """Admit who may join, in order, and make up a step: tokens decoded, prompt tokens, those before them in their
+    prompts, and prompts. Decoded tokens are listed in `rows`, prompts are counted."""
     prefill = prefill_context = prompts = decoding = 0
+    w[STAGED, worker] = 0
+    settled = c[AHEAD] and w[RUNNING, worker] > 0
     if w[ROLE, worker] == DECODE:
-        while w[RUNNING, worker] < w[PLACES, worker] and w[WAIT_HEAD, worker] >= 0:
-            request = _pop(w, WAIT_HEAD, worker, r)
-            run[worker, w[RUNNING, worker]] = request
-            w[RUNNING, worker] += 1
-            r[PHASE, request] = DECODING
-            rt[JOIN, request] = now
-            w[CONTEXT, worker] += r[PROMPT_TOKENS, request]
+        if not settled:
+            _join(w, r, run, worker)
         decoding = w[RUNNING, worker]
         for at in range(decoding):
-            _count_decode(r, cells, counts, run[worker, at])
-    else:
-        left, at = c[STEP_TOKENS], 0
-        while True:
-            if at == w[RUNNING, worker]:
-                if left == 0 or at == w[PLACES, worker] or w[WAIT_HEAD, worker] < 0:
-                    break
-                request = w[WAIT_HEAD, worker]
-                if not _reserve(c, w, r, cache, blocks, worker, request):
-                    break
-                _pop(w, WAIT_HEAD, worker, r)
-                run[worker, at] = request
-                w[RUNNING, worker] += 1
-                r[PHASE, request] = PREFILLING
-                rt[PREFILL_START, request] = now
-                r[COMPUTED, request] = r[CACHED, request]
-                w[QUEUED_TOKENS, worker] -= r[CACHED, request]
             request = run[worker, at]
-            at += 1
-            if r[PHASE, request] == DECODING:
-                decoding += 1
-                left -= 1
-                _count_decode(r, cells, counts, request)
-                continue
-            chunk = min(r[PROMPT_TOKENS, request] - r[COMPUTED, request], left)
-            r[CHUNK, request] = chunk
-            if chunk > 0:
-                left -= chunk
-                prefill += chunk
-                prefill_context += r[COMPUTED, request]
-                prompts += 1
-                _count_chunk(r, cells, counts, request)
+            if r[DECODED, request] == 0:
+                rt[JOIN, request] = now
+                w[CONTEXT, worker] += r[PROMPT_TOKENS, request]
+            row = _decode_row(r, request)
+            rows[at] = row
+            for word in range(0, bits.shape[1], CACHE_LINE // 8):
+                prefetch(bits, row + 1, word)
+        if c[AHEAD]:
+            w[STAGED, worker] = _join(w, r, run, worker)
+        return decoding, prefill, prefill_context, prompts
+    left, at = c[STEP_TOKENS], 0
+    while True:
+        if at == w[RUNNING, worker] and (
+            settled or left == 0 or not _admit(c, w, r, rt, run, cache, blocks, worker, now)
+        ):
+            break
+        request = run[worker, at]
+        at += 1
+        if r[PHASE, request] == DECODING:
+            rows[decoding] = _decode_row(r, request)
+            decoding += 1
+            left -= 1
+            continue
+        chunk = min(r[PROMPT_TOKENS, request] - r[COMPUTED, request], left)
+        r[CHUNK, request] = chunk
+        if chunk > 0:
+            left -= chunk
+            prefill += chunk
+            prefill_context += r[COMPUTED, request]
+            prompts += 1
+            _count_chunk(r, cells, counts, request)
+    if c[AHEAD]:
+        while _admit(c, w, r, rt, run, cache, blocks, worker, now):
+            w[STAGED, worker] += 1
     return decoding, prefill, prefill_context, prompts
 
 
@@ -550,9 +588,12 @@ def advance(world: World, tables: StepTables, log: Floats, answer: int) -> int:
 
     log [step, 6]: worker, start, seconds, tokens decoded, prompt tokens, distinct experts.
     """
-    c, f, w, wt, r, rt, run, cache, blocks, recordings, cells, counts = world
-    shape, layer, experts, dense, padded, attention, slots, links, blend = tables
+    c, f, w, wt, r, rt, run, cache, blocks, recordings, cells, counts, bits, rows = world
+    shape, layer, experts, dense, padded, attention, slots, links, blend, spans, union, having = tables
     flat = counts.reshape(counts.size)
+    all_bits, words, layers = bits.reshape(bits.size), np.uint64(bits.shape[1]), shape[0]
+    nobody = np.uint64(bits.shape[0] - 1) * words
+    most = min(float(MOST_DECODING), layer[5]) if shape[2] == 1 else 0.0
     if answer >= 0:
         request = r[DECISION, c[DECIDED]]
         c[DECIDED] += 1
@@ -568,14 +609,26 @@ def advance(world: World, tables: StepTables, log: Floats, answer: int) -> int:
                 if wt[STEP_END, worker] < np.inf or (w[RUNNING, worker] == 0 and w[WAIT_HEAD, worker] < 0):
                     continue
                 decoding, prefill, before, prompts = _gather(
-                    c, w, r, rt, run, cache, blocks, cells, flat, worker, now
+                    c, w, r, rt, run, cache, blocks, cells, flat, bits, rows, worker, now
                 )
                 if decoding + prefill == 0:
                     continue
-                us, distinct = step_us(
-                    shape, layer, experts, dense, padded, attention, slots, links, blend, counts, decoding,
-                    w[CONTEXT, worker], prefill, before, max(1, prompts),
-                )  # fmt: skip
+                if prefill == 0 and decoding <= most:
+                    for at in range(decoding):
+                        rows[at] *= words
+                    for at in range(decoding, (decoding + 7) // 8 * 8):
+                        rows[at] = nobody
+                    us, distinct = decode_us(
+                        shape, layer, experts, dense, padded, attention, blend, spans, union, having, all_bits,
+                        rows, cells.shape[1] // layers, decoding, w[CONTEXT, worker],
+                    )  # fmt: skip
+                else:
+                    for at in range(decoding):
+                        _count_token(cells, flat, rows[at], np.uint32(1))
+                    us, distinct = step_us(
+                        shape, layer, experts, dense, padded, attention, slots, links, blend, counts, decoding,
+                        w[CONTEXT, worker], prefill, before, max(1, prompts),
+                    )  # fmt: skip
                 spent = us * 1e-6 / wt[SPEED, worker] + f[OVERHEAD]
                 wt[STEP_END, worker] = now + spent
                 step = c[STEPS]

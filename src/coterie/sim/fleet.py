@@ -28,7 +28,7 @@ from coterie.footprints.counting import footprint
 from coterie.routing.base import Decision, Router, RouteRequest
 from coterie.routing.fleet import Fleet
 from coterie.sim import _fleet_loop as loop
-from coterie.sim._fleet_cost import step_tables
+from coterie.sim._fleet_cost import WORD, fill_bits, step_tables
 from coterie.sim.fleet_checks import check_fleet
 from coterie.sim.fleet_metrics import FleetRun
 from coterie.sim.fleet_requests import FleetRequests
@@ -65,6 +65,9 @@ class FleetConfig:
     latter alone, or each in turn."""
     step_overhead_s: float = 0.0
     """Added to every step: what the engine's host does between two."""
+    schedule_ahead: bool = False
+    """Who joins a step is settled when the one before it starts, as vLLM's asynchronous scheduling does: who comes
+    during a step joins the one after the next."""
     speeds: tuple[float, ...] | None = None
     """[decode worker] by which its steps are faster than the model's."""
     refine_tokens: int = 0
@@ -131,7 +134,7 @@ def run_fleet(
     run = driver.serve()
     if check:
         check_fleet(run, requests, config.places, config.prefill_places, driver.world.w[loop.CAPACITY], config.both,
-                    duplicates != "allow")  # fmt: skip
+                    duplicates != "allow", until_s == np.inf)  # fmt: skip
     return run
 
 
@@ -313,10 +316,11 @@ def _world(
 ) -> loop.World:  # fmt: skip
     prefill, decode, recordings, spec = config.prefill_workers, config.decode_workers, requests.recordings, model.spec
     workers, count = prefill + decode, len(requests)
-    c = np.zeros(17, np.int64)
+    c = np.zeros(18, np.int64)
     c[loop.PREFILL_WORKERS], c[loop.STEP_TOKENS] = prefill, config.chunk_tokens
     c[loop.BLOCK_TOKENS] = requests.block_tokens
     c[loop.POLICY], c[loop.CLOSED] = get_args(PrefillPolicy).index(config.prefill_policy), in_flight
+    c[loop.AHEAD] = config.schedule_ahead
     c[loop.DUPLICATES] = get_args(Duplicates).index(duplicates)
     f = np.zeros(5)
     f[loop.OVERHEAD], f[loop.UNTIL] = config.step_overhead_s, until_s
@@ -326,8 +330,8 @@ def _world(
     def in_blocks(tokens: int | None) -> int:
         return UNBOUNDED if tokens is None else tokens // requests.block_tokens
 
-    w = np.zeros((15, workers), np.int64)
-    w[loop.WAIT_HEAD :] = -1
+    w = np.zeros((16, workers), np.int64)
+    w[loop.WAIT_HEAD : loop.STAGED] = -1
     w[loop.ROLE, :prefill], w[loop.ROLE, prefill:] = loop.PREFILL, loop.BOTH if config.both else loop.DECODE
     w[loop.PLACES, :prefill], w[loop.PLACES, prefill:] = config.prefill_places, config.places
     w[loop.CAPACITY, :prefill] = in_blocks(config.prefill_kv_tokens)
@@ -363,4 +367,8 @@ def _world(
     narrow = narrowest_uint(layers * experts - 1)
     cells = recordings.expert_ids.astype(narrow) + (np.arange(layers) * experts).astype(narrow)[None, :, None]
     counts = np.zeros((layers, experts), np.uint32)
-    return loop.World(c, f, w, wt, r, rt, run, cache, blocks, held, cells.reshape(len(cells), -1), counts)
+    cells = cells.reshape(len(cells), -1)
+    bits = np.zeros((len(cells) + 1, -(-layers * experts // WORD)), np.uint64)
+    fill_bits(cells, bits)
+    rows = np.zeros(run.shape[1] + 8, np.uint64)
+    return loop.World(c, f, w, wt, r, rt, run, cache, blocks, held, cells, counts, bits, rows)

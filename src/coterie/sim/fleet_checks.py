@@ -15,11 +15,14 @@ from coterie.sim.invariants import TOLERANCE_S, check_tokens, holds
 
 def check_fleet(
     run: FleetRun, requests: FleetRequests, places: int, prefill_places: int, capacity: NDArray[np.int64], both: bool,
-    unique: bool,
+    unique: bool, whole: bool,
 ) -> None:  # fmt: skip
-    """Raises an InvariantError that names the broken rule; `capacity` [worker] KV blocks."""
+    """Raises an InvariantError that names the broken rule; `capacity` [worker] KV blocks, `whole` runs have no end
+    but their own."""
     done = np.isfinite(run.finish_s)
     _check_conservation(run, done)
+    left = run.queued + run.running
+    holds(19, not whole or left == 0, f"the run ended and {left} requests are neither done nor dropped")
     _check_times(run, done)
     check_tokens(run.decoded[done], run.output_tokens[done] - both)
     _check_places(run, places, prefill_places, both)

@@ -1,0 +1,132 @@
+"""Expert-aware routing on real vLLM: one prefill worker and several decoders, the same requests under every router.
+
+    python benchmarks/vllm_routing.py [--decoders 4] [--in-flight 8] [--requests 360] [--prompts FILE]
+
+Starts the servers together, records and fits a router on some of the requests, and serves the others under round robin,
+join-shortest-queue, locality band and latency-aware routing. Distinct experts are counted by the plugin inside the
+servers. Prints one JSON object; exit code 1 if a router changed a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+ROUTERS = ("round_robin", "join_shortest_queue", "locality_band", "latency_aware")
+START_S = 900.0
+BLOCK_SIZE = 32
+"""vLLM's attention on a CPU takes multiples of 32."""
+
+
+def server_argv(port: int, events_port: int, store: str, shared: Path) -> list[str]:
+    from coterie.engines.tiny import tiny_model_path
+
+    connectors = [
+        {
+            "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(shared)},
+        },
+        {
+            "kv_connector": "CoterieConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {"events": f"tcp://127.0.0.1:{events_port}", "store": store},
+        },
+    ]  # fmt: skip
+    both = {
+        "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": connectors}
+    }  # fmt: skip
+    return [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_model_path()),
+        "--served-model-name", "coterie-tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
+        "--block-size", str(BLOCK_SIZE), "--host", "127.0.0.1", "--port", str(port),
+        "--kv-transfer-config", json.dumps(both),
+    ]  # fmt: skip
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    from coterie.costs.presets import step_model
+    from coterie.engines.calibrate import describe_software
+    from coterie.engines.processes import ServerProcess, free_port
+    from coterie.engines.routed_loop import REFERENCE_SHAPE, DecodeWorker, LoopSettings, predicted_step_ms, run_loop
+    from coterie.engines.vllm.settings import ConnectorSettings
+    from coterie.models import get_model
+    from coterie.prompts import load_prompts, read_prompts, take_in_turn
+
+    prompts = take_in_turn(read_prompts(options.prompts) if options.prompts else load_prompts(), options.requests)
+    settings = LoopSettings(
+        in_flight=options.in_flight, max_tokens=options.max_tokens, block_size=BLOCK_SIZE, over=2,
+        routers=ROUTERS, seed=options.seed,
+    )
+    env = {
+        "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }  # fmt: skip
+    run, started = uuid.uuid4().hex[:8], time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        servers, workers = [], []
+        for number in range(options.decoders + 1):
+            port, events_port, store = free_port(), free_port(), f"routing-{run}-{number}"
+            argv = server_argv(port, events_port, store, Path(folder) / "kv")
+            server = ServerProcess(argv, f"http://127.0.0.1:{port}", Path(folder) / f"{number}.log", env)
+            stack.callback(server.launch().stop)
+            servers.append(server)
+            path = ConnectorSettings(store=store).store_path("", 0)
+            workers.append(DecodeWorker(server.url, f"tcp://127.0.0.1:{events_port}", path))
+        for server in servers:
+            server.wait_ready(START_S)
+        print(f"{len(servers)} servers ready after {time.monotonic() - started:.0f} s", file=sys.stderr)
+        last = ""
+
+        def report(what: str, done: int, total: int) -> None:
+            nonlocal last
+            if what != last:
+                print(f"{time.monotonic() - started:.0f} s: {what}, {done} of {total}", file=sys.stderr)
+                last = what
+
+        result = asyncio.run(run_loop([servers[0].url], workers[1:], prompts, settings, report))
+    model = step_model(get_model(REFERENCE_SHAPE), "h200")
+    rows = []
+    for one in result.runs:
+        rows.append(
+            {
+                "router": one.router, "requests": one.requests, "output_tokens": one.output_tokens, "steps": one.steps,
+                "rows_per_step": round(one.rows_per_step, 3), "distinct_per_step": round(one.distinct_per_step, 3),
+                "saving_pct": round(result.saving_pct(one), 2),
+                "saving_at_equal_rows_pct": round(result.saving_at_equal_rows_pct(one), 2),
+                "distinct_per_token": round(one.distinct_per_token, 3),
+                "predicted_h200_step_ms": round(
+                    predicted_step_ms(one.distinct_per_step, one.rows_per_step, result.context, model), 4
+                ),
+                "wall_s": round(one.wall_s, 2), "per_worker": one.per_worker,
+                "footprints": one.counts.footprints, "incomplete": one.counts.incomplete,
+            }
+        )  # fmt: skip
+    return {
+        "decoders": options.decoders, "in_flight": options.in_flight, "calibrated": result.calibrated,
+        "fit_s": round(result.fit_s, 3), "differing": result.differing(), "shape": REFERENCE_SHAPE, "rows": rows,
+        "software": describe_software(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--decoders", type=int, default=4)
+    parser.add_argument("--in-flight", type=int, default=8, help="requests under way per decoder")
+    parser.add_argument("--requests", type=int, default=404)
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--prompts", type=Path, help="else the shipped ones")
+    parser.add_argument("--seed", type=int, default=0)
+    found = measure(parser.parse_args())
+    print(json.dumps(found, indent=1))
+    sys.exit(1 if found["differing"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The reference worker on NumPy: coterie-tiny in a process of its own, where torch is not installed.
+
+    python -m coterie.engines.worker.embedded --role decode --port 8102 --expert-events tcp://127.0.0.1:5602
+
+Server, protocol, engine, blocks, counters and events are the reference worker's; the forward pass is
+:mod:`coterie.engines.worker.numpy_model`, and KV travels as plain arrays. Such workers hand KV to each other only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from coterie.engines.processes import ServerProcess, free_port
+from coterie.engines.tiny import TINY, tiny_model_path
+from coterie.engines.worker.config import Role, WorkerConfig
+from coterie.engines.worker.engine import Engine
+from coterie.engines.worker.events import EventStream
+from coterie.engines.worker.launch import bind
+from coterie.engines.worker.model import PackedModel
+from coterie.engines.worker.numpy_model import NumpyModel
+from coterie.engines.worker.protocol import Remote
+from coterie.engines.worker.server import Server
+from coterie.engines.worker.transfer import VERSION, Prefilled
+from coterie.errors import InputError
+from coterie.wire.expert_events import TOPIC
+
+
+class EmbeddedEngine(Engine):
+    def _run(self, batch: list[Any]) -> None:
+        started = time.thread_time()  # several workers on few cores wait for each other: the clock would count that
+        super()._run(batch)
+        self.metrics.add("step_cpu_seconds_total", by=time.thread_time() - started)
+
+    def export(self, key: str) -> bytes | None:
+        staged = self._staged.get(key)
+        if staged is None:
+            return None
+        count = len(staged.prompt)
+        tensors = self.model.store.pack(staged.blocks, count)
+        tokens = np.asarray(staged.prompt, np.int32)
+        return to_bytes(Prefilled(self.model.identity, tokens, self._ids_of(staged.blocks, count), tensors))
+
+
+class EmbeddedServer(Server):
+    async def _fetch(self, remote: Remote, prompt: list[int]) -> Prefilled | None:
+        assert self._session is not None
+        outcome = "unreachable"
+        try:
+            async with self._session.get(remote.url) as response:
+                if response.status != 200:
+                    outcome = "missing"
+                    return None
+                data = await response.read()
+            outcome = "damaged"
+            prefilled = from_bytes(data)
+            outcome = "mismatch"
+            self.engine.check_prefilled(prefilled, prompt)
+            outcome = "ok"
+            self.engine.metrics.add("kv_fetch_bytes_total", by=len(data))
+            return prefilled
+        except (aiohttp.ClientError, TimeoutError, OSError, InputError):
+            return None
+        except asyncio.CancelledError:
+            self._drop(remote)
+            outcome = "cancelled"
+            raise
+        finally:
+            self.engine.metrics.add("kv_fetch_total", outcome)
+
+
+def to_bytes(prefilled: Prefilled) -> bytes:
+    extra = {"token_ids": prefilled.token_ids, "expert_ids": prefilled.expert_ids}
+    arrays = {name: np.ascontiguousarray(array) for name, array in {**prefilled.tensors, **extra}.items()}
+    return bytes(save(arrays, {"version": VERSION, "identity": prefilled.identity}))
+
+
+def from_bytes(data: bytes) -> Prefilled:
+    """Raises InputError in one line, whatever the bytes are."""
+    try:
+        arrays = load(data)
+        about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+        token_ids, expert_ids = arrays.pop("token_ids"), arrays.pop("expert_ids")
+    except (SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InputError(f"is no prefilled request: {error}") from None
+    if about.get("version") != VERSION or token_ids.ndim != 1 or expert_ids.ndim != 3:
+        raise InputError(f"is a prefilled request of version {about.get('version')!r}, expected {VERSION!r}")
+    return Prefilled(about.get("identity", ""), token_ids, expert_ids, arrays)
+
+
+def embedded_worker(role: Role, folder: Path, name: str) -> tuple[ServerProcess, str]:
+    """A worker on free ports, not started yet, and the endpoint of its expert events."""
+    port, events = free_port(), f"tcp://127.0.0.1:{free_port()}"
+    argv = [sys.executable, "-m", __name__, "--role", role, "--port", str(port), "--expert-events", events]
+    # One thread each: several workers share the machine, and this model's matrices are small.
+    env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return ServerProcess(argv, f"http://127.0.0.1:{port}", folder / f"{name}.log", env), events
+
+
+def serve(config: WorkerConfig) -> None:
+    """Until SIGTERM or SIGINT."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(bind(config.host, config.port))
+        stream = None
+        if config.expert_events is not None:
+            stream = EventStream(config.expert_events, TOPIC, config.event_queue)
+            stack.callback(stream.close)
+        model: Any = NumpyModel(config.model, config.kv_blocks, config.block_size)
+        engine = EmbeddedEngine(cast(PackedModel, model), config, expert_stream=stream)
+        asyncio.run(EmbeddedServer(engine, config).run(listener, lambda _: None))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The reference worker on NumPy.")
+    parser.add_argument("--role", default="both")
+    parser.add_argument("--port", type=int, default=8100)
+    parser.add_argument("--expert-events")
+    asked = parser.parse_args()
+    serve(
+        WorkerConfig(
+            model=tiny_model_path(), role=asked.role, port=asked.port, expert_events=asked.expert_events,
+            served_model_name=TINY,
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""coterie-tiny on NumPy: the same steps as :mod:`coterie.engines.worker.model`, where torch is not installed.
+
+Qwen3-MoE as published: RMS norms, normed queries and keys, rotary positions, grouped-query attention over a request's
+own blocks, softmax over all experts and the top k of it renormalised. An expert's weights are read once a step, if any
+row chose it: so a step's time follows its distinct experts here as on a GPU. float32 throughout. For this model's size;
+a real model belongs on torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from coterie.engines.worker.bpe import BytePairs
+from coterie.engines.worker.model import Rows, StepResult, slots_of
+from coterie.errors import ConfigError, UnavailableError
+from coterie.types import narrowest_uint
+
+Array = NDArray[np.float32]
+
+
+class Shape(NamedTuple):
+    """What the engine asks of a capture."""
+
+    layer_ids: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+
+class _Layer(NamedTuple):
+    norm: Array
+    qkv: Array
+    query_norm: Array
+    key_norm: Array
+    out: Array
+    mlp_norm: Array
+    router: Array
+    gate_up: Array
+    """[expert, hidden, 2 x inner]"""
+    down: Array
+    """[expert, inner, hidden]"""
+
+
+class NumpyStore:
+    """Keys and values of every block: [layer, slot, head, width] each."""
+
+    def __init__(self, layers: int, num_blocks: int, block_size: int, heads: int, width: int) -> None:
+        self.block_size = block_size
+        shape = (layers, num_blocks * block_size, heads, width)
+        self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+
+    def pack(self, blocks: Sequence[int], length: int) -> dict[str, Array]:
+        """Name → [layer, token, head, width]: what another worker needs."""
+        slots = slots_of(blocks, 0, length, self.block_size)
+        return {"keys": self.keys[:, slots], "values": self.values[:, slots]}
+
+    def check(self, tensors: Mapping[str, Any], length: int) -> None:
+        """Whether arrays of another worker fit here; raises ConfigError."""
+        layers, _, heads, width = self.keys.shape
+        right = {name: ((layers, length, heads, width), np.dtype(np.float32)) for name in ("keys", "values")}
+        found = {name: (array.shape, array.dtype) for name, array in tensors.items()}
+        if found != right:
+            raise ConfigError(f"KV {found} came; this worker keeps {right}")
+
+    def unpack(self, tensors: Mapping[str, Any], slots: NDArray[np.int64], start: int) -> None:
+        """Rows `start` … of checked arrays into their slots."""
+        for store, name in ((self.keys, "keys"), (self.values, "values")):
+            store[:, slots] = tensors[name][:, start : start + len(slots)]
+
+
+class NumpyModel:
+    """Stands in for :class:`~coterie.engines.worker.model.PackedModel`."""
+
+    def __init__(self, folder: Path, num_blocks: int, block_size: int) -> None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if config["model_type"] != "qwen3_moe" or not config["tie_word_embeddings"] or config["mlp_only_layers"]:
+            raise UnavailableError(f"{folder}: only coterie-tiny's kind of model runs on NumPy; install coterie[torch]")
+        raw = load_file(folder / "model.safetensors")
+        self.name = folder.resolve().name
+        digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
+        self.identity = f"numpy-{digest}-float32"
+        """Two workers whose KV is interchangeable have the same."""
+        self.tokenizer = BytePairs(folder)
+        layers, experts = int(config["num_hidden_layers"]), int(config["num_experts"])
+        self._heads, self._kv_heads = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
+        self._width, self._eps = int(config["head_dim"]), float(config["rms_norm_eps"])
+        self.vocab_size, self.max_positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
+        ends = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
+        self.eos: frozenset[int] = frozenset(ends)
+        self.capture = Shape(tuple(range(layers)), experts, int(config["num_experts_per_tok"]))
+        self.expert_dtype = narrowest_uint(experts - 1)
+        self._embed = raw["model.embed_tokens.weight"].astype(np.float32)
+        self._norm = raw["model.norm.weight"].astype(np.float32)
+        self._layers = [_layer(raw, number, experts) for number in range(layers)]
+        angles = np.arange(self.max_positions)[:, None] * (
+            float(config["rope_theta"]) ** (-np.arange(0, self._width, 2) / self._width)
+        )
+        both = np.concatenate([angles, angles], axis=1)
+        self._cos, self._sin = np.cos(both).astype(np.float32), np.sin(both).astype(np.float32)
+        self.store = NumpyStore(layers, num_blocks, block_size, self._kv_heads, self._width)
+
+    def step(self, batch: Sequence[Rows]) -> StepResult:
+        """One forward pass of rows of many requests, each attending to its own blocks."""
+        size = self.store.block_size
+        slots = [slots_of(rows.blocks, rows.start, rows.start + len(rows.tokens), size) for rows in batch]
+        seen = [slots_of(rows.blocks, 0, rows.start + len(rows.tokens), size) for rows in batch]
+        positions = np.concatenate([np.arange(rows.start, rows.start + len(rows.tokens)) for rows in batch])
+        ends = np.cumsum([len(rows.tokens) for rows in batch])
+        written = np.concatenate(slots)
+        hidden = self._embed[np.concatenate([np.asarray(rows.tokens, np.int64) for rows in batch])]
+        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        expert_ids = np.empty((len(hidden), len(self._layers), self.capture.top_k), self.expert_dtype)
+        for number, layer in enumerate(self._layers):
+            query, key, value = self._projected(layer, hidden, cos, sin)
+            self.store.keys[number, written], self.store.values[number, written] = key, value
+            mixed = np.empty_like(query)
+            for rows, end, mine in zip(batch, ends, seen, strict=True):
+                part = slice(end - len(rows.tokens), end)
+                keys, values = self.store.keys[number, mine], self.store.values[number, mine]
+                mixed[part] = _attend(query[part], keys, values, rows.start)
+            hidden = hidden + mixed.reshape(len(hidden), -1) @ layer.out
+            added, expert_ids[:, number] = self._experts(layer, _normed(hidden, layer.mlp_norm, self._eps))
+            hidden = hidden + added
+        wanted = [int(end) - 1 for rows, end in zip(batch, ends, strict=True) if rows.sample]
+        logits = _normed(hidden[wanted], self._norm, self._eps) @ self._embed.T
+        return StepResult(np.asarray(logits, np.float32), expert_ids)
+
+    def _projected(self, layer: _Layer, hidden: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
+        """Query, key and value [row, head, width], turned to their positions."""
+        heads, kv_heads = self._heads, self._kv_heads
+        all_heads = (_normed(hidden, layer.norm, self._eps) @ layer.qkv).reshape(len(hidden), -1, self._width)
+        query = _normed(all_heads[:, :heads], layer.query_norm, self._eps)
+        key = _normed(all_heads[:, heads : heads + kv_heads], layer.key_norm, self._eps)
+        return _turned(query, cos, sin), _turned(key, cos, sin), all_heads[:, heads + kv_heads :]
+
+    def _experts(self, layer: _Layer, hidden: Array) -> tuple[Array, NDArray[np.int64]]:
+        """What the experts add [row, hidden], and who they were [row, k]."""
+        scores = _softmax(hidden @ layer.router)
+        chosen = np.argsort(-scores, axis=1, kind="stable")[:, : self.capture.top_k]
+        weights = np.take_along_axis(scores, chosen, axis=1)
+        weights /= weights.sum(axis=1, keepdims=True)
+        out = np.zeros_like(hidden)
+        for expert in np.unique(chosen):
+            rows, places = np.nonzero(chosen == expert)
+            gate, up = np.split(hidden[rows] @ layer.gate_up[expert], 2, axis=1)
+            inner = gate / (1 + np.exp(-gate)) * up
+            out[rows] += weights[rows, places, None] * (inner @ layer.down[expert])
+        return out, chosen
+
+
+def _layer(raw: Mapping[str, NDArray[Any]], number: int, experts: int) -> _Layer:
+    def weight(name: str) -> Array:
+        return raw[f"model.layers.{number}.{name}.weight"].astype(np.float32)
+
+    def of_experts(*names: str) -> Array:
+        each = [np.concatenate([weight(f"mlp.experts.{e}.{name}") for name in names]).T for e in range(experts)]
+        return np.ascontiguousarray(each)
+
+    qkv = np.concatenate([weight(f"self_attn.{name}_proj") for name in "qkv"]).T
+    return _Layer(
+        weight("input_layernorm"), np.ascontiguousarray(qkv), weight("self_attn.q_norm"), weight("self_attn.k_norm"),
+        np.ascontiguousarray(weight("self_attn.o_proj").T), weight("post_attention_layernorm"),
+        np.ascontiguousarray(weight("mlp.gate").T), of_experts("gate_proj", "up_proj"), of_experts("down_proj"),
+    )  # fmt: skip
+
+
+def _normed(values: Array, weight: Array, eps: float) -> Array:
+    scale = np.sqrt(np.mean(values * values, axis=-1, keepdims=True) + np.float32(eps))
+    return np.asarray(values / scale * weight, np.float32)
+
+
+def _turned(values: Array, cos: Array, sin: Array) -> Array:
+    first, second = np.split(values, 2, axis=-1)
+    return np.asarray(values * cos + np.concatenate([-second, first], axis=-1) * sin, np.float32)
+
+
+def _softmax(values: Array) -> Array:
+    shares = np.exp(values - values.max(axis=-1, keepdims=True))
+    return np.asarray(shares / shares.sum(axis=-1, keepdims=True), np.float32)
+
+
+def _attend(query: Array, keys: Array, values: Array, start: int) -> Array:
+    """Rows [row, head, width] that are tokens `start` … of a request, over its keys [token, kv head, width]."""
+    rows, heads, width = query.shape
+    kv_heads = keys.shape[1]
+    grouped = query.reshape(rows, kv_heads, -1, width).transpose(1, 2, 0, 3)  # [kv head, group, row, width]
+    scores = grouped @ keys.transpose(1, 2, 0)[:, None] * np.float32(width**-0.5)
+    if rows > 1:
+        hidden = np.arange(len(keys))[None, :] > np.arange(start, start + rows)[:, None]
+        scores[..., hidden] = -np.inf
+    mixed = _softmax(scores) @ values.transpose(1, 0, 2)[:, None]
+    return np.asarray(mixed.transpose(2, 0, 1, 3).reshape(rows, heads, width), np.float32)

@@ -1,0 +1,261 @@
+"""The proxy on real workers: right tokens, exact footprints, a fleet that adds up, and workers that die.
+
+The last tests of the file end workers on purpose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+pytest.importorskip("aiohttp")
+pytest.importorskip("zmq")
+
+from coterie.engines.processes import ServerProcess
+from coterie.engines.routed_fleet import RoutedFleet, Served, WorkerClient
+from coterie.engines.routed_loop import DecodeWorker, LoopSettings, record, run_loop, serve, totals, whole_blocks
+from coterie.engines.tiny import TINY, tiny_model_path
+from coterie.engines.worker.embedded import embedded_worker
+from coterie.engines.worker.model import Rows
+from coterie.engines.worker.numpy_model import NumpyModel
+from coterie.errors import ConfigError, InputError
+from coterie.footprints import footprint
+from coterie.prompts import load_prompts, take_in_turn
+from coterie.routing import Decision, JoinShortestQueue, RoundRobin, RouteRequest
+from coterie.routing.fleet import Fleet
+
+PATH = "/v1/completions"
+TOKENS = 6
+MODEL = NumpyModel(tiny_model_path(), num_blocks=64, block_size=16)
+BODY = {"model": TINY, "max_tokens": TOKENS, "temperature": 0, "return_token_ids": True}
+BLOCKS = list(range(20))
+
+
+class Workers(NamedTuple):
+    prefill: list[ServerProcess]
+    decode: list[ServerProcess]
+    described: list[DecodeWorker]
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    folder = tmp_path_factory.mktemp("workers")
+    made = [embedded_worker("prefill", folder, "p"), *(embedded_worker("decode", folder, f"d{n}") for n in range(2))]
+    with contextlib.ExitStack() as stack:
+        for server, _ in made:
+            stack.push(server)
+            server.launch()
+        for server, _ in made:
+            server.wait_ready(120)
+        described = [DecodeWorker(server.url, events) for server, events in made[1:]]
+        yield Workers([made[0][0]], [server for server, _ in made[1:]], described)
+
+
+class Clients(NamedTuple):
+    prefill: list[WorkerClient]
+    decode: list[WorkerClient]
+
+
+def with_clients(workers: Workers, work: Callable[[Clients], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        async with contextlib.AsyncExitStack() as stack:
+            groups = []
+            for group in (workers.prefill, workers.decode):
+                groups.append([await stack.enter_async_context(WorkerClient(server.url)) for server in group])
+            return await work(Clients(*groups))
+
+    return asyncio.run(run())
+
+
+def prompts(count: int) -> list[list[int]]:
+    texts = [prompt.prompt for prompt in take_in_turn(load_prompts(), 3 * count)]
+    ids = (MODEL.tokenizer.encode(MODEL.tokenizer.apply_chat_template([{"role": "user", "content": t}])) for t in texts)
+    return whole_blocks([one for one in ids if len(one) < 120], 16)[:count]
+
+
+def alone(prompt: list[int]) -> tuple[list[int], np.ndarray]:
+    """Greedy tokens of one request by itself, and the experts [token, layer, k] of all that was computed."""
+    tokens, out, experts, start = prompt, [], [], 0
+    while len(out) < TOKENS:
+        result = MODEL.step([Rows(tokens, start, BLOCKS, True)])
+        experts.append(result.expert_ids)
+        start += len(tokens)
+        tokens = [int(result.logits[0].argmax())]
+        out += tokens
+        if out[-1] in MODEL.eos:
+            break
+    return out, np.concatenate(experts)
+
+
+def body(prompt: list[int], **more: Any) -> dict[str, Any]:
+    return {**BODY, "prompt": prompt, **more}
+
+
+async def serve_all(proxy: RoutedFleet, asked: list[list[int]]) -> list[Served]:
+    return list(await asyncio.gather(*(proxy.serve(PATH, body(prompt)) for prompt in asked)))
+
+
+class Watching(NamedTuple):
+    """Shortest queue, and what it was asked."""
+
+    seen: list[tuple[RouteRequest, list[int]]]
+
+    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+        self.seen.append((request, fleet.running.tolist()))
+        decision = JoinShortestQueue().route(request, fleet)
+        return decision._replace(profile=np.full(fleet.missed.shape[1], 0.25, np.float32))
+
+
+def test_tokens_footprints_and_the_fleet_in_between(workers: Workers) -> None:
+    asked = prompts(8)
+
+    async def work(clients: Clients) -> None:
+        router = Watching([])
+        proxy = RoutedFleet(*clients, router, places=4, cells=8 * 32)
+        served = await serve_all(proxy, asked)
+        assert [one.problem for one in served] == [None] * 8
+        for one, prompt in zip(served, asked, strict=True):
+            tokens, experts = alone(prompt)
+            assert one.tokens == tokens
+            assert one.footprint is not None
+            np.testing.assert_array_equal(one.footprint.counts, footprint(experts[: len(prompt)], 32))
+        assert sorted(one.decoder for one in served) == [0] * 4 + [1] * 4
+        assert max(sum(running) for _, running in router.seen) == 7, "all were in flight when the last was routed"
+        assert all(request.prompt_tokens == len(asked[number]) for number, (request, _) in _by_length(router, asked))
+        assert proxy.fleet.running.tolist() == [0, 0]
+        assert proxy.fleet.context_tokens.tolist() == [0, 0]
+        assert (proxy.fleet.missed == 255).all(), "nobody is left"
+        counts = proxy.counts
+        assert (counts.served, counts.footprints, counts.incomplete, counts.failed, counts.retried) == (8, 8, 0, 0, 0)
+
+    with_clients(workers, work)
+
+
+def _by_length(router: Watching, asked: list[list[int]]) -> list[tuple[int, tuple[RouteRequest, list[int]]]]:
+    """Each routed request beside a prompt of its length: names are the proxy's own."""
+    lengths = [len(prompt) for prompt in asked]
+    return [(lengths.index(entry[0].prompt_tokens), entry) for entry in router.seen]
+
+
+def test_a_refused_request_is_its_own_fault(workers: Workers) -> None:
+    async def work(clients: Clients) -> None:
+        proxy = RoutedFleet(*clients, RoundRobin())
+        bad = await proxy.serve(PATH, body(prompts(1)[0], n=2))
+        assert "HTTP 400" in str(bad.problem)
+        with pytest.raises(ConfigError, match="was not answered"):
+            _ = bad.tokens
+        good = await proxy.serve(PATH, body(prompts(1)[0]), name="mine")
+        assert (good.name, good.problem) == ("mine", None)
+        assert proxy.fleet.alive.all()
+        assert proxy.prefill_alive == [True]
+        assert (proxy.counts.failed, proxy.counts.served) == (1, 1)
+
+    with_clients(workers, work)
+
+
+def test_a_fleet_needs_both_kinds() -> None:
+    with pytest.raises(ConfigError, match="0 prefill and 1 decode"):
+        RoutedFleet([], [WorkerClient("http://127.0.0.1:1")], RoundRobin())
+
+
+def test_recorded_counts_are_those_of_each_request_alone(workers: Workers) -> None:
+    asked = prompts(6)
+
+    async def work(clients: Clients) -> None:
+        known = await record(*clients, workers.described, asked, BODY, 4)
+        truth = [(prompt, *alone(prompt)) for prompt in asked]
+        truth = [one for one in truth if len(one[1]) > 1]
+        assert len(known.prefill) == len(truth)
+        for row, (prompt, _, experts) in enumerate(truth):
+            np.testing.assert_array_equal(known.prefill[row], footprint(experts[: len(prompt)], 32))
+            np.testing.assert_array_equal(known.decode[row], footprint(experts[len(prompt) :], 32))
+        assert (known.model, known.top_k, known.halved) == (TINY, 4, False)
+
+    with_clients(workers, work)
+
+
+def test_distinct_experts_are_counted_in_the_workers(workers: Workers) -> None:
+    """One request at a time: every step touches the 4 experts of one token."""
+    asked = prompts(3)
+
+    async def work(clients: Clients) -> None:
+        proxy = RoutedFleet(*clients, RoundRobin())
+        run = await serve(proxy, "round_robin", clients.decode, workers.described, asked, BODY, 1)
+        assert run.answers == [alone(prompt)[0] for prompt in asked]
+        assert (run.rows_per_step, run.distinct_per_step) == (1.0, 4.0)
+        assert run.steps == run.output_tokens - 3
+        assert run.per_worker == [2, 1]
+        assert run.step_ms is not None
+        assert run.step_ms > 0
+        before = await totals(clients.decode[0], workers.described[0])
+        await proxy.serve(PATH, body(asked[0]))
+        away = await totals(clients.decode[0], workers.described[0])
+        assert away.since(before).rows in (0, len(run.answers[0]) - 1)
+        with pytest.raises(InputError, match="slot store"):
+            await totals(clients.decode[0], DecodeWorker(clients.decode[0].url, "", Path("no-slot-store")))
+
+    with_clients(workers, work)
+
+
+def test_the_loop_closes(workers: Workers) -> None:
+    settings = LoopSettings(in_flight=4, max_tokens=8, routers=("round_robin", "locality_band", "latency_aware"))
+    chosen = take_in_turn(load_prompts(), 40)
+    urls = [server.url for server in workers.prefill]
+    result = asyncio.run(run_loop(urls, workers.described, chosen, settings))
+    assert result.differing() == 0
+    assert [run.router for run in result.runs] == list(settings.routers)
+    assert len({run.output_tokens for run in result.runs}) == 1
+    assert all(run.counts.footprints == run.requests for run in result.runs)
+    assert all(4 <= run.distinct_per_step <= 4 * run.rows_per_step for run in result.runs)
+    assert result.saving_pct(result.runs[0]) == result.saving_at_equal_rows_pct(result.runs[0]) == 0
+    assert result.fitted.workers == 2
+    with pytest.raises(ConfigError, match="calibrate"):
+        LoopSettings(calibrate=1.0)
+
+
+def test_a_decoder_killed_in_the_middle_and_back_again(workers: Workers) -> None:
+    asked = prompts(16)
+
+    async def work(clients: Clients) -> None:
+        proxy = RoutedFleet(*clients, RoundRobin())
+        running = [asyncio.create_task(proxy.serve(PATH, body(prompt))) for prompt in asked]
+        while proxy.fleet.running[1] < 4:
+            await asyncio.sleep(0.005)
+        workers.decode[1].kill()
+        served = await asyncio.gather(*running)
+        assert [one.tokens for one in served] == [alone(prompt)[0] for prompt in asked]
+        assert proxy.fleet.alive.tolist() == [True, False]
+        assert proxy.counts.retried == proxy.counts.decode_failures > 0
+        assert proxy.fleet.running.tolist() == [0, 0]
+        assert (await proxy.serve(PATH, body(asked[0]))).decoder == 0
+        assert await proxy.look() == 0
+        await asyncio.to_thread(workers.decode[1].start, 120)
+        assert await proxy.look() == 1
+        assert {(await proxy.serve(PATH, body(asked[0]))).decoder for _ in range(2)} == {0, 1}
+
+    with_clients(workers, work)
+
+
+def test_without_prefill_decoders_compute_prompts_and_without_decoders_nothing_is_served(workers: Workers) -> None:
+    prompt = prompts(1)[0]
+
+    async def work(clients: Clients) -> None:
+        proxy = RoutedFleet(*clients, RoundRobin())
+        workers.prefill[0].kill()
+        one = await proxy.serve(PATH, body(prompt))
+        assert (one.tokens, one.footprint) == (alone(prompt)[0], None)
+        assert (proxy.counts.prefill_failures, proxy.prefill_alive) == (1, [False])
+        for server in workers.decode:
+            server.kill()
+        gone = await proxy.serve(PATH, body(prompt))
+        assert gone.problem is not None
+        assert (proxy.counts.decode_failures, proxy.counts.retried) == (2, 1)
+        assert "none of the 2 workers is alive" in str((await proxy.serve(PATH, body(prompt))).problem)
+
+    with_clients(workers, work)

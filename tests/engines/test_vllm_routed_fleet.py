@@ -1,0 +1,55 @@
+"""Record, fit, route on real vLLM: one prefill and two decode workers; benchmarks/vllm_routing.py runs four."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from vllm_servers import Fleet, Server, needs_vllm
+
+from coterie.engines.routed_loop import DecodeWorker, LoopSettings, run_loop
+from coterie.engines.vllm.settings import ConnectorSettings
+from coterie.prompts import load_prompts, take_in_turn
+
+pytestmark = [pytest.mark.vllm, needs_vllm]
+
+SETTINGS = LoopSettings(
+    in_flight=4, max_tokens=24, block_size=32, over=2, routers=("round_robin", "latency_aware")
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trio(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> list[Server]:
+    beside = {
+        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path_factory.mktemp("kv"))},
+    }  # fmt: skip
+    fleet.stop(*list(fleet.servers))
+    how: dict[str, Any] = {"settings": {"load_interval_s": 0.2}, "beside": beside}
+    return fleet.start({"routed-prefill": how, "routed-0": how, "routed-1": how})
+
+
+def test_routing_by_experts_touches_fewer_and_changes_no_token(fleet: Fleet, trio: list[Server]) -> None:
+    prefill, *decoders = trio
+    workers = [
+        DecodeWorker(server.url, server.events, ConnectorSettings(store=server.store).store_path("", 0))
+        for server in decoders
+    ]
+    chosen = take_in_turn(load_prompts(), 120)
+    result = asyncio.run(run_loop([prefill.url], workers, chosen, SETTINGS))
+    assert result.differing() == 0
+    for run in result.runs:
+        assert run.requests > 40
+        assert (run.counts.footprints, run.counts.incomplete, run.counts.failed) == (run.requests, 0, 0)
+        assert 4 <= run.distinct_per_step <= 32
+    aware = result.runs[1]
+    assert min(aware.per_worker) > 0
+    assert result.saving_at_equal_rows_pct(aware) > 1.0, "4.5 to 5.7% with two decoders on gpt-oss routing"
+    for server in trio:
+        assert server.counter("errors") == 0
+    fleet.stop(*(server.name for server in trio))
