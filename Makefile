@@ -14,7 +14,7 @@ PIP := -m pip install -qq --disable-pip-version-check --no-compile
 export NUMBA_CACHE_DIR ?= $(CURDIR)/.numba_cache
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-engines run lint bench clean
+.PHONY: help install test test-engines test-long run lint bench clean
 
 help: ## List the goals
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 16
@@ -27,7 +27,10 @@ test: install ## Run the tests; those that need torch or COTERIE_DATA are skippe
 
 test-engines: $(ENGINES)/.installed ## Run the tests that need torch or start vLLM, in an environment of their own
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m torch -n 2
-	$(ENGINES)/bin/python -m pytest -m vllm
+	$(ENGINES)/bin/python -m pytest -m "vllm and not long"
+
+test-long: $(ENGINES)/.installed ## Run the tests of real engines that take minutes
+	$(ENGINES)/bin/python -m pytest -m long
 
 run: install ## Show what Coterie does, on a small generated trace
 	$(VENV)/bin/coterie demo

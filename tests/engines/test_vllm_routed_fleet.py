@@ -16,7 +16,7 @@ from coterie.engines.routed_loop import DecodeWorker, LoopSettings, run_loop
 from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.prompts import load_prompts, take_in_turn
 
-pytestmark = [pytest.mark.vllm, needs_vllm]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, needs_vllm]
 
 SETTINGS = LoopSettings(
     in_flight=4, max_tokens=24, block_size=32, over=2, routers=("round_robin", "latency_aware")
@@ -49,6 +49,7 @@ def test_routing_by_experts_touches_fewer_and_changes_no_token(fleet: Fleet, tri
         assert 4 <= run.distinct_per_step <= 32
     aware = result.runs[1]
     assert min(aware.per_worker) > 0
+    print([(r.distinct_per_step, r.rows_per_step, r.per_worker, result.saving_pct(r), result.saving_at_equal_rows_pct(r), r.wall_s) for r in result.runs])
     assert result.saving_at_equal_rows_pct(aware) > 1.0, "4.5 to 5.7% with two decoders on gpt-oss routing"
     for server in trio:
         assert server.counter("errors") == 0

@@ -1,19 +1,26 @@
-"""A fleet simulated the plain way: objects, one event at a time, experts counted token by token."""
+"""A fleet simulated the plain way: objects, one event at a time, experts counted token by token.
+
+How long a step takes is asked of the caller, who is given its tokens and their load.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from coterie.costs.step import Batch, StepModel
+from coterie.costs.step import Batch
 from coterie.routing.base import Router, RouteRequest
 from coterie.routing.fleet import Fleet
-from coterie.sim.execution import StepTimer
 from coterie.sim.fleet import FleetConfig
 from coterie.sim.fleet_requests import FleetRequests
+from coterie.types import ModelSpec
+
+StepTime = Callable[[list[int], np.ndarray, Batch], float]
+"""Microseconds of a step: the rows it decodes, the load of all its tokens, and its batch."""
 
 
 @dataclass
@@ -60,12 +67,12 @@ class Engine:
 
 class Reference:
     def __init__(
-        self, requests: FleetRequests, model: StepModel, router: Router, config: FleetConfig, in_flight: int = 0,
-        duplicates: str = "refuse",
+        self, requests: FleetRequests, spec: ModelSpec, step_us: StepTime, router: Router, config: FleetConfig,
+        in_flight: int = 0, duplicates: str = "refuse",
     ) -> None:  # fmt: skip
         self.requests, self.config, self.router, self.in_flight = requests, config, router, in_flight
         self.duplicates = duplicates
-        self.timer, self.spec = StepTimer(model), model.spec
+        self.step_us, self.spec = step_us, spec
         size = requests.block_tokens
         prefill_cap = math.inf if config.prefill_kv_tokens is None else config.prefill_kv_tokens // size
         decode_cap = math.inf if config.kv_tokens is None else config.kv_tokens // size
@@ -290,13 +297,13 @@ class Reference:
             len(decoding), sum(one.prompt + one.steps for one in decoding), sum(one.chunk for one in prompts),
             sum(one.computed for one in prompts), max(1, len(prompts)),
         )  # fmt: skip
-        ran = self.timer(load, batch)
+        us = self.step_us([self.rows(one)[0] for one in decoding], load, batch)
         speed = 1.0
         if self.config.speeds is not None and number >= self.config.prefill_workers:
             speed = self.config.speeds[number - self.config.prefill_workers]
-        seconds = ran.seconds / speed + self.config.step_overhead_s
+        seconds = us * 1e-6 / speed + self.config.step_overhead_s
         engine.end = self.now + seconds
-        self.steps.append((number, self.now, seconds, len(decoding), batch.prefill_tokens, ran.distinct))
+        self.steps.append((number, self.now, seconds, len(decoding), batch.prefill_tokens, (load > 0).sum() / len(load)))
 
     def finish_step(self, engine: Engine, to_decide: list[Asked]) -> None:
         for one in list(engine.running):

@@ -52,11 +52,13 @@ def demo_command(
         "measured here",
     )
     best = result.rows[-1]
+    faster_pct = 100 * (1 - best.h200_ms / result.rows[0].h200_ms)
     same = "the same tokens" if result.same_tokens else "[bold red]not[/] the same tokens"
     out.print(
-        f"\nEvery request was answered with {same} under all routers ({result.output_tokens:,} tokens). Decode streams "
-        f"the weights of\nevery distinct expert: {best.saving_pct:.1f}% fewer make a step "
-        f"{100 * (1 - best.h200_ms / result.rows[0].h200_ms):.1f}% faster on an {result.hardware}, by the calibrated "
+        f"\nEvery request was answered with {same} under all routers ({result.output_tokens:,} tokens).\n"
+        "Decode streams the weights of every distinct expert. A step of "
+        f"{best.router} touches {best.saving_pct:.1f}% fewer\n({best.equal_rows_pct:.1f}% at equal batch) and takes "
+        f"{faster_pct:.1f}% less time on an {result.hardware}, by the calibrated "
         f"cost model.\n\nFigure: {escape(result.figure)} ({result.wall_s:.0f} s in all)\nNext: [cyan]coterie "
         "record[/] your own server, [cyan]coterie fit[/] a router, [cyan]coterie inspect[/] a trace.\nEvery verb has "
         "[cyan]--help[/].",

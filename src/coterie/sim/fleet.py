@@ -212,12 +212,15 @@ class _Driver:
         self.tables = step_tables(model, most, placement)
         self.world = _world(requests, model, config, in_flight, duplicates, until_s)
         self.log = np.zeros((FIRST_STEPS, 6))
+        self.recorded: list[int] = requests.recorded.tolist()
+        self.prompt_tokens: list[int] = requests.prompt_tokens.tolist()
+        self.footprints, self.domains = requests.recordings.footprint, requests.recordings.domains
         self.told = 0
         self.profiles: dict[int, tuple[NDArray[np.float32], int]] = {}
 
     def serve(self) -> FleetRun:
-        world, tables, c, r = self.world, self.tables, self.world.c, self.world.r
-        answer = -1
+        world, tables, c = self.world, self.tables, self.world.c
+        decisions, answer = world.r[loop.DECISION], -1
         while True:
             why = loop.advance(world, tables, self.log, answer)
             answer = -1
@@ -226,7 +229,7 @@ class _Driver:
                 continue
             self.tell_finished()
             if why == loop.DECIDE:
-                answer = self.decide(int(r[loop.DECISION, c[loop.DECIDED]]))
+                answer = self.decide(int(decisions[c[loop.DECIDED]]))
             elif why == loop.DUPLICATE:
                 row = int(c[loop.SUBJECT])
                 raise ConfigError(
@@ -238,40 +241,48 @@ class _Driver:
 
     def tell_finished(self) -> None:
         ended = int(self.world.c[loop.FINISHED])
+        if ended == self.told:
+            return
         for request in self.world.r[loop.ENDING, self.told : ended].tolist():
             self.fleet.finish(str(request))
             self.profiles.pop(request, None)
-        if self.progress is not None and ended > self.told:
+        if self.progress is not None:
             self.progress(ended - self.told)
         self.told = ended
 
     def decide(self, request: int) -> int:
-        fleet, config, recordings, (c, _, w, _, r, _, _, cache, blocks, *_) = (
-            self.fleet, self.config, self.requests.recordings, self.world,
-        )  # fmt: skip
-        first, recorded = config.prefill_workers, int(self.requests.recorded[request])
-        if config.both:
-            fleet.prefill_tokens[:] = w[loop.QUEUED_TOKENS, first:]
-        if config.kv_tokens is not None:
-            fleet.kv_used[:] = w[loop.KV_USED, first:] / w[loop.CAPACITY, first:]
+        fleet, config = self.fleet, self.config
+        if config.both or config.kv_tokens is not None:
+            self.show_memory()
         if config.refine_tokens:
             self.refine()
-        cached = None
-        if config.both and len(blocks):
-            workers = range(config.decode_workers)
-            cached = np.array([loop.hit_tokens(c, r, cache, blocks, worker, request) for worker in workers], np.int64)
-        prompt_tokens = int(self.requests.prompt_tokens[request])
+        recorded, prompt_tokens = self.recorded[request], self.prompt_tokens[request]
         known = RouteRequest(
-            str(request), prompt_tokens, None if recordings.footprint is None else recordings.footprint[recorded],
-            None if recordings.domains is None else recordings.domains[recorded], cached,
+            str(request), prompt_tokens, None if self.footprints is None else self.footprints[recorded],
+            None if self.domains is None else self.domains[recorded], self.cached(request) if config.both else None,
         )  # fmt: skip
         decision: Decision = self.router.route(known, fleet)
-        if not 0 <= decision.worker < config.decode_workers:
-            raise ConfigError(f"the router chose worker {decision.worker}; it must be in 0 … {len(fleet) - 1}")
-        fleet.admit(known.id, decision.worker, prompt_tokens, decision.profile)
+        worker = int(decision.worker)
+        if not 0 <= worker < config.decode_workers:
+            raise ConfigError(f"the router chose worker {worker}; it must be in 0 … {len(fleet) - 1}")
+        fleet.admit(known.id, worker, prompt_tokens, decision.profile)
         if config.refine_tokens and decision.profile is not None:
             self.profiles[request] = (decision.profile, 0)
-        return int(decision.worker)
+        return worker
+
+    def show_memory(self) -> None:
+        """What the fleet shows of prompts that wait and of KV in use."""
+        w, first = self.world.w, self.config.prefill_workers
+        self.fleet.prefill_tokens[:] = w[loop.QUEUED_TOKENS, first:]
+        if self.config.kv_tokens is not None:
+            self.fleet.kv_used[:] = w[loop.KV_USED, first:] / w[loop.CAPACITY, first:]
+
+    def cached(self, request: int) -> NDArray[np.int64] | None:
+        c, r, cache, blocks = self.world.c, self.world.r, self.world.cache, self.world.blocks
+        if not len(blocks):
+            return None
+        workers = range(self.config.decode_workers)
+        return np.array([loop.hit_tokens(c, r, cache, blocks, worker, request) for worker in workers], np.int64)
 
     def refine(self) -> None:
         """Profiles of requests that decoded enough since the last time."""
@@ -365,7 +376,7 @@ def _world(
     run = np.zeros((workers, int(w[loop.PLACES].max())), np.int64)
     layers, experts = spec.num_moe_layers, spec.num_experts
     narrow = narrowest_uint(layers * experts - 1)
-    cells = recordings.expert_ids.astype(narrow) + (np.arange(layers) * experts).astype(narrow)[None, :, None]
+    cells = np.add(recordings.expert_ids, (np.arange(layers) * experts).astype(narrow)[None, :, None], dtype=narrow)
     counts = np.zeros((layers, experts), np.uint32)
     cells = cells.reshape(len(cells), -1)
     bits = np.zeros((len(cells) + 1, -(-layers * experts // WORD)), np.uint64)

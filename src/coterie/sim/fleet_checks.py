@@ -31,9 +31,9 @@ def check_fleet(
         holds(30, False, f"worker {over[0]} held {run.kv_most[over[0]]} of {capacity[over[0]]} KV blocks")
     steps = _steps_by_worker(run)
     _check_work(run, steps, done)
-    _check_distinct(run, requests, steps)
     if unique:
         _check_unique(run, requests)
+    _check_distinct(run, requests, steps)
 
 
 def _check_conservation(run: FleetRun, done: NDArray[np.bool_]) -> None:
