@@ -23,14 +23,15 @@ install: $(VENV)/.installed ## Make .venv and install Coterie in it, with what i
 
 # tests/conftest.py says which tests a worker takes together.
 test: install ## Run the tests; those that need torch or COTERIE_DATA are skipped without it
-	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not long"
 
 test-engines: $(ENGINES)/.installed ## Run the tests that need torch or start vLLM, in an environment of their own
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m torch -n 2
 	$(ENGINES)/bin/python -m pytest -m "vllm and not long"
 
-test-long: $(ENGINES)/.installed ## Run the tests of real engines that take minutes
-	$(ENGINES)/bin/python -m pytest -m long
+test-long: install $(ENGINES)/.installed ## Run the tests that take minutes, of real engines among them
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "long and not vllm"
+	$(ENGINES)/bin/python -m pytest -m "long and vllm"
 
 run: install ## Show what Coterie does, on a small generated trace
 	$(VENV)/bin/coterie demo

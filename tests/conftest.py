@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-settings.register_profile("coterie", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("coterie", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("coterie")
 
 

@@ -139,6 +139,7 @@ def dense_model(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_unknown_version_and_unknown_model(fleet: Fleet, tmp_path: Path) -> None:
     """Both serve as if the plugin were absent, and say so; the API answers without a footprint."""
     patch = tmp_path / "patch"

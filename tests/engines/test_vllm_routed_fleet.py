@@ -1,4 +1,8 @@
-"""Record, fit, route on real vLLM: one prefill and two decode workers; benchmarks/vllm_routing.py runs four."""
+"""Record, fit, route on real vLLM: one prefill and two decode workers.
+
+Nothing is said here of how many experts that saves: two decoders and 61 requests in batches of three are too few to
+tell. benchmarks/vllm_routing.py measures it with four.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ def trio(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> list[Server]
     return fleet.start({"routed-prefill": how, "routed-0": how, "routed-1": how})
 
 
-def test_routing_by_experts_touches_fewer_and_changes_no_token(fleet: Fleet, trio: list[Server]) -> None:
+def test_the_loop_closes_and_no_router_changes_a_token(fleet: Fleet, trio: list[Server]) -> None:
     prefill, *decoders = trio
     workers = [
         DecodeWorker(server.url, server.events, ConnectorSettings(store=server.store).store_path("", 0))
@@ -47,10 +51,7 @@ def test_routing_by_experts_touches_fewer_and_changes_no_token(fleet: Fleet, tri
         assert run.requests > 40
         assert (run.counts.footprints, run.counts.incomplete, run.counts.failed) == (run.requests, 0, 0)
         assert 4 <= run.distinct_per_step <= 32
-    aware = result.runs[1]
-    assert min(aware.per_worker) > 0
-    print([(r.distinct_per_step, r.rows_per_step, r.per_worker, result.saving_pct(r), result.saving_at_equal_rows_pct(r), r.wall_s) for r in result.runs])
-    assert result.saving_at_equal_rows_pct(aware) > 1.0, "4.5 to 5.7% with two decoders on gpt-oss routing"
+        assert min(run.per_worker) > 0
     for server in trio:
         assert server.counter("errors") == 0
     fleet.stop(*(server.name for server in trio))

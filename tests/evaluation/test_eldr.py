@@ -59,6 +59,9 @@ def outcomes(experts: float, p50: float, p99: float) -> Outcome:
     return Outcome(experts, experts, experts, p50, p99, p50, p50, 100, 0.1)
 
 
+pytestmark = pytest.mark.long
+
+
 def test_the_suite_is_there():
     assert "eldr" in load_suites()
 

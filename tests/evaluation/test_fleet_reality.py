@@ -9,6 +9,7 @@ from coterie.errors import TraceError, UnavailableError
 from coterie.evaluation.fleet_reality import TIMELINE, read_timeline, simulate_timeline, vllm_timeline_rows
 
 
+@pytest.mark.long
 def test_vllms_timeline_within_ten_percent(data_dir: Path):
     rows = {row["name"]: row for row in vllm_timeline_rows(data_dir)}
     held_out = rows["chosen on the other half"]

@@ -303,7 +303,8 @@ class Reference:
             speed = self.config.speeds[number - self.config.prefill_workers]
         seconds = us * 1e-6 / speed + self.config.step_overhead_s
         engine.end = self.now + seconds
-        self.steps.append((number, self.now, seconds, len(decoding), batch.prefill_tokens, (load > 0).sum() / len(load)))
+        distinct = (load > 0).sum() / len(load)
+        self.steps.append((number, self.now, seconds, len(decoding), batch.prefill_tokens, distinct))
 
     def finish_step(self, engine: Engine, to_decide: list[Asked]) -> None:
         for one in list(engine.running):

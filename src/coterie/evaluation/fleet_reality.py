@@ -12,6 +12,7 @@ preset's, and no overhead is added.
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,6 +84,7 @@ class _OneWorker:
         return Decision(0, np.zeros(1), "the only one")
 
 
+@lru_cache(maxsize=2)
 def _draw(exponent: float, tokens: int, seed: int) -> NDArray[np.integer]:
     """[token, layer, k] experts, every token from the same Zipf law, each layer in its own order."""
     settings = SyntheticSettings(

@@ -329,15 +329,6 @@ def _ones(word: np.uint64) -> np.uint64:
 
 
 @njit()
-def _low_digits(p0: np.uint64, p1: np.uint64, p2: np.uint64, count: int) -> np.uint64:
-    """Bits whose three low digits are those of `count`."""
-    low = p0 if count & 1 else ~p0
-    low &= p1 if count & 2 else ~p1
-    low &= p2 if count & 4 else ~p2
-    return low
-
-
-@njit()
 def _count_bits(
     bits: NDArray[np.uint64], starts: NDArray[np.uint64], tokens: int, union: NDArray[np.uint64],
     having: NDArray[np.uint64],
@@ -350,6 +341,7 @@ def _count_bits(
     """
     for count in range(len(having)):
         having[count] = 0
+    one, two, three = np.uint64(1), np.uint64(2), np.uint64(3)
     c1 = c2 = c3 = c4 = c5 = c6 = c7 = np.uint64(0)
     for index in range(len(union)):
         word = np.uint64(index)
@@ -389,14 +381,12 @@ def _count_bits(
         c5 += _ones(n0 & q2)
         c6 += _ones(n1 & q3)
         c7 += _ones(n0 & q3)
-        if many:
-            for high in range(1, 8):
-                here = p3 if high & 1 else ~p3
-                here &= p4 if high & 2 else ~p4
-                here &= p5 if high & 4 else ~p5
-                if here:
-                    for low in range(8):
-                        having[8 * high + low] += _ones(here & _low_digits(p0, p1, p2, low))
+        while many:  # few cells have eight rows or more
+            bit = _ones(~many & (many - np.uint64(1)))  # the lowest that is set
+            many &= many - np.uint64(1)
+            low = (p0 >> bit & one) | (p1 >> bit & one) << one | (p2 >> bit & one) << two
+            high = (p3 >> bit & one) | (p4 >> bit & one) << one | (p5 >> bit & one) << two
+            having[low | high << three] += one
     having[1], having[2], having[3], having[4] = c1, c2, c3, c4
     having[5], having[6], having[7] = c5, c6, c7
 

@@ -8,9 +8,9 @@ Queues are chains through `next`: a request waits in at most one of them. Memory
 prefix cache holds blocks of three kinds: private ones of a prompt that is not computed yet (and of output), pinned ones
 that running requests share, and free ones in order of last use, which are evicted as needed.
 
-State is a few tables with a row a field and a column a worker (`w`, times `wt`) or a request (`r`, times `rt`), and two
-lists of single numbers (`c`, `f`); the names of rows and places stand below. Handing one object with forty arrays from
-function to function made a step a hundred times as slow.
+State is a few tables: a row a field and a column a worker (`w`, times `wt`), a row a request and a column a field (`r`,
+times `rt`), and two lists of single numbers (`c`, `f`); the names of their places stand below. Handing one object with
+forty arrays from function to function made a step a hundred times as slow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.sim._fleet_cost import MOST_DECODING, StepTables, decode_us, step_us
+from coterie.sim._fleet_cost import MOST_DECODING, decode_us, step_us
 from coterie.sim._prefetch import prefetch
 
 PREFILL, DECODE, BOTH = 0, 1, 2
@@ -53,9 +53,9 @@ STEP_END, LINK_FREE, SPEED = 0, 1, 2
 PROMPT_TOKENS, OUTPUT_TOKENS, PROMPT_ROW, PROMPT_ROWS, DECODE_ROW, DECODE_ROWS, RECORDED = 0, 1, 2, 3, 4, 5, 6
 BLOCK_FIRST, BLOCK_END, PHASE, NEXT, PREFILLER, DECODER, COMPUTED, CHUNK, HITS = 7, 8, 9, 10, 11, 12, 13, 14, 15
 CACHED, PRIVATE, DECODED, DECISION, ENDING = 16, 17, 18, 19, 20
-"""Rows of `r`; DECISION and ENDING are lists of requests in the order in which they need a decision, and end."""
+"""Columns of `r`; DECISION and ENDING are lists of requests in the order in which they need a decision, and end."""
 ARRIVAL, PREFILL_START, PREFILL_END, READY, JOIN, FIRST_TOKEN, FINISH = 0, 1, 2, 3, 4, 5, 6
-"""Rows of `rt`."""
+"""Columns of `rt`."""
 PINS, OLDER, NEWER = 0, 1, 2
 """Of `cache`; PINS is -1 where a block is not cached."""
 BUSY, HOLD_HEAD, HOLD_TAIL = 0, 1, 2
@@ -94,34 +94,34 @@ class World(NamedTuple):
 @njit()
 def _push(heads: Ints, head: int, queue: int, r: Ints, request: int) -> None:
     """At the end of a queue, whose tail is in the row after its head."""
-    r[NEXT, request] = NONE
+    r[request, NEXT] = NONE
     if heads[head, queue] < 0:
         heads[head, queue] = request
     else:
-        r[NEXT, heads[head + 1, queue]] = request
+        r[heads[head + 1, queue], NEXT] = request
     heads[head + 1, queue] = request
 
 
 @njit()
 def _pop(heads: Ints, head: int, queue: int, r: Ints) -> int:
     request = heads[head, queue]
-    heads[head, queue] = r[NEXT, request]
+    heads[head, queue] = r[request, NEXT]
     return int(request)
 
 
 @njit()
 def _blocks(c: Ints, w: Ints, r: Ints, worker: int, request: int) -> int:
     """Blocks a request needs on a worker: its prompt, and where it decodes its output too."""
-    tokens = r[PROMPT_TOKENS, request]
+    tokens = r[request, PROMPT_TOKENS]
     if w[ROLE, worker] != PREFILL:
-        tokens += r[OUTPUT_TOKENS, request]
+        tokens += r[request, OUTPUT_TOKENS]
     return int((tokens + c[BLOCK_TOKENS] - 1) // c[BLOCK_TOKENS])
 
 
 @njit()
 def hit_blocks(r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> int:
     """Leading blocks of the prompt that a worker caches."""
-    first, last = r[BLOCK_FIRST, request], r[BLOCK_END, request]
+    first, last = r[request, BLOCK_FIRST], r[request, BLOCK_END]
     for at in range(first, last):
         if cache[PINS, worker, blocks[at]] < 0:
             return int(at - first)
@@ -131,7 +131,7 @@ def hit_blocks(r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, req
 @njit()
 def hit_tokens(c: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> int:
     """Prompt tokens a worker need not compute; the last one always is, since it gives the first output."""
-    return int(min(hit_blocks(r, cache, blocks, worker, request) * c[BLOCK_TOKENS], r[PROMPT_TOKENS, request] - 1))
+    return int(min(hit_blocks(r, cache, blocks, worker, request) * c[BLOCK_TOKENS], r[request, PROMPT_TOKENS] - 1))
 
 
 @njit()
@@ -146,7 +146,7 @@ def _unlink(w: Ints, cache: NDArray[np.int32], worker: int, block: int) -> None:
 def _reserve(c: Ints, w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> bool:
     """Pin the cached prefix and take blocks for the rest, evicting the least recently used; False if they lack."""
     hits = hit_blocks(r, cache, blocks, worker, request)
-    first, unpinned = r[BLOCK_FIRST, request], 0
+    first, unpinned = r[request, BLOCK_FIRST], 0
     for at in range(first, first + hits):
         unpinned += cache[PINS, worker, blocks[at]] == 0
     need = _blocks(c, w, r, worker, request) - hits
@@ -166,19 +166,19 @@ def _reserve(c: Ints, w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, 
         w[KV_USED, worker] -= 1
     w[KV_USED, worker] += need
     w[KV_MOST, worker] = max(w[KV_MOST, worker], w[KV_USED, worker])
-    r[PRIVATE, request], r[HITS, request] = need, hits
-    r[CACHED, request] = min(hits * c[BLOCK_TOKENS], r[PROMPT_TOKENS, request] - 1)
+    r[request, PRIVATE], r[request, HITS] = need, hits
+    r[request, CACHED] = min(hits * c[BLOCK_TOKENS], r[request, PROMPT_TOKENS] - 1)
     return True
 
 
 @njit()
 def _commit(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> None:
     """A computed prompt becomes a prefix others can hit; a block that another computed meanwhile is kept once."""
-    first = r[BLOCK_FIRST, request]
-    for at in range(first + r[HITS, request], r[BLOCK_END, request]):
+    first = r[request, BLOCK_FIRST]
+    for at in range(first + r[request, HITS], r[request, BLOCK_END]):
         block = blocks[at]
         pins = cache[PINS, worker, block]
-        r[PRIVATE, request] -= 1
+        r[request, PRIVATE] -= 1
         if pins < 0:
             cache[PINS, worker, block] = 1
             continue
@@ -191,12 +191,12 @@ def _commit(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: in
 @njit()
 def _release(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> None:
     """Private blocks are free, shared ones stay until they are evicted, the end of a prompt first."""
-    w[KV_USED, worker] -= r[PRIVATE, request]
-    r[PRIVATE, request] = 0
+    w[KV_USED, worker] -= r[request, PRIVATE]
+    r[request, PRIVATE] = 0
     end = cache.shape[2] - 1
-    first = r[BLOCK_FIRST, request]
-    for back in range(r[BLOCK_END, request] - first):
-        block = blocks[r[BLOCK_END, request] - 1 - back]
+    first = r[request, BLOCK_FIRST]
+    for back in range(r[request, BLOCK_END] - first):
+        block = blocks[r[request, BLOCK_END] - 1 - back]
         cache[PINS, worker, block] -= 1
         if cache[PINS, worker, block] == 0:
             newest = cache[OLDER, worker, end]
@@ -233,24 +233,24 @@ def _arrive(
     c: Ints, w: Ints, r: Ints, rt: Floats, cache: NDArray[np.int32], blocks: Ints, recordings: Ints, request: int,
     now: float,
 ) -> None:  # fmt: skip
-    rt[ARRIVAL, request] = now
+    rt[request, ARRIVAL] = now
     if not _fits(c, w, r, request):
-        r[PHASE, request] = DROPPED
+        r[request, PHASE] = DROPPED
         return
-    recordings[BUSY, r[RECORDED, request]] = True
+    recordings[BUSY, r[request, RECORDED]] = True
     c[IN_FLIGHT] += 1
     c[MOST] = max(c[MOST], c[IN_FLIGHT])
-    r[PHASE, request] = QUEUED
+    r[request, PHASE] = QUEUED
     if c[PREFILL_WORKERS] > 0:
         worker = _choose_prefiller(c, w, r, cache, blocks, request)
-        r[PREFILLER, request] = worker
-        w[QUEUED_TOKENS, worker] += r[PROMPT_TOKENS, request]
+        r[request, PREFILLER] = worker
+        w[QUEUED_TOKENS, worker] += r[request, PROMPT_TOKENS]
         _push(w, WAIT_HEAD, worker, r, request)
         return
     if w[ROLE, 0] == DECODE:
-        rt[PREFILL_START, request] = rt[PREFILL_END, request] = now
-        r[PHASE, request] = HANDED
-    r[DECISION, c[ASKED]] = request
+        rt[request, PREFILL_START] = rt[request, PREFILL_END] = now
+        r[request, PHASE] = HANDED
+    r[c[ASKED], DECISION] = request
     c[ASKED] += 1
 
 
@@ -258,8 +258,8 @@ def _arrive(
 def _candidate(c: Ints, r: Ints, recordings: Ints) -> int:
     """In a closed loop: the next request in order that is not in flight as another already; -1 for none."""
     request = c[ARRIVED]
-    while request < r.shape[1]:
-        if r[PHASE, request] == ABSENT and (c[DUPLICATES] == ALLOW or not recordings[BUSY, r[RECORDED, request]]):
+    while request < r.shape[0]:
+        if r[request, PHASE] == ABSENT and (c[DUPLICATES] == ALLOW or not recordings[BUSY, r[request, RECORDED]]):
             return int(request)
         request += 1
     c[STUCK] = 1
@@ -271,7 +271,7 @@ def _next_arrival(c: Ints, f: Floats, r: Ints, rt: Floats, recordings: Ints) -> 
     """When the next request comes; in a closed loop now, where one is missing and one may come."""
     if c[CLOSED] == 0:
         at = c[ARRIVED]
-        return float(rt[ARRIVAL, at]) if at < r.shape[1] else np.inf
+        return float(rt[at, ARRIVAL]) if at < r.shape[0] else np.inf
     if c[IN_FLIGHT] >= c[CLOSED] or c[STUCK] or _candidate(c, r, recordings) < 0:
         return np.inf
     return float(f[CLOCK])
@@ -289,14 +289,14 @@ def _arrivals(
                 break
             _arrive(c, w, r, rt, cache, blocks, recordings, request, now)
             at = c[ARRIVED]
-            while at < r.shape[1] and r[PHASE, at] != ABSENT:
+            while at < r.shape[0] and r[at, PHASE] != ABSENT:
                 at += 1
             c[ARRIVED] = at
         return True
-    while c[ARRIVED] < r.shape[1] and rt[ARRIVAL, c[ARRIVED]] <= now:
+    while c[ARRIVED] < r.shape[0] and rt[c[ARRIVED], ARRIVAL] <= now:
         request = c[ARRIVED]
         c[ARRIVED] += 1
-        number = r[RECORDED, request]
+        number = r[request, RECORDED]
         if c[DUPLICATES] != ALLOW and (recordings[BUSY, number] or recordings[HOLD_HEAD, number] >= 0):
             if c[DUPLICATES] == REFUSE:
                 c[SUBJECT] = request
@@ -310,7 +310,7 @@ def _arrivals(
 
 @njit()
 def _make_ready(w: Ints, r: Ints, rt: Floats, worker: int, request: int, now: float) -> None:
-    rt[READY, request] = now
+    rt[request, READY] = now
     _push(w, WAIT_HEAD, worker, r, request)
 
 
@@ -325,13 +325,13 @@ def _drain(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, worker:
         _pop(w, KV_HEAD, worker, r)
         w[KV_USED, worker] += need
         w[KV_MOST, worker] = max(w[KV_MOST, worker], w[KV_USED, worker])
-        sender = r[PREFILLER, request]
+        sender = r[request, PREFILLER]
         if sender < 0:
             _make_ready(w, r, rt, worker, request, now)
             continue
-        sent = max(now, wt[LINK_FREE, sender]) + f[TOKEN_S] * r[PROMPT_TOKENS, request]
+        sent = max(now, wt[LINK_FREE, sender]) + f[TOKEN_S] * r[request, PROMPT_TOKENS]
         wt[LINK_FREE, sender] = sent
-        rt[READY, request] = sent + f[LATENCY]
+        rt[request, READY] = sent + f[LATENCY]
         _push(w, SEND_HEAD, sender, r, request)
 
 
@@ -339,10 +339,10 @@ def _drain(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, worker:
 def _place(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, request: int, decoder: int) -> None:
     """Where the router wants it."""
     now, worker = f[CLOCK], c[PREFILL_WORKERS] + decoder
-    r[DECODER, request] = decoder
+    r[request, DECODER] = decoder
     if w[ROLE, worker] == BOTH:
-        r[PREFILLER, request] = worker
-        w[QUEUED_TOKENS, worker] += r[PROMPT_TOKENS, request]
+        r[request, PREFILLER] = worker
+        w[QUEUED_TOKENS, worker] += r[request, PROMPT_TOKENS]
         _push(w, WAIT_HEAD, worker, r, request)
         return
     _push(w, KV_HEAD, worker, r, request)
@@ -354,9 +354,9 @@ def _finish(
     c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, cache: NDArray[np.int32], blocks: Ints,
     recordings: Ints, worker: int, request: int, now: float,
 ) -> None:  # fmt: skip
-    rt[FINISH, request] = now
-    r[PHASE, request] = DONE
-    r[ENDING, c[FINISHED]] = request
+    rt[request, FINISH] = now
+    r[request, PHASE] = DONE
+    r[c[FINISHED], ENDING] = request
     c[FINISHED] += 1
     c[IN_FLIGHT] -= 1
     c[STUCK] = 0
@@ -365,7 +365,7 @@ def _finish(
     else:
         w[KV_USED, worker] -= _blocks(c, w, r, worker, request)
         _drain(c, f, w, wt, r, rt, worker, now)
-    number = r[RECORDED, request]
+    number = r[request, RECORDED]
     recordings[BUSY, number] = False
     while recordings[HOLD_HEAD, number] >= 0 and not recordings[BUSY, number]:  # one that is dropped makes room at once
         _arrive(c, w, r, rt, cache, blocks, recordings, _pop(recordings, HOLD_HEAD, number, r), now)
@@ -380,12 +380,12 @@ def _end_decode(
     kept, active = 0, w[RUNNING, worker] - w[STAGED, worker]
     for at in range(active):
         request = run[worker, at]
-        done = r[DECODED, request] + 1
-        r[DECODED, request] = done
+        done = r[request, DECODED] + 1
+        r[request, DECODED] = done
         if done == 1:
-            rt[FIRST_TOKEN, request] = now
-        if done == r[OUTPUT_TOKENS, request]:
-            w[CONTEXT, worker] -= r[PROMPT_TOKENS, request] + done - 1
+            rt[request, FIRST_TOKEN] = now
+        if done == r[request, OUTPUT_TOKENS]:
+            w[CONTEXT, worker] -= r[request, PROMPT_TOKENS] + done - 1
             _finish(c, f, w, wt, r, rt, cache, blocks, recordings, worker, request, now)
         else:
             run[worker, kept] = request
@@ -407,32 +407,32 @@ def _end_mixed(
     for at in range(w[RUNNING, worker]):
         request = run[worker, at]
         stays = True
-        if r[PHASE, request] == DECODING:
-            r[DECODED, request] += 1
+        if r[request, PHASE] == DECODING:
+            r[request, DECODED] += 1
             w[CONTEXT, worker] += 1
-            if r[DECODED, request] == r[OUTPUT_TOKENS, request] - 1:
-                w[CONTEXT, worker] -= r[PROMPT_TOKENS, request] + r[DECODED, request]
+            if r[request, DECODED] == r[request, OUTPUT_TOKENS] - 1:
+                w[CONTEXT, worker] -= r[request, PROMPT_TOKENS] + r[request, DECODED]
                 _finish(c, f, w, wt, r, rt, cache, blocks, recordings, worker, request, now)
                 stays = False
         else:
-            r[COMPUTED, request] += r[CHUNK, request]
-            w[QUEUED_TOKENS, worker] -= r[CHUNK, request]
-            if r[COMPUTED, request] == r[PROMPT_TOKENS, request]:
-                rt[PREFILL_END, request] = now
+            r[request, COMPUTED] += r[request, CHUNK]
+            w[QUEUED_TOKENS, worker] -= r[request, CHUNK]
+            if r[request, COMPUTED] == r[request, PROMPT_TOKENS]:
+                rt[request, PREFILL_END] = now
                 _commit(w, r, cache, blocks, worker, request)
                 if w[ROLE, worker] == PREFILL:
-                    r[PHASE, request] = HANDED
-                    r[DECISION, c[ASKED]] = request
+                    r[request, PHASE] = HANDED
+                    r[c[ASKED], DECISION] = request
                     c[ASKED] += 1
                     stays = False
                 else:
-                    rt[FIRST_TOKEN, request] = rt[READY, request] = rt[JOIN, request] = now
-                    if r[OUTPUT_TOKENS, request] == 1:
+                    rt[request, FIRST_TOKEN] = rt[request, READY] = rt[request, JOIN] = now
+                    if r[request, OUTPUT_TOKENS] == 1:
                         _finish(c, f, w, wt, r, rt, cache, blocks, recordings, worker, request, now)
                         stays = False
                     else:
-                        r[PHASE, request] = DECODING
-                        w[CONTEXT, worker] += r[PROMPT_TOKENS, request]
+                        r[request, PHASE] = DECODING
+                        w[CONTEXT, worker] += r[request, PROMPT_TOKENS]
         if stays:
             run[worker, kept] = request
             kept += 1
@@ -448,20 +448,20 @@ def _count_token(cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32],
 @njit()
 def _decode_row(r: Ints, request: int) -> int:
     """The recorded token a request decodes next."""
-    at, rows = r[DECODED, request], r[DECODE_ROWS, request]
+    at, rows = r[request, DECODED], r[request, DECODE_ROWS]
     if at >= rows:
         at %= rows
-    return int(r[DECODE_ROW, request] + at)
+    return int(r[request, DECODE_ROW] + at)
 
 
 @njit()
 def _count_chunk(r: Ints, cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], request: int) -> None:
     """Positions `computed` to `computed + chunk` of a prompt that repeats its recorded tokens."""
-    rows, chunk = r[PROMPT_ROWS, request], r[CHUNK, request]
+    rows, chunk = r[request, PROMPT_ROWS], r[request, CHUNK]
     laps, rest = chunk // rows, chunk % rows
-    start = r[COMPUTED, request] % rows
+    start = r[request, COMPUTED] % rows
     for at in range(min(rows, chunk)):
-        _count_token(cells, counts, r[PROMPT_ROW, request] + (start + at) % rows, np.uint32(laps + (at < rest)))
+        _count_token(cells, counts, r[request, PROMPT_ROW] + (start + at) % rows, np.uint32(laps + (at < rest)))
 
 
 @njit()
@@ -472,7 +472,7 @@ def _join(w: Ints, r: Ints, run: Ints, worker: int) -> int:
         request = _pop(w, WAIT_HEAD, worker, r)
         run[worker, w[RUNNING, worker]] = request
         w[RUNNING, worker] += 1
-        r[PHASE, request] = DECODING
+        r[request, PHASE] = DECODING
         joined += 1
     return joined
 
@@ -488,11 +488,11 @@ def _admit(
     _pop(w, WAIT_HEAD, worker, r)
     run[worker, at] = request
     w[RUNNING, worker] += 1
-    r[PHASE, request] = PREFILLING
-    rt[PREFILL_START, request] = now
-    r[COMPUTED, request] = r[CACHED, request]
-    r[CHUNK, request] = 0
-    w[QUEUED_TOKENS, worker] -= r[CACHED, request]
+    r[request, PHASE] = PREFILLING
+    rt[request, PREFILL_START] = now
+    r[request, COMPUTED] = r[request, CACHED]
+    r[request, CHUNK] = 0
+    w[QUEUED_TOKENS, worker] -= r[request, CACHED]
     return True
 
 
@@ -513,9 +513,9 @@ def _gather(
         decoding = w[RUNNING, worker]
         for at in range(decoding):
             request = run[worker, at]
-            if r[DECODED, request] == 0:
-                rt[JOIN, request] = now
-                w[CONTEXT, worker] += r[PROMPT_TOKENS, request]
+            if r[request, DECODED] == 0:
+                rt[request, JOIN] = now
+                w[CONTEXT, worker] += r[request, PROMPT_TOKENS]
             row = _decode_row(r, request)
             rows[at] = row
             for word in range(0, bits.shape[1], CACHE_LINE // 8):
@@ -531,17 +531,17 @@ def _gather(
             break
         request = run[worker, at]
         at += 1
-        if r[PHASE, request] == DECODING:
+        if r[request, PHASE] == DECODING:
             rows[decoding] = _decode_row(r, request)
             decoding += 1
             left -= 1
             continue
-        chunk = min(r[PROMPT_TOKENS, request] - r[COMPUTED, request], left)
-        r[CHUNK, request] = chunk
+        chunk = min(r[request, PROMPT_TOKENS] - r[request, COMPUTED], left)
+        r[request, CHUNK] = chunk
         if chunk > 0:
             left -= chunk
             prefill += chunk
-            prefill_context += r[COMPUTED, request]
+            prefill_context += r[request, COMPUTED]
             prompts += 1
             _count_chunk(r, cells, counts, request)
     if c[AHEAD]:
@@ -557,7 +557,7 @@ def _next_event(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, re
         when = min(when, wt[STEP_END, worker])
     for worker in range(c[PREFILL_WORKERS]):
         if w[SEND_HEAD, worker] >= 0:
-            when = min(when, rt[READY, w[SEND_HEAD, worker]])
+            when = min(when, rt[w[SEND_HEAD, worker], READY])
     return float(when)
 
 
@@ -575,27 +575,32 @@ def _happen(
             else:
                 _end_mixed(c, f, w, wt, r, rt, run, cache, blocks, recordings, worker, now)
     for worker in range(c[PREFILL_WORKERS]):
-        while w[SEND_HEAD, worker] >= 0 and rt[READY, w[SEND_HEAD, worker]] <= now:
+        while w[SEND_HEAD, worker] >= 0 and rt[w[SEND_HEAD, worker], READY] <= now:
             request = _pop(w, SEND_HEAD, worker, r)
             _release(w, r, cache, blocks, worker, request)
-            _make_ready(w, r, rt, c[PREFILL_WORKERS] + r[DECODER, request], request, now)
+            _make_ready(w, r, rt, c[PREFILL_WORKERS] + r[request, DECODER], request, now)
     return _arrivals(c, w, r, rt, cache, blocks, recordings, now)
 
 
 @njit()
-def advance(world: World, tables: StepTables, log: Floats, answer: int) -> int:
+def advance(
+    c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints,
+    recordings: Ints, cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], bits: NDArray[np.uint64],
+    rows: NDArray[np.uint64], shape: Ints, layer: Floats, experts: Floats, dense: Floats, padded: Ints,
+    attention: Floats, slots: Ints, links: Floats, blend: Floats, spans: NDArray[np.uint64], union: NDArray[np.uint64],
+    having: NDArray[np.uint64], log: Floats, answer: int,
+) -> int:  # fmt: skip
     """Go on until a decision is needed (answered by the next call: a decoder, else -1), the log is full, or the end.
 
-    log [step, 6]: worker, start, seconds, tokens decoded, prompt tokens, distinct experts.
+    Takes a World and StepTables array by array, since a call with tuples of them takes three times as long; log
+    [step, 6]: worker, start, seconds, tokens decoded, prompt tokens, distinct experts.
     """
-    c, f, w, wt, r, rt, run, cache, blocks, recordings, cells, counts, bits, rows = world
-    shape, layer, experts, dense, padded, attention, slots, links, blend, spans, union, having = tables
     flat = counts.reshape(counts.size)
     all_bits, words, layers = bits.reshape(bits.size), np.uint64(bits.shape[1]), shape[0]
     nobody = np.uint64(bits.shape[0] - 1) * words
     most = min(float(MOST_DECODING), layer[5]) if shape[2] == 1 else 0.0
     if answer >= 0:
-        request = r[DECISION, c[DECIDED]]
+        request = r[c[DECIDED], DECISION]
         c[DECIDED] += 1
         _place(c, f, w, wt, r, rt, request, answer)
     while True:

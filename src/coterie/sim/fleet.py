@@ -219,10 +219,10 @@ class _Driver:
         self.profiles: dict[int, tuple[NDArray[np.float32], int]] = {}
 
     def serve(self) -> FleetRun:
-        world, tables, c = self.world, self.tables, self.world.c
-        decisions, answer = world.r[loop.DECISION], -1
+        arrays, c = (*self.world, *self.tables), self.world.c
+        decisions, answer = self.world.r[:, loop.DECISION], -1
         while True:
-            why = loop.advance(world, tables, self.log, answer)
+            why = loop.advance(*arrays, self.log, answer)
             answer = -1
             if why == loop.GROW:
                 self.log = np.concatenate([self.log, np.zeros_like(self.log)])
@@ -243,7 +243,7 @@ class _Driver:
         ended = int(self.world.c[loop.FINISHED])
         if ended == self.told:
             return
-        for request in self.world.r[loop.ENDING, self.told : ended].tolist():
+        for request in self.world.r[self.told : ended, loop.ENDING].tolist():
             self.fleet.finish(str(request))
             self.profiles.pop(request, None)
         if self.progress is not None:
@@ -288,7 +288,7 @@ class _Driver:
         """Profiles of requests that decoded enough since the last time."""
         every, recordings = self.config.refine_tokens, self.requests.recordings
         for request, (profile, seen) in self.profiles.items():
-            decoded = int(self.world.r[loop.DECODED, request])
+            decoded = int(self.world.r[request, loop.DECODED])
             if decoded - seen < every:
                 continue
             recorded = self.requests.recorded[request]
@@ -299,7 +299,8 @@ class _Driver:
             self.profiles[request] = (profile, decoded)
 
     def result(self) -> FleetRun:
-        c, f, w, _, r, rt = self.world[:6]
+        c, f, w, _ = self.world[:4]
+        r, rt = (np.ascontiguousarray(table.T) for table in (self.world.r, self.world.rt))
         phase, until_s = r[loop.PHASE], float(f[loop.UNTIL])
         on_worker = (phase == loop.PREFILLING) | (phase == loop.DECODING)
         done = (phase == loop.DONE) | (phase == loop.DROPPED)
@@ -352,7 +353,7 @@ def _world(
     if config.speeds is not None:
         wt[loop.SPEED, prefill:] = config.speeds
 
-    r, rt = np.zeros((21, count), np.int64), np.full((7, count), np.nan)
+    r, rt = np.zeros((21, count), np.int64), np.full((7, count), np.nan)  # turned below
     r[[loop.NEXT, loop.PREFILLER, loop.DECODER]] = -1
     r[loop.PROMPT_TOKENS], r[loop.OUTPUT_TOKENS] = requests.prompt_tokens, requests.output_tokens
     r[loop.RECORDED] = requests.recorded
@@ -382,4 +383,5 @@ def _world(
     bits = np.zeros((len(cells) + 1, -(-layers * experts // WORD)), np.uint64)
     fill_bits(cells, bits)
     rows = np.zeros(run.shape[1] + 8, np.uint64)
+    r, rt = np.ascontiguousarray(r.T), np.ascontiguousarray(rt.T)
     return loop.World(c, f, w, wt, r, rt, run, cache, blocks, held, cells, counts, bits, rows)
