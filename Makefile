@@ -33,7 +33,7 @@ test-long: install $(ENGINES)/.installed ## Run the tests that take minutes, of 
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "long and not vllm"
 	$(ENGINES)/bin/python -m pytest -m "long and vllm"
 
-run: install ## Show what Coterie does, on a small generated trace
+run: install ## Show what Coterie does: record, fit and route on small workers of its own
 	$(VENV)/bin/coterie demo
 
 lint: install ## Check style, types and the direction of imports

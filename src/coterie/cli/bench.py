@@ -13,8 +13,8 @@ def bench_command(
     group: Annotated[str, typer.Argument(help="A group of benchmarks, or all.")],
     json: JsonOption = False,
 ) -> None:
-    """Run a group of benchmarks: `batching`, `costs`, `placement`, `routing`, `traces`, or `all`."""
-    from coterie.evaluation import bench_batching, bench_placement, bench_routing  # noqa: F401  (register their groups)
+    """Run a group of benchmarks: `batching`, `costs`, `placement`, `routing`, `sim`, `traces`, or `all`."""
+    from coterie.evaluation import bench_batching, bench_placement, bench_routing, bench_sim  # noqa: F401  (register their groups)
     from coterie.evaluation.bench import benches
 
     names = benches.names() if group == "all" else [group]

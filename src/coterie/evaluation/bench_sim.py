@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from coterie.costs.presets import step_model
-from coterie.evaluation.bench import Report, Row
+from coterie.evaluation.bench import Report, Row, benches
 from coterie.models import get_model
 from coterie.routing.fleet import Fleet
 from coterie.routing.round_robin import RoundRobin
@@ -34,6 +34,7 @@ USES, PAIR_REQUESTS = {"gpt-oss-20b": 16, "qwen3-30b-a3b": 8}, 1000
 REPEATS = 7
 
 
+@benches.register("sim")
 def bench_sim_rows(report: Report) -> list[Row]:
     """Closed runs of 16 decoders, and prefill and decode workers on production arrivals.
 
