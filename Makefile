@@ -6,8 +6,8 @@ ENGINES := .venv-engines
 TORCH := 2.13.0
 VLLM := 0.32.0
 NUMBA := 0.65.0
-# Twice quiet leaves errors only. Byte code of what is never imported is not made.
-PIP := -m pip install -qq --disable-pip-version-check --no-compile
+# Twice quiet leaves errors only.
+PIP := -m pip install -qq --disable-pip-version-check
 
 # Compiled loops are kept in the tree: test workers share them, and a second run compiles nothing. Both environments
 # have the numba that vLLM asks for, or each would throw away what the other compiled.
