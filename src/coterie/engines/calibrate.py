@@ -161,6 +161,21 @@ def measure_moe(
     return MoeTable(dtype, experts.kernel, tuple(cells))
 
 
+def find_device(device: str, purpose: str) -> Any:
+    """The device of that name, made the current one; `auto` is a GPU where there is one."""
+    if torch is None:
+        raise UnavailableError(f"{purpose} needs torch: pip install 'coterie[torch]'")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"device={device!r} must be auto, cpu, cuda or cuda:N")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UnavailableError(f"device {device!r} was asked for, but torch sees no CUDA device")
+    if ":" in device:
+        torch.cuda.set_device(device)  # streams and events are made on the current one
+    return torch.device(device)
+
+
 def calibrate(
     specs: Sequence[ModelSpec],
     settings: CalibrationSettings,
@@ -168,15 +183,7 @@ def calibrate(
     report: Report | None = None,
 ) -> Measurement:
     """Measure every shape on one device. What does not fit in its memory is left out, and the note says so."""
-    if torch is None:
-        raise UnavailableError("calibration needs torch: pip install 'coterie[torch]'")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise ConfigError(f"device={device!r} must be auto, cpu, cuda or cuda:N")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UnavailableError(f"device {device!r} was asked for, but torch sees no CUDA device")
-    at = torch.device(device)
+    at = find_device(device, "calibration")
     report = report or (lambda *_: None)
     dtypes = _dtypes(settings, at)
     shapes, left_out = [], []

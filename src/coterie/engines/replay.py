@@ -12,7 +12,6 @@ engines with other kernels, and where a step is so short that the host cannot ke
 from __future__ import annotations
 
 import os
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -211,16 +210,16 @@ def measure_batches(
     report: Report | None = None,
 ) -> Measured:
     """Time every step `repeats` times. Without a dtype: bf16 on CUDA, fp32 on a CPU."""
+    from coterie.engines.calibrate import describe_hardware, describe_software, find_device
+
     if repeats < 1:
         raise ConfigError(f"repeats={repeats} must be at least 1")
-    at = _device(device)
+    at = find_device(device, "replay")
     allowed: tuple[WeightDtype, ...] = ("bf16", "fp8") if at.type == "cuda" else ("fp32", "bf16")
     dtype = dtype or allowed[0]
     if dtype not in allowed:
         raise ConfigError(f"dtype {dtype!r} cannot be replayed on {at.type}; it must be {' or '.join(allowed)}")
     batches.check(spec)
-    from coterie.engines.calibrate import describe_hardware, describe_software
-
     report = report or (lambda *_: None)
     report("weights", 0, 1)
     most = max(len(ids) for routers in batches.groups.values() for steps in routers.values() for ids in steps)
@@ -250,20 +249,6 @@ def measure_batches(
         spread_pct=round(100 * statistics.median(spreads), 3),
         step_us=step_us,
     )
-
-
-def _device(device: str) -> Any:
-    if torch is None:
-        raise UnavailableError("replay needs torch: pip install 'coterie[torch]'")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise ConfigError(f"device={device!r} must be auto, cpu, cuda or cuda:N")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UnavailableError(f"device {device!r} was asked for, but torch sees no CUDA device")
-    if ":" in device:
-        torch.cuda.set_device(device)  # streams and events are made on the current one
-    return torch.device(device)
 
 
 def _measure_group(

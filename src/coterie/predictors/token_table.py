@@ -183,7 +183,7 @@ class TokenTable:
         """Map a table that was saved: processes of one machine share its memory. Every number is checked."""
         file = Path(path)
         arrays = ArrayFile(file)
-        about = _metadata(file)
+        about = arrays.about(FORMAT, VERSION)
         try:
             kept, layers = about["experts_kept"], about["layer_ids"]
             table = cls(float(about["smoothing"]), None if kept is None else int(kept), int(about["max_bytes"]))
@@ -200,20 +200,6 @@ class TokenTable:
             Popularity(found["popularity"], top_k), model, layer_ids,
         )  # fmt: skip
         return table
-
-
-def _metadata(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:  # the header was found to be sound when the file was mapped
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    try:
-        about = json.loads(header["__metadata__"]["coterie"])
-        found = (about["format"], about["version"])
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise TraceError(file, "metadata", f"is not that of a {FORMAT} file") from None
-    if found != (FORMAT, VERSION):
-        problem = f"found {found[0]!r} version {found[1]!r}, expected {FORMAT!r} version {VERSION}"
-        raise TraceError(file, "metadata format", problem)
-    return dict(about)
 
 
 def _check(file: Path, found: dict[str, NDArray[Any]], top_k: int, layer_ids: tuple[int, ...] | None) -> None:

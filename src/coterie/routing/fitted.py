@@ -25,8 +25,9 @@ from coterie._numba import njit
 from coterie.errors import ConfigError, InputError, TraceError
 from coterie.footprints import accumulate_load
 from coterie.footprints.signatures import Counts, Signature, Weighting
+from coterie.routing._dots import products
 from coterie.routing.clustering import Labels, cluster
-from coterie.routing.forecast import Forecast, dots
+from coterie.routing.forecast import Forecast
 from coterie.routing.union import cluster_profiles, union_clusters
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.store import ArrayFile
@@ -211,7 +212,7 @@ class FittedRouting:
         own = self.signature.transform(footprint)
         out = np.empty(self.workers, np.float32)
         if self._narrow is None or self._scales is None:
-            dots(self.centroids, own, out)
+            products(self.centroids, own, out)
         else:
             _narrow_similarities(self._narrow, self._scales, np.asarray(own * _WIDE, np.int16), out)
         return out
@@ -260,7 +261,7 @@ class FittedRouting:
         """Read a file that was saved; with `model` or `workers`, only one fitted for those."""
         file = Path(path)
         arrays = ArrayFile(file)
-        about = _metadata(file)
+        about = arrays.about(FORMAT, VERSION)
         found = {name: np.array(arrays[name]) for name in _DTYPES}
         for name, dtype in _DTYPES.items():
             if found[name].dtype != dtype:
@@ -322,20 +323,6 @@ def _follow(labels: Labels, leading: Labels, workers: int, speeds: NDArray[np.fl
     if speeds is not None:
         shared[np.not_equal.outer(np.asarray(speeds), np.asarray(speeds))] = -float(len(labels))
     return np.asarray(linear_sum_assignment(shared, maximize=True)[1][labels], np.int64)
-
-
-def _metadata(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:  # the header was found to be sound when the file was mapped
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    try:
-        about = json.loads(header["__metadata__"]["coterie"])
-        found = (about["format"], about["version"])
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise TraceError(file, "metadata", f"is not that of a {FORMAT} file: coterie fit writes them") from None
-    if found != (FORMAT, VERSION):
-        problem = f"found {found[0]!r} version {found[1]!r}, expected {FORMAT!r} version {VERSION}"
-        raise TraceError(file, "metadata format", problem)
-    return dict(about)
 
 
 @njit(fastmath=True)

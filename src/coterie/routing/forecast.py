@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from coterie._numba import njit
 from coterie.errors import ConfigError
+from coterie.routing._dots import products
 
 SCALE = 60.0
 """Tokens at which a request's ridge is `ridge` itself."""
@@ -163,27 +164,6 @@ def _low_rank(
 
 
 @njit(fastmath=True)
-def dots(rows: NDArray[np.float32], values: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """out[row] = rows[row] · values; four rows share each reading of the values."""
-    count, cells = rows.shape
-    whole = count - count % 4
-    for row in range(0, whole, 4):
-        a, b, c, d = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
-        for cell in range(cells):
-            value = values[cell]
-            a += rows[row, cell] * value
-            b += rows[row + 1, cell] * value
-            c += rows[row + 2, cell] * value
-            d += rows[row + 3, cell] * value
-        out[row], out[row + 1], out[row + 2], out[row + 3] = a, b, c, d
-    for row in range(whole, count):
-        a = np.float32(0.0)
-        for cell in range(cells):
-            a += rows[row, cell] * values[cell]
-        out[row] = a
-
-
-@njit(fastmath=True)
 def _predict(
     counts: NDArray[np.float32], scale: Any, trust: Any, before: NDArray[np.float32], after: NDArray[np.float32],
     inward: NDArray[np.float32], outward: NDArray[np.float32], own: Any, out: NDArray[np.float32],
@@ -194,7 +174,7 @@ def _predict(
         value = trust * (counts[cell] * scale - before[cell])
         z[cell] = value
         out[cell] = after[cell] + own * value
-    dots(inward, z, along)
+    products(inward, z, along)
     whole = rank - rank % 4
     for row in range(0, whole, 4):
         a, b, c, d = along[row], along[row + 1], along[row + 2], along[row + 3]

@@ -100,7 +100,7 @@ class LatencyAware:
     prices: StepPrices = StepPrices()
 
     def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
-        prices, profile, added = self.prices, None, np.zeros(len(fleet))
+        prices, profile, added = self.prices, None, np.zeros(len(fleet), np.float32)
         if request.footprint is not None and fleet.missed.shape[1]:
             if self.fitted is None:
                 raise ConfigError("latency_aware needs `fitted`, for footprints: fit one with coterie fit")
@@ -123,7 +123,7 @@ class LatencyAware:
 def _costs_us(
     prices: NDArray[np.float64], known: bool, prompt: float, alive: NDArray[np.bool_], running: NDArray[np.int64],
     expected: NDArray[np.float64], distinct: NDArray[np.float64], context: NDArray[np.int64],
-    added: NDArray[np.float64], speeds: NDArray[np.float64], cached: NDArray[np.int64], cost_us: NDArray[np.float64],
+    added: NDArray[np.float32], speeds: NDArray[np.float64], cached: NDArray[np.int64], cost_us: NDArray[np.float64],
 ) -> None:  # fmt: skip
     """[worker]; without profiles requests and context are half way to the fleet's mean, as `expected` is with them."""
     living, requests, tokens = 0, 0.0, 0.0

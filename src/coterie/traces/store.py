@@ -46,6 +46,7 @@ class ArrayFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._arrays: dict[str, NDArray[Any]] = {}
+        self._metadata: Any = None
         try:
             with path.open("rb") as stream:
                 size = os.fstat(stream.fileno()).st_size
@@ -56,6 +57,7 @@ class ArrayFile:
         except OSError as error:
             raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
         end = start
+        self._metadata = header.get("__metadata__")
         for name, entry in header.items():
             if name != "__metadata__":
                 array, stop = self._view(name, entry, start, size)
@@ -63,6 +65,18 @@ class ArrayFile:
                 end = max(end, stop)
         if size != end:
             raise TraceError(path, "file", f"has {size} bytes; its header describes {end}")
+
+    def about(self, kind: str, version: int) -> dict[str, Any]:
+        """What Coterie wrote of a file of that kind beside its arrays; raises where it is another kind or version."""
+        try:
+            about = json.loads(self._metadata["coterie"])
+            found = (about["format"], about["version"])
+        except (KeyError, TypeError, ValueError, RecursionError):
+            raise TraceError(self.path, "metadata", f"is not that of a {kind} file") from None
+        if found != (kind, version):
+            problem = f"found {found[0]!r} version {found[1]!r}, expected {kind!r} version {version}"
+            raise TraceError(self.path, "metadata format", problem)
+        return dict(about)
 
     def _read_header(self, prefix: bytes, stream: Any, size: int) -> tuple[dict[str, Any], int]:
         if len(prefix) < 8:

@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-import aiohttp
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
@@ -30,7 +29,6 @@ from coterie.engines.worker.events import EventStream
 from coterie.engines.worker.launch import bind
 from coterie.engines.worker.model import PackedModel
 from coterie.engines.worker.numpy_model import NumpyModel
-from coterie.engines.worker.protocol import Remote
 from coterie.engines.worker.server import Server
 from coterie.engines.worker.transfer import VERSION, Prefilled
 from coterie.errors import InputError
@@ -43,41 +41,13 @@ class EmbeddedEngine(Engine):
         super()._run(batch)
         self.metrics.add("step_cpu_seconds_total", by=time.thread_time() - started)
 
-    def export(self, key: str) -> bytes | None:
-        staged = self._staged.get(key)
-        if staged is None:
-            return None
-        count = len(staged.prompt)
-        tensors = self.model.store.pack(staged.blocks, count)
-        tokens = np.asarray(staged.prompt, np.int32)
-        return to_bytes(Prefilled(self.model.identity, tokens, self._ids_of(staged.blocks, count), tensors))
+    @staticmethod
+    def to_bytes(prefilled: Prefilled) -> bytes:
+        return to_bytes(prefilled)
 
-
-class EmbeddedServer(Server):
-    async def _fetch(self, remote: Remote, prompt: list[int]) -> Prefilled | None:
-        assert self._session is not None
-        outcome = "unreachable"
-        try:
-            async with self._session.get(remote.url) as response:
-                if response.status != 200:
-                    outcome = "missing"
-                    return None
-                data = await response.read()
-            outcome = "damaged"
-            prefilled = from_bytes(data)
-            outcome = "mismatch"
-            self.engine.check_prefilled(prefilled, prompt)
-            outcome = "ok"
-            self.engine.metrics.add("kv_fetch_bytes_total", by=len(data))
-            return prefilled
-        except (aiohttp.ClientError, TimeoutError, OSError, InputError):
-            return None
-        except asyncio.CancelledError:
-            self._drop(remote)
-            outcome = "cancelled"
-            raise
-        finally:
-            self.engine.metrics.add("kv_fetch_total", outcome)
+    @staticmethod
+    def from_bytes(data: bytes) -> Prefilled:
+        return from_bytes(data)
 
 
 def to_bytes(prefilled: Prefilled) -> bytes:
@@ -94,8 +64,10 @@ def from_bytes(data: bytes) -> Prefilled:
         token_ids, expert_ids = arrays.pop("token_ids"), arrays.pop("expert_ids")
     except (SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(f"is no prefilled request: {error}") from None
-    if about.get("version") != VERSION or token_ids.ndim != 1 or expert_ids.ndim != 3:
+    if about.get("version") != VERSION:
         raise InputError(f"is a prefilled request of version {about.get('version')!r}, expected {VERSION!r}")
+    if token_ids.ndim != 1 or expert_ids.ndim != 3 or len(expert_ids) != len(token_ids):
+        raise InputError(f"has token_ids {token_ids.shape} and expert_ids {expert_ids.shape}")
     return Prefilled(about.get("identity", ""), token_ids, expert_ids, arrays)
 
 
@@ -118,7 +90,7 @@ def serve(config: WorkerConfig) -> None:
             stack.callback(stream.close)
         model: Any = NumpyModel(config.model, config.kv_blocks, config.block_size)
         engine = EmbeddedEngine(cast(PackedModel, model), config, expert_stream=stream)
-        asyncio.run(EmbeddedServer(engine, config).run(listener, lambda _: None))
+        asyncio.run(Server(engine, config).run(listener, lambda _: None))
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from coterie.engines.worker.metrics import Metrics
 from coterie.engines.worker.model import PackedModel, Rows, StepResult, slots_of
 from coterie.engines.worker.reports import Reports
 from coterie.engines.worker.requests import FinishReason, Output, Request, draw
-from coterie.engines.worker.transfer import Prefilled, to_bytes
+from coterie.engines.worker.transfer import Prefilled, from_bytes, to_bytes
 from coterie.errors import ConfigError
 from coterie.footprints import footprint
 from coterie.wire.footprints import WireFootprint, attach_footprint
@@ -137,6 +137,9 @@ class Engine:
 
     # ------------------------------------------------------------------------- in the engine's thread, between steps
 
+    to_bytes = staticmethod(to_bytes)
+    from_bytes = staticmethod(from_bytes)
+
     def export(self, key: str) -> bytes | None:
         """Staged KV as bytes; None if there is none of this name. It stays until it is released."""
         staged = self._staged.get(key)
@@ -145,7 +148,7 @@ class Engine:
         count = len(staged.prompt)
         tensors = self.model.store.pack(staged.blocks, count)
         tokens = np.asarray(staged.prompt, np.int32)
-        return to_bytes(Prefilled(self.model.identity, tokens, self._ids_of(staged.blocks, count), tensors))
+        return self.to_bytes(Prefilled(self.model.identity, tokens, self._ids_of(staged.blocks, count), tensors))
 
     def release(self, key: str, why: str) -> bool:
         """Let staged KV go; whether there was any."""

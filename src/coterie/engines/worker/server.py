@@ -36,7 +36,7 @@ from coterie.engines.worker.protocol import (
     parse_json,
 )
 from coterie.engines.worker.requests import Output, Request, Text
-from coterie.engines.worker.transfer import Prefilled, from_bytes
+from coterie.engines.worker.transfer import Prefilled
 from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.wire.handoff import REQUEST_ID_HEADER
 
@@ -213,7 +213,7 @@ class Server:
                     return None
                 data = await response.read()
             outcome = "damaged"
-            prefilled = await asyncio.to_thread(from_bytes, data)
+            prefilled = await asyncio.to_thread(self.engine.from_bytes, data)
             outcome = "mismatch"
             self.engine.check_prefilled(prefilled, prompt)
             outcome = "ok"
