@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LAYERS, EXPERTS, SEEDS = 58, 256, range(5)
 ROWS_A_STEP = 65_536.0
 """Of a layer: 8,192 tokens of eight experts each, about 1.2 ms on eight ranks."""
-REPEATS = 7
+REPEATS = 21
 HORIZON, MOVE_PRICE = 1e6, 100.0
 """So that balance comes first and the number of moves second."""
 

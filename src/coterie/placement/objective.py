@@ -237,7 +237,8 @@ class Problem:
         found = _Assessment(np.empty(shape), np.empty(shape), np.empty(shape, np.int64))
         slots = np.ascontiguousarray(slot_experts, np.int32)
         given = np.empty((0, 0)) if shares is None else np.ascontiguousarray(shares, np.float64)
-        _assess(slots, self.unit, self.share, given, self.load_in, self.source, self.alive, *found)
+        arguments = slots, self.unit, self.share, given, self.load_in, self.source, self.alive, *found
+        over_layers(lambda chosen: _assess(chosen, *arguments), len(slots))
         return found
 
     def _score(self, found: _Assessment) -> Score:
@@ -556,11 +557,12 @@ def _equal_shares(slot_experts: NDArray[np.integer], experts: int, slot_alive: N
 
 @njit()
 def _assess(
-    slot_experts: NDArray[np.int32], unit: Array, share: Array, given: Array, load_in: Array,
-    source: NDArray[np.int16], alive: NDArray[np.bool_], busy: Array, arrivals: Array, loads: NDArray[np.int64],
+    chosen: NDArray[np.int64], slot_experts: NDArray[np.int32], unit: Array, share: Array, given: Array,
+    load_in: Array, source: NDArray[np.int16], alive: NDArray[np.bool_], busy: Array, arrivals: Array,
+    loads: NDArray[np.int64],
 ) -> None:  # fmt: skip
-    """Times of ranks, and of loads; an expert in two slots of a rank is loaded once."""
-    for layer in range(len(slot_experts)):
+    """Times of ranks, and of loads, of the chosen layers; an expert in two slots of a rank is loaded once."""
+    for layer in chosen:
         parts = given[layer] if len(given) else np.empty(0)
         _assess_layer(
             slot_experts[layer], unit[layer], share[layer], parts, load_in[layer], source[layer], alive,
