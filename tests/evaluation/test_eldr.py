@@ -20,6 +20,7 @@ from coterie.evaluation.eldr_fleets import (
     Outcome,
     Window,
     closed_bench,
+    experts_by_rows,
     outcome,
     recorded_source,
     split,
@@ -56,7 +57,7 @@ def served(bench: Bench):
 
 
 def outcomes(experts: float, p50: float, p99: float) -> Outcome:
-    return Outcome(experts, experts, experts, p50, p99, p50, p50, 100, 0.1)
+    return Outcome(experts, experts, experts, experts / 20, p50, p99, p50, p50, p50, 100, 0.1)
 
 
 pytestmark = pytest.mark.long
@@ -96,12 +97,15 @@ def test_the_steady_part_is_full_and_begins_after_one_replacement(served):
 
 def test_experts_of_a_run_by_steps_tokens_and_time(served):
     window = steady(served, 16)
-    found = outcome(served, window)
+    found = outcome(served, window, experts_by_rows(served, window))
     inside = (served.step_start_s >= window.since_s) & (served.step_start_s < window.until_s)
     distinct = served.step_distinct[inside]
     assert found.active_experts == pytest.approx(distinct.mean())
     assert found.active_experts_by_token == pytest.approx(np.average(distinct, weights=served.step_decoding[inside]))
     assert found.active_experts_by_time == pytest.approx(np.average(distinct, weights=served.step_s[inside]))
+    assert found.experts_at_rows == pytest.approx(1.0, abs=0.02)  # against itself
+    halved = outcome(served._replace(step_distinct=served.step_distinct / 2), window, experts_by_rows(served, window))
+    assert halved.experts_at_rows == pytest.approx(found.experts_at_rows / 2)
 
 
 def test_formed_batches_are_those_of_the_run(bench: Bench, served):

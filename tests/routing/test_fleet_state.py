@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
 from coterie.routing import Fleet
+from coterie.routing.fleet import RECENT
 
 
 def profile(rng: np.random.Generator, cells: int) -> np.ndarray:
@@ -14,12 +15,16 @@ def profile(rng: np.random.Generator, cells: int) -> np.ndarray:
 
 
 def recount(residents: dict[str, tuple[int, np.ndarray]], fleet: Fleet, worker: int) -> np.ndarray:
-    """[cell] what `missed` must be, from its definition."""
-    everyone = [np.log1p(-p) for _, p in residents.values()]
-    mine = [np.log1p(-p) for where, p in residents.values() if where == worker]
-    usual = np.mean(everyone, axis=0) if everyone else np.zeros(fleet.missed.shape[1])
+    """[cell] what `missed` must be, from its definition, if none has left yet."""
+    profiles = list(residents.values())
+    usual = np.array(profiles[0][1], np.float64)
+    for where, p in profiles[1:]:
+        if where == worker:
+            usual += (p - usual) / RECENT
+    mine = [np.log1p(-p) for where, p in profiles if where == worker]
     expected = (len(mine) + fleet.running.mean()) / 2
-    return np.exp(expected * (np.sum(mine, axis=0) + usual) / (len(mine) + 1))
+    mean = (np.mean(mine, axis=0) + np.log1p(-usual)) / 2 if mine else np.log1p(-usual)
+    return np.exp(expected * mean)
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.booleans(), st.integers(0, 99)), max_size=40), st.integers(0, 99))
@@ -115,3 +120,15 @@ def test_mistakes_are_told() -> None:
         with pytest.raises(ConfigError):
             wrong()
     assert fleet.running.tolist() == [1, 0]
+
+
+def test_a_worker_takes_on_the_character_of_who_comes() -> None:
+    """After drift the fitted character counts for little, also once those who came have gone."""
+    usual = np.array([[0.5, 0.0], [0.0, 0.5]], np.float32)
+    fleet, other = Fleet([4, 4], 2, usual=usual), np.array([0.0, 0.5], np.float32)
+    for number in range(4 * RECENT):
+        fleet.admit(f"r{number}", 0, 0, other)
+        fleet.finish(f"r{number}")
+    fleet.admit("one", 1, 0, other)
+    assert fleet.missed[0, 0] > 250
+    assert fleet.missed[0, 1] < 220

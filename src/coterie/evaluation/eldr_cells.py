@@ -22,10 +22,8 @@ from coterie.evaluation.eldr_fleets import (
     Outcome,
     Source,
     closed_bench,
-    outcome,
     recorded_source,
     split,
-    steady,
     with_clusters,
 )
 from coterie.footprints.signatures import Weighting
@@ -107,8 +105,8 @@ def serve_cell(cell: Cell, data: Path, requests: int, names: tuple[str, ...] = R
     if cell.trace == MODEL and (cell.decoders, cell.each) == DESIGN:
         for weighting in WEIGHTINGS:
             other = with_clusters(bench, source.counts, halves, weighting)
-            run = other.serve(LocalityBand(other.fitted))
-            found[signature_name(weighting)] = outcome(run, steady(run, cell.decoders * cell.each))
+            name = signature_name(weighting)
+            found[name] = other.compare({name: LocalityBand(other.fitted)})[name]
     return Found(found, limit)
 
 

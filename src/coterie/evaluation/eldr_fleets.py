@@ -90,9 +90,14 @@ class Outcome(NamedTuple):
     """The same, steps weighted by their tokens."""
     active_experts_by_time: float
     """The same, steps weighted by how long they last: what decoders that step together would have on average."""
+    experts_at_rows: float
+    """Over what round robin's steps of as many requests touch, steps weighted by their tokens; 1 for round robin."""
     tpot_p50_ms: float
     tpot_p99_ms: float
     tpot_mean_ms: float
+    """Over requests."""
+    tpot_token_ms: float
+    """Over tokens."""
     step_ms: float
     requests: int
     uneven: float
@@ -118,14 +123,33 @@ def steady(run: FleetRun, in_flight: int) -> Window:
     return Window(since, until)
 
 
-def outcome(run: FleetRun, window: Window) -> Outcome:
-    found = summarise_fleet(run, since_s=window.since_s, until_s=window.until_s)
-    loads = found.worker_in_flight
+def decode_steps(run: FleetRun, window: Window) -> NDArray[np.bool_]:
     begun = run.step_start_s
-    steps = (begun >= window.since_s) & (begun < window.until_s) & (run.step_decoding > 0) & (run.step_prefill == 0)
-    by_time = float(np.average(run.step_distinct[steps], weights=run.step_s[steps]))
+    inside = (begun >= window.since_s) & (begun < window.until_s)
+    return np.asarray(inside & (run.step_decoding > 0) & (run.step_prefill == 0))
+
+
+Curve = NDArray[np.float64]
+"""Logarithm of a step's experts as a polynomial of that of its requests."""
+
+
+def experts_by_rows(run: FleetRun, window: Window) -> Curve:
+    steps = decode_steps(run, window)
+    rows, experts = run.step_decoding[steps], run.step_distinct[steps]
+    return np.polyfit(np.log(rows), np.log(experts), min(3, len(np.unique(rows)) - 1))
+
+
+def outcome(run: FleetRun, window: Window, mixed: Curve) -> Outcome:
+    """`mixed` is :func:`experts_by_rows` of round robin's run."""
+    found = summarise_fleet(run, since_s=window.since_s, until_s=window.until_s)
+    loads, steps = found.worker_in_flight, decode_steps(run, window)
+    rows, experts = run.step_decoding[steps], run.step_distinct[steps]
+    done = (run.arrival_s >= window.since_s) & (run.arrival_s <= window.until_s) & np.isfinite(run.tpot_s)
     return Outcome(
-        found.distinct, found.distinct_by_token, by_time, found.tpot.p50, found.tpot.p99, found.tpot.mean,
+        found.distinct, found.distinct_by_token, float(np.average(experts, weights=run.step_s[steps])),
+        float(np.average(experts / np.exp(np.polyval(mixed, np.log(rows))), weights=rows)),
+        found.tpot.p50, found.tpot.p99, found.tpot.mean,
+        1e3 * float(np.average(run.tpot_s[done], weights=run.output_tokens[done] - 1)),
         found.step_ms, found.requests, float(loads.std() / loads.mean()),
     )  # fmt: skip
 
@@ -181,12 +205,13 @@ class Bench:
         window = steady(base, self.in_flight)
         # Past its end all who came in it must have finished: those cut short would be the long ones.
         until_s = window.until_s + 2.0 * float(np.nanmax(base.finish_s - base.arrival_s))
-        found = {BASE: outcome(base, window)}
+        mixed = experts_by_rows(base, window)
+        found = {BASE: outcome(base, window, mixed)}
         for name, router in chosen.items():
             if name != BASE:
                 run = self.serve(router, until_s)
                 own = steady(run, self.in_flight)
-                found[name] = outcome(run, Window(own.since_s, min(own.until_s, window.until_s)))
+                found[name] = outcome(run, Window(own.since_s, min(own.until_s, window.until_s)), mixed)
         return found
 
 

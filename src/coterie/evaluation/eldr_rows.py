@@ -34,7 +34,7 @@ OURS, ELDR, SHORTEST = "latency_aware", "locality_band", "join_shortest_queue"
 SAVINGS = {
     "saving": "active_experts", "saving_by_token": "active_experts_by_token",
     "saving_by_time": "active_experts_by_time", "tpot_p50_saving": "tpot_p50_ms", "tpot_p99_saving": "tpot_p99_ms",
-    "tpot_mean_saving": "tpot_mean_ms",
+    "tpot_mean_saving": "tpot_mean_ms", "tpot_token_saving": "tpot_token_ms", "saving_at_rows": "experts_at_rows",
 }  # fmt: skip
 """Key of a row, and what of an outcome it compares."""
 Runs = Sequence[Mapping[str, Outcome]]
@@ -107,11 +107,9 @@ def limit_rows(decoders: int, found: Sequence[Found]) -> list[Row]:
         row |= spread("expected_saving", interval([100.0 * getattr(one, field) for one in limits]))
         share = interval([_share(one, field) for one in limits])
         row |= {"share": share.mean, "share_low": share.low, "share_high": share.high}
-        most = [np.array(savings(runs, LIMIT_ROUTER, key)) for key in ("active_experts_by_token", "tpot_p50_ms")]
-        own = [np.array(savings(runs, router, key)) for key in ("active_experts_by_token", "tpot_p50_ms")]
-        row["run_share_by_token"], row["run_share_p50"] = (
-            float((mine / top).mean()) for mine, top in zip(own, most, strict=True)
-        )
+        own, most = savings(runs, router, "experts_at_rows"), [100.0 * one.limit for one in limits]
+        reached = interval(np.divide(own, most))
+        row |= {"run_share": reached.mean, "run_share_low": reached.low, "run_share_high": reached.high}
         if name != "limit":
             row["published"] = {"share": published.LIMIT_SHARES[name], "of": "a quick trial"}
         rows.append(row)

@@ -26,12 +26,14 @@ from coterie.errors import TraceError
 from coterie.evaluation.eldr_analysis import Unions, domain_unions
 from coterie.evaluation.eldr_fleets import (
     BASE,
+    Curve,
     Halves,
     Outcome,
     Source,
     Window,
     bench_of,
     closed_bench,
+    experts_by_rows,
     outcome,
     recorded_source,
 )
@@ -174,10 +176,12 @@ def serve_prefixes(seed: int, data: Path, requests: int, names: tuple[str, ...] 
     for served in (drawn, replace(drawn, blocks=None, block_offsets=None)):
         open_bench = replace(bench, requests=served, config=config, in_flight=None)
         one: dict[str, Outcome] = {}
-        for name in names:
+        mixed: Curve | None = None
+        for name in (BASE, *(name for name in names if name != BASE)):
             run = open_bench.serve(open_bench.router(name))
-            since, until = np.quantile(run.arrival_s, (0.15, 0.95))
-            one[name] = outcome(run, Window(float(since), float(until)))
+            window = Window(*(float(time) for time in np.quantile(run.arrival_s, (0.15, 0.95))))
+            mixed = experts_by_rows(run, window) if mixed is None else mixed
+            one[name] = outcome(run, window, mixed)
             if name == BASE:
                 shares.append(float(run.cached_tokens.sum() / run.prompt_tokens.sum()))
                 waits.append(1e3 * float(np.mean(run.prefill_end_s - run.arrival_s)))

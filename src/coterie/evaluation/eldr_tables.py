@@ -53,9 +53,9 @@ def _is(*parts: str) -> Callable[[Row], bool]:
 _SERVED = (
     Column("experts a step", _number("active_experts")), Column("fewer %", _gain("saving")),
     Column("by time %", _gain("saving_by_time")), Column("by token %", _gain("saving_by_token")),
-    Column("p50 ms", _number("tpot_p50_ms")),
+    Column("at equal rows %", _gain("saving_at_rows")), Column("p50 ms", _number("tpot_p50_ms")),
     Column("p99 ms", _number("tpot_p99_ms")), Column("p50 cut %", _gain("tpot_p50_saving")),
-    Column("p99 cut %", _gain("tpot_p99_saving")),
+    Column("p99 cut %", _gain("tpot_p99_saving")), Column("mean by token", _gain("tpot_token_saving")),
 )  # fmt: skip
 _SHORT = (
     Column("by token %", _gain("saving_by_token")), Column("p50 ms", _number("tpot_p50_ms")),
@@ -93,8 +93,8 @@ TABLES = (
             Column("share of the limit", _number("share", 3)),
             Column("published", _beside),
             Column("router", _plain("router")),
-            Column("run, by token %", _gain("saving_by_token")),
-            Column("share of the limit's run", _number("run_share_by_token")),
+            Column("run, at equal rows %", _gain("saving_at_rows")),
+            Column("share of the limit", _number("run_share", 3)),
         ),
         _is("limit"),
     ),

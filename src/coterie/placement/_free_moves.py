@@ -350,7 +350,7 @@ def _promising(
 
 @njit()
 def search_layers(
-    rows: Indices, chosen: Indices, alive: NDArray[np.bool_], speeds: Array, unit: Array, fixed: Array, load_in: Array,
+    chosen: Indices, rows: Indices, alive: NDArray[np.bool_], speeds: Array, unit: Array, fixed: Array, load_in: Array,
     floor: Array, prices: Array, slots: Indices, experts: Indices, totals: Array, counts: Indices,
 ) -> None:  # fmt: skip
     """:func:`search_layer` of the layers `chosen`; the rest of the arrays begins with [layer].

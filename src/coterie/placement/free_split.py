@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie._numba import side_by_side
 from coterie.errors import ConfigError
 from coterie.placement._free_moves import search_layers
-from coterie.placement._layers import over_layers
 from coterie.placement.objective import Problem
 from coterie.placement.splits import affine, optimal_shares
 
@@ -120,13 +120,8 @@ def _search(problem: Problem) -> _Path:
     )  # fmt: skip
     prices = np.array([objective.horizon, objective.exposed, objective.move_price])
     speeds, (unit, fixed) = problem.topology.rank_speeds, affine(problem)
-
-    def work(chosen: NDArray[np.int64]) -> None:
-        search_layers(
-            rows, chosen, problem.alive, speeds, unit, fixed, problem.load_in, problem.floor, prices, *path
-        )
-
-    over_layers(work, layers)
+    arguments = rows, problem.alive, speeds, unit, fixed, problem.load_in, problem.floor, prices, *path
+    side_by_side(search_layers, layers, *arguments)
     return path
 
 

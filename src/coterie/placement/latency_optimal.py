@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie._numba import side_by_side
 from coterie.errors import ConfigError
-from coterie.placement._layers import over_layers
 from coterie.placement._search import CHANGED, ENOUGH, KEPT, REPAIRED, search, spend
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.eplb import Eplb
@@ -151,7 +151,7 @@ class LatencyOptimal:
             rows, problem.unit, problem.share, problem.load_in, problem.alive, problem.floor, numbers, problem.alike,
             trail, kept, trails, totals, seconds, moves, outcomes,
         )  # fmt: skip
-        over_layers(lambda chosen: search(chosen, *arguments), layers)
+        side_by_side(search, layers, *arguments)
         chosen = kept - 1 if self.max_moves is None else spend(kept, totals, seconds, moves, self.max_moves)
         each = np.arange(layers)
         found = trails[each, chosen].astype(np.int32)

@@ -25,10 +25,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import njit, side_by_side
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
-from coterie.placement._layers import over_layers
 from coterie.placement.base import HOST, Load, Moves, Plan
 from coterie.types import Link, Placement, Topology
 
@@ -120,7 +119,7 @@ class Objective:
             per_step, self._slot_s(per_step), self.touch_s, self.row_s, exchange, each, speeds, current.slot_experts,
             topology.rank_nodes, links, unit, share, load_in, source, even, reach,
         )  # fmt: skip
-        over_layers(lambda chosen: _fill(chosen, *arguments), layers)
+        side_by_side(_fill, layers, *arguments)
         in_force = None if shares is None else _living_shares(shares, current, alive)
         return Problem(self, topology, current, alive, unit, share, load_in, source, even, reach, in_force)
 
@@ -238,7 +237,7 @@ class Problem:
         slots = np.ascontiguousarray(slot_experts, np.int32)
         given = np.empty((0, 0)) if shares is None else np.ascontiguousarray(shares, np.float64)
         arguments = slots, self.unit, self.share, given, self.load_in, self.source, self.alive, *found
-        over_layers(lambda chosen: _assess(chosen, *arguments), len(slots))
+        side_by_side(_assess, len(slots), *arguments)
         return found
 
     def _score(self, found: _Assessment) -> Score:
@@ -324,7 +323,7 @@ class Problem:
 @lru_cache(maxsize=4)
 def _even_share(layers: int, experts: int, replicas: int) -> Array:
     """The share table where only tokens count: the same for all loads, so it is made once and only read."""
-    return np.array(np.broadcast_to(1.0 / np.arange(1, replicas + 1), (layers, experts, replicas)))
+    return np.array(np.broadcast_to(1.0 / np.arange(1, replicas + 1), (layers, experts, replicas)), order="C")
 
 
 def _seconds(link: Link, nbytes: float) -> float:

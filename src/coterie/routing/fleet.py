@@ -3,12 +3,14 @@
 Numbers are plain arrays, so that a decision over a thousand workers is a few passes over them. `missed` is what expert
 locality is made of: for every worker and cell (a layer's expert) the probability that a step does not touch the expert,
 
-    missed = exp(expected x mean over the worker's requests of log(1 - p))
+    missed = exp(expected x mean over requests of log(1 - p))
 
 where p is the probability that a token of a request activates it. Adding a request with probabilities q is then
-expected to touch ``sum(q x missed)`` experts more a step. `expected` is how many requests the worker will have while a
-request that comes now is there: half way between its own number and the fleet's mean. What is uneven now dies away as
-requests end, and if both last about as long, half of it is left on average.
+expected to touch ``sum(q x missed)`` experts more a step. What counts is who will be there while the request that comes
+now is: as requests last about as long as each other, on average half of those there now, and others in place of the
+rest. So `expected`, their number, is half way between the worker's own and the fleet's mean, and the mean over requests
+is half that of those it has, half that of the requests that usually come to it: those of calibration at first, then,
+more and more, those that came.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from coterie.errors import ConfigError
 
 MOST_CERTAIN = 0.999
 """Probabilities are cut here: a product with a 0 in it could never be taken apart again."""
+
+RECENT = 32
+"""Requests that came to a worker last, about, that are what usually comes to it."""
 
 STALE = 0.1
 """Change of the fleet's mean load, of itself, after which the numbers of all workers are made anew."""
@@ -47,8 +52,8 @@ class Fleet:
     ) -> None:
         """`places` is how many requests each runs at once; `cells` (layers x experts) 0 keeps no profiles.
 
-        `usual` [worker, cell] are probabilities of a request that is usual there: a worker counts as having one more of
-        these than it has, so that an empty one is not without a character. Without it, the mean of all requests.
+        `usual` [worker, cell] are probabilities of a request that is usual there, before any has come; without it,
+        those of the first one that comes to the fleet.
         """
         self.places = np.array(places, np.int64)
         workers = len(self.places)
@@ -81,8 +86,8 @@ class Fleet:
         """Requests admitted so far."""
         self._logs = np.zeros((workers, cells))
         self._profiled = np.zeros(workers, np.int64)
-        self._usual = None if usual is None else _logs(np.asarray(usual, np.float32))
-        self._all = np.zeros(cells)
+        self._usual = None if usual is None else np.array(usual, np.float32)
+        self._usual_logs = np.zeros((workers, cells), np.float32) if self._usual is None else _logs(self._usual)
         self._mean = 0.0
         self._residents: dict[str, _Resident] = {}
 
@@ -107,6 +112,12 @@ class Fleet:
         self.running[worker] += 1
         self.context_tokens[worker] += context
         self.routed += 1
+        if profile is not None and logs is not None:
+            if self._usual is None:
+                self._usual = np.tile(np.asarray(profile, np.float32), (len(self), 1))
+                self._usual_logs[:] = logs
+            else:
+                _follow(self._usual[worker], self._usual_logs[worker], np.asarray(profile, np.float32))
         self._shift(worker, logs, 1)
 
     def finish(self, request_id: str) -> None:
@@ -141,9 +152,7 @@ class Fleet:
             return
         if logs is not None:
             self._profiled[worker] += sign
-            _add(self._logs[worker], self._all, logs, float(sign), not self._profiled[worker])
-            if not self._profiled.any():
-                self._all[:] = 0.0  # rounding ends with the last one
+            _add(self._logs[worker], logs, float(sign), not self._profiled[worker])
         if not refresh:
             return
         mean = float(self.running[self.alive].mean()) if self.alive.any() else 0.0
@@ -155,11 +164,12 @@ class Fleet:
             self._refresh(worker)
 
     def _refresh(self, worker: int) -> None:
-        count = int(self._profiled[worker])
-        usual = self._all / max(1, self._profiled.sum()) if self._usual is None else self._usual[worker]
-        self.expected[worker] = (self.running[worker] + self._mean) / 2
-        rate = self.expected[worker] / (count + 1)
-        self.distinct[worker] = _spread(self._logs[worker], usual, rate, self.missed[worker])
+        count, expected = int(self._profiled[worker]), (self.running[worker] + self._mean) / 2
+        self.expected[worker] = expected
+        there, come = (expected / (2 * count), expected / 2) if count else (0.0, expected)
+        self.distinct[worker] = _spread(
+            self._logs[worker], self._usual_logs[worker], there, come, self.missed[worker]
+        )
 
 
 def _logs(profile: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -167,22 +177,27 @@ def _logs(profile: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 @njit()
-def _add(
-    logs: NDArray[np.float64], everyone: NDArray[np.float64], one: NDArray[np.float32], sign: float, last: bool
-) -> None:
+def _add(logs: NDArray[np.float64], one: NDArray[np.float32], sign: float, last: bool) -> None:
     for cell in range(len(logs)):
-        everyone[cell] += sign * one[cell]
-        logs[cell] = 0.0 if last else logs[cell] + sign * one[cell]
+        logs[cell] = 0.0 if last else logs[cell] + sign * one[cell]  # rounding ends with the last one
+
+
+@njit(fastmath=True)
+def _follow(usual: NDArray[np.float32], logs: NDArray[np.float32], one: NDArray[np.float32]) -> None:
+    """Move what is usual towards a request that came."""
+    for cell in range(len(usual)):
+        usual[cell] += (one[cell] - usual[cell]) * np.float32(1.0 / RECENT)
+        logs[cell] = np.log1p(-min(max(usual[cell], np.float32(0.0)), np.float32(MOST_CERTAIN)))
 
 
 @njit(fastmath=True)
 def _spread(
-    logs: NDArray[np.float64], usual: NDArray[np.floating], rate: float, missed: NDArray[np.uint8]
+    logs: NDArray[np.float64], usual: NDArray[np.float32], there: float, come: float, missed: NDArray[np.uint8]
 ) -> float:
     """Fill `missed`; experts that a step touches."""
     distinct = 0.0
     for cell in range(len(logs)):
-        left = np.exp(np.float32(min(rate * (logs[cell] + usual[cell]), 0.0)))
+        left = np.exp(np.float32(min(there * logs[cell] + come * usual[cell], 0.0)))
         missed[cell] = np.uint8(np.float32(255.0) * left + np.float32(0.5))
         distinct += 1.0 - left
     return distinct

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit, prange
+from coterie._numba import njit
 
 Array = NDArray[Any]
 U64 = np.uint64
@@ -210,17 +210,17 @@ def _stream(seed: U64, index: int) -> Array:
     return state
 
 
-@njit(parallel=True)
+@njit()
 def draw_requests(
-    ids: Array, offsets: Array, prompts: Array, first: int, seed: U64, values: Array, origin: Array, target: Array,
-    weight: Array, concentration: Array, phase_correlation: float,
+    chosen: Array, ids: Array, offsets: Array, prompts: Array, first: int, seed: U64, values: Array, origin: Array,
+    target: Array, weight: Array, concentration: Array, phase_correlation: float,
 ) -> None:  # fmt: skip
-    """Fill ids [token, layer, k] of requests first, first + 1, …
+    """Fill ids [token, layer, k] of requests first + each of the chosen.
 
     Request r has tokens offsets[r] … offsets[r + 1], of which prompts[r] are prefill, and preferences around
     (1 - weight[r]) values[origin[r]] + weight[r] values[target[r]], where values is [row, layer, expert].
     """
-    for r in prange(len(prompts)):
+    for r in chosen:
         base = _blend(values[origin[r]], values[target[r]], weight[r])
         tokens = ids[offsets[r] : offsets[r + 1]]
         _draw_request(tokens, prompts[r], base, concentration, phase_correlation, _stream(seed, first + r))
@@ -253,16 +253,16 @@ def _row_moments(q: Array, concentration: float, k: int, samples: int, mean: Arr
     return variance
 
 
-@njit(parallel=True)
+@njit()
 def inclusion_moments(
-    q: Array, concentration: Array, k: int, samples: int, seed: U64, mean: Array, variance: Array
+    chosen: Array, q: Array, concentration: Array, k: int, samples: int, seed: U64, mean: Array, variance: Array
 ) -> None:
-    """Fill mean [row, expert] inclusion under q [row, expert], and variance [row] of it between requests.
+    """Fill, of chosen rows, mean [row, expert] inclusion under q [row, expert] and variance [row] of it by request.
 
     The variance is summed over experts. With exponential clocks of rates p, the first k to ring are a Plackett-Luce
     draw. Given the other clocks, expert e is among them with probability 1 - exp(-p[e] T), T the k-th ring of the
     others: averaging that instead of the draws is unbiased and keeps rare experts above 0. Two sets of clocks for
     each request's p give products whose mean is the square of its inclusion, free of sampling noise.
     """
-    for row in prange(len(q)):
+    for row in chosen:
         variance[row] = _row_moments(q[row], concentration[row], k, samples, mean[row], _stream(seed, row))

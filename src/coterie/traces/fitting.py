@@ -16,6 +16,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from coterie._numba import side_by_side
 from coterie.errors import ConfigError
 from coterie.footprints.counting import footprints
 from coterie.traces._sampling import inclusion_moments
@@ -148,9 +149,8 @@ def _fit(counts: _Counts, k: int, rng: Generator, samples: int) -> _Fit:
     mean, variance = np.empty((domains * layers, experts)), np.empty(domains * layers)
     for step in _STEPS:
         rows = np.tile(np.minimum(concentration, 1e6), domains)
-        inclusion_moments(
-            q.reshape(-1, experts), rows, k, samples, rng.integers(1 << 64, dtype=np.uint64), mean, variance
-        )
+        arguments = q.reshape(-1, experts), rows, k, samples, rng.integers(1 << 64, dtype=np.uint64), mean, variance
+        side_by_side(inclusion_moments, len(rows), *arguments)
         modelled = -np.log1p(-np.clip(mean, 1e-12, 1.0 - 1e-9)).reshape(q.shape)
         q = q * np.clip(hazard / modelled, 0.2, 5.0) ** step
         q /= q.sum(axis=2, keepdims=True)

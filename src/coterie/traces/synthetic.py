@@ -27,6 +27,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from coterie._numba import side_by_side
 from coterie.errors import ConfigError, UnavailableError
 from coterie.registry import Registry
 from coterie.traces._sampling import draw_requests
@@ -320,7 +321,8 @@ class _Workload:
             if memory.nbytes < spec.nbytes:
                 memory = np.empty(math.prod(spec.shape), spec.dtype)
             ids = memory[: math.prod(spec.shape)].reshape(spec.shape)
-            draw_requests(
+            side_by_side(
+                draw_requests, stop - start,
                 ids, local, prompts[rows], start, self.seed, values, origin[rows], target[rows], blend.weight[rows],
                 self.concentrations, self.phase_correlation,
             )  # fmt: skip
