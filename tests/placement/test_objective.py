@@ -91,7 +91,7 @@ def test_arrays_and_score_match_plain_python(seed: int, touch: bool, exchange: b
             expected = 0.0
             for expert in held[rank] if problem.alive[rank] else []:
                 unit = plain_unit(problem, load, layer, rank, expert)
-                n = min(replicas[expert], problem.share.shape[2])
+                n = min(replicas[expert], problem.share.shape[1])
                 expected += unit * plain_part(problem, load, layer, expert, n) * n / replicas[expert]
             assert busy[layer, rank] == pytest.approx(expected, rel=1e-9, abs=1e-15)
             for expert in set(held[rank]) if problem.alive[rank] else []:

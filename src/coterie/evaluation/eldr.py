@@ -1,6 +1,7 @@
 """Expert-locality decode routing (ELDR) and past it: what routers save of a decode step's experts and of its time.
 
     main         recorded routing, closed loop, four loads: all routers, against round robin and the best load balancer
+    ahead        how far latency_aware is ahead of the locality band over all four loads
     limit        clusters made on the served requests themselves, and the share of their saving that routers reach
     unions, correlation, rho                                what expert locality rests on, on recorded routing
     band, clusters, signature                               the published design, one part of it varied at a time
@@ -25,11 +26,13 @@ from coterie.evaluation.eldr_fleets import REQUESTS, TRACES
 from coterie.evaluation.eldr_notes import NO_DATA, notes_of
 from coterie.evaluation.eldr_rows import (
     Row,
+    Runs,
     analysis_rows,
     cache_rows,
     design_rows,
     limit_rows,
     main_rows,
+    overall_row,
     synthetic_rows,
 )
 from coterie.evaluation.eldr_synthetic import (
@@ -48,7 +51,7 @@ from coterie.evaluation.runs import in_parallel
 from coterie.evaluation.suites import Report, Suite, SuiteOptions, SuiteResult, suites
 
 NAME = "eldr"
-SEEDS = (0, 1, 2, 3, 4, 5)
+SEEDS = tuple(range(12))
 """A split of the recorded requests and an order of them each."""
 FEW_SEEDS = 3
 """Of them for what varies little or takes long."""
@@ -118,6 +121,7 @@ def rows_of(found: dict[Job, Any]) -> list[Row]:
     """Jobs that differ in their seed alone make one row a router."""
     rows: list[Row] = []
     later: list[Row] = []
+    by_load: list[Runs] = []
     for _, group in groupby(sorted(found, key=_kind), key=_kind):
         jobs = list(group)
         results = [found[job] for job in jobs]
@@ -126,6 +130,8 @@ def rows_of(found: dict[Job, Any]) -> list[Row]:
             cells: list[Found] = results
             runs = [one.outcomes for one in cells]
             rows += main_rows(first.trace, first.decoders, first.each, runs)
+            if first.trace == MODEL:
+                by_load.append(runs)
             if first.trace == MODEL and first.each == LIMIT_BATCH:
                 later += limit_rows(first.decoders, cells)
             if first.trace == MODEL and (first.decoders, first.each) == DESIGN:
@@ -140,6 +146,8 @@ def rows_of(found: dict[Job, Any]) -> list[Row]:
         else:
             caches: list[CacheFound] = results
             later += cache_rows(caches)
+    if by_load:
+        later.insert(0, overall_row(by_load))
     return rows + later
 
 

@@ -24,7 +24,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
 
     notes: list[str] = []
     if of("main"):
-        notes += _main_notes(of("main"))
+        notes += _main_notes(of("main"), of("ahead"))
         notes += _limit_notes(of("limit"))
         notes += _design_notes(of("band"), of("clusters"), of("signature"))
         notes += _analysis_notes(of("unions"), of("correlation"), of("rho"))
@@ -42,7 +42,21 @@ def verdict(row: Row, key: str) -> str:
     return "surely" if row[f"{key}_low"] > 0 else "not told apart" if row[f"{key}_high"] > 0 else "surely not"
 
 
-def _main_notes(rows: Sequence[Row]) -> list[str]:
+COMPARED = (
+    ("saving_by_time", "experts by time"), ("saving_by_token", "by token"), ("saving_at_rows", "at equal rows"),
+    ("tpot_mean_saving", "mean TPOT"), ("tpot_token_saving", "mean by token"), ("tpot_p50_saving", "p50"),
+    ("tpot_p99_saving", "p99"),
+)  # fmt: skip
+
+
+def _ahead_note(row: Row, where: str) -> str:
+    ahead = ", ".join(
+        f"{words} {told(row, f'{key}_ahead')} ({verdict(row, f'{key}_ahead')})" for key, words in COMPARED
+    )
+    return f"{where}: latency_aware ahead of locality_band, in points of saving: {ahead}."
+
+
+def _main_notes(rows: Sequence[Row], overall: Sequence[Row]) -> list[str]:
     notes = [
         f"Main: {rows[0]['seeds']} splits, half of the recorded requests to fit and half to serve; no recorded request "
         "twice in flight; 95% intervals by Student's t over splits, every router on the same requests.",
@@ -62,14 +76,8 @@ def _main_notes(rows: Sequence[Row]) -> list[str]:
             )
     for row in rows:
         if row["router"] == OURS:
-            ahead = ", ".join(
-                f"{words} {told(row, f'{key}_ahead')} ({verdict(row, f'{key}_ahead')})"
-                for key, words in (("saving_by_time", "experts by time"), ("saving_by_token", "by token"),
-                                   ("saving_at_rows", "at equal rows"), ("tpot_mean_saving", "mean TPOT"),
-                                   ("tpot_token_saving", "mean by token"), ("tpot_p50_saving", "p50"),
-                                   ("tpot_p99_saving", "p99"))
-            )  # fmt: skip
-            notes.append(f"{_load(row)}: latency_aware ahead of locality_band, in points of saving: {ahead}.")
+            notes.append(_ahead_note(row, _load(row)))
+    notes += [_ahead_note(row, f"All {row['loads']} loads of {row['trace']}") for row in overall]
     for row in rows:
         if row["router"] in (OURS, ELDR) and row["p99_over_shortest_pct"] < TAIL_BAR_PCT:
             notes.append(
@@ -165,7 +173,8 @@ def _synthetic_notes(pools: Sequence[Row], parallel: Sequence[Row]) -> list[str]
         )
     for name in (ELDR, OURS):
         mine = [row for row in pools if row["router"] == name]
-        for key, words in (("tpot_p50_saving_pct", "p50"), ("saving_by_token_pct", "experts by token")):
+        for key, words in (("tpot_p50_saving_pct", "p50"), ("tpot_mean_saving_pct", "mean TPOT"),
+                           ("saving_by_token_pct", "experts by token")):  # fmt: skip
             values = [row[key] for row in mine]
             if values:
                 grows = all(a < b for a, b in pairwise(values))

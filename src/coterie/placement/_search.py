@@ -72,7 +72,7 @@ class Layer(NamedTuple):
     unit: Array
     """[rank, expert] seconds of all of the expert's tokens."""
     share: Array
-    """[expert, replicas - 1] of `unit` each replica takes."""
+    """[replicas - 1, expert] of `unit` each replica takes."""
     load_in: Array
     """[rank, expert] seconds to load; 0 where the rank has it."""
     alive: NDArray[np.bool_]
@@ -171,8 +171,8 @@ def slowest(busy: Array) -> float:
 
 @njit()
 def part_of(share: Array, expert: int, replicas: int) -> float:
-    last = share.shape[1] - 1
-    return float(share[expert, replicas - 1 if replicas <= last else last])
+    last = share.shape[0] - 1
+    return float(share[replicas - 1 if replicas <= last else last, expert])
 
 
 @njit()

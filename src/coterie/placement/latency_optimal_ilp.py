@@ -178,7 +178,7 @@ class _Planning:
     def _layer(self, index: int, price: float) -> Layer:
         problem, objective, living = self.problem, self.problem.objective, self.living
         return Layer(
-            problem.unit[index, living], problem.share[index], problem.load_in[index, living],
+            problem.unit[index, living], problem.share[index].T, problem.load_in[index, living],
             problem.topology.rank_speeds[living], problem.current.slots_per_rank, float(problem.floor[index]),
             objective.horizon, objective.exposed, objective.exposed * objective.move_price, price,
         )  # fmt: skip

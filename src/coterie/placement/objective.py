@@ -107,7 +107,7 @@ class Objective:
         living = int(alive.sum())
         per_step = load.tokens / load.steps  # [layer, expert]
         spare = living * current.slots_per_rank - experts
-        shape = layers, experts, min(living, spare + 1)
+        shape = layers, min(living, spare + 1), experts
         share = np.empty(shape) if self.touch_s else _even_share(*shape)
         # One block: past 4 MB NumPy asks for huge pages, and touching fresh small ones takes longer than all else here.
         unit, load_in = np.empty((2, layers, ranks, experts))
@@ -185,7 +185,7 @@ class Problem:
     unit: Array
     """[layer, rank, expert] seconds a step if the rank got all of the expert's tokens."""
     share: Array
-    """[layer, expert, replicas - 1] of `unit` that each of so many equal replicas takes. Exact where ranks are alike;
+    """[layer, replicas - 1, expert] of `unit` that each of so many equal replicas takes. Exact where ranks are alike;
     where they differ, what share of it is streaming is their mean."""
     load_in: Array
     """[layer, rank, expert] seconds to load the expert; 0 where the rank has it."""
@@ -321,9 +321,10 @@ class Problem:
 
 
 @lru_cache(maxsize=4)
-def _even_share(layers: int, experts: int, replicas: int) -> Array:
+def _even_share(layers: int, replicas: int, experts: int) -> Array:
     """The share table where only tokens count: the same for all loads, so it is made once and only read."""
-    return np.array(np.broadcast_to(1.0 / np.arange(1, replicas + 1), (layers, experts, replicas)), order="C")
+    parts = 1.0 / np.arange(1, replicas + 1)
+    return np.array(np.broadcast_to(parts[:, None], (layers, replicas, experts)), order="C")
 
 
 def _seconds(link: Link, nbytes: float) -> float:
@@ -401,20 +402,20 @@ def _fill_share(
             living += 1
             pace += 1.0 / speeds[rank]
             token_s += each[rank]
-    for expert in range(len(share)):
+    for expert in range(share.shape[1]):
         sent = tokens[expert] * token_s
         if len(known):
             for rank in range(len(speeds)):
                 if speeds[rank] > 0.0:
                     sent += known[rank, expert]
         whole = (pace * alone[expert] + sent) / living
-        for index in range(share.shape[1]):
+        for index in range(share.shape[0]):
             part = 1.0 / (index + 1.0)
             if whole > 0.0:
                 few = tokens[expert] * part
                 slot_s = touch_s * -np.expm1(-few) + row_s * few
                 part = (pace * slot_s + sent * part) / living / whole
-            share[expert, index] = part
+            share[index, expert] = part
 
 
 @njit()
@@ -471,7 +472,7 @@ def _fill_bounds(
             work[expert] = min(work[expert], row[expert] * speeds[rank])
     longest = 0.0
     for expert in range(experts):
-        longest = max(longest, least[expert] * share[expert].min())
+        longest = max(longest, least[expert] * share[:, expert].min())
     spare = living * per_rank - experts
     if spare == 0:
         for _ in range(per_rank - 1):  # the shortest ones fill its rank
@@ -512,10 +513,10 @@ def _fits(
     r replicas take r x share[r] x work in all, which is concave in r. So one more of them adds, up to the most there
     can be, at least the mean of all those: the cheapest such means, no more than there is room, are a bound.
     """
-    most = share.shape[1]
+    most = share.shape[0]
     left, total = spare, 0.0
     for expert in range(len(work)):
-        row, count = share[expert], 1
+        row, count = share[:, expert], 1
         while count < most and least[expert] * row[count - 1] > limit * (1.0 + TINY):
             count += 1
         left -= count - 1
@@ -589,11 +590,11 @@ def _assess_layer(
             if not alive[rank]:
                 continue
             if len(given):
-                busy[rank] += unit[rank, expert] * _part(share[expert], given[slot - 1])
+                busy[rank] += unit[rank, expert] * _part(share[:, expert], given[slot - 1])
             else:
                 # Duplicates on one rank may bring an expert past the replicas the table has.
-                known = min(replicas[expert], share.shape[1])
-                busy[rank] += unit[rank, expert] * share[expert, known - 1] * known / replicas[expert]
+                known = min(replicas[expert], share.shape[0])
+                busy[rank] += unit[rank, expert] * share[known - 1, expert] * known / replicas[expert]
             if source[rank, expert] != rank and seen[expert] != rank:
                 seen[expert] = rank
                 arrivals[rank] += load_in[rank, expert]

@@ -91,10 +91,10 @@ def optimal_shares(problem: Problem, slot_experts: NDArray[np.integer]) -> Array
 
 def affine(problem: Problem) -> Affine:
     """The price of a share as a straight line: through one replica and each of two."""
-    layers, experts, replicas = problem.share.shape
+    layers, replicas, experts = problem.share.shape
     if not problem.objective.touch_s or replicas < 2:
         return Affine(problem.unit, np.zeros((layers, experts)))
-    still = np.clip(2.0 * problem.share[:, :, 1] - 1.0, 0.0, MOST_FIXED)
+    still = np.clip(2.0 * problem.share[:, 1] - 1.0, 0.0, MOST_FIXED)
     return Affine(problem.unit * (1.0 - still)[:, None, :], still / (1.0 - still))
 
 
