@@ -112,7 +112,8 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     if options.out is not None:
         report("Drawing", 0, 1)
         options.out.mkdir(parents=True, exist_ok=True)
-        notes += _write(options.out, rows, data, (options.seeds or SEEDS)[0], options.requests or REQUESTS)
+        seeds = (options.seeds or SEEDS)[:FEW_SEEDS]
+        notes += _write(options.out, rows, data, seeds, options.requests or REQUESTS)
     notes.append(f"{len(jobs)} cells in {time.perf_counter() - begun:.0f} s.")
     return SuiteResult(NAME, rows, notes)
 
@@ -161,7 +162,7 @@ def _kind(job: Job) -> tuple[Any, ...]:
     return (2, job.decoders, job.part) if isinstance(job, SyntheticCell) else (3, 0, "")
 
 
-def _write(out: Path, rows: list[Row], data: Path | None, seed: int, requests: int) -> list[str]:
+def _write(out: Path, rows: list[Row], data: Path | None, seeds: tuple[int, ...], requests: int) -> list[str]:
     from coterie.evaluation.eldr_figures import draw_figures
 
     draw_figures(out, rows)
@@ -171,7 +172,7 @@ def _write(out: Path, rows: list[Row], data: Path | None, seed: int, requests: i
 
     path = out / "batches.npz"
     path.unlink(missing_ok=True)
-    steps = replay_batches(data, path, seed=seed, requests=requests)
+    steps = replay_batches(data, path, seeds=seeds, requests=requests)
     return [f"{path.name}: {steps} decode steps of each router and load, for coterie replay."]
 
 

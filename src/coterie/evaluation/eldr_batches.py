@@ -2,7 +2,9 @@
 
 A run tells when each step began and on which decoder, and when each request joined its decoder and ended. A request is
 in every step of its decoder from then on, one token further each time; how many that makes is checked against the
-step's own count.
+step's own count. Steps are drawn as tokens see them, the more often the more requests are in them: what is measured is
+then the time of a token's step. (Over steps an uneven load looks better than it is: most steps are those of decoders
+that have little to do. And steps of one size are of other decoders under each router.)
 """
 
 from __future__ import annotations
@@ -16,36 +18,37 @@ from numpy.typing import NDArray
 from coterie.engines.replay_batches import write_batches
 from coterie.errors import ConfigError
 from coterie.evaluation.eldr_cells import MODEL
-from coterie.evaluation.eldr_fleets import REQUESTS, Window, closed_bench, recorded_source, steady
+from coterie.evaluation.eldr_fleets import REQUESTS, Window, closed_bench, decode_steps, recorded_source, steady
 from coterie.sim.fleet_metrics import FleetRun
 from coterie.sim.fleet_requests import FleetRequests
 
-DECODERS = 8
-IN_FLIGHT = (8, 16, 24)
-"""On a decoder: one group of batches each."""
+LOADS = ((8, 8), (8, 16), (8, 24), (6, 32))
+"""Decoders and requests in flight on each: a group of batches each."""
 ROUTERS = ("round_robin", "locality_band", "latency_aware")
 """The first is what `coterie replay` compares the others with."""
-STEPS = 150
+STEPS = 100
+"""Of each router and load in each split."""
 
 
 def replay_batches(
-    data: Path, out: Path, *, steps: int = STEPS, seed: int = 0, requests: int = REQUESTS,
-    in_flight: tuple[int, ...] = IN_FLIGHT,
+    data: Path, out: Path, *, steps: int = STEPS, seeds: tuple[int, ...] = (0,), requests: int = REQUESTS,
+    loads: tuple[tuple[int, int], ...] = LOADS,
 ) -> int:  # fmt: skip
-    """Write batches of each router at each load, steps chosen at random from the steady part; how many of each."""
+    """Write batches of each router at each load, drawn from the steady part; how many of each."""
     source = recorded_source(data, MODEL)
     groups: dict[str, dict[str, list[NDArray[np.integer]]]] = {}
-    for each in in_flight:
-        bench = closed_bench(source, DECODERS, each, seed, requests)
-        base = bench.serve(bench.router(ROUTERS[0]))
-        window = steady(base, DECODERS * each)
-        groups[f"in flight {each}"] = found = {}
-        for name in ROUTERS:
-            run = base if name == ROUTERS[0] else bench.serve(bench.router(name))
-            own = steady(run, DECODERS * each)
-            rng = np.random.default_rng([seed, 9, each])
-            found[name] = formed_batches(run, bench.requests, Window(own.since_s, min(own.until_s, window.until_s)),
-                                         steps, rng)  # fmt: skip
+    for decoders, each in loads:
+        groups[f"{each} in flight"] = found = {name: [] for name in ROUTERS}
+        for seed in seeds:
+            bench = closed_bench(source, decoders, each, seed, requests)
+            base = bench.serve(bench.router(ROUTERS[0]))
+            window = steady(base, decoders * each)
+            for name in ROUTERS:
+                run = base if name == ROUTERS[0] else bench.serve(bench.router(name))
+                own = steady(run, decoders * each)
+                inside = Window(own.since_s, min(own.until_s, window.until_s))
+                rng = np.random.default_rng([seed, 9, each])
+                found[name] += formed_batches(run, bench.requests, inside, steps, rng)
     write_batches(out, MODEL, groups)
     return min(len(one) for routers in groups.values() for one in routers.values())
 
@@ -53,13 +56,10 @@ def replay_batches(
 def formed_batches(
     run: FleetRun, requests: FleetRequests, window: Window, steps: int, rng: Generator
 ) -> list[NDArray[np.integer]]:
-    """Expert ids [token, layer, k] of some decode steps that began in the window, in order of time."""
-    begun = run.step_start_s
-    decoding = (run.step_decoding > 0) & (run.step_prefill == 0)
-    inside = np.flatnonzero(decoding & (begun >= window.since_s) & (begun < window.until_s))
-    if len(inside) < steps:
-        raise ConfigError(f"steps={steps} must be at most the {len(inside)} that began in the window")
-    chosen = np.sort(rng.choice(inside, steps, replace=False))
+    """Expert ids [token, layer, k] of the steps of some decoded tokens of the window, in order of time."""
+    inside = np.flatnonzero(decode_steps(run, window))
+    rows = run.step_decoding[inside]
+    chosen = np.sort(rng.choice(inside, steps, p=rows / rows.sum()))
     return [_ids(run, requests, int(step)) for step in chosen]
 
 
