@@ -13,19 +13,23 @@ settings.register_profile("coterie", deadline=None, derandomize=True, max_exampl
 settings.load_profile("coterie")
 
 
-PLANNING = {
-    "test_bench_placement", "test_free_split", "test_latency_optimal", "test_latency_optimal_ilp",
-    "test_latency_optimal_suite", "test_objective", "test_plan", "test_planners", "test_rebalancing", "test_splits",
-    "test_vllm_eplb",
+TOGETHER = {
+    "planning": (
+        "bench_placement", "free_split", "latency_optimal", "latency_optimal_ilp", "latency_optimal_suite", "objective",
+        "plan", "planners", "rebalancing", "splits", "vllm_eplb",
+    ),
+    "batching": ("bench_batching", "contract", "latency_aware"),
+    "fleets": ("fleet", "fleet_reality", "fleet_requests", "fleet_checks"),
 }  # fmt: skip
-"""Files whose tests plan placements: one worker takes them all, since the loops of planners compile for a minute."""
+"""Files of tests that run the same loops: one worker takes them all, or both would compile them, for a minute each."""
+
+GROUPS = {f"test_{name}": group for group, names in TOGETHER.items() for name in names}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A worker takes whole files: if both had tests of one, both would compile its loops."""
     for item in items:
-        group = "planning" if item.path.stem in PLANNING else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(GROUPS.get(item.path.stem, item.path.stem)))
 
 
 @pytest.fixture(scope="session")

@@ -77,8 +77,17 @@ CRASH_POINTS = ["pyarrow.parquet.write_table", "os.pwrite", "os.ftruncate", "os.
 CRASH_POINTS += ["pathlib.Path.replace", "pathlib.Path.unlink"]
 
 
+@pytest.fixture
+def short_collections():
+    """What the tests before left behind is not looked at again: it would take longer than all else."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.mark.parametrize("step", ["flush", "close"])
 @pytest.mark.parametrize("point", CRASH_POINTS)
+@pytest.mark.usefixtures("short_collections")
 def test_after_a_crash_at_any_step_the_recording_goes_on_and_nothing_shows(tmp_path, monkeypatch, point, step):
     """Stop at the n-th call of everything that touches the disk; resume; the files are as if nothing had happened."""
     trace = make([3, 2, 4, 1])

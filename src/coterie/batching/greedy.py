@@ -137,7 +137,7 @@ def _greedy(
 # multiplied by n (EVEN by the window as well) to keep them whole, and with that every tie a tie.
 @njit(fastmath=True)
 def pick_greedily(
-    loads: Loads, running: Loads, skipped: Indices, size: int, max_skips: int, measure: int
+    loads: Loads, running: Loads, skipped: Indices, size: int, max_skips: int, measure: int | np.int64
 ) -> tuple[Indices, int]:
     waiting, columns = loads.shape[0], loads.shape[1] * loads.shape[2]
     order, forced = first_picks(skipped, size, max_skips)

@@ -39,6 +39,9 @@ from coterie.errors import ConfigError
 
 EVEN_OUT = SpreadCost()
 
+BY_DOT = np.int64(DOT)
+"""Not a plain number: Numba would compile the picking once more for that one."""
+
 SOON = 2
 """Batches ahead whose requests start at once in any order; a queue no longer than that is shallow."""
 
@@ -194,7 +197,7 @@ def _by_spread(
     order, forced = _due(skipped, size, max_skips, budget)
     if forced < len(order):
         # Not the least CV of this batch: over many batches the dot product passes the same requests over least often.
-        order = pick_greedily(loads, running, skipped, size, budget, DOT)[0]
+        order = pick_greedily(loads, running, skipped, size, budget, BY_DOT)[0]
     gain = 1.0 - _spread(rows, load, order, sensitivity) / time
     return (order, budget, gain) if gain > 0.0 else (come, 0, 0.0)
 
@@ -262,7 +265,8 @@ def _step_avoidable(
     if parameters[5] > 0.0:
         least = _even_us(before + brought, loads, parameters, ranks)
     else:
-        least = _fill_step(loads, running, come[:0].copy(), 0, parameters, ranks)
+        nobody = come[:0].copy()
+        least = _fill_step(loads, running, nobody, len(nobody), parameters, ranks)
     return float((1.0 - least / time) * (before + brought) / brought)
 
 

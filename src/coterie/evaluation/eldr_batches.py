@@ -38,7 +38,7 @@ def replay_batches(
     source = recorded_source(data, MODEL)
     groups: dict[str, dict[str, list[NDArray[np.integer]]]] = {}
     for decoders, each in loads:
-        groups[f"{each} in flight"] = found = {name: [] for name in ROUTERS}
+        found: dict[str, list[NDArray[np.integer]]] = {name: [] for name in ROUTERS}
         for seed in seeds:
             bench = closed_bench(source, decoders, each, seed, requests)
             base = bench.serve(bench.router(ROUTERS[0]))
@@ -49,6 +49,7 @@ def replay_batches(
                 inside = Window(own.since_s, min(own.until_s, window.until_s))
                 rng = np.random.default_rng([seed, 9, each])
                 found[name] += formed_batches(run, bench.requests, inside, steps, rng)
+        groups[f"{each} in flight"] = found
     write_batches(out, MODEL, groups)
     return min(len(one) for routers in groups.values() for one in routers.values())
 
