@@ -101,18 +101,34 @@ def test_positions_in_the_embedding_are_refused():
 
 def test_the_suite_scores_a_model(tiny):
     result = run(SuiteOptions(model=tiny_model_path(), requests=10), lambda *_: None)
-    found = {(row["predicts"], row["predictor"], row["knows"]): row for row in result.rows}
-    assert set(found) == {
+    first, second = (
+        {(row["predicts"], row["predictor"], row["knows"]): row for row in result.rows if row["trace"] == name}
+        for name in (tiny.name, f"{tiny.name}, second turns")
+    )
+    assert len(first) + len(second) == len(result.rows)
+    tables = {
+        ("prefill", "dry_run", "prompt's tokens"), ("decode", "dry_run", "prompt's tokens"),
+        ("decode", "dry_run", "the tokens predicted"),
+    }  # fmt: skip
+    assert set(first) == {
         ("prefill", "popularity", "nothing"), ("prefill", "domain", "domain"),
-        ("prefill", "token_table", "prompt's tokens"), ("prefill", "dry_run", "prompt's tokens"),
+        ("prefill", "similar_prefix", "prompt's tokens"), ("prefill", "token_table", "prompt's tokens"),
         ("decode", "popularity", "nothing"), ("decode", "domain", "domain"),
         ("decode", "recorded", "prompt's footprint"), ("decode", "prefix", "prompt's footprint"),
-        ("decode", "token_table", "prompt's tokens"), ("decode", "token_table", "the tokens predicted"),
-        ("decode", "dry_run", "prompt's tokens"), ("decode", "dry_run", "the tokens predicted"),
+        ("decode", "similar_prefix", "prompt's tokens"),
+        ("decode", "token_table", "prompt's tokens"), ("decode", "token_table", "the tokens predicted"), *tables,
+        *((part, "recent_popularity", knows) for part in ("prefill", "decode") for knows in (
+            "before it, as listed", "before it, shuffled", "before it, of its worker")),
     }  # fmt: skip
+    assert set(second) == set(first) - tables
+    assert {row["requests"] for row in first.values()} == {3}
+    assert {row["requests"] for row in second.values()} == {10}
+    for part in ("prefill", "decode"):
+        similar = second[part, "similar_prefix", "prompt's tokens"]
+        assert similar["hit_rate"] == 1.0, "a conversation that goes on begins as it did"
+        assert similar["cosine"] > second[part, "popularity", "nothing"]["cosine"]
+        assert first[part, "similar_prefix", "prompt's tokens"]["hit_rate"] == 0.0
     for row in result.rows:
-        assert row["trace"] == tiny.name
-        assert row["requests"] == 3
         assert 0 < row["cosine_low"] <= row["cosine"] <= row["cosine_high"] < 1
         assert 0 < row["recall_top_k"] < 1
         assert row["published"] is None

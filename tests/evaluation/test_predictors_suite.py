@@ -20,8 +20,12 @@ from coterie.types import DECODE, PREFILL
 
 KEYS = {
     "trace", "predictor", "requests", "cosine", "cosine_low", "cosine_high", "recall_top_k", "recall_top_2k",
-    "published",
+    "recall_16", "recall_16_low", "recall_16_high", "hit_rate", "published",
 }  # fmt: skip
+RECENT = {
+    ("recent_popularity", knows)
+    for knows in ("before it, as listed", "before it, shuffled", "before it, of its worker")
+}
 EXPERTS, LAYERS, TOP_K, VOCABULARY = 16, 2, 2, 30
 
 
@@ -60,16 +64,20 @@ def test_a_trace_of_two_phases(tmp_path):
     result = run(SuiteOptions(trace=make(tmp_path / "t")), quiet)
     prefill, decode = by_name(result, "prefill"), by_name(result, "decode")
     assert len(result.rows) == len(prefill) + len(decode)
-    assert set(prefill) == {("popularity", "nothing"), ("domain", "domain"), ("token_table", "prompt's tokens")}
+    always = {("popularity", "nothing"), ("domain", "domain"), *RECENT}
+    assert set(prefill) == {*always, ("similar_prefix", "prompt's tokens"), ("token_table", "prompt's tokens")}
     assert set(decode) == {
-        ("popularity", "nothing"), ("domain", "domain"), ("recorded", "prompt's footprint"),
-        ("prefix", "prompt's footprint"), ("token_table", "prompt's tokens"), ("token_table", "the tokens predicted"),
+        *always, ("recorded", "prompt's footprint"), ("prefix", "prompt's footprint"),
+        ("similar_prefix", "prompt's tokens"), ("token_table", "prompt's tokens"),
+        ("token_table", "the tokens predicted"),
     }  # fmt: skip
     for row in result.rows:
         assert set(row) >= KEYS
         assert row["published"] is None
         assert row["requests"] == round(TEST_SHARE * 40)
         assert len(row["cosine_by_layer"]) == LAYERS
+        assert row["recall_16"] == 1.0 or row["predictor"] != "popularity", "it predicts all of the 16 there are"
+        assert row["hit_rate"] == (0.0 if row["predictor"] == "similar_prefix" else None), "no two prompts are alike"
     # Theory: tokens decide the experts, so a table that is given the tokens is right, and a request's prefill
     # footprint says what its prompt's tokens do.
     for exact in (prefill["token_table", "prompt's tokens"], decode["token_table", "the tokens predicted"]):
@@ -113,7 +121,9 @@ def test_a_trace_of_one_phase_is_asked_for_its_second_half(tmp_path):
 
 def test_without_token_ids_there_is_no_table(tmp_path):
     result = run(SuiteOptions(trace=make(tmp_path / "t", ids=False)), quiet)
-    assert {row["predictor"] for row in result.rows} == {"popularity", "domain", "recorded", "prefix"}
+    assert {row["predictor"] for row in result.rows} == {
+        "popularity", "recent_popularity", "domain", "recorded", "prefix",
+    }  # fmt: skip
 
 
 def test_token_strings_beside_an_archive(tmp_path):
@@ -146,6 +156,82 @@ def test_token_strings_beside_an_archive(tmp_path):
     # Prompts here are the very tokens generated, so their text, cut up, tells all.
     np.testing.assert_allclose(whole["token_table", "prompt's text"]["cosine"], 1.0)
     np.testing.assert_allclose(whole["token_table", "the tokens predicted"]["cosine"], 1.0)
+
+
+def families(path: Path, arrival_s=None) -> Path:
+    """Ten prompts, each asked four times with another last token; what the experts do follows from the prompt alone."""
+    rng = np.random.default_rng(2)
+    prompts = np.repeat(rng.integers(0, 99, (10, 10)), 4, axis=0)
+    prompts[:, 9] = 1000 + np.arange(40)
+    token_ids = np.concatenate([prompts, rng.integers(0, 99, (40, 6))], axis=1).astype(np.int32).ravel()
+    sets = np.argsort(rng.random((10, LAYERS, EXPERTS)), axis=-1)[..., :TOP_K]
+    experts = np.repeat(np.repeat(sets, 4, axis=0), 16, axis=0)
+    phase = np.tile(np.repeat([PREFILL, DECODE], [10, 6]), 40).astype(np.uint8)
+    lengths = np.full(40, 10), np.full(40, 6)
+    table = RequestTrace(*lengths, arrival_s=arrival_s)
+    ActivationTrace.from_arrays(
+        TraceMeta("demo", EXPERTS, LAYERS, TOP_K), experts, np.arange(0, 641, 16), table, phase, token_ids
+    ).save(path)
+    return path
+
+
+def test_a_prompt_that_began_alike_tells_all(tmp_path):
+    """Theory: 9 of 10 tokens are shared, and families of requests do the same; the last token differs, so groups do."""
+    result = run(SuiteOptions(trace=families(tmp_path / "t")), quiet)
+    decode = by_name(result, "decode")
+    similar, floor = decode["similar_prefix", "prompt's tokens"], decode["popularity", "nothing"]
+    assert similar["hit_rate"] == 1.0, "no family is wholly in the test part"
+    np.testing.assert_allclose([similar["cosine"], similar["recall_top_k"]], 1.0)
+    assert floor["cosine_high"] < 0.9
+
+
+def test_recent_requests_tell_more_where_families_come_one_after_the_other(tmp_path):
+    listed = by_name(run(SuiteOptions(trace=families(tmp_path / "t")), quiet), "decode")
+    drift = listed["recent_popularity", "before it, as listed"]
+    mixed = listed["recent_popularity", "before it, shuffled"]
+    assert drift["cosine"] > mixed["cosine"]
+    times = np.random.default_rng(1).permutation(40).astype(np.float64)
+    arrived = by_name(run(SuiteOptions(trace=families(tmp_path / "u", times)), quiet), "decode")
+    mixed_times = arrived["recent_popularity", "before it, as they arrived"]
+    assert mixed_times["cosine"] < drift["cosine"]
+
+
+def test_a_worker_that_serves_its_own_domains_tells_more(tmp_path):
+    """Theory: three domains, each with experts and a worker of its own, are known but for the start."""
+    rng = np.random.default_rng(0)
+    sets = np.argsort(rng.random((3, LAYERS, EXPERTS)), axis=-1)[..., :TOP_K]
+    of = np.arange(300) % 3
+    table = RequestTrace(np.zeros(300, np.int64), np.full(300, 5), domains=[f"d{n}" for n in of])
+    ActivationTrace.from_arrays(
+        TraceMeta("demo", EXPERTS, LAYERS, TOP_K), np.repeat(sets[of], 4, axis=0), np.arange(0, 1201, 4), table
+    ).save(tmp_path / "t")
+    rows = by_name(run(SuiteOptions(trace=tmp_path / "t"), quiet), "all decode")
+    assert rows["recent_popularity", "before it, of its worker"]["cosine"] > 0.97
+    assert rows["recent_popularity", "before it, shuffled"]["cosine_high"] < 0.9
+
+
+def test_a_test_request_is_predicted_from_those_before_it_alone(tmp_path):
+    """By hand: a trace of which every request uses one expert more than the last."""
+    count = 12
+    experts = np.repeat(np.arange(count), 4)[:, None, None]
+    path = tmp_path / "t"
+    ActivationTrace.from_arrays(TraceMeta("demo", count, 1, 1), experts, np.arange(0, 4 * count + 1, 4)).save(path)
+    result = run(SuiteOptions(trace=path), quiet)
+    row = by_name(result, "all decode")["recent_popularity", "before it, as listed"]
+    assert row["cosine"] == 0, "its own expert was never seen"
+
+
+def test_how_often_a_service_repeats_itself_is_said(tmp_path):
+    folder = tmp_path / "requests" / "mooncake"
+    folder.mkdir(parents=True)
+    blocks = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 7, 8], [9], [9]]
+    rows = [
+        {"timestamp": i, "input_length": 512 * len(b), "output_length": 1, "hash_ids": b} for i, b in enumerate(blocks)
+    ]
+    (folder / "conversation_trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    notes = run(SuiteOptions(data=tmp_path), quiet).notes
+    assert any("mooncake: 40% of 5 requests of a service share 80%" in note for note in notes), notes
+    assert not any("mooncake" in note for note in run(SuiteOptions(trace=make(tmp_path / "t")), quiet).notes)
 
 
 def test_longest_match():
@@ -215,6 +301,9 @@ def test_on_real_routing(data_dir):
     assert prefix["cosine_low"] > rows[(*half, "popularity", "nothing")]["cosine_high"]
     whole = ("gpt-oss-20b", "all decode")
     assert rows[(*whole, "token_table", "prompt's text")]["cosine"] > rows[(*whole, "popularity", "nothing")]["cosine"]
+    similar = rows[(*whole, "similar_prefix", "prompt's text")]
+    assert similar["hit_rate"] < 0.05, "the prompts of a benchmark hardly share prefixes"
+    assert abs(similar["recall_16"] - rows[(*whole, "popularity", "nothing")]["recall_16"]) < 0.02
     esft = ("deepseek-v2-lite", "second half")
     floor = rows[(*esft, "popularity", "nothing")]["cosine"]
     recorded = rows[(*esft, "recorded", "first half's footprint")]

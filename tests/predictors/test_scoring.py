@@ -55,15 +55,16 @@ def brute_recall(predicted, truth, k):
 @given(loads())
 def test_measures_are_brute_force(drawn):
     predicted, truth, k = drawn
-    wide = min(2 * k, truth.shape[2])
+    experts = truth.shape[2]
     found = scored(predicted, truth, k)
-    expected = np.zeros((3, *truth.shape[:2]))
+    expected = np.zeros((4, *truth.shape[:2]))
     for r, layer in np.ndindex(truth.shape[:2]):
         p, t = predicted[r, layer], truth[r, layer]
         norms = np.sqrt(sum(float(x) ** 2 for x in p)) * np.sqrt(sum(float(x) ** 2 for x in t))
         expected[0, r, layer] = sum(float(a) * float(b) for a, b in zip(p, t, strict=True)) / norms if norms else 0
         expected[1, r, layer] = brute_recall(p, t, k)
-        expected[2, r, layer] = brute_recall(p, t, wide)
+        expected[2, r, layer] = brute_recall(p, t, min(2 * k, experts))
+        expected[3, r, layer] = brute_recall(p, t, min(16, experts))
     for measure, values in zip(found[1:], expected, strict=True):
         np.testing.assert_allclose(measure.by_layer, values.mean(axis=0))
         np.testing.assert_allclose(measure.over_requests.mean, values.mean())
@@ -88,6 +89,14 @@ def test_by_hand():
     assert recall(np.zeros((1, 1, 4)), truth, 2)[0, 0] == 0
     assert cosine(np.zeros((1, 1, 4)), truth)[0, 0] == 0
     np.testing.assert_allclose(cosine(np.array([[[3, 4]]]), np.array([[[4, 3]]])), 24 / 25)
+
+
+def test_sixteen_are_sixteen_whatever_top_k_is():
+    """Of 20 experts used, falling, the last 16 are predicted: 12 of the first 16 are among them."""
+    truth = np.arange(20, 0, -1).reshape(1, 1, 20)
+    for top_k in (1, 2, 20):
+        found = scored(truth[..., ::-1].clip(5) - 4, truth, top_k)
+        assert found.recall_16.over_requests.mean == 12 / 16
 
 
 def test_interval_is_the_bootstraps():

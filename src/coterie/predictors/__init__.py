@@ -4,11 +4,14 @@ from coterie.predictors.base import FittablePredictor, Predictor, PredictRequest
 from coterie.predictors.domain import DomainPredictor
 from coterie.predictors.popularity import PopularityPredictor
 from coterie.predictors.prefix import Prefix
+from coterie.predictors.recent import RecentPopularity, WorkerPopularity
 from coterie.predictors.recorded import Recorded
 from coterie.predictors.scoring import Interval, Measure, Score, score
+from coterie.predictors.similar import PrefixIndex, SimilarPrefix
 from coterie.predictors.token_table import TokenTable
 
 __all__ = [
     "DomainPredictor", "FittablePredictor", "Interval", "Measure", "PopularityPredictor", "PredictRequest", "Predictor",
-    "Prefix", "Recorded", "Score", "TokenTable", "per_step", "predictors", "score",
+    "Prefix", "PrefixIndex", "RecentPopularity", "Recorded", "Score", "SimilarPrefix", "TokenTable", "WorkerPopularity",
+    "per_step", "predictors", "score",
 ]  # fmt: skip

@@ -1,0 +1,154 @@
+"""Recent popularity: every request is the average one of late, anywhere or on one worker.
+
+Learns as it serves: a record's weight falls by `decay` with every record after it, so at 0.99 the last hundred count
+for 63% of the mean. Records count alike, however many tokens they have. A worker's mean ages by that worker's records
+alone. Right where traffic drifts, and by worker where a router sends each one like requests. Wrong where traffic is
+steady, because the mean of a hundred is noisier than that of all, and for a worker that fell silent: it does not age.
+
+The mean itself is kept, not a sum: with a record it moves towards it by 1 ÷ weight, where weight = decay x weight + 1
+stays below 1 ÷ (1 - decay). A record touches two arrays, however many workers there are, and nothing grows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.footprints import footprint
+from coterie.predictors.base import Calibrated, Load, Popularity, PredictRequest, check_requests, predictors
+from coterie.traces.activations import ActivationTrace
+
+Counts = NDArray[np.integer] | NDArray[np.floating]
+
+
+class _Mean(NamedTuple):
+    per_token: Load
+    weight: float
+
+    def after(self, per_token: Load, decay: float) -> _Mean:
+        weight = self.weight * decay + 1.0
+        return _Mean(self.per_token + (per_token - self.per_token) / weight, weight)
+
+
+@predictors.register("recent_popularity")
+@dataclass(slots=True, eq=False)
+class RecentPopularity(Calibrated):
+    """The decayed mean distribution of what was observed, scaled to the request's tokens."""
+
+    name: ClassVar[str] = "recent_popularity"
+    decay: float = 0.99
+    """Weight of a record relative to the one after it; 1 forgets nothing."""
+    overall_: _Mean | None = field(default=None, init=False, repr=False)
+    workers_: dict[Hashable, _Mean] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise ConfigError(f"decay={self.decay} must be above 0 and at most 1")
+
+    def fit(
+        self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
+    ) -> RecentPopularity:
+        """Forget everything, then observe these requests as they arrived, of no worker."""
+        found = RecentPopularity(self.decay)
+        for _, counts, tokens in arrived(trace, requests, phase):
+            found.observe(counts, tokens)
+        self.popularity_, self.overall_, self.workers_ = found.popularity_, found.overall_, found.workers_
+        return self
+
+    def observe(self, footprint: Counts, tokens: float, worker: Hashable | None = None) -> None:
+        """Activations [layer, expert] of this many tokens: of a request or a step, on this worker where one is told."""
+        top_k = self._check(footprint, tokens)
+        per_token = np.asarray(footprint, np.float64) / tokens
+        self.overall_ = (self.overall_ or _nothing(per_token)).after(per_token, self.decay)
+        self.popularity_ = Popularity(self.overall_.per_token, top_k)
+        if worker is not None:
+            self.workers_[worker] = self.workers_.get(worker, _nothing(per_token)).after(per_token, self.decay)
+
+    def _check(self, footprint: Counts, tokens: float) -> int:
+        """The top_k that the footprint shows."""
+        if not 0 < tokens < math.inf:
+            raise ConfigError(f"tokens={tokens} must be a finite number above 0")
+        known = self.popularity_
+        if footprint.ndim != 2 or 0 in footprint.shape or (known and footprint.shape != known.per_token.shape):
+            expected = "none 0" if known is None else f"{known.per_token.shape} as before"
+            raise ConfigError(f"footprint has shape {footprint.shape}; expected [layer, expert], {expected}")
+        if not (np.isfinite(footprint).all() and footprint.min() >= 0):
+            raise ConfigError("footprint must be finite and not negative")
+        sums = footprint.sum(axis=1, dtype=np.float64)
+        top_k = known.top_k if known else max(1, round(float(sums[0]) / tokens))
+        wrong = np.flatnonzero(np.abs(sums - tokens * top_k) > 1e-6 * tokens * top_k)
+        if wrong.size:
+            layer = int(wrong[0])
+            raise ConfigError(
+                f"footprint sums to {sums[layer]:g} in layer {layer}; expected tokens={tokens:g} x top_k={top_k}"
+            )
+        return top_k
+
+    def predict(self, request: PredictRequest) -> Load:
+        self.popularity.check(request)
+        return self.popularity.scaled(request)
+
+    def of_worker(self, worker: Hashable) -> WorkerPopularity:
+        """The predictor of requests on this worker. It follows what is observed later."""
+        return WorkerPopularity(self, worker)
+
+    def forget(self, worker: Hashable) -> None:
+        """A worker that is gone; unknown ones are fine. What it brought to the overall mean stays."""
+        self.workers_.pop(worker, None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkerPopularity:
+    """Recent popularity of one worker; of one without records, that of all."""
+
+    recent: RecentPopularity
+    worker: Hashable
+
+    @property
+    def num_layers(self) -> int:
+        return self.recent.num_layers
+
+    @property
+    def num_experts(self) -> int:
+        return self.recent.num_experts
+
+    def predict(self, request: PredictRequest) -> Load:
+        popularity = self.recent.popularity
+        popularity.check(request)
+        own = self.recent.workers_.get(self.worker)
+        return (popularity if own is None else Popularity(own.per_token, popularity.top_k)).scaled(request)
+
+
+class Arrived(NamedTuple):
+    """A request that has tokens of the phase asked."""
+
+    request: int
+    footprint: NDArray[np.uint32]
+    """[layer, expert]"""
+    tokens: int
+
+
+def arrived(trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None) -> Iterator[Arrived]:
+    """These requests as they arrived, else as the trace lists them, but for those without tokens; raises if all are."""
+    chosen = check_requests(trace, requests)
+    if trace.requests.arrival_s is not None:
+        chosen = chosen[np.argsort(trace.requests.arrival_s[chosen], kind="stable")]
+    found = False
+    for index in chosen:
+        tokens = trace.request(int(index))
+        ids = tokens.expert_ids if phase is None else tokens.only(phase)
+        if len(ids):
+            found = True
+            yield Arrived(int(index), footprint(ids, trace.meta.num_experts), len(ids))
+    if not found:
+        raise ConfigError(f"no token to fit on: the {trace.num_requests} requests of the trace have none that is asked")
+
+
+def _nothing(like: Load) -> _Mean:
+    return _Mean(np.zeros_like(like), 0.0)
