@@ -16,14 +16,6 @@ SCALE = np.float32(255.0)
 """What 1 is in a row."""
 
 
-def dots(rows: NDArray[np.uint8], vector: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[row] sum over cells of row x vector."""
-    found = np.empty(len(rows), np.float32)
-    products(rows, vector, found)
-    found /= SCALE
-    return found
-
-
 @njit(fastmath=True)
 def products(
     rows: NDArray[np.uint8] | NDArray[np.float32], vector: NDArray[np.float32], out: NDArray[np.float32]

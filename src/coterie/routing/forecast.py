@@ -15,7 +15,7 @@ Wrong where requests are unlike any that calibrated it: it knows their direction
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from coterie._numba import njit
 from coterie.errors import ConfigError
-from coterie.routing._dots import products
 
 SCALE = 60.0
 """Tokens at which a request's ridge is `ridge` itself."""
@@ -55,6 +54,8 @@ class Forecast:
     noise: float
     """Tokens of a prefix that `after` weighs as much as."""
     ridge: float
+    _usual: NDArray[np.float32] = field(init=False, repr=False)
+    """[rank] how far `before` lies along A."""
 
     def __post_init__(self) -> None:
         cells = len(self.after)
@@ -65,6 +66,7 @@ class Forecast:
             )
         if self.inward.shape[1] != cells:
             raise ConfigError(f"inward has {self.inward.shape[1]} cells; after has {cells}")
+        object.__setattr__(self, "_usual", np.asarray(self.inward @ self.before, np.float32))
 
     @classmethod
     def fit(
@@ -111,8 +113,8 @@ class Forecast:
             return self.after.copy()
         out = np.empty_like(self.after)
         _predict(
-            np.asarray(counts, np.float32), np.float32(1.0 / tokens), np.float32(tokens / (tokens + self.noise)),
-            self.before, self.after, self.inward, self.outward, np.float32(self.own), out,
+            counts, np.float32(1.0 / tokens), np.float32(tokens / (tokens + self.noise)), self.before, self.after,
+            self.inward, self._usual, self.outward, np.float32(self.own), out,
         )  # fmt: skip
         return out
 
@@ -163,19 +165,34 @@ def _low_rank(
     return np.ascontiguousarray(inward, np.float32), outward
 
 
+# Counts are read as they come, twice: making them numbers of their own first would take as long as all else.
 @njit(fastmath=True)
 def _predict(
-    counts: NDArray[np.float32], scale: Any, trust: Any, before: NDArray[np.float32], after: NDArray[np.float32],
-    inward: NDArray[np.float32], outward: NDArray[np.float32], own: Any, out: NDArray[np.float32],
+    counts: NDArray[Any], scale: Any, trust: Any, before: NDArray[np.float32], after: NDArray[np.float32],
+    inward: NDArray[np.float32], usual: NDArray[np.float32], outward: NDArray[np.float32], own: Any,
+    out: NDArray[np.float32],
 ) -> None:  # fmt: skip
     rank, cells = inward.shape
-    z, along = np.empty(cells, np.float32), np.empty(rank, np.float32)
+    along, whole = np.empty(rank, np.float32), rank - rank % 4
+    for row in range(0, whole, 4):
+        a, b, c, d = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
+        for cell in range(cells):
+            count = np.float32(counts[cell])
+            a += inward[row, cell] * count
+            b += inward[row + 1, cell] * count
+            c += inward[row + 2, cell] * count
+            d += inward[row + 3, cell] * count
+        along[row], along[row + 1], along[row + 2], along[row + 3] = a, b, c, d
+    for row in range(whole, rank):
+        a = np.float32(0.0)
+        for cell in range(cells):
+            a += inward[row, cell] * np.float32(counts[cell])
+        along[row] = a
+    for row in range(rank):
+        along[row] = trust * (scale * along[row] - usual[row])
+    kept = own * trust
     for cell in range(cells):
-        value = trust * (counts[cell] * scale - before[cell])
-        z[cell] = value
-        out[cell] = after[cell] + own * value
-    products(inward, z, along)
-    whole = rank - rank % 4
+        out[cell] = after[cell] + kept * (scale * np.float32(counts[cell]) - before[cell])
     for row in range(0, whole, 4):
         a, b, c, d = along[row], along[row + 1], along[row + 2], along[row + 3]
         for cell in range(cells):

@@ -165,9 +165,9 @@ def _mark_top(use: NDArray[np.float32], top: int, bits: NDArray[np.uint64]) -> N
         # By halving: the highest level that at least `top` reach, nearly; what is at it goes in order.
         low, high = np.float32(0.0), largest
         for _ in range(12):
-            middle, above = (low + high) / np.float32(2.0), 0
+            middle, above = (low + high) / np.float32(2.0), np.int32(0)
             for expert in range(len(row)):
-                above += row[expert] > middle
+                above = np.int32(above + np.int32(row[expert] > middle))
             if above >= top:
                 low = middle
                 if above == top:
@@ -175,12 +175,18 @@ def _mark_top(use: NDArray[np.float32], top: int, bits: NDArray[np.uint64]) -> N
             else:
                 high = middle
         left = top
-        for sure in (True, False):
-            for expert in range(len(row)):
-                taken = row[expert] > high if sure else low < row[expert] <= high
-                if taken and left > 0:
-                    bits[layer, expert // 64] |= np.uint64(1) << np.uint64(expert % 64)
-                    left -= 1
+        for word in range(bits.shape[1]):
+            here = np.uint64(0)
+            for expert in range(word * 64, min(len(row), word * 64 + 64)):
+                here |= np.uint64(row[expert] > high) << np.uint64(expert - word * 64)
+            bits[layer, word] = here
+            left -= _count(here)
+        for expert in range(len(row)):
+            if left <= 0:
+                break
+            if low < row[expert] <= high:
+                bits[layer, expert // 64] |= np.uint64(1) << np.uint64(expert % 64)
+                left -= 1
 
 
 @njit()

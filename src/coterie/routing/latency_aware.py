@@ -17,7 +17,7 @@ experts from its prefill is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from coterie._numba import njit
 from coterie.costs.step import Batch, StepModel
 from coterie.errors import ConfigError
-from coterie.routing._dots import dots
+from coterie.routing._dots import SCALE, products
 from coterie.routing.base import Decision, RouteRequest, routers
 from coterie.routing.fitted import FittedRouting
 from coterie.routing.fleet import Fleet
-from coterie.routing.picking import best
+from coterie.routing.picking import best_of, chosen
 
-NOTHING = np.empty(0, np.int64)
+NOTHING, UNKNOWN = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,8 @@ class StepPrices:
     """Per prompt token that must be computed, or brought, first."""
     output_tokens: float = 256.0
     """That a request decodes, about: what is paid once is shared out over them."""
+    line: NDArray[np.float64] = field(init=False, repr=False, compare=False)
+    """All of it for the loop, prefill shared out."""
 
     def __post_init__(self) -> None:
         for name in ("fixed_us", "expert_us", "request_us", "context_us", "prefill_us"):
@@ -55,12 +57,9 @@ class StepPrices:
                 raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
         if not 0 < self.output_tokens < np.inf:
             raise ConfigError(f"output_tokens={self.output_tokens} must be a finite number above 0")
-
-    @property
-    def line(self) -> NDArray[np.float64]:
-        """For the loop; prefill shared out."""
         shared = self.prefill_us / self.output_tokens
-        return np.array([self.fixed_us, self.expert_us, self.request_us, self.context_us, shared])
+        line = np.array([self.fixed_us, self.expert_us, self.request_us, self.context_us, shared])
+        object.__setattr__(self, "line", line)
 
     @classmethod
     def of(cls, model: StepModel, requests: int = 16, context: int = 1024, output_tokens: float = 256.0) -> StepPrices:
@@ -100,39 +99,48 @@ class LatencyAware:
     prices: StepPrices = StepPrices()
 
     def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
-        prices, profile, added = self.prices, None, np.zeros(len(fleet), np.float32)
+        profile, added, scores = None, np.zeros(len(fleet), np.float32), np.empty(len(fleet))
         if request.footprint is not None and fleet.missed.shape[1]:
             if self.fitted is None:
                 raise ConfigError("latency_aware needs `fitted`, for footprints: fit one with coterie fit")
             profile = self.fitted.profile(request.footprint)
-            added = dots(fleet.missed, profile)
-        cost_us = np.empty(len(fleet))
-        _costs_us(
-            prices.line, profile is not None, float(request.prompt_tokens), fleet.alive, fleet.running, fleet.expected,
-            fleet.distinct, fleet.context_tokens, added, fleet.speeds,
-            NOTHING if request.cached_tokens is None else request.cached_tokens, cost_us,
+        found = _cheapest(
+            self.prices.line, UNKNOWN if profile is None else profile, float(request.prompt_tokens), fleet.alive,
+            fleet.running, fleet.places, fleet.routed % len(fleet), fleet.expected, fleet.distinct,
+            fleet.context_tokens, fleet.missed, fleet.speeds,
+            NOTHING if request.cached_tokens is None else request.cached_tokens, added, scores,
         )  # fmt: skip
-        worker, scores = best(cost_us, fleet)
-        why = f"{scores[worker]:.0f} µs a token, the least of {len(fleet)}"
+        worker = chosen(found, fleet)
+        why = f"{scores.item(worker):.0f} µs a token, the least of {len(scores)}"
         if profile is not None:
-            why += f": {added[worker]:.1f} experts more a step for {fleet.running[worker]} others"
+            why += f": {added.item(worker):.1f} experts more a step for {fleet.running.item(worker)} others"
         return Decision(worker, scores, why, profile)
 
 
+# One call of compiled code: each takes longer to be called than to do what is not a product.
 @njit()
-def _costs_us(
-    prices: NDArray[np.float64], known: bool, prompt: float, alive: NDArray[np.bool_], running: NDArray[np.int64],
-    expected: NDArray[np.float64], distinct: NDArray[np.float64], context: NDArray[np.int64],
-    added: NDArray[np.float32], speeds: NDArray[np.float64], cached: NDArray[np.int64], cost_us: NDArray[np.float64],
-) -> None:  # fmt: skip
-    """[worker]; without profiles requests and context are half way to the fleet's mean, as `expected` is with them."""
+def _cheapest(
+    prices: NDArray[np.float64], profile: NDArray[np.float32], prompt: float, alive: NDArray[np.bool_],
+    running: NDArray[np.int64], places: NDArray[np.int64], start: int, expected: NDArray[np.float64],
+    distinct: NDArray[np.float64], context: NDArray[np.int64], missed: NDArray[np.uint8], speeds: NDArray[np.float64],
+    cached: NDArray[np.int64], added: NDArray[np.float32], scores: NDArray[np.float64],
+) -> np.int64:  # fmt: skip
+    """The worker; `added` and `scores` [worker] are filled.
+
+    Without a profile requests and context are half way to the fleet's mean, as `expected` is with one.
+    """
+    known = len(profile) > 0
+    if known:
+        products(missed, profile, added)
     living, requests, tokens = 0, 0.0, 0.0
     for worker in range(len(alive)):
         if alive[worker]:
             living += 1
             requests += running[worker]
             tokens += context[worker]
+    costs = np.empty(len(alive))
     for worker in range(len(alive)):
+        added[worker] /= SCALE
         others = expected[worker] if known else (running[worker] + requests / max(1, living)) / 2
         held = (context[worker] + tokens / max(1, living)) / 2
         touched = distinct[worker] if known else 0.0
@@ -140,4 +148,5 @@ def _costs_us(
         more = prices[1] * added[worker] + prices[2] + prices[3] * prompt
         if len(cached):
             more += prices[4] * (prompt - cached[worker])
-        cost_us[worker] = (step + (others + 1.0) * more) / speeds[worker]
+        costs[worker] = (step + (others + 1.0) * more) / speeds[worker]
+    return best_of(costs, alive, running, places, start, scores)

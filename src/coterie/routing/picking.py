@@ -18,17 +18,23 @@ def best(scores: NDArray[np.float64], fleet: Fleet) -> tuple[int, NDArray[np.flo
     Of equals the next after the one a round robin would have taken, so that ties do not all go to the first.
     """
     allowed = np.empty(len(scores))
-    worker = _best(scores, fleet.alive, fleet.running, fleet.places, fleet.routed % len(scores), allowed)
+    worker = best_of(scores, fleet.alive, fleet.running, fleet.places, fleet.routed % len(scores), allowed)
+    return chosen(worker, fleet), allowed
+
+
+def chosen(worker: np.int64, fleet: Fleet) -> int:
+    """What :func:`best_of` found."""
     if worker < 0:
         raise UnavailableError(f"none of the {len(fleet)} workers is alive, or none may be chosen")
-    return int(worker), allowed
+    return int(worker)
 
 
 @njit()
-def _best(
+def best_of(
     scores: NDArray[np.float64], alive: NDArray[np.bool_], running: NDArray[np.int64], places: NDArray[np.int64],
     start: int, allowed: NDArray[np.float64],
 ) -> np.int64:  # fmt: skip
+    """`best` for loops: the worker or -1, and what is `allowed`."""
     free = False
     for worker in range(len(scores)):
         free |= alive[worker] and running[worker] < places[worker]
