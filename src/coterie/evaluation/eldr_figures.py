@@ -81,6 +81,7 @@ def _trends(bands: Rows, pools: Rows, figure: Figure, theme: Theme) -> None:
             if known:
                 axes.plot(*zip(*known, strict=True), color=theme.text, marker="x", ms=7, ls="none",
                           label="published p50")  # fmt: skip
+        axes.set_xticks(sorted({row["decoders"] for row in pools}))
         axes.set(xlabel="decoders, synthetic routing", ylabel="saving, %")
         axes.axhline(0, color=theme.muted, lw=0.8)
         axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
