@@ -108,7 +108,7 @@ suites: Registry[Suite] = Registry("suite", group="coterie.suites")
 
 _BUILT_IN = ("coterie.evaluation.all_to_all", "coterie.evaluation.predictors", "coterie.evaluation.caps",
              "coterie.evaluation.regimes", "coterie.evaluation.migration",
-             "coterie.evaluation.latency_optimal", "coterie.evaluation.eldr")  # fmt: skip
+             "coterie.evaluation.latency_optimal", "coterie.evaluation.eldr", "coterie.evaluation.joint")  # fmt: skip
 
 
 def load_suites() -> Registry[Suite]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ from coterie.errors import ConfigError
 from coterie.routing.base import Decision, RouteRequest, routers
 from coterie.routing.fleet import Fleet
 from coterie.routing.picking import best
+
+NOTHING = np.empty(0, np.int64)
 
 NEARLY = 0.05
 """Of the best score: how much worse a worker may be on which a request finds others that share its experts."""
@@ -66,21 +69,22 @@ class Joint:
         ]
 
     def _scores(self, request: RouteRequest, fleet: Fleet, local: NDArray[np.float64]) -> NDArray[np.float64]:
-        cached = 0 if request.cached_tokens is None else request.cached_tokens
-        loads = fleet.running / fleet.speeds
+        cached = NOTHING if request.cached_tokens is None else request.cached_tokens
         num_experts = 0 if fleet.local is None or request.footprint is None else request.footprint.shape[1]
-        return np.asarray(
-            self.kv * (request.prompt_tokens - cached) + self.experts * (1.0 - local) * num_experts
-            + self.load * 100.0 * loads / max(1.0, float(loads.max()))
+        scores = np.empty(len(fleet))
+        _add_up(
+            self.kv, self.experts * num_experts, self.load, float(request.prompt_tokens), cached, local, fleet.running,
+            fleet.speeds, scores,
         )  # fmt: skip
+        return scores
 
     def _bits(self, request: RouteRequest) -> NDArray[np.uint64] | None:
         """[layer, word] experts the request is predicted to use."""
         if request.footprint is None:
             return None
-        use = np.asarray(request.footprint, np.float32)
+        use: NDArray[Any] = np.ascontiguousarray(request.footprint)
         bits = np.zeros((len(use), -(-use.shape[1] // 64)), np.uint64)
-        _mark_top(use, min(self.top, use.shape[1]), bits)
+        _mark_top(use, np.issubdtype(use.dtype, np.integer), min(self.top, use.shape[1]), bits)
         return bits
 
     def _locality(self, bits: NDArray[np.uint64] | None, fleet: Fleet) -> NDArray[np.float64]:
@@ -98,8 +102,8 @@ class Joint:
     ) -> str:
         cached = 0 if request.cached_tokens is None else int(request.cached_tokens[worker])
         return (
-            f"score {scores[worker]:.1f}: {cached} of {request.prompt_tokens} prompt tokens cached, "
-            f"{local[worker]:.0%} of the experts local"
+            f"score {scores.item(worker):.1f}: {cached} of {request.prompt_tokens} prompt tokens cached, "
+            f"{local.item(worker):.0%} of the experts local"
         )
 
 
@@ -154,20 +158,39 @@ def _trimmed(
 
 
 @njit()
-def _mark_top(use: NDArray[np.float32], top: int, bits: NDArray[np.uint64]) -> None:
-    """Set the bits of each layer's `top` largest above 0; of equals the first."""
+def _add_up(
+    kv: float, experts: float, load: float, prompt: float, cached: NDArray[np.int64], local: NDArray[np.float64],
+    running: NDArray[np.int64], speeds: NDArray[np.float64], scores: NDArray[np.float64],
+) -> None:  # fmt: skip
+    most = 1.0
+    for worker in range(len(scores)):
+        most = max(most, running[worker] / speeds[worker])
+    for worker in range(len(scores)):
+        missing = prompt - cached[worker] if len(cached) else prompt
+        scores[worker] = (
+            kv * missing + experts * (1.0 - local[worker]) + load * 100.0 * running[worker] / speeds[worker] / most
+        )
+
+
+@njit(fastmath=True)
+def _mark_top(use: NDArray[Any], whole: bool, top: int, bits: NDArray[np.uint64]) -> None:
+    """Set the bits of each layer's `top` largest above 0; of equals the first. `whole`: they are whole numbers."""
+    row = np.empty(use.shape[1], np.float32)
     for layer in range(len(use)):
-        row, largest = use[layer], np.float32(0.0)
+        largest = np.float32(0.0)
         for expert in range(len(row)):
+            row[expert] = use[layer, expert]
             largest = max(largest, row[expert])
         if largest <= 0.0:
             continue
         # By halving: the highest level that at least `top` reach, nearly; what is at it goes in order.
         low, high = np.float32(0.0), largest
         for _ in range(12):
-            middle, above = (low + high) / np.float32(2.0), np.int32(0)
-            for expert in range(len(row)):
-                above = np.int32(above + np.int32(row[expert] > middle))
+            if whole and high - low < 1.0:
+                break
+            middle, above = (low + high) / np.float32(2.0), np.float32(0.0)
+            for expert in range(len(row)):  # in the type of the row, or it is not vectorised
+                above += np.float32(1.0) if row[expert] > middle else np.float32(0.0)
             if above >= top:
                 low = middle
                 if above == top:

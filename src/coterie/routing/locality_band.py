@@ -11,12 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from coterie._numba import njit
 from coterie.errors import ConfigError
 from coterie.routing.base import Decision, RouteRequest, routers
 from coterie.routing.fitted import FittedRouting
 from coterie.routing.fleet import Fleet
-from coterie.routing.picking import best
+from coterie.routing.picking import any_free, best, best_of, chosen
 
 
 @routers.register("locality_band")
@@ -32,17 +34,35 @@ class LocalityBand:
             raise ConfigError(f"band={self.band} must be in 0 … 1")
 
     def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
-        load = (fleet.running + 1) / fleet.speeds
         if request.footprint is None:
-            worker, scores = best(load, fleet)
+            worker, scores = best((fleet.running + 1) / fleet.speeds, fleet)
             return Decision(worker, scores, "no footprint: the shortest queue")
         if self.fitted is None:
             raise ConfigError("locality_band needs `fitted`: fit one with coterie fit")
         self.fitted.check_workers(len(fleet))
-        alike = self.fitted.similarities(request.footprint)
-        allowed = fleet.open
-        near = alike >= np.where(allowed, alike, -np.inf).max() - self.band
-        worker, scores = best(np.where(near, load, np.inf), fleet)
-        inside = int((near & allowed).sum())
-        reason = f"{fleet.running[worker]} in flight, the fewest of {inside} within {self.band:g} of the most alike"
-        return Decision(worker, scores, reason)
+        alike, scores = self.fitted.similarities(request.footprint), np.empty(len(fleet))
+        found, inside = _least_loaded(
+            alike, self.band, fleet.alive, fleet.running, fleet.places, fleet.speeds, fleet.routed % len(fleet), scores
+        )
+        worker = chosen(found, fleet)
+        load = f"{fleet.running.item(worker)} in flight"
+        return Decision(worker, scores, f"{load}, the fewest of {inside} within {self.band:g} of the most alike")
+
+
+@njit()
+def _least_loaded(
+    alike: NDArray[np.float32], band: float, alive: NDArray[np.bool_], running: NDArray[np.int64],
+    places: NDArray[np.int64], speeds: NDArray[np.float64], start: int, scores: NDArray[np.float64],
+) -> tuple[np.int64, int]:  # fmt: skip
+    """The worker, and how many there were to choose from."""
+    free = any_free(alive, running, places)
+    most = -np.inf
+    for worker in range(len(alike)):
+        if alive[worker] and (running[worker] < places[worker] or not free):
+            most = max(most, alike[worker])
+    loads, inside = np.empty(len(alike)), 0
+    for worker in range(len(alike)):
+        near = alike[worker] >= most - band
+        loads[worker] = (running[worker] + 1) / speeds[worker] if near else np.inf
+        inside += near and alive[worker] and (running[worker] < places[worker] or not free)
+    return best_of(loads, alive, running, places, start, scores), inside

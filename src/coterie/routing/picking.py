@@ -35,10 +35,8 @@ def best_of(
     start: int, allowed: NDArray[np.float64],
 ) -> np.int64:  # fmt: skip
     """`best` for loops: the worker or -1, and what is `allowed`."""
-    free = False
-    for worker in range(len(scores)):
-        free |= alive[worker] and running[worker] < places[worker]
-    chosen, least = NONE, np.inf
+    free = any_free(alive, running, places)
+    found, least = NONE, np.inf
     for turn in range(len(scores)):
         worker = start + turn
         if worker >= len(scores):
@@ -46,8 +44,17 @@ def best_of(
         may = alive[worker] and (running[worker] < places[worker] or not free)
         allowed[worker] = scores[worker] if may else np.inf
         if allowed[worker] < least:
-            chosen, least = np.int64(worker), allowed[worker]
-    return chosen
+            found, least = np.int64(worker), allowed[worker]
+    return found
+
+
+@njit()
+def any_free(alive: NDArray[np.bool_], running: NDArray[np.int64], places: NDArray[np.int64]) -> bool:
+    """Whether a living worker has a place."""
+    free = False
+    for worker in range(len(alive)):
+        free |= alive[worker] and running[worker] < places[worker]
+    return free
 
 
 def mixed(seed: int, number: int) -> int:

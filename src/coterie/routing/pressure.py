@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit
 from coterie.routing.base import Decision, RouteRequest, routers
 from coterie.routing.fitted import FittedRouting
 from coterie.routing.fleet import Fleet
-from coterie.routing.picking import best
+from coterie.routing.picking import best_of, chosen
 
 
 @routers.register("pressure")
@@ -26,14 +30,32 @@ class Pressure:
     experts: float = 1.0
 
     def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
-        prefill = fleet.prefill_tokens / max(1, int(fleet.prefill_tokens.max()))
-        scores = (
-            self.kv * fleet.kv_used + self.queue * (fleet.running + 1) / (fleet.places * fleet.speeds)
-            + self.prefill * prefill
-        )  # fmt: skip
-        profile = None
+        profile, experts, scores = None, 0.0, np.empty(len(fleet))
         if self.fitted is not None and request.footprint is not None and fleet.missed.shape[1]:
             profile = self.fitted.profile(request.footprint)  # for the fleet: what a step touches is made of these
-            scores = scores + self.experts * fleet.distinct / max(1e-9, float(fleet.distinct.max()))
-        worker, scores = best(scores, fleet)
-        return Decision(worker, scores, f"pressure {scores[worker]:.2f}, the least", profile)
+            experts = self.experts
+        found = _least_pressed(
+            self.kv, self.queue, self.prefill, experts, fleet.kv_used, fleet.prefill_tokens, fleet.distinct,
+            fleet.speeds, fleet.alive, fleet.running, fleet.places, fleet.routed % len(fleet), scores,
+        )  # fmt: skip
+        worker = chosen(found, fleet)
+        return Decision(worker, scores, f"pressure {scores.item(worker):.2f}, the least", profile)
+
+
+@njit()
+def _least_pressed(
+    kv: float, queue: float, prefill: float, experts: float, kv_used: NDArray[np.float64],
+    prefill_tokens: NDArray[np.int64], distinct: NDArray[np.float64], speeds: NDArray[np.float64],
+    alive: NDArray[np.bool_], running: NDArray[np.int64], places: NDArray[np.int64], start: int,
+    scores: NDArray[np.float64],
+) -> np.int64:  # fmt: skip
+    longest, widest = 1.0, 1e-9
+    for worker in range(len(alive)):
+        longest, widest = max(longest, prefill_tokens[worker]), max(widest, distinct[worker])
+    pressures = np.empty(len(alive))
+    for worker in range(len(alive)):
+        pressures[worker] = (
+            kv * kv_used[worker] + queue * (running[worker] + 1) / (places[worker] * speeds[worker])
+            + prefill * prefill_tokens[worker] / longest + experts * distinct[worker] / widest
+        )  # fmt: skip
+    return best_of(pressures, alive, running, places, start, scores)

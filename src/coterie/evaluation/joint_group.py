@@ -1,0 +1,383 @@
+"""One expert-parallel group that decodes in lockstep, attention data parallel: every rank is a worker.
+
+A rank keeps the KV cache of its own requests, computes their attention and dense layers, and holds some experts of
+every layer. A token whose expert is not on its rank crosses to one that has it and its result comes back; all ranks
+wait for each other in every layer. Every step replays the recorded experts of each token, exactly:
+
+    step = attention + dense + routing of the busiest rank
+         + sum over layers of (experts of the slowest rank + dispatch and combine of the busiest link)
+
+A rank's own slot takes its tokens; others go to the slots of their expert in turn. A token crosses once for each expert
+it needs elsewhere, as in :mod:`coterie.costs.collectives`. Wrong for engines that send one copy to a rank with several
+of them, that overlap the exchange with other work, or whose ranks do not wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.batching.decode_batch import DecodeBatcher
+from coterie.costs.moe import layer_us
+from coterie.costs.step import Batch, StepModel
+from coterie.errors import ConfigError
+from coterie.placement.holdings import Demand, Held, held_by
+from coterie.routing.base import Decision, Router, RouteRequest
+from coterie.routing.fitted import FittedRouting
+from coterie.routing.fleet import Fleet
+from coterie.routing.joint import Joint
+from coterie.routing.latency_aware import LatencyAware
+from coterie.sim.fleet_requests import FleetRequests
+from coterie.types import Placement
+
+BYTES_PER_VALUE = 2.0
+"""Of a hidden state on its way."""
+
+
+class GroupStep(NamedTuple):
+    """One step's parts, in seconds, and what crossed."""
+
+    rest_s: float
+    """Attention, dense layers and routing of the busiest rank."""
+    experts_s: float
+    all_to_all_s: float
+    remote: int
+    """Activations whose expert was on another rank."""
+    activations: int
+
+    @property
+    def total_s(self) -> float:
+        return self.rest_s + self.experts_s + self.all_to_all_s
+
+
+class Group:
+    """Step times of a model on a placement; `asked` counts what ranks ask for over all steps."""
+
+    def __init__(self, model: StepModel, placement: Placement) -> None:
+        spec, topology = model.spec, model.topology
+        shape = (spec.num_moe_layers, spec.num_experts)
+        if (placement.num_layers, placement.num_experts) != shape:
+            raise ConfigError(f"the placement is for {placement.num_layers} layers of {placement.num_experts} experts; "
+                              f"{spec.name} has {shape[0]} of {shape[1]}")  # fmt: skip
+        if placement.num_ranks != topology.num_ranks:
+            raise ConfigError(
+                f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={topology.num_ranks}"
+            )
+        if topology.num_nodes > 1:
+            raise ConfigError(f"{topology.num_ranks} ranks in nodes of {topology.ranks_per_node}: it must be one node")
+        self.model, self.placement, self.ranks = model, placement, placement.num_ranks
+        self.held: Held = held_by(placement)
+        self._own, self._holders, self._copies = _slot_tables(placement)
+        self._rows = np.zeros(placement.slot_experts.shape)
+        self._crossing = np.zeros((2, placement.num_layers, self.ranks), np.int64)
+        self._turns = np.zeros(shape, np.int64)
+        link = topology.intra
+        self._numbers = np.array([
+            spec.expert_bytes(model.dtype), 2.0 * spec.expert_params, 1e6 * link.latency_s,
+            1e6 * spec.hidden_size * BYTES_PER_VALUE / link.bytes_per_s, model.options.overlap,
+        ])  # fmt: skip
+        self._dense_s: dict[int, float] = {}
+        self.asked: Demand = np.zeros((self.ranks, *shape))
+
+    @property
+    def local(self) -> NDArray[np.uint64]:
+        """[rank, layer, word] bit e of a layer: the rank holds expert e."""
+        experts = self.held.shape[2]
+        words = np.zeros((*self.held.shape[:2], -(-experts // 64)), np.uint64)
+        for expert in range(experts):
+            words[:, :, expert // 64] |= self.held[:, :, expert].astype(np.uint64) << np.uint64(expert % 64)
+        return words
+
+    def step(
+        self, expert_ids: NDArray[np.integer], home: NDArray[np.int64], context: NDArray[np.int64]
+    ) -> GroupStep:
+        """One token of every request: expert_ids [token, layer, k], the rank each is on, its cached tokens."""
+        if expert_ids.shape[1] != self.placement.num_layers or len(expert_ids) != len(home):
+            raise ConfigError(f"expert_ids has shape {expert_ids.shape}; expected [{len(home)}, "
+                              f"{self.placement.num_layers}, k]")  # fmt: skip
+        tokens = np.bincount(home, minlength=self.ranks)
+        cached = np.bincount(home, weights=context, minlength=self.ranks).astype(np.int64)
+        rest = max(self._rest_s(int(n), int(held)) for n, held in zip(tokens, cached, strict=True))
+        padded = np.array([self.model.options.padded(int(n)) for n in tokens], np.float64)
+        self._rows.fill(0.0)
+        self._crossing.fill(0)
+        remote = _dispatch(
+            expert_ids, home, self._own, self._holders, self._copies, self._turns, self._rows, self._crossing,
+            self.asked, self.placement.slots_per_rank,
+        )  # fmt: skip
+        experts_us, exchange_us = _layers_us(
+            self.model.moe.array(), self._numbers, self._rows, self._crossing, padded, self.model.options.cache_resident
+        )
+        return GroupStep(rest, 1e-6 * experts_us, 1e-6 * exchange_us, int(remote), expert_ids.size)
+
+    def _rest_s(self, tokens: int, cached: int) -> float:
+        if not tokens:
+            return 0.0
+        if tokens not in self._dense_s:
+            model, padded = self.model, self.model.options.padded(tokens)
+            routing = model.routing.us(padded) * 1e-6 * model.spec.num_moe_layers if model.routing else 0.0
+            self._dense_s[tokens] = model.dense_s(padded, tokens) + routing
+        return self.model.attention_s(Batch(tokens, cached)) + self._dense_s[tokens]
+
+
+def _slot_tables(placement: Placement) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """[layer, rank, expert] its slot there or -1; [layer, expert, turn] slots; [layer, expert] ranks that have it.
+
+    Of two slots of an expert on one rank the first is used.
+    """
+    layers, ranks, experts = placement.num_layers, placement.num_ranks, placement.num_experts
+    own = np.full((layers, ranks, experts), -1, np.int64)
+    slots = placement.slot_experts
+    for slot in range(placement.num_slots - 1, -1, -1):
+        own[np.arange(layers), slot // placement.slots_per_rank, slots[:, slot]] = slot
+    copies = (own >= 0).sum(axis=1)
+    order = np.argsort(own < 0, axis=1, kind="stable")
+    holders = np.take_along_axis(own, order, axis=1).transpose(0, 2, 1)
+    return own, np.ascontiguousarray(holders), copies.astype(np.int64)
+
+
+@njit()
+def _dispatch(
+    ids: NDArray[np.integer], home: NDArray[np.int64], own: NDArray[np.int64], holders: NDArray[np.int64],
+    copies: NDArray[np.int64], turns: NDArray[np.int64], rows: NDArray[np.float64], crossing: NDArray[np.int64],
+    asked: NDArray[np.float64], per_rank: int,
+) -> int:  # fmt: skip
+    """Add to rows [layer, slot] and crossing [sent or received, layer, rank]; activations that crossed."""
+    remote = 0
+    for layer in range(ids.shape[1]):
+        for token in range(ids.shape[0]):
+            rank = home[token]
+            for at in range(ids.shape[2]):
+                expert = np.int64(ids[token, layer, at])
+                asked[rank, layer, expert] += 1.0
+                slot = own[layer, rank, expert]
+                if slot < 0:
+                    turn = turns[layer, expert]
+                    slot = holders[layer, expert, turn]
+                    turns[layer, expert] = turn + 1 if turn + 1 < copies[layer, expert] else 0
+                    crossing[0, layer, rank] += 1
+                    crossing[1, layer, slot // per_rank] += 1
+                    remote += 1
+                rows[layer, slot] += 1.0
+    return remote
+
+
+@njit()
+def _layers_us(
+    p: NDArray[np.float64], numbers: NDArray[np.float64], rows: NDArray[np.float64], crossing: NDArray[np.int64],
+    tokens: NDArray[np.float64], resident: bool,
+) -> tuple[float, float]:  # fmt: skip
+    """Experts of the slowest rank and the exchange of the busiest link, summed over layers."""
+    layers, ranks = crossing.shape[1], crossing.shape[2]
+    each = rows.shape[1] // ranks
+    experts, exchange = 0.0, 0.0
+    for layer in range(layers):
+        slowest, busiest = 0.0, 0
+        for rank in range(ranks):
+            mine = rows[layer, rank * each : rank * each + each]
+            slowest = max(slowest, layer_us(p, mine, tokens[rank], numbers[0], numbers[1], resident))
+            busiest = max(busiest, crossing[0, layer, rank], crossing[1, layer, rank])
+        experts += slowest
+        if busiest > 0:
+            exchange += max(0.0, 2.0 * (numbers[2] + busiest * numbers[3]) - numbers[4] * slowest)
+    return experts, exchange
+
+
+# ------------------------------------------------------------------------------------------------------ closed loop
+
+
+class GroupRun(NamedTuple):
+    """A closed loop, until it could no longer be kept full; [step] each unless said otherwise."""
+
+    start_s: NDArray[np.float64]
+    parts: list[GroupStep]
+    tokens: NDArray[np.int64]
+    busiest: NDArray[np.int64]
+    """Requests of the rank that has most."""
+    gaps: list[NDArray[np.float64]]
+    """[token] seconds since its request's token before; the first of a request since it came."""
+    came: NDArray[np.int64]
+    """Requests that had come before it."""
+    ranks: NDArray[np.int64]
+    """[request] where it was routed, -1 where it was not."""
+    asked: Demand
+    """[rank, layer, expert] activations of the rank's own tokens."""
+
+
+@dataclass(slots=True)
+class _Present:
+    """Requests in flight: [place]."""
+
+    request: NDArray[np.int64]
+    """-1 where the place is free."""
+    rank: NDArray[np.int64]
+    decoded: NDArray[np.int64]
+    last_s: NDArray[np.float64]
+    skipped: NDArray[np.int64]
+    """Steps it was passed over."""
+    remote: NDArray[np.float64]
+    """Activations of a token on other ranks, as expected."""
+
+    @classmethod
+    def none(cls, places: int) -> _Present:
+        def empty() -> NDArray[np.int64]:
+            return np.full(places, -1, np.int64)
+
+        return cls(empty(), empty(), empty(), np.zeros(places), empty(), np.zeros(places))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupLoop:
+    """Serves requests on a group, always `in_flight` of them, none of them a recording that is there already."""
+
+    requests: FleetRequests
+    model: StepModel
+    fitted: FittedRouting
+    in_flight: int
+    places: int
+    """Of a rank."""
+
+    def serve(self, placement: Placement, router: Router, batcher: DecodeBatcher | None = None) -> GroupRun:
+        """Without a batcher all requests decode in every step."""
+        group = Group(self.model, placement)
+        fleet, size = self._fleet(group, router), self.in_flight
+        there = _Present.none(size)
+        waiting, clock = list(range(len(self.requests))), 0.0
+        starts, parts, tokens, busiest, gaps, came = [], [], [], [], [], []
+        where = np.full(len(self.requests), -1, np.int64)
+        records = self.requests.recordings
+        while True:
+            for place, request, decision in self._come(waiting, there, router, fleet):
+                there.request[place], there.rank[place], there.decoded[place] = request, decision.worker, 0
+                there.last_s[place], there.skipped[place] = clock, 0
+                if batcher is not None:
+                    there.remote[place] = self.remote_of(request, group.held[decision.worker])
+                where[request] = decision.worker
+            if (there.request < 0).any():
+                break
+            run = np.arange(size) if batcher is None else self._chosen(there, batcher, group.ranks)
+            asked = there.request[run]
+            recorded = self.requests.recorded[asked]
+            row = records.decode_row[recorded] + there.decoded[run] % records.decode_rows[recorded]
+            context = self.requests.prompt_tokens[asked] + there.decoded[run]
+            part = group.step(records.expert_ids[row], there.rank[run], context)
+            starts.append(clock)
+            came.append(fleet.routed)
+            clock += part.total_s
+            parts.append(part)
+            tokens.append(len(run))
+            busiest.append(int(fleet.running.max()))
+            gaps.append(clock - there.last_s[run])
+            there.last_s[run] = clock
+            there.decoded[run] += 1
+            there.skipped += 1
+            there.skipped[run] = 0
+            for place in run[there.decoded[run] >= self.requests.output_tokens[asked]]:
+                fleet.finish(str(there.request[place]))
+                there.request[place] = -1
+        if not parts:
+            raise ConfigError(f"{len(self.requests)} requests cannot keep {size} in flight: serve more")
+        return GroupRun(np.array(starts), parts, np.array(tokens), np.array(busiest), gaps, np.array(came), where,
+                        group.asked)  # fmt: skip
+
+    def _fleet(self, group: Group, router: Router) -> Fleet:
+        profiled = isinstance(router, LatencyAware)
+        cells = self.fitted.num_layers * self.fitted.num_experts if profiled else 0
+        fleet = Fleet([self.places] * group.ranks, cells, usual=self.fitted.profiles if profiled else None)
+        fleet.local = group.local
+        return fleet
+
+    def _come(
+        self, waiting: list[int], there: _Present, router: Router, fleet: Fleet
+    ) -> Iterator[tuple[int, int, Decision]]:
+        """Free places, requests for them and where they go; what replays a recording that is there waits."""
+        free = np.flatnonzero(there.request < 0)
+        recorded = self.requests.recorded
+        busy = set(recorded[there.request[there.request >= 0]].tolist())
+        taken: list[int] = []
+        for at, request in enumerate(waiting):
+            if len(taken) == len(free):
+                break
+            if int(recorded[request]) not in busy:
+                busy.add(int(recorded[request]))
+                taken.append(at)
+        coming = [waiting[at] for at in taken]
+        for at in reversed(taken):
+            del waiting[at]
+        return zip(free.tolist(), coming, self._routed(coming, router, fleet), strict=False)
+
+    def _routed(self, coming: list[int], router: Router, fleet: Fleet) -> list[Decision]:
+        """Requests that come together are routed together where the router can."""
+        asked = [self._asking(request) for request in coming]
+        if isinstance(router, Joint) and len(asked) > 1:
+            found = router.route_batch(asked, fleet)
+            for one, decision in zip(asked, found, strict=True):
+                fleet.admit(one.id, decision.worker, one.prompt_tokens)
+            return found
+        decisions = []
+        for one in asked:
+            decision = router.route(one, fleet)
+            fleet.admit(one.id, decision.worker, one.prompt_tokens, decision.profile)
+            decisions.append(decision)
+        return decisions
+
+    def _asking(self, request: int) -> RouteRequest:
+        records, recorded = self.requests.recordings, int(self.requests.recorded[request])
+        shown = None if records.footprint is None else records.footprint[recorded]
+        return RouteRequest(str(request), int(self.requests.prompt_tokens[request]), shown)
+
+    def remote_of(self, request: int, held: NDArray[np.bool_]) -> float:
+        """Activations that a token of it is expected to have elsewhere, over all layers; held [layer, expert]."""
+        footprint = self._asking(request).footprint
+        if footprint is None:
+            raise ConfigError("recordings have no footprint; it takes one to expect a request's experts")
+        return float(self.fitted.profile(footprint)[~held.ravel()].sum())
+
+    @staticmethod
+    def _chosen(there: _Present, batcher: DecodeBatcher, ranks: int) -> NDArray[np.int64]:
+        """Places that decode now: every rank picks among its own."""
+        chosen = []
+        for rank in range(ranks):
+            mine = np.flatnonzero(there.rank == rank)
+            if len(mine):
+                chosen.append(mine[batcher.select(there.remote[mine], there.skipped[mine]).chosen])
+        return np.sort(np.concatenate(chosen))
+
+
+class GroupOutcome(NamedTuple):
+    """The steady part of a run: after those in flight at first were all followed by others."""
+
+    tbt_mean_ms: float
+    tbt_p99_ms: float
+    tokens_per_s: float
+    all_to_all_pct: float
+    """Of the time of all steps."""
+    experts_pct: float
+    remote_pct: float
+    """Of activations."""
+    uneven: float
+    """Requests on the busiest rank over the mean, mean over steps."""
+    decoding_pct: float
+    """Of those in flight, in a step."""
+    steps: int
+
+
+def outcome(run: GroupRun, in_flight: int, ranks: int) -> GroupOutcome:
+    steady = np.flatnonzero(run.came >= 2 * in_flight)
+    if not len(steady):
+        raise ConfigError(f"the {in_flight} in flight were not replaced once before requests ran out: serve more")
+    parts = [run.parts[step] for step in steady]
+    total = float(sum(part.total_s for part in parts))
+    gaps = np.concatenate([run.gaps[step] for step in steady])
+    return GroupOutcome(
+        1e3 * float(gaps.mean()), 1e3 * float(np.quantile(gaps, 0.99)), len(gaps) / total,
+        100.0 * sum(part.all_to_all_s for part in parts) / total, 100.0 * sum(part.experts_s for part in parts) / total,
+        100.0 * sum(part.remote for part in parts) / sum(part.activations for part in parts),
+        float(run.busiest[steady].mean()) * ranks / in_flight, 100.0 * float(run.tokens[steady].mean()) / in_flight,
+        len(steady),
+    )  # fmt: skip
