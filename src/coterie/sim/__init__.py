@@ -1,12 +1,16 @@
-"""Simulation: an event kernel, servers that run batches, and what is measured of a run."""
+"""Simulation: an event kernel, servers that run batches, fleets, and what is measured of a run."""
 
 from coterie.sim.decode import DecodeRequests, run_decode
 from coterie.sim.execution import Execution, PrefillExecution, SpreadExecution, StepTimer
+from coterie.sim.fleet import FleetConfig, run_fleet
+from coterie.sim.fleet_metrics import FleetRun, FleetSummary, summarise_fleet
+from coterie.sim.fleet_requests import FleetRequests, draw_requests, split_recordings
 from coterie.sim.kernel import Simulation
 from coterie.sim.metrics import Run, Summary, summarise
 from coterie.sim.server import ExecutionModel, run_batches
 
 __all__ = [
-    "DecodeRequests", "Execution", "ExecutionModel", "PrefillExecution", "Run", "Simulation", "SpreadExecution",
-    "StepTimer", "Summary", "run_batches", "run_decode", "summarise",
+    "DecodeRequests", "Execution", "ExecutionModel", "FleetConfig", "FleetRequests", "FleetRun", "FleetSummary",
+    "PrefillExecution", "Run", "Simulation", "SpreadExecution", "StepTimer", "Summary", "draw_requests", "run_batches",
+    "run_decode", "run_fleet", "split_recordings", "summarise", "summarise_fleet",
 ]  # fmt: skip
