@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -90,6 +91,9 @@ def evaluate_command(
         trace, from_, batch, Path(data) if data else None, seed, model, requests, _several(seeds), _several(rates),
         _several(strategies), out_folder,
     )  # fmt: skip
+    made = out_folder is not None and not out_folder.exists()
+    if out_folder is not None:
+        out_folder.mkdir(parents=True, exist_ok=True)  # a folder that cannot be is said before the work, not after
     bar = progress()
     bar.disable = not err.is_terminal  # into a file rich would leave an empty line, before an error too
     with bar:
@@ -98,9 +102,14 @@ def evaluate_command(
         def report(doing: str, done: int, total: int) -> None:
             bar.update(task, description=escape(doing), completed=done, total=total)
 
-        result = chosen.run(options, report)
+        try:
+            result = chosen.run(options, report)
+        except BaseException:
+            if made and out_folder is not None:
+                with contextlib.suppress(OSError):
+                    out_folder.rmdir()  # if it is still empty
+            raise
     if out_folder is not None:
-        out_folder.mkdir(parents=True, exist_ok=True)
         write_json(out_folder / f"{suite}.json", asdict(result))
     if json_output:
         print_json(asdict(result))

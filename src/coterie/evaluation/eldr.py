@@ -20,6 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from coterie.errors import ConfigError
 from coterie.evaluation.eldr_analysis import Analysis, analyse
 from coterie.evaluation.eldr_cells import DESIGN, LIMIT_BATCH, MODEL, Cell, Found, serve_cell
 from coterie.evaluation.eldr_fleets import REQUESTS, TRACES
@@ -99,10 +100,13 @@ def run_job(job: Job, data: Path | None, requests: int) -> Any:
 def run(options: SuiteOptions, report: Report) -> SuiteResult:
     begun = time.perf_counter()
     data = options.data if options.data is not None and (options.data / "activations").is_dir() else None
-    jobs = jobs_of(data, options.seeds or SEEDS)
+    jobs, requests = jobs_of(data, options.seeds or SEEDS), options.requests or REQUESTS
+    most = max((job.decoders * job.each for job in jobs if isinstance(job, Cell)), default=0)
+    if requests < 2 * most:  # said before the work: the first cells take a while
+        raise ConfigError(f"requests={requests} must be at least {2 * most}, twice what is in flight")
     found: dict[Job, Any] = {}
     report("Serving", 0, len(jobs))
-    for job, result in in_parallel(partial(run_job, data=data, requests=options.requests or REQUESTS), jobs):
+    for job, result in in_parallel(partial(run_job, data=data, requests=requests), jobs):
         found[job] = result
         report("Serving", len(found), len(jobs))
     rows = rows_of({job: found[job] for job in jobs})
@@ -113,7 +117,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
         report("Drawing", 0, 1)
         options.out.mkdir(parents=True, exist_ok=True)
         seeds = (options.seeds or SEEDS)[:FEW_SEEDS]
-        notes += _write(options.out, rows, data, seeds, options.requests or REQUESTS)
+        notes += _write(options.out, rows, data, seeds, requests)
     notes.append(f"{len(jobs)} cells in {time.perf_counter() - begun:.0f} s.")
     return SuiteResult(NAME, rows, notes)
 

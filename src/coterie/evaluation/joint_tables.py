@@ -60,13 +60,13 @@ def _shows(trace: str, main: bool) -> Callable[[Row], bool]:
 
 
 _CHAIN = (
-    Column("configuration", _plain("configuration")), Column("router", _plain("router")),
+    Column("with", _plain("configuration")), Column("router", _plain("router")),
     Column("TBT ms", _beside("tbt_mean_ms", 2)), Column("p99", _beside("tbt_p99_ms", 2)),
-    Column("tok/s", _beside("tokens_per_s", 0)), Column("all-to-all %", _beside("all_to_all_pct", 1)),
-    Column("remote %", _number("remote_pct", 1)), Column("saved %", _step),
+    Column("all-to-all %", _beside("all_to_all_pct", 1)), Column("remote %", _number("remote_pct", 1)),
+    Column("saved %", _step),
 )  # fmt: skip
 _VARIED = (
-    Column("configuration", _plain("configuration")), Column("varied", _varied),
+    Column("with", _plain("configuration")), Column("varied", _varied),
     Column("TBT ms", _number("tbt_mean_ms", 2)), Column("p99", _number("tbt_p99_ms", 2)),
     Column("all-to-all %", _number("all_to_all_pct", 1)), Column("remote %", _number("remote_pct", 1)),
     Column("decoding %", _number("decoding_pct", 0)), Column("saved %", _gain("tbt_mean_saving")),

@@ -612,6 +612,11 @@ def _row(trace: str, predicts: str, contender: Contender, found: Score) -> dict[
     }
 
 
+_WHAT = (
+    Column("trace", lambda row: row["trace"]), Column("predicts", lambda row: row["predicts"]),
+    Column("predictor", lambda row: row["predictor"]), Column("knows", lambda row: row["knows"]),
+)  # fmt: skip
+
 suites.add(
     NAME,
     Suite(
@@ -621,10 +626,7 @@ suites.add(
             SuiteTable(
                 "Predictors against the truth",
                 (
-                    Column("trace", lambda row: row["trace"]),
-                    Column("predicts", lambda row: row["predicts"]),
-                    Column("predictor", lambda row: row["predictor"]),
-                    Column("knows", lambda row: row["knows"]),
+                    *_WHAT,
                     Column("cosine", lambda row: f"{row['cosine']:.3f}"),
                     Column("95%", lambda row: f"{row['cosine_low']:.3f}–{row['cosine_high']:.3f}"),
                     Column("top-k", lambda row: f"{row['recall_top_k']:.3f}"),
@@ -635,10 +637,7 @@ suites.add(
             SuiteTable(
                 "Of the 16 experts used most, those among the 16 predicted most",
                 (
-                    Column("trace", lambda row: row["trace"]),
-                    Column("predicts", lambda row: row["predicts"]),
-                    Column("predictor", lambda row: row["predictor"]),
-                    Column("knows", lambda row: row["knows"]),
+                    *_WHAT,
                     Column("top-16", lambda row: f"{row['recall_16']:.3f}"),
                     Column("95%", lambda row: f"{row['recall_16_low']:.3f}–{row['recall_16_high']:.3f}"),
                     Column("alike", lambda row: "" if row["hit_rate"] is None else f"{row['hit_rate']:.0%}"),
