@@ -4,7 +4,8 @@
 
 Starts the servers together, records and fits a router on some of the requests, and serves the others under round robin,
 join-shortest-queue, locality band and latency-aware routing. Distinct experts are counted by the plugin inside the
-servers. Prints one JSON object; exit code 1 if a router changed a token.
+servers, step by step. What the fleet simulator says of the same runs, with step times of the recording, stands beside
+it. Prints one JSON object; exit code 1 if a router changed a token.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import time
 import uuid
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ROUTERS = ("round_robin", "join_shortest_queue", "locality_band", "latency_aware")
 START_S = 900.0
@@ -55,8 +58,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from coterie.engines.calibrate import describe_software
     from coterie.engines.processes import ServerProcess, free_port
     from coterie.engines.routed_loop import REFERENCE_SHAPE, DecodeWorker, LoopSettings, predicted_step_ms, run_loop
+    from coterie.engines.routed_prediction import predict
+    from coterie.engines.tiny import tiny_model_path
     from coterie.engines.vllm.settings import ConnectorSettings
-    from coterie.models import get_model
+    from coterie.footprints.step_log import ROWS
+    from coterie.models import get_model, model_from_config
     from coterie.prompts import load_prompts, read_prompts, take_in_turn
 
     prompts = take_in_turn(read_prompts(options.prompts) if options.prompts else load_prompts(), options.requests)
@@ -92,27 +98,38 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         result = asyncio.run(run_loop([servers[0].url], workers[1:], prompts, settings, report))
     model = step_model(get_model(REFERENCE_SHAPE), "h200")
-    rows = []
-    for one in result.runs:
+    line, predictions = predict(result, model_from_config(tiny_model_path()), settings)
+    rows, first = [], result.runs[0]
+    for one, said in zip(result.runs, predictions, strict=True):
         rows.append(
             {
-                "router": one.router, "requests": one.requests, "output_tokens": one.output_tokens, "steps": one.steps,
-                "rows_per_step": round(one.rows_per_step, 3), "distinct_per_step": round(one.distinct_per_step, 3),
+                "router": one.router, "requests": one.requests, "output_tokens": one.output_tokens,
+                "steps": len(one.steps), "rows_per_step": round(one.rows_per_step, 3),
+                "distinct_per_step": round(one.distinct_per_step, 3),
+                "distinct_by_token": round(one.distinct_by_token, 3),
                 "saving_pct": round(result.saving_pct(one), 2),
+                "saving_by_token_pct": round(100 * (1 - one.distinct_by_token / first.distinct_by_token), 2),
                 "saving_at_equal_rows_pct": round(result.saving_at_equal_rows_pct(one), 2),
-                "distinct_per_token": round(one.distinct_per_token, 3),
+                "against_random": round(result.against_random(one), 4),
+                "steps_by_rows": np.bincount(one.steps[:, ROWS].astype(np.int64)).tolist(),
                 "predicted_h200_step_ms": round(
                     predicted_step_ms(one.distinct_per_step, one.rows_per_step, result.context, model), 4
                 ),
                 "wall_s": round(one.wall_s, 2), "per_worker": one.per_worker,
                 "footprints": one.counts.footprints, "incomplete": one.counts.incomplete,
+                "measured": _rounded(said.measured), "simulated": _rounded(said.predicted),
             }
         )  # fmt: skip
     return {
         "decoders": options.decoders, "in_flight": options.in_flight, "calibrated": result.calibrated,
+        "step_line_ms": {"fixed": round(1e3 * line.fixed_s, 2), "row": round(1e3 * line.row_s, 3), "steps": line.steps},
         "fit_s": round(result.fit_s, 3), "differing": result.differing(), "shape": REFERENCE_SHAPE, "rows": rows,
         "software": describe_software(),
     }  # fmt: skip
+
+
+def _rounded(figures: Any) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in figures._asdict().items()}
 
 
 def main() -> None:

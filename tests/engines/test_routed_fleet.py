@@ -19,13 +19,16 @@ pytest.importorskip("zmq")
 
 from coterie.engines.processes import ServerProcess
 from coterie.engines.routed_fleet import RoutedFleet, Served, WorkerClient
-from coterie.engines.routed_loop import DecodeWorker, LoopSettings, record, run_loop, serve, totals, whole_blocks
+from coterie.engines.routed_loop import DecodeWorker, LoopSettings, record, run_loop, serve, steps_of, whole_blocks
+from coterie.engines.routed_prediction import predict
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.engines.worker.embedded import embedded_worker
 from coterie.engines.worker.model import Rows
 from coterie.engines.worker.numpy_model import NumpyModel
-from coterie.errors import ConfigError, InputError
+from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.footprints import footprint
+from coterie.footprints.step_log import ENDED_S, ROWS
+from coterie.models import model_from_config
 from coterie.prompts import load_prompts, take_in_turn
 from coterie.routing import Decision, JoinShortestQueue, RoundRobin, RouteRequest
 from coterie.routing.fleet import Fleet
@@ -168,7 +171,7 @@ def test_recorded_counts_are_those_of_each_request_alone(workers: Workers) -> No
     asked = prompts(6)
 
     async def work(clients: Clients) -> None:
-        known = await record(*clients, workers.described, asked, BODY, 4)
+        run, known = await record(*clients, workers.described, asked, BODY, 4)
         truth = [(prompt, *alone(prompt)) for prompt in asked]
         truth = [one for one in truth if len(one[1]) > 1]
         assert len(known.prefill) == len(truth)
@@ -176,6 +179,7 @@ def test_recorded_counts_are_those_of_each_request_alone(workers: Workers) -> No
             np.testing.assert_array_equal(known.prefill[row], footprint(experts[: len(prompt)], 32))
             np.testing.assert_array_equal(known.decode[row], footprint(experts[len(prompt) :], 32))
         assert (known.model, known.top_k, known.halved) == (TINY, 4, False)
+        assert len(run.served) == len(asked)
 
     with_clients(workers, work)
 
@@ -189,16 +193,20 @@ def test_distinct_experts_are_counted_in_the_workers(workers: Workers) -> None:
         run = await serve(proxy, "round_robin", clients.decode, workers.described, asked, BODY, 1)
         assert run.answers == [alone(prompt)[0] for prompt in asked]
         assert (run.rows_per_step, run.distinct_per_step) == (1.0, 4.0)
-        assert run.steps == run.output_tokens - 3
+        assert len(run.steps) == run.output_tokens - 3
+        assert (np.diff(run.log[0][:, ENDED_S]) > 0).all()
         assert run.per_worker == [2, 1]
         assert run.step_ms is not None
         assert run.step_ms > 0
-        before = await totals(clients.decode[0], workers.described[0])
+        before = (await steps_of(clients.decode[0], workers.described[0])).total
         await proxy.serve(PATH, body(asked[0]))
-        away = await totals(clients.decode[0], workers.described[0])
-        assert away.since(before).rows in (0, len(run.answers[0]) - 1)
+        away = await steps_of(clients.decode[0], workers.described[0], before)
+        assert away.rows[:, ROWS].sum() in (0, len(run.answers[0]) - 1)
+        assert away.total == before + len(away.rows)
+        with pytest.raises(UnavailableError, match=r"steps after 99999 were asked for; of \d+"):
+            await steps_of(clients.decode[0], workers.described[0], 99999)
         with pytest.raises(InputError, match="slot store"):
-            await totals(clients.decode[0], DecodeWorker(clients.decode[0].url, "", Path("no-slot-store")))
+            await steps_of(clients.decode[0], DecodeWorker(clients.decode[0].url, "", Path("no-slot-store")))
 
     with_clients(workers, work)
 
@@ -216,6 +224,11 @@ def test_the_loop_closes(workers: Workers) -> None:
     first = result.runs[0]
     assert (result.saving_pct(first), result.saving_at_equal_rows_pct(first)) == pytest.approx((0, 0), abs=1e-9)
     assert result.fitted.workers == 2
+    _, predictions = predict(result, model_from_config(tiny_model_path()), settings)
+    for said in predictions:
+        assert said.predicted.rows_per_step == pytest.approx(said.measured.rows_per_step, rel=0.35)
+        assert said.predicted.distinct_per_step == pytest.approx(said.measured.distinct_per_step, rel=0.2)
+        assert said.predicted.token_ms_p50 > 0
     with pytest.raises(ConfigError, match="calibrate"):
         LoopSettings(calibrate=1.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,8 +10,12 @@ from hypothesis import strategies as st
 pytest.importorskip("aiohttp")
 
 from coterie.costs.presets import step_model
-from coterie.engines.routed_loop import REFERENCE_SHAPE, predicted_step_ms, whole_blocks
+from coterie.costs.step import Batch
+from coterie.engines.routed_fleet import FleetCounts, Served
+from coterie.engines.routed_loop import REFERENCE_SHAPE, LoopResult, RouterRun, predicted_step_ms, whole_blocks
+from coterie.engines.routed_prediction import StepLine, line_model, step_line
 from coterie.models import get_model
+from coterie.wire.expert_events import RequestExperts
 
 MODEL = step_model(get_model(REFERENCE_SHAPE), "h200")
 
@@ -43,3 +48,61 @@ def test_more_experts_and_more_requests_take_longer():
     assert more == pytest.approx((few + most) / 2)
     assert predicted_step_ms(10, 8, 100, MODEL) < predicted_step_ms(10, 8.5, 100, MODEL)
     assert predicted_step_ms(4, 1, 100, MODEL) < predicted_step_ms(10, 8, 100, MODEL)
+
+
+def run_of(*logs: list[tuple[float, int, float]], served: list[Served] = []) -> RouterRun:  # noqa: B006  (not kept)
+    log = [np.array([(*step, 0.0) for step in steps]) for steps in logs]
+    return RouterRun("any", log, 1.0, served, FleetCounts())
+
+
+def event_of(ids: np.ndarray, prompt_tokens: int, experts: int = 8) -> RequestExperts:
+    tokens = np.arange(len(ids))
+    return RequestExperts.pack(
+        ids, tokens, np.ones(len(ids), bool), experts, request_id="a", model="m", layer_ids=list(range(ids.shape[1])),
+        prompt_tokens=prompt_tokens,
+    )  # fmt: skip
+
+
+def random_steps(rng: np.random.Generator, ids: np.ndarray, sizes: list[int]) -> list[tuple[float, int, float]]:
+    """Steps of tokens drawn at random, ids [token, layer, k]."""
+    found = []
+    for number, size in enumerate(sizes):
+        rows = ids[rng.integers(0, len(ids), size)]
+        distinct = np.mean([len(np.unique(rows[:, layer])) for layer in range(ids.shape[1])])
+        found.append((float(number), size, float(distinct)))
+    return found
+
+
+def test_batches_at_random_save_nothing_however_uneven_they_are(rng):
+    """Small steps touch fewer experts; counted by steps, an uneven router would seem to save."""
+    ids = np.array([rng.permutation(8)[:2] for _ in range(600)]).reshape(300, 2, 2)
+    even, uneven = (run_of(random_steps(rng, ids, sizes)) for sizes in ([6] * 3000, [1, 11] * 1500))
+    result = LoopResult([even, uneven], 0, None, 0.0, 0.0, even, [event_of(ids, 0)])
+    assert result.saving_pct(uneven) > 20
+    assert result.saving_at_equal_rows_pct(uneven) == pytest.approx(0, abs=1.5)
+    assert result.against_random(even) == pytest.approx(1, abs=0.015)
+    assert even.rows_per_step == uneven.rows_per_step == 6
+    assert uneven.distinct_by_token > uneven.distinct_per_step
+
+
+def served_by(worker: int, start: float, end: float) -> Served:
+    return Served("a", None, worker, None, "", start, 0.0, end - start)
+
+
+def test_a_line_is_found_again_and_idle_time_is_left_out():
+    """Steps of 2 + rows seconds; between the two requests the worker had nothing to do."""
+    ends = np.cumsum([2 + rows for rows in (1, 3, 2, 3)])
+    first = [(float(end), rows, 4.0) for end, rows in zip(ends, (1, 3, 2, 3), strict=True)]
+    later = [(end + 100.0, rows, 4.0) for end, rows, _ in first]
+    run = run_of(first + later, served=[served_by(0, 0.0, ends[-1]), served_by(0, 100.0, 100.0 + ends[-1])])
+    line = step_line(run)
+    assert (line.fixed_s, line.row_s, line.steps) == (pytest.approx(2), pytest.approx(1), 6)
+
+
+@given(st.floats(1e-4, 1.0), st.floats(0.0, 0.1), st.integers(1, 20))
+def test_a_line_model_takes_what_the_line_says(fixed, row, rows):
+    model = line_model(get_model(REFERENCE_SHAPE), StepLine(fixed, row, 2))
+    load = np.zeros((model.spec.num_moe_layers, model.spec.num_experts), np.int64)
+    load[:, : model.spec.top_k] = rows
+    seconds = model.step(load, Batch(decode_requests=rows, decode_context=0)).total_s
+    assert seconds == pytest.approx(fixed + row * rows, rel=1e-5)

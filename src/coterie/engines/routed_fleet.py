@@ -109,6 +109,8 @@ class Served(NamedTuple):
     footprint: WireFootprint | None
     reason: str
     """Of the router's choice."""
+    started_s: float
+    """On the monotonic clock."""
     prefill_s: float
     total_s: float
     problem: str | None = None
@@ -157,7 +159,7 @@ class RoutedFleet:
         first = await self._prefilled(path, request, name)
         prefill_s = time.monotonic() - started
         if first is not None and first.problem is not None:
-            return self._done(Served(name, None, None, None, "", prefill_s, prefill_s, first.problem))
+            return self._done(Served(name, None, None, None, "", started, prefill_s, prefill_s, first.problem))
         params, footprint = self._params(first)
         tokens = int((first.body or {}).get("usage", {}).get("prompt_tokens", 0)) if first is not None else 0
         wanted = RouteRequest(name, tokens, None if footprint is None else footprint.counts, domain)
@@ -182,7 +184,9 @@ class RoutedFleet:
             self.counts.note(reply.problem)
             params = {}
         total_s = time.monotonic() - started
-        return self._done(Served(name, reply.body, worker, footprint, reason, prefill_s, total_s, reply.problem))
+        return self._done(
+            Served(name, reply.body, worker, footprint, reason, started, prefill_s, total_s, reply.problem)
+        )
 
     async def look(self) -> int:
         """Ask those marked dead for their health; how many are well again."""

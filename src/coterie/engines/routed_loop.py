@@ -4,8 +4,8 @@ Calibration requests go through the fleet under round robin. Their prefill footp
 decode footprints from the workers' expert events; together they are a :class:`Calibration`. Then the same test
 requests, none of them seen before, are served under one router after another.
 
-Distinct experts per decode step are counted inside the workers, never estimated here: by the reference worker's
-counters, or by the slot store of vLLM's plugin. The latter counts every row of a step, so prompts are cut to whole KV
+Distinct experts per decode step are counted inside the workers, never estimated here: in the reference worker's log of
+steps, or in the slot store of vLLM's plugin. The latter counts every row of a step, so prompts are cut to whole KV
 blocks and a token or two (:func:`whole_blocks`): a decode worker then loads all but those from the prefill worker, and
 nearly every row it computes makes one output token. :func:`serve` holds the workers' row counts against the tokens that
 came out, and refuses to report if they do not agree.
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ from coterie.costs.step import Batch, StepModel
 from coterie.engines.http_client import completion_path, served_model
 from coterie.engines.routed_fleet import FleetCounts, RoutedFleet, Served, WorkerClient
 from coterie.engines.vllm.subscriber import Subscriber
-from coterie.engines.worker.metrics import PREFIX
 from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.footprints import footprint
 from coterie.footprints.slots import SlotStore
+from coterie.footprints.step_log import COLUMNS, DISTINCT, ROWS, SECONDS, Steps
 from coterie.models import get_model
 from coterie.prompts import Prompt
 from coterie.routing import FittedRouting, LatencyAware, Router, StepPrices, routers
@@ -61,45 +61,57 @@ class DecodeWorker:
     """vLLM: file of its slot store. A reference worker counts in /metrics."""
 
 
-class StepTotals(NamedTuple):
-    """What a worker has counted since it started."""
-
-    steps: int
-    rows: int
-    """Tokens of those steps."""
-    distinct: float
-    """Distinct experts of a layer, summed over steps (mean over layers)."""
-    seconds: float
-    """In forward passes: CPU time where the worker counts it, else by the clock; 0 where it counts neither."""
-
-    def since(self, before: StepTotals) -> StepTotals:
-        return StepTotals(
-            self.steps - before.steps, self.rows - before.rows, self.distinct - before.distinct,
-            self.seconds - before.seconds,
-        )  # fmt: skip
-
-
 class RouterRun(NamedTuple):
     """One router's run; made by :func:`serve`."""
 
     router: str
-    requests: int
-    output_tokens: int
-    steps: int
-    """Decode steps of all workers."""
-    rows_per_step: float
-    distinct_per_step: float
-    """Distinct experts of a layer in a decode step, mean over layers, steps and workers."""
-    distinct_per_token: float
-    """The same over the step's rows: experts streamed for each token."""
-    step_ms: float | None
-    """Mean of the forward passes as the workers measured them; None where they do not."""
+    log: list[NDArray[np.float64]]
+    """[worker] its decode steps, a row each (:mod:`coterie.footprints.step_log`)."""
     wall_s: float
-    per_worker: list[int]
-    """[worker] requests."""
-    answers: list[list[int]]
-    """[request] token ids."""
+    served: list[Served]
     counts: FleetCounts
+
+    @property
+    def requests(self) -> int:
+        return len(self.served)
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """[request] token ids."""
+        return [one.tokens for one in self.served]
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+    @property
+    def per_worker(self) -> list[int]:
+        """[worker] requests."""
+        return [sum(one.decoder == worker for one in self.served) for worker in range(len(self.log))]
+
+    @property
+    def steps(self) -> NDArray[np.float64]:
+        """Decode steps of all workers."""
+        return np.concatenate(self.log)
+
+    @property
+    def rows_per_step(self) -> float:
+        return float(self.steps[:, ROWS].mean())
+
+    @property
+    def distinct_per_step(self) -> float:
+        """Distinct experts of a layer in a decode step, mean over layers, steps and workers."""
+        return float(self.steps[:, DISTINCT].mean())
+
+    @property
+    def distinct_by_token(self) -> float:
+        """The same as tokens see it: a step counts once for each of its rows."""
+        return float(np.average(self.steps[:, DISTINCT], weights=self.steps[:, ROWS]))
+
+    @property
+    def step_ms(self) -> float | None:
+        """Mean of the forward passes as the workers measured them; None where they do not."""
+        return 1e3 * float(self.steps[:, SECONDS].mean()) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +129,11 @@ class LoopSettings:
     """Share of the requests that the router is fitted on; the others are served."""
     routers: tuple[str, ...] = ("round_robin", "join_shortest_queue", "latency_aware")
     seed: int = 0
+
+    @property
+    def places(self) -> int:
+        """Of a decode worker, as the router is shown them."""
+        return max(2 * self.in_flight, 16)
 
     def __post_init__(self) -> None:
         for name in ("in_flight", "max_tokens", "block_size", "over"):
@@ -136,21 +153,39 @@ class LoopResult(NamedTuple):
     fit_s: float
     context: float
     """Cached tokens of a request in the middle of its answer, on average."""
-    usual: NDArray[np.float32]
-    """[layer, expert] probability that a token of a calibration request activates it in decode."""
+    recorded: RouterRun
+    """Of the requests the router was fitted on, under round robin."""
+    events: list[RequestExperts | None]
+    """[request] what the first run's workers told of each served one; None of answers of one token."""
 
     def saving_pct(self, run: RouterRun) -> float:
         """Distinct experts per step below the first run's."""
         return 100 * (1 - run.distinct_per_step / self.runs[0].distinct_per_step)
 
-    def saving_at_equal_rows_pct(self, run: RouterRun) -> float:
-        """The same with what smaller batches alone would save taken out.
+    @property
+    def usual(self) -> NDArray[np.float64]:
+        """[layer, expert] probability that a token of a served request activates it, mean over requests."""
+        shares = []
+        for event in self.events:
+            if event is not None:
+                ids = event.ids()[event.prompt_tokens :]
+                shares.append(footprint(ids, event.num_experts) / len(ids))
+        return np.asarray(np.mean(shares, axis=0), np.float64)
 
-        Steps of requests put together at random touch ``sum(1 - (1 - usual)^rows)`` experts: the first run's number is
-        scaled to the run's rows per step by that.
+    def against_random(self, run: RouterRun) -> float:
+        """Distinct experts of the run's steps over those that requests put together at random would touch.
+
+        A step of n such requests touches sum(1 - (1 - usual)^n) experts, here for the very rows of every step: small
+        steps touch fewer experts whichever requests are in them, and routers differ in how even they are.
         """
-        mixed = [float((1 - (1 - self.usual) ** one.rows_per_step).sum()) for one in (self.runs[0], run)]
-        return 100 * (1 - run.distinct_per_step / (self.runs[0].distinct_per_step * mixed[1] / mixed[0]))
+        sizes, steps = np.unique(run.steps[:, ROWS], return_counts=True)
+        usual = self.usual
+        random = [(1 - (1 - usual) ** size).sum(axis=1).mean() for size in sizes]
+        return float(run.steps[:, DISTINCT].sum() / (steps @ random))
+
+    def saving_at_equal_rows_pct(self, run: RouterRun) -> float:
+        """Distinct experts below the first run's, at the rows of every step; see :meth:`against_random`."""
+        return 100 * (1 - self.against_random(run) / self.against_random(self.runs[0]))
 
     def differing(self) -> int:
         """Requests that some router's run answered with other tokens than the first's."""
@@ -179,25 +214,30 @@ async def run_loop(
         split = round(settings.calibrate * len(kept))
         learn, test = ([kept[int(i)] for i in part] for part in (order[:split], order[split:]))
         many = settings.in_flight * len(decoders)
-        known = await record(first, rest, decoders, learn, _body(model, settings), many, report)
+        body = _body(model, settings)
+        recorded, known = await record(first, rest, decoders, learn, body, many, settings.over, report)
         started = time.perf_counter()
         report("Fitting the router", 0, 1)
         fitted = await asyncio.to_thread(FittedRouting.fit, known, len(decoders), rng, batch=settings.in_flight)
         fit_s = time.perf_counter() - started
         runs: list[RouterRun] = []
+        events: list[RequestExperts | None] = []
         for name in settings.routers:
             proxy = RoutedFleet(
                 first, rest, make_router(name, fitted, settings.in_flight),
-                places=max(2 * settings.in_flight, 16), cells=fitted.num_layers * fitted.num_experts,
+                places=settings.places, cells=fitted.num_layers * fitted.num_experts,
                 usual=fitted.profiles,
             )  # fmt: skip
-            body = _body(model, settings)
             if not await _forget(clients) and not runs:
                 await _warm(first, test, body, many, report)
-            runs.append(await serve(proxy, name, rest, decoders, test, body, many, settings.over, report))
+            arguments = (proxy, name, rest, decoders, test, body, many, settings.over, report)
+            if runs:
+                runs.append(await serve(*arguments))
+            else:
+                run, events = await observe(*arguments)
+                runs.append(run)
     context = (sum(map(len, test)) + runs[0].output_tokens / 2) / len(test)
-    usual = known.probabilities[1].mean(axis=0).reshape(fitted.num_layers, fitted.num_experts)
-    return LoopResult(runs, len(known.prefill), fitted, fit_s, context, usual)
+    return LoopResult(runs, len(known.prefill), fitted, fit_s, context, recorded, events)
 
 
 def make_router(name: str, fitted: FittedRouting, in_flight: int) -> Router:
@@ -292,38 +332,56 @@ async def record(
     prompts: Sequence[Sequence[int]],
     body: Mapping[str, Any],
     in_flight: int,
+    over: int = 1,
     report: Progress | None = None,
-) -> Calibration:
+) -> tuple[RouterRun, Calibration]:
     """Serve under round robin, and count each request's experts before and after it was routed.
 
     Requests whose answer was one token have no decode to learn from, and are left out.
     """
     proxy = RoutedFleet(prefill, clients, routers["round_robin"](), places=in_flight)
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(Subscriber(decoder.events)) for decoder in decoders]
-        for client, listener in zip(clients, listeners, strict=True):
-            await _hear(client, listener, {**body, "max_tokens": 2, "prompt": list(prompts[0])})
-        served = await _serve_all(proxy, "Recording", prompts, body, in_flight, report)
-        wanted = {one.name for one in served if len(one.tokens) > 1}
-        events: dict[str, RequestExperts] = {}
-        for listener in listeners:
-            events |= await asyncio.to_thread(_events, listener, wanted)
-    missing = [one.name for one in served if one.name in wanted and (one.name not in events or one.footprint is None)]
-    if missing:
-        raise UnavailableError(f"{len(missing)} of {len(wanted)} recorded requests came without footprint or event")
+    run, events = await observe(proxy, "recording", clients, decoders, prompts, body, in_flight, over, report)
     before, after = [], []
-    for one in served:
-        if one.name in wanted and one.footprint is not None:
-            event = events[one.name]
+    for one, event in zip(run.served, events, strict=True):
+        if event is not None:
+            if one.footprint is None:
+                raise UnavailableError(f"recorded request {one.name!r} came without a footprint")
             decoded = event.seen() & (np.arange(len(event.tokens())) >= event.prompt_tokens)
             before.append(one.footprint.counts)
             after.append(footprint(event.ids()[decoded], event.num_experts))
+            model, top_k = event.model, event.top_k
     if not before:
         raise InputError(f"none of {len(prompts)} answers had more than one token: nothing to learn from")
-    return Calibration(
-        np.asarray(before, np.uint32), np.asarray(after, np.uint32), None, np.arange(len(before)), False,
-        event.model, event.top_k,
-    )  # fmt: skip
+    return run, Calibration(
+        np.asarray(before, np.uint32), np.asarray(after, np.uint32), None, np.arange(len(before)), False, model, top_k
+    )
+
+
+async def observe(
+    proxy: RoutedFleet,
+    name: str,
+    clients: Sequence[WorkerClient],
+    decoders: Sequence[DecodeWorker],
+    prompts: Sequence[Sequence[int]],
+    body: Mapping[str, Any],
+    in_flight: int,
+    over: int = 1,
+    report: Progress | None = None,
+) -> tuple[RouterRun, list[RequestExperts | None]]:
+    """:func:`serve`, and the expert event of every request with more than one token; one that is missing raises."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(Subscriber(decoder.events)) for decoder in decoders]
+        for client, listener in zip(clients, listeners, strict=True):
+            await _hear(client, listener, {**body, "max_tokens": 2, "prompt": list(prompts[0][:2])})
+        run = await serve(proxy, name, clients, decoders, prompts, body, in_flight, over, report)
+        several = [one for one in run.served if len(one.tokens) > 1]
+        events: dict[str, RequestExperts] = {}
+        for worker, listener in enumerate(listeners):
+            wanted = {one.name for one in several if one.decoder == worker}
+            events |= await asyncio.to_thread(_events, listener, wanted)
+    if len(events) < len(several):
+        raise UnavailableError(f"{len(several) - len(events)} of {len(several)} requests came without an expert event")
+    return run, [events.get(one.name) for one in run.served]
 
 
 async def serve(
@@ -338,55 +396,35 @@ async def serve(
     report: Progress | None = None,
 ) -> RouterRun:
     """One router's run over the test requests; raises where the workers' counts are not of decode alone."""
-    before = [await totals(client, decoder) for client, decoder in zip(clients, decoders, strict=True)]
+    before = [(await steps_of(*worker)).total for worker in zip(clients, decoders, strict=True)]
     started = time.perf_counter()
     served = await _serve_all(proxy, f"Serving under {name}", prompts, body, in_flight, report)
     wall_s = time.perf_counter() - started
-    after = [await totals(client, decoder) for client, decoder in zip(clients, decoders, strict=True)]
-    counted = [now.since(then) for now, then in zip(after, before, strict=True)]
-    steps, rows = sum(one.steps for one in counted), sum(one.rows for one in counted)
-    answers = [one.tokens for one in served]
-    tokens = sum(map(len, answers))
+    log = [(await steps_of(*worker)).rows for worker in zip(clients, decoders, before, strict=True)]
+    run = RouterRun(name, log, wall_s, served, proxy.counts)
     # A reference worker counts decode rows, the first of which makes the second token; vLLM's store counts all rows.
     counts_all = [decoders[one.decoder or 0].store is not None for one in served]
-    expected = tokens + sum(over - 1 if all_rows else -1 for all_rows in counts_all)
-    if rows != expected and not proxy.counts.retried:
+    expected = run.output_tokens + sum(over - 1 if all_rows else -1 for all_rows in counts_all)
+    rows = [int(steps[:, ROWS].sum()) for steps in log]
+    if sum(rows) != expected and not proxy.counts.retried:
         raise UnavailableError(
-            f"the decode workers computed {rows} rows, {expected} were expected (by worker: "
-            f"{[one.rows for one in counted]}): some computed prompts, or served others; {proxy.counts}"
+            f"the decode workers computed {sum(rows)} rows, {expected} were expected (by worker: {rows}): some "
+            f"computed prompts, or served others; {proxy.counts}"
         )
-    distinct, seconds = sum(one.distinct for one in counted), sum(one.seconds for one in counted)
-    per_worker = np.bincount([one.decoder or 0 for one in served], minlength=len(decoders))
-    return RouterRun(
-        name, len(served), tokens, steps, rows / max(1, steps), distinct / max(1, steps), distinct / max(1, rows),
-        1e3 * seconds / steps if seconds and steps else None, wall_s, per_worker.tolist(), answers, proxy.counts,
-    )  # fmt: skip
+    return run
 
 
-async def totals(client: WorkerClient, decoder: DecodeWorker) -> StepTotals:
-    """What a decode worker counted so far."""
+async def steps_of(client: WorkerClient, decoder: DecodeWorker, after: int | None = None) -> Steps:
+    """What a decode worker logged of all steps but its first `after`, or all that it keeps."""
     if decoder.store is not None:
-        store = SlotStore.attach(decoder.store)
-        steps, rows, distinct = store.totals
-        return StepTotals(steps, rows, distinct / store.shape.num_layers, 0.0)
-    status, text = await client.call("GET", "/metrics")
-    found = {
-        (name, label or ""): float(value)
-        for name, label, value in re.findall(
-            rf'^{PREFIX}(\w+)\{{(?:[^}}]*,(?:phase|over_layers)="(\w+)"|[^}}]*)\}} (\S+)$', text, re.MULTILINE
-        )
-    }
-    try:
-        return StepTotals(
-            int(found["distinct_experts_steps_total", ""]), int(found["step_rows_total", "decode"]),
-            found["distinct_experts_sum", "mean"],
-            found["step_cpu_seconds_total", ""] or found["step_seconds_total", ""],
-        )  # fmt: skip
-    except KeyError as error:
+        return SlotStore.attach(decoder.store).log.read(after)
+    status, text = await client.call("GET", "/steps" if after is None else f"/steps?after={after}")
+    if status != 200:
         raise UnavailableError(
-            f"{client.url}/metrics (HTTP {status}) lacks {error.args[0][0]}: not a reference worker, and no slot store"
-            " is named"
-        ) from None
+            f"{client.url}/steps: HTTP {status}: not a reference worker, and no slot store is named; {text[:200]}"
+        )
+    found = json.loads(text)
+    return Steps(found["total"], np.array(found["steps"], np.float64).reshape(-1, len(COLUMNS)))
 
 
 async def _serve_all(
@@ -435,10 +473,10 @@ async def _hear(client: WorkerClient, listener: Subscriber, body: Mapping[str, A
 
 
 def _events(listener: Subscriber, wanted: set[str]) -> dict[str, RequestExperts]:
-    """Events of these requests that have arrived; the rest of a second's silence ends it."""
+    """Events of these requests; those that have not come after a second's silence are left out."""
     found: dict[str, RequestExperts] = {}
     until = time.monotonic() + EVENTS_S
-    while time.monotonic() < until:
+    while len(found) < len(wanted) and time.monotonic() < until:
         quiet = True
         for event in listener.events(1.0):
             quiet = False
@@ -446,6 +484,8 @@ def _events(listener: Subscriber, wanted: set[str]) -> dict[str, RequestExperts]
                 name = next((part for part in event.request_id.split("-") if part in wanted), None)
                 if name is not None:
                     found[name] = event
+            if len(found) == len(wanted):
+                break
         if quiet:
             break
     return found

@@ -55,7 +55,7 @@ class DemoRow(NamedTuple):
     saving_pct: float
     """Fewer than under round robin."""
     equal_rows_pct: float
-    """The same, less what smaller batches alone would save."""
+    """The same of steps with as many rows each."""
     steps: int
     rows_per_step: float
     h200_ms: float
@@ -133,8 +133,9 @@ def _rows(result: LoopResult) -> list[DemoRow]:
     model = step_model(get_model(REFERENCE_SHAPE), "h200")
     return [
         DemoRow(
-            run.router, run.distinct_per_step, result.saving_pct(run), result.saving_at_equal_rows_pct(run), run.steps,
-            run.rows_per_step, predicted_step_ms(run.distinct_per_step, run.rows_per_step, result.context, model),
+            run.router, run.distinct_per_step, result.saving_pct(run), result.saving_at_equal_rows_pct(run),
+            len(run.steps), run.rows_per_step,
+            predicted_step_ms(run.distinct_per_step, run.rows_per_step, result.context, model),
             run.step_ms or 0.0, run.per_worker,
         )
         for run in result.runs

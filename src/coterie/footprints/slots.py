@@ -11,8 +11,8 @@ a bookkeeping of its own:
 What no forward pass of this worker wrote (KV that came from another worker, or while capture was off) must not be
 read as if it were known, so each slot carries the *epoch* of its writing, and only the current epoch counts.
 
-    file     64 header words · layer ids [layer] · load [layer, expert], all uint64 · epoch [slot] uint16 ·
-             ids [slot, layer, k]
+    file     64 header words · layer ids [layer] · load [layer, expert], all uint64 ·
+             last steps [step, column] float64 · epoch [slot] uint16 · ids [slot, layer, k]
 
 The file lies in memory (``/dev/shm``). One process writes, in the order of the steps; others map it and read a
 request's slots once the step that wrote them is over. Exact at any block size, where counts per block clip.
@@ -23,6 +23,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +33,10 @@ from numpy.typing import NDArray
 
 from coterie._numba import njit
 from coterie.errors import ConfigError, InputError
+from coterie.footprints.step_log import COLUMNS, KEPT, StepLog
 from coterie.types import narrowest_uint
 
-MAGIC = 0x53_4C_4F_54_43_4F_54_31  # "SLOTCOT1"
+MAGIC = 0x53_4C_4F_54_43_4F_54_32  # "SLOTCOT2"
 HEADER_WORDS = 64
 MAX_EPOCH = (1 << 16) - 1
 SUFFIX = ".slots"
@@ -63,8 +65,12 @@ class SlotShape(NamedTuple):
         return self.layers_at + self.num_layers * 8
 
     @property
-    def epochs_at(self) -> int:
+    def log_at(self) -> int:
         return self.load_at + self.num_layers * self.num_experts * 8
+
+    @property
+    def epochs_at(self) -> int:
+        return self.log_at + KEPT * len(COLUMNS) * 8
 
     @property
     def ids_at(self) -> int:
@@ -97,6 +103,8 @@ class SlotStore:
             shape.num_layers, shape.num_experts
         )
         """[layer, expert] tokens since the start; only grows."""
+        ring = np.frombuffer(buffer, np.float64, KEPT * len(COLUMNS), shape.log_at).reshape(KEPT, len(COLUMNS))
+        self.log = StepLog(ring, self._header[_STEPS : _STEPS + 1])
         self._epochs = np.frombuffer(buffer, np.uint16, shape.num_slots, shape.epochs_at)
         self._ids = np.frombuffer(
             buffer, shape.dtype, shape.num_slots * shape.num_layers * shape.top_k, shape.ids_at
@@ -217,7 +225,7 @@ class SlotStore:
             raise ConfigError(f"expert_ids has shape {expert_ids.shape}; {len(slots)} slots need {expected}")
         stamp = np.uint16(self.epoch if epoch is None else epoch)
         kept, distinct = _write(slots, expert_ids, self._ids, self._epochs, stamp, self.load)
-        self._header[_STEPS] += np.uint64(1)
+        self.log.add(time.monotonic(), kept, distinct / shape.num_layers)
         self._header[_TOKENS] += np.uint64(kept)
         self._header[_DISTINCT] += np.uint64(distinct)
         self._header[_STEP] = step

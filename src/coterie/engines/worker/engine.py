@@ -32,6 +32,7 @@ from coterie.engines.worker.requests import FinishReason, Output, Request, draw
 from coterie.engines.worker.transfer import Prefilled, from_bytes, to_bytes
 from coterie.errors import ConfigError
 from coterie.footprints import footprint
+from coterie.footprints.step_log import StepLog
 from coterie.wire.footprints import WireFootprint, attach_footprint
 
 T = TypeVar("T")
@@ -53,6 +54,9 @@ class _Part(NamedTuple):
 class Engine:
     """Drive it with :meth:`start` (a thread of its own) or, in tests, by calling :meth:`step`."""
 
+    step_clock = staticmethod(time.perf_counter)
+    """By which forward passes are timed in the log of steps."""
+
     def __init__(
         self,
         model: PackedModel,
@@ -63,6 +67,8 @@ class Engine:
         self.model, self.config = model, config
         self.engine_id = uuid.uuid4().hex
         self.metrics = Metrics()
+        self.log = StepLog()
+        """Steps with decode rows, those rows alone."""
         self.blocks = BlockTable(config.kv_blocks, config.block_size)
         shape = (config.max_tokens, len(model.capture.layer_ids), model.capture.top_k)
         self._experts = np.zeros(shape, model.expert_dtype)  # [slot, layer, k]
@@ -324,7 +330,7 @@ class Engine:
         return end - start
 
     def _run(self, batch: list[_Part]) -> None:
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), self.step_clock()
         try:
             result = self.model.step([part.rows for part in batch])
         except Exception as error:  # whatever it is, other requests must go on
@@ -333,7 +339,7 @@ class Engine:
                 self._end(part.request, "error", _words(error))
             return
         self.metrics.add("step_seconds_total", by=time.perf_counter() - started)
-        self._count(batch, result)
+        self._count(batch, result, self.step_clock() - worked)
         row = sampled = 0
         for request, rows in batch:
             end = rows.start + len(rows.tokens)
@@ -347,7 +353,7 @@ class Engine:
                 sampled += 1
                 self._deliver(request, request.append(token, self.model.eos))
 
-    def _count(self, batch: list[_Part], result: StepResult) -> None:
+    def _count(self, batch: list[_Part], result: StepResult, seconds: float) -> None:
         phases = np.concatenate(
             [np.arange(rows.start, rows.start + len(rows.tokens)) >= len(request.prompt) for request, rows in batch]
         )  # [row] whether it was generated
@@ -360,6 +366,7 @@ class Engine:
             for name, value in (("min", touched.min()), ("mean", touched.mean()), ("max", touched.max())):
                 self.metrics.add("distinct_experts_sum", name, float(value))
             self.metrics.add("distinct_experts_steps_total")
+            self.log.add(time.monotonic(), decoded, float(touched.mean()), seconds)
         self._reports.step(result.expert_ids)
 
     def _store_full(self, request: Request) -> None:

@@ -28,9 +28,6 @@ METRICS: dict[str, Metric] = {
     "steps_total": Metric("counter", None, (), "Forward passes"),
     "step_rows_total": Metric("counter", "phase", ("prefill", "decode"), "Tokens computed, recomputed ones too"),
     "step_seconds_total": Metric("counter", None, (), "Time in forward passes"),
-    "step_cpu_seconds_total": Metric(
-        "counter", None, (), "CPU time of forward passes; counted where they run in one thread (on NumPy), else 0"
-    ),
     "step_failures_total": Metric("counter", None, (), "Forward passes that raised; their requests ended in error"),
     "preemptions_total": Metric("counter", None, (), "Requests put back to wait because blocks ran out"),
     "kv_blocks": Metric("gauge", "state", ("used", "cached", "empty"), "KV blocks: used + cached + empty is constant"),

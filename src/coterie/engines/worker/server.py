@@ -119,6 +119,7 @@ class Server:
             [
                 web.get("/health", self.health),
                 web.get("/metrics", self.metrics),
+                web.get("/steps", self.steps),
                 web.get("/v1/models", self.models),
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions", self.chat),
@@ -164,6 +165,18 @@ class Server:
         self.engine.refresh_gauges()
         text = self.engine.metrics.render({"model": self.engine.served_name, "role": self.config.role})
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def steps(self, request: web.Request) -> web.Response:
+        """Steps that decoded: all but the first `after` since the start, or the last ones."""
+        after = request.query.get("after")
+        if after is not None and not (after.isascii() and after.isdigit()):
+            raise RequestError(f"after={after!r} must be a number of steps", "after")
+        try:
+            found = self.engine.log.read(None if after is None else int(after))
+        except (InputError, ValueError) as error:  # or more digits than Python takes
+            raise RequestError(str(error), "after") from None
+        columns = ["ended_s", "rows", "distinct", "seconds"]
+        return _json({"total": found.total, "columns": columns, "steps": found.rows.tolist()})
 
     async def models(self, _: web.Request) -> web.Response:
         card = {

@@ -1,0 +1,146 @@
+"""The fleet simulator against the fleet itself: what it says of a routed fleet's run, before that run is looked at.
+
+Calibrated in place: how long a decode step of n rows takes on these workers is read from their logs of the recording,
+other requests than those that are predicted, and drawn as a straight line. Whatever shares the machine with them is in
+that line, so it holds while as much is going on. Then every router serves the test requests in
+:func:`coterie.sim.fleet.run_fleet`, each token with the experts that it really had. Prefill is left out: as many
+requests are in flight as the run had on its decoders, on average, which is taken from it as arrival times would be.
+Wrong where steps of one size take very different times, and where requests wait long between the proxy and the step
+that takes them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.costs.moe import MoeParams
+from coterie.costs.roofline import Quality, Roofline
+from coterie.costs.step import StepModel
+from coterie.engines.routed_loop import LoopResult, LoopSettings, RouterRun, make_router
+from coterie.errors import InputError
+from coterie.footprints.step_log import DISTINCT, ENDED_S, ROWS
+from coterie.routing.fleet import Fleet
+from coterie.sim.fleet import FleetConfig, run_fleet
+from coterie.sim.fleet_requests import FleetRequests, Recordings
+from coterie.types import ModelSpec
+from coterie.wire.expert_events import RequestExperts
+
+NOT_FITTED = Quality(0.0, 0.0, 0)
+FREE = Roofline(1e-9, 1e15, 1e15, 1.0, NOT_FITTED)
+
+
+class StepLine(NamedTuple):
+    """Seconds from one step's end to the next's, on a worker that always has requests."""
+
+    fixed_s: float
+    row_s: float
+    steps: int
+    """It was drawn through."""
+
+
+class Figures(NamedTuple):
+    """Of one run, real or simulated."""
+
+    distinct_per_step: float
+    rows_per_step: float
+    token_ms_p50: float
+    """From a request's way to its decoder to its answer, over its tokens."""
+    token_ms_p99: float
+
+    @classmethod
+    def of(
+        cls, distinct: NDArray[np.float64], rows: NDArray[Any], token_s: NDArray[np.float64]
+    ) -> Figures:
+        p50, p99 = 1e3 * np.percentile(token_s, [50, 99])
+        return cls(float(distinct.mean()), float(rows.mean()), float(p50), float(p99))
+
+
+class Predicted(NamedTuple):
+    router: str
+    measured: Figures
+    predicted: Figures
+
+
+def step_line(run: RouterRun) -> StepLine:
+    """Drawn through the mean time of steps of each size, as many as there were, by least squares.
+
+    A worker's time from step to step counts where a request was with it all the while; a line that would fall with the
+    rows is taken to be flat.
+    """
+    seconds, rows = [], []
+    for worker, log in enumerate(run.log):
+        sent = np.array([(one.started_s + one.prefill_s, one.started_s + one.total_s) for one in run.served
+                         if one.decoder == worker]).reshape(-1, 2)  # fmt: skip
+        for before, step in pairwise(log):
+            if ((sent[:, 0] <= before[ENDED_S]) & (sent[:, 1] >= step[ENDED_S])).any():
+                seconds.append(step[ENDED_S] - before[ENDED_S])
+                rows.append(step[ROWS])
+    if len(seconds) < 2:
+        raise InputError(f"{len(seconds)} steps followed another while a request was there; a line needs 2")
+    slope, fixed = 0.0, float(np.mean(seconds))
+    if len(set(rows)) > 1:
+        slope, fixed = (float(value) for value in np.polyfit(rows, seconds, 1))
+    if slope < 0:
+        slope, fixed = 0.0, float(np.mean(seconds))
+    return StepLine(max(fixed, 0.0), slope, len(seconds))
+
+
+def line_model(spec: ModelSpec, line: StepLine) -> StepModel:
+    """A step model whose steps take what the line says, whichever experts they touch."""
+    moe = MoeParams(
+        overhead_us=1e6 * line.fixed_s / spec.num_moe_layers, token_us=1e6 * line.row_s / spec.num_moe_layers,
+        stream_bytes_per_us=1e15, row_us=0.0, tile_flops_per_us=(1e15, 1e15), tile_rows=(16, 64), switch_rows=1e9,
+        sharpness=1.0, fill_penalty=0.0, partial_penalty=0.0,
+    )  # fmt: skip
+    return StepModel(spec, spec.weight_dtype, moe, None, FREE, FREE, FREE, {})
+
+
+def decode_recordings(run: RouterRun, events: Sequence[RequestExperts | None]) -> tuple[list[int], Recordings]:
+    """Served requests with more than one token, and their experts: a step each, the first takes the prompt's last."""
+    kept, ids, shown = [], [], []
+    for number, (one, event) in enumerate(zip(run.served, events, strict=True)):
+        if event is None or one.footprint is None:
+            continue
+        rows = event.ids()[event.prompt_tokens - 1 :]
+        if not event.seen()[event.prompt_tokens - 1 :].all():
+            raise InputError(f"the experts of request {one.name!r} are not known for every token it decoded")
+        kept.append(number)
+        ids.append(rows)
+        shown.append(one.footprint.counts)
+    if not kept:
+        raise InputError(f"none of {len(run.served)} requests was told of by its worker")
+    lengths = np.array([len(rows) for rows in ids], np.int64)
+    first = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+    experts = next(event.num_experts for event in events if event is not None)
+    return kept, Recordings(
+        np.concatenate(ids), experts, first, np.ones(len(kept), np.int64), first, lengths, np.asarray(shown)
+    )
+
+
+def predict(result: LoopResult, spec: ModelSpec, settings: LoopSettings) -> tuple[StepLine, list[Predicted]]:
+    """Every run of the loop, measured and simulated; `spec` is the shape of the served model."""
+    line, fitted, decoders = step_line(result.recorded), result.fitted, len(result.recorded.log)
+    model, config = line_model(spec, line), FleetConfig(decode_workers=decoders, places=settings.places)
+    kept, recordings = decode_recordings(result.runs[0], result.events)
+    tokens = recordings.decode_rows
+    requests = FleetRequests(recordings, np.arange(len(kept)), np.ones(len(kept), np.int64), tokens)
+    found = []
+    for run in result.runs:
+        there, all_along = ([one.total_s - one.prefill_s for one in run.served], [one.total_s for one in run.served])
+        in_flight = max(1, round(settings.in_flight * decoders * sum(there) / sum(all_along)))
+        fleet = Fleet([settings.places] * decoders, spec.num_moe_layers * spec.num_experts, usual=fitted.profiles)
+        router = make_router(run.router, fitted, settings.in_flight)
+        said = run_fleet(requests, model, router, config, in_flight=in_flight, fleet=fleet)
+        found.append(
+            Predicted(
+                run.router,
+                Figures.of(run.steps[:, DISTINCT], run.steps[:, ROWS], np.array(there)[kept] / tokens),
+                Figures.of(said.step_distinct, said.step_decoding, (said.finish_s - said.arrival_s) / tokens),
+            )
+        )
+    return line, found
