@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import coterie.evaluation
 from coterie.cli.main import app, main
-from coterie.evaluation.suites import Suite, SuiteResult, suites
+from coterie.errors import UnknownNameError
+from coterie.evaluation.suites import BUILT_IN, CHOICES, Suite, SuiteResult, load_suites, options_read, suites
 from coterie.traces import ActivationTrace, LoadTable, TraceMeta
 
 MAIN = [sys.executable, "-c", "from coterie.cli.main import main; main()"]
+GIVEN = {
+    "trace": ("--trace", "t"), "trace_format": ("--from", "npz"), "batch": ("--batch", "128"), "seed": ("--seed", "0"),
+    "model": ("--model", "m"), "requests": ("--requests", "7"), "seeds": ("--seeds", "1", "2"),
+    "rates": ("--rates", "0.5"), "strategies": ("--strategies", "lpt", "fcfs"),
+}  # fmt: skip
+"""Each option as a user gives it, --batch and --seed as they are by default."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +88,108 @@ def test_a_users_own_suite_prints_without_tables(monkeypatch):
     assert "[x]" in output
     assert "1.5" in output
     assert "- batch 3" in output
+
+
+def listening(monkeypatch, name, suite=None):
+    """The suite keeps the options that reach it, and does nothing with them."""
+    heard = []
+
+    def keep(options, _):
+        heard.append(options)
+        return SuiteResult(name, [], [])
+
+    monkeypatch.setitem(suites._items, name, replace(suite or load_suites()[name], run=keep, writes_files=False))
+    return heard
+
+
+def refused(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["coterie", "evaluate", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    printed = capsys.readouterr()
+    assert (stopped.value.code, printed.out) == (2, "")
+    return printed.err
+
+
+def test_every_option_can_be_given():
+    assert tuple(GIVEN) == CHOICES
+
+
+@pytest.mark.parametrize("suite", BUILT_IN)
+def test_a_suite_is_given_the_options_it_reads_and_no_others(suite, monkeypatch, capsys, tmp_path):
+    heard, reads = listening(monkeypatch, suite), BUILT_IN[suite].reads
+    own = ", ".join(GIVEN[name][0] for name in CHOICES if name in reads)
+    for name in set(CHOICES) - set(reads):
+        said = refused(monkeypatch, capsys, suite, *GIVEN[name], "--out", tmp_path / "out", "--json")
+        flag = GIVEN[name][0]
+        assert said == f"error: suite {suite} does not read {flag}; it reads {own}, beside --out and --json\n"
+    assert not heard
+    assert not (tmp_path / "out").exists()
+    run(suite, *(word for name in reads for word in GIVEN[name]), "--json")
+    values = {"trace": Path("t"), "trace_format": "npz", "batch": 128, "seed": 0, "model": Path("m"), "requests": 7,
+              "seeds": (1, 2), "rates": (0.5,), "strategies": ("lpt", "fcfs")}  # fmt: skip
+    assert {name: getattr(heard[0], name) for name in reads} == {name: values[name] for name in reads}
+
+
+@pytest.mark.parametrize("suite", BUILT_IN)
+def test_a_suite_says_what_its_source_reads(suite):
+    module, reads = BUILT_IN[suite]
+    folder = Path(coterie.evaluation.__path__[0])
+    nodes = [
+        node
+        for file in (folder / f"{module}.py", *folder.glob(f"{module}_*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    ]
+    found = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "options"
+    }
+    assert found & set(CHOICES) == set(reads)
+    assert suite in load_suites()
+
+
+def test_several_options_that_are_not_read_are_named_together(monkeypatch, capsys):
+    said = refused(monkeypatch, capsys, "latency-optimal", "--rates", 1, 2, "--batch", 64, "--seeds", 1)
+    assert "does not read --batch, --rates; it reads --seed, --seeds, beside" in said
+
+
+def test_a_users_own_suite_says_what_it_reads(monkeypatch, capsys):
+    mine = Suite("Mine.", lambda *_: SuiteResult("mine", [], []), reads=("seed",))
+    heard = listening(monkeypatch, "mine", mine)
+    run("mine", "--seed", 3)
+    assert [options.seed for options in heard] == [3]
+    assert "suite mine does not read --batch; it reads --seed, beside" in refused(
+        monkeypatch, capsys, "mine", "--batch", 3
+    )
+    listening(monkeypatch, "mine", replace(mine, reads=()))
+    assert "does not read --seed; it reads none, beside" in refused(monkeypatch, capsys, "mine", "--seed", 3)
+    listening(monkeypatch, "mine", replace(mine, reads=None))
+    assert options_read("mine") == CHOICES
+    with pytest.raises(UnknownNameError, match="Did you mean 'requests'"):
+        replace(mine, reads=("request",))
+
+
+def test_help_shows_which_suite_reads_what(monkeypatch):
+    mine = Suite("Mine.", lambda *_: SuiteResult("mine", [], []), reads=("model", "batch"))
+    monkeypatch.setitem(suites._items, "[mine]", mine)
+    lines = run("--help").splitlines()
+    reads = {name: built_in.reads for name, built_in in BUILT_IN.items()} | {"[mine]": ("batch", "model")}
+    for name, options in reads.items():
+        (shown,) = (line for line in lines if line.startswith(f"│ {name} "))
+        assert shown.strip("│ ").split()[2:] == [GIVEN[option][0] for option in options]
+
+
+def test_the_program_starts_without_a_compiler():
+    code = "import sys, coterie.cli.main; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_help_imports_no_suite():
+    code = "import sys; from coterie.cli.main import app; app(['evaluate', '--help'], standalone_mode=False); "
+    code += "sys.exit(any(f'coterie.evaluation.{b.module}' in sys.modules for b in "
+    code += "sys.modules['coterie.evaluation.suites'].BUILT_IN.values()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
 def test_bad_input_exits_with_2_and_one_line(tmp_path, monkeypatch, capsys):

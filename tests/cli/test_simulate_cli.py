@@ -9,13 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from coterie.cli.main import app, main
+from coterie.predictors import PopularityPredictor, predictors
 from coterie.traces import ActivationTrace, RequestTrace, TraceMeta
+from coterie.types import DECODE, PREFILL
 
 MAIN = [sys.executable, "-c", "from coterie.cli.main import main; main()"]
 
@@ -75,6 +78,41 @@ def test_names_in_brackets_are_names(trace, tmp_path):
     assert (tmp_path / "[red]o" / "simulate.json").is_file()
 
 
+def listed_predictors():
+    """As help lists them."""
+    text = " ".join(word for line in run("--help").splitlines() for word in line.strip("│ ").split())
+    names = text.split("have the load from: ")[1].split(". Else recorded")[0]
+    return names.replace("with a model ", "").split(", ")
+
+
+def test_help_lists_the_predictors_of_the_registry(monkeypatch):
+    assert sorted(listed_predictors()) == sorted([*predictors.names(), "dry_run"])
+    monkeypatch.setitem(predictors._items, "[mine]", PopularityPredictor)
+    assert "[mine]" in listed_predictors(), "a name in brackets is a name"
+    assert listed_predictors().count("dry_run") == 1
+
+
+def test_every_predictor_that_help_lists_can_be_chosen(tmp_path, monkeypatch):
+    monkeypatch.setitem(predictors._items, "mine", PopularityPredictor)
+    draw = np.random.default_rng(0)
+    ids = draw.random((400, 2, 8)).argpartition(1, axis=2)[:, :, :2]
+    table = RequestTrace(np.full(20, 10), np.full(20, 10), domains=[f"d{n % 3}" for n in range(20)])
+    tokens = draw.integers(0, 50, 400).astype(np.int32)
+    phase = np.tile(np.repeat([PREFILL, DECODE], 10), 20).astype(np.uint8)
+    meta = TraceMeta("demo", 8, 2, 2)
+    ActivationTrace.from_arrays(meta, ids, np.arange(0, 401, 20), table, phase, tokens).save(tmp_path / "t")
+    for name in set(listed_predictors()) - {"dry_run"}:
+        found = json.loads(run(tmp_path / "t", "--predictor", name, "--requests", 9, "--json"))
+        assert found["settings"]["predictor"] == name
+        assert found["settings"]["calibration_requests"] == (0 if name == "recorded" else 14)
+
+
+@pytest.mark.parametrize("page", ["predictors.md", "simulate.md"])
+def test_the_pages_name_every_predictor(page):
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    assert [name for name in predictors.names() if f"`{name}`" not in text] == []
+
+
 def test_a_pipe_gets_the_object_and_stderr_nothing():
     done = subprocess.run([*MAIN, "simulate", "--requests", "20", "--json"], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["settings"]["requests"] == 20
@@ -100,6 +138,9 @@ def test_bad_input_exits_with_2_and_one_line(trace, config, tmp_path, monkeypatc
         ([trace, "--preset", "h300"], "Did you mean 'h200'?"),
         ([trace, "--base-ms", "3"], "--base-ms is for execution spread; this run's is decode"),
         ([trace, "--predictor", "token_table"], "no token_ids"),
+        ([trace, "--predictor", "similar_prefix"], "no token_ids"),
+        ([trace, "--predictor", "dry_run"], "Unknown predictor 'dry_run'"),
+        ([trace, "--predictor", "recent_popularty"], "Did you mean 'recent_popularity'?"),
         (["--with-model", tmp_path], "config.json"),
         (["--with-model", tmp_path / "none"], "none"),
         (["--out", config], "is a file"),

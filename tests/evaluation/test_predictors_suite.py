@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError, TraceError, UnavailableError
-from coterie.evaluation.predictors import TEST_SHARE, longest_match, run, split
+from coterie.evaluation.predictors import TEST_SHARE, run, split
+from coterie.evaluation.predictors_strings import longest_match
 from coterie.evaluation.suites import SuiteOptions, load_suites
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.types import DECODE, PREFILL

@@ -137,7 +137,7 @@ def test_a_long_recording_is_drawn_from():
 # ------------------------------------------------------------------------------------------------- what is predicted
 
 
-@pytest.mark.parametrize("predictor", ["popularity", "domain", "prefix", "token_table"])
+@pytest.mark.parametrize("predictor", ["popularity", "domain", "prefix", "token_table", "similar_prefix"])
 @pytest.mark.parametrize("execution", ["prefill", "decode"])
 def test_no_prediction_knows_the_experts_it_predicts(execution, predictor):
     """Other experts for the tokens that run, in the requests that run, leave every prediction as it was."""
@@ -180,6 +180,26 @@ def test_better_informed_is_nearer():
     by = {name: recorded(trace, "made", "prefill", name, rng(1)).cosine for name in names}
     assert by["popularity"] < by["domain"] < 1.0
     assert by["popularity"] < by["token_table"] < 1.0
+
+
+@pytest.mark.parametrize("execution", ["prefill", "decode"])
+def test_prompts_that_begin_alike_are_found_whatever_runs(execution):
+    """Each request again with a last prompt token of its own: not the same prompt, but all the rest of it is."""
+    trace = make_trace(requests=12, prompt=10, output=6)
+    tokens, offsets = trace.arrays()
+    lengths = np.diff(offsets)
+    prompts = np.asarray(trace.requests.prompt_tokens)
+    ids = np.concatenate([tokens.token_ids] * 8)
+    for copy in range(8):
+        ids[copy * offsets[-1] + offsets[:-1] + prompts - 1] = 1000 + 12 * copy + np.arange(12)
+    ends = np.concatenate([[0], np.cumsum(np.tile(lengths, 8))])
+    table = RequestTrace(np.tile(prompts, 8), np.tile(np.asarray(trace.requests.output_tokens), 8))
+    alike = ActivationTrace.from_arrays(
+        trace.meta, np.concatenate([tokens.expert_ids] * 8), ends, table, np.concatenate([tokens.phase] * 8), ids
+    )
+    names = ("recent_popularity", "similar_prefix")
+    usual, similar = (recorded(alike, "made", execution, name, rng()).cosine for name in names)
+    assert similar > usual + 0.05
 
 
 def test_requests_with_one_prompt_stay_on_one_side():

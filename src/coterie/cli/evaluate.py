@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ from typer.core import TyperCommand
 
 from coterie.cli.output import JsonOption, err, out, print_json, print_table, progress
 from coterie.errors import ConfigError
-from coterie.evaluation.suites import Suite, SuiteOptions, SuiteResult, load_suites
+from coterie.evaluation.suites import CHOICES, Suite, SuiteOptions, SuiteResult, load_suite, options_read, suite_names
 from coterie.traces.store import write_json
 
 WIDTH = 110
@@ -23,7 +24,7 @@ SEVERAL = ("--seeds", "--rates", "--strategies")
 
 
 class SeveralValues(TyperCommand):
-    """``--seeds 42 123`` as well as ``--seeds 42 --seeds 123``."""
+    """``--seeds 42 123`` as well as ``--seeds 42 --seeds 123``; help that ends with what each suite reads."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         expanded: list[str] = []
@@ -38,6 +39,11 @@ class SeveralValues(TyperCommand):
             expanded.append(arg)
         return super().parse_args(ctx, expanded)
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        rows = [[name, " ".join(_flags(ctx, options_read(name)))] for name in suite_names()]
+        print_table("Suites, and the options they read beside --out and --json", ["suite", "options"], rows)
+
 
 def _is_number(text: str) -> bool:
     try:
@@ -47,16 +53,36 @@ def _is_number(text: str) -> bool:
     return True
 
 
+def _flags(ctx: Any, options: Iterable[str]) -> list[str]:
+    """As they are given on the command line, in the order of help."""
+    return [param.opts[0] for param in ctx.command.params if param.name in options]
+
+
+def _check_given(ctx: typer.Context, suite: str) -> None:
+    """Raises for an option on the command line that the suite would not heed."""
+    reads = options_read(suite)
+    unread = [name for name in CHOICES if name not in reads and _is_given(ctx, name)]
+    if unread:
+        given, own = ", ".join(_flags(ctx, unread)), ", ".join(_flags(ctx, reads)) or "none"
+        raise ConfigError(f"suite {suite} does not read {given}; it reads {own}, beside --out and --json")
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def _several(values: list[Any] | None) -> tuple[Any, ...] | None:
     return tuple(dict.fromkeys(values)) if values else None
 
 
 def evaluate_command(
-    suite: Annotated[str, typer.Argument(help="Suite to run; an unknown name lists them all.")],
+    ctx: typer.Context,
+    suite: Annotated[str, typer.Argument(help="Suite to run: one of those below.")],
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Trace to evaluate on, in any known format; else COTERIE_DATA's.")
     ] = None,
-    from_: Annotated[
+    trace_format: Annotated[
         str | None, typer.Option("--from", help="Format of the trace, where the file itself does not show it.")
     ] = None,
     batch: Annotated[int, typer.Option("--batch", help="Tokens of one step, over all ranks together.")] = 128,
@@ -74,22 +100,26 @@ def evaluate_command(
     ] = None,
     requests: Annotated[int | None, typer.Option("--requests", help="Requests of one run.")] = None,
     seeds: Annotated[list[int] | None, typer.Option("--seeds", help="A run each: --seeds 42 123.")] = None,
-    rates: Annotated[list[float] | None, typer.Option("--rates", help="Requests a second: --rates 150 300.")] = None,
+    rates: Annotated[
+        list[float] | None,
+        typer.Option("--rates", help="Requests a second: --rates 150 300. In regimes, shares of what fcfs can serve."),
+    ] = None,
     strategies: Annotated[
         list[str] | None, typer.Option("--strategies", help="Batch selection strategies to compare; else all.")
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Run a suite: our numbers beside the published ones, with notes on what agrees and what does not."""
-    chosen = load_suites()[suite]
+    chosen = load_suite(suite)
+    _check_given(ctx, suite)
     data = os.environ.get("COTERIE_DATA")
     if out_folder is not None and out_folder.exists() and not out_folder.is_dir():
         raise ConfigError(f"{out_folder} is a file; --out takes a folder")
     if out_folder is None and chosen.writes_files:
         out_folder = Path("out") / suite
     options = SuiteOptions(
-        trace, from_, batch, Path(data) if data else None, seed, model, requests, _several(seeds), _several(rates),
-        _several(strategies), out_folder,
+        trace, trace_format, batch, Path(data) if data else None, seed, model, requests, _several(seeds),
+        _several(rates), _several(strategies), out_folder,
     )  # fmt: skip
     made = out_folder is not None and not out_folder.exists()
     if out_folder is not None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from coterie.cli.output import JsonOption, print_json, print_table
 from coterie.errors import ConfigError
-from coterie.footprints.sizing import H200_BYTES, MAX_SHARE_OF_KV, KVDtype, StoreSize, store_size
 from coterie.models import active_params, get_model, model_from_config, models, total_params
 from coterie.types import ModelSpec
+
+if TYPE_CHECKING:
+    from coterie.footprints.sizing import StoreSize
 
 BLOCK_SIZES = (16, 128)
 
@@ -68,6 +70,8 @@ def _row(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _show_slot_store(specs: list[ModelSpec], json_output: bool) -> None:
+    from coterie.footprints.sizing import MAX_SHARE_OF_KV, KVDtype, store_size
+
     sizes = [store_size(spec, dtype, block) for spec in specs for dtype in get_args(KVDtype) for block in BLOCK_SIZES]
     if json_output:
         print_json({"rows": [_size_row(size) for size in sizes]})
@@ -95,6 +99,8 @@ def _percent(size: StoreSize) -> str:
 
 
 def _size_row(size: StoreSize) -> dict[str, Any]:
+    from coterie.footprints.sizing import H200_BYTES
+
     return asdict(size) | {
         "share_of_kv": size.share_of_kv,
         "within_bar": size.within_bar,

@@ -17,6 +17,19 @@ if TYPE_CHECKING:  # numba takes a second to import: only when a run is asked fo
 WIDTH = 110
 
 
+def _show_help(ctx: typer.Context, asked: bool) -> None:
+    """Help with the predictors there are, a user's own among them: they are imported when help is asked for."""
+    if not asked:
+        return
+    from coterie.predictors import predictors
+
+    option: Any = next(param for param in ctx.command.params if param.name == "predictor")
+    names = escape(", ".join(predictors.names()))
+    option.help += f": {names}, with a model dry_run. Else recorded, which is exact, or the model's dry_run."
+    typer.echo(ctx.get_help())
+    raise typer.Exit
+
+
 def simulate_command(
     trace: Annotated[
         Path | None,
@@ -56,7 +69,8 @@ def simulate_command(
         typer.Option("--model", help="Shape to time: a known name, or a folder with config.json; else the trace's."),
     ] = None,
     preset: Annotated[
-        str | None, typer.Option("--preset", help="Calibrated device: h200, or a file of coterie calibrate.")
+        str | None,
+        typer.Option("--preset", help="Calibrated device: h200, rtx-pro-6000, or a file of coterie calibrate."),
     ] = None,
     ranks: Annotated[int | None, typer.Option("--ranks", help="Expert-parallel ranks; else 1.")] = None,
     places: Annotated[int | None, typer.Option("--places", help="Requests that decode at once; else 32.")] = None,
@@ -69,11 +83,7 @@ def simulate_command(
     ] = None,
     predictor: Annotated[
         str | None,
-        typer.Option(
-            "--predictor",
-            help="Where strategies have the load from: recorded (exact), prefix, token_table, domain, popularity; with "
-            "a model dry_run.",
-        ),
+        typer.Option("--predictor", help="Where strategies have the load from"),
     ] = None,
     with_model: Annotated[
         Path | None,
@@ -96,6 +106,9 @@ def simulate_command(
         typer.Option("--out", help="Folder for simulate.json and requests.csv; they are replaced if there."),
     ] = None,
     json_output: JsonOption = False,
+    _help: Annotated[
+        bool, typer.Option("--help", callback=_show_help, is_eager=True, help="Show this message and exit.")
+    ] = False,
 ) -> None:
     """Simulate batch selection on your own requests: every strategy beside first come, first served."""
     from coterie.evaluation.simulate import SimulateOptions, simulate, write

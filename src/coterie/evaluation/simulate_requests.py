@@ -29,7 +29,10 @@ from coterie.evaluation.caps import SETTING
 from coterie.evaluation.predictors import split
 from coterie.footprints import footprint
 from coterie.predictors import PredictRequest, predictors
+from coterie.predictors.base import Predictor
+from coterie.predictors.recent import arrived
 from coterie.predictors.scoring import cosine
+from coterie.predictors.similar import SimilarPrefix
 from coterie.prompts import Prompt, load_prompts, take_in_turn
 from coterie.sim.workloads import SemanticLoads
 from coterie.traces.activations import ActivationTrace, TraceMeta
@@ -273,11 +276,23 @@ def _groups(cut: _Cut) -> list[Hashable]:
     return groups
 
 
+def _fitted(cut: _Cut, predictor: str, calibration: NDArray[np.int64]) -> Predictor:
+    if predictor == "similar_prefix":
+        # A prompt that runs counts as decode here, so the trace does not know which token ids are a prompt's.
+        SimilarPrefix().fit(cut.trace, calibration, DECODE)  # refuses a trace without any
+        similar = SimilarPrefix()
+        for row, counts, tokens in arrived(cut.trace, calibration, DECODE):
+            begins = None if cut.prompts[row] is None else cut.trace.request(row).token_ids
+            similar.observe(begins, counts, tokens)
+        return similar
+    # A token does what it does wherever it stands; how load spreads is another matter before an answer than in it.
+    return predictors[predictor]().fit(cut.trace, calibration, None if predictor == "token_table" else DECODE)
+
+
 def _predict(
     cut: _Cut, predictor: str, calibration: NDArray[np.int64], run: NDArray[np.int64], tokens: NDArray[np.int64]
 ) -> Loads:
-    # A token does what it does wherever it stands; how load spreads is another matter before an answer than in it.
-    fitted = predictors[predictor]().fit(cut.trace, calibration, None if predictor == "token_table" else DECODE)
+    fitted = _fitted(cut, predictor, calibration)
     domains, found = cut.trace.requests.domains, []
     for row, count in zip(run, tokens, strict=True):
         before = cut.trace.request(int(row)).only(PREFILL)

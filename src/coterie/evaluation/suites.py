@@ -7,12 +7,12 @@ adds its own suites through the entry point group ``coterie.suites``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, UnknownNameError
 from coterie.registry import Registry
 
 Row = Mapping[str, Any]
@@ -20,7 +20,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SuiteOptions:
-    """What a user may choose; a suite reads what concerns it."""
+    """What a user may choose; a suite reads what concerns it, and says what that is."""
 
     trace: Path | None = None
     """Trace to evaluate on, instead of the suite's own."""
@@ -56,6 +56,10 @@ class SuiteOptions:
         for rate in self.rates or ():
             if not 0 < rate < float("inf"):
                 raise ConfigError(f"rate={rate} must be a finite number above 0")
+
+
+CHOICES = tuple(field.name for field in fields(SuiteOptions) if field.name not in ("data", "out"))
+"""Options that a suite may or may not read. The data folder is no option of the command, and every suite has --out."""
 
 
 class Report(Protocol):
@@ -101,18 +105,64 @@ class Suite:
     """Empty prints every plain value of every row."""
     writes_files: bool = False
     """Writes more than its rows: figures, a log."""
+    reads: tuple[str, ...] | None = None
+    """Those of CHOICES that `run` reads, of a user's own suite: a user who gives another is told. None is all."""
+
+    def __post_init__(self) -> None:
+        for name in self.reads or ():
+            if name not in CHOICES:
+                raise UnknownNameError("suite option", name, CHOICES)
 
 
 suites: Registry[Suite] = Registry("suite", group="coterie.suites")
 """Holds the built-in ones after :func:`load_suites`."""
 
-_BUILT_IN = ("coterie.evaluation.all_to_all", "coterie.evaluation.predictors", "coterie.evaluation.caps",
-             "coterie.evaluation.regimes", "coterie.evaluation.migration",
-             "coterie.evaluation.latency_optimal", "coterie.evaluation.eldr", "coterie.evaluation.joint")  # fmt: skip
+
+class BuiltIn(NamedTuple):
+    """A suite that is not imported yet."""
+
+    module: str
+    """Of coterie.evaluation; importing it registers the suite."""
+    reads: tuple[str, ...]
+    """Those of CHOICES that it reads."""
+
+
+BUILT_IN = {
+    "all-to-all": BuiltIn("all_to_all", ("trace", "trace_format", "batch", "seed")),
+    "predictors": BuiltIn("predictors", ("trace", "trace_format", "seed", "model", "requests")),
+    "caps": BuiltIn("caps", ("requests", "seeds", "rates", "strategies")),
+    "regimes": BuiltIn("regimes", ("requests", "seeds", "rates", "strategies")),
+    "migration": BuiltIn("migration", ("trace", "trace_format", "batch", "seed")),
+    "latency-optimal": BuiltIn("latency_optimal", ("seed", "seeds")),
+    "eldr": BuiltIn("eldr", ("requests", "seeds")),
+    "joint": BuiltIn("joint", ("requests", "seeds")),
+}
+"""By name. What they read stands here because help shows it, and importing them all takes seconds."""
 
 
 def load_suites() -> Registry[Suite]:
     """The registry with the built-in suites in it; importing one registers it."""
-    for module in _BUILT_IN:
-        import_module(module)
+    for built_in in BUILT_IN.values():
+        import_module(f"coterie.evaluation.{built_in.module}")
     return suites
+
+
+def load_suite(name: str) -> Suite:
+    """One suite; a built-in one is imported alone, and an unknown name is told all there are."""
+    if name not in BUILT_IN:
+        return load_suites()[name]
+    import_module(f"coterie.evaluation.{BUILT_IN[name].module}")
+    return suites[name]
+
+
+def suite_names() -> list[str]:
+    """All known names, sorted; no built-in suite is imported for it."""
+    return sorted({*BUILT_IN, *suites.names()})
+
+
+def options_read(suite: str) -> tuple[str, ...]:
+    """Those of CHOICES that a suite reads; a built-in one need not be imported."""
+    if suite in BUILT_IN:
+        return BUILT_IN[suite].reads
+    reads = suites[suite].reads
+    return CHOICES if reads is None else reads
