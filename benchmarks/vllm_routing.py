@@ -123,6 +123,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "decoders": options.decoders, "in_flight": options.in_flight, "calibrated": result.calibrated,
         "step_line_ms": {"fixed": round(1e3 * line.fixed_s, 2), "row": round(1e3 * line.row_s, 3), "steps": line.steps},
+        "speeds": [round(speed, 3) for speed in line.speeds],
         "fit_s": round(result.fit_s, 3), "differing": result.differing(), "shape": REFERENCE_SHAPE, "rows": rows,
         "software": describe_software(),
     }  # fmt: skip

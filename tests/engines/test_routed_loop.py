@@ -97,11 +97,22 @@ def test_a_line_is_found_again_and_idle_time_is_left_out():
     run = run_of(first + later, served=[served_by(0, 0.0, ends[-1]), served_by(0, 100.0, 100.0 + ends[-1])])
     line = step_line(run)
     assert (line.fixed_s, line.row_s, line.steps) == (pytest.approx(2), pytest.approx(1), 6)
+    assert line.speeds == pytest.approx((1,))
+
+
+def test_a_worker_that_is_twice_as_fast_is_found():
+    logs, served = [], []
+    for worker, seconds in enumerate((1.0, 2.0)):
+        logs.append([(seconds * step, 4, 4.0) for step in range(50)])
+        served.append(served_by(worker, -1.0, 200.0))
+    line = step_line(run_of(*logs, served=served))
+    assert line.speeds[0] == pytest.approx(2 * line.speeds[1])
+    assert line.fixed_s == pytest.approx(1.5)
 
 
 @given(st.floats(1e-4, 1.0), st.floats(0.0, 0.1), st.integers(1, 20))
 def test_a_line_model_takes_what_the_line_says(fixed, row, rows):
-    model = line_model(get_model(REFERENCE_SHAPE), StepLine(fixed, row, 2))
+    model = line_model(get_model(REFERENCE_SHAPE), StepLine(fixed, row, (1.0,), 2))
     load = np.zeros((model.spec.num_moe_layers, model.spec.num_experts), np.int64)
     load[:, : model.spec.top_k] = rows
     seconds = model.step(load, Batch(decode_requests=rows, decode_context=0)).total_s

@@ -1,11 +1,11 @@
 """The fleet simulator against the fleet itself: what it says of a routed fleet's run, before that run is looked at.
 
 Calibrated in place: how long a decode step of n rows takes on these workers is read from their logs of the recording,
-other requests than those that are predicted, and drawn as a straight line. Whatever shares the machine with them is in
-that line, so it holds while as much is going on. Then every router serves the test requests in
-:func:`coterie.sim.fleet.run_fleet`, each token with the experts that it really had. Prefill is left out: as many
-requests are in flight as the run had on its decoders, on average, which is taken from it as arrival times would be.
-Wrong where steps of one size take very different times, and where requests wait long between the proxy and the step
+other requests than those that are predicted, and drawn as a straight line; some workers may be faster than it. Whatever
+shares the machine with them is in that line, so it holds while as much is going on. Then every router serves the test
+requests in :func:`coterie.sim.fleet.run_fleet`, each token with the experts that it really had. Prefill is left out: as
+many requests are in flight as the run had on its decoders, on average, which is taken from it as arrival times would
+be. Wrong where steps of one size take very different times, and where requests wait long between the proxy and the step
 that takes them in.
 """
 
@@ -39,6 +39,8 @@ class StepLine(NamedTuple):
 
     fixed_s: float
     row_s: float
+    speeds: tuple[float, ...]
+    """[worker] by which its steps are faster than the line says."""
     steps: int
     """It was drawn through."""
 
@@ -67,27 +69,28 @@ class Predicted(NamedTuple):
 
 
 def step_line(run: RouterRun) -> StepLine:
-    """Drawn through the mean time of steps of each size, as many as there were, by least squares.
+    """By least squares through all workers' steps.
 
     A worker's time from step to step counts where a request was with it all the while; a line that would fall with the
     rows is taken to be flat.
     """
-    seconds, rows = [], []
+    found: list[tuple[int, float, float]] = []  # worker, rows, seconds
     for worker, log in enumerate(run.log):
         sent = np.array([(one.started_s + one.prefill_s, one.started_s + one.total_s) for one in run.served
                          if one.decoder == worker]).reshape(-1, 2)  # fmt: skip
         for before, step in pairwise(log):
             if ((sent[:, 0] <= before[ENDED_S]) & (sent[:, 1] >= step[ENDED_S])).any():
-                seconds.append(step[ENDED_S] - before[ENDED_S])
-                rows.append(step[ROWS])
-    if len(seconds) < 2:
-        raise InputError(f"{len(seconds)} steps followed another while a request was there; a line needs 2")
-    slope, fixed = 0.0, float(np.mean(seconds))
-    if len(set(rows)) > 1:
-        slope, fixed = (float(value) for value in np.polyfit(rows, seconds, 1))
-    if slope < 0:
-        slope, fixed = 0.0, float(np.mean(seconds))
-    return StepLine(max(fixed, 0.0), slope, len(seconds))
+                found.append((worker, step[ROWS], step[ENDED_S] - before[ENDED_S]))
+    if len(found) < 2:
+        raise InputError(f"{len(found)} steps followed another while a request was there; a line needs 2")
+    worker, rows, seconds = np.array(found).T
+    slope, fixed = np.polyfit(rows, seconds, 1) if len(set(rows)) > 1 else (0.0, seconds.mean())
+    if not (slope >= 0 and fixed >= 0):
+        slope, fixed = 0.0, seconds.mean()
+    said, each = fixed + slope * rows, range(len(run.log))
+    speeds = tuple(float(said[worker == one].sum() / seconds[worker == one].sum()) if one in worker else 1.0
+                   for one in each)  # fmt: skip
+    return StepLine(float(fixed), float(slope), speeds, len(found))
 
 
 def line_model(spec: ModelSpec, line: StepLine) -> StepModel:
@@ -125,7 +128,8 @@ def decode_recordings(run: RouterRun, events: Sequence[RequestExperts | None]) -
 def predict(result: LoopResult, spec: ModelSpec, settings: LoopSettings) -> tuple[StepLine, list[Predicted]]:
     """Every run of the loop, measured and simulated; `spec` is the shape of the served model."""
     line, fitted, decoders = step_line(result.recorded), result.fitted, len(result.recorded.log)
-    model, config = line_model(spec, line), FleetConfig(decode_workers=decoders, places=settings.places)
+    model = line_model(spec, line)
+    config = FleetConfig(decode_workers=decoders, places=settings.places, speeds=line.speeds)
     kept, recordings = decode_recordings(result.runs[0], result.events)
     tokens = recordings.decode_rows
     requests = FleetRequests(recordings, np.arange(len(kept)), np.ones(len(kept), np.int64), tokens)
