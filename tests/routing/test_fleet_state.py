@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
 from coterie.routing import Fleet
-from coterie.routing.fleet import RECENT
+from coterie.routing.fleet import MOST_CERTAIN, RECENT, UNIT, _logs, _spread
 
 
 def profile(rng: np.random.Generator, cells: int) -> np.ndarray:
@@ -56,26 +56,54 @@ def test_missed_follows_its_definition(workers: int, requests: int, seed: int) -
         one = profile(rng, cells)
         residents[f"r{number}"] = (int(rng.integers(workers)), one)
         fleet.admit(f"r{number}", residents[f"r{number}"][0], 0, one)
-    for every in range(workers):  # all are made anew, as after a large change
-        fleet._mean = float(fleet.running.mean())
-        fleet._refresh(every)
+    fleet._mean = -1.0  # all are made anew, as after a large change
+    fleet._shift(0, None, 0)
+    for every in range(workers):
         right = recount(residents, fleet, every)
         assert np.abs(fleet.missed[every] / 255 - right).max() < 0.006
         assert fleet.distinct[every] == pytest.approx((1 - right).sum(), abs=1e-3)
 
 
-def test_nobody_left_leaves_nothing_behind() -> None:
-    rng = np.random.default_rng(0)
-    fleet = Fleet([4, 4], 7)
-    for number in range(8):
-        fleet.admit(f"r{number}", number % 2, 10, profile(rng, 7))
-    for number in range(8):
-        fleet.finish(f"r{number}")
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99)), max_size=60), st.integers(0, 99))
+def test_nobody_left_leaves_nothing_behind(actions: list[tuple[int, int]], seed: int) -> None:
+    """Whoever came, was refined and went in between: not even rounding."""
+    rng, cells = np.random.default_rng(seed), 7
+    fleet, there = Fleet([4, 4, 4], cells), []
+    for number, (action, which) in enumerate(actions):
+        if action < 2 or not there:
+            there.append(f"r{number}")
+            fleet.admit(f"r{number}", which % 3, 10, profile(rng, cells) if which % 5 else None)
+        elif action == 2:
+            fleet.finish(there.pop(which % len(there)))
+        else:
+            fleet.refine(there[which % len(there)], rng.random(cells).astype(np.float32))
+    if there:
+        fleet.finish(there.pop(0))
+    for one in there:
+        fleet.finish(one)
     assert not fleet.running.any()
     assert not fleet.context_tokens.any()
+    assert not fleet._profiled.any()
     assert not fleet._logs.any()
     assert (fleet.missed == 255).all()
     assert not fleet.distinct.any()
+
+
+def test_logarithms_are_right_to_a_unit() -> None:
+    p = np.concatenate([np.linspace(0, 1, 5001), np.logspace(-8, 0, 999), [-0.1, 1.1]]).astype(np.float32)
+    right = np.log1p(-np.clip(p.astype(np.float64), 0, np.float32(MOST_CERTAIN)))
+    assert np.abs(_logs(p) * UNIT - right).max() < UNIT
+
+
+@given(st.floats(0, 40), st.integers(0, 99))
+def test_what_is_missed_is_rounded_right(load: float, seed: int) -> None:
+    rng, cells = np.random.default_rng(seed), 100
+    logs, usual = (rng.integers(-7 * 2**16, 1, (2, cells)) * (rng.random(cells) ** 4)).astype(np.int32)
+    missed = np.empty(cells, np.uint8)
+    distinct = _spread(logs, usual, load / 3, load / 2, missed)
+    right = np.exp(UNIT * (load / 3 * logs + load / 2 * usual))
+    assert np.abs(missed - 255 * right).max() < 0.501
+    assert distinct == pytest.approx((1 - right).sum(), abs=1e-3)
 
 
 def test_refining_replaces_what_was_thought() -> None:
@@ -86,7 +114,7 @@ def test_refining_replaces_what_was_thought() -> None:
         fleet.admit("a", 0, 0, one)
         fleet.admit("b", 1, 0, other)
     changed.refine("a", second)
-    assert np.abs(changed._logs - direct._logs).max() < 1e-6
+    np.testing.assert_array_equal(changed._logs, direct._logs)
 
 
 def test_a_full_fleet_is_open_to_all_who_live() -> None:

@@ -42,6 +42,21 @@ def test_full_rank_is_ridge_regression() -> None:
     np.testing.assert_allclose(predictions(found, before, tokens), expected, atol=2e-3)
 
 
+@pytest.mark.parametrize("rank", [1, 4, 7, 8, 9, 19])
+@pytest.mark.parametrize("cells", [1, 16, 37, 300])
+def test_predictions_are_the_formula(rank: int, cells: int) -> None:
+    """In double precision, for maps of any size and counts of any type."""
+    rng = np.random.default_rng(cells)
+    before, after = rng.random((2, cells)).astype(np.float32)
+    inward, outward = (rng.standard_normal((2, rank, cells)) / np.sqrt(cells)).astype(np.float32)
+    forecast = Forecast(before, after, inward, outward, 0.6, 30.0, 1.0)
+    for dtype in (np.int64, np.uint32, np.float32):
+        counts = rng.integers(0, 100, cells).astype(dtype)
+        z = 80 / 110 * (counts / 80.0 - before)
+        right = after + 0.6 * z + (inward.astype(np.float64) @ z) @ outward
+        np.testing.assert_allclose(forecast.predict(counts, 80), np.clip(right, 0, 1), atol=1e-5)
+
+
 def test_beats_the_prefill_and_popularity_on_other_requests() -> None:
     rng = np.random.default_rng(1)
     tokens = rng.integers(20, 300, 400)

@@ -29,6 +29,13 @@ MOST_CERTAIN = 0.999
 RECENT = 32
 """Requests that came to a worker last, about, that are what usually comes to it."""
 
+UNIT = 2.0**-13
+"""What logarithms are multiples of: whole numbers added and taken away again leave nothing behind. 32 bits hold the
+sums of 37,000 requests as certain as that."""
+
+LEAST_LOG = -16.0
+"""Of a probability; less is as good as 0."""
+
 STALE = 0.1
 """Change of the fleet's mean load, of itself, after which the numbers of all workers are made anew."""
 
@@ -36,8 +43,8 @@ STALE = 0.1
 class _Resident(NamedTuple):
     worker: int
     context: int
-    logs: NDArray[np.float32] | None
-    """[cell] log(1 - p)"""
+    logs: NDArray[np.int32] | None
+    """[cell] log(1 - p), in units"""
 
 
 class Fleet:
@@ -84,10 +91,10 @@ class Fleet:
         """[worker, layer, word] bit e of a layer: the worker holds expert e; None where all hold all."""
         self.routed = 0
         """Requests admitted so far."""
-        self._logs = np.zeros((workers, cells))
+        self._logs = np.zeros((workers, cells), np.int32)
         self._profiled = np.zeros(workers, np.int64)
         self._usual = None if usual is None else np.array(usual, np.float32)
-        self._usual_logs = np.zeros((workers, cells), np.float32) if self._usual is None else _logs(self._usual)
+        self._usual_logs = np.zeros((workers, cells), np.int32) if self._usual is None else _logs(self._usual)
         self._mean = 0.0
         self._residents: dict[str, _Resident] = {}
 
@@ -107,17 +114,21 @@ class Fleet:
             raise ConfigError(f"request {request_id!r} is in the fleet already, on worker {worker}")
         if not 0 <= worker < len(self):
             raise ConfigError(f"worker={worker} must be in 0 … {len(self) - 1}")
-        logs = None if profile is None else self._checked(profile)
+        logs = None
+        if profile is not None:
+            profile = self._checked(profile)
+            logs = _logs(profile)
+            if self._usual is None:
+                self._usual = np.tile(profile, (len(self), 1))
+                self._usual_logs[:] = logs
+            else:
+                usual = self._usual[worker]
+                usual += (profile - usual) * np.float32(1.0 / RECENT)
+                _fill_logs(usual, self._usual_logs[worker])
         self._residents[request_id] = _Resident(worker, context, logs)
         self.running[worker] += 1
         self.context_tokens[worker] += context
         self.routed += 1
-        if profile is not None and logs is not None:
-            if self._usual is None:
-                self._usual = np.tile(np.asarray(profile, np.float32), (len(self), 1))
-                self._usual_logs[:] = logs
-            else:
-                _follow(self._usual[worker], self._usual_logs[worker], np.asarray(profile, np.float32))
         self._shift(worker, logs, 1)
 
     def finish(self, request_id: str) -> None:
@@ -130,7 +141,7 @@ class Fleet:
 
     def refine(self, request_id: str, profile: NDArray[np.float32]) -> None:
         """What is known of a running request became better: its own decode was seen."""
-        known, logs = self._known(request_id), self._checked(profile)
+        known, logs = self._known(request_id), _logs(self._checked(profile))
         self._residents[request_id] = known._replace(logs=logs)
         self._shift(known.worker, known.logs, -1, refresh=False)
         self._shift(known.worker, logs, 1)
@@ -144,60 +155,80 @@ class Fleet:
     def _checked(self, profile: NDArray[np.float32]) -> NDArray[np.float32]:
         if len(profile) != self.missed.shape[1]:
             raise ConfigError(f"profile has {len(profile)} cells; the fleet keeps {self.missed.shape[1]}")
-        return _logs(profile)
+        return np.ascontiguousarray(profile, np.float32)
 
-    def _shift(self, worker: int, logs: NDArray[np.float32] | None, sign: int, refresh: bool = True) -> None:
+    def _shift(self, worker: int, logs: NDArray[np.int32] | None, sign: int, refresh: bool = True) -> None:
         """Count a request's experts in or out; numbers of workers follow."""
         if not self.missed.shape[1]:
             return
         if logs is not None:
+            mine = self._logs[worker]
+            (np.add if sign > 0 else np.subtract)(mine, logs, out=mine)
             self._profiled[worker] += sign
-            _add(self._logs[worker], logs, float(sign), not self._profiled[worker])
-        if not refresh:
-            return
-        mean = float(self.running[self.alive].mean()) if self.alive.any() else 0.0
-        if abs(mean - self._mean) > max(STALE * self._mean, 1e-9 if self._mean < 1 else 0.0):
-            self._mean = mean
-            for every in range(len(self)):
-                self._refresh(every)
-        else:
-            self._refresh(worker)
-
-    def _refresh(self, worker: int) -> None:
-        count, expected = int(self._profiled[worker]), (self.running[worker] + self._mean) / 2
-        self.expected[worker] = expected
-        there, come = (expected / (2 * count), expected / 2) if count else (0.0, expected)
-        self.distinct[worker] = _spread(
-            self._logs[worker], self._usual_logs[worker], there, come, self.missed[worker]
-        )
+        if refresh:
+            self._mean = _refresh(
+                worker, self._mean, self.alive, self.running, self._profiled, self._logs, self._usual_logs,
+                self.expected, self.distinct, self.missed,
+            )  # fmt: skip
 
 
-def _logs(profile: NDArray[np.float32]) -> NDArray[np.float32]:
-    return np.log1p(-np.clip(profile, 0.0, MOST_CERTAIN)).astype(np.float32)
+def _logs(profiles: NDArray[np.float32]) -> NDArray[np.int32]:
+    logs = np.empty(profiles.shape, np.int32)
+    _fill_logs(profiles.reshape(-1), logs.reshape(-1))
+    return logs
 
 
-@njit()
-def _add(logs: NDArray[np.float64], one: NDArray[np.float32], sign: float, last: bool) -> None:
-    for cell in range(len(logs)):
-        logs[cell] = 0.0 if last else logs[cell] + sign * one[cell]  # rounding ends with the last one
+# The library's logarithm and exponential take one number at a time, 10 ns each: a request took 0.3 ms with them.
+@njit(fastmath=True, division_raises=False)
+def _fill_logs(p: NDArray[np.float32], logs: NDArray[np.int32]) -> None:
+    """log(1 - p) in units, off by less than one: 16 log x = 32 artanh((x - 1) / (x + 1)) for its 16th root x."""
+    for cell in range(len(p)):
+        left = np.float32(1.0) - min(max(p[cell], np.float32(0.0)), np.float32(MOST_CERTAIN))
+        root = np.sqrt(np.sqrt(np.sqrt(np.sqrt(left))))
+        t = (root - np.float32(1.0)) / (root + np.float32(1.0))
+        s = t * t
+        series = np.float32(1 / 3) + s * (np.float32(1 / 5) + s * np.float32(1 / 7))
+        logs[cell] = np.int32(np.float32(32.0 / UNIT) * t * (np.float32(1.0) + s * series) - np.float32(0.5))
 
 
 @njit(fastmath=True)
-def _follow(usual: NDArray[np.float32], logs: NDArray[np.float32], one: NDArray[np.float32]) -> None:
-    """Move what is usual towards a request that came."""
-    for cell in range(len(usual)):
-        usual[cell] += (one[cell] - usual[cell]) * np.float32(1.0 / RECENT)
-        logs[cell] = np.log1p(-min(max(usual[cell], np.float32(0.0)), np.float32(MOST_CERTAIN)))
+def _refresh(
+    worker: int, mean: float, alive: NDArray[np.bool_], running: NDArray[np.int64], profiled: NDArray[np.int64],
+    logs: NDArray[np.int32], usual: NDArray[np.int32], expected: NDArray[np.float64], distinct: NDArray[np.float64],
+    missed: NDArray[np.uint8],
+) -> float:  # fmt: skip
+    """Make a worker's numbers anew, or all workers' where the fleet's load is not that mean any more; the mean used."""
+    living, requests = 0, 0
+    for every in range(len(alive)):
+        if alive[every]:
+            living += 1
+            requests += running[every]
+    now = requests / max(1, living)
+    stale = abs(now - mean) > max(STALE * mean, 1e-9 if mean < 1 else 0.0)
+    mean = now if stale else mean
+    for every in range(len(alive)):
+        if stale or every == worker:
+            count, expected[every] = profiled[every], (running[every] + mean) / 2
+            there, come = 0.0, expected[every]
+            if count:
+                there, come = come / (2 * count), come / 2
+            distinct[every] = _spread(logs[every], usual[every], there, come, missed[every])
+    return mean
 
 
 @njit(fastmath=True)
 def _spread(
-    logs: NDArray[np.float64], usual: NDArray[np.float32], there: float, come: float, missed: NDArray[np.uint8]
+    logs: NDArray[np.int32], usual: NDArray[np.int32], there: float, come: float, missed: NDArray[np.uint8]
 ) -> float:
-    """Fill `missed`; experts that a step touches."""
-    distinct = 0.0
+    """Fill `missed`; experts that a step touches. An exponential is the 64th power of a 64th, off by at most 3e-6."""
+    a, b, least = np.float32(there * UNIT / 64), np.float32(come * UNIT / 64), np.float32(LEAST_LOG / 64)
+    untouched = np.float32(0.0)
     for cell in range(len(logs)):
-        left = np.exp(np.float32(min(there * logs[cell] + come * usual[cell], 0.0)))
-        missed[cell] = np.uint8(np.float32(255.0) * left + np.float32(0.5))
-        distinct += 1.0 - left
-    return distinct
+        x = max(a * np.float32(logs[cell]) + b * np.float32(usual[cell]), least)
+        series = np.float32(1 / 6) + x * (np.float32(1 / 24) + x * np.float32(1 / 120))
+        left = np.float32(1.0) + x * (np.float32(1.0) + x * (np.float32(1 / 2) + x * series))
+        for _ in range(6):
+            left *= left
+        missed[cell] = np.uint8(np.int32(np.float32(255.0) * left + np.float32(0.5)))
+        untouched += left
+    return len(logs) - np.float64(untouched)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +24,28 @@ from coterie._numba import njit
 from coterie.errors import ConfigError
 from coterie.routing.base import Decision, RouteRequest, routers
 from coterie.routing.fleet import Fleet
-from coterie.routing.picking import best
+from coterie.routing.picking import best_of, chosen
 
 NOTHING = np.empty(0, np.int64)
+ANYTHING = np.empty((1, 0), np.uint64)
+"""Where all workers hold all experts."""
+
+FINE = np.float32(2.0**-20)
+"""Of a layer's sum: numbers that are not whole and nearer to each other count as equal."""
+HALVINGS = 32
+"""Enough for any counts."""
 
 NEARLY = 0.05
 """Of the best score: how much worse a worker may be on which a request finds others that share its experts."""
+
+
+class _Weighed(NamedTuple):
+    worker: int
+    """The best."""
+    scores: NDArray[np.float64]
+    """[worker] infinite where the request must not go."""
+    local: NDArray[np.float64]
+    """[worker] share of the request's experts that it holds."""
 
 
 @routers.register("joint")
@@ -49,61 +65,53 @@ class Joint:
             raise ConfigError(f"top={self.top} must be at least 1")
 
     def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
-        local = self._locality(self._bits(request), fleet)
-        worker, scores = best(self._scores(request, fleet, local), fleet)
-        return Decision(worker, scores, self._reason(request, worker, scores, local))
+        weighed = self._weigh(request, None if fleet.local is None else self._bits(request), fleet)
+        return Decision(weighed.worker, weighed.scores, self._reason(request, weighed.worker, weighed))
 
     def route_batch(self, requests: Sequence[RouteRequest], fleet: Fleet) -> list[Decision]:
         """Decisions for requests that come together, in their order."""
         bits = [self._bits(request) for request in requests]
-        local = [self._locality(one, fleet) for one in bits]
-        scores = [best(self._scores(r, fleet, near), fleet)[1] for r, near in zip(requests, local, strict=True)]
+        weighed = [self._weigh(request, own, fleet) for request, own in zip(requests, bits, strict=True)]
+        scores = [one.scores for one in weighed]
         room = np.where(fleet.alive, np.maximum(fleet.places - fleet.running, 0), 0)
         if not room.any():
             room = np.where(fleet.alive, len(requests), 0)
-        chosen = _together(scores, bits, room)
-        chosen = _trimmed(chosen, scores, fleet.alive, room)
+        workers = _trimmed(_together(scores, bits, room), scores, fleet.alive, room)
         return [
-            Decision(worker, score, self._reason(request, worker, score, near))
-            for request, worker, score, near in zip(requests, chosen, scores, local, strict=True)
+            Decision(worker, one.scores, self._reason(request, worker, one))
+            for request, worker, one in zip(requests, workers, weighed, strict=True)
         ]
-
-    def _scores(self, request: RouteRequest, fleet: Fleet, local: NDArray[np.float64]) -> NDArray[np.float64]:
-        cached = NOTHING if request.cached_tokens is None else request.cached_tokens
-        num_experts = 0 if fleet.local is None or request.footprint is None else request.footprint.shape[1]
-        scores = np.empty(len(fleet))
-        _add_up(
-            self.kv, self.experts * num_experts, self.load, float(request.prompt_tokens), cached, local, fleet.running,
-            fleet.speeds, scores,
-        )  # fmt: skip
-        return scores
 
     def _bits(self, request: RouteRequest) -> NDArray[np.uint64] | None:
         """[layer, word] experts the request is predicted to use."""
-        if request.footprint is None:
+        use = request.footprint
+        if use is None:
             return None
-        use: NDArray[Any] = np.ascontiguousarray(request.footprint)
-        bits = np.zeros((len(use), -(-use.shape[1] // 64)), np.uint64)
-        _mark_top(use, np.issubdtype(use.dtype, np.integer), min(self.top, use.shape[1]), bits)
+        bits = np.empty((len(use), -(-use.shape[1] // 64)), np.uint64)
+        _mark_top(np.ascontiguousarray(use), use.dtype.kind in "iu", min(self.top, use.shape[1]), bits)
         return bits
 
-    def _locality(self, bits: NDArray[np.uint64] | None, fleet: Fleet) -> NDArray[np.float64]:
-        """[worker] share of the predicted experts that it holds."""
-        if fleet.local is None or bits is None:
-            return np.ones(len(fleet))
-        if fleet.local.shape[1:] != bits.shape:
-            raise ConfigError(f"fleet.local has shape {fleet.local.shape}; a request has {bits.shape} words")
-        shares = np.empty(len(fleet))
-        _shares_held(fleet.local, bits, shares)
-        return shares
+    def _weigh(self, request: RouteRequest, bits: NDArray[np.uint64] | None, fleet: Fleet) -> _Weighed:
+        """All workers, for a request that uses these experts."""
+        local, asked, num_experts = ANYTHING, ANYTHING[0], 0
+        if fleet.local is not None and bits is not None and request.footprint is not None:
+            if fleet.local.shape[1:] != bits.shape:
+                raise ConfigError(f"fleet.local has shape {fleet.local.shape}; a request has {bits.shape} words")
+            local, asked = fleet.local.reshape(len(fleet), -1), bits.reshape(-1)
+            num_experts = request.footprint.shape[1]
+        shares, scores = np.empty(len(fleet)), np.empty(len(fleet))
+        worker = _add_up(
+            self.kv, self.experts * num_experts, self.load, float(request.prompt_tokens),
+            NOTHING if request.cached_tokens is None else request.cached_tokens, local, asked, fleet.alive,
+            fleet.running, fleet.places, fleet.routed % len(fleet), fleet.speeds, shares, scores,
+        )  # fmt: skip
+        return _Weighed(chosen(worker, fleet), scores, shares)
 
-    def _reason(
-        self, request: RouteRequest, worker: int, scores: NDArray[np.float64], local: NDArray[np.float64]
-    ) -> str:
-        cached = 0 if request.cached_tokens is None else int(request.cached_tokens[worker])
+    def _reason(self, request: RouteRequest, worker: int, weighed: _Weighed) -> str:
+        cached = 0 if request.cached_tokens is None else request.cached_tokens.item(worker)
         return (
-            f"score {scores.item(worker):.1f}: {cached} of {request.prompt_tokens} prompt tokens cached, "
-            f"{local.item(worker):.0%} of the experts local"
+            f"score {weighed.scores.item(worker):.1f}: {cached} of {request.prompt_tokens} prompt tokens cached, "
+            f"{weighed.local.item(worker):.0%} of the experts local"
         )
 
 
@@ -159,17 +167,27 @@ def _trimmed(
 
 @njit()
 def _add_up(
-    kv: float, experts: float, load: float, prompt: float, cached: NDArray[np.int64], local: NDArray[np.float64],
-    running: NDArray[np.int64], speeds: NDArray[np.float64], scores: NDArray[np.float64],
-) -> None:  # fmt: skip
-    most = 1.0
+    kv: float, experts: float, load: float, prompt: float, cached: NDArray[np.int64], local: NDArray[np.uint64],
+    bits: NDArray[np.uint64], alive: NDArray[np.bool_], running: NDArray[np.int64], places: NDArray[np.int64],
+    start: int, speeds: NDArray[np.float64], shares: NDArray[np.float64], scores: NDArray[np.float64],
+) -> np.int64:  # fmt: skip
+    """The worker; `shares` of the experts asked for and `scores` [worker] are filled."""
+    asked, most = 0, 1.0
+    for word in range(len(bits)):
+        asked += _count(bits[word])
+    sums = np.empty(len(scores))
     for worker in range(len(scores)):
         most = max(most, running[worker] / speeds[worker])
     for worker in range(len(scores)):
+        held = 0
+        for word in range(len(bits)):
+            held += _count(local[worker, word] & bits[word])
+        shares[worker] = held / asked if asked else 1.0
         missing = prompt - cached[worker] if len(cached) else prompt
-        scores[worker] = (
-            kv * missing + experts * (1.0 - local[worker]) + load * 100.0 * running[worker] / speeds[worker] / most
+        sums[worker] = (
+            kv * missing + experts * (1.0 - shares[worker]) + load * 100.0 * running[worker] / speeds[worker] / most
         )
+    return best_of(sums, alive, running, places, start, scores)
 
 
 @njit(fastmath=True)
@@ -177,16 +195,16 @@ def _mark_top(use: NDArray[Any], whole: bool, top: int, bits: NDArray[np.uint64]
     """Set the bits of each layer's `top` largest above 0; of equals the first. `whole`: they are whole numbers."""
     row = np.empty(use.shape[1], np.float32)
     for layer in range(len(use)):
-        largest = np.float32(0.0)
+        total = np.float32(0.0)
         for expert in range(len(row)):
             row[expert] = use[layer, expert]
-            largest = max(largest, row[expert])
-        if largest <= 0.0:
-            continue
-        # By halving: the highest level that at least `top` reach, nearly; what is at it goes in order.
-        low, high = np.float32(0.0), largest
-        for _ in range(12):
-            if whole and high - low < 1.0:
+            total += row[expert]
+        # By halving: a level that `top` are above; where equals forbid that, that and the next, with only them between.
+        # Not all of `top` can be above the sum's share of each, so there it starts.
+        low, high = np.float32(0.0), total / np.float32(top)
+        nearest = np.float32(1.0) if whole else total * FINE
+        for _ in range(HALVINGS):
+            if high - low <= nearest:
                 break
             middle, above = (low + high) / np.float32(2.0), np.float32(0.0)
             for expert in range(len(row)):  # in the type of the row, or it is not vectorised
@@ -197,39 +215,19 @@ def _mark_top(use: NDArray[Any], whole: bool, top: int, bits: NDArray[np.uint64]
                     break
             else:
                 high = middle
-        left = top
+        over = -top
         for word in range(bits.shape[1]):
-            here = np.uint64(0)
-            for expert in range(word * 64, min(len(row), word * 64 + 64)):
-                here |= np.uint64(row[expert] > high) << np.uint64(expert - word * 64)
+            part, here = row[64 * word : 64 * word + 64], np.uint64(0)
+            for expert in range(len(part)):
+                here |= np.uint64(part[expert] > low) << np.uint64(expert)
             bits[layer, word] = here
-            left -= _count(here)
-        for expert in range(len(row)):
-            if left <= 0:
+            over += _count(here)
+        for expert in range(len(row) - 1, -1, -1):  # of equals the last go
+            if over <= 0:
                 break
             if low < row[expert] <= high:
-                bits[layer, expert // 64] |= np.uint64(1) << np.uint64(expert % 64)
-                left -= 1
-
-
-@njit()
-def _shares_held(local: NDArray[np.uint64], bits: NDArray[np.uint64], shares: NDArray[np.float64]) -> None:
-    asked = _ones(bits)
-    for worker in range(len(local)):
-        held = 0
-        for layer in range(bits.shape[0]):
-            for word in range(bits.shape[1]):
-                held += _count(local[worker, layer, word] & bits[layer, word])
-        shares[worker] = held / asked if asked else 1.0
-
-
-@njit()
-def _ones(bits: NDArray[np.uint64]) -> int:
-    total = 0
-    for layer in range(bits.shape[0]):
-        for word in range(bits.shape[1]):
-            total += _count(bits[layer, word])
-    return total
+                bits[layer, expert // 64] ^= np.uint64(1) << np.uint64(expert % 64)
+                over -= 1
 
 
 @njit()

@@ -29,9 +29,11 @@ from coterie.routing._dots import SCALE, products
 from coterie.routing.base import Decision, RouteRequest, routers
 from coterie.routing.fitted import FittedRouting
 from coterie.routing.fleet import Fleet
+from coterie.routing.forecast import Forecast, turn_to_forecast
 from coterie.routing.picking import best_of, chosen
 
 NOTHING, UNKNOWN = np.empty(0, np.int64), np.empty(0, np.float32)
+NO_FORECAST = Forecast(UNKNOWN, UNKNOWN, UNKNOWN.reshape(0, 0), UNKNOWN.reshape(0, 0), 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,50 +101,61 @@ class LatencyAware:
     prices: StepPrices = StepPrices()
 
     def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
-        profile, added, scores = None, np.zeros(len(fleet), np.float32), np.empty(len(fleet))
-        if request.footprint is not None and fleet.missed.shape[1]:
-            if self.fitted is None:
+        workers, cells, fitted = len(fleet.places), fleet.missed.shape[1], self.fitted
+        forecast, profile, tokens = NO_FORECAST, UNKNOWN, 0.0
+        if request.footprint is not None and cells:
+            if fitted is None:
                 raise ConfigError("latency_aware needs `fitted`, for footprints: fit one with coterie fit")
-            profile = self.fitted.profile(request.footprint)
+            forecast, shape, right = fitted.forecast, request.footprint.shape, (fitted.num_layers, fitted.num_experts)
+            if shape != right:
+                raise ConfigError(f"footprint has shape {shape}; {fitted.model} was fitted for {right}")
+            profile, total = forecast.read(request.footprint)
+            tokens = total / (fitted.num_layers * fitted.top_k)
+            if len(profile) != cells:
+                raise ConfigError(f"{fitted.model} was fitted for {len(profile)} cells; the fleet keeps {cells}")
+        added, scores = np.empty(workers, np.float32), np.empty(workers)
         found = _cheapest(
-            self.prices.line, UNKNOWN if profile is None else profile, float(request.prompt_tokens), fleet.alive,
-            fleet.running, fleet.places, fleet.routed % len(fleet), fleet.expected, fleet.distinct,
-            fleet.context_tokens, fleet.missed, fleet.speeds,
+            self.prices.line, profile, tokens, forecast.own, forecast.noise, forecast.maps, forecast.usual,
+            float(request.prompt_tokens), fleet.alive, fleet.running, fleet.places, fleet.routed % workers,
+            fleet.expected, fleet.distinct, fleet.context_tokens, fleet.missed, fleet.speeds,
             NOTHING if request.cached_tokens is None else request.cached_tokens, added, scores,
         )  # fmt: skip
         worker = chosen(found, fleet)
-        why = f"{scores.item(worker):.0f} µs a token, the least of {len(scores)}"
-        if profile is not None:
-            why += f": {added.item(worker):.1f} experts more a step for {fleet.running.item(worker)} others"
-        return Decision(worker, scores, why, profile)
+        cost = f"{scores.item(worker):.0f} µs a token, the least of {workers}"
+        if profile is UNKNOWN:
+            return Decision(worker, scores, cost)
+        more, others = added.item(worker), fleet.running.item(worker)
+        return Decision(worker, scores, f"{cost}: {more:.1f} experts more a step for {others} others", profile)
 
 
 # One call of compiled code: each takes longer to be called than to do what is not a product.
 @njit()
 def _cheapest(
-    prices: NDArray[np.float64], profile: NDArray[np.float32], prompt: float, alive: NDArray[np.bool_],
+    prices: NDArray[np.float64], profile: NDArray[np.float32], tokens: float, own: float, noise: float,
+    maps: NDArray[np.float32], usual: NDArray[np.float32], prompt: float, alive: NDArray[np.bool_],
     running: NDArray[np.int64], places: NDArray[np.int64], start: int, expected: NDArray[np.float64],
     distinct: NDArray[np.float64], context: NDArray[np.int64], missed: NDArray[np.uint8], speeds: NDArray[np.float64],
     cached: NDArray[np.int64], added: NDArray[np.float32], scores: NDArray[np.float64],
 ) -> np.int64:  # fmt: skip
-    """The worker; `added` and `scores` [worker] are filled.
+    """The worker; `profile` [cell] comes as counts, and `added` and `scores` [worker] are filled.
 
     Without a profile requests and context are half way to the fleet's mean, as `expected` is with one.
     """
     known = len(profile) > 0
     if known:
+        turn_to_forecast(profile, tokens, own, noise, maps, usual)
         products(missed, profile, added)
-    living, requests, tokens = 0, 0.0, 0.0
+    living, requests, kept = 0, 0.0, 0.0
     for worker in range(len(alive)):
         if alive[worker]:
             living += 1
             requests += running[worker]
-            tokens += context[worker]
+            kept += context[worker]
     costs = np.empty(len(alive))
     for worker in range(len(alive)):
-        added[worker] /= SCALE
+        added[worker] = added[worker] / SCALE if known else 0.0
         others = expected[worker] if known else (running[worker] + requests / max(1, living)) / 2
-        held = (context[worker] + tokens / max(1, living)) / 2
+        held = (context[worker] + kept / max(1, living)) / 2
         touched = distinct[worker] if known else 0.0
         step = prices[0] + prices[1] * touched + prices[2] * others + prices[3] * held
         more = prices[1] * added[worker] + prices[2] + prices[3] * prompt
