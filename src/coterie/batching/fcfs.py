@@ -11,7 +11,7 @@ from numpy.random import Generator
 
 from coterie._numba import njit
 from coterie.batching.base import Loads, Selection, Window, strategies
-from coterie.batching.picking import NEVER, Indices, Skipping, check_snapshot, first_picks, not_in, selection
+from coterie.batching.picking import NEVER, Indices, Skipping, check_snapshot, fill_up, first_picks, not_in, selection
 
 
 @strategies.register("fcfs")
@@ -27,6 +27,5 @@ class Fcfs(Skipping):
 @njit()
 def _oldest(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, int]:
     order, forced = first_picks(skipped, size, max_skips)
-    rest = not_in(order[:forced], len(skipped))
-    order[forced:] = rest[: len(order) - forced]
+    fill_up(order, forced, not_in(order[:forced], len(skipped)))
     return order, forced

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.batching.base import Loads, Selection, Window, strategies
 from coterie.batching.picking import (
     NEVER,
@@ -135,7 +135,7 @@ def _greedy(
 
 # Sums of whole numbers are exact in float64 in any order, so reordering them changes no pick. The measures are
 # multiplied by n (EVEN by the window as well) to keep them whole, and with that every tie a tie.
-@njit(fastmath=True)
+@helper(fastmath=True)
 def pick_greedily(
     loads: Loads, running: Loads, skipped: Indices, size: int, max_skips: int, measure: int | np.int64
 ) -> tuple[Indices, int]:
@@ -197,12 +197,12 @@ def pick_greedily(
     return order, forced
 
 
-@njit()  # not fastmath: equal ratios must give equal quotients
+@helper()  # not fastmath: equal ratios must give equal quotients
 def _variation(square: float, total: float) -> float:
     return square / (total * total) if total > 0.0 else 0.0
 
 
-@njit(fastmath=True)
+@helper(fastmath=True)
 def _add(batch: Loads, row: Loads) -> float:
     """Adds the row, and returns the squared norm."""
     square = 0.0
@@ -212,7 +212,7 @@ def _add(batch: Loads, row: Loads) -> float:
     return square
 
 
-@njit(fastmath=True)
+@helper(fastmath=True)
 def _add_dots(dots: Loads, rows: Loads, left: Indices, picked: Loads) -> None:
     for request in left:
         row, out = rows[request], 0.0
@@ -221,7 +221,7 @@ def _add_dots(dots: Loads, rows: Loads, left: Indices, picked: Loads) -> None:
         dots[request] += out
 
 
-@njit()
+@helper()
 def _add_narrow_dots(dots: Loads, rows: Narrow, left: Indices, picked: Narrow) -> None:
     for request in left:
         row, out = rows[request], np.int32(0)
@@ -234,7 +234,7 @@ NARROW_FROM = 16
 """Picks from which a copy in 16 bits pays: each pass takes half the time, and copying costs about two."""
 
 
-@njit(fastmath=True)
+@helper(fastmath=True)
 def _narrow(rows: Loads, squares: Loads, picks: int) -> tuple[Narrow, bool]:
     """A copy in 16 bits, and whether dot products of it are exact: tokens are whole, and few in any one column."""
     none = np.empty((0, 0), np.int16)

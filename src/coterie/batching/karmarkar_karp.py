@@ -13,7 +13,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.batching.base import Loads, Selection, Window, strategies
 from coterie.batching.lpt import heaviest_first
 from coterie.batching.picking import (
@@ -39,12 +39,14 @@ class KarmarkarKarp(Skipping):
         return selection(picks, window, "the side of the oldest")
 
 
-@njit()
+@helper()
 def sides_of(totals: Loads) -> NDArray[np.bool_]:
     """[request] whether it is on the oldest request's side, by the differencing method; ties to the older."""
     count = len(totals)
     values = totals.copy()
-    ranked = np.arange(count)
+    ranked = np.empty(count, np.int64)
+    for request in range(count):
+        ranked[request] = request
     heaviest_first(ranked, values)
     kept, lost = np.empty(count, np.int64), np.empty(count, np.int64)
     for merge in range(count - 1):
@@ -63,8 +65,10 @@ def sides_of(totals: Loads) -> NDArray[np.bool_]:
     side = np.zeros(count, np.bool_)
     for merge in range(count - 2, -1, -1):
         side[lost[merge]] = not side[kept[merge]]
-    same: NDArray[np.bool_] = side == side[0]
-    return same
+    oldest = side[0]
+    for request in range(count):
+        side[request] = side[request] == oldest
+    return side
 
 
 @njit()
@@ -76,10 +80,16 @@ def _oldest_side(loads: Loads, skipped: Indices, size: int, max_skips: int) -> t
     totals = totals_of(loads.reshape(waiting, columns))
     same = sides_of(totals)
     rest = not_in(order[:forced], waiting)
-    mine, others = rest[same[rest]], rest[~same[rest]]
-    heaviest_first(mine, totals)
-    free = len(order) - forced
-    taken = min(free, len(mine))
-    order[forced : forced + taken] = mine[:taken]
-    order[forced + taken :] = others[: free - taken]
+    mine, others = np.empty(len(rest), np.int64), np.empty(len(rest), np.int64)
+    count = 0
+    for i in range(len(rest)):
+        if same[rest[i]]:
+            mine[count] = rest[i]
+            count += 1
+        else:
+            others[i - count] = rest[i]
+    heaviest_first(mine[:count], totals)
+    for place in range(forced, len(order)):
+        at = place - forced
+        order[place] = mine[at] if at < count else others[at - count]
     return order, forced

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.batching.base import Loads, Selection, Window, strategies
 from coterie.batching.costs import BatchCost, SpreadCost, StepCost
 from coterie.batching.greedy import DOT, pick_greedily
@@ -31,6 +31,7 @@ from coterie.batching.picking import (
     Skipping,
     check_snapshot,
     drop,
+    fill_up,
     first_picks,
     not_in,
     total_of,
@@ -139,7 +140,8 @@ def _avoidable(cost: BatchCost, loads: Loads, running: Loads) -> float:
     everyone = np.arange(len(loads))
     if isinstance(cost, StepCost):
         loads, running = cost.slot_loads(loads), cost.slot_loads(running)
-        return float(_step_avoidable(loads, running, everyone, _numbers(cost), cost.num_ranks))
+        time = _step_us(loads, running, everyone, _numbers(cost), cost.num_ranks)
+        return float(_step_avoidable(loads, running, everyone, time, _numbers(cost), cost.num_ranks))
     rows, load = loads.reshape(len(loads), -1), running.ravel()
     return float(_spread_avoidable(rows, load, everyone, _spread(rows, load, everyone, cost.sensitivity)))
 
@@ -149,19 +151,19 @@ def _time_of(cost: BatchCost, loads: Loads, running: Loads) -> float:
     everyone = np.arange(len(loads))
     if isinstance(cost, StepCost):
         loads, running = cost.slot_loads(loads), cost.slot_loads(running)
-        return float(_fill_step(loads, running, everyone, len(everyone), _numbers(cost), cost.num_ranks))
+        return float(_step_us(loads, running, everyone, _numbers(cost), cost.num_ranks))
     return float(_spread(loads.reshape(len(loads), -1), running.ravel(), everyone, cost.sensitivity))
 
 
-@njit()
+@helper()
 def _in_order(skipped: Indices, size: int, max_skips: int) -> Indices:
     """The oldest, those that are overdue first."""
     order, forced = first_picks(skipped, size, max_skips)
-    order[forced:] = not_in(order[:forced], len(skipped))[: len(order) - forced]
+    fill_up(order, forced, not_in(order[:forced], len(skipped)))
     return order
 
 
-@njit()
+@helper()
 def _due(skipped: Indices, size: int, max_skips: int, budget: int) -> tuple[Indices, int]:
     """The order with those in place who must be in, and their number: the overdue, then whose budget is used up."""
     order, forced = first_picks(skipped, size, max_skips)
@@ -174,7 +176,7 @@ def _due(skipped: Indices, size: int, max_skips: int, budget: int) -> tuple[Indi
     return order, forced
 
 
-@njit()
+@helper()
 def _budget(avoidable: float, hope: float, max_skips: int) -> int:
     return int(min(float(max_skips), avoidable * hope)) if avoidable > 0.0 else 0
 
@@ -242,55 +244,73 @@ def _by_step(
     come = _in_order(skipped, size, max_skips)
     if len(come) == len(loads):
         return come, 0, 0.0
-    budget = _budget(_step_avoidable(loads, running, come, parameters, ranks), hope, max_skips)
+    time = _step_us(loads, running, come, parameters, ranks)
+    budget = _budget(_step_avoidable(loads, running, come, time, parameters, ranks), hope, max_skips)
     if budget == 0:
         return come, 0, 0.0
     order, forced = _due(skipped, size, max_skips, budget)
-    _fill_step(loads, running, order, forced, parameters, ranks)
-    gain = _step_gain(loads, running, come, order, parameters, ranks)
+    other = _fill_step(loads, running, order, forced, parameters, ranks)
+    gain = _step_gain(loads, running, come, time, order, other, parameters, ranks)
     return (order, budget, gain) if gain > 0.0 else (come, 0, 0.0)
 
 
 @njit()
 def _step_avoidable(
-    loads: Loads, running: Loads, come: Indices, parameters: NDArray[np.float64], ranks: int
+    loads: Loads, running: Loads, come: Indices, time: float, parameters: NDArray[np.float64], ranks: int
 ) -> float:
     """What unevenness costs (prefill) or the experts that are streamed for these alone (decode), over their share."""
-    brought, before = 0.0, running.sum()
-    for request in come:
-        brought += loads[request].sum()
+    before, brought = _tokens(running), _brought(loads, come)
     if brought <= 0.0:
         return 0.0
-    time = _fill_step(loads, running, come.copy(), len(come), parameters, ranks)
     if parameters[5] > 0.0:
         least = _even_us(before + brought, loads, parameters, ranks)
     else:
-        nobody = come[:0].copy()
-        least = _fill_step(loads, running, nobody, len(nobody), parameters, ranks)
+        least = _step_us(loads, running, come[:0], parameters, ranks)
     return float((1.0 - least / time) * (before + brought) / brought)
 
 
-@njit()
+@helper()
 def _step_gain(
-    loads: Loads, running: Loads, come: Indices, order: Indices, parameters: NDArray[np.float64], ranks: int
-) -> float:
-    """Share of the time of `come` that `order` saves."""
-    before, there, here = running.sum(), 0.0, 0.0
-    for request in come:
-        there += loads[request].sum()
-    for request in order:
-        here += loads[request].sum()
-    time = _fill_step(loads, running, come.copy(), len(come), parameters, ranks)
-    other = _fill_step(loads, running, order.copy(), len(order), parameters, ranks)
+    loads: Loads, running: Loads, come: Indices, time: float, order: Indices, other: float,
+    parameters: NDArray[np.float64], ranks: int,
+) -> float:  # fmt: skip
+    """Share of the time of `come` that `order`, which takes `other`, saves."""
     if parameters[5] > 0.0:  # what unevenness costs a token: that some batches are larger is nobody's gain
-        uneven = (other - _even_us(before + here, loads, parameters, ranks)) / (before + here)
-        return float((time - _even_us(before + there, loads, parameters, ranks) - uneven * (before + there)) / time)
+        before = _tokens(running)
+        there, here = before + _brought(loads, come), before + _brought(loads, order)
+        uneven = (other - _even_us(here, loads, parameters, ranks)) / here
+        return float((time - _even_us(there, loads, parameters, ranks) - uneven * there) / time)
     return float(1.0 - other / time)
 
 
+@helper()
+def _tokens(load: Loads) -> float:
+    total = 0.0
+    for row in range(len(load)):
+        for column in range(load.shape[1]):
+            total += load[row, column]
+    return total
+
+
+@helper()
+def _brought(loads: Loads, requests: Indices) -> float:
+    total = 0.0
+    for request in requests:
+        total += _tokens(loads[request])
+    return total
+
+
 # Arrays here are [layer x rank, …, slot of the rank]: the inner loops then run over whole rows. They become vector code
-# only where they do not begin or end inside one.
+# only where they do not begin or end inside one. Whole-array statements would compile for seconds.
 @njit()
+def _step_us(loads: Loads, running: Loads, order: Indices, parameters: NDArray[np.float64], ranks: int) -> float:
+    """The time of these requests and the load that runs, in microseconds."""
+    brings = loads.reshape(len(loads), loads.shape[1] * ranks, loads.shape[2] // ranks)
+    rows, cold = _together(brings, running, order)
+    return _time_us(rows, cold, parameters, ranks)
+
+
+@helper()
 def _fill_step(
     loads: Loads, running: Loads, order: Indices, forced: int, parameters: NDArray[np.float64], ranks: int
 ) -> float:
@@ -299,60 +319,99 @@ def _fill_step(
     groups, each = layers * ranks, slots // ranks
     fixed_us, first_us, tile, row_us, arrival_us, by_tokens = parameters
     brings = loads.reshape(waiting, groups, each)
-    rows = running.copy().reshape(groups, each)  # expected tokens
-    # How many requests a running load is of cannot be seen; as independent tokens they miss with exp(-load).
-    cold = np.exp(-rows)  # chance that nobody touches it
-    for place in range(forced):
-        _add(rows, cold, brings[order[place]])
-    if forced < len(order):
-        left = not_in(order[:forced], waiting)
-        count, total = len(left), rows.sum()
-        by_group = np.empty((groups, waiting, each))
+    rows, cold = _together(brings, running, order[:forced])
+    if forced == len(order):
+        return _time_us(rows, cold, parameters, ranks)
+    left = not_in(order[:forced], waiting)
+    count, total = len(left), _tokens(rows)
+    by_group, chance = np.empty((groups, waiting, each)), np.empty((groups, waiting, each))
+    own, totals = np.empty((groups, waiting)), np.zeros(waiting)
+    for group in range(groups):
         for request in range(waiting):
-            by_group[:, request] = brings[request]
-        chance, own = np.minimum(by_group, 1.0), by_group.sum(axis=2)
-        totals = own.sum(axis=0)
-        warm, past, here = np.empty((groups, waiting)), np.zeros((groups, waiting)), np.empty(groups)
-        # Without a slot that could fill a tile there are no rows past one, as in decode.
-        tiles = _may_fill(by_group, rows, len(order), tile)
-        for place in range(forced, len(order)):
-            for group in range(groups):
-                _dots(chance[group], left[:count], cold[group], warm[group])
-                if tiles:
-                    _pasts(by_group[group], left[:count], rows[group], tile, past[group])
-                warm[group, :count] += each - cold[group].sum()
-                here[group] = rows[group].sum()
-            best, least = -1, np.inf
+            own[group, request] = _spread_out(brings[request, group], by_group[group, request], chance[group, request])
+            totals[request] += own[group, request]
+    warm, past, here = np.empty((groups, waiting)), np.zeros((groups, waiting)), np.empty(groups)
+    # Without a slot that could fill a tile there are no rows past one, as in decode.
+    tiles = _may_fill(by_group, rows, len(order), tile)
+    for place in range(forced, len(order)):
+        for group in range(groups):
+            _dots(chance[group], left[:count], cold[group], warm[group])
+            if tiles:
+                _pasts(by_group[group], left[:count], rows[group], tile, past[group])
+            touched = each - _total(cold[group])
             for i in range(count):
-                request, found = left[i], fixed_us
-                for layer in range(layers):
-                    slowest, busiest = 0.0, 0.0
-                    for group in range(layer * ranks, (layer + 1) * ranks):
-                        slowest = max(slowest, warm[group, i] * first_us + past[group, i] * row_us)
-                        busiest = max(busiest, here[group] + own[group, request])
-                    found += slowest + busiest * arrival_us
-                if by_tokens > 0.0:  # what unevenness costs a token: short prompts are not fast ones
-                    both = total + totals[request]
-                    found = (found - _even_us(both, loads, parameters, ranks)) / both
-                if found < least:
-                    best, least = i, found
-            order[place] = left[best]
-            total += totals[left[best]]
-            drop(left, count, best)
-            count -= 1
-            _add(rows, cold, brings[order[place]])
-    time = fixed_us
-    for layer in range(layers):
+                warm[group, i] += touched
+            here[group] = _total(rows[group])
+        best, least = -1, np.inf
+        for i in range(count):
+            request, found = left[i], fixed_us
+            for layer in range(layers):
+                slowest, busiest = 0.0, 0.0
+                for group in range(layer * ranks, (layer + 1) * ranks):
+                    slowest = max(slowest, warm[group, i] * first_us + past[group, i] * row_us)
+                    busiest = max(busiest, here[group] + own[group, request])
+                found += slowest + busiest * arrival_us
+            if by_tokens > 0.0:  # what unevenness costs a token: short prompts are not fast ones
+                both = total + totals[request]
+                found = (found - _even_us(both, loads, parameters, ranks)) / both
+            if found < least:
+                best, least = i, found
+        order[place] = left[best]
+        total += totals[left[best]]
+        drop(left, count, best)
+        count -= 1
+        _add(rows, cold, brings[order[place]])
+    return _time_us(rows, cold, parameters, ranks)
+
+
+@helper()
+def _together(brings: Loads, running: Loads, order: Indices) -> tuple[Loads, Loads]:
+    """Expected tokens of these requests and the load that runs, and the chance that nobody touches a slot."""
+    rows = running.copy().reshape(brings.shape[1], brings.shape[2])
+    cold = np.empty(rows.shape)
+    for group in range(len(rows)):
+        for slot in range(rows.shape[1]):
+            # How many requests a running load is of cannot be seen; as independent tokens they miss with exp(-load).
+            cold[group, slot] = np.exp(-rows[group, slot])
+    for request in order:
+        _add(rows, cold, brings[request])
+    return rows, cold
+
+
+@helper()
+def _time_us(rows: Loads, cold: Loads, parameters: NDArray[np.float64], ranks: int) -> float:
+    fixed_us, first_us, tile, row_us, arrival_us, _ = parameters
+    each, time = rows.shape[1], fixed_us
+    for layer in range(len(rows) // ranks):
         slowest, busiest = 0.0, 0.0
         for group in range(layer * ranks, (layer + 1) * ranks):
-            past_tile = np.maximum(0.0, rows[group] - tile).sum()
-            slowest = max(slowest, (each - cold[group].sum()) * first_us + past_tile * row_us)
-            busiest = max(busiest, rows[group].sum())
+            past = 0.0
+            for slot in range(each):
+                past += max(0.0, rows[group, slot] - tile)
+            slowest = max(slowest, (each - _total(cold[group])) * first_us + past * row_us)
+            busiest = max(busiest, _total(rows[group]))
         time += slowest + busiest * arrival_us
     return float(time)
 
 
-@njit(fastmath=True)
+@helper()  # not fastmath, unlike `total_of`: requests that tie must go on tying
+def _total(row: Loads) -> float:
+    total = 0.0
+    for slot in range(len(row)):
+        total += row[slot]
+    return total
+
+
+@helper()
+def _spread_out(brings: Loads, row: Loads, chance: Loads) -> float:
+    """Copies what a request brings to a row, and as chances of touching a slot; its tokens."""
+    for slot in range(len(brings)):
+        row[slot] = brings[slot]
+        chance[slot] = min(brings[slot], 1.0)
+    return _total(brings)
+
+
+@helper(fastmath=True)
 def _add(rows: Loads, cold: Loads, brings: Loads) -> None:
     for group in range(len(rows)):
         for slot in range(rows.shape[1]):
@@ -360,7 +419,7 @@ def _add(rows: Loads, cold: Loads, brings: Loads) -> None:
             cold[group, slot] *= max(1.0 - brings[group, slot], ALMOST_NEVER)
 
 
-@njit(fastmath=True)
+@helper(fastmath=True)
 def _dots(chance: Loads, left: Indices, cold: Loads, out: Loads) -> None:
     """Slots that each request would touch and nobody does yet."""
     for i in range(len(left)):
@@ -370,7 +429,7 @@ def _dots(chance: Loads, left: Indices, cold: Loads, out: Loads) -> None:
         out[i] = dot
 
 
-@njit(fastmath=True)
+@helper(fastmath=True)
 def _pasts(brings: Loads, left: Indices, rows: Loads, tile: float, out: Loads) -> None:
     """Tokens past a first tile, with each request."""
     for i in range(len(left)):
@@ -380,7 +439,7 @@ def _pasts(brings: Loads, left: Indices, rows: Loads, tile: float, out: Loads) -
         out[i] = past
 
 
-@njit()
+@helper()
 def _even_us(total: float, loads: Loads, parameters: NDArray[np.float64], ranks: int) -> float:
     """The time of a batch that brings `total` tokens to all columns alike."""
     fixed_us, first_us, tile, row_us, arrival_us, _ = parameters
@@ -391,10 +450,11 @@ def _even_us(total: float, loads: Loads, parameters: NDArray[np.float64], ranks:
     return float(fixed_us + layers * layer)
 
 
-@njit()
+@helper()
 def _may_fill(by_group: Loads, rows: Loads, count: int, tile: float) -> bool:
     for group in range(len(rows)):
-        for slot in range(rows.shape[1]):
-            if rows[group, slot] + count * by_group[group, :, slot].max() > tile:
-                return True
+        for request in range(by_group.shape[1]):
+            for slot in range(rows.shape[1]):
+                if rows[group, slot] + count * by_group[group, request, slot] > tile:
+                    return True
     return False

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from numpy.random import Generator
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.batching.base import Loads, Selection, Window, strategies
 from coterie.batching.picking import (
     NEVER,
     Indices,
     Skipping,
     check_snapshot,
+    fill_up,
     first_picks,
     not_in,
     selection,
@@ -35,7 +36,7 @@ class Lpt(Skipping):
         return selection(_heaviest(window.loads, window.skipped, size, self.max_skips or NEVER), window, "the heaviest")
 
 
-@njit()
+@helper()
 def heaviest_first(requests: Indices, totals: Loads) -> None:
     """Sort in place by falling total; requests of one total keep their order."""
     for i in range(1, len(requests)):
@@ -53,5 +54,5 @@ def _heaviest(loads: Loads, skipped: Indices, size: int, max_skips: int) -> tupl
     if forced < len(order):
         rest = not_in(order[:forced], waiting)
         heaviest_first(rest, totals_of(loads.reshape(waiting, columns)))
-        order[forced:] = rest[: len(order) - forced]
+        fill_up(order, forced, rest)
     return order, forced

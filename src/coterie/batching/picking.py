@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper
 from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads, Selection, Window
 from coterie.errors import ConfigError
 
@@ -67,7 +67,7 @@ def selection(picks: tuple[Indices, int], window: Window, by: str) -> Selection:
     return Selection(order, reason if forced < 2 else f"{reason}, after {forced - 1} overdue")
 
 
-@njit()
+@helper()
 def first_picks(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, int]:
     """The order with its forced picks in place, and their number: the oldest, then the overdue, oldest first."""
     order = np.empty(min(size, len(skipped)), np.int64)
@@ -81,29 +81,36 @@ def first_picks(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, i
     return order, forced
 
 
-@njit()
+@helper()
+def fill_up(order: Indices, forced: int, rest: Indices) -> None:
+    """The places after the forced picks go to the first of the rest. Not by slices: those compile for a second."""
+    for place in range(forced, len(order)):
+        order[place] = rest[place - forced]
+
+
+@helper()
 def not_in(picks: Indices, waiting: int) -> Indices:
     """The other requests of a window, oldest first."""
-    free = np.ones(waiting, np.bool_)
+    taken = np.zeros(waiting, np.bool_)
     for request in picks:
-        free[request] = False
+        taken[request] = True
     rest = np.empty(waiting - len(picks), np.int64)
     count = 0
     for request in range(waiting):
-        if free[request]:
+        if not taken[request]:
             rest[count] = request
             count += 1
     return rest
 
 
-@njit()
+@helper()
 def drop(items: Indices, count: int, at: int) -> None:
     """Take out one of the first `count` items and close the gap, so that their order stays."""
     for i in range(at, count - 1):
         items[i] = items[i + 1]
 
 
-@njit(fastmath=True)
+@helper(fastmath=True)
 def total_of(row: Loads) -> float:
     total = 0.0
     for column in range(len(row)):  # by index: iterating over the row is not turned into vector code
@@ -111,7 +118,7 @@ def total_of(row: Loads) -> float:
     return total
 
 
-@njit(fastmath=True)
+@helper(fastmath=True)
 def totals_of(rows: Loads) -> Loads:
     """[request] tokens of rows [request, column]."""
     totals = np.empty(len(rows))

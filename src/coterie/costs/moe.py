@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 
 
 class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,13 +68,13 @@ CACHE_SHARPNESS = 4.0
 """Past the cache's size the share of hits falls as (cache ÷ weights) to this power: replacement is not perfect."""
 
 
-@njit()
+@helper()
 def _soft_max(a: float, b: float, sharpness: float) -> float:
     top = max(a, b)
     return float(top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1.0 / sharpness))
 
 
-@njit()
+@helper()
 def _stream_us(p: NDArray[np.float64], nbytes: float, active: int, resident: bool) -> float:
     """Time to bring one expert's weights in, when `active` experts of this size are used in turn."""
     if not resident or p[13] <= 0.0:

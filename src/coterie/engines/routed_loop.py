@@ -48,6 +48,8 @@ MOST_PROMPT_TOKENS = 200
 """Longer prompts are left out: all workers of a test fleet must take every one."""
 EVENTS_S = 20.0
 """How long the last expert event may take."""
+RECORDING = "recording"
+"""Stands for the router's name in the run that is fitted on."""
 REFERENCE_SHAPE = "gpt-oss-20b"
 """Its layers have 32 experts and take 4, as coterie-tiny's: what is counted in those is what these would stream."""
 
@@ -340,7 +342,7 @@ async def record(
     Requests whose answer was one token have no decode to learn from, and are left out.
     """
     proxy = RoutedFleet(prefill, clients, routers["round_robin"](), places=in_flight)
-    run, events = await observe(proxy, "recording", clients, decoders, prompts, body, in_flight, over, report)
+    run, events = await observe(proxy, RECORDING, clients, decoders, prompts, body, in_flight, over, report)
     before, after = [], []
     for one, event in zip(run.served, events, strict=True):
         if event is not None:
@@ -398,7 +400,7 @@ async def serve(
     """One router's run over the test requests; raises where the workers' counts are not of decode alone."""
     before = [(await steps_of(*worker)).total for worker in zip(clients, decoders, strict=True)]
     started = time.perf_counter()
-    served = await _serve_all(proxy, f"Serving under {name}", prompts, body, in_flight, report)
+    served = await _serve_all(proxy, name, prompts, body, in_flight, report)
     wall_s = time.perf_counter() - started
     log = [(await steps_of(*worker)).rows for worker in zip(clients, decoders, before, strict=True)]
     run = RouterRun(name, log, wall_s, served, proxy.counts)
@@ -429,7 +431,7 @@ async def steps_of(client: WorkerClient, decoder: DecodeWorker, after: int | Non
 
 async def _serve_all(
     proxy: RoutedFleet,
-    what: str,
+    name: str,
     prompts: Sequence[Sequence[int]],
     body: Mapping[str, Any],
     in_flight: int,
@@ -437,13 +439,14 @@ async def _serve_all(
 ) -> list[Served]:
     """In their order, so many at a time; one that fails raises."""
     gate, done = asyncio.Semaphore(in_flight), 0
+    what = "Recording" if name == RECORDING else f"Serving under {name}"
 
     async def one(number: int, prompt: Sequence[int]) -> Served:
         nonlocal done
         async with gate:
-            # Dashes are for vLLM, which puts them around the name it is given.
-            name = f"{what.split()[-1]}.{number}"
-            served = await proxy.serve(completion_path(chat=False), {**body, "prompt": list(prompt)}, name)
+            # A dot: dashes are for vLLM, which puts them around the name it is given.
+            asked = {**body, "prompt": list(prompt)}
+            served = await proxy.serve(completion_path(chat=False), asked, f"{name}.{number}")
         if served.problem is not None:
             raise UnavailableError(f"request {number} failed: {served.problem}")
         done += 1

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.errors import ConfigError
 
 Weighting = Literal["count_idf", "count", "gate", "binary"]
@@ -240,7 +240,7 @@ def _greedy_layers(
     return order, rhos
 
 
-@njit(fastmath=True)
+@helper(fastmath=True)
 def _bucket_rho(
     values: NDArray[np.float32], truth: NDArray[np.float64], sizes: NDArray[np.int64], sums: NDArray[np.float64]
 ) -> float:

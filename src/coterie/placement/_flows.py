@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -56,7 +56,7 @@ REACHED, LEFT, ENTERED, QUEUE = 0, 1, 2, 3
 NONE where it starts; the slot where it came in; ranks in the order they were reached."""
 
 
-@njit()
+@helper()
 def new_split(slots: int, experts: int, ranks: int) -> Split:
     return Split(
         np.empty(slots, np.int64), np.empty(slots, np.int64), np.empty(experts, np.int64),
@@ -64,7 +64,7 @@ def new_split(slots: int, experts: int, ranks: int) -> Split:
     )  # fmt: skip
 
 
-@njit()
+@helper()
 def link(row: Indices, alive: NDArray[np.bool_], unit: Array, fixed: Array, split: Split) -> None:
     """Start from a row of slot_experts and equal shares."""
     each = len(row) // len(alive)
@@ -87,7 +87,7 @@ def link(row: Indices, alive: NDArray[np.bool_], unit: Array, fixed: Array, spli
             split.busy[rank] += unit[rank, expert] * (split.share[slot] + fixed[expert])
 
 
-@njit()
+@helper()
 def holds(split: Split, expert: int, rank: int, each: int) -> bool:
     slot = split.first[expert]
     while slot >= 0:
@@ -97,7 +97,7 @@ def holds(split: Split, expert: int, rank: int, each: int) -> bool:
     return False
 
 
-@njit()
+@helper()
 def copy_split(split: Split, to: Split) -> None:
     for slot in range(len(split.share)):
         to.expert[slot] = split.expert[slot]
@@ -108,7 +108,7 @@ def copy_split(split: Split, to: Split) -> None:
     copy_shares(split, to)
 
 
-@njit()
+@helper()
 def copy_shares(split: Split, to: Split) -> None:
     for slot in range(len(split.share)):
         to.share[slot] = split.share[slot]
@@ -116,7 +116,7 @@ def copy_shares(split: Split, to: Split) -> None:
         to.busy[rank] = split.busy[rank]
 
 
-@njit()
+@helper()
 def put(split: Split, slot: int, expert: int, unit: Array, fixed: Array) -> None:
     """Overwrite a slot, whose expert must have another; its share goes to the least busy of those."""
     rank = slot // (len(split.expert) // len(split.busy))
@@ -128,7 +128,7 @@ def put(split: Split, slot: int, expert: int, unit: Array, fixed: Array) -> None
     split.busy[rank] += unit[rank, expert] * fixed[expert]
 
 
-@njit()
+@helper()
 def bequeath(split: Split, slot: int, unit: Array) -> int:
     """Give the share of a slot that was unlinked to the least busy other of its expert; its rank, NONE if no share."""
     each = len(split.expert) // len(split.busy)
@@ -147,7 +147,7 @@ def bequeath(split: Split, slot: int, unit: Array) -> int:
     return int(heir // each)
 
 
-@njit()
+@helper()
 def swap(split: Split, one: int, other: int, unit: Array, fixed: Array) -> None:
     """Exchange the experts of two slots; shares go along."""
     each = len(split.expert) // len(split.busy)
@@ -163,7 +163,7 @@ def swap(split: Split, one: int, other: int, unit: Array, fixed: Array) -> None:
     split.share[one], split.share[other] = split.share[other], split.share[one]
 
 
-@njit()
+@helper()
 def unlink(split: Split, slot: int) -> int:
     """Take a slot out of its expert's; the one before it, or NONE, for :func:`relink`."""
     expert = split.expert[slot]
@@ -179,7 +179,7 @@ def unlink(split: Split, slot: int) -> int:
     return before
 
 
-@njit()
+@helper()
 def relink(split: Split, slot: int, before: int) -> None:
     """Undo :func:`unlink`."""
     expert = split.expert[slot]
@@ -190,7 +190,7 @@ def relink(split: Split, slot: int, before: int) -> None:
     split.copies[expert] += 1
 
 
-@njit()
+@helper()
 def link_in(split: Split, slot: int, expert: int) -> None:
     split.expert[slot] = expert
     split.after[slot] = split.first[expert]
@@ -198,7 +198,7 @@ def link_in(split: Split, slot: int, expert: int) -> None:
     split.copies[expert] += 1
 
 
-@njit()
+@helper()
 def relieve(
     split: Split, unit: Array, speeds: Array, limit: float, search: Indices, closed: NDArray[np.bool_]
 ) -> float:
@@ -218,7 +218,7 @@ def relieve(
         _push(split, unit, limit, search, sink)
 
 
-@njit()
+@helper()
 def _reach(split: Split, unit: Array, limit: float, tiny: float, search: Indices, closed: NDArray[np.bool_]) -> int:
     """The nearest rank under the limit that one over it can push to, or NONE."""
     ranks = len(split.busy)
@@ -254,7 +254,7 @@ def _reach(split: Split, unit: Array, limit: float, tiny: float, search: Indices
     return NONE
 
 
-@njit()
+@helper()
 def _push(split: Split, unit: Array, limit: float, search: Indices, sink: int) -> None:
     """As much as the way to `sink` takes. Ranks between keep their seconds; those at its ends do not lose alike."""
     each = len(split.expert) // len(split.busy)
@@ -281,7 +281,7 @@ def _push(split: Split, unit: Array, limit: float, search: Indices, sink: int) -
         rank = origin
 
 
-@njit()
+@helper()
 def least_limit(split: Split, unit: Array, speeds: Array, start: float, search: Indices) -> float:
     """Share the tokens so that the slowest rank is fastest, and its seconds: at least `start`, to begin with.
 
@@ -302,7 +302,7 @@ def least_limit(split: Split, unit: Array, speeds: Array, start: float, search: 
     return limit
 
 
-@njit()
+@helper()
 def separable(split: Split, unit: Array, speeds: Array) -> bool:
     """Whether replicated experts take as long on all their ranks, but for speed: the flow is then exact."""
     each = len(split.expert) // len(split.busy)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.placement._flows import (
     NONE,
     REACHED,
@@ -82,7 +82,7 @@ class Step(NamedTuple):
     """Seconds saved."""
 
 
-@njit()
+@helper()
 def search_layer(row: Indices, layer: Layer, target: float, slots: Indices, experts: Indices, totals: Array) -> int:
     """Write moves in order (slot, expert) and the objective after each; how many. totals[0] is before any move.
 
@@ -117,7 +117,7 @@ def search_layer(row: Indices, layer: Layer, target: float, slots: Indices, expe
         steps += 1
 
 
-@njit()
+@helper()
 def _take(layer: Layer, split: Split, step: Step) -> None:
     if step.slot2 == NONE:
         put(split, step.slot, step.expert, layer.unit, layer.fixed)
@@ -125,7 +125,7 @@ def _take(layer: Layer, split: Split, step: Step) -> None:
         swap(split, step.slot, step.slot2, layer.unit, layer.fixed)
 
 
-@njit()
+@helper()
 def _movement(layer: Layer, arrivals: Array) -> float:
     """Seconds, as the objective counts them."""
     slowest = total = 0.0
@@ -135,7 +135,7 @@ def _movement(layer: Layer, arrivals: Array) -> float:
     return layer.exposed * (slowest + layer.move_price * total)
 
 
-@njit()
+@helper()
 def _arrive(split: Split, slot: int, expert: int, load_in: Array, arrivals: Array) -> None:
     rank = slot // (len(split.share) // len(arrivals))
     arrivals[rank] += load_in[rank, expert]
@@ -143,7 +143,7 @@ def _arrive(split: Split, slot: int, expert: int, load_in: Array, arrivals: Arra
         arrivals[rank] -= load_in[rank, split.expert[slot]]
 
 
-@njit()
+@helper()
 def _price(layer: Layer, arrivals: Array, rank: int, expert: int) -> float:
     """Seconds that loading an expert adds to the objective."""
     before = _movement(layer, arrivals)
@@ -153,14 +153,14 @@ def _price(layer: Layer, arrivals: Array, rank: int, expert: int) -> float:
     return after - before
 
 
-@njit()
+@helper()
 def _spare(split: Split, slot: int, alive: NDArray[np.bool_]) -> bool:
     """Whether the slot may be overwritten."""
     rank = slot // (len(split.share) // len(alive))
     return bool(alive[rank] and (split.after[slot] == TWIN or split.copies[split.expert[slot]] > 1))
 
 
-@njit()
+@helper()
 def _rescue(layer: Layer, split: Split, arrivals: Array, slots: Indices, experts: Indices, totals: Array) -> int:
     """Load experts that no living rank holds into the spare slots of the least busy ranks; how many."""
     each = len(split.share) // len(arrivals)
@@ -183,7 +183,7 @@ def _rescue(layer: Layer, split: Split, arrivals: Array, slots: Indices, experts
     return steps
 
 
-@njit()
+@helper()
 def _best_step(
     layer: Layer, split: Split, trial: Split, whole: Split, search: Indices, other: Indices, arrivals: Array,
     target: float, over: float,
@@ -224,7 +224,7 @@ def _best_step(
     return best
 
 
-@njit()
+@helper()
 def _room(layer: Layer, split: Split, outside: NDArray[np.bool_], target: float) -> Array:
     """[rank] bound on the work that a rank outside could take: what is free and what it shares with other ranks."""
     each = len(split.share) // len(outside)
@@ -240,7 +240,7 @@ def _room(layer: Layer, split: Split, outside: NDArray[np.bool_], target: float)
     return room
 
 
-@njit()
+@helper()
 def _drain(
     layer: Layer, split: Split, trial: Split, inside: NDArray[np.bool_], outside: NDArray[np.bool_], other: Indices,
     target: float, over: float, drains: Array,
@@ -271,7 +271,7 @@ def _drain(
     return best
 
 
-@njit()
+@helper()
 def _takes(
     layer: Layer, split: Split, trial: Split, inside: NDArray[np.bool_], other: Indices, target: float,
     slot: int, expert: int, work: float,
@@ -294,7 +294,7 @@ def _takes(
     return work - left - lost
 
 
-@njit()
+@helper()
 def _best_pair(
     layer: Layer, split: Split, whole: Split, inside: NDArray[np.bool_], other: Indices, arrivals: Array,
     target: float, over: float, worth: float,
@@ -320,7 +320,7 @@ def _best_pair(
     return best
 
 
-@njit()
+@helper()
 def _promising(
     layer: Layer, split: Split, inside: NDArray[np.bool_], target: float, over: float, guess: Array, pairs: Indices
 ) -> None:
@@ -376,4 +376,7 @@ def search_layers(
             if total < best:
                 best = total
                 counts[at] = count
-                slots[at], experts[at], totals[at] = other_slots, other_experts, other_totals
+                for made in range(most):
+                    slots[at, made], experts[at, made] = other_slots[made], other_experts[made]
+                for made in range(most + 1):
+                    totals[at, made] = other_totals[made]

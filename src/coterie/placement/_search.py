@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.placement._flows import NONE
 
 Array = NDArray[np.float64]
@@ -155,13 +155,13 @@ class Best(NamedTuple):
     trail: bool
 
 
-@njit()
+@helper()
 def excess(busy: float, target: float, steep: float) -> float:
     over = busy - target
     return over if over > 0.0 else steep * over * over
 
 
-@njit()
+@helper()
 def slowest(busy: Array) -> float:
     most = busy[0]
     for rank in range(1, len(busy)):
@@ -169,20 +169,20 @@ def slowest(busy: Array) -> float:
     return float(most)
 
 
-@njit()
+@helper()
 def part_of(share: Array, expert: int, replicas: int) -> float:
     last = share.shape[0] - 1
     return float(share[replicas - 1 if replicas <= last else last, expert])
 
 
-@njit()
+@helper()
 def fee_of(load_in: Array, home: NDArray[np.bool_], rank: int, expert: int, fastest: float) -> float:
     if home[rank, expert]:
         return 0.0
     return FAR if load_in[rank, expert] > fastest else 1.0
 
 
-@njit()
+@helper()
 def start(layer: Layer, state: State, base: NDArray[np.int64], row: Ints) -> None:
     """Homes as they are, and a `base` in which second copies on a rank are EMPTY slots."""
     ranks, experts = layer.unit.shape
@@ -199,7 +199,7 @@ def start(layer: Layer, state: State, base: NDArray[np.int64], row: Ints) -> Non
                 state.home[rank, expert] = True
 
 
-@njit()
+@helper()
 def refresh(layer: Layer, state: State, rank: int, fastest: float) -> None:
     """A rank's times and fees anew from its slots: sums never drift."""
     unit, load_in, row, home, part, own, fee = (
@@ -217,7 +217,7 @@ def refresh(layer: Layer, state: State, rank: int, fastest: float) -> None:
     state.busy[rank] = total
 
 
-@njit()
+@helper()
 def apply(layer: Layer, state: State, first: int, second: int, expert: int, fastest: float) -> None:
     per_rank = len(state.row) // len(state.busy)
     rank, was = second // per_rank, state.row[second]
@@ -244,7 +244,7 @@ def apply(layer: Layer, state: State, first: int, second: int, expert: int, fast
             refresh(layer, state, other, fastest)
 
 
-@njit()
+@helper()
 def give_gain(layer: Layer, state: State, slot: int, expert: int, target: float) -> float:
     """Excess that goes away when the slot is given to the expert, which its rank does not have."""
     rank, was, steep = slot // (len(state.row) // len(state.busy)), state.row[slot], DEPTH / target
@@ -268,7 +268,7 @@ def give_gain(layer: Layer, state: State, slot: int, expert: int, target: float)
     return gain
 
 
-@njit(division_raises=False)
+@helper(division_raises=False)
 def look_at_swaps(
     layer: Layer, state: State, scratch: Scratch, rank: int, target: float, fastest: float, best: Action, spare: float
 ) -> Action:
@@ -343,7 +343,7 @@ def look_at_swaps(
     return Action(score, first_best, second_best, EMPTY)
 
 
-@njit()
+@helper()
 def look_at_gifts(
     layer: Layer, state: State, scratch: Scratch, rank: int, target: float, fastest: float, best: Action, spare: float
 ) -> Action:
@@ -403,7 +403,7 @@ def look_at_gifts(
     return Action(score, NONE, slot_best, expert_best)
 
 
-@njit()
+@helper()
 def weigh_replicas(layer: Layer, state: State, scratch: Scratch, rank: int, target: float) -> bool:
     """Fill `relief` and `burden`, as far as a look at the rank needs them; False where no expert has replicas."""
     unit, share, row, held, count, part, busy = (
@@ -441,7 +441,7 @@ def weigh_replicas(layer: Layer, state: State, scratch: Scratch, rank: int, targ
     return True
 
 
-@njit()
+@helper()
 def repair(layer: Layer, state: State, target: float, fastest: float) -> bool:
     """Bring experts that no living rank has to one, and fill EMPTY slots; whether there was anything to do."""
     slots, ranks = len(state.row), len(state.busy)
@@ -477,7 +477,7 @@ def repair(layer: Layer, state: State, target: float, fastest: float) -> bool:
     return done
 
 
-@njit()
+@helper()
 def descend(
     layer: Layer, state: State, scratch: Scratch, best: Best, prices: Prices, target: float, spare: float
 ) -> bool:
@@ -508,7 +508,7 @@ def descend(
             given_up = 0
 
 
-@njit()
+@helper()
 def note(layer: Layer, state: State, best: Best, prices: Prices) -> None:
     """Keep what is better by the objective than all before, or the first; of equals, the one with fewer moves."""
     per_rank = len(state.row) // len(state.busy)
@@ -541,7 +541,7 @@ def note(layer: Layer, state: State, best: Best, prices: Prices) -> None:
         best.rows[at, slot] = state.row[slot]
 
 
-@njit()
+@helper()
 def restore(layer: Layer, state: State, row: NDArray[np.int64], fastest: float) -> None:
     """To a given state of the slots."""
     ranks, experts = layer.unit.shape
@@ -564,7 +564,7 @@ def restore(layer: Layer, state: State, row: NDArray[np.int64], fastest: float) 
         refresh(layer, state, rank, fastest)
 
 
-@njit()
+@helper()
 def save(state: State, row: NDArray[np.int64]) -> None:
     for slot in range(len(row)):
         row[slot] = state.row[slot]

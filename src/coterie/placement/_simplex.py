@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from coterie._numba import njit
+from coterie._numba import helper
 from coterie.placement._flows import NONE, Array, Indices, Split
 
 STALL = 50
@@ -27,7 +27,7 @@ SMALL = 1e-11
 """Slope that counts as none; seconds are scaled so that the busiest rank begins with 1."""
 
 
-@njit()
+@helper()
 def solve_exactly(split: Split, unit: Array, fixed: Array) -> float:
     """Set the best shares; the slowest rank's seconds."""
     ranks, slots = len(split.busy), len(split.share)
@@ -55,7 +55,7 @@ def solve_exactly(split: Split, unit: Array, fixed: Array) -> float:
     return float(split.busy.max())
 
 
-@njit()
+@helper()
 def _gather(split: Split, unit: Array, fixed: Array) -> int:
     """Give each expert's tokens to its replica with the largest share, the key one; the busiest rank then."""
     each = len(split.share) // len(split.busy)
@@ -77,7 +77,7 @@ def _gather(split: Split, unit: Array, fixed: Array) -> int:
     return int(np.argmax(split.busy))
 
 
-@njit()
+@helper()
 def _fill(
     split: Split, unit: Array, busiest: int, scale: float, table: Array, inside: Indices, outside: Indices
 ) -> None:
@@ -114,7 +114,7 @@ def _fill(
         table[busiest, j] = limit
 
 
-@njit()
+@helper()
 def _descend(table: Array, inside: Indices, outside: Indices, goal: int) -> None:
     """Exchange columns for rows until no column lowers the row `goal`, the limit."""
     stalled, lowest = 0, np.inf
@@ -142,7 +142,7 @@ def _descend(table: Array, inside: Indices, outside: Indices, goal: int) -> None
         lowest = min(lowest, table[goal, -1])
 
 
-@njit()
+@helper()
 def _exchange(table: Array, row: int, column: int) -> None:
     pivot = 1.0 / table[row, column]
     for j in range(table.shape[1]):
@@ -156,7 +156,7 @@ def _exchange(table: Array, row: int, column: int) -> None:
                 table[i, j] += slope * table[row, j]
 
 
-@njit()
+@helper()
 def _settle(split: Split, unit: Array, fixed: Array) -> None:
     """Make every expert's shares add up to 1 in spite of rounding, and sum up the ranks' seconds."""
     each = len(split.share) // len(split.busy)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit, side_by_side
+from coterie._numba import helper, njit, side_by_side
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
 from coterie.placement.base import HOST, Load, Moves, Plan
@@ -378,7 +378,7 @@ def _fill(
         )  # fmt: skip
 
 
-@njit()
+@helper()
 def _fill_unit(tokens: Array, alone: Array, known: Array, each: Array, speeds: Array, unit: Array) -> None:
     for rank in range(len(speeds)):
         # A rank that is gone takes no time; nothing may be planned on it.
@@ -391,7 +391,7 @@ def _fill_unit(tokens: Array, alone: Array, known: Array, each: Array, speeds: A
                 row[expert] += known[rank, expert]
 
 
-@njit()
+@helper()
 def _fill_share(
     tokens: Array, alone: Array, touch_s: float, row_s: float, known: Array, each: Array, speeds: Array, share: Array
 ) -> None:
@@ -426,7 +426,11 @@ def _fill_sources(
     """The rank itself, else the first of its node, else the first of all, else the host."""
     ranks, experts = source.shape
     per_rank = len(slot_experts) // ranks
-    first, near = np.full(experts, HOST, np.int16), np.full((nodes[-1] + 1, experts), HOST, np.int16)
+    first, near = np.empty(experts, np.int16), np.empty((nodes[-1] + 1, experts), np.int16)
+    for expert in range(experts):
+        first[expert] = HOST
+    for node in range(len(near)):
+        _copy(near[node], first)
     for slot in range(len(slot_experts) - 1, -1, -1):
         rank = slot // per_rank
         if speeds[rank] > 0.0:
@@ -435,8 +439,8 @@ def _fill_sources(
     for rank in range(ranks):
         at, seconds = source[rank], load_in[rank]
         if rank > 0 and nodes[rank] == nodes[rank - 1]:
-            at[:] = near[nodes[rank]]
-            seconds[:] = load_in[rank - 1]
+            _copy(at, near[nodes[rank]])
+            _copy(seconds, load_in[rank - 1])
         else:
             here = near[nodes[rank]]
             for expert in range(experts):
@@ -444,20 +448,39 @@ def _fill_sources(
                 seconds[expert] = links[0] if close else (links[2] if gone else links[1])
                 if not close:
                     here[expert] = first[expert]
-            at[:] = here
+            _copy(at, here)
     for slot in range(len(slot_experts)):
         if speeds[slot // per_rank] > 0.0:
             source[slot // per_rank, slot_experts[slot]] = slot // per_rank
             load_in[slot // per_rank, slot_experts[slot]] = 0.0
 
 
-@njit()
+@helper()
+def _copy(to: Array | NDArray[np.int16], row: Array | NDArray[np.int16]) -> None:
+    """Not `to[:] = row`: where shapes might differ, the message of that takes seconds to compile."""
+    for at in range(len(to)):
+        to[at] = row[at]
+
+
+@helper()
+def _smallest(values: Array) -> int:
+    """The first of the smallest."""
+    smallest = 0
+    for at in range(1, len(values)):
+        if values[at] < values[smallest]:
+            smallest = at
+    return smallest
+
+
+@helper()
 def _fill_bounds(
     unit: Array, share: Array, each: Array, speeds: Array, by_source: bool, streams: bool, per_rank: int, even: Array,
     reach: Array,
 ) -> None:  # fmt: skip
     ranks, experts = unit.shape
-    work, least = np.full(experts, np.inf), np.full(experts, np.inf)  # at speed 1, and where it is shortest
+    work, least = np.empty(experts), np.empty(experts)  # at speed 1, and where it is shortest
+    for expert in range(experts):
+        work[expert], least[expert] = np.inf, np.inf
     living, pace = 0, 0.0
     for rank in range(ranks):
         if speeds[rank] == 0.0:
@@ -470,22 +493,26 @@ def _fill_bounds(
         for expert in range(experts):
             least[expert] = min(least[expert], row[expert])
             work[expert] = min(work[expert], row[expert] * speeds[rank])
-    longest = 0.0
+    longest, total = 0.0, 0.0
     for expert in range(experts):
-        longest = max(longest, least[expert] * share[:, expert].min())
+        lowest = share[0, expert]
+        for index in range(1, share.shape[0]):
+            lowest = min(lowest, share[index, expert])
+        longest = max(longest, least[expert] * lowest)
+        total += work[expert]
     spare = living * per_rank - experts
     if spare == 0:
         for _ in range(per_rank - 1):  # the shortest ones fill its rank
-            shortest = least.argmin()
+            shortest = _smallest(least)
             longest += least[shortest]
             least[shortest] = np.inf
-    even[0] = work.sum() / pace
+    even[0] = total / pace
     reach[0] = max(even[0], longest)
     if streams and spare > 0:
         reach[0] = _streaming_reach(work, least, share, spare, pace, reach[0])
 
 
-@njit()
+@helper()
 def _streaming_reach(work: Array, least: Array, share: Array, spare: int, pace: float, low: float) -> float:
     """Seconds, at least `low`, below which no ranks of `pace` all together come, since every slot is filled."""
     chords, room = np.empty(len(work)), np.empty(len(work), np.int64)
@@ -503,7 +530,7 @@ def _streaming_reach(work: Array, least: Array, share: Array, spare: int, pace: 
     return low
 
 
-@njit()
+@helper()
 def _fits(
     limit: float, work: Array, least: Array, share: Array, spare: int, pace: float, chords: Array,
     room: NDArray[np.int64],
@@ -529,7 +556,7 @@ def _fits(
         if count < most:
             chords[expert] = (most * row[most - 1] * work[expert] - taken) / (most - count)
     while left > 0:
-        cheapest = chords.argmin()
+        cheapest = _smallest(chords)
         if chords[cheapest] == np.inf:
             break  # more slots than ranks have use for
         more = min(left, room[cheapest])
@@ -570,14 +597,16 @@ def _assess(
         )  # fmt: skip
 
 
-@njit()
+@helper()
 def _assess_layer(
     slot_experts: NDArray[np.int32], unit: Array, share: Array, given: Array, load_in: Array,
     source: NDArray[np.int16], alive: NDArray[np.bool_], busy: Array, arrivals: Array, loads: NDArray[np.int64],
 ) -> None:  # fmt: skip
     ranks, experts = unit.shape
     per_rank = len(slot_experts) // ranks
-    replicas, seen = np.zeros(experts, np.int64), np.full(experts, -1)
+    replicas, seen = np.zeros(experts, np.int64), np.empty(experts, np.int64)
+    for expert in range(experts):
+        seen[expert] = -1
     for slot in range(len(slot_experts)):
         if alive[slot // per_rank]:
             replicas[slot_experts[slot]] += 1
@@ -601,7 +630,7 @@ def _assess_layer(
                 loads[rank] += 1
 
 
-@njit()
+@helper()
 def _part(share: Array, tokens: float) -> float:
     """What a slot with this part of its expert's tokens takes of the whole: `share` [replicas - 1], on straight lines
     between 1, 1/2, 1/3 … of them and 0."""

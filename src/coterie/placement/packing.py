@@ -13,7 +13,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.errors import ConfigError
 from coterie.placement.base import Plan
 from coterie.placement.objective import Problem
@@ -90,7 +90,7 @@ def _pack(
                 out[row, rank * room + place] = kind[row, packed[rank, place]]
 
 
-@njit()
+@helper()
 def _make_room(
     item: int,
     weight: NDArray[np.float64],

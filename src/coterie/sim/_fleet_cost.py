@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.costs.roofline import Roofline
 from coterie.costs.step import ATTENTION_BLOCKS, ATTENTION_TILE, StepModel, attention_work, dense_shapes
 from coterie.errors import ConfigError
@@ -118,13 +118,13 @@ def _attention_numbers(model: StepModel) -> NDArray[np.float64]:
     return np.concatenate([numbers, _law(model.decode_attention), _law(model.prefill_attention)])
 
 
-@njit()
+@helper()
 def _soft_max(a: float, b: float, sharpness: float) -> float:
     top = max(a, b)
     return float(top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1.0 / sharpness))
 
 
-@njit()
+@helper()
 def _blended(a: float, b: float, blend: NDArray[np.float64]) -> float:
     """`_soft_max` by table, since powers would take most of a step."""
     top, low = max(a, b), min(a, b)
@@ -134,7 +134,7 @@ def _blended(a: float, b: float, blend: NDArray[np.float64]) -> float:
     return float(top * (blend[part] + share * (blend[part + np.uint64(1)] - blend[part])))
 
 
-@njit()
+@helper()
 def _roofline_us(law: NDArray[np.float64], nbytes: float, flops: float) -> float:
     return float(law[0] + _soft_max(nbytes / law[1] + 1e-9, flops / law[2] + 1e-9, law[3]))
 
@@ -168,7 +168,7 @@ def _fill_dense(
             out[tokens] += times[at] * _roofline_us(law, nbytes, 2.0 * tokens * n[at] * k[at])
 
 
-@njit()
+@helper()
 def _attention_us(
     a: NDArray[np.float64], decoding: int, decode_context: int, prefill: int, prefill_context: int, prompts: int
 ) -> float:
@@ -190,7 +190,7 @@ def _attention_us(
     return float(total * a[0])
 
 
-@njit()
+@helper()
 def _alone_us(alone: NDArray[np.float64], counts: NDArray[np.uint32]) -> float:
     """Experts of all layers, each by itself. Four sums, since adding waits for the sum before."""
     total, total_1, total_2, total_3 = 0.0, 0.0, 0.0, 0.0
@@ -205,7 +205,7 @@ def _alone_us(alone: NDArray[np.float64], counts: NDArray[np.uint32]) -> float:
     return total + total_1 + (total_2 + total_3)
 
 
-@njit()
+@helper()
 def _touched(row: NDArray[np.uint32]) -> int:
     touched = np.uint32(0)
     for expert in range(len(row)):
@@ -213,7 +213,7 @@ def _touched(row: NDArray[np.uint32]) -> int:
     return int(touched)
 
 
-@njit()
+@helper()
 def _together_us(
     experts: NDArray[np.float64], blend: NDArray[np.float64], counts: NDArray[np.uint32], large: int, rows: int,
     one_tile: bool,
@@ -241,7 +241,7 @@ def _together_us(
     return total, distinct
 
 
-@njit()
+@helper()
 def _ranks_us(
     shape: NDArray[np.int64], layer: NDArray[np.float64], experts: NDArray[np.float64], slots: NDArray[np.int64],
     links: NDArray[np.float64], blend: NDArray[np.float64], counts: NDArray[np.uint32], number: int, tokens: float,
@@ -319,7 +319,7 @@ def fill_bits(cells: NDArray[np.unsignedinteger], bits: NDArray[np.uint64]) -> N
             bits[token, cell >> np.uint64(6)] |= np.uint64(1) << (cell & np.uint64(63))
 
 
-@njit()
+@helper()
 def _ones(word: np.uint64) -> np.uint64:
     """Bits that are set; compilers know this pattern as one instruction."""
     word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
@@ -328,7 +328,7 @@ def _ones(word: np.uint64) -> np.uint64:
     return (word * np.uint64(0x0101010101010101)) >> np.uint64(56)
 
 
-@njit()
+@helper()
 def _count_bits(
     bits: NDArray[np.uint64], starts: NDArray[np.uint64], tokens: int, union: NDArray[np.uint64],
     having: NDArray[np.uint64],

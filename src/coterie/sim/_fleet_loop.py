@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.sim._fleet_cost import MOST_DECODING, decode_us, step_us
 from coterie.sim._prefetch import prefetch
 
@@ -91,7 +91,7 @@ class World(NamedTuple):
     """[place] tokens of a decode step."""
 
 
-@njit()
+@helper()
 def _push(heads: Ints, head: int, queue: int, r: Ints, request: int) -> None:
     """At the end of a queue, whose tail is in the row after its head."""
     r[request, NEXT] = NONE
@@ -102,14 +102,14 @@ def _push(heads: Ints, head: int, queue: int, r: Ints, request: int) -> None:
     heads[head + 1, queue] = request
 
 
-@njit()
+@helper()
 def _pop(heads: Ints, head: int, queue: int, r: Ints) -> int:
     request = heads[head, queue]
     heads[head, queue] = r[request, NEXT]
     return int(request)
 
 
-@njit()
+@helper()
 def _blocks(c: Ints, w: Ints, r: Ints, worker: int, request: int) -> int:
     """Blocks a request needs on a worker: its prompt, and where it decodes its output too."""
     tokens = r[request, PROMPT_TOKENS]
@@ -118,7 +118,7 @@ def _blocks(c: Ints, w: Ints, r: Ints, worker: int, request: int) -> int:
     return int((tokens + c[BLOCK_TOKENS] - 1) // c[BLOCK_TOKENS])
 
 
-@njit()
+@helper()
 def hit_blocks(r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> int:
     """Leading blocks of the prompt that a worker caches."""
     first, last = r[request, BLOCK_FIRST], r[request, BLOCK_END]
@@ -134,7 +134,7 @@ def hit_tokens(c: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker:
     return int(min(hit_blocks(r, cache, blocks, worker, request) * c[BLOCK_TOKENS], r[request, PROMPT_TOKENS] - 1))
 
 
-@njit()
+@helper()
 def _unlink(w: Ints, cache: NDArray[np.int32], worker: int, block: int) -> None:
     older, newer = cache[OLDER, worker, block], cache[NEWER, worker, block]
     cache[NEWER, worker, older] = newer
@@ -142,7 +142,7 @@ def _unlink(w: Ints, cache: NDArray[np.int32], worker: int, block: int) -> None:
     w[EVICTABLE, worker] -= 1
 
 
-@njit()
+@helper()
 def _reserve(c: Ints, w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> bool:
     """Pin the cached prefix and take blocks for the rest, evicting the least recently used; False if they lack."""
     hits = hit_blocks(r, cache, blocks, worker, request)
@@ -171,7 +171,7 @@ def _reserve(c: Ints, w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, 
     return True
 
 
-@njit()
+@helper()
 def _commit(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> None:
     """A computed prompt becomes a prefix others can hit; a block that another computed meanwhile is kept once."""
     first = r[request, BLOCK_FIRST]
@@ -188,7 +188,7 @@ def _commit(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: in
         cache[PINS, worker, block] = pins + 1
 
 
-@njit()
+@helper()
 def _release(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> None:
     """Private blocks are free, shared ones stay until they are evicted, the end of a prompt first."""
     w[KV_USED, worker] -= r[request, PRIVATE]
@@ -205,7 +205,7 @@ def _release(w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: i
             w[EVICTABLE, worker] += 1
 
 
-@njit()
+@helper()
 def _choose_prefiller(c: Ints, w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, request: int) -> int:
     workers, policy = c[PREFILL_WORKERS], c[POLICY]
     if policy == ROUND_ROBIN:
@@ -220,7 +220,7 @@ def _choose_prefiller(c: Ints, w: Ints, r: Ints, cache: NDArray[np.int32], block
     return best
 
 
-@njit()
+@helper()
 def _fits(c: Ints, w: Ints, r: Ints, request: int) -> bool:
     first = c[PREFILL_WORKERS]
     if first > 0 and _blocks(c, w, r, 0, request) > w[CAPACITY, 0]:
@@ -228,7 +228,7 @@ def _fits(c: Ints, w: Ints, r: Ints, request: int) -> bool:
     return bool(_blocks(c, w, r, first, request) <= w[CAPACITY, first])
 
 
-@njit()
+@helper()
 def _arrive(
     c: Ints, w: Ints, r: Ints, rt: Floats, cache: NDArray[np.int32], blocks: Ints, recordings: Ints, request: int,
     now: float,
@@ -254,7 +254,7 @@ def _arrive(
     c[ASKED] += 1
 
 
-@njit()
+@helper()
 def _candidate(c: Ints, r: Ints, recordings: Ints) -> int:
     """In a closed loop: the next request in order that is not in flight as another already; -1 for none."""
     request = c[ARRIVED]
@@ -266,7 +266,7 @@ def _candidate(c: Ints, r: Ints, recordings: Ints) -> int:
     return -1
 
 
-@njit()
+@helper()
 def _next_arrival(c: Ints, f: Floats, r: Ints, rt: Floats, recordings: Ints) -> float:
     """When the next request comes; in a closed loop now, where one is missing and one may come."""
     if c[CLOSED] == 0:
@@ -277,7 +277,7 @@ def _next_arrival(c: Ints, f: Floats, r: Ints, rt: Floats, recordings: Ints) -> 
     return float(f[CLOCK])
 
 
-@njit()
+@helper()
 def _arrivals(
     c: Ints, w: Ints, r: Ints, rt: Floats, cache: NDArray[np.int32], blocks: Ints, recordings: Ints, now: float,
 ) -> bool:  # fmt: skip
@@ -308,13 +308,13 @@ def _arrivals(
     return True
 
 
-@njit()
+@helper()
 def _make_ready(w: Ints, r: Ints, rt: Floats, worker: int, request: int, now: float) -> None:
     rt[request, READY] = now
     _push(w, WAIT_HEAD, worker, r, request)
 
 
-@njit()
+@helper()
 def _drain(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, worker: int, now: float) -> None:
     """Requests handed to a decoder get its memory in order, then their KV is sent."""
     while w[KV_HEAD, worker] >= 0:
@@ -335,7 +335,7 @@ def _drain(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, worker:
         _push(w, SEND_HEAD, sender, r, request)
 
 
-@njit()
+@helper()
 def _place(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, request: int, decoder: int) -> None:
     """Where the router wants it."""
     now, worker = f[CLOCK], c[PREFILL_WORKERS] + decoder
@@ -349,7 +349,7 @@ def _place(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, request
     _drain(c, f, w, wt, r, rt, worker, now)
 
 
-@njit()
+@helper()
 def _finish(
     c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, cache: NDArray[np.int32], blocks: Ints,
     recordings: Ints, worker: int, request: int, now: float,
@@ -371,7 +371,7 @@ def _finish(
         _arrive(c, w, r, rt, cache, blocks, recordings, _pop(recordings, HOLD_HEAD, number, r), now)
 
 
-@njit()
+@helper()
 def _end_decode(
     c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints,
     recordings: Ints, worker: int, now: float,
@@ -397,7 +397,7 @@ def _end_decode(
     w[RUNNING, worker] = kept
 
 
-@njit()
+@helper()
 def _end_mixed(
     c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints,
     recordings: Ints, worker: int, now: float,
@@ -439,13 +439,13 @@ def _end_mixed(
     w[RUNNING, worker] = kept
 
 
-@njit()
+@helper()
 def _count_token(cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], row: int, weight: np.uint32) -> None:
     for at in range(cells.shape[1]):
         counts[cells[row, at]] += weight
 
 
-@njit()
+@helper()
 def _decode_row(r: Ints, request: int) -> int:
     """The recorded token a request decodes next."""
     at, rows = r[request, DECODED], r[request, DECODE_ROWS]
@@ -454,7 +454,7 @@ def _decode_row(r: Ints, request: int) -> int:
     return int(r[request, DECODE_ROW] + at)
 
 
-@njit()
+@helper()
 def _count_chunk(r: Ints, cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], request: int) -> None:
     """Positions `computed` to `computed + chunk` of a prompt that repeats its recorded tokens."""
     rows, chunk = r[request, PROMPT_ROWS], r[request, CHUNK]
@@ -464,7 +464,7 @@ def _count_chunk(r: Ints, cells: NDArray[np.unsignedinteger], counts: NDArray[np
         _count_token(cells, counts, r[request, PROMPT_ROW] + (start + at) % rows, np.uint32(laps + (at < rest)))
 
 
-@njit()
+@helper()
 def _join(w: Ints, r: Ints, run: Ints, worker: int) -> int:
     """Whose KV is on a decoder takes a place; how many did."""
     joined = 0
@@ -477,7 +477,7 @@ def _join(w: Ints, r: Ints, run: Ints, worker: int) -> int:
     return joined
 
 
-@njit()
+@helper()
 def _admit(
     c: Ints, w: Ints, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, now: float
 ) -> bool:
@@ -496,7 +496,7 @@ def _admit(
     return True
 
 
-@njit()
+@helper()
 def _gather(
     c: Ints, w: Ints, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints,
     cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], bits: NDArray[np.uint64], rows: NDArray[np.uint64],
@@ -550,7 +550,7 @@ def _gather(
     return decoding, prefill, prefill_context, prompts
 
 
-@njit()
+@helper()
 def _next_event(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, recordings: Ints) -> float:
     when = _next_arrival(c, f, r, rt, recordings)
     for worker in range(w.shape[1]):
@@ -561,7 +561,7 @@ def _next_event(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, re
     return float(when)
 
 
-@njit()
+@helper()
 def _happen(
     c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints,
     recordings: Ints, now: float,

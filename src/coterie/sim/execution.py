@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit
+from coterie._numba import helper, njit
 from coterie.batching.base import Loads
 from coterie.costs.collectives import Traffic, all_to_all_us
 from coterie.costs.moe import layer_us
@@ -143,7 +143,7 @@ class StepTimer:
         return Execution(model.attention_s(batch) + dense + moe_us * 1e-6, imbalance, distinct)
 
 
-@njit()
+@helper()
 def _exchange_us(links: NDArray[np.float64], rows: float) -> float:
     intra = links[0] + rows * links[1] if links[1] > 0.0 and rows > 0.0 else 0.0
     inter = links[2] + rows * links[3] if links[3] > 0.0 and rows > 0.0 else 0.0

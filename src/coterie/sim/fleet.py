@@ -376,7 +376,7 @@ def _world(
     held[loop.BUSY] = 0
     run = np.zeros((workers, int(w[loop.PLACES].max())), np.int64)
     layers, experts = spec.num_moe_layers, spec.num_experts
-    narrow = narrowest_uint(layers * experts - 1)
+    narrow = narrowest_uint(max(layers * experts - 1, 1 << 8))  # not 8 bits: models have more, so one loop is enough
     cells = np.add(recordings.expert_ids, (np.arange(layers) * experts).astype(narrow)[None, :, None], dtype=narrow)
     counts = np.zeros((layers, experts), np.uint32)
     cells = cells.reshape(len(cells), -1)
