@@ -57,8 +57,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from coterie.costs.presets import step_model
     from coterie.engines.calibrate import describe_software
     from coterie.engines.processes import ServerProcess, free_port
-    from coterie.engines.routed_loop import REFERENCE_SHAPE, DecodeWorker, LoopSettings, predicted_step_ms, run_loop
+    from coterie.engines.routed_loop import DecodeWorker, LoopSettings, run_loop
     from coterie.engines.routed_prediction import predict
+    from coterie.engines.routed_runs import REFERENCE_SHAPE, predicted_step_ms
     from coterie.engines.tiny import tiny_model_path
     from coterie.engines.vllm.settings import ConnectorSettings
     from coterie.footprints.step_log import ROWS
@@ -99,7 +100,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         result = asyncio.run(run_loop([servers[0].url], workers[1:], prompts, settings, report))
     model = step_model(get_model(REFERENCE_SHAPE), "h200")
     line, predictions = predict(result, model_from_config(tiny_model_path()), settings)
-    rows, first = [], result.runs[0]
+    rows = []
     for one, said in zip(result.runs, predictions, strict=True):
         rows.append(
             {
@@ -108,12 +109,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "distinct_per_step": round(one.distinct_per_step, 3),
                 "distinct_by_token": round(one.distinct_by_token, 3),
                 "saving_pct": round(result.saving_pct(one), 2),
-                "saving_by_token_pct": round(100 * (1 - one.distinct_by_token / first.distinct_by_token), 2),
+                "saving_by_token_pct": round(result.saving_by_token_pct(one), 2),
                 "saving_at_equal_rows_pct": round(result.saving_at_equal_rows_pct(one), 2),
                 "against_random": round(result.against_random(one), 4),
                 "steps_by_rows": np.bincount(one.steps[:, ROWS].astype(np.int64)).tolist(),
                 "predicted_h200_step_ms": round(
-                    predicted_step_ms(one.distinct_per_step, one.rows_per_step, result.context, model), 4
+                    predicted_step_ms(one.distinct_by_token, one.rows_by_token, result.context, model), 4
                 ),
                 "wall_s": round(one.wall_s, 2), "per_worker": one.per_worker,
                 "footprints": one.counts.footprints, "incomplete": one.counts.incomplete,

@@ -12,8 +12,9 @@ pytest.importorskip("aiohttp")
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch
 from coterie.engines.routed_fleet import FleetCounts, Served
-from coterie.engines.routed_loop import REFERENCE_SHAPE, LoopResult, RouterRun, predicted_step_ms, whole_blocks
+from coterie.engines.routed_loop import whole_blocks
 from coterie.engines.routed_prediction import StepLine, line_model, step_line
+from coterie.engines.routed_runs import REFERENCE_SHAPE, LoopResult, RouterRun, predicted_step_ms
 from coterie.models import get_model
 from coterie.wire.expert_events import RequestExperts
 

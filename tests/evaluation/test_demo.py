@@ -41,7 +41,7 @@ def test_the_loop_on_a_few_requests(tmp_path: Path):
     assert result.same_tokens
     assert result.calibrated + result.served <= 40
     first = result.rows[0]
-    assert (first.saving_pct, first.equal_rows_pct) == pytest.approx((0, 0), abs=1e-9)
+    assert (first.saving_pct, first.by_token_pct, first.equal_rows_pct) == pytest.approx((0, 0, 0), abs=1e-9)
     for row in result.rows:
         assert sum(row.requests) == result.served
         assert len(row.requests) == 3

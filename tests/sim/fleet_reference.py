@@ -169,9 +169,9 @@ class Reference:
         if self.config.prefill_policy == "round_robin":
             chosen, self.turn = self.turn, (self.turn + 1) % self.config.prefill_workers
         else:
-            cached = self.config.prefill_policy == "most_cached"
+            cached = self.config.prefill_policy == "soonest"
             hits = [self.hit_tokens(self.engines[n], one) if cached else 0 for n in prefillers]
-            chosen = min(prefillers, key=lambda n: (-hits[n], self.engines[n].queued_tokens, n))
+            chosen = min(prefillers, key=lambda n: (self.engines[n].queued_tokens - hits[n], n))
         one.prefiller = chosen
         self.engines[chosen].queued_tokens += one.prompt
         self.engines[chosen].waiting.append(one)

@@ -83,7 +83,7 @@ def cases(draw: st.DrawFn) -> tuple[FleetRequests, FleetConfig, int, str]:
         places=draw(st.integers(1, 4)), prefill_places=draw(st.integers(1, 3)),
         chunk_tokens=draw(st.sampled_from([4, 17, 64])), kv_tokens=draw(st.sampled_from([None, 64, 160])),
         prefill_kv_tokens=draw(st.sampled_from([None, 48, 128])), link=draw(st.sampled_from([None, LINK])),
-        prefill_policy=draw(st.sampled_from(["most_cached", "least_queued", "round_robin"])),
+        prefill_policy=draw(st.sampled_from(["soonest", "least_queued", "round_robin"])),
         step_overhead_s=draw(st.sampled_from([0.0, 1e-4])), schedule_ahead=draw(st.booleans()),
     )  # fmt: skip
     return requests, config, in_flight, draw(st.sampled_from(["postpone", "allow"]))
@@ -251,6 +251,21 @@ def test_a_shared_prefix_is_computed_once():
     assert run.step_prefill.sum() == 32 + 8
 
 
+def test_prompts_that_begin_alike_do_not_all_queue_at_one_worker():
+    """One block of 16 tokens in common, 48 of their own: a cache is worth its tokens, and no more."""
+    count = 40
+    own = 1 + np.arange(3 * count).reshape(count, 3)
+    blocks = np.concatenate([np.zeros((count, 1), np.int64), own], axis=1).ravel()
+    requests = FleetRequests(
+        recordings(np.random.default_rng(0), count), np.arange(count), np.full(count, 64), np.full(count, 2),
+        np.arange(count) * 1e-6, 4 * np.arange(count + 1), blocks, 16,
+    )  # fmt: skip
+    run = run_fleet(requests, MODEL, Emptiest(), FleetConfig(prefill_workers=4), check=True)
+    each = np.bincount(run.prefiller, minlength=4)
+    assert each.sum() == count
+    assert each.max() - each.min() <= 2
+
+
 def closed(count: int, places: int, number: int = 40) -> tuple[FleetRequests, FleetConfig]:
     rng = np.random.default_rng(1)
     made = recordings(rng, number, longest=40)
@@ -381,7 +396,7 @@ def test_bad_input_is_named():
         FleetConfig(both=True, prefill_workers=1)
     with pytest.raises(ConfigError, match="chunk_tokens=4 must be at least places=8"):
         FleetConfig(both=True, places=8, chunk_tokens=4)
-    with pytest.raises(ConfigError, match="prefill_policy='best' must be one of most_cached"):
+    with pytest.raises(ConfigError, match="prefill_policy='best' must be one of soonest"):
         FleetConfig(prefill_policy="best")  # type: ignore[arg-type]
     twice = FleetRequests(
         requests.recordings, np.zeros(1, np.int64), np.array([32]), np.array([1]), np.zeros(1), np.array([0, 2]),

@@ -40,26 +40,26 @@ def demo_command(
     )
     print_table(
         "The same requests under three routers",
-        ["router", "distinct", "fewer", "at equal batch", "batch", "steps", "H200 ms", "CPU ms"],
+        ["router", "distinct", "fewer", "by token", "equal rows", "rows", "H200 ms", "CPU ms"],
         [
-            [r.router, r.distinct_experts, f"{r.saving_pct:.1f}%", f"{r.equal_rows_pct:.1f}%", r.rows_per_step, r.steps,
-             r.h200_ms, r.cpu_ms]
+            [r.router, r.distinct_experts, f"{r.saving_pct:.1f}%", f"{r.by_token_pct:.1f}%", f"{r.equal_rows_pct:.1f}%",
+             r.rows_per_step, r.h200_ms, r.cpu_ms]
             for r in result.rows
         ],
         note="distinct: experts of a layer that a decode step touches, counted in the workers; fewer: than under "
-        "round robin, and without what smaller batches alone would save; batch: requests in a step; H200 ms: a step of "
-        f"such batches, predicted in the shape of {result.shape} (32 experts a layer, 4 a token, as here); CPU ms: "
-        "measured here",
+        "round robin, over steps, over the steps that tokens are in, and between steps of as many rows; rows: requests "
+        f"in a step; H200 ms: of the step a token is in, predicted in the shape of {result.shape} (32 experts a layer, "
+        "4 a token, as here); CPU ms: measured here",
     )
     best = result.rows[-1]
     faster_pct = 100 * (1 - best.h200_ms / result.rows[0].h200_ms)
     same = "the same tokens" if result.same_tokens else "[bold red]not[/] the same tokens"
     out.print(
         f"\nEvery request was answered with {same} under all routers ({result.output_tokens:,} tokens).\n"
-        "Decode streams the weights of every distinct expert. A step of "
-        f"{best.router} touches {best.saving_pct:.1f}% fewer\n({best.equal_rows_pct:.1f}% at equal batch) and takes "
-        f"{faster_pct:.1f}% less time on an {result.hardware}, by the calibrated "
-        f"cost model.\n\nFigure: {escape(result.figure)} ({result.wall_s:.0f} s in all)\nNext: [cyan]coterie "
+        "Decode streams the weights of every distinct expert. The step a token is in touches "
+        f"{best.by_token_pct:.1f}% fewer under {best.router}\n({best.equal_rows_pct:.1f}% at equal rows) and takes "
+        f"{faster_pct:.1f}% less time on an {result.hardware}, by the calibrated cost model.\n\n"
+        f"Figure: {escape(result.figure)} ({result.wall_s:.0f} s in all)\nNext: [cyan]coterie "
         "record[/] your own server, [cyan]coterie fit[/] a router, [cyan]coterie inspect[/] a trace.\nEvery verb has "
         "[cyan]--help[/].",
         highlight=False,

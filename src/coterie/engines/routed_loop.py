@@ -16,25 +16,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from coterie.costs.presets import step_model
-from coterie.costs.step import Batch, StepModel
 from coterie.engines.http_client import completion_path, served_model
-from coterie.engines.routed_fleet import FleetCounts, RoutedFleet, Served, WorkerClient
+from coterie.engines.routed_fleet import RoutedFleet, Served, WorkerClient
+from coterie.engines.routed_runs import REFERENCE_SHAPE, LoopResult, RouterRun
 from coterie.engines.vllm.subscriber import Subscriber
 from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.footprints import footprint
 from coterie.footprints.slots import SlotStore
-from coterie.footprints.step_log import COLUMNS, DISTINCT, ROWS, SECONDS, Steps
+from coterie.footprints.step_log import COLUMNS, ROWS, Steps
 from coterie.models import get_model
 from coterie.prompts import Prompt
 from coterie.routing import FittedRouting, LatencyAware, Router, StepPrices, routers
@@ -50,8 +48,6 @@ EVENTS_S = 20.0
 """How long the last expert event may take."""
 RECORDING = "recording"
 """Stands for the router's name in the run that is fitted on."""
-REFERENCE_SHAPE = "gpt-oss-20b"
-"""Its layers have 32 experts and take 4, as coterie-tiny's: what is counted in those is what these would stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,59 +57,6 @@ class DecodeWorker:
     """ZMQ endpoint of its expert events."""
     store: Path | None = None
     """vLLM: file of its slot store. A reference worker counts in /metrics."""
-
-
-class RouterRun(NamedTuple):
-    """One router's run; made by :func:`serve`."""
-
-    router: str
-    log: list[NDArray[np.float64]]
-    """[worker] its decode steps, a row each (:mod:`coterie.footprints.step_log`)."""
-    wall_s: float
-    served: list[Served]
-    counts: FleetCounts
-
-    @property
-    def requests(self) -> int:
-        return len(self.served)
-
-    @property
-    def answers(self) -> list[list[int]]:
-        """[request] token ids."""
-        return [one.tokens for one in self.served]
-
-    @property
-    def output_tokens(self) -> int:
-        return sum(map(len, self.answers))
-
-    @property
-    def per_worker(self) -> list[int]:
-        """[worker] requests."""
-        return [sum(one.decoder == worker for one in self.served) for worker in range(len(self.log))]
-
-    @property
-    def steps(self) -> NDArray[np.float64]:
-        """Decode steps of all workers."""
-        return np.concatenate(self.log)
-
-    @property
-    def rows_per_step(self) -> float:
-        return float(self.steps[:, ROWS].mean())
-
-    @property
-    def distinct_per_step(self) -> float:
-        """Distinct experts of a layer in a decode step, mean over layers, steps and workers."""
-        return float(self.steps[:, DISTINCT].mean())
-
-    @property
-    def distinct_by_token(self) -> float:
-        """The same as tokens see it: a step counts once for each of its rows."""
-        return float(np.average(self.steps[:, DISTINCT], weights=self.steps[:, ROWS]))
-
-    @property
-    def step_ms(self) -> float | None:
-        """Mean of the forward passes as the workers measured them; None where they do not."""
-        return 1e3 * float(self.steps[:, SECONDS].mean()) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,56 +88,6 @@ class LoopSettings:
             raise ConfigError(f"calibrate={self.calibrate} must be between 0 and 1")
         for name in self.routers:
             _ = routers[name]  # an unknown one raises, with those that are known
-
-
-class LoopResult(NamedTuple):
-    runs: list[RouterRun]
-    calibrated: int
-    """Requests the router was fitted on."""
-    fitted: FittedRouting
-    fit_s: float
-    context: float
-    """Cached tokens of a request in the middle of its answer, on average."""
-    recorded: RouterRun
-    """Of the requests the router was fitted on, under round robin."""
-    events: list[RequestExperts | None]
-    """[request] what the first run's workers told of each served one; None of answers of one token."""
-
-    def saving_pct(self, run: RouterRun) -> float:
-        """Distinct experts per step below the first run's."""
-        return 100 * (1 - run.distinct_per_step / self.runs[0].distinct_per_step)
-
-    @property
-    def usual(self) -> NDArray[np.float64]:
-        """[layer, expert] probability that a token of a served request activates it, mean over requests."""
-        shares = []
-        for event in self.events:
-            if event is not None:
-                ids = event.ids()[event.prompt_tokens :]
-                shares.append(footprint(ids, event.num_experts) / len(ids))
-        return np.asarray(np.mean(shares, axis=0), np.float64)
-
-    def against_random(self, run: RouterRun) -> float:
-        """Distinct experts of the run's steps over those that requests put together at random would touch.
-
-        A step of n such requests touches sum(1 - (1 - usual)^n) experts, here for the very rows of every step: small
-        steps touch fewer experts whichever requests are in them, and routers differ in how even they are.
-        """
-        sizes, steps = np.unique(run.steps[:, ROWS], return_counts=True)
-        usual = self.usual
-        random = [(1 - (1 - usual) ** size).sum(axis=1).mean() for size in sizes]
-        return float(run.steps[:, DISTINCT].sum() / (steps @ random))
-
-    def saving_at_equal_rows_pct(self, run: RouterRun) -> float:
-        """Distinct experts below the first run's, at the rows of every step; see :meth:`against_random`."""
-        return 100 * (1 - self.against_random(run) / self.against_random(self.runs[0]))
-
-    def differing(self) -> int:
-        """Requests that some router's run answered with other tokens than the first's."""
-        return sum(
-            any(run.answers[request] != first for run in self.runs[1:])
-            for request, first in enumerate(self.runs[0].answers)
-        )
 
 
 async def run_loop(
@@ -257,30 +150,6 @@ def make_router(name: str, fitted: FittedRouting, in_flight: int) -> Router:
             prices.output_tokens,
         )  # fmt: skip
     return make(**settings)
-
-
-def predicted_step_ms(distinct: float, rows: float, context: float, model: StepModel) -> float:
-    """Of a decode step of `rows` requests with `context` cached tokens each, so many experts touched in every layer.
-
-    Between whole numbers of experts and rows, on the straight line between their times.
-    """
-    spec = model.spec
-
-    def at(active: int, requests: int) -> float:
-        load = np.zeros((spec.num_moe_layers, spec.num_experts), np.int64)
-        active = min(max(active, spec.top_k), requests * spec.top_k, spec.num_experts)
-        share, more = divmod(requests * spec.top_k, active)
-        load[:, :active] = share
-        load[:, :more] += 1
-        return 1e3 * model.step(load, Batch(decode_requests=requests, decode_context=round(requests * context))).total_s
-
-    def between(low: float, high: float, at: float) -> float:
-        return low + (high - low) * (at - math.floor(at))
-
-    def of(requests: int) -> float:
-        return between(at(math.floor(distinct), requests), at(math.floor(distinct) + 1, requests), distinct)
-
-    return between(of(max(1, math.floor(rows))), of(max(1, math.floor(rows)) + 1), max(rows, 1.0))
 
 
 async def tokenise(

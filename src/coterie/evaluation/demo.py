@@ -22,14 +22,8 @@ from matplotlib.figure import Figure
 
 from coterie.costs.presets import step_model
 from coterie.engines.processes import ServerProcess
-from coterie.engines.routed_loop import (
-    REFERENCE_SHAPE,
-    DecodeWorker,
-    LoopResult,
-    LoopSettings,
-    predicted_step_ms,
-    run_loop,
-)
+from coterie.engines.routed_loop import DecodeWorker, LoopSettings, run_loop
+from coterie.engines.routed_runs import REFERENCE_SHAPE, LoopResult, predicted_step_ms
 from coterie.engines.tiny import TINY
 from coterie.engines.worker.embedded import embedded_worker
 from coterie.errors import ConfigError
@@ -54,14 +48,16 @@ class DemoRow(NamedTuple):
     """Of a layer in a decode step, mean over layers, steps and workers."""
     saving_pct: float
     """Fewer than under round robin."""
+    by_token_pct: float
+    """The same of the steps that tokens are in: a step counts once for each of its rows."""
     equal_rows_pct: float
     """The same of steps with as many rows each."""
     steps: int
     rows_per_step: float
     h200_ms: float
-    """Predicted decode step on an H200, in the reference shape."""
+    """A token's decode step on an H200, in the reference shape, predicted."""
     cpu_ms: float
-    """Decode step here: CPU time as the workers measured it."""
+    """A token's decode step here: CPU time as the workers measured it."""
     requests: list[int]
     """[worker]"""
 
@@ -133,9 +129,9 @@ def _rows(result: LoopResult) -> list[DemoRow]:
     model = step_model(get_model(REFERENCE_SHAPE), "h200")
     return [
         DemoRow(
-            run.router, run.distinct_per_step, result.saving_pct(run), result.saving_at_equal_rows_pct(run),
-            len(run.steps), run.rows_per_step,
-            predicted_step_ms(run.distinct_per_step, run.rows_per_step, result.context, model),
+            run.router, run.distinct_per_step, result.saving_pct(run), result.saving_by_token_pct(run),
+            result.saving_at_equal_rows_pct(run), len(run.steps), run.rows_per_step,
+            predicted_step_ms(run.distinct_by_token, run.rows_by_token, result.context, model),
             run.step_ms or 0.0, run.per_worker,
         )
         for run in result.runs
@@ -156,7 +152,7 @@ def _draw(figure: Figure, theme: Theme, rows: list[DemoRow]) -> None:
     )
     for shift, (label, color, values) in zip((-0.2, 0.2), shares, strict=True):
         _bars(right, at + shift, values, 0.38, color, "{:.0f}", label)
-    right.set(title="Time of a decode step", ylabel="% of round robin", ylim=(0, 135))
+    right.set(title="Time of a token's decode step", ylabel="% of round robin", ylim=(0, 135))
     right.legend(loc="upper center", ncols=2, fontsize=8)
     for axes in (left, right):
         axes.set_xticks(at, names)

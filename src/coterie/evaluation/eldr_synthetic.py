@@ -169,7 +169,7 @@ def serve_prefixes(seed: int, data: Path, requests: int, names: tuple[str, ...] 
     rate = CACHE_DECODERS * CACHE_EACH / (tokens * base.step_ms * 1e-3)
     drawn = draw_requests(bench.requests.recordings, requests, np.random.default_rng([seed, 8]), arrivals, rate,
                           LONGEST_PROMPT)  # fmt: skip
-    # Not "most_cached": Mooncake's prompts begin alike, and all would queue where the first of them was computed.
+    # By load alone, with caches and without: what prefill does then changes by what it finds, not by where it goes.
     config = FleetConfig(decode_workers=CACHE_DECODERS, prefill_workers=CACHE_PREFILLERS, places=bench.config.places,
                          prefill_policy="least_queued")  # fmt: skip
     found, shares, waits, load = [], [], [], 0.0

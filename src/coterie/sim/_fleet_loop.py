@@ -30,7 +30,7 @@ ABSENT, QUEUED, PREFILLING, HANDED, DECODING, DONE, DROPPED = 0, 1, 2, 3, 4, 5, 
 """Phases of requests; `HANDED` from the end of prefill until it runs on its decoder."""
 DECIDE, GROW, ENDED, DUPLICATE = 0, 1, 2, 3
 """Why the loop came back."""
-MOST_CACHED, LEAST_QUEUED, ROUND_ROBIN = 0, 1, 2
+SOONEST, LEAST_QUEUED, ROUND_ROBIN = 0, 1, 2
 """Prefill policies."""
 REFUSE, POSTPONE, ALLOW = 0, 1, 2
 """What to do with a request whose recording is in flight."""
@@ -212,11 +212,13 @@ def _choose_prefiller(c: Ints, w: Ints, r: Ints, cache: NDArray[np.int32], block
         turn = c[TURN]
         c[TURN] = (turn + 1) % workers
         return int(turn)
-    best, best_hits = 0, NONE
+    best, least = 0, np.int64(0)
     for worker in range(workers):
-        hits = np.int64(hit_tokens(c, r, cache, blocks, worker, request)) if policy == MOST_CACHED else np.int64(0)
-        if hits > best_hits or (hits == best_hits and w[QUEUED_TOKENS, worker] < w[QUEUED_TOKENS, best]):
-            best, best_hits = worker, hits
+        tokens = w[QUEUED_TOKENS, worker]
+        if policy == SOONEST:
+            tokens -= hit_tokens(c, r, cache, blocks, worker, request)
+        if worker == 0 or tokens < least:
+            best, least = worker, tokens
     return best
 
 

@@ -34,7 +34,7 @@ from coterie.sim.fleet_metrics import FleetRun
 from coterie.sim.fleet_requests import FleetRequests
 from coterie.types import Link, Placement, narrowest_uint
 
-PrefillPolicy = Literal["most_cached", "least_queued", "round_robin"]
+PrefillPolicy = Literal["soonest", "least_queued", "round_robin"]
 Duplicates = Literal["refuse", "postpone", "allow"]
 UNBOUNDED = 1 << 40
 FIRST_STEPS = 1 << 14
@@ -60,9 +60,9 @@ class FleetConfig:
     """KV memory of a prefill worker, cached prefixes included."""
     link: Link | None = None
     """From a prefill worker to any decoder, one request at a time; None takes no time."""
-    prefill_policy: PrefillPolicy = "most_cached"
-    """Who computes a prompt: the worker with most of it cached and of those the one with fewest tokens to compute, the
-    latter alone, or each in turn."""
+    prefill_policy: PrefillPolicy = "soonest"
+    """Who computes a prompt: the worker that would have fewest tokens to compute with it, those it has cached left out;
+    the one with fewest before it came; or each in turn."""
     step_overhead_s: float = 0.0
     """Added to every step: what the engine's host does between two."""
     schedule_ahead: bool = False

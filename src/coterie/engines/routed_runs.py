@@ -1,0 +1,162 @@
+"""What became of a routed fleet's runs: distinct experts of their steps, and what routers save.
+
+Routers differ in how evenly they spread requests. Small steps touch few experts whichever requests are in them, and in
+a mean over steps they count as much as large ones: so savings are given by token and at equal rows as well.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.costs.step import Batch, StepModel
+from coterie.engines.routed_fleet import FleetCounts, Served
+from coterie.footprints import footprint
+from coterie.footprints.step_log import DISTINCT, ROWS, SECONDS
+from coterie.routing import FittedRouting
+from coterie.wire.expert_events import RequestExperts
+
+REFERENCE_SHAPE = "gpt-oss-20b"
+"""Its layers have 32 experts and take 4, as coterie-tiny's: what is counted in those is what these would stream."""
+
+
+class RouterRun(NamedTuple):
+    """One router's run; made by :func:`coterie.engines.routed_loop.serve`."""
+
+    router: str
+    log: list[NDArray[np.float64]]
+    """[worker] its decode steps, a row each (:mod:`coterie.footprints.step_log`)."""
+    wall_s: float
+    served: list[Served]
+    counts: FleetCounts
+
+    @property
+    def requests(self) -> int:
+        return len(self.served)
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """[request] token ids."""
+        return [one.tokens for one in self.served]
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+    @property
+    def per_worker(self) -> list[int]:
+        """[worker] requests."""
+        return [sum(one.decoder == worker for one in self.served) for worker in range(len(self.log))]
+
+    @property
+    def steps(self) -> NDArray[np.float64]:
+        """Decode steps of all workers."""
+        return np.concatenate(self.log)
+
+    @property
+    def rows_per_step(self) -> float:
+        return float(self.steps[:, ROWS].mean())
+
+    @property
+    def distinct_per_step(self) -> float:
+        """Distinct experts of a layer in a decode step, mean over layers, steps and workers."""
+        return float(self.steps[:, DISTINCT].mean())
+
+    @property
+    def distinct_by_token(self) -> float:
+        """The same as tokens see it: a step counts once for each of its rows."""
+        return self._by_token(DISTINCT)
+
+    @property
+    def rows_by_token(self) -> float:
+        return self._by_token(ROWS)
+
+    @property
+    def step_ms(self) -> float | None:
+        """Forward pass of a token's step, as the workers measured it; None where they do not."""
+        return 1e3 * self._by_token(SECONDS) or None
+
+    def _by_token(self, column: int) -> float:
+        steps = self.steps
+        return float(np.average(steps[:, column], weights=steps[:, ROWS]))
+
+
+class LoopResult(NamedTuple):
+    runs: list[RouterRun]
+    calibrated: int
+    """Requests the router was fitted on."""
+    fitted: FittedRouting
+    fit_s: float
+    context: float
+    """Cached tokens of a request in the middle of its answer, on average."""
+    recorded: RouterRun
+    """Of the requests the router was fitted on, under round robin."""
+    events: list[RequestExperts | None]
+    """[request] what the first run's workers told of each served one; None of answers of one token."""
+
+    def saving_pct(self, run: RouterRun) -> float:
+        """Distinct experts per step below the first run's."""
+        return 100 * (1 - run.distinct_per_step / self.runs[0].distinct_per_step)
+
+    def saving_by_token_pct(self, run: RouterRun) -> float:
+        """The same of the steps that tokens are in."""
+        return 100 * (1 - run.distinct_by_token / self.runs[0].distinct_by_token)
+
+    @property
+    def usual(self) -> NDArray[np.float64]:
+        """[layer, expert] probability that a token of a served request activates it, mean over requests."""
+        shares = []
+        for event in self.events:
+            if event is not None:
+                ids = event.ids()[event.prompt_tokens :]
+                shares.append(footprint(ids, event.num_experts) / len(ids))
+        return np.asarray(np.mean(shares, axis=0), np.float64)
+
+    def against_random(self, run: RouterRun) -> float:
+        """Distinct experts of the run's steps over those that requests put together at random would touch.
+
+        A step of n such requests touches sum(1 - (1 - usual)^n) experts, here for the very rows of every step: small
+        steps touch fewer experts whichever requests are in them, and routers differ in how even they are.
+        """
+        sizes, steps = np.unique(run.steps[:, ROWS], return_counts=True)
+        usual = self.usual
+        random = [(1 - (1 - usual) ** size).sum(axis=1).mean() for size in sizes]
+        return float(run.steps[:, DISTINCT].sum() / (steps @ random))
+
+    def saving_at_equal_rows_pct(self, run: RouterRun) -> float:
+        """Distinct experts below the first run's, at the rows of every step; see :meth:`against_random`."""
+        return 100 * (1 - self.against_random(run) / self.against_random(self.runs[0]))
+
+    def differing(self) -> int:
+        """Requests that some router's run answered with other tokens than the first's."""
+        return sum(
+            any(run.answers[request] != first for run in self.runs[1:])
+            for request, first in enumerate(self.runs[0].answers)
+        )
+
+
+def predicted_step_ms(distinct: float, rows: float, context: float, model: StepModel) -> float:
+    """Of a decode step of `rows` requests with `context` cached tokens each, so many experts touched in every layer.
+
+    Between whole numbers of experts and rows, on the straight line between their times.
+    """
+    spec = model.spec
+
+    def at(active: int, requests: int) -> float:
+        load = np.zeros((spec.num_moe_layers, spec.num_experts), np.int64)
+        active = min(max(active, spec.top_k), requests * spec.top_k, spec.num_experts)
+        share, more = divmod(requests * spec.top_k, active)
+        load[:, :active] = share
+        load[:, :more] += 1
+        return 1e3 * model.step(load, Batch(decode_requests=requests, decode_context=round(requests * context))).total_s
+
+    def between(low: float, high: float, at: float) -> float:
+        return low + (high - low) * (at - math.floor(at))
+
+    def of(requests: int) -> float:
+        return between(at(math.floor(distinct), requests), at(math.floor(distinct) + 1, requests), distinct)
+
+    return between(of(max(1, math.floor(rows))), of(max(1, math.floor(rows)) + 1), max(rows, 1.0))
