@@ -99,6 +99,10 @@ def test_a_line_is_found_again_and_idle_time_is_left_out():
     line = step_line(run)
     assert (line.fixed_s, line.row_s, line.steps) == (pytest.approx(2), pytest.approx(1), 6)
     assert line.speeds == pytest.approx((1,))
+    within = sum(rows * (2 + rows) for rows in (1, 3, 2, 3))
+    assert line.outside_s == max(0, ends[-1] - within)
+    waited = run._replace(served=[served_by(0, 0.0, ends[-1]), served_by(0, 100.0, 100.0 + ends[-1] + 60.0)])
+    assert step_line(waited).outside_s == pytest.approx((2 * ends[-1] + 60.0 - 2 * within) / 2)
 
 
 def test_a_worker_that_is_twice_as_fast_is_found():
@@ -113,7 +117,7 @@ def test_a_worker_that_is_twice_as_fast_is_found():
 
 @given(st.floats(1e-4, 1.0), st.floats(0.0, 0.1), st.integers(1, 20))
 def test_a_line_model_takes_what_the_line_says(fixed, row, rows):
-    model = line_model(get_model(REFERENCE_SHAPE), StepLine(fixed, row, (1.0,), 2))
+    model = line_model(get_model(REFERENCE_SHAPE), StepLine(fixed, row, (1.0,), 0.0, 2))
     load = np.zeros((model.spec.num_moe_layers, model.spec.num_experts), np.int64)
     load[:, : model.spec.top_k] = rows
     seconds = model.step(load, Batch(decode_requests=rows, decode_context=0)).total_s

@@ -2,11 +2,11 @@
 
 Calibrated in place: how long a decode step of n rows takes on these workers is read from their logs of the recording,
 other requests than those that are predicted, and drawn as a straight line; some workers may be faster than it. Whatever
-shares the machine with them is in that line, so it holds while as much is going on. Then every router serves the test
-requests in :func:`coterie.sim.fleet.run_fleet`, each token with the experts that it really had. Prefill is left out: as
-many requests are in flight as the run had on its decoders, on average, which is taken from it as arrival times would
-be. Wrong where steps of one size take very different times, and where requests wait long between the proxy and the step
-that takes them in.
+shares the machine with them is in that line, so it holds while as much is going on. What a request spent on its decoder
+but in no step is a mean of the recording too. Then every router serves the test requests in
+:func:`coterie.sim.fleet.run_fleet`, each token with the experts that it really had. Prefill is left out: as many
+requests are in flight as the run had on its decoders, on average, which is taken from it as arrival times would be.
+Wrong where steps of one size take very different times, and where what else the machine does changes.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class StepLine(NamedTuple):
     row_s: float
     speeds: tuple[float, ...]
     """[worker] by which its steps are faster than the line says."""
+    outside_s: float
+    """Of a request on its decoder, in no step: on its way, its KV loaded, its answer sent."""
     steps: int
     """It was drawn through."""
 
@@ -88,10 +90,19 @@ def step_line(run: RouterRun) -> StepLine:
     slope, fixed = np.polyfit(rows, seconds, 1) if len(set(rows)) > 1 else (0.0, seconds.mean())
     if not (slope >= 0 and fixed >= 0):
         slope, fixed = 0.0, seconds.mean()
-    said, each = fixed + slope * rows, range(len(run.log))
-    speeds = tuple(float(said[worker == one].sum() / seconds[worker == one].sum()) if one in worker else 1.0
-                   for one in each)  # fmt: skip
-    return StepLine(float(fixed), float(slope), speeds, len(found))
+    said = fixed + slope * rows
+    speeds, within = [], 0.0
+    for one, log in enumerate(run.log):
+        mine = worker == one
+        speeds.append(float(said[mine].sum() / seconds[mine].sum()) if mine.any() else 1.0)
+        within += float((log[:, ROWS] * (fixed + slope * log[:, ROWS])).sum()) / speeds[-1]
+    outside = max(0.0, sum(_decoding_s(run)) - within) / len(run.served)
+    return StepLine(float(fixed), float(slope), tuple(speeds), outside, len(found))
+
+
+def _decoding_s(run: RouterRun) -> list[float]:
+    """[request] from its way to its decoder to its answer."""
+    return [one.total_s - one.prefill_s for one in run.served]
 
 
 def line_model(spec: ModelSpec, line: StepLine) -> StepModel:
@@ -136,16 +147,18 @@ def predict(result: LoopResult, spec: ModelSpec, settings: LoopSettings) -> tupl
     requests = FleetRequests(recordings, np.arange(len(kept)), np.ones(len(kept), np.int64), tokens)
     found = []
     for run in result.runs:
-        there, all_along = ([one.total_s - one.prefill_s for one in run.served], [one.total_s for one in run.served])
-        in_flight = max(1, round(settings.in_flight * decoders * sum(there) / sum(all_along)))
+        there, all_along = _decoding_s(run), sum(one.total_s for one in run.served)
+        within = max(0.0, sum(there) - line.outside_s * len(there)) / all_along
+        in_flight = max(1, round(settings.in_flight * decoders * within))
         fleet = Fleet([settings.places] * decoders, spec.num_moe_layers * spec.num_experts, usual=fitted.profiles)
         router = make_router(run.router, fitted, settings.in_flight)
         said = run_fleet(requests, model, router, config, in_flight=in_flight, fleet=fleet)
+        seconds = said.finish_s - said.arrival_s + line.outside_s
         found.append(
             Predicted(
                 run.router,
                 Figures.of(run.steps[:, DISTINCT], run.steps[:, ROWS], np.array(there)[kept] / tokens),
-                Figures.of(said.step_distinct, said.step_decoding, (said.finish_s - said.arrival_s) / tokens),
+                Figures.of(said.step_distinct, said.step_decoding, seconds / tokens),
             )
         )
     return line, found
