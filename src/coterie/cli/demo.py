@@ -40,16 +40,16 @@ def demo_command(
     )
     print_table(
         "The same requests under three routers",
-        ["router", "distinct", "fewer", "by token", "equal rows", "rows", "H200 ms", "CPU ms"],
+        ["router", "experts", "fewer", "token", "rows", "H200", "CPU"],
         [
             [r.router, r.distinct_experts, f"{r.saving_pct:.1f}%", f"{r.by_token_pct:.1f}%", f"{r.equal_rows_pct:.1f}%",
-             r.rows_per_step, r.h200_ms, r.cpu_ms]
+             r.h200_ms, r.cpu_ms]
             for r in result.rows
         ],
-        note="distinct: experts of a layer that a decode step touches, counted in the workers; fewer: than under "
-        "round robin, over steps, over the steps that tokens are in, and between steps of as many rows; rows: requests "
-        f"in a step; H200 ms: of the step a token is in, predicted in the shape of {result.shape} (32 experts a layer, "
-        "4 a token, as here); CPU ms: measured here",
+        note="experts: of a layer that a decode step touches, counted in the workers; fewer: than under round robin, "
+        "over steps; token: over the steps that tokens are in; rows: between steps of as many rows. H200: milliseconds "
+        f"of the step a token is in, predicted in the shape of {result.shape} (32 experts a layer, 4 a token, as "
+        "here); CPU: measured here",
     )
     best = result.rows[-1]
     faster_pct = 100 * (1 - best.h200_ms / result.rows[0].h200_ms)
