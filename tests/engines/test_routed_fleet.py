@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,6 +206,10 @@ def test_distinct_experts_are_counted_in_the_workers(workers: Workers) -> None:
         assert away.total == before + len(away.rows)
         with pytest.raises(UnavailableError, match=r"steps after 99999 were asked for; of \d+"):
             await steps_of(clients.decode[0], workers.described[0], 99999)
+        for after in ("x", "-1", "1.5", "", "9" * 5000):
+            status, text = await clients.decode[0].call("GET", f"/steps?after={after}")
+            assert status == 400, after
+            assert json.loads(text)["error"]["param"] == "after"
         with pytest.raises(InputError, match="slot store"):
             await steps_of(clients.decode[0], DecodeWorker(clients.decode[0].url, "", Path("no-slot-store")))
 
