@@ -74,10 +74,9 @@ def replay_command(
         return
     print_table(
         "Experts of all MoE layers of a step: measured and predicted",
-        ["group", "router", "tokens", "experts", "mean us", "median us", "predicted", "error %", "bias %"],
+        ["group", "router", "tokens", "experts", "mean us", "said us", "error"],
         [
-            [r.group, r.router, r.tokens, r.active_experts, r.mean_us, r.median_us, r.predicted_us, r.mape_pct,
-             r.bias_pct]
+            [r.group, r.router, r.tokens, r.active_experts, r.mean_us, r.predicted_us, f"{r.mape_pct:.1f}%"]
             for r in rows
         ],
         note="\n".join(notes),
