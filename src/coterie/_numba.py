@@ -15,6 +15,10 @@ import numba
 import numpy as np
 from numba.extending import register_jitable
 
+from coterie._interrupts import hear_interrupts
+
+hear_interrupts()
+
 F = TypeVar("F", bound=Callable[..., object])
 
 TURNS = 4
@@ -62,10 +66,15 @@ def side_by_side(work: Callable[..., object], count: int, *arguments: Any) -> No
     if threads <= 1:
         work(np.arange(count), *arguments)
         return
+    work(np.arange(0), *arguments)  # compiles in this thread, which Ctrl-C reaches; a thread of the pool is waited for
     parts = min(count, threads * TURNS)
     turns = [_pool(threads).submit(work, np.arange(first, count, parts), *arguments) for first in range(parts)]
-    for turn in turns:
-        turn.result()
+    try:
+        for turn in turns:
+            turn.result()
+    finally:
+        for turn in turns:
+            turn.cancel()
 
 
 @cache

@@ -95,20 +95,19 @@ def test_rate_keeps_the_shape_of_bursts():
 def test_interrupt_leaves_no_trace(tmp_path):
     command = [sys.executable, "-c", "from coterie.cli.main import main; main()"]
     target = tmp_path / "t"
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*command, "generate", str(target), "--size", "4GB"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-    )
-    try:
-        started = time.monotonic()
-        while not list(tmp_path.glob(".t.*/trace/activations.safetensors.tmp")):
-            assert process.poll() is None, process.stderr.read().decode()
-            assert time.monotonic() - started < 60
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
+    ) as process:
+        try:
+            started = time.monotonic()
+            while not list(tmp_path.glob(".t.*/trace/activations.safetensors.tmp")):
+                assert process.poll() is None, process.stderr.read().decode()
+                assert time.monotonic() - started < 60
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            _, stderr = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert b"Traceback" not in stderr
     assert list(tmp_path.iterdir()) == [], "neither a trace nor a temporary folder stays"

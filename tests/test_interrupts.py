@@ -1,0 +1,88 @@
+"""Ctrl-C in the middle of a compilation, at the place where Python would lose it."""
+
+import signal
+import threading
+
+import numba
+import numpy as np
+import pytest
+from numba.core.registry import cpu_target
+
+from coterie._numba import side_by_side
+
+ENGINE = cpu_target.target_context.codegen()._engine._ee
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Ctrl-C as soon as LLVM hands over machine code."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    notify = ENGINE._object_cache_notify
+
+    def interrupt(module, buffer):
+        monkeypatch.setattr(ENGINE, "_object_cache_notify", notify)
+        signal.raise_signal(signal.SIGINT)
+        notify(module, buffer)
+
+    monkeypatch.setattr(ENGINE, "_object_cache_notify", interrupt)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_interrupt_in_a_callback_of_the_compiler_is_raised_after_it():
+    with pytest.raises(KeyboardInterrupt):
+        numba.njit(lambda number: number + 1)(1)
+    assert numba.njit(lambda number: number + 2)(1) == 3, "heard once"
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_loops_on_several_cores_compile_where_an_interrupt_is_heard(monkeypatch):
+    @numba.njit(nogil=True)
+    def double(indices, out):
+        for index in indices:
+            out[index] *= 2
+
+    monkeypatch.setattr(numba, "get_num_threads", lambda: 2)
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(double, 10, np.ones(10))
+
+
+def test_handlers_of_others_stay_while_it_compiles():
+    heard = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        inside = numba.njit(lambda number: number * 2)
+        signal.raise_signal(signal.SIGINT)
+        assert inside(2) == 4
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert heard == [signal.SIGINT] * 2
+
+
+def test_other_threads_compile_as_before():
+    results = []
+    thread = threading.Thread(target=lambda: results.append(numba.njit(lambda number: number * 3)(2)))
+    thread.start()
+    thread.join()
+    assert results == [6]
+
+
+def test_work_still_waiting_is_dropped_when_a_part_fails(monkeypatch):
+    monkeypatch.setattr(numba, "get_num_threads", lambda: 2)
+    calls, release = [], threading.Event()
+
+    def work(indices):
+        if len(indices) == 0:
+            return
+        calls.append(indices[0])
+        if indices[0] == 0:
+            raise ValueError("first part")
+        release.wait(10)
+
+    with pytest.raises(ValueError, match="first part"):
+        side_by_side(work, 100)
+    release.set()
+    assert len(calls) < 8
