@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from coterie.errors import UnavailableError
+from coterie._numba import njit
 from coterie.routing.base import Decision, RouteRequest, routers
 from coterie.routing.fleet import Fleet
-from coterie.routing.picking import mixed
+from coterie.routing.picking import NONE, any_free, chosen, mixed
 
 
 @routers.register("power_of_two")
@@ -21,14 +22,30 @@ class PowerOfTwo:
     seed: int = 0
 
     def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
-        allowed = np.flatnonzero(fleet.open)
-        if not len(allowed):
-            raise UnavailableError(f"none of the {len(fleet)} workers is alive")
-        word = mixed(self.seed, fleet.routed)
-        first = word % len(allowed)
-        second = (first + 1 + (word >> 32) % max(1, len(allowed) - 1)) % len(allowed)
-        pair = allowed[[first, second]]
-        scores = np.full(len(fleet), np.inf)
-        scores[pair] = (fleet.running[pair] + 1) / fleet.speeds[pair]
-        worker = int(pair[np.argmin(scores[pair])])
-        return Decision(worker, scores, f"{fleet.running[worker]} in flight, the fewer of {pair[0]} and {pair[1]}")
+        word, scores = mixed(self.seed, fleet.routed), np.empty(len(fleet))
+        found, other = _less_loaded(
+            word & 0xFFFFFFFF, word >> 32, fleet.alive, fleet.running, fleet.places, fleet.speeds, scores
+        )
+        worker = chosen(found, fleet)
+        return Decision(worker, scores, f"{fleet.running.item(worker)} in flight, the fewer of {worker} and {other}")
+
+
+@njit()
+def _less_loaded(
+    one: int, two: int, alive: NDArray[np.bool_], running: NDArray[np.int64], places: NDArray[np.int64],
+    speeds: NDArray[np.float64], scores: NDArray[np.float64],
+) -> tuple[np.int64, np.int64]:  # fmt: skip
+    """Of the two open workers that the numbers stand for, the one to take and the other; -1 where none is open."""
+    free, allowed, count = any_free(alive, running, places), np.empty(len(alive), np.int64), 0
+    for worker in range(len(alive)):
+        scores[worker] = np.inf
+        if alive[worker] and (running[worker] < places[worker] or not free):
+            allowed[count] = worker
+            count += 1
+    if count == 0:
+        return NONE, NONE
+    place = one % count
+    first, second = allowed[place], allowed[(place + 1 + two % max(1, count - 1)) % count]
+    for worker in (first, second):
+        scores[worker] = (running[worker] + 1) / speeds[worker]
+    return (first, second) if scores[first] <= scores[second] else (second, first)
