@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NoReturn
 
 import typer
 from rich.markup import escape
@@ -62,7 +64,7 @@ _CommandLineError: type[Exception] = next(c for c in typer.BadParameter.__mro__ 
 def main() -> None:
     """Entry point of the ``coterie`` command: every failure is one line and an exit code, never a traceback."""
     try:
-        code = app(standalone_mode=False)
+        code = _command()(standalone_mode=False)
     except SystemExit as error:  # Typer turns a closed stdout into exit code 1, which here means "the answer is no"
         code = _closed_pipe() if isinstance(error.__context__, BrokenPipeError) else error.code
     except CoterieError as error:
@@ -81,6 +83,12 @@ def main() -> None:
     except (MemoryError, RecursionError) as error:
         _fail(f"the input asks for more than this machine has: {error or type(error).__name__}")
     sys.exit(code)
+
+
+@cache
+def _command() -> Callable[..., Any]:
+    """Made of the verbs' signatures, which takes a twentieth of a second: once, however often one process calls."""
+    return typer.main.get_command(app)
 
 
 def _closed_pipe() -> int:
