@@ -131,6 +131,11 @@ def test_a_suite_is_given_the_options_it_reads_and_no_others(suite, monkeypatch,
     assert {name: getattr(heard[0], name) for name in reads} == {name: values[name] for name in reads}
 
 
+def test_a_format_without_a_trace_is_refused(monkeypatch, capsys):
+    said = refused(monkeypatch, capsys, "all-to-all", "--from", "npz", "--json")
+    assert said == "error: --from=npz is the format of --trace, which is not given\n"
+
+
 @pytest.mark.parametrize("suite", BUILT_IN)
 def test_a_suite_says_what_its_source_reads(suite):
     module, reads = BUILT_IN[suite]

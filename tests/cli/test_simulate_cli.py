@@ -143,6 +143,7 @@ def test_bad_input_exits_with_2_and_one_line(trace, config, tmp_path, monkeypatc
         ([trace, "--predictor", "recent_popularty"], "Did you mean 'recent_popularity'?"),
         (["--with-model", tmp_path], "config.json"),
         (["--with-model", tmp_path / "none"], "none"),
+        (["--from", "npz"], "--from=npz is the format of TRACE, which is not given"),
         (["--out", config], "is a file"),
     ):
         monkeypatch.setattr(sys, "argv", ["coterie", "simulate", *map(str, arguments), "--requests", "9"])

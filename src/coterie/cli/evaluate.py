@@ -112,6 +112,8 @@ def evaluate_command(
     """Run a suite: our numbers beside the published ones, with notes on what agrees and what does not."""
     chosen = load_suite(suite)
     _check_given(ctx, suite)
+    if trace_format is not None and trace is None:
+        raise ConfigError(f"--from={trace_format} is the format of --trace, which is not given")
     data = os.environ.get("COTERIE_DATA")
     if out_folder is not None and out_folder.exists() and not out_folder.is_dir():
         raise ConfigError(f"{out_folder} is a file; --out takes a folder")

@@ -113,6 +113,8 @@ def simulate_command(
     """Simulate batch selection on your own requests: every strategy beside first come, first served."""
     from coterie.evaluation.simulate import SimulateOptions, simulate, write
 
+    if from_ is not None and trace is None:
+        raise ConfigError(f"--from={from_} is the format of TRACE, which is not given")
     if out_folder is not None and out_folder.exists() and not out_folder.is_dir():
         raise ConfigError(f"{out_folder} is a file; --out takes a folder")
     options = SimulateOptions(
