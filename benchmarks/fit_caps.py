@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from coterie.evaluation.caps import SETTING, CapsSetting, Cell, run_cell
-from coterie.evaluation.caps_published import EXAMPLE, REQUESTS, SEEDS
 from coterie.evaluation.runs import in_parallel
+from coterie.evaluation.suites.caps.published import EXAMPLE, REQUESTS, SEEDS
+from coterie.evaluation.suites.caps.suite import SETTING, CapsSetting, Cell, run_cell
 
 NAMES = (
     "fcfs", "greedy_variance", "greedy_dot_product", "norm_minimizing", "lpt_balanced", "power_of_d", "random",

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import coterie.evaluation
 from coterie.cli.main import app, main
 from coterie.errors import UnknownNameError
-from coterie.evaluation.suites import BUILT_IN, CHOICES, Suite, SuiteResult, load_suites, options_read, suites
+from coterie.evaluation.suites.base import BUILT_IN, CHOICES, Suite, SuiteResult, load_suites, options_read, suites
 from coterie.traces import ActivationTrace, LoadTable, TraceMeta
 
 MAIN = [sys.executable, "-c", "from coterie.cli.main import main; main()"]
@@ -193,7 +193,7 @@ def test_the_program_starts_without_a_compiler():
 def test_help_imports_no_suite():
     code = "import sys; from coterie.cli.main import app; app(['evaluate', '--help'], standalone_mode=False); "
     code += "sys.exit(any(f'coterie.evaluation.{b.module}' in sys.modules for b in "
-    code += "sys.modules['coterie.evaluation.suites'].BUILT_IN.values()))"
+    code += "sys.modules['coterie.evaluation.suites.base'].BUILT_IN.values()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 

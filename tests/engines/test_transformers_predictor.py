@@ -16,8 +16,8 @@ from coterie.engines.tiny import tiny_model_path  # noqa: E402
 from coterie.engines.transformers import dry_run, load_model, predictor  # noqa: E402
 from coterie.engines.transformers.predictor import dry_run_table  # noqa: E402
 from coterie.errors import UnavailableError  # noqa: E402
-from coterie.evaluation.predictors import run  # noqa: E402
-from coterie.evaluation.suites import SuiteOptions  # noqa: E402
+from coterie.evaluation.suites.base import SuiteOptions  # noqa: E402
+from coterie.evaluation.suites.predictors.suite import run  # noqa: E402
 from coterie.predictors import PredictRequest, TokenTable  # noqa: E402
 from coterie.prompts import load_prompts, take_in_turn  # noqa: E402
 

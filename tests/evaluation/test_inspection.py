@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import TraceError
-from coterie.evaluation.inspection import inspect_trace
-from coterie.evaluation.inspection_drift import measure_drift
-from coterie.evaluation.inspection_loads import gini, layer_loads
-from coterie.evaluation.inspection_pass import cut_windows
-from coterie.evaluation.inspection_requests import arrival_rate
+from coterie.evaluation.inspect.drift import measure_drift
+from coterie.evaluation.inspect.inspection import inspect_trace
+from coterie.evaluation.inspect.loads import gini, layer_loads
+from coterie.evaluation.inspect.one_pass import cut_windows
+from coterie.evaluation.inspect.requests import arrival_rate
 from coterie.footprints.counting import footprint
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.arrivals import LognormalLengths, PoissonArrivals
@@ -269,7 +269,7 @@ def test_same_seed_same_numbers_and_progress_ends_at_all():
 
 
 def test_interruption_stops_between_chunks(monkeypatch):
-    monkeypatch.setattr("coterie.evaluation.inspection_pass.CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr("coterie.evaluation.inspect.one_pass.CHUNK_BYTES", 1 << 12)
     seen = []
 
     def stop(done, total):
@@ -287,7 +287,7 @@ def test_interruption_stops_between_chunks(monkeypatch):
 def test_chunks_do_not_change_the_load(monkeypatch):
     trace = generate(SMALL, seeded(), requests=60)
     whole = inspect(trace)
-    monkeypatch.setattr("coterie.evaluation.inspection_pass.CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr("coterie.evaluation.inspect.one_pass.CHUNK_BYTES", 1 << 12)
     parts = inspect(trace)
     assert (parts.load, parts.domains, parts.decode_tokens) == (whole.load, whole.domains, whole.decode_tokens)
     assert parts.phase_correlation == whole.phase_correlation

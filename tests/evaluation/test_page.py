@@ -10,8 +10,8 @@ import pytest
 
 from coterie.errors import ConfigError, TraceError
 from coterie.evaluation import figures
-from coterie.evaluation.inspection import inspect_trace
-from coterie.evaluation.inspection_sections import sections
+from coterie.evaluation.inspect.inspection import inspect_trace
+from coterie.evaluation.inspect.sections import sections
 from coterie.evaluation.page import MARKER, cell_text, check_report_folder, write_report
 from coterie.traces import LoadTable, RequestTrace
 from coterie.traces.arrivals import LognormalLengths

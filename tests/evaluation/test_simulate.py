@@ -17,10 +17,10 @@ from coterie.batching.costs import SpreadCost, StepCost
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError
-from coterie.evaluation.caps import SETTING
-from coterie.evaluation.simulate import MAX_BYTES, SimulateOptions, simulate, write
-from coterie.evaluation.simulate_requests import MAX_RECORDED, Arrived, arrive, recorded, synthetic
-from coterie.evaluation.simulate_servers import SpreadServer, StepServer, make_strategy
+from coterie.evaluation.simulate.requests import MAX_RECORDED, Arrived, arrive, recorded, synthetic
+from coterie.evaluation.simulate.servers import SpreadServer, StepServer, make_strategy
+from coterie.evaluation.simulate.what_if import MAX_BYTES, SimulateOptions, simulate, write
+from coterie.evaluation.suites.caps.suite import SETTING
 from coterie.models import get_model
 from coterie.sim.metrics import summarise
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta

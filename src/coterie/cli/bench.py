@@ -14,7 +14,6 @@ def bench_command(
     json: JsonOption = False,
 ) -> None:
     """Run a group of benchmarks: `batching`, `costs`, `placement`, `routing`, `sim`, `traces`, or `all`."""
-    from coterie.evaluation import bench_batching, bench_placement, bench_routing, bench_sim  # noqa: F401  (register their groups)
     from coterie.evaluation.bench import benches
 
     names = benches.names() if group == "all" else [group]

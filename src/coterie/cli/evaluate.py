@@ -15,7 +15,15 @@ from typer.core import TyperCommand
 
 from coterie.cli.output import JsonOption, err, out, print_json, print_table, progress
 from coterie.errors import ConfigError
-from coterie.evaluation.suites import CHOICES, Suite, SuiteOptions, SuiteResult, load_suite, options_read, suite_names
+from coterie.evaluation.suites.base import (
+    CHOICES,
+    Suite,
+    SuiteOptions,
+    SuiteResult,
+    load_suite,
+    options_read,
+    suite_names,
+)
 from coterie.traces.store import write_json
 
 WIDTH = 110

@@ -14,7 +14,7 @@ from coterie.cli.output import JsonOption, out, print_json, print_table, progres
 from coterie.traces.readers import ReadOptions, read_trace
 
 if TYPE_CHECKING:  # numba and matplotlib take a second to import: only when a trace is inspected
-    from coterie.evaluation.inspection import Inspection
+    from coterie.evaluation.inspect.inspection import Inspection
 
 WIDTH = 100
 
@@ -35,7 +35,7 @@ def inspect_command(
     json_output: JsonOption = False,
 ) -> None:
     """Show what a trace says: skew, hot experts, ranks, domains, drift, distinct experts, arrivals."""
-    from coterie.evaluation.inspection import inspect_trace
+    from coterie.evaluation.inspect.inspection import inspect_trace
 
     if out_folder is not None:
         from coterie.evaluation.page import check_report_folder
@@ -63,7 +63,7 @@ def inspect_command(
 
 
 def _print(found: Inspection) -> None:
-    from coterie.evaluation.inspection_sections import not_there, overview, sections
+    from coterie.evaluation.inspect.sections import not_there, overview, sections
 
     out.width = min(out.width, WIDTH)
     out.print(escape(found.trace), highlight=False, soft_wrap=True)

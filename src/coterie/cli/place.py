@@ -15,7 +15,7 @@ from coterie.cli.output import JsonOption, out, print_json, print_table
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # matplotlib takes a second to import: only when a figure is asked for
-    from coterie.evaluation.placement_inspection import MapInspection
+    from coterie.evaluation.placement.inspection import MapInspection
 
 WIDTH = 110
 
@@ -54,8 +54,8 @@ def inspect_command(
     json_output: JsonOption = False,
 ) -> None:
     """Show a placement: replicas, duplicates, spread over nodes, and the load of every rank."""
-    from coterie.evaluation.placement_inspection import inspect_map
-    from coterie.evaluation.placement_plans import find_model, read_load
+    from coterie.evaluation.placement.inspection import inspect_map
+    from coterie.evaluation.placement.plans import find_model, read_load
     from coterie.placement.maps import read_map
 
     if out_file is not None and out_file.suffix != ".png":
@@ -71,7 +71,7 @@ def inspect_command(
         tokens, what = seen.tokens, seen.what
     shown = inspect_map(found, nodes, tokens)
     if out_file is not None:
-        from coterie.evaluation.placement_figures import draw_map
+        from coterie.evaluation.placement.figures import draw_map
 
         busy = None if shown.rank_load is None else np.array(shown.rank_load)
         draw_map(out_file, found, busy, tokens)

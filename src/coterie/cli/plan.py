@@ -16,7 +16,7 @@ from coterie.cli.bars import Column, print_rank_bars, relative
 from coterie.cli.output import JsonOption, out, print_json, print_table, reporting
 
 if TYPE_CHECKING:  # numba takes a second to import: only when a plan is asked for
-    from coterie.evaluation.placement_plans import Planned
+    from coterie.evaluation.placement.plans import Planned
 
 WIDTH = 110
 
@@ -82,7 +82,7 @@ def plan_command(
     json_output: JsonOption = False,
 ) -> None:
     """Plan where experts live: load of every rank before and after, moves, gain, and when it has paid for itself."""
-    from coterie.evaluation.placement_plans import PlanOptions, make_plan, summary
+    from coterie.evaluation.placement.plans import PlanOptions, make_plan, summary
     from coterie.placement.maps import check_map_target, map_formats, write_map
 
     if out_file is None:

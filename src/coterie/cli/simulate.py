@@ -12,7 +12,7 @@ from coterie.cli.output import JsonOption, out, print_json, print_table, reporti
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # numba takes a second to import: only when a run is asked for
-    from coterie.evaluation.simulate import Simulated
+    from coterie.evaluation.simulate.what_if import Simulated
 
 WIDTH = 110
 
@@ -111,7 +111,7 @@ def simulate_command(
     ] = False,
 ) -> None:
     """Simulate batch selection on your own requests: every strategy beside first come, first served."""
-    from coterie.evaluation.simulate import SimulateOptions, simulate, write
+    from coterie.evaluation.simulate.what_if import SimulateOptions, simulate, write
 
     if from_ is not None and trace is None:
         raise ConfigError(f"--from={from_} is the format of TRACE, which is not given")

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from coterie.costs.presets import step_model
 from coterie.errors import TraceError, UnavailableError
-from coterie.evaluation.bench import Row
+from coterie.evaluation.bench.base import Row
 from coterie.models import get_model
 from coterie.routing.base import Decision, RouteRequest
 from coterie.routing.fleet import Fleet

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from coterie.errors import ConfigError, TraceError
 from coterie.evaluation import figures
-from coterie.evaluation.inspection import Inspection
-from coterie.evaluation.inspection_sections import Cell, Section, not_there, overview, sections
+from coterie.evaluation.inspect.inspection import Inspection
+from coterie.evaluation.inspect.sections import Cell, Section, not_there, overview, sections
 from coterie.traces.store import read_json, write_json
 
 MARKER = ".coterie-report.json"

@@ -1,0 +1,331 @@
+"""Planners of expert placement: how fast, how even, how many moves, and how far from the best there is.
+
+The drift is :func:`~coterie.traces.drifting.zipf_drift`'s at DeepSeek-V3's size, from the map that EPLB made for the
+window before. A planner is asked for a balance of at least `enough`, then for as few moves as possible: the horizon is
+so long that a thousandth of balance is worth a hundred moves. Beside the rows of planners there are two comparisons
+with the integer program: moves at the same balance, and the objective where processing and movement both count, on
+layers that it closed. What it did not close is in the rows too, and counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from coterie.evaluation.bench.base import Report, Row, benches, median_us
+from coterie.traces.drifting import zipf_drift
+from coterie.types import Placement, Topology
+
+if TYPE_CHECKING:
+    from coterie.placement import Load, Objective, Plan, Problem
+
+LAYERS, EXPERTS, SEEDS = 58, 256, range(5)
+ROWS_A_STEP = 65_536.0
+"""Of a layer: 8,192 tokens of eight experts each, about 1.2 ms on eight ranks."""
+REPEATS = 21
+HORIZON, MOVE_PRICE = 1e6, 100.0
+"""So that balance comes first and the number of moves second."""
+
+
+class Size(NamedTuple):
+    """A setting of the planners' table."""
+
+    slots: int
+    ranks: int
+    enough: float
+    exponent: float = 1.0
+    first: str = "eplb"
+    """What made the map that the drift left behind: eplb, for the window before, or linear, for none."""
+    free_enough: float | None = None
+    """`enough` of every layer with the optimal split, where the mean over layers then is the same; else as above."""
+
+    @property
+    def free(self) -> Size:
+        """The setting of the optimal split."""
+        return self._replace(enough=self.free_enough or self.enough)
+
+    @property
+    def setting(self) -> str:
+        return f"Zipf {self.exponent}, from {self.first}, enough {self.enough}"
+
+
+SIZES = (
+    Size(288, 32, 0.984, free_enough=0.981), Size(288, 8, 0.988), Size(256, 8, 0.996),
+    Size(256, 8, 0.996, 0.7, "linear"),
+)  # fmt: skip
+"""The last has the paper's start, a map that is uneven to about .65, and a load that lets .996 be reached."""
+
+BASELINES = ("linear", "round_robin", "popularity", "eplb")
+
+
+class Case(NamedTuple):
+    """What a planner is given."""
+
+    load: Load
+    topology: Topology
+    current: Placement
+
+
+def drifted(size: Size, seed: int, layers: int = LAYERS, experts: int = EXPERTS) -> Case:
+    """The load after a drift, and the map of before it, on ranks that are all alike."""
+    from coterie.placement import Eplb, Load
+
+    drift = zipf_drift(layers, experts, np.random.default_rng(seed), exponent=size.exponent, tokens=ROWS_A_STEP)
+    topology = Topology(size.ranks, ranks_per_node=size.ranks)
+    current = Placement.linear(layers, experts, size.ranks, size.slots)
+    if size.first == "eplb":
+        current = Eplb().plan(Load(drift.before), topology, current).placement
+    return Case(Load(drift.after), topology, current)
+
+
+def balance_first(enough: float) -> Objective:
+    from coterie.placement import Objective
+
+    return Objective(horizon=HORIZON, move_price=MOVE_PRICE, enough=enough)
+
+
+@benches.register("placement")
+def bench_placement(report: Report) -> list[Row]:
+    """Planners, then moves and objective against the integer program; about five minutes."""
+    return [*_planner_rows(report), *_move_rows(report), *_objective_rows(report)]
+
+
+def _planner_rows(report: Report) -> Iterator[Row]:
+    from coterie.placement import planners
+
+    for size in SIZES:
+        cases = [drifted(size, seed) for seed in SEEDS]
+        objective = balance_first(size.enough)
+        yield _kept_row(size, cases, "equal")
+        for done, name in enumerate((*BASELINES, "latency_optimal")):
+            report(f"{name}, {size.slots} slots, {size.ranks} ranks", done, len(BASELINES) + 1)
+            yield _planner_row(name, planners[name](objective=objective), size, cases)
+        if size.slots > EXPERTS:
+            yield _kept_row(size.free, cases, "optimal")
+            free: Any = planners["latency_optimal"](objective=balance_first(size.free.enough), split="optimal")
+            yield _planner_row("latency_optimal", free, size.free, cases)
+
+
+def _planner_row(name: str, planner: Any, size: Size, cases: Sequence[Case]) -> Row:
+    spent = median_us(lambda: planner.plan(*cases[0]), REPEATS) / 1e3
+    plans: list[Plan] = [planner.plan(*case) for case in cases]
+    evenness = [plan.balance_after for plan in plans]
+    return _row(name, plans[0].split, size, spent, evenness, [len(plan.moves) for plan in plans]) | {
+        "duplicates": sum(plan.placement.duplicates for plan in plans), **_about(size, cases),
+    }  # fmt: skip
+
+
+def _kept_row(size: Size, cases: Sequence[Case], split: str) -> Row:
+    """The old map, its replicas sharing alike or as well as they can."""
+    from coterie.placement.splits import optimal_shares
+
+    problems = [balance_first(size.enough).problem(*case) for case in cases]
+
+    def shares(problem: Problem) -> Any:
+        return optimal_shares(problem, problem.current.slot_experts) if split == "optimal" else None
+
+    spent = median_us(lambda: shares(problems[0]), REPEATS) / 1e3
+    evenness = [problem.balance(problem.rank_s(problem.current.slot_experts, shares(problem))) for problem in problems]
+    return _row("keep", split, size, spent, evenness, [0] * len(cases)) | {
+        "duplicates": sum(case.current.duplicates for case in cases), **_about(size, cases),
+    }  # fmt: skip
+
+
+def _row(
+    name: str, split: str, size: Size, spent: float, evenness: Sequence[float], moves: Sequence[int],
+    layers: int = LAYERS,
+) -> Row:  # fmt: skip
+    return {
+        "planner": name, "split": split, "layers": layers, "experts": EXPERTS, "slots": size.slots,
+        "ranks": size.ranks, "median_ms": round(spent, 3), "balancedness": round(fmean(evenness), 4),
+        "moves": round(fmean(moves), 1),
+    }  # fmt: skip
+
+
+def _about(size: Size, cases: Sequence[Case]) -> Row:
+    """The most that the heaviest experts allow for, over how many seeds, and the setting."""
+    problems = [balance_first(size.enough).problem(*case) for case in cases]
+    attainable = fmean(float((problem.even / problem.reach).mean()) for problem in problems)
+    return {"attainable": round(attainable, 4), "seeds": len(cases), "setting": size.setting}
+
+
+class Contest(NamedTuple):
+    """Moves at the same balance, a few layers of a size."""
+
+    size: Size
+    split: Literal["equal", "optimal"]
+    layers: int
+    seconds: float
+    """A layer, for the integer program."""
+
+
+CONTESTS = (
+    Contest(SIZES[3], "equal", 4, 12.0), Contest(SIZES[2], "equal", 3, 6.0), Contest(SIZES[0].free, "optimal", 2, 10.0),
+    Contest(SIZES[1], "optimal", 4, 4.0),
+)  # fmt: skip
+
+
+def _move_rows(report: Report) -> Iterator[Row]:
+    for done, contest in enumerate(CONTESTS):
+        report(f"integer program, {contest.split}, {contest.size.slots} slots", done, len(CONTESTS))
+        yield move_row(contest)
+
+
+def move_row(contest: Contest) -> Row:
+    """Moves of the heuristic and of the integer program that starts from it, where both reach the balance."""
+    from coterie.placement import planners
+    from coterie.placement.latency_optimal_ilp import LatencyOptimalIlp
+
+    size, split = contest.size, contest.split
+    case = first_layers(drifted(size, 0), contest.layers)
+    objective = balance_first(size.enough)
+    problem = objective.problem(*case)
+    make: Any = planners["latency_optimal"]
+    plan = make(objective=objective, split=split).plan(*case)
+    ilp = LatencyOptimalIlp(objective, split, gap=0.0, gap_moves=0.99, time_limit_s=contest.seconds)
+    best = ilp.solve(problem, starts=[plan.placement.slot_experts])
+    ours, theirs = len(plan.moves), len(best.plan.moves)
+    return _row("latency_optimal_ilp", split, size, best.plan.planning_s * 1e3, [best.plan.balance_after], [theirs],
+                contest.layers) | {
+        "duplicates": best.plan.placement.duplicates, "heuristic_moves": ours,
+        "heuristic_balancedness": round(plan.balance_after, 4),
+        "ratio": round(ours / theirs, 3) if theirs else 1.0, "least_moves": _least_moves(problem, best.report.bound_s),
+        "closed": int(best.report.closed.sum()), "setting": size.setting,
+    }  # fmt: skip
+
+
+def _least_moves(problem: Problem, bound_s: Any) -> int:
+    """Moves that no placement of the same processing goes below, by the bound on the objective."""
+    per_move = problem.load_in.max() * (1 + problem.objective.move_price)
+    return int(np.ceil((bound_s - problem.objective.horizon * problem.floor) / per_move - 1e-6).clip(0).sum())
+
+
+def first_layers(case: Case, layers: int) -> Case:
+    from coterie.placement import Load
+
+    load = Load(case.load.tokens[:layers], case.load.steps,
+                None if case.load.sources is None else case.load.sources[:, :layers])  # fmt: skip
+    return case._replace(load=load, current=replace(case.current, slot_experts=case.current.slot_experts[:layers]))
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Layers on which the objective is held against the integer program's."""
+
+    name: str
+    experts: int
+    slots: int
+    ranks: int
+    split: Literal["equal", "optimal"] = "equal"
+    rows: float = ROWS_A_STEP
+    prices: dict[str, float] = field(default_factory=dict)
+    ranks_per_node: int | None = None
+    speeds: tuple[float, ...] = ()
+    exponent: float = 0.8
+    sources: bool = False
+    """Whether tokens of an expert come from some ranks more than from others, and the exchange counts."""
+    layers: int = 4
+
+    def case(self, seed: int = 11) -> Case:
+        from coterie.placement import Load
+
+        size = Size(self.slots, self.ranks, 1.0, self.exponent)
+        load, _, current = drifted(size, seed, self.layers, self.experts)
+        topology = Topology(self.ranks, self.ranks_per_node or self.ranks, speeds=self.speeds)
+        tokens = load.tokens / ROWS_A_STEP * self.rows
+        rng = np.random.default_rng(seed)
+        mix = rng.dirichlet(np.ones(self.ranks), tokens.shape).transpose(2, 0, 1)  # [rank, layer, expert]
+        return Case(Load(tokens, sources=mix * tokens if self.sources else None), topology, current)
+
+    def objective(self) -> Objective:
+        from coterie.placement import Objective
+
+        return Objective(**({"horizon": 300.0} | self.prices))
+
+
+SLOW = (1.0, 1.0, 1.0, 0.7, 1.0, 1.0, 0.85, 1.0)
+TRIALS = (
+    Trial("plain", 256, 256, 8, exponent=0.7),
+    Trial("replicas", 64, 72, 8),
+    Trial("few ranks", 64, 72, 4, prices={"horizon": 100.0}),
+    Trial("no replicas", 64, 64, 8, prices={"horizon": 100.0}, exponent=0.5),
+    Trial("priced moves", 64, 72, 4, prices={"horizon": 100.0, "move_price": 1.0}),
+    Trial("two nodes", 64, 72, 8, ranks_per_node=4),
+    Trial("two nodes, short", 64, 64, 4, ranks_per_node=2, prices={"horizon": 100.0}),
+    Trial("two nodes, few rows", 64, 72, 4, rows=16_384.0, ranks_per_node=2, prices={"horizon": 200.0}),
+    Trial("mixed speeds", 64, 72, 8, speeds=SLOW),
+    Trial("mixed speeds, two nodes", 64, 80, 8, speeds=SLOW, ranks_per_node=4),
+    Trial("streaming", 64, 72, 8, rows=8_192.0, prices={"touch_s": 1.3e-5}),
+    Trial("sources", 64, 64, 4, prices={"row_bytes": 14_336.0}, sources=True),
+    Trial("sources, two nodes", 64, 64, 4, ranks_per_node=2, prices={"row_bytes": 14_336.0}, sources=True),
+    Trial("optimal split", 64, 72, 8, "optimal"),
+    Trial("optimal split, two nodes", 64, 72, 8, "optimal", ranks_per_node=4, speeds=SLOW),
+    Trial("optimal split, large", 256, 288, 8, "optimal", exponent=1.0),
+)  # fmt: skip
+TRIAL_SECONDS = 4.0
+"""A layer, for the integer program."""
+
+
+class Outcome(NamedTuple):
+    """How the heuristic did in a trial."""
+
+    over: list[float]
+    """[closed layer] its objective over the bound, so at least what it is over the optimum."""
+    row: Row
+
+
+def _objective_rows(report: Report) -> Iterator[Row]:
+    over: list[float] = []
+    for done, trial in enumerate(TRIALS):
+        report(f"objective: {trial.name}", done, len(TRIALS))
+        outcome = try_out(trial)
+        over += outcome.over
+        yield outcome.row
+    yield {
+        "planner": "latency_optimal", "against": "latency_optimal_ilp's bound", "trials": len(TRIALS),
+        "layers": sum(trial.layers for trial in TRIALS), "closed": len(over), **_percent(over),
+    }  # fmt: skip
+
+
+def try_out(trial: Trial, seconds: float = TRIAL_SECONDS) -> Outcome:
+    """The heuristic's objective on each layer that the integer program closes, over its bound."""
+    from coterie.placement import planners
+    from coterie.placement.latency_optimal_ilp import LatencyOptimalIlp
+
+    case, objective = trial.case(), trial.objective()
+    problem = objective.problem(*case)
+    make: Any = planners["latency_optimal"]
+    planner = make(objective=objective, split=trial.split)
+    spent = median_us(lambda: planner.plan(*case), REPEATS) / 1e3
+    plan: Plan = planner.plan(*case)
+    ours = problem.score(plan.placement.slot_experts, None if trial.split == "equal" else plan.shares).total_s
+    kept = problem.score(case.current.slot_experts).total_s
+    ilp = LatencyOptimalIlp(objective, trial.split, time_limit_s=seconds)
+    best, report = ilp.solve(problem, starts=[plan.placement.slot_experts])
+    over = (ours / report.bound_s - 1)[report.closed].tolist()
+    row = {
+        "planner": "latency_optimal", "split": trial.split, "layers": trial.layers, "experts": trial.experts,
+        "slots": trial.slots, "ranks": trial.ranks, "median_ms": round(spent, 3),
+        "balancedness": round(plan.balance_after, 4), "moves": len(plan.moves),
+        "duplicates": plan.placement.duplicates, "ilp_moves": len(best.moves), "closed": len(over), **_percent(over),
+        "worst_gap_pct": round(100 * float(report.gap.max()), 2),
+        "saved_pct": round(100 * float(1 - ours.sum() / kept.sum()), 1),
+        "moving_pct": round(100 * float(plan.movement_s / ours.sum()), 2), "setting": _words(trial, problem),
+    }  # fmt: skip
+    return Outcome(over, row)
+
+
+def _percent(over: Sequence[float]) -> Row:
+    return {
+        "mean_excess_pct": round(100 * fmean(over), 3) if over else None,
+        "worst_excess_pct": round(100 * max(over), 3) if over else None,
+    }  # fmt: skip
+
+
+def _words(trial: Trial, problem: Problem) -> str:
+    prices = ", ".join(f"{name} {value:g}" for name, value in ({"horizon": 300.0} | trial.prices).items())
+    return f"{trial.name}: {problem.even.mean() * 1e3:.2f} ms a layer, Zipf {trial.exponent}, {prices}"

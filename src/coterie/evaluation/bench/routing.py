@@ -1,0 +1,125 @@
+"""How long a router takes for one decision, what fitting takes, and how fast the KV directory is."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.random import Generator
+
+from coterie.evaluation.bench.base import Report, Row, benches, median_us
+
+if TYPE_CHECKING:  # numba takes a second to import: only when a bench runs
+    from coterie.routing import FittedRouting, Fleet, Router, RouteRequest
+
+LAYERS, EXPERTS, TOP_K = 48, 128, 8
+"""Qwen3-30B-A3B's."""
+GROUPS = 12
+"""Kinds of request; each prefers experts of its own."""
+SIZES = (24, 1000)
+IN_FLIGHT = 16
+"""Requests of every worker; of a large fleet fewer, which makes no difference to a decision."""
+FIT_REQUESTS, FIT_WORKERS = 1000, 16
+LEARNS = ("latency_aware", "locality_band", "pressure")
+
+
+@benches.register("routing")
+def bench_routing(report: Report) -> list[Row]:
+    """One decision of every router, with the bookkeeping of the fleet beside it; fitting; the KV directory."""
+    from coterie.evaluation.bench.kvindex import kv_directory_rows
+
+    return [*_decision_rows(report), *_fit_rows(report), *kv_directory_rows(report)]
+
+
+def _counts(requests: int, rng: Generator, tokens: int = 400) -> np.ndarray:
+    """[request, layer, expert] activations of requests of a few kinds."""
+    liking = rng.gamma(0.3, size=(GROUPS, LAYERS, EXPERTS)) + 0.02
+    liking /= liking.sum(axis=2, keepdims=True)
+    return np.array([rng.multinomial(tokens * TOP_K, liking[rng.integers(GROUPS)]) for _ in range(requests)])
+
+
+def _fitted(workers: int, rng: Generator) -> FittedRouting:
+    from coterie.routing import FittedRouting
+    from coterie.routing.fitted import Calibration
+
+    requests = max(64, workers)
+    both = _counts(requests, rng, 200), _counts(requests, rng, 200)
+    known = Calibration(both[0], both[1], None, np.arange(requests), False, "bench", TOP_K)
+    return FittedRouting.fit(known, workers, rng)
+
+
+def _busy_fleet(workers: int, fitted: FittedRouting, counts: np.ndarray, rng: Generator) -> Fleet:
+    """Every worker has requests, as many as usual; a router may choose any."""
+    from coterie.routing import Fleet
+
+    fleet = Fleet([4 * IN_FLIGHT] * workers, LAYERS * EXPERTS, usual=fitted.profiles)
+    profiles = [fitted.profile(one) for one in counts]
+    for number in range(workers * IN_FLIGHT if workers <= 100 else 4 * workers):
+        fleet.admit(f"resident-{number}", number % workers, 1000, profiles[rng.integers(len(profiles))])
+    fleet.local = rng.integers(0, 2**63, (workers, LAYERS, EXPERTS // 64)).astype(np.uint64)
+    return fleet
+
+
+def _decision_rows(report: Report) -> Iterator[Row]:
+    from coterie.routing import RouteRequest, routers
+
+    rng = np.random.default_rng(0)
+    counts = _counts(16, rng)
+    for size in SIZES:
+        report(f"fitting {size} workers", 0, len(routers.names()))
+        fitted = _fitted(size, rng)
+        fleet = _busy_fleet(size, fitted, counts, rng)
+        cached = rng.integers(0, 900, size)
+        asked = [RouteRequest(str(n), 1000, one, "code", cached) for n, one in enumerate(counts)]
+        for done, name in enumerate(routers.names()):
+            report(f"{name}, {size} workers", done, len(routers.names()))
+            router = routers[name](**({"fitted": fitted} if name in LEARNS else {}))
+            yield {
+                "name": "decision", "router": name, "workers": size, "layers": LAYERS, "experts": EXPERTS,
+                "median_us": median_us(_turns(router, asked, fleet), 301 if size < 100 else 61),
+            }  # fmt: skip
+        yield {
+            "name": "admit and finish", "router": "", "workers": size, "layers": LAYERS, "experts": EXPERTS,
+            "median_us": median_us(_turnover(fleet, fitted.profile(counts[0])), 61),
+        }  # fmt: skip
+
+
+def _turns(router: Router, asked: list[RouteRequest], fleet: Fleet) -> Callable[[], object]:
+    """A call that asks for another request each time."""
+    turns = itertools.cycle(asked)
+    return lambda: router.route(next(turns), fleet)
+
+
+def _turnover(fleet: Fleet, profile: np.ndarray) -> Callable[[], None]:
+    """What the fleet's keeper does for a request beside the decision."""
+
+    def call() -> None:
+        fleet.admit("new", 3, 1000, profile)
+        fleet.finish("new")
+
+    return call
+
+
+def _fit_rows(report: Report) -> Iterator[Row]:
+    from coterie.routing import FittedRouting
+    from coterie.routing.fitted import Calibration
+
+    rng = np.random.default_rng(1)
+    both = _counts(FIT_REQUESTS, rng), _counts(FIT_REQUESTS, rng)
+    known = Calibration(both[0], both[1], None, np.arange(FIT_REQUESTS), False, "bench", TOP_K)
+    FittedRouting.fit(known.take(np.arange(64)), 4, np.random.default_rng(0))  # compiles
+    seconds: list[float] = []
+    parts: dict[str, float] = {}
+    for repeat in range(3):
+        report("fitting", repeat, 3)
+        start = time.perf_counter()
+        FittedRouting.fit(known, FIT_WORKERS, np.random.default_rng(0), report=parts.__setitem__)
+        seconds.append(time.perf_counter() - start)
+    yield {
+        "name": "fit", "requests": FIT_REQUESTS, "workers": FIT_WORKERS, "layers": LAYERS, "experts": EXPERTS,
+        "median_ms": round(1e3 * float(np.median(seconds)), 1),
+        **{f"{part}_ms".replace(" ", "_"): round(1e3 * spent, 1) for part, spent in parts.items()},
+    }  # fmt: skip

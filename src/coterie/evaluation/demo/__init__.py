@@ -1,0 +1,1 @@
+"""The demo: record, fit and route on a fleet of real workers."""

@@ -1,0 +1,1 @@
+"""Inspecting a trace: numbers, sections of the report."""

@@ -1,0 +1,233 @@
+"""``coterie inspect``: what a trace says, as numbers.
+
+An activation trace is read once from end to end, whatever its size, and every id is checked on the way; a load table
+and a request trace give the part of the numbers that they hold. What cannot be computed is None, and `missing` says
+why. Everything random (the sample of requests, the draws) comes from the Generator given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from coterie.errors import TraceError
+from coterie.evaluation.inspect.drift import Drift, measure_drift, no_drift
+from coterie.evaluation.inspect.loads import (
+    DomainSimilarity,
+    LayerLoad,
+    RankImbalance,
+    domain_similarity,
+    layer_loads,
+    rank_imbalances,
+)
+from coterie.evaluation.inspect.one_pass import MAX_DOMAINS, Progress, cut_windows, run_pass
+from coterie.evaluation.inspect.requests import (
+    ArrivalRate,
+    Lengths,
+    PrefixSharing,
+    arrival_rate,
+    lengths,
+    prefix_sharing,
+)
+from coterie.evaluation.inspect.samples import DistinctExperts, PhaseCorrelation
+from coterie.traces.activations import ActivationTrace
+from coterie.traces.load import LoadTable
+from coterie.traces.readers.base import Trace
+from coterie.traces.requests import RequestTrace
+
+_UNLABELLED = "the trace names no domains"
+_OF_ACTIVATIONS = (
+    "load", "layers", "rank_imbalance", "domains", "phase_correlation", "drift", "distinct_experts",
+)  # fmt: skip
+_PER_REQUEST = (
+    "phase_correlation", "distinct_experts", "arrivals", "prompt_lengths", "output_lengths", "prefix_sharing",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a trace says. Every number is a plain float or int, and never NaN."""
+
+    trace: str
+    kind: str
+    """activations, load or requests."""
+    model: str | None = None
+    experts: int | None = None
+    top_k: int | None = None
+    requests: int | None = None
+    tokens: int | None = None
+    """Recorded (activations), counted (load, where it says so) or in the table (requests)."""
+    decode_tokens: int | None = None
+    windows: int | None = None
+    """Of a load table."""
+    load: list[list[float]] | None = None
+    """[layer, expert] share of the layer's activations."""
+    layers: list[LayerLoad] | None = None
+    rank_imbalance: list[RankImbalance] | None = None
+    domains: DomainSimilarity | None = None
+    phase_correlation: PhaseCorrelation | None = None
+    drift: Drift | None = None
+    distinct_experts: list[DistinctExperts] | None = None
+    arrivals: ArrivalRate | None = None
+    prompt_lengths: Lengths | None = None
+    output_lengths: Lengths | None = None
+    prefix_sharing: PrefixSharing | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+    """Name of a field that is None → why, in words."""
+    notes: list[str] = field(default_factory=list)
+    """What to bear in mind when reading the numbers."""
+
+
+def inspect_trace(trace: Trace, name: str, rng: Generator, progress: Progress | None = None) -> Inspection:
+    """All that can be said of a trace; `name` is its path, for messages. Raises TraceError if it is empty or wrong."""
+    if isinstance(trace, ActivationTrace):
+        return _inspect_activations(trace, name, rng, progress)
+    if isinstance(trace, LoadTable):
+        return _inspect_load(trace, name, rng)
+    return _inspect_requests(trace, name)
+
+
+def _inspect_activations(trace: ActivationTrace, name: str, rng: Generator, progress: Progress | None) -> Inspection:
+    if not trace.num_requests or not trace.num_tokens:
+        raise TraceError(name, "tokens", f"the trace is empty ({trace.num_requests} requests, no tokens)")
+    meta, missing, notes = trace.meta, {}, []
+    chosen = _largest_domains(trace)
+    windows = cut_windows(trace, rng)
+    result = run_pass(trace, name, windows, chosen.index, len(chosen.names), rng, progress)
+    load = result.half_windows.sum(axis=(0, 1))  # [layer, expert] activations
+    correlation = result.samples.correlation()
+    if correlation is None:
+        sampled = "" if trace.num_requests == len(result.samples.chosen) else "sampled "
+        missing["phase_correlation"] = f"no {sampled}request has both prefill and decode tokens"
+    distinct = result.samples.distinct(chosen.all_domains, rng) or None
+    if distinct is None:
+        missing["distinct_experts"] = "the trace has no decode tokens"
+    similarity = None
+    if len(chosen.names) > 1:
+        similarity = domain_similarity(result.domains, chosen.names, chosen.tokens, chosen.left_out)
+    else:
+        missing["domains"] = f"all requests are of one domain, {chosen.names[0]!r}" if chosen.names else _UNLABELLED
+    if windows.unit == "tokens":
+        notes.append("No arrival times: drift is counted in tokens and follows the order of the file.")
+    if trace.num_requests > len(result.samples.chosen):
+        notes.append(
+            f"Distinct experts and phase correlation come from {len(result.samples.chosen):,} random requests."
+        )
+    return Inspection(
+        name, "activations", meta.model, meta.num_experts, meta.top_k, trace.num_requests, trace.num_tokens,
+        result.decode_tokens, None, _shares(load), layer_loads(load, meta.layer_ids or range(meta.num_layers)),
+        _ranks(load, missing), similarity, correlation,
+        measure_drift(result.half_windows, windows.width, windows.unit, rng), distinct,
+        *_request_parts(trace.requests, missing), missing, notes,
+    )  # fmt: skip
+
+
+def _inspect_load(table: LoadTable, name: str, rng: Generator) -> Inspection:
+    load = table.counts.sum(axis=0)  # [layer, expert]
+    if not load.any():
+        raise TraceError(name, "counts", f"the trace is empty ({len(table)} windows, no tokens)")
+    missing = dict.fromkeys(_PER_REQUEST, "a load table counts tokens per expert, not single requests")
+    notes, similarity = [], None
+    if table.labels is None:
+        missing["domains"] = "windows have no labels"
+        drift = measure_drift(table.counts[:, None].astype(np.int64), 1.0, "windows", rng)
+        notes.append(
+            "Drift is counted in windows; the noise within one window is not known, so lag 1 is the reference."
+        )
+    else:
+        drift = no_drift("windows", "windows are labelled (domains), not a series in time")
+        similarity = _label_similarity(table, table.labels, missing)
+        notes.append("Loads are summed over all windows; where windows overlap, tokens count more than once.")
+    return Inspection(
+        name, "load", table.model, table.num_experts, windows=len(table),
+        tokens=int(table.tokens.sum()) if table.tokens is not None else None, load=_shares(load),
+        layers=layer_loads(load, range(table.num_layers) if table.layer_ids is None else table.layer_ids.tolist()),
+        rank_imbalance=_ranks(load, missing), domains=similarity, drift=drift, missing=missing, notes=notes,
+    )  # fmt: skip
+
+
+def _inspect_requests(table: RequestTrace, name: str) -> Inspection:
+    if not len(table):
+        raise TraceError(name, "requests", "the trace is empty (no requests)")
+    missing = dict.fromkeys(_OF_ACTIVATIONS, "a request trace holds no activations")
+    arrivals, prompts, outputs, sharing = _request_parts(table, missing)
+    return Inspection(
+        name, "requests", requests=len(table), tokens=int(table.prompt_tokens.sum() + table.output_tokens.sum()),
+        arrivals=arrivals, prompt_lengths=prompts, output_lengths=outputs, prefix_sharing=sharing, missing=missing,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Domains:
+    names: list[str]
+    """Those with the most tokens, largest first."""
+    tokens: list[float]
+    left_out: int
+    index: NDArray[np.int64]
+    """[request] into names, -1 for the others."""
+    all_domains: NDArray[np.int64] | None
+    """[request] of every domain; None if the trace names none."""
+
+
+def _largest_domains(trace: ActivationTrace) -> _Domains:
+    labels = trace.requests.domains
+    if labels is None:
+        return _Domains([], [], 0, np.full(trace.num_requests, -1, np.int64), None)
+    # A recording may leave single labels empty; they are a domain of their own.
+    names, domain = np.unique(np.array([label or "(none)" for label in labels]), return_inverse=True)
+    tokens = np.bincount(domain, weights=trace.lengths, minlength=len(names))
+    order = np.argsort(-tokens, kind="stable")[:MAX_DOMAINS]
+    place = np.full(len(names), -1, np.int64)
+    place[order] = np.arange(len(order))
+    return _Domains(
+        [str(names[i]) for i in order], tokens[order].tolist(), len(names) - len(order), place[domain],
+        domain.astype(np.int64),
+    )  # fmt: skip
+
+
+def _label_similarity(table: LoadTable, labels: Sequence[str], missing: dict[str, str]) -> DomainSimilarity | None:
+    names, of_window = np.unique(np.array(list(labels)), return_inverse=True)
+    if len(names) < 2:
+        missing["domains"] = f"all windows have one label, {names[0]!s}"
+        return None
+    loads = np.zeros((len(names), table.num_layers, table.num_experts))
+    np.add.at(loads, of_window, table.counts.astype(np.float64))
+    tokens = loads[:, 0].sum(axis=1)
+    if table.tokens is not None:
+        tokens = np.bincount(of_window, weights=table.tokens, minlength=len(names))
+    order = np.argsort(-tokens, kind="stable")[:MAX_DOMAINS]
+    picked = [str(names[i]) for i in order]
+    return domain_similarity(loads[order], picked, tokens[order].tolist(), len(names) - len(order))
+
+
+def _shares(load: NDArray[np.integer]) -> list[list[float]]:
+    total = np.maximum(load.sum(axis=1, keepdims=True), 1)
+    shares: list[list[float]] = (load / total).tolist()
+    return shares
+
+
+def _ranks(load: NDArray[np.integer], missing: dict[str, str]) -> list[RankImbalance] | None:
+    found = rank_imbalances(load)
+    if not found:
+        missing["rank_imbalance"] = f"no power of two up to 32 divides {load.shape[1]} experts"
+    return found or None
+
+
+def _request_parts(
+    table: RequestTrace, missing: dict[str, str]
+) -> tuple[ArrivalRate | None, Lengths | None, Lengths | None, PrefixSharing | None]:
+    """In the order of Inspection's fields; what is not there is noted in `missing`."""
+    arrivals, sharing = arrival_rate(table), prefix_sharing(table)
+    prompts, outputs = lengths(table.prompt_tokens), lengths(table.output_tokens)
+    if arrivals is None:
+        missing["arrivals"] = "no arrival times" if table.arrival_s is None else "all requests arrive at once"
+    for field_name, value in (("prompt_lengths", prompts), ("output_lengths", outputs)):
+        if value is None:
+            missing[field_name] = "all are 0: not recorded"
+    if sharing is None:
+        missing["prefix_sharing"] = "no prefix blocks were recorded"
+    return arrivals, prompts, outputs, sharing

@@ -1,0 +1,296 @@
+"""What is shown of an inspection, in the terminal and on the page: a table, a sentence, and a figure where one helps.
+
+The sentence says what the numbers mean for serving. It is built from them, and says no more than they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coterie.evaluation import figures
+from coterie.evaluation.inspect.inspection import Inspection
+from coterie.evaluation.inspect.loads import HOT_EXPERTS, LayerLoad
+
+PUBLISHED_CORRELATION = (0.70, 0.92)
+"""Range of prefill-decode correlation in published measurements."""
+Cell = str | float | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    key: str
+    """Name of the figure's file."""
+    title: str
+    meaning: str
+    columns: tuple[str, ...]
+    rows: list[tuple[Cell, ...]]
+    plot: Callable[[Any, figures.Theme], None] | None = None
+    alt: str = ""
+    """What the figure shows, for those who do not see it."""
+    height_in: float = figures.HEIGHT_IN
+
+
+def sections(found: Inspection) -> list[Section]:
+    """Those for which the trace has numbers, in reading order."""
+    makers = (_load, _gini, _ranks, _distinct, _domains, _phases, _drift, _arrivals, _lengths)
+    return [section for maker in makers if (section := maker(found)) is not None]
+
+
+def overview(found: Inspection) -> list[tuple[str, Cell]]:
+    """Size and origin."""
+    rows: list[tuple[str, Cell]] = [
+        ("kind", found.kind), ("model", found.model), ("requests", found.requests), ("tokens", found.tokens),
+        ("decode tokens", found.decode_tokens), ("windows", found.windows),
+        ("MoE layers", None if found.layers is None else len(found.layers)), ("experts", found.experts),
+        ("top-k", found.top_k),
+        ("duration (s)", None if found.arrivals is None else round(found.arrivals.duration_s, 1)),
+    ]  # fmt: skip
+    return [row for row in rows if row[1] is not None]
+
+
+def not_there(found: Inspection) -> list[str]:
+    """What could not be computed, one line for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in found.missing.items():
+        by_reason.setdefault(why, []).append(name.replace("_", " "))
+    return [f"{', '.join(names)}: {why}" for why, names in by_reason.items()]
+
+
+def typical_layers(layers: Sequence[LayerLoad]) -> list[tuple[str, LayerLoad]]:
+    """First, median and worst by max ÷ mean: nobody reads 75 rows."""
+    loaded = sorted((x for x in layers if x.max_over_mean is not None), key=lambda x: x.max_over_mean or 0.0)
+    if not loaded:
+        return []
+    return [("first", layers[0]), ("median", loaded[(len(loaded) - 1) // 2]), ("worst", loaded[-1])]
+
+
+def _load(found: Inspection) -> Section | None:
+    if found.load is None or not found.layers:
+        return None
+    rows: list[tuple[Cell, ...]] = []
+    for which, layer in typical_layers(found.layers):
+        top = sum(h.share for h in layer.hot)
+        hottest = ", ".join(f"{h.expert} ({100 * h.share:.1f}%)" for h in layer.hot)
+        rows.append((which, str(layer.layer), hottest, _percent(top)))
+    worst = typical_layers(found.layers)[-1][1]
+    meaning = (
+        f"In layer {worst.layer}, the most skewed, expert {worst.hot[0].expert} gets {worst.max_over_mean:.1f} times "
+        "the mean load. Across ranks such experts make stragglers and are the ones to replicate; inside one GPU in "
+        "decode, skew means fewer experts to stream and is no loss."
+    )
+    return Section(
+        "load", "Load per expert", meaning,
+        ("layer", "id", "hottest experts (share of the layer)", f"top {min(HOT_EXPERTS, found.experts or 0)}"), rows,
+        figures.heat_map(found.load, _ids(found)),
+        "Heat map of load relative to the layer's mean: a row a layer, experts sorted from hot to cold.",
+    )  # fmt: skip
+
+
+def _gini(found: Inspection) -> Section | None:
+    if not found.layers:
+        return None
+    ginis = [x.gini for x in found.layers]
+    known = [g for g in ginis if g is not None]
+    rows: list[tuple[Cell, ...]] = [
+        (which, str(x.layer), x.max_over_mean, x.gini, x.cv) for which, x in typical_layers(found.layers)
+    ]
+    meaning = (
+        f"The Gini coefficient is {np.median(known):.2f} in the median layer ({min(known):.2f} to {max(known):.2f}). "
+        "Layers far above the rest are where a placement of their own, or replicas, pay first."
+    )
+    return Section(
+        "gini", "Skew per layer", meaning, ("layer", "id", "max ÷ mean", "Gini", "CV"), rows,
+        figures.layer_lines(_ids(found), {"Gini": ginis}, "Gini coefficient of the load"),
+        "Line of the Gini coefficient of every layer.",
+    )  # fmt: skip
+
+
+def _ranks(found: Inspection) -> Section | None:
+    if not found.rank_imbalance:
+        return None
+    rows: list[tuple[Cell, ...]] = []
+    for r in found.rank_imbalance:
+        known = [v for v in r.max_over_mean if v is not None]
+        rows.append((r.ranks, r.balancedness, float(np.median(known)) if known else None, r.worst))
+    last = found.rank_imbalance[-1]
+    meaning = (
+        f"With experts laid out in order on {last.ranks} ranks, the average rank does {_percent(last.balancedness)} "
+        "of the slowest one's work: the rest is what a better placement or replicas can win at most, in the MoE part "
+        "of steps bound by compute."
+    )
+    shown = [r for r in found.rank_imbalance if r.ranks in (2, 8, 32)] or found.rank_imbalance[:1]
+    return Section(
+        "ranks", "Rank imbalance under linear placement", meaning,
+        ("ranks", "balancedness", "median max ÷ mean", "worst max ÷ mean"), rows,
+        figures.layer_lines(
+            _ids(found), {f"{r.ranks} ranks": r.max_over_mean for r in shown}, "max ÷ mean rank load"
+        ),
+        "Lines of max ÷ mean rank load of every layer, for several numbers of ranks.",
+    )  # fmt: skip
+
+
+def _distinct(found: Inspection) -> Section | None:
+    if not found.distinct_experts or found.experts is None:
+        return None
+    steps = found.distinct_experts
+    rows: list[tuple[Cell, ...]] = [
+        (d.batch, d.uniform, d.mixed, d.same_domain, _saved(d.mixed, d.same_domain)) for d in steps
+    ]
+    both = [d for d in steps if d.mixed is not None and d.same_domain is not None]
+    best = max(both, key=lambda d: 1 - (d.same_domain or 0.0) / (d.mixed or 1.0), default=None)
+    meaning = "Decode streams every distinct expert's weights once a step, so fewer are faster. "
+    if best is not None and best.mixed is not None and best.same_domain is not None:
+        meaning += (
+            f"At batch {best.batch}, requests of one domain touch {best.same_domain:.1f} experts a layer and mixed "
+            f"ones {best.mixed:.1f}: {_saved(best.mixed, best.same_domain)} fewer is what grouping by domain can save."
+        )
+    else:
+        meaning += "No domain has requests enough to compare grouped with mixed batches."
+    series = {"requests of all domains": [d.mixed for d in steps]}
+    if both:
+        series["requests of one domain"] = [d.same_domain for d in steps]
+    return Section(
+        "distinct", "Distinct experts per decode step", meaning,
+        ("batch", "uniform", "mixed", "same domain", "saved"), rows,
+        figures.against_batch([d.batch for d in steps], series, [d.uniform for d in steps], found.experts),
+        "Distinct experts of a layer against batch size, beside uniform random routing.",
+    )  # fmt: skip
+
+
+def _domains(found: Inspection) -> Section | None:
+    if found.domains is None:
+        return None
+    similar = found.domains
+    rows: list[tuple[Cell, ...]] = []
+    for i, name in enumerate(similar.domains):
+        others = [(c, j) for j, c in enumerate(similar.cosine[i]) if j != i and c is not None]
+        nearest, farthest = max(others, default=None), min(others, default=None)
+        rows.append((name, int(similar.tokens[i]), *(
+            None if x is None else f"{similar.domains[x[1]]} ({x[0]:.2f})" for x in (nearest, farthest)
+        )))  # fmt: skip
+    meaning = "The domains have no loads to compare."
+    if similar.mean is not None and similar.least is not None:
+        meaning = (
+            f"Loads of two domains have a cosine of {similar.mean:.2f} on average and {similar.least:.2f} at least. "
+            "Near 1, grouping requests by domain changes little; the lower, the more it saves, and the worse a "
+            "placement made for one domain serves another."
+        )
+    if similar.left_out:
+        meaning += f" The {len(similar.domains)} largest domains are shown, {similar.left_out} smaller ones are not."
+    return Section(
+        "domains", "Similarity of domains", meaning, ("domain", "tokens", "most alike", "least alike"), rows,
+        figures.matrix(similar.domains, similar.cosine, "cosine of loads"),
+        "Matrix of the cosine similarity of the domains' loads.", 1.9 + 0.32 * len(similar.domains),
+    )  # fmt: skip
+
+
+def _phases(found: Inspection) -> Section | None:
+    both = found.phase_correlation
+    if both is None or both.pearson is None:
+        return None
+    rows: list[tuple[Cell, ...]] = [("mean", None, both.pearson, both.spearman)]
+    known = sorted((p, i) for i, p in enumerate(both.pearson_per_layer) if p is not None)
+    for which, (_, i) in (("lowest", known[0]), ("highest", known[-1])):
+        rows.append((which, str(_ids(found)[i]), both.pearson_per_layer[i], both.spearman_per_layer[i]))
+    low, high = PUBLISHED_CORRELATION
+    shown = round(both.pearson, 2)
+    verdict = "within" if low <= shown <= high else "below" if shown < low else "above"
+    meaning = (
+        f"A request's prefill counts correlate with its decode counts at {both.pearson:.2f} ({both.requests:,} "
+        f"requests), {verdict} the published {low:.2f} to {high:.2f}. The higher, the better a router can choose "
+        "the decode worker from the prefill footprint; short requests lower it by noise alone."
+    )
+    series = {"Pearson": both.pearson_per_layer, "Spearman": both.spearman_per_layer}
+    return Section(
+        "phases", "Prefill against decode", meaning, ("layer", "id", "Pearson", "Spearman"), rows,
+        figures.layer_lines(_ids(found), series, "correlation", (low, high, "published")),
+        "Lines of prefill-decode correlation of every layer, with the published range shaded.",
+    )  # fmt: skip
+
+
+def _drift(found: Inspection) -> Section | None:
+    drift = found.drift
+    if drift is None:
+        return None
+    rows: list[tuple[Cell, ...]] = []
+    if drift.lag:
+        picks = sorted({round(i) for i in np.linspace(0, len(drift.lag) - 1, min(8, len(drift.lag)))})
+        rows = [(drift.lag[i], drift.similarity[i]) for i in picks]
+    fitted = None
+    if drift.half_life is not None and drift.floor is not None:
+        fitted = (drift.half_life, drift.floor)
+        meaning = (
+            f"Half of what the load will lose of its first shape is lost after {_amount(drift.half_life)} {drift.unit}"
+            f", and {_percent(drift.floor)} of the shape stays. A placement planned on past load should be renewed in "
+            "less than that, or not at all if moving the weights costs more than it wins."
+        )
+    else:
+        meaning = f"No half-life: {drift.reason}."
+        if drift.lag:
+            meaning += " A placement planned on the start of the trace is not outdated by a steady drift within it."
+    return Section(
+        "drift", "Drift of the load", meaning, (f"lag ({drift.unit})", "similarity to the start"), rows,
+        figures.drift_curve(drift.lag, drift.similarity, drift.unit, fitted) if drift.lag else None,
+        "Similarity of the load to the start of the trace against lag.",
+    )  # fmt: skip
+
+
+def _arrivals(found: Inspection) -> Section | None:
+    rate = found.arrivals
+    if rate is None:
+        return None
+    rows: list[tuple[Cell, ...]] = [
+        ("mean rate (requests a second)", rate.mean), (f"peak rate (bins of {rate.bin_s:,.3g} s)", rate.peak),
+        ("CV of gaps", rate.gap_cv), *((f"dispersion, {d.window_s:g} s", d.index) for d in rate.dispersion),
+    ]  # fmt: skip
+    meaning = f"{rate.mean:,.3g} requests a second on average, {rate.peak:,.3g} in the busiest bin. "
+    if rate.dispersion:
+        worst = max(rate.dispersion, key=lambda d: d.index)
+        kind = "burstier than Poisson" if worst.index > 1.5 else "about as even as Poisson arrivals"
+        meaning += (
+            f"Counts in {worst.window_s:g} s vary {worst.index:,.3g} times as much as Poisson's: {kind}. Size for the "
+            "peak, and test policies on these arrivals rather than on Poisson ones if the two differ."
+        )
+    else:
+        meaning += "The trace is too short to say how bursty arrivals are."
+    return Section(
+        "arrivals", "Arrivals", meaning, ("number", "value"), rows, figures.steps(rate.rate, rate.bin_s, rate.mean),
+        "Requests a second over time.",
+    )  # fmt: skip
+
+
+def _lengths(found: Inspection) -> Section | None:
+    rows: list[tuple[Cell, ...]] = [
+        (name, x.mean, x.p50, x.p90, x.p95, x.p99, x.longest)
+        for name, x in (("prompt", found.prompt_lengths), ("output", found.output_lengths)) if x is not None
+    ]  # fmt: skip
+    if not rows:
+        return None
+    meaning = "Prompts set prefill work, outputs how long a request holds its place in the decode batch."
+    if found.prefix_sharing is not None:
+        shared = found.prefix_sharing
+        meaning += (
+            f" Of {shared.blocks:,} prompt blocks ({shared.block_tokens} tokens each), {_percent(shared.seen_before)} "
+            "were seen before: what a prefix cache without limits, shared by all workers, could skip at most."
+        )
+    return Section("lengths", "Lengths", meaning, ("tokens", "mean", "p50", "p90", "p95", "p99", "longest"), rows)
+
+
+def _ids(found: Inspection) -> list[int]:
+    return [x.layer for x in found.layers or []]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _saved(mixed: float | None, same: float | None) -> str | None:
+    return None if not mixed or same is None else f"{100 * (1 - same / mixed):.1f}%"

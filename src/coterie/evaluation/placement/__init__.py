@@ -1,0 +1,1 @@
+"""Plans and placements of a user's model: what coterie plan and coterie place print."""

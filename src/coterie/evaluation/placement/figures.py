@@ -1,0 +1,78 @@
+"""A placement as a picture: which experts have replicas, and what a load makes of the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from coterie.evaluation.figures import HEIGHT_IN, Theme, write_figure
+from coterie.evaluation.placement.inspection import replica_counts
+from coterie.placement.maps import PlacementMap
+
+
+def draw_map(
+    path: Path, map: PlacementMap, rank_load: NDArray[np.float64] | None, load: NDArray[np.float64] | None
+) -> list[Path]:
+    """Write `path` (.png) and the same as .pdf; older ones are replaced."""
+    counts = replica_counts(map.placement)
+    ids = list(range(len(counts)) if map.layer_ids is None else map.layer_ids)
+
+    def fill(figure: Any, theme: Theme) -> None:
+        if rank_load is None or load is None:
+            _replicas(figure, figure.add_subplot(), theme, counts, ids, "expert")
+            return
+        upper, lower = figure.subplots(2, 1)
+        hottest = np.argsort(-load, axis=1, kind="stable")
+        _replicas(figure, upper, theme, np.take_along_axis(counts, hottest, axis=1), ids, "expert, hottest first")
+        _ranks(figure, lower, theme, rank_load, ids)
+
+    return write_figure(fill, path.parent, path.stem, HEIGHT_IN * (1 if rank_load is None else 1.9))
+
+
+def _replicas(figure: Any, axes: Any, theme: Theme, counts: NDArray[np.int64], ids: list[int], what: str) -> None:
+    most = int(counts.max())
+    colors = theme.colormap().resampled(max(most, 2))
+    image = axes.imshow(
+        counts, aspect="auto", interpolation="nearest", cmap=colors,
+        norm=BoundaryNorm(np.arange(0.5, max(most, 2) + 1.0), max(most, 2)), extent=_extent(counts.shape),
+    )  # fmt: skip
+    axes.set(xlabel=what, ylabel="layer", title="Slots of every expert")
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    _layers(axes, ids)
+    ticks = np.unique(np.linspace(1, max(most, 2), min(max(most, 2), 9)).round().astype(int))
+    bar = figure.colorbar(image, ax=axes, ticks=ticks, pad=0.02)
+    bar.minorticks_off()
+    bar.set_label("slots")
+    bar.outline.set_visible(False)
+
+
+def _ranks(figure: Any, axes: Any, theme: Theme, rank_load: NDArray[np.float64], ids: list[int]) -> None:
+    mean = rank_load.mean(axis=1, keepdims=True)
+    values = np.divide(rank_load, mean, out=np.zeros_like(rank_load), where=mean > 0)
+    # From the mean both ways alike: what is darkest orange makes all others of its layer wait.
+    far = max(0.1, float(np.abs(values - 1.0).max()))
+    colors = LinearSegmentedColormap.from_list("coterie-ranks", [theme.series[0], theme.background, theme.series[1]])
+    image = axes.imshow(
+        values, aspect="auto", interpolation="nearest", cmap=colors, vmin=1.0 - far, vmax=1.0 + far,
+        extent=_extent(values.shape),
+    )  # fmt: skip
+    axes.set(xlabel="rank", ylabel="layer", title="Load of every rank")
+    axes.xaxis.set_major_locator(MaxNLocator(16, integer=True))
+    _layers(axes, ids)
+    bar = figure.colorbar(image, ax=axes, pad=0.02)
+    bar.set_label("load ÷ mean of the layer")
+    bar.outline.set_visible(False)
+
+
+def _extent(shape: tuple[int, ...]) -> tuple[float, float, float, float]:
+    return (-0.5, shape[1] - 0.5, shape[0] - 0.5, -0.5)
+
+
+def _layers(axes: Any, ids: list[int]) -> None:
+    at = list(range(0, len(ids), -(-len(ids) // 12)))
+    axes.set_yticks(at, [str(ids[i]) for i in at])

@@ -1,0 +1,1 @@
+"""What-if runs of batch selection on a user's trace."""

@@ -1,0 +1,1 @@
+"""All-to-all traffic of expert parallelism, beside a published estimate."""

@@ -1,0 +1,1 @@
+"""CAPS: batch selection by predicted expert load."""

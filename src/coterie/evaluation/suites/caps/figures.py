@@ -1,0 +1,467 @@
+"""The figures of the CAPS suite, each as PDF and PNG, ours beside what was published.
+
+A strategy has the same colour and marker in every figure. Strategies that lie on top of each other are one grey group;
+those whose order is the claim have a line of their own, and so has any that Coterie does not bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from coterie.evaluation.figures import MAX_LABEL, Theme, write_figure
+from coterie.evaluation.suites.caps.published import GREEDY, TOP_SIX
+
+Rows = Sequence[dict[str, Any]]
+
+BASE = "fcfs"
+GROUP = (*TOP_SIX, "differencing", "power_of_d_dot")
+"""Nearly alike under bursts."""
+LEAST_GROUP = 4
+"""Of fewer, each has its own line."""
+STYLES = {
+    "latency_aware": ("#1f6fb4", "o"), "random": ("#d9730d", "s"), "karmarkar_karp": ("#2a8c5a", "^"),
+    "lpt": ("#8e4fb0", "v"), "greedy_variance": ("#5b6675", "D"), BASE: ("#1c2430", "."),
+}  # fmt: skip
+COLORS, MARKERS = ("#b8326f", "#12858f", "#7a5c12", "#6b2f2f"), "PXph*"
+"""Of all others, in turn: 20 pairs before one comes again."""
+PERCENTILES = {"p50_ms": "50", "p90_ms": "90", "p99_ms": "99", "p999_ms": "99.9"}
+SHOWN = (BASE, "random", "greedy_variance", "latency_aware")
+"""Whose percentiles are drawn; others take the place of missing ones."""
+FLOOR = -60.0
+"""Losses below are written, not drawn: they would flatten all else."""
+NEAR = {"p99_reduction_pct": 5.0, "throughput_gain_pct": 2.0, "imbalance_reduction_pct": 2.0}
+"""Points from the published value that count as agreement."""
+MOST_LISTED = 8
+"""Lines of small print in a corner."""
+MOST_RATES = 4
+"""Columns of the percentiles; of more rates, evenly spread ones."""
+
+
+def draw_figures(folder: Path, rows: Rows) -> list[Path]:
+    """Writes what the rows have numbers for; the paths, in order of the figures."""
+    if not rows:
+        return []
+    rows = sorted(rows, key=lambda row: float(row["rate"]))  # a user may give rates in any order
+    bursty = [row for row in rows if row["pattern"] == "bursty" and row["strategy"] != BASE]
+    pairs, patterns = _pairs(rows), _distinct(rows, "pattern")
+    fills: list[tuple[str, Callable[[Figure, Theme], None], float]] = []
+    if any(row["strategy"] != BASE for row in rows):
+        fills.append(("fig1_p99_by_rate", partial(_p99_by_rate, rows), 4.0))
+    if pairs:
+        fills.append(("fig2_ours_vs_published", partial(_against_published, pairs), 4.3))
+    if bursty:
+        names = len(_distinct(bursty, "strategy"))
+        fills.append(("fig3_strategies", partial(_by_strategy, bursty), 1.3 + 0.22 * names))
+    fills.append(("fig4_percentiles", partial(_percentiles, rows), 0.8 + 1.7 * len(patterns)))
+    return [path for name, fill, height in fills for path in write_figure(fill, folder, name, height)]
+
+
+# ------------------------------------------------------------------------------------------------------ P99 by rate
+
+
+def _p99_by_rate(rows: Rows, figure: Figure, theme: Theme) -> None:
+    patterns, look = _distinct(rows, "pattern"), _look(rows)
+    predicted = any(not row["fitted"] for row in rows)
+    for axes, pattern in zip(figure.subplots(1, len(patterns), squeeze=False)[0], patterns, strict=True):
+        _p99_panel(axes, theme, [row for row in rows if row["pattern"] == pattern], look)
+        axes.set(title=f"{pattern} arrivals", xlabel="requests a second" + ("  (* predicted, not fitted)" * predicted))
+    figure.axes[0].set_ylabel("cut of P99 against fcfs (%)")
+    handles = _handles(look)
+    group = _group(rows)
+    if group:
+        handles.append(
+            Patch(facecolor=theme.grid, edgecolor=theme.muted, lw=0.8, label=f"{len(group)} others, least to most")
+        )
+    if any(_published(row, "p99_reduction_pct") for row in rows):
+        handles.append(
+            Line2D([], [], color=theme.text, marker="D", mfc=theme.background, ms=6, ls="none", label="published")
+        )
+    if any(row["strategy"] in look and row["p99_reduction_low"] < row["p99_reduction_high"] for row in rows):
+        handles.append(_whisker(theme))
+    _legend_above(figure, handles)
+
+
+def _p99_panel(axes: Any, theme: Theme, rows: Rows, look: dict[str, tuple[str, str]]) -> None:
+    rates = _distinct(rows, "rate")
+    at = {rate: place for place, rate in enumerate(rates)}  # evenly spaced, whatever the rates
+    axes.axhline(0.0, color=theme.text, lw=1.2)
+    group = np.array([_values(rows, name, rates) for name in _group(rows)])
+    if group.size:
+        axes.fill_between(range(len(rates)), group.min(axis=0), group.max(axis=0), color=theme.grid, lw=0)
+        axes.plot(range(len(rates)), group.T, color=theme.muted, lw=0.6, marker="_", ms=7, alpha=0.8)
+    lost: dict[str, list[tuple[float, float]]] = {}
+    for shift, (name, (color, marker)) in zip(_dodge(len(look)), look.items(), strict=True):
+        mine = [row for row in rows if row["strategy"] == name]
+        x = [at[row["rate"]] + shift for row in mine]
+        y = np.array([row["p99_reduction_pct"] for row in mine])
+        ends = np.array([(row["p99_reduction_low"], row["p99_reduction_high"]) for row in mine]).reshape(-1, 2)
+        best = name == "latency_aware"
+        axes.vlines(x, ends[:, 0], ends[:, 1], color=color, lw=1.0, alpha=0.7)
+        axes.plot(x, y, color=color, marker=marker, ms=5, lw=2.4 if best else 1.5, zorder=4 if best else 3)
+        if (y < FLOOR).any():
+            lost[name] = [(row["rate"], value) for row, value in zip(mine, y, strict=True) if value < FLOOR]
+    brackets = _published_p99(axes, theme, rows, at, look)
+    low, high = axes.get_ylim()
+    high = max(high, 5.0)
+    axes.set_ylim(min(max(low, FLOOR), -0.08 * high), high)
+    _rate_ticks(axes, rows, rates, brackets)
+    axes.annotate(BASE, (axes.get_xlim()[1], 0), (0, -2), textcoords="offset points", ha="right", va="top", fontsize=8)
+    if lost:
+        _corner(axes, theme, ["below the axis", *_listed(_below(name, spots) for name, spots in lost.items())])
+    axes.grid(axis="y")
+    axes.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
+
+
+def _below(name: str, spots: list[tuple[float, float]]) -> str:
+    lowest = _signed(min(value for _, value in spots), 0)
+    if len(spots) == 1:
+        return f"{_short(name)} at {spots[0][0]:g}: {lowest}"
+    return f"{_short(name)} at {len(spots)} rates: down to {lowest}"
+
+
+def _published_p99(
+    axes: Any, theme: Theme, rows: Rows, at: dict[float, int], look: dict[str, tuple[str, str]]
+) -> float | None:
+    """Published values at their rates, ranges over all rates to the right; where those end, None without any."""
+    each: dict[float, list[float]] = {}
+    ranges: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        found = _published(row, "p99_reduction_pct")
+        if found and _is_of_rate(row):
+            each.setdefault(row["rate"], []).extend(found)
+        elif found:
+            ranges[row["strategy"]] = found
+    x = [at[rate] for rate in each]
+    low, high = [min(ends) for ends in each.values()], [max(ends) for ends in each.values()]
+    axes.vlines(x, low, high, color=theme.text, lw=1.2, zorder=6)
+    axes.plot(x, np.add(low, high) / 2, "D", mfc="none", mec=theme.text, mew=1.2, ms=7, zorder=6)
+    unit = _unit(at)
+    first = len(at) - 1 + 0.75 * unit
+    for place, (name, ends) in enumerate(ranges.items()):
+        color, right = look.get(name, (theme.muted, ""))[0], first + 0.16 * unit * place
+        axes.plot((right, right), ends, color=color, lw=1.4, marker="_", ms=7, mew=1.4)
+        if name not in look:
+            axes.annotate(_short(name), (right, ends[1]), (0, 4), textcoords="offset points", color=theme.muted,
+                          ha="center", va="bottom", fontsize=7, rotation=90)  # fmt: skip
+    return first + 0.16 * unit * (len(ranges) - 1) if ranges else None
+
+
+def _rate_ticks(axes: Any, rows: Rows, rates: Sequence[float], brackets: float | None) -> None:
+    fitted = {row["rate"] for row in rows if row["fitted"]}
+    step = -(-len(rates) // 5)
+    places = list(range(0, len(rates), step))
+    words = [f"{rates[place]:g}" + ("" if rates[place] in fitted else "*") for place in places]
+    axes.set_xticks(places, words)
+    unit = _unit(rates)
+    end = len(rates) - 1 + 0.4 * unit
+    axes.set_xlim(-0.4 * unit, end if brackets is None else max(brackets + 0.35 * unit, end + 0.6 * unit))
+    if brackets is not None:
+        axes.axvline(end, color=axes.xaxis.label.get_color(), lw=0.6, ls=":")
+        axes.annotate("published, all rates", (end, axes.get_ylim()[1]), (2, 0), textcoords="offset points", ha="left",
+                      va="top", rotation=90, fontsize=6.5)  # fmt: skip
+
+
+def _unit(rates: Collection[float]) -> float:
+    """A width beside the rates, in steps between two of them, that is the same on paper for any number of rates."""
+    return max(0.5, len(rates) / 4)
+
+
+# ------------------------------------------------------------------------------------------------------ ours, published
+
+
+class Pair(NamedTuple):
+    """Ours and the published number of a cell, or of a strategy where only the range over the rates is known."""
+
+    field: str
+    pattern: str
+    strategy: str
+    rate: float | None
+    """None where `ours` and `theirs` are ranges over the rates."""
+    fitted: bool
+    ours: tuple[float, float]
+    interval: tuple[float, float]
+    theirs: tuple[float, float]
+
+    @property
+    def off(self) -> float:
+        """Points between ours and the published number, at the end where they are further apart."""
+        if self.ours[0] == self.ours[1]:
+            return max(self.theirs[0] - self.ours[0], self.ours[0] - self.theirs[1], 0.0)
+        return max(abs(ours - theirs) for ours, theirs in zip(self.ours, self.theirs, strict=True))
+
+
+def _pairs(rows: Rows) -> list[Pair]:
+    pairs: list[Pair] = []
+    over_rates: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        for field in NEAR:
+            found = _published(row, field)
+            if found and field == "p99_reduction_pct" and _is_of_rate(row):
+                ours, ends = (row[field], row[field]), (row["p99_reduction_low"], row["p99_reduction_high"])
+                cell = row["pattern"], row["strategy"], row["rate"], row["fitted"]
+                pairs.append(Pair(field, *cell, ours, ends, found))
+            elif found:
+                over_rates.setdefault((field, row["pattern"], row["strategy"]), []).append(row)
+    for (field, pattern, name), mine in over_rates.items():
+        values = [row[field] for row in mine]
+        ours, theirs = (min(values), max(values)), _published(mine[0], field)
+        assert theirs is not None
+        pairs.append(Pair(field, pattern, name, None, all(row["fitted"] for row in mine), ours, ours, theirs))
+    return pairs
+
+
+def _against_published(pairs: list[Pair], figure: Figure, theme: Theme) -> None:
+    fields = [("cut of P99 (%)", ("p99_reduction_pct",)), ("throughput gain, imbalance cut (%)", tuple(NEAR)[1:])]
+    panels = [(title, [pair for pair in pairs if pair.field in wanted]) for title, wanted in fields]
+    panels = [(title, mine) for title, mine in panels if mine]
+    for axes, (title, mine) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        near = NEAR[mine[0].field]
+        ends = [end for pair in mine for end in (*pair.ours, *pair.theirs)]
+        low, high = min(0.0, *ends), max(0.0, *ends)
+        low, high = low - 0.08 * (high - low) * (low < 0), high + 0.08 * (high - low)
+        axes.fill_between((low, high), (low - near, high - near), (low + near, high + near), color=theme.grid, lw=0)
+        axes.plot((low, high), (low, high), color=theme.muted, lw=1)
+        for kind in dict.fromkeys(map(_kind, mine)):
+            _draw_pairs(axes, theme, [pair for pair in mine if _kind(pair) == kind])
+        axes.set(title=title, xlabel="published", ylabel="ours")
+        axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
+        axes.annotate(f"± {near:g} points", (low, low + near), (4, 4), textcoords="offset points", fontsize=8,
+                      rotation=45, rotation_mode="anchor", color=theme.muted)  # fmt: skip
+        far = _far(mine, near)
+        if far:
+            _corner(axes, theme, ["outside the band", *far])
+    _legend_above(figure, _pair_handles(pairs, theme))
+
+
+def _kind(pair: Pair) -> tuple[str, str]:
+    """What shares a colour and a marker."""
+    words = {"throughput_gain_pct": ("throughput", "s"), "imbalance_reduction_pct": ("imbalance", "^")}
+    return words.get(pair.field, (f"P99, {pair.pattern}", "o"))
+
+
+def _pair_color(theme: Theme, pair: Pair) -> str:
+    if pair.field == "p99_reduction_pct":
+        return theme.series[0] if pair.pattern == "bursty" else theme.series[1]
+    return theme.series[2] if pair.field == "throughput_gain_pct" else theme.series[3]
+
+
+def _draw_pairs(axes: Any, theme: Theme, pairs: list[Pair]) -> None:
+    color, (_, marker) = _pair_color(theme, pairs[0]), _kind(pairs[0])
+    ranges = [pair for pair in pairs if pair.rate is None]
+    if ranges:
+        p99 = marker == "o"  # a P99 moves with the rate: its ends are far apart
+        axes.plot(np.transpose([pair.theirs for pair in ranges]), np.transpose([pair.ours for pair in ranges]),
+                  color=color, lw=1.4, marker="_" if p99 else marker, ms=6 if p99 else 4.5, zorder=3)  # fmt: skip
+    for fitted in (True, False):
+        cells = [pair for pair in pairs if pair.rate is not None and pair.fitted == fitted]
+        if not cells:
+            continue
+        x, y = [sum(pair.theirs) / 2 for pair in cells], [pair.ours[0] for pair in cells]
+        low, high = np.transpose([pair.interval for pair in cells])
+        axes.vlines(x, low, high, color=color, lw=0.7, alpha=0.35)
+        axes.hlines(y, *np.transpose([pair.theirs for pair in cells]), color=color, lw=1.0)
+        axes.plot(x, y, "o", ms=5.5, mec=color, mfc=color if fitted else theme.background, mew=1.2, zorder=4)
+
+
+def _pair_handles(pairs: list[Pair], theme: Theme) -> list[Any]:
+    spot = partial(Line2D, [], [], ls="none", ms=6)
+    kinds = {_kind(pair): _pair_color(theme, pair) for pair in pairs}
+    handles = [spot(color=color, marker=marker, label=label) for (label, marker), color in kinds.items()]
+    shown = {pair.fitted for pair in pairs if pair.rate is not None}
+    if True in shown:
+        handles.append(spot(marker="o", color=theme.muted, label="rate fitted"))
+    if False in shown:
+        handles.append(spot(marker="o", mec=theme.muted, mfc=theme.background, label="rate predicted"))
+    if any(pair.rate is None and pair.field == "p99_reduction_pct" for pair in pairs):
+        handles.append(Line2D([], [], color=theme.muted, marker="_", ms=6, lw=1.4, label="least to most of the rates"))
+    if any(pair.rate is not None and pair.interval[0] < pair.interval[1] for pair in pairs):
+        handles.append(_whisker(theme))
+    return handles
+
+
+def _far(pairs: list[Pair], near: float) -> list[str]:
+    """Lines that name what is further than `near` from the published number."""
+    groups: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        label = _kind(pair)[0]
+        if pair.field == "p99_reduction_pct":
+            label = f"{pair.pattern} {pair.rate:g}" if pair.rate is not None else f"{pair.pattern}, all rates"
+        groups.setdefault(label, []).append(pair)
+    lines = []
+    for label, group in groups.items():
+        far = [_short(pair.strategy) for pair in group if pair.off > near]
+        if far:
+            lines.append(f"{label}: " + (", ".join(far) if len(far) < 3 else f"{len(far)} of {len(group)}"))
+    return _listed(lines)
+
+
+# ------------------------------------------------------------------------------------------------------ strategies
+
+
+def _by_strategy(rows: Rows, figure: Figure, theme: Theme) -> None:
+    fields = {"throughput_gain_pct": "throughput gain (%)", "imbalance_reduction_pct": "imbalance cut (%)"}
+    names = _distinct(rows, "strategy")
+    each = {name: [row for row in rows if row["strategy"] == name] for name in names}
+    names.sort(key=lambda name: float(np.mean([row["throughput_gain_pct"] for row in each[name]])))
+    places = np.arange(len(names))
+    panels = figure.subplots(1, 2, sharey=True)
+    any_published = False
+    for axes, (field, title), color in zip(panels, fields.items(), theme.series[2:], strict=True):
+        means = [float(np.mean([row[field] for row in each[name]])) for name in names]
+        axes.barh(places, means, height=0.62, color=color, alpha=0.75)
+        known = {name: ends for row in rows if (ends := _published(row, field)) for name in [row["strategy"]]}
+        spots = [(place, end) for place, name in enumerate(names) for end in known.get(name, ())]
+        if spots:
+            any_published = True
+            axes.plot(*np.transpose(spots)[::-1], "|", color=theme.text, ms=11, mew=1.2)
+        low, high = min(0.0, *means), max(1e-9, *means, *(end for _, end in spots))
+        axes.set(xlabel=title, xlim=(low * 1.05, high + 0.2 * (high - low)))
+        for place, mean in enumerate(means):
+            axes.annotate(_signed(mean), (axes.get_xlim()[1], place), ha="right", va="center", fontsize=8)
+        axes.axvline(0.0, color=theme.text, lw=1)
+        ticks = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high)
+        axes.set_xticks([tick for tick in ticks if low <= tick <= high])  # none under the numbers
+        axes.grid(axis="x")
+    panels[0].set_yticks(places, [_short(name) for name in names])
+    panels[0].tick_params(axis="y", length=0, labelcolor=theme.text, labelsize=9)
+    panels[1].tick_params(axis="y", length=0)
+    rates = _distinct(rows, "rate")
+    over = f"{', '.join(f'{rate:g}' for rate in rates)}" if len(rates) <= 6 else f"{rates[0]:g} to {rates[-1]:g}"
+    label = f"bursty arrivals, {'mean over ' if len(rates) > 1 else ''}{over} requests a second"
+    handles: list[Any] = [Patch(color=theme.muted, alpha=0.75, label=label)]
+    if any_published:
+        handles.append(
+            Line2D([], [], color=theme.text, marker="|", ms=9, mew=1.2, ls="none", label="published, both ends")
+        )
+    _legend_above(figure, handles)
+
+
+# ------------------------------------------------------------------------------------------------------ percentiles
+
+
+def _percentiles(rows: Rows, figure: Figure, _: Theme) -> None:
+    patterns, rates, names = _distinct(rows, "pattern"), _distinct(rows, "rate"), _distinct(rows, "strategy")
+    shown = sorted(names, key=lambda name: name not in SHOWN)[: len(SHOWN)]
+    look = _styles(shown)
+    if len(rates) > MOST_RATES:
+        rates = [rates[place] for place in np.linspace(0, len(rates) - 1, MOST_RATES).round().astype(int)]
+    panels = figure.subplots(len(patterns), len(rates), squeeze=False)
+    by = {(row["pattern"], row["rate"], row["strategy"]): row for row in rows}
+    for pattern, line in zip(patterns, panels, strict=True):
+        for rate, axes in zip(rates, line, strict=True):
+            seconds = []
+            for name in shown:
+                color, marker = look[name]
+                row = by.get((pattern, rate, name))
+                values = [row[field] / 1e3 if row else np.nan for field in PERCENTILES]
+                axes.plot(values, color=color, marker=marker, ms=4, lw=2.0 if name == "latency_aware" else 1.2,
+                          ls="--" if name == BASE else "-", zorder=3 if name == BASE else 2)  # fmt: skip
+                seconds += [value for value in values if value > 0]
+            last = pattern == patterns[-1]
+            axes.set_xticks(range(len(PERCENTILES)), list(PERCENTILES.values()) if last else [])
+            axes.tick_params(labelsize=8)
+            if seconds and max(seconds) > 20 * min(seconds):
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(0, max(seconds, default=1.0) * 1.08)
+                axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+            axes.grid(axis="y")
+            axes.set_title(f"{pattern}, {rate:g}/s", fontsize=9)
+        line[0].set_ylabel("latency (s)", fontsize=9)
+    figure.supxlabel("percentile of requests", fontsize=9)
+    _legend_above(figure, _handles(look))
+
+
+# ------------------------------------------------------------------------------------------------------ shared
+
+
+def _look(rows: Rows) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each strategy that has a line of its own."""
+    group = _group(rows)
+    return _styles([name for name in _distinct(rows, "strategy") if name != BASE and name not in group])
+
+
+def _group(rows: Rows) -> list[str]:
+    found = [name for name in _distinct(rows, "strategy") if name in GROUP]
+    return found if len(found) >= LEAST_GROUP else []
+
+
+def _styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    known = {name: style for name, style in STYLES.items() if name in names}
+    others = [name for name in names if name not in known]
+    return known | {
+        name: (COLORS[place % len(COLORS)], MARKERS[place % len(MARKERS)]) for place, name in enumerate(others)
+    }
+
+
+def _published(row: dict[str, Any], field: str) -> tuple[float, float] | None:
+    found = (row.get("published") or {}).get(field)
+    if found is None:
+        return None
+    return (float(found[0]), float(found[1])) if isinstance(found, list | tuple) else (float(found), float(found))
+
+
+def _is_of_rate(row: dict[str, Any]) -> bool:
+    """Whether the published P99 of a row is of its rate; of other strategies only the range over all rates is known."""
+    return row["strategy"] in (TOP_SIX if row["pattern"] == "bursty" else GREEDY)
+
+
+def _values(rows: Rows, name: str, rates: Sequence[float]) -> NDArray[np.float64]:
+    by = {row["rate"]: row["p99_reduction_pct"] for row in rows if row["strategy"] == name}
+    return np.array([by.get(rate, np.nan) for rate in rates], np.float64)
+
+
+def _distinct(rows: Rows, key: str) -> list[Any]:
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def _dodge(count: int) -> NDArray[np.float64]:
+    """Shifts along the axis, so that whiskers do not hide each other."""
+    return np.asarray((np.arange(count) - (count - 1) / 2) * min(0.04, 0.3 / max(count, 1)), np.float64)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= MAX_LABEL else name[: MAX_LABEL - 1] + "…"
+
+
+def _signed(value: float, digits: int = 1) -> str:
+    return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def _listed(lines: Iterable[str]) -> list[str]:
+    lines = list(lines)
+    return lines if len(lines) <= MOST_LISTED else [*lines[:MOST_LISTED], f"and {len(lines) - MOST_LISTED} more"]
+
+
+def _corner(axes: Any, theme: Theme, lines: Sequence[str]) -> None:
+    """Small print in the lower right, above whatever is there."""
+    axes.annotate("\n".join(lines), (1, 0), (-2, 3), xycoords="axes fraction", textcoords="offset points", ha="right",
+                  va="bottom", fontsize=7, color=theme.muted, zorder=7,
+                  bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.5})  # fmt: skip
+
+
+def _whisker(theme: Theme) -> Any:
+    return Line2D([], [], color=theme.muted, marker="|", ms=10, mew=1.0, ls="none", label="95% over seeds")
+
+
+def _handles(look: dict[str, tuple[str, str]]) -> list[Any]:
+    return [
+        Line2D([], [], color=color, marker=marker, ms=5, ls="--" if name == BASE else "-", label=_short(name))
+        for name, (color, marker) in look.items()
+    ]
+
+
+def _legend_above(figure: Figure, handles: Sequence[Any]) -> None:
+    if handles:
+        figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(handles)), fontsize=8.5,
+                      handlelength=2.2, columnspacing=1.4)  # fmt: skip

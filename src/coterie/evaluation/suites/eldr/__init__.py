@@ -1,0 +1,1 @@
+"""ELDR: expert-locality decode routing, and routing past it."""

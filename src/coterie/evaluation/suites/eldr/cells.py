@@ -1,0 +1,128 @@
+"""One split of a recorded trace at one load: all routers, the limit, and at one load the published design's parts.
+
+The limit is what clusters could save that were made with the served requests' own decode in view: local search for the
+fewest expected distinct experts of a step of B requests of one cluster, sum of 1 - (1 - p)^B. Clusters that were fitted
+on other requests, and given the served ones by what a router sees of them (as many to each), reach a share of it.
+A run in which requests go to their cluster of the limit says what a *router* could save, load uneven as it then is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.evaluation.suites.eldr.fleets import (
+    ROUTERS,
+    Bench,
+    Halves,
+    Outcome,
+    Source,
+    closed_bench,
+    recorded_source,
+    split,
+    with_clusters,
+)
+from coterie.footprints.signatures import Weighting
+from coterie.routing.base import Decision, Router, RouteRequest
+from coterie.routing.clustering import Labels, assign, capacities
+from coterie.routing.fitted import activation_probabilities
+from coterie.routing.fleet import Fleet
+from coterie.routing.locality_band import LocalityBand
+from coterie.routing.union import expected_distinct_saving, tangents, union_clusters
+
+MODEL = "gpt-oss-20b"
+LIMIT_BATCH = 16
+LIMIT_STARTS = 12
+LIMIT_EFFORT = 1e9
+"""Five times what a fit may spend on swaps."""
+LIMIT_ROUTER = "limit clusters"
+DESIGN = (8, 16)
+"""Decoders and requests in flight on each, at which the parts of the published design are tried."""
+BANDS = (0.0, 0.05, 0.1, 0.2, 1.0)
+WEIGHTINGS: tuple[Weighting, ...] = ("count_idf", "count", "gate", "binary")
+VANILLA = "vanilla clusters"
+
+
+class Cell(NamedTuple):
+    trace: str
+    decoders: int
+    each: int
+    """Requests in flight on a decoder, on average."""
+    seed: int
+    """Of the split and of the order of requests."""
+
+
+class Limit(NamedTuple):
+    """Expected savings against steps of requests drawn from all, shares of 1."""
+
+    limit: float
+    cosine: float
+    union: float
+
+
+class Found(NamedTuple):
+    outcomes: dict[str, Outcome]
+    limit: Limit | None
+
+
+def band_name(tau: float) -> str:
+    return f"band {tau:g}"
+
+
+def signature_name(weighting: str) -> str:
+    return f"signature {weighting}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assigned:
+    """Every request to the worker it was assigned before the run, whatever the load."""
+
+    workers: NDArray[np.int64]
+    """[request] of the run, whose id is its number."""
+
+    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+        return Decision(int(self.workers[int(request.id)]), np.zeros(len(fleet)), "assigned before the run")
+
+
+def serve_cell(cell: Cell, data: Path, requests: int, names: tuple[str, ...] = ROUTERS) -> Found:
+    """All routers on the same requests, and what else is asked at this load."""
+    source = recorded_source(data, cell.trace)
+    bench = closed_bench(source, cell.decoders, cell.each, cell.seed, requests)
+    halves, limit = split(source, cell.seed), None
+    chosen: dict[str, Router] = {name: bench.router(name) for name in names}
+    if cell.trace == MODEL and cell.each == LIMIT_BATCH:
+        limit, labels = find_limit(source, halves, bench)
+        chosen[LIMIT_ROUTER] = Assigned(labels[bench.requests.recorded])
+    if cell.trace == MODEL and (cell.decoders, cell.each) == DESIGN:
+        chosen |= {band_name(tau): LocalityBand(bench.fitted, tau) for tau in BANDS}
+        vanilla = with_clusters(bench, source.counts, halves, "count_idf", balanced=False)
+        chosen[VANILLA] = LocalityBand(vanilla.fitted)
+    found = bench.compare(chosen)
+    if cell.trace == MODEL and (cell.decoders, cell.each) == DESIGN:
+        for weighting in WEIGHTINGS:
+            other = with_clusters(bench, source.counts, halves, weighting)
+            name = signature_name(weighting)
+            found[name] = other.compare({name: LocalityBand(other.fitted)})[name]
+    return Found(found, limit)
+
+
+def find_limit(source: Source, halves: Halves, bench: Bench) -> tuple[Limit, Labels]:
+    """Savings, and the limit's cluster of every served recording."""
+    counts, fitted, batch = source.counts, bench.fitted, LIMIT_BATCH
+    rows = np.flatnonzero(np.isin(counts.requests, halves.test))
+    decode = activation_probabilities(counts.decode[rows], counts.top_k)
+    room = capacities(len(rows), fitted.workers)
+    alike = np.array([fitted.similarities(one) for one in counts.prefill[rows]])
+    slopes, offsets = tangents(fitted.profiles, batch)
+    expected = np.array([fitted.profile(one) for one in counts.prefill[rows]])
+    cosine, union = assign(-alike, room), assign(expected @ slopes.T + offsets, room)
+    best = union_clusters(
+        decode, fitted.workers, batch, np.random.default_rng([bench.seed, 4]), starts=(cosine, union),
+        restarts=LIMIT_STARTS, effort=LIMIT_EFFORT,
+    )  # fmt: skip
+    limit, *others = (expected_distinct_saving(decode, labels, batch) for labels in (best.labels, cosine, union))
+    return Limit(limit, *others), best.labels

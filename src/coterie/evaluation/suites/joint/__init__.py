@@ -1,0 +1,1 @@
+"""Joint routing by KV cache, experts and load, after the Dynamo article."""

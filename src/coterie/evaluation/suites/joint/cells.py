@@ -1,0 +1,280 @@
+"""Cells of the joint suite: one split of a trace on 8 ranks of a node, the published steps added one after the other.
+
+    standard            experts in order, round robin (and the shortest queue)
+    + expert-aware      the joint router, which knows who holds which experts (and `latency_aware`)
+    + replication       extra slots on every rank for experts that its requests ask for and it lacks
+    + batch scheduling  every rank picks who decodes, local experts first, under a budget of time between tokens
+
+All that is learned comes from calibration requests, which are served first, by the joint router on experts in order:
+what each rank asks for, and what a step costs by requests and by activations that cross. Other requests are then
+served by every configuration, in one order. Beside the chain, with one part of it varied: `replicas` (fewer of them; to
+even out load; or none, and experts moved to even it out), `budget` (one that binds), `locality` (the router without its
+load term; experts placed by clusters of like requests), `slow link` (the chain where ranks are joined by InfiniBand, as
+if on a node each), and `step size` (single steps of many tokens, spread evenly over ranks: from where on replicas pay).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+
+from coterie.batching.decode_batch import DecodeBatcher, DecodePrices
+from coterie.costs.presets import step_model
+from coterie.costs.step import dense_shapes
+from coterie.errors import ConfigError
+from coterie.evaluation.joint_group import BYTES_PER_VALUE, Group, GroupLoop, GroupOutcome, outcome
+from coterie.evaluation.suites.eldr.fleets import CONTEXT, ROOM, TRACES, Halves, Source, recorded_source, split
+from coterie.evaluation.suites.eldr.synthetic import SyntheticSize, language_source
+from coterie.models import get_model
+from coterie.placement.actions import ActionManager, ActionSettings
+from coterie.placement.eplb import rebalance
+from coterie.placement.holdings import Demand, held_by, placement_of
+from coterie.routing.base import Router, routers
+from coterie.routing.fitted import FittedRouting
+from coterie.routing.joint import Joint
+from coterie.routing.latency_aware import LatencyAware, StepPrices
+from coterie.routing.locality_band import LocalityBand
+from coterie.sim.fleet_requests import Recordings, draw_requests, phase_recordings, split_recordings
+from coterie.types import BYTES_PER_WEIGHT, INFINIBAND_400G, NVLINK4, Link, ModelSpec, Placement, Topology, WeightDtype
+
+RANKS = 8
+EXTRA_SLOTS = 8
+"""On a rank, as published; fewer where memory does not allow them."""
+STANDARD, ROUTING, REPLICATION, SCHEDULING = "standard", "+ expert-aware", "+ replication", "+ batch scheduling"
+CHAIN = (STANDARD, ROUTING, REPLICATION, SCHEDULING)
+DTYPES: dict[str, WeightDtype] = {"gpt-oss-20b": "bf16", "deepseek-v2-lite": "bf16", "deepseek-v3": "fp8"}
+SYNTHETIC = "deepseek-v3"
+LOADS = {SYNTHETIC: 16, "gpt-oss-20b": 16, "deepseek-v2-lite": 8}
+"""Requests in flight on a rank: 128 in all, as published, or half where recordings are too few."""
+SIZE = SyntheticSize(recordings=600, fitted=200, prompt_tokens=32, output_tokens=32)
+TURNS = 6
+"""Requests of a run, in times those in flight: the first two are for settling in."""
+DEVICE_BYTES, USABLE = 141e9, 0.9
+"""An H200, and what of it is for weights and KV cache."""
+FEWER_SLOTS = (1, 2, 4)
+TIGHT = 0.98
+"""Of the mean step of calibration: a budget of time between tokens that binds."""
+STEP_TOKENS = (128, 1024, 8192, 32768)
+
+
+class JointCell(NamedTuple):
+    trace: str
+    each: int
+    """Requests in flight on a rank, on average."""
+    seed: int
+    """Of the split and of the order of requests."""
+
+
+class Served(NamedTuple):
+    """Which configuration it was: a row."""
+
+    part: str
+    configuration: str
+    router: str
+    extra_slots: int = 0
+    planner: str | None = None
+    """Where experts are: None is in order."""
+    budget: str | None = None
+    """Of time between tokens."""
+    link: str = NVLINK4.name
+    tokens: int | None = None
+    """Of a single step, where it is one."""
+
+
+Found = dict[Served, GroupOutcome]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupBench:
+    """Calibration requests and others, on one model."""
+
+    known: GroupLoop
+    served: GroupLoop
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.served.model.spec
+
+    @property
+    def in_order(self) -> Placement:
+        return Placement.linear(self.spec.num_moe_layers, self.spec.num_experts, RANKS)
+
+    def router(self, name: str) -> Router:
+        if name != "latency_aware":
+            return routers[name]()
+        loop = self.served
+        tokens = float(np.mean(loop.requests.output_tokens))
+        return LatencyAware(loop.fitted, StepPrices.of(loop.model, loop.in_flight // RANKS, CONTEXT, tokens))
+
+    def linked(self, link: Link) -> GroupBench:
+        """The same requests on ranks that are joined by another link."""
+        model = replace(self.served.model, topology=Topology(RANKS, intra=link))
+        return GroupBench(replace(self.known, model=model), replace(self.served, model=model))
+
+    def outcome(self, placement: Placement, router: Router, batcher: DecodeBatcher | None = None) -> GroupOutcome:
+        return outcome(self.served.serve(placement, router, batcher), self.served.in_flight, RANKS)
+
+
+def bench_of(cell: JointCell, data: Path | None, requests: int | None = None, size: SyntheticSize = SIZE) -> GroupBench:
+    if cell.trace in TRACES:
+        if data is None:
+            raise ConfigError(f"{cell.trace} is recorded; it needs the folder of real data")
+        source = recorded_source(data, cell.trace)
+        halves = split(source, cell.seed)
+        known, served = (split_recordings(source.trace, half) for half in halves)
+    else:
+        source = language_source(cell.trace, cell.seed, size)
+        order = np.random.default_rng([cell.seed, 0]).permutation(size.recordings)
+        halves = Halves(np.sort(order[: size.fitted]), np.sort(order[size.fitted :]))
+        known, served = (phase_recordings(source.trace, half) for half in halves)
+    for name, half in (("to fit", known), ("to serve", served)):
+        if RANKS * cell.each > len(half):
+            raise ConfigError(f"{RANKS} x {cell.each} in flight need as many recordings; {len(half)} are {name}")
+    return _bench(cell, source, halves, known, served, requests or TURNS * RANKS * cell.each)
+
+
+def _bench(
+    cell: JointCell, source: Source, halves: Halves, known: Recordings, served: Recordings, requests: int
+) -> GroupBench:
+    counts = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
+    fitted = FittedRouting.fit(counts, RANKS, np.random.default_rng([cell.seed, 1]), batch=cell.each)
+    model = step_model(get_model(cell.trace), "h200", DTYPES[cell.trace], Topology(RANKS))
+    loops = [
+        GroupLoop(draw_requests(records, requests, np.random.default_rng([cell.seed, number])), model, fitted,
+                  RANKS * cell.each, ROOM * cell.each)
+        for number, records in ((3, known), (2, served))
+    ]  # fmt: skip
+    return GroupBench(loops[0], loops[1])
+
+
+def serve_cell(cell: JointCell, data: Path | None, requests: int | None = None, size: SyntheticSize = SIZE) -> Found:
+    """Every configuration on the same requests."""
+    bench = bench_of(cell, data, requests, size)
+    spec, joint, in_order = bench.spec, Joint(), bench.in_order
+    asked = bench.known.serve(in_order, joint).asked
+    extra = min(EXTRA_SLOTS, slots_that_fit(spec, bench.served.model.dtype, cell.each * ROOM * CONTEXT))
+    more = replicated(spec, asked, extra)
+    loaded = decode_prices(bench, more)
+    found = _chain("main", bench, extra, more, loaded.prices)
+    for name in ("join_shortest_queue", "latency_aware"):
+        configuration = STANDARD if name == "join_shortest_queue" else ROUTING
+        found[Served("main", configuration, name)] = bench.outcome(in_order, bench.router(name))
+    slow = bench.linked(INFINIBAND_400G)
+    found |= _chain("slow link", slow, extra, more, decode_prices(slow, more).prices)
+    tight = DecodeBatcher(loaded.prices, budget_us=TIGHT * loaded.step_us)
+    budget = Served("budget", SCHEDULING, "joint", extra, "demand", f"{TIGHT:g} of a step")
+    found[budget] = bench.outcome(more, joint, tight)
+    for fewer in (slots for slots in FEWER_SLOTS if slots < extra):
+        some = Served("replicas", REPLICATION, "joint", fewer, "demand")
+        found[some] = bench.outcome(replicated(spec, asked, fewer), joint)
+    packed, even = (evened(spec, asked, slots) for slots in (0, extra))
+    found[Served("replicas", ROUTING, "joint", 0, "eplb")] = bench.outcome(packed, joint)
+    found[Served("replicas", REPLICATION, "joint", extra, "eplb")] = bench.outcome(even, joint)
+    found[Served("locality", ROUTING, "joint, no load")] = bench.outcome(in_order, Joint(load=0.0))
+    clusters, band = by_cluster(spec, bench.served.fitted), LocalityBand(bench.served.fitted)
+    found[Served("locality", ROUTING, "joint", 0, "clusters")] = bench.outcome(clusters, joint)
+    found[Served("locality", ROUTING, "locality_band", 0, "clusters")] = bench.outcome(clusters, band)
+    places = {Single(): in_order, Single("eplb"): packed, Single("demand", extra): more, Single("eplb", extra): even}
+    return found | single_steps(bench, places, cell.seed)
+
+
+class Single(NamedTuple):
+    """Where experts are in a single step."""
+
+    planner: str | None = None
+    extra_slots: int = 0
+
+
+def single_steps(bench: GroupBench, placements: dict[Single, Placement], seed: int) -> Found:
+    found: Found = {}
+    for tokens in STEP_TOKENS:
+        for where, placement in placements.items():
+            configuration = REPLICATION if where.extra_slots else STANDARD
+            one = Served("step size", configuration, "even", where.extra_slots, where.planner, tokens=tokens)
+            found[one] = single_step(bench, placement, tokens, np.random.default_rng([seed, 5, tokens]))
+    return found
+
+
+def single_step(bench: GroupBench, placement: Placement, tokens: int, rng: Generator) -> GroupOutcome:
+    """A step of tokens drawn from all that are served, as many on every rank."""
+    recorded = bench.served.requests.recordings.expert_ids
+    ids, home = recorded[rng.integers(0, len(recorded), tokens)], np.arange(tokens) % RANKS
+    part = Group(bench.served.model, placement).step(ids, home, np.full(tokens, CONTEXT))
+    return GroupOutcome(
+        1e3 * part.total_s, 1e3 * part.total_s, tokens / part.total_s, 100.0 * part.all_to_all_s / part.total_s,
+        100.0 * part.experts_s / part.total_s, 100.0 * part.remote / part.activations, 1.0, 100.0, 1,
+    )  # fmt: skip
+
+
+def _chain(part: str, bench: GroupBench, extra: int, more: Placement, prices: DecodePrices) -> Found:
+    """The published steps; `more` is the placement with `extra` slots a rank."""
+    joint, link = Joint(), bench.served.model.topology.intra.name
+    replicas = Served(part, REPLICATION, "joint", extra, "demand", link=link)
+    return {
+        Served(part, STANDARD, "round_robin", link=link): bench.outcome(bench.in_order, bench.router("round_robin")),
+        Served(part, ROUTING, "joint", link=link): bench.outcome(bench.in_order, joint),
+        replicas: bench.outcome(more, joint),
+        replicas._replace(configuration=SCHEDULING, budget="50 ms"): bench.outcome(more, joint, DecodeBatcher(prices)),
+    }
+
+
+class LearnedPrices(NamedTuple):
+    prices: DecodePrices
+    step_us: float
+    """Mean, with all requests in it."""
+
+
+def decode_prices(bench: GroupBench, placement: Placement) -> LearnedPrices:
+    """What a step costs by the requests of a rank: calibration requests at the whole load and at half of it."""
+    loop, spec, step_us, crossing = bench.known, bench.spec, list[float](), 0.0
+    loads = (loop.in_flight // 2, loop.in_flight)
+    for in_flight in loads:
+        parts = replace(loop, in_flight=in_flight).serve(placement, Joint()).parts
+        step_us.append(1e6 * float(np.mean([part.total_s for part in parts])))
+        share = float(np.mean([part.remote / part.activations for part in parts]))
+        crossing = share * spec.top_k * spec.num_moe_layers
+    remote_us = 2e6 * spec.hidden_size * BYTES_PER_VALUE / loop.model.topology.intra.bytes_per_s
+    slope = RANKS * (step_us[1] - step_us[0]) / (loads[1] - loads[0])
+    request_us = max(0.0, slope - remote_us * crossing)
+    fixed_us = max(0.0, step_us[1] - loads[1] / RANKS * (request_us + remote_us * crossing))
+    return LearnedPrices(DecodePrices(fixed_us, request_us, remote_us), step_us[1])
+
+
+def manager_of(spec: ModelSpec, settings: ActionSettings) -> ActionManager:
+    return ActionManager(Topology(RANKS), spec.hidden_size * BYTES_PER_VALUE, spec.expert_bytes(), settings)
+
+
+def replicated(spec: ModelSpec, asked: Demand, extra: int) -> Placement:
+    """Experts in order, and in `extra` slots of a rank those that it asks for most and lacks, three copies at most."""
+    settings = ActionSettings(extra_slots=extra, swap_top=0, replicate_top=4 * extra, max_actions=spec.num_experts,
+                              min_saving_s=0.0)  # fmt: skip
+    held = held_by(Placement.linear(spec.num_moe_layers, spec.num_experts, RANKS))
+    return placement_of(manager_of(spec, settings).cycle(asked, held).held, spec.num_experts // RANKS + extra)
+
+
+def evened(spec: ModelSpec, asked: Demand, extra: int) -> Placement:
+    """The same slots, filled to even out the load whoever asks."""
+    slots = rebalance(asked.sum(axis=0), spec.num_experts + RANKS * extra, RANKS)
+    return Placement(slots, RANKS, spec.num_experts)
+
+
+def by_cluster(spec: ModelSpec, fitted: FittedRouting) -> Placement:
+    """No replicas: every expert of a layer with the cluster of calibration requests that asks for it, as many each."""
+    asked = fitted.profiles.reshape(RANKS, spec.num_moe_layers, spec.num_experts).astype(np.float64)
+    settings = ActionSettings(extra_slots=0, min_saving_s=0.0)
+    held = held_by(Placement.linear(spec.num_moe_layers, spec.num_experts, RANKS))
+    return placement_of(manager_of(spec, settings).rebalance(asked, held).held, spec.num_experts // RANKS)
+
+
+def slots_that_fit(spec: ModelSpec, dtype: WeightDtype, kv_tokens: int) -> int:
+    """Extra slots of a rank beside its part of the experts, all other weights and the KV cache of its requests."""
+    dense = sum(times * sum(n * k for n, k in shapes) for shapes, times in dense_shapes(spec))
+    others = BYTES_PER_WEIGHT[dtype] * (dense + 2 * spec.vocab_size * spec.hidden_size)
+    slot = spec.num_moe_layers * spec.expert_bytes(dtype)
+    each = spec.num_experts // RANKS
+    left = USABLE * DEVICE_BYTES - others - each * slot - kv_tokens * spec.kv_bytes_per_token
+    return max(0, min(spec.num_experts - each, int(left // slot)))

@@ -1,0 +1,1 @@
+"""Latency-optimal load balancing: plans, the interval sweep, shifting loads."""

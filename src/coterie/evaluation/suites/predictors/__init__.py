@@ -1,0 +1,1 @@
+"""Predictors against what requests then did."""

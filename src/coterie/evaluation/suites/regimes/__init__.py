@@ -1,0 +1,1 @@
+"""Where each batch selection strategy helps and where it hurts."""
