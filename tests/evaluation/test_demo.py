@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("aiohttp")
 pytest.importorskip("zmq")
 
-from coterie.evaluation.demo.demo import ROUTERS, run_demo
+from coterie.evaluation.demo.run import ROUTERS, run_demo
 
 COMMAND = [sys.executable, "-c", "from coterie.cli.main import main; main()", "demo"]
 

@@ -15,8 +15,8 @@ import numpy as np
 from coterie.costs.step import Batch
 from coterie.routing.base import Router, RouteRequest
 from coterie.routing.fleet import Fleet
-from coterie.sim.fleet import FleetConfig
-from coterie.sim.fleet_requests import FleetRequests
+from coterie.sim.fleet.requests import FleetRequests
+from coterie.sim.fleet.run import FleetConfig
 from coterie.types import ModelSpec
 
 StepTime = Callable[[list[int], np.ndarray, Batch], float]

@@ -16,11 +16,11 @@ from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.routing.base import Decision, RouteRequest
 from coterie.routing.fleet import Fleet
-from coterie.sim._fleet_cost import MOST_DECODING, StepTables, decode_us, fill_bits, step_tables, step_us
 from coterie.sim.execution import StepTimer
-from coterie.sim.fleet import FleetConfig, run_fleet
-from coterie.sim.fleet_metrics import FleetRun, Limits, summarise_fleet
-from coterie.sim.fleet_requests import FleetRequests, Recordings
+from coterie.sim.fleet._cost import MOST_DECODING, StepTables, decode_us, fill_bits, step_tables, step_us
+from coterie.sim.fleet.metrics import FleetRun, Limits, summarise_fleet
+from coterie.sim.fleet.requests import FleetRequests, Recordings
+from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.types import Link, ModelSpec, Placement, Topology
 
 SPEC = ModelSpec(

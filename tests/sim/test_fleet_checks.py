@@ -11,10 +11,10 @@ import pytest
 from coterie.costs.presets import step_model
 from coterie.routing.base import Decision, RouteRequest
 from coterie.routing.fleet import Fleet
-from coterie.sim.fleet import FleetConfig, run_fleet
-from coterie.sim.fleet_checks import check_fleet
-from coterie.sim.fleet_metrics import FleetRun
-from coterie.sim.fleet_requests import FleetRequests, Recordings
+from coterie.sim.fleet.checks import check_fleet
+from coterie.sim.fleet.metrics import FleetRun
+from coterie.sim.fleet.requests import FleetRequests, Recordings
+from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.sim.invariants import InvariantError
 from coterie.types import ModelSpec
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
 from coterie.footprints.counting import footprint
-from coterie.sim.fleet_requests import draw_requests, order_apart, phase_recordings, split_recordings
+from coterie.sim.fleet.requests import draw_requests, order_apart, phase_recordings, split_recordings
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.arrivals import LognormalLengths
 from coterie.traces.requests import RequestTrace

@@ -23,7 +23,7 @@ def demo_command(
     Records a mixed-domain workload, fits a router on it, serves other requests under round robin, join-shortest-queue
     and latency-aware routing, and ends by itself.
     """
-    from coterie.evaluation.demo.demo import run_demo
+    from coterie.evaluation.demo.run import run_demo
 
     # A plain SIGTERM would end this process and leave its workers.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -4,7 +4,7 @@ Calibrated in place: how long a decode step of n rows takes on these workers is 
 other requests than those that are predicted, and drawn as a straight line; some workers may be faster than it. Whatever
 shares the machine with them is in that line, so it holds while as much is going on. What a request spent on its decoder
 but in no step is a mean of the recording too. Then every router serves the test requests in
-:func:`coterie.sim.fleet.run_fleet`, each token with the experts that it really had. Prefill is left out: as many
+:func:`coterie.sim.fleet.run.run_fleet`, each token with the experts that it really had. Prefill is left out: as many
 requests are in flight as the run had on its decoders, on average, which is taken from it as arrival times would be.
 Wrong where steps of one size take very different times, and where what else the machine does changes.
 """
@@ -26,8 +26,8 @@ from coterie.engines.routed_runs import LoopResult, RouterRun
 from coterie.errors import InputError
 from coterie.footprints.step_log import DISTINCT, ENDED_S, ROWS
 from coterie.routing.fleet import Fleet
-from coterie.sim.fleet import FleetConfig, run_fleet
-from coterie.sim.fleet_requests import FleetRequests, Recordings
+from coterie.sim.fleet.requests import FleetRequests, Recordings
+from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.types import ModelSpec
 from coterie.wire.expert_events import RequestExperts
 

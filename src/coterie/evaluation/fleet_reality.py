@@ -25,9 +25,9 @@ from coterie.evaluation.bench.base import Row
 from coterie.models import get_model
 from coterie.routing.base import Decision, RouteRequest
 from coterie.routing.fleet import Fleet
-from coterie.sim.fleet import FleetConfig, run_fleet
-from coterie.sim.fleet_metrics import FleetRun, summarise_fleet
-from coterie.sim.fleet_requests import FleetRequests, Recordings
+from coterie.sim.fleet.metrics import FleetRun, summarise_fleet
+from coterie.sim.fleet.requests import FleetRequests, Recordings
+from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.traces.synthetic import SyntheticSettings, generate
 
 TIMELINE = "kernels/qwen3-30b-a3b-rtx-pro-6000/vllm_timeline.jsonl"

@@ -2,9 +2,9 @@
 
 from coterie.sim.decode import DecodeRequests, run_decode
 from coterie.sim.execution import Execution, PrefillExecution, SpreadExecution, StepTimer
-from coterie.sim.fleet import FleetConfig, run_fleet
-from coterie.sim.fleet_metrics import FleetRun, FleetSummary, summarise_fleet
-from coterie.sim.fleet_requests import FleetRequests, draw_requests, split_recordings
+from coterie.sim.fleet.metrics import FleetRun, FleetSummary, summarise_fleet
+from coterie.sim.fleet.requests import FleetRequests, draw_requests, split_recordings
+from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.sim.kernel import Simulation
 from coterie.sim.metrics import Run, Summary, summarise
 from coterie.sim.server import ExecutionModel, run_batches

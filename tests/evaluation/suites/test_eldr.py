@@ -33,7 +33,7 @@ from coterie.evaluation.suites.eldr.notes import notes_of
 from coterie.evaluation.suites.eldr.rows import best_balancer, fleet_row, limit_rows, main_rows
 from coterie.evaluation.suites.eldr.synthetic import SyntheticCell, SyntheticSize, language_source, serve_synthetic
 from coterie.routing.locality_band import LocalityBand
-from coterie.sim.fleet_requests import split_recordings
+from coterie.sim.fleet.requests import split_recordings
 
 FIELDS = {
     "trace", "router", "decoders", "in_flight", "active_experts", "saving_pct", "tpot_p50_ms", "tpot_p99_ms",

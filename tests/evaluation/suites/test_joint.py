@@ -12,7 +12,6 @@ from coterie.costs.collectives import Traffic, all_to_all_us
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch
 from coterie.errors import ConfigError
-from coterie.evaluation.joint_group import Group, GroupOutcome, outcome
 from coterie.evaluation.suites.base import SuiteOptions, load_suites
 from coterie.evaluation.suites.eldr.synthetic import SyntheticSize
 from coterie.evaluation.suites.joint import cells as joint_cells
@@ -41,6 +40,7 @@ from coterie.models import get_model
 from coterie.placement.holdings import held_by
 from coterie.routing.fleet import Fleet
 from coterie.routing.joint import Joint
+from coterie.sim.group import Group, GroupOutcome, outcome
 from coterie.types import INFINIBAND_400G, ModelSpec, Placement, Topology
 
 FIELDS = {

@@ -14,9 +14,9 @@ from coterie.evaluation.bench.base import Report, Row, benches
 from coterie.models import get_model
 from coterie.routing.fleet import Fleet
 from coterie.routing.round_robin import RoundRobin
-from coterie.sim.fleet import FleetConfig, run_fleet
-from coterie.sim.fleet_metrics import FleetRun
-from coterie.sim.fleet_requests import FleetRequests, Recordings, draw_requests, phase_recordings, split_recordings
+from coterie.sim.fleet.metrics import FleetRun
+from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests, phase_recordings, split_recordings
+from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.arrivals import LognormalLengths
 from coterie.traces.readers import read_trace

@@ -19,8 +19,8 @@ from coterie.engines.replay_batches import write_batches
 from coterie.errors import ConfigError
 from coterie.evaluation.suites.eldr.cells import MODEL
 from coterie.evaluation.suites.eldr.fleets import REQUESTS, Window, closed_bench, decode_steps, recorded_source, steady
-from coterie.sim.fleet_metrics import FleetRun
-from coterie.sim.fleet_requests import FleetRequests
+from coterie.sim.fleet.metrics import FleetRun
+from coterie.sim.fleet.requests import FleetRequests
 
 LOADS = ((8, 8), (8, 16), (8, 24), (6, 32))
 """Decoders and requests in flight on each: a group of batches each."""

@@ -29,9 +29,9 @@ from coterie.routing.fleet import Fleet
 from coterie.routing.latency_aware import LatencyAware, StepPrices
 from coterie.routing.locality_band import LocalityBand
 from coterie.routing.pressure import Pressure
-from coterie.sim.fleet import FleetConfig, run_fleet
-from coterie.sim.fleet_metrics import FleetRun, summarise_fleet
-from coterie.sim.fleet_requests import FleetRequests, Recordings, draw_requests, split_recordings
+from coterie.sim.fleet.metrics import FleetRun, summarise_fleet
+from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests, split_recordings
+from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.readers import read_trace
 from coterie.types import Placement

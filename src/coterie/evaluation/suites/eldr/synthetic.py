@@ -39,8 +39,8 @@ from coterie.evaluation.suites.eldr.fleets import (
 )
 from coterie.models import get_model
 from coterie.routing.fitted import calibration
-from coterie.sim.fleet import FleetConfig
-from coterie.sim.fleet_requests import draw_requests, phase_recordings
+from coterie.sim.fleet.requests import draw_requests, phase_recordings
+from coterie.sim.fleet.run import FleetConfig
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.arrivals import LognormalLengths
 from coterie.traces.readers import read_trace

@@ -26,7 +26,6 @@ from coterie.batching.decode_batch import DecodeBatcher, DecodePrices
 from coterie.costs.presets import step_model
 from coterie.costs.step import dense_shapes
 from coterie.errors import ConfigError
-from coterie.evaluation.joint_group import BYTES_PER_VALUE, Group, GroupLoop, GroupOutcome, outcome
 from coterie.evaluation.suites.eldr.fleets import CONTEXT, ROOM, TRACES, Halves, Source, recorded_source, split
 from coterie.evaluation.suites.eldr.synthetic import SyntheticSize, language_source
 from coterie.models import get_model
@@ -38,7 +37,8 @@ from coterie.routing.fitted import FittedRouting
 from coterie.routing.joint import Joint
 from coterie.routing.latency_aware import LatencyAware, StepPrices
 from coterie.routing.locality_band import LocalityBand
-from coterie.sim.fleet_requests import Recordings, draw_requests, phase_recordings, split_recordings
+from coterie.sim.fleet.requests import Recordings, draw_requests, phase_recordings, split_recordings
+from coterie.sim.group import BYTES_PER_VALUE, Group, GroupLoop, GroupOutcome, outcome
 from coterie.types import BYTES_PER_WEIGHT, INFINIBAND_400G, NVLINK4, Link, ModelSpec, Placement, Topology, WeightDtype
 
 RANKS = 8

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from coterie.evaluation.joint_group import GroupOutcome
 from coterie.evaluation.runs import in_parallel, interval
 from coterie.evaluation.suites.base import Report, Suite, SuiteOptions, SuiteResult, suites
 from coterie.evaluation.suites.eldr.fleets import TRACES
@@ -35,6 +34,7 @@ from coterie.evaluation.suites.joint.cells import (
 from coterie.evaluation.suites.joint.notes import notes_of
 from coterie.evaluation.suites.joint.published import published_of
 from coterie.evaluation.suites.joint.tables import TABLES
+from coterie.sim.group import GroupOutcome
 
 NAME = "joint"
 SEEDS = (0, 1, 2, 3, 4)

@@ -27,11 +27,11 @@ from coterie.errors import ConfigError
 from coterie.footprints.counting import footprint
 from coterie.routing.base import Decision, Router, RouteRequest
 from coterie.routing.fleet import Fleet
-from coterie.sim import _fleet_loop as loop
-from coterie.sim._fleet_cost import WORD, fill_bits, step_tables
-from coterie.sim.fleet_checks import check_fleet
-from coterie.sim.fleet_metrics import FleetRun
-from coterie.sim.fleet_requests import FleetRequests
+from coterie.sim.fleet import _loop as loop
+from coterie.sim.fleet._cost import WORD, fill_bits, step_tables
+from coterie.sim.fleet.checks import check_fleet
+from coterie.sim.fleet.metrics import FleetRun
+from coterie.sim.fleet.requests import FleetRequests
 from coterie.types import Link, Placement, narrowest_uint
 
 PrefillPolicy = Literal["soonest", "least_queued", "round_robin"]

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.sim.fleet_metrics import FleetRun
-from coterie.sim.fleet_requests import FleetRequests
+from coterie.sim.fleet.metrics import FleetRun
+from coterie.sim.fleet.requests import FleetRequests
 from coterie.sim.invariants import TOLERANCE_S, check_tokens, holds
 
 

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.sim._fleet_cost import MOST_DECODING, decode_us, step_us
-from coterie.sim._prefetch import prefetch
+from coterie.sim.fleet._cost import MOST_DECODING, decode_us, step_us
+from coterie.sim.fleet._prefetch import prefetch
 
 PREFILL, DECODE, BOTH = 0, 1, 2
 """Roles of workers."""

@@ -32,7 +32,7 @@ from coterie.routing.fitted import FittedRouting
 from coterie.routing.fleet import Fleet
 from coterie.routing.joint import Joint
 from coterie.routing.latency_aware import LatencyAware
-from coterie.sim.fleet_requests import FleetRequests
+from coterie.sim.fleet.requests import FleetRequests
 from coterie.types import Placement
 
 BYTES_PER_VALUE = 2.0
