@@ -119,10 +119,10 @@ def server(options: argparse.Namespace) -> dict[str, Any]:
     import urllib.request
 
     from coterie.engines.calibrate import describe_software
-    from coterie.engines.processes import ServerProcess, free_port
     from coterie.engines.tiny import tiny_model_path
     from coterie.engines.vllm.settings import ConnectorSettings
     from coterie.footprints import SlotStore
+    from coterie.net.processes import ServerProcess, free_port
     from coterie.prompts import load_prompts, take_in_turn
 
     port, name = free_port(), f"cost-{free_port()}"

@@ -58,7 +58,6 @@ def server_argv(port: int, events_port: int, store: str, shared: Path) -> list[s
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     from coterie.costs.presets import step_model
     from coterie.engines.calibrate import describe_software
-    from coterie.engines.processes import ServerProcess, free_port
     from coterie.engines.routed_loop import DecodeWorker, LoopSettings, run_loop
     from coterie.engines.routed_prediction import predict
     from coterie.engines.routed_runs import REFERENCE_SHAPE, predicted_step_ms
@@ -66,6 +65,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from coterie.engines.vllm.settings import ConnectorSettings
     from coterie.footprints.step_log import ROWS
     from coterie.models import get_model, model_from_config
+    from coterie.net.processes import ServerProcess, free_port
     from coterie.prompts import load_prompts, read_prompts, take_in_turn
 
     prompts = take_in_turn(read_prompts(options.prompts) if options.prompts else load_prompts(), options.requests)

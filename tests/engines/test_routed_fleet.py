@@ -18,7 +18,6 @@ import pytest
 pytest.importorskip("aiohttp")
 pytest.importorskip("zmq")
 
-from coterie.engines.processes import ServerProcess
 from coterie.engines.routed_fleet import RoutedFleet, Served, WorkerClient
 from coterie.engines.routed_loop import DecodeWorker, LoopSettings, record, run_loop, serve, steps_of, whole_blocks
 from coterie.engines.routed_prediction import predict
@@ -30,6 +29,7 @@ from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.footprints import footprint
 from coterie.footprints.step_log import ENDED_S, ROWS
 from coterie.models import model_from_config
+from coterie.net.processes import ServerProcess
 from coterie.prompts import load_prompts, take_in_turn
 from coterie.routing import Decision, JoinShortestQueue, RoundRobin, RouteRequest
 from coterie.routing.fleet import Fleet

@@ -18,11 +18,11 @@ import torch
 from vllm_checks import Listener, Truth, event_of, sequence
 from vllm_servers import MODEL, Fleet, Server, needs_vllm
 
-from coterie.engines.http_client import Client
 from coterie.engines.pair import Handoff, Pair, PairCounts
 from coterie.engines.tiny import tiny_model_path
 from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.errors import ConfigError
+from coterie.net.http_client import Client
 from coterie.prompts import load_prompts, take_in_turn
 
 pytestmark = [pytest.mark.vllm, needs_vllm]

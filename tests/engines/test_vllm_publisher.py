@@ -13,10 +13,10 @@ pytest.importorskip("zmq")
 
 import zmq
 
-from coterie.engines.processes import free_port
 from coterie.engines.vllm.publisher import EventPublisher
 from coterie.engines.vllm.subscriber import Subscriber, events_endpoint
 from coterie.errors import InputError, UnavailableError
+from coterie.net.processes import free_port
 from coterie.wire.expert_events import RequestExperts
 
 

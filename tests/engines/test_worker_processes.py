@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from coterie.engines.processes import ServerProcess, free_port, healthy
 from coterie.errors import ConfigError, UnavailableError
+from coterie.net.processes import ServerProcess, free_port, healthy
 
 SERVE = """
 import http.server, signal, subprocess, sys

@@ -34,9 +34,9 @@ import torch  # noqa: E402
 import transformers_models as models  # noqa: E402
 
 from coterie.cli.main import main  # noqa: E402
-from coterie.engines.processes import ServerProcess, free_port  # noqa: E402
 from coterie.engines.transformers.capture import ExpertCapture  # noqa: E402
 from coterie.footprints import footprint  # noqa: E402
+from coterie.net.processes import ServerProcess, free_port  # noqa: E402
 from coterie.wire.expert_events import ExpertLoad, RequestExperts, decode_expert_events  # noqa: E402
 from coterie.wire.footprints import footprint_of, without_footprint  # noqa: E402
 from coterie.wire.framing import Gaps, from_frames  # noqa: E402

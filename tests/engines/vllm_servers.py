@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from coterie.engines.processes import ServerProcess, free_port
 from coterie.engines.tiny import tiny_model_path
+from coterie.net.processes import ServerProcess, free_port
 
 START_S = 420.0
 """Three servers that start together on two busy cores."""

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from coterie.engines.http_client import Answer, Client
 from coterie.errors import CoterieError, InputError
+from coterie.net.http_client import Answer, Client
 from coterie.wire.footprints import WireFootprint, footprint_of, without_footprint
 from coterie.wire.handoff import decode_body, prefill_body
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.engines.http_client import Client
 from coterie.errors import ConfigError, InputError, UnavailableError
+from coterie.net.http_client import Client
 from coterie.routing.base import Router, RouteRequest
 from coterie.routing.fleet import Fleet
 from coterie.wire.footprints import WireFootprint, footprint_of, without_footprint

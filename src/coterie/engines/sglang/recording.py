@@ -26,11 +26,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from coterie.engines.http_client import Answer, Client, Tally, completion_body
 from coterie.engines.sglang.answers import NotReturnedError, RoutedAnswer, parse_answer
 from coterie.engines.sglang.dumps import DUMP_WAIT_S, dumps_in, new_dumps, ranks_sharing_tokens, read_dumps
 from coterie.errors import ConfigError, InputError, UnavailableError, UnknownNameError
 from coterie.models import get_model, model_from_config
+from coterie.net.http_client import Answer, Client, Tally, completion_body
 from coterie.prompts import Prompt
 from coterie.traces import Activations, ActivationTrace, ActivationWriter, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.readers.base import ReadOptions

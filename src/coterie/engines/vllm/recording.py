@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coterie.engines.http_client import Client, Tally, completion_body, completion_path, served_model
 from coterie.engines.vllm.subscriber import Subscriber, events_endpoint
 from coterie.errors import ConfigError, CoterieError, InputError, UnavailableError
+from coterie.net.http_client import Client, Tally, completion_body, completion_path, served_model
 from coterie.prompts import Prompt
 from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
 from coterie.traces.requests import check_new_folder

@@ -21,7 +21,6 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from coterie.engines.processes import ServerProcess, free_port
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.engines.worker.config import Role, WorkerConfig
 from coterie.engines.worker.engine import Engine
@@ -32,6 +31,7 @@ from coterie.engines.worker.numpy_model import NumpyModel
 from coterie.engines.worker.server import Server
 from coterie.engines.worker.transfer import VERSION, Prefilled
 from coterie.errors import InputError
+from coterie.net.processes import ServerProcess, free_port
 from coterie.wire.expert_events import TOPIC
 
 

@@ -21,7 +21,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from coterie.costs.presets import step_model
-from coterie.engines.processes import ServerProcess
 from coterie.engines.routed_loop import DecodeWorker, LoopSettings, run_loop
 from coterie.engines.routed_runs import REFERENCE_SHAPE, LoopResult, predicted_step_ms
 from coterie.engines.tiny import TINY
@@ -29,6 +28,7 @@ from coterie.engines.worker.embedded import embedded_worker
 from coterie.errors import ConfigError
 from coterie.evaluation.figures import Theme, write_figure
 from coterie.models import get_model
+from coterie.net.processes import ServerProcess
 from coterie.prompts import load_prompts, take_in_turn
 
 DECODERS = 3

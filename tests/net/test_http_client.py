@@ -16,7 +16,8 @@ pytest.importorskip("aiohttp")
 from aiohttp import web
 from sglang_peer import Peer, Running
 
-from coterie.engines.http_client import (
+from coterie.errors import ConfigError, UnavailableError
+from coterie.net.http_client import (
     Answer,
     Client,
     Tally,
@@ -24,7 +25,6 @@ from coterie.engines.http_client import (
     completion_path,
     server_url,
 )
-from coterie.errors import ConfigError, UnavailableError
 from coterie.prompts import Prompt
 
 PROMPT = Prompt("p", "math", "en", "1 + 1")
