@@ -58,11 +58,11 @@ def server_argv(port: int, events_port: int, store: str, shared: Path) -> list[s
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     from coterie.costs.presets import step_model
     from coterie.engines.calibrate import describe_software
-    from coterie.engines.routed_loop import DecodeWorker, LoopSettings, run_loop
-    from coterie.engines.routed_prediction import predict
-    from coterie.engines.routed_runs import REFERENCE_SHAPE, predicted_step_ms
     from coterie.engines.tiny import tiny_model_path
     from coterie.engines.vllm.settings import ConnectorSettings
+    from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, run_loop
+    from coterie.evaluation.demo.prediction import predict
+    from coterie.evaluation.demo.runs import REFERENCE_SHAPE, predicted_step_ms
     from coterie.footprints.step_log import ROWS
     from coterie.models import get_model, model_from_config
     from coterie.net.processes import ServerProcess, free_port

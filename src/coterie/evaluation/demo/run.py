@@ -21,11 +21,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from coterie.costs.presets import step_model
-from coterie.engines.routed_loop import DecodeWorker, LoopSettings, run_loop
-from coterie.engines.routed_runs import REFERENCE_SHAPE, LoopResult, predicted_step_ms
 from coterie.engines.tiny import TINY
 from coterie.engines.worker.embedded import embedded_worker
 from coterie.errors import ConfigError
+from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, run_loop
+from coterie.evaluation.demo.runs import REFERENCE_SHAPE, LoopResult, predicted_step_ms
 from coterie.evaluation.figures import Theme, write_figure
 from coterie.models import get_model
 from coterie.net.processes import ServerProcess

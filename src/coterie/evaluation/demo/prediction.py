@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from coterie.costs.moe import MoeParams
 from coterie.costs.roofline import Quality, Roofline
 from coterie.costs.step import StepModel
-from coterie.engines.routed_loop import LoopSettings, make_router
-from coterie.engines.routed_runs import LoopResult, RouterRun
 from coterie.errors import InputError
+from coterie.evaluation.demo.loop import LoopSettings, make_router
+from coterie.evaluation.demo.runs import LoopResult, RouterRun
 from coterie.footprints.step_log import DISTINCT, ENDED_S, ROWS
 from coterie.routing.fleet import Fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings

@@ -18,16 +18,16 @@ import pytest
 pytest.importorskip("aiohttp")
 pytest.importorskip("zmq")
 
-from coterie.engines.routed_fleet import RoutedFleet, Served, WorkerClient
-from coterie.engines.routed_loop import DecodeWorker, LoopSettings, record, run_loop, serve, steps_of, whole_blocks
-from coterie.engines.routed_prediction import predict
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.engines.worker.embedded import embedded_worker
 from coterie.engines.worker.model import Rows
 from coterie.engines.worker.numpy_model import NumpyModel
 from coterie.errors import ConfigError, InputError, UnavailableError
+from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, record, run_loop, serve, steps_of, whole_blocks
+from coterie.evaluation.demo.prediction import predict
 from coterie.footprints import footprint
 from coterie.footprints.step_log import ENDED_S, ROWS
+from coterie.gateway.routed_fleet import RoutedFleet, Served, WorkerClient
 from coterie.models import model_from_config
 from coterie.net.processes import ServerProcess
 from coterie.prompts import load_prompts, take_in_turn

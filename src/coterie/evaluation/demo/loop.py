@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 
 from coterie.costs.presets import step_model
-from coterie.engines.routed_fleet import RoutedFleet, Served, WorkerClient
-from coterie.engines.routed_runs import REFERENCE_SHAPE, LoopResult, RouterRun
 from coterie.engines.vllm.subscriber import Subscriber
 from coterie.errors import ConfigError, InputError, UnavailableError
+from coterie.evaluation.demo.runs import REFERENCE_SHAPE, LoopResult, RouterRun
 from coterie.footprints import footprint
 from coterie.footprints.slots import SlotStore
 from coterie.footprints.step_log import COLUMNS, ROWS, Steps
+from coterie.gateway.routed_fleet import RoutedFleet, Served, WorkerClient
 from coterie.models import get_model
 from coterie.net.http_client import completion_path, served_model
 from coterie.prompts import Prompt

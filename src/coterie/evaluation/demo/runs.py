@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.step import Batch, StepModel
-from coterie.engines.routed_fleet import FleetCounts, Served
 from coterie.footprints import footprint
 from coterie.footprints.step_log import DISTINCT, ROWS, SECONDS
+from coterie.gateway.routed_fleet import FleetCounts, Served
 from coterie.routing import FittedRouting
 from coterie.wire.expert_events import RequestExperts
 
@@ -24,7 +24,7 @@ REFERENCE_SHAPE = "gpt-oss-20b"
 
 
 class RouterRun(NamedTuple):
-    """One router's run; made by :func:`coterie.engines.routed_loop.serve`."""
+    """One router's run; made by :func:`coterie.evaluation.demo.loop.serve`."""
 
     router: str
     log: list[NDArray[np.float64]]

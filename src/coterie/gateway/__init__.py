@@ -1,0 +1,1 @@
+"""The gateway: routes requests to the workers of a live fleet."""
