@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_reference import SIZE, ReferenceDirectory, check_same, events
 
 from coterie import kvindex
 from coterie.errors import ConfigError, InputError
 from coterie.kvindex import Held, KVDirectory
 from coterie.wire.kv_events import BlockRemoved, BlockStored, KVEvents
+from kv_reference import SIZE, ReferenceDirectory, check_same, events
 
 
 def stored(hashes: list[Any], tokens: list[int], parent: Any = None, **fields: Any) -> BlockStored:

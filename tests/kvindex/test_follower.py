@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_reference import PROMPTS, SIZE, ReferenceDirectory, check_same, events
 
 from coterie.errors import InputError, UnavailableError
 from coterie.kvindex import Follower, KVDirectory, Replay
 from coterie.wire.framing import REPLAY_END, Frame
 from coterie.wire.kv_events import BlockRemoved, BlockStored, KVEvent, KVEvents, decode_kv_events, encode_kv_events
+from kv_reference import PROMPTS, SIZE, ReferenceDirectory, check_same, events
 
 
 def payload(*batch: KVEvent) -> bytes:

@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from aiohttp import web
-from sglang_peer import Peer, Running
 
 from coterie.errors import ConfigError, UnavailableError
 from coterie.net.http_client import (
@@ -26,6 +25,7 @@ from coterie.net.http_client import (
     server_url,
 )
 from coterie.prompts import Prompt
+from sglang_peer import Peer, Running
 
 PROMPT = Prompt("p", "math", "en", "1 + 1")
 

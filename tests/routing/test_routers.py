@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from routing_cases import EXPERTS, LAYERS, TOP_K, WORKERS, draw, fitted
 
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, UnknownNameError
@@ -17,6 +16,7 @@ from coterie.routing.joint import Joint
 from coterie.routing.latency_aware import LatencyAware, StepPrices
 from coterie.routing.locality_band import LocalityBand
 from coterie.testing import check_router
+from routing_cases import EXPERTS, LAYERS, TOP_K, WORKERS, draw, fitted
 
 CELLS = LAYERS * EXPERTS
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from fleet_reference import Reference, StepTime
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from coterie.sim.fleet.metrics import FleetRun, Limits, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.types import Link, ModelSpec, Placement, Topology
+from fleet_reference import Reference, StepTime
 
 SPEC = ModelSpec(
     "small", num_layers=4, num_experts=12, top_k=3, hidden_size=512, expert_intermediate_size=256, num_heads=8,

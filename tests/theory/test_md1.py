@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from control_variates import Estimate, controlled_mean
 
+from control_variates import Estimate, controlled_mean
 from coterie.batching import Fcfs
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.sim import Execution, run_batches

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numba
 import numpy as np
 import pytest
-from control_variates import controlled_mean
 from scipy.stats import binom, poisson
 
+from control_variates import controlled_mean
 from coterie.batching import Fcfs
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.sim import DecodeRequests, Execution, Simulation, run_decode

@@ -32,8 +32,8 @@ def calibrate_command(
     import msgspec
 
     from coterie.costs.presets import fit_preset, save_preset
-    from coterie.engines.calibrate import calibrate
-    from coterie.engines.measures import CalibrationSettings
+    from coterie.engines.calibration.calibrate import calibrate
+    from coterie.engines.calibration.measures import CalibrationSettings
     from coterie.models import get_model, model_from_config
     from coterie.types import WeightDtype, check_dtype
 
@@ -55,7 +55,7 @@ def calibrate_command(
     with reporting("measure") as report:
         measurement = calibrate(specs, settings, device, report)
         if processes:
-            from coterie.engines.collectives import measure_collectives
+            from coterie.engines.calibration.collectives import measure_collectives
 
             found = measure_collectives(processes, report=report)
             # Where devices copy to each other directly, that was measured already; messages are another path.

@@ -34,9 +34,9 @@ def replay_command(
     import numpy as np
 
     from coterie.costs.presets import load_preset, step_model
-    from coterie.engines.replay import measure_batches
-    from coterie.engines.replay_batches import read_batches
-    from coterie.engines.replay_report import check_times, read_measured, replay_json, replay_notes, replay_rows
+    from coterie.engines.replay.batches import read_batches
+    from coterie.engines.replay.report import check_times, read_measured, replay_json, replay_notes, replay_rows
+    from coterie.engines.replay.run import measure_batches
     from coterie.models import get_model, model_from_config
     from coterie.types import WeightDtype, check_dtype
 

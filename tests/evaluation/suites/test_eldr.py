@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coterie.engines.replay_batches import read_batches
+from coterie.engines.replay.batches import read_batches
 from coterie.errors import ConfigError
 from coterie.evaluation.suites.base import SuiteOptions, load_suites
 from coterie.evaluation.suites.eldr import published as eldr_published

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.engines.replay_batches import write_batches
+from coterie.engines.replay.batches import write_batches
 from coterie.errors import ConfigError
 from coterie.evaluation.suites.eldr.cells import MODEL
 from coterie.evaluation.suites.eldr.fleets import REQUESTS, Window, closed_bench, decode_steps, recorded_source, steady

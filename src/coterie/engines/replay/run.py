@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.engines.replay_batches import ReplayBatches, Steps, step_load
+from coterie.engines.replay.batches import ReplayBatches, Steps, step_load
 from coterie.errors import ConfigError, UnavailableError
 from coterie.types import ModelSpec, WeightDtype
 
@@ -87,7 +87,7 @@ class Layers:
     """A model's MoE layers on one device."""
 
     def __init__(self, spec: ModelSpec, dtype: WeightDtype, device: Any, max_tokens: int) -> None:
-        from coterie.engines.calibrate import Experts
+        from coterie.engines.calibration.calibrate import Experts
 
         self.spec, self.dtype, self.device = spec, dtype, device
         self.held = layers_that_fit(spec, dtype, _free_bytes(device))
@@ -210,7 +210,7 @@ def measure_batches(
     report: Report | None = None,
 ) -> Measured:
     """Time every step `repeats` times. Without a dtype: bf16 on CUDA, fp32 on a CPU."""
-    from coterie.engines.calibrate import describe_hardware, describe_software, find_device
+    from coterie.engines.calibration.calibrate import describe_hardware, describe_software, find_device
 
     if repeats < 1:
         raise ConfigError(f"repeats={repeats} must be at least 1")

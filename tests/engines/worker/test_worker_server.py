@@ -31,8 +31,8 @@ zmq = pytest.importorskip("zmq")
 pytestmark = pytest.mark.torch
 
 import torch  # noqa: E402
-import transformers_models as models  # noqa: E402
 
+import transformers_models as models  # noqa: E402
 from coterie.cli.main import main  # noqa: E402
 from coterie.engines.transformers.capture import ExpertCapture  # noqa: E402
 from coterie.footprints import footprint  # noqa: E402

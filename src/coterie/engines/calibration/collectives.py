@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgspec
 
 from coterie.costs.cells import CollectiveCell, CopyCell
-from coterie.engines.calibrate import Report
+from coterie.engines.calibration.calibrate import Report
 from coterie.errors import ConfigError, UnavailableError
 
 try:

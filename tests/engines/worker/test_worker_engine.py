@@ -19,8 +19,8 @@ pytest.importorskip("transformers", minversion="5")
 pytestmark = pytest.mark.torch
 
 import torch  # noqa: E402
-import transformers_models as models  # noqa: E402
 
+import transformers_models as models  # noqa: E402
 from coterie.engines.transformers.capture import ExpertCapture  # noqa: E402
 from coterie.engines.worker.config import WorkerConfig  # noqa: E402
 from coterie.engines.worker.engine import Engine  # noqa: E402

@@ -16,8 +16,8 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.costs.step import StepModel
-from coterie.engines.replay import Measured
-from coterie.engines.replay_batches import ReplayBatches, Steps, step_load
+from coterie.engines.replay.batches import ReplayBatches, Steps, step_load
+from coterie.engines.replay.run import Measured
 from coterie.errors import ConfigError, TraceError
 
 DRAWS = 2000

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from coterie.cli.main import main
 from coterie.costs.presets import step_model
-from coterie.engines.replay import Layers, Measured, _turns, layers_that_fit, measure_batches
-from coterie.engines.replay_batches import ReplayBatches, read_batches, step_load, write_batches
-from coterie.engines.replay_report import predict_us, read_measured, replay_notes, replay_rows, saving_interval
+from coterie.engines.replay.batches import ReplayBatches, read_batches, step_load, write_batches
+from coterie.engines.replay.report import predict_us, read_measured, replay_notes, replay_rows, saving_interval
+from coterie.engines.replay.run import Layers, Measured, _turns, layers_that_fit, measure_batches
 from coterie.errors import ConfigError, TraceError, UnavailableError
 from coterie.types import ModelSpec
 
@@ -201,7 +201,7 @@ def test_load_counts_tokens(tokens, seed):
 
 
 def test_a_wrong_kernel_is_not_timed(batches, monkeypatch):
-    from coterie.engines.calibrate import Experts
+    from coterie.engines.calibration.calibrate import Experts
 
     right = Experts.forward
     monkeypatch.setattr(Experts, "forward", lambda self, *given: right(self, *given) * 1.01)
@@ -214,7 +214,7 @@ def test_layers_that_do_not_fit_are_used_in_turn(batches, monkeypatch):
     assert [layers_that_fit(SPEC, "fp32", free * one) for free in (1.2, 2.3, 1e6)] == [1, 2, 3]
     with pytest.raises(UnavailableError, match=r"one MoE layer of tiny in fp32 takes 0\.0 GB"):
         layers_that_fit(SPEC, "fp32", one / 2)
-    monkeypatch.setattr("coterie.engines.replay._free_bytes", lambda device: 2.3 * one)  # noqa: ARG005
+    monkeypatch.setattr("coterie.engines.replay.run._free_bytes", lambda device: 2.3 * one)  # noqa: ARG005
     measured = measure_batches(batches, SPEC, "cpu", repeats=1)
     assert measured.layers_held == 2
     assert any("holds 2 of 3 MoE layers" in note for note in replay_notes(measured, step_model(SPEC), "h200"))

@@ -13,8 +13,8 @@ pytest.importorskip("transformers", minversion="5")
 pytestmark = pytest.mark.torch
 
 import torch  # noqa: E402
-import transformers_models as models  # noqa: E402
 
+import transformers_models as models  # noqa: E402
 from coterie.engines.transformers import DryRun, ExpertCapture, dry_run, score_dry_run  # noqa: E402
 from coterie.errors import ConfigError  # noqa: E402
 

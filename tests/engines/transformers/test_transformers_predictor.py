@@ -10,8 +10,8 @@ pytest.importorskip("transformers", minversion="5")
 pytestmark = pytest.mark.torch
 
 import torch  # noqa: E402
-import transformers_models as models  # noqa: E402
 
+import transformers_models as models  # noqa: E402
 from coterie.engines.tiny import tiny_model_path  # noqa: E402
 from coterie.engines.transformers import dry_run, load_model, predictor  # noqa: E402
 from coterie.engines.transformers.predictor import dry_run_table  # noqa: E402

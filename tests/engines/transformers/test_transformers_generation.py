@@ -10,11 +10,11 @@ pytest.importorskip("transformers", minversion="5")
 pytestmark = pytest.mark.torch
 
 import torch  # noqa: E402
-import transformers_models as models  # noqa: E402
-from transformers_models import same_routes  # noqa: E402
 
+import transformers_models as models  # noqa: E402
 from coterie.engines.transformers import ExpertCapture  # noqa: E402
 from coterie.engines.transformers.generation import generate_batch  # noqa: E402
+from transformers_models import same_routes  # noqa: E402
 
 every_family = pytest.mark.parametrize("family", models.FAMILIES)
 LENGTHS = (3, 17, 1, 30)

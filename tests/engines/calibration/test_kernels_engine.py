@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("Triton kernels need a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from coterie.engines.kernels import quantize_rows, silu_mul, silu_mul_quantize  # noqa: E402
+from coterie.engines.calibration.kernels import quantize_rows, silu_mul, silu_mul_quantize  # noqa: E402
 
 LARGEST = 448.0  # of float8_e4m3fn
 # Powers of two, one off them, and widths of real experts (gpt-oss 2880, Qwen3-30B-A3B 768, DeepSeek-V3 7168).

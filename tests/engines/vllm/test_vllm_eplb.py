@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eplb_ranks import EXPERTS, LAYERS, RANKS, SLOTS, drifting_loads, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_servers import needs_vllm
 
 from coterie.engines.vllm.eplb import Round, Rounds, carry_over, count_moves
 from coterie.engines.vllm.settings import EplbSettings
@@ -21,6 +19,8 @@ from coterie.errors import ConfigError, InputError
 from coterie.placement.map_files import PlacementMap
 from coterie.placement.maps import read_map, write_map
 from coterie.types import Placement, balancedness
+from eplb_ranks import EXPERTS, LAYERS, RANKS, SLOTS, drifting_loads, run_ranks
+from vllm_servers import needs_vllm
 
 PLANNER = "eplb"
 """Where any will do: it compiles in seconds."""

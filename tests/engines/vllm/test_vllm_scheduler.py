@@ -23,8 +23,6 @@ pytest.importorskip("transformers")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_checks import NUM_EXPERTS, Listener
-from vllm_servers import MODEL, Fleet, Server, needs_vllm
 
 from coterie.batching.scheduler import Scheduler, SchedulerConfig
 from coterie.engines.ordering_inputs import OrderingSettings
@@ -32,6 +30,8 @@ from coterie.engines.tiny import tiny_model_path
 from coterie.errors import ConfigError
 from coterie.predictors import PredictRequest, TokenTable
 from coterie.wire.footprints import KEY, WireFootprint, encode_footprint
+from vllm_checks import NUM_EXPERTS, Listener
+from vllm_servers import MODEL, Fleet, Server, needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 

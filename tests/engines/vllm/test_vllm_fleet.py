@@ -15,8 +15,6 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from vllm_checks import Listener, Truth, event_of, sequence
-from vllm_servers import MODEL, Fleet, Server, needs_vllm
 
 from coterie.engines.pair import Handoff, Pair, PairCounts
 from coterie.engines.tiny import tiny_model_path
@@ -24,6 +22,8 @@ from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.errors import ConfigError
 from coterie.net.http_client import Client
 from coterie.prompts import load_prompts, take_in_turn
+from vllm_checks import Listener, Truth, event_of, sequence
+from vllm_servers import MODEL, Fleet, Server, needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.torch
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-import transformers_models as models  # noqa: E402
 
+import transformers_models as models  # noqa: E402
 from coterie.engines.transformers import ExpertCapture  # noqa: E402
 from coterie.engines.transformers.capture import FAMILIES  # noqa: E402
 from coterie.errors import ConfigError, UnavailableError  # noqa: E402

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from coterie.costs.cells import Measurement, MoeCell, MoeTable, ShapeMeasurement, expert_tokens
-from coterie.engines.measures import (
+from coterie.engines.calibration.measures import (
     CalibrationSettings,
     Timer,
     copies_to_flush,
@@ -78,7 +78,7 @@ class Experts:
         up, down = self.layers[layer]
         if self.device.type != "cuda":
             return self._loop(up, down, x, counts)
-        from coterie.engines.kernels import quantize_rows, silu_mul, silu_mul_quantize
+        from coterie.engines.calibration.kernels import quantize_rows, silu_mul, silu_mul_quantize
 
         if self.dtype == "fp8":
             gate_up = self._fp8(*quantize_rows(x), up, self.up_scale, ends)

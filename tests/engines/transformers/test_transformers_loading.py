@@ -11,8 +11,8 @@ pytest.importorskip("transformers", minversion="5")
 pytestmark = pytest.mark.torch
 
 import torch  # noqa: E402
-import transformers_models as models  # noqa: E402
 
+import transformers_models as models  # noqa: E402
 from coterie.engines.transformers import ExpertCapture, load_model  # noqa: E402
 from coterie.engines.transformers.loading import model_digest  # noqa: E402
 from coterie.errors import ConfigError, TraceError, UnavailableError  # noqa: E402

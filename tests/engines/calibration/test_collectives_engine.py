@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.costs.roofline import fit_transfer
-from coterie.engines.collectives import POISON, SIZES, check_received, measure_collectives, payload
+from coterie.engines.calibration.collectives import POISON, SIZES, check_received, measure_collectives, payload
 from coterie.errors import ConfigError, UnavailableError
 
 torch = pytest.importorskip("torch")
@@ -93,7 +93,9 @@ def test_error_in_the_caller_ends_the_workers():
 
 def test_script_without_main_guard_is_told(tmp_path):
     script = tmp_path / "unguarded.py"
-    script.write_text("from coterie.engines.collectives import measure_collectives\nmeasure_collectives(2, 'gloo')\n")
+    script.write_text(
+        "from coterie.engines.calibration.collectives import measure_collectives\nmeasure_collectives(2, 'gloo')\n"
+    )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=80, check=False)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]

@@ -19,7 +19,6 @@ pytest.importorskip("aiohttp")
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_peer import SPEC, Peer, Running, routing, tokens_of, with_dense_layers
 
 from coterie.engines.sglang.answers import NotReturnedError, parse_answer
 from coterie.engines.sglang.recording import SGLangRecording, record_sglang
@@ -28,6 +27,7 @@ from coterie.prompts import Prompt
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.types import DECODE, PREFILL
 from coterie.wire.routed_experts import encode_sglang
+from sglang_peer import SPEC, Peer, Running, routing, tokens_of, with_dense_layers
 
 PROMPTS = [Prompt(f"p{n}", ("math", "code")[n % 2], "en", f"prompt {'x' * n} {n}") for n in range(9)]
 

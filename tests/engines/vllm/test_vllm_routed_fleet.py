@@ -14,11 +14,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from vllm_servers import Fleet, Server, needs_vllm
-
 from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, run_loop
 from coterie.prompts import load_prompts, take_in_turn
+from vllm_servers import Fleet, Server, needs_vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, needs_vllm]
 

@@ -15,15 +15,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from vllm_checks import NUM_EXPERTS, Listener, Truth, event_of, sent_footprint, sequence
-from vllm_servers import PLUGIN, Fleet, Server, needs_vllm
-
 from coterie.engines.vllm.recording import record_vllm
 from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.footprints import SlotStore, footprint
 from coterie.prompts import load_prompts, take_in_turn
 from coterie.traces import ActivationTrace
 from coterie.types import DECODE, PREFILL
+from vllm_checks import NUM_EXPERTS, Listener, Truth, event_of, sent_footprint, sequence
+from vllm_servers import PLUGIN, Fleet, Server, needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 

@@ -14,15 +14,15 @@ pytest.importorskip("transformers", minversion="5")
 pytestmark = pytest.mark.torch
 
 import torch  # noqa: E402
-import transformers_models as models  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers_models import same_routes  # noqa: E402
 
+import transformers_models as models  # noqa: E402
 from coterie.engines.transformers import ExpertCapture, RecordingSettings, record, recording  # noqa: E402
 from coterie.errors import ConfigError, TraceError, UnavailableError  # noqa: E402
 from coterie.prompts import Prompt  # noqa: E402
 from coterie.traces import ActivationTrace  # noqa: E402
 from coterie.types import DECODE, PREFILL  # noqa: E402
+from transformers_models import same_routes  # noqa: E402
 
 # Recording -----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""Measuring a device: kernels, copies and collectives, for the step-time model."""

@@ -1,0 +1,1 @@
+"""Decode batches that routers formed, run through real MoE layers."""
