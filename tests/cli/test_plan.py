@@ -18,7 +18,8 @@ import pytest
 
 from coterie.cli.main import main
 from coterie.models import get_model
-from coterie.placement import eplb, linear, maps, popularity, round_robin  # noqa: F401  (they register themselves)
+from coterie.placement.maps import formats as maps
+from coterie.placement.planning import eplb
 from coterie.traces import ActivationWriter, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.store import write_arrays
 from coterie.types import Placement

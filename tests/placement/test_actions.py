@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.placement.actions import PUBLISHED, ActionManager, ActionSettings
 from coterie.placement.holdings import held_by, placement_of, remote_share
-from coterie.placement.rounds import Limits, schedule_moves
+from coterie.placement.migration.rounds import Limits, schedule_moves
+from coterie.placement.triggers.actions import PUBLISHED, ActionManager, ActionSettings
 from coterie.types import Link, Placement, Topology
 
 EAGER = ActionSettings(min_mismatch=0.0, min_saving_s=0.0)

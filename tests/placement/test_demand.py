@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.placement.demand import DemandTracker, WindowTracker, mismatch
+from coterie.placement.triggers.demand import DemandTracker, WindowTracker, mismatch
 
 LAYERS, EXPERTS, WORKERS = 2, 5, 3
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.placement.drift import LAGS, Decay, DriftEstimate, DriftEstimator, Forecast, fit_decay
+from coterie.placement.triggers.drift import LAGS, Decay, DriftEstimate, DriftEstimator, Forecast, fit_decay
 
 LAYERS, EXPERTS = 4, 32
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
 from coterie.placement.base import Load
-from coterie.placement.eplb import rebalance
-from coterie.placement.free_split import FreeSplit, improve
 from coterie.placement.objective import Objective, Problem
-from coterie.placement.splits import optimal_shares
+from coterie.placement.planning.eplb import rebalance
+from coterie.placement.planning.free_split import FreeSplit, improve
+from coterie.placement.splits.shares import optimal_shares
 from coterie.traces.drifting import zipf_drift
 from coterie.types import Placement, Topology
 

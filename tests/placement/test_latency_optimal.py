@@ -13,9 +13,9 @@ from numpy.random import default_rng
 
 from coterie.errors import ConfigError
 from coterie.placement.base import HOST, Load, Plan, planners
-from coterie.placement.eplb import Eplb
-from coterie.placement.latency_optimal import LatencyOptimal
 from coterie.placement.objective import Objective, Problem
+from coterie.placement.planning.eplb import Eplb
+from coterie.placement.planning.latency_optimal import LatencyOptimal
 from coterie.traces.drifting import zipf_drift
 from coterie.types import Placement, Topology, balancedness
 

@@ -13,7 +13,7 @@ from scipy.optimize import linprog
 
 from coterie.errors import ConfigError
 from coterie.placement import Eplb, Load, Objective, Plan, Problem, Score
-from coterie.placement.latency_optimal_ilp import IlpProgress, LatencyOptimalIlp
+from coterie.placement.planning.latency_optimal_ilp import IlpProgress, LatencyOptimalIlp
 from coterie.traces.drifting import zipf_drift
 from coterie.types import Placement, Topology
 
@@ -154,7 +154,7 @@ def test_more_levels_of_replicas_leave_the_bound_a_bound(split: str, monkeypatch
     """Numbers of replicas that hardly matter are lumped together; the result may not depend on it."""
     problem = drifted(1, 7, 9, 3, Objective(horizon=50.0), Topology(3))
     lumped = exact(problem, split).solve(problem).report
-    monkeypatch.setattr("coterie.placement._milp.SMALL", 0.0)
+    monkeypatch.setattr("coterie.placement.planning._milp.SMALL", 0.0)
     apart = exact(problem, split).solve(problem).report
     assert lumped.objective_s == pytest.approx(apart.objective_s, rel=1e-6)
     assert (lumped.bound_s <= apart.objective_s * (1 + 1e-9)).all()
@@ -227,7 +227,7 @@ def test_what_progress_raises_comes_out() -> None:
 
 @pytest.mark.parametrize("split", ["equal", "optimal"])
 def test_starts_from_the_heuristic_and_is_never_worse(split: str) -> None:
-    from coterie.placement.latency_optimal import LatencyOptimal
+    from coterie.placement.planning.latency_optimal import LatencyOptimal
 
     objective = Objective(horizon=200.0)
     topology = Topology(4, ranks_per_node=2, speeds=(1.0, 1.0, 0.8, 1.0))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError, InputError, TraceError
 from coterie.models import get_model
-from coterie.placement.maps import PlacementMap, map_formats, read_map, write_map
+from coterie.placement.maps.formats import PlacementMap, map_formats, read_map, write_map
 from coterie.types import Placement
 
 MODEL = get_model("deepseek-v2-lite")  # 27 layers, the first dense, 64 experts

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
 from coterie.models import get_model
-from coterie.placement.memory import PUBLISHED_BUDGET, PUBLISHED_STEP_S, MemoryBudget, published_step_s
+from coterie.placement.migration.memory import PUBLISHED_BUDGET, PUBLISHED_STEP_S, MemoryBudget, published_step_s
 
 
 def test_the_published_cache_column_is_exact_and_its_throughput_is_not():

@@ -11,7 +11,8 @@ import pytest
 
 from coterie.errors import ConfigError
 from coterie.placement.base import Load
-from coterie.placement.migration import (
+from coterie.placement.migration.ledger import BrokenMigration, Ledger
+from coterie.placement.migration.migrator import (
     BeginTransfer,
     Cancel,
     EndStep,
@@ -25,9 +26,8 @@ from coterie.placement.migration import (
     TransferDone,
     TransferFailed,
 )
-from coterie.placement.migration_ledger import BrokenMigration, Ledger
+from coterie.placement.migration.rounds import Limits, schedule_moves
 from coterie.placement.objective import Objective, settle
-from coterie.placement.rounds import Limits, schedule_moves
 from coterie.types import Placement, Topology
 
 EXPERT = 10.0

@@ -14,8 +14,8 @@ from coterie.costs.presets import step_model
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.placement.base import HOST, Load
-from coterie.placement.eplb import Eplb
 from coterie.placement.objective import Objective, Problem, settle
+from coterie.placement.planning.eplb import Eplb
 from coterie.traces.drifting import zipf_drift
 from coterie.types import Link, Placement, Topology
 

@@ -15,20 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
-from coterie.placement import (  # noqa: F401  (planners register themselves)
-    HOST,
-    Load,
-    Moves,
-    Objective,
-    Plan,
-    latency_optimal,
-    latency_optimal_ilp,
-    planners,
-)
-from coterie.placement.eplb import Eplb, rebalance
-from coterie.placement.linear import Linear
-from coterie.placement.popularity import Popularity
-from coterie.placement.round_robin import RoundRobin, deal
+from coterie.placement import HOST, Load, Moves, Objective, Plan, planners
+from coterie.placement.planning.eplb import Eplb, rebalance
+from coterie.placement.planning.linear import Linear
+from coterie.placement.planning.popularity import Popularity
+from coterie.placement.planning.round_robin import RoundRobin, deal
 from coterie.testing import check_planner
 from coterie.traces.drifting import zipf_drift
 from coterie.types import Placement, Topology, balancedness
@@ -347,7 +338,7 @@ def test_the_example_of_the_page_runs(tmp_path: Path):
 
 
 def test_the_page_lists_every_planner_and_format():
-    from coterie.placement.maps import map_formats
+    from coterie.placement.maps.formats import map_formats
 
     page = (DOCS / "placement.md").read_text()
     assert [name for name in (*planners, *map_formats) if f"`{name}`" not in page] == []

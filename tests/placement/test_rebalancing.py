@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.placement.base import Load, Plan
-from coterie.placement.eplb import Eplb
-from coterie.placement.latency_optimal import LatencyOptimal
 from coterie.placement.objective import Objective
-from coterie.placement.rebalancing import Rebalancer, RebalancingSettings
+from coterie.placement.planning.eplb import Eplb
+from coterie.placement.planning.latency_optimal import LatencyOptimal
+from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings
 from coterie.types import Link, Placement, Topology
 
 LAYERS, EXPERTS, RANKS, STEPS = 2, 32, 4, 10

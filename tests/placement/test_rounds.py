@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
 from coterie.placement.base import HOST, Load
-from coterie.placement.eplb import Eplb
+from coterie.placement.migration.rounds import Limits, edge_rounds, schedule_moves
 from coterie.placement.objective import settle
-from coterie.placement.rounds import Limits, edge_rounds, schedule_moves
+from coterie.placement.planning.eplb import Eplb
 from coterie.types import Placement, Topology
 
 INF = float("inf")

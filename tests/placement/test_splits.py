@@ -14,7 +14,7 @@ from scipy.optimize import linprog
 from coterie.errors import ConfigError
 from coterie.placement.base import Load
 from coterie.placement.objective import Objective, Problem
-from coterie.placement.splits import optimal_shares, split_shares
+from coterie.placement.splits.shares import optimal_shares, split_shares
 from coterie.types import Placement, Topology
 
 

@@ -321,7 +321,7 @@ def engine_state(settings: dict[str, Any], own: Any, folder: Path) -> dict[str, 
 
     from coterie.engines.vllm.eplb import Rounds, make_policy
     from coterie.engines.vllm.settings import EplbSettings
-    from coterie.placement.maps import read_map
+    from coterie.placement.maps.formats import read_map
 
     kept = str(folder / "kept.json")
     files = {"initial_map": str(folder / "initial.json"), "save_map": kept, "window": WINDOW}
@@ -357,7 +357,7 @@ def one_rank_fails(own: Any) -> dict[str, Any]:
     from coterie.engines.vllm.eplb import Rounds, make_policy
     from coterie.engines.vllm.settings import EplbSettings
     from coterie.placement import planners
-    from coterie.placement.eplb import Eplb
+    from coterie.placement.planning.eplb import Eplb
 
     class Fails(Eplb):
         def plan(self, *args: Any) -> Any:

@@ -56,7 +56,7 @@ def inspect_command(
     """Show a placement: replicas, duplicates, spread over nodes, and the load of every rank."""
     from coterie.evaluation.placement.inspection import inspect_map
     from coterie.evaluation.placement.plans import find_model, read_load
-    from coterie.placement.maps import read_map
+    from coterie.placement.maps.formats import read_map
 
     if out_file is not None and out_file.suffix != ".png":
         raise ConfigError(f"--out={out_file} must end in .png")

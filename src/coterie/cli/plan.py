@@ -83,7 +83,7 @@ def plan_command(
 ) -> None:
     """Plan where experts live: load of every rank before and after, moves, gain, and when it has paid for itself."""
     from coterie.evaluation.placement.plans import PlanOptions, make_plan, summary
-    from coterie.placement.maps import check_map_target, map_formats, write_map
+    from coterie.placement.maps.formats import check_map_target, map_formats, write_map
 
     if out_file is None:
         map_formats[to]  # a wrong name is told before work begins

@@ -1,20 +1,20 @@
 """Where experts live: planners, how replicas share tokens, when to move, and moving without a stop."""
 
 from coterie.placement.base import HOST, Load, Moves, Plan, Planner, planners
-from coterie.placement.demand import DemandTracker, WindowTracker, mismatch
-from coterie.placement.drift import DriftEstimator
-from coterie.placement.eplb import Eplb
-from coterie.placement.latency_optimal import LatencyOptimal
-from coterie.placement.latency_optimal_ilp import LatencyOptimalIlp
-from coterie.placement.linear import Linear
-from coterie.placement.maps import PlacementMap, map_formats, read_map, write_map
-from coterie.placement.memory import MemoryBudget
-from coterie.placement.migration import Migrator
+from coterie.placement.maps.formats import PlacementMap, map_formats, read_map, write_map
+from coterie.placement.migration.memory import MemoryBudget
+from coterie.placement.migration.migrator import Migrator
+from coterie.placement.migration.rounds import schedule_moves
 from coterie.placement.objective import Objective, Problem, Score, settle
-from coterie.placement.popularity import Popularity
-from coterie.placement.rebalancing import Rebalancer, RebalancingSettings
-from coterie.placement.round_robin import RoundRobin
-from coterie.placement.rounds import schedule_moves
+from coterie.placement.planning.eplb import Eplb
+from coterie.placement.planning.latency_optimal import LatencyOptimal
+from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
+from coterie.placement.planning.linear import Linear
+from coterie.placement.planning.popularity import Popularity
+from coterie.placement.planning.round_robin import RoundRobin
+from coterie.placement.triggers.demand import DemandTracker, WindowTracker, mismatch
+from coterie.placement.triggers.drift import DriftEstimator
+from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings
 
 __all__ = [
     "HOST", "DemandTracker", "DriftEstimator", "Eplb", "LatencyOptimal", "LatencyOptimalIlp", "Linear", "Load",

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from coterie.engines.vllm.eplb import Round, Rounds, carry_over, count_moves
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.errors import ConfigError, InputError
-from coterie.placement.map_files import PlacementMap
-from coterie.placement.maps import read_map, write_map
+from coterie.placement.maps.files import PlacementMap
+from coterie.placement.maps.formats import read_map, write_map
 from coterie.types import Placement, balancedness
 from eplb_ranks import EXPERTS, LAYERS, RANKS, SLOTS, drifting_loads, run_ranks
 from vllm_servers import needs_vllm

@@ -59,7 +59,7 @@ def test_the_busiest_rank_by_loops():
 def test_rounds_are_planned_on_the_past_and_charged():
     """EPLB every 50: maps, costs and gain again by hand, each plan from the 50 iterations before it."""
     from coterie.placement.base import Load
-    from coterie.placement.eplb import Eplb
+    from coterie.placement.planning.eplb import Eplb
 
     loads = SMALL.drift.draw(SMALL.layers, 300, np.random.default_rng(1))
     policy = Policy("eplb", 50, 0.26, unconditional=True)

@@ -25,15 +25,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-import coterie.placement.latency_optimal  # noqa: F401  (the default planner registers itself)
+import coterie.placement.planning.latency_optimal  # noqa: F401  (the default planner registers itself)
 from coterie.costs.presets import step_model
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.placement import Load, Objective, Plan, Planner, planners
-from coterie.placement.eplb import rebalance
-from coterie.placement.map_files import PlacementMap
-from coterie.placement.maps import read_map, write_map
+from coterie.placement.maps.files import PlacementMap
+from coterie.placement.maps.formats import read_map, write_map
+from coterie.placement.planning.eplb import rebalance
 from coterie.types import INFINIBAND_400G, NVLINK4, Placement, Topology
 
 Slots = NDArray[np.int64]

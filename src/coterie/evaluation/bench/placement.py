@@ -121,7 +121,7 @@ def _planner_row(name: str, planner: Any, size: Size, cases: Sequence[Case]) -> 
 
 def _kept_row(size: Size, cases: Sequence[Case], split: str) -> Row:
     """The old map, its replicas sharing alike or as well as they can."""
-    from coterie.placement.splits import optimal_shares
+    from coterie.placement.splits.shares import optimal_shares
 
     problems = [balance_first(size.enough).problem(*case) for case in cases]
 
@@ -178,7 +178,7 @@ def _move_rows(report: Report) -> Iterator[Row]:
 def move_row(contest: Contest) -> Row:
     """Moves of the heuristic and of the integer program that starts from it, where both reach the balance."""
     from coterie.placement import planners
-    from coterie.placement.latency_optimal_ilp import LatencyOptimalIlp
+    from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
 
     size, split = contest.size, contest.split
     case = first_layers(drifted(size, 0), contest.layers)
@@ -294,7 +294,7 @@ def _objective_rows(report: Report) -> Iterator[Row]:
 def try_out(trial: Trial, seconds: float = TRIAL_SECONDS) -> Outcome:
     """The heuristic's objective on each layer that the integer program closes, over its bound."""
     from coterie.placement import planners
-    from coterie.placement.latency_optimal_ilp import LatencyOptimalIlp
+    from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
 
     case, objective = trial.case(), trial.objective()
     problem = objective.problem(*case)

@@ -20,7 +20,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.evaluation.inspect.values import numbers
-from coterie.placement.drift import fit_decay
+from coterie.placement.triggers.drift import fit_decay
 
 MIN_WINDOWS = 8
 MIN_DROP = 0.02

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from coterie.evaluation.figures import HEIGHT_IN, Theme, write_figure
 from coterie.evaluation.placement.inspection import replica_counts
-from coterie.placement.maps import PlacementMap
+from coterie.placement.maps.formats import PlacementMap
 
 
 def draw_map(

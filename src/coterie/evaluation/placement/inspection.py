@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
-from coterie.placement.maps import PlacementMap
+from coterie.placement.maps.formats import PlacementMap
 from coterie.types import Placement, balancedness
 
 MOST = 10

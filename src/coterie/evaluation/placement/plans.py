@@ -16,8 +16,8 @@ from coterie.evaluation.placement.sources import read_sources
 from coterie.footprints.counting import accumulate_load
 from coterie.models import get_model, model_from_config
 from coterie.placement import HOST, LatencyOptimalIlp, Load, Objective, Plan, Planner, Problem, planners
-from coterie.placement.latency_optimal_ilp import IlpProgress, IlpReport
-from coterie.placement.maps import PlacementMap, read_map
+from coterie.placement.maps.formats import PlacementMap, read_map
+from coterie.placement.planning.latency_optimal_ilp import IlpProgress, IlpReport
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.readers import ReadOptions, Trace, read_trace
 from coterie.types import ModelSpec, Placement, Topology

@@ -29,9 +29,9 @@ from coterie.errors import ConfigError
 from coterie.evaluation.suites.eldr.fleets import CONTEXT, ROOM, TRACES, Halves, Source, recorded_source, split
 from coterie.evaluation.suites.eldr.synthetic import SyntheticSize, language_source
 from coterie.models import get_model
-from coterie.placement.actions import ActionManager, ActionSettings
-from coterie.placement.eplb import rebalance
 from coterie.placement.holdings import Demand, held_by, placement_of
+from coterie.placement.planning.eplb import rebalance
+from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.routing.base import Router, routers
 from coterie.routing.fitted import FittedRouting
 from coterie.routing.joint import Joint

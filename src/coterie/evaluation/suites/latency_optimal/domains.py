@@ -23,9 +23,9 @@ from coterie.costs.step import Batch, StepModel
 from coterie.errors import TraceError
 from coterie.models import get_model
 from coterie.placement.base import Load, Plan, Planner, planners
-from coterie.placement.latency_optimal import LatencyOptimal
 from coterie.placement.objective import Objective
-from coterie.placement.rebalancing import Rebalancer, RebalancingSettings
+from coterie.placement.planning.latency_optimal import LatencyOptimal
+from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings
 from coterie.traces.load import LoadTable
 from coterie.traces.readers import read_trace
 from coterie.types import Placement, Topology, balancedness

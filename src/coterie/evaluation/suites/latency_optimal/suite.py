@@ -26,7 +26,7 @@ from coterie.evaluation.suites.base import Column, Report, Row, Suite, SuiteOpti
 from coterie.evaluation.suites.latency_optimal.domains import MODEL, DomainSetting, domain_rows
 from coterie.evaluation.suites.latency_optimal.sweep import Outcome, Policy, SweepSetting, run_seed
 from coterie.placement.base import Load, Plan, planners
-from coterie.placement.latency_optimal_ilp import LatencyOptimalIlp
+from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
 from coterie.types import Placement
 
 Array = NDArray[np.float64]

@@ -22,9 +22,9 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.placement.base import Load, planners
-from coterie.placement.latency_optimal import LatencyOptimal
 from coterie.placement.objective import Objective
-from coterie.placement.rebalancing import Rebalancer, RebalancingSettings
+from coterie.placement.planning.latency_optimal import LatencyOptimal
+from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings
 from coterie.types import Link, Placement, Topology
 
 Array = NDArray[np.float64]

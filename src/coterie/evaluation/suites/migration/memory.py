@@ -19,7 +19,7 @@ from coterie.costs.presets import step_model
 from coterie.costs.step import Batch
 from coterie.models import get_model
 from coterie.placement.holdings import held_by
-from coterie.placement.memory import (
+from coterie.placement.migration.memory import (
     PUBLISHED_BUDGET,
     PUBLISHED_SAVING_S,
     PUBLISHED_STEP_S,

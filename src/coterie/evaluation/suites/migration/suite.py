@@ -27,9 +27,9 @@ from coterie.evaluation.suites.migration.figures import draw_figure
 from coterie.evaluation.suites.migration.memory import memory_notes, memory_rows
 from coterie.evaluation.suites.migration.traffic import TRACES, Domains, Windows, make_windows, read_domains
 from coterie.models import get_model
-from coterie.placement.actions import ActionManager, ActionSettings
 from coterie.placement.holdings import Held, held_by, placement_of, remote_share
-from coterie.placement.rounds import Limits, schedule_moves
+from coterie.placement.migration.rounds import Limits, schedule_moves
+from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.types import ModelSpec, Placement, Topology
 
 NAME = "migration"

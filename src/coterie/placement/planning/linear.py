@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import Objective
-from coterie.placement.packing import living_ranks, plan_for_living
+from coterie.placement.planning.packing import living_ranks, plan_for_living
 from coterie.types import Placement, Topology
 
 

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from coterie._numba import njit
 from coterie.errors import ConfigError
-from coterie.placement._flows import (
+from coterie.placement.objective import Problem
+from coterie.placement.splits._flows import (
     Array,
     Indices,
     least_limit,
@@ -32,8 +33,7 @@ from coterie.placement._flows import (
     new_split,
     separable,
 )  # fmt: skip
-from coterie.placement._simplex import solve_exactly
-from coterie.placement.objective import Problem
+from coterie.placement.splits._simplex import solve_exactly
 
 SplitName = Literal["equal", "weighted", "optimal"]
 

@@ -21,7 +21,7 @@ from coterie._numba import njit
 from coterie.errors import ConfigError
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import Objective
-from coterie.placement.packing import Slots, living_ranks, pack, plan_for_living
+from coterie.placement.planning.packing import Slots, living_ranks, pack, plan_for_living
 from coterie.types import Placement, Topology
 
 

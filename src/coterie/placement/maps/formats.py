@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, TraceError
-from coterie.placement.map_engines import (
+from coterie.placement.maps.engines import (
     read_ascend,
     read_rank_expert,
     read_sglang,
@@ -38,7 +38,7 @@ from coterie.placement.map_engines import (
     write_sglang,
     write_tensorrt,
 )
-from coterie.placement.map_files import (
+from coterie.placement.maps.files import (
     MapOptions,
     PlacementMap,
     check_keys,

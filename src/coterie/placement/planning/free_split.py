@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from coterie._numba import side_by_side
 from coterie.errors import ConfigError
-from coterie.placement._free_moves import search_layers
 from coterie.placement.objective import Problem
-from coterie.placement.splits import affine, optimal_shares
+from coterie.placement.planning._free_moves import search_layers
+from coterie.placement.splits.shares import affine, optimal_shares
 
 Array = NDArray[np.float64]
 

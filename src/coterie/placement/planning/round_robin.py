@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import Objective
-from coterie.placement.packing import Slots, living_ranks, plan_for_living
+from coterie.placement.planning.packing import Slots, living_ranks, plan_for_living
 from coterie.types import Placement, Topology
 
 

@@ -1,4 +1,4 @@
-"""The loops of :mod:`coterie.placement.latency_optimal`: one layer's search, and all layers side by side.
+"""The loops of :mod:`coterie.placement.planning.latency_optimal`: one layer's search, and all layers side by side.
 
 A layer is searched towards a target time. What ranks have above it is *excess*; the search takes the slowest rank and
 the action that takes most excess away for each move it costs: swap two slots of different ranks, or give a slot whose
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.placement._flows import NONE
+from coterie.placement.splits._flows import NONE
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int32]

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from coterie.errors import ConfigError
-from coterie.placement._switching import switch_order
 from coterie.placement.base import HOST
+from coterie.placement.migration._switching import switch_order
 from coterie.types import Placement, Topology
 
 

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from coterie._numba import side_by_side
 from coterie.errors import ConfigError
-from coterie.placement._search import CHANGED, ENOUGH, KEPT, REPAIRED, search, spend
 from coterie.placement.base import Load, Plan, planners
-from coterie.placement.eplb import Eplb
 from coterie.placement.objective import Objective, Problem
-from coterie.placement.packing import living_ranks
+from coterie.placement.planning._search import CHANGED, ENOUGH, KEPT, REPAIRED, search, spend
+from coterie.placement.planning.eplb import Eplb
+from coterie.placement.planning.packing import living_ranks
 from coterie.types import Placement, Topology
 
 Split = Literal["equal", "weighted", "optimal"]
@@ -90,7 +90,7 @@ class LatencyOptimal:
         return problem.plan(current.slot_experts, planning_s=took, skip_reason=reason, layer_reasons=reasons)
 
     def _plan_split(self, problem: Problem, load: Load, started: float) -> Plan:
-        from coterie.placement.free_split import improve  # its solver is not needed for equal shares
+        from coterie.placement.planning.free_split import improve  # its solver is not needed for equal shares
 
         start, spent = self._repaired(problem, load)
         found = improve(start, None if self.max_moves is None else max(0, self.max_moves - spent))

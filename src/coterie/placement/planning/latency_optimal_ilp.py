@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
-from coterie.placement._milp import Array, Found, Layer, Mask, Search, best_shares, solve
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import Objective, Problem
-from coterie.placement.packing import living_ranks
+from coterie.placement.planning._milp import Array, Found, Layer, Mask, Search, best_shares, solve
+from coterie.placement.planning.packing import living_ranks
 from coterie.types import Placement, Topology
 
 PRICES = 8
@@ -143,7 +143,7 @@ class LatencyOptimalIlp:
         return _Planning(self, problem, starts, progress).solution()
 
     def _heuristic(self, load: Load, topology: Topology, current: Placement) -> NDArray[np.int32]:
-        from coterie.placement.latency_optimal import LatencyOptimal
+        from coterie.placement.planning.latency_optimal import LatencyOptimal
 
         planner = LatencyOptimal(objective=self.objective, split=self.split)
         return planner.plan(load, topology, current).placement.slot_experts

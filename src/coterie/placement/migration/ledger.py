@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 
 from coterie.errors import CoterieError
 from coterie.placement.base import HOST
-from coterie.placement.migration import (
+from coterie.placement.migration.migrator import (
     AbortTransfer,
     BeginTransfer,
     Command,
@@ -27,7 +27,7 @@ from coterie.placement.migration import (
     TransferDone,
     TransferFailed,
 )
-from coterie.placement.rounds import Schedule, Transfer
+from coterie.placement.migration.rounds import Schedule, Transfer
 
 
 class BrokenMigration(CoterieError):

@@ -1,7 +1,7 @@
 """When to rebalance: an interval that follows from how fast the load drifts and what moving costs.
 
-A plan ages. Where the load of now correlates with the load it was made for by r(age) (:mod:`coterie.placement.drift`),
-what it left even is uneven again by
+A plan ages. Where the load of now correlates with the load it was made for by r(age)
+(:mod:`coterie.placement.triggers.drift`), what it left even is uneven again by
 
     s(age) = sqrt(ground + 1 - r(age)^2) - sqrt(ground)
 
@@ -38,8 +38,8 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.placement.base import Load, Plan, Planner
-from coterie.placement.drift import DriftEstimate, DriftEstimator, Forecast
 from coterie.placement.objective import Objective, Problem
+from coterie.placement.triggers.drift import DriftEstimate, DriftEstimator, Forecast
 from coterie.types import Placement, Topology
 
 Array = NDArray[np.float64]

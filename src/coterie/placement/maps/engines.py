@@ -1,4 +1,4 @@
-"""Placements as engines load them, and as one publishes them: see :mod:`coterie.placement.maps`."""
+"""Placements as engines load them, and as one publishes them: see :mod:`coterie.placement.maps.formats`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from coterie.errors import ConfigError, TraceError
-from coterie.placement.map_files import (
+from coterie.placement.maps.files import (
     MapOptions,
     PlacementMap,
     check_complete,
@@ -22,7 +22,7 @@ from coterie.placement.map_files import (
     rows_of,
     text_of,
 )
-from coterie.placement.map_yaml import parse_assignments
+from coterie.placement.maps.yaml import parse_assignments
 from coterie.traces.readers.npz import read_placements
 
 

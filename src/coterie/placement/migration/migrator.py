@@ -29,7 +29,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from coterie.errors import ConfigError
-from coterie.placement.rounds import Schedule, Transfer
+from coterie.placement.migration.rounds import Schedule, Transfer
 
 Row = tuple[int, ...]
 """[slot] expert, of one layer."""

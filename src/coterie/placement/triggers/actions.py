@@ -31,8 +31,8 @@ from scipy.optimize import linear_sum_assignment
 
 from coterie._numba import njit
 from coterie.errors import ConfigError
-from coterie.placement.demand import mismatch
 from coterie.placement.holdings import Demand, Held
+from coterie.placement.triggers.demand import mismatch
 from coterie.types import Topology
 
 

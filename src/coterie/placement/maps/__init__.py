@@ -1,0 +1,1 @@
+"""Placements on disk, in Coterie's format and in those of engines."""

@@ -1,0 +1,1 @@
+"""Moving experts while serving: rounds, the state machine, memory."""

@@ -1,0 +1,1 @@
+"""Planners: one file each. The registry is ``coterie.placement.planners``."""

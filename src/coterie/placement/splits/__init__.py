@@ -1,0 +1,1 @@
+"""How replicas of an expert share its tokens."""

@@ -1,0 +1,1 @@
+"""When to act: drift, rebalancing, demand, actions."""
