@@ -37,6 +37,7 @@ run: install ## Show what Coterie does: record, fit and route on small workers o
 	$(VENV)/bin/coterie demo
 
 lint: install ## Check style, types and the direction of imports
+	$(VENV)/bin/python -m ruff format --check
 	$(VENV)/bin/python -m ruff check
 	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/lint-imports

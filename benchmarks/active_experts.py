@@ -61,11 +61,15 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "model": spec.name, "batch": options.batch, "rows": rows, **ratios,
-                "hardware": describe_hardware(device), "software": describe_software(),
+                "model": spec.name,
+                "batch": options.batch,
+                "rows": rows,
+                **ratios,
+                "hardware": describe_hardware(device),
+                "software": describe_software(),
             }
         )
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

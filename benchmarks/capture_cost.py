@@ -83,9 +83,13 @@ def parts(options: argparse.Namespace) -> dict[str, Any]:
         row = {"tokens": tokens, "count_us": median_us(lambda a=at: store.footprint(a)), "fetch_us": median_us(fetch)}
         fetches.append({**row, "bytes": len(fetch())})
     return {
-        "model": spec.name, "layers": layers, "steps": rows, "requests": fetches, "hardware": describe_hardware(device),
+        "model": spec.name,
+        "layers": layers,
+        "steps": rows,
+        "requests": fetches,
+        "hardware": describe_hardware(device),
         "software": describe_software(),
-    }  # fmt: skip
+    }
 
 
 def _on_gpu(hook: Callable[[], None], capture: Any, tokens: int) -> dict[str, float]:
@@ -129,19 +133,35 @@ def server(options: argparse.Namespace) -> dict[str, Any]:
     config = {"kv_connector": "CoterieConnector", "kv_role": "kv_both"}
     extra = {"store": name, "footprint": "always", "events": f"tcp://127.0.0.1:{free_port()}"}
     argv = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(options.model or tiny_model_path()),
-        "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
-        "--block-size", "32", "--port", str(port), "--no-enable-prefix-caching",
-        "--kv-transfer-config", json.dumps({**config, "kv_connector_extra_config": extra}),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(options.model or tiny_model_path()),
+        "--served-model-name",
+        "tiny",
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "512",
+        "--block-size",
+        "32",
+        "--port",
+        str(port),
+        "--no-enable-prefix-caching",
+        "--kv-transfer-config",
+        json.dumps({**config, "kv_connector_extra_config": extra}),
+    ]
     prompts = take_in_turn(load_prompts(), options.requests)
     url = f"http://127.0.0.1:{port}"
 
     def post(prompt: str) -> int:
         asked = {"max_tokens": options.max_tokens, "temperature": 0, "ignore_eos": True}
         body = {"model": "tiny", "prompt": prompt, **asked}
-        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(),
-                                         {"content-type": "application/json"})  # fmt: skip
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=600) as response:
             return int(json.load(response)["usage"]["total_tokens"])
 
@@ -153,9 +173,12 @@ def server(options: argparse.Namespace) -> dict[str, Any]:
 
     # One core for the model, so that the API server and this client do not take turns with it.
     env = {
-        "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory() as folder:
         process = ServerProcess(argv, url, Path(folder) / "server.log", env)
         process.start(600)
@@ -176,12 +199,15 @@ def server(options: argparse.Namespace) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     medians = [np.median(rng.choice(ratios, len(ratios))) for _ in range(4000)]
     return {
-        "rounds": options.rounds, "requests": options.requests, "concurrency": options.concurrency,
+        "rounds": options.rounds,
+        "requests": options.requests,
+        "concurrency": options.concurrency,
         "off_tokens_per_s": round(statistics.median(speeds[False]), 1),
         "on_tokens_per_s": round(statistics.median(speeds[True]), 1),
         "on_over_off": round(float(np.median(ratios)), 4),
-        "ci95": [round(float(np.quantile(medians, q)), 4) for q in (0.025, 0.975)], "software": describe_software(),
-    }  # fmt: skip
+        "ci95": [round(float(np.quantile(medians, q)), 4) for q in (0.025, 0.975)],
+        "software": describe_software(),
+    }
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Draw the figures of docs/costs.md from the shipped presets.
 
-    python benchmarks/figures.py [docs/figures]
+python benchmarks/figures.py [docs/figures]
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ def predicted(preset: str, spec: ModelSpec, dtype: str, tokens: int, active: int
     params = load_preset(preset).fits[spec.name].moe[dtype].params
     counts = np.zeros(spec.num_experts)
     counts[:active] = expert_tokens(tokens, spec.top_k, active)
-    return layer_us(
-        params.array(), counts, float(tokens), spec.expert_bytes(dtype), 2.0 * spec.expert_params, warm
-    )
+    return layer_us(params.array(), counts, float(tokens), spec.expert_bytes(dtype), 2.0 * spec.expert_params, warm)
 
 
 def active_experts(preset: str, model: str, dtype: str, batches: tuple[int, ...], title: str):
@@ -102,15 +100,20 @@ def main() -> None:
         "active-experts-h200.png": (active_experts("h200", "qwen3-30b-a3b", "bf16", (16, 64, 256, 2048), title), 4.0),
         "active-experts-rtx-pro-6000.png": (
             active_experts(
-                "rtx-pro-6000", "qwen3-30b-a3b", "bf16", (16, 64, 256, 2048),
+                "rtx-pro-6000",
+                "qwen3-30b-a3b",
+                "bf16",
+                (16, 64, 256, 2048),
                 "Qwen3-30B-A3B, bf16, one RTX PRO 6000: dots measured, lines predicted",
-            ), 4.0,
+            ),
+            4.0,
         ),
         "tokens-deepseek-v3-h200.png": (
-            tokens("h200", "deepseek-v3", "DeepSeek-V3, all 256 experts of a layer, one H200"), 4.0
+            tokens("h200", "deepseek-v3", "DeepSeek-V3, all 256 experts of a layer, one H200"),
+            4.0,
         ),
         "fit-error.png": (errors("Error of the MoE model (H200 unless said)"), 6.5),
-    }  # fmt: skip
+    }
     for name, (plot, height) in figures.items():
         (folder / name).write_bytes(draw(plot, LIGHT, height))
         print(folder / name)

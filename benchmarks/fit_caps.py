@@ -22,9 +22,16 @@ from coterie.evaluation.suites.caps.published import EXAMPLE, REQUESTS, SEEDS
 from coterie.evaluation.suites.caps.suite import SETTING, CapsSetting, Cell, run_cell
 
 NAMES = (
-    "fcfs", "greedy_variance", "greedy_dot_product", "norm_minimizing", "lpt_balanced", "power_of_d", "random",
-    "karmarkar_karp", "lpt",
-)  # fmt: skip
+    "fcfs",
+    "greedy_variance",
+    "greedy_dot_product",
+    "norm_minimizing",
+    "lpt_balanced",
+    "power_of_d",
+    "random",
+    "karmarkar_karp",
+    "lpt",
+)
 CELLS = [Cell(pattern, rate, seed) for pattern in ("bursty", "poisson") for rate in (150.0, 300.0) for seed in SEEDS]
 TARGETS: list[tuple[str, float, str, str, float, float]] = [
     *(("bursty", 150.0, name, "p99", 46.9, 2.0) for name in ("greedy_variance", "greedy_dot_product", "lpt_balanced")),
@@ -45,10 +52,16 @@ TARGETS: list[tuple[str, float, str, str, float, float]] = [
 ]
 """Pattern, rate, strategy, what, its published value, and a difference that matters as much as others."""
 WALK: dict[str, tuple[float, float, float]] = {
-    "domains": (4, 40, 2.0), "hot": (3, 12, 0.7), "strength": (0.5, 1.0, 0.04), "likeness": (20, 600, 25.0),
-    "tokens_sigma": (0.02, 0.4, 0.03), "burst_size": (16, 100, 4.0), "burst_rate": (1.05, 4.0, 0.2),
-    "base_s": (0.034, 0.042, 0.0003), "sensitivity": (0.1, 0.8, 0.006),
-}  # fmt: skip
+    "domains": (4, 40, 2.0),
+    "hot": (3, 12, 0.7),
+    "strength": (0.5, 1.0, 0.04),
+    "likeness": (20, 600, 25.0),
+    "tokens_sigma": (0.02, 0.4, 0.03),
+    "burst_size": (16, 100, 4.0),
+    "burst_rate": (1.05, 4.0, 0.2),
+    "base_s": (0.034, 0.042, 0.0003),
+    "sensitivity": (0.1, 0.8, 0.006),
+}
 """From, to, and the size of a step."""
 
 

@@ -35,24 +35,45 @@ def server_argv(port: int, events_port: int, store: str, shared: Path) -> list[s
 
     connectors = [
         {
-            "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
             "kv_connector_extra_config": {"shared_storage_path": str(shared)},
         },
         {
-            "kv_connector": "CoterieConnector", "kv_role": "kv_both",
+            "kv_connector": "CoterieConnector",
+            "kv_role": "kv_both",
             "kv_connector_extra_config": {"events": f"tcp://127.0.0.1:{events_port}", "store": store},
         },
-    ]  # fmt: skip
+    ]
     both = {
-        "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": connectors}
-    }  # fmt: skip
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
     return [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_model_path()),
-        "--served-model-name", "coterie-tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
-        "--block-size", str(BLOCK_SIZE), "--host", "127.0.0.1", "--port", str(port),
-        "--distributed-executor-backend", "uni",
-        "--kv-transfer-config", json.dumps(both),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(tiny_model_path()),
+        "--served-model-name",
+        "coterie-tiny",
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "512",
+        "--block-size",
+        str(BLOCK_SIZE),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--distributed-executor-backend",
+        "uni",
+        "--kv-transfer-config",
+        json.dumps(both),
+    ]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -70,16 +91,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     prompts = take_in_turn(read_prompts(options.prompts) if options.prompts else load_prompts(), options.requests)
     settings = LoopSettings(
-        in_flight=options.in_flight, max_tokens=options.max_tokens, block_size=BLOCK_SIZE, over=2,
-        routers=ROUTERS, seed=options.seed,
+        in_flight=options.in_flight,
+        max_tokens=options.max_tokens,
+        block_size=BLOCK_SIZE,
+        over=2,
+        routers=ROUTERS,
+        seed=options.seed,
     )
     env = {
-        "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # With this the worker runs in its engine's process. Apart, the two wait for each other by spinning, and ten of
         # those leave nobody a core: a step in fifty took seconds.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }  # fmt: skip
+    }
     run, started = uuid.uuid4().hex[:8], time.monotonic()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         servers, workers = [], []
@@ -109,8 +137,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for one, said in zip(result.runs, predictions, strict=True):
         rows.append(
             {
-                "router": one.router, "requests": one.requests, "output_tokens": one.output_tokens,
-                "steps": len(one.steps), "rows_per_step": round(one.rows_per_step, 3),
+                "router": one.router,
+                "requests": one.requests,
+                "output_tokens": one.output_tokens,
+                "steps": len(one.steps),
+                "rows_per_step": round(one.rows_per_step, 3),
                 "distinct_per_step": round(one.distinct_per_step, 3),
                 "distinct_by_token": round(one.distinct_by_token, 3),
                 "saving_pct": round(result.saving_pct(one), 2),
@@ -121,18 +152,27 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "predicted_h200_step_ms": round(
                     predicted_step_ms(one.distinct_by_token, one.rows_by_token, result.context, model), 4
                 ),
-                "wall_s": round(one.wall_s, 2), "per_worker": one.per_worker,
-                "footprints": one.counts.footprints, "incomplete": one.counts.incomplete,
-                "measured": _rounded(said.measured), "simulated": _rounded(said.predicted),
+                "wall_s": round(one.wall_s, 2),
+                "per_worker": one.per_worker,
+                "footprints": one.counts.footprints,
+                "incomplete": one.counts.incomplete,
+                "measured": _rounded(said.measured),
+                "simulated": _rounded(said.predicted),
             }
-        )  # fmt: skip
+        )
     return {
-        "decoders": options.decoders, "in_flight": options.in_flight, "calibrated": result.calibrated,
+        "decoders": options.decoders,
+        "in_flight": options.in_flight,
+        "calibrated": result.calibrated,
         "step_line_ms": {"fixed": round(1e3 * line.fixed_s, 2), "row": round(1e3 * line.row_s, 3), "steps": line.steps},
-        "speeds": [round(speed, 3) for speed in line.speeds], "outside_s": round(line.outside_s, 3),
-        "fit_s": round(result.fit_s, 3), "differing": result.differing(), "shape": REFERENCE_SHAPE, "rows": rows,
+        "speeds": [round(speed, 3) for speed in line.speeds],
+        "outside_s": round(line.outside_s, 3),
+        "fit_s": round(result.fit_s, 3),
+        "differing": result.differing(),
+        "shape": REFERENCE_SHAPE,
+        "rows": rows,
         "software": describe_software(),
-    }  # fmt: skip
+    }
 
 
 def _rounded(figures: Any) -> dict[str, float]:

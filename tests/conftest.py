@@ -24,14 +24,23 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TOGETHER = {
     "planning": (
-        "bench_placement", "free_split", "latency_optimal", "latency_optimal_ilp", "latency_optimal_suite", "objective",
-        "plan", "planners", "rebalancing", "splits", "vllm_eplb",
+        "bench_placement",
+        "free_split",
+        "latency_optimal",
+        "latency_optimal_ilp",
+        "latency_optimal_suite",
+        "objective",
+        "plan",
+        "planners",
+        "rebalancing",
+        "splits",
+        "vllm_eplb",
     ),
     "batching": ("batch_server", "bench_batching", "caps", "contract", "latency_aware", "simulate", "strategies"),
     "fleets": ("fleet", "fleet_reality", "fleet_requests", "fleet_checks", "joint"),
     "workers": ("demo", "routed_fleet", "routed_loop", "worker_embedded", "worker_requests"),
     "generated": ("generate", "synthetic", "trace_invariants"),
-}  # fmt: skip
+}
 """Files of tests that run the same loops: one worker takes them all, or both would compile them, for a minute each."""
 
 GROUPS = {f"test_{name}": group for group, names in TOGETHER.items() for name in names}

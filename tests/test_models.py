@@ -20,86 +20,215 @@ from coterie.types import ModelSpec
 # (GLM-5.2's latent widths from GLM-5); keys that say nothing of the shape are left out.
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen1.5-moe-a2.7b": {
-        "model_type": "qwen2_moe", "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 5632,
-        "moe_intermediate_size": 1408, "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
-        "num_hidden_layers": 24, "num_key_value_heads": 16, "shared_expert_intermediate_size": 5632,
-        "sliding_window": 32768, "torch_dtype": "bfloat16", "vocab_size": 151936,
+        "model_type": "qwen2_moe",
+        "decoder_sparse_step": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "num_attention_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 16,
+        "shared_expert_intermediate_size": 5632,
+        "sliding_window": 32768,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 151936,
     },
     "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe", "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048,
-        "intermediate_size": 6144, "mlp_only_layers": [], "moe_intermediate_size": 768, "num_attention_heads": 32,
-        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
-        "sliding_window": None, "torch_dtype": "bfloat16", "vocab_size": 151936,
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "sliding_window": None,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 151936,
     },
     "deepseek-v2-lite": {
-        "model_type": "deepseek_v2", "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10944,
-        "kv_lora_rank": 512, "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_routed_experts": 64,
-        "n_shared_experts": 2, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
-        "num_key_value_heads": 16, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-        "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 102400,
+        "model_type": "deepseek_v2",
+        "first_k_dense_replace": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "torch_dtype": "bfloat16",
+        "v_head_dim": 128,
+        "vocab_size": 102400,
     },
     "deepseek-v3": {
-        "model_type": "deepseek_v3", "first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432,
-        "kv_lora_rank": 512, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
-        "n_shared_experts": 1, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
-        "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64, "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280,
+        "model_type": "deepseek_v3",
+        "first_k_dense_replace": 3,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "torch_dtype": "bfloat16",
+        "v_head_dim": 128,
+        "vocab_size": 129280,
         "quantization_config": {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
     },
     "gpt-oss-120b": {
-        "model_type": "gpt_oss", "experts_per_token": 4, "head_dim": 64, "hidden_size": 2880,
-        "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 18,
-        "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 36, "num_key_value_heads": 8,
-        "num_local_experts": 128, "sliding_window": 128, "vocab_size": 201088,
+        "model_type": "gpt_oss",
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "num_local_experts": 128,
+        "sliding_window": 128,
+        "vocab_size": 201088,
         "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
     },
     "mixtral-8x7b": {
-        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
-        "torch_dtype": "bfloat16", "vocab_size": 32000,
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32000,
     },
     "olmoe-1b-7b": {
-        "model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_attention_heads": 16,
-        "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16,
-        "torch_dtype": "bfloat16", "vocab_size": 50304,
+        "model_type": "olmoe",
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_attention_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 16,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 50304,
     },
     "glm-5.2": {
-        "model_type": "glm_moe_dsa", "first_k_dense_replace": 3, "head_dim": 64, "hidden_size": 6144,
-        "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048, "intermediate_size": 12288,
-        "kv_lora_rank": 512, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_routed_experts": 256,
-        "n_shared_experts": 1, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 78,
-        "num_key_value_heads": 64, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
-        "dtype": "bfloat16", "v_head_dim": 256, "vocab_size": 154880,
+        "model_type": "glm_moe_dsa",
+        "first_k_dense_replace": 3,
+        "head_dim": 64,
+        "hidden_size": 6144,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
+        "index_topk": 2048,
+        "intermediate_size": 12288,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 78,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "dtype": "bfloat16",
+        "v_head_dim": 256,
+        "vocab_size": 154880,
     },
     "gemma-4-26b-a4b": {
-        "model_type": "gemma4", "dtype": "bfloat16",
+        "model_type": "gemma4",
+        "dtype": "bfloat16",
         "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16},
         "text_config": {
-            "model_type": "gemma4_text", "enable_moe_block": True, "head_dim": 256, "global_head_dim": 512,
-            "hidden_size": 2816, "intermediate_size": 2112, "moe_intermediate_size": 704, "num_attention_heads": 16,
-            "num_experts": 128, "num_global_key_value_heads": 2, "num_hidden_layers": 30, "num_key_value_heads": 8,
-            "top_k_experts": 8, "vocab_size": 262144, "dtype": None,
+            "model_type": "gemma4_text",
+            "enable_moe_block": True,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "moe_intermediate_size": 704,
+            "num_attention_heads": 16,
+            "num_experts": 128,
+            "num_global_key_value_heads": 2,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 8,
+            "top_k_experts": 8,
+            "vocab_size": 262144,
+            "dtype": None,
         },
     },
     "arctic-480b": {
-        "model_type": "arctic", "hidden_size": 7168, "intermediate_size": 4864, "moe_layer_frequency": 1,
-        "num_attention_heads": 56, "num_experts_per_tok": 2, "num_hidden_layers": 35, "num_key_value_heads": 8,
-        "num_local_experts": 128, "parallel_attn_mlp_res": True, "quantization": None, "torch_dtype": "bfloat16",
-        "use_residual": True, "vocab_size": 32000,
+        "model_type": "arctic",
+        "hidden_size": 7168,
+        "intermediate_size": 4864,
+        "moe_layer_frequency": 1,
+        "num_attention_heads": 56,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 8,
+        "num_local_experts": 128,
+        "parallel_attn_mlp_res": True,
+        "quantization": None,
+        "torch_dtype": "bfloat16",
+        "use_residual": True,
+        "vocab_size": 32000,
     },
-}  # fmt: skip
+}
 
 TOTALS = {
-    "arctic-480b": 480e9, "deepseek-v2": 236e9, "deepseek-v2-lite": 15.7e9, "deepseek-v3": 671e9,
-    "gemma-4-26b-a4b": 25.2e9, "glm-5.2": 744e9, "gpt-oss-120b": 116.8e9, "gpt-oss-20b": 20.9e9,
-    "mixtral-8x22b": 141e9, "mixtral-8x7b": 46.7e9, "olmoe-1b-7b": 6.9e9, "qwen1.5-moe-a2.7b": 14.3e9,
-    "qwen3-235b-a22b": 235e9, "qwen3-30b-a3b": 30.5e9,
-}  # fmt: skip
+    "arctic-480b": 480e9,
+    "deepseek-v2": 236e9,
+    "deepseek-v2-lite": 15.7e9,
+    "deepseek-v3": 671e9,
+    "gemma-4-26b-a4b": 25.2e9,
+    "glm-5.2": 744e9,
+    "gpt-oss-120b": 116.8e9,
+    "gpt-oss-20b": 20.9e9,
+    "mixtral-8x22b": 141e9,
+    "mixtral-8x7b": 46.7e9,
+    "olmoe-1b-7b": 6.9e9,
+    "qwen1.5-moe-a2.7b": 14.3e9,
+    "qwen3-235b-a22b": 235e9,
+    "qwen3-30b-a3b": 30.5e9,
+}
 
 ACTIVE = {
-    "deepseek-v2-lite": 2.66e9, "mixtral-8x22b": 39e9, "mixtral-8x7b": 12.9e9, "olmoe-1b-7b": 1.3e9,
-    "qwen1.5-moe-a2.7b": 2.7e9, "qwen3-235b-a22b": 22e9, "qwen3-30b-a3b": 3.3e9, "arctic-480b": 17e9,
-}  # fmt: skip
+    "deepseek-v2-lite": 2.66e9,
+    "mixtral-8x22b": 39e9,
+    "mixtral-8x7b": 12.9e9,
+    "olmoe-1b-7b": 1.3e9,
+    "qwen1.5-moe-a2.7b": 2.7e9,
+    "qwen3-235b-a22b": 22e9,
+    "qwen3-30b-a3b": 3.3e9,
+    "arctic-480b": 17e9,
+}
 
 
 class TestShipped:
@@ -173,24 +302,46 @@ class TestFamilies:
     """Configs of families that are not shipped."""
 
     def test_qwen3_5_nests_and_has_no_dense_width(self) -> None:
-        spec = model_from_config({
-            "model_type": "qwen3_5_moe", "vision_config": {"depth": 27, "hidden_size": 1152, "num_heads": 16},
-            "text_config": {
-                "model_type": "qwen3_5_moe_text", "dtype": "bfloat16", "head_dim": 256, "hidden_size": 2048,
-                "full_attention_interval": 4, "mlp_only_layers": [], "moe_intermediate_size": 512,
-                "num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 40,
-                "num_key_value_heads": 2, "shared_expert_intermediate_size": 512, "vocab_size": 248320,
-            },
-        })  # fmt: skip
+        spec = model_from_config(
+            {
+                "model_type": "qwen3_5_moe",
+                "vision_config": {"depth": 27, "hidden_size": 1152, "num_heads": 16},
+                "text_config": {
+                    "model_type": "qwen3_5_moe_text",
+                    "dtype": "bfloat16",
+                    "head_dim": 256,
+                    "hidden_size": 2048,
+                    "full_attention_interval": 4,
+                    "mlp_only_layers": [],
+                    "moe_intermediate_size": 512,
+                    "num_attention_heads": 16,
+                    "num_experts": 256,
+                    "num_experts_per_tok": 8,
+                    "num_hidden_layers": 40,
+                    "num_key_value_heads": 2,
+                    "shared_expert_intermediate_size": 512,
+                    "vocab_size": 248320,
+                },
+            }
+        )
         assert (spec.num_moe_layers, spec.num_experts, spec.shared_intermediate_size) == (40, 256, 512)
         assert (spec.hidden_size, spec.head_dim, spec.dense_intermediate_size) == (2048, 256, 0)
 
     def test_llama_4_maverick(self) -> None:
         text = {
-            "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "head_dim": 128,
-            "interleave_moe_layer_step": 2, "moe_layers": [], "num_attention_heads": 40, "num_experts_per_tok": 1,
-            "num_hidden_layers": 48, "num_key_value_heads": 8, "num_local_experts": 128, "vocab_size": 202048,
-        }  # fmt: skip
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "head_dim": 128,
+            "interleave_moe_layer_step": 2,
+            "moe_layers": [],
+            "num_attention_heads": 40,
+            "num_experts_per_tok": 1,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 8,
+            "num_local_experts": 128,
+            "vocab_size": 202048,
+        }
         spec = model_from_config({"model_type": "llama4", "torch_dtype": "bfloat16", "text_config": text})
         assert spec.moe_layer_ids == tuple(range(1, 48, 2))
         assert (spec.expert_intermediate_size, spec.shared_intermediate_size) == (8192, 8192)
@@ -201,36 +352,70 @@ class TestFamilies:
         assert _shape(listed) == _shape(spec)
 
     def test_minimax_m2(self) -> None:
-        spec = model_from_config({
-            "model_type": "minimax_m2", "head_dim": 128, "hidden_size": 3072, "intermediate_size": 1536,
-            "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8,
-            "num_local_experts": 256, "quantization_config": {"quant_method": "fp8"}, "vocab_size": 200064,
-        })  # fmt: skip
+        spec = model_from_config(
+            {
+                "model_type": "minimax_m2",
+                "head_dim": 128,
+                "hidden_size": 3072,
+                "intermediate_size": 1536,
+                "num_attention_heads": 48,
+                "num_experts_per_tok": 8,
+                "num_hidden_layers": 62,
+                "num_key_value_heads": 8,
+                "num_local_experts": 256,
+                "quantization_config": {"quant_method": "fp8"},
+                "vocab_size": 200064,
+            }
+        )
         assert spec.weight_dtype == "fp8"
         assert total_params(spec) == pytest.approx(230e9, rel=0.03)
         assert active_params(spec) == pytest.approx(10e9, rel=0.12), "the card rounds"
 
     def test_minimax_m3_lists_its_moe_layers(self) -> None:
-        spec = model_from_config({
-            "model_type": "minimax_m3_vl", "torch_dtype": "bfloat16",
-            "text_config": {
-                "hidden_size": 6144, "intermediate_size": 3072, "num_hidden_layers": 60, "num_attention_heads": 64,
-                "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 200064, "dense_intermediate_size": 12288,
-                "shared_intermediate_size": 3072, "num_local_experts": 128, "num_experts_per_tok": 4,
-                "n_shared_experts": 1, "moe_layer_freq": [0] * 3 + [1] * 57,
-            },
-        })  # fmt: skip
+        spec = model_from_config(
+            {
+                "model_type": "minimax_m3_vl",
+                "torch_dtype": "bfloat16",
+                "text_config": {
+                    "hidden_size": 6144,
+                    "intermediate_size": 3072,
+                    "num_hidden_layers": 60,
+                    "num_attention_heads": 64,
+                    "num_key_value_heads": 4,
+                    "head_dim": 128,
+                    "vocab_size": 200064,
+                    "dense_intermediate_size": 12288,
+                    "shared_intermediate_size": 3072,
+                    "num_local_experts": 128,
+                    "num_experts_per_tok": 4,
+                    "n_shared_experts": 1,
+                    "moe_layer_freq": [0] * 3 + [1] * 57,
+                },
+            }
+        )
         assert (spec.first_moe_layer, spec.num_moe_layers) == (3, 57)
         assert (spec.expert_intermediate_size, spec.dense_intermediate_size) == (3072, 12288)
         assert spec.shared_intermediate_size == 3072
 
     def test_glm_4_5(self) -> None:
-        spec = model_from_config({
-            "model_type": "glm4_moe", "first_k_dense_replace": 3, "head_dim": 128, "hidden_size": 5120,
-            "intermediate_size": 12288, "moe_intermediate_size": 1536, "n_routed_experts": 160, "n_shared_experts": 1,
-            "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 92, "num_key_value_heads": 8,
-            "torch_dtype": "bfloat16", "vocab_size": 151552,
-        })  # fmt: skip
+        spec = model_from_config(
+            {
+                "model_type": "glm4_moe",
+                "first_k_dense_replace": 3,
+                "head_dim": 128,
+                "hidden_size": 5120,
+                "intermediate_size": 12288,
+                "moe_intermediate_size": 1536,
+                "n_routed_experts": 160,
+                "n_shared_experts": 1,
+                "num_attention_heads": 96,
+                "num_experts_per_tok": 8,
+                "num_hidden_layers": 92,
+                "num_key_value_heads": 8,
+                "torch_dtype": "bfloat16",
+                "vocab_size": 151552,
+            }
+        )
         assert (spec.first_moe_layer, spec.num_moe_layers, spec.kv_lora_rank) == (3, 89, 0)
         assert total_params(spec) == pytest.approx(355e9, rel=0.03)
 
@@ -242,12 +427,23 @@ class TestFamilies:
 
     def test_keys_of_an_unknown_family(self) -> None:
         """ERNIE's names for counts and layers, in a family nobody has heard of."""
-        spec = model_from_config({
-            "model_type": "brand_new_moe", "hidden_size": 512, "intermediate_size": 2048, "moe_intermediate_size": 256,
-            "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
-            "moe_layer_interval": 1, "moe_layer_end_index": -1, "num_hidden_layers": 28, "num_attention_heads": 8,
-            "vocab_size": 1000,
-        })  # fmt: skip
+        spec = model_from_config(
+            {
+                "model_type": "brand_new_moe",
+                "hidden_size": 512,
+                "intermediate_size": 2048,
+                "moe_intermediate_size": 256,
+                "moe_num_experts": 64,
+                "moe_k": 6,
+                "moe_num_shared_experts": 2,
+                "moe_layer_start_index": 1,
+                "moe_layer_interval": 1,
+                "moe_layer_end_index": -1,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 8,
+                "vocab_size": 1000,
+            }
+        )
         assert (spec.num_experts, spec.top_k, spec.first_moe_layer, spec.num_moe_layers) == (64, 6, 1, 27)
         assert (spec.shared_intermediate_size, spec.dense_intermediate_size) == (512, 2048)
         assert (spec.num_kv_heads, spec.head_dim) == (8, 64), "what is not said follows from the rest"

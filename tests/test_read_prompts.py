@@ -14,17 +14,16 @@ from coterie.prompts import Prompt, load_prompts, read_prompts, take_in_turn
 def test_txt_is_one_a_line(tmp_path):
     (tmp_path / "own.txt").write_text("first\n\n  second, ünï\u2028code \r\nthird")
     assert read_prompts(tmp_path / "own.txt") == [
-        Prompt("own-1", "", "", "first"), Prompt("own-3", "", "", "second, ünï\u2028code"),
+        Prompt("own-1", "", "", "first"),
+        Prompt("own-3", "", "", "second, ünï\u2028code"),
         Prompt("own-4", "", "", "third"),
-    ]  # fmt: skip
+    ]
 
 
 def test_jsonl(tmp_path):
     rows = [{"prompt": "a\nb", "id": 7, "domain": "law"}, {"prompt": "c", "lang": "de", "other": [1]}]
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    assert read_prompts(tmp_path / "own.jsonl") == [
-        Prompt("7", "law", "", "a\nb"), Prompt("own-2", "", "de", "c"),
-    ]  # fmt: skip
+    assert read_prompts(tmp_path / "own.jsonl") == [Prompt("7", "law", "", "a\nb"), Prompt("own-2", "", "de", "c")]
 
 
 def test_csv_is_as_the_shipped_file(tmp_path):
@@ -35,7 +34,8 @@ def test_csv_is_as_the_shipped_file(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"", "there is none"), ("a.txt", b"\xff\xfe", "is not UTF-8 at byte 0"),
+        ("a.txt", b"", "there is none"),
+        ("a.txt", b"\xff\xfe", "is not UTF-8 at byte 0"),
         ("a.md", b"x", r"ends in '.md'; prompts are read from .txt, .jsonl, .csv"),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt":', "line 2: is not JSON"),
         ("a.jsonl", b"[1]", "line 1: is list, expected an object"),
@@ -45,7 +45,7 @@ def test_csv_is_as_the_shipped_file(tmp_path):
         ("a.jsonl", b'{"prompt": "x", "id": "1"}\n{"prompt": "y", "id": 1}', "id: '1' is given twice"),
         ("a.csv", b"id,text\n1,x\n", "line 2: prompt=None"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TraceError, match=message):

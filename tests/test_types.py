@@ -16,9 +16,17 @@ from coterie.errors import ConfigError
 from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Placement, Topology, balancedness, check_dtype, narrowest_uint
 
 SHAPE: dict[str, Any] = {
-    "name": "tiny", "num_layers": 10, "num_experts": 16, "top_k": 2, "hidden_size": 64,
-    "expert_intermediate_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 100,
-}  # fmt: skip
+    "name": "tiny",
+    "num_layers": 10,
+    "num_experts": 16,
+    "top_k": 2,
+    "hidden_size": 64,
+    "expert_intermediate_size": 32,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+}
 
 
 def test_public_names() -> None:
@@ -113,8 +121,10 @@ class TestPlacement:
         num_experts = per_rank * num_ranks
         placement = Placement.linear(num_layers, num_experts, num_ranks)
         assert (placement.num_layers, placement.num_slots, placement.slots_per_rank) == (
-            num_layers, num_experts, per_rank,
-        )  # fmt: skip
+            num_layers,
+            num_experts,
+            per_rank,
+        )
         assert (placement.slot_experts == np.arange(num_experts)).all()
         even = placement.rank_load(np.full((num_layers, num_experts), 3))
         assert (even == 3 * per_rank).all()

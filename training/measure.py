@@ -136,8 +136,13 @@ def _answer_batch(
             break
         mask = torch.cat((mask, torch.ones_like(mask[:, :1])), dim=1)
         position = position[:, -1:] + 1
-        state = model(following[:, None], attention_mask=mask, position_ids=position, use_cache=True,
-                      past_key_values=state.past_key_values)  # fmt: skip
+        state = model(
+            following[:, None],
+            attention_mask=mask,
+            position_ids=position,
+            use_cache=True,
+            past_key_values=state.past_key_values,
+        )
         steps.append(routers.take(len(items))[:, 0])
         following = state.logits[:, -1].argmax(-1)
     answers = np.stack(written, axis=1)  # [request, token]
@@ -147,8 +152,18 @@ def _answer_batch(
         stop = next((t for t, token in enumerate(answers[n]) if int(token) in ends), None)
         length = len(answers[n]) if stop is None else stop
         text = tokenizer.decode(answers[n][:length])
-        out.append(Request(row["domain"], row["language"], row["problem"], row["prompt"], text, stop is not None,
-                           prefill[n, width - len(ids) :], routed[n, :length]))  # fmt: skip
+        out.append(
+            Request(
+                row["domain"],
+                row["language"],
+                row["problem"],
+                row["prompt"],
+                text,
+                stop is not None,
+                prefill[n, width - len(ids) :],
+                routed[n, :length],
+            )
+        )
     return out
 
 

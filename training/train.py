@@ -400,8 +400,10 @@ def train(s: Settings, model: Model, run: Any, texts: tuple[Documents, Rows], de
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimiser = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": s.decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=s.rate, betas=(0.9, 0.95), fused=device.type == "cuda",
-    )  # fmt: skip
+        lr=s.rate,
+        betas=(0.9, 0.95),
+        fused=device.type == "cuda",
+    )
     result, lowest, began, done = Result(s), math.inf, time.monotonic(), 0
     spent_evaluating = 0.0
     first: float | None = None
@@ -501,17 +503,40 @@ def export(model: Model, weights: dict[str, Tensor], corpus: Path, out: Path) ->
     halves = {name: tensor.to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
     save_file(halves, out / "model.safetensors", metadata={"format": "pt"})
     config = {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "float16",
-        "vocab_size": len(weights["embedding"]), "hidden_size": s.hidden, "intermediate_size": s.width * s.top_k,
-        "num_hidden_layers": s.layers, "num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads,
-        "head_dim": s.head_dim, "hidden_act": "silu", "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False, "attention_dropout": 0.0,
-        "use_sliding_window": False, "sliding_window": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
-        "moe_intermediate_size": s.width, "num_experts": s.experts, "num_experts_per_tok": s.top_k,
-        "norm_topk_prob": True, "router_aux_loss_coef": s.balance, "output_router_logits": False,
-        "tie_word_embeddings": True, "initializer_range": 0.02, "use_cache": True,
-        "bos_token_id": None, "eos_token_id": CLOSE, "pad_token_id": END,
-    }  # fmt: skip
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "dtype": "float16",
+        "vocab_size": len(weights["embedding"]),
+        "hidden_size": s.hidden,
+        "intermediate_size": s.width * s.top_k,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.kv_heads,
+        "head_dim": s.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": s.width,
+        "num_experts": s.experts,
+        "num_experts_per_tok": s.top_k,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": s.balance,
+        "output_router_logits": False,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": CLOSE,
+        "pad_token_id": END,
+    }
     generation = {"do_sample": False, "eos_token_id": [CLOSE, END], "pad_token_id": END}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

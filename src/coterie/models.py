@@ -24,13 +24,9 @@ from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.types import ModelSpec, WeightDtype
 
 NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
-TOP_K = (
-    "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_topk", "moe_k",
-)  # fmt: skip
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 EXPERT_WIDTH = ("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
-SHARED_WIDTH = (
-    "shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size",
-)  # fmt: skip
+SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size")
 NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 DENSE_WIDTH = ("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size")
 FIRST_MOE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
@@ -135,9 +131,11 @@ def _spec(reader: _Config, name: str) -> ModelSpec:
         head_dim = reader.number("head_dim", ("v_head_dim",))
     else:
         head_dim = reader.number(
-            "head_dim", ("head_dim", "attention_head_dim"), default=None if hidden % num_heads else hidden // num_heads,
+            "head_dim",
+            ("head_dim", "attention_head_dim"),
+            default=None if hidden % num_heads else hidden // num_heads,
             hint=f"hidden_size={hidden} is no multiple of num_heads={num_heads}",
-        )  # fmt: skip
+        )
     width = reader.number("expert_intermediate_size", EXPERT_WIDTH)
     has_dense = len(moe_layers) < num_layers
     return ModelSpec(

@@ -1,15 +1,15 @@
 """Contract checks for people who write policies: what every built-in passes, a plugin must pass too.
 
-    from coterie.testing import check_planner, check_router, check_strategy
+from coterie.testing import check_planner, check_router, check_strategy
 
-    def test_my_strategy():
-        check_strategy(MyStrategy)
+def test_my_strategy():
+    check_strategy(MyStrategy)
 
-    def test_my_router():
-        check_router(MyRouter)
+def test_my_router():
+    check_router(MyRouter)
 
-    def test_my_planner():
-        check_planner(MyPlanner)
+def test_my_planner():
+    check_planner(MyPlanner)
 """
 
 from __future__ import annotations
@@ -268,8 +268,11 @@ def _check_placement(plan: Plan, case: _Snapshot, where: str) -> None:
 def _check_moves(plan: Plan, case: _Snapshot, where: str) -> None:
     was, now, moves = case.current, plan.placement, plan.moves
     per_rank, alive = was.slots_per_rank, case.topology.rank_speeds > 0
-    holders = {(layer, int(expert), slot // per_rank)
-               for layer, row in enumerate(was.slot_experts) for slot, expert in enumerate(row)}  # fmt: skip
+    holders = {
+        (layer, int(expert), slot // per_rank)
+        for layer, row in enumerate(was.slot_experts)
+        for slot, expert in enumerate(row)
+    }
     needed = [
         (layer, slot, int(expert))
         for layer, row in enumerate(now.slot_experts)
@@ -302,8 +305,9 @@ def _check_numbers(planner: Planner, plan: Plan, case: _Snapshot, where: str) ->
             same = bool(np.isclose(said, found, rtol=1e-9, atol=1e-15))
             _require(same, f"{where}: {name}={said}, the objective says {found}")
         for name, placement, shares in (
-            ("before_s", case.current, case.shares), ("after_s", plan.placement, plan.shares)
-        ):  # fmt: skip
+            ("before_s", case.current, case.shares),
+            ("after_s", plan.placement, plan.shares),
+        ):
             said, plain = getattr(plan, name), _plain_s(objective, case, placement, shares)
             same = plain is None or bool(np.isclose(said, plain, rtol=1e-6, atol=1e-15))
             _require(same, f"{where}: {name}={said}; by the definition of the objective it is {plain}")
@@ -341,9 +345,10 @@ def _plain_s(
 
 def _same_plan(plan: Plan, other: Plan, where: str) -> None:
     pairs = [
-        (plan.placement.slot_experts, other.placement.slot_experts), (plan.shares, other.shares),
+        (plan.placement.slot_experts, other.placement.slot_experts),
+        (plan.shares, other.shares),
         *((getattr(plan.moves, name), getattr(other.moves, name)) for name in ("layer", "slot", "expert", "source")),
-    ]  # fmt: skip
+    ]
     _require(all(np.array_equal(a, b) for a, b in pairs), f"{where} gave another plan for the same snapshot")
     for name in ("before_s", "after_s", "movement_s", "skip_reason", "split", "layer_reasons"):
         said = getattr(plan, name), getattr(other, name)
@@ -378,9 +383,12 @@ def check_router(
 
 def _fleets(rng: Generator, workers: int, cells: int) -> Iterator[tuple[str, Fleet]]:
     for name, requests, dead in (
-        ("an empty fleet", 0, 0), ("a busy fleet", 3 * workers, 0), ("a full fleet", 4 * workers, 0),
-        ("a fleet with a dead worker", 2 * workers, 1), ("one living worker", workers, workers - 1),
-    ):  # fmt: skip
+        ("an empty fleet", 0, 0),
+        ("a busy fleet", 3 * workers, 0),
+        ("a full fleet", 4 * workers, 0),
+        ("a fleet with a dead worker", 2 * workers, 1),
+        ("one living worker", workers, workers - 1),
+    ):
         fleet = Fleet([4] * workers, cells, rng.uniform(0.5, 2.0, workers))
         for number in range(requests):
             profile = rng.uniform(0, 0.5, cells).astype(np.float32)

@@ -73,9 +73,17 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         for field in (
-            "num_layers", "num_experts", "top_k", "hidden_size", "expert_intermediate_size",
-            "num_heads", "num_kv_heads", "head_dim", "vocab_size", "moe_layer_step",
-        ):  # fmt: skip
+            "num_layers",
+            "num_experts",
+            "top_k",
+            "hidden_size",
+            "expert_intermediate_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "vocab_size",
+            "moe_layer_step",
+        ):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{self.name}: {field}={getattr(self, field)} must be at least 1")
         if self.num_layers > 10_000:

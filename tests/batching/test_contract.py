@@ -111,7 +111,7 @@ def not_the_oldest_overdue(order, window, _running, size, _rng):
         (lambda order, _w, _r, size, _: order if size else order[0], "size 0: select raised IndexError"),
         (lambda order, w, *_: order if len(w.loads) else order[0], "an empty window.*IndexError"),
     ],
-)  # fmt: skip
+)
 def test_each_way_to_break_the_contract_is_found(change: Change, message: str):
     with pytest.raises(AssertionError, match=message):
         check_strategy(lambda: Altered(change))

@@ -49,8 +49,9 @@ def test_keeps_its_limits(remote: list[float], budget: float, tokens: int, data:
     left = set(range(len(remote))) - set(batch.chosen.tolist())
     if left and len(batch.chosen) < tokens:  # the next in order would not have fitted
         rest = min((not skipped[i] >= 4, -skipped[i] if skipped[i] >= 4 else 0, remote[i]) for i in left)
-        following = next(i for i in left if (not skipped[i] >= 4, -skipped[i] if skipped[i] >= 4 else 0,
-                                             remote[i]) == rest)  # fmt: skip
+        following = next(
+            i for i in left if (not skipped[i] >= 4, -skipped[i] if skipped[i] >= 4 else 0, remote[i]) == rest
+        )
         assert cost + 10.0 + 5.0 * remote[following] > budget - 1e-6
 
 

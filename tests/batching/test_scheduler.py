@@ -192,14 +192,20 @@ def test_the_published_file_reads_and_is_the_default(tmp_path: Path):
 
 @given(
     st.builds(
-        CapsConfig, model_name=st.none() | st.text(max_size=5), num_experts=st.integers(4, 512),
+        CapsConfig,
+        model_name=st.none() | st.text(max_size=5),
+        num_experts=st.integers(4, 512),
         scheduler=st.builds(
-            SchedulerConfig, strategy=st.sampled_from(strategies.names()), max_batch_size=st.integers(1, 8),
-            window_size=st.integers(8, 99), min_batch_trigger=st.integers(1, 99),
-            scheduling_interval_ms=st.floats(0, 1e6), max_skips=st.none() | st.integers(1, 99),
+            SchedulerConfig,
+            strategy=st.sampled_from(strategies.names()),
+            max_batch_size=st.integers(1, 8),
+            window_size=st.integers(8, 99),
+            min_batch_trigger=st.integers(1, 99),
+            scheduling_interval_ms=st.floats(0, 1e6),
+            max_skips=st.none() | st.integers(1, 99),
         ),
     )
-)  # fmt: skip
+)
 def test_a_configuration_survives_its_file(tmp_path_factory: pytest.TempPathFactory, config: CapsConfig):
     path = written(tmp_path_factory.mktemp("c"), json.dumps(config.to_json()))
     assert CapsConfig.read(path) == config
@@ -260,14 +266,16 @@ def test_more_experts_a_token_than_there_are_is_refused(experts: int):
         ('{"scheduler": {"scheduling_interval_ms": 1e999}}', "$.scheduler.scheduling_interval_ms"),
         ('{"scheduler": {"scheduling_interval_ms": NaN}}', "malformed"),
         ('{"scheduler": null}', "Expected `object`, got `null` - at `$.scheduler`"),
-        ('{"scheduler": {"strategy": "greedy_varience"}}',
-         "scheduler.strategy: Unknown strategy 'greedy_varience'. Did you mean 'greedy_variance'?"),
+        (
+            '{"scheduler": {"strategy": "greedy_varience"}}',
+            "scheduler.strategy: Unknown strategy 'greedy_varience'. Did you mean 'greedy_variance'?",
+        ),
         ('{"scheduler": {"strategy": "x\\ny"}}', r"scheduler.strategy: Unknown strategy 'x\ny'."),
         (b'{"model_name": "\xff"}', "is not UTF-8"),
         (b'{"\xff": 1}', "is not UTF-8"),
         (b"\xff\xfe{", "malformed"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: str | bytes, named: str):
     path = written(tmp_path, text)
     with pytest.raises(ConfigError) as raised:
@@ -286,9 +294,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
 
 @given(st.integers(0, len(PUBLISHED)), st.binary(max_size=6), st.integers(0, 6))
 @settings(max_examples=300)
-def test_a_damaged_file_reads_or_is_one_line(
-    tmp_path_factory: pytest.TempPathFactory, at: int, put: bytes, cut: int
-):
+def test_a_damaged_file_reads_or_is_one_line(tmp_path_factory: pytest.TempPathFactory, at: int, put: bytes, cut: int):
     whole = PUBLISHED.encode()
     path = written(tmp_path_factory.getbasetemp(), whole[:at] + put + whole[at + cut :])
     line = f"{path}: "

@@ -40,10 +40,19 @@ from coterie.batching.karmarkar_karp import sides_of
 from coterie.errors import ConfigError
 
 PUBLISHED = {
-    "fcfs": Fcfs, "random": RandomSample, "greedy_variance": GreedyVariance, "greedy_dot_product": GreedyDotProduct,
-    "norm_minimizing": NormMinimizing, "best_fit": BestFit, "differencing": Differencing, "power_of_d": PowerOfD,
-    "power_of_d_dot": PowerOfDDot, "lpt": Lpt, "lpt_balanced": LptBalanced, "karmarkar_karp": KarmarkarKarp,
-}  # fmt: skip
+    "fcfs": Fcfs,
+    "random": RandomSample,
+    "greedy_variance": GreedyVariance,
+    "greedy_dot_product": GreedyDotProduct,
+    "norm_minimizing": NormMinimizing,
+    "best_fit": BestFit,
+    "differencing": Differencing,
+    "power_of_d": PowerOfD,
+    "power_of_d_dot": PowerOfDDot,
+    "lpt": Lpt,
+    "lpt_balanced": LptBalanced,
+    "karmarkar_karp": KarmarkarKarp,
+}
 GREEDY = [GreedyVariance, NormMinimizing, GreedyDotProduct, BestFit, Differencing, LptBalanced]
 MAX_SKIPS = 3
 
@@ -137,8 +146,13 @@ def distance_to_even(given: Snapshot) -> Callable[[Vector, Vector], Fraction]:
 
 
 def reference(kind: type[Strategy], given: Snapshot) -> list[int]:
-    keys = {GreedyVariance: variance, NormMinimizing: norm, GreedyDotProduct: dot, Differencing: deviation,
-            LptBalanced: variation}  # fmt: skip
+    keys = {
+        GreedyVariance: variance,
+        NormMinimizing: norm,
+        GreedyDotProduct: dot,
+        Differencing: deviation,
+        LptBalanced: variation,
+    }
     return greedily(given, distance_to_even(given) if kind is BestFit else keys[kind])
 
 

@@ -108,9 +108,11 @@ def cut_npz(folder: Path) -> Path:
 
 def own_npz(folder: Path, **change: Any) -> Path:
     arrays = {
-        "expert_ids": np.arange(24).reshape(6, 2, 2) % 8, "offsets": np.array([0, 2, 6]), "num_experts": np.array(8),
+        "expert_ids": np.arange(24).reshape(6, 2, 2) % 8,
+        "offsets": np.array([0, 2, 6]),
+        "num_experts": np.array(8),
         **change,
-    }  # fmt: skip
+    }
     np.savez(folder / "routing.npz", **arrays)
     return folder / "routing.npz"
 
@@ -162,24 +164,32 @@ BAD = {
     "npz with offsets past the tokens": (lambda f: own_npz(f, offsets=np.array([0, 9])), "routing.npz", "offsets"),
     "npz with an id that is no expert": (lambda f: own_npz(f, num_experts=np.array(7)), "routing.npz", "expert_ids"),
     "npz without tokens": (
-        lambda f: own_npz(f, expert_ids=np.zeros((0, 2, 2), int), offsets=np.array([0])), "routing.npz", "offsets",
+        lambda f: own_npz(f, expert_ids=np.zeros((0, 2, 2), int), offsets=np.array([0])),
+        "routing.npz",
+        "offsets",
     ),
     "npz with gate weights that are NaN": (
-        lambda f: own_npz(f, gate_weights=np.full((6, 2, 2), np.nan, np.float16)), "routing.npz", "gate weights",
+        lambda f: own_npz(f, gate_weights=np.full((6, 2, 2), np.nan, np.float16)),
+        "routing.npz",
+        "gate weights",
     ),
     "csv with a NaN time": (text("r.csv", CSV + "0,1,1\nnan,1,1\n"), "r.csv", "arrival_s"),
     "csv without requests": (text("r.csv", CSV), "r.csv", ""),
     "jsonl with a NaN time": (
-        text("r.jsonl", '{"arrival_s": NaN, "prompt_tokens": 1, "output_tokens": 1}\n'), "r.jsonl", "arrival_s",
+        text("r.jsonl", '{"arrival_s": NaN, "prompt_tokens": 1, "output_tokens": 1}\n'),
+        "r.jsonl",
+        "arrival_s",
     ),
     "load history of ragged layers": (
-        text("h.json", '{"load_history": [{"logical_expert_load": [[1, 2], [3]]}]}'), "h.json", "logical_expert_load",
+        text("h.json", '{"load_history": [{"logical_expert_load": [[1, 2], [3]]}]}'),
+        "h.json",
+        "logical_expert_load",
     ),
     "a format nobody knows": (text("notes.txt", "hello\n"), "notes.txt", "format"),
     "an empty file": (text("nothing", ""), "nothing", "format"),
     "a file that is not there": (lambda f: f / "missing", "missing", "file"),
     "a recording cut by one byte": (cut_recording, "activations.safetensors", ""),
-}  # fmt: skip
+}
 
 VERBS_THAT_READ = {
     "convert": lambda path, out: ("convert", path, out),
@@ -262,8 +272,10 @@ def test_interrupt_ends_with_130_and_prints_no_result(tmp_path: Path):
     script = Path(sys.executable).with_name("coterie")
     process = subprocess.Popen(
         [script, "generate", tmp_path / "t", "--size", "8GB", "--json"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         started = time.monotonic()
         while not list(tmp_path.glob(".t.*/trace/activations*")):  # there once writing begins; moved to t at the end
@@ -288,12 +300,22 @@ def test_a_request_trace_is_no_activation_trace(run: Callable[..., Ran], tmp_pat
 
 @pytest.mark.parametrize(
     "arguments",
-    [["nonverb"], ["generate", "g", "--seed", "-1"], ["demo", "--seed", "-1"], ["models", "x" * 300],
-     ["models", "--config", "y" * 300], ["generate", "pyproject.toml/x"]],
-)  # fmt: skip
+    [
+        ["nonverb"],
+        ["generate", "g", "--seed", "-1"],
+        ["demo", "--seed", "-1"],
+        ["models", "x" * 300],
+        ["models", "--config", "y" * 300],
+        ["generate", "pyproject.toml/x"],
+    ],
+)
 def test_what_the_system_refuses_is_one_line_too(arguments):
-    done = subprocess.run([sys.executable, "-c", "from coterie.cli.main import main; main()", *arguments],
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", "from coterie.cli.main import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")

@@ -38,9 +38,17 @@ def test_json_is_one_object(tmp_path: Path, source: Path):
     result = CliRunner().invoke(app, ["convert", str(source), str(target), "--to", "csv", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == {
-        "path": str(target), "from": "mooncake", "to": "csv", "kind": "requests", "requests": 2, "prompt_tokens": 1200,
-        "output_tokens": 10, "duration_s": 1.5, "prefix_blocks": 4, "left_out": ["prefix_blocks"],
-    }  # fmt: skip
+        "path": str(target),
+        "from": "mooncake",
+        "to": "csv",
+        "kind": "requests",
+        "requests": 2,
+        "prompt_tokens": 1200,
+        "output_tokens": 10,
+        "duration_s": 1.5,
+        "prefix_blocks": 4,
+        "left_out": ["prefix_blocks"],
+    }
     assert target.read_text().splitlines()[1] == "0.0,600,5"
 
 
@@ -79,9 +87,13 @@ def test_real_activations(tmp_path: Path, data_dir: Path):
     ],
 )
 def test_errors_are_one_line_and_exit_2(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    arguments: list[str], message: str,
-):  # fmt: skip
+    tmp_path: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["coterie", "convert", *arguments])
     with pytest.raises(SystemExit) as exit_info:

@@ -21,10 +21,16 @@ from coterie.traces import ActivationTrace, LoadTable, TraceMeta
 
 MAIN = [sys.executable, "-c", "from coterie.cli.main import main; main()"]
 GIVEN = {
-    "trace": ("--trace", "t"), "trace_format": ("--from", "npz"), "batch": ("--batch", "128"), "seed": ("--seed", "0"),
-    "model": ("--model", "m"), "requests": ("--requests", "7"), "seeds": ("--seeds", "1", "2"),
-    "rates": ("--rates", "0.5"), "strategies": ("--strategies", "lpt", "fcfs"),
-}  # fmt: skip
+    "trace": ("--trace", "t"),
+    "trace_format": ("--from", "npz"),
+    "batch": ("--batch", "128"),
+    "seed": ("--seed", "0"),
+    "model": ("--model", "m"),
+    "requests": ("--requests", "7"),
+    "seeds": ("--seeds", "1", "2"),
+    "rates": ("--rates", "0.5"),
+    "strategies": ("--strategies", "lpt", "fcfs"),
+}
 """Each option as a user gives it, --batch and --seed as they are by default."""
 
 
@@ -126,8 +132,17 @@ def test_a_suite_is_given_the_options_it_reads_and_no_others(suite, monkeypatch,
     assert not heard
     assert not (tmp_path / "out").exists()
     run(suite, *(word for name in reads for word in GIVEN[name]), "--json")
-    values = {"trace": Path("t"), "trace_format": "npz", "batch": 128, "seed": 0, "model": Path("m"), "requests": 7,
-              "seeds": (1, 2), "rates": (0.5,), "strategies": ("lpt", "fcfs")}  # fmt: skip
+    values = {
+        "trace": Path("t"),
+        "trace_format": "npz",
+        "batch": 128,
+        "seed": 0,
+        "model": Path("m"),
+        "requests": 7,
+        "seeds": (1, 2),
+        "rates": (0.5,),
+        "strategies": ("lpt", "fcfs"),
+    }
     assert {name: getattr(heard[0], name) for name in reads} == {name: values[name] for name in reads}
 
 

@@ -21,9 +21,13 @@ from coterie.traces.synthetic import SyntheticSettings, generate_to
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fit") / "t"
     settings = SyntheticSettings(
-        num_layers=4, num_experts=16, top_k=2, specialisation=0.9, zipf_exponent=1.2,
+        num_layers=4,
+        num_experts=16,
+        top_k=2,
+        specialisation=0.9,
+        zipf_exponent=1.2,
         lengths=LognormalLengths(prompt_mean=40, output_mean=40),
-    )  # fmt: skip
+    )
     generate_to(folder, settings, np.random.default_rng(0), requests=120)
     return folder
 

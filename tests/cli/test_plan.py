@@ -216,9 +216,7 @@ def test_sources_of_tensorrt_statistics(run: Run, tmp_path: Path):
         write_arrays(folder / f"rank{rank}.safetensors", arrays)
     np.save(tmp_path / "sources.npy", cells[:, 1])
     ask = ("plan", folder, "--model", MODEL.name, "--window", "8", "--ranks", 4, "--planner", "eplb", "--json")
-    by_folder, by_array = (
-        json.loads(run(*ask, "--sources", path).out) for path in (folder, tmp_path / "sources.npy")
-    )
+    by_folder, by_array = (json.loads(run(*ask, "--sources", path).out) for path in (folder, tmp_path / "sources.npy"))
     assert by_folder["rank_s_before"] == by_array["rank_s_before"]
     assert by_folder["rank_s_before"] != json.loads(run(*ask).out)["rank_s_before"]
     check(run(*ask[:-5], "--ranks", 8, "--sources", folder), "are 4; --ranks=8 must be as many")
@@ -360,8 +358,10 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
     "a format that is only read": (("--to", "rank-expert"), "is only read"),
     "unknown preset": (("--preset", "h20"), "Did you mean 'h200'?"),
     "another model": (("--model", "mixtral-8x7b"), "has 32 experts a layer; mixtral-8x7b has 8"),
-    "a setting the planner lacks": (("--split", "optimal"),
-                                    "eplb has no --split; latency_optimal, latency_optimal_ilp have it"),
+    "a setting the planner lacks": (
+        ("--split", "optimal"),
+        "eplb has no --split; latency_optimal, latency_optimal_ilp have it",
+    ),
     "a limit the planner lacks": (("--time-limit", 1), "eplb has no --time-limit; latency_optimal_ilp has it"),
     "no time": (("--planner", "latency_optimal_ilp", "--time-limit", 0), "time_limit_s=0.0 must be above 0"),
     "sources that are not there": (("--sources", "none.npy"), "none.npy: file: does not exist"),
@@ -375,7 +375,7 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
     "NaN horizon": (("--horizon", "nan"), "horizon=nan must be"),
     "no batch": (("--batch", 0), "--batch=0 must be at least 1"),
     "a current placement that is not there": (("--current", "none.json"), "none.json: file: does not exist"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -431,8 +431,14 @@ def test_inspecting_a_map(run: Run, load: Path, tmp_path: Path):
     maps.write_map(tmp_path / "m", maps.PlacementMap(Placement(rows, 4, 32), MODEL.name))
     ran = run("place", "inspect", tmp_path / "m", "--load", load, "--nodes", 2, "--out", tmp_path / "m.png")
     assert (ran.code, ran.err) == (0, "")
-    for said in ("24 layers of 32 experts, 40 slots on 4 ranks on 2 nodes", "Most slots", "Balance, mean of layers",
-                 "duplicates on a rank: 144: memory", "24 of 24 layers are placed like", "of the nodes"):  # fmt: skip
+    for said in (
+        "24 layers of 32 experts, 40 slots on 4 ranks on 2 nodes",
+        "Most slots",
+        "Balance, mean of layers",
+        "duplicates on a rank: 144: memory",
+        "24 of 24 layers are placed like",
+        "of the nodes",
+    ):
         assert said in ran.out
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(run("place", "inspect", tmp_path / "m", "--load", load, "--window", "law", "--json").out)

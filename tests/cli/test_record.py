@@ -56,15 +56,17 @@ def test_an_unknown_engine_lists_the_known(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--url", "http://x"], ["--url is for a server"]), (["--duration", "3"], ["--duration is for a server"]),
+        (["--url", "http://x"], ["--url is for a server"]),
+        (["--duration", "3"], ["--duration is for a server"]),
         (["--dtype", "int3"], ["dtype='int3' must be one of"]),
         (["--prompts", "none.txt"], ["none.txt: file: does not exist"]),
         (["--model", "nowhere/at-all"], ["nowhere/at-all: model: does not exist; nothing is downloaded"]),
-        (["--resume"], ["does not exist"]), (["--max-tokens", "0"], ["--max-tokens"]),
+        (["--resume"], ["does not exist"]),
+        (["--max-tokens", "0"], ["--max-tokens"]),
         (["--engine", "vllm", "--resume", "--url", "x"], ["--resume is for engine transformers"]),
         (["--engine", "sglang"], ["engine sglang needs --url"]),
     ],
-)  # fmt: skip
+)
 def test_refusals_write_nothing(run, tmp_path, monkeypatch, arguments, words):
     if arguments[:1] == ["--engine"]:
         serve(monkeypatch, arguments[1], lambda *_, **__: pytest.fail("called"))
@@ -114,18 +116,38 @@ def test_a_servers_recorder_gets_what_was_asked(run, tmp_path, monkeypatch, engi
     assert (summary["tokens"], summary["failed"]) == (1, 2)
     assert engine == "sglang" or (summary["lost_messages"], summary["without_ids"]) == (3, 4)
     assert asked == {
-        "url": "http://h:1", "prompts": None, "events": "tcp://h:2", "duration_s": None, "concurrency": 8,
-        "max_tokens": 64, "chat": True,
-    }  # fmt: skip
-    run("--engine", engine, "--url", "u", "-o", tmp_path / "b", "--prompts", "bundled", "--limit", 9, "--no-chat",
-        "--duration", 1.5, "--concurrency", 3, "--max-tokens", 7)  # fmt: skip
+        "url": "http://h:1",
+        "prompts": None,
+        "events": "tcp://h:2",
+        "duration_s": None,
+        "concurrency": 8,
+        "max_tokens": 64,
+        "chat": True,
+    }
+    run(
+        "--engine",
+        engine,
+        "--url",
+        "u",
+        "-o",
+        tmp_path / "b",
+        "--prompts",
+        "bundled",
+        "--limit",
+        9,
+        "--no-chat",
+        "--duration",
+        1.5,
+        "--concurrency",
+        3,
+        "--max-tokens",
+        7,
+    )
     prompts = asked.pop("prompts")
     assert len(prompts) == 9
     assert all(isinstance(p, Prompt) for p in prompts)
     assert len({p.domain for p in prompts}) == min(9, len({p.domain for p in load_prompts()}))
-    assert asked == {
-        "url": "u", "events": None, "duration_s": 1.5, "concurrency": 3, "max_tokens": 7, "chat": False,
-    }  # fmt: skip
+    assert asked == {"url": "u", "events": None, "duration_s": 1.5, "concurrency": 3, "max_tokens": 7, "chat": False}
     refused(run("--engine", engine, "--url", "u", "-o", tmp_path / "c", "--duration", "0"), "--duration=0.0 must be")
 
 
@@ -153,14 +175,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     inner.train_from_iterator(
-        ["some text"], trainers.BpeTrainer(vocab_size=280, special_tokens=["<end>"], initial_alphabet=alphabet,
-                                           show_progress=False),
-    )  # fmt: skip
+        ["some text"],
+        trainers.BpeTrainer(vocab_size=280, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False),
+    )
     config = transformers.Qwen3MoeConfig(
-        vocab_size=280, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
-        intermediate_size=32, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2, pad_token_id=0,
-        eos_token_id=0, bos_token_id=None, max_position_embeddings=2048, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=280,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+        eos_token_id=0,
+        bos_token_id=None,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("cli") / "small"
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
@@ -182,8 +216,22 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 @pytest.mark.torch
 def test_records_and_prints_one_object(run, model, prompts, tmp_path):
     out = tmp_path / "t"
-    ran = run("--engine", "transformers", "--model", model, "--prompts", prompts, "-o", out, "--limit", 8,
-              "--max-tokens", 4, "--gate-weights", "--json")  # fmt: skip
+    ran = run(
+        "--engine",
+        "transformers",
+        "--model",
+        model,
+        "--prompts",
+        prompts,
+        "-o",
+        out,
+        "--limit",
+        8,
+        "--max-tokens",
+        4,
+        "--gate-weights",
+        "--json",
+    )
     assert (ran.code, ran.err) == (0, ""), ran.err
     assert ran.out.count("\n") == 1
     summary = json.loads(ran.out)

@@ -52,8 +52,16 @@ def test_tables_and_notes_fit(trace):
     output = run(trace, "--requests", 30, "--strategy", "lpt", "--strategy", "latency_aware")
     assert max(map(len, output.splitlines())) <= 110
     assert "…" not in output, "nothing is cut off"
-    for text in ("30 requests, decode of gpt-oss-20b on h200", "p99.9 ms", "Gain over fcfs", "latency_aware", "lpt",
-                 "a live predictor knows less", "keeps up", "KV memory is not modelled"):  # fmt: skip
+    for text in (
+        "30 requests, decode of gpt-oss-20b on h200",
+        "p99.9 ms",
+        "Gain over fcfs",
+        "latency_aware",
+        "lpt",
+        "a live predictor knows less",
+        "keeps up",
+        "KV memory is not modelled",
+    ):
         assert text in output
 
 
@@ -62,8 +70,20 @@ def test_json_is_one_object_with_rows_and_settings(config, tmp_path):
     found = json.loads(output, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     assert list(found) == ["settings", "rows", "notes"]
     assert [row["strategy"] for row in found["rows"]] == ["fcfs", "best_fit"]
-    for name in ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "throughput", "imbalance", "distinct", "worst_skips",
-                 "worst_wait_ms", "p99_reduction_pct", "throughput_gain_pct", "imbalance_reduction_pct"):  # fmt: skip
+    for name in (
+        "p50_ms",
+        "p90_ms",
+        "p99_ms",
+        "p999_ms",
+        "throughput",
+        "imbalance",
+        "distinct",
+        "worst_skips",
+        "worst_wait_ms",
+        "p99_reduction_pct",
+        "throughput_gain_pct",
+        "imbalance_reduction_pct",
+    ):
         assert all(name in row for row in found["rows"])
     settings = found["settings"]
     assert (settings["experts"], settings["top_k"], settings["rate"]) == (16, 2, 90)

@@ -15,10 +15,20 @@ NBYTES, FLOPS = 9.4e6, 9.4e6
 
 def params(**changes) -> MoeParams:
     base = {
-        "overhead_us": 25.0, "token_us": 0.01, "stream_bytes_per_us": 3e6, "row_us": 0.004,
-        "tile_flops_per_us": (5e8, 6.5e8), "tile_rows": (128, 256), "switch_rows": 128.0, "sharpness": 6.0,
-        "fill_penalty": 0.3, "partial_penalty": 0.4, "overlap": 0.2, "cache_bytes": 6e7, "cache_bytes_per_us": 9e6,
-    }  # fmt: skip
+        "overhead_us": 25.0,
+        "token_us": 0.01,
+        "stream_bytes_per_us": 3e6,
+        "row_us": 0.004,
+        "tile_flops_per_us": (5e8, 6.5e8),
+        "tile_rows": (128, 256),
+        "switch_rows": 128.0,
+        "sharpness": 6.0,
+        "fill_penalty": 0.3,
+        "partial_penalty": 0.4,
+        "overlap": 0.2,
+        "cache_bytes": 6e7,
+        "cache_bytes_per_us": 9e6,
+    }
     return MoeParams(**{**base, **changes})
 
 
@@ -100,10 +110,21 @@ def test_the_fit_and_the_loop_are_one_formula(tokens, share, zipf, warm, overlap
     p = params(overlap=overlap, sharpness=sharpness, tile_rows=tiles, switch_rows=switch)
     cell = MoeCell(tokens, active, 1.0, zipf, warm)
     table = fit._table([cell], k, experts, NBYTES, FLOPS, float("inf"))
-    x = np.array([
-        p.overhead_us, p.token_us, p.stream_bytes_per_us, p.row_us, *p.tile_flops_per_us, p.sharpness,
-        p.fill_penalty, p.partial_penalty, p.overlap, p.cache_bytes, p.cache_bytes_per_us,
-    ])  # fmt: skip
+    x = np.array(
+        [
+            p.overhead_us,
+            p.token_us,
+            p.stream_bytes_per_us,
+            p.row_us,
+            *p.tile_flops_per_us,
+            p.sharpness,
+            p.fill_penalty,
+            p.partial_penalty,
+            p.overlap,
+            p.cache_bytes,
+            p.cache_bytes_per_us,
+        ]
+    )
     fitted = fit._predict(x, table, fit._Shape(tiles, switch, True))[0]
     counts = np.zeros(experts)
     counts[:active] = expert_tokens(tokens, k, active, zipf)

@@ -73,9 +73,7 @@ def load(number: int) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 4, (LAYERS, EXPERTS)).astype(np.float64)
 
 
-def make(
-    engine: Engine, told: list[str] | None = None, **how: Any
-) -> tuple[Chooser[Request], WaitingList[Request]]:
+def make(engine: Engine, told: list[str] | None = None, **how: Any) -> tuple[Chooser[Request], WaitingList[Request]]:
     chooser = Chooser(
         OrderingSettings(**{"strategy": "greedy_variance", **how}), engine, (told if told is not None else []).append
     )
@@ -91,9 +89,12 @@ class WaitingMachine(RuleBasedStateMachine):
 
     @initialize(
         strategy=st.sampled_from(["greedy_variance", "random", "greedy_dot_product", "lpt", "power_of_d"]),
-        window=st.integers(1, 6), batch=st.integers(1, 4), skips=st.integers(1, 3), by_priority=st.booleans(),
+        window=st.integers(1, 6),
+        batch=st.integers(1, 4),
+        skips=st.integers(1, 3),
+        by_priority=st.booleans(),
         seed=st.integers(0, 3),
-    )  # fmt: skip
+    )
     def begin(self, strategy: str, window: int, batch: int, skips: int, by_priority: bool, seed: int) -> None:
         self.engine = Engine()
         self.limit, self.by_priority = skips, by_priority
@@ -467,10 +468,12 @@ def test_decisions_are_written_down(tmp_path: Path) -> None:
 def test_settings_that_are_wrong_are_one_line() -> None:
     for found, words in (
         ({"strategy": "lpt", "windows": 3}, "windows.*settings: strategy, options, window_size"),
-        ({}, "strategy"), ({"strategy": "lpt", "window_size": 0}, "window_size=0 must be at least 1"),
-        ({"strategy": "lpt", "max_skips": 0}, "max_skips=0"), ({"strategy": "lpt", "phase": "both"}, "phase"),
+        ({}, "strategy"),
+        ({"strategy": "lpt", "window_size": 0}, "window_size=0 must be at least 1"),
+        ({"strategy": "lpt", "max_skips": 0}, "max_skips=0"),
+        ({"strategy": "lpt", "phase": "both"}, "phase"),
         ("lpt", "object"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=words) as raised:
             OrderingSettings.parse(found, "here")
         assert "\n" not in str(raised.value)
@@ -483,10 +486,19 @@ def test_settings_that_are_wrong_are_one_line() -> None:
 
 
 QWEN3 = {
-    "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "hidden_size": 2048,
-    "moe_intermediate_size": 768, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "torch_dtype": "bfloat16",
+}
 
 
 def test_a_device_decides_whether_like_or_unlike_requests_go_together() -> None:

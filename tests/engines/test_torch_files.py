@@ -104,10 +104,16 @@ def token_pass(
 ) -> dict[str, Any]:
     ids = [1000 * number + at for at in range(len(positions))]
     return {
-        "forward_pass_id": number, "rank": 0, "gatherer_key": "primary", "input_ids": ids, "positions": positions,
-        "extend_seq_lens": lengths, "forward_mode": mode, "misc_objects": [],
+        "forward_pass_id": number,
+        "rank": 0,
+        "gatherer_key": "primary",
+        "input_ids": ids,
+        "positions": positions,
+        "extend_seq_lens": lengths,
+        "forward_mode": mode,
+        "misc_objects": [],
         "topk_ids_of_layer": torch.from_numpy(slots.astype(np.int32)),
-    }  # fmt: skip
+    }
 
 
 def tokens_of(trace: ActivationTrace) -> list[list[int]]:
@@ -227,8 +233,10 @@ def with_slot(value: int) -> Any:
         (detail(one_pass(0, np.ones((LAYERS, 4)))), "global_physical_count: has shape (3, 4), the slot map (3, 6)"),
         (detail({"forward_pass_id": 0}), "records[0].global_physical_count: is"),
         (detail({**one_pass(0, np.ones((LAYERS, SLOTS))), "forward_pass_id": "x"}), "records[0].forward_pass_id: is"),
-        ({"records": [one_pass(0, np.ones((1, 3)))], "last_physical_to_logical_map": torch.tensor([[0, 2, 2]])},
-         "last_physical_to_logical_map[0]: has no slot for expert 1"),
+        (
+            {"records": [one_pass(0, np.ones((1, 3)))], "last_physical_to_logical_map": torch.tensor([[0, 2, 2]])},
+            "last_physical_to_logical_map[0]: has no slot for expert 1",
+        ),
         (broken(forward_mode=5), "forward_mode: is 5, expected 1 (extend)"),
         (broken(forward_mode=None), "forward_mode: is None"),
         (broken(extend_seq_lens=[2]), "extend_seq_lens: sum to 2"),
@@ -240,10 +248,12 @@ def with_slot(value: int) -> Any:
         (broken(topk_ids_of_layer=with_slot(6)), "token 1, choice 0: is 6, expected a slot in 0 … 5"),
         (broken(topk_ids_of_layer=with_slot(-1)), "token 1, choice 0: is -1"),
         (broken(topk_ids_of_layer=torch.full((3, 3, 8), -1)), "is -1 throughout"),
-        (broken(forward_mode=4, positions=[], input_ids=[], topk_ids_of_layer=torch.full((3, 0, 8), -1)),
-         "records: hold no token"),
+        (
+            broken(forward_mode=4, positions=[], input_ids=[], topk_ids_of_layer=torch.full((3, 0, 8), -1)),
+            "records: hold no token",
+        ),
     ],
-)  # fmt: skip
+)
 def test_dumps_that_are_wrong(write, dump, problem):
     path = write(dump)
     with pytest.raises(TraceError) as caught:

@@ -67,8 +67,10 @@ def test_one_pass_counts_what_counting_counts():
     load = footprint(trace.arrays()[0].expert_ids, 16)
     np.testing.assert_allclose(found.load, load / load.sum(axis=1, keepdims=True), rtol=1e-12)
     own = [footprint(trace.request(i).expert_ids, 16) for i in range(200)]
-    by_domain = {d: sum(f for f, n in zip(own, trace.requests.domains, strict=True) if n == d).ravel().astype(float)
-                 for d in found.domains.domains}  # fmt: skip
+    by_domain = {
+        d: sum(f for f, n in zip(own, trace.requests.domains, strict=True) if n == d).ravel().astype(float)
+        for d in found.domains.domains
+    }
     a, b = (by_domain[d] for d in found.domains.domains[:2])
     assert found.domains.cosine[0][1] == pytest.approx(a @ b / np.sqrt((a @ a) * (b @ b)))
     assert sum(found.domains.tokens) == found.tokens == trace.num_tokens

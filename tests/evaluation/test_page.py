@@ -21,9 +21,12 @@ from coterie.traces.synthetic import SyntheticSettings, generate
 @pytest.fixture(scope="module")
 def found():
     settings = SyntheticSettings(
-        num_layers=3, num_experts=8, top_k=2, domains=("<script>", "b & c"),
+        num_layers=3,
+        num_experts=8,
+        top_k=2,
+        domains=("<script>", "b & c"),
         lengths=LognormalLengths(prompt_mean=20, output_mean=10),
-    )  # fmt: skip
+    )
     return inspect_trace(generate(settings, np.random.default_rng(0), requests=200), "a<b", np.random.default_rng(0))
 
 

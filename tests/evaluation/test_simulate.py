@@ -38,9 +38,16 @@ def rng(seed=0):
 
 
 def make_trace(
-    requests=20, prompt=10, output=6, token_ids=True, domains=True, times=False, seed=0, vocabulary=30,
+    requests=20,
+    prompt=10,
+    output=6,
+    token_ids=True,
+    domains=True,
+    times=False,
+    seed=0,
+    vocabulary=30,
     meta=TraceMeta("made", EXPERTS, LAYERS, TOP_K),  # noqa: B008
-):  # fmt: skip
+):
     """Experts by token id and domain, with some noise."""
     draw = rng(seed)
     lengths = [draw.integers(1, (n or 1) + 1, requests) * bool(n) for n in (prompt, output)]
@@ -55,13 +62,19 @@ def make_trace(
         phase.append(np.repeat([PREFILL, DECODE], [lengths[0][row], lengths[1][row]]))
         tokens.append(own)
     table = RequestTrace(
-        lengths[0], lengths[1], np.sort(draw.random(requests))[::-1] * 10 if times else None,
+        lengths[0],
+        lengths[1],
+        np.sort(draw.random(requests))[::-1] * 10 if times else None,
         domains=[f"d{n}" for n in domain] if domains else None,
-    )  # fmt: skip
+    )
     return ActivationTrace.from_arrays(
-        meta, np.concatenate(ids), np.cumsum([0, *map(len, ids)]), table, np.concatenate(phase).astype(np.uint8),
+        meta,
+        np.concatenate(ids),
+        np.cumsum([0, *map(len, ids)]),
+        table,
+        np.concatenate(phase).astype(np.uint8),
         np.concatenate(tokens).astype(np.int32) if token_ids else None,
-    )  # fmt: skip
+    )
 
 
 def count(ids):
@@ -207,9 +220,13 @@ def test_requests_with_one_prompt_stay_on_one_side():
     trace = make_trace(requests=12, output=0)
     tokens, offsets = trace.arrays()
     twice = ActivationTrace.from_arrays(
-        trace.meta, np.concatenate([tokens.expert_ids] * 2), np.concatenate([offsets, offsets[-1] + offsets[1:]]), None,
-        np.concatenate([tokens.phase] * 2), np.concatenate([tokens.token_ids] * 2),
-    )  # fmt: skip
+        trace.meta,
+        np.concatenate([tokens.expert_ids] * 2),
+        np.concatenate([offsets, offsets[-1] + offsets[1:]]),
+        None,
+        np.concatenate([tokens.phase] * 2),
+        np.concatenate([tokens.token_ids] * 2),
+    )
     found = recorded(twice, "made", "prefill", "token_table", rng())
     same = (found.counts[:, None] == found.counts[None]).all(axis=(2, 3)).sum(axis=1)
     assert (same >= 2).all()

@@ -20,16 +20,28 @@ DOCS = Path(__file__).parents[2] / "docs" / "slot-store.md"
 
 def spec(**change: int) -> ModelSpec:
     shape = {
-        "num_layers": 4, "num_experts": 16, "top_k": 2, "hidden_size": 8, "expert_intermediate_size": 8, "num_heads": 2,
-        "num_kv_heads": 1, "head_dim": 8, "vocab_size": 10, **change,
-    }  # fmt: skip
+        "num_layers": 4,
+        "num_experts": 16,
+        "top_k": 2,
+        "hidden_size": 8,
+        "expert_intermediate_size": 8,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "vocab_size": 10,
+        **change,
+    }
     return ModelSpec("m", **shape)  # type: ignore[arg-type]
 
 
 @given(
-    st.integers(1, 80), st.integers(0, 3), st.integers(1, 3), st.sampled_from([2, 256, 257, 65536]), st.integers(1, 2),
+    st.integers(1, 80),
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.sampled_from([2, 256, 257, 65536]),
+    st.integers(1, 2),
     st.integers(1, 10_000),
-)  # fmt: skip
+)
 def test_is_what_the_store_allocates(layers: int, first: int, step: int, experts: int, top_k: int, slots: int):
     """Slot by slot: the store's bytes grow by slot_bytes, but for the header that does not grow."""
     model = spec(

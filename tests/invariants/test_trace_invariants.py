@@ -28,17 +28,22 @@ def activations(rng: np.random.Generator, lengths: tuple[int, ...] = (3, 1, 4)) 
     ids = rng.permuted(np.tile(np.arange(8), (sum(lengths), 2, 1)), axis=2)[:, :, :2]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     requests = RequestTrace(
-        prompt_tokens=np.array(lengths), output_tokens=np.zeros(len(lengths), np.int64),
-        arrival_s=np.arange(len(lengths)) * 0.5, domains=["law"] * len(lengths),
-    )  # fmt: skip
+        prompt_tokens=np.array(lengths),
+        output_tokens=np.zeros(len(lengths), np.int64),
+        arrival_s=np.arange(len(lengths)) * 0.5,
+        domains=["law"] * len(lengths),
+    )
     return ActivationTrace.from_arrays(META, ids, offsets, requests, np.zeros(len(ids), np.uint8))
 
 
 def requests() -> RequestTrace:
     return RequestTrace(
-        np.array([600, 3]), np.array([5, 7]), np.array([0.0, 1.5]),
-        prefix_blocks=[np.array([11, 12]), np.array([13])], block_tokens=512,
-    )  # fmt: skip
+        np.array([600, 3]),
+        np.array([5, 7]),
+        np.array([0.0, 1.5]),
+        prefix_blocks=[np.array([11, 12]), np.array([13])],
+        block_tokens=512,
+    )
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -84,8 +89,10 @@ def test_every_file_of_a_folder_is_needed(tmp_path: Path, rng: np.random.Generat
 
 
 TraceOpener: dict[type, Callable[[Path], Trace]] = {
-    ActivationTrace: ActivationTrace.open, LoadTable: LoadTable.open, RequestTrace: RequestTrace.open,
-}  # fmt: skip
+    ActivationTrace: ActivationTrace.open,
+    LoadTable: LoadTable.open,
+    RequestTrace: RequestTrace.open,
+}
 
 
 def whole(trace: Trace) -> None:
@@ -174,9 +181,10 @@ def servegen(path: Path) -> None:
 def written(format: str) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         kinds: dict[type, Trace] = {
-            RequestTrace: requests(), LoadTable: LoadTable(np.ones((1, 2, 3), np.uint64)),
+            RequestTrace: requests(),
+            LoadTable: LoadTable(np.ones((1, 2, 3), np.uint64)),
             ActivationTrace: activations(np.random.default_rng(0)),
-        }  # fmt: skip
+        }
         write_trace(kinds[writers[format].kinds[0]], path, format)
 
     return write

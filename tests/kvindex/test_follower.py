@@ -235,10 +235,14 @@ class Engine:
             self.blocks.add(prefix)
             told.append(
                 BlockStored(
-                    block_hashes=[self.name(prefix)], parent_block_hash=parent, token_ids=list(prefix[-SIZE:]),
-                    block_size=SIZE, medium="GPU", group_idx=0,
+                    block_hashes=[self.name(prefix)],
+                    parent_block_hash=parent,
+                    token_ids=list(prefix[-SIZE:]),
+                    block_size=SIZE,
+                    medium="GPU",
+                    group_idx=0,
                 )
-            )  # fmt: skip
+            )
         return told
 
     def evict(self, number: int) -> list[KVEvent]:
@@ -316,8 +320,18 @@ def test_any_bytes(raw):
 
 
 @settings(deadline=None)
-@given(st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=2) | st.binary(max_size=2)
-                    | st.floats(allow_nan=False), lambda inner: st.lists(inner, max_size=3), max_leaves=6))  # fmt: skip
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-9, 9)
+        | st.text(max_size=2)
+        | st.binary(max_size=2)
+        | st.floats(allow_nan=False),
+        lambda inner: st.lists(inner, max_size=3),
+        max_leaves=6,
+    )
+)
 def test_any_extra_keys(keys: Any):
     stream = follower()
     stream.apply_payload(0, 0, payload(BlockStored(block_hashes=[7], token_ids=[1, 2], block_size=2, extra_keys=keys)))

@@ -16,14 +16,7 @@ pytest.importorskip("aiohttp")
 from aiohttp import web
 
 from coterie.errors import ConfigError, UnavailableError
-from coterie.net.http_client import (
-    Answer,
-    Client,
-    Tally,
-    completion_body,
-    completion_path,
-    server_url,
-)
+from coterie.net.http_client import Answer, Client, Tally, completion_body, completion_path, server_url
 from coterie.prompts import Prompt
 from sglang_peer import Peer, Running
 
@@ -94,8 +87,16 @@ def test_failures_are_answers():
         found = asyncio.run(collect(peer.url, bodies("fine", *special), 4))
     problems = {answer.number: answer.problem for answer in found}
     assert problems.pop(0) is None
-    words = ["disconnected", "HTTP 400: too long", "HTTP 503: not ready", "HTTP 404: no such thing",
-             "HTTP 502: <h1>Bad Gateway</h1>", "HTTP 500: ", "not a JSON object", "not a JSON object"]  # fmt: skip
+    words = [
+        "disconnected",
+        "HTTP 400: too long",
+        "HTTP 503: not ready",
+        "HTTP 404: no such thing",
+        "HTTP 502: <h1>Bad Gateway</h1>",
+        "HTTP 500: ",
+        "not a JSON object",
+        "not a JSON object",
+    ]
     for number, expected in enumerate(words, 1):
         problem = problems[number]
         assert problem is not None

@@ -35,10 +35,16 @@ def cases(draw):
     rows = [rng.permutation(ranks * per_rank) for _ in range(layers)]
     held = held_by(Placement(np.array(rows if not whole else [rows[0]] * layers, np.int32), ranks, ranks * per_rank))
     chosen = ActionSettings(
-        decay=0.99, min_mismatch=draw(st.sampled_from([0.0, 0.1, 0.8])), replicate_top=draw(st.integers(0, 5)),
-        swap_top=draw(st.integers(0, 3)), max_copies=draw(st.integers(1, 3)), extra_slots=draw(st.integers(0, 3)),
-        max_actions=draw(st.integers(0, 4)), min_saving_s=draw(st.sampled_from([0.0, 1e-6, 1e-4])), whole_experts=whole,
-    )  # fmt: skip
+        decay=0.99,
+        min_mismatch=draw(st.sampled_from([0.0, 0.1, 0.8])),
+        replicate_top=draw(st.integers(0, 5)),
+        swap_top=draw(st.integers(0, 3)),
+        max_copies=draw(st.integers(1, 3)),
+        extra_slots=draw(st.integers(0, 3)),
+        max_actions=draw(st.integers(0, 4)),
+        min_saving_s=draw(st.sampled_from([0.0, 1e-6, 1e-4])),
+        whole_experts=whole,
+    )
     topology = Topology(ranks, draw(st.integers(1, 4)), inter=Link("slow", 50e9, 0.0))
     return ActionManager(topology, settings=chosen), demand, held
 
@@ -117,10 +123,12 @@ def test_every_skip_has_its_reason(rng):
     demand[0, 0, 4:] = [400, 300, 200, 100]
     reasons = {}
     for name, chosen in (
-        ("copies", ActionSettings(max_copies=1)), ("slots", ActionSettings(extra_slots=0, swap_top=0)),
-        ("saving", ActionSettings(min_saving_s=1.0)), ("limit", ActionSettings(max_actions=1)),
+        ("copies", ActionSettings(max_copies=1)),
+        ("slots", ActionSettings(extra_slots=0, swap_top=0)),
+        ("saving", ActionSettings(min_saving_s=1.0)),
+        ("limit", ActionSettings(max_actions=1)),
         ("stale", EAGER),
-    ):  # fmt: skip
+    ):
         events = ActionManager(Topology(2), settings=chosen).cycle(demand, held).events
         reasons[name] = " / ".join(event.reason for event in events if event.kind == "skip")
     assert "it has 1 copies, the limit" in reasons["copies"]

@@ -36,9 +36,11 @@ def random_problem(seed: int, *, gone: bool = False) -> Problem:
     if gone:
         speeds[rng.integers(ranks)] = 0.0
     objective = Objective(
-        row_bytes=float(rng.choice([0.0, 20_000.0])), horizon=float(rng.choice([0.1, 1.0, 1000.0])),
-        enough=float(rng.choice([0.9, 1.0])), move_price=float(rng.choice([0.0, 0.5])),
-    )  # fmt: skip
+        row_bytes=float(rng.choice([0.0, 20_000.0])),
+        horizon=float(rng.choice([0.1, 1.0, 1000.0])),
+        enough=float(rng.choice([0.9, 1.0])),
+        move_price=float(rng.choice([0.0, 0.5])),
+    )
     sources = rng.dirichlet(np.full(ranks, 0.3), tokens.shape).transpose(2, 0, 1) * tokens
     load = Load(tokens, sources=sources if rng.random() < 0.5 else None)
     topology = Topology(ranks, ranks_per_node=int(rng.choice([2, 8])), speeds=tuple(speeds))

@@ -31,10 +31,16 @@ def best_total(problem: Problem, rows: np.ndarray) -> float:
     """Of one layer, by trying all."""
     one = [np.broadcast_to(a[0], (len(rows), *a[0].shape)) for a in (problem.unit, problem.share)]
     many = Problem(
-        problem.objective, problem.topology, problem.current, problem.alive, *map(np.ascontiguousarray, one),
-        np.repeat(problem.load_in, len(rows), axis=0), np.repeat(problem.source, len(rows), axis=0),
-        np.repeat(problem.even, len(rows)), np.repeat(problem.reach, len(rows)),
-    )  # fmt: skip
+        problem.objective,
+        problem.topology,
+        problem.current,
+        problem.alive,
+        *map(np.ascontiguousarray, one),
+        np.repeat(problem.load_in, len(rows), axis=0),
+        np.repeat(problem.source, len(rows), axis=0),
+        np.repeat(problem.even, len(rows)),
+        np.repeat(problem.reach, len(rows)),
+    )
     return float(many.score(rows).total_s.min())
 
 
@@ -48,9 +54,12 @@ def tiny(seed: int, case: int) -> tuple[float, float, float]:
     load = Load(np.round(rng.lognormal(3.0, 1.0, (1, experts))) + 1)
     current = Placement(rows[rng.integers(len(rows))][None], ranks, experts)
     prices = Objective(
-        row_s=1e-6, touch_s=rng.choice([0.0, 1e-5]), horizon=rng.choice([3.0, 30.0, 3000.0]),
-        enough=rng.choice([1.0, 0.95]), move_price=rng.choice([0.0, 0.3]),
-    )  # fmt: skip
+        row_s=1e-6,
+        touch_s=rng.choice([0.0, 1e-5]),
+        horizon=rng.choice([3.0, 30.0, 3000.0]),
+        enough=rng.choice([1.0, 0.95]),
+        move_price=rng.choice([0.0, 0.3]),
+    )
     topology = Topology(ranks, 2, speeds=tuple(rng.choice([1.0, 0.6], ranks)))
     problem = prices.problem(load, topology, current)
     plan = LatencyOptimal(prices).plan(load, topology, current)
@@ -241,9 +250,11 @@ def test_planning_again_from_a_plan_with_free_shares_changes_nothing(seed: int) 
     tokens = rng.pareto(1.0, (3, experts)) * 1000
     rows = np.stack([rng.permutation(np.arange(ranks * each) % experts) for _ in range(3)])
     prices = Objective(
-        touch_s=float(rng.choice([0.0, 1e-5, 1e-4])), horizon=float(rng.choice([0.1, 1.0, 1000.0])),
-        enough=float(rng.choice([0.9, 1.0])), move_price=float(rng.choice([0.0, 0.5])),
-    )  # fmt: skip
+        touch_s=float(rng.choice([0.0, 1e-5, 1e-4])),
+        horizon=float(rng.choice([0.1, 1.0, 1000.0])),
+        enough=float(rng.choice([0.9, 1.0])),
+        move_price=float(rng.choice([0.0, 0.5])),
+    )
     topology = Topology(ranks, 2, speeds=tuple(rng.choice([0.5, 1.0], ranks)))
     planner, load = LatencyOptimal(prices, split="optimal"), Load(tokens)
     plan = planner.plan(load, topology, Placement(rows.astype(np.int32), ranks, experts))

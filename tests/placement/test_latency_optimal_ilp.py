@@ -46,10 +46,12 @@ def best_split(problem: Problem, slots: np.ndarray) -> np.ndarray:
     whole = slots[None, :] == np.arange(problem.current.num_experts)[:, None]
     result = linprog(
         np.append(np.zeros(len(slots)), 1.0),
-        A_ub=np.column_stack([busy, -np.ones(len(busy))]), b_ub=np.zeros(len(busy)),
-        A_eq=np.column_stack([whole, np.zeros(len(whole))]), b_eq=np.ones(len(whole)),
+        A_ub=np.column_stack([busy, -np.ones(len(busy))]),
+        b_ub=np.zeros(len(busy)),
+        A_eq=np.column_stack([whole, np.zeros(len(whole))]),
+        b_eq=np.ones(len(whole)),
         bounds=[(0, float(one)) for one in alive] + [(0, None)],
-    )  # fmt: skip
+    )
     return np.asarray(result.x[:-1])
 
 
@@ -88,10 +90,13 @@ def problems(draw: st.DrawFn, largest: int) -> Problem:
     if draw(st.booleans()):
         sources = tokens[None] * rng.dirichlet(np.ones(ranks), experts).T[:, None, :]
     objective = Objective(
-        touch_s=draw(st.sampled_from([0.0, 2e-5])), row_bytes=draw(st.sampled_from([0.0, 14336.0])),
-        horizon=draw(st.sampled_from([2.0, 10.0, 100.0])), exposed=draw(st.sampled_from([1.0, 0.5])),
-        enough=draw(st.sampled_from([1.0, 0.9])), move_price=draw(st.sampled_from([0.0, 1.0])),
-    )  # fmt: skip
+        touch_s=draw(st.sampled_from([0.0, 2e-5])),
+        row_bytes=draw(st.sampled_from([0.0, 14336.0])),
+        horizon=draw(st.sampled_from([2.0, 10.0, 100.0])),
+        exposed=draw(st.sampled_from([1.0, 0.5])),
+        enough=draw(st.sampled_from([1.0, 0.9])),
+        move_price=draw(st.sampled_from([0.0, 1.0])),
+    )
     held = [rng.permutation(experts)[:per_rank] for _ in range(ranks)]
     slots = np.concatenate(held).astype(np.int32)
     for expert in np.setdiff1d(np.arange(experts), slots):  # a map must have them all, if on a rank that is gone

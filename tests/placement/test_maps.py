@@ -26,8 +26,10 @@ CHECKED = ("native", "vllm")
 def some_map(seed: int = 0, shares: bool = False, slots: int = 72) -> PlacementMap:
     rng = np.random.default_rng(seed)
     layers, experts = MODEL.num_moe_layers, MODEL.num_experts
-    rows = [rng.permutation(np.concatenate([np.arange(experts), rng.integers(0, experts, slots - experts)]))
-            for _ in range(layers)]  # fmt: skip
+    rows = [
+        rng.permutation(np.concatenate([np.arange(experts), rng.integers(0, experts, slots - experts)]))
+        for _ in range(layers)
+    ]
     placement = Placement(np.array(rows, np.int32), RANKS, experts)
     split = None
     if shares:
@@ -91,11 +93,14 @@ def test_ascend_and_tensorrt_by_the_letter(tmp_path: Path):
     assert json.loads((tmp_path / "a").read_text()) == {
         "moe_layer_count": 2,
         "layer_list": [
-            {"layer_id": layer, "device_count": 2,
-             "device_list": [{"device_id": 0, "device_expert": a}, {"device_id": 1, "device_expert": b}]}
+            {
+                "layer_id": layer,
+                "device_count": 2,
+                "device_list": [{"device_id": 0, "device_expert": a}, {"device_id": 1, "device_expert": b}],
+            }
             for layer, (a, b) in enumerate([([0, 1], [2, 0]), ([2, 1], [0, 1])])
         ],
-    }  # fmt: skip
+    }
     write_map(tmp_path / "t", PlacementMap(placement, layer_ids=(3, 5)), "tensorrt-llm")
     assert (tmp_path / "t").read_text() == (
         "num_slots: 4\ninitial_global_assignments:\n  3: [0, 1, 2, 0]\n  5: [2, 1, 0, 1]\nlayer_updates_per_iter: 0\n"
@@ -120,8 +125,16 @@ def test_yaml_in_the_styles_of_others(tmp_path: Path, text: str):
 
 ROWS = [[0, 1], [1, 0]]
 TRT = "num_slots: 2\ninitial_global_assignments:\n  3: [0, 1]\n  5: [1, 0]\nlayer_updates_per_iter: 0\n"
-ASCEND = {"moe_layer_count": 1, "layer_list": [{"layer_id": 0, "device_count": 2, "device_list": [
-    {"device_id": 0, "device_expert": [0]}, {"device_id": 1, "device_expert": [1]}]}]}  # fmt: skip
+ASCEND = {
+    "moe_layer_count": 1,
+    "layer_list": [
+        {
+            "layer_id": 0,
+            "device_count": 2,
+            "device_list": [{"device_id": 0, "device_expert": [0]}, {"device_id": 1, "device_expert": [1]}],
+        }
+    ],
+}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +168,7 @@ ASCEND = {"moe_layer_count": 1, "layer_list": [{"layer_id": 0, "device_count": 2
         (json.dumps(ASCEND).replace("[1]", "[1, 0]"), "device_list[1].device_expert: must be as long"),
         (json.dumps(ASCEND).replace('"layer_id": 0', '"layer_id": 1'), "layer_list[0].layer_id: is 1, expected 0"),
     ],
-)  # fmt: skip
+)
 def test_damage_is_named(tmp_path: Path, content: str | dict, said: str):
     path = tmp_path / "map"
     path.write_text(content if isinstance(content, str) else json.dumps(content))

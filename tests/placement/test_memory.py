@@ -33,9 +33,13 @@ def test_real_sizes_of_the_published_model():
 
 
 @given(
-    st.floats(1, 100), st.floats(0.1, 10), st.floats(0.1, 10), st.floats(0.5, 200), st.floats(1e-3, 1),
+    st.floats(1, 100),
+    st.floats(0.1, 10),
+    st.floats(0.1, 10),
+    st.floats(0.5, 200),
+    st.floats(1e-3, 1),
     st.floats(0, 0.2),
-)  # fmt: skip
+)
 def test_best_is_the_best_of_all_and_only_unused_memory_is_free(available, replica, session, at_hand, base, gain):
     budget = MemoryBudget(available, replica, session, at_hand)
 

@@ -44,8 +44,10 @@ def random_schedule(rng):
     experts = rng.randint(max(2, slots // 2), slots)
 
     def rows():
-        return [rng.sample([*range(experts), *(rng.randrange(experts) for _ in range(slots - experts))], slots)
-                for _ in range(layers)]  # fmt: skip
+        return [
+            rng.sample([*range(experts), *(rng.randrange(experts) for _ in range(slots - experts))], slots)
+            for _ in range(layers)
+        ]
 
     old = placement(rows(), ranks, experts)
     new, _ = settle(old.slot_experts, np.array(rows(), np.int32), ranks)
@@ -77,8 +79,9 @@ class Run:
         self.take(self.migrator.handle(self.state, event))
         if isinstance(event, RankDied):
             per_rank, transfers = self.migrator.schedule.current.slots_per_rank, self.migrator.schedule.transfers
-            self.in_flight = {i for i in self.in_flight
-                              if event.rank not in (transfers[i].source, transfers[i].slot // per_rank)}  # fmt: skip
+            self.in_flight = {
+                i for i in self.in_flight if event.rank not in (transfers[i].source, transfers[i].slot // per_rank)
+            }
 
     def random_event(self, rng, faults):
         """What can happen next; faults are as likely as `faults` says, so some runs end and some do not."""
@@ -281,12 +284,18 @@ class ForgetsTheMap(Migrator):
 @pytest.mark.parametrize(
     ("broken", "rule"),
     [
-        (SwitchesEarly, "INV-2[278]"), (FreesEarly, "INV-24"), (IgnoresStaging, "INV-23"),
-        (FreesWhatIsWritten, "INV-28"), (ForgetsStaging, "INV-2[38]"), (GoesOnWhileDraining, "INV-2[37]"),
-        (GoesOnAfterADeath, "INV-26"), (KeepsItsVersion, "INV-25"), (SwitchesRunningSteps, "INV-24"),
+        (SwitchesEarly, "INV-2[278]"),
+        (FreesEarly, "INV-24"),
+        (IgnoresStaging, "INV-23"),
+        (FreesWhatIsWritten, "INV-28"),
+        (ForgetsStaging, "INV-2[38]"),
+        (GoesOnWhileDraining, "INV-2[37]"),
+        (GoesOnAfterADeath, "INV-26"),
+        (KeepsItsVersion, "INV-25"),
+        (SwitchesRunningSteps, "INV-24"),
         (ForgetsTheMap, "INV-22"),
     ],
-)  # fmt: skip
+)
 def test_a_broken_machine_is_caught(broken, rule):
     with pytest.raises(BrokenMigration, match=rule):
         run_faults(broken, 400)
@@ -388,9 +397,10 @@ def test_bad_events():
     migrator = Migrator(small_schedule())
     state, _ = migrator.start()
     for event, words in (
-        (EndStep(1), "step=1 must run before it ends"), (TransferDone(6), r"transfer 6 must be in 0 … 5"),
+        (EndStep(1), "step=1 must run before it ends"),
+        (TransferDone(6), r"transfer 6 must be in 0 … 5"),
         (RankDied(3), r"rank=3 must be in 0 … 2"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=words):
             migrator.handle(state, event)
     state, _ = migrator.handle(state, StartStep(1))

@@ -29,9 +29,14 @@ def random_problem(seed: int, *, touch: bool, exchange: bool, known: bool, dead:
     speeds = (1.0, 0.5, 0.0 if dead else 2.0, 1.0)
     current = Placement(random_map(rng, layers, experts, ranks * per_rank), ranks, experts)
     prices = Objective(
-        row_s=1e-6, touch_s=3e-6 if touch else 0.0, row_bytes=4096.0 if exchange else 0.0, enough=0.9, move_price=0.5,
-        exposed=0.5, horizon=50.0,
-    )  # fmt: skip
+        row_s=1e-6,
+        touch_s=3e-6 if touch else 0.0,
+        row_bytes=4096.0 if exchange else 0.0,
+        enough=0.9,
+        move_price=0.5,
+        exposed=0.5,
+        horizon=50.0,
+    )
     return prices.problem(load, Topology(ranks, 2, speeds=speeds), current), load
 
 
@@ -120,9 +125,7 @@ MAPS = {sizes: all_maps(*sizes) for sizes in [(6, 2, 3), (6, 2, 4), (4, 3, 2), (
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6), st.sampled_from(sorted(MAPS)), st.sampled_from([0.0, 1e-7, 1e-6, 1e-4]), st.booleans())
-def test_no_placement_is_below_the_reach(
-    seed: int, sizes: tuple[int, int, int], touch_s: float, sourced: bool
-) -> None:
+def test_no_placement_is_below_the_reach(seed: int, sizes: tuple[int, int, int], touch_s: float, sourced: bool) -> None:
     rng = default_rng(seed)
     experts, ranks, _ = sizes
     maps = MAPS[sizes]
@@ -182,8 +185,12 @@ def test_plans_start_from_the_shares_in_force() -> None:
     kept = problem.keep("enough")
     assert (kept.before_s, kept.after_s, kept.split) == (6.5, 6.5, "weighted")
     np.testing.assert_array_equal(kept.shares, shares)
-    gone = prices.problem(load, Topology(2, speeds=(0.0, 1.0)), Placement(np.array([[0, 1, 2] * 2], np.int32), 2, 3),
-                          np.array([[0.25, 1.0, 0.5, 0.75, 0.0, 0.5]]))  # fmt: skip
+    gone = prices.problem(
+        load,
+        Topology(2, speeds=(0.0, 1.0)),
+        Placement(np.array([[0, 1, 2] * 2], np.int32), 2, 3),
+        np.array([[0.25, 1.0, 0.5, 0.75, 0.0, 0.5]]),
+    )
     np.testing.assert_array_equal(gone.shares, [[0, 0, 0, 1, 1, 1]])  # type: ignore[arg-type]
 
 

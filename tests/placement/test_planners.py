@@ -299,10 +299,14 @@ def test_popularity_heeds_speeds_and_gives_the_hottest_replicas():
     tokens = np.array([[100.0, 90.0, 1.0, 1.0]])
     plan = Popularity().plan(Load(tokens), Topology(2), Placement.linear(1, 4, 2, 6))
     assert np.bincount(plan.placement.slot_experts[0]).tolist() == [2, 2, 1, 1]
-    assert np.bincount(Eplb().plan(Load(np.array([[100.0, 10.0, 1.0, 1.0]])), Topology(3), Placement.linear(1, 4, 3, 6))
-                       .placement.slot_experts[0]).tolist() == [3, 1, 1, 1]  # fmt: skip
-    fast = Popularity().plan(Load(np.array([[30.0, 20.0, 9.0, 8.0]])), Topology(2, speeds=(1.0, 3.0)),
-                             Placement.linear(1, 4, 2))  # fmt: skip
+    assert np.bincount(
+        Eplb()
+        .plan(Load(np.array([[100.0, 10.0, 1.0, 1.0]])), Topology(3), Placement.linear(1, 4, 3, 6))
+        .placement.slot_experts[0]
+    ).tolist() == [3, 1, 1, 1]
+    fast = Popularity().plan(
+        Load(np.array([[30.0, 20.0, 9.0, 8.0]])), Topology(2, speeds=(1.0, 3.0)), Placement.linear(1, 4, 2)
+    )
     assert set(fast.placement.slot_experts[0, 2:]) == {0, 1}, "the hot ones go to the fast rank"
 
 

@@ -40,9 +40,12 @@ def loads(count: int, half_life: float, seed: int = 0, rows: float = 20_000.0) -
 def rebalancer(topology: Topology = TOPOLOGY, planning_s: float = 1e-3, **settings: float) -> Rebalancer:
     known = {"min_interval": STEPS, "first_interval": 50.0} | settings
     return Rebalancer(
-        LatencyOptimal, Objective(planning_s=planning_s), topology, Placement.linear(LAYERS, EXPERTS, RANKS),
+        LatencyOptimal,
+        Objective(planning_s=planning_s),
+        topology,
+        Placement.linear(LAYERS, EXPERTS, RANKS),
         RebalancingSettings(**known),
-    )  # fmt: skip
+    )
 
 
 def drive(one: Rebalancer, windows: np.ndarray) -> list[int]:
@@ -102,9 +105,12 @@ class Flapping:
 def test_the_margin_holds_back_rounds_that_gain_little():
     def rounds(margin: float) -> int:
         one = Rebalancer(
-            Flapping, Objective(planning_s=1e-4), slow_link(20e9), Placement.linear(LAYERS, EXPERTS, RANKS),
+            Flapping,
+            Objective(planning_s=1e-4),
+            slow_link(20e9),
+            Placement.linear(LAYERS, EXPERTS, RANKS),
             RebalancingSettings(min_interval=STEPS, first_interval=50.0, margin=margin),
-        )  # fmt: skip
+        )
         return len(drive(one, loads(30, 6.0)))
 
     assert rounds(0.0) > rounds(3.0)
@@ -204,9 +210,12 @@ def test_shares_on_a_constant_load_are_changed_once(touch_s: float):
     window, earlier = loads(1, 1e9)[0], Load(loads(1, 1e9, seed=1)[0])
     placement = Eplb().plan(earlier, TOPOLOGY, Placement.linear(LAYERS, EXPERTS, RANKS, 40)).placement
     one = Rebalancer(
-        lambda objective: LatencyOptimal(objective, split="optimal"), objective, slow_link(1e3), placement,
+        lambda objective: LatencyOptimal(objective, split="optimal"),
+        objective,
+        slow_link(1e3),
+        placement,
         RebalancingSettings(min_interval=STEPS, first_interval=STEPS),
-    )  # fmt: skip
+    )
     decisions = [one.observe(Load(window, STEPS)) for _ in range(30)]
     assert [at for at, decision in enumerate(decisions) if decision.plan is not None] == [0]
     assert decisions[0].plan is not None
@@ -217,9 +226,12 @@ def test_shares_on_a_constant_load_are_changed_once(touch_s: float):
 
 def test_a_constant_load_is_moved_once_and_shared_once():
     one = Rebalancer(
-        lambda objective: LatencyOptimal(objective, split="optimal"), Objective(planning_s=1e-6, enough=0.98), TOPOLOGY,
-        Placement.linear(LAYERS, EXPERTS, RANKS, 40), RebalancingSettings(min_interval=STEPS, first_interval=1000.0),
-    )  # fmt: skip
+        lambda objective: LatencyOptimal(objective, split="optimal"),
+        Objective(planning_s=1e-6, enough=0.98),
+        TOPOLOGY,
+        Placement.linear(LAYERS, EXPERTS, RANKS, 40),
+        RebalancingSettings(min_interval=STEPS, first_interval=1000.0),
+    )
     assert drive(one, np.tile(loads(1, 1e9), (30, 1, 1))) == [0]
 
 

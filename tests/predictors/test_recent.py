@@ -134,9 +134,11 @@ def test_contract():
     own = counts(trace, 1)
     for use in (made, view):
         for request, tokens in (
-            (PredictRequest(num_tokens=5, id="nobody"), 5), (PredictRequest(num_tokens=0), 0),
-            (PredictRequest(np.arange(6)), 6), (PredictRequest(footprint=own), 8),
-        ):  # fmt: skip
+            (PredictRequest(num_tokens=5, id="nobody"), 5),
+            (PredictRequest(num_tokens=0), 0),
+            (PredictRequest(np.arange(6)), 6),
+            (PredictRequest(footprint=own), 8),
+        ):
             found = use.predict(request)
             np.testing.assert_allclose(found.sum(axis=1), tokens * TOP_K)
             found[:] = -1  # a new array each time

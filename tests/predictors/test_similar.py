@@ -48,8 +48,12 @@ sequences = st.lists(st.integers(0, 2), max_size=5)
 
 
 @settings(max_examples=300)
-@given(st.lists(st.one_of(sequences.map(lambda s: ("add", s)), st.just(("forget", [])),
-                          sequences.map(lambda s: ("ask", s))), max_size=60))  # fmt: skip
+@given(
+    st.lists(
+        st.one_of(sequences.map(lambda s: ("add", s)), st.just(("forget", [])), sequences.map(lambda s: ("ask", s))),
+        max_size=60,
+    )
+)
 def test_the_index_is_brute_force(steps):
     index, held = PrefixIndex(), {}
     added = 0
@@ -177,9 +181,13 @@ def make_trace(token_ids=True, arrival_s=None) -> ActivationTrace:
     experts = np.argsort(rng.random((total, LAYERS, EXPERTS)), axis=-1)[..., :TOP_K]
     table = RequestTrace(np.array(cuts), np.array([len(i) for i in ids]) - cuts, arrival_s=arrival_s)
     return ActivationTrace.from_arrays(
-        TraceMeta("model", EXPERTS, LAYERS, TOP_K), experts, np.cumsum([0, *map(len, ids)]), table,
-        np.concatenate(phase).astype(np.uint8), np.concatenate(ids).astype(np.int32) if token_ids else None,
-    )  # fmt: skip
+        TraceMeta("model", EXPERTS, LAYERS, TOP_K),
+        experts,
+        np.cumsum([0, *map(len, ids)]),
+        table,
+        np.concatenate(phase).astype(np.uint8),
+        np.concatenate(ids).astype(np.int32) if token_ids else None,
+    )
 
 
 def test_fit_remembers_prompt_and_answer():
@@ -201,10 +209,13 @@ def test_of_equal_ones_the_one_that_arrived_last():
     experts = np.argsort(rng.random((12, LAYERS, EXPERTS)), axis=-1)[..., :TOP_K]
     for arrival_s, last in ((None, 2), (np.array([1.0, 9.0, 5.0]), 1)):
         trace = ActivationTrace.from_arrays(
-            TraceMeta("model", EXPERTS, LAYERS, TOP_K), experts, np.array([0, 4, 8, 12]),
-            RequestTrace(np.full(3, 4), np.zeros(3, np.int64), arrival_s=arrival_s), np.full(12, PREFILL, np.uint8),
+            TraceMeta("model", EXPERTS, LAYERS, TOP_K),
+            experts,
+            np.array([0, 4, 8, 12]),
+            RequestTrace(np.full(3, 4), np.zeros(3, np.int64), arrival_s=arrival_s),
+            np.full(12, PREFILL, np.uint8),
             np.tile([1, 2, 3, 4], 3).astype(np.int32),
-        )  # fmt: skip
+        )
         found = SimilarPrefix().fit(trace).predict(PredictRequest(np.array([1, 2, 3, 4])))
         np.testing.assert_allclose(found, footprint(trace.request(last).expert_ids, EXPERTS))
 
@@ -260,10 +271,12 @@ def test_contract():
     assert (made.num_layers, made.num_experts) == (LAYERS, EXPERTS)
     known = trace.request(1)
     for request, tokens in (
-        (PredictRequest(), 1), (PredictRequest(known.token_ids), 12),
-        (PredictRequest(known.token_ids, num_tokens=0), 0), (PredictRequest(known.token_ids[:6], num_tokens=5), 5),
+        (PredictRequest(), 1),
+        (PredictRequest(known.token_ids), 12),
+        (PredictRequest(known.token_ids, num_tokens=0), 0),
+        (PredictRequest(known.token_ids[:6], num_tokens=5), 5),
         (PredictRequest(np.array([9999] * 3)), 3),
-    ):  # fmt: skip
+    ):
         found = made.predict(request)
         np.testing.assert_allclose(found.sum(axis=1), tokens * TOP_K)
         found[:] = -1  # a new array each time

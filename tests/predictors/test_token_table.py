@@ -30,7 +30,7 @@ def trace_of(expert_ids, token_ids, lengths, phase=None, experts=EXPERTS) -> Act
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return ActivationTrace.from_arrays(
         meta, expert_ids, offsets, phase=phase, token_ids=np.asarray(token_ids, np.int32)
-    )  # fmt: skip
+    )
 
 
 def random_trace(rng, requests=12, vocabulary=20) -> ActivationTrace:
@@ -207,9 +207,11 @@ def test_bad_input_is_refused(rng):
     with pytest.raises(ConfigError, match=r"footprint has shape \(2, 2\)"):
         TokenTable().fit(trace).predict(PredictRequest(footprint=np.ones((2, 2))))
     for settings_, problem in (
-        ({"smoothing": -1}, "smoothing=-1 must"), ({"smoothing": float("nan")}, "smoothing=nan must"),
-        ({"experts_kept": 0}, "experts_kept=0 must"), ({"max_bytes": 0}, "max_bytes=0 must"),
-    ):  # fmt: skip
+        ({"smoothing": -1}, "smoothing=-1 must"),
+        ({"smoothing": float("nan")}, "smoothing=nan must"),
+        ({"experts_kept": 0}, "experts_kept=0 must"),
+        ({"max_bytes": 0}, "max_bytes=0 must"),
+    ):
         with pytest.raises(ConfigError, match=problem):
             TokenTable(**settings_)
 
@@ -276,14 +278,20 @@ def rewritten(file, about=None, drop=(), **changed):
 @pytest.mark.parametrize(
     ("about", "field"),
     [
-        ({"format": "other"}, "metadata format: found 'other' version 1"), ({"version": 2}, "metadata format"),
-        ({"top_k": 0}, "metadata top_k: is 0"), ({"top_k": 13}, "metadata top_k: is 13"),
-        ({"top_k": None}, "metadata: "), ({"top_k": "x"}, "metadata: "), ({"top_k": float("inf")}, "metadata: "),
-        ({"smoothing": -1}, "metadata: smoothing=-1"), ({"smoothing": float("nan")}, "metadata: smoothing=nan"),
-        ({"layer_ids": [1]}, "metadata layer_ids: has 1 entries"), ({"layer_ids": 3}, "metadata: "),
+        ({"format": "other"}, "metadata format: found 'other' version 1"),
+        ({"version": 2}, "metadata format"),
+        ({"top_k": 0}, "metadata top_k: is 0"),
+        ({"top_k": 13}, "metadata top_k: is 13"),
+        ({"top_k": None}, "metadata: "),
+        ({"top_k": "x"}, "metadata: "),
+        ({"top_k": float("inf")}, "metadata: "),
+        ({"smoothing": -1}, "metadata: smoothing=-1"),
+        ({"smoothing": float("nan")}, "metadata: smoothing=nan"),
+        ({"layer_ids": [1]}, "metadata layer_ids: has 1 entries"),
+        ({"layer_ids": 3}, "metadata: "),
         ({"experts_kept": 0}, "metadata: experts_kept=0"),
     ],
-)  # fmt: skip
+)
 def test_wrong_metadata_is_named(saved, about, field):
     file = rewritten(saved[1], about)
     with pytest.raises(TraceError, match=f"table.safetensors: {field}"):
@@ -315,12 +323,16 @@ def test_missing_or_misshapen_arrays_are_named(saved, name):
 @pytest.mark.parametrize(
     ("name", "change", "problem"),
     [
-        ("token_ids", lambda a: a[::-1], "must rise"), ("token_ids", lambda a: a - 5, "must rise"),
-        ("counts", lambda a: a - a.min(), "holds 0"), ("experts", lambda a: a + 12, r"it must be in 0 … 11"),
-        ("weights", lambda a: a | 0x8000, "sum past top_k=2"), ("popularity", lambda a: a * 2, "sum to top_k=2"),
-        ("popularity", lambda a: a * np.nan, "sum to top_k=2"), ("popularity", lambda a: a - 1, "must not be negative"),
+        ("token_ids", lambda a: a[::-1], "must rise"),
+        ("token_ids", lambda a: a - 5, "must rise"),
+        ("counts", lambda a: a - a.min(), "holds 0"),
+        ("experts", lambda a: a + 12, r"it must be in 0 … 11"),
+        ("weights", lambda a: a | 0x8000, "sum past top_k=2"),
+        ("popularity", lambda a: a * 2, "sum to top_k=2"),
+        ("popularity", lambda a: a * np.nan, "sum to top_k=2"),
+        ("popularity", lambda a: a - 1, "must not be negative"),
     ],
-)  # fmt: skip
+)
 def test_damaged_values_are_named(saved, name, change, problem):
     file = saved[1]
     changed = np.ascontiguousarray(change(load_safetensors(file.read_bytes())[name]))

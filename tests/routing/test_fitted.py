@@ -22,9 +22,13 @@ from coterie.traces.readers import read_trace
 from coterie.traces.synthetic import SyntheticSettings, generate
 
 SETTINGS = SyntheticSettings(
-    num_layers=4, num_experts=16, top_k=2, specialisation=0.9, zipf_exponent=1.2,
+    num_layers=4,
+    num_experts=16,
+    top_k=2,
+    specialisation=0.9,
+    zipf_exponent=1.2,
     lengths=LognormalLengths(prompt_mean=40, output_mean=40),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +104,17 @@ def test_many_workers_are_compared_in_eight_bits() -> None:
     forecast = Forecast(flat, flat, np.zeros((1, cells), np.float32), np.zeros((1, cells), np.float32), 1.0, 1.0, 1.0)
     signature = Signature("count", np.ones((24, 64), np.float32), np.arange(24))
     wide = FittedRouting(
-        "m", 24, 64, 4, signature, centroids, np.zeros((300, cells), np.float32), forecast,
-        np.full(300, 1 / 300, np.float32), 16,
-    )  # fmt: skip
+        "m",
+        24,
+        64,
+        4,
+        signature,
+        centroids,
+        np.zeros((300, cells), np.float32),
+        forecast,
+        np.full(300, 1 / 300, np.float32),
+        16,
+    )
     for counts in (rng.integers(0, 50, (24, 64)), np.eye(24, 64)):
         exact = centroids @ signature.transform(counts)
         np.testing.assert_allclose(wide.similarities(counts), exact, atol=2e-3)
@@ -232,9 +244,12 @@ def test_real_routing_reaches_most_of_the_limit(data_dir: Path) -> None:
 def test_a_thousand_requests_are_fitted_in_seconds() -> None:
     """The bar is 2 s on two quiet cores; the machine that runs this may be busy."""
     shape = SyntheticSettings(
-        num_layers=48, num_experts=128, top_k=8, specialisation=0.8,
+        num_layers=48,
+        num_experts=128,
+        top_k=8,
+        specialisation=0.8,
         lengths=LognormalLengths(prompt_mean=40, output_mean=20),
-    )  # fmt: skip
+    )
     known = calibration(generate(shape, np.random.default_rng(0), requests=1000))
     parts: dict[str, float] = {}
     started = time.perf_counter()

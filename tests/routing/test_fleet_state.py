@@ -140,11 +140,17 @@ def test_mistakes_are_told() -> None:
     fleet = Fleet([1, 2], 3)
     fleet.admit("a", 0, 0, np.zeros(3, np.float32))
     for wrong in (
-        lambda: fleet.admit("a", 1), lambda: fleet.admit("b", 2), lambda: fleet.finish("c"),
-        lambda: fleet.refine("c", np.zeros(3, np.float32)), lambda: fleet.admit("d", 0, 0, np.zeros(2, np.float32)),
-        lambda: Fleet([]), lambda: Fleet([0]), lambda: Fleet([1], speeds=[0.0]), lambda: Fleet([1], speeds=[1.0, 1.0]),
+        lambda: fleet.admit("a", 1),
+        lambda: fleet.admit("b", 2),
+        lambda: fleet.finish("c"),
+        lambda: fleet.refine("c", np.zeros(3, np.float32)),
+        lambda: fleet.admit("d", 0, 0, np.zeros(2, np.float32)),
+        lambda: Fleet([]),
+        lambda: Fleet([0]),
+        lambda: Fleet([1], speeds=[0.0]),
+        lambda: Fleet([1], speeds=[1.0, 1.0]),
         lambda: Fleet([1], 2, usual=np.zeros((1, 3))),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError):
             wrong()
     assert fleet.running.tolist() == [1, 0]

@@ -28,9 +28,16 @@ def make(name: str) -> Callable[[], Router]:
 
 def test_all_that_the_package_promises_are_there() -> None:
     assert set(routers) >= {
-        "random", "round_robin", "join_shortest_queue", "power_of_two", "domain", "pressure", "locality_band", "joint",
+        "random",
+        "round_robin",
+        "join_shortest_queue",
+        "power_of_two",
+        "domain",
+        "pressure",
+        "locality_band",
+        "joint",
         "latency_aware",
-    }  # fmt: skip
+    }
     with pytest.raises(UnknownNameError, match="locality_band"):
         routers["locality_bend"]
 
@@ -195,8 +202,10 @@ def test_prices_of_a_calibrated_model() -> None:
 
 def test_domains_get_workers_by_their_traffic() -> None:
     assert share_out({"code": 60, "chat": 30, "law": 10}, 10) == {
-        "code": (0, 1, 2, 3, 4, 5), "chat": (6, 7, 8), "law": (9,)
-    }  # fmt: skip
+        "code": (0, 1, 2, 3, 4, 5),
+        "chat": (6, 7, 8),
+        "law": (9,),
+    }
     crowded = share_out({"a": 5, "b": 4, "c": 3}, 2)
     assert crowded == {"a": (0,), "b": (1,), "c": (1,)}
     fleet = busy([0, 0, 5, 6])

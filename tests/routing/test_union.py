@@ -74,9 +74,7 @@ def test_small_cases_reach_the_optimum() -> None:
     for seed in range(5):
         rng = np.random.default_rng(seed)
         p = activations(rng, 6, groups=3)
-        best = min(
-            expected_distinct_of(p, np.array(labels), 4) for labels in set(permutations([0, 0, 1, 1, 2, 2]))
-        )
+        best = min(expected_distinct_of(p, np.array(labels), 4) for labels in set(permutations([0, 0, 1, 1, 2, 2])))
         found = union_clusters(p, 3, 4, rng, restarts=5)
         assert found.distinct == pytest.approx(best, rel=1e-5)
 

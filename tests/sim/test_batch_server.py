@@ -41,11 +41,13 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, SchedulerConfig, lis
     loads = rng.integers(0, draw(st.sampled_from([1, 4, 100])), (count, layers, experts)).astype(np.float64)
     size = draw(st.integers(1, 9))
     config = SchedulerConfig(
-        strategy=draw(st.sampled_from(strategies.names())), max_batch_size=size,
-        window_size=size + draw(st.integers(0, 30)), min_batch_trigger=draw(st.integers(1, 40)),
+        strategy=draw(st.sampled_from(strategies.names())),
+        max_batch_size=size,
+        window_size=size + draw(st.integers(0, 30)),
+        min_batch_trigger=draw(st.integers(1, 40)),
         scheduling_interval_ms=draw(st.sampled_from([0.0, 0.1, 250.0, 1000.0, 12345.678])),
         max_skips=draw(st.sampled_from([None, 1, 3, 64])),
-    )  # fmt: skip
+    )
     seconds = draw(st.lists(st.sampled_from([0.0, 0.01, 0.25, 0.5, 3.0]), min_size=1, max_size=4))
     return arrival_s, loads, config, seconds, seed
 

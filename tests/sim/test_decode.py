@@ -29,20 +29,23 @@ def fresh() -> np.random.Generator:
 def test_two_places_and_three_requests_by_hand():
     """A step takes a second for each token in it.
 
-        0.0  A comes (3 tokens) and runs alone
-        0.5  B comes (1 token), waits for the step to end
-        1.0  A and B: 2 s
-        1.2  C comes (2 tokens)
-        3.0  B is done, A goes on with C: 2 s
-        5.0  A is done, C goes on alone: 1 s
-        6.0  C is done; nobody is left until D
-        9.0  D comes (1 token): 1 s
+    0.0  A comes (3 tokens) and runs alone
+    0.5  B comes (1 token), waits for the step to end
+    1.0  A and B: 2 s
+    1.2  C comes (2 tokens)
+    3.0  B is done, A goes on with C: 2 s
+    5.0  A is done, C goes on alone: 1 s
+    6.0  C is done; nobody is left until D
+    9.0  D comes (1 token): 1 s
     """
     ids = np.array([[[0, 1]], [[1, 2]], [[2, 3]], [[5, 0]], [[4, 5]], [[3, 4]], [[0, 5]]], np.uint8)
     requests = DecodeRequests(
-        arrival_s=np.array([0.0, 0.5, 1.2, 9.0]), context=np.array([10, 20, 30, 40]), first=np.array([0, 3, 4, 6]),
-        tokens=np.array([3, 1, 2, 1]), expert_ids=ids,
-    )  # fmt: skip
+        arrival_s=np.array([0.0, 0.5, 1.2, 9.0]),
+        context=np.array([10, 20, 30, 40]),
+        first=np.array([0, 3, 4, 6]),
+        tokens=np.array([3, 1, 2, 1]),
+        expert_ids=ids,
+    )
     steps = []
 
     def timer(load: np.ndarray, batch: Batch) -> Execution:
@@ -51,9 +54,16 @@ def test_two_places_and_three_requests_by_hand():
 
     done: list[int] = []
     run = run_decode(
-        requests, np.zeros((4, 1, 6)), timer, 2, ONE_BY_ONE, ONE_BY_ONE.make(), fresh(), check=True,
+        requests,
+        np.zeros((4, 1, 6)),
+        timer,
+        2,
+        ONE_BY_ONE,
+        ONE_BY_ONE.make(),
+        fresh(),
+        check=True,
         progress=done.append,
-    )  # fmt: skip
+    )
     assert run.start_s.tolist() == [0.0, 1.0, 3.0, 9.0]
     assert run.finish_s.tolist() == [5.0, 3.0, 6.0, 10.0]
     assert run.batch_s.tolist() == [1.0, 2.0, 2.0, 1.0, 1.0]
@@ -127,14 +137,18 @@ def cases(draw: st.DrawFn) -> tuple[DecodeRequests, np.ndarray, SchedulerConfig,
     first[order] = np.concatenate([[0], np.cumsum(tokens[order])[:-1]])
     requests = DecodeRequests(
         arrival_s=np.sort(rng.integers(0, draw(st.sampled_from([1, 30, 300])), count)) / 8,
-        context=rng.integers(0, 50, count), first=first, tokens=tokens,
+        context=rng.integers(0, 50, count),
+        first=first,
+        tokens=tokens,
         expert_ids=rng.integers(0, 6, (int(tokens.sum()), 2, 2)).astype(draw(st.sampled_from([np.uint8, np.int32]))),
-    )  # fmt: skip
+    )
     size = draw(st.integers(1, 6))
     config = SchedulerConfig(
-        strategy=draw(st.sampled_from(strategies.names())), max_batch_size=size,
-        window_size=size + draw(st.integers(0, 9)), max_skips=draw(st.sampled_from([None, 2])),
-    )  # fmt: skip
+        strategy=draw(st.sampled_from(strategies.names())),
+        max_batch_size=size,
+        window_size=size + draw(st.integers(0, 9)),
+        max_skips=draw(st.sampled_from([None, 2])),
+    )
     return requests, rng.random((count, 2, 6)), config, draw(st.integers(1, 9)), seed
 
 
@@ -149,9 +163,7 @@ def test_every_token_is_replayed_once_in_order(case: tuple[DecodeRequests, np.nd
         batches.append(batch)
         return Execution(0.125 * (1 + len(loads) % 3), 1.0, 1.0)
 
-    run = run_decode(
-        requests, predicted, timer, places, config, config.make(), np.random.default_rng(seed), check=True
-    )
+    run = run_decode(requests, predicted, timer, places, config, config.make(), np.random.default_rng(seed), check=True)
     assert sum(run.batch_size) == sum(requests.tokens)
     # From the starts alone: who runs in each step, and with which token.
     ends = np.zeros(len(run.batch_s))
@@ -197,9 +209,7 @@ def test_calibrated_steps_and_the_same_seed_give_the_same_bytes(name: str, timer
         tokens = rng.integers(1, 12, 60)
         first = np.concatenate([[0], np.cumsum(tokens)[:-1]])
         ids = rng.integers(0, spec.num_experts, (int(tokens.sum()), spec.num_moe_layers, spec.top_k)).astype(np.uint8)
-        requests = DecodeRequests(
-            np.cumsum(rng.exponential(0.002, 60)), rng.integers(1, 500, 60), first, tokens, ids
-        )
+        requests = DecodeRequests(np.cumsum(rng.exponential(0.002, 60)), rng.integers(1, 500, 60), first, tokens, ids)
         predicted = rng.random((60, spec.num_moe_layers, spec.num_experts))
         config = SchedulerConfig(strategy=name)
         return run_decode(requests, predicted, timer, 8, config, config.make(), rng, check=True)
@@ -226,12 +236,14 @@ Change = Callable[[DecodeRequests], DecodeRequests]
         (lambda r: r._replace(context=np.array([2, -1])), "context=-1 must be at least 0 for every request"),
         (lambda r: r._replace(first=np.array([-1, 0])), "first=-1 must be at least 0 for every request"),
         (lambda r: r._replace(first=np.array([2, 0])), "expert_ids has 3 tokens; requests need 4"),
-        (lambda r: r._replace(expert_ids=np.zeros((3, 1, 2), np.uint8)),
-         "expert_ids has shape (3, 1, 2); expected [token, 2, k]"),
+        (
+            lambda r: r._replace(expert_ids=np.zeros((3, 1, 2), np.uint8)),
+            "expert_ids has shape (3, 1, 2); expected [token, 2, k]",
+        ),
         (lambda r: r._replace(expert_ids=np.full((3, 2, 2), 4)), "expert_ids holds 4; ids must be in 0 … 3"),
         (lambda r: r._replace(expert_ids=np.full((3, 2, 2), -1)), "expert_ids holds -1; ids must be in 0 … 3"),
     ],
-)  # fmt: skip
+)
 def test_requests_that_cannot_be_replayed_are_refused(change: Change, message: str):
     step = Execution(1.0, 1.0, 1.0)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
@@ -243,6 +255,11 @@ def test_no_places_and_no_ranks_are_refused(setting: str):
     step, given_ = Execution(1.0, 1.0, 1.0), {"places": 1, "ranks": 1, setting: 0}
     with pytest.raises(ConfigError, match=f"^{setting}=0 must be at least 1$"):
         run_decode(
-            GOOD, np.zeros((2, 2, 4)), lambda *_: step, config=ONE_BY_ONE, strategy=ONE_BY_ONE.make(), rng=fresh(),
+            GOOD,
+            np.zeros((2, 2, 4)),
+            lambda *_: step,
+            config=ONE_BY_ONE,
+            strategy=ONE_BY_ONE.make(),
+            rng=fresh(),
             **given_,
-        )  # fmt: skip
+        )

@@ -75,9 +75,10 @@ def steps(draw: st.DrawFn) -> tuple[StepModel, Placement | None, np.ndarray, Bat
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     ranks = draw(st.sampled_from([1, 2, 8]))
     options = CostOptions(
-        cache_resident=draw(st.booleans()), graph_sizes=draw(st.sampled_from([(), (1, 8, 64)])),
+        cache_resident=draw(st.booleans()),
+        graph_sizes=draw(st.sampled_from([(), (1, 8, 64)])),
         overlap=draw(st.sampled_from([0.0, 0.3, 1.0])),
-    )  # fmt: skip
+    )
     topology = Topology(ranks, ranks_per_node=draw(st.sampled_from([1, 2, 4, 8])))
     model = replace(MODEL, topology=topology, options=options)
     extra = draw(st.sampled_from([0, 1, 4]))

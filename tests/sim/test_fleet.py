@@ -24,9 +24,18 @@ from coterie.types import Link, ModelSpec, Placement, Topology
 from fleet_reference import Reference, StepTime
 
 SPEC = ModelSpec(
-    "small", num_layers=4, num_experts=12, top_k=3, hidden_size=512, expert_intermediate_size=256, num_heads=8,
-    num_kv_heads=2, head_dim=64, vocab_size=1000, first_moe_layer=1,
-)  # fmt: skip
+    "small",
+    num_layers=4,
+    num_experts=12,
+    top_k=3,
+    hidden_size=512,
+    expert_intermediate_size=256,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=1000,
+    first_moe_layer=1,
+)
 MODEL = step_model(SPEC, "h200")
 LINK = Link("slow", 2e9, 3e-4)
 COUNTED = StepTables._fields.index("spans")
@@ -74,25 +83,33 @@ def cases(draw: st.DrawFn) -> tuple[FleetRequests, FleetConfig, int, str]:
     gap = draw(st.sampled_from([0.0, 1e-4, 1e-3]))
     times = None if in_flight else np.sort(rng.integers(0, 40, count)) * gap
     picked = rng.integers(number, size=count)
-    requests = FleetRequests(
-        recordings(rng, number), picked, prompts, outputs, times, offsets, blocks, block_tokens
-    )
+    requests = FleetRequests(recordings(rng, number), picked, prompts, outputs, times, offsets, blocks, block_tokens)
     both = draw(st.booleans())
     config = FleetConfig(
-        decode_workers=draw(st.integers(1, 3)), prefill_workers=0 if both else draw(st.integers(0, 2)), both=both,
-        places=draw(st.integers(1, 4)), prefill_places=draw(st.integers(1, 3)),
-        chunk_tokens=draw(st.sampled_from([4, 17, 64])), kv_tokens=draw(st.sampled_from([None, 64, 160])),
-        prefill_kv_tokens=draw(st.sampled_from([None, 48, 128])), link=draw(st.sampled_from([None, LINK])),
+        decode_workers=draw(st.integers(1, 3)),
+        prefill_workers=0 if both else draw(st.integers(0, 2)),
+        both=both,
+        places=draw(st.integers(1, 4)),
+        prefill_places=draw(st.integers(1, 3)),
+        chunk_tokens=draw(st.sampled_from([4, 17, 64])),
+        kv_tokens=draw(st.sampled_from([None, 64, 160])),
+        prefill_kv_tokens=draw(st.sampled_from([None, 48, 128])),
+        link=draw(st.sampled_from([None, LINK])),
         prefill_policy=draw(st.sampled_from(["soonest", "least_queued", "round_robin"])),
-        step_overhead_s=draw(st.sampled_from([0.0, 1e-4])), schedule_ahead=draw(st.booleans()),
-    )  # fmt: skip
+        step_overhead_s=draw(st.sampled_from([0.0, 1e-4])),
+        schedule_ahead=draw(st.booleans()),
+    )
     return requests, config, in_flight, draw(st.sampled_from(["postpone", "allow"]))
 
 
 TIMES = {
-    "prefill_start": "prefill_start_s", "prefill_end": "prefill_end_s", "ready": "ready_s", "join": "decode_start_s",
-    "first_token": "first_token_s", "finish": "finish_s",
-}  # fmt: skip
+    "prefill_start": "prefill_start_s",
+    "prefill_end": "prefill_end_s",
+    "ready": "ready_s",
+    "join": "decode_start_s",
+    "first_token": "first_token_s",
+    "finish": "finish_s",
+}
 
 
 def table_us(requests: FleetRequests, config: FleetConfig) -> StepTime:
@@ -112,9 +129,7 @@ def table_us(requests: FleetRequests, config: FleetConfig) -> StepTime:
 def test_equals_the_plain_simulator(case: tuple[FleetRequests, FleetConfig, int, str]):
     """Every time, worker and count, to the last bit."""
     requests, config, in_flight, duplicates = case
-    run = run_fleet(
-        requests, MODEL, Emptiest(), config, in_flight=in_flight or None, duplicates=duplicates, check=True
-    )  # type: ignore[arg-type]
+    run = run_fleet(requests, MODEL, Emptiest(), config, in_flight=in_flight or None, duplicates=duplicates, check=True)  # type: ignore[arg-type]
     plain = Reference(requests, SPEC, table_us(requests, config), Emptiest(), config, in_flight, duplicates).run()
     found = (run.step_worker, run.step_start_s, run.step_s, run.step_decoding, run.step_prefill, run.step_distinct)
     assert [tuple(step) for step in np.array(found, np.float64).T.tolist()] == plain.steps
@@ -170,9 +185,22 @@ def by_bits(tables: StepTables, tokens: np.ndarray, experts: int, context: int) 
     starts[: len(tokens)] = np.arange(len(tokens)) * bits.shape[1]
     t = tables
     return decode_us(
-        t.shape, t.layer, t.experts, t.dense, t.padded, t.attention, t.blend, t.spans, t.union, t.having, bits.ravel(),
-        starts, tokens.shape[2], len(tokens), context,
-    )  # fmt: skip
+        t.shape,
+        t.layer,
+        t.experts,
+        t.dense,
+        t.padded,
+        t.attention,
+        t.blend,
+        t.spans,
+        t.union,
+        t.having,
+        bits.ravel(),
+        starts,
+        tokens.shape[2],
+        len(tokens),
+        context,
+    )
 
 
 @given(st.integers(0, 2**32), st.integers(1, MOST_DECODING), st.sampled_from([5, 12, 32, 60, 64, 100, 128]))
@@ -242,9 +270,15 @@ def test_a_worker_of_both_roles_gives_the_first_token_with_the_prompt():
 def test_a_shared_prefix_is_computed_once():
     made = recordings(np.random.default_rng(0), 2)
     requests = FleetRequests(
-        made, np.arange(2), np.array([32, 40]), np.array([1, 1]), np.array([0.0, 9.0]), np.array([0, 2, 5]),
-        np.array([0, 1, 0, 1, 2]), 16,
-    )  # fmt: skip
+        made,
+        np.arange(2),
+        np.array([32, 40]),
+        np.array([1, 1]),
+        np.array([0.0, 9.0]),
+        np.array([0, 2, 5]),
+        np.array([0, 1, 0, 1, 2]),
+        16,
+    )
     run = run_fleet(requests, MODEL, Emptiest(), FleetConfig(prefill_workers=2), check=True)
     assert run.cached_tokens.tolist() == [0, 32]
     assert run.prefiller.tolist() == [0, 0]
@@ -257,9 +291,15 @@ def test_prompts_that_begin_alike_do_not_all_queue_at_one_worker():
     own = 1 + np.arange(3 * count).reshape(count, 3)
     blocks = np.concatenate([np.zeros((count, 1), np.int64), own], axis=1).ravel()
     requests = FleetRequests(
-        recordings(np.random.default_rng(0), count), np.arange(count), np.full(count, 64), np.full(count, 2),
-        np.arange(count) * 1e-6, 4 * np.arange(count + 1), blocks, 16,
-    )  # fmt: skip
+        recordings(np.random.default_rng(0), count),
+        np.arange(count),
+        np.full(count, 64),
+        np.full(count, 2),
+        np.arange(count) * 1e-6,
+        4 * np.arange(count + 1),
+        blocks,
+        16,
+    )
     run = run_fleet(requests, MODEL, Emptiest(), FleetConfig(prefill_workers=4), check=True)
     each = np.bincount(run.prefiller, minlength=4)
     assert each.sum() == count
@@ -365,9 +405,8 @@ def test_profiles_are_kept_and_refined_and_let_go():
     for refine in (0, 2):
         fleet = Fleet([4] * 3, SPEC.num_moe_layers * SPEC.num_experts)
         run = run_fleet(
-            requests, MODEL, Profiling(), replace(config, refine_tokens=refine), in_flight=12, fleet=fleet,
-            until_s=0.02,
-        )  # fmt: skip
+            requests, MODEL, Profiling(), replace(config, refine_tokens=refine), in_flight=12, fleet=fleet, until_s=0.02
+        )
         seen.append(fleet.missed.copy())
         assert run.running + run.queued == 12 == fleet.running.sum()
     assert len(np.unique(seen[0])) < len(np.unique(seen[1])), "what was decoded tells experts apart"
@@ -399,8 +438,14 @@ def test_bad_input_is_named():
     with pytest.raises(ConfigError, match="prefill_policy='best' must be one of soonest"):
         FleetConfig(prefill_policy="best")  # type: ignore[arg-type]
     twice = FleetRequests(
-        requests.recordings, np.zeros(1, np.int64), np.array([32]), np.array([1]), np.zeros(1), np.array([0, 2]),
-        np.array([3, 3]), 16,
-    )  # fmt: skip
+        requests.recordings,
+        np.zeros(1, np.int64),
+        np.array([32]),
+        np.array([1]),
+        np.zeros(1),
+        np.array([0, 2]),
+        np.array([3, 3]),
+        16,
+    )
     with pytest.raises(ConfigError, match="a prompt holds one block twice"):
         run_fleet(twice, MODEL, Emptiest(), config)

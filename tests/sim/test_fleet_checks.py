@@ -19,9 +19,17 @@ from coterie.sim.invariants import InvariantError
 from coterie.types import ModelSpec
 
 SPEC = ModelSpec(
-    "small", num_layers=2, num_experts=8, top_k=2, hidden_size=256, expert_intermediate_size=128, num_heads=4,
-    num_kv_heads=2, head_dim=64, vocab_size=500,
-)  # fmt: skip
+    "small",
+    num_layers=2,
+    num_experts=8,
+    top_k=2,
+    hidden_size=256,
+    expert_intermediate_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=500,
+)
 
 
 @dataclass(frozen=True)
@@ -56,17 +64,20 @@ BROKEN: dict[str, tuple[str, Callable[[FleetRun], FleetRun]]] = {
     "an early first token": ("INV-20", lambda run: moved(run, "first_token_s", 3, lambda _: 0.0)),
     "memory that is not there": ("INV-30", lambda run: moved(run, "kv_most", 1, lambda _: 1e18)),
     "a fourth on three places": (
-        "INV-30", lambda run: run._replace(finish_s=np.where(run.decoder == 0, run.finish_s + 1.0, run.finish_s)),
+        "INV-30",
+        lambda run: run._replace(finish_s=np.where(run.decoder == 0, run.finish_s + 1.0, run.finish_s)),
     ),
     "steps that overlap": ("INV-21", lambda run: moved(run, "step_s", 5, lambda value: value + 1.0)),
     "an idle worker": ("INV-21", lambda run: run._replace(step_s=run.step_s * 0.5)),
     "a wrong count of experts": (
-        "INV-31", lambda run: moved(run, "step_distinct", int(np.flatnonzero(run.step_decoding)[4]), lambda v: v + 0.5),
+        "INV-31",
+        lambda run: moved(run, "step_distinct", int(np.flatnonzero(run.step_decoding)[4]), lambda v: v + 0.5),
     ),
     "another batch": (
-        "INV-31", lambda run: moved(run, "step_decoding", int(np.flatnonzero(run.step_decoding == 2)[0]), lambda _: 1),
+        "INV-31",
+        lambda run: moved(run, "step_decoding", int(np.flatnonzero(run.step_decoding == 2)[0]), lambda _: 1),
     ),
-}  # fmt: skip
+}
 
 
 def check(run: FleetRun, requests: FleetRequests) -> None:

@@ -43,9 +43,15 @@ def decoded(strategy: Any = None, seconds: float = 0.1, check: bool = True) -> R
     tokens = np.arange(COUNT) % 3 + 1
     requests = DecodeRequests(ARRIVAL_S, tokens, np.zeros(COUNT, np.int64), tokens, np.zeros((3, 1, 2), np.uint8))
     return run_decode(
-        requests, LOADS, lambda *_: timed, 3, CONFIG, strategy or strategies["fcfs"](), np.random.default_rng(0),
+        requests,
+        LOADS,
+        lambda *_: timed,
+        3,
+        CONFIG,
+        strategy or strategies["fcfs"](),
+        np.random.default_rng(0),
         check=check,
-    )  # fmt: skip
+    )
 
 
 EACH = pytest.mark.parametrize("run", [batches, decoded])

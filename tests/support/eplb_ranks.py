@@ -51,9 +51,14 @@ def drifting_loads(rounds: int = ROUNDS, seed: int = 0) -> np.ndarray:
 def run_ranks(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """What every rank saw; `folder` holds the map that EplbState begins from."""
     done = subprocess.run(
-        [sys.executable, __file__, folder, json.dumps(settings)], env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S + 10, check=False,
-    )  # fmt: skip
+        [sys.executable, __file__, folder, json.dumps(settings)],
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S + 10,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout
     found: list[dict[str, Any]] = [json.loads(path.read_text()) for path in _answers(folder)]
     return found
@@ -112,9 +117,12 @@ def _work(rank: int, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     assert issubclass(policy, own)
     _join(rank, folder / "store")
     found = {
-        "rounds": drift(policy), "default": vllms_own(own), "elastic": elastic(policy),
-        "state": engine_state(settings, own, folder), "one_fails": one_rank_fails(own),
-    }  # fmt: skip
+        "rounds": drift(policy),
+        "default": vllms_own(own),
+        "elastic": elastic(policy),
+        "state": engine_state(settings, own, folder),
+        "one_fails": one_rank_fails(own),
+    }
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return found
@@ -276,9 +284,14 @@ def rearrange(
     new = policy.rebalance_experts(torch.from_numpy(load), ranks * PER_RANK, 1, 1, ranks, old)
     assert new.dtype == old.dtype
     rearrange_expert_weights_inplace(
-        old, new, model.expert_weights, [torch.empty_like(w) for w in model.expert_weights[0]], group.device_group,
-        communicator, rank_mapping=rank_mapping,
-    )  # fmt: skip
+        old,
+        new,
+        model.expert_weights,
+        [torch.empty_like(w) for w in model.expert_weights[0]],
+        group.device_group,
+        communicator,
+        rank_mapping=rank_mapping,
+    )
     new = torch.nn.functional.pad(new, (0, SLOTS - new.shape[1]), value=-1)
     model.map = new
     received = torch.tensor([communicator.received])

@@ -67,9 +67,15 @@ class Engine:
 
 class Reference:
     def __init__(
-        self, requests: FleetRequests, spec: ModelSpec, step_us: StepTime, router: Router, config: FleetConfig,
-        in_flight: int = 0, duplicates: str = "refuse",
-    ) -> None:  # fmt: skip
+        self,
+        requests: FleetRequests,
+        spec: ModelSpec,
+        step_us: StepTime,
+        router: Router,
+        config: FleetConfig,
+        in_flight: int = 0,
+        duplicates: str = "refuse",
+    ) -> None:
         self.requests, self.config, self.router, self.in_flight = requests, config, router, in_flight
         self.duplicates = duplicates
         self.step_us, self.spec = step_us, spec
@@ -82,13 +88,16 @@ class Reference:
         self.fleet = Fleet([config.places] * config.decode_workers)
         self.asked = [
             Asked(
-                n, math.nan if requests.arrival_s is None else float(requests.arrival_s[n]),
-                int(requests.prompt_tokens[n]), int(requests.output_tokens[n]),
-                [] if requests.blocks is None
+                n,
+                math.nan if requests.arrival_s is None else float(requests.arrival_s[n]),
+                int(requests.prompt_tokens[n]),
+                int(requests.output_tokens[n]),
+                []
+                if requests.blocks is None
                 else requests.blocks[requests.block_offsets[n] : requests.block_offsets[n + 1]].tolist(),
             )
             for n in range(len(requests))
-        ]  # fmt: skip
+        ]
         self.coming = list(self.asked)
         self.held: list[Asked] = []
         self.active: list[Asked] = []
@@ -294,9 +303,12 @@ class Reference:
         if not decoding and not prompts:
             return
         batch = Batch(
-            len(decoding), sum(one.prompt + one.steps for one in decoding), sum(one.chunk for one in prompts),
-            sum(one.computed for one in prompts), max(1, len(prompts)),
-        )  # fmt: skip
+            len(decoding),
+            sum(one.prompt + one.steps for one in decoding),
+            sum(one.chunk for one in prompts),
+            sum(one.computed for one in prompts),
+            max(1, len(prompts)),
+        )
         us = self.step_us([self.rows(one)[0] for one in decoding], load, batch)
         speed = 1.0
         if self.config.speeds is not None and number >= self.config.prefill_workers:

@@ -160,14 +160,16 @@ def events(draw: st.DrawFn) -> Any:
     if kind == "removed":
         return BlockRemoved(block_hashes=names, **place)
     return BlockStored(
-        block_hashes=names, parent_block_hash=draw(st.one_of(st.none(), HASHES)),
+        block_hashes=names,
+        parent_block_hash=draw(st.one_of(st.none(), HASHES)),
         token_ids=draw(st.lists(st.integers(0, 1), min_size=2 * len(names), max_size=2 * len(names))),
-        block_size=draw(st.sampled_from([SIZE] * 9 + [1])), **place,
+        block_size=draw(st.sampled_from([SIZE] * 9 + [1])),
+        **place,
         kv_cache_spec_kind=draw(st.sampled_from([None] * 8 + ["full_attention", "sliding_window"])),
         lora_name=draw(st.sampled_from([None] * 6 + ["ada"])),
         cache_salt=draw(st.sampled_from([None] * 6 + ["salt"])),
         extra_keys=draw(st.sampled_from([None] * 5 + [[["salt"]] + [None] * (len(names) - 1)])),
-    )  # fmt: skip
+    )
 
 
 PROMPTS = [[(number >> bit) & 1 for bit in range(6)] for number in range(64)]

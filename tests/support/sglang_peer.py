@@ -69,10 +69,16 @@ class Peer:
 
     def __post_init__(self) -> None:
         self.info = {
-            "model_path": "deepseek-ai/DeepSeek-V2-Lite", "served_model_name": "lite", "version": "0.5.23",
-            "enable_return_routed_experts": True, "expert_distribution_recorder_mode": None, "tp_size": 1, "dp_size": 1,
-            "enable_dp_attention": False, **self.info,
-        }  # fmt: skip
+            "model_path": "deepseek-ai/DeepSeek-V2-Lite",
+            "served_model_name": "lite",
+            "version": "0.5.23",
+            "enable_return_routed_experts": True,
+            "expert_distribution_recorder_mode": None,
+            "tp_size": 1,
+            "dp_size": 1,
+            "enable_dp_attention": False,
+            **self.info,
+        }
 
     async def answer_info(self, request: web.Request) -> web.Response:
         self.calls.append(request.path)

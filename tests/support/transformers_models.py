@@ -14,14 +14,27 @@ EXPERTS, TOP_K, VOCAB = 8, 2, 320
 END = 1
 
 _BASE: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": END, "bos_token_id": 2, "head_dim": 8,
-    "num_experts_per_tok": TOP_K, "intermediate_size": 32,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": END,
+    "bos_token_id": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": TOP_K,
+    "intermediate_size": 32,
+}
 _LATENT = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
     "num_key_value_heads": 4,
-}  # fmt: skip
+}
 _ROUTED = {"n_routed_experts": EXPERTS, "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -29,15 +42,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": EXPERTS, "moe_intermediate_size": 16, "mlp_only_layers": [1], "norm_topk_prob": True},
     "mixtral": {"num_local_experts": EXPERTS},
     "deepseek_v2": {
-        **_ROUTED, **_LATENT, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+        **_ROUTED,
+        **_LATENT,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
         "routed_scaling_factor": 1.5,
     },
     "deepseek_v3": {**_ROUTED, **_LATENT, "n_group": 4, "topk_group": 2},
     "olmoe": {"num_experts": EXPERTS},
-    "gpt_oss": {"num_local_experts": EXPERTS, "sliding_window": 8, "rope_parameters": {"rope_type": "default",
-                                                                                       "rope_theta": 10000.0}},
+    "gpt_oss": {
+        "num_local_experts": EXPERTS,
+        "sliding_window": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "glm4_moe": {**_ROUTED, "n_group": 2, "topk_group": 1},
-}  # fmt: skip
+}
 
 ALIKE: dict[str, dict[str, Any]] = {
     "dots1": {**_ROUTED, "n_group": 1, "topk_group": 1},
@@ -98,8 +118,10 @@ def tokenizer() -> Any:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=["<pad>", "<end>", "<begin>"], show_progress=False,
+        vocab_size=VOCAB,
+        special_tokens=["<pad>", "<end>", "<begin>"],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     inner.train_from_iterator(["a small text about experts and routers, and the tokens they share"] * 3, trainer)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>")

@@ -49,8 +49,9 @@ class Server:
 
     def complete_all(self, prompts: Iterable[str], concurrency: int, **more: Any) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(lambda item: self.complete(item[1], request_id=f"r{item[0]}r", **more),
-                                 enumerate(prompts)))  # fmt: skip
+            return list(
+                pool.map(lambda item: self.complete(item[1], request_id=f"r{item[0]}r", **more), enumerate(prompts))
+            )
 
     def metrics(self) -> dict[str, float]:
         """Sum of each counter or gauge over its labels."""
@@ -89,30 +90,58 @@ class Fleet:
         self.stop(*list(self.servers))
 
     def _make(
-        self, name: str, *arguments: str, settings: dict[str, Any] | None = None, beside: dict[str, Any] | None = None,
-        model: Path | None = None, env: dict[str, str] | None = None, extra: tuple[str, ...] = (),
-    ) -> Server:  # fmt: skip
+        self,
+        name: str,
+        *arguments: str,
+        settings: dict[str, Any] | None = None,
+        beside: dict[str, Any] | None = None,
+        model: Path | None = None,
+        env: dict[str, str] | None = None,
+        extra: tuple[str, ...] = (),
+    ) -> Server:
         """`settings` turns the plugin on; `beside` is a KV connector to run it beside."""
         port, events_port = free_port(), free_port()
         argv = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model or tiny_model_path()),
-            "--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
-            "--block-size", "32", "--port", str(port), "--host", "127.0.0.1", *arguments, *extra,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model or tiny_model_path()),
+            "--served-model-name",
+            MODEL,
+            "--dtype",
+            "float32",
+            "--enforce-eager",
+            "--max-model-len",
+            "512",
+            "--block-size",
+            "32",
+            "--port",
+            str(port),
+            "--host",
+            "127.0.0.1",
+            *arguments,
+            *extra,
+        ]
         if settings is not None:
             own = {
-                "kv_connector": "CoterieConnector", "kv_role": "kv_both",
+                "kv_connector": "CoterieConnector",
+                "kv_role": "kv_both",
                 "kv_connector_extra_config": {"events": f"tcp://127.0.0.1:{events_port}", "store": name, **settings},
-            }  # fmt: skip
+            }
             if beside is not None:
                 both = {"connectors": [beside, own]}
                 own = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": both}
             argv += ["--kv-transfer-config", json.dumps(own)]
         log = self.folder / f"{name}.log"
         environment = {
-            "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
-            "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **(env or {}),
-        }  # fmt: skip
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            **(env or {}),
+        }
         process = ServerProcess(argv, f"http://127.0.0.1:{port}", log, environment)
         return Server(name, process, f"tcp://127.0.0.1:{events_port}", log, name)
 

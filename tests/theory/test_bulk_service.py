@@ -42,9 +42,12 @@ def mean_wait_s(rate: float, trigger: int, size: int) -> float:
 
 def simulate(arrival_s: np.ndarray, trigger: int, size: int, strategy: str) -> Run:
     config = SchedulerConfig(
-        strategy=strategy, max_batch_size=size, window_size=4 * size, min_batch_trigger=trigger,
+        strategy=strategy,
+        max_batch_size=size,
+        window_size=4 * size,
+        min_batch_trigger=trigger,
         scheduling_interval_ms=NEVER_MS,
-    )  # fmt: skip
+    )
     rng = np.random.default_rng(7)
     loads = rng.integers(0, 9, (len(arrival_s), 1, 4)).astype(np.float64)
     timed = Execution(SERVICE_S, 1.0, 1.0)
@@ -59,11 +62,16 @@ def test_the_formula_is_md1_for_batches_of_one():
 @pytest.mark.parametrize(
     ("trigger", "size", "load", "strategy"),
     [
-        (1, 8, 0.5, "fcfs"), (1, 8, 0.65, "fcfs"), (4, 8, 0.3, "fcfs"), (8, 8, 0.6, "fcfs"), (16, 8, 0.5, "fcfs"),
+        (1, 8, 0.5, "fcfs"),
+        (1, 8, 0.65, "fcfs"),
+        (4, 8, 0.3, "fcfs"),
+        (8, 8, 0.6, "fcfs"),
+        (16, 8, 0.5, "fcfs"),
         # Who is taken does not matter to the mean where every batch takes as long.
-        (1, 8, 0.65, "greedy_variance"), (16, 8, 0.5, "random"),
+        (1, 8, 0.65, "greedy_variance"),
+        (16, 8, 0.5, "random"),
     ],
-)  # fmt: skip
+)
 def test_waits_are_those_of_bulk_service(trigger: int, size: int, load: float, strategy: str):
     rate = load * size / SERVICE_S
     run = simulate(np.cumsum(np.random.default_rng(11).exponential(1 / rate, 40_000)), trigger, size, strategy)

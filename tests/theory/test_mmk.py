@@ -182,9 +182,12 @@ def test_decode_runs_by_the_rule_of_its_chain(places: int, load: float, mean_tok
     """Every start of the decoder is that of the rule, and a long run of the rule waits as the chain says."""
     arrival_s, tokens = draw(places, load, mean_tokens, 4000)
     requests = DecodeRequests(
-        arrival_s=arrival_s, context=np.zeros(4000, np.int64), first=np.zeros(4000, np.int64), tokens=tokens,
+        arrival_s=arrival_s,
+        context=np.zeros(4000, np.int64),
+        first=np.zeros(4000, np.int64),
+        tokens=tokens,
         expert_ids=np.zeros((tokens.max(), 1, 1), np.uint8),
-    )  # fmt: skip
+    )
     step = Execution(1 / mean_tokens, 1.0, 1.0)
     config = SchedulerConfig(max_batch_size=1, window_size=1)
     rng = np.random.default_rng(0)

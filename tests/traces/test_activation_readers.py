@@ -77,8 +77,11 @@ def test_deepseek_v2_lite(data_dir):
     assert trace.meta.layer_ids == tuple(range(1, 27))
     domains = list(trace.requests.domains or [])
     assert {name: domains.count(name) for name in sorted(set(domains))} == {
-        "intent": 127, "law": 33, "summary": 13, "translation": 40,
-    }  # fmt: skip
+        "intent": 127,
+        "law": 33,
+        "summary": 13,
+        "translation": 40,
+    }
     tokens, _ = trace.arrays()
     assert set(tokens.phase.tolist()) == {PREFILL}
     raw = np.load(data_dir / "activations" / "deepseek-v2-lite" / "routing_tokens.npz")["gate_weight_x1e4"]
@@ -166,16 +169,23 @@ def test_each_real_file_is_claimed_by_its_own_reader(data_dir):
 
 def own(rng: np.random.Generator) -> dict[str, np.ndarray]:
     return {
-        "expert_ids": rng.integers(0, 8, (6, 2, 3)).astype(np.uint8), "offsets": np.array([0, 2, 2, 6]),
-        "phase": np.array([0, 1, 0, 0, 1, 1], np.uint8), "token_ids": np.arange(6),
-        "gate_weights": rng.random((6, 2, 3)).astype(np.float16), "num_experts": np.array(8),
-    }  # fmt: skip
+        "expert_ids": rng.integers(0, 8, (6, 2, 3)).astype(np.uint8),
+        "offsets": np.array([0, 2, 2, 6]),
+        "phase": np.array([0, 1, 0, 0, 1, 1], np.uint8),
+        "token_ids": np.arange(6),
+        "gate_weights": rng.random((6, 2, 3)).astype(np.float16),
+        "num_experts": np.array(8),
+    }
 
 
 def gpt_oss(folder: Path, rng: np.random.Generator) -> Path:
     arrays = own(rng)
-    np.savez(folder / "routing.npz", expert_ids=arrays["expert_ids"], offsets=arrays["offsets"],
-             gate_probs_f16=arrays["gate_weights"])  # fmt: skip
+    np.savez(
+        folder / "routing.npz",
+        expert_ids=arrays["expert_ids"],
+        offsets=arrays["offsets"],
+        gate_probs_f16=arrays["gate_weights"],
+    )
     rows = [
         {"category": "law", "dataset": "d", "n_prompt_tokens": 9, "n_routed_tokens": n, "offset": o}
         for n, o in ((2, 0), (0, 2), (4, 2))
@@ -285,7 +295,7 @@ def put(where: tuple[int, ...], value: Any) -> Callable[[np.ndarray], np.ndarray
         (bad("expert_ids", None), "not a layout of traces"),
         (bad("offsets", None), "not a layout of traces"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("ignore:.*pickl.*")
 def test_npz_that_is_wrong(tmp_path, rng, change, problem):
     arrays = own(rng)
@@ -415,10 +425,13 @@ def test_damaged_token_tables_and_placements(tmp_path):
     rows = np.array([[0, 1, 7, 2], [1, 0, 7, 2], [2, 3, 7, 2]], np.int32)
     path = tmp_path / "t.npz"
     for change, problem in (
-        (rows[:, :3], "expected \\[entry, 4\\]"), (rows[:0], "expected \\[entry, 4\\]"),
-        (put((0, 0), 3)(rows), "layer\\[0\\]: is 3"), (put((1, 1), -1)(rows), "expert\\[1\\]: is -1"),
-        (put((2, 3), 0)(rows), "count: is 0"), (put((2, 3), 1)(rows), "counts token 7 2, 2, 1 times"),
-    ):  # fmt: skip
+        (rows[:, :3], "expected \\[entry, 4\\]"),
+        (rows[:0], "expected \\[entry, 4\\]"),
+        (put((0, 0), 3)(rows), "layer\\[0\\]: is 3"),
+        (put((1, 1), -1)(rows), "expert\\[1\\]: is -1"),
+        (put((2, 3), 0)(rows), "count: is 0"),
+        (put((2, 3), 1)(rows), "counts token 7 2, 2, 1 times"),
+    ):
         np.savez(path, **{"olmoe|law": change})
         with pytest.raises(TraceError, match=problem):
             read_token_table(path, "olmoe", "law")
@@ -536,17 +549,23 @@ def answer_without(*keys: str) -> dict[str, Any]:
         (7, "line 1: answer: must be a JSON object"),
         ({"meta_info": {"prompt_tokens": 1, "completion_tokens": 1}}, "line 1: routed_experts: is missing"),
         ({"meta_info": {"prompt_tokens": True, "completion_tokens": 1}}, "meta_info.prompt_tokens: is True"),
-        (vllm_answer(np.full((4, 2, 2), 1), 2) | {"usage": {"prompt_tokens": 2, "completion_tokens": 9}},
-         "describes 3 generated tokens, usage.completion_tokens is 9"),
+        (
+            vllm_answer(np.full((4, 2, 2), 1), 2) | {"usage": {"prompt_tokens": 2, "completion_tokens": 9}},
+            "describes 3 generated tokens, usage.completion_tokens is 9",
+        ),
         (vllm_answer(np.full((4, 2, 2), 100), 2), "expert_ids[0, 0, 0]=100 must be in 0 … 63"),
         (vllm_answer(np.full((4, 2, 2), 0), 2), "is all zero"),
         (vllm_answer(put((2, 1), 0)(np.full((4, 2, 2), 5)), 2), "routed_experts[2, 1]: is all zero"),
-        ({"choices": [{"routed_experts": "!"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}},
-         "choices[0].routed_experts: is not base64"),
-        ({"choices": [{"routed_experts": None}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}},
-         "choices[0].routed_experts: is missing"),
+        (
+            {"choices": [{"routed_experts": "!"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}},
+            "choices[0].routed_experts: is not base64",
+        ),
+        (
+            {"choices": [{"routed_experts": None}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}},
+            "choices[0].routed_experts: is missing",
+        ),
     ],
-)  # fmt: skip
+)
 def test_answers_that_are_wrong(tmp_path, body, problem):
     path = write_lines(tmp_path / "a.jsonl", [body])
     with pytest.raises(TraceError) as caught:
@@ -594,8 +613,9 @@ def trtllm(folder: Path, ranks: list[dict[str, np.ndarray]], **meta: Any) -> Pat
 def statistics(rng: np.random.Generator, tokens: int = 3) -> dict[str, np.ndarray]:
     return {
         f"{step}_{layer}": np.bincount(distinct(rng, tokens, 1, 2, 4).ravel(), minlength=4)
-        for step in (100, 101) for layer in (3, 10)
-    }  # fmt: skip
+        for step in (100, 101)
+        for layer in (3, 10)
+    }
 
 
 def test_trtllm(tmp_path, rng):
@@ -682,18 +702,24 @@ def test_load_history(tmp_path):
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ({}, "load_history: must be a list"), (history(), "at least one window"), ([], "JSON: must be an object"),
+        ({}, "load_history: must be a list"),
+        (history(), "at least one window"),
+        ([], "JSON: must be an object"),
         ({"load_history": [{}]}, "load_history[0].logical_expert_load: is missing"),
         ({"load_history": [3]}, "load_history[0].logical_expert_load: is missing"),
-        (history([[1, 2], [3]]), "rows of different lengths"), (history([]), "expected numbers [layer][expert]"),
+        (history([[1, 2], [3]]), "rows of different lengths"),
+        (history([]), "expected numbers [layer][expert]"),
         (history([[1]], [[1, 2]]), "load_history[1]: has shape (1, 2), the first window (1, 1)"),
-        (history([["a"]]), "expected numbers"), (history([[True]]), "expected numbers"),
+        (history([["a"]]), "expected numbers"),
+        (history([[True]]), "expected numbers"),
         (history([[None]]), "expected numbers"),
-        (history([[1, -2]]), "[0][1]: is -2"), (history([[1, 0.5]]), "[0][1]: is 0.5"),
-        (history([[1], [float("nan")]]), "[1][0]: is nan"), (history([[float("inf")]]), "[0][0]: is inf"),
+        (history([[1, -2]]), "[0][1]: is -2"),
+        (history([[1, 0.5]]), "[0][1]: is 0.5"),
+        (history([[1], [float("nan")]]), "[1][0]: is nan"),
+        (history([[float("inf")]]), "[0][0]: is inf"),
         (history([[2**70]]), "expected numbers"),
     ],
-)  # fmt: skip
+)
 def test_load_history_that_is_wrong(tmp_path, value, problem):
     path = tmp_path / "history.json"
     path.write_text(json.dumps(value))

@@ -32,17 +32,25 @@ def make(
     count, offsets = sum(lengths), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     shape = (count, meta.num_layers, meta.top_k)
     requests = RequestTrace(
-        prompt_tokens=rng.integers(0, 9, len(lengths)), output_tokens=rng.integers(0, 9, len(lengths)),
-        arrival_s=np.sort(rng.random(len(lengths))), ids=[f"r{i}" for i in range(len(lengths))],
+        prompt_tokens=rng.integers(0, 9, len(lengths)),
+        output_tokens=rng.integers(0, 9, len(lengths)),
+        arrival_s=np.sort(rng.random(len(lengths))),
+        ids=[f"r{i}" for i in range(len(lengths))],
         domains=[str(rng.choice(["law", "math"])) for _ in lengths],
-        prefix_blocks=[rng.integers(-(2**60), 2**60, int(rng.integers(0, 4))) for _ in lengths], block_tokens=4,
-        extra={"note": [i * 0.5 for i in range(len(lengths))]}, source={"file": "x"},
-    )  # fmt: skip
+        prefix_blocks=[rng.integers(-(2**60), 2**60, int(rng.integers(0, 4))) for _ in lengths],
+        block_tokens=4,
+        extra={"note": [i * 0.5 for i in range(len(lengths))]},
+        source={"file": "x"},
+    )
     return ActivationTrace.from_arrays(
-        meta, rng.integers(0, meta.num_experts, shape), offsets, requests, rng.integers(0, 2, count).astype(np.uint8),
+        meta,
+        rng.integers(0, meta.num_experts, shape),
+        offsets,
+        requests,
+        rng.integers(0, 2, count).astype(np.uint8),
         rng.integers(0, 2**31 - 1, count).astype(np.int32) if optional else None,
         rng.random(shape).astype(np.float16) if optional else None,
-    )  # fmt: skip
+    )
 
 
 def assert_same(found: ActivationTrace, expected: ActivationTrace) -> None:
@@ -91,8 +99,10 @@ def test_round_trip_of_ragged_requests(tmp_path_factory, lengths, seed, optional
     assert_same(found, trace)
     found.validate()
     assert sorted(path.name for path in (folder / "recorded").iterdir()) == [
-        "activations.safetensors", "meta.json", "requests.parquet",
-    ]  # fmt: skip
+        "activations.safetensors",
+        "meta.json",
+        "requests.parquet",
+    ]
 
 
 @given(ragged, st.integers(1, 30), st.integers(1, 12))
@@ -191,11 +201,13 @@ def test_append_after_error(tmp_path, rng, bad):
     if bad in ("id", "negative"):
         wide[1, 0, 2] = 300 if bad == "id" else -1
     broken = {
-        "id": tokens._replace(expert_ids=wide), "negative": tokens._replace(expert_ids=wide),
-        "shape": tokens._replace(expert_ids=tokens.expert_ids[:, :1]), "rows": tokens,
+        "id": tokens._replace(expert_ids=wide),
+        "negative": tokens._replace(expert_ids=wide),
+        "shape": tokens._replace(expert_ids=tokens.expert_ids[:, :1]),
+        "rows": tokens,
         "gates": tokens._replace(gate_weights=tokens.gate_weights[:2]),
         "phase": tokens._replace(phase=tokens.phase[:2]),
-    }[bad]  # fmt: skip
+    }[bad]
     with ActivationWriter(tmp_path / "t", META, flush_tokens=1) as out:
         out.append_many(tokens, offsets, requests)
         with pytest.raises(ConfigError) as caught:
@@ -260,15 +272,27 @@ def test_a_table_with_other_rows_is_refused(tmp_path, rng):
 @pytest.mark.parametrize(
     ("key", "value", "field"),
     [
-        ("format", "other", "format"), ("version", 2, "version"), ("kind", "load", "kind"), ("kind", "x", "kind"),
-        ("num_experts", 200, "shape"), ("num_experts", "300", "shape"), ("num_experts", 0, "shape"),
-        ("num_layers", 3, "shape"), ("num_layers", None, "shape"), ("top_k", 2, "shape"), ("top_k", 3.0, "shape"),
-        ("layer_ids", [1], "shape"), ("layer_ids", 5, "shape"), ("segments", None, "segments"),
+        ("format", "other", "format"),
+        ("version", 2, "version"),
+        ("kind", "load", "kind"),
+        ("kind", "x", "kind"),
+        ("num_experts", 200, "shape"),
+        ("num_experts", "300", "shape"),
+        ("num_experts", 0, "shape"),
+        ("num_layers", 3, "shape"),
+        ("num_layers", None, "shape"),
+        ("top_k", 2, "shape"),
+        ("top_k", 3.0, "shape"),
+        ("layer_ids", [1], "shape"),
+        ("layer_ids", 5, "shape"),
+        ("segments", None, "segments"),
         ("segments", [{}], "activations"),
         ("segments", [{"activations": "a", "requests": "b", "num_tokens": "many"}], "shape"),
-        ("num_experts", ..., "num_experts"), ("model", ..., "model"), ("segments", ..., "segments"),
+        ("num_experts", ..., "num_experts"),
+        ("model", ..., "model"),
+        ("segments", ..., "segments"),
     ],
-)  # fmt: skip
+)
 def test_wrong_meta(tmp_path, rng, key, value, field):
     make(rng, [2, 3]).save(tmp_path / "t")
     path = tmp_path / "t" / "meta.json"
@@ -417,9 +441,13 @@ def test_a_crash_at_any_step_loses_no_flushed_request(tmp_path, rng, monkeypatch
 
 def test_load_table_round_trip(tmp_path, rng):
     table = LoadTable(
-        rng.integers(0, 2**40, (3, 2, 5)).astype(np.uint64), "demo", ["a", "b", "c"],
-        np.array([1, 2, 3]), np.array([4, 9]), {"file": "x"},
-    )  # fmt: skip
+        rng.integers(0, 2**40, (3, 2, 5)).astype(np.uint64),
+        "demo",
+        ["a", "b", "c"],
+        np.array([1, 2, 3]),
+        np.array([4, 9]),
+        {"file": "x"},
+    )
     table.save(tmp_path / "t")
     found = read_trace(tmp_path / "t")
     assert isinstance(found, LoadTable)

@@ -34,14 +34,20 @@ def make(lengths: list[int], seed: int = 0) -> ActivationTrace:
     count = sum(lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     requests = RequestTrace(
-        prompt_tokens=np.array(lengths), output_tokens=np.zeros(len(lengths), np.int64),
-        ids=[f"r{i}" for i in range(len(lengths))], domains=["law"] * len(lengths),
+        prompt_tokens=np.array(lengths),
+        output_tokens=np.zeros(len(lengths), np.int64),
+        ids=[f"r{i}" for i in range(len(lengths))],
+        domains=["law"] * len(lengths),
         extra={"note": [i * 0.5 for i in range(len(lengths))]},
-    )  # fmt: skip
+    )
     return ActivationTrace.from_arrays(
-        META, rng.integers(0, 300, (count, 2, 3)), offsets, requests, rng.integers(0, 2, count).astype(np.uint8),
+        META,
+        rng.integers(0, 300, (count, 2, 3)),
+        offsets,
+        requests,
+        rng.integers(0, 2, count).astype(np.uint8),
         rng.integers(0, 1000, count).astype(np.int32),
-    )  # fmt: skip
+    )
 
 
 def add(out: ActivationWriter, trace: ActivationTrace, index: int) -> None:
@@ -153,8 +159,10 @@ def test_a_crash_while_resuming_loses_nothing(tmp_path, monkeypatch, point):
     assert (tmp_path / "t" / "meta.json").read_bytes() == before, "resuming alone writes nothing"
     with ActivationWriter.resume(tmp_path / "t", META) as again:
         assert sorted(bytes_of(tmp_path / "t")) == [
-            "activations-00001.safetensors", "meta.json", "requests-00001.parquet",
-        ]  # fmt: skip
+            "activations-00001.safetensors",
+            "meta.json",
+            "requests-00001.parquet",
+        ]
         add(again, trace, 1)
     trace.save(tmp_path / "whole")
     assert bytes_of(tmp_path / "t") == bytes_of(tmp_path / "whole")

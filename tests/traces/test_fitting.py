@@ -17,9 +17,16 @@ from coterie.traces.fitting import fit_synthetic
 from coterie.traces.synthetic import SyntheticSettings, draw_preferences, generate, presets
 
 SMALL = SyntheticSettings(
-    num_experts=16, num_layers=4, top_k=3, domains=("a", "b"), mix=(0.25, 0.75), zipf_exponent=1.0, concentration=40.0,
-    specialisation=0.8, lengths=LognormalLengths(100, 0.5, 100, 0.5),
-)  # fmt: skip
+    num_experts=16,
+    num_layers=4,
+    top_k=3,
+    domains=("a", "b"),
+    mix=(0.25, 0.75),
+    zipf_exponent=1.0,
+    concentration=40.0,
+    specialisation=0.8,
+    lengths=LognormalLengths(100, 0.5, 100, 0.5),
+)
 
 
 def test_recovers_what_generated_the_trace(rng):

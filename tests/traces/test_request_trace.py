@@ -14,11 +14,16 @@ from coterie.traces import RequestTrace
 
 def example() -> RequestTrace:
     return RequestTrace(
-        prompt_tokens=np.array([5, 600, 7]), output_tokens=np.array([1, 2, 3]), arrival_s=np.array([2.0, 0.5, 2.0]),
-        ids=["a", "b", "c"], domains=["code", "math", "code"],
-        prefix_blocks=[np.array([1]), np.array([1, 2]), np.array([], np.int64)], block_tokens=512,
-        extra={"user": ["x", None, "z"]}, source={"format": "test"},
-    )  # fmt: skip
+        prompt_tokens=np.array([5, 600, 7]),
+        output_tokens=np.array([1, 2, 3]),
+        arrival_s=np.array([2.0, 0.5, 2.0]),
+        ids=["a", "b", "c"],
+        domains=["code", "math", "code"],
+        prefix_blocks=[np.array([1]), np.array([1, 2]), np.array([], np.int64)],
+        block_tokens=512,
+        extra={"user": ["x", None, "z"]},
+        source={"format": "test"},
+    )
 
 
 def test_order_of_arrival_moves_every_column_and_keeps_ties():

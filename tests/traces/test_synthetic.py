@@ -32,9 +32,13 @@ from coterie.traces.synthetic import (
 from coterie.types import PREFILL, ModelSpec
 
 SMALL = SyntheticSettings(
-    num_experts=8, num_layers=3, top_k=2, domains=("a", "b"), concentration=float("inf"),
+    num_experts=8,
+    num_layers=3,
+    top_k=2,
+    domains=("a", "b"),
+    concentration=float("inf"),
     lengths=LognormalLengths(prompt_mean=20, output_mean=20),
-)  # fmt: skip
+)
 
 
 def inclusion(trace):
@@ -88,9 +92,12 @@ def test_nearly_all_weight_on_one_expert_still_gives_distinct_ids(rng):
 
 @hypothesis_settings(max_examples=25)
 @given(
-    experts=st.sampled_from([1, 2, 8, 300]), layers=st.integers(1, 3), tokens=st.integers(1, 400),
-    concentration=st.sampled_from([0.01, 1.0, 50.0, float("inf")]), data=st.data(),
-)  # fmt: skip
+    experts=st.sampled_from([1, 2, 8, 300]),
+    layers=st.integers(1, 3),
+    tokens=st.integers(1, 400),
+    concentration=st.sampled_from([0.01, 1.0, 50.0, float("inf")]),
+    data=st.data(),
+)
 def test_ids_are_distinct_and_sizes_exact(experts, layers, tokens, concentration, data):
     k = data.draw(st.integers(1, min(experts, 8)))
     settings = replace(SMALL, num_experts=experts, num_layers=layers, top_k=k, concentration=concentration)
@@ -140,9 +147,15 @@ def test_dirichlet_has_the_stated_variance(rng):
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 1.0])
 def test_phases_of_a_request_correlate_as_stated(rng, correlation):
     settings = replace(
-        SMALL, num_experts=32, top_k=1, domains=("a",), concentration=64.0, zipf_exponent=0.0,
-        phase_correlation=correlation, lengths=LognormalLengths(2000, 0, 2000, 0),
-    )  # fmt: skip
+        SMALL,
+        num_experts=32,
+        top_k=1,
+        domains=("a",),
+        concentration=64.0,
+        zipf_exponent=0.0,
+        phase_correlation=correlation,
+        lengths=LognormalLengths(2000, 0, 2000, 0),
+    )
     trace = generate(settings, rng, requests=300)
     tokens, offsets = trace.arrays()
     halves = np.sort(np.concatenate([offsets, offsets[:-1] + 2000]))
@@ -170,9 +183,15 @@ def test_specialisation_sets_how_alike_domains_are(rng):
 
 def test_half_life_is_recovered_from_loads(rng):
     settings = replace(
-        SMALL, num_experts=32, top_k=1, domains=("a",), zipf_exponent=1.0, drift=SlowDrift(half_life_s=100.0),
-        arrivals=PoissonArrivals(20.0), lengths=LognormalLengths(20, 0, 20, 0),
-    )  # fmt: skip
+        SMALL,
+        num_experts=32,
+        top_k=1,
+        domains=("a",),
+        zipf_exponent=1.0,
+        drift=SlowDrift(half_life_s=100.0),
+        arrivals=PoissonArrivals(20.0),
+        lengths=LognormalLengths(20, 0, 20, 0),
+    )
     truth = draw_preferences(settings, rng)
     trace = generate(settings, rng, requests=6000, preferences=truth)
     tokens, offsets = trace.arrays()
@@ -288,9 +307,18 @@ def test_presets_generate(name, rng):
 
 def test_shape_comes_from_a_model_and_wide_ids_fit(rng):
     spec = ModelSpec(
-        "wide", num_layers=4, num_experts=384, top_k=6, hidden_size=1, expert_intermediate_size=1, num_heads=1,
-        num_kv_heads=1, head_dim=1, vocab_size=1, first_moe_layer=1,
-    )  # fmt: skip
+        "wide",
+        num_layers=4,
+        num_experts=384,
+        top_k=6,
+        hidden_size=1,
+        expert_intermediate_size=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=1,
+        vocab_size=1,
+        first_moe_layer=1,
+    )
     trace = generate(SMALL.shaped_like(spec), rng, requests=5)
     assert trace.meta.layer_ids == (1, 2, 3)
     assert trace.arrays()[0].expert_ids.dtype == np.uint16

@@ -37,9 +37,11 @@ def requests(draw: st.DrawFn, *, values: st.SearchStrategy[Any] = TEXT, mooncake
     prompt = np.array(column(st.integers(0, 3000)), np.int64)
     block = 512 if mooncake else draw(st.sampled_from([16, 512]))
     hashes = st.integers(-(2**62), 2**62)
-    blocks = [
-        np.array(draw(st.lists(hashes, min_size=n, max_size=n)), np.int64) for n in (-(-prompt // 512)).tolist()
-    ] if mooncake or draw(st.booleans()) else None  # fmt: skip
+    blocks = (
+        [np.array(draw(st.lists(hashes, min_size=n, max_size=n)), np.int64) for n in (-(-prompt // 512)).tolist()]
+        if mooncake or draw(st.booleans())
+        else None
+    )
     return RequestTrace(
         prompt_tokens=prompt,
         output_tokens=np.array(column(st.integers(0, 10**6)), np.int64),
@@ -106,7 +108,7 @@ def test_activations_round_trip(tmp_path: Path, rng: np.random.Generator, format
     optional = {
         "token_ids": rng.integers(0, 1000, 10).astype(np.int32),
         "gate_weights": rng.random((10, 3, 2)).astype(np.float16),
-    }  # fmt: skip
+    }
     trace = activations(rng, **optional if full else {})
     again = round_trip(tmp_path, trace, format)
     assert (again.meta.num_experts, again.meta.top_k, again.meta.num_layers) == (300, 2, 3)
@@ -149,9 +151,7 @@ def small(**columns: Any) -> RequestTrace:
 
 
 def test_what_a_format_has_no_place_for_is_named(tmp_path: Path):
-    trace = small(
-        ids=["a"], domains=["b"], extra={"user": [1]}, prefix_blocks=[np.array([1, 2])], block_tokens=512
-    )  # fmt: skip
+    trace = small(ids=["a"], domains=["b"], extra={"user": [1]}, prefix_blocks=[np.array([1, 2])], block_tokens=512)
     assert write_trace(trace, tmp_path / "a", "coterie").left_out == ()
     assert write_trace(trace, tmp_path / "b", "jsonl").left_out == ()
     assert write_trace(trace, tmp_path / "c", "csv").left_out == ("prefix_blocks",)
@@ -161,9 +161,12 @@ def test_what_a_format_has_no_place_for_is_named(tmp_path: Path):
 def test_mooncake_writes_whole_milliseconds_and_does_not_round(tmp_path: Path):
     blocks = [np.array([1, 2])] * 3
     trace = RequestTrace(
-        prompt_tokens=np.full(3, 600), output_tokens=np.ones(3, np.int64), arrival_s=np.array([0, 0.027, 0.0275004]),
-        prefix_blocks=blocks, block_tokens=512,
-    )  # fmt: skip
+        prompt_tokens=np.full(3, 600),
+        output_tokens=np.ones(3, np.int64),
+        arrival_s=np.array([0, 0.027, 0.0275004]),
+        prefix_blocks=blocks,
+        block_tokens=512,
+    )
     write_trace(trace, tmp_path / "x", "mooncake")
     times = [json.loads(line)["timestamp"] for line in (tmp_path / "x").read_text().splitlines()]
     assert times[:2] == [0, 27]

@@ -26,9 +26,12 @@ def event(tokens: int = 5, layers: int = 2, top_k: int = 3, experts: int = 300, 
     rng = np.random.default_rng(seed)
     known = change.pop("known", rng.random(tokens) < 0.7)
     fields = {
-        "request_id": "r", "model": "m", "layer_ids": list(range(1, layers + 1)), "prompt_tokens": tokens,
+        "request_id": "r",
+        "model": "m",
+        "layer_ids": list(range(1, layers + 1)),
+        "prompt_tokens": tokens,
         "finish": "stop",
-    }  # fmt: skip
+    }
     ids = rng.integers(0, experts, (tokens, layers, top_k))
     token_ids = rng.integers(0, 2**31, tokens)
     return RequestExperts.pack(ids, token_ids, known, experts, **fields, **change), ids, token_ids, known
@@ -56,9 +59,14 @@ def test_a_request_round_trips(tokens: int, layers: int, top_k: int, experts: in
 def test_a_message_keeps_its_time_rank_and_order():
     first, second = event(seed=1)[0], event(seed=2, known=np.ones(5, bool))[0]
     load = ExpertLoad(
-        model="m", layer_ids=[0, 2], num_experts=3, seconds=0.5, steps=4, tokens=6,
+        model="m",
+        layer_ids=[0, 2],
+        num_experts=3,
+        seconds=0.5,
+        steps=4,
+        tokens=6,
         counts=np.arange(6, dtype="<u4").tobytes(),
-    )  # fmt: skip
+    )
     batch = decode_expert_events(encode_expert_events(ExpertEvents(1.5, [first, load, second], 3)))
     assert (batch.timestamp, batch.rank, batch.events) == (1.5, 3, [first, load, second])
     assert second.known == b"", "all seen takes no bytes"
@@ -103,7 +111,7 @@ def test_garbage_of_unseen_tokens_is_not_an_expert():
     ids = np.array([[[3]], [[255]]])
     packed = RequestExperts.pack(
         ids, np.zeros(2), np.array([True, False]), 8, request_id="r", model="m", layer_ids=[0], prompt_tokens=2
-    )  # fmt: skip
+    )
     assert packed.ids().tolist() == [[[3]], [[0]]]
 
 
@@ -135,9 +143,7 @@ def test_an_event_that_contradicts_itself(change: dict[str, Any], read: str, pro
 
 @given(st.lists(st.integers(), max_size=3), st.integers(-2, 2**63), st.binary(max_size=30))
 def test_a_load_is_an_array_of_its_shape_or_an_error(layers: list[int], experts: int, counts: bytes):
-    load = ExpertLoad(
-        model="m", layer_ids=layers, num_experts=experts, seconds=1.0, steps=1, tokens=1, counts=counts
-    )  # fmt: skip
+    load = ExpertLoad(model="m", layer_ids=layers, num_experts=experts, seconds=1.0, steps=1, tokens=1, counts=counts)
     try:
         found = load.load()
     except InputError:
@@ -148,14 +154,22 @@ def test_a_load_is_an_array_of_its_shape_or_an_error(layers: list[int], experts:
 FIELDS = st.fixed_dictionaries(
     {
         "type": st.sampled_from(["RequestExperts", "ExpertLoad"]),
-        "request_id": st.text(max_size=3), "model": st.text(max_size=3), "finish": st.text(max_size=3),
-        "num_experts": st.integers(-(2**63), 2**64 - 1), "top_k": st.integers(-(2**63), 2**64 - 1),
-        "layer_ids": st.lists(st.integers(-(2**63), 2**64 - 1), max_size=3), "prompt_tokens": st.integers(-5, 5),
-        "token_ids": st.binary(max_size=9), "expert_ids": st.binary(max_size=9), "known": st.binary(max_size=3),
-        "seconds": st.floats(), "steps": st.integers(-5, 5), "tokens": st.integers(-5, 5),
+        "request_id": st.text(max_size=3),
+        "model": st.text(max_size=3),
+        "finish": st.text(max_size=3),
+        "num_experts": st.integers(-(2**63), 2**64 - 1),
+        "top_k": st.integers(-(2**63), 2**64 - 1),
+        "layer_ids": st.lists(st.integers(-(2**63), 2**64 - 1), max_size=3),
+        "prompt_tokens": st.integers(-5, 5),
+        "token_ids": st.binary(max_size=9),
+        "expert_ids": st.binary(max_size=9),
+        "known": st.binary(max_size=3),
+        "seconds": st.floats(),
+        "steps": st.integers(-5, 5),
+        "tokens": st.integers(-5, 5),
         "counts": st.binary(max_size=9),
     }
-)  # fmt: skip
+)
 
 
 @given(FIELDS)
@@ -169,11 +183,17 @@ def test_well_typed_nonsense_raises_only_input_errors(fields: dict[str, Any]):
 @pytest.mark.parametrize(
     "payload",
     [
-        b"", b"\xc1", b"\x93", msgspec.msgpack.encode([1.0, [{"type": "Other"}]]), msgspec.msgpack.encode([1.0, [1]]),
-        msgspec.msgpack.encode([1.0, [{}]]), msgspec.msgpack.encode({"a": 1}), b"\x94\x01\x90\x00" + b"\x91" * 100_000,
+        b"",
+        b"\xc1",
+        b"\x93",
+        msgspec.msgpack.encode([1.0, [{"type": "Other"}]]),
+        msgspec.msgpack.encode([1.0, [1]]),
+        msgspec.msgpack.encode([1.0, [{}]]),
+        msgspec.msgpack.encode({"a": 1}),
+        b"\x94\x01\x90\x00" + b"\x91" * 100_000,
         b"\x92\x01\x91\x81\xa4type\xa1\xff",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_message(payload: bytes):
     with pytest.raises(InputError, match="is not an expert event") as caught:
         decode_expert_events(payload)

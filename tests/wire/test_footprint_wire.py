@@ -30,10 +30,8 @@ from coterie.wire.footprints import (
 SMALL = WireFootprint(np.array([[3, 0, 1], [2, 2, 0]], np.uint8), (1, 4), 2, 1)
 
 all_counts = st.sampled_from([3, 255, 256, 70_000, 2**40]).flatmap(
-    lambda high: arrays(
-        np.int64, array_shapes(min_dims=2, max_dims=2, max_side=9), elements=st.integers(0, high)
-    )
-)  # fmt: skip
+    lambda high: arrays(np.int64, array_shapes(min_dims=2, max_dims=2, max_side=9), elements=st.integers(0, high))
+)
 
 
 def same(left: WireFootprint, right: WireFootprint) -> bool:
@@ -51,9 +49,11 @@ def test_round_trip(counts: np.ndarray, tokens: int, missing: int, deflate: bool
 def test_any_integer_dtype_and_order_sends_the_same():
     expected = encode_footprint(SMALL)
     for counts in (
-        SMALL.counts.astype(np.int64), SMALL.counts.astype(">u4"), np.asfortranarray(SMALL.counts),
+        SMALL.counts.astype(np.int64),
+        SMALL.counts.astype(">u4"),
+        np.asfortranarray(SMALL.counts),
         np.repeat(SMALL.counts, 2, axis=1)[:, ::2],
-    ):  # fmt: skip
+    ):
         layers = np.array(SMALL.layer_ids)  # NumPy's integers too
         assert encode_footprint(SMALL._replace(counts=counts, layer_ids=layers)) == expected  # type: ignore[arg-type]
 
@@ -113,9 +113,16 @@ def test_sizes_are_as_the_docstring_says(tokens: int, kilobytes: int, rng: np.ra
 def packed(**change: Any) -> str:
     """A message as any sender could make it."""
     fields = {
-        "version": 1, "layers": 2, "experts": 3, "itemsize": 1, "tokens": 2, "missing": 1, "layer_ids": [1, 4],
-        "counts": zlib.compress(SMALL.counts.tobytes()), **change,
-    }  # fmt: skip
+        "version": 1,
+        "layers": 2,
+        "experts": 3,
+        "itemsize": 1,
+        "tokens": 2,
+        "missing": 1,
+        "layer_ids": [1, 4],
+        "counts": zlib.compress(SMALL.counts.tobytes()),
+        **change,
+    }
     return base64.b64encode(msgspec.msgpack.encode(list(fields.values()))).decode()
 
 

@@ -38,17 +38,29 @@ VLLM_0_32 = bytes.fromhex(
 SALTED = [None, ["salt", ["img", 3]]]
 VLLM_EVENTS = [
     BlockStored(
-        block_hashes=[b"\x01" * 8, 2**64 - 1], token_ids=[1, 2, 3, 4], block_size=2, medium="GPU", extra_keys=SALTED,
-        group_idx=1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=128, locality="LOCAL",
+        block_hashes=[b"\x01" * 8, 2**64 - 1],
+        token_ids=[1, 2, 3, 4],
+        block_size=2,
+        medium="GPU",
+        extra_keys=SALTED,
+        group_idx=1,
+        kv_cache_spec_kind="sliding_window",
+        kv_cache_spec_sliding_window=128,
+        locality="LOCAL",
     ),
     BlockStored(
-        block_hashes=[7], parent_block_hash=b"\x01" * 8, token_ids=[5, 6], block_size=2, lora_id=3, medium="CPU",
+        block_hashes=[7],
+        parent_block_hash=b"\x01" * 8,
+        token_ids=[5, 6],
+        block_size=2,
+        lora_id=3,
+        medium="CPU",
         lora_name="ada",
     ),
     BlockRemoved(block_hashes=[7, b"\xff\x00"], medium="GPU", group_idx=0),
     BlockRemoved(block_hashes=[8]),
     AllBlocksCleared(),
-]  # fmt: skip
+]
 
 
 def message(*events: Any, rank: int | None = 0) -> bytes:
@@ -114,8 +126,15 @@ def test_every_field_is_written():
         (
             ["BlockStored", [1], 9, [5], 1, 4, "GPU", "ada", [["a"]], 2, "full_attention", None],
             BlockStored(
-                block_hashes=[1], parent_block_hash=9, token_ids=[5], block_size=1, lora_id=4, medium="GPU",
-                lora_name="ada", extra_keys=[["a"]], group_idx=2,
+                block_hashes=[1],
+                parent_block_hash=9,
+                token_ids=[5],
+                block_size=1,
+                lora_id=4,
+                medium="GPU",
+                lora_name="ada",
+                extra_keys=[["a"]],
+                group_idx=2,
             ),
         ),
         (["BlockRemoved", [1, 2]], BlockRemoved(block_hashes=[1, 2])),
@@ -124,15 +143,16 @@ def test_every_field_is_written():
         (["AllBlocksCleared"], AllBlocksCleared()),
         (["AllBlocksCleared", "later"], AllBlocksCleared()),
     ],
-)  # fmt: skip
+)
 def test_the_array_form(array: list[Any], expected: Any):
     assert only(message(array)) == expected
 
 
 def test_both_forms_in_one_message():
     assert decode_kv_events(message(["BlockRemoved", [1]], {"type": "AllBlocksCleared"})).events == [
-        BlockRemoved(block_hashes=[1]), AllBlocksCleared()
-    ]  # fmt: skip
+        BlockRemoved(block_hashes=[1]),
+        AllBlocksCleared(),
+    ]
 
 
 def test_sglangs_salt_in_both_forms():
@@ -140,9 +160,16 @@ def test_sglangs_salt_in_both_forms():
     expected = BlockStored(block_hashes=[-7], token_ids=[5], block_size=1, medium="GPU", cache_salt="tenant")
     assert only(message(["BlockStored", [-7], None, [5], 1, None, "GPU", {"cache_salt": "tenant"}])) == expected
     as_map = {
-        "type": "BlockStored", "block_hashes": [-7], "parent_block_hash": None, "token_ids": [5], "block_size": 1,
-        "lora_id": None, "medium": "GPU", "cache_salt": "tenant", "session_id": "s",
-    }  # fmt: skip
+        "type": "BlockStored",
+        "block_hashes": [-7],
+        "parent_block_hash": None,
+        "token_ids": [5],
+        "block_size": 1,
+        "lora_id": None,
+        "medium": "GPU",
+        "cache_salt": "tenant",
+        "session_id": "s",
+    }
     assert only(message(as_map)) == expected
 
 
@@ -167,14 +194,24 @@ texts = st.none() | st.text(max_size=4)
 numbers = st.none() | st.integers(0, 2**31)
 events = st.one_of(
     st.builds(
-        BlockStored, block_hashes=st.lists(hashes, max_size=3), parent_block_hash=st.none() | hashes,
-        token_ids=st.lists(st.integers(0, 2**31), max_size=4), block_size=st.integers(0, 256), lora_id=numbers,
-        medium=texts, lora_name=texts, extra_keys=st.none() | st.lists(texts, max_size=2), group_idx=numbers,
-        kv_cache_spec_kind=texts, kv_cache_spec_sliding_window=numbers, locality=texts, cache_salt=texts,
+        BlockStored,
+        block_hashes=st.lists(hashes, max_size=3),
+        parent_block_hash=st.none() | hashes,
+        token_ids=st.lists(st.integers(0, 2**31), max_size=4),
+        block_size=st.integers(0, 256),
+        lora_id=numbers,
+        medium=texts,
+        lora_name=texts,
+        extra_keys=st.none() | st.lists(texts, max_size=2),
+        group_idx=numbers,
+        kv_cache_spec_kind=texts,
+        kv_cache_spec_sliding_window=numbers,
+        locality=texts,
+        cache_salt=texts,
     ),
     st.builds(BlockRemoved, block_hashes=st.lists(hashes, max_size=3), medium=texts, group_idx=numbers, locality=texts),
     st.builds(AllBlocksCleared),
-)  # fmt: skip
+)
 batches = st.builds(KVEvents, st.floats(allow_nan=False), st.lists(events, max_size=4), numbers)
 
 

@@ -2,14 +2,7 @@
 
 from coterie.batching.base import Selection, Strategy, Window, passed_over, strategies
 from coterie.batching.fcfs import Fcfs
-from coterie.batching.greedy import (
-    BestFit,
-    Differencing,
-    GreedyDotProduct,
-    GreedyVariance,
-    LptBalanced,
-    NormMinimizing,
-)
+from coterie.batching.greedy import BestFit, Differencing, GreedyDotProduct, GreedyVariance, LptBalanced, NormMinimizing
 from coterie.batching.karmarkar_karp import KarmarkarKarp
 from coterie.batching.latency_aware import LatencyAware
 from coterie.batching.lpt import Lpt
@@ -17,7 +10,22 @@ from coterie.batching.power_of_d import PowerOfD, PowerOfDDot
 from coterie.batching.random_sample import RandomSample
 
 __all__ = [
-    "BestFit", "Differencing", "Fcfs", "GreedyDotProduct", "GreedyVariance", "KarmarkarKarp", "LatencyAware",
-    "Lpt", "LptBalanced", "NormMinimizing", "PowerOfD", "PowerOfDDot", "RandomSample", "Selection", "Strategy",
-    "Window", "passed_over", "strategies",
-]  # fmt: skip
+    "BestFit",
+    "Differencing",
+    "Fcfs",
+    "GreedyDotProduct",
+    "GreedyVariance",
+    "KarmarkarKarp",
+    "LatencyAware",
+    "Lpt",
+    "LptBalanced",
+    "NormMinimizing",
+    "PowerOfD",
+    "PowerOfDDot",
+    "RandomSample",
+    "Selection",
+    "Strategy",
+    "Window",
+    "passed_over",
+    "strategies",
+]

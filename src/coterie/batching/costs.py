@@ -100,10 +100,16 @@ class StepCost:
             share = 1.0 / np.take_along_axis(replicas, slots, axis=1)
         return cls(
             # The last tile is half empty on average, which counts as rows that come sooner past the first.
-            fixed_us=fixed, first_us=first, tile_rows=max(0.0, min(tile, first / row_us - tile / 2.0)),
-            row_us=row_us, arrival_us=arrival, num_ranks=ranks,
-            by_tokens=batch.prefill_tokens > 0, slots=slots, share=share,
-        )  # fmt: skip
+            fixed_us=fixed,
+            first_us=first,
+            tile_rows=max(0.0, min(tile, first / row_us - tile / 2.0)),
+            row_us=row_us,
+            arrival_us=arrival,
+            num_ranks=ranks,
+            by_tokens=batch.prefill_tokens > 0,
+            slots=slots,
+            share=share,
+        )
 
     @classmethod
     def for_phase(

@@ -39,7 +39,7 @@ from coterie.batching.picking import (
     not_in,
     selection,
     total_of,
-)  # fmt: skip
+)
 
 Narrow = NDArray[np.int16]
 

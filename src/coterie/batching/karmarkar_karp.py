@@ -16,16 +16,7 @@ from numpy.typing import NDArray
 from coterie._numba import helper, njit
 from coterie.batching.base import Loads, Selection, Window, strategies
 from coterie.batching.lpt import heaviest_first
-from coterie.batching.picking import (
-    NEVER,
-    Indices,
-    Skipping,
-    check_snapshot,
-    first_picks,
-    not_in,
-    selection,
-    totals_of,
-)  # fmt: skip
+from coterie.batching.picking import NEVER, Indices, Skipping, check_snapshot, first_picks, not_in, selection, totals_of
 
 
 @strategies.register("karmarkar_karp")

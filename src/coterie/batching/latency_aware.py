@@ -35,7 +35,7 @@ from coterie.batching.picking import (
     first_picks,
     not_in,
     total_of,
-)  # fmt: skip
+)
 from coterie.errors import ConfigError
 
 EVEN_OUT = SpreadCost()
@@ -87,19 +87,11 @@ class LatencyAware(Skipping):
 
 def _numbers(cost: StepCost) -> NDArray[np.float64]:
     """In the order the loops take them."""
-    return np.array(
-        [cost.fixed_us, cost.first_us, cost.tile_rows, cost.row_us, cost.arrival_us, float(cost.by_tokens)]
-    )
+    return np.array([cost.fixed_us, cost.first_us, cost.tile_rows, cost.row_us, cost.arrival_us, float(cost.by_tokens)])
 
 
 def measure_trust(
-    cost: BatchCost,
-    predicted: Loads,
-    truth: Loads,
-    stream: Indices,
-    size: int = 8,
-    window: int = 32,
-    running: int = 0,
+    cost: BatchCost, predicted: Loads, truth: Loads, stream: Indices, size: int = 8, window: int = 32, running: int = 0
 ) -> float:
     """Share of avoidable time that choosing avoids; `predicted` and `truth` [request, …] are of the same requests.
 
@@ -238,9 +230,15 @@ def _spread(rows: Loads, load: Loads, order: Indices, sensitivity: float) -> flo
 
 @njit()
 def _by_step(
-    loads: Loads, running: Loads, skipped: Indices, hope: float, size: int, max_skips: int,
-    parameters: NDArray[np.float64], ranks: int,
-) -> tuple[Indices, int, float]:  # fmt: skip
+    loads: Loads,
+    running: Loads,
+    skipped: Indices,
+    hope: float,
+    size: int,
+    max_skips: int,
+    parameters: NDArray[np.float64],
+    ranks: int,
+) -> tuple[Indices, int, float]:
     come = _in_order(skipped, size, max_skips)
     if len(come) == len(loads):
         return come, 0, 0.0
@@ -271,9 +269,15 @@ def _step_avoidable(
 
 @helper()
 def _step_gain(
-    loads: Loads, running: Loads, come: Indices, time: float, order: Indices, other: float,
-    parameters: NDArray[np.float64], ranks: int,
-) -> float:  # fmt: skip
+    loads: Loads,
+    running: Loads,
+    come: Indices,
+    time: float,
+    order: Indices,
+    other: float,
+    parameters: NDArray[np.float64],
+    ranks: int,
+) -> float:
     """Share of the time of `come` that `order`, which takes `other`, saves."""
     if parameters[5] > 0.0:  # what unevenness costs a token: that some batches are larger is nobody's gain
         before = _tokens(running)

@@ -23,7 +23,7 @@ from coterie.batching.picking import (
     not_in,
     selection,
     totals_of,
-)  # fmt: skip
+)
 
 
 @strategies.register("lpt")

@@ -24,7 +24,7 @@ from coterie.batching.picking import (
     not_in,
     selection,
     total_of,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from coterie.cli.output import JsonOption, print_json, print_table, reporting
 
 
 def bench_command(
-    group: Annotated[str, typer.Argument(help="A group of benchmarks, or all.")],
-    json: JsonOption = False,
+    group: Annotated[str, typer.Argument(help="A group of benchmarks, or all.")], json: JsonOption = False
 ) -> None:
     """Run a group of benchmarks: `batching`, `costs`, `placement`, `routing`, `sim`, `traces`, or `all`."""
     from coterie.evaluation.bench import benches

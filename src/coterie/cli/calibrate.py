@@ -83,4 +83,3 @@ def calibrate_command(
         [[r["model"], r["dtype"], r["cells"], r["mape_pct"], r["worst_pct"], r["worst_cell"]] for r in rows],
         note=measurement.note or None,
     )
-

@@ -46,14 +46,21 @@ def convert_command(
 def _sizes(trace: Trace) -> dict[str, Any]:
     if isinstance(trace, LoadTable):
         return {
-            "model": trace.model, "windows": len(trace), "layers": trace.num_layers, "experts": trace.num_experts,
+            "model": trace.model,
+            "windows": len(trace),
+            "layers": trace.num_layers,
+            "experts": trace.num_experts,
             "activations": int(trace.counts.sum()),
-        }  # fmt: skip
+        }
     if isinstance(trace, ActivationTrace):
         return {
-            "model": trace.meta.model, "requests": trace.num_requests, "tokens": trace.num_tokens,
-            "layers": trace.meta.num_layers, "experts": trace.meta.num_experts, "top_k": trace.meta.top_k,
-        }  # fmt: skip
+            "model": trace.meta.model,
+            "requests": trace.num_requests,
+            "tokens": trace.num_tokens,
+            "layers": trace.meta.num_layers,
+            "experts": trace.meta.num_experts,
+            "top_k": trace.meta.top_k,
+        }
     return {
         "requests": len(trace),
         "prompt_tokens": int(trace.prompt_tokens.sum()),

@@ -42,8 +42,15 @@ def demo_command(
         "The same requests under three routers",
         ["router", "experts", "fewer", "token", "rows", "H200", "CPU"],
         [
-            [r.router, r.distinct_experts, f"{r.saving_pct:.1f}%", f"{r.by_token_pct:.1f}%", f"{r.equal_rows_pct:.1f}%",
-             r.h200_ms, r.cpu_ms]
+            [
+                r.router,
+                r.distinct_experts,
+                f"{r.saving_pct:.1f}%",
+                f"{r.by_token_pct:.1f}%",
+                f"{r.equal_rows_pct:.1f}%",
+                r.h200_ms,
+                r.cpu_ms,
+            ]
             for r in result.rows
         ],
         note="experts: of a layer that a decode step touches, counted in the workers; fewer: than under round robin, "

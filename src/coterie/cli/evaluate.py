@@ -128,9 +128,18 @@ def evaluate_command(
     if out_folder is None and chosen.writes_files:
         out_folder = Path("out") / suite
     options = SuiteOptions(
-        trace, trace_format, batch, Path(data) if data else None, seed, model, requests, _several(seeds),
-        _several(rates), _several(strategies), out_folder,
-    )  # fmt: skip
+        trace,
+        trace_format,
+        batch,
+        Path(data) if data else None,
+        seed,
+        model,
+        requests,
+        _several(seeds),
+        _several(rates),
+        _several(strategies),
+        out_folder,
+    )
     made = out_folder is not None and not out_folder.exists()
     if out_folder is not None:
         out_folder.mkdir(parents=True, exist_ok=True)  # a folder that cannot be is said before the work, not after

@@ -68,19 +68,36 @@ def fit_command(
         fit = np.sort(order[len(test) :])
         seconds: dict[str, float] = {}
         fitted = FittedRouting.fit(
-            known.take(fit), workers, rng, speeds=rates, batch=batch, weighting=weighting,  # type: ignore[arg-type]
+            known.take(fit),
+            workers,
+            rng,
+            speeds=rates,
+            batch=batch,
+            weighting=weighting,  # type: ignore[arg-type]
             report=lambda part, took: (seconds.update({part: took}), report(part, len(seconds), 5))[0],
-        )  # fmt: skip
+        )
         report("Scoring other requests", 0, 1)
         scores = _scores(fitted, known.take(fit), known.take(test), rates, rng)
     fitted.save(output)
     result = {
-        "trace": str(trace), "model": fitted.model, "layers": fitted.num_layers, "experts": fitted.num_experts,
-        "top_k": fitted.top_k, "workers": workers, "batch": batch, "calibration_requests": len(fit),
-        "test_requests": len(test), "halves": known.halved, "weighting": weighting, "seed": seed,
-        "layers_kept": fitted.signature.layers.tolist(), **scores, "fit_s": seconds, "file": str(output),
+        "trace": str(trace),
+        "model": fitted.model,
+        "layers": fitted.num_layers,
+        "experts": fitted.num_experts,
+        "top_k": fitted.top_k,
+        "workers": workers,
+        "batch": batch,
+        "calibration_requests": len(fit),
+        "test_requests": len(test),
+        "halves": known.halved,
+        "weighting": weighting,
+        "seed": seed,
+        "layers_kept": fitted.signature.layers.tolist(),
+        **scores,
+        "fit_s": seconds,
+        "file": str(output),
         "bytes": output.stat().st_size,
-    }  # fmt: skip
+    }
     if json_output:
         print_json(result)
         return
@@ -147,8 +164,9 @@ def _print(result: dict[str, Any]) -> None:
     out.print(
         f"{escape(result['model'])}: {result['layers']} layers of {result['experts']} experts, "
         f"{result['calibration_requests']:,} requests calibrate, {result['test_requests']:,} test",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
     if result["halves"]:
         out.print("The trace has one phase: first and second halves of requests stand for prefill and decode.")
     if not result["rho"]:

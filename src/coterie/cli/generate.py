@@ -22,8 +22,11 @@ from coterie.traces.readers import read_trace
 if TYPE_CHECKING:  # numba takes half a second to import: only when a trace is made
     from coterie.traces.synthetic import SyntheticSettings
 
-_UNITS = {"": 1, **{f"{p}b": 1000**i for i, p in enumerate(("", "k", "m", "g", "t"))},
-          **{f"{p}ib": 1024**i for i, p in enumerate(("k", "m", "g", "t"), start=1)}}  # fmt: skip
+_UNITS = {
+    "": 1,
+    **{f"{p}b": 1000**i for i, p in enumerate(("", "k", "m", "g", "t"))},
+    **{f"{p}ib": 1024**i for i, p in enumerate(("k", "m", "g", "t"), start=1)},
+}
 
 
 def generate_command(
@@ -65,9 +68,15 @@ def generate_command(
     with progress() as bar:
         task = bar.add_task("Generating tokens", total=None)
         trace = generate_to(
-            out, settings, rng, requests=requests, tokens=tokens, nbytes=nbytes, source=source,
+            out,
+            settings,
+            rng,
+            requests=requests,
+            tokens=tokens,
+            nbytes=nbytes,
+            source=source,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )  # fmt: skip
+        )
     summary = _summary(out, trace, settings, seed, time.perf_counter() - started)
     if json_output:
         print_json(summary)
@@ -114,9 +123,18 @@ def _summary(
 ) -> dict[str, Any]:
     table = trace.requests
     return {
-        "path": str(out), "model": trace.meta.model, "requests": trace.num_requests, "tokens": trace.num_tokens,
-        "prompt_tokens": int(table.prompt_tokens.sum()), "output_tokens": int(table.output_tokens.sum()),
-        "layers": trace.meta.num_layers, "experts": trace.meta.num_experts, "top_k": trace.meta.top_k,
-        "bytes": sum(file.stat().st_size for file in out.iterdir()), "duration_s": table.duration_s, "seed": seed,
-        "wall_s": seconds, "domains": list(settings.domains),
-    }  # fmt: skip
+        "path": str(out),
+        "model": trace.meta.model,
+        "requests": trace.num_requests,
+        "tokens": trace.num_tokens,
+        "prompt_tokens": int(table.prompt_tokens.sum()),
+        "output_tokens": int(table.output_tokens.sum()),
+        "layers": trace.meta.num_layers,
+        "experts": trace.meta.num_experts,
+        "top_k": trace.meta.top_k,
+        "bytes": sum(file.stat().st_size for file in out.iterdir()),
+        "duration_s": table.duration_s,
+        "seed": seed,
+        "wall_s": seconds,
+        "domains": list(settings.domains),
+    }

@@ -45,9 +45,11 @@ def inspect_command(
     with progress() as bar:
         task = bar.add_task("Reading tokens", total=None)
         found = inspect_trace(
-            opened, str(trace), np.random.default_rng(seed),
+            opened,
+            str(trace),
+            np.random.default_rng(seed),
             lambda done, total: bar.update(task, completed=done, total=total),
-        )  # fmt: skip
+        )
     written: dict[str, Any] = {}
     if out_folder is not None:
         from coterie.evaluation.page import write_report

@@ -48,13 +48,17 @@ def models_command(
             ["model", "MoE layers", "experts", "dtype", "expert MB", "KV B/token"],
             [
                 [
-                    row["name"], row["num_moe_layers"], f"{row['top_k']} of {row['num_experts']}",
-                    row["weight_dtype"], row["expert_bytes"] / 1e6, row["kv_bytes_per_token"],
+                    row["name"],
+                    row["num_moe_layers"],
+                    f"{row['top_k']} of {row['num_experts']}",
+                    row["weight_dtype"],
+                    row["expert_bytes"] / 1e6,
+                    row["kv_bytes_per_token"],
                 ]
                 for row in rows
             ],
             note="expert MB: one expert of one layer in its dtype; KV: 16-bit, all layers",
-        )  # fmt: skip
+        )
     else:
         print_table(rows[0]["name"], ["field", "value"], rows[0].items())
 
@@ -81,10 +85,16 @@ def _show_slot_store(specs: list[ModelSpec], json_output: bool) -> None:
     for spec in specs:
         plain, half = at[spec.name, "bf16", 16], at[spec.name, "fp8", 16]
         large = at[spec.name, "bf16", 128]
-        rows.append([
-            spec.name, plain.slot_bytes, _percent(plain), _percent(half),
-            f"{100 * plain.counts_share_of_kv:.2f}", f"{100 * large.counts_share_of_kv:.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                spec.name,
+                plain.slot_bytes,
+                _percent(plain),
+                _percent(half),
+                f"{100 * plain.counts_share_of_kv:.2f}",
+                f"{100 * large.counts_share_of_kv:.2f}",
+            ]
+        )
     print_table(
         "Slot store, percent of the KV cache",
         ["model", "B/token", "bf16", "fp8", "counts/16", "counts/128"],

@@ -38,8 +38,7 @@ def inspect_command(
         typer.Option("--window", help="Of a load table: a label, a number from 0, or A:B; else all but merged_…."),
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option("--model", help="Shape: a known name, or a folder with config.json; else the file's."),
+        str | None, typer.Option("--model", help="Shape: a known name, or a folder with config.json; else the file's.")
     ] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", help="Ranks, where the file does not say (sglang, tensorrt-llm).")
@@ -86,8 +85,10 @@ def inspect_command(
 def _print(shown: MapInspection, load: str | None) -> None:
     out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH  # a pipe has no width; rich would take 80
     over = f"{shown.ranks} ranks" + (f" on {shown.nodes} nodes" if shown.nodes > 1 else "")
-    out.print(f"{escape(shown.model)}: {shown.layers} layers of {shown.experts} experts, {shown.slots} slots on {over}",
-              highlight=False)  # fmt: skip
+    out.print(
+        f"{escape(shown.model)}: {shown.layers} layers of {shown.experts} experts, {shown.slots} slots on {over}",
+        highlight=False,
+    )
     if load is not None:
         out.print(f"load: {escape(load)}", highlight=False)
     width = max(10, min(out.width - 36, 48))
@@ -98,9 +99,11 @@ def _print(shown: MapInspection, load: str | None) -> None:
         print_table(
             "Most slots",
             ["layer", "expert", "slots", "of the layer's load"],
-            [[str(one.layer), str(one.expert), one.replicas, "-" if one.load is None else f"{100 * one.load:.1f}%"]
-             for one in shown.most],
-        )  # fmt: skip
+            [
+                [str(one.layer), str(one.expert), one.replicas, "-" if one.load is None else f"{100 * one.load:.1f}%"]
+                for one in shown.most
+            ],
+        )
     if shown.rank_load is not None:
         _print_load(shown)
     lines = [f"duplicates on a rank: {shown.duplicates:,}" + (": memory that buys nothing" if shown.duplicates else "")]
@@ -118,9 +121,6 @@ def _print_load(shown: MapInspection) -> None:
     worst = busy[shown.layer_ids.index(shown.worst_layer)] if shown.worst_layer is not None else busy[0]
     print_rank_bars(
         "Load of every rank, 1 being the mean",
-        [
-            Column("all layers", relative(busy.sum(axis=0)), 0),
-            Column(f"layer {shown.worst_layer}", relative(worst), 1),
-        ],
+        [Column("all layers", relative(busy.sum(axis=0)), 0), Column(f"layer {shown.worst_layer}", relative(worst), 1)],
         f"Balance, mean of layers: {shown.balance:.3f}; layer {shown.worst_layer} is the least even.",
     )

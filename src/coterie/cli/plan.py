@@ -24,8 +24,7 @@ WIDTH = 110
 def plan_command(
     load: Annotated[Path, typer.Argument(help="Load table or activation trace, in any known format.")],
     model: Annotated[
-        str | None,
-        typer.Option("--model", help="Shape: a known name, or a folder with config.json; else the load's."),
+        str | None, typer.Option("--model", help="Shape: a known name, or a folder with config.json; else the load's.")
     ] = None,
     ranks: Annotated[int, typer.Option("--ranks", help="Expert-parallel ranks.")] = 8,
     nodes: Annotated[int, typer.Option("--nodes", help="Machines that hold them, as many each.")] = 1,
@@ -33,8 +32,7 @@ def plan_command(
         int | None, typer.Option("--slots", help="Slots of a layer over all ranks; else as many as experts.")
     ] = None,
     current: Annotated[
-        Path | None,
-        typer.Option("--current", help="Placement in use, in any known format; else experts in order."),
+        Path | None, typer.Option("--current", help="Placement in use, in any known format; else experts in order.")
     ] = None,
     planner: Annotated[
         str, typer.Option("--planner", help="Who plans; an unknown name lists them all.")
@@ -55,13 +53,19 @@ def plan_command(
     ] = None,
     window: Annotated[
         str | None,
-        typer.Option("--window", help="Of a load table: a label, a number from 0, or A:B; else all, added up, but "
-                     "those named merged_…, which are sums of others."),
+        typer.Option(
+            "--window",
+            help="Of a load table: a label, a number from 0, or A:B; else all, added up, but "
+            "those named merged_…, which are sums of others.",
+        ),
     ] = None,
     sources: Annotated[
         Path | None,
-        typer.Option("--sources", help="The same tokens by the rank they are on: an .npy array by rank, layer "
-                     "and expert, or a folder of TensorRT-LLM's statistics; else they come from all ranks alike."),
+        typer.Option(
+            "--sources",
+            help="The same tokens by the rank they are on: an .npy array by rank, layer "
+            "and expert, or a folder of TensorRT-LLM's statistics; else they come from all ranks alike.",
+        ),
     ] = None,
     preset: Annotated[
         str, typer.Option("--preset", help="Calibrated device: h200, rtx-pro-6000, or a file of coterie calibrate.")
@@ -90,9 +94,25 @@ def plan_command(
     else:
         check_map_target(out_file, to)
     options = PlanOptions(
-        load, from_, window, sources, model, ranks, nodes, slots, speeds, current, planner, split, max_moves,
-        time_limit, horizon, enough, preset, batch,
-    )  # fmt: skip
+        load,
+        from_,
+        window,
+        sources,
+        model,
+        ranks,
+        nodes,
+        slots,
+        speeds,
+        current,
+        planner,
+        split,
+        max_moves,
+        time_limit,
+        horizon,
+        enough,
+        preset,
+        batch,
+    )
     with _reporting(json_output) as report:
         planned = make_plan(options, report)
     found = summary(planned)
@@ -112,8 +132,11 @@ def _reporting(quiet: bool) -> AbstractContextManager[Callable[[str, int, int], 
 def _print(planned: Planned, found: dict[str, Any]) -> None:
     out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH  # a pipe has no width; rich would take 80
     over = f"{found['ranks']} ranks" + (f" on {found['nodes']} nodes" if found["nodes"] > 1 else "")
-    out.print(f"{escape(found['model'])}: {found['layers']} MoE layers of {found['experts']} experts, "
-              f"{found['slots']} slots on {over}", highlight=False)  # fmt: skip
+    out.print(
+        f"{escape(found['model'])}: {found['layers']} MoE layers of {found['experts']} experts, "
+        f"{found['slots']} slots on {over}",
+        highlight=False,
+    )
     out.print(f"load: {escape(found['load'])}", highlight=False)
     out.print(f"planner: {found['planner']}, split {found['split']}", highlight=False)
     _print_bars(planned)
@@ -154,8 +177,10 @@ def _print_verdict(planned: Planned, found: dict[str, Any]) -> None:
         if found["after_s"] < found["before_s"]:
             lines.append(f"split {found['split']} alone makes a step {found['gain_pct']:.1f}% shorter")
     else:
-        links = ", ".join(f"{part['moves']:,} {name} ({_seconds(part['link_s'])} of link time)"
-                          for name, part in found["moves_by_link"].items())  # fmt: skip
+        links = ", ".join(
+            f"{part['moves']:,} {name} ({_seconds(part['link_s'])} of link time)"
+            for name, part in found["moves_by_link"].items()
+        )
         lines.append(f"{_count(found['moves'], 'move')}, {found['move_bytes'] / 1e9:,.1f} GB: {links}")
         lines.append(f"gain: {found['gain_pct']:.1f}% of the MoE layers' time")
         held, steps = f"movement holds up serving for {_seconds(found['movement_s'])}", found["break_even_steps"]
@@ -167,9 +192,11 @@ def _print_verdict(planned: Planned, found: dict[str, Any]) -> None:
             lines.append(f"{held}: {even} (horizon {_count(found['horizon'], 'step')})")
     proof = found["proof"]
     if proof is not None:
-        lines.append(f"{_seconds(proof['objective_s'])} over the horizon, movement paid; no plan is below "
-                     f"{_seconds(proof['bound_s'])}: a gap of {proof['gap']:.2%}, {proof['worst_gap']:.2%} in the "
-                     f"worst layer; {proof['layers_closed']} of {found['layers']} layers closed")  # fmt: skip
+        lines.append(
+            f"{_seconds(proof['objective_s'])} over the horizon, movement paid; no plan is below "
+            f"{_seconds(proof['bound_s'])}: a gap of {proof['gap']:.2%}, {proof['worst_gap']:.2%} in the "
+            f"worst layer; {proof['layers_closed']} of {found['layers']} layers closed"
+        )
     lines.append(f"planning took {_seconds(found['planning_s'])}")
     if not planned.measured:
         lines.append(f"{found['model']} was not measured on this device: rates of the nearest shape are used")

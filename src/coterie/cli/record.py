@@ -87,9 +87,24 @@ def record_command(
     if engine not in _ENGINES:
         raise UnknownNameError("engine", engine, _ENGINES)
     asked = _Asked(
-        model, prompts, output, limit, max_tokens, batch_size, dtype, device, gate_weights, temperature, seed, chat,
-        resume, url, events, duration, concurrency,
-    )  # fmt: skip
+        model,
+        prompts,
+        output,
+        limit,
+        max_tokens,
+        batch_size,
+        dtype,
+        device,
+        gate_weights,
+        temperature,
+        seed,
+        chat,
+        resume,
+        url,
+        events,
+        duration,
+        concurrency,
+    )
     started = time.perf_counter()
     try:
         with reporting("Starting") as report:
@@ -113,9 +128,15 @@ def _transformers(asked: _Asked, report: Progress) -> _Done:
         if getattr(asked, name) is not None:
             raise ConfigError(f"--{name.removesuffix('_s')} is for a server; engine transformers runs the model itself")
     settings = RecordingSettings(
-        max_tokens=asked.max_tokens, batch_size=asked.batch_size, dtype=asked.dtype, device=asked.device,
-        gate_weights=asked.gate_weights, temperature=asked.temperature, seed=asked.seed, chat=asked.chat,
-    )  # fmt: skip
+        max_tokens=asked.max_tokens,
+        batch_size=asked.batch_size,
+        dtype=asked.dtype,
+        device=asked.device,
+        gate_weights=asked.gate_weights,
+        temperature=asked.temperature,
+        seed=asked.seed,
+        chat=asked.chat,
+    )
     prompts = _prompts(asked) or _limited(load_prompts(), asked.limit)
     model = tiny_model_path() if asked.model == TINY and not Path(TINY).is_dir() else Path(asked.model)
     done = record(model, prompts, asked.out, settings, resume=asked.resume, on_progress=report)
@@ -155,10 +176,14 @@ def _served(asked: _Asked, report: Progress) -> dict[str, Any]:
     if asked.duration_s is not None and not 0 < asked.duration_s < float("inf"):
         raise ConfigError(f"--duration={asked.duration_s} must be above 0")
     return {
-        "prompts": _prompts(asked), "events": asked.events, "duration_s": asked.duration_s,
-        "concurrency": asked.concurrency, "max_tokens": asked.max_tokens, "chat": asked.chat is not False,
+        "prompts": _prompts(asked),
+        "events": asked.events,
+        "duration_s": asked.duration_s,
+        "concurrency": asked.concurrency,
+        "max_tokens": asked.max_tokens,
+        "chat": asked.chat is not False,
         "on_progress": report,
-    }  # fmt: skip
+    }
 
 
 def _prompts(asked: _Asked) -> list[Prompt] | None:
@@ -175,16 +200,26 @@ def _limited(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
 def _summary(path: Path, trace: ActivationTrace | LoadTable) -> dict[str, Any]:
     if isinstance(trace, LoadTable):
         return {
-            "path": str(path), "model": trace.model, "windows": len(trace), "layers": trace.num_layers,
-            "experts": trace.num_experts, "activations": int(trace.counts.sum()),
-        }  # fmt: skip
+            "path": str(path),
+            "model": trace.model,
+            "windows": len(trace),
+            "layers": trace.num_layers,
+            "experts": trace.num_experts,
+            "activations": int(trace.counts.sum()),
+        }
     table = trace.requests
     return {
-        "path": str(path), "model": trace.meta.model, "requests": trace.num_requests, "tokens": trace.num_tokens,
-        "prompt_tokens": int(table.prompt_tokens.sum()), "output_tokens": int(table.output_tokens.sum()),
-        "layers": trace.meta.num_layers, "experts": trace.meta.num_experts, "top_k": trace.meta.top_k,
+        "path": str(path),
+        "model": trace.meta.model,
+        "requests": trace.num_requests,
+        "tokens": trace.num_tokens,
+        "prompt_tokens": int(table.prompt_tokens.sum()),
+        "output_tokens": int(table.output_tokens.sum()),
+        "layers": trace.meta.num_layers,
+        "experts": trace.meta.num_experts,
+        "top_k": trace.meta.top_k,
         "bytes": sum(file.stat().st_size for file in path.iterdir()),
-    }  # fmt: skip
+    }
 
 
 def _say_what_is_kept(asked: _Asked, engine: str) -> None:

@@ -80,15 +80,21 @@ def replay_command(
             for r in rows
         ],
         note="\n".join(notes),
-    )  # fmt: skip
+    )
     if len(read.routers) > 1:
         print_table(
             f"Saved against {read.routers[0]}, % of the mean step",
             ["group", "router", "steps", "measured", "95% interval", "predicted"],
             [
-                [r.group, r.router, r.steps, f"{r.saving_pct:.2f}",
-                 f"{r.saving_low_pct:.2f} … {r.saving_high_pct:.2f}", f"{r.predicted_saving_pct:.2f}"]
+                [
+                    r.group,
+                    r.router,
+                    r.steps,
+                    f"{r.saving_pct:.2f}",
+                    f"{r.saving_low_pct:.2f} … {r.saving_high_pct:.2f}",
+                    f"{r.predicted_saving_pct:.2f}",
+                ]
                 for r in rows
                 if r.router != read.routers[0]
             ],
-        )  # fmt: skip
+        )

@@ -50,8 +50,7 @@ def simulate_command(
         typer.Option("--arrivals", help="poisson, bursty, or a trace to take the times from; else the trace's own."),
     ] = None,
     rate: Annotated[
-        float | None,
-        typer.Option("--rate", help="Requests a second; else as recorded, or 80% of what fcfs can serve."),
+        float | None, typer.Option("--rate", help="Requests a second; else as recorded, or 80% of what fcfs can serve.")
     ] = None,
     requests: Annotated[
         int | None, typer.Option("--requests", help="Requests of a run; else 3,000 (spread), 1,000 or 400 (decode).")
@@ -81,10 +80,7 @@ def simulate_command(
         float | None,
         typer.Option("--sensitivity", help="Growth of that time by the load's coefficient of variation (spread)."),
     ] = None,
-    predictor: Annotated[
-        str | None,
-        typer.Option("--predictor", help="Where strategies have the load from"),
-    ] = None,
+    predictor: Annotated[str | None, typer.Option("--predictor", help="Where strategies have the load from")] = None,
     with_model: Annotated[
         Path | None,
         typer.Option(
@@ -118,11 +114,26 @@ def simulate_command(
     if out_folder is not None and out_folder.exists() and not out_folder.is_dir():
         raise ConfigError(f"{out_folder} is a file; --out takes a folder")
     options = SimulateOptions(
-        trace=trace, trace_format=from_, config=config, strategies=tuple(strategy or ()), arrivals=arrivals, rate=rate,
-        requests=requests, seed=seed, execution=execution, model=model, preset=preset, ranks=ranks, places=places,
-        base_ms=base_ms, sensitivity=sensitivity, predictor=predictor, with_model=with_model, prompts=prompts,
+        trace=trace,
+        trace_format=from_,
+        config=config,
+        strategies=tuple(strategy or ()),
+        arrivals=arrivals,
+        rate=rate,
+        requests=requests,
+        seed=seed,
+        execution=execution,
+        model=model,
+        preset=preset,
+        ranks=ranks,
+        places=places,
+        base_ms=base_ms,
+        sensitivity=sensitivity,
+        predictor=predictor,
+        with_model=with_model,
+        prompts=prompts,
         device=device,
-    )  # fmt: skip
+    )
     with reporting("Reading") as report:
         found = simulate(options, report)
     if out_folder is not None:
@@ -143,13 +154,19 @@ def _print(found: Simulated) -> None:
         f"{settings['requests']:,} requests, {_execution(settings)}",
         ["strategy", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "req/s", "imbalance", "experts", "skips", "wait ms"],
         [
-            [row["strategy"], *(row[name] for name in ("p50_ms", "p90_ms", "p99_ms", "p999_ms")),
-             f"{row['throughput']:.4g}", f"{row['imbalance']:.3f}", f"{row['distinct']:.1f}", row["worst_skips"],
-             row["worst_wait_ms"]]
+            [
+                row["strategy"],
+                *(row[name] for name in ("p50_ms", "p90_ms", "p99_ms", "p999_ms")),
+                f"{row['throughput']:.4g}",
+                f"{row['imbalance']:.3f}",
+                f"{row['distinct']:.1f}",
+                row["worst_skips"],
+                row["worst_wait_ms"],
+            ]
             for row in found.rows
         ],
         note="imbalance, experts: mean of a batch or step. skips, wait: of the request that fared worst.",
-    )  # fmt: skip
+    )
     if len(found.rows) > 1:
         out.print()
         gains = ("p50", "p90", "p99", "p999", "throughput", "imbalance", "distinct")

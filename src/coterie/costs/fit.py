@@ -22,11 +22,7 @@ from coterie.errors import ConfigError
 FOLDS = 5
 NEVER = 1e12
 TILINGS = (
-    *(
-        ((small, large), switch)
-        for small, large in ((16, 64), (16, 128), (32, 128))
-        for switch in (1.0, 2.0)
-    ),
+    *(((small, large), switch) for small, large in ((16, 64), (16, 128), (32, 128)) for switch in (1.0, 2.0)),
     *(
         ((small, large), switch)
         for small, large in ((64, 128), (64, 256), (128, 256), (128, 512))
@@ -88,20 +84,33 @@ def _table(
         experts += repeats.tolist()
     tokens = np.array([c.tokens for c in cells], float)
     return _Table(
-        np.array(cell), np.array(rows, float), np.array(experts, float), tokens, tokens * top_k / num_experts,
-        np.array([c.active for c in cells], float), np.array([c.warm for c in cells]),
-        np.array([c.us for c in cells]), nbytes, flops, cache_limit,
-    )  # fmt: skip
+        np.array(cell),
+        np.array(rows, float),
+        np.array(experts, float),
+        tokens,
+        tokens * top_k / num_experts,
+        np.array([c.active for c in cells], float),
+        np.array([c.warm for c in cells]),
+        np.array([c.us for c in cells]),
+        nbytes,
+        flops,
+        cache_limit,
+    )
 
 
 def _take(table: _Table, keep: NDArray[np.bool_]) -> _Table:
     entries = keep[table.cell]
     renumber = np.cumsum(keep) - 1
     return table._replace(
-        cell=renumber[table.cell[entries]], rows=table.rows[entries], experts=table.experts[entries],
-        tokens=table.tokens[keep], mean_rows=table.mean_rows[keep], active=table.active[keep],
-        warm=table.warm[keep], us=table.us[keep],
-    )  # fmt: skip
+        cell=renumber[table.cell[entries]],
+        rows=table.rows[entries],
+        experts=table.experts[entries],
+        tokens=table.tokens[keep],
+        mean_rows=table.mean_rows[keep],
+        active=table.active[keep],
+        warm=table.warm[keep],
+        us=table.us[keep],
+    )
 
 
 class _Shape(NamedTuple):
@@ -237,7 +246,16 @@ def _params(solution: _Solution, table: _Table) -> MoeParams:
     cache = {"cache_bytes": x[10], "cache_bytes_per_us": x[11]} if fits and x[11] > x[2] else {}
     large = x[5] if solution.shape.switch < NEVER else x[4]
     return MoeParams(
-        overhead_us=x[0], token_us=x[1], stream_bytes_per_us=x[2], row_us=x[3], tile_flops_per_us=(x[4], large),
-        sharpness=x[6], fill_penalty=x[7], partial_penalty=x[8], overlap=x[9], tile_rows=solution.shape.tiles,
-        switch_rows=solution.shape.switch, **cache,
-    )  # fmt: skip
+        overhead_us=x[0],
+        token_us=x[1],
+        stream_bytes_per_us=x[2],
+        row_us=x[3],
+        tile_flops_per_us=(x[4], large),
+        sharpness=x[6],
+        fill_penalty=x[7],
+        partial_penalty=x[8],
+        overlap=x[9],
+        tile_rows=solution.shape.tiles,
+        switch_rows=solution.shape.switch,
+        **cache,
+    )

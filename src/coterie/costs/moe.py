@@ -56,12 +56,23 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
         """As plain numbers, in the order the loops below take them."""
         return np.array(
             [
-                self.overhead_us, self.token_us, self.stream_bytes_per_us, self.row_us,
-                self.tile_flops_per_us[0], self.tile_flops_per_us[1], self.tile_rows[0], self.tile_rows[1],
-                self.switch_rows, self.sharpness, self.fill_penalty, self.partial_penalty, self.overlap,
-                self.cache_bytes, self.cache_bytes_per_us,
+                self.overhead_us,
+                self.token_us,
+                self.stream_bytes_per_us,
+                self.row_us,
+                self.tile_flops_per_us[0],
+                self.tile_flops_per_us[1],
+                self.tile_rows[0],
+                self.tile_rows[1],
+                self.switch_rows,
+                self.sharpness,
+                self.fill_penalty,
+                self.partial_penalty,
+                self.overlap,
+                self.cache_bytes,
+                self.cache_bytes_per_us,
             ]
-        )  # fmt: skip
+        )
 
 
 CACHE_SHARPNESS = 4.0
@@ -85,12 +96,7 @@ def _stream_us(p: NDArray[np.float64], nbytes: float, active: int, resident: boo
 
 @njit()
 def layer_us(
-    p: NDArray[np.float64],
-    counts: NDArray[np.float64],
-    tokens: float,
-    nbytes: float,
-    flops: float,
-    resident: bool,
+    p: NDArray[np.float64], counts: NDArray[np.float64], tokens: float, nbytes: float, flops: float, resident: bool
 ) -> float:
     """One device's time for counts [expert] rows of the experts it holds; 0 without any.
 

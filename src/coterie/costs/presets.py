@@ -149,9 +149,18 @@ def step_model(
     fit = found.fits[nearest]
     wanted = dtype or spec.weight_dtype
     return StepModel(
-        spec, wanted, moe_params(fit, wanted), fit.routing, fit.gemm, fit.decode_attention, fit.prefill_attention,
-        dict(found.copies), topology, options, measured=nearest == spec.name and wanted in fit.moe,
-    )  # fmt: skip
+        spec,
+        wanted,
+        moe_params(fit, wanted),
+        fit.routing,
+        fit.gemm,
+        fit.decode_attention,
+        fit.prefill_attention,
+        dict(found.copies),
+        topology,
+        options,
+        measured=nearest == spec.name and wanted in fit.moe,
+    )
 
 
 def measured_link(preset: Preset) -> Link:

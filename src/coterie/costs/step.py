@@ -108,9 +108,13 @@ class StepModel:
         """One device's experts of one layer; counts [expert] rows."""
         spec = self.spec
         return layer_us(
-            self.moe.array(), counts, float(tokens), spec.expert_bytes(self.dtype), 2.0 * spec.expert_params,
+            self.moe.array(),
+            counts,
+            float(tokens),
+            spec.expert_bytes(self.dtype),
+            2.0 * spec.expert_params,
             self.options.cache_resident,
-        )  # fmt: skip
+        )
 
     def moe_s(self, load: NDArray[np.integer], tokens: int, placement: Placement | None = None) -> NDArray[np.float64]:
         """[layer] seconds of the slowest rank's experts; load [layer, expert] tokens of the step."""
@@ -120,9 +124,12 @@ class StepModel:
         if load.size and load.min() < 0:
             raise ConfigError(f"load holds {load.min()}; tokens must not be negative")
         arguments = (
-            self.moe.array(), float(tokens), spec.expert_bytes(self.dtype), 2.0 * spec.expert_params,
+            self.moe.array(),
+            float(tokens),
+            spec.expert_bytes(self.dtype),
+            2.0 * spec.expert_params,
             self.options.cache_resident,
-        )  # fmt: skip
+        )
         p, batch, nbytes, flops, resident = arguments
         if placement is None:
             rows = np.ascontiguousarray(load, dtype=np.float64)
@@ -207,8 +214,10 @@ class StepModel:
 def slot_tokens(load: NDArray[np.integer], placement: Placement) -> NDArray[np.float64]:
     """[layer, slot] tokens: replicas share an expert's tokens, whole tokens each, the first slots one more."""
     if load.shape != (placement.num_layers, placement.num_experts):
-        raise ConfigError(f"load has shape {load.shape}; the placement is for {placement.num_layers} layers of "
-                          f"{placement.num_experts} experts")  # fmt: skip
+        raise ConfigError(
+            f"load has shape {load.shape}; the placement is for {placement.num_layers} layers of "
+            f"{placement.num_experts} experts"
+        )
     out = np.zeros(placement.slot_experts.shape)
     for layer, experts in enumerate(placement.slot_experts):
         order = np.argsort(experts, kind="stable")

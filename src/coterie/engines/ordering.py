@@ -92,9 +92,13 @@ class Chooser(Generic[T]):
     """Asks the strategy, and goes on without it where it fails. One for all queues of an engine."""
 
     def __init__(
-        self, settings: OrderingSettings, engine: EngineView[T], tell: Callable[[str], None],
-        shape: tuple[int, int] = (1, 1), cost: StepCost | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        settings: OrderingSettings,
+        engine: EngineView[T],
+        tell: Callable[[str], None],
+        shape: tuple[int, int] = (1, 1),
+        cost: StepCost | None = None,
+    ) -> None:
         """`tell` is given each kind of problem once; `shape` [layer, expert], if known, is what is warmed up for."""
         self.settings = settings
         self.engine = engine
@@ -162,9 +166,11 @@ class Chooser(Generic[T]):
     def _in_turn(self, order: NDArray[np.integer], skipped: NDArray[np.int64], size: int) -> list[int]:
         """The strategy's order, checked, with those it may not leave out in front, oldest first."""
         picked = [int(index) for index in order]
-        if len(set(picked)) != min(size, len(skipped)) or len(picked) > size or not all(
-            0 <= index < len(skipped) for index in picked
-        ):  # fmt: skip
+        if (
+            len(set(picked)) != min(size, len(skipped))
+            or len(picked) > size
+            or not all(0 <= index < len(skipped) for index in picked)
+        ):
             raise InputError(f"order {picked} must be {min(size, len(skipped))} different indices below {len(skipped)}")
         limit = self.strategy.max_skips
         due = [i for i, times in enumerate(skipped) if i == 0 or (limit is not None and times >= limit)]
@@ -223,16 +229,29 @@ class Chooser(Generic[T]):
             self._shares = {r: self._shares[r] for r in (*window, *running) if r in self._shares}
 
     def _write_down(
-        self, queue: str, window: list[T], skips: list[int], queued: int, size: int, running: list[T],
-        chosen: list[T], reason: str,
-    ) -> None:  # fmt: skip
+        self,
+        queue: str,
+        window: list[T],
+        skips: list[int],
+        queued: int,
+        size: int,
+        running: list[T],
+        chosen: list[T],
+        reason: str,
+    ) -> None:
         if self._decisions is None:
             return
         name = self.engine.name
         line = {
-            "queue": queue, "window": [name(r) for r in window], "skipped": skips, "queued": queued, "size": size,
-            "running": [name(r) for r in running], "order": [name(r) for r in chosen], "reason": reason,
-        }  # fmt: skip
+            "queue": queue,
+            "window": [name(r) for r in window],
+            "skipped": skips,
+            "queued": queued,
+            "size": size,
+            "running": [name(r) for r in running],
+            "order": [name(r) for r in chosen],
+            "reason": reason,
+        }
         try:
             with self._decisions.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")

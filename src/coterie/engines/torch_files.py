@@ -266,18 +266,26 @@ def _per_token(path: Path, dump: dict[str, Any], options: ReadOptions) -> Activa
     prompts = np.array([request.first_position + request.phases.count(PREFILL) for request in joiner.requests])
     try:
         meta = TraceMeta(
-            options.model or "unknown", int(experts.max()) + 1, ids.shape[1], ids.shape[2], tuple(layers.tolist()),
+            options.model or "unknown",
+            int(experts.max()) + 1,
+            ids.shape[1],
+            ids.shape[2],
+            tuple(layers.tolist()),
             source={"format": "sglang-recorder", "file": path.name, "mode": "per_token"},
-        )  # fmt: skip
+        )
         requests = RequestTrace(
             prompt_tokens=prompts,
             output_tokens=np.array([request.phases.count(DECODE) + 1 for request in joiner.requests]),
             extra={"missing_tokens": [request.first_position for request in joiner.requests]},
-        )  # fmt: skip
+        )
         return ActivationTrace.from_arrays(
-            meta, ids, np.concatenate([[0], np.cumsum(lengths)]), requests, phases,
+            meta,
+            ids,
+            np.concatenate([[0], np.cumsum(lengths)]),
+            requests,
+            phases,
             np.concatenate(token_ids)[order].astype(np.int32),
-        )  # fmt: skip
+        )
     except ConfigError as error:
         raise TraceError(path, "records", str(error)) from None
 

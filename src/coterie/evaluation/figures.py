@@ -44,13 +44,23 @@ class Theme:
 
 
 LIGHT = Theme(
-    "light", "#ffffff", "#1c2430", "#5b6675", "#e3e7ec", ("#1f6fb4", "#d9730d", "#2a8c5a", "#8e4fb0"),
+    "light",
+    "#ffffff",
+    "#1c2430",
+    "#5b6675",
+    "#e3e7ec",
+    ("#1f6fb4", "#d9730d", "#2a8c5a", "#8e4fb0"),
     ("#f3f7fb", "#a9cbe8", "#4a90c9", "#1b5a94", "#0b2f57"),
-)  # fmt: skip
+)
 DARK = Theme(
-    "dark", "#171b21", "#e6eaf0", "#9aa6b5", "#2c333d", ("#6db3f2", "#f2a65a", "#63c794", "#c08fe0"),
+    "dark",
+    "#171b21",
+    "#e6eaf0",
+    "#9aa6b5",
+    "#2c333d",
+    ("#6db3f2", "#f2a65a", "#63c794", "#c08fe0"),
     ("#1c232c", "#1f4a75", "#2f7dbd", "#7fbdf0", "#e4f2ff"),
-)  # fmt: skip
+)
 THEMES = (LIGHT, DARK)
 
 
@@ -84,11 +94,22 @@ def write_figure(
 
 def _style(theme: Theme) -> dict[str, Any]:
     return {
-        "font.size": 10.0, "axes.titlesize": 11.0, "axes.edgecolor": theme.muted, "axes.labelcolor": theme.text,
-        "axes.facecolor": theme.background, "figure.facecolor": theme.background, "text.color": theme.text,
-        "xtick.color": theme.muted, "ytick.color": theme.muted, "grid.color": theme.grid, "axes.axisbelow": True,
-        "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "lines.linewidth": 1.8,
-    }  # fmt: skip
+        "font.size": 10.0,
+        "axes.titlesize": 11.0,
+        "axes.edgecolor": theme.muted,
+        "axes.labelcolor": theme.text,
+        "axes.facecolor": theme.background,
+        "figure.facecolor": theme.background,
+        "text.color": theme.text,
+        "xtick.color": theme.muted,
+        "ytick.color": theme.muted,
+        "grid.color": theme.grid,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "lines.linewidth": 1.8,
+    }
 
 
 def _figure(width_in: float, height_in: float) -> Figure:
@@ -114,9 +135,14 @@ def heat_map(load: Sequence[Sequence[float]], layer_ids: Sequence[int]) -> Calla
         top = max(1.5, float(np.percentile(values, 99.5)))
         layers, experts = values.shape
         image = axes.imshow(
-            values, aspect="auto", cmap=theme.colormap(), vmin=0.0, vmax=top, interpolation="nearest",
+            values,
+            aspect="auto",
+            cmap=theme.colormap(),
+            vmin=0.0,
+            vmax=top,
+            interpolation="nearest",
             extent=(0.5, experts + 0.5, layers - 0.5, -0.5),
-        )  # fmt: skip
+        )
         axes.set(xlabel="expert, hottest first", ylabel="layer")
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1, prune=None))
         _layer_ticks(axes.yaxis, layer_ids, 12)
@@ -155,8 +181,9 @@ def against_batch(
 
     def plot(axes: Any, theme: Theme) -> None:
         axes.axhline(experts, color=theme.muted, lw=1, ls=":")
-        axes.annotate(f"all {experts}", (batch[0], experts), (2, 3), textcoords="offset points",
-                      color=theme.muted, fontsize=9)  # fmt: skip
+        axes.annotate(
+            f"all {experts}", (batch[0], experts), (2, 3), textcoords="offset points", color=theme.muted, fontsize=9
+        )
         axes.plot(batch, _array(reference), color=theme.muted, ls="--", label="uniform random routing")
         for color, marker, (label, values) in zip(theme.series, "osd^", series.items(), strict=False):
             axes.plot(batch, _array(values), color=color, marker=marker, ms=5, label=label)

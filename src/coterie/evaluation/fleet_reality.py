@@ -100,12 +100,14 @@ def simulate_timeline(timeline: Timeline, exponent: float, ahead: bool = True, c
     numbers = np.arange(count)
     spec = get_model(MODEL)
     recordings = Recordings(
-        np.concatenate([prompts, decoded]), spec.num_experts, numbers * PROMPT_ROWS, np.full(count, PROMPT_ROWS),
-        len(prompts) + numbers * DECODE_ROWS, np.full(count, DECODE_ROWS),
-    )  # fmt: skip
-    requests = FleetRequests(
-        recordings, numbers, timeline.prompt_tokens, timeline.output_tokens, timeline.arrival_s
+        np.concatenate([prompts, decoded]),
+        spec.num_experts,
+        numbers * PROMPT_ROWS,
+        np.full(count, PROMPT_ROWS),
+        len(prompts) + numbers * DECODE_ROWS,
+        np.full(count, DECODE_ROWS),
     )
+    requests = FleetRequests(recordings, numbers, timeline.prompt_tokens, timeline.output_tokens, timeline.arrival_s)
     config = FleetConfig(both=True, places=PLACES, chunk_tokens=STEP_TOKENS, schedule_ahead=ahead)
     model = step_model(spec, PRESET, "bf16")
     return run_fleet(requests, model, _OneWorker(), config, fleet=Fleet([PLACES]), check=check)
@@ -153,9 +155,7 @@ def _percentiles(first: NDArray[np.float64], tpot: NDArray[np.float64]) -> dict[
     }
 
 
-def _compared(
-    timeline: Timeline, run: FleetRun, rows: NDArray[np.int64]
-) -> tuple[dict[str, float], dict[str, float]]:
+def _compared(timeline: Timeline, run: FleetRun, rows: NDArray[np.int64]) -> tuple[dict[str, float], dict[str, float]]:
     """vLLM's and ours."""
     after = np.maximum(1, timeline.output_tokens - 1)
     tpot = (timeline.finish_s - timeline.first_token_s) / after
@@ -175,8 +175,9 @@ def _row(name: str, timeline: Timeline, run: FleetRun, exponent: float, rows: ND
     row: Row = {"name": name, "requests": len(rows), "zipf_exponent": exponent}
     for key in real:
         row |= {
-            f"{key}_vllm_ms": round(real[key], 1), f"{key}_ms": round(ours[key], 1),
+            f"{key}_vllm_ms": round(real[key], 1),
+            f"{key}_ms": round(ours[key], 1),
             f"{key}_error_pct": round(errors[key], 1),
-        }  # fmt: skip
+        }
     worst = max(map(abs, errors.values()))
     return row | {"worst_error_pct": round(worst, 1), "distinct": round(summarise_fleet(run).distinct, 1)}

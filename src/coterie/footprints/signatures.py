@@ -57,13 +57,7 @@ class Signature:
 
     @classmethod
     def fit(
-        cls,
-        prefill: Counts,
-        decode: Counts,
-        rng: Generator,
-        *,
-        weighting: Weighting = "count_idf",
-        mask: bool = True,
+        cls, prefill: Counts, decode: Counts, rng: Generator, *, weighting: Weighting = "count_idf", mask: bool = True
     ) -> Signature:
         """From calibration requests: counts [request, layer, expert] of prefill and of decode.
 
@@ -115,9 +109,12 @@ class Signature:
         out = np.empty((len(counts), self.cells), np.float32)
         for request in range(len(counts)):
             _transform(
-                np.asarray(counts[request], np.float32), self.weights, self.layers, self.weighting == "binary",
+                np.asarray(counts[request], np.float32),
+                self.weights,
+                self.layers,
+                self.weighting == "binary",
                 out[request],
-            )  # fmt: skip
+            )
         return out
 
 
@@ -169,9 +166,12 @@ def _centred_ranks(values: NDArray[np.floating]) -> NDArray[np.float64]:
 
 @njit(fastmath=True)
 def _transform(
-    counts: NDArray[np.float32], weights: NDArray[np.float32], layers: NDArray[np.int64], binary: bool,
+    counts: NDArray[np.float32],
+    weights: NDArray[np.float32],
+    layers: NDArray[np.int64],
+    binary: bool,
     out: NDArray[np.float32],
-) -> None:  # fmt: skip
+) -> None:
     experts = weights.shape[1]
     total = np.float32(0.0)
     for row in range(len(layers)):
@@ -206,9 +206,12 @@ def _layer_products(rows: NDArray[np.float32], pairs: NDArray[np.int64]) -> Any:
 
 @njit(fastmath=True)
 def _greedy_layers(
-    products: NDArray[np.float32], squares: NDArray[np.float32], pairs: NDArray[np.int64],
-    truth: NDArray[np.float64], buckets: Any,
-) -> Any:  # fmt: skip
+    products: NDArray[np.float32],
+    squares: NDArray[np.float32],
+    pairs: NDArray[np.int64],
+    truth: NDArray[np.float64],
+    buckets: Any,
+) -> Any:
     """Layers in the order taken, and rho after each: sums of inner products give the cosine of any set of layers."""
     layers, count = products.shape
     requests = squares.shape[1]

@@ -161,10 +161,20 @@ def _release(rows: Words, used: NDArray[np.int64], first: np.uint64, second: np.
 
 @njit()
 def store(
-    held: Words, held_used: NDArray[np.int64], hashes: Words, hashes_used: NDArray[np.int64], contents: Words,
-    contents_used: NDArray[np.int64], worker: int, keys: Words, tokens: Words, contexts: Words, weights: Words,
-    parent: Words, tally: NDArray[np.int64],
-) -> None:  # fmt: skip
+    held: Words,
+    held_used: NDArray[np.int64],
+    hashes: Words,
+    hashes_used: NDArray[np.int64],
+    contents: Words,
+    contents_used: NDArray[np.int64],
+    worker: int,
+    keys: Words,
+    tokens: Words,
+    contexts: Words,
+    weights: Words,
+    parent: Words,
+    tally: NDArray[np.int64],
+) -> None:
     """A worker stored these blocks, each the child of the one before; no tokens: content not known.
 
     A block that is held already keeps its content unless a known one takes its place. One content under two hashes of
@@ -200,9 +210,15 @@ def store(
 
 @njit()
 def remove(
-    held: Words, held_used: NDArray[np.int64], hashes: Words, hashes_used: NDArray[np.int64], contents: Words,
-    contents_used: NDArray[np.int64], worker: int, keys: Words,
-) -> int:  # fmt: skip
+    held: Words,
+    held_used: NDArray[np.int64],
+    hashes: Words,
+    hashes_used: NDArray[np.int64],
+    contents: Words,
+    contents_used: NDArray[np.int64],
+    worker: int,
+    keys: Words,
+) -> int:
     """A worker removed these blocks; returns how many of them it held."""
     known = 0
     for block in range(keys.shape[0]):
@@ -219,9 +235,13 @@ def remove(
 
 @njit()
 def release_all(
-    held: Words, hashes: Words, hashes_used: NDArray[np.int64], contents: Words, contents_used: NDArray[np.int64],
+    held: Words,
+    hashes: Words,
+    hashes_used: NDArray[np.int64],
+    contents: Words,
+    contents_used: NDArray[np.int64],
     worker: int,
-) -> None:  # fmt: skip
+) -> None:
     """Clears a worker's bit wherever its table says that it may be set."""
     for slot in range(held.shape[0]):
         if held[slot, 0] == _ZERO:

@@ -135,9 +135,14 @@ class KVDirectory:
     """
 
     def __init__(
-        self, num_workers: int, *, block_size: int = 16, group: int = 0, capacity: int = 0,
+        self,
+        num_workers: int,
+        *,
+        block_size: int = 16,
+        group: int = 0,
+        capacity: int = 0,
         rng: np.random.Generator | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         for name, value, least in (("num_workers", num_workers, 1), ("block_size", block_size, 1), ("group", group, 0)):
             if value < least:
                 raise ConfigError(f"{name}={value} must be at least {least}")
@@ -231,9 +236,13 @@ class KVDirectory:
         return depth
 
     def match_tokens(
-        self, token_ids: ArrayLike, *, lora: str | int | None = None, cache_salt: str | None = None,
+        self,
+        token_ids: ArrayLike,
+        *,
+        lora: str | int | None = None,
+        cache_salt: str | None = None,
         extra_keys: Sequence[Any] | None = None,
-    ) -> NDArray[np.int64]:  # fmt: skip
+    ) -> NDArray[np.int64]:
         """[worker] leading tokens of a prompt that each worker holds, in whole blocks.
 
         `extra_keys` are those of each block, as the engine publishes them. An array of integers is the fast way:
@@ -299,9 +308,14 @@ class KVDirectory:
             state.group = group
 
     def _store(
-        self, worker: int, state: _Worker, keys: NDArray[np.uint64], tokens: NDArray[np.uint64],
-        contexts_: NDArray[np.uint64], parent: NDArray[np.uint64],
-    ) -> None:  # fmt: skip
+        self,
+        worker: int,
+        state: _Worker,
+        keys: NDArray[np.uint64],
+        tokens: NDArray[np.uint64],
+        contexts_: NDArray[np.uint64],
+        parent: NDArray[np.uint64],
+    ) -> None:
         more = len(keys)
         state.held.reserve(2 * more)  # a block, and perhaps a mark
         self._hashes.reserve(more)
@@ -314,9 +328,14 @@ class KVDirectory:
         self.counters.ambiguous += ambiguous
 
     def _wait(
-        self, worker: int, state: _Worker, parent_key: NDArray[np.uint64], keys: NDArray[np.uint64],
-        tokens: NDArray[np.uint64], contexts_: NDArray[np.uint64],
-    ) -> None:  # fmt: skip
+        self,
+        worker: int,
+        state: _Worker,
+        parent_key: NDArray[np.uint64],
+        keys: NDArray[np.uint64],
+        tokens: NDArray[np.uint64],
+        contexts_: NDArray[np.uint64],
+    ) -> None:
         """Blocks under an unknown parent: each waits for the one before it, unless its own content is known."""
         above, size, found = parent_key, self.block_size, np.zeros(2, np.uint64)
         for block in range(len(keys)):

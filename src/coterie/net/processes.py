@@ -111,9 +111,13 @@ class ServerProcess:
             self._log_start = log.tell()
             try:
                 self._process = subprocess.Popen(
-                    self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                    env={**os.environ, **self.env}, start_new_session=True,
-                )  # fmt: skip
+                    self.argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **self.env},
+                    start_new_session=True,
+                )
             except OSError as error:
                 raise UnavailableError(f"{self.argv[0]}: {error.strerror or error}") from None
         return self

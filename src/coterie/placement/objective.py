@@ -91,9 +91,11 @@ class Objective:
         if touch < 0 or row <= 0:  # all compute, or all streaming
             row, touch = (float((times / rows).mean()), 0.0) if touch < 0 else (1e-12, float(times.mean()))
         physics: dict[str, float] = {
-            "row_s": row, "touch_s": touch,
-            "row_bytes": 2.0 * spec.hidden_size if ranks > 1 else 0.0, "expert_bytes": spec.expert_bytes(model.dtype),
-        }  # fmt: skip
+            "row_s": row,
+            "touch_s": touch,
+            "row_bytes": 2.0 * spec.hidden_size if ranks > 1 else 0.0,
+            "expert_bytes": spec.expert_bytes(model.dtype),
+        }
         return cls(**(physics | settings))
 
     def problem(
@@ -116,9 +118,23 @@ class Objective:
         exchange, each = self._exchange_s(load, topology)
         links = self._links_s(topology)
         arguments = (
-            per_step, self._slot_s(per_step), self.touch_s, self.row_s, exchange, each, speeds, current.slot_experts,
-            topology.rank_nodes, links, unit, share, load_in, source, even, reach,
-        )  # fmt: skip
+            per_step,
+            self._slot_s(per_step),
+            self.touch_s,
+            self.row_s,
+            exchange,
+            each,
+            speeds,
+            current.slot_experts,
+            topology.rank_nodes,
+            links,
+            unit,
+            share,
+            load_in,
+            source,
+            even,
+            reach,
+        )
         side_by_side(_fill, layers, *arguments)
         in_force = None if shares is None else _living_shares(shares, current, alive)
         return Problem(self, topology, current, alive, unit, share, load_in, source, even, reach, in_force)
@@ -266,18 +282,30 @@ class Problem:
         was, will = self._assess(current.slot_experts, self.shares), self._assess(settled, given)
         before, after = self._score(was), self._score(will)
         return Plan(
-            placement, self.equal_shares(settled) if given is None else given, split,
-            float(before.processing_s.sum()), float(after.processing_s.sum()), self.moves(settled),
-            float(after.movement_s.sum()), planning_s, self.balance(was.busy_s), self.balance(will.busy_s),
-            skip_reason, layer_reasons,
-        )  # fmt: skip
+            placement,
+            self.equal_shares(settled) if given is None else given,
+            split,
+            float(before.processing_s.sum()),
+            float(after.processing_s.sum()),
+            self.moves(settled),
+            float(after.movement_s.sum()),
+            planning_s,
+            self.balance(was.busy_s),
+            self.balance(will.busy_s),
+            skip_reason,
+            layer_reasons,
+        )
 
     def keep(self, reason: str, planning_s: float = 0.0, layer_reasons: tuple[str, ...] = ()) -> Plan:
         """The plan that changes nothing: shares in force stay, which from then on are weights of an earlier window."""
         return self.plan(
-            self.current.slot_experts, self.shares, split="equal" if self.shares is None else "weighted",
-            planning_s=planning_s, skip_reason=reason, layer_reasons=layer_reasons,
-        )  # fmt: skip
+            self.current.slot_experts,
+            self.shares,
+            split="equal" if self.shares is None else "weighted",
+            planning_s=planning_s,
+            skip_reason=reason,
+            layer_reasons=layer_reasons,
+        )
 
     def onward(self, layers: NDArray[np.integer], slot_experts: NDArray[np.integer], shares: Array) -> Problem:
         """The problem of some layers once they are as given, [layer, slot]: only what has to be loaded is another."""
@@ -290,9 +318,18 @@ class Problem:
                 row, self.topology.rank_speeds, self.topology.rank_nodes, links, load_in[index], source[index]
             )
         return Problem(
-            self.objective, self.topology, current, self.alive, unit, self.share[layers], load_in, source,
-            self.even[layers], self.reach[layers], shares,
-        )  # fmt: skip
+            self.objective,
+            self.topology,
+            current,
+            self.alive,
+            unit,
+            self.share[layers],
+            load_in,
+            source,
+            self.even[layers],
+            self.reach[layers],
+            shares,
+        )
 
     def balance(self, rank_s: Array) -> float:
         """Mean over layers of :meth:`layer_balance`."""
@@ -360,10 +397,24 @@ def _living_shares(shares: NDArray[np.floating], current: Placement, alive: NDAr
 
 @njit()
 def _fill(
-    chosen: NDArray[np.int64], tokens: Array, alone: Array, touch_s: float, row_s: float, exchange: Array, each: Array,
-    speeds: Array, slot_experts: NDArray[np.int32], nodes: NDArray[np.int64], links: Array, unit: Array, share: Array,
-    load_in: Array, source: NDArray[np.int16], even: Array, reach: Array,
-) -> None:  # fmt: skip
+    chosen: NDArray[np.int64],
+    tokens: Array,
+    alone: Array,
+    touch_s: float,
+    row_s: float,
+    exchange: Array,
+    each: Array,
+    speeds: Array,
+    slot_experts: NDArray[np.int32],
+    nodes: NDArray[np.int64],
+    links: Array,
+    unit: Array,
+    share: Array,
+    load_in: Array,
+    source: NDArray[np.int16],
+    even: Array,
+    reach: Array,
+) -> None:
     """The arrays of a :class:`Problem`, of the chosen layers."""
     for layer in chosen:
         known = exchange[:, layer] if len(exchange) else exchange[:, 0]
@@ -373,9 +424,16 @@ def _fill(
             _fill_share(tokens[layer], alone[layer], touch_s, row_s, known, each, speeds, share[layer])
         _fill_sources(slot_experts[layer], speeds, nodes, links, load_in[layer], source[layer])
         _fill_bounds(
-            unit[layer], share[layer], each, speeds, len(known) > 0, touch_s > 0.0, per_rank, even[layer:],
+            unit[layer],
+            share[layer],
+            each,
+            speeds,
+            len(known) > 0,
+            touch_s > 0.0,
+            per_rank,
+            even[layer:],
             reach[layer:],
-        )  # fmt: skip
+        )
 
 
 @helper()
@@ -420,9 +478,13 @@ def _fill_share(
 
 @njit()
 def _fill_sources(
-    slot_experts: NDArray[np.int32], speeds: Array, nodes: NDArray[np.int64], links: Array, load_in: Array,
+    slot_experts: NDArray[np.int32],
+    speeds: Array,
+    nodes: NDArray[np.int64],
+    links: Array,
+    load_in: Array,
     source: NDArray[np.int16],
-) -> None:  # fmt: skip
+) -> None:
     """The rank itself, else the first of its node, else the first of all, else the host."""
     ranks, experts = source.shape
     per_rank = len(slot_experts) // ranks
@@ -474,9 +536,16 @@ def _smallest(values: Array) -> int:
 
 @helper()
 def _fill_bounds(
-    unit: Array, share: Array, each: Array, speeds: Array, by_source: bool, streams: bool, per_rank: int, even: Array,
+    unit: Array,
+    share: Array,
+    each: Array,
+    speeds: Array,
+    by_source: bool,
+    streams: bool,
+    per_rank: int,
+    even: Array,
     reach: Array,
-) -> None:  # fmt: skip
+) -> None:
     ranks, experts = unit.shape
     work, least = np.empty(experts), np.empty(experts)  # at speed 1, and where it is shortest
     for expert in range(experts):
@@ -532,9 +601,15 @@ def _streaming_reach(work: Array, least: Array, share: Array, spare: int, pace: 
 
 @helper()
 def _fits(
-    limit: float, work: Array, least: Array, share: Array, spare: int, pace: float, chords: Array,
+    limit: float,
+    work: Array,
+    least: Array,
+    share: Array,
+    spare: int,
+    pace: float,
+    chords: Array,
     room: NDArray[np.int64],
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether ranks might do within `limit`: each expert in replicas short enough, the slots left over filled cheaply.
 
     r replicas take r x share[r] x work in all, which is concave in r. So one more of them adds, up to the most there
@@ -584,24 +659,48 @@ def _equal_shares(slot_experts: NDArray[np.integer], experts: int, slot_alive: N
 
 @njit()
 def _assess(
-    chosen: NDArray[np.int64], slot_experts: NDArray[np.int32], unit: Array, share: Array, given: Array,
-    load_in: Array, source: NDArray[np.int16], alive: NDArray[np.bool_], busy: Array, arrivals: Array,
+    chosen: NDArray[np.int64],
+    slot_experts: NDArray[np.int32],
+    unit: Array,
+    share: Array,
+    given: Array,
+    load_in: Array,
+    source: NDArray[np.int16],
+    alive: NDArray[np.bool_],
+    busy: Array,
+    arrivals: Array,
     loads: NDArray[np.int64],
-) -> None:  # fmt: skip
+) -> None:
     """Times of ranks, and of loads, of the chosen layers; an expert in two slots of a rank is loaded once."""
     for layer in chosen:
         parts = given[layer] if len(given) else np.empty(0)
         _assess_layer(
-            slot_experts[layer], unit[layer], share[layer], parts, load_in[layer], source[layer], alive,
-            busy[layer], arrivals[layer], loads[layer],
-        )  # fmt: skip
+            slot_experts[layer],
+            unit[layer],
+            share[layer],
+            parts,
+            load_in[layer],
+            source[layer],
+            alive,
+            busy[layer],
+            arrivals[layer],
+            loads[layer],
+        )
 
 
 @helper()
 def _assess_layer(
-    slot_experts: NDArray[np.int32], unit: Array, share: Array, given: Array, load_in: Array,
-    source: NDArray[np.int16], alive: NDArray[np.bool_], busy: Array, arrivals: Array, loads: NDArray[np.int64],
-) -> None:  # fmt: skip
+    slot_experts: NDArray[np.int32],
+    unit: Array,
+    share: Array,
+    given: Array,
+    load_in: Array,
+    source: NDArray[np.int16],
+    alive: NDArray[np.bool_],
+    busy: Array,
+    arrivals: Array,
+    loads: NDArray[np.int64],
+) -> None:
     ranks, experts = unit.shape
     per_rank = len(slot_experts) // ranks
     replicas, seen = np.zeros(experts, np.int64), np.empty(experts, np.int64)

@@ -11,7 +11,22 @@ from coterie.predictors.similar import PrefixIndex, SimilarPrefix
 from coterie.predictors.token_table import TokenTable
 
 __all__ = [
-    "DomainPredictor", "FittablePredictor", "Interval", "Measure", "PopularityPredictor", "PredictRequest", "Predictor",
-    "Prefix", "PrefixIndex", "RecentPopularity", "Recorded", "Score", "SimilarPrefix", "TokenTable", "WorkerPopularity",
-    "per_step", "predictors", "score",
-]  # fmt: skip
+    "DomainPredictor",
+    "FittablePredictor",
+    "Interval",
+    "Measure",
+    "PopularityPredictor",
+    "PredictRequest",
+    "Predictor",
+    "Prefix",
+    "PrefixIndex",
+    "RecentPopularity",
+    "Recorded",
+    "Score",
+    "SimilarPrefix",
+    "TokenTable",
+    "WorkerPopularity",
+    "per_step",
+    "predictors",
+    "score",
+]

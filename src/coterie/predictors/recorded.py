@@ -14,14 +14,7 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.footprints import footprint
-from coterie.predictors.base import (
-    Calibrated,
-    Load,
-    PredictRequest,
-    calibrate,
-    chosen_requests,
-    predictors,
-)
+from coterie.predictors.base import Calibrated, Load, PredictRequest, calibrate, chosen_requests, predictors
 from coterie.traces.activations import ActivationTrace
 
 

@@ -116,15 +116,18 @@ class TokenTable:
         keep = self._fits(counts, meta.num_layers * kept * (dtype.itemsize + 2))
         shape = (len(keep), meta.num_layers, kept)
         experts, weights = np.zeros(shape, dtype), np.zeros(shape, np.uint16)
-        bad = _count_rows(
-            tokens.expert_ids, at, (ends - counts)[keep], ends[keep], meta.num_experts, experts, weights
-        )  # fmt: skip
+        bad = _count_rows(tokens.expert_ids, at, (ends - counts)[keep], ends[keep], meta.num_experts, experts, weights)
         if bad >= 0:
             raise ConfigError(f"token {bad} activates an expert outside 0 … {meta.num_experts - 1}")
         self.rows_ = TokenRows(
-            seen[keep].astype(np.int32), counts[keep].astype(np.int64), experts, weights, popularity, meta.model,
+            seen[keep].astype(np.int32),
+            counts[keep].astype(np.int64),
+            experts,
+            weights,
+            popularity,
+            meta.model,
             meta.layer_ids,
-        )  # fmt: skip
+        )
         return self
 
     def _fits(self, counts: NDArray[np.int64], row_bytes: int) -> NDArray[np.int64]:
@@ -161,14 +164,22 @@ class TokenTable:
         if file.exists():
             raise ConfigError(f"{file} exists; choose another name")
         about = {
-            "format": FORMAT, "version": VERSION, "model": rows.model, "top_k": rows.popularity.top_k,
+            "format": FORMAT,
+            "version": VERSION,
+            "model": rows.model,
+            "top_k": rows.popularity.top_k,
             "layer_ids": None if rows.layer_ids is None else list(rows.layer_ids),
-            "smoothing": float(self.smoothing), "experts_kept": self.experts_kept, "max_bytes": self.max_bytes,
-        }  # fmt: skip
+            "smoothing": float(self.smoothing),
+            "experts_kept": self.experts_kept,
+            "max_bytes": self.max_bytes,
+        }
         arrays = {
-            "token_ids": rows.token_ids, "counts": rows.counts, "experts": rows.experts, "weights": rows.weights,
+            "token_ids": rows.token_ids,
+            "counts": rows.counts,
+            "experts": rows.experts,
+            "weights": rows.weights,
             "popularity": rows.popularity.per_token,
-        }  # fmt: skip
+        }
         # One entry of metadata: the library writes several in an order that differs from run to run.
         data = save({n: np.ascontiguousarray(a) for n, a in arrays.items()}, {"coterie": json.dumps(about)})
         part = file.with_name(file.name + ".tmp")
@@ -196,9 +207,14 @@ class TokenTable:
         found = {name: arrays[name] for name in _ARRAYS}
         _check(file, found, top_k, layer_ids)
         table.rows_ = TokenRows(
-            found["token_ids"], found["counts"], found["experts"], found["weights"],
-            Popularity(found["popularity"], top_k), model, layer_ids,
-        )  # fmt: skip
+            found["token_ids"],
+            found["counts"],
+            found["experts"],
+            found["weights"],
+            Popularity(found["popularity"], top_k),
+            model,
+            layer_ids,
+        )
         return table
 
 
@@ -215,9 +231,12 @@ def _check(file: Path, found: dict[str, NDArray[Any]], top_k: int, layer_ids: tu
         raise TraceError(file, "metadata layer_ids", f"has {len(layer_ids)} entries; popularity has {layers} layers")
     shape = (len(found["token_ids"]), layers, found["experts"].shape[2])
     dtypes = {
-        "counts": np.dtype(np.int64), "experts": narrowest_uint(experts - 1), "popularity": np.dtype(np.float64),
-        "token_ids": np.dtype(np.int32), "weights": np.dtype(np.uint16),
-    }  # fmt: skip
+        "counts": np.dtype(np.int64),
+        "experts": narrowest_uint(experts - 1),
+        "popularity": np.dtype(np.float64),
+        "token_ids": np.dtype(np.int32),
+        "weights": np.dtype(np.uint16),
+    }
     for name, array in found.items():
         expected = (layers, experts) if name == "popularity" else shape[: array.ndim]
         if array.dtype != dtypes[name] or array.shape != expected:
@@ -238,9 +257,14 @@ def _check(file: Path, found: dict[str, NDArray[Any]], top_k: int, layer_ids: tu
 
 @njit()
 def _count_rows(
-    expert_ids: NDArray[Any], at: NDArray[Any], first: NDArray[Any], last: NDArray[Any], num_experts: int,
-    experts: NDArray[Any], weights: NDArray[Any],
-) -> int:  # fmt: skip
+    expert_ids: NDArray[Any],
+    at: NDArray[Any],
+    first: NDArray[Any],
+    last: NDArray[Any],
+    num_experts: int,
+    experts: NDArray[Any],
+    weights: NDArray[Any],
+) -> int:
     """Fill the rows of tokens whose occurrences are at[first[i]:last[i]]; -1, or the token with an id out of range."""
     layers, k = expert_ids.shape[1], expert_ids.shape[2]
     kept = experts.shape[2]

@@ -71,9 +71,7 @@ def assign(costs: NDArray[np.floating], limits: NDArray[np.integer]) -> Labels:
     if not np.isfinite(costs).all():
         raise ConfigError("costs must be finite")
     start = costs.argmin(axis=1).astype(np.int64)
-    return np.asarray(
-        _assign(np.ascontiguousarray(costs, np.float32), np.asarray(limits, np.int64), start), np.int64
-    )
+    return np.asarray(_assign(np.ascontiguousarray(costs, np.float32), np.asarray(limits, np.int64), start), np.int64)
 
 
 def cluster(
@@ -97,8 +95,10 @@ def cluster(
         found = _rounds(near, _direct(signatures), limits, balanced, FULL_ROUNDS)
     else:
         similar = _products(signatures)
-        runs = [_rounds(similar(_seeds(signatures, workers, rng), workers), similar, limits, balanced, iterations)
-                for _ in range(restarts)]  # fmt: skip
+        runs = [
+            _rounds(similar(_seeds(signatures, workers, rng), workers), similar, limits, balanced, iterations)
+            for _ in range(restarts)
+        ]
         found = min(runs, key=lambda run: run.distance)
     return Clusters(found.labels, centroids_of(signatures, found.labels, workers), found.distance)
 
@@ -152,9 +152,12 @@ class _Run(NamedTuple):
 
 
 def _rounds(
-    near: NDArray[np.float32], similar: Callable[[Labels, int], NDArray[np.float32]], limits: NDArray[np.int64],
-    balanced: bool, rounds: int,
-) -> _Run:  # fmt: skip
+    near: NDArray[np.float32],
+    similar: Callable[[Labels, int], NDArray[np.float32]],
+    limits: NDArray[np.int64],
+    balanced: bool,
+    rounds: int,
+) -> _Run:
     """K-means from similarities [request, worker] to first centroids, until it gains next to nothing."""
     best = _Run(np.inf, np.zeros(len(near), np.int64))
     for _ in range(rounds):

@@ -202,10 +202,17 @@ class FittedRouting:
         labels = _follow(union.labels, found.labels, workers, speeds)
         watch("union clusters")
         return cls(
-            known.model, layers, experts, known.top_k, signature, found.centroids,
-            cluster_profiles(after, labels, workers), forecast,
-            np.asarray(np.bincount(labels, minlength=workers) / len(labels), np.float32), batch,
-        )  # fmt: skip
+            known.model,
+            layers,
+            experts,
+            known.top_k,
+            signature,
+            found.centroids,
+            cluster_profiles(after, labels, workers),
+            forecast,
+            np.asarray(np.bincount(labels, minlength=workers) / len(labels), np.float32),
+            batch,
+        )
 
     def similarities(self, footprint: Counts) -> NDArray[np.float32]:
         """[worker] cosine of a request's signature with each centroid, from its prefill's counts [layer, expert]."""
@@ -232,10 +239,18 @@ class FittedRouting:
 
         file, seen = Path(path), self.forecast
         about = {
-            "format": FORMAT, "version": VERSION, "model": self.model, "num_layers": self.num_layers,
-            "num_experts": self.num_experts, "top_k": self.top_k, "batch": self.batch,
-            "weighting": self.signature.weighting, "own": seen.own, "noise": seen.noise, "ridge": seen.ridge,
-        }  # fmt: skip
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.model,
+            "num_layers": self.num_layers,
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+            "batch": self.batch,
+            "weighting": self.signature.weighting,
+            "own": seen.own,
+            "noise": seen.noise,
+            "ridge": seen.ridge,
+        }
         # One entry of metadata: the library writes several in an order that differs from run to run.
         arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
         data = save(arrays, {"coterie": json.dumps(about)})
@@ -251,10 +266,16 @@ class FittedRouting:
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         return {
-            "weights": self.signature.weights, "layers": self.signature.layers, "centroids": self.centroids,
-            "profiles": self.profiles, "shares": self.shares, "before": self.forecast.before,
-            "after": self.forecast.after, "inward": self.forecast.inward, "outward": self.forecast.outward,
-        }  # fmt: skip
+            "weights": self.signature.weights,
+            "layers": self.signature.layers,
+            "centroids": self.centroids,
+            "profiles": self.profiles,
+            "shares": self.shares,
+            "before": self.forecast.before,
+            "after": self.forecast.after,
+            "inward": self.forecast.inward,
+            "outward": self.forecast.outward,
+        }
 
     @classmethod
     def load(cls, path: str | Path, model: str | None = None, workers: int | None = None) -> FittedRouting:
@@ -271,13 +292,26 @@ class FittedRouting:
         try:
             signature = Signature(str(about["weighting"]), found["weights"], found["layers"])
             forecast = Forecast(
-                found["before"], found["after"], found["inward"], found["outward"], float(about["own"]),
-                float(about["noise"]), float(about["ridge"]),
-            )  # fmt: skip
+                found["before"],
+                found["after"],
+                found["inward"],
+                found["outward"],
+                float(about["own"]),
+                float(about["noise"]),
+                float(about["ridge"]),
+            )
             fitted = cls(
-                str(about["model"]), int(about["num_layers"]), int(about["num_experts"]), int(about["top_k"]),
-                signature, found["centroids"], found["profiles"], forecast, found["shares"], int(about["batch"]),
-            )  # fmt: skip
+                str(about["model"]),
+                int(about["num_layers"]),
+                int(about["num_experts"]),
+                int(about["top_k"]),
+                signature,
+                found["centroids"],
+                found["profiles"],
+                forecast,
+                found["shares"],
+                int(about["batch"]),
+            )
         except KeyError as error:
             raise TraceError(file, f"metadata {error.args[0]}", "is missing") from None
         except (ConfigError, TypeError, ValueError, OverflowError) as error:
@@ -297,9 +331,16 @@ class FittedRouting:
 _WIDE = 32767.0
 """A signature of length 1 in 16 bits. Its product with a row of 8 bits fits in 32: both lengths multiplied bound it."""
 _DTYPES: dict[str, Any] = {
-    "weights": np.float32, "layers": np.int64, "centroids": np.float32, "profiles": np.float32, "shares": np.float32,
-    "before": np.float32, "after": np.float32, "inward": np.float32, "outward": np.float32,
-}  # fmt: skip
+    "weights": np.float32,
+    "layers": np.int64,
+    "centroids": np.float32,
+    "profiles": np.float32,
+    "shares": np.float32,
+    "before": np.float32,
+    "after": np.float32,
+    "inward": np.float32,
+    "outward": np.float32,
+}
 
 
 class _Watch:

@@ -167,9 +167,17 @@ class Fleet:
             self._profiled[worker] += sign
         if refresh:
             self._mean = _refresh(
-                worker, self._mean, self.alive, self.running, self._profiled, self._logs, self._usual_logs,
-                self.expected, self.distinct, self.missed,
-            )  # fmt: skip
+                worker,
+                self._mean,
+                self.alive,
+                self.running,
+                self._profiled,
+                self._logs,
+                self._usual_logs,
+                self.expected,
+                self.distinct,
+                self.missed,
+            )
 
 
 def _logs(profiles: NDArray[np.float32]) -> NDArray[np.int32]:
@@ -193,10 +201,17 @@ def _fill_logs(p: NDArray[np.float32], logs: NDArray[np.int32]) -> None:
 
 @njit(fastmath=True)
 def _refresh(
-    worker: int, mean: float, alive: NDArray[np.bool_], running: NDArray[np.int64], profiled: NDArray[np.int64],
-    logs: NDArray[np.int32], usual: NDArray[np.int32], expected: NDArray[np.float64], distinct: NDArray[np.float64],
+    worker: int,
+    mean: float,
+    alive: NDArray[np.bool_],
+    running: NDArray[np.int64],
+    profiled: NDArray[np.int64],
+    logs: NDArray[np.int32],
+    usual: NDArray[np.int32],
+    expected: NDArray[np.float64],
+    distinct: NDArray[np.float64],
     missed: NDArray[np.uint8],
-) -> float:  # fmt: skip
+) -> float:
     """Make a worker's numbers anew, or all workers' where the fleet's load is not that mean any more; the mean used."""
     living, requests = 0, 0
     for every in range(len(alive)):

@@ -198,9 +198,13 @@ def _read(counts: NDArray[Any], cells: NDArray[np.float32]) -> float:
 
 @njit(fastmath=True)
 def turn_to_forecast(
-    cells: NDArray[np.float32], tokens: float, own: float, noise: float, maps: NDArray[np.float32],
+    cells: NDArray[np.float32],
+    tokens: float,
+    own: float,
+    noise: float,
+    maps: NDArray[np.float32],
     usual: NDArray[np.float32],
-) -> None:  # fmt: skip
+) -> None:
     """:meth:`Forecast.predict` for loops, in place of the counts; without tokens it is `after`."""
     inward, outward, scale, trust = maps[: len(usual)], maps[len(usual) :], np.float32(0.0), np.float32(0.0)
     if tokens > 0.0:
@@ -224,11 +228,18 @@ def turn_to_forecast(
         f, g, h, i, j = along[row + 5], along[row + 6], along[row + 7], along[row + 8], along[row + 9]
         for cell in range(len(cells)):
             cells[cell] = (
-                share * cells[cell] + a * outward[row, cell] + b * outward[row + 1, cell] + c * outward[row + 2, cell]
-                + d * outward[row + 3, cell] + e * outward[row + 4, cell] + f * outward[row + 5, cell]
-                + g * outward[row + 6, cell] + h * outward[row + 7, cell] + i * outward[row + 8, cell]
+                share * cells[cell]
+                + a * outward[row, cell]
+                + b * outward[row + 1, cell]
+                + c * outward[row + 2, cell]
+                + d * outward[row + 3, cell]
+                + e * outward[row + 4, cell]
+                + f * outward[row + 5, cell]
+                + g * outward[row + 6, cell]
+                + h * outward[row + 7, cell]
+                + i * outward[row + 8, cell]
                 + j * outward[row + 9, cell]
-            )  # fmt: skip
+            )
         share = np.float32(1.0)
     for cell in range(len(cells)):
         cells[cell] = min(max(cells[cell], np.float32(0.0)), np.float32(1.0))

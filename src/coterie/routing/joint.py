@@ -101,10 +101,21 @@ class Joint:
             num_experts = request.footprint.shape[1]
         shares, scores = np.empty(len(fleet)), np.empty(len(fleet))
         worker = _add_up(
-            self.kv, self.experts * num_experts, self.load, float(request.prompt_tokens),
-            NOTHING if request.cached_tokens is None else request.cached_tokens, local, asked, fleet.alive,
-            fleet.running, fleet.places, fleet.routed % len(fleet), fleet.speeds, shares, scores,
-        )  # fmt: skip
+            self.kv,
+            self.experts * num_experts,
+            self.load,
+            float(request.prompt_tokens),
+            NOTHING if request.cached_tokens is None else request.cached_tokens,
+            local,
+            asked,
+            fleet.alive,
+            fleet.running,
+            fleet.places,
+            fleet.routed % len(fleet),
+            fleet.speeds,
+            shares,
+            scores,
+        )
         return _Weighed(chosen(worker, fleet), scores, shares)
 
     def _reason(self, request: RouteRequest, worker: int, weighed: _Weighed) -> str:
@@ -167,10 +178,21 @@ def _trimmed(
 
 @njit()
 def _add_up(
-    kv: float, experts: float, load: float, prompt: float, cached: NDArray[np.int64], local: NDArray[np.uint64],
-    bits: NDArray[np.uint64], alive: NDArray[np.bool_], running: NDArray[np.int64], places: NDArray[np.int64],
-    start: int, speeds: NDArray[np.float64], shares: NDArray[np.float64], scores: NDArray[np.float64],
-) -> np.int64:  # fmt: skip
+    kv: float,
+    experts: float,
+    load: float,
+    prompt: float,
+    cached: NDArray[np.int64],
+    local: NDArray[np.uint64],
+    bits: NDArray[np.uint64],
+    alive: NDArray[np.bool_],
+    running: NDArray[np.int64],
+    places: NDArray[np.int64],
+    start: int,
+    speeds: NDArray[np.float64],
+    shares: NDArray[np.float64],
+    scores: NDArray[np.float64],
+) -> np.int64:
     """The worker; `shares` of the experts asked for and `scores` [worker] are filled."""
     asked, most = 0, 1.0
     for word in range(len(bits)):

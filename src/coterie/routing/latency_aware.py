@@ -88,9 +88,7 @@ class StepPrices:
         )
         fixed = rest_us(requests, cached) - request * requests - per_token * cached
         fixed += spec.num_moe_layers * (experts_us(few) - expert * few)
-        return cls(
-            max(0.0, fixed), expert, max(0.0, request), max(0.0, per_token), prefill / chunk, output_tokens
-        )
+        return cls(max(0.0, fixed), expert, max(0.0, request), max(0.0, per_token), prefill / chunk, output_tokens)
 
 
 @routers.register("latency_aware")
@@ -115,11 +113,27 @@ class LatencyAware:
                 raise ConfigError(f"{fitted.model} was fitted for {len(profile)} cells; the fleet keeps {cells}")
         added, scores = np.empty(workers, np.float32), np.empty(workers)
         found = _cheapest(
-            self.prices.line, profile, tokens, forecast.own, forecast.noise, forecast.maps, forecast.usual,
-            float(request.prompt_tokens), fleet.alive, fleet.running, fleet.places, fleet.routed % workers,
-            fleet.expected, fleet.distinct, fleet.context_tokens, fleet.missed, fleet.speeds,
-            NOTHING if request.cached_tokens is None else request.cached_tokens, added, scores,
-        )  # fmt: skip
+            self.prices.line,
+            profile,
+            tokens,
+            forecast.own,
+            forecast.noise,
+            forecast.maps,
+            forecast.usual,
+            float(request.prompt_tokens),
+            fleet.alive,
+            fleet.running,
+            fleet.places,
+            fleet.routed % workers,
+            fleet.expected,
+            fleet.distinct,
+            fleet.context_tokens,
+            fleet.missed,
+            fleet.speeds,
+            NOTHING if request.cached_tokens is None else request.cached_tokens,
+            added,
+            scores,
+        )
         worker = chosen(found, fleet)
         cost = f"{scores.item(worker):.0f} µs a token, the least of {workers}"
         if profile is UNKNOWN:
@@ -131,12 +145,27 @@ class LatencyAware:
 # One call of compiled code: each takes longer to be called than to do what is not a product.
 @njit()
 def _cheapest(
-    prices: NDArray[np.float64], profile: NDArray[np.float32], tokens: float, own: float, noise: float,
-    maps: NDArray[np.float32], usual: NDArray[np.float32], prompt: float, alive: NDArray[np.bool_],
-    running: NDArray[np.int64], places: NDArray[np.int64], start: int, expected: NDArray[np.float64],
-    distinct: NDArray[np.float64], context: NDArray[np.int64], missed: NDArray[np.uint8], speeds: NDArray[np.float64],
-    cached: NDArray[np.int64], added: NDArray[np.float32], scores: NDArray[np.float64],
-) -> np.int64:  # fmt: skip
+    prices: NDArray[np.float64],
+    profile: NDArray[np.float32],
+    tokens: float,
+    own: float,
+    noise: float,
+    maps: NDArray[np.float32],
+    usual: NDArray[np.float32],
+    prompt: float,
+    alive: NDArray[np.bool_],
+    running: NDArray[np.int64],
+    places: NDArray[np.int64],
+    start: int,
+    expected: NDArray[np.float64],
+    distinct: NDArray[np.float64],
+    context: NDArray[np.int64],
+    missed: NDArray[np.uint8],
+    speeds: NDArray[np.float64],
+    cached: NDArray[np.int64],
+    added: NDArray[np.float32],
+    scores: NDArray[np.float64],
+) -> np.int64:
     """The worker; `profile` [cell] comes as counts, and `added` and `scores` [worker] are filled.
 
     Without a profile requests and context are half way to the fleet's mean, as `expected` is with one.

@@ -51,9 +51,15 @@ class LocalityBand:
 
 @njit()
 def _least_loaded(
-    alike: NDArray[np.float32], band: float, alive: NDArray[np.bool_], running: NDArray[np.int64],
-    places: NDArray[np.int64], speeds: NDArray[np.float64], start: int, scores: NDArray[np.float64],
-) -> tuple[np.int64, int]:  # fmt: skip
+    alike: NDArray[np.float32],
+    band: float,
+    alive: NDArray[np.bool_],
+    running: NDArray[np.int64],
+    places: NDArray[np.int64],
+    speeds: NDArray[np.float64],
+    start: int,
+    scores: NDArray[np.float64],
+) -> tuple[np.int64, int]:
     """The worker, and how many there were to choose from."""
     free = any_free(alive, running, places)
     most = -np.inf

@@ -31,9 +31,13 @@ def chosen(worker: np.int64, fleet: Fleet) -> int:
 
 @njit()
 def best_of(
-    scores: NDArray[np.float64], alive: NDArray[np.bool_], running: NDArray[np.int64], places: NDArray[np.int64],
-    start: int, allowed: NDArray[np.float64],
-) -> np.int64:  # fmt: skip
+    scores: NDArray[np.float64],
+    alive: NDArray[np.bool_],
+    running: NDArray[np.int64],
+    places: NDArray[np.int64],
+    start: int,
+    allowed: NDArray[np.float64],
+) -> np.int64:
     """`best` for loops: the worker or -1, and what is `allowed`."""
     free = any_free(alive, running, places)
     found, least = NONE, np.inf

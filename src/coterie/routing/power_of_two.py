@@ -32,9 +32,14 @@ class PowerOfTwo:
 
 @njit()
 def _less_loaded(
-    one: int, two: int, alive: NDArray[np.bool_], running: NDArray[np.int64], places: NDArray[np.int64],
-    speeds: NDArray[np.float64], scores: NDArray[np.float64],
-) -> tuple[np.int64, np.int64]:  # fmt: skip
+    one: int,
+    two: int,
+    alive: NDArray[np.bool_],
+    running: NDArray[np.int64],
+    places: NDArray[np.int64],
+    speeds: NDArray[np.float64],
+    scores: NDArray[np.float64],
+) -> tuple[np.int64, np.int64]:
     """Of the two open workers that the numbers stand for, the one to take and the other; -1 where none is open."""
     free, allowed, count = any_free(alive, running, places), np.empty(len(alive), np.int64), 0
     for worker in range(len(alive)):

@@ -35,27 +35,49 @@ class Pressure:
             profile = self.fitted.profile(request.footprint)  # for the fleet: what a step touches is made of these
             experts = self.experts
         found = _least_pressed(
-            self.kv, self.queue, self.prefill, experts, fleet.kv_used, fleet.prefill_tokens, fleet.distinct,
-            fleet.speeds, fleet.alive, fleet.running, fleet.places, fleet.routed % len(fleet), scores,
-        )  # fmt: skip
+            self.kv,
+            self.queue,
+            self.prefill,
+            experts,
+            fleet.kv_used,
+            fleet.prefill_tokens,
+            fleet.distinct,
+            fleet.speeds,
+            fleet.alive,
+            fleet.running,
+            fleet.places,
+            fleet.routed % len(fleet),
+            scores,
+        )
         worker = chosen(found, fleet)
         return Decision(worker, scores, f"pressure {scores.item(worker):.2f}, the least", profile)
 
 
 @njit()
 def _least_pressed(
-    kv: float, queue: float, prefill: float, experts: float, kv_used: NDArray[np.float64],
-    prefill_tokens: NDArray[np.int64], distinct: NDArray[np.float64], speeds: NDArray[np.float64],
-    alive: NDArray[np.bool_], running: NDArray[np.int64], places: NDArray[np.int64], start: int,
+    kv: float,
+    queue: float,
+    prefill: float,
+    experts: float,
+    kv_used: NDArray[np.float64],
+    prefill_tokens: NDArray[np.int64],
+    distinct: NDArray[np.float64],
+    speeds: NDArray[np.float64],
+    alive: NDArray[np.bool_],
+    running: NDArray[np.int64],
+    places: NDArray[np.int64],
+    start: int,
     scores: NDArray[np.float64],
-) -> np.int64:  # fmt: skip
+) -> np.int64:
     longest, widest = 1.0, 1e-9
     for worker in range(len(alive)):
         longest, widest = max(longest, prefill_tokens[worker]), max(widest, distinct[worker])
     pressures = np.empty(len(alive))
     for worker in range(len(alive)):
         pressures[worker] = (
-            kv * kv_used[worker] + queue * (running[worker] + 1) / (places[worker] * speeds[worker])
-            + prefill * prefill_tokens[worker] / longest + experts * distinct[worker] / widest
-        )  # fmt: skip
+            kv * kv_used[worker]
+            + queue * (running[worker] + 1) / (places[worker] * speeds[worker])
+            + prefill * prefill_tokens[worker] / longest
+            + experts * distinct[worker] / widest
+        )
     return best_of(pressures, alive, running, places, start, scores)

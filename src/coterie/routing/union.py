@@ -169,9 +169,13 @@ def _promising(costs: NDArray[np.float32], labels: Labels, workers: int, tried: 
 
 @njit()
 def _sweep(
-    rows: Probabilities, labels: Labels, sums: NDArray[np.float32], limits: NDArray[np.int64],
-    candidates: NDArray[np.int64], batch: Any,
-) -> int:  # fmt: skip
+    rows: Probabilities,
+    labels: Labels,
+    sums: NDArray[np.float32],
+    limits: NDArray[np.int64],
+    candidates: NDArray[np.int64],
+    batch: Any,
+) -> int:
     """Try the candidates once; labels and sums follow every change that lowers U. Returns how many there were."""
     workers = len(limits)
     nobody = np.zeros(rows.shape[1], np.float32)
@@ -214,26 +218,41 @@ def _sweep(
 
 @njit()
 def _union(
-    sums: NDArray[np.float32], plus: NDArray[np.float32], minus: NDArray[np.float32], size: int, batch: int,
-    bases: NDArray[np.float32], missed: NDArray[np.float32],
-) -> float:  # fmt: skip
+    sums: NDArray[np.float32],
+    plus: NDArray[np.float32],
+    minus: NDArray[np.float32],
+    size: int,
+    batch: int,
+    bases: NDArray[np.float32],
+    missed: NDArray[np.float32],
+) -> float:
     """A cluster's U x its requests, with one request more and one less; `bases` and `missed` are scratch."""
     total, cells, block = 0.0, len(sums), len(bases)
     for start in range(0, cells, block):
         stop = min(start + block, cells)
         count = stop - start
         total += count - _missed(
-            sums[start:stop], plus[start:stop], minus[start:stop], np.float32(1.0 / size), batch,
-            bases[:count], missed[:count],
-        )  # fmt: skip
+            sums[start:stop],
+            plus[start:stop],
+            minus[start:stop],
+            np.float32(1.0 / size),
+            batch,
+            bases[:count],
+            missed[:count],
+        )
     return total * size
 
 
 @njit(fastmath=True)
 def _missed(
-    sums: NDArray[np.float32], plus: NDArray[np.float32], minus: NDArray[np.float32], inverse: Any, batch: int,
-    bases: NDArray[np.float32], missed: NDArray[np.float32],
-) -> float:  # fmt: skip
+    sums: NDArray[np.float32],
+    plus: NDArray[np.float32],
+    minus: NDArray[np.float32],
+    inverse: Any,
+    batch: int,
+    bases: NDArray[np.float32],
+    missed: NDArray[np.float32],
+) -> float:
     """Cells that a step is expected not to touch. Whole passes, as a loop with a power in it is not vectorised."""
     for cell in range(len(bases)):
         bases[cell] = np.float32(1.0) - (sums[cell] + plus[cell] - minus[cell]) * inverse

@@ -10,7 +10,24 @@ from coterie.sim.metrics import Run, Summary, summarise
 from coterie.sim.server import ExecutionModel, run_batches
 
 __all__ = [
-    "DecodeRequests", "Execution", "ExecutionModel", "FleetConfig", "FleetRequests", "FleetRun", "FleetSummary",
-    "PrefillExecution", "Run", "Simulation", "SpreadExecution", "StepTimer", "Summary", "draw_requests", "run_batches",
-    "run_decode", "run_fleet", "split_recordings", "summarise", "summarise_fleet",
-]  # fmt: skip
+    "DecodeRequests",
+    "Execution",
+    "ExecutionModel",
+    "FleetConfig",
+    "FleetRequests",
+    "FleetRun",
+    "FleetSummary",
+    "PrefillExecution",
+    "Run",
+    "Simulation",
+    "SpreadExecution",
+    "StepTimer",
+    "Summary",
+    "draw_requests",
+    "run_batches",
+    "run_decode",
+    "run_fleet",
+    "split_recordings",
+    "summarise",
+    "summarise_fleet",
+]

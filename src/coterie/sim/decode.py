@@ -88,9 +88,18 @@ def _check_tokens(requests: DecodeRequests, layers: int, experts: int) -> None:
 
 class _Decoder:
     def __init__(
-        self, requests: DecodeRequests, predicted: Loads, timer: StepTiming, places: int, config: SchedulerConfig,
-        strategy: Strategy, rng: Generator, ranks: int, check: bool, progress: Callable[[int], None] | None,
-    ) -> None:  # fmt: skip
+        self,
+        requests: DecodeRequests,
+        predicted: Loads,
+        timer: StepTiming,
+        places: int,
+        config: SchedulerConfig,
+        strategy: Strategy,
+        rng: Generator,
+        ranks: int,
+        check: bool,
+        progress: Callable[[int], None] | None,
+    ) -> None:
         count, layers, experts = predicted.shape
         self.sim = Simulation()
         self.requests = requests
@@ -206,9 +215,12 @@ class _Decoder:
 
 @njit()
 def _count_step(
-    expert_ids: NDArray[np.integer], first: NDArray[np.int64], decoded: NDArray[np.int64], running: NDArray[np.int64],
+    expert_ids: NDArray[np.integer],
+    first: NDArray[np.int64],
+    decoded: NDArray[np.int64],
+    running: NDArray[np.int64],
     load: NDArray[np.int64],
-) -> None:  # fmt: skip
+) -> None:
     """load [layer, expert]: tokens of one step."""
     load[:] = 0
     for request in running:

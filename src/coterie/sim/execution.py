@@ -115,10 +115,12 @@ class StepTimer:
         intra, inter = topology.intra, topology.inter
         self._links = np.array(
             [
-                intra.latency_s * 1e6, one.intra_bytes / intra.bytes_per_s * 1e6,
-                inter.latency_s * 1e6, one.inter_bytes / inter.bytes_per_s * 1e6,
+                intra.latency_s * 1e6,
+                one.intra_bytes / intra.bytes_per_s * 1e6,
+                inter.latency_s * 1e6,
+                one.inter_bytes / inter.bytes_per_s * 1e6,
             ]
-        )  # fmt: skip
+        )
         assert self._ranks == 1 or abs(all_to_all_us(one, topology) - _exchange_us(self._links, 1.0)) < 1e-6
 
     def __call__(self, load: NDArray[np.int64], batch: Batch) -> Execution:
@@ -130,10 +132,19 @@ class StepTimer:
             return Execution(0.0, 1.0, 0.0)
         tokens = model.options.padded(batch.tokens) if not batch.prefill_tokens else batch.tokens
         moe_us, imbalance, distinct = _layers_us(
-            self._moe, load, self._slots, self._turn, self._replicas, self._ranks, float(tokens),
-            spec.expert_bytes(model.dtype), 2.0 * spec.expert_params, model.options.cache_resident, self._links,
+            self._moe,
+            load,
+            self._slots,
+            self._turn,
+            self._replicas,
+            self._ranks,
+            float(tokens),
+            spec.expert_bytes(model.dtype),
+            2.0 * spec.expert_params,
+            model.options.cache_resident,
+            self._links,
             model.options.overlap,
-        )  # fmt: skip
+        )
         outputs = batch.decode_requests + (batch.prefill_requests if batch.prefill_tokens else 0)
         dense = self._dense_s.get((tokens, outputs))
         if dense is None:
@@ -152,10 +163,19 @@ def _exchange_us(links: NDArray[np.float64], rows: float) -> float:
 
 @njit()
 def _layers_us(
-    moe: NDArray[np.float64], load: NDArray[np.int64], slots: NDArray[np.int64], turn: NDArray[np.int64],
-    replicas: NDArray[np.int64], ranks: int, tokens: float, nbytes: float, flops: float, resident: bool,
-    links: NDArray[np.float64], overlap: float,
-) -> tuple[float, float, float]:  # fmt: skip
+    moe: NDArray[np.float64],
+    load: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    turn: NDArray[np.int64],
+    replicas: NDArray[np.int64],
+    ranks: int,
+    tokens: float,
+    nbytes: float,
+    flops: float,
+    resident: bool,
+    links: NDArray[np.float64],
+    overlap: float,
+) -> tuple[float, float, float]:
     """Microseconds of all MoE layers with their exchange, busiest over mean rank, and experts touched in a layer."""
     layers, each = len(slots), slots.shape[1] // ranks
     total, imbalance, distinct = 0.0, 0.0, 0.0

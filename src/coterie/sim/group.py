@@ -62,8 +62,10 @@ class Group:
         spec, topology = model.spec, model.topology
         shape = (spec.num_moe_layers, spec.num_experts)
         if (placement.num_layers, placement.num_experts) != shape:
-            raise ConfigError(f"the placement is for {placement.num_layers} layers of {placement.num_experts} experts; "
-                              f"{spec.name} has {shape[0]} of {shape[1]}")  # fmt: skip
+            raise ConfigError(
+                f"the placement is for {placement.num_layers} layers of {placement.num_experts} experts; "
+                f"{spec.name} has {shape[0]} of {shape[1]}"
+            )
         if placement.num_ranks != topology.num_ranks:
             raise ConfigError(
                 f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={topology.num_ranks}"
@@ -77,10 +79,15 @@ class Group:
         self._crossing = np.zeros((2, placement.num_layers, self.ranks), np.int64)
         self._turns = np.zeros(shape, np.int64)
         link = topology.intra
-        self._numbers = np.array([
-            spec.expert_bytes(model.dtype), 2.0 * spec.expert_params, 1e6 * link.latency_s,
-            1e6 * spec.hidden_size * BYTES_PER_VALUE / link.bytes_per_s, model.options.overlap,
-        ])  # fmt: skip
+        self._numbers = np.array(
+            [
+                spec.expert_bytes(model.dtype),
+                2.0 * spec.expert_params,
+                1e6 * link.latency_s,
+                1e6 * spec.hidden_size * BYTES_PER_VALUE / link.bytes_per_s,
+                model.options.overlap,
+            ]
+        )
         self._dense_s: dict[int, float] = {}
         self.asked: Demand = np.zeros((self.ranks, *shape))
 
@@ -93,13 +100,12 @@ class Group:
             words[:, :, expert // 64] |= self.held[:, :, expert].astype(np.uint64) << np.uint64(expert % 64)
         return words
 
-    def step(
-        self, expert_ids: NDArray[np.integer], home: NDArray[np.int64], context: NDArray[np.int64]
-    ) -> GroupStep:
+    def step(self, expert_ids: NDArray[np.integer], home: NDArray[np.int64], context: NDArray[np.int64]) -> GroupStep:
         """One token of every request: expert_ids [token, layer, k], the rank each is on, its cached tokens."""
         if expert_ids.shape[1] != self.placement.num_layers or len(expert_ids) != len(home):
-            raise ConfigError(f"expert_ids has shape {expert_ids.shape}; expected [{len(home)}, "
-                              f"{self.placement.num_layers}, k]")  # fmt: skip
+            raise ConfigError(
+                f"expert_ids has shape {expert_ids.shape}; expected [{len(home)}, {self.placement.num_layers}, k]"
+            )
         tokens = np.bincount(home, minlength=self.ranks)
         cached = np.bincount(home, weights=context, minlength=self.ranks).astype(np.int64)
         rest = max(self._rest_s(int(n), int(held)) for n, held in zip(tokens, cached, strict=True))
@@ -107,9 +113,17 @@ class Group:
         self._rows.fill(0.0)
         self._crossing.fill(0)
         remote = _dispatch(
-            expert_ids, home, self._own, self._holders, self._copies, self._turns, self._rows, self._crossing,
-            self.asked, self.placement.slots_per_rank,
-        )  # fmt: skip
+            expert_ids,
+            home,
+            self._own,
+            self._holders,
+            self._copies,
+            self._turns,
+            self._rows,
+            self._crossing,
+            self.asked,
+            self.placement.slots_per_rank,
+        )
         experts_us, exchange_us = _layers_us(
             self.model.moe.array(), self._numbers, self._rows, self._crossing, padded, self.model.options.cache_resident
         )
@@ -143,10 +157,17 @@ def _slot_tables(placement: Placement) -> tuple[NDArray[np.int64], NDArray[np.in
 
 @njit()
 def _dispatch(
-    ids: NDArray[np.integer], home: NDArray[np.int64], own: NDArray[np.int64], holders: NDArray[np.int64],
-    copies: NDArray[np.int64], turns: NDArray[np.int64], rows: NDArray[np.float64], crossing: NDArray[np.int64],
-    asked: NDArray[np.float64], per_rank: int,
-) -> int:  # fmt: skip
+    ids: NDArray[np.integer],
+    home: NDArray[np.int64],
+    own: NDArray[np.int64],
+    holders: NDArray[np.int64],
+    copies: NDArray[np.int64],
+    turns: NDArray[np.int64],
+    rows: NDArray[np.float64],
+    crossing: NDArray[np.int64],
+    asked: NDArray[np.float64],
+    per_rank: int,
+) -> int:
     """Add to rows [layer, slot] and crossing [sent or received, layer, rank]; activations that crossed."""
     remote = 0
     for layer in range(ids.shape[1]):
@@ -169,9 +190,13 @@ def _dispatch(
 
 @njit()
 def _layers_us(
-    p: NDArray[np.float64], numbers: NDArray[np.float64], rows: NDArray[np.float64], crossing: NDArray[np.int64],
-    tokens: NDArray[np.float64], resident: bool,
-) -> tuple[float, float]:  # fmt: skip
+    p: NDArray[np.float64],
+    numbers: NDArray[np.float64],
+    rows: NDArray[np.float64],
+    crossing: NDArray[np.int64],
+    tokens: NDArray[np.float64],
+    resident: bool,
+) -> tuple[float, float]:
     """Experts of the slowest rank and the exchange of the busiest link, summed over layers."""
     layers, ranks = crossing.shape[1], crossing.shape[2]
     each = rows.shape[1] // ranks
@@ -282,8 +307,9 @@ class GroupLoop:
                 there.request[place] = -1
         if not parts:
             raise ConfigError(f"{len(self.requests)} requests cannot keep {size} in flight: serve more")
-        return GroupRun(np.array(starts), parts, np.array(tokens), np.array(busiest), gaps, np.array(came), where,
-                        group.asked)  # fmt: skip
+        return GroupRun(
+            np.array(starts), parts, np.array(tokens), np.array(busiest), gaps, np.array(came), where, group.asked
+        )
 
     def _fleet(self, group: Group, router: Router) -> Fleet:
         profiled = isinstance(router, LatencyAware)
@@ -375,9 +401,13 @@ def outcome(run: GroupRun, in_flight: int, ranks: int) -> GroupOutcome:
     total = float(sum(part.total_s for part in parts))
     gaps = np.concatenate([run.gaps[step] for step in steady])
     return GroupOutcome(
-        1e3 * float(gaps.mean()), 1e3 * float(np.quantile(gaps, 0.99)), len(gaps) / total,
-        100.0 * sum(part.all_to_all_s for part in parts) / total, 100.0 * sum(part.experts_s for part in parts) / total,
+        1e3 * float(gaps.mean()),
+        1e3 * float(np.quantile(gaps, 0.99)),
+        len(gaps) / total,
+        100.0 * sum(part.all_to_all_s for part in parts) / total,
+        100.0 * sum(part.experts_s for part in parts) / total,
         100.0 * sum(part.remote for part in parts) / sum(part.activations for part in parts),
-        float(run.busiest[steady].mean()) * ranks / in_flight, 100.0 * float(run.tokens[steady].mean()) / in_flight,
+        float(run.busiest[steady].mean()) * ranks / in_flight,
+        100.0 * float(run.tokens[steady].mean()) / in_flight,
         len(steady),
-    )  # fmt: skip
+    )

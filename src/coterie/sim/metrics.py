@@ -58,7 +58,10 @@ def summarise(run: Run) -> Summary:
     span_s = float(run.finish_s.max() - run.arrival_s.min())
     return Summary(
         requests=len(latency_ms),
-        p50_ms=float(p50), p90_ms=float(p90), p99_ms=float(p99), p999_ms=float(p999),
+        p50_ms=float(p50),
+        p90_ms=float(p90),
+        p99_ms=float(p99),
+        p999_ms=float(p999),
         mean_ms=float(latency_ms.mean()),
         throughput=len(latency_ms) / span_s if span_s > 0 else math.inf,
         imbalance=float(run.imbalance.mean()),
@@ -66,4 +69,4 @@ def summarise(run: Run) -> Summary:
         batch_ms=float(run.batch_s.mean() * 1e3),
         worst_skips=int(run.skipped.max()),
         worst_wait_ms=float((run.start_s - run.arrival_s).max() * 1e3),
-    )  # fmt: skip
+    )

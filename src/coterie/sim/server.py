@@ -65,9 +65,16 @@ def check_requests(arrival_s: NDArray[np.float64], predicted: Loads) -> None:
 
 class _BatchServer:
     def __init__(
-        self, arrival_s: NDArray[np.float64], predicted: Loads, execution: ExecutionModel, config: SchedulerConfig,
-        strategy: Strategy, rng: Generator, check: bool, progress: Callable[[int], None] | None,
-    ) -> None:  # fmt: skip
+        self,
+        arrival_s: NDArray[np.float64],
+        predicted: Loads,
+        execution: ExecutionModel,
+        config: SchedulerConfig,
+        strategy: Strategy,
+        rng: Generator,
+        check: bool,
+        progress: Callable[[int], None] | None,
+    ) -> None:
         count = len(arrival_s)
         self.sim = Simulation()
         self.arrivals: list[float] = arrival_s.tolist()

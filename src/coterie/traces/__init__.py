@@ -5,6 +5,4 @@ from coterie.traces.activations import Activations, ActivationTrace, Chunk, Trac
 from coterie.traces.load import LoadTable
 from coterie.traces.requests import RequestTrace
 
-__all__ = [
-    "ActivationTrace", "ActivationWriter", "Activations", "Chunk", "LoadTable", "RequestTrace", "TraceMeta",
-]  # fmt: skip
+__all__ = ["ActivationTrace", "ActivationWriter", "Activations", "Chunk", "LoadTable", "RequestTrace", "TraceMeta"]

@@ -212,9 +212,19 @@ def _stream(seed: U64, index: int) -> Array:
 
 @njit()
 def draw_requests(
-    chosen: Array, ids: Array, offsets: Array, prompts: Array, first: int, seed: U64, values: Array, origin: Array,
-    target: Array, weight: Array, concentration: Array, phase_correlation: float,
-) -> None:  # fmt: skip
+    chosen: Array,
+    ids: Array,
+    offsets: Array,
+    prompts: Array,
+    first: int,
+    seed: U64,
+    values: Array,
+    origin: Array,
+    target: Array,
+    weight: Array,
+    concentration: Array,
+    phase_correlation: float,
+) -> None:
     """Fill ids [token, layer, k] of requests first + each of the chosen.
 
     Request r has tokens offsets[r] … offsets[r + 1], of which prompts[r] are prefill, and preferences around

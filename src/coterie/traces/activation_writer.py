@@ -111,12 +111,14 @@ class ActivationWriter:
         offsets = np.array([0, len(phases)], np.int64)
         prompt, output = phase_lengths(phases, offsets)
         row = RequestTrace(
-            prompt_tokens=prompt, output_tokens=output,
+            prompt_tokens=prompt,
+            output_tokens=output,
             arrival_s=None if arrival_s is None else np.array([arrival_s]),
-            ids=None if id is None else [id], domains=None if domain is None else [domain],
+            ids=None if id is None else [id],
+            domains=None if domain is None else [domain],
             prefix_blocks=None if prefix_blocks is None else [prefix_blocks],
             block_tokens=None if prefix_blocks is None else self.meta.block_tokens,
-        )  # fmt: skip
+        )
         self.append_many(Activations(np.asarray(expert_ids), phases, token_ids, gate_weights), offsets, row)
 
     def append_many(self, tokens: Activations, offsets: NDArray[np.int64], requests: RequestTrace) -> None:

@@ -81,11 +81,18 @@ class TraceMeta:
     def json(self, segments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What meta.json holds; each segment names its two files and its tokens."""
         return {
-            "format": FORMAT, "version": VERSION, "kind": "activations", "model": self.model,
-            "num_experts": self.num_experts, "num_layers": self.num_layers, "top_k": self.top_k,
+            "format": FORMAT,
+            "version": VERSION,
+            "kind": "activations",
+            "model": self.model,
+            "num_experts": self.num_experts,
+            "num_layers": self.num_layers,
+            "top_k": self.top_k,
             "layer_ids": list(self.layer_ids) if self.layer_ids else None,
-            "block_tokens": self.block_tokens, "source": dict(self.source), "segments": list(segments),
-        }  # fmt: skip
+            "block_tokens": self.block_tokens,
+            "source": dict(self.source),
+            "segments": list(segments),
+        }
 
 
 class Activations(NamedTuple):
@@ -157,10 +164,14 @@ class ActivationTrace:
         try:
             layer_ids = raw.get("layer_ids")
             meta = TraceMeta(
-                model=str(raw["model"]), num_experts=raw["num_experts"], num_layers=raw["num_layers"],
-                top_k=raw["top_k"], layer_ids=tuple(layer_ids) if layer_ids else None,
-                source=raw.get("source") or {}, block_tokens=raw.get("block_tokens"),
-            )  # fmt: skip
+                model=str(raw["model"]),
+                num_experts=raw["num_experts"],
+                num_layers=raw["num_layers"],
+                top_k=raw["top_k"],
+                layer_ids=tuple(layer_ids) if layer_ids else None,
+                source=raw.get("source") or {},
+                block_tokens=raw.get("block_tokens"),
+            )
             if not isinstance(raw["segments"], list) or not all(isinstance(e, dict) for e in raw["segments"]):
                 raise TraceError(folder / "meta.json", "segments", "must be a list of objects")
             entries = [(str(e["activations"]), str(e["requests"]), int(e["num_tokens"])) for e in raw["segments"]]
@@ -367,8 +378,13 @@ def concat_requests(tables: Sequence[RequestTrace]) -> RequestTrace:
     shared = set(tables[0].extra).intersection(*(t.extra for t in tables))
     blocks = join("prefix_blocks")
     return RequestTrace(
-        prompt_tokens=join("prompt_tokens"), output_tokens=join("output_tokens"), arrival_s=join("arrival_s"),
-        ids=join("ids"), domains=join("domains"), prefix_blocks=blocks,
+        prompt_tokens=join("prompt_tokens"),
+        output_tokens=join("output_tokens"),
+        arrival_s=join("arrival_s"),
+        ids=join("ids"),
+        domains=join("domains"),
+        prefix_blocks=blocks,
         block_tokens=tables[0].block_tokens if blocks is not None else None,
-        extra={name: [v for t in tables for v in t.extra[name]] for name in sorted(shared)}, source=tables[0].source,
-    )  # fmt: skip
+        extra={name: [v for t in tables for v in t.extra[name]] for name in sorted(shared)},
+        source=tables[0].source,
+    )

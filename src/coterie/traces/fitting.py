@@ -48,12 +48,18 @@ def fit_synthetic(
     fit = _fit(counts, trace.meta.top_k, rng, samples)
     return replace(
         base or SyntheticSettings(),
-        model=trace.meta.model, num_experts=trace.meta.num_experts, num_layers=trace.meta.num_layers,
-        top_k=trace.meta.top_k, layer_ids=trace.meta.layer_ids, domains=counts.names,
+        model=trace.meta.model,
+        num_experts=trace.meta.num_experts,
+        num_layers=trace.meta.num_layers,
+        top_k=trace.meta.top_k,
+        layer_ids=trace.meta.layer_ids,
+        domains=counts.names,
         mix=tuple(np.bincount(counts.domain, minlength=len(counts.names)) / len(counts.domain)),
-        concentration=tuple(fit.concentration.tolist()), preferences=fit.preferences, arrivals=arrivals,
+        concentration=tuple(fit.concentration.tolist()),
+        preferences=fit.preferences,
+        arrivals=arrivals,
         lengths=RecordedLengths(counts.prompt_tokens, counts.output_tokens, counts.domain),
-    )  # fmt: skip
+    )
 
 
 class _Counts(NamedTuple):

@@ -67,10 +67,14 @@ class LoadTable:
         write_json(
             folder / "meta.json",
             {
-                "format": FORMAT, "version": VERSION, "kind": "load", "model": self.model,
-                "labels": list(self.labels) if self.labels is not None else None, "source": dict(self.source),
+                "format": FORMAT,
+                "version": VERSION,
+                "kind": "load",
+                "model": self.model,
+                "labels": list(self.labels) if self.labels is not None else None,
+                "source": dict(self.source),
             },
-        )  # fmt: skip
+        )
 
     @classmethod
     def open(cls, path: str | Path) -> LoadTable:

@@ -53,9 +53,13 @@ class RequestTrace:
     def __post_init__(self) -> None:
         count = len(self.prompt_tokens)
         columns: dict[str, Sequence[Any] | NDArray[Any] | None] = {
-            "output_tokens": self.output_tokens, "arrival_s": self.arrival_s, "ids": self.ids,
-            "domains": self.domains, "prefix_blocks": self.prefix_blocks, **self.extra,
-        }  # fmt: skip
+            "output_tokens": self.output_tokens,
+            "arrival_s": self.arrival_s,
+            "ids": self.ids,
+            "domains": self.domains,
+            "prefix_blocks": self.prefix_blocks,
+            **self.extra,
+        }
         for name, column in columns.items():
             if column is not None and len(column) != count:
                 raise ConfigError(f"{name} has {len(column)} rows; prompt_tokens has {count}")
@@ -88,11 +92,16 @@ class RequestTrace:
             return [column[int(row)] for row in rows]
 
         return RequestTrace(
-            prompt_tokens=self.prompt_tokens[rows], output_tokens=self.output_tokens[rows],
-            arrival_s=cut(self.arrival_s), ids=cut(self.ids), domains=cut(self.domains),
-            prefix_blocks=cut(self.prefix_blocks), block_tokens=self.block_tokens,
-            extra={name: cut(column) for name, column in self.extra.items()}, source=self.source,
-        )  # fmt: skip
+            prompt_tokens=self.prompt_tokens[rows],
+            output_tokens=self.output_tokens[rows],
+            arrival_s=cut(self.arrival_s),
+            ids=cut(self.ids),
+            domains=cut(self.domains),
+            prefix_blocks=cut(self.prefix_blocks),
+            block_tokens=self.block_tokens,
+            extra={name: cut(column) for name, column in self.extra.items()},
+            source=self.source,
+        )
 
     def in_order(self) -> RequestTrace:
         """The same requests in order of arrival; ties keep their order."""
@@ -106,9 +115,13 @@ class RequestTrace:
 
     def _meta(self) -> dict[str, Any]:
         return {
-            "format": FORMAT, "version": VERSION, "kind": "requests", "num_requests": len(self),
-            "block_tokens": self.block_tokens, "source": dict(self.source),
-        }  # fmt: skip
+            "format": FORMAT,
+            "version": VERSION,
+            "kind": "requests",
+            "num_requests": len(self),
+            "block_tokens": self.block_tokens,
+            "source": dict(self.source),
+        }
 
     @classmethod
     def open(cls, path: str | Path) -> RequestTrace:

@@ -22,9 +22,19 @@ from numpy.typing import NDArray
 from coterie.errors import TraceError
 
 _DTYPES = {
-    "BOOL": "|b1", "U8": "|u1", "I8": "|i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4",
-    "U64": "<u8", "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8",
-}  # fmt: skip
+    "BOOL": "|b1",
+    "U8": "|u1",
+    "I8": "|i1",
+    "U16": "<u2",
+    "I16": "<i2",
+    "U32": "<u4",
+    "I32": "<i4",
+    "U64": "<u8",
+    "I64": "<i8",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+}
 _NAMES = {np.dtype(code): name for name, code in _DTYPES.items()}
 _MAX_HEADER = 100_000_000  # the safetensors library's own limit
 

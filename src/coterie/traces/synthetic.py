@@ -130,21 +130,22 @@ class SyntheticSettings:
     def shaped_like(self, spec: ModelSpec) -> SyntheticSettings:
         """The same settings with a model's experts, MoE layers and top-k."""
         return replace(
-            self, model=spec.name, num_experts=spec.num_experts, num_layers=spec.num_moe_layers, top_k=spec.top_k,
-            layer_ids=spec.moe_layer_ids, preferences=None,
-        )  # fmt: skip
+            self,
+            model=spec.name,
+            num_experts=spec.num_experts,
+            num_layers=spec.num_moe_layers,
+            top_k=spec.top_k,
+            layer_ids=spec.moe_layer_ids,
+            preferences=None,
+        )
 
 
 presets: Registry[SyntheticSettings] = Registry("preset")
 presets.add("balanced", SyntheticSettings(zipf_exponent=0.2, specialisation=0.3, concentration=300.0))
 presets.add(
-    "bursty",
-    SyntheticSettings(zipf_exponent=1.1, specialisation=0.9, concentration=60.0, arrivals=BurstyArrivals()),
+    "bursty", SyntheticSettings(zipf_exponent=1.1, specialisation=0.9, concentration=60.0, arrivals=BurstyArrivals())
 )
-presets.add(
-    "drifting",
-    SyntheticSettings(zipf_exponent=1.0, specialisation=0.6, drift=SlowDrift(half_life_s=600.0)),
-)
+presets.add("drifting", SyntheticSettings(zipf_exponent=1.0, specialisation=0.6, drift=SlowDrift(half_life_s=600.0)))
 
 
 def _num_epochs(drift: SlowDrift | AbruptDrift | None) -> int:
@@ -322,10 +323,20 @@ class _Workload:
                 memory = np.empty(math.prod(spec.shape), spec.dtype)
             ids = memory[: math.prod(spec.shape)].reshape(spec.shape)
             side_by_side(
-                draw_requests, stop - start,
-                ids, local, prompts[rows], start, self.seed, values, origin[rows], target[rows], blend.weight[rows],
-                self.concentrations, self.phase_correlation,
-            )  # fmt: skip
+                draw_requests,
+                stop - start,
+                ids,
+                local,
+                prompts[rows],
+                start,
+                self.seed,
+                values,
+                origin[rows],
+                target[rows],
+                blend.weight[rows],
+                self.concentrations,
+                self.phase_correlation,
+            )
             position = np.arange(local[-1]) - np.repeat(local[:-1], np.diff(local))
             decode = position >= np.repeat(prompts[rows], np.diff(local))
             yield Activations(ids, np.where(decode, DECODE, PREFILL).astype(np.uint8))
@@ -350,13 +361,19 @@ def _draw_workload(
     if drawn.domain.max() >= len(settings.domains):
         raise ConfigError(f"arrivals name domain {drawn.domain.max()}; the settings have {len(settings.domains)}")
     table = RequestTrace(
-        prompt_tokens=drawn.prompt_tokens, output_tokens=drawn.output_tokens, arrival_s=drawn.arrival_s,
+        prompt_tokens=drawn.prompt_tokens,
+        output_tokens=drawn.output_tokens,
+        arrival_s=drawn.arrival_s,
         domains=[settings.domains[d] for d in drawn.domain],
-    )  # fmt: skip
+    )
     meta = TraceMeta(
-        settings.model, settings.num_experts, settings.num_layers, settings.top_k, settings.layer_ids,
+        settings.model,
+        settings.num_experts,
+        settings.num_layers,
+        settings.top_k,
+        settings.layer_ids,
         source={"generator": "coterie", "settings": _describe(settings), **(source or {})},
-    )  # fmt: skip
+    )
     offsets = np.concatenate([[0], np.cumsum(drawn.prompt_tokens + drawn.output_tokens)]).astype(np.int64)
     return _Workload(
         meta, table, offsets, drawn.domain, preferences, settings.concentrations(), settings.phase_correlation, seed

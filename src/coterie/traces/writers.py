@@ -145,7 +145,7 @@ def _write_jsonl(trace: RequestTrace, path: Path) -> None:
                 "arrival_s": float(arrival_s[i]),
                 "prompt_tokens": int(trace.prompt_tokens[i]),
                 "output_tokens": int(trace.output_tokens[i]),
-            }  # fmt: skip
+            }
             optional: dict[str, Any] = {}
             if trace.ids is not None:
                 optional["id"] = trace.ids[i]
@@ -198,11 +198,14 @@ def _write_npz(trace: ActivationTrace | LoadTable, path: Path) -> None:
         tokens, offsets = trace.arrays()
         layer_ids = trace.meta.layer_ids
         arrays = {
-            "expert_ids": tokens.expert_ids, "offsets": offsets, "phase": tokens.phase,
-            "token_ids": tokens.token_ids, "gate_weights": tokens.gate_weights,
+            "expert_ids": tokens.expert_ids,
+            "offsets": offsets,
+            "phase": tokens.phase,
+            "token_ids": tokens.token_ids,
+            "gate_weights": tokens.gate_weights,
             "num_experts": np.array(trace.meta.num_experts),
             "layer_ids": None if layer_ids is None else np.array(layer_ids, np.int64),
-        }  # fmt: skip
+        }
     given: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None}
     with path.open("wb") as stream:  # a stream, because savez adds .npz to names
         np.savez(stream, **given)
@@ -258,15 +261,7 @@ writers.add(
         "plain CSV of requests; extra columns become text",
     ),
 )
-writers.add(
-    "jsonl",
-    Writer(
-        _write_jsonl,
-        (RequestTrace,),
-        _REQUEST_COLUMNS,
-        "plain JSON Lines of requests",
-    ),
-)
+writers.add("jsonl", Writer(_write_jsonl, (RequestTrace,), _REQUEST_COLUMNS, "plain JSON Lines of requests"))
 writers.add(
     "mooncake",
     Writer(

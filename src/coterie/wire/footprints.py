@@ -62,9 +62,15 @@ def encode_footprint(footprint: WireFootprint, deflate: bool = True) -> str:
     # Counts repeat as values, not as runs: Huffman coding alone is smaller here than matching, and faster.
     packer = zlib.compressobj(1 if deflate else 0, zlib.DEFLATED, strategy=zlib.Z_HUFFMAN_ONLY)
     packed = _Packed(
-        VERSION, narrow.shape[0], narrow.shape[1], narrow.itemsize, int(footprint.tokens), int(footprint.missing),
-        [int(layer) for layer in footprint.layer_ids], packer.compress(narrow.tobytes()) + packer.flush(),
-    )  # fmt: skip
+        VERSION,
+        narrow.shape[0],
+        narrow.shape[1],
+        narrow.itemsize,
+        int(footprint.tokens),
+        int(footprint.missing),
+        [int(layer) for layer in footprint.layer_ids],
+        packer.compress(narrow.tobytes()) + packer.flush(),
+    )
     _check(packed)
     return base64.b64encode(msgspec.msgpack.encode(packed)).decode("ascii")
 

@@ -14,9 +14,13 @@ REQUEST_ID_HEADER = "X-Request-Id"
 DP_RANK_HEADER = "X-data-parallel-rank"
 
 REMOTE_DECODE: dict[str, Any] = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-    "remote_host": None, "remote_port": None,
-}  # fmt: skip
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 """What asks a worker to prefill for another."""
 
 

@@ -23,14 +23,34 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 GROUPED = ModelSpec(
-    "tiny-grouped", num_layers=2, num_experts=8, top_k=2, hidden_size=32, expert_intermediate_size=16,
-    num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=100,
-)  # fmt: skip
+    "tiny-grouped",
+    num_layers=2,
+    num_experts=8,
+    top_k=2,
+    hidden_size=32,
+    expert_intermediate_size=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=100,
+)
 LATENT = ModelSpec(
-    "tiny-latent", num_layers=3, num_experts=6, top_k=3, hidden_size=24, expert_intermediate_size=16,
-    num_heads=4, num_kv_heads=4, head_dim=8, vocab_size=100, first_moe_layer=1, shared_intermediate_size=20,
-    dense_intermediate_size=48, kv_lora_rank=16, rope_head_dim=4,
-)  # fmt: skip
+    "tiny-latent",
+    num_layers=3,
+    num_experts=6,
+    top_k=3,
+    hidden_size=24,
+    expert_intermediate_size=16,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    vocab_size=100,
+    first_moe_layer=1,
+    shared_intermediate_size=20,
+    dense_intermediate_size=48,
+    kv_lora_rank=16,
+    rope_head_dim=4,
+)
 QUICK = CalibrationSettings(dtypes=("fp32",), tokens=(1, 4, 16, 64), contexts=(16, 32), cell_ms=1, passes=1)
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
@@ -195,9 +215,17 @@ def test_measures_on_cuda(dtype):
     if dtype == "fp8" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("fp8 grouped GEMM needs compute capability 9.0")
     spec = ModelSpec(
-        "small", num_layers=2, num_experts=8, top_k=2, hidden_size=256, expert_intermediate_size=128,
-        num_heads=4, num_kv_heads=2, head_dim=64, vocab_size=100,
-    )  # fmt: skip
+        "small",
+        num_layers=2,
+        num_experts=8,
+        top_k=2,
+        hidden_size=256,
+        expert_intermediate_size=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        vocab_size=100,
+    )
     quick = CalibrationSettings(dtypes=(dtype,), tokens=(1, 4, 64), contexts=(128,), cell_ms=1, passes=1)
     found = calibrate([spec], quick, "cuda")
     assert found.note == ""

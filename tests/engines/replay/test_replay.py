@@ -24,9 +24,18 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 SPEC = ModelSpec(
-    "tiny", num_layers=4, num_experts=8, top_k=2, hidden_size=32, expert_intermediate_size=16,
-    num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=100, first_moe_layer=1,
-)  # fmt: skip
+    "tiny",
+    num_layers=4,
+    num_experts=8,
+    top_k=2,
+    hidden_size=32,
+    expert_intermediate_size=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=100,
+    first_moe_layer=1,
+)
 CPU = torch.device("cpu")
 
 
@@ -80,8 +89,18 @@ def test_a_file_gives_back_what_was_written(tmp_path_factory, data):
 
 def test_a_file_is_small_and_never_replaced(tmp_path):
     rng = np.random.default_rng(0)
-    wide = ModelSpec("wide", num_layers=24, num_experts=32, top_k=4, hidden_size=8, expert_intermediate_size=8,
-                     num_heads=1, num_kv_heads=1, head_dim=8, vocab_size=8)  # fmt: skip
+    wide = ModelSpec(
+        "wide",
+        num_layers=24,
+        num_experts=32,
+        top_k=4,
+        hidden_size=8,
+        expert_intermediate_size=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab_size=8,
+    )
     path = tmp_path / "batches.npz"
     write_batches(path, "gpt-oss-20b", {"one": {"a": [draw_ids(rng, 32, wide) for _ in range(200)]}})
     assert path.stat().st_size < 600_000
@@ -244,11 +263,25 @@ def test_measures_every_step(batches, dtype):
 
 def test_fewer_experts_take_less_time_on_a_cpu():
     """One product per expert: 2 of 16 experts against all of them, whatever the machine."""
-    spec = ModelSpec("mid", num_layers=3, num_experts=16, top_k=2, hidden_size=256, expert_intermediate_size=256,
-                     num_heads=1, num_kv_heads=1, head_dim=8, vocab_size=8)  # fmt: skip
+    spec = ModelSpec(
+        "mid",
+        num_layers=3,
+        num_experts=16,
+        top_k=2,
+        hidden_size=256,
+        expert_intermediate_size=256,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab_size=8,
+    )
     rng = np.random.default_rng(0)
-    groups = {"g": {"all": tuple(draw_ids(rng, 32, spec) for _ in range(20)),
-                    "two": tuple(draw_ids(rng, 32, spec, experts=2) for _ in range(20))}}  # fmt: skip
+    groups = {
+        "g": {
+            "all": tuple(draw_ids(rng, 32, spec) for _ in range(20)),
+            "two": tuple(draw_ids(rng, 32, spec, experts=2) for _ in range(20)),
+        }
+    }
     measured = measure_batches(ReplayBatches("mid", groups), spec, "cpu")
     assert np.median(measured.step_us["g"]["two"]) < np.median(measured.step_us["g"]["all"])
 
@@ -274,8 +307,18 @@ def test_cuda_where_there_is_none(batches):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_follows_its_step_on_cuda():
-    spec = ModelSpec("small", num_layers=2, num_experts=8, top_k=2, hidden_size=256, expert_intermediate_size=128,
-                     num_heads=1, num_kv_heads=1, head_dim=8, vocab_size=8)  # fmt: skip
+    spec = ModelSpec(
+        "small",
+        num_layers=2,
+        num_experts=8,
+        top_k=2,
+        hidden_size=256,
+        expert_intermediate_size=128,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab_size=8,
+    )
     rng = np.random.default_rng(0)
     with torch.inference_mode():
         layers = Layers(spec, "bf16", torch.device("cuda"), 16)
@@ -288,9 +331,17 @@ def test_a_graph_follows_its_step_on_cuda():
 
 def timed(step_us: dict[str, dict[str, list[float]]]) -> Measured:
     return Measured(
-        model="tiny", dtype="bf16", kernel="k", hardware={"device": "d"}, software={}, layers_held=3, repeats=1,
-        output_error=0.0, spread_pct=0.0, step_us=step_us,
-    )  # fmt: skip
+        model="tiny",
+        dtype="bf16",
+        kernel="k",
+        hardware={"device": "d"},
+        software={},
+        layers_held=3,
+        repeats=1,
+        output_error=0.0,
+        spread_pct=0.0,
+        step_us=step_us,
+    )
 
 
 def test_report_of_known_times(batches):
@@ -388,9 +439,16 @@ def run(monkeypatch, capsys):
 
 
 CONFIG = {
-    "model_type": "olmoe", "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 32,
-    "intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
-}  # fmt: skip
+    "model_type": "olmoe",
+    "num_hidden_layers": 3,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
 
 
 @pytest.fixture

@@ -224,11 +224,23 @@ def test_the_shape_must_be_known_and_may_be_given(tmp_path: Path):
         assert peer.bodies == []
         found = record(peer, tmp_path / "t", model="deepseek-v2-lite")
         config = {
-            "model_type": "deepseek_v2", "num_hidden_layers": 27, "n_routed_experts": 64, "num_experts_per_tok": 6,
-            "hidden_size": 2048, "moe_intermediate_size": 1408, "intermediate_size": 10944, "num_attention_heads": 16,
-            "num_key_value_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128,
-            "vocab_size": 102400, "first_k_dense_replace": 1, "n_shared_experts": 2, "torch_dtype": "bfloat16",
-        }  # fmt: skip
+            "model_type": "deepseek_v2",
+            "num_hidden_layers": 27,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
+            "hidden_size": 2048,
+            "moe_intermediate_size": 1408,
+            "intermediate_size": 10944,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "vocab_size": 102400,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+            "torch_dtype": "bfloat16",
+        }
         (tmp_path / "own").mkdir()
         (tmp_path / "own" / "config.json").write_text(json.dumps(config))
         peer.info["model_path"] = str(tmp_path / "own")
@@ -317,10 +329,15 @@ def test_a_named_dtype(dtype: str):
 @pytest.mark.parametrize(
     "change",
     [
-        {"prompt_token_ids": [1, 2]}, {"prompt_token_ids": None}, {"output_ids": []}, {"output_ids": [1, 2]},
-        {"prompt_token_ids": [1, 2, "x"]}, {"prompt_token_ids": [1, 2, -1]}, {"prompt_token_ids": [1, 2, 2**31]},
+        {"prompt_token_ids": [1, 2]},
+        {"prompt_token_ids": None},
+        {"output_ids": []},
+        {"output_ids": [1, 2]},
+        {"prompt_token_ids": [1, 2, "x"]},
+        {"prompt_token_ids": [1, 2, -1]},
+        {"prompt_token_ids": [1, 2, 2**31]},
     ],
-)  # fmt: skip
+)
 def test_token_ids_that_do_not_fit_are_left_out(change: dict[str, Any]):
     assert parse_answer({**wrong(), **change}, SPEC).token_ids is None
     assert parse_answer(wrong(), SPEC).token_ids is not None
@@ -331,10 +348,22 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
-names = st.sampled_from([
-    "choices", "meta_info", "usage", "sglext", "sgl_ext", "routed_experts", "routed_experts_dtype", "prompt_tokens",
-    "completion_tokens", "output_ids", "prompt_token_ids", "token_ids",
-])  # fmt: skip
+names = st.sampled_from(
+    [
+        "choices",
+        "meta_info",
+        "usage",
+        "sglext",
+        "sgl_ext",
+        "routed_experts",
+        "routed_experts_dtype",
+        "prompt_tokens",
+        "completion_tokens",
+        "output_ids",
+        "prompt_token_ids",
+        "token_ids",
+    ]
+)
 nested = st.dictionaries(names, values | st.dictionaries(names, values, max_size=6), max_size=6)
 
 
@@ -410,11 +439,16 @@ def token_dump(first_token: int, length: int, rank: int = 0) -> dict[str, Any]:
         for token in range(length):
             slots[layer, token, :2] = [(first_token + token + layer + j) % EXPERTS for j in range(2)]
     record = {
-        "forward_pass_id": 0, "rank": rank, "gatherer_key": "primary", "forward_mode": 1, "extend_seq_lens": [length],
-        "input_ids": list(range(first_token, first_token + length)), "positions": list(range(length)),
+        "forward_pass_id": 0,
+        "rank": rank,
+        "gatherer_key": "primary",
+        "forward_mode": 1,
+        "extend_seq_lens": [length],
+        "input_ids": list(range(first_token, first_token + length)),
+        "positions": list(range(length)),
         "topk_ids_of_layer": torch.from_numpy(slots),
         "global_physical_count": torch.zeros(LAYERS, EXPERTS, dtype=torch.int64),
-    }  # fmt: skip
+    }
     return {"records": [record], "last_physical_to_logical_map": torch.from_numpy(IDENTITY)}
 
 
@@ -429,9 +463,14 @@ def test_listening_to_a_server_per_token(tmp_path: Path):
     seconds: list[str] = []
     with Running(peer):
         found = record(
-            peer, tmp_path / "t", prompts=None, duration_s=0.3, dump_dir=dumps, model="mine",
+            peer,
+            tmp_path / "t",
+            prompts=None,
+            duration_s=0.3,
+            dump_dir=dumps,
+            model="mine",
             on_progress=lambda what, *_: seconds.append(what),
-        )  # fmt: skip
+        )
     assert isinstance(found.trace, ActivationTrace)
     assert peer.bodies == []
     assert [c.split("_")[0] for c in peer.calls[1:]] == ["/start", "/stop", "/dump"]
@@ -445,6 +484,7 @@ def test_listening_to_a_server_per_token(tmp_path: Path):
 @pytest.mark.torch
 def test_ranks_that_share_their_tokens_are_read_once(tmp_path: Path):
     pytest.importorskip("torch")
+
     def dump() -> None:
         for rank in range(2):
             save(tmp_path, f"2.5_{rank}", token_dump(10, 4, rank))

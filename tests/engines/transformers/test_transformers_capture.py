@@ -262,9 +262,18 @@ def test_hooks_are_removed_when_the_block_fails():
 @pytest.mark.parametrize("kind", ["llama", "llama4_text"])
 def test_a_model_without_the_seam_is_named_with_the_families_that_have_it(kind):
     config = transformers.AutoConfig.for_model(
-        kind, vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        kind,
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(UnavailableError, match=f"model type '{kind}' has no layer .* known to work: deepseek_v2, .*"):
         ExpertCapture(model)

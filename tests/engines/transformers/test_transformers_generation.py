@@ -89,8 +89,10 @@ def test_sampling_follows_the_model_and_each_requests_own_generator():
     with ExpertCapture(model) as capture:
         rngs = [np.random.default_rng([1, n]) for n in range(400)]
         drawn = [g.output_ids[0] for g in generate_batch(model, capture, [prompt] * 400, 1, frozenset(), 0.5, rngs)]
-        pair = [generate_batch(model, capture, batch, 8, frozenset(), 0.7, [np.random.default_rng(5) for _ in batch])[0]
-                for batch in ([prompt], [prompt, some_prompts()[1]])]  # fmt: skip
+        pair = [
+            generate_batch(model, capture, batch, 8, frozenset(), 0.7, [np.random.default_rng(5) for _ in batch])[0]
+            for batch in ([prompt], [prompt, some_prompts()[1]])
+        ]
     counts = np.bincount(drawn, minlength=len(share))
     assert abs(counts / 400 - share).max() < 4 * np.sqrt(0.25 / 400), "four standard errors"
     assert len(set(drawn)) > 3

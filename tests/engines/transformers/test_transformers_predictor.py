@@ -107,19 +107,29 @@ def test_the_suite_scores_a_model(tiny):
     )
     assert len(first) + len(second) == len(result.rows)
     tables = {
-        ("prefill", "dry_run", "prompt's tokens"), ("decode", "dry_run", "prompt's tokens"),
+        ("prefill", "dry_run", "prompt's tokens"),
+        ("decode", "dry_run", "prompt's tokens"),
         ("decode", "dry_run", "the tokens predicted"),
-    }  # fmt: skip
+    }
     assert set(first) == {
-        ("prefill", "popularity", "nothing"), ("prefill", "domain", "domain"),
-        ("prefill", "similar_prefix", "prompt's tokens"), ("prefill", "token_table", "prompt's tokens"),
-        ("decode", "popularity", "nothing"), ("decode", "domain", "domain"),
-        ("decode", "recorded", "prompt's footprint"), ("decode", "prefix", "prompt's footprint"),
+        ("prefill", "popularity", "nothing"),
+        ("prefill", "domain", "domain"),
+        ("prefill", "similar_prefix", "prompt's tokens"),
+        ("prefill", "token_table", "prompt's tokens"),
+        ("decode", "popularity", "nothing"),
+        ("decode", "domain", "domain"),
+        ("decode", "recorded", "prompt's footprint"),
+        ("decode", "prefix", "prompt's footprint"),
         ("decode", "similar_prefix", "prompt's tokens"),
-        ("decode", "token_table", "prompt's tokens"), ("decode", "token_table", "the tokens predicted"), *tables,
-        *((part, "recent_popularity", knows) for part in ("prefill", "decode") for knows in (
-            "before it, as listed", "before it, shuffled", "before it, of its worker")),
-    }  # fmt: skip
+        ("decode", "token_table", "prompt's tokens"),
+        ("decode", "token_table", "the tokens predicted"),
+        *tables,
+        *(
+            (part, "recent_popularity", knows)
+            for part in ("prefill", "decode")
+            for knows in ("before it, as listed", "before it, shuffled", "before it, of its worker")
+        ),
+    }
     assert set(second) == set(first) - tables
     assert {row["requests"] for row in first.values()} == {3}
     assert {row["requests"] for row in second.values()} == {10}

@@ -180,12 +180,15 @@ def other_weights(folder: Path, to: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 1}, "recorded with seed=0, not 1$"), ({"max_tokens": 6}, "max_tokens=5, not 6"),
-        ({"batch_size": 4}, "batch_size=3, not 4"), ({"gate_weights": False}, "gate_weights=True, not False"),
-        ({"temperature": 0.5}, r"temperature=0\.0, not 0\.5"), ({"chat": False}, "chat=True, not False"),
+        ({"seed": 1}, "recorded with seed=0, not 1$"),
+        ({"max_tokens": 6}, "max_tokens=5, not 6"),
+        ({"batch_size": 4}, "batch_size=3, not 4"),
+        ({"gate_weights": False}, "gate_weights=True, not False"),
+        ({"temperature": 0.5}, r"temperature=0\.0, not 0\.5"),
+        ({"chat": False}, "chat=True, not False"),
         ({"dtype": "float16"}, "dtype='float32', not 'float16'"),
     ],
-)  # fmt: skip
+)
 def test_other_settings_are_refused(folder, tmp_path, change, message):
     interrupted(folder, tmp_path / "t", 2)
     before = bytes_of(tmp_path / "t")

@@ -50,17 +50,28 @@ def prompts(model: Any) -> list[list[int]]:
 
 
 def serve(
-    model: Any, prompts: list[list[int]], scheduler: str, cancel: tuple[str, ...] = (), tokens: int = TOKENS,
+    model: Any,
+    prompts: list[list[int]],
+    scheduler: str,
+    cancel: tuple[str, ...] = (),
+    tokens: int = TOKENS,
     **config: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """All of them wait before the first starts. Finished outputs by id."""
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1),
         continuous_batching_config=ContinuousBatchingConfig(
-            **{"page_size": 16, "num_blocks": 64, "max_batch_tokens": 256, "max_requests_per_batch": PLACES,
-               "allow_block_sharing": False, "scheduler_type": scheduler, **config}
+            **{
+                "page_size": 16,
+                "num_blocks": 64,
+                "max_batch_tokens": 256,
+                "max_requests_per_batch": PLACES,
+                "allow_block_sharing": False,
+                "scheduler_type": scheduler,
+                **config,
+            }
         ),
-    )  # fmt: skip
+    )
     for number, prompt in enumerate(prompts):
         manager.add_request(prompt, request_id=f"r{number}")
     for request in cancel:

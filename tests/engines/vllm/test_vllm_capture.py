@@ -51,9 +51,7 @@ def servers(fleet: Fleet) -> tuple[Server, Server]:
     return plain, plugin
 
 
-def test_tokens_and_experts_of_200_prompts(
-    servers: tuple[Server, Server], truth: Truth, prompts: list[str]
-) -> None:
+def test_tokens_and_experts_of_200_prompts(servers: tuple[Server, Server], truth: Truth, prompts: list[str]) -> None:
     """The plugin changes no token; what it captures is what transformers computes; footprints are their counts."""
     plain, plugin = servers
     listener = Listener(plugin.events)

@@ -124,14 +124,17 @@ def test_carrying_over_when_ranks_come_and_go(before: int, now: int, data: st.Da
         assert np.array_equal(found.slot_experts, stayed) or any(set(row) != set(range(EXPERTS)) for row in stayed)
 
 
-@pytest.mark.parametrize(("ranks", "old"), [
-    pytest.param(4, None, id="no old map"),
-    pytest.param(8, LINEAR, id="four ranks came"),
-    pytest.param(8, np.pad(LINEAR, ((0, 0), (0, SLOTS)), constant_values=-1), id="four ranks came, slots empty"),
-    pytest.param(3, LINEAR, id="a rank leaves"),
-    pytest.param(4, np.full_like(LINEAR, -1), id="nothing anywhere"),
-    pytest.param(4, LINEAR[:, :20], id="another number of slots"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "old"),
+    [
+        pytest.param(4, None, id="no old map"),
+        pytest.param(8, LINEAR, id="four ranks came"),
+        pytest.param(8, np.pad(LINEAR, ((0, 0), (0, SLOTS)), constant_values=-1), id="four ranks came, slots empty"),
+        pytest.param(3, LINEAR, id="a rank leaves"),
+        pytest.param(4, np.full_like(LINEAR, -1), id="nothing anywhere"),
+        pytest.param(4, LINEAR[:, :20], id="another number of slots"),
+    ],
+)
 def test_elastic_cases_are_planned(ranks: int, old: np.ndarray | None) -> None:
     rounds = Rounds(EplbSettings(planner=PLANNER))
     for load in (np.zeros((LAYERS, EXPERTS)), LOADS[0]):

@@ -39,9 +39,10 @@ def truth() -> Truth:
 def trio(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> list[Server]:
     shared = tmp_path_factory.mktemp("kv")
     beside = {
-        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(shared)},
-    }  # fmt: skip
+    }
     fleet.stop("plugin", "tight")
     how: dict[str, Any] = {"settings": {"load_interval_s": 0.2}, "beside": beside}
     return fleet.start({"prefill": how, "decode-0": how, "decode-1": how})
@@ -131,9 +132,15 @@ def dense_model(folder: Path) -> Path:
 
     shutil.copytree(tiny_model_path(), folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     config = Qwen3Config(
-        vocab_size=4096, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
-    )  # fmt: skip
+        vocab_size=4096,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+    )
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder

@@ -150,11 +150,7 @@ def test_local_rows_finds_this_ranks_tokens(by_rank: list[int], tp: int, how: st
     elif how == "all":
         rows = [(r, p) for r, count in enumerate(by_rank) for p in range(count)]
     elif how == "shards":
-        rows = [
-            (r, p) if p < count else pad
-            for r, count in enumerate(by_rank)
-            for p in range(-(-count // tp) * tp)
-        ]  # fmt: skip
+        rows = [(r, p) if p < count else pad for r, count in enumerate(by_rank) for p in range(-(-count // tp) * tp)]
     else:
         rows = own[: -(-len(own) // tp)]
     layout = local_rows(len(rows), by_rank, rank, shards, tp)

@@ -23,9 +23,15 @@ from coterie.wire.expert_events import RequestExperts
 def request(name: str, tokens: int = 4) -> RequestExperts:
     ids = np.arange(tokens * 6).reshape(tokens, 3, 2) % 8
     return RequestExperts.pack(
-        ids, np.arange(tokens), np.ones(tokens, np.bool_), 8, request_id=name, model="m", layer_ids=[0, 1, 2],
+        ids,
+        np.arange(tokens),
+        np.ones(tokens, np.bool_),
+        8,
+        request_id=name,
+        model="m",
+        layer_ids=[0, 1, 2],
         prompt_tokens=tokens,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture

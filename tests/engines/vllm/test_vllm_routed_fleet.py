@@ -21,17 +21,16 @@ from vllm_servers import Fleet, Server, needs_vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, needs_vllm]
 
-SETTINGS = LoopSettings(
-    in_flight=4, max_tokens=24, block_size=32, over=2, routers=("round_robin", "latency_aware")
-)  # fmt: skip
+SETTINGS = LoopSettings(in_flight=4, max_tokens=24, block_size=32, over=2, routers=("round_robin", "latency_aware"))
 
 
 @pytest.fixture(scope="module")
 def trio(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> list[Server]:
     beside = {
-        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path_factory.mktemp("kv"))},
-    }  # fmt: skip
+    }
     fleet.stop(*list(fleet.servers))
     how: dict[str, Any] = {"settings": {"load_interval_s": 0.2}, "beside": beside}
     return fleet.start({"routed-prefill": how, "routed-0": how, "routed-1": how})

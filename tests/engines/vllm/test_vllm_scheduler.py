@@ -61,12 +61,18 @@ def servers(fleet: Fleet, table_file: Path, tmp_path_factory: pytest.TempPathFac
     def how(kind: str, name: str, *extra: str, **more: Any) -> dict[str, Any]:
         ours = {"strategy": "greedy_variance", "max_skips": SKIPS, "decisions": str(folder / name), **more}
         return {
-            "settings": PLUGIN, "env": {"VLLM_SERVER_DEV_MODE": "1"},  # for /pause
+            "settings": PLUGIN,
+            "env": {"VLLM_SERVER_DEV_MODE": "1"},  # for /pause
             "extra": (
-                "--max-num-seqs", str(PLACES), "--scheduler-cls", f"coterie.engines.vllm.scheduler.{kind}",
-                "--additional-config", json.dumps({"coterie": {"scheduler": ours}}), *extra,
+                "--max-num-seqs",
+                str(PLACES),
+                "--scheduler-cls",
+                f"coterie.engines.vllm.scheduler.{kind}",
+                "--additional-config",
+                json.dumps({"coterie": {"scheduler": ours}}),
+                *extra,
             ),
-        }  # fmt: skip
+        }
 
     started = fleet.start(
         {
@@ -74,11 +80,15 @@ def servers(fleet: Fleet, table_file: Path, tmp_path_factory: pytest.TempPathFac
             "ordered": how("ExpertAwareScheduler", "ordered", loads=str(table_file)),
             # The class for async scheduling, which a CPU runs in step.
             "priority": how(
-                "ExpertAwareAsyncScheduler", "priority", "--scheduling-policy", "priority",
-                "--num-gpu-blocks-override", "20",
+                "ExpertAwareAsyncScheduler",
+                "priority",
+                "--scheduling-policy",
+                "priority",
+                "--num-gpu-blocks-override",
+                "20",
             ),
         }
-    )  # fmt: skip
+    )
     for server in started[1:]:
         server.decisions = folder / server.name  # type: ignore[attr-defined]
     return tuple(started)
@@ -102,9 +112,12 @@ def decisions_of(server: Server) -> list[dict[str, Any]]:
 
 
 def gated(
-    server: Server, bodies: list[dict[str, Any]], count: int, meanwhile: Callable[[], None] | None = None,
+    server: Server,
+    bodies: list[dict[str, Any]],
+    count: int,
+    meanwhile: Callable[[], None] | None = None,
     first: int | None = None,
-) -> tuple[list[dict[str, Any]], list[str], list[dict[str, Any]]]:  # fmt: skip
+) -> tuple[list[dict[str, Any]], list[str], list[dict[str, Any]]]:
     """Send while the server takes nobody in, then let it run: answers, ids as they ended, and the selections.
 
     `first` is how many the first selection must have waiting in its class; all, if there is one class.
@@ -269,9 +282,13 @@ def request(number: int, priority: int = 0, arrival: float | None = None) -> Any
     from vllm.v1.request import Request
 
     return Request(
-        f"r{number:04}", [number + 10, 3, 5], SamplingParams(max_tokens=2), None,
-        arrival_time=float(number if arrival is None else arrival), priority=priority,
-    )  # fmt: skip
+        f"r{number:04}",
+        [number + 10, 3, 5],
+        SamplingParams(max_tokens=2),
+        None,
+        arrival_time=float(number if arrival is None else arrival),
+        priority=priority,
+    )
 
 
 def state(policy: str) -> Any:
@@ -281,9 +298,14 @@ def state(policy: str) -> Any:
     model = SimpleNamespace(get_total_num_hidden_layers=lambda: LAYERS, get_num_experts=lambda: NUM_EXPERTS)
     return SimpleNamespace(
         vllm_config=SimpleNamespace(model_config=model),
-        running=[], max_num_active_reqs=4, num_waiting_for_streaming_input=0, finished_recving_kv_req_ids=set(),
-        policy=SchedulingPolicy(policy), waiting=deque(), kv_holding_waiting=deque(),
-    )  # fmt: skip
+        running=[],
+        max_num_active_reqs=4,
+        num_waiting_for_streaming_input=0,
+        finished_recving_kv_req_ids=set(),
+        policy=SchedulingPolicy(policy),
+        waiting=deque(),
+        kv_holding_waiting=deque(),
+    )
 
 
 def queues(scheduler: Any, **how: Any) -> tuple[Any, Any, Any]:
@@ -388,8 +410,9 @@ def test_settings_of_the_scheduler() -> None:
     for config, words in (
         ({"coterie": {"scheduler": {"strategy": "lpt", "windows": 1}}}, "settings: strategy, options, window_size"),
         ({"coterie": {"schedule": {}}}, "unknown 'schedule'; known: 'scheduler'"),
-        ({"coterie": 3}, "expected an object"), ({}, "strategy"),
-    ):  # fmt: skip
+        ({"coterie": 3}, "expected an object"),
+        ({}, "strategy"),
+    ):
         with pytest.raises(ConfigError, match=words):
             read_settings(config)
 

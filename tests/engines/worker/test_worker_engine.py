@@ -65,8 +65,14 @@ class Driver:
         except InputError:
             self.kv += decode_kv_events(payload).events
 
-    def submit(self, prompt: list[int], count: int = 8, hand_over: bool = False, prefilled: Prefilled | None = None,
-               **sampling: Any) -> str:  # fmt: skip
+    def submit(
+        self,
+        prompt: list[int],
+        count: int = 8,
+        hand_over: bool = False,
+        prefilled: Prefilled | None = None,
+        **sampling: Any,
+    ) -> str:
         key = f"r{len(self.outputs)}"
         got = self.outputs.setdefault(key, [])
         settings = Sampling(**{"max_tokens": count, "temperature": 0.0, "ignore_eos": True, **sampling})
@@ -93,9 +99,12 @@ def generated(family: str, prompt: list[int], count: int, eos: int | None = None
     model = models.build(family)
     with torch.inference_mode():
         out = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=count,
-            do_sample=False, eos_token_id=eos,
-        )  # fmt: skip
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=eos,
+        )
     return out[0, len(prompt) :].tolist()
 
 

@@ -85,8 +85,10 @@ def test_draw_follows_the_distribution():
 
 @given(
     st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20),
-    st.floats(0, 100), st.floats(1e-12, 1), st.integers(-(1 << 63), (1 << 63) - 1),
-)  # fmt: skip
+    st.floats(0, 100),
+    st.floats(1e-12, 1),
+    st.integers(-(1 << 63), (1 << 63) - 1),
+)
 def test_draw_is_always_a_token(logits: list[float], temperature: float, top_p: float, seed: int):
     settings = Sampling(1, temperature, top_p, seed)
     request = Request("k", "n", [1], settings, Text(decode), lambda _: None)
@@ -131,8 +133,17 @@ def test_defaults_are_openais():
 
 
 def test_fields_that_change_nothing_are_let_through():
-    body = {"prompt": "x", "n": 1, "logprobs": None, "top_k": -1, "repetition_penalty": 1.0, "best_of": None,
-            "presence_penalty": 0, "user": "me", "never_heard_of": [1]}  # fmt: skip
+    body = {
+        "prompt": "x",
+        "n": 1,
+        "logprobs": None,
+        "top_k": -1,
+        "repetition_penalty": 1.0,
+        "best_of": None,
+        "presence_penalty": 0,
+        "user": "me",
+        "never_heard_of": [1],
+    }
     assert parse(body).prompt == "x"
     for name, value in (("n", True), ("logprobs", 0), ("top_k", 5), ("echo", True), ("min_tokens", 2)):
         with pytest.raises(RequestError, match=f"{name}=.*is not supported"):
@@ -144,8 +155,14 @@ def test_where_kv_is_fetched():
     assert parse({"prompt": "x", "kv_transfer_params": params}).remote == Remote("10.0.0.1", 8100, "a-1")
     assert Remote("10.0.0.1", 8100, "a").url == "http://10.0.0.1:8100/kv/a"
     assert Remote("::1", 8100, "a").url == "http://[::1]:8100/kv/a"
-    for wrong in ({"remote_host": "a/../b"}, {"remote_host": "a@b"}, {"remote_port": 0}, {"remote_port": True},
-                  {"remote_request_id": "../metrics"}, {"remote_request_id": ""}):  # fmt: skip
+    for wrong in (
+        {"remote_host": "a/../b"},
+        {"remote_host": "a@b"},
+        {"remote_port": 0},
+        {"remote_port": True},
+        {"remote_request_id": "../metrics"},
+        {"remote_request_id": ""},
+    ):
         with pytest.raises(RequestError, match=next(iter(wrong))):
             parse({"prompt": "x", "kv_transfer_params": {**params, **wrong}})
 
@@ -154,8 +171,11 @@ def test_lengths():
     assert check_length([1, 2], None, 10, 5) == 8
     assert check_length([1, 2], 8, 10, 5) == 8
     for prompt, count, words in (
-        ([], 1, "no tokens"), ([5], 1, "0 … 4"), ([1] * 10, 1, "must fit 10"), ([1] * 9, 2, "at most 1"),
-    ):  # fmt: skip
+        ([], 1, "no tokens"),
+        ([5], 1, "0 … 4"),
+        ([1] * 10, 1, "must fit 10"),
+        ([1] * 9, 2, "at most 1"),
+    ):
         with pytest.raises(RequestError, match=words):
             check_length(prompt, count, 10, 5)
 

@@ -117,10 +117,23 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Work
         for name, role in (("prefill", "prefill"), ("both", "both"), ("decode", "decode")):
             port, kv_port, expert_port = (free_port() for _ in range(3))
             options: list[str | Path] = [
-                "--model", model, "--role", role, "--port", str(port), "--served-model-name", "tiny",
-                "--block-size", "8", "--kv-ttl", str(TTL_S), "--kv-events", f"tcp://127.0.0.1:{kv_port}",
-                "--expert-events", f"tcp://127.0.0.1:{expert_port}",
-            ]  # fmt: skip
+                "--model",
+                model,
+                "--role",
+                role,
+                "--port",
+                str(port),
+                "--served-model-name",
+                "tiny",
+                "--block-size",
+                "8",
+                "--kv-ttl",
+                str(TTL_S),
+                "--kv-events",
+                f"tcp://127.0.0.1:{kv_port}",
+                "--expert-events",
+                f"tcp://127.0.0.1:{expert_port}",
+            ]
             process = ServerProcess([*COMMAND, *options], f"http://127.0.0.1:{port}", folder / f"{name}.log", env)
             stack.callback(process.launch().stop)
             running[name] = Worker(process, port, kv_port, expert_port)
@@ -146,17 +159,25 @@ def generated(prompt: list[int], count: int) -> list[int]:
     model = models.build(FAMILY)
     with torch.inference_mode():
         out = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=count,
-            do_sample=False, eos_token_id=None,
-        )  # fmt: skip
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+        )
     return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
 def asking(prompt: Any, count: int = 12, **more: Any) -> dict[str, Any]:
     return {
-        "model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True,
-        "return_token_ids": True, **more,
-    }  # fmt: skip
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": count,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
 
 
 def tokens_of(answer: dict[str, Any]) -> list[int]:
@@ -245,9 +266,11 @@ def test_a_client_that_goes_while_kv_is_fetched_has_it_dropped(workers: dict[str
     """The prefill worker is a socket here that never answers; it must be told to let go."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         params = {
-            "do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": silent.getsockname()[1],
+            "do_remote_prefill": True,
+            "remote_host": "127.0.0.1",
+            "remote_port": silent.getsockname()[1],
             "remote_request_id": "abc",
-        }  # fmt: skip
+        }
         with socket.create_connection(("127.0.0.1", workers["decode"].port)) as client:
             data = json.dumps(asking([5, 6], kv_transfer_params=params)).encode()
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
@@ -293,8 +316,13 @@ def test_streamed_pieces_are_the_whole_answer(workers: dict[str, Worker], text: 
 
 def test_chat(workers: dict[str, Worker]):
     parts = [{"type": "text", "text": "a small"}, {"type": "text", "text": " text"}]
-    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 6, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True}  # fmt: skip
+    body = {
+        "messages": [{"role": "user", "content": parts}],
+        "max_tokens": 6,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     whole = workers["both"].complete(body, "/v1/chat/completions")
     ids = models.tokenizer().encode("<user>a small text</user><model>")
     assert whole["prompt_token_ids"] == ids
@@ -393,22 +421,41 @@ values = st.recursive(
     max_leaves=6,
 )
 FIELDS = (
-    "prompt", "messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop",
-    "stop_token_ids", "ignore_eos", "n", "stream", "stream_options", "return_token_ids", "kv_transfer_params",
+    "prompt",
+    "messages",
+    "model",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "n",
+    "stream",
+    "stream_options",
+    "return_token_ids",
+    "kv_transfer_params",
     "logprobs",
-)  # fmt: skip
+)
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     change=st.dictionaries(st.sampled_from(FIELDS), values, min_size=1, max_size=3),
-    params=st.none() | st.fixed_dictionaries(
+    params=st.none()
+    | st.fixed_dictionaries(
         {"do_remote_prefill": st.booleans()},
-        optional={"do_remote_decode": values, "remote_host": values, "remote_port": st.sampled_from([1, "x", None]),
-                  "remote_request_id": values},
+        optional={
+            "do_remote_decode": values,
+            "remote_host": values,
+            "remote_port": st.sampled_from([1, "x", None]),
+            "remote_request_id": values,
+        },
     ),
     chat=st.booleans(),
-)  # fmt: skip
+)
 def test_no_body_makes_the_worker_fail(workers: dict[str, Worker], change: dict[str, Any], params: Any, chat: bool):
     body: dict[str, Any] = {"prompt": [5, 6, 7], "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     if params is not None:

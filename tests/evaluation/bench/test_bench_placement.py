@@ -74,9 +74,14 @@ def test_trials_are_of_every_kind_and_enough_layers() -> None:
     assert sum(trial.layers for trial in TRIALS) >= 40
     assert {trial.split for trial in TRIALS} == {"equal", "optimal"}
     for kind in (
-        lambda t: t.slots > t.experts, lambda t: t.slots == t.experts, lambda t: t.ranks_per_node, lambda t: t.speeds,
-        lambda t: t.sources, lambda t: t.prices.get("touch_s"), lambda t: t.prices.get("move_price"),
-    ):  # fmt: skip
+        lambda t: t.slots > t.experts,
+        lambda t: t.slots == t.experts,
+        lambda t: t.ranks_per_node,
+        lambda t: t.speeds,
+        lambda t: t.sources,
+        lambda t: t.prices.get("touch_s"),
+        lambda t: t.prices.get("move_price"),
+    ):
         assert any(kind(trial) for trial in TRIALS)
     for trial in TRIALS:
         case = replace(trial, layers=1).case()

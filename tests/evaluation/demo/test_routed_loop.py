@@ -59,9 +59,15 @@ def run_of(*logs: list[tuple[float, int, float]], served: list[Served] = []) -> 
 def event_of(ids: np.ndarray, prompt_tokens: int, experts: int = 8) -> RequestExperts:
     tokens = np.arange(len(ids))
     return RequestExperts.pack(
-        ids, tokens, np.ones(len(ids), bool), experts, request_id="a", model="m", layer_ids=list(range(ids.shape[1])),
+        ids,
+        tokens,
+        np.ones(len(ids), bool),
+        experts,
+        request_id="a",
+        model="m",
+        layer_ids=list(range(ids.shape[1])),
         prompt_tokens=prompt_tokens,
-    )  # fmt: skip
+    )
 
 
 def random_steps(rng: np.random.Generator, ids: np.ndarray, sizes: list[int]) -> list[tuple[float, int, float]]:

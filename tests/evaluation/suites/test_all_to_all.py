@@ -18,9 +18,19 @@ from coterie.traces.readers import read_trace
 from coterie.types import NVLINK4, NVLINK5, Placement, Topology
 
 KEYS = {
-    "source", "model", "gpus", "experts", "top_k", "local_experts", "remote_experts", "remote_ranks",
-    "bytes_per_layer", "link", "time_us", "published",
-}  # fmt: skip
+    "source",
+    "model",
+    "gpus",
+    "experts",
+    "top_k",
+    "local_experts",
+    "remote_experts",
+    "remote_ranks",
+    "bytes_per_layer",
+    "link",
+    "time_us",
+    "published",
+}
 MB = 1e6
 
 
@@ -232,8 +242,11 @@ def test_a_skewed_trace_has_a_busier_rank_than_chance(tmp_path, rng):
         assert row["busiest_rank"] > 1.2 * row["busiest_rank_if_uniform"] > 1.2
         assert row["tokens_counted"] == 2560
         assert row["bytes_per_layer"] == pytest.approx(128 * row["remote_experts"] * 2880 * 4)
-        (formula,) = [r for r in found.rows if r["source"] == "formula" and r["model"] == "gpt-oss-20b"
-                      and r["gpus"] == row["gpus"]]  # fmt: skip
+        (formula,) = [
+            r
+            for r in found.rows
+            if r["source"] == "formula" and r["model"] == "gpt-oss-20b" and r["gpus"] == row["gpus"]
+        ]
         assert row["time_us"] > formula["time_us"]
         assert row["remote_experts"] == pytest.approx(formula["remote_experts"], rel=0.02)
 

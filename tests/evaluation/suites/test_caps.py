@@ -36,8 +36,19 @@ def small():
 
 
 def test_rows_have_what_is_promised(small):
-    keys = {"pattern", "rate", "strategy", "p99_reduction_pct", "throughput_gain_pct", "imbalance_reduction_pct",
-            "published", "p99_reduction_low", "p99_reduction_high", "worst_skips", "worst_wait_ms"}  # fmt: skip
+    keys = {
+        "pattern",
+        "rate",
+        "strategy",
+        "p99_reduction_pct",
+        "throughput_gain_pct",
+        "imbalance_reduction_pct",
+        "published",
+        "p99_reduction_low",
+        "p99_reduction_high",
+        "worst_skips",
+        "worst_wait_ms",
+    }
     assert len(small.rows) == 2 * 2 * 3
     assert all(keys <= row.keys() for row in small.rows)
     for row in small.rows:

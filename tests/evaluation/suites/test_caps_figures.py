@@ -16,9 +16,20 @@ from coterie.evaluation.suites.regimes import figures as regimes_figures
 from coterie.evaluation.suites.regimes.figures import CLIP_PCT, COLORS
 
 STRATEGIES = (
-    "fcfs", "best_fit", "differencing", "greedy_dot_product", "greedy_variance", "karmarkar_karp", "latency_aware",
-    "lpt", "lpt_balanced", "norm_minimizing", "power_of_d", "power_of_d_dot", "random",
-)  # fmt: skip
+    "fcfs",
+    "best_fit",
+    "differencing",
+    "greedy_dot_product",
+    "greedy_variance",
+    "karmarkar_karp",
+    "latency_aware",
+    "lpt",
+    "lpt_balanced",
+    "norm_minimizing",
+    "power_of_d",
+    "power_of_d_dot",
+    "random",
+)
 CAPS = ("fig1_p99_by_rate", "fig2_ours_vs_published", "fig3_strategies", "fig4_percentiles")
 
 
@@ -35,8 +46,10 @@ def caps_row(pattern, rate, strategy, gain=10.0, half=2.0, known=True):
 def caps_rows(strategies=STRATEGIES, rates=RATES, patterns=("bursty", "poisson"), **options):
     return [
         caps_row(pattern, rate, name, gain=40.0 - 2 * place - rate / 20, **options)
-        for pattern in patterns for rate in rates for place, name in enumerate(strategies)
-    ]  # fmt: skip
+        for pattern in patterns
+        for rate in rates
+        for place, name in enumerate(strategies)
+    ]
 
 
 def filled(fill, *numbers):
@@ -81,7 +94,7 @@ def test_every_figure_as_pdf_and_png_with_the_same_bytes_each_time(tmp_path):
         ([], CAPS),
     ],
     ids=["one seed", "a user's own", "one published range", "poisson", "only fcfs", "many", "nothing"],
-)  # fmt: skip
+)
 def test_any_part_of_the_evaluation_can_be_drawn(rows, missing, tmp_path):
     paths = caps_figures.draw_figures(tmp_path, rows)
     assert sorted({path.stem for path in paths}) == sorted(set(CAPS) - set(missing))
@@ -152,8 +165,11 @@ def test_what_is_outside_the_band_is_named():
         pattern = "poisson" if name == "power_of_d" else "bursty"
         low, high = by[pattern, 300.0, name]["published"]["p99_reduction_pct"]
         by[pattern, 300.0, name]["p99_reduction_pct"], by[pattern, 200.0, name]["p99_reduction_pct"] = low, high
-    listed = lambda: [text for text in words(filled(caps_figures._against_published, caps_figures._pairs(rows)))  # noqa: E731
-                      if text.startswith("outside")]  # fmt: skip
+
+    def listed() -> list[str]:
+        texts = words(filled(caps_figures._against_published, caps_figures._pairs(rows)))
+        return [text for text in texts if text.startswith("outside")]
+
     assert listed() == []
     by["bursty", 200.0, "best_fit"]["p99_reduction_pct"] -= 5.1
     by["bursty", 250.0, "best_fit"]["p99_reduction_pct"] -= 4.9
@@ -168,10 +184,17 @@ def test_what_is_outside_the_band_is_named():
 def regime_row(regime, model, arrivals, load, strategy, gain, half=0.5):
     low, high = (None, None) if gain is None else (gain - half, gain + half)
     return {
-        "regime": regime, "model": model, "arrivals": arrivals, "load": load, "strategy": strategy,
-        "p99_reduction_pct": gain, "p99_reduction_low": low, "p99_reduction_high": high,
-        "throughput_gain_pct": 0.0, "step_reduction_pct": 0.0,
-    }  # fmt: skip
+        "regime": regime,
+        "model": model,
+        "arrivals": arrivals,
+        "load": load,
+        "strategy": strategy,
+        "p99_reduction_pct": gain,
+        "p99_reduction_low": low,
+        "p99_reduction_high": high,
+        "throughput_gain_pct": 0.0,
+        "step_reduction_pct": 0.0,
+    }
 
 
 @pytest.fixture
@@ -179,9 +202,12 @@ def regime_rows():
     rng = np.random.default_rng(3)
     return [
         regime_row(regime, model, arrivals, load, name, 0.0 if name == "fcfs" else float(rng.normal(0, 30)))
-        for model in ("gpt-oss-20b", "deepseek-v2-lite") for regime in ("decode", "ep8-decode")
-        for arrivals in ("azure", "mooncake") for load in (0.8, 1.3) for name in ("fcfs", "lpt", "random", "mine")
-    ]  # fmt: skip
+        for model in ("gpt-oss-20b", "deepseek-v2-lite")
+        for regime in ("decode", "ep8-decode")
+        for arrivals in ("azure", "mooncake")
+        for load in (0.8, 1.3)
+        for name in ("fcfs", "lpt", "random", "mine")
+    ]
 
 
 def test_regimes_figure_is_deterministic_and_takes_gaps(regime_rows, tmp_path):

@@ -36,9 +36,17 @@ from coterie.routing.locality_band import LocalityBand
 from coterie.sim.fleet.requests import split_recordings
 
 FIELDS = {
-    "trace", "router", "decoders", "in_flight", "active_experts", "saving_pct", "tpot_p50_ms", "tpot_p99_ms",
-    "published", "part",
-}  # fmt: skip
+    "trace",
+    "router",
+    "decoders",
+    "in_flight",
+    "active_experts",
+    "saving_pct",
+    "tpot_p50_ms",
+    "tpot_p99_ms",
+    "published",
+    "part",
+}
 TINY = SyntheticSize(recordings=72, fitted=24, prompt_tokens=8, output_tokens=8, requests=60)
 
 

@@ -44,9 +44,18 @@ from coterie.sim.group import Group, GroupOutcome, outcome
 from coterie.types import INFINIBAND_400G, ModelSpec, Placement, Topology
 
 FIELDS = {
-    "part", "trace", "routing", "configuration", "router", "tbt_mean_ms", "tbt_p99_ms", "tokens_per_s",
-    "all_to_all_pct", "remote_pct", "published",
-}  # fmt: skip
+    "part",
+    "trace",
+    "routing",
+    "configuration",
+    "router",
+    "tbt_mean_ms",
+    "tbt_p99_ms",
+    "tokens_per_s",
+    "all_to_all_pct",
+    "remote_pct",
+    "published",
+}
 SMALL = ModelSpec("small", 3, 8, 2, 64, 32, 4, 2, 16, 1000, first_moe_layer=1)
 TINY = SyntheticSize(recordings=60, fitted=28, prompt_tokens=8, output_tokens=8)
 
@@ -308,10 +317,13 @@ def test_the_suite_is_there():
     assert "joint" in load_suites()
 
 
-@pytest.mark.parametrize(("times", "words"), [
-    ((10.0, 9.0, 8.0, 7.0), "the published order: every step is below the one before"),
-    ((10.0, 9.0, 12.0, 12.0), "not the published order; from the shortest mean TBT to the longest: + expert-aware"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ((10.0, 9.0, 8.0, 7.0), "the published order: every step is below the one before"),
+        ((10.0, 9.0, 12.0, 12.0), "not the published order; from the shortest mean TBT to the longest: + expert-aware"),
+    ],
+)
 def test_steps_are_compared_with_the_one_before(times: tuple[float, ...], words: str):
     cells = {JointCell("gpt-oss-20b", 16, seed): made_cell(tuple(t + seed / 100 for t in times)) for seed in range(3)}
     rows = joint.rows_of(cells)
@@ -360,8 +372,14 @@ def test_without_data_synthetic_routing_alone_runs(monkeypatch: pytest.MonkeyPat
     assert {row["routing"] for row in found.rows} == {"synthetic"}
     assert all(set(row) >= FIELDS for row in found.rows)
     main = {(row["configuration"], row["router"]) for row in found.rows if row["part"] == "main"}
-    assert main == {(STANDARD, "round_robin"), (STANDARD, "join_shortest_queue"), (ROUTING, "joint"),
-                    (ROUTING, "latency_aware"), (REPLICATION, "joint"), (SCHEDULING, "joint")}  # fmt: skip
+    assert main == {
+        (STANDARD, "round_robin"),
+        (STANDARD, "join_shortest_queue"),
+        (ROUTING, "joint"),
+        (ROUTING, "latency_aware"),
+        (REPLICATION, "joint"),
+        (SCHEDULING, "joint"),
+    }
     assert "COTERIE_DATA" in found.notes[0]
     shown = {table.title: [row for row in found.rows if table.shows(row)] for table in joint.TABLES}
     assert sum(len(rows) for rows in shown.values()) == len(found.rows)

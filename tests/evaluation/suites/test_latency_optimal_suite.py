@@ -20,9 +20,7 @@ from coterie.evaluation.suites.latency_optimal.sweep import (
 )
 from coterie.types import Placement
 
-SMALL = SweepSetting(
-    DriftSetting(experts=32, half_life=60.0), ranks=4, layers=2, warm_up=100, iterations=200, short=20
-)  # fmt: skip
+SMALL = SweepSetting(DriftSetting(experts=32, half_life=60.0), ranks=4, layers=2, warm_up=100, iterations=200, short=20)
 
 
 def test_the_suite_is_there():
@@ -69,7 +67,7 @@ def test_rounds_are_planned_on_the_past_and_charged():
     for at in range(50, 300, 50):
         plan = Eplb(objective=SMALL.objective).plan(
             Load(loads[at - 50 : at].sum(axis=0), 50), SMALL.topology, placement
-        )  # fmt: skip
+        )
         placement = plan.placement
         if at >= 100:
             cost += plan.movement_s + 0.26 * 2 / 58
@@ -82,8 +80,11 @@ def test_rounds_are_planned_on_the_past_and_charged():
 
 
 def test_every_policy_runs_and_ideal_is_the_most():
-    policies_here = (Policy("eplb", 1, 0.26, unconditional=True), Policy("latency_optimal", 20, 0.17),
-                     Policy("latency_optimal", None, 0.025))  # fmt: skip
+    policies_here = (
+        Policy("eplb", 1, 0.26, unconditional=True),
+        Policy("latency_optimal", 20, 0.17),
+        Policy("latency_optimal", None, 0.025),
+    )
     *found, ideal = run_seed(0, SMALL, policies_here)
     assert run_seed(0, SMALL, policies_here)[:-1] == found, "the same seed gives the same numbers"
     assert all(one.gain < ideal.gain and one.processing_gain < ideal.gain for one in found[1:])
@@ -105,8 +106,10 @@ def two_domains() -> dict[str, np.ndarray]:
     """[shard, 75 layers, 256 experts] each; the second domain uses the experts of the first in reverse."""
     rng = np.random.default_rng(0)
     popularity = np.exp(rng.normal(size=(75, 256)))
-    return {"a": rng.poisson(40 * popularity, (3, 75, 256)) * 1.0,
-            "b": rng.poisson(40 * popularity[:, ::-1], (3, 75, 256)) * 1.0}  # fmt: skip
+    return {
+        "a": rng.poisson(40 * popularity, (3, 75, 256)) * 1.0,
+        "b": rng.poisson(40 * popularity[:, ::-1], (3, 75, 256)) * 1.0,
+    }
 
 
 def test_traffic_shifts_and_neighbours_share_no_shard():

@@ -85,8 +85,12 @@ def test_without_data_the_published_tables_are_still_checked(tmp_path):
         assert round(row["kv_gb"], 1) == row["published"]["kv_gb"]
         assert round(row["sessions"], 1) == row["published"]["sessions"]
     assert [row["formula_ratio"] and round(row["formula_ratio"], 3) for row in found.rows] == [
-        1.0, 1.001, 1.002, 1.003, None
-    ]  # fmt: skip
+        1.0,
+        1.001,
+        1.002,
+        1.003,
+        None,
+    ]
     assert any("COTERIE_DATA" in note for note in found.notes)
     assert any("does not exist" in note for note in run(SuiteOptions(data=tmp_path), quiet).notes)
     # All-to-all times and "throughput" of the published rows follow from its remote share.

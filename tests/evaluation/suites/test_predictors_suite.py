@@ -20,9 +20,20 @@ from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.types import DECODE, PREFILL
 
 KEYS = {
-    "trace", "predictor", "requests", "cosine", "cosine_low", "cosine_high", "recall_top_k", "recall_top_2k",
-    "recall_16", "recall_16_low", "recall_16_high", "hit_rate", "published",
-}  # fmt: skip
+    "trace",
+    "predictor",
+    "requests",
+    "cosine",
+    "cosine_low",
+    "cosine_high",
+    "recall_top_k",
+    "recall_top_2k",
+    "recall_16",
+    "recall_16_low",
+    "recall_16_high",
+    "hit_rate",
+    "published",
+}
 RECENT = {
     ("recent_popularity", knows)
     for knows in ("before it, as listed", "before it, shuffled", "before it, of its worker")
@@ -50,9 +61,13 @@ def make(path: Path, phases: bool = True, ids: bool = True, requests: int = 40, 
     half = np.full(requests, length // 2)
     table = RequestTrace(half, half + 1, domains=[f"d{i % 3}" for i in range(requests)])
     trace = ActivationTrace.from_arrays(
-        TraceMeta("demo", EXPERTS, LAYERS, TOP_K), function[token_ids], np.arange(0, len(token_ids) + 1, length), table,
-        phase.astype(np.uint8), token_ids if ids else None,
-    )  # fmt: skip
+        TraceMeta("demo", EXPERTS, LAYERS, TOP_K),
+        function[token_ids],
+        np.arange(0, len(token_ids) + 1, length),
+        table,
+        phase.astype(np.uint8),
+        token_ids if ids else None,
+    )
     trace.save(path)
     return path
 
@@ -68,10 +83,13 @@ def test_a_trace_of_two_phases(tmp_path):
     always = {("popularity", "nothing"), ("domain", "domain"), *RECENT}
     assert set(prefill) == {*always, ("similar_prefix", "prompt's tokens"), ("token_table", "prompt's tokens")}
     assert set(decode) == {
-        *always, ("recorded", "prompt's footprint"), ("prefix", "prompt's footprint"),
-        ("similar_prefix", "prompt's tokens"), ("token_table", "prompt's tokens"),
+        *always,
+        ("recorded", "prompt's footprint"),
+        ("prefix", "prompt's footprint"),
+        ("similar_prefix", "prompt's tokens"),
+        ("token_table", "prompt's tokens"),
         ("token_table", "the tokens predicted"),
-    }  # fmt: skip
+    }
     for row in result.rows:
         assert set(row) >= KEYS
         assert row["published"] is None
@@ -123,8 +141,12 @@ def test_a_trace_of_one_phase_is_asked_for_its_second_half(tmp_path):
 def test_without_token_ids_there_is_no_table(tmp_path):
     result = run(SuiteOptions(trace=make(tmp_path / "t", ids=False)), quiet)
     assert {row["predictor"] for row in result.rows} == {
-        "popularity", "recent_popularity", "domain", "recorded", "prefix",
-    }  # fmt: skip
+        "popularity",
+        "recent_popularity",
+        "domain",
+        "recorded",
+        "prefix",
+    }
 
 
 def test_token_strings_beside_an_archive(tmp_path):
@@ -139,10 +161,17 @@ def test_token_strings_beside_an_archive(tmp_path):
         if i == 3:
             listed = listed[1:]  # does not match its rows
         prompt = None if i == 4 else "".join(words[t] for t in tokens)
-        rows.append({
-            "category": "c", "dataset": "d", "n_prompt_tokens": 3, "n_routed_tokens": 12, "offset": at,
-            "prompt": prompt, "generated_tokens": None if i == 5 else listed,
-        })  # fmt: skip
+        rows.append(
+            {
+                "category": "c",
+                "dataset": "d",
+                "n_prompt_tokens": 3,
+                "n_routed_tokens": 12,
+                "offset": at,
+                "prompt": prompt,
+                "generated_tokens": None if i == 5 else listed,
+            }
+        )
         ids.append(function[tokens])
         at += 12
     expert_ids = np.concatenate(ids).astype(np.uint8)

@@ -107,8 +107,16 @@ def test_rows_and_notes(data_dir: Path, tmp_path: Path):
     overall = [row for row in result.rows if row["model"] == "all"]
     assert len(overall) == len(REGIMES) * 2 * 2
     assert len(result.rows) == len(overall) + len(REGIMES) * len(ROUTING) * len(ARRIVALS) * 2 * 2
-    mean = np.mean([r["p99_reduction_pct"] for r in result.rows if r["regime"] == "decode" and r["order"] == "bursts"
-                    and r["strategy"] == "latency_aware" and r["model"] != "all"])  # fmt: skip
+    mean = np.mean(
+        [
+            r["p99_reduction_pct"]
+            for r in result.rows
+            if r["regime"] == "decode"
+            and r["order"] == "bursts"
+            and r["strategy"] == "latency_aware"
+            and r["model"] != "all"
+        ]
+    )
     row = next(r for r in overall if (r["regime"], r["order"], r["strategy"]) == ("decode", "bursts", "latency_aware"))
     assert row["p99_reduction_pct"] == pytest.approx(mean)
     for row in result.rows:

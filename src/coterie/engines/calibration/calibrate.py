@@ -177,10 +177,7 @@ def find_device(device: str, purpose: str) -> Any:
 
 
 def calibrate(
-    specs: Sequence[ModelSpec],
-    settings: CalibrationSettings,
-    device: str = "auto",
-    report: Report | None = None,
+    specs: Sequence[ModelSpec], settings: CalibrationSettings, device: str = "auto", report: Report | None = None
 ) -> Measurement:
     """Measure every shape on one device. What does not fit in its memory is left out, and the note says so."""
     at = find_device(device, "calibration")

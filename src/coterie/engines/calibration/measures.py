@@ -49,8 +49,30 @@ class CalibrationSettings:
     dtypes: tuple[WeightDtype, ...] = ()
     """Weight dtypes of the experts. CUDA: bf16, fp8. CPU: fp32, bf16. None given: bf16 and fp8, or fp32."""
     tokens: tuple[int, ...] = (
-        1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
-    )  # fmt: skip
+        1,
+        2,
+        4,
+        8,
+        16,
+        24,
+        32,
+        48,
+        64,
+        96,
+        128,
+        192,
+        256,
+        384,
+        512,
+        768,
+        1024,
+        1536,
+        2048,
+        3072,
+        4096,
+        6144,
+        8192,
+    )
     """Batch sizes of the MoE cells. Powers of two alone would hide what a partly filled tile costs."""
     skews: tuple[float, ...] = (0.5, 1.0, 1.5)
     """Zipf exponents measured beside the even spread."""

@@ -96,7 +96,10 @@ def _joined(traces: Sequence[ActivationTrace | LoadTable]) -> ActivationTrace:
         extra={"missing_tokens": missing},
     )
     return ActivationTrace.from_arrays(
-        held[0].meta, np.concatenate([tokens.expert_ids for tokens, _ in parts]),
-        np.concatenate([[0], np.cumsum(lengths)]), requests, np.concatenate([tokens.phase for tokens, _ in parts]),
+        held[0].meta,
+        np.concatenate([tokens.expert_ids for tokens, _ in parts]),
+        np.concatenate([[0], np.cumsum(lengths)]),
+        requests,
+        np.concatenate([tokens.phase for tokens, _ in parts]),
         np.concatenate(token_ids) if len(token_ids) == len(parts) else None,
-    )  # fmt: skip
+    )

@@ -80,9 +80,15 @@ def record_sglang(
     if not prompts and duration_s is None:
         raise ConfigError("give prompts to send, or for how long to listen (--prompts, --duration)")
     asked = _Asked(
-        check_new_folder(out), list(prompts or ()), duration_s, concurrency, max_tokens, chat,
-        on_progress or (lambda *_: None), model,
-    )  # fmt: skip
+        check_new_folder(out),
+        list(prompts or ()),
+        duration_s,
+        concurrency,
+        max_tokens,
+        chat,
+        on_progress or (lambda *_: None),
+        model,
+    )
     return asyncio.run(_record(url, asked, mode, None if dump_dir is None else Path(dump_dir)))
 
 
@@ -205,9 +211,13 @@ def _parsed(answer: Answer, spec: ModelSpec) -> RoutedAnswer | str:
 
 def _meta(spec: ModelSpec, info: Mapping[str, Any], asked: _Asked) -> TraceMeta:
     source = {
-        "engine": "sglang", "version": str(info.get("version", "unknown")), "mode": "routed",
-        "prompts": len(asked.prompts), "max_tokens": asked.max_tokens, "chat": asked.chat,
-    }  # fmt: skip
+        "engine": "sglang",
+        "version": str(info.get("version", "unknown")),
+        "mode": "routed",
+        "prompts": len(asked.prompts),
+        "max_tokens": asked.max_tokens,
+        "chat": asked.chat,
+    }
     return TraceMeta(spec.name, spec.num_experts, spec.num_moe_layers, spec.top_k, spec.moe_layer_ids, source)
 
 
@@ -250,10 +260,12 @@ class _InOrder:
             return "the answer lists no token ids, unlike the first"
         phase = np.repeat([PREFILL, DECODE], [row.prompt_tokens, row.output_tokens - 1]).astype(np.uint8)
         table = RequestTrace(
-            prompt_tokens=np.array([row.prompt_tokens]), output_tokens=np.array([row.output_tokens]),
-            arrival_s=np.array([sent_s]), ids=[prompt.id],
+            prompt_tokens=np.array([row.prompt_tokens]),
+            output_tokens=np.array([row.output_tokens]),
+            arrival_s=np.array([sent_s]),
+            ids=[prompt.id],
             domains=[prompt.domain or "unknown"] if self.with_domains else None,
-        )  # fmt: skip
+        )
         tokens = Activations(row.expert_ids, phase, row.token_ids if self.with_tokens else None)  # type: ignore[arg-type]
         self.writer.append_many(tokens, np.array([0, len(phase)]), table)
         return None

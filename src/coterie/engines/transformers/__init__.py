@@ -9,6 +9,15 @@ from coterie.engines.transformers.loading import LoadedModel, load_model
 from coterie.engines.transformers.recording import Recorded, RecordingSettings, record
 
 __all__ = [
-    "CapturedStep", "DryRun", "DryRunScore", "ExpertCapture", "LoadedModel", "Recorded", "RecordingSettings",
-    "dry_run", "load_model", "record", "score_dry_run",
-]  # fmt: skip
+    "CapturedStep",
+    "DryRun",
+    "DryRunScore",
+    "ExpertCapture",
+    "LoadedModel",
+    "Recorded",
+    "RecordingSettings",
+    "dry_run",
+    "load_model",
+    "record",
+    "score_dry_run",
+]

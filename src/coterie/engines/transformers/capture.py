@@ -19,9 +19,7 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, UnavailableError
 
-FAMILIES = (
-    "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
-)  # fmt: skip
+FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Model types this is tested with; any other whose experts take the router's choice in the same way works too."""
 
 _IDS = ("top_k_index", "router_indices")

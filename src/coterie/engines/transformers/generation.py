@@ -69,18 +69,23 @@ def generate_batch(
                 break
             mask = torch.cat([mask, mask.new_ones((len(prompts), 1))], dim=1)
             result = model(
-                input_ids=torch.from_numpy(chosen[:, None]).to(device), attention_mask=mask,
-                position_ids=mask.sum(dim=1, keepdim=True) - 1, past_key_values=result.past_key_values, **options,
-            )  # fmt: skip
+                input_ids=torch.from_numpy(chosen[:, None]).to(device),
+                attention_mask=mask,
+                position_ids=mask.sum(dim=1, keepdim=True) - 1,
+                past_key_values=result.past_key_values,
+                **options,
+            )
             steps.append((capture.take(), alive))
     return [
         Generated(
-            list(prompt), outputs[r], _rows(prefill, steps, r, len(prompts), len(prompt), "expert_ids"),
+            list(prompt),
+            outputs[r],
+            _rows(prefill, steps, r, len(prompts), len(prompt), "expert_ids"),
             _rows(prefill, steps, r, len(prompts), len(prompt), "gate_weights") if capture.gate_weights else None,
             outputs[r][-1] in end_ids,
         )
         for r, prompt in enumerate(prompts)
-    ]  # fmt: skip
+    ]
 
 
 def _rows(

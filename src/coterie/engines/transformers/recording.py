@@ -100,9 +100,14 @@ def record(
     batches = _plan([_Item(p, _tokens(loaded, p, chat)) for p in prompts], settings)
     _check_lengths(loaded, batches, settings)
     source = {
-        "engine": "transformers", "version": _version(), "model_digest": model_digest(model),
-        "prompts": len(prompts), "prompts_digest": _digest(prompts), **asdict(settings), "chat": chat,
-    }  # fmt: skip
+        "engine": "transformers",
+        "version": _version(),
+        "model_digest": model_digest(model),
+        "prompts": len(prompts),
+        "prompts_digest": _digest(prompts),
+        **asdict(settings),
+        "chat": chat,
+    }
     meta = TraceMeta(loaded.name, capture.num_experts, len(capture.layer_ids), capture.top_k, capture.layer_ids, source)
     writer = ActivationWriter.resume(folder, meta) if resume else ActivationWriter(folder, meta)
     with writer, capture:
@@ -132,9 +137,14 @@ def _run(
         rngs = [np.random.default_rng([settings.seed, zlib.crc32(item.prompt.id.encode())]) for item in batch]
         try:
             generated = generate_batch(
-                loaded.model, capture, [item.token_ids for item in batch], settings.max_tokens, ends,
-                settings.temperature, rngs,
-            )  # fmt: skip
+                loaded.model,
+                capture,
+                [item.token_ids for item in batch],
+                settings.max_tokens,
+                ends,
+                settings.temperature,
+                rngs,
+            )
         except RuntimeError as error:
             if "out of memory" not in str(error).lower():
                 raise

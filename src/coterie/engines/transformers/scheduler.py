@@ -108,9 +108,7 @@ def _tell(message: str) -> None:
     logger.warning("coterie: %s", message)
 
 
-def register_scheduler(
-    settings: OrderingSettings, name: str = NAME, model: Any = None, typical_batch: int = 32
-) -> str:
+def register_scheduler(settings: OrderingSettings, name: str = NAME, model: Any = None, typical_batch: int = 32) -> str:
     """Make the library know a scheduler with these settings under `name`, which is returned.
 
     A name may be registered again, with other settings; those of the library itself may not. With a `device` in the
@@ -125,9 +123,15 @@ def register_scheduler(
             raise ConfigError(f"device={settings.device!r} needs the model: its shape decides what a step takes")
         cost = step_cost(settings.device, settings.phase, model.config.to_dict(), typical_batch)
     settings.make(cost)  # what is wrong is said here, not in the library's thread
-    made = type("ExpertAwareScheduler", (ExpertAwareScheduler,), {
-        "settings": settings, "source": LoadSource.open(settings.loads), "cost": cost,
-        "__doc__": ExpertAwareScheduler.__doc__,
-    })  # fmt: skip
+    made = type(
+        "ExpertAwareScheduler",
+        (ExpertAwareScheduler,),
+        {
+            "settings": settings,
+            "source": LoadSource.open(settings.loads),
+            "cost": cost,
+            "__doc__": ExpertAwareScheduler.__doc__,
+        },
+    )
     SCHEDULER_MAPPING[name] = made
     return name

@@ -109,9 +109,7 @@ class StepCapture:
             rows = topk_ids
         else:
             by_rank = [int(n) for n in data.num_tokens_across_dp_cpu]
-            layout = local_rows(
-                len(topk_ids), by_rank, self._rank, getattr(data, "local_sizes", None), self._tp_size
-            )
+            layout = local_rows(len(topk_ids), by_rank, self._rank, getattr(data, "local_sizes", None), self._tp_size)
             rows = self._gather(topk_ids) if layout.gather and self._gather else topk_ids
             rows = rows[layout.start : layout.stop]
         if not self.on:  # after the gather, in which every rank must take part

@@ -160,19 +160,27 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         modules = moe_modules(config)
         layer_ids = captured_layers(modules, config)
         shape = SlotShape(
-            self._kv_cache_config.num_blocks * self._block_size, len(layer_ids),
-            config.model_config.get_num_experts_per_tok(), config.model_config.get_num_experts(),
-        )  # fmt: skip
+            self._kv_cache_config.num_blocks * self._block_size,
+            len(layer_ids),
+            config.model_config.get_num_experts_per_tok(),
+            config.model_config.get_num_experts(),
+        )
         layer_name = self._kv_cache_config.kv_cache_groups[self._group].layer_names[0]
 
         from vllm.distributed.parallel_state import get_tp_group
 
         group = get_tp_group()
         capture = StepCapture(
-            layer_ids, shape.top_k, shape.num_experts, config.scheduler_config.max_num_batched_tokens,
-            next(iter(kv_caches.values())).device, functools.partial(slots_of, layer_name), self._rank,
-            group.world_size, lambda ids: group.all_gather(ids, dim=0),
-        )  # fmt: skip
+            layer_ids,
+            shape.top_k,
+            shape.num_experts,
+            config.scheduler_config.max_num_batched_tokens,
+            next(iter(kv_caches.values())).device,
+            functools.partial(slots_of, layer_name),
+            self._rank,
+            group.world_size,
+            lambda ids: group.all_gather(ids, dim=0),
+        )
         bind(modules, capture, functools.partial(self._failed, "capture"))
         if group.rank_in_group != 0:
             return  # every rank sees the same experts; the first writes them down
@@ -185,9 +193,14 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         logger.info(
             "coterie: capturing %d layers x top %d of %d experts; slot store %.1f MB for %d slots (blocks of %d), "
             "%.2f%% of the KV cache",
-            shape.num_layers, shape.top_k, shape.num_experts, shape.nbytes / 1e6, shape.num_slots, self._block_size,
+            shape.num_layers,
+            shape.top_k,
+            shape.num_experts,
+            shape.nbytes / 1e6,
+            shape.num_slots,
+            self._block_size,
             100 * shape.nbytes / max(1, kv_bytes),
-        )  # fmt: skip
+        )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         return
@@ -338,11 +351,19 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         rows = store.read(slots)  # a copy, now: the blocks are freed when this returns
         token_ids = np.asarray(request.all_token_ids[: len(slots)], np.int32)
         build = functools.partial(
-            RequestExperts.pack, rows.expert_ids, token_ids, rows.known, store.shape.num_experts,
-            request_id=request.request_id, model=self._vllm_config.model_config.served_model_name,
-            layer_ids=list(self._layer_ids), prompt_tokens=request.num_prompt_tokens,
-            cached_tokens=cached, output_tokens=request.num_output_tokens, finish=finish_reason(request),
-        )  # fmt: skip
+            RequestExperts.pack,
+            rows.expert_ids,
+            token_ids,
+            rows.known,
+            store.shape.num_experts,
+            request_id=request.request_id,
+            model=self._vllm_config.model_config.served_model_name,
+            layer_ids=list(self._layer_ids),
+            prompt_tokens=request.num_prompt_tokens,
+            cached_tokens=cached,
+            output_tokens=request.num_output_tokens,
+            finish=finish_reason(request),
+        )
         if self._publisher.publish(build):
             self._count("requests")
 
@@ -391,10 +412,14 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         self._sent_load = load
         if self._publisher is not None and self._publisher.wanted and steps:
             event = ExpertLoad(
-                model=self._vllm_config.model_config.served_model_name, layer_ids=list(self._layer_ids),
-                num_experts=store.shape.num_experts, seconds=seconds, steps=steps, tokens=tokens,
+                model=self._vllm_config.model_config.served_model_name,
+                layer_ids=list(self._layer_ids),
+                num_experts=store.shape.num_experts,
+                seconds=seconds,
+                steps=steps,
+                tokens=tokens,
                 counts=delta.astype("<u4").tobytes(),
-            )  # fmt: skip
+            )
             self._publisher.publish(event)
         return interval_gauges(delta, self._layer_ids, distinct, steps)
 

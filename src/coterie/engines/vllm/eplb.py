@@ -217,10 +217,11 @@ class Rounds:
     def _plan(self, load: Load, asked: Round, current: Placement) -> Plan:
         settings = self.settings
         topology = Topology(
-            asked.num_ranks, asked.num_ranks // asked.num_nodes,
+            asked.num_ranks,
+            asked.num_ranks // asked.num_nodes,
             NVLINK4._replace(name="intra", bytes_per_s=settings.intra_gb_s * 1e9),
             INFINIBAND_400G._replace(name="inter", bytes_per_s=settings.inter_gb_s * 1e9),
-        )  # fmt: skip
+        )
         plan = self._make_planner(self._objective(load, topology)).plan(load, topology, current)
         _check_split(settings.planner, plan.split)
         return plan
@@ -261,9 +262,11 @@ class Rounds:
             self._initial = initial  # a draft model is asked about too, and may come first
             if not self._unlike:
                 logger.warning(
-                    "coterie: %s has %s layers, experts, ranks and slots; vLLM asks for %s", self.settings.initial_map,
-                    found, wanted,
-                )  # fmt: skip
+                    "coterie: %s has %s layers, experts, ranks and slots; vLLM asks for %s",
+                    self.settings.initial_map,
+                    found,
+                    wanted,
+                )
             self._unlike = True
             return False
         return bool((current.slot_experts == first.slot_experts).all())
@@ -292,10 +295,12 @@ class Rounds:
         counters.kept += not moves
         if group.rank == 0:
             plan = decision.plan
-            expected = "" if plan is None else (
-                f", balance {plan.balance_before:.3f} -> {plan.balance_after:.3f}, a step's experts "
-                f"{plan.before_s * 1e3:.2f} -> {plan.after_s * 1e3:.2f} ms, planned in {plan.planning_s * 1e3:.0f} ms"
-            )  # fmt: skip
+            expected = ""
+            if plan is not None:
+                expected = (
+                    f", balance {plan.balance_before:.3f} -> {plan.balance_after:.3f}, a step's experts "
+                    f"{plan.before_s * 1e3:.2f} -> {plan.after_s * 1e3:.2f} ms, planned in {plan.planning_s * 1e3:.0f} ms"
+                )
             since = ", ".join(f"{name} {value}" for name, value in asdict(counters).items())
             logger.info("coterie: %d moves (%s%s); since the start: %s", moves, decision.reason, expected, since)
         if self.settings.save_map is not None and group.writes and len(asked.tokens) >= self._most_layers:

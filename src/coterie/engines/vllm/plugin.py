@@ -35,8 +35,11 @@ def register() -> None:
     if not known(vllm.__version__):
         logging.getLogger("vllm.coterie").warning(
             "coterie: vLLM %s is not known to this version of Coterie (known: %s); %s does nothing, the engine runs as "
-            "if it were absent", vllm.__version__, ", ".join(KNOWN_VERSIONS), NAME,
-        )  # fmt: skip
+            "if it were absent",
+            vllm.__version__,
+            ", ".join(KNOWN_VERSIONS),
+            NAME,
+        )
         module, eplb = "coterie.engines.vllm.inert", None
     if eplb is not None:
         from coterie.engines.vllm.eplb import install

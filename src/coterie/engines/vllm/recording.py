@@ -111,9 +111,16 @@ def _marker(number: int) -> str:
 
 
 async def _send(
-    url: str, prompts: Sequence[Prompt], sink: _Sink, tally: Tally, concurrency: int, max_tokens: int, chat: bool,
-    duration_s: float | None, report: Progress,
-) -> None:  # fmt: skip
+    url: str,
+    prompts: Sequence[Prompt],
+    sink: _Sink,
+    tally: Tally,
+    concurrency: int,
+    max_tokens: int,
+    chat: bool,
+    duration_s: float | None,
+    report: Progress,
+) -> None:
     async with Client(url) as client:
         model = await served_model(client)
         bodies = (
@@ -210,15 +217,17 @@ class _Sink:
         position = np.arange(len(known))
         phase = np.where(position < event.prompt_tokens, PREFILL, DECODE).astype(np.uint8)
         row = RequestTrace(
-            prompt_tokens=np.array([event.prompt_tokens]), output_tokens=np.array([event.output_tokens]),
+            prompt_tokens=np.array([event.prompt_tokens]),
+            output_tokens=np.array([event.output_tokens]),
             arrival_s=np.array([time.monotonic() - self._begun]),
             ids=[prompt.id if prompt is not None else event.request_id],
             domains=[prompt.domain or "unknown"] if prompt is not None and self._with_domains else None,
             extra={
-                "missing_tokens": [int((~known).sum())], "cached_tokens": [event.cached_tokens],
+                "missing_tokens": [int((~known).sum())],
+                "cached_tokens": [event.cached_tokens],
                 "finish": [event.finish],
             },
-        )  # fmt: skip
+        )
         tokens = Activations(event.ids()[known], phase[known], event.tokens()[known])
         self.writer.append_many(tokens, np.array([0, int(known.sum())]), row)
         self.written += 1

@@ -59,22 +59,24 @@ class ExpertAwareMixin:
         if not known(vllm.__version__):
             logger.warning(
                 "coterie: vLLM %s is not known to this version of Coterie (known: %s); requests wait in its own order",
-                vllm.__version__, ", ".join(KNOWN_VERSIONS),
-            )  # fmt: skip
+                vllm.__version__,
+                ", ".join(KNOWN_VERSIONS),
+            )
             return
         from coterie.engines.vllm.waiting import chosen_queues  # of a version that is not known, it might not import
 
         mine: Any = self
         settings = read_settings(mine.vllm_config.additional_config)
-        self._chooser, *queues = chosen_queues(
-            self, settings, lambda message: logger.warning("coterie: %s", message)
-        )
+        self._chooser, *queues = chosen_queues(self, settings, lambda message: logger.warning("coterie: %s", message))
         self._queues = tuple(queues)
         mine.waiting, mine.kv_holding_waiting = queues
         logger.info(
             "coterie: %s orders the waiting requests: %d at a time of a window of %d, skipped at most %s times each",
-            settings.strategy, settings.batch_size, settings.window_size, settings.max_skips,
-        )  # fmt: skip
+            settings.strategy,
+            settings.batch_size,
+            settings.window_size,
+            settings.max_skips,
+        )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         for queue in self._queues:

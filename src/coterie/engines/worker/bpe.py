@@ -44,8 +44,9 @@ class BytePairs:
         special = set(self._special.values())
         self._bytes = {
             number: bytes(byte_of[letter] for letter in token)
-            for token, number in self._ids.items() if number not in special
-        }  # fmt: skip
+            for token, number in self._ids.items()
+            if number not in special
+        }
         self._word = lru_cache(maxsize=1 << 16)(self._merged)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -98,10 +98,13 @@ def main() -> None:
     asked = parser.parse_args()
     serve(
         WorkerConfig(
-            model=tiny_model_path(), role=asked.role, port=asked.port, expert_events=asked.expert_events,
+            model=tiny_model_path(),
+            role=asked.role,
+            port=asked.port,
+            expert_events=asked.expert_events,
             served_model_name=TINY,
         )
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -184,11 +184,13 @@ class Engine:
 
     def refresh_gauges(self) -> None:
         values = {
-            ("running", ""): len(self._running), ("waiting", ""): len(self._waiting),
-            ("kv_staged", ""): len(self._staged), ("kv_blocks", "used"): self.blocks.used,
+            ("running", ""): len(self._running),
+            ("waiting", ""): len(self._waiting),
+            ("kv_staged", ""): len(self._staged),
+            ("kv_blocks", "used"): self.blocks.used,
             ("kv_blocks", "cached"): self.blocks.cached,
             ("kv_blocks", "empty"): self.blocks.available - self.blocks.cached,
-        }  # fmt: skip
+        }
         for name, stream in (("kv", self._reports.kv_stream), ("experts", self._reports.expert_stream)):
             values["events_published_total", name] = stream.published if stream else 0
             values["events_dropped_total", name] = stream.dropped if stream else 0
@@ -400,10 +402,14 @@ class Engine:
         self._staged[request.key] = _Staged(request.prompt, request.blocks, time.monotonic() + self.config.kv_ttl_s)
         self.metrics.add("kv_staged_total")
         params: dict[str, Any] = {
-            "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.engine_id,
-            "remote_block_ids": list(request.blocks), "remote_host": request.address[0],
-            "remote_port": request.address[1], "remote_request_id": request.key,
-        }  # fmt: skip
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine_id,
+            "remote_block_ids": list(request.blocks),
+            "remote_host": request.address[0],
+            "remote_port": request.address[1],
+            "remote_request_id": request.key,
+        }
         capture = self.model.capture
         counts = footprint(self._ids_of(request.blocks, count), capture.num_experts)
         attach_footprint(params, WireFootprint(counts, capture.layer_ids, count))

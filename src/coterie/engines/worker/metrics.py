@@ -33,7 +33,9 @@ METRICS: dict[str, Metric] = {
     "kv_blocks": Metric("gauge", "state", ("used", "cached", "empty"), "KV blocks: used + cached + empty is constant"),
     "prefix_blocks_total": Metric("counter", "result", ("hit", "miss"), "Full prompt blocks looked up in the cache"),
     "distinct_experts_sum": Metric(
-        "counter", "over_layers", ("min", "mean", "max"),
+        "counter",
+        "over_layers",
+        ("min", "mean", "max"),
         "Distinct experts of the decode rows of a step; divide by distinct_experts_steps_total",
     ),
     "distinct_experts_steps_total": Metric("counter", None, (), "Steps with decode rows"),
@@ -43,7 +45,9 @@ METRICS: dict[str, Metric] = {
         "counter", "why", ("fetched", "dropped", "expired", "evicted", "shutdown"), "Kept KV that was let go"
     ),
     "kv_fetch_total": Metric(
-        "counter", "outcome", ("ok", "unreachable", "missing", "damaged", "mismatch", "cancelled"),
+        "counter",
+        "outcome",
+        ("ok", "unreachable", "missing", "damaged", "mismatch", "cancelled"),
         "KV asked of prefill workers; what is not ok is computed here, unless the client is gone (cancelled)",
     ),
     "kv_fetch_bytes_total": Metric("counter", None, (), "Bytes of KV fetched"),
@@ -51,7 +55,7 @@ METRICS: dict[str, Metric] = {
     "events_dropped_total": Metric(
         "counter", "stream", ("kv", "experts"), "Times a subscriber's queue was full and it missed messages"
     ),
-}  # fmt: skip
+}
 
 
 class Metrics:

@@ -163,9 +163,14 @@ def _attend(query: Any, key: Any, value: Any, start: int, scaling: float | None,
         mask = (distance >= 0) & (distance < (window or tokens))
     if sinks is None:
         return torch.nn.functional.scaled_dot_product_attention(
-            query[None], key[None], value[None], attn_mask=mask, is_causal=mask is None and rows > 1,
-            scale=scaling, enable_gqa=query.shape[0] != key.shape[0],
-        )[0]  # fmt: skip
+            query[None],
+            key[None],
+            value[None],
+            attn_mask=mask,
+            is_causal=mask is None and rows > 1,
+            scale=scaling,
+            enable_gqa=query.shape[0] != key.shape[0],
+        )[0]
     groups = query.shape[0] // key.shape[0]
     scores = query @ key.repeat_interleave(groups, 0).transpose(1, 2)
     scores = scores * (scaling if scaling is not None else query.shape[-1] ** -0.5)

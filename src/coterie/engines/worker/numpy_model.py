@@ -165,10 +165,16 @@ def _layer(raw: Mapping[str, NDArray[Any]], number: int, experts: int) -> _Layer
 
     qkv = np.concatenate([weight(f"self_attn.{name}_proj") for name in "qkv"]).T
     return _Layer(
-        weight("input_layernorm"), np.ascontiguousarray(qkv), weight("self_attn.q_norm"), weight("self_attn.k_norm"),
-        np.ascontiguousarray(weight("self_attn.o_proj").T), weight("post_attention_layernorm"),
-        np.ascontiguousarray(weight("mlp.gate").T), of_experts("gate_proj", "up_proj"), of_experts("down_proj"),
-    )  # fmt: skip
+        weight("input_layernorm"),
+        np.ascontiguousarray(qkv),
+        weight("self_attn.q_norm"),
+        weight("self_attn.k_norm"),
+        np.ascontiguousarray(weight("self_attn.o_proj").T),
+        weight("post_attention_layernorm"),
+        np.ascontiguousarray(weight("mlp.gate").T),
+        of_experts("gate_proj", "up_proj"),
+        of_experts("down_proj"),
+    )
 
 
 def _normed(values: Array, weight: Array, eps: float) -> Array:

@@ -21,12 +21,28 @@ DEFAULT_MAX_TOKENS = 16
 """Of a completion, as in OpenAI's interface; a chat answer may fill what room there is."""
 MAX_STOPS = 16
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (),
-    "suffix": ("",), "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,),
-    "repetition_penalty": (1,), "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,), "use_beam_search": (False,),
-    "tools": ([],), "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "guided_json": (),
-    "guided_regex": (), "structured_outputs": (),
-}  # fmt: skip
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "guided_json": (),
+    "guided_regex": (),
+    "structured_outputs": (),
+}
 """Fields that would change the answer, and the values with which they do not; null always is one."""
 _KEY = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}")
@@ -125,9 +141,10 @@ def check_length(prompt: Sequence[int], max_tokens: int | None, limit: int, voca
     room = limit - len(prompt)
     if room < 1:
         raise RequestError(
-            f"the prompt has {len(prompt)} tokens; with one generated it must fit {limit}", "prompt",
+            f"the prompt has {len(prompt)} tokens; with one generated it must fit {limit}",
+            "prompt",
             code="context_length_exceeded",
-        )  # fmt: skip
+        )
     if max_tokens is not None and max_tokens > room:
         raise RequestError(
             f"max_tokens={max_tokens} must be at most {room}: the prompt has {len(prompt)} tokens and both must fit "
@@ -388,6 +405,8 @@ class Answer:
     def usage(self, last: Output) -> dict[str, Any]:
         prompt, generated = len(self._prompt), len(self._tokens)
         return {
-            "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": last.cached_tokens},
-        }  # fmt: skip
+        }

@@ -53,11 +53,18 @@ class Reports:
             return
         count = len(expert_ids)
         event = RequestExperts.pack(
-            expert_ids, np.asarray(request.tokens(0, count)), np.ones(count, np.bool_), self._capture.num_experts,
-            request_id=request.name, model=self._model, layer_ids=list(self._capture.layer_ids),
-            prompt_tokens=len(request.prompt), cached_tokens=request.cached_tokens,
-            output_tokens=len(request.output), finish=finish,
-        )  # fmt: skip
+            expert_ids,
+            np.asarray(request.tokens(0, count)),
+            np.ones(count, np.bool_),
+            self._capture.num_experts,
+            request_id=request.name,
+            model=self._model,
+            layer_ids=list(self._capture.layer_ids),
+            prompt_tokens=len(request.prompt),
+            cached_tokens=request.cached_tokens,
+            output_tokens=len(request.output),
+            finish=finish,
+        )
         self.expert_stream.publish(encode_expert_events(ExpertEvents(time.time(), [event])))
 
     def load(self, now: bool = False) -> None:
@@ -66,10 +73,14 @@ class Reports:
             return
         until = time.monotonic()
         event = ExpertLoad(
-            model=self._model, layer_ids=list(self._capture.layer_ids), num_experts=self._capture.num_experts,
-            seconds=until - self._since, steps=self._steps, tokens=self._tokens,
+            model=self._model,
+            layer_ids=list(self._capture.layer_ids),
+            num_experts=self._capture.num_experts,
+            seconds=until - self._since,
+            steps=self._steps,
+            tokens=self._tokens,
             counts=self._load.astype("<u4").tobytes(),
-        )  # fmt: skip
+        )
         self.expert_stream.publish(encode_expert_events(ExpertEvents(time.time(), [event])))
         self._load[:] = 0
         self._since, self._steps, self._tokens = until, 0, 0

@@ -180,9 +180,12 @@ class Server:
 
     async def models(self, _: web.Request) -> web.Response:
         card = {
-            "id": self.engine.served_name, "object": "model", "owned_by": "coterie", "root": self.model.name,
+            "id": self.engine.served_name,
+            "object": "model",
+            "owned_by": "coterie",
+            "root": self.model.name,
             "max_model_len": self.limit,
-        }  # fmt: skip
+        }
         return _json({"object": "list", "data": [card]})
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:

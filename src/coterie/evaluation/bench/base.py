@@ -67,11 +67,17 @@ def bench_costs(report: Report) -> list[Row]:
         fit = fit_table(spec, table, _cache_limit(preset))
         rows.append(
             {
-                "name": "moe layer", "preset": preset.name, "model": shape.model, "dtype": table.dtype,
-                "cells": fit.held_out.cells, "mape_pct": fit.held_out.mape_pct, "worst_pct": fit.held_out.worst_pct,
-                "worst_cell": fit.held_out.worst_cell, "median_us": _predict_us(spec, fit.params, table),
+                "name": "moe layer",
+                "preset": preset.name,
+                "model": shape.model,
+                "dtype": table.dtype,
+                "cells": fit.held_out.cells,
+                "mape_pct": fit.held_out.mape_pct,
+                "worst_pct": fit.held_out.worst_pct,
+                "worst_cell": fit.held_out.worst_cell,
+                "median_us": _predict_us(spec, fit.params, table),
             }
-        )  # fmt: skip
+        )
     for preset, shape, table in tables:
         if len(preset.fits) > 1:
             rows.append(_unseen_row(preset, shape_spec(shape), table))
@@ -106,17 +112,27 @@ def _predict_us(spec: ModelSpec, params: MoeParams, table: MoeTable) -> float:
 def _unseen_row(preset: Preset, spec: ModelSpec, table: MoeTable) -> Row:
     """Predict a shape from the nearest other one: what a user's own model gets without calibrating."""
     others = Preset(
-        preset.name, preset.version, preset.measurement,
-        {name: fit for name, fit in preset.fits.items() if name != spec.name}, preset.copies,
-    )  # fmt: skip
+        preset.name,
+        preset.version,
+        preset.measurement,
+        {name: fit for name, fit in preset.fits.items() if name != spec.name},
+        preset.copies,
+    )
     near = nearest_shape(others, spec)
     params = preset.fits[near].moe[table.dtype].params
     error = fit_error(_predict(spec, params, table), table.cells)
     return {
-        "name": "unseen shape", "preset": preset.name, "model": spec.name, "dtype": table.dtype, "from": near,
-        "cells": error.cells, "mape_pct": error.mape_pct, "worst_pct": error.worst_pct, "worst_cell": error.worst_cell,
+        "name": "unseen shape",
+        "preset": preset.name,
+        "model": spec.name,
+        "dtype": table.dtype,
+        "from": near,
+        "cells": error.cells,
+        "mape_pct": error.mape_pct,
+        "worst_pct": error.worst_pct,
+        "worst_cell": error.worst_cell,
         "median_us": _predict_us(spec, params, table),
-    }  # fmt: skip
+    }
 
 
 def _part_rows(preset: Preset) -> list[Row]:
@@ -124,9 +140,11 @@ def _part_rows(preset: Preset) -> list[Row]:
     rows: list[Row] = []
     for model, fit in preset.fits.items():
         parts = {
-            "dense": fit.gemm, "decode attention": fit.decode_attention, "prefill attention": fit.prefill_attention,
+            "dense": fit.gemm,
+            "decode attention": fit.decode_attention,
+            "prefill attention": fit.prefill_attention,
             "routing": fit.routing,
-        }  # fmt: skip
+        }
         rows += [_part_row(name, preset.name, model, part) for name, part in parts.items() if part is not None]
     rows += [_part_row("copy", preset.name, path, part) for path, part in preset.copies.items()]
     return rows
@@ -136,9 +154,14 @@ def _part_row(name: str, preset: str, model: str, part: Roofline | Transfer | Cu
     call = (lambda: part.us(1e6, 1e9)) if isinstance(part, Roofline) else (lambda: part.us(1e6))
     quality = part.held_out
     return {
-        "name": name, "preset": preset, "model": model, "cells": quality.cells, "mape_pct": quality.mape_pct,
-        "worst_pct": quality.worst_pct, "median_us": median_us(call),
-    }  # fmt: skip
+        "name": name,
+        "preset": preset,
+        "model": model,
+        "cells": quality.cells,
+        "mape_pct": quality.mape_pct,
+        "worst_pct": quality.worst_pct,
+        "median_us": median_us(call),
+    }
 
 
 @benches.register("traces")

@@ -46,8 +46,9 @@ def bench_batching(report: Report) -> list[Row]:
             rows.append({"strategy": name, "window": waiting, "batch": batch, "experts": experts, "median_us": spent})
         # As in decode on one device: a request touches an expert by chance, and each one touched is streamed.
         decoding = window._replace(loads=loads / loads.sum(axis=2, keepdims=True) * top_k)
-        cost = StepCost(fixed_us=100.0, first_us=10.0, tile_rows=64.0, row_us=0.1, arrival_us=0.0, num_ranks=1,
-                        by_tokens=False)  # fmt: skip
+        cost = StepCost(
+            fixed_us=100.0, first_us=10.0, tile_rows=64.0, row_us=0.1, arrival_us=0.0, num_ranks=1, by_tokens=False
+        )
         by_steps = LatencyAware(cost=cost, trust=1.0)
         spent = median_us(partial(by_steps.select, decoding, running, batch, np.random.default_rng(0)), REPEATS)
         rows.append({"strategy": STEP_COST, "window": waiting, "batch": batch, "experts": experts, "median_us": spent})

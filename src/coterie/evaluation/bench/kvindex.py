@@ -78,9 +78,13 @@ def _prompts(num_blocks: int, rng: np.random.Generator) -> tuple[NDArray[np.int6
 
 def _stored(tokens: NDArray[np.int64], hashes: NDArray[np.uint64], parent: int | None = None) -> BlockStored:
     return BlockStored(
-        block_hashes=hashes.tolist(), parent_block_hash=parent, token_ids=tokens.tolist(), block_size=BLOCK_SIZE,
-        medium="GPU", group_idx=0,
-    )  # fmt: skip
+        block_hashes=hashes.tolist(),
+        parent_block_hash=parent,
+        token_ids=tokens.tolist(),
+        block_size=BLOCK_SIZE,
+        medium="GPU",
+        group_idx=0,
+    )
 
 
 def _stream_row(event_blocks: int, blocks: int = 16_384) -> Row:
@@ -103,6 +107,9 @@ def _stream_row(event_blocks: int, blocks: int = 16_384) -> Row:
         follower.apply_payload(0, seq, payload)
     elapsed = time.perf_counter() - start_s
     return {
-        "name": "kv_stream", "event_blocks": event_blocks, "blocks": blocks,
-        "events_per_s": round(len(payloads) / elapsed), "blocks_per_s": round(1.5 * blocks / elapsed),
-    }  # fmt: skip
+        "name": "kv_stream",
+        "event_blocks": event_blocks,
+        "blocks": blocks,
+        "events_per_s": round(len(payloads) / elapsed),
+        "blocks_per_s": round(1.5 * blocks / elapsed),
+    }

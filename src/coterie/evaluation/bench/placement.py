@@ -54,9 +54,11 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    Size(288, 32, 0.984, free_enough=0.981), Size(288, 8, 0.988), Size(256, 8, 0.996),
+    Size(288, 32, 0.984, free_enough=0.981),
+    Size(288, 8, 0.988),
+    Size(256, 8, 0.996),
     Size(256, 8, 0.996, 0.7, "linear"),
-)  # fmt: skip
+)
 """The last has the paper's start, a map that is uneven to about .65, and a load that lets .996 be reached."""
 
 BASELINES = ("linear", "round_robin", "popularity", "eplb")
@@ -115,8 +117,9 @@ def _planner_row(name: str, planner: Any, size: Size, cases: Sequence[Case]) -> 
     plans: list[Plan] = [planner.plan(*case) for case in cases]
     evenness = [plan.balance_after for plan in plans]
     return _row(name, plans[0].split, size, spent, evenness, [len(plan.moves) for plan in plans]) | {
-        "duplicates": sum(plan.placement.duplicates for plan in plans), **_about(size, cases),
-    }  # fmt: skip
+        "duplicates": sum(plan.placement.duplicates for plan in plans),
+        **_about(size, cases),
+    }
 
 
 def _kept_row(size: Size, cases: Sequence[Case], split: str) -> Row:
@@ -131,19 +134,31 @@ def _kept_row(size: Size, cases: Sequence[Case], split: str) -> Row:
     spent = median_us(lambda: shares(problems[0]), REPEATS) / 1e3
     evenness = [problem.balance(problem.rank_s(problem.current.slot_experts, shares(problem))) for problem in problems]
     return _row("keep", split, size, spent, evenness, [0] * len(cases)) | {
-        "duplicates": sum(case.current.duplicates for case in cases), **_about(size, cases),
-    }  # fmt: skip
+        "duplicates": sum(case.current.duplicates for case in cases),
+        **_about(size, cases),
+    }
 
 
 def _row(
-    name: str, split: str, size: Size, spent: float, evenness: Sequence[float], moves: Sequence[int],
+    name: str,
+    split: str,
+    size: Size,
+    spent: float,
+    evenness: Sequence[float],
+    moves: Sequence[int],
     layers: int = LAYERS,
-) -> Row:  # fmt: skip
+) -> Row:
     return {
-        "planner": name, "split": split, "layers": layers, "experts": EXPERTS, "slots": size.slots,
-        "ranks": size.ranks, "median_ms": round(spent, 3), "balancedness": round(fmean(evenness), 4),
+        "planner": name,
+        "split": split,
+        "layers": layers,
+        "experts": EXPERTS,
+        "slots": size.slots,
+        "ranks": size.ranks,
+        "median_ms": round(spent, 3),
+        "balancedness": round(fmean(evenness), 4),
         "moves": round(fmean(moves), 1),
-    }  # fmt: skip
+    }
 
 
 def _about(size: Size, cases: Sequence[Case]) -> Row:
@@ -164,9 +179,11 @@ class Contest(NamedTuple):
 
 
 CONTESTS = (
-    Contest(SIZES[3], "equal", 4, 12.0), Contest(SIZES[2], "equal", 3, 6.0), Contest(SIZES[0].free, "optimal", 2, 10.0),
+    Contest(SIZES[3], "equal", 4, 12.0),
+    Contest(SIZES[2], "equal", 3, 6.0),
+    Contest(SIZES[0].free, "optimal", 2, 10.0),
     Contest(SIZES[1], "optimal", 4, 4.0),
-)  # fmt: skip
+)
 
 
 def _move_rows(report: Report) -> Iterator[Row]:
@@ -189,13 +206,23 @@ def move_row(contest: Contest) -> Row:
     ilp = LatencyOptimalIlp(objective, split, gap=0.0, gap_moves=0.99, time_limit_s=contest.seconds)
     best = ilp.solve(problem, starts=[plan.placement.slot_experts])
     ours, theirs = len(plan.moves), len(best.plan.moves)
-    return _row("latency_optimal_ilp", split, size, best.plan.planning_s * 1e3, [best.plan.balance_after], [theirs],
-                contest.layers) | {
-        "duplicates": best.plan.placement.duplicates, "heuristic_moves": ours,
+    return _row(
+        "latency_optimal_ilp",
+        split,
+        size,
+        best.plan.planning_s * 1e3,
+        [best.plan.balance_after],
+        [theirs],
+        contest.layers,
+    ) | {
+        "duplicates": best.plan.placement.duplicates,
+        "heuristic_moves": ours,
         "heuristic_balancedness": round(plan.balance_after, 4),
-        "ratio": round(ours / theirs, 3) if theirs else 1.0, "least_moves": _least_moves(problem, best.report.bound_s),
-        "closed": int(best.report.closed.sum()), "setting": size.setting,
-    }  # fmt: skip
+        "ratio": round(ours / theirs, 3) if theirs else 1.0,
+        "least_moves": _least_moves(problem, best.report.bound_s),
+        "closed": int(best.report.closed.sum()),
+        "setting": size.setting,
+    }
 
 
 def _least_moves(problem: Problem, bound_s: Any) -> int:
@@ -207,8 +234,9 @@ def _least_moves(problem: Problem, bound_s: Any) -> int:
 def first_layers(case: Case, layers: int) -> Case:
     from coterie.placement import Load
 
-    load = Load(case.load.tokens[:layers], case.load.steps,
-                None if case.load.sources is None else case.load.sources[:, :layers])  # fmt: skip
+    load = Load(
+        case.load.tokens[:layers], case.load.steps, None if case.load.sources is None else case.load.sources[:, :layers]
+    )
     return case._replace(load=load, current=replace(case.current, slot_experts=case.current.slot_experts[:layers]))
 
 
@@ -265,7 +293,7 @@ TRIALS = (
     Trial("optimal split", 64, 72, 8, "optimal"),
     Trial("optimal split, two nodes", 64, 72, 8, "optimal", ranks_per_node=4, speeds=SLOW),
     Trial("optimal split, large", 256, 288, 8, "optimal", exponent=1.0),
-)  # fmt: skip
+)
 TRIAL_SECONDS = 4.0
 """A layer, for the integer program."""
 
@@ -286,9 +314,13 @@ def _objective_rows(report: Report) -> Iterator[Row]:
         over += outcome.over
         yield outcome.row
     yield {
-        "planner": "latency_optimal", "against": "latency_optimal_ilp's bound", "trials": len(TRIALS),
-        "layers": sum(trial.layers for trial in TRIALS), "closed": len(over), **_percent(over),
-    }  # fmt: skip
+        "planner": "latency_optimal",
+        "against": "latency_optimal_ilp's bound",
+        "trials": len(TRIALS),
+        "layers": sum(trial.layers for trial in TRIALS),
+        "closed": len(over),
+        **_percent(over),
+    }
 
 
 def try_out(trial: Trial, seconds: float = TRIAL_SECONDS) -> Outcome:
@@ -308,14 +340,24 @@ def try_out(trial: Trial, seconds: float = TRIAL_SECONDS) -> Outcome:
     best, report = ilp.solve(problem, starts=[plan.placement.slot_experts])
     over = (ours / report.bound_s - 1)[report.closed].tolist()
     row = {
-        "planner": "latency_optimal", "split": trial.split, "layers": trial.layers, "experts": trial.experts,
-        "slots": trial.slots, "ranks": trial.ranks, "median_ms": round(spent, 3),
-        "balancedness": round(plan.balance_after, 4), "moves": len(plan.moves),
-        "duplicates": plan.placement.duplicates, "ilp_moves": len(best.moves), "closed": len(over), **_percent(over),
+        "planner": "latency_optimal",
+        "split": trial.split,
+        "layers": trial.layers,
+        "experts": trial.experts,
+        "slots": trial.slots,
+        "ranks": trial.ranks,
+        "median_ms": round(spent, 3),
+        "balancedness": round(plan.balance_after, 4),
+        "moves": len(plan.moves),
+        "duplicates": plan.placement.duplicates,
+        "ilp_moves": len(best.moves),
+        "closed": len(over),
+        **_percent(over),
         "worst_gap_pct": round(100 * float(report.gap.max()), 2),
         "saved_pct": round(100 * float(1 - ours.sum() / kept.sum()), 1),
-        "moving_pct": round(100 * float(plan.movement_s / ours.sum()), 2), "setting": _words(trial, problem),
-    }  # fmt: skip
+        "moving_pct": round(100 * float(plan.movement_s / ours.sum()), 2),
+        "setting": _words(trial, problem),
+    }
     return Outcome(over, row)
 
 
@@ -323,7 +365,7 @@ def _percent(over: Sequence[float]) -> Row:
     return {
         "mean_excess_pct": round(100 * fmean(over), 3) if over else None,
         "worst_excess_pct": round(100 * max(over), 3) if over else None,
-    }  # fmt: skip
+    }
 
 
 def _words(trial: Trial, problem: Problem) -> str:

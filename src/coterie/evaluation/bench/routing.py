@@ -78,13 +78,21 @@ def _decision_rows(report: Report) -> Iterator[Row]:
             report(f"{name}, {size} workers", done, len(routers.names()))
             router = routers[name](**({"fitted": fitted} if name in LEARNS else {}))
             yield {
-                "name": "decision", "router": name, "workers": size, "layers": LAYERS, "experts": EXPERTS,
+                "name": "decision",
+                "router": name,
+                "workers": size,
+                "layers": LAYERS,
+                "experts": EXPERTS,
                 "median_us": median_us(_turns(router, asked, fleet), 301 if size < 100 else 61),
-            }  # fmt: skip
+            }
         yield {
-            "name": "admit and finish", "router": "", "workers": size, "layers": LAYERS, "experts": EXPERTS,
+            "name": "admit and finish",
+            "router": "",
+            "workers": size,
+            "layers": LAYERS,
+            "experts": EXPERTS,
             "median_us": median_us(_turnover(fleet, fitted.profile(counts[0])), 61),
-        }  # fmt: skip
+        }
 
 
 def _turns(router: Router, asked: list[RouteRequest], fleet: Fleet) -> Callable[[], object]:
@@ -119,7 +127,11 @@ def _fit_rows(report: Report) -> Iterator[Row]:
         FittedRouting.fit(known, FIT_WORKERS, np.random.default_rng(0), report=parts.__setitem__)
         seconds.append(time.perf_counter() - start)
     yield {
-        "name": "fit", "requests": FIT_REQUESTS, "workers": FIT_WORKERS, "layers": LAYERS, "experts": EXPERTS,
+        "name": "fit",
+        "requests": FIT_REQUESTS,
+        "workers": FIT_WORKERS,
+        "layers": LAYERS,
+        "experts": EXPERTS,
         "median_ms": round(1e3 * float(np.median(seconds)), 1),
         **{f"{part}_ms".replace(" ", "_"): round(1e3 * spent, 1) for part, spent in parts.items()},
-    }  # fmt: skip
+    }

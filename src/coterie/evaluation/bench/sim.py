@@ -72,9 +72,7 @@ def _decode_row(model: str, routing: str, requests: FleetRequests) -> Row:
     def call() -> FleetRun:
         fleet = Fleet([PLACES] * DECODERS)
         # Recordings are too few to keep so many in flight for long if none may be there twice; time is all this is for.
-        return run_fleet(
-            requests, cost, RoundRobin(), config, in_flight=IN_FLIGHT, fleet=fleet, duplicates="allow"
-        )
+        return run_fleet(requests, cost, RoundRobin(), config, in_flight=IN_FLIGHT, fleet=fleet, duplicates="allow")
 
     return {"name": "decode", "model": model, "routing": routing, "decoders": DECODERS, **_timed(call)}
 
@@ -86,9 +84,13 @@ def _pair_row(data: Path, recordings: Recordings) -> Row:
         recordings, PAIR_REQUESTS, np.random.default_rng(0), arrivals.in_order(), rate=20.0, longest_prompt=16_384
     )
     config = FleetConfig(
-        decode_workers=8, prefill_workers=8, places=64, link=INFINIBAND_400G, prefill_kv_tokens=400_000,
+        decode_workers=8,
+        prefill_workers=8,
+        places=64,
+        link=INFINIBAND_400G,
+        prefill_kv_tokens=400_000,
         kv_tokens=1_000_000,
-    )  # fmt: skip
+    )
     cost = step_model(get_model("gpt-oss-20b"), "h200", "bf16")
 
     def call() -> FleetRun:
@@ -107,8 +109,10 @@ def _timed(call: Callable[[], FleetRun]) -> Row:
         wall.append(time.perf_counter() - start)
         core.append(time.process_time() - spent)
     return {
-        "token_steps": run.token_steps, "requests": len(run.finish_s), "steps": len(run.step_s),
+        "token_steps": run.token_steps,
+        "requests": len(run.finish_s),
+        "steps": len(run.step_s),
         "mean_batch": round(float(run.step_decoding[run.step_decoding > 0].mean()), 1),
         "median_ms": round(1e3 * float(np.median(wall)), 1),
         "token_steps_per_s": round(run.token_steps / min(core)),
-    }  # fmt: skip
+    }

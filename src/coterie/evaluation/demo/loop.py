@@ -119,10 +119,13 @@ async def run_loop(
         events: list[RequestExperts | None] = []
         for name in settings.routers:
             proxy = RoutedFleet(
-                first, rest, make_router(name, fitted, settings.in_flight),
-                places=settings.places, cells=fitted.num_layers * fitted.num_experts,
+                first,
+                rest,
+                make_router(name, fitted, settings.in_flight),
+                places=settings.places,
+                cells=fitted.num_layers * fitted.num_experts,
                 usual=fitted.profiles,
-            )  # fmt: skip
+            )
             if not await _forget(clients) and not runs:
                 await _warm(first, test, body, many, report)
             arguments = (proxy, name, rest, decoders, test, body, many, settings.over, report)
@@ -146,9 +149,13 @@ def make_router(name: str, fitted: FittedRouting, in_flight: int) -> Router:
         prices = StepPrices.of(step_model(spec, "h200"), in_flight)
         depth = spec.num_moe_layers / fitted.num_layers  # each layer here stands for so many of those
         settings["prices"] = StepPrices(
-            prices.fixed_us, prices.expert_us * depth, prices.request_us, prices.context_us, prices.prefill_us,
+            prices.fixed_us,
+            prices.expert_us * depth,
+            prices.request_us,
+            prices.context_us,
+            prices.prefill_us,
             prices.output_tokens,
-        )  # fmt: skip
+        )
     return make(**settings)
 
 
@@ -161,9 +168,13 @@ async def tokenise(
     async def one(number: int, prompt: Prompt) -> list[int]:
         nonlocal done
         body = {
-            "model": model, "messages": [{"role": "user", "content": prompt.prompt}], "max_tokens": 1,
-            "temperature": 0, "return_token_ids": True, "kv_transfer_params": {"do_remote_decode": True},
-        }  # fmt: skip
+            "model": model,
+            "messages": [{"role": "user", "content": prompt.prompt}],
+            "max_tokens": 1,
+            "temperature": 0,
+            "return_token_ids": True,
+            "kv_transfer_params": {"do_remote_decode": True},
+        }
         async with gate:
             reply = await client.ask(completion_path(chat=True), body, f"tokenise-{number}")
         if reply.worker_failed:
@@ -364,9 +375,7 @@ def _events(listener: Subscriber, wanted: set[str]) -> dict[str, RequestExperts]
 
 
 def _body(model: str, settings: LoopSettings) -> dict[str, Any]:
-    return {
-        "model": model, "max_tokens": settings.max_tokens, "temperature": 0, "return_token_ids": True,
-    }  # fmt: skip
+    return {"model": model, "max_tokens": settings.max_tokens, "temperature": 0, "return_token_ids": True}
 
 
 async def _forget(clients: Sequence[WorkerClient]) -> bool:

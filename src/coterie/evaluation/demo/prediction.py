@@ -58,9 +58,7 @@ class Figures(NamedTuple):
     token_ms_p99: float
 
     @classmethod
-    def of(
-        cls, distinct: NDArray[np.float64], rows: NDArray[Any], token_s: NDArray[np.float64]
-    ) -> Figures:
+    def of(cls, distinct: NDArray[np.float64], rows: NDArray[Any], token_s: NDArray[np.float64]) -> Figures:
         p50, p99 = 1e3 * np.percentile(token_s, [50, 99])
         return cls(float(distinct.mean()), float(rows.mean()), float(p50), float(p99))
 
@@ -79,8 +77,13 @@ def step_line(run: RouterRun) -> StepLine:
     """
     found: list[tuple[int, float, float]] = []  # worker, rows, seconds
     for worker, log in enumerate(run.log):
-        sent = np.array([(one.started_s + one.prefill_s, one.started_s + one.total_s) for one in run.served
-                         if one.decoder == worker]).reshape(-1, 2)  # fmt: skip
+        sent = np.array(
+            [
+                (one.started_s + one.prefill_s, one.started_s + one.total_s)
+                for one in run.served
+                if one.decoder == worker
+            ]
+        ).reshape(-1, 2)
         for before, step in pairwise(log):
             if ((sent[:, 0] <= before[ENDED_S]) & (sent[:, 1] >= step[ENDED_S])).any():
                 found.append((worker, step[ROWS], step[ENDED_S] - before[ENDED_S]))
@@ -108,10 +111,17 @@ def _decoding_s(run: RouterRun) -> list[float]:
 def line_model(spec: ModelSpec, line: StepLine) -> StepModel:
     """A step model whose steps take what the line says, whichever experts they touch."""
     moe = MoeParams(
-        overhead_us=1e6 * line.fixed_s / spec.num_moe_layers, token_us=1e6 * line.row_s / spec.num_moe_layers,
-        stream_bytes_per_us=1e15, row_us=0.0, tile_flops_per_us=(1e15, 1e15), tile_rows=(16, 64), switch_rows=1e9,
-        sharpness=1.0, fill_penalty=0.0, partial_penalty=0.0,
-    )  # fmt: skip
+        overhead_us=1e6 * line.fixed_s / spec.num_moe_layers,
+        token_us=1e6 * line.row_s / spec.num_moe_layers,
+        stream_bytes_per_us=1e15,
+        row_us=0.0,
+        tile_flops_per_us=(1e15, 1e15),
+        tile_rows=(16, 64),
+        switch_rows=1e9,
+        sharpness=1.0,
+        fill_penalty=0.0,
+        partial_penalty=0.0,
+    )
     return StepModel(spec, spec.weight_dtype, moe, None, FREE, FREE, FREE, {})
 
 

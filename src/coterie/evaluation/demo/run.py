@@ -120,22 +120,37 @@ def run_demo(seed: int = 0, requests: int = 240, out: str | Path = "out", report
     figure = write_figure(lambda canvas, theme: _draw(canvas, theme, rows), folder, FIGURE, 3.2)[-1]
     first = result.runs[0]
     return DemoResult(
-        rows, result.calibrated, first.requests, len({prompt.domain for prompt in prompts}), first.output_tokens,
-        result.differing() == 0, TINY, REFERENCE_SHAPE, "H200", str(figure), time.perf_counter() - started,
-    )  # fmt: skip
+        rows,
+        result.calibrated,
+        first.requests,
+        len({prompt.domain for prompt in prompts}),
+        first.output_tokens,
+        result.differing() == 0,
+        TINY,
+        REFERENCE_SHAPE,
+        "H200",
+        str(figure),
+        time.perf_counter() - started,
+    )
 
 
 def _rows(result: LoopResult) -> list[DemoRow]:
     model = step_model(get_model(REFERENCE_SHAPE), "h200")
     return [
         DemoRow(
-            run.router, run.distinct_per_step, result.saving_pct(run), result.saving_by_token_pct(run),
-            result.saving_at_equal_rows_pct(run), len(run.steps), run.rows_per_step,
+            run.router,
+            run.distinct_per_step,
+            result.saving_pct(run),
+            result.saving_by_token_pct(run),
+            result.saving_at_equal_rows_pct(run),
+            len(run.steps),
+            run.rows_per_step,
             predicted_step_ms(run.distinct_by_token, run.rows_by_token, result.context, model),
-            run.step_ms or 0.0, run.per_worker,
+            run.step_ms or 0.0,
+            run.per_worker,
         )
         for run in result.runs
-    ]  # fmt: skip
+    ]
 
 
 def _draw(figure: Figure, theme: Theme, rows: list[DemoRow]) -> None:

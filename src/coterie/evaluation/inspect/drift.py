@@ -85,9 +85,15 @@ def measure_drift(counts: NDArray[np.integer], width: float, unit: str, rng: Gen
     elif half_life > 2 * span:
         reason = f"slower than {_amount(span, unit)} of trace can tell: similarity has fallen by {fallen:.2f}"
     return Drift(
-        None if reason else half_life, reason, None if reason else floor, unit, width, p_value,
-        [float(v * width) for v in curve.lags], numbers(similarity),
-    )  # fmt: skip
+        None if reason else half_life,
+        reason,
+        None if reason else floor,
+        unit,
+        width,
+        p_value,
+        [float(v * width) for v in curve.lags],
+        numbers(similarity),
+    )
 
 
 def _amount(value: float, unit: str) -> str:

@@ -40,12 +40,15 @@ from coterie.traces.readers.base import Trace
 from coterie.traces.requests import RequestTrace
 
 _UNLABELLED = "the trace names no domains"
-_OF_ACTIVATIONS = (
-    "load", "layers", "rank_imbalance", "domains", "phase_correlation", "drift", "distinct_experts",
-)  # fmt: skip
+_OF_ACTIVATIONS = ("load", "layers", "rank_imbalance", "domains", "phase_correlation", "drift", "distinct_experts")
 _PER_REQUEST = (
-    "phase_correlation", "distinct_experts", "arrivals", "prompt_lengths", "output_lengths", "prefix_sharing",
-)  # fmt: skip
+    "phase_correlation",
+    "distinct_experts",
+    "arrivals",
+    "prompt_lengths",
+    "output_lengths",
+    "prefix_sharing",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +121,26 @@ def _inspect_activations(trace: ActivationTrace, name: str, rng: Generator, prog
             f"Distinct experts and phase correlation come from {len(result.samples.chosen):,} random requests."
         )
     return Inspection(
-        name, "activations", meta.model, meta.num_experts, meta.top_k, trace.num_requests, trace.num_tokens,
-        result.decode_tokens, None, _shares(load), layer_loads(load, meta.layer_ids or range(meta.num_layers)),
-        _ranks(load, missing), similarity, correlation,
-        measure_drift(result.half_windows, windows.width, windows.unit, rng), distinct,
-        *_request_parts(trace.requests, missing), missing, notes,
-    )  # fmt: skip
+        name,
+        "activations",
+        meta.model,
+        meta.num_experts,
+        meta.top_k,
+        trace.num_requests,
+        trace.num_tokens,
+        result.decode_tokens,
+        None,
+        _shares(load),
+        layer_loads(load, meta.layer_ids or range(meta.num_layers)),
+        _ranks(load, missing),
+        similarity,
+        correlation,
+        measure_drift(result.half_windows, windows.width, windows.unit, rng),
+        distinct,
+        *_request_parts(trace.requests, missing),
+        missing,
+        notes,
+    )
 
 
 def _inspect_load(table: LoadTable, name: str, rng: Generator) -> Inspection:
@@ -143,11 +160,20 @@ def _inspect_load(table: LoadTable, name: str, rng: Generator) -> Inspection:
         similarity = _label_similarity(table, table.labels, missing)
         notes.append("Loads are summed over all windows; where windows overlap, tokens count more than once.")
     return Inspection(
-        name, "load", table.model, table.num_experts, windows=len(table),
-        tokens=int(table.tokens.sum()) if table.tokens is not None else None, load=_shares(load),
+        name,
+        "load",
+        table.model,
+        table.num_experts,
+        windows=len(table),
+        tokens=int(table.tokens.sum()) if table.tokens is not None else None,
+        load=_shares(load),
         layers=layer_loads(load, range(table.num_layers) if table.layer_ids is None else table.layer_ids.tolist()),
-        rank_imbalance=_ranks(load, missing), domains=similarity, drift=drift, missing=missing, notes=notes,
-    )  # fmt: skip
+        rank_imbalance=_ranks(load, missing),
+        domains=similarity,
+        drift=drift,
+        missing=missing,
+        notes=notes,
+    )
 
 
 def _inspect_requests(table: RequestTrace, name: str) -> Inspection:
@@ -156,9 +182,16 @@ def _inspect_requests(table: RequestTrace, name: str) -> Inspection:
     missing = dict.fromkeys(_OF_ACTIVATIONS, "a request trace holds no activations")
     arrivals, prompts, outputs, sharing = _request_parts(table, missing)
     return Inspection(
-        name, "requests", requests=len(table), tokens=int(table.prompt_tokens.sum() + table.output_tokens.sum()),
-        arrivals=arrivals, prompt_lengths=prompts, output_lengths=outputs, prefix_sharing=sharing, missing=missing,
-    )  # fmt: skip
+        name,
+        "requests",
+        requests=len(table),
+        tokens=int(table.prompt_tokens.sum() + table.output_tokens.sum()),
+        arrivals=arrivals,
+        prompt_lengths=prompts,
+        output_lengths=outputs,
+        prefix_sharing=sharing,
+        missing=missing,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +217,12 @@ def _largest_domains(trace: ActivationTrace) -> _Domains:
     place = np.full(len(names), -1, np.int64)
     place[order] = np.arange(len(order))
     return _Domains(
-        [str(names[i]) for i in order], tokens[order].tolist(), len(names) - len(order), place[domain],
+        [str(names[i]) for i in order],
+        tokens[order].tolist(),
+        len(names) - len(order),
+        place[domain],
         domain.astype(np.int64),
-    )  # fmt: skip
+    )
 
 
 def _label_similarity(table: LoadTable, labels: Sequence[str], missing: dict[str, str]) -> DomainSimilarity | None:

@@ -87,11 +87,14 @@ def layer_loads(load: Load, layer_ids: Sequence[int]) -> list[LayerLoad]:
     order = np.argsort(-values, axis=1, kind="stable")[:, :HOT_EXPERTS]
     return [
         LayerLoad(
-            int(layer_ids[i]), number(peak[i]), number(ginis[i]), number(cv[i]),
+            int(layer_ids[i]),
+            number(peak[i]),
+            number(ginis[i]),
+            number(cv[i]),
             [HotExpert(int(e), float(values[i, e] / total[i])) for e in order[i] if values[i, e] > 0],
         )
         for i in range(len(values))
-    ]  # fmt: skip
+    ]
 
 
 def rank_imbalances(load: Load) -> list[RankImbalance]:
@@ -114,9 +117,13 @@ def domain_similarity(loads: Load, names: Sequence[str], tokens: Sequence[float]
     apart = cosine[np.triu_indices(len(flat), 1)]
     apart = apart[np.isfinite(apart)]
     return DomainSimilarity(
-        list(names), [float(t) for t in tokens], left_out, [numbers(np.minimum(row, 1.0)) for row in cosine],
-        number(apart.mean()) if len(apart) else None, number(apart.min()) if len(apart) else None,
-    )  # fmt: skip
+        list(names),
+        [float(t) for t in tokens],
+        left_out,
+        [numbers(np.minimum(row, 1.0)) for row in cosine],
+        number(apart.mean()) if len(apart) else None,
+        number(apart.min()) if len(apart) else None,
+    )
 
 
 def _ratio(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:

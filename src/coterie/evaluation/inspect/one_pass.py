@@ -89,8 +89,10 @@ def run_pass(
         trace.validate()  # names the file that holds the falling offset
     shape = (meta.num_layers, meta.num_experts)
     group = windows.window * 2 + windows.half
-    parts = [_Part(np.zeros((windows.total * 2, *shape), np.int64), np.zeros((num_domains, *shape), np.int64))
-             for _ in range(_THREADS)]  # fmt: skip
+    parts = [
+        _Part(np.zeros((windows.total * 2, *shape), np.int64), np.zeros((num_domains, *shape), np.int64))
+        for _ in range(_THREADS)
+    ]
     samples = Samples.choose(meta, trace.num_requests, rng)
     decode_tokens = done = 0
     token_bytes = meta.num_layers * meta.top_k * meta.specs(0, 0)["expert_ids"].dtype.itemsize

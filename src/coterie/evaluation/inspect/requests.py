@@ -72,9 +72,14 @@ def arrival_rate(table: RequestTrace) -> ArrivalRate | None:
             counts = np.bincount((times[times < whole * window] / window).astype(np.int64), minlength=whole)
             dispersion.append(Dispersion(window, float(counts.var() / counts.mean())))
     return ArrivalRate(
-        span, (len(times) - 1) / span, float(per_bin.max()), number(gaps.std() / gaps.mean()), dispersion,
-        span / bins, [float(v) for v in per_bin],
-    )  # fmt: skip
+        span,
+        (len(times) - 1) / span,
+        float(per_bin.max()),
+        number(gaps.std() / gaps.mean()),
+        dispersion,
+        span / bins,
+        [float(v) for v in per_bin],
+    )
 
 
 def lengths(tokens: NDArray[np.int64]) -> Lengths | None:

@@ -102,9 +102,7 @@ class Samples:
         if not self.pearson:
             return None
         pearson, spearman = ([mean_or_none(layer) for layer in np.stack(v).T] for v in (self.pearson, self.spearman))
-        return PhaseCorrelation(
-            len(self.pearson), mean_or_none(pearson), mean_or_none(spearman), pearson, spearman
-        )  # fmt: skip
+        return PhaseCorrelation(len(self.pearson), mean_or_none(pearson), mean_or_none(spearman), pearson, spearman)
 
     def distinct(self, domain: NDArray[np.int64] | None, rng: Generator) -> list[DistinctExperts]:
         """For every batch size that the sample allows; `domain` [request] of the trace, None where it names none."""
@@ -128,10 +126,15 @@ class Samples:
             )
             out.append(
                 DistinctExperts(
-                    batch, experts * (1 - (1 - k / experts) ** batch), _mean(mixed), _mean(same),
-                    mixed, same, len(large),
+                    batch,
+                    experts * (1 - (1 - k / experts) ** batch),
+                    _mean(mixed),
+                    _mean(same),
+                    mixed,
+                    same,
+                    len(large),
                 )
-            )  # fmt: skip
+            )
         return out
 
     def _union(

@@ -43,12 +43,17 @@ def sections(found: Inspection) -> list[Section]:
 def overview(found: Inspection) -> list[tuple[str, Cell]]:
     """Size and origin."""
     rows: list[tuple[str, Cell]] = [
-        ("kind", found.kind), ("model", found.model), ("requests", found.requests), ("tokens", found.tokens),
-        ("decode tokens", found.decode_tokens), ("windows", found.windows),
-        ("MoE layers", None if found.layers is None else len(found.layers)), ("experts", found.experts),
+        ("kind", found.kind),
+        ("model", found.model),
+        ("requests", found.requests),
+        ("tokens", found.tokens),
+        ("decode tokens", found.decode_tokens),
+        ("windows", found.windows),
+        ("MoE layers", None if found.layers is None else len(found.layers)),
+        ("experts", found.experts),
         ("top-k", found.top_k),
         ("duration (s)", None if found.arrivals is None else round(found.arrivals.duration_s, 1)),
-    ]  # fmt: skip
+    ]
     return [row for row in rows if row[1] is not None]
 
 
@@ -83,11 +88,14 @@ def _load(found: Inspection) -> Section | None:
         "decode, skew means fewer experts to stream and is no loss."
     )
     return Section(
-        "load", "Load per expert", meaning,
-        ("layer", "id", "hottest experts (share of the layer)", f"top {min(HOT_EXPERTS, found.experts or 0)}"), rows,
+        "load",
+        "Load per expert",
+        meaning,
+        ("layer", "id", "hottest experts (share of the layer)", f"top {min(HOT_EXPERTS, found.experts or 0)}"),
+        rows,
         figures.heat_map(found.load, _ids(found)),
         "Heat map of load relative to the layer's mean: a row a layer, experts sorted from hot to cold.",
-    )  # fmt: skip
+    )
 
 
 def _gini(found: Inspection) -> Section | None:
@@ -103,10 +111,14 @@ def _gini(found: Inspection) -> Section | None:
         "Layers far above the rest are where a placement of their own, or replicas, pay first."
     )
     return Section(
-        "gini", "Skew per layer", meaning, ("layer", "id", "max ÷ mean", "Gini", "CV"), rows,
+        "gini",
+        "Skew per layer",
+        meaning,
+        ("layer", "id", "max ÷ mean", "Gini", "CV"),
+        rows,
         figures.layer_lines(_ids(found), {"Gini": ginis}, "Gini coefficient of the load"),
         "Line of the Gini coefficient of every layer.",
-    )  # fmt: skip
+    )
 
 
 def _ranks(found: Inspection) -> Section | None:
@@ -124,13 +136,14 @@ def _ranks(found: Inspection) -> Section | None:
     )
     shown = [r for r in found.rank_imbalance if r.ranks in (2, 8, 32)] or found.rank_imbalance[:1]
     return Section(
-        "ranks", "Rank imbalance under linear placement", meaning,
-        ("ranks", "balancedness", "median max ÷ mean", "worst max ÷ mean"), rows,
-        figures.layer_lines(
-            _ids(found), {f"{r.ranks} ranks": r.max_over_mean for r in shown}, "max ÷ mean rank load"
-        ),
+        "ranks",
+        "Rank imbalance under linear placement",
+        meaning,
+        ("ranks", "balancedness", "median max ÷ mean", "worst max ÷ mean"),
+        rows,
+        figures.layer_lines(_ids(found), {f"{r.ranks} ranks": r.max_over_mean for r in shown}, "max ÷ mean rank load"),
         "Lines of max ÷ mean rank load of every layer, for several numbers of ranks.",
-    )  # fmt: skip
+    )
 
 
 def _distinct(found: Inspection) -> Section | None:
@@ -154,11 +167,14 @@ def _distinct(found: Inspection) -> Section | None:
     if both:
         series["requests of one domain"] = [d.same_domain for d in steps]
     return Section(
-        "distinct", "Distinct experts per decode step", meaning,
-        ("batch", "uniform", "mixed", "same domain", "saved"), rows,
+        "distinct",
+        "Distinct experts per decode step",
+        meaning,
+        ("batch", "uniform", "mixed", "same domain", "saved"),
+        rows,
         figures.against_batch([d.batch for d in steps], series, [d.uniform for d in steps], found.experts),
         "Distinct experts of a layer against batch size, beside uniform random routing.",
-    )  # fmt: skip
+    )
 
 
 def _domains(found: Inspection) -> Section | None:
@@ -169,9 +185,13 @@ def _domains(found: Inspection) -> Section | None:
     for i, name in enumerate(similar.domains):
         others = [(c, j) for j, c in enumerate(similar.cosine[i]) if j != i and c is not None]
         nearest, farthest = max(others, default=None), min(others, default=None)
-        rows.append((name, int(similar.tokens[i]), *(
-            None if x is None else f"{similar.domains[x[1]]} ({x[0]:.2f})" for x in (nearest, farthest)
-        )))  # fmt: skip
+        rows.append(
+            (
+                name,
+                int(similar.tokens[i]),
+                *(None if x is None else f"{similar.domains[x[1]]} ({x[0]:.2f})" for x in (nearest, farthest)),
+            )
+        )
     meaning = "The domains have no loads to compare."
     if similar.mean is not None and similar.least is not None:
         meaning = (
@@ -182,10 +202,15 @@ def _domains(found: Inspection) -> Section | None:
     if similar.left_out:
         meaning += f" The {len(similar.domains)} largest domains are shown, {similar.left_out} smaller ones are not."
     return Section(
-        "domains", "Similarity of domains", meaning, ("domain", "tokens", "most alike", "least alike"), rows,
+        "domains",
+        "Similarity of domains",
+        meaning,
+        ("domain", "tokens", "most alike", "least alike"),
+        rows,
         figures.matrix(similar.domains, similar.cosine, "cosine of loads"),
-        "Matrix of the cosine similarity of the domains' loads.", 1.9 + 0.32 * len(similar.domains),
-    )  # fmt: skip
+        "Matrix of the cosine similarity of the domains' loads.",
+        1.9 + 0.32 * len(similar.domains),
+    )
 
 
 def _phases(found: Inspection) -> Section | None:
@@ -206,10 +231,14 @@ def _phases(found: Inspection) -> Section | None:
     )
     series = {"Pearson": both.pearson_per_layer, "Spearman": both.spearman_per_layer}
     return Section(
-        "phases", "Prefill against decode", meaning, ("layer", "id", "Pearson", "Spearman"), rows,
+        "phases",
+        "Prefill against decode",
+        meaning,
+        ("layer", "id", "Pearson", "Spearman"),
+        rows,
         figures.layer_lines(_ids(found), series, "correlation", (low, high, "published")),
         "Lines of prefill-decode correlation of every layer, with the published range shaded.",
-    )  # fmt: skip
+    )
 
 
 def _drift(found: Inspection) -> Section | None:
@@ -233,10 +262,14 @@ def _drift(found: Inspection) -> Section | None:
         if drift.lag:
             meaning += " A placement planned on the start of the trace is not outdated by a steady drift within it."
     return Section(
-        "drift", "Drift of the load", meaning, (f"lag ({drift.unit})", "similarity to the start"), rows,
+        "drift",
+        "Drift of the load",
+        meaning,
+        (f"lag ({drift.unit})", "similarity to the start"),
+        rows,
         figures.drift_curve(drift.lag, drift.similarity, drift.unit, fitted) if drift.lag else None,
         "Similarity of the load to the start of the trace against lag.",
-    )  # fmt: skip
+    )
 
 
 def _arrivals(found: Inspection) -> Section | None:
@@ -244,9 +277,11 @@ def _arrivals(found: Inspection) -> Section | None:
     if rate is None:
         return None
     rows: list[tuple[Cell, ...]] = [
-        ("mean rate (requests a second)", rate.mean), (f"peak rate (bins of {rate.bin_s:,.3g} s)", rate.peak),
-        ("CV of gaps", rate.gap_cv), *((f"dispersion, {d.window_s:g} s", d.index) for d in rate.dispersion),
-    ]  # fmt: skip
+        ("mean rate (requests a second)", rate.mean),
+        (f"peak rate (bins of {rate.bin_s:,.3g} s)", rate.peak),
+        ("CV of gaps", rate.gap_cv),
+        *((f"dispersion, {d.window_s:g} s", d.index) for d in rate.dispersion),
+    ]
     meaning = f"{rate.mean:,.3g} requests a second on average, {rate.peak:,.3g} in the busiest bin. "
     if rate.dispersion:
         worst = max(rate.dispersion, key=lambda d: d.index)
@@ -258,16 +293,22 @@ def _arrivals(found: Inspection) -> Section | None:
     else:
         meaning += "The trace is too short to say how bursty arrivals are."
     return Section(
-        "arrivals", "Arrivals", meaning, ("number", "value"), rows, figures.steps(rate.rate, rate.bin_s, rate.mean),
+        "arrivals",
+        "Arrivals",
+        meaning,
+        ("number", "value"),
+        rows,
+        figures.steps(rate.rate, rate.bin_s, rate.mean),
         "Requests a second over time.",
-    )  # fmt: skip
+    )
 
 
 def _lengths(found: Inspection) -> Section | None:
     rows: list[tuple[Cell, ...]] = [
         (name, x.mean, x.p50, x.p90, x.p95, x.p99, x.longest)
-        for name, x in (("prompt", found.prompt_lengths), ("output", found.output_lengths)) if x is not None
-    ]  # fmt: skip
+        for name, x in (("prompt", found.prompt_lengths), ("output", found.output_lengths))
+        if x is not None
+    ]
     if not rows:
         return None
     meaning = "Prompts set prefill work, outputs how long a request holds its place in the decode batch."

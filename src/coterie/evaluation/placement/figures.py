@@ -38,9 +38,13 @@ def _replicas(figure: Any, axes: Any, theme: Theme, counts: NDArray[np.int64], i
     most = int(counts.max())
     colors = theme.colormap().resampled(max(most, 2))
     image = axes.imshow(
-        counts, aspect="auto", interpolation="nearest", cmap=colors,
-        norm=BoundaryNorm(np.arange(0.5, max(most, 2) + 1.0), max(most, 2)), extent=_extent(counts.shape),
-    )  # fmt: skip
+        counts,
+        aspect="auto",
+        interpolation="nearest",
+        cmap=colors,
+        norm=BoundaryNorm(np.arange(0.5, max(most, 2) + 1.0), max(most, 2)),
+        extent=_extent(counts.shape),
+    )
     axes.set(xlabel=what, ylabel="layer", title="Slots of every expert")
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     _layers(axes, ids)
@@ -58,9 +62,14 @@ def _ranks(figure: Any, axes: Any, theme: Theme, rank_load: NDArray[np.float64],
     far = max(0.1, float(np.abs(values - 1.0).max()))
     colors = LinearSegmentedColormap.from_list("coterie-ranks", [theme.series[0], theme.background, theme.series[1]])
     image = axes.imshow(
-        values, aspect="auto", interpolation="nearest", cmap=colors, vmin=1.0 - far, vmax=1.0 + far,
+        values,
+        aspect="auto",
+        interpolation="nearest",
+        cmap=colors,
+        vmin=1.0 - far,
+        vmax=1.0 + far,
         extent=_extent(values.shape),
-    )  # fmt: skip
+    )
     axes.set(xlabel="rank", ylabel="layer", title="Load of every rank")
     axes.xaxis.set_major_locator(MaxNLocator(16, integer=True))
     _layers(axes, ids)

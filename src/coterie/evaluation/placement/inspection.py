@@ -71,15 +71,22 @@ def inspect_map(map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | N
     ids = list(range(placement.num_layers) if map.layer_ids is None else map.layer_ids)
     busy = None if load is None else _rank_load(map, load)
     return MapInspection(
-        model=map.model, layers=placement.num_layers, layer_ids=ids, experts=placement.num_experts,
-        slots=placement.num_slots, ranks=placement.num_ranks, nodes=nodes, duplicates=placement.duplicates,
-        replicas=np.bincount(replicas.ravel())[1:].tolist(), most=_most(replicas, ids, load),
+        model=map.model,
+        layers=placement.num_layers,
+        layer_ids=ids,
+        experts=placement.num_experts,
+        slots=placement.num_slots,
+        ranks=placement.num_ranks,
+        nodes=nodes,
+        duplicates=placement.duplicates,
+        replicas=np.bincount(replicas.ravel())[1:].tolist(),
+        most=_most(replicas, ids, load),
         spread=_spread(placement, replicas, nodes),
         same_layers=int((placement.slot_experts == placement.slot_experts[0]).all(axis=1).sum()),
         balance=None if busy is None else balancedness(busy),
         worst_layer=None if busy is None else ids[worst_layer(busy)],
         rank_load=None if busy is None else busy.tolist(),
-    )  # fmt: skip
+    )
 
 
 def replica_counts(placement: Placement) -> NDArray[np.int64]:

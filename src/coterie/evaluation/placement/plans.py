@@ -287,29 +287,47 @@ def summary(planned: Planned) -> dict[str, Any]:
     before, after = planned.busy_s()
     steps = plan.break_even_steps
     return {
-        "model": spec.name, "load": planned.load.what, "planner": planned.planner, "split": plan.split,
-        "layers": placement.num_layers, "experts": placement.num_experts, "slots": placement.num_slots,
-        "ranks": placement.num_ranks, "nodes": topology.num_nodes, "horizon": planned.objective.horizon,
-        "keep": plan.skip_reason is not None, "skip_reason": plan.skip_reason,
-        "before_s": plan.before_s, "after_s": plan.after_s,
+        "model": spec.name,
+        "load": planned.load.what,
+        "planner": planned.planner,
+        "split": plan.split,
+        "layers": placement.num_layers,
+        "experts": placement.num_experts,
+        "slots": placement.num_slots,
+        "ranks": placement.num_ranks,
+        "nodes": topology.num_nodes,
+        "horizon": planned.objective.horizon,
+        "keep": plan.skip_reason is not None,
+        "skip_reason": plan.skip_reason,
+        "before_s": plan.before_s,
+        "after_s": plan.after_s,
         "gain_pct": 100 * plan.saving_s / plan.before_s if plan.before_s else 0.0,
-        "balance_before": plan.balance_before, "balance_after": plan.balance_after,
-        "duplicates_before": problem.current.duplicates, "duplicates_after": placement.duplicates,
-        "moves": len(plan.moves), "move_bytes": len(plan.moves) * planned.objective.expert_bytes,
-        "moves_by_link": by_link(plan, topology, placement.slots_per_rank), "movement_s": plan.movement_s,
+        "balance_before": plan.balance_before,
+        "balance_after": plan.balance_after,
+        "duplicates_before": problem.current.duplicates,
+        "duplicates_after": placement.duplicates,
+        "moves": len(plan.moves),
+        "move_bytes": len(plan.moves) * planned.objective.expert_bytes,
+        "moves_by_link": by_link(plan, topology, placement.slots_per_rank),
+        "movement_s": plan.movement_s,
         "break_even_steps": float(steps) if np.isfinite(steps) else None,
         "break_even_s": float(steps * plan.after_s) if np.isfinite(steps) else None,
-        "planning_s": plan.planning_s, "proof": None if planned.proof is None else _proof(planned.proof),
-        "rank_s_before": before.sum(axis=0), "rank_s_after": after.sum(axis=0),
-    }  # fmt: skip
+        "planning_s": plan.planning_s,
+        "proof": None if planned.proof is None else _proof(planned.proof),
+        "rank_s_before": before.sum(axis=0),
+        "rank_s_after": after.sum(axis=0),
+    }
 
 
 def _proof(report: IlpReport) -> dict[str, Any]:
     """In seconds over the horizon, all layers together, and gaps as shares of the objective."""
     return {
-        "objective_s": float(report.objective_s.sum()), "bound_s": report.total_bound_s, "gap": report.total_gap,
-        "worst_gap": float(report.gap.max()), "layers_closed": int(report.closed.sum()),
-    }  # fmt: skip
+        "objective_s": float(report.objective_s.sum()),
+        "bound_s": report.total_bound_s,
+        "gap": report.total_gap,
+        "worst_gap": float(report.gap.max()),
+        "layers_closed": int(report.closed.sum()),
+    }
 
 
 def by_link(plan: Plan, topology: Topology, slots_per_rank: int) -> dict[str, dict[str, float]]:

@@ -18,9 +18,7 @@ from coterie.traces.store import ArrayFile
 Array = NDArray[np.float64]
 
 
-def read_sources(
-    path: Path, tokens: Array, layer_ids: tuple[int, ...], labels: tuple[str, ...], ranks: int
-) -> Array:
+def read_sources(path: Path, tokens: Array, layer_ids: tuple[int, ...], labels: tuple[str, ...], ranks: int) -> Array:
     """[source rank, layer, expert] of the same tokens as `tokens` [layer, expert].
 
     Of TensorRT-LLM's statistics, `labels` are the iterations and `layer_ids` the layers that `tokens` was read of.
@@ -38,10 +36,11 @@ def read_sources(
     if wrong.size:
         layer, expert = (int(index) for index in wrong[0])
         raise TraceError(
-            path, "sources",
+            path,
+            "sources",
             f"of layer {layer_ids[layer]}, expert {expert} add up to {total[layer, expert]:g} tokens; "
             f"the load has {tokens[layer, expert]:g}",
-        )  # fmt: skip
+        )
     return found
 
 

@@ -162,12 +162,7 @@ def synthetic(
 
 
 def recorded(
-    trace: ActivationTrace,
-    name: str,
-    execution: str,
-    predictor: str,
-    rng: Generator,
-    dry_run: Loads | None = None,
+    trace: ActivationTrace, name: str, execution: str, predictor: str, rng: Generator, dry_run: Loads | None = None
 ) -> Requests:
     """The requests of a trace; `dry_run` [request, layer, expert] is what a model's router predicts of them."""
     known = [*predictors.names(), *([DRY_RUN] if dry_run is not None else [])]
@@ -201,11 +196,20 @@ def recorded(
     if table.arrival_s is not None:
         times, order = table, np.argsort(table.arrival_s[cut.rows[run]], kind="stable")
     return Requests(
-        name, trace.meta.top_k, counts.astype(np.int64), predicted, predictor,
-        None if table.domains is None else [table.domains[r] for r in cut.rows[run]], order, times, cut.context[run],
-        np.concatenate([[0], np.cumsum(tokens)[:-1]]).astype(np.int64), np.concatenate(ids), len(calibration),
+        name,
+        trace.meta.top_k,
+        counts.astype(np.int64),
+        predicted,
+        predictor,
+        None if table.domains is None else [table.domains[r] for r in cut.rows[run]],
+        order,
+        times,
+        cut.context[run],
+        np.concatenate([[0], np.cumsum(tokens)[:-1]]).astype(np.int64),
+        np.concatenate(ids),
+        len(calibration),
         tuple(notes),
-    )  # fmt: skip
+    )
 
 
 class _Cut(NamedTuple):
@@ -258,9 +262,13 @@ def _cut(trace: ActivationTrace, rows: NDArray[np.int64], name: str, execution: 
         notes.append(f"{len(rows) - len(kept)} of {len(rows)} requests have no token to run.")
     ends = np.cumsum([0, *map(len, ids)])
     made = ActivationTrace.from_arrays(
-        trace.meta, np.concatenate(ids), ends, trace.requests.take(np.array(kept)), np.concatenate(phases),
+        trace.meta,
+        np.concatenate(ids),
+        ends,
+        trace.requests.take(np.array(kept)),
+        np.concatenate(phases),
         np.concatenate(token_ids) if len(token_ids) == len(ids) else None,
-    )  # fmt: skip
+    )
     return _Cut(made, np.array(kept, np.int64), np.array(context, np.int64), prompts, notes)
 
 
@@ -354,14 +362,19 @@ def route_prompts(
     meta = TraceMeta(loaded.name, capture.num_experts, len(capture.layer_ids), capture.top_k, capture.layer_ids)
     lengths = np.array([len(one) for one in ids], np.int64)
     table = RequestTrace(
-        lengths, np.zeros(len(ids), np.int64), ids=[prompt.id for prompt, _ in fitting],
+        lengths,
+        np.zeros(len(ids), np.int64),
+        ids=[prompt.id for prompt, _ in fitting],
         domains=[prompt.domain or "unknown" for prompt, _ in fitting],
-    )  # fmt: skip
+    )
     trace = ActivationTrace.from_arrays(
-        meta, np.concatenate(ids), np.concatenate([[0], np.cumsum(lengths)]), table,
+        meta,
+        np.concatenate(ids),
+        np.concatenate([[0], np.cumsum(lengths)]),
+        table,
         np.full(int(lengths.sum()), PREFILL, np.uint8),
         np.concatenate([np.array(tokens, np.int32) for _, tokens in fitting]),
-    )  # fmt: skip
+    )
     return Routed(trace, np.stack([one.footprint for one in predicted]).astype(np.float64), notes)
 
 

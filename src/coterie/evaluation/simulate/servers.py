@@ -42,9 +42,13 @@ class SpreadServer:
         return {"base_ms": self.base_ms, "sensitivity": self.cost.sensitivity}
 
     def run(
-        self, strategy: Strategy, arrival_s: NDArray[np.float64], rng: Generator, progress: Progress | None = None,
+        self,
+        strategy: Strategy,
+        arrival_s: NDArray[np.float64],
+        rng: Generator,
+        progress: Progress | None = None,
         check: bool = False,
-    ) -> Run:  # fmt: skip
+    ) -> Run:
         execution = SpreadExecution(self.requests.counts.astype(np.float64), self.base_ms / 1e3, self.cost.sensitivity)
         timed, shown = partial(_of_rows, execution, self.row), _shown(self.requests, self.row)
         return run_batches(arrival_s, shown, timed, self.config, strategy, rng, check, progress)
@@ -77,14 +81,22 @@ class StepServer:
 
     def settings(self) -> dict[str, Any]:
         return {
-            "model": self.model.spec.name, "preset": self.preset, "dtype": self.model.dtype,
-            "measured": self.model.measured, "ranks": self.ranks, "places": self.places,
-        }  # fmt: skip
+            "model": self.model.spec.name,
+            "preset": self.preset,
+            "dtype": self.model.dtype,
+            "measured": self.model.measured,
+            "ranks": self.ranks,
+            "places": self.places,
+        }
 
     def run(
-        self, strategy: Strategy, arrival_s: NDArray[np.float64], rng: Generator, progress: Progress | None = None,
+        self,
+        strategy: Strategy,
+        arrival_s: NDArray[np.float64],
+        rng: Generator,
+        progress: Progress | None = None,
         check: bool = False,
-    ) -> Run:  # fmt: skip
+    ) -> Run:
         row, requests = self.row, self.requests
         timer, shown = StepTimer(self.model, self.placement), _shown(requests, row)
         if self.phase == "prefill":
@@ -97,9 +109,7 @@ class StepServer:
         replayed = DecodeRequests(
             arrival_s, requests.context[row], requests.first[row], requests.tokens[row], requests.expert_ids
         )
-        return run_decode(
-            replayed, shown, timer, self.places, self.config, strategy, rng, self.ranks, check, progress
-        )  # fmt: skip
+        return run_decode(replayed, shown, timer, self.places, self.config, strategy, rng, self.ranks, check, progress)
 
 
 def make_strategy(name: str, server: SpreadServer | StepServer) -> Strategy:

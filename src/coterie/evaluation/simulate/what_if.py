@@ -62,9 +62,14 @@ BASELINE = "fcfs"
 LOWER_IS_BETTER = ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "imbalance", "distinct")
 
 _PRECISIONS = {
-    "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "float32": "float32", "float16": "float16",
-    "bfloat16": "bfloat16", "nf4": "nf4",
-}  # fmt: skip
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "nf4": "nf4",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +131,13 @@ class SimulateOptions:
     def only_for(self, execution: str) -> None:
         """Raises for a setting that this execution would not heed."""
         for name, kinds in (
-            ("base_ms", ("spread",)), ("sensitivity", ("spread",)), ("places", ("decode",)),
-            ("ranks", ("prefill", "decode")), ("preset", ("prefill", "decode")), ("model", ("prefill", "decode")),
-        ):  # fmt: skip
+            ("base_ms", ("spread",)),
+            ("sensitivity", ("spread",)),
+            ("places", ("decode",)),
+            ("ranks", ("prefill", "decode")),
+            ("preset", ("prefill", "decode")),
+            ("model", ("prefill", "decode")),
+        ):
             if getattr(self, name) is not None and execution not in kinds:
                 option = "--" + name.replace("_", "-")
                 raise ConfigError(f"{option} is for execution {' or '.join(kinds)}; this run's is {execution}")
@@ -185,14 +194,24 @@ def simulate(options: SimulateOptions, report: Report) -> Simulated:
     summaries = {name: summarise(one) for name, one in runs.items()}
     rows = [_row(name, summaries[name], summaries[BASELINE]) for name in names]
     settings = {
-        "execution": work.execution, "source": requests.name, "requests": count,
+        "execution": work.execution,
+        "source": requests.name,
+        "requests": count,
         "recorded_requests": None if requests.expert_ids is None else len(requests.counts),
-        "arrivals": work.arrivals_name, "rate": rate, "capacity": capacity,
-        "load": None if rate is None else rate / capacity, "seed": options.seed,
-        "predictor": requests.predictor, "cosine": requests.cosine, "calibration_requests": requests.calibration,
-        "layers": requests.counts.shape[1], "experts": requests.counts.shape[2], "top_k": requests.top_k,
-        **server.settings(), "scheduler": json.loads(msgspec.json.encode(server.config)) | {"strategy": names[1:]},
-    }  # fmt: skip
+        "arrivals": work.arrivals_name,
+        "rate": rate,
+        "capacity": capacity,
+        "load": None if rate is None else rate / capacity,
+        "seed": options.seed,
+        "predictor": requests.predictor,
+        "cosine": requests.cosine,
+        "calibration_requests": requests.calibration,
+        "layers": requests.counts.shape[1],
+        "experts": requests.counts.shape[2],
+        "top_k": requests.top_k,
+        **server.settings(),
+        "scheduler": json.loads(msgspec.json.encode(server.config)) | {"strategy": names[1:]},
+    }
     notes = [*work.notes, *requests.notes, *_notes(settings, server, requests)]
     return Simulated(settings, rows, notes, runs, arrived)
 

@@ -71,16 +71,19 @@ def write_ascend(map: PlacementMap) -> str:
     if spec is not None:
         check_complete("ascend", placement, map.layer_ids or spec.moe_layer_ids, spec)
     by_rank = placement.slot_experts.reshape(placement.num_layers, placement.num_ranks, -1).tolist()
-    return dump({
-        "moe_layer_count": placement.num_layers,
-        "layer_list": [
-            {
-                "layer_id": layer, "device_count": placement.num_ranks,
-                "device_list": [{"device_id": rank, "device_expert": held} for rank, held in enumerate(ranks)],
-            }
-            for layer, ranks in enumerate(by_rank)
-        ],
-    })  # fmt: skip
+    return dump(
+        {
+            "moe_layer_count": placement.num_layers,
+            "layer_list": [
+                {
+                    "layer_id": layer,
+                    "device_count": placement.num_ranks,
+                    "device_list": [{"device_id": rank, "device_expert": held} for rank, held in enumerate(ranks)],
+                }
+                for layer, ranks in enumerate(by_rank)
+            ],
+        }
+    )
 
 
 def read_ascend(path: Path, options: MapOptions) -> PlacementMap:

@@ -155,11 +155,14 @@ def _write_own(name: str, rows_key: str, shares: bool) -> Callable[[PlacementMap
     def write(map: PlacementMap) -> str:
         placement = map.placement
         value: dict[str, Any] = {
-            "format": name, "version": VERSION, "model": map.model, "num_ranks": placement.num_ranks,
+            "format": name,
+            "version": VERSION,
+            "model": map.model,
+            "num_ranks": placement.num_ranks,
             "num_experts": placement.num_experts,
             "layer_ids": None if map.layer_ids is None else list(map.layer_ids),
             rows_key: placement.slot_experts.tolist(),
-        }  # fmt: skip
+        }
         if shares:
             value["shares"] = None if map.shares is None else map.shares.tolist()
         return dump(value | {"crc32": _crc(value)})
@@ -182,8 +185,12 @@ def _read_own(name: str, rows_key: str, shares: bool) -> Callable[[Path, MapOpti
         check_model(path, value["model"], options)
         rows = rows_of(path, rows_key, value[rows_key])
         layer_ids = None if value["layer_ids"] is None else tuple(ints_of(path, "layer_ids", value["layer_ids"]))
-        found = MapOptions(options.model, value["model"], count_of(path, "num_ranks", value["num_ranks"]),
-                           count_of(path, "num_experts", value["num_experts"]))  # fmt: skip
+        found = MapOptions(
+            options.model,
+            value["model"],
+            count_of(path, "num_ranks", value["num_ranks"]),
+            count_of(path, "num_experts", value["num_experts"]),
+        )
         for key in ("num_ranks", "num_experts"):
             wanted = getattr(options, key)
             if wanted is not None and wanted != getattr(found, key):
@@ -220,28 +227,46 @@ _OWN = ("coterie-placement", "slot_experts", True)
 _VLLM = ("coterie-vllm", "physical_to_logical_map", False)
 map_formats.add(
     "native",
-    MapFormat(_read_own(*_OWN), _write_own(*_OWN), _has("slot_experts", format=_OWN[0]),
-              frozenset({"model", "layer_ids", "shares"}), "Coterie's own JSON, with shares"),
-)  # fmt: skip
+    MapFormat(
+        _read_own(*_OWN),
+        _write_own(*_OWN),
+        _has("slot_experts", format=_OWN[0]),
+        frozenset({"model", "layer_ids", "shares"}),
+        "Coterie's own JSON, with shares",
+    ),
+)
 map_formats.add(
     "vllm",
-    MapFormat(_read_own(*_VLLM), _write_own(*_VLLM), _has("physical_to_logical_map", format=_VLLM[0]),
-              frozenset({"model", "layer_ids"}), "JSON that Coterie's policy in vLLM loads and saves"),
-)  # fmt: skip
+    MapFormat(
+        _read_own(*_VLLM),
+        _write_own(*_VLLM),
+        _has("physical_to_logical_map", format=_VLLM[0]),
+        frozenset({"model", "layer_ids"}),
+        "JSON that Coterie's policy in vLLM loads and saves",
+    ),
+)
 map_formats.add(
     "sglang",
-    MapFormat(read_sglang, write_sglang, _has("physical_to_logical_map"), frozenset({"layer_ids"}),
-              "JSON for SGLang's --init-expert-location"),
-)  # fmt: skip
+    MapFormat(
+        read_sglang,
+        write_sglang,
+        _has("physical_to_logical_map"),
+        frozenset({"layer_ids"}),
+        "JSON for SGLang's --init-expert-location",
+    ),
+)
 map_formats.add(
     "tensorrt-llm",
-    MapFormat(read_tensorrt, write_tensorrt,
-              lambda value: isinstance(value, str) and "initial_global_assignments" in value,
-              frozenset({"layer_ids"}), "YAML for TensorRT-LLM's load balancer"),
-)  # fmt: skip
+    MapFormat(
+        read_tensorrt,
+        write_tensorrt,
+        lambda value: isinstance(value, str) and "initial_global_assignments" in value,
+        frozenset({"layer_ids"}),
+        "YAML for TensorRT-LLM's load balancer",
+    ),
+)
 map_formats.add(
-    "ascend",
-    MapFormat(read_ascend, write_ascend, _has("layer_list"), frozenset(), "JSON expert map of vllm-ascend"),
+    "ascend", MapFormat(read_ascend, write_ascend, _has("layer_list"), frozenset(), "JSON expert map of vllm-ascend")
 )
 map_formats.add(
     "rank-expert",

@@ -44,8 +44,10 @@ def switch_order(
                 f"at most {budget} at a time"
             )
         last = len(pieces) - 1
-        groups += [_Group(piece, frozenset(ring if number == last else ()), None, follows=number > 0)
-                   for number, piece in enumerate(pieces)]  # fmt: skip
+        groups += [
+            _Group(piece, frozenset(ring if number == last else ()), None, follows=number > 0)
+            for number, piece in enumerate(pieces)
+        ]
     return _pack(groups, len(alive), per_rank, budget)
 
 

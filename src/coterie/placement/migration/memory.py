@@ -59,9 +59,14 @@ class MemoryBudget:
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, available_bytes: float, context: int, *, dtype: WeightDtype | None = None,
+        cls,
+        spec: ModelSpec,
+        available_bytes: float,
+        context: int,
+        *,
+        dtype: WeightDtype | None = None,
         max_sessions: float = float("inf"),
-    ) -> MemoryBudget:  # fmt: skip
+    ) -> MemoryBudget:
         """Of a model, for requests of `context` tokens."""
         replica = spec.expert_bytes(dtype) * spec.num_moe_layers
         return cls(available_bytes, replica, float(spec.kv_bytes_per_token) * context, max_sessions)

@@ -329,9 +329,13 @@ class Migrator:
         while at < len(self.schedule.switches) and self.schedule.switches[at].layer == layer:
             at += 1
         return state._replace(
-            at=at, moving=False, in_flight=frozenset(), arrived=frozenset(), draining=state.draining | state.in_flight,
+            at=at,
+            moving=False,
+            in_flight=frozenset(),
+            arrived=frozenset(),
+            draining=state.draining | state.in_flight,
             rolled_back=(*state.rolled_back, RolledBack(layer, reason)),
-        )  # fmt: skip
+        )
 
     def _stop(self, state: State, reason: str, commands: list[Command]) -> Outcome:
         if state.moving:
@@ -349,9 +353,11 @@ class Migrator:
         commands += [FreeStaging(id) for id in self._on_living(ended, rank)]
         arrived = frozenset(self._on_living(state.arrived, rank))
         state = state._replace(
-            dead=state.dead | {rank}, in_flight=state.in_flight - ended, draining=state.draining - ended,
+            dead=state.dead | {rank},
+            in_flight=state.in_flight - ended,
+            draining=state.draining - ended,
             arrived=arrived,
-        )  # fmt: skip
+        )
         return self._stop(state, f"rank {rank} died", commands)
 
     def _touches(self, id: int, rank: int) -> bool:

@@ -215,9 +215,14 @@ def _check(current: Placement, target: Placement, topology: Topology) -> None:
 
 
 def _switch(
-    layer: int, before: tuple[int, ...], arriving: Mapping[int, int], topology: Topology, limits: Limits,
-    per_rank: int, first_id: int,
-) -> Switch:  # fmt: skip
+    layer: int,
+    before: tuple[int, ...],
+    arriving: Mapping[int, int],
+    topology: Topology,
+    limits: Limits,
+    per_rank: int,
+    first_id: int,
+) -> Switch:
     """One switch; sources are the nearest that have the expert in `before`, of those the one that sends least."""
     holders: dict[int, list[int]] = {}
     for slot, expert in enumerate(before):
@@ -288,9 +293,13 @@ def edge_rounds(senders: Sequence[int], receivers: Sequence[int]) -> list[int]:
 
 
 def _flip(
-    start: dict[int, int], free: int, other: int, outs: list[dict[int, int]], ins: list[dict[int, int]],
+    start: dict[int, int],
+    free: int,
+    other: int,
+    outs: list[dict[int, int]],
+    ins: list[dict[int, int]],
     found: list[int],
-) -> None:  # fmt: skip
+) -> None:
     """Exchange two rounds along the path that starts at a receiver, so that it is free in round `free`.
 
     The path alternates between the rounds; it comes to senders by `free` only, so never to the one that lacks it.

@@ -34,7 +34,7 @@ from coterie.placement.splits._flows import (
     relink,
     swap,
     unlink,
-)  # fmt: skip
+)
 
 DRAINS = 8
 """Experts of a bottleneck, heaviest first, of which it is computed how much they would drain."""
@@ -185,9 +185,16 @@ def _rescue(layer: Layer, split: Split, arrivals: Array, slots: Indices, experts
 
 @helper()
 def _best_step(
-    layer: Layer, split: Split, trial: Split, whole: Split, search: Indices, other: Indices, arrivals: Array,
-    target: float, over: float,
-) -> Step:  # fmt: skip
+    layer: Layer,
+    split: Split,
+    trial: Split,
+    whole: Split,
+    search: Indices,
+    other: Indices,
+    arrivals: Array,
+    target: float,
+    over: float,
+) -> Step:
     """What saves most seconds, by how much less work is over the limit."""
     each = len(split.share) // len(arrivals)
     inside, outside = np.zeros(len(arrivals), np.bool_), np.zeros(len(arrivals), np.bool_)
@@ -242,9 +249,16 @@ def _room(layer: Layer, split: Split, outside: NDArray[np.bool_], target: float)
 
 @helper()
 def _drain(
-    layer: Layer, split: Split, trial: Split, inside: NDArray[np.bool_], outside: NDArray[np.bool_], other: Indices,
-    target: float, over: float, drains: Array,
-) -> int:  # fmt: skip
+    layer: Layer,
+    split: Split,
+    trial: Split,
+    inside: NDArray[np.bool_],
+    outside: NDArray[np.bool_],
+    other: Indices,
+    target: float,
+    over: float,
+    drains: Array,
+) -> int:
     """The expert that would take most with it if it left the bottleneck; sets `drains` of those it looked at."""
     each = len(split.share) // len(inside)
     work = np.zeros(len(split.first))
@@ -273,9 +287,16 @@ def _drain(
 
 @helper()
 def _takes(
-    layer: Layer, split: Split, trial: Split, inside: NDArray[np.bool_], other: Indices, target: float,
-    slot: int, expert: int, work: float,
-) -> float:  # fmt: skip
+    layer: Layer,
+    split: Split,
+    trial: Split,
+    inside: NDArray[np.bool_],
+    other: Indices,
+    target: float,
+    slot: int,
+    expert: int,
+    work: float,
+) -> float:
     """How much of `work` from the bottleneck finds a place if it comes with its expert to this slot, overwriting what
     is there."""
     rank, was = slot // (len(split.share) // len(inside)), split.expert[slot]
@@ -296,9 +317,16 @@ def _takes(
 
 @helper()
 def _best_pair(
-    layer: Layer, split: Split, whole: Split, inside: NDArray[np.bool_], other: Indices, arrivals: Array,
-    target: float, over: float, worth: float,
-) -> Step:  # fmt: skip
+    layer: Layer,
+    split: Split,
+    whole: Split,
+    inside: NDArray[np.bool_],
+    other: Indices,
+    arrivals: Array,
+    target: float,
+    over: float,
+    worth: float,
+) -> Step:
     """The best of the most promising double moves."""
     each = len(split.share) // len(inside)
     guess, nowhere = np.zeros(PAIRS), np.zeros(len(inside), np.bool_)
@@ -350,9 +378,20 @@ def _promising(
 
 @njit()
 def search_layers(
-    chosen: Indices, rows: Indices, alive: NDArray[np.bool_], speeds: Array, unit: Array, fixed: Array, load_in: Array,
-    floor: Array, prices: Array, slots: Indices, experts: Indices, totals: Array, counts: Indices,
-) -> None:  # fmt: skip
+    chosen: Indices,
+    rows: Indices,
+    alive: NDArray[np.bool_],
+    speeds: Array,
+    unit: Array,
+    fixed: Array,
+    load_in: Array,
+    floor: Array,
+    prices: Array,
+    slots: Indices,
+    experts: Indices,
+    totals: Array,
+    counts: Indices,
+) -> None:
     """:func:`search_layer` of the layers `chosen`; the rest of the arrays begins with [layer].
 
     The first target is the floor. Where what is left to pay is so much that a looser one may be better, some are

@@ -88,7 +88,6 @@ class Layer:
         waited = self.horizon * max(slowest - self.floor, 0.0) + self.slowest_price * float(arrivals.max())
         return waited + self.each_price * float(arrivals.sum()) + self.move_price * moves
 
-
     def _parts(self, shares: Array) -> Array:
         """[rank, expert] of `unit` that these shares of the tokens take: on straight lines between whole replicas."""
         at = np.append(0.0, 1.0 / np.arange(self.share.shape[1], 0, -1))
@@ -209,8 +208,14 @@ class Program:
         if self.split == "optimal":
             shares = index + self.first_share
             most = np.minimum(1.0, self.slowest / np.maximum(places.seconds, 1e-300))
-            self._rows.add(np.concatenate([index, index]), np.concatenate([shares, index]),
-                           np.concatenate([np.ones(len(index)), -most]), -INF, 0.0, len(index))  # fmt: skip
+            self._rows.add(
+                np.concatenate([index, index]),
+                np.concatenate([shares, index]),
+                np.concatenate([np.ones(len(index)), -most]),
+                -INF,
+                0.0,
+                len(index),
+            )
             self._rows.add(places.expert, shares, one, 1.0, 1.0, experts)
             best = -np.sort(-most.reshape(experts, -1), axis=1)  # as many replicas as it takes to do all in time
             least = (np.cumsum(best, axis=1) < 1 - 1e-9).sum(axis=1) + 1.0
@@ -221,14 +226,26 @@ class Program:
         single = self.least == self.most
         below, above = np.where(single, 0.0, -INF), np.where(single, 0.0, INF)
         for bound, low, high in ((self.least, np.zeros(count), above), (self.most, below, np.zeros(count))):
-            self._rows.add(np.concatenate([places.level, levels]), np.concatenate([index, levels + self.first_level]),
-                           np.concatenate([np.ones(len(index)), -bound.astype(float)]), low, high, count)  # fmt: skip
+            self._rows.add(
+                np.concatenate([places.level, levels]),
+                np.concatenate([index, levels + self.first_level]),
+                np.concatenate([np.ones(len(index)), -bound.astype(float)]),
+                low,
+                high,
+                count,
+            )
         self._rows.add(self.owner, levels + self.first_level, one, 1.0, 1.0, experts)
         many = np.flatnonzero(self.most[places.level] > 1)
         row = np.arange(len(many))
         if len(many):
-            self._rows.add(np.concatenate([row, row]), np.concatenate([many, places.level[many] + self.first_level]),
-                           np.repeat([1.0, -1.0], len(many)), -INF, 0.0, len(many))  # fmt: skip
+            self._rows.add(
+                np.concatenate([row, row]),
+                np.concatenate([many, places.level[many] + self.first_level]),
+                np.repeat([1.0, -1.0], len(many)),
+                -INF,
+                0.0,
+                len(many),
+            )
 
     def _add_ranks(self) -> None:
         layer, places, one = self.layer, self.places, np.ones(1)
@@ -236,21 +253,37 @@ class Program:
         index, rank = np.arange(len(places.expert)), np.arange(ranks)
         self._rows.add(places.rank, index, one, layer.slots, layer.slots, ranks)
         busy = index + (self.first_share if self.split == "optimal" else 0)
-        self._rows.add(np.concatenate([places.rank, rank]), np.concatenate([busy, np.full(ranks, self.slow)]),
-                       np.concatenate([places.seconds / self.scale, -np.ones(ranks)]), -INF, layer.floor / self.scale,
-                       ranks)  # fmt: skip
+        self._rows.add(
+            np.concatenate([places.rank, rank]),
+            np.concatenate([busy, np.full(ranks, self.slow)]),
+            np.concatenate([places.seconds / self.scale, -np.ones(ranks)]),
+            -INF,
+            layer.floor / self.scale,
+            ranks,
+        )
         seconds = layer.load_in[places.rank, places.expert]
         self.arriving = np.flatnonzero(seconds > 0)
         price = np.searchsorted(self.prices, seconds[self.arriving])
         group = places.rank[self.arriving] * len(self.prices) + price
         groups = np.arange(ranks * len(self.prices))
         counts = groups + self.first_count
-        self._rows.add(np.concatenate([group, groups]), np.concatenate([self.arriving, counts]),
-                       np.concatenate([np.ones(len(group)), -np.ones(len(groups))]), 0.0, 0.0, len(groups))  # fmt: skip
+        self._rows.add(
+            np.concatenate([group, groups]),
+            np.concatenate([self.arriving, counts]),
+            np.concatenate([np.ones(len(group)), -np.ones(len(groups))]),
+            0.0,
+            0.0,
+            len(groups),
+        )
         relative = np.tile(self.prices / self.prices[0], ranks)
-        self._rows.add(np.concatenate([groups // len(self.prices), rank]),
-                       np.concatenate([counts, np.full(ranks, self.slow + 1)]),
-                       np.concatenate([relative, -np.ones(ranks)]), -INF, 0.0, ranks)  # fmt: skip
+        self._rows.add(
+            np.concatenate([groups // len(self.prices), rank]),
+            np.concatenate([counts, np.full(ranks, self.slow + 1)]),
+            np.concatenate([relative, -np.ones(ranks)]),
+            -INF,
+            0.0,
+            ranks,
+        )
 
     @property
     def whole(self) -> Index:
@@ -547,8 +580,14 @@ def best_shares(layer: Layer, holds: Mask) -> Array:
     rows, columns = _Rows(), len(rank) + 1
     index = np.arange(len(rank))
     rows.add(expert, index, np.ones(1), 1.0, 1.0, experts)
-    rows.add(np.concatenate([rank, np.arange(ranks)]), np.concatenate([index, np.full(ranks, len(rank))]),
-             np.concatenate([layer.unit[rank, expert] / scale, -np.ones(ranks)]), -INF, 0.0, ranks)  # fmt: skip
+    rows.add(
+        np.concatenate([rank, np.arange(ranks)]),
+        np.concatenate([index, np.full(ranks, len(rank))]),
+        np.concatenate([layer.unit[rank, expert] / scale, -np.ones(ranks)]),
+        -INF,
+        0.0,
+        ranks,
+    )
     lp = highspy.HighsLp()
     cost = np.zeros(columns)
     cost[-1] = 1.0

@@ -203,8 +203,14 @@ def start(layer: Layer, state: State, base: NDArray[np.int64], row: Ints) -> Non
 def refresh(layer: Layer, state: State, rank: int, fastest: float) -> None:
     """A rank's times and fees anew from its slots: sums never drift."""
     unit, load_in, row, home, part, own, fee = (
-        layer.unit, layer.load_in, state.row, state.home, state.part, state.own, state.fee
-    )  # fmt: skip
+        layer.unit,
+        layer.load_in,
+        state.row,
+        state.home,
+        state.part,
+        state.own,
+        state.fee,
+    )
     per_rank = len(row) // len(state.busy)
     total = 0.0
     if layer.alive[rank]:
@@ -278,8 +284,14 @@ def look_at_swaps(
     """
     unit, load_in, alive = layer.unit, layer.load_in, layer.alive
     row, held, home, part, busy, own, fee = (
-        state.row, state.held, state.home, state.part, state.busy, state.own, state.fee
-    )  # fmt: skip
+        state.row,
+        state.held,
+        state.home,
+        state.part,
+        state.busy,
+        state.own,
+        state.fee,
+    )
     back, back_fee, order, worth = scratch.back, scratch.back_fee, scratch.order, scratch.worth
     ranks = len(busy)
     per_rank = len(row) // ranks
@@ -354,8 +366,15 @@ def look_at_gifts(
     """
     unit, share, load_in, alive = layer.unit, layer.share, layer.load_in, layer.alive
     row, held, home, count, part, busy, own, fee = (
-        state.row, state.held, state.home, state.copies, state.part, state.busy, state.own, state.fee
-    )  # fmt: skip
+        state.row,
+        state.held,
+        state.home,
+        state.copies,
+        state.part,
+        state.busy,
+        state.own,
+        state.fee,
+    )
     relief, steep = scratch.relief, DEPTH / target
     per_rank = len(row) // len(busy)
     if not weigh_replicas(layer, state, scratch, rank, target):
@@ -407,8 +426,14 @@ def look_at_gifts(
 def weigh_replicas(layer: Layer, state: State, scratch: Scratch, rank: int, target: float) -> bool:
     """Fill `relief` and `burden`, as far as a look at the rank needs them; False where no expert has replicas."""
     unit, share, row, held, count, part, busy = (
-        layer.unit, layer.share, state.row, state.held, state.copies, state.part, state.busy
-    )  # fmt: skip
+        layer.unit,
+        layer.share,
+        state.row,
+        state.held,
+        state.copies,
+        state.part,
+        state.busy,
+    )
     relief, burden, steep = scratch.relief, scratch.burden, DEPTH / target
     per_rank = len(row) // len(busy)
     several, wanted = False, False
@@ -572,24 +597,47 @@ def save(state: State, row: NDArray[np.int64]) -> None:
 
 @njit()
 def search(
-    chosen: NDArray[np.int64], rows: Ints, unit: Array, share: Array, load_in: Array, alive: NDArray[np.bool_],
-    floor: Array, numbers: Array, alike: bool, trail: bool,
-    kept: NDArray[np.int64], trails: NDArray[np.int16], totals: Array, seconds: Array,
-    moves: NDArray[np.int64], outcomes: NDArray[np.int64],
-) -> None:  # fmt: skip
+    chosen: NDArray[np.int64],
+    rows: Ints,
+    unit: Array,
+    share: Array,
+    load_in: Array,
+    alive: NDArray[np.bool_],
+    floor: Array,
+    numbers: Array,
+    alike: bool,
+    trail: bool,
+    kept: NDArray[np.int64],
+    trails: NDArray[np.int16],
+    totals: Array,
+    seconds: Array,
+    moves: NDArray[np.int64],
+    outcomes: NDArray[np.int64],
+) -> None:
     """The chosen layers; `trails` [layer, step, slot] gets what each found, the best last, `kept` [layer] how many.
 
     The first step of a trail is the layer as it is, repaired where it must be.
     """
     slots, ranks, experts = rows.shape[1], unit.shape[1], unit.shape[2]
     state = State(
-        np.zeros(slots, np.int64), np.zeros((ranks, experts), np.int16), np.zeros((ranks, experts), np.bool_),
-        np.zeros(experts, np.int64), np.zeros(experts), np.zeros(ranks), np.zeros(slots), np.zeros(slots),
-    )  # fmt: skip
+        np.zeros(slots, np.int64),
+        np.zeros((ranks, experts), np.int16),
+        np.zeros((ranks, experts), np.bool_),
+        np.zeros(experts, np.int64),
+        np.zeros(experts),
+        np.zeros(ranks),
+        np.zeros(slots),
+        np.zeros(slots),
+    )
     scratch = Scratch(
-        np.zeros(slots), np.zeros(slots), np.zeros(experts), np.zeros(experts), np.zeros(ranks, np.int64),
-        np.zeros(slots // ranks), np.zeros(ranks, np.bool_),
-    )  # fmt: skip
+        np.zeros(slots),
+        np.zeros(slots),
+        np.zeros(experts),
+        np.zeros(experts),
+        np.zeros(ranks, np.int64),
+        np.zeros(slots // ranks),
+        np.zeros(ranks, np.bool_),
+    )
     base, old = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
     for at in chosen:
         layer = Layer(unit[at], share[at], load_in[at], alive, alike)

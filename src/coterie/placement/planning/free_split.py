@@ -115,9 +115,11 @@ def _search(problem: Problem) -> _Path:
     layers, most = rows.shape
     objective = problem.objective
     path = _Path(
-        np.zeros((layers, most), np.int64), np.zeros((layers, most), np.int64),
-        np.full((layers, most + 1), np.inf), np.zeros(layers, np.int64),
-    )  # fmt: skip
+        np.zeros((layers, most), np.int64),
+        np.zeros((layers, most), np.int64),
+        np.full((layers, most + 1), np.inf),
+        np.zeros(layers, np.int64),
+    )
     prices = np.array([objective.horizon, objective.exposed, objective.move_price])
     speeds, (unit, fixed) = problem.topology.rank_speeds, affine(problem)
     arguments = rows, problem.alive, speeds, unit, fixed, problem.load_in, problem.floor, prices, *path
@@ -150,9 +152,13 @@ def _lengths(path: _Path, max_moves: int | None) -> NDArray[np.int64]:
 
 
 def _reasons(
-    problem: Problem, moved: NDArray[np.int32], shares: Array, path: _Path, kept: NDArray[np.bool_],
+    problem: Problem,
+    moved: NDArray[np.int32],
+    shares: Array,
+    path: _Path,
+    kept: NDArray[np.bool_],
     max_moves: int | None,
-) -> tuple[str, ...]:  # fmt: skip
+) -> tuple[str, ...]:
     before = problem.layer_balance(problem.rank_s(problem.current.slot_experts, problem.shares))
     busy = problem.rank_s(moved, shares)
     after, enough = problem.layer_balance(busy), busy.max(axis=1) <= problem.floor * (1.0 + SAME)

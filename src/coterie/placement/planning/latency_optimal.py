@@ -113,9 +113,7 @@ class LatencyOptimal:
         lenient = replace(self, objective=replace(self.objective, enough=1e-9), split="equal", max_moves=None)
         rows = lenient._search(lenient.objective.problem(load, problem.topology, problem.current)).slot_experts
         repaired = Placement(rows, problem.current.num_ranks, problem.current.num_experts)
-        return _Start(
-            self.objective.problem(load, problem.topology, repaired), int(problem.score(rows).moves.sum())
-        )
+        return _Start(self.objective.problem(load, problem.topology, repaired), int(problem.score(rows).moves.sum()))
 
     def _other_start(self, problem: Problem, load: Load, found: _Found) -> _Found:
         """Layers that stayed far from the best get EPLB's placement where that is better, its movement paid.
@@ -148,9 +146,22 @@ class LatencyOptimal:
         fastest = objective.link_s(problem.topology)
         numbers = np.array([objective.horizon, objective.exposed, objective.move_price, fastest])
         arguments = (
-            rows, problem.unit, problem.share, problem.load_in, problem.alive, problem.floor, numbers, problem.alike,
-            trail, kept, trails, totals, seconds, moves, outcomes,
-        )  # fmt: skip
+            rows,
+            problem.unit,
+            problem.share,
+            problem.load_in,
+            problem.alive,
+            problem.floor,
+            numbers,
+            problem.alike,
+            trail,
+            kept,
+            trails,
+            totals,
+            seconds,
+            moves,
+            outcomes,
+        )
         side_by_side(search, layers, *arguments)
         chosen = kept - 1 if self.max_moves is None else spend(kept, totals, seconds, moves, self.max_moves)
         each = np.arange(layers)

@@ -125,9 +125,13 @@ class LatencyOptimalIlp:
         return self.solution(load, topology, current, shares).plan
 
     def solution(
-        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None,
+        self,
+        load: Load,
+        topology: Topology,
+        current: Placement,
+        shares: NDArray[np.floating] | None = None,
         progress: Progress | None = None,
-    ) -> IlpSolution:  # fmt: skip
+    ) -> IlpSolution:
         """As :meth:`plan`, with the report."""
         starts = [self._heuristic(load, topology, current)] if self.warm_start else []
         problem = self.objective.problem(load, topology, current, shares)
@@ -178,10 +182,17 @@ class _Planning:
     def _layer(self, index: int, price: float) -> Layer:
         problem, objective, living = self.problem, self.problem.objective, self.living
         return Layer(
-            problem.unit[index, living], problem.share[index].T, problem.load_in[index, living],
-            problem.topology.rank_speeds[living], problem.current.slots_per_rank, float(problem.floor[index]),
-            objective.horizon, objective.exposed, objective.exposed * objective.move_price, price,
-        )  # fmt: skip
+            problem.unit[index, living],
+            problem.share[index].T,
+            problem.load_in[index, living],
+            problem.topology.rank_speeds[living],
+            problem.current.slots_per_rank,
+            float(problem.floor[index]),
+            objective.horizon,
+            objective.exposed,
+            objective.exposed * objective.move_price,
+            price,
+        )
 
     def _starts(self, index: int, maps: Sequence[NDArray[np.integer]]) -> list[Found]:
         """Valid placements of the layer that are known, the current one repaired where it is not."""
@@ -294,9 +305,12 @@ class _Planning:
         excess = np.array([found.excess for found in chosen])
         wanted = np.array([self._gap_s(index, one) for index, one in enumerate(base + excess)])
         report = IlpReport(
-            base + excess, base + np.minimum(bounds, excess), excess - bounds <= wanted + TOLERANCE * excess,
-            self.seconds, float(base.sum()) + min(total_bound, float(excess.sum())),
-        )  # fmt: skip
+            base + excess,
+            base + np.minimum(bounds, excess),
+            excess - bounds <= wanted + TOLERANCE * excess,
+            self.seconds,
+            float(base.sum()) + min(total_bound, float(excess.sum())),
+        )
         moved = [self._moves(index, found) for index, found in enumerate(chosen)]
         reasons = tuple(
             f"{moves} moves, at most {gap:.2%} from the best" for moves, gap in zip(moved, report.gap, strict=True)

@@ -59,9 +59,13 @@ NONE where it starts; the slot where it came in; ranks in the order they were re
 @helper()
 def new_split(slots: int, experts: int, ranks: int) -> Split:
     return Split(
-        np.empty(slots, np.int64), np.empty(slots, np.int64), np.empty(experts, np.int64),
-        np.empty(experts, np.int64), np.empty(slots), np.empty(ranks),
-    )  # fmt: skip
+        np.empty(slots, np.int64),
+        np.empty(slots, np.int64),
+        np.empty(experts, np.int64),
+        np.empty(experts, np.int64),
+        np.empty(slots),
+        np.empty(ranks),
+    )
 
 
 @helper()

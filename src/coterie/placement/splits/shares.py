@@ -25,14 +25,7 @@ from numpy.typing import NDArray
 from coterie._numba import njit
 from coterie.errors import ConfigError
 from coterie.placement.objective import Problem
-from coterie.placement.splits._flows import (
-    Array,
-    Indices,
-    least_limit,
-    link,
-    new_split,
-    separable,
-)  # fmt: skip
+from coterie.placement.splits._flows import Array, Indices, least_limit, link, new_split, separable
 from coterie.placement.splits._simplex import solve_exactly
 
 SplitName = Literal["equal", "weighted", "optimal"]

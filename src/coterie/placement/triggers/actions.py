@@ -66,8 +66,15 @@ class ActionSettings:
             raise ConfigError(f"decay={self.decay} must be above 0 and below 1")
         if not 0 <= self.min_mismatch <= 1:
             raise ConfigError(f"min_mismatch={self.min_mismatch} must be in 0 … 1")
-        for name, least in (("replicate_top", 0), ("swap_top", 0), ("max_copies", 1), ("extra_slots", 0),
-                            ("interval_s", 0), ("max_actions", 0), ("min_saving_s", 0)):  # fmt: skip
+        for name, least in (
+            ("replicate_top", 0),
+            ("swap_top", 0),
+            ("max_copies", 1),
+            ("extra_slots", 0),
+            ("interval_s", 0),
+            ("max_actions", 0),
+            ("min_saving_s", 0),
+        ):
             if not getattr(self, name) >= least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
 
@@ -314,11 +321,18 @@ class _Work:
         layers = self.units[c.unit]
         moved = 0 if kind == "skip" else 2 if kind == "swap" else 1
         return ActionEvent(
-            kind, reason, at_s, layers, c.expert, c.target, c.source, c.given if c.given >= 0 else None,
+            kind,
+            reason,
+            at_s,
+            layers,
+            c.expert,
+            c.target,
+            c.source,
+            c.given if c.given >= 0 else None,
             moved * len(layers) * self.manager.expert_bytes,
             self.manager.move_s(c.source, c.target, len(layers)) if moved else 0.0,
             c.saving / self.settings.window_steps,
-        )  # fmt: skip
+        )
 
     # ------------------------------------------------------------------------------------------------------ rebalance
 
@@ -343,10 +357,14 @@ class _Work:
             near = min(np.flatnonzero(held[:, expert]).tolist(), key=lambda h, to=rank: (self.row_s[to, h], h))  # type: ignore[misc]
             slowest = max(slowest, int(moves[rank].sum()) * self.manager.move_s(near, rank, len(layers)))
         return ActionEvent(
-            "rebalance", f"{int(moves.sum())} moves to the homes that cost least", at_s, layers,
-            moved_bytes=float(moves.sum()) * len(layers) * self.manager.expert_bytes, seconds=slowest,
+            "rebalance",
+            f"{int(moves.sum())} moves to the homes that cost least",
+            at_s,
+            layers,
+            moved_bytes=float(moves.sum()) * len(layers) * self.manager.expert_bytes,
+            seconds=slowest,
             saving_s=saving / self.settings.window_steps,
-        )  # fmt: skip
+        )
 
     def _fill(self, held: Held, demand: NDArray[np.float64]) -> None:
         """Extra slots to whoever asks most for what it lacks, within the limit of copies."""

@@ -82,9 +82,11 @@ class _Decayed:
 class _Tracker:
     def __init__(self, num_layers: int, num_experts: int, num_workers: int, max_requests: int) -> None:
         for name, value in (
-            ("num_layers", num_layers), ("num_experts", num_experts), ("num_workers", num_workers),
+            ("num_layers", num_layers),
+            ("num_experts", num_experts),
+            ("num_workers", num_workers),
             ("max_requests", max_requests),
-        ):  # fmt: skip
+        ):
             if value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
         self.shape = (num_layers, num_experts)

@@ -51,10 +51,7 @@ class Decay(NamedTuple):
 
 
 def fit_decay(
-    lags: NDArray[np.integer] | Array,
-    product: Array,
-    weight: Array | None = None,
-    powers: tuple[float, ...] = (1.0,),
+    lags: NDArray[np.integer] | Array, product: Array, weight: Array | None = None, powers: tuple[float, ...] = (1.0,)
 ) -> Decay:
     """Least squares of ``stays + fades x 2^(-(lag / half_life)^power)``, both at least 0, over a grid of half-lives.
 

@@ -72,19 +72,27 @@ def step_tables(model: StepModel, most_tokens: int, placement: Placement | None 
     n, k, times = (np.array([row[at] for row in _dense_rows(shapes)], np.float64) for at in range(3))
     dense = np.zeros((2, most_tokens + 1))
     _fill_dense(_law(model.gemm), n, k, times, dense[0])
-    _fill_dense(_law(model.gemm), np.array([float(spec.vocab_size)]), np.array([float(spec.hidden_size)]), np.ones(1),
-                dense[1])  # fmt: skip
+    _fill_dense(
+        _law(model.gemm), np.array([float(spec.vocab_size)]), np.array([float(spec.hidden_size)]), np.ones(1), dense[1]
+    )
     if model.routing is not None:
         dense[0] += spec.num_moe_layers * np.array([model.routing.us(tokens) for tokens in range(most_tokens + 1)])
     padded = np.array([options.padded(tokens) for tokens in range(most_tokens + 1)], np.int64)
     ranks = timer._ranks
     return StepTables(
         np.array([spec.num_moe_layers, spec.num_experts, ranks, timer._slots.shape[1] // ranks], np.int64),
-        np.array([p[0], p[1], p[8], p[12], options.overlap, min(p[6], p[7])]), experts, dense, padded,
-        _attention_numbers(model), np.stack([timer._slots, timer._turn, timer._replicas]), timer._links,
-        _blends(p[9]), _spans(spec.num_moe_layers, spec.num_experts),
-        np.zeros(-(-spec.num_moe_layers * spec.num_experts // WORD), np.uint64), np.zeros(MOST_DECODING + 1, np.uint64),
-    )  # fmt: skip
+        np.array([p[0], p[1], p[8], p[12], options.overlap, min(p[6], p[7])]),
+        experts,
+        dense,
+        padded,
+        _attention_numbers(model),
+        np.stack([timer._slots, timer._turn, timer._replicas]),
+        timer._links,
+        _blends(p[9]),
+        _spans(spec.num_moe_layers, spec.num_experts),
+        np.zeros(-(-spec.num_moe_layers * spec.num_experts // WORD), np.uint64),
+        np.zeros(MOST_DECODING + 1, np.uint64),
+    )
 
 
 def _blends(sharpness: float) -> NDArray[np.float64]:
@@ -159,9 +167,12 @@ def _fill_experts(p: NDArray[np.float64], stream: float, flops: float, out: NDAr
 
 @njit()
 def _fill_dense(
-    law: NDArray[np.float64], n: NDArray[np.float64], k: NDArray[np.float64], times: NDArray[np.float64],
+    law: NDArray[np.float64],
+    n: NDArray[np.float64],
+    k: NDArray[np.float64],
+    times: NDArray[np.float64],
     out: NDArray[np.float64],
-) -> None:  # fmt: skip
+) -> None:
     for tokens in range(len(out)):
         for at in range(len(n)):
             nbytes = 2.0 * (n[at] * k[at] + tokens * (n[at] + k[at]))
@@ -215,9 +226,13 @@ def _touched(row: NDArray[np.uint32]) -> int:
 
 @helper()
 def _together_us(
-    experts: NDArray[np.float64], blend: NDArray[np.float64], counts: NDArray[np.uint32], large: int, rows: int,
+    experts: NDArray[np.float64],
+    blend: NDArray[np.float64],
+    counts: NDArray[np.uint32],
+    large: int,
+    rows: int,
     one_tile: bool,
-) -> tuple[float, int]:  # fmt: skip
+) -> tuple[float, int]:
     """Experts of all layers, streaming and compute of a layer side by side, and how many; `rows` of a layer.
 
     As long as no expert has more than a tile (decode), its streaming rises in a straight line with its rows and its
@@ -243,9 +258,16 @@ def _together_us(
 
 @helper()
 def _ranks_us(
-    shape: NDArray[np.int64], layer: NDArray[np.float64], experts: NDArray[np.float64], slots: NDArray[np.int64],
-    links: NDArray[np.float64], blend: NDArray[np.float64], counts: NDArray[np.uint32], number: int, tokens: float,
-) -> float:  # fmt: skip
+    shape: NDArray[np.int64],
+    layer: NDArray[np.float64],
+    experts: NDArray[np.float64],
+    slots: NDArray[np.int64],
+    links: NDArray[np.float64],
+    blend: NDArray[np.float64],
+    counts: NDArray[np.uint32],
+    number: int,
+    tokens: float,
+) -> float:
     """The slowest rank of one layer and the all-to-all, replicas sharing an expert's rows."""
     ranks, each, hidden = shape[2], shape[3], layer[3]
     slowest, busiest = 0.0, 0
@@ -273,11 +295,22 @@ def _ranks_us(
 
 @njit()
 def step_us(
-    shape: NDArray[np.int64], layer: NDArray[np.float64], experts: NDArray[np.float64], dense: NDArray[np.float64],
-    padded: NDArray[np.int64], attention: NDArray[np.float64], slots: NDArray[np.int64], links: NDArray[np.float64],
-    blend: NDArray[np.float64], counts: NDArray[np.uint32], decoding: int, decode_context: int, prefill: int,
-    prefill_context: int, prompts: int,
-) -> tuple[float, float]:  # fmt: skip
+    shape: NDArray[np.int64],
+    layer: NDArray[np.float64],
+    experts: NDArray[np.float64],
+    dense: NDArray[np.float64],
+    padded: NDArray[np.int64],
+    attention: NDArray[np.float64],
+    slots: NDArray[np.int64],
+    links: NDArray[np.float64],
+    blend: NDArray[np.float64],
+    counts: NDArray[np.uint32],
+    decoding: int,
+    decode_context: int,
+    prefill: int,
+    prefill_context: int,
+    prompts: int,
+) -> tuple[float, float]:
     """Microseconds of a step, and experts touched in a layer on average; clears counts [layer, expert] rows."""
     layers, each, ranks = shape[0], shape[1], shape[2]
     if ranks > 1:
@@ -330,9 +363,12 @@ def _ones(word: np.uint64) -> np.uint64:
 
 @helper()
 def _count_bits(
-    bits: NDArray[np.uint64], starts: NDArray[np.uint64], tokens: int, union: NDArray[np.uint64],
+    bits: NDArray[np.uint64],
+    starts: NDArray[np.uint64],
+    tokens: int,
+    union: NDArray[np.uint64],
     having: NDArray[np.uint64],
-) -> None:  # fmt: skip
+) -> None:
     """having [count]: how many cells that many of the tokens activate; union [word]: cells that any of them does.
 
     64 cells are counted at a time, in binary: digit d of all their counts is one word. Eight tokens are added by full
@@ -393,11 +429,22 @@ def _count_bits(
 
 @njit()
 def decode_us(
-    shape: NDArray[np.int64], layer: NDArray[np.float64], experts: NDArray[np.float64], dense: NDArray[np.float64],
-    padded: NDArray[np.int64], attention: NDArray[np.float64], blend: NDArray[np.float64], spans: NDArray[np.uint64],
-    union: NDArray[np.uint64], having: NDArray[np.uint64], bits: NDArray[np.uint64], starts: NDArray[np.uint64],
-    top_k: int, decoding: int, context: int,
-) -> tuple[float, float]:  # fmt: skip
+    shape: NDArray[np.int64],
+    layer: NDArray[np.float64],
+    experts: NDArray[np.float64],
+    dense: NDArray[np.float64],
+    padded: NDArray[np.int64],
+    attention: NDArray[np.float64],
+    blend: NDArray[np.float64],
+    spans: NDArray[np.uint64],
+    union: NDArray[np.uint64],
+    having: NDArray[np.uint64],
+    bits: NDArray[np.uint64],
+    starts: NDArray[np.uint64],
+    top_k: int,
+    decoding: int,
+    context: int,
+) -> tuple[float, float]:
     """`step_us` of a step that only decodes, at most MOST_DECODING tokens and no expert more than a tile, on one
     device: experts are counted 64 at a time. `starts` as `_count_bits` takes them."""
     layers, hidden = shape[0], layer[3]

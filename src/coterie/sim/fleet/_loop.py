@@ -232,9 +232,16 @@ def _fits(c: Ints, w: Ints, r: Ints, request: int) -> bool:
 
 @helper()
 def _arrive(
-    c: Ints, w: Ints, r: Ints, rt: Floats, cache: NDArray[np.int32], blocks: Ints, recordings: Ints, request: int,
+    c: Ints,
+    w: Ints,
+    r: Ints,
+    rt: Floats,
+    cache: NDArray[np.int32],
+    blocks: Ints,
+    recordings: Ints,
+    request: int,
     now: float,
-) -> None:  # fmt: skip
+) -> None:
     rt[request, ARRIVAL] = now
     if not _fits(c, w, r, request):
         r[request, PHASE] = DROPPED
@@ -281,8 +288,8 @@ def _next_arrival(c: Ints, f: Floats, r: Ints, rt: Floats, recordings: Ints) -> 
 
 @helper()
 def _arrivals(
-    c: Ints, w: Ints, r: Ints, rt: Floats, cache: NDArray[np.int32], blocks: Ints, recordings: Ints, now: float,
-) -> bool:  # fmt: skip
+    c: Ints, w: Ints, r: Ints, rt: Floats, cache: NDArray[np.int32], blocks: Ints, recordings: Ints, now: float
+) -> bool:
     """All that come now; False where a recording would be in flight twice and must not."""
     if c[CLOSED] > 0:
         while c[IN_FLIGHT] < c[CLOSED] and not c[STUCK]:
@@ -353,9 +360,19 @@ def _place(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, request
 
 @helper()
 def _finish(
-    c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, cache: NDArray[np.int32], blocks: Ints,
-    recordings: Ints, worker: int, request: int, now: float,
-) -> None:  # fmt: skip
+    c: Ints,
+    f: Floats,
+    w: Ints,
+    wt: Floats,
+    r: Ints,
+    rt: Floats,
+    cache: NDArray[np.int32],
+    blocks: Ints,
+    recordings: Ints,
+    worker: int,
+    request: int,
+    now: float,
+) -> None:
     rt[request, FINISH] = now
     r[request, PHASE] = DONE
     r[c[FINISHED], ENDING] = request
@@ -375,9 +392,19 @@ def _finish(
 
 @helper()
 def _end_decode(
-    c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints,
-    recordings: Ints, worker: int, now: float,
-) -> None:  # fmt: skip
+    c: Ints,
+    f: Floats,
+    w: Ints,
+    wt: Floats,
+    r: Ints,
+    rt: Floats,
+    run: Ints,
+    cache: NDArray[np.int32],
+    blocks: Ints,
+    recordings: Ints,
+    worker: int,
+    now: float,
+) -> None:
     """A step of a worker that only decodes."""
     kept, active = 0, w[RUNNING, worker] - w[STAGED, worker]
     for at in range(active):
@@ -401,9 +428,19 @@ def _end_decode(
 
 @helper()
 def _end_mixed(
-    c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints,
-    recordings: Ints, worker: int, now: float,
-) -> None:  # fmt: skip
+    c: Ints,
+    f: Floats,
+    w: Ints,
+    wt: Floats,
+    r: Ints,
+    rt: Floats,
+    run: Ints,
+    cache: NDArray[np.int32],
+    blocks: Ints,
+    recordings: Ints,
+    worker: int,
+    now: float,
+) -> None:
     """A step with prompts in it."""
     kept = 0
     for at in range(w[RUNNING, worker]):
@@ -500,10 +537,20 @@ def _admit(
 
 @helper()
 def _gather(
-    c: Ints, w: Ints, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints,
-    cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], bits: NDArray[np.uint64], rows: NDArray[np.uint64],
-    worker: int, now: float,
-) -> tuple[int, int, int, int]:  # fmt: skip
+    c: Ints,
+    w: Ints,
+    r: Ints,
+    rt: Floats,
+    run: Ints,
+    cache: NDArray[np.int32],
+    blocks: Ints,
+    cells: NDArray[np.unsignedinteger],
+    counts: NDArray[np.uint32],
+    bits: NDArray[np.uint64],
+    rows: NDArray[np.uint64],
+    worker: int,
+    now: float,
+) -> tuple[int, int, int, int]:
     """Admit who may join, in order, and make up a step: tokens decoded, prompt tokens, those before them in their
     prompts, and prompts. Decoded tokens are listed in `rows`, prompts are counted."""
     prefill = prefill_context = prompts = decoding = 0
@@ -565,9 +612,18 @@ def _next_event(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, re
 
 @helper()
 def _happen(
-    c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints,
-    recordings: Ints, now: float,
-) -> bool:  # fmt: skip
+    c: Ints,
+    f: Floats,
+    w: Ints,
+    wt: Floats,
+    r: Ints,
+    rt: Floats,
+    run: Ints,
+    cache: NDArray[np.int32],
+    blocks: Ints,
+    recordings: Ints,
+    now: float,
+) -> bool:
     """All events of a moment; False where a recording would be in flight twice."""
     for worker in range(w.shape[1]):
         if wt[STEP_END, worker] <= now:
@@ -586,12 +642,35 @@ def _happen(
 
 @njit()
 def advance(
-    c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints,
-    recordings: Ints, cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], bits: NDArray[np.uint64],
-    rows: NDArray[np.uint64], shape: Ints, layer: Floats, experts: Floats, dense: Floats, padded: Ints,
-    attention: Floats, slots: Ints, links: Floats, blend: Floats, spans: NDArray[np.uint64], union: NDArray[np.uint64],
-    having: NDArray[np.uint64], log: Floats, answer: int,
-) -> int:  # fmt: skip
+    c: Ints,
+    f: Floats,
+    w: Ints,
+    wt: Floats,
+    r: Ints,
+    rt: Floats,
+    run: Ints,
+    cache: NDArray[np.int32],
+    blocks: Ints,
+    recordings: Ints,
+    cells: NDArray[np.unsignedinteger],
+    counts: NDArray[np.uint32],
+    bits: NDArray[np.uint64],
+    rows: NDArray[np.uint64],
+    shape: Ints,
+    layer: Floats,
+    experts: Floats,
+    dense: Floats,
+    padded: Ints,
+    attention: Floats,
+    slots: Ints,
+    links: Floats,
+    blend: Floats,
+    spans: NDArray[np.uint64],
+    union: NDArray[np.uint64],
+    having: NDArray[np.uint64],
+    log: Floats,
+    answer: int,
+) -> int:
     """Go on until a decision is needed (answered by the next call: a decoder, else -1), the log is full, or the end.
 
     Takes a World and StepTables array by array, since a call with tuples of them takes three times as long; log
@@ -626,16 +705,42 @@ def advance(
                     for at in range(decoding, (decoding + 7) // 8 * 8):
                         rows[at] = nobody
                     us, distinct = decode_us(
-                        shape, layer, experts, dense, padded, attention, blend, spans, union, having, all_bits,
-                        rows, cells.shape[1] // layers, decoding, w[CONTEXT, worker],
-                    )  # fmt: skip
+                        shape,
+                        layer,
+                        experts,
+                        dense,
+                        padded,
+                        attention,
+                        blend,
+                        spans,
+                        union,
+                        having,
+                        all_bits,
+                        rows,
+                        cells.shape[1] // layers,
+                        decoding,
+                        w[CONTEXT, worker],
+                    )
                 else:
                     for at in range(decoding):
                         _count_token(cells, flat, rows[at], np.uint32(1))
                     us, distinct = step_us(
-                        shape, layer, experts, dense, padded, attention, slots, links, blend, counts, decoding,
-                        w[CONTEXT, worker], prefill, before, max(1, prompts),
-                    )  # fmt: skip
+                        shape,
+                        layer,
+                        experts,
+                        dense,
+                        padded,
+                        attention,
+                        slots,
+                        links,
+                        blend,
+                        counts,
+                        decoding,
+                        w[CONTEXT, worker],
+                        prefill,
+                        before,
+                        max(1, prompts),
+                    )
                 spent = us * 1e-6 / wt[SPEED, worker] + f[OVERHEAD]
                 wt[STEP_END, worker] = now + spent
                 step = c[STEPS]

@@ -14,9 +14,15 @@ from coterie.sim.invariants import TOLERANCE_S, check_tokens, holds
 
 
 def check_fleet(
-    run: FleetRun, requests: FleetRequests, places: int, prefill_places: int, capacity: NDArray[np.int64], both: bool,
-    unique: bool, whole: bool,
-) -> None:  # fmt: skip
+    run: FleetRun,
+    requests: FleetRequests,
+    places: int,
+    prefill_places: int,
+    capacity: NDArray[np.int64],
+    both: bool,
+    unique: bool,
+    whole: bool,
+) -> None:
     """Raises an InvariantError that names the broken rule; `capacity` [worker] KV blocks, `whole` runs have no end
     but their own."""
     done = np.isfinite(run.finish_s)
@@ -40,9 +46,11 @@ def _check_conservation(run: FleetRun, done: NDArray[np.bool_]) -> None:
     """INV-29."""
     came = int((np.isfinite(run.arrival_s) & (run.arrival_s <= run.end_s)).sum())
     finished, dropped = int(done.sum()), int(run.dropped.sum())
-    holds(29, came == finished + run.queued + run.running + dropped,
-          f"{came} requests came; {finished} done + {run.queued} queued + {run.running} running + {dropped} dropped"
-          )  # fmt: skip
+    holds(
+        29,
+        came == finished + run.queued + run.running + dropped,
+        f"{came} requests came; {finished} done + {run.queued} queued + {run.running} running + {dropped} dropped",
+    )
 
 
 def _check_times(run: FleetRun, done: NDArray[np.bool_]) -> None:

@@ -157,7 +157,9 @@ def summarise_fleet(
     prompts = int(run.prompt_tokens[done].sum())
     return FleetSummary(
         requests=int(done.sum()),
-        ttft=Latency.of(ttft), tpot=Latency.of(tpot), e2e=Latency.of((run.finish_s - run.arrival_s)[done]),
+        ttft=Latency.of(ttft),
+        tpot=Latency.of(tpot),
+        e2e=Latency.of((run.finish_s - run.arrival_s)[done]),
         within_limits=kept / max(1, int(came.sum())),
         goodput=kept / span,
         tokens_per_s=float(decoding.sum() / span),
@@ -172,7 +174,7 @@ def summarise_fleet(
         / span,
         worker_tokens=np.bincount(who, tokens, workers).astype(np.int64),
         worker_in_flight=np.bincount(run.decoder[routed], here, run.decode_workers) / span,
-    )  # fmt: skip
+    )
 
 
 def _mean(values: NDArray[np.float64], weights: NDArray[np.integer] | None = None) -> float:

@@ -101,10 +101,16 @@ def _recordings(
     first = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
     shown = np.array([footprint(one[:at], experts) for one, at in zip(ids, cut, strict=True)])
     return Recordings(
-        np.concatenate(ids), experts, first, cut.astype(np.int64), first + cut, (lengths - cut).astype(np.int64), shown,
+        np.concatenate(ids),
+        experts,
+        first,
+        cut.astype(np.int64),
+        first + cut,
+        (lengths - cut).astype(np.int64),
+        shown,
         None if domains is None else [domains[int(number)] for number in numbers],
         np.asarray(trace.requests.prompt_tokens)[numbers],
-    )  # fmt: skip
+    )
 
 
 def order_apart(recordings: int, requests: int, rng: Generator, apart: int | None = None) -> NDArray[np.int64]:

@@ -76,9 +76,13 @@ class FleetConfig:
 
     def __post_init__(self) -> None:
         for name, least in (
-            ("decode_workers", 1), ("prefill_workers", 0), ("places", 1), ("prefill_places", 1), ("chunk_tokens", 1),
+            ("decode_workers", 1),
+            ("prefill_workers", 0),
+            ("places", 1),
+            ("prefill_places", 1),
+            ("chunk_tokens", 1),
             ("refine_tokens", 0),
-        ):  # fmt: skip
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
         for name in ("kv_tokens", "prefill_kv_tokens"):
@@ -128,13 +132,23 @@ def run_fleet(
         cells, speeds = model.spec.num_moe_layers * model.spec.num_experts, config.speeds
         fleet = Fleet([config.places] * config.decode_workers, cells, None if speeds is None else list(speeds))
     if len(fleet) != config.decode_workers or fleet.running.any():
-        raise ConfigError(f"fleet has {len(fleet)} workers and {fleet.running.sum()} requests; expected "
-                          f"{config.decode_workers} without any")  # fmt: skip
+        raise ConfigError(
+            f"fleet has {len(fleet)} workers and {fleet.running.sum()} requests; expected "
+            f"{config.decode_workers} without any"
+        )
     driver = _Driver(requests, model, router, config, in_flight or 0, duplicates, placement, fleet, until_s, progress)
     run = driver.serve()
     if check:
-        check_fleet(run, requests, config.places, config.prefill_places, driver.world.w[loop.CAPACITY], config.both,
-                    duplicates != "allow", until_s == np.inf)  # fmt: skip
+        check_fleet(
+            run,
+            requests,
+            config.places,
+            config.prefill_places,
+            driver.world.w[loop.CAPACITY],
+            config.both,
+            duplicates != "allow",
+            until_s == np.inf,
+        )
     return run
 
 
@@ -202,10 +216,18 @@ class _Driver:
     """Asks the router, keeps the fleet up to date, and lets the compiled loop do the rest."""
 
     def __init__(
-        self, requests: FleetRequests, model: StepModel, router: Router, config: FleetConfig, in_flight: int,
-        duplicates: Duplicates, placement: Placement | None, fleet: Fleet, until_s: float,
+        self,
+        requests: FleetRequests,
+        model: StepModel,
+        router: Router,
+        config: FleetConfig,
+        in_flight: int,
+        duplicates: Duplicates,
+        placement: Placement | None,
+        fleet: Fleet,
+        until_s: float,
         progress: Callable[[int], None] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.requests, self.router, self.config, self.progress = requests, router, config, progress
         self.fleet = fleet
         most = max(config.places, config.chunk_tokens if config.both or config.prefill_workers else 0)
@@ -258,9 +280,12 @@ class _Driver:
             self.refine()
         recorded, prompt_tokens = self.recorded[request], self.prompt_tokens[request]
         known = RouteRequest(
-            str(request), prompt_tokens, None if self.footprints is None else self.footprints[recorded],
-            None if self.domains is None else self.domains[recorded], self.cached(request) if config.both else None,
-        )  # fmt: skip
+            str(request),
+            prompt_tokens,
+            None if self.footprints is None else self.footprints[recorded],
+            None if self.domains is None else self.domains[recorded],
+            self.cached(request) if config.both else None,
+        )
         decision: Decision = self.router.route(known, fleet)
         worker = int(decision.worker)
         if not 0 <= worker < config.decode_workers:
@@ -307,25 +332,45 @@ class _Driver:
         waiting = (rt[loop.ARRIVAL] <= until_s) & ~on_worker & ~done
         log = self.log[: c[loop.STEPS]]
         return FleetRun(
-            arrival_s=rt[loop.ARRIVAL], prefill_start_s=rt[loop.PREFILL_START], prefill_end_s=rt[loop.PREFILL_END],
-            ready_s=rt[loop.READY], decode_start_s=rt[loop.JOIN], first_token_s=rt[loop.FIRST_TOKEN],
-            finish_s=rt[loop.FINISH], prompt_tokens=self.requests.prompt_tokens,
-            output_tokens=self.requests.output_tokens, cached_tokens=r[loop.CACHED], decoded=r[loop.DECODED],
-            prefiller=r[loop.PREFILLER], decoder=r[loop.DECODER], dropped=phase == loop.DROPPED,
-            running=int(on_worker.sum()), queued=int(waiting.sum()), postponed=int(c[loop.POSTPONED]),
+            arrival_s=rt[loop.ARRIVAL],
+            prefill_start_s=rt[loop.PREFILL_START],
+            prefill_end_s=rt[loop.PREFILL_END],
+            ready_s=rt[loop.READY],
+            decode_start_s=rt[loop.JOIN],
+            first_token_s=rt[loop.FIRST_TOKEN],
+            finish_s=rt[loop.FINISH],
+            prompt_tokens=self.requests.prompt_tokens,
+            output_tokens=self.requests.output_tokens,
+            cached_tokens=r[loop.CACHED],
+            decoded=r[loop.DECODED],
+            prefiller=r[loop.PREFILLER],
+            decoder=r[loop.DECODER],
+            dropped=phase == loop.DROPPED,
+            running=int(on_worker.sum()),
+            queued=int(waiting.sum()),
+            postponed=int(c[loop.POSTPONED]),
             most_in_flight=int(c[loop.MOST]),
             end_s=float(f[loop.CLOCK]) if done.all() or until_s == np.inf else until_s,
-            prefill_workers=self.config.prefill_workers, decode_workers=self.config.decode_workers,
-            kv_most=w[loop.KV_MOST], step_worker=log[:, 0].astype(np.int32), step_start_s=log[:, 1].copy(),
-            step_s=log[:, 2].copy(), step_decoding=log[:, 3].astype(np.int32), step_prefill=log[:, 4].astype(np.int32),
+            prefill_workers=self.config.prefill_workers,
+            decode_workers=self.config.decode_workers,
+            kv_most=w[loop.KV_MOST],
+            step_worker=log[:, 0].astype(np.int32),
+            step_start_s=log[:, 1].copy(),
+            step_s=log[:, 2].copy(),
+            step_decoding=log[:, 3].astype(np.int32),
+            step_prefill=log[:, 4].astype(np.int32),
             step_distinct=log[:, 5].copy(),
-        )  # fmt: skip
+        )
 
 
 def _world(
-    requests: FleetRequests, model: StepModel, config: FleetConfig, in_flight: int, duplicates: Duplicates,
+    requests: FleetRequests,
+    model: StepModel,
+    config: FleetConfig,
+    in_flight: int,
+    duplicates: Duplicates,
     until_s: float,
-) -> loop.World:  # fmt: skip
+) -> loop.World:
     prefill, decode, recordings, spec = config.prefill_workers, config.decode_workers, requests.recordings, model.spec
     workers, count = prefill + decode, len(requests)
     c = np.zeros(18, np.int64)
@@ -358,9 +403,11 @@ def _world(
     r[loop.PROMPT_TOKENS], r[loop.OUTPUT_TOKENS] = requests.prompt_tokens, requests.output_tokens
     r[loop.RECORDED] = requests.recorded
     for field, column in (
-        (loop.PROMPT_ROW, recordings.prompt_row), (loop.PROMPT_ROWS, recordings.prompt_rows),
-        (loop.DECODE_ROW, recordings.decode_row), (loop.DECODE_ROWS, recordings.decode_rows),
-    ):  # fmt: skip
+        (loop.PROMPT_ROW, recordings.prompt_row),
+        (loop.PROMPT_ROWS, recordings.prompt_rows),
+        (loop.DECODE_ROW, recordings.decode_row),
+        (loop.DECODE_ROWS, recordings.decode_rows),
+    ):
         r[field] = column[requests.recorded]
     blocks = np.zeros(0, np.int64)
     if requests.blocks is not None and requests.block_offsets is not None:

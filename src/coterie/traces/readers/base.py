@@ -52,8 +52,7 @@ def _read_coterie(path: Path, _: ReadOptions) -> Trace:
 
 
 readers.add(
-    "coterie",
-    Reader(_read_coterie, lambda path: (path / "meta.json").exists(), "a trace folder of Coterie's own"),
+    "coterie", Reader(_read_coterie, lambda path: (path / "meta.json").exists(), "a trace folder of Coterie's own")
 )
 
 

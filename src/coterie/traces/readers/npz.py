@@ -247,10 +247,13 @@ def _trace(
     experts = experts_of(file, options, name, stated=stated)
     try:
         meta = TraceMeta(
-            model=name, num_experts=experts, num_layers=ids.shape[1], top_k=ids.shape[2],
+            model=name,
+            num_experts=experts,
+            num_layers=ids.shape[1],
+            top_k=ids.shape[2],
             layer_ids=None if layer_ids is None else tuple(layer_ids),
             source={"format": "npz", "file": file.name},
-        )  # fmt: skip
+        )
         return ActivationTrace.from_arrays(
             meta, ids, offsets, requests, phases, None if token_ids is None else token_ids.astype(np.int32), gates
         )
@@ -320,9 +323,13 @@ def _read_olmoe(file: Path, arrays: Arrays, options: ReadOptions) -> LoadTable:
     if len({table.shape for table in domains.values()}) != 1:
         raise TraceError(file, options.model, "has tables of different shapes")
     return _load_table(
-        file, options, np.stack(list(domains.values())), options.model, labels=list(domains),
+        file,
+        options,
+        np.stack(list(domains.values())),
+        options.model,
+        labels=list(domains),
         layer_ids=np.array(OLMOE_LAYERS, np.int64),
-    )  # fmt: skip
+    )
 
 
 def _load_table(file: Path, options: ReadOptions, counts: NDArray[Any], model: str, **columns: Any) -> LoadTable:
@@ -396,7 +403,11 @@ def sniff_npz(path: Path) -> bool:
 
 
 _READ: dict[str, Callable[[Path, Arrays, ReadOptions], Trace]] = {
-    "gpt-oss": _read_gpt_oss, "esft": _read_esft, "own": _read_own, "counts": _read_counts, "olmoe": _read_olmoe,
-}  # fmt: skip
+    "gpt-oss": _read_gpt_oss,
+    "esft": _read_esft,
+    "own": _read_own,
+    "counts": _read_counts,
+    "olmoe": _read_olmoe,
+}
 
 readers.add("npz", Reader(read_npz, sniff_npz, "activations or expert counts as .npz: public data sets and our own"))

@@ -184,14 +184,21 @@ def read_routed_experts(path: Path, options: ReadOptions) -> ActivationTrace:
         names = [answer.id for answer in answers if answer.id is not None]
         requests = RequestTrace(prompts, lengths + 1 - prompts, ids=names if len(names) == len(answers) else None)
         meta = TraceMeta(
-            name, experts, ids.shape[1], ids.shape[2], layer_ids=tuple(int(n) for n in layers),
+            name,
+            experts,
+            ids.shape[1],
+            ids.shape[2],
+            layer_ids=tuple(int(n) for n in layers),
             source={"format": "routed-experts", "file": path.name},
-        )  # fmt: skip
+        )
         return ActivationTrace.from_arrays(
-            meta, ids, offsets, requests,
+            meta,
+            ids,
+            offsets,
+            requests,
             np.where(places < np.repeat(prompts, lengths), PREFILL, DECODE).astype(np.uint8),
             np.concatenate(tokens).astype(np.int32) if len(tokens) == len(answers) else None,
-        )  # fmt: skip
+        )
     except ConfigError as error:
         raise TraceError(path, "routed_experts", str(error)) from None
 

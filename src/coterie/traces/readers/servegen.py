@@ -144,10 +144,12 @@ def sample_servegen(
             output.append(lengths.output.draw(rng, len(times)))
             sender += [client.id] * len(times)
     return RequestTrace(
-        prompt_tokens=np.concatenate(prompt), output_tokens=np.concatenate(output),
-        arrival_s=np.concatenate(arrival), extra={"client": sender},
+        prompt_tokens=np.concatenate(prompt),
+        output_tokens=np.concatenate(output),
+        arrival_s=np.concatenate(arrival),
+        extra={"client": sender},
         source={"format": "servegen", "start_s": start_s, "duration_s": duration_s, "rate_scale": rate_scale},
-    ).in_order()  # fmt: skip
+    ).in_order()
 
 
 def _arrivals(window: Window, rate_scale: float, rng: Generator) -> NDArray[np.float64]:

@@ -64,12 +64,15 @@ def _read(rows: Iterator[Row], path: Path, format: str, options: ReadOptions, kn
                 raise row.error("block_tokens", f"found {row.whole('block_tokens')}, line {first.line} {block_tokens}")
         columns.add(row, row.whole("prompt_tokens"), row.whole("output_tokens"))
     return columns.trace(
-        path, format, options, np.array(arrival_s),
+        path,
+        format,
+        options,
+        np.array(arrival_s),
         ids=ids if "id" in present else None,
         domains=domains if "domain" in present else None,
         prefix_blocks=blocks if "prefix_blocks" in present else None,
         block_tokens=block_tokens,
-    )  # fmt: skip
+    )
 
 
 def _check_keys(row: Row, clock: str, known: tuple[str, ...], present: set[str]) -> None:

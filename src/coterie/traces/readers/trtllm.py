@@ -96,6 +96,5 @@ def sniff_trtllm(path: Path) -> bool:
 
 
 readers.add(
-    "trtllm",
-    Reader(read_trtllm, sniff_trtllm, "TensorRT-LLM expert statistics: a folder with rank*.safetensors"),
+    "trtllm", Reader(read_trtllm, sniff_trtllm, "TensorRT-LLM expert statistics: a folder with rank*.safetensors")
 )

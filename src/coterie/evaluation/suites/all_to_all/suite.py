@@ -151,9 +151,16 @@ def _formula_us(spec: ModelSpec, found: Locality, tokens: int, topology: Topolog
 
 
 def _row(
-    beside: str, source: str, model: str, experts: int, top_k: int, hidden: int | None, found: Locality,
-    topology: Topology, batch: int,
-) -> dict[str, Any]:  # fmt: skip
+    beside: str,
+    source: str,
+    model: str,
+    experts: int,
+    top_k: int,
+    hidden: int | None,
+    found: Locality,
+    topology: Topology,
+    batch: int,
+) -> dict[str, Any]:
     """Every key a row has, beside the article's table or a trace; None where it does not apply or is not known."""
     nodes = topology.num_nodes > 1
     return {

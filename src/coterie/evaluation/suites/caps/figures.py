@@ -29,9 +29,13 @@ GROUP = (*TOP_SIX, "differencing", "power_of_d_dot")
 LEAST_GROUP = 4
 """Of fewer, each has its own line."""
 STYLES = {
-    "latency_aware": ("#1f6fb4", "o"), "random": ("#d9730d", "s"), "karmarkar_karp": ("#2a8c5a", "^"),
-    "lpt": ("#8e4fb0", "v"), "greedy_variance": ("#5b6675", "D"), BASE: ("#1c2430", "."),
-}  # fmt: skip
+    "latency_aware": ("#1f6fb4", "o"),
+    "random": ("#d9730d", "s"),
+    "karmarkar_karp": ("#2a8c5a", "^"),
+    "lpt": ("#8e4fb0", "v"),
+    "greedy_variance": ("#5b6675", "D"),
+    BASE: ("#1c2430", "."),
+}
 COLORS, MARKERS = ("#b8326f", "#12858f", "#7a5c12", "#6b2f2f"), "PXph*"
 """Of all others, in turn: 20 pairs before one comes again."""
 PERCENTILES = {"p50_ms": "50", "p90_ms": "90", "p99_ms": "99", "p999_ms": "99.9"}
@@ -151,8 +155,17 @@ def _published_p99(
         color, right = look.get(name, (theme.muted, ""))[0], first + 0.16 * unit * place
         axes.plot((right, right), ends, color=color, lw=1.4, marker="_", ms=7, mew=1.4)
         if name not in look:
-            axes.annotate(_short(name), (right, ends[1]), (0, 4), textcoords="offset points", color=theme.muted,
-                          ha="center", va="bottom", fontsize=7, rotation=90)  # fmt: skip
+            axes.annotate(
+                _short(name),
+                (right, ends[1]),
+                (0, 4),
+                textcoords="offset points",
+                color=theme.muted,
+                ha="center",
+                va="bottom",
+                fontsize=7,
+                rotation=90,
+            )
     return first + 0.16 * unit * (len(ranges) - 1) if ranges else None
 
 
@@ -167,8 +180,16 @@ def _rate_ticks(axes: Any, rows: Rows, rates: Sequence[float], brackets: float |
     axes.set_xlim(-0.4 * unit, end if brackets is None else max(brackets + 0.35 * unit, end + 0.6 * unit))
     if brackets is not None:
         axes.axvline(end, color=axes.xaxis.label.get_color(), lw=0.6, ls=":")
-        axes.annotate("published, all rates", (end, axes.get_ylim()[1]), (2, 0), textcoords="offset points", ha="left",
-                      va="top", rotation=90, fontsize=6.5)  # fmt: skip
+        axes.annotate(
+            "published, all rates",
+            (end, axes.get_ylim()[1]),
+            (2, 0),
+            textcoords="offset points",
+            ha="left",
+            va="top",
+            rotation=90,
+            fontsize=6.5,
+        )
 
 
 def _unit(rates: Collection[float]) -> float:
@@ -235,8 +256,16 @@ def _against_published(pairs: list[Pair], figure: Figure, theme: Theme) -> None:
             _draw_pairs(axes, theme, [pair for pair in mine if _kind(pair) == kind])
         axes.set(title=title, xlabel="published", ylabel="ours")
         axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
-        axes.annotate(f"± {near:g} points", (low, low + near), (4, 4), textcoords="offset points", fontsize=8,
-                      rotation=45, rotation_mode="anchor", color=theme.muted)  # fmt: skip
+        axes.annotate(
+            f"± {near:g} points",
+            (low, low + near),
+            (4, 4),
+            textcoords="offset points",
+            fontsize=8,
+            rotation=45,
+            rotation_mode="anchor",
+            color=theme.muted,
+        )
         far = _far(mine, near)
         if far:
             _corner(axes, theme, ["outside the band", *far])
@@ -260,8 +289,15 @@ def _draw_pairs(axes: Any, theme: Theme, pairs: list[Pair]) -> None:
     ranges = [pair for pair in pairs if pair.rate is None]
     if ranges:
         p99 = marker == "o"  # a P99 moves with the rate: its ends are far apart
-        axes.plot(np.transpose([pair.theirs for pair in ranges]), np.transpose([pair.ours for pair in ranges]),
-                  color=color, lw=1.4, marker="_" if p99 else marker, ms=6 if p99 else 4.5, zorder=3)  # fmt: skip
+        axes.plot(
+            np.transpose([pair.theirs for pair in ranges]),
+            np.transpose([pair.ours for pair in ranges]),
+            color=color,
+            lw=1.4,
+            marker="_" if p99 else marker,
+            ms=6 if p99 else 4.5,
+            zorder=3,
+        )
     for fitted in (True, False):
         cells = [pair for pair in pairs if pair.rate is not None and pair.fitted == fitted]
         if not cells:
@@ -364,8 +400,15 @@ def _percentiles(rows: Rows, figure: Figure, _: Theme) -> None:
                 color, marker = look[name]
                 row = by.get((pattern, rate, name))
                 values = [row[field] / 1e3 if row else np.nan for field in PERCENTILES]
-                axes.plot(values, color=color, marker=marker, ms=4, lw=2.0 if name == "latency_aware" else 1.2,
-                          ls="--" if name == BASE else "-", zorder=3 if name == BASE else 2)  # fmt: skip
+                axes.plot(
+                    values,
+                    color=color,
+                    marker=marker,
+                    ms=4,
+                    lw=2.0 if name == "latency_aware" else 1.2,
+                    ls="--" if name == BASE else "-",
+                    zorder=3 if name == BASE else 2,
+                )
                 seconds += [value for value in values if value > 0]
             last = pattern == patterns[-1]
             axes.set_xticks(range(len(PERCENTILES)), list(PERCENTILES.values()) if last else [])
@@ -445,9 +488,19 @@ def _listed(lines: Iterable[str]) -> list[str]:
 
 def _corner(axes: Any, theme: Theme, lines: Sequence[str]) -> None:
     """Small print in the lower right, above whatever is there."""
-    axes.annotate("\n".join(lines), (1, 0), (-2, 3), xycoords="axes fraction", textcoords="offset points", ha="right",
-                  va="bottom", fontsize=7, color=theme.muted, zorder=7,
-                  bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.5})  # fmt: skip
+    axes.annotate(
+        "\n".join(lines),
+        (1, 0),
+        (-2, 3),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=7,
+        color=theme.muted,
+        zorder=7,
+        bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.5},
+    )
 
 
 def _whisker(theme: Theme) -> Any:
@@ -463,5 +516,11 @@ def _handles(look: dict[str, tuple[str, str]]) -> list[Any]:
 
 def _legend_above(figure: Figure, handles: Sequence[Any]) -> None:
     if handles:
-        figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(handles)), fontsize=8.5,
-                      handlelength=2.2, columnspacing=1.4)  # fmt: skip
+        figure.legend(
+            handles=handles,
+            loc="outside upper center",
+            ncols=min(4, len(handles)),
+            fontsize=8.5,
+            handlelength=2.2,
+            columnspacing=1.4,
+        )

@@ -29,14 +29,14 @@ BURSTY: dict[str, tuple[Range, Range, Range]] = {
 }
 """P99 gain, throughput gain and imbalance reduction, from the least to the most of the four rates."""
 POISSON_P99_BY_STRATEGY: dict[str, Range] = {
-    "greedy_dot_product": (12.7, 28.0), "best_fit": (12.8, 27.9), "greedy_variance": (12.8, 27.9),
+    "greedy_dot_product": (12.7, 28.0),
+    "best_fit": (12.8, 27.9),
+    "greedy_variance": (12.8, 27.9),
     "power_of_d": (8.5, 18.4),
-}  # fmt: skip
+}
 """P99 gain from 300 to 200 requests a second."""
 
-EXAMPLE = {
-    "p50_ms": 1575.48, "p90_ms": 2598.68, "p99_ms": 3031.60, "throughput": 131.61, "imbalance": 1.593,
-}  # fmt: skip
+EXAMPLE = {"p50_ms": 1575.48, "p90_ms": 2598.68, "p99_ms": 3031.60, "throughput": 131.61, "imbalance": 1.593}
 """greedy_variance under bursty arrivals at 150 requests a second: the one cell whose absolute numbers are printed."""
 
 

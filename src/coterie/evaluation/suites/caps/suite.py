@@ -195,11 +195,13 @@ def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...], st
         behind = [row for row in ours if row["behind_best_low"] > 0.0]
         notes.append(
             f"latency_aware has the best P99, or one not told apart from it, in {len(ours) - len(behind)} of "
-            f"{len(ours)} cells" + "".join(
+            f"{len(ours)} cells"
+            + "".join(
                 f"; behind {row['best']} by {row['behind_best_pct']:.1f}% at {row['pattern']} {row['rate']:g}/s"
                 for row in behind
-            ) + "."
-        )  # fmt: skip
+            )
+            + "."
+        )
     return notes
 
 
@@ -244,11 +246,13 @@ def paper_results(
     """In the structure of the publication's results.json."""
     out: dict[str, Any] = {
         "config": {
-            "requests": requests, "seeds": list(seeds), "rates": list(rates),
+            "requests": requests,
+            "seeds": list(seeds),
+            "rates": list(rates),
             "generated": datetime.now().isoformat(timespec="seconds"),
         },
         "strategies": sorted(names),
-    }  # fmt: skip
+    }
     for pattern in PATTERNS:
         by_rate: dict[str, Any] = {}
         for rate in rates:
@@ -256,8 +260,14 @@ def paper_results(
             cell: dict[str, Any] = {}
             for row in rows:
                 values = {}
-                for short, field in (("p50", "p50_ms"), ("p90", "p90_ms"), ("p99", "p99_ms"), ("p999", "p999_ms"),
-                                     ("throughput", "throughput"), ("imbalance", "imbalance")):  # fmt: skip
+                for short, field in (
+                    ("p50", "p50_ms"),
+                    ("p90", "p90_ms"),
+                    ("p99", "p99_ms"),
+                    ("p999", "p999_ms"),
+                    ("throughput", "throughput"),
+                    ("imbalance", "imbalance"),
+                ):
                     values[f"{short}_mean"], values[f"{short}_std"] = row[field], row[f"{field}_std"]
                 cell[row["strategy"]] = values
             gains = ("p99_reduction_pct", "throughput_gain_pct", "imbalance_reduction_pct")
@@ -270,9 +280,13 @@ def paper_results(
 
 
 def _write(
-    folder: Path, result: SuiteResult, requests: int, seeds: tuple[int, ...], rates: tuple[float, ...],
+    folder: Path,
+    result: SuiteResult,
+    requests: int,
+    seeds: tuple[int, ...],
+    rates: tuple[float, ...],
     names: tuple[str, ...],
-) -> None:  # fmt: skip
+) -> None:
     from coterie.evaluation.suites.caps.figures import draw_figures
 
     folder.mkdir(parents=True, exist_ok=True)

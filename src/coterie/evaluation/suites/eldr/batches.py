@@ -31,9 +31,14 @@ STEPS = 100
 
 
 def replay_batches(
-    data: Path, out: Path, *, steps: int = STEPS, seeds: tuple[int, ...] = (0,), requests: int = REQUESTS,
+    data: Path,
+    out: Path,
+    *,
+    steps: int = STEPS,
+    seeds: tuple[int, ...] = (0,),
+    requests: int = REQUESTS,
     loads: tuple[tuple[int, int], ...] = LOADS,
-) -> int:  # fmt: skip
+) -> int:
     """Write batches of each router at each load, drawn from the steady part; how many of each."""
     source = recorded_source(data, MODEL)
     groups: dict[str, dict[str, list[NDArray[np.integer]]]] = {}
@@ -67,9 +72,10 @@ def formed_batches(
 def _ids(run: FleetRun, requests: FleetRequests, step: int) -> NDArray[np.integer]:
     worker, start = run.step_worker[step], run.step_start_s[step]
     here = np.flatnonzero(
-        (run.decoder == worker - run.prefill_workers) & (run.decode_start_s <= start)
+        (run.decoder == worker - run.prefill_workers)
+        & (run.decode_start_s <= start)
         & ~(run.finish_s <= start)  # not a number where it had not ended
-    )  # fmt: skip
+    )
     if len(here) != run.step_decoding[step]:
         raise ConfigError(f"step {step} decoded {run.step_decoding[step]} tokens; {len(here)} requests were there")
     before = np.sort(run.step_start_s[(run.step_worker == worker) & (run.step_start_s < start)])

@@ -121,8 +121,13 @@ def find_limit(source: Source, halves: Halves, bench: Bench) -> tuple[Limit, Lab
     expected = np.array([fitted.profile(one) for one in counts.prefill[rows]])
     cosine, union = assign(-alike, room), assign(expected @ slopes.T + offsets, room)
     best = union_clusters(
-        decode, fitted.workers, batch, np.random.default_rng([bench.seed, 4]), starts=(cosine, union),
-        restarts=LIMIT_STARTS, effort=LIMIT_EFFORT,
-    )  # fmt: skip
+        decode,
+        fitted.workers,
+        batch,
+        np.random.default_rng([bench.seed, 4]),
+        starts=(cosine, union),
+        restarts=LIMIT_STARTS,
+        effort=LIMIT_EFFORT,
+    )
     limit, *others = (expected_distinct_saving(decode, labels, batch) for labels in (best.labels, cosine, union))
     return Limit(limit, *others), best.labels

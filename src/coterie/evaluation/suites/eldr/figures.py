@@ -61,10 +61,18 @@ def _trends(bands: Rows, pools: Rows, figure: Figure, theme: Theme) -> None:
     if bands:
         axes = panels.pop(0)
         places = range(len(bands))
-        for color, (key, label) in zip(theme.series, (("tpot_p50_saving", "p50"), ("tpot_p99_saving", "p99")),
-                                       strict=False):  # fmt: skip
-            axes.errorbar(places, [row[f"{key}_pct"] for row in bands], _error(bands, key), color=color, marker="o",
-                          ms=4, label=label)  # fmt: skip
+        for color, (key, label) in zip(
+            theme.series, (("tpot_p50_saving", "p50"), ("tpot_p99_saving", "p99")), strict=False
+        ):
+            axes.errorbar(
+                places,
+                [row[f"{key}_pct"] for row in bands],
+                _error(bands, key),
+                color=color,
+                marker="o",
+                ms=4,
+                label=label,
+            )
         axes.set_xticks(places, [f"{row['tau']:g}" for row in bands])
         axes.set(xlabel=f"τ of the locality band, {MODEL}", ylabel="cut of TPOT, %")
         axes.axhline(0, color=theme.muted, lw=0.8)
@@ -75,12 +83,21 @@ def _trends(bands: Rows, pools: Rows, figure: Figure, theme: Theme) -> None:
             mine = [row for row in pools if row["router"] == name]
             sizes = [row["decoders"] for row in mine]
             for key, style, label in (("tpot_p50_saving", "-", "p50"), ("saving_by_token", "--", "experts by token")):
-                axes.errorbar(sizes, [row[f"{key}_pct"] for row in mine], _error(mine, key), color=color, marker="o",
-                              ms=4, ls=style, label=f"{name}, {label}")  # fmt: skip
+                axes.errorbar(
+                    sizes,
+                    [row[f"{key}_pct"] for row in mine],
+                    _error(mine, key),
+                    color=color,
+                    marker="o",
+                    ms=4,
+                    ls=style,
+                    label=f"{name}, {label}",
+                )
             known = [(row["decoders"], row["published"]["tpot_p50"]) for row in mine if row["published"]]
             if known:
-                axes.plot(*zip(*known, strict=True), color=theme.text, marker="x", ms=7, ls="none",
-                          label="published p50")  # fmt: skip
+                axes.plot(
+                    *zip(*known, strict=True), color=theme.text, marker="x", ms=7, ls="none", label="published p50"
+                )
         axes.set_xticks(sorted({row["decoders"] for row in pools}))
         axes.set(xlabel="decoders, synthetic routing", ylabel="saving, %")
         axes.axhline(0, color=theme.muted, lw=0.8)

@@ -146,12 +146,18 @@ def outcome(run: FleetRun, window: Window, mixed: Curve) -> Outcome:
     rows, experts = run.step_decoding[steps], run.step_distinct[steps]
     done = (run.arrival_s >= window.since_s) & (run.arrival_s <= window.until_s) & np.isfinite(run.tpot_s)
     return Outcome(
-        found.distinct, found.distinct_by_token, float(np.average(experts, weights=run.step_s[steps])),
+        found.distinct,
+        found.distinct_by_token,
+        float(np.average(experts, weights=run.step_s[steps])),
         float(np.average(experts / np.exp(np.polyval(mixed, np.log(rows))), weights=rows)),
-        found.tpot.p50, found.tpot.p99, found.tpot.mean,
+        found.tpot.p50,
+        found.tpot.p99,
+        found.tpot.mean,
         1e3 * float(np.average(run.tpot_s[done], weights=run.output_tokens[done] - 1)),
-        found.step_ms, found.requests, float(loads.std() / loads.mean()),
-    )  # fmt: skip
+        found.step_ms,
+        found.requests,
+        float(loads.std() / loads.mean()),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,9 +199,16 @@ class Bench:
         cells = spec.num_moe_layers * spec.num_experts if profiled else 0
         fleet = Fleet([self.config.places] * decoders, cells, usual=self.fitted.profiles if profiled else None)
         return run_fleet(
-            self.requests, self.model, router, self.config, in_flight=self.in_flight, fleet=fleet, until_s=until_s,
-            placement=self.placement, duplicates="refuse" if self.in_flight else "postpone",
-        )  # fmt: skip
+            self.requests,
+            self.model,
+            router,
+            self.config,
+            in_flight=self.in_flight,
+            fleet=fleet,
+            until_s=until_s,
+            placement=self.placement,
+            duplicates="refuse" if self.in_flight else "postpone",
+        )
 
     def compare(self, chosen: dict[str, Router]) -> dict[str, Outcome]:
         """Every router on the same requests, round robin first; others run no longer than its steady part needs."""
@@ -228,17 +241,25 @@ def closed_bench(source: Source, decoders: int, each: int, seed: int, requests: 
 
 
 def bench_of(
-    source: Source, halves: Halves, recordings: Recordings, decoders: int, each: int, seed: int, requests: int,
-    model: StepModel | None = None, placement: Placement | None = None,
-) -> Bench:  # fmt: skip
+    source: Source,
+    halves: Halves,
+    recordings: Recordings,
+    decoders: int,
+    each: int,
+    seed: int,
+    requests: int,
+    model: StepModel | None = None,
+    placement: Placement | None = None,
+) -> Bench:
     known = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
     fitted = FittedRouting.fit(known, decoders, np.random.default_rng([seed, 1]), batch=each)
     drawn = draw_requests(recordings, requests, np.random.default_rng([seed, 2]))
     if model is None:
         model = step_model(get_model(source.trace.meta.model), "h200", "bf16")
     config = FleetConfig(decode_workers=decoders, places=ROOM * each)
-    return Bench(model, fitted, drawn, config, decoders * each, domain_workers(source, halves, decoders), seed,
-                 placement)  # fmt: skip
+    return Bench(
+        model, fitted, drawn, config, decoders * each, domain_workers(source, halves, decoders), seed, placement
+    )
 
 
 def domain_workers(source: Source, halves: Halves, decoders: int) -> dict[str, tuple[int, ...]]:

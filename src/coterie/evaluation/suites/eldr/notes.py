@@ -43,10 +43,14 @@ def verdict(row: Row, key: str) -> str:
 
 
 COMPARED = (
-    ("saving_by_time", "experts by time"), ("saving_by_token", "by token"), ("saving_at_rows", "at equal rows"),
-    ("tpot_mean_saving", "mean TPOT"), ("tpot_token_saving", "mean by token"), ("tpot_p50_saving", "p50"),
+    ("saving_by_time", "experts by time"),
+    ("saving_by_token", "by token"),
+    ("saving_at_rows", "at equal rows"),
+    ("tpot_mean_saving", "mean TPOT"),
+    ("tpot_token_saving", "mean by token"),
+    ("tpot_p50_saving", "p50"),
     ("tpot_p99_saving", "p99"),
-)  # fmt: skip
+)
 
 
 def _ahead_note(row: Row, where: str) -> str:
@@ -173,8 +177,11 @@ def _synthetic_notes(pools: Sequence[Row], parallel: Sequence[Row]) -> list[str]
         )
     for name in (ELDR, OURS):
         mine = [row for row in pools if row["router"] == name]
-        for key, words in (("tpot_p50_saving_pct", "p50"), ("tpot_mean_saving_pct", "mean TPOT"),
-                           ("saving_by_token_pct", "experts by token")):  # fmt: skip
+        for key, words in (
+            ("tpot_p50_saving_pct", "p50"),
+            ("tpot_mean_saving_pct", "mean TPOT"),
+            ("saving_by_token_pct", "experts by token"),
+        ):
             values = [row[key] for row in mine]
             if values:
                 grows = all(a < b for a, b in pairwise(values))

@@ -42,9 +42,10 @@ VANILLA_P99 = 17.4
 GATE_P50_POINTS = 3.0
 """By which count_idf's cut of the median is above that of gate probabilities."""
 TOPOLOGY: dict[int, dict[str, float]] = {
-    8: {"tpot_p50": 8.0, "tpot_p99": 2.5}, 16: {"tpot_p50": 9.8, "tpot_p99": 0.8},
+    8: {"tpot_p50": 8.0, "tpot_p99": 2.5},
+    16: {"tpot_p50": 9.8, "tpot_p99": 0.8},
     24: {"tpot_p50": 10.2, "tpot_p99": 1.1},
-}  # fmt: skip
+}
 """Decoders → cut against round robin, language workload, mean over 20 to 100 requests a second."""
 EXPERT_PARALLEL: dict[str, Span] = {"tpot_p50": Span(2.7, 4.3), "tpot_p99": Span(0.6, 2.0)}
 

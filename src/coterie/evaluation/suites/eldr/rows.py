@@ -38,10 +38,15 @@ from coterie.evaluation.suites.eldr.synthetic import (
 
 OURS, ELDR, SHORTEST = "latency_aware", "locality_band", "join_shortest_queue"
 SAVINGS = {
-    "saving": "active_experts", "saving_by_token": "active_experts_by_token",
-    "saving_by_time": "active_experts_by_time", "tpot_p50_saving": "tpot_p50_ms", "tpot_p99_saving": "tpot_p99_ms",
-    "tpot_mean_saving": "tpot_mean_ms", "tpot_token_saving": "tpot_token_ms", "saving_at_rows": "experts_at_rows",
-}  # fmt: skip
+    "saving": "active_experts",
+    "saving_by_token": "active_experts_by_token",
+    "saving_by_time": "active_experts_by_time",
+    "tpot_p50_saving": "tpot_p50_ms",
+    "tpot_p99_saving": "tpot_p99_ms",
+    "tpot_mean_saving": "tpot_mean_ms",
+    "tpot_token_saving": "tpot_token_ms",
+    "saving_at_rows": "experts_at_rows",
+}
 """Key of a row, and what of an outcome it compares."""
 Runs = Sequence[Mapping[str, Outcome]]
 Row = dict[str, Any]
@@ -146,8 +151,9 @@ def design_rows(runs: Runs) -> list[Row]:
         for tau in BANDS
     ]
     for clusters, name in (("balanced", ELDR), ("vanilla", VANILLA)):
-        row = fleet_row("clusters", MODEL, ELDR, decoders, each, [_as(run, ELDR, name) for run in runs],
-                        clusters=clusters)  # fmt: skip
+        row = fleet_row(
+            "clusters", MODEL, ELDR, decoders, each, [_as(run, ELDR, name) for run in runs], clusters=clusters
+        )
         row["worst_p99_pct"] = -min(savings(runs, name, "tpot_p99_ms"))
         if clusters == "vanilla":
             row["published"] = {"tpot_p99": -published.VANILLA_P99, "of": "the worst case"}
@@ -169,23 +175,43 @@ def analysis_rows(trace: str, found: Sequence[Analysis]) -> list[Row]:
     unions = found[0].unions
     saving = interval([one.unions.saving_pct for one in found])
     rows = [
-        blank("unions", trace, in_flight=unions.batch, domains=unions.domains, saving_pct=saving.mean,
-              saving_low=saving.low, saving_high=saving.high, published=published.plain(published.SAME_DOMAIN),
-              active_experts=float(np.mean([one.unions.same for one in found])),
-              mixed_experts=float(np.mean([one.unions.mixed for one in found]))),
-        blank("correlation", trace, correlation=found[0].correlation,
-              published=published.plain(published.PHASE_CORRELATION)),
-    ]  # fmt: skip
+        blank(
+            "unions",
+            trace,
+            in_flight=unions.batch,
+            domains=unions.domains,
+            saving_pct=saving.mean,
+            saving_low=saving.low,
+            saving_high=saving.high,
+            published=published.plain(published.SAME_DOMAIN),
+            active_experts=float(np.mean([one.unions.same for one in found])),
+            mixed_experts=float(np.mean([one.unions.mixed for one in found])),
+        ),
+        blank(
+            "correlation",
+            trace,
+            correlation=found[0].correlation,
+            published=published.plain(published.PHASE_CORRELATION),
+        ),
+    ]
     for weighting in found[0].rho:
         masked, plain = ([getattr(one, key)[weighting] for one in found] for key in ("rho", "rho_unmasked"))
         gain = interval(np.subtract(masked, plain))
         beside = published.RHO.get(weighting)
         rows.append(
-            blank("rho", trace, weighting=weighting, rho=float(np.mean(masked)), rho_unmasked=float(np.mean(plain)),
-                  mask_gain=gain.mean, mask_gain_low=gain.low, mask_gain_high=gain.high,
-                  published=None if beside is None else {"rho": beside, "mask_gain": list(published.MASK_GAIN)},
-                  **({"layers": float(np.mean([one.layers for one in found]))} if weighting == "count_idf" else {}))
-        )  # fmt: skip
+            blank(
+                "rho",
+                trace,
+                weighting=weighting,
+                rho=float(np.mean(masked)),
+                rho_unmasked=float(np.mean(plain)),
+                mask_gain=gain.mean,
+                mask_gain_low=gain.low,
+                mask_gain_high=gain.high,
+                published=None if beside is None else {"rho": beside, "mask_gain": list(published.MASK_GAIN)},
+                **({"layers": float(np.mean([one.layers for one in found]))} if weighting == "count_idf" else {}),
+            )
+        )
     return rows
 
 
@@ -208,8 +234,9 @@ def cache_rows(found: Sequence[CacheFound]) -> list[Row]:
     rows = []
     for cached, runs in ((True, [one.cached for one in found]), (False, [one.uncached for one in found])):
         for name in runs[0]:
-            row = fleet_row("prefix_cache", MODEL, name, CACHE_DECODERS, CACHE_EACH, runs, cached=cached,
-                            arrivals="mooncake")  # fmt: skip
+            row = fleet_row(
+                "prefix_cache", MODEL, name, CACHE_DECODERS, CACHE_EACH, runs, cached=cached, arrivals="mooncake"
+            )
             row["cached_share"] = float(np.mean([one.cached_share for one in found])) if cached else 0.0
             row["mean_batch"] = float(np.mean([one.in_flight for one in found]))
             row["prefill_ms"] = float(np.mean([one.prefill_ms[0 if cached else 1] for one in found]))

@@ -100,9 +100,10 @@ def language_source(model: str, seed: int, size: SyntheticSize) -> Source:
     spec, rng = get_model(model), np.random.default_rng([seed, 6])
     settings = SyntheticSettings(
         domains=tuple(f"{language}/{topic}" for language in LANGUAGES for topic in range(TOPICS)),
-        mix=tuple(share / TOPICS for share in SHARES for _ in range(TOPICS)), concentration=CONCENTRATION,
+        mix=tuple(share / TOPICS for share in SHARES for _ in range(TOPICS)),
+        concentration=CONCENTRATION,
         lengths=LognormalLengths(size.prompt_tokens, 0.5, size.output_tokens, 0.5, 4 * size.output_tokens),
-    ).shaped_like(spec)  # fmt: skip
+    ).shaped_like(spec)
     preferences = draw_language_preferences(spec.num_moe_layers, spec.num_experts, rng)
     trace = generate(replace(settings, preferences=preferences), rng, requests=size.recordings)
     domains = [label.split("/")[0] for label in trace.requests.domains or ()]
@@ -135,8 +136,17 @@ def serve_synthetic(cell: SyntheticCell, size: SyntheticSize | None = None) -> S
         placement = Placement.linear(spec.num_moe_layers, spec.num_experts, EXPERT_PARALLEL)
     recordings = phase_recordings(source.trace, halves.test)
     in_flight = cell.decoders * cell.each
-    bench = bench_of(source, halves, recordings, cell.decoders, cell.each, cell.seed, max(size.requests, 4 * in_flight),
-                     model, placement)  # fmt: skip
+    bench = bench_of(
+        source,
+        halves,
+        recordings,
+        cell.decoders,
+        cell.each,
+        cell.seed,
+        max(size.requests, 4 * in_flight),
+        model,
+        placement,
+    )
     unions = domain_unions(source, cell.each, 200, np.random.default_rng([cell.seed, 7]))
     return SyntheticFound(bench.compare({router: bench.router(router) for router in ROUTERS}), unions)
 
@@ -167,11 +177,16 @@ def serve_prefixes(seed: int, data: Path, requests: int, names: tuple[str, ...] 
     tokens = float(np.mean(arrivals.output_tokens))
     base = bench.compare({BASE: bench.router(BASE)})[BASE]
     rate = CACHE_DECODERS * CACHE_EACH / (tokens * base.step_ms * 1e-3)
-    drawn = draw_requests(bench.requests.recordings, requests, np.random.default_rng([seed, 8]), arrivals, rate,
-                          LONGEST_PROMPT)  # fmt: skip
+    drawn = draw_requests(
+        bench.requests.recordings, requests, np.random.default_rng([seed, 8]), arrivals, rate, LONGEST_PROMPT
+    )
     # By load alone, with caches and without: what prefill does then changes by what it finds, not by where it goes.
-    config = FleetConfig(decode_workers=CACHE_DECODERS, prefill_workers=CACHE_PREFILLERS, places=bench.config.places,
-                         prefill_policy="least_queued")  # fmt: skip
+    config = FleetConfig(
+        decode_workers=CACHE_DECODERS,
+        prefill_workers=CACHE_PREFILLERS,
+        places=bench.config.places,
+        prefill_policy="least_queued",
+    )
     found, shares, waits, load = [], [], [], 0.0
     for served in (drawn, replace(drawn, blocks=None, block_offsets=None)):
         open_bench = replace(bench, requests=served, config=config, in_flight=None)
@@ -188,4 +203,3 @@ def serve_prefixes(seed: int, data: Path, requests: int, names: tuple[str, ...] 
                 load = float(run.step_decoding[run.step_worker >= CACHE_PREFILLERS].mean())
         found.append(one)
     return CacheFound(found[0], found[1], shares[0], load, (waits[0], waits[1]))
-

@@ -30,8 +30,9 @@ def _beside(row: Row) -> str:
         return ""
     if not isinstance(found, dict):
         return _text(found)
-    return ", ".join(f"{key.removeprefix('tpot_')} {_text(value)}" for key, value in found.items()
-                     if not isinstance(value, str))  # fmt: skip
+    return ", ".join(
+        f"{key.removeprefix('tpot_')} {_text(value)}" for key, value in found.items() if not isinstance(value, str)
+    )
 
 
 def _text(value: Any) -> str:
@@ -51,20 +52,27 @@ def _is(*parts: str) -> Callable[[Row], bool]:
 
 
 _EXPERTS = (
-    Column("experts a step", _number("active_experts")), Column("fewer %", _gain("saving")),
-    Column("by time", _gain("saving_by_time")), Column("by token", _gain("saving_by_token")),
+    Column("experts a step", _number("active_experts")),
+    Column("fewer %", _gain("saving")),
+    Column("by time", _gain("saving_by_time")),
+    Column("by token", _gain("saving_by_token")),
     Column("at equal rows", _gain("saving_at_rows")),
-)  # fmt: skip
+)
 _TIMES = (
-    Column("p50 ms", _number("tpot_p50_ms")), Column("p99 ms", _number("tpot_p99_ms")),
-    Column("p50 cut %", _gain("tpot_p50_saving")), Column("p99", _gain("tpot_p99_saving")),
-    Column("mean", _gain("tpot_mean_saving")), Column("by token", _gain("tpot_token_saving")),
-)  # fmt: skip
+    Column("p50 ms", _number("tpot_p50_ms")),
+    Column("p99 ms", _number("tpot_p99_ms")),
+    Column("p50 cut %", _gain("tpot_p50_saving")),
+    Column("p99", _gain("tpot_p99_saving")),
+    Column("mean", _gain("tpot_mean_saving")),
+    Column("by token", _gain("tpot_token_saving")),
+)
 _SHORT = (
-    Column("by token %", _gain("saving_by_token")), Column("p50 ms", _number("tpot_p50_ms")),
-    Column("p99 ms", _number("tpot_p99_ms")), Column("p50 cut %", _gain("tpot_p50_saving")),
+    Column("by token %", _gain("saving_by_token")),
+    Column("p50 ms", _number("tpot_p50_ms")),
+    Column("p99 ms", _number("tpot_p99_ms")),
+    Column("p50 cut %", _gain("tpot_p50_saving")),
     Column("p99 cut %", _gain("tpot_p99_saving")),
-)  # fmt: skip
+)
 
 TABLES = (
     SuiteTable(
@@ -89,8 +97,9 @@ TABLES = (
             Column("p99, shortest queue", _gain("p99_over_shortest")),
             Column("published", _beside),
         ),
-        lambda row: bool(row["part"] == "main" and row["router"] in ("domain", "pressure", "locality_band",
-                                                                     "latency_aware")),
+        lambda row: bool(
+            row["part"] == "main" and row["router"] in ("domain", "pressure", "locality_band", "latency_aware")
+        ),
     ),
     SuiteTable(
         "The limit: clusters made on the served requests' own decode, B = 16",
@@ -135,11 +144,7 @@ TABLES = (
     ),
     SuiteTable(
         "Prefix caching: Mooncake's arrivals, gpt-oss-20b's experts, 8 prefill and 8 decode workers (± 95%)",
-        (
-            Column("cached", _plain("cached")),
-            Column("router", _plain("router")),
-            *_SHORT,
-        ),
+        (Column("cached", _plain("cached")), Column("router", _plain("router")), *_SHORT),
         _is("prefix_cache"),
     ),
     SuiteTable(
@@ -153,4 +158,4 @@ TABLES = (
         ),
         _is("topology", "expert_parallel"),
     ),
-)  # fmt: skip
+)

@@ -144,10 +144,15 @@ def _bench(
     fitted = FittedRouting.fit(counts, RANKS, np.random.default_rng([cell.seed, 1]), batch=cell.each)
     model = step_model(get_model(cell.trace), "h200", DTYPES[cell.trace], Topology(RANKS))
     loops = [
-        GroupLoop(draw_requests(records, requests, np.random.default_rng([cell.seed, number])), model, fitted,
-                  RANKS * cell.each, ROOM * cell.each)
+        GroupLoop(
+            draw_requests(records, requests, np.random.default_rng([cell.seed, number])),
+            model,
+            fitted,
+            RANKS * cell.each,
+            ROOM * cell.each,
+        )
         for number, records in ((3, known), (2, served))
-    ]  # fmt: skip
+    ]
     return GroupBench(loops[0], loops[1])
 
 
@@ -205,9 +210,16 @@ def single_step(bench: GroupBench, placement: Placement, tokens: int, rng: Gener
     ids, home = recorded[rng.integers(0, len(recorded), tokens)], np.arange(tokens) % RANKS
     part = Group(bench.served.model, placement).step(ids, home, np.full(tokens, CONTEXT))
     return GroupOutcome(
-        1e3 * part.total_s, 1e3 * part.total_s, tokens / part.total_s, 100.0 * part.all_to_all_s / part.total_s,
-        100.0 * part.experts_s / part.total_s, 100.0 * part.remote / part.activations, 1.0, 100.0, 1,
-    )  # fmt: skip
+        1e3 * part.total_s,
+        1e3 * part.total_s,
+        tokens / part.total_s,
+        100.0 * part.all_to_all_s / part.total_s,
+        100.0 * part.experts_s / part.total_s,
+        100.0 * part.remote / part.activations,
+        1.0,
+        100.0,
+        1,
+    )
 
 
 def _chain(part: str, bench: GroupBench, extra: int, more: Placement, prices: DecodePrices) -> Found:
@@ -250,8 +262,9 @@ def manager_of(spec: ModelSpec, settings: ActionSettings) -> ActionManager:
 
 def replicated(spec: ModelSpec, asked: Demand, extra: int) -> Placement:
     """Experts in order, and in `extra` slots of a rank those that it asks for most and lacks, three copies at most."""
-    settings = ActionSettings(extra_slots=extra, swap_top=0, replicate_top=4 * extra, max_actions=spec.num_experts,
-                              min_saving_s=0.0)  # fmt: skip
+    settings = ActionSettings(
+        extra_slots=extra, swap_top=0, replicate_top=4 * extra, max_actions=spec.num_experts, min_saving_s=0.0
+    )
     held = held_by(Placement.linear(spec.num_moe_layers, spec.num_experts, RANKS))
     return placement_of(manager_of(spec, settings).cycle(asked, held).held, spec.num_experts // RANKS + extra)
 

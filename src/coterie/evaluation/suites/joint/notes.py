@@ -67,12 +67,13 @@ def _trace_notes(rows: Sequence[Row]) -> list[str]:
     theirs = [published.TABLE[step].all_to_all_pct for step in (STANDARD, SCHEDULING)]
     notes = [
         f"{name}, {standard['in_flight']} in flight on {standard['ranks']} ranks, {standard['seeds']} seeds: "
-        + "; ".join(steps) + ".",
+        + "; ".join(steps)
+        + ".",
         f"{name}: {order}. The all-to-all is {ours[0]:.1f}% of a standard step and {ours[1]:.1f}% with all steps "
         f"(published {theirs[0]:g} and {theirs[1]:g}): the first is the most that crossing less could ever save.",
         _routing_note(name, main, rows),
         _replication_note(name, chain, rows),
-    ]  # fmt: skip
+    ]
     notes += [_budget_note(name, chain, row) for row in rows if row["part"] == "budget"]
     notes += _size_notes(name, [row for row in rows if row["part"] == "step size"])
     slow = {row["configuration"]: row for row in rows if row["part"] == "slow link"}
@@ -128,8 +129,11 @@ def _replication_note(name: str, chain: dict[str, Row], rows: Sequence[Row]) -> 
 
 def _size_notes(name: str, rows: Sequence[Row]) -> list[str]:
     notes, most = [], max((row["extra_slots"] for row in rows), default=0)
-    for planner, slots, what in (("demand", most, "replicas for who asks"), ("eplb", most, "replicas to even out load"),
-                                 ("eplb", 0, "experts moved to even out load, without replicas")):  # fmt: skip
+    for planner, slots, what in (
+        ("demand", most, "replicas for who asks"),
+        ("eplb", most, "replicas to even out load"),
+        ("eplb", 0, "experts moved to even out load, without replicas"),
+    ):
         mine = [row for row in rows if (row["experts_placed_by"], row["extra_slots"]) == (planner, slots)]
         if mine:
             words = ", ".join(f"{row['in_flight']} tokens {told(row, 'tbt_mean_saving')}" for row in mine)

@@ -18,10 +18,18 @@ class Reported(NamedTuple):
     all_to_all_pct: float
 
 
-TABLE = dict(zip(CHAIN, (
-    Reported(42.3, 78.1, 3020.0, 38.0), Reported(38.7, 65.2, 3300.0, 31.0), Reported(34.2, 52.8, 3730.0, 24.0),
-    Reported(31.8, 48.3, 4010.0, 20.0),
-), strict=True))  # fmt: skip
+TABLE = dict(
+    zip(
+        CHAIN,
+        (
+            Reported(42.3, 78.1, 3020.0, 38.0),
+            Reported(38.7, 65.2, 3300.0, 31.0),
+            Reported(34.2, 52.8, 3730.0, 24.0),
+            Reported(31.8, 48.3, 4010.0, 20.0),
+        ),
+        strict=True,
+    )
+)
 BATCH = 128
 LAYER_US, LAYERS = 8.2, 58
 """Its all-to-all of one layer, and DeepSeek-V3's MoE layers."""

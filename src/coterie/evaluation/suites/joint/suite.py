@@ -51,8 +51,11 @@ Row = dict[str, Any]
 def jobs_of(data: Path | None, seeds: tuple[int, ...]) -> list[JointCell]:
     """All that is to be run, the longest first."""
     names = [name for name in LOADS if name == SYNTHETIC or data is not None]
-    return [JointCell(name, LOADS[name], seed) for name in names
-            for seed in (seeds[:FEW_SEEDS] if name == SYNTHETIC else seeds)]  # fmt: skip
+    return [
+        JointCell(name, LOADS[name], seed)
+        for name in names
+        for seed in (seeds[:FEW_SEEDS] if name == SYNTHETIC else seeds)
+    ]
 
 
 def run(options: SuiteOptions, report: Report) -> SuiteResult:
@@ -85,12 +88,19 @@ def _order(served: Served) -> tuple[int, int, int]:
 
 def _row(trace: str, each: int, served: Served, runs: Sequence[Found]) -> Row:
     row: Row = {
-        "part": served.part, "trace": trace, "routing": "recorded" if trace in TRACES else "synthetic",
-        "configuration": served.configuration, "router": served.router, "ranks": RANKS,
-        "in_flight": served.tokens or RANKS * each, "extra_slots": served.extra_slots,
-        "experts_placed_by": served.planner or "order", "budget": served.budget, "link": served.link,
+        "part": served.part,
+        "trace": trace,
+        "routing": "recorded" if trace in TRACES else "synthetic",
+        "configuration": served.configuration,
+        "router": served.router,
+        "ranks": RANKS,
+        "in_flight": served.tokens or RANKS * each,
+        "extra_slots": served.extra_slots,
+        "experts_placed_by": served.planner or "order",
+        "budget": served.budget,
+        "link": served.link,
         "seeds": len(runs),
-    }  # fmt: skip
+    }
     for field in GroupOutcome._fields:
         row[field] = float(np.mean([getattr(run[served], field) for run in runs]))
     mean = interval([run[served].tbt_mean_ms for run in runs])

@@ -60,30 +60,36 @@ def _shows(trace: str, main: bool) -> Callable[[Row], bool]:
 
 
 _CHAIN = (
-    Column("with", _plain("configuration")), Column("router", _plain("router")),
-    Column("TBT ms", _beside("tbt_mean_ms", 2)), Column("p99", _beside("tbt_p99_ms", 2)),
-    Column("all-to-all %", _beside("all_to_all_pct", 1)), Column("remote %", _number("remote_pct", 1)),
+    Column("with", _plain("configuration")),
+    Column("router", _plain("router")),
+    Column("TBT ms", _beside("tbt_mean_ms", 2)),
+    Column("p99", _beside("tbt_p99_ms", 2)),
+    Column("all-to-all %", _beside("all_to_all_pct", 1)),
+    Column("remote %", _number("remote_pct", 1)),
     Column("saved %", _step),
-)  # fmt: skip
+)
 _VARIED = (
-    Column("with", _plain("configuration")), Column("varied", _varied),
-    Column("TBT ms", _number("tbt_mean_ms", 2)), Column("p99", _number("tbt_p99_ms", 2)),
-    Column("all-to-all %", _number("all_to_all_pct", 1)), Column("remote %", _number("remote_pct", 1)),
-    Column("decoding %", _number("decoding_pct", 0)), Column("saved %", _gain("tbt_mean_saving")),
-)  # fmt: skip
+    Column("with", _plain("configuration")),
+    Column("varied", _varied),
+    Column("TBT ms", _number("tbt_mean_ms", 2)),
+    Column("p99", _number("tbt_p99_ms", 2)),
+    Column("all-to-all %", _number("all_to_all_pct", 1)),
+    Column("remote %", _number("remote_pct", 1)),
+    Column("decoding %", _number("decoding_pct", 0)),
+    Column("saved %", _gain("tbt_mean_saving")),
+)
 
 
 def _tables(trace: str) -> tuple[SuiteTable, SuiteTable]:
     name = f"{trace}, {'recorded' if trace in TRACES else 'synthetic'} routing"
     return (
         SuiteTable(
-            f"{name}: each step added to the one before, and what it saves of that one's mean TBT (published)", _CHAIN,
+            f"{name}: each step added to the one before, and what it saves of that one's mean TBT (published)",
+            _CHAIN,
             _shows(trace, True),
         ),
-        SuiteTable(
-            f"{name}: one part varied, and what is saved of standard's mean TBT", _VARIED, _shows(trace, False)
-        ),
-    )  # fmt: skip
+        SuiteTable(f"{name}: one part varied, and what is saved of standard's mean TBT", _VARIED, _shows(trace, False)),
+    )
 
 
 TABLES = tuple(table for trace in sorted(LOADS, key=lambda trace: trace not in TRACES) for table in _tables(trace))

@@ -233,18 +233,23 @@ def _row(phase: str, tokens: int, policy: str, found: dict[str, Served], setting
     per_step = one.cost_s / setting.steps
     total, base = one.step_s + per_step, kept.step_s
     return {
-        "part": "domains", "phase": phase, "tokens": tokens, "policy": policy,
+        "part": "domains",
+        "phase": phase,
+        "tokens": tokens,
+        "policy": policy,
         "step_ms": 1e3 * float(one.step_s.mean()),
         "moe_ms": 1e3 * float(one.moe_s.mean()),
         "cost_ms_per_step": 1e3 * float(per_step.mean()),
         "gain_pct": 100 * float(base.sum() / total.sum() - 1),
         "gain_without_cost_pct": 100 * float(base.sum() / one.step_s.sum() - 1),
         "balance": float(one.balance.mean()),
-        "rounds": len(one.moves), "moves_per_round": float(np.mean(one.moves)) if one.moves else 0.0,
+        "rounds": len(one.moves),
+        "moves_per_round": float(np.mean(one.moves)) if one.moves else 0.0,
         "planning_ms": 1e3 * one.planning_s,
-        "windows_slower_than_kept": int((total > base).sum()), "windows": len(total),
+        "windows_slower_than_kept": int((total > base).sum()),
+        "windows": len(total),
         "published": None,
-    }  # fmt: skip
+    }
 
 
 def _rank_rows(share: Array, found: dict[str, Served], fleet: Fleet) -> list[dict[str, Any]]:
@@ -255,10 +260,16 @@ def _rank_rows(share: Array, found: dict[str, Served], fleet: Fleet) -> list[dic
     for policy in ("kept", "automatic"):
         part = rank_shares(share, found[policy].last, layer, fleet)
         for rank in range(len(part.wait_s)):
-            rows.append({
-                "part": "ranks", "policy": policy, "layer": layer, "rank": rank,
-                "compute_us": 1e6 * float(part.compute_s[rank]),
-                "communication_us": 1e6 * float(part.communication_s[rank]),
-                "wait_us": 1e6 * float(part.wait_s[rank]), "published": None,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "part": "ranks",
+                    "policy": policy,
+                    "layer": layer,
+                    "rank": rank,
+                    "compute_us": 1e6 * float(part.compute_s[rank]),
+                    "communication_us": 1e6 * float(part.communication_s[rank]),
+                    "wait_us": 1e6 * float(part.wait_s[rank]),
+                    "published": None,
+                }
+            )
     return rows

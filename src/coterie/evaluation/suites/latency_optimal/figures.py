@@ -36,8 +36,11 @@ def _fill(rows: Rows, curves: NDArray[np.float64] | None, figure: Figure, theme:
 
 
 def _sweep(rows: Rows, axes: Any, theme: Theme) -> None:
-    groups = (("eplb", "published", "EPLB"), ("latency_optimal", "published", "heuristic, published planning time"),
-              ("latency_optimal", "ours", "heuristic, ours"))  # fmt: skip
+    groups = (
+        ("eplb", "published", "EPLB"),
+        ("latency_optimal", "published", "heuristic, published planning time"),
+        ("latency_optimal", "ours", "heuristic, ours"),
+    )
     for color, (planner, planning, label) in zip(theme.series, groups, strict=False):
         mine = [row for row in rows if (row["planner"], row["planning"]) == (planner, planning)]
         fixed = [row for row in mine if row["interval"] is not None]
@@ -52,8 +55,13 @@ def _sweep(rows: Rows, axes: Any, theme: Theme) -> None:
             if row["interval"] is None:
                 axes.plot(row["mean_interval"], row["gain_pct"], color=color, marker="*", ms=13, ls="none", zorder=6)
         if gain.min() < LOWEST_PCT:
-            axes.annotate(f"{gain.min():.0f}%", (n[gain.argmin()], LOWEST_PCT), color=color, xytext=(9, 3),
-                          textcoords="offset points")  # fmt: skip
+            axes.annotate(
+                f"{gain.min():.0f}%",
+                (n[gain.argmin()], LOWEST_PCT),
+                color=color,
+                xytext=(9, 3),
+                textcoords="offset points",
+            )
     ideal = next(row["gain_pct"] for row in rows if row["planner"] == "ideal")
     axes.axhline(ideal, color=theme.muted, ls="--", lw=1)
     axes.annotate("ideal balance", (1.05, ideal), color=theme.muted, xytext=(0, -12), textcoords="offset points")
@@ -85,8 +93,15 @@ def _ranks(rows: Rows, axes: Any, theme: Theme) -> None:
             axes.bar(at, value, width * 0.92, bottom=bottom, color=color, label=label if not number else None)
             bottom += value
         for x in at:
-            axes.annotate(name[0], (x, 0), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=7,
-                          color=theme.background)  # fmt: skip
+            axes.annotate(
+                name[0],
+                (x, 0),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7,
+                color=theme.background,
+            )
     words = ", ".join(f"{name[0]}: {name}" for name in names)
     axes.set(xlabel=f"rank ({words}), layer {rows[0]['layer']}", ylabel="time in the layer, us")
     axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.18))

@@ -45,15 +45,24 @@ TABLE: dict[str, dict[str, Any]] = {
     "none": {"balance": 0.650, "deviation": 0.351},
     "eplb": {"balance": 0.998, "deviation": 0.001, "moves": 13_036, "planning_s": 0.26},
     "latency_optimal": {
-        "balance": 0.996, "deviation": 0.003, "moves": 2_440, "planning_s": 0.17, "rebalancing_vs_eplb_pct": -57.0,
+        "balance": 0.996,
+        "deviation": 0.003,
+        "moves": 2_440,
+        "planning_s": 0.17,
+        "rebalancing_vs_eplb_pct": -57.0,
     },
     "latency_optimal_ilp": {"balance": 0.999, "deviation": 0.001, "moves": 2_223, "planning_s": 100.0},
-}  # fmt: skip
+}
 SWEEP: dict[tuple[str, int | None], float] = {
-    ("eplb", 1): -73.0, ("eplb", 10): -10.0, ("eplb", 100): 8.0,
-    ("latency_optimal", 1): 0.0, ("latency_optimal", 10): 4.0, ("latency_optimal", 100): 12.5,
-    ("latency_optimal", 1000): 0.0, ("ideal", None): 25.0,
-}  # fmt: skip
+    ("eplb", 1): -73.0,
+    ("eplb", 10): -10.0,
+    ("eplb", 100): 8.0,
+    ("latency_optimal", 1): 0.0,
+    ("latency_optimal", 10): 4.0,
+    ("latency_optimal", 100): 12.5,
+    ("latency_optimal", 1000): 0.0,
+    ("ideal", None): 25.0,
+}
 """Per cent against no balancing. EPLB's at n = 10 follows from the heuristic's 4, 15 above it."""
 
 
@@ -109,23 +118,31 @@ def balance_rows(setting: SweepSetting, rng: np.random.Generator, window: int = 
     row = _balance_row("latency_optimal_ilp", solved.plan.placement, drawn[:, chosen], solved.plan)
     scale = layers / ILP_LAYERS
     row |= {
-        "moves": round(scale * row["moves"]), "rebalancing_s": scale * row["rebalancing_s"],
-        "planning_s": scale * solved.plan.planning_s, "layers": ILP_LAYERS, "closed": int(solved.report.closed.sum()),
+        "moves": round(scale * row["moves"]),
+        "rebalancing_s": scale * row["rebalancing_s"],
+        "planning_s": scale * solved.plan.planning_s,
+        "layers": ILP_LAYERS,
+        "closed": int(solved.report.closed.sum()),
         "heuristic_moves_there": int(np.isin(plans[0].moves.layer, chosen).sum()),
         "moves_there": len(solved.plan.moves),
-    }  # fmt: skip
+    }
     return [*rows, row]
 
 
 def _balance_row(name: str, placement: Placement, drawn: Array, plan: Plan | None) -> dict[str, Any]:
     fitted, following = (placement.rank_load(tokens) for tokens in drawn)
     return {
-        "part": "balance", "planner": name, "layers": placement.num_layers,
-        "balance": _balance(fitted), "deviation": float((fitted.std(axis=1) / fitted.mean(axis=1)).mean()),
+        "part": "balance",
+        "planner": name,
+        "layers": placement.num_layers,
+        "balance": _balance(fitted),
+        "deviation": float((fitted.std(axis=1) / fitted.mean(axis=1)).mean()),
         "balance_next": _balance(following),
-        "moves": len(plan.moves) if plan else 0, "rebalancing_s": plan.movement_s if plan else 0.0,
-        "planning_s": plan.planning_s if plan else 0.0, "published": TABLE[name],
-    }  # fmt: skip
+        "moves": len(plan.moves) if plan else 0,
+        "rebalancing_s": plan.movement_s if plan else 0.0,
+        "planning_s": plan.planning_s if plan else 0.0,
+        "published": TABLE[name],
+    }
 
 
 def _balance(rank_load: Array) -> float:
@@ -167,8 +184,12 @@ def sweep_rows(setting: SweepSetting, seeds: tuple[int, ...], report: Report) ->
             row = _sweep_row(planner, planning, policy.interval, mine[:, index])
             if policy.interval is None:
                 ahead = interval(100 * (mine[:, index, 0] - mine[:, best, 0]))
-                row |= {"best_fixed": INTERVALS[best], "ahead_pct": ahead.mean, "ahead_low": ahead.low,
-                        "ahead_high": ahead.high}  # fmt: skip
+                row |= {
+                    "best_fixed": INTERVALS[best],
+                    "ahead_pct": ahead.mean,
+                    "ahead_low": ahead.low,
+                    "ahead_high": ahead.high,
+                }
             rows.append(row)
     return [*rows, _sweep_row("ideal", "none", None, values[:, -1])]
 
@@ -177,12 +198,20 @@ def _sweep_row(planner: str, planning: str, n: int | None, values: Array) -> dic
     gain = interval(100 * values[:, 0])
     beside = SWEEP.get((planner, n)) if planning != "ours" else None
     return {
-        "part": "sweep", "planner": planner, "planning": planning, "interval": n,
-        "gain_pct": gain.mean, "gain_low": gain.low, "gain_high": gain.high,
-        "gain_without_cost_pct": 100 * float(values[:, 1].mean()), "moves_per_round": float(values[:, 2].mean()),
-        "rounds": float(values[:, 3].mean()), "planned": float(values[:, 4].mean()),
-        "mean_interval": float(values[:, 5].mean()), "published": None if beside is None else {"gain_pct": beside},
-    }  # fmt: skip
+        "part": "sweep",
+        "planner": planner,
+        "planning": planning,
+        "interval": n,
+        "gain_pct": gain.mean,
+        "gain_low": gain.low,
+        "gain_high": gain.high,
+        "gain_without_cost_pct": 100 * float(values[:, 1].mean()),
+        "moves_per_round": float(values[:, 2].mean()),
+        "rounds": float(values[:, 3].mean()),
+        "planned": float(values[:, 4].mean()),
+        "mean_interval": float(values[:, 5].mean()),
+        "published": None if beside is None else {"gain_pct": beside},
+    }
 
 
 # ------------------------------------------------------------------------------------------------------ real loads

@@ -33,8 +33,11 @@ def _fill(
             theirs = [published[name][0] for name in order]
             panel.plot(order, theirs, color=theme.muted, ls="--", marker="s", ms=4, lw=1.2, label="published")
         for color, marker, model in zip(theme.series, "o^Dv", models, strict=False):
-            mine = {row["strategy"]: row["remote_pct"] for row in rows
-                    if row["model"] == model and row["traffic"] == traffic}  # fmt: skip
+            mine = {
+                row["strategy"]: row["remote_pct"]
+                for row in rows
+                if row["model"] == model and row["traffic"] == traffic
+            }
             panel.plot(order, [mine[name] for name in order], color=color, marker=marker, ms=5, lw=1.4, label=model)
         panel.set_title(traffic if traffic == "at random" else f"by domain, {traffic}")
         panel.grid(axis="y")

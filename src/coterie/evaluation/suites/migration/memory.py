@@ -137,21 +137,34 @@ def _published_rows() -> list[dict[str, Any]]:
         row |= {"context": 131_072, "best": best.replicas}
         row["formula_ratio"] = PUBLISHED_STEP_S / published_step_s(count, 0.0) if row["sessions"] else None
         row["published"] = {
-            "kv_gb": PUBLISHED_KV_GB[index], "sessions": PUBLISHED_SESSIONS[index],
-            "saving_us": count * PUBLISHED_SAVING_S * 1e6, "ratio": PUBLISHED_RATIOS[index], "best": 8,
-        }  # fmt: skip
+            "kv_gb": PUBLISHED_KV_GB[index],
+            "sessions": PUBLISHED_SESSIONS[index],
+            "saving_us": count * PUBLISHED_SAVING_S * 1e6,
+            "ratio": PUBLISHED_RATIOS[index],
+            "best": 8,
+        }
         rows.append(row)
     return rows
 
 
 def _row(sizes: str, point: MemoryPoint, first: MemoryPoint, budget: MemoryBudget) -> dict[str, Any]:
     return {
-        "table": "memory", "sizes": sizes, "ranks": None, "context": None, "at_hand": None,
-        "replicas": point.replicas, "replica_gb": budget.replica_bytes / 1e9, "kv_gb": point.kv_bytes / 1e9,
-        "sessions": point.sessions, "step_ms": point.step_s * 1e3 if point.sessions else None,
-        "throughput_ratio": point.tokens_per_s / first.tokens_per_s, "formula_ratio": None, "remote_pct": None,
-        "best": None, "published": None,
-    }  # fmt: skip
+        "table": "memory",
+        "sizes": sizes,
+        "ranks": None,
+        "context": None,
+        "at_hand": None,
+        "replicas": point.replicas,
+        "replica_gb": budget.replica_bytes / 1e9,
+        "kv_gb": point.kv_bytes / 1e9,
+        "sessions": point.sessions,
+        "step_ms": point.step_s * 1e3 if point.sessions else None,
+        "throughput_ratio": point.tokens_per_s / first.tokens_per_s,
+        "formula_ratio": None,
+        "remote_pct": None,
+        "best": None,
+        "published": None,
+    }
 
 
 def memory_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -170,8 +183,10 @@ def memory_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
     if ours:
         cases = {(row["ranks"], row["context"], row["at_hand"]): row["best"] for row in ours}
-        words = "; ".join(f"{ranks} ranks, {context:,} tokens, {at_hand or 'any number'} at hand: {best}"
-                          for (ranks, context, at_hand), best in cases.items())  # fmt: skip
+        words = "; ".join(
+            f"{ranks} ranks, {context:,} tokens, {at_hand or 'any number'} at hand: {best}"
+            for (ranks, context, at_hand), best in cases.items()
+        )
         notes.append(
             f"Ours, the best count of replicas of popular experts on every rank, in decode: {words}. A replica saves "
             "the links a share of a short exchange, and costs every rank the streaming of one more expert."

@@ -40,9 +40,12 @@ WANDER = 0.6
 ORDER = ("static", "popularity", "swap", "replication", "both")
 """From the most remote to the least, as published."""
 PUBLISHED = {
-    "static": (87.5, 8.2, 0.0, 0.0), "popularity": (72.3, 6.7, 18.0, 0.0), "replication": (58.1, 5.4, 34.0, 6.2),
-    "swap": (65.4, 6.1, 26.0, 0.0), "both": (51.7, 4.8, 41.0, 6.2),
-}  # fmt: skip
+    "static": (87.5, 8.2, 0.0, 0.0),
+    "popularity": (72.3, 6.7, 18.0, 0.0),
+    "replication": (58.1, 5.4, 34.0, 6.2),
+    "swap": (65.4, 6.1, 26.0, 0.0),
+    "both": (51.7, 4.8, 41.0, 6.2),
+}
 """Strategy → remote %, all-to-all us a layer, throughput +%, memory +%."""
 STEADY, SHIFTING, RANDOM = "steady", "shifting", "at random"
 """Requests routed by domain, whose shares stay or wander; or spread over ranks at random."""
@@ -163,16 +166,25 @@ class Bench:
 
 def _row(domains: Domains, traffic: str, name: str, found: Found, bench: Bench, batch: int) -> dict[str, Any]:
     row = {
-        "table": "remote", "model": domains.model, "traffic": traffic, "strategy": name,
-        "remote_pct": 100 * found.remote, "all_to_all_us": _exchange_us(domains.model, found.remote, batch),
+        "table": "remote",
+        "model": domains.model,
+        "traffic": traffic,
+        "strategy": name,
+        "remote_pct": 100 * found.remote,
+        "all_to_all_us": _exchange_us(domains.model, found.remote, batch),
         "memory_overhead_pct": 100 * (float(found.held.sum()) / float(bench.static.sum()) - 1),
-        "actions": found.actions, "moved_experts": found.moved / bench.static.shape[1], "published": None,
-    }  # fmt: skip
+        "actions": found.actions,
+        "moved_experts": found.moved / bench.static.shape[1],
+        "published": None,
+    }
     if traffic != RANDOM:
         remote, time_us, throughput, memory = PUBLISHED[name]
         row["published"] = {
-            "remote_pct": remote, "all_to_all_us": time_us, "throughput_pct": throughput, "memory_overhead_pct": memory
-        }  # fmt: skip
+            "remote_pct": remote,
+            "all_to_all_us": time_us,
+            "throughput_pct": throughput,
+            "memory_overhead_pct": memory,
+        }
     return row
 
 
@@ -209,13 +221,22 @@ def _execution_rows(domains: Domains, bench: Bench, target: Held, spec: ModelSpe
         limits = Limits(expert_bytes, expert_bytes * staging)
         schedule = schedule_moves(current, wanted, Topology(RANKS), limits)
         timing = schedule.timing(STEP_S, HIDE_STEPS, LINK_SHARE)
-        rows.append({
-            "table": "execution", "model": domains.model, "staging_experts": staging,
-            "layers": current.num_layers, "refused_layers": len(schedule.refusals),
-            "transfers": len(schedule.transfers), "switches": len(schedule.switches), "rounds": schedule.num_rounds,
-            "staging_mb": schedule.peak_staging_bytes / 1e6, "movement_ms": timing.movement_s * 1e3,
-            "exposed_ms": timing.exposed_s * 1e3, "published": None,
-        })  # fmt: skip
+        rows.append(
+            {
+                "table": "execution",
+                "model": domains.model,
+                "staging_experts": staging,
+                "layers": current.num_layers,
+                "refused_layers": len(schedule.refusals),
+                "transfers": len(schedule.transfers),
+                "switches": len(schedule.switches),
+                "rounds": schedule.num_rounds,
+                "staging_mb": schedule.peak_staging_bytes / 1e6,
+                "movement_ms": timing.movement_s * 1e3,
+                "exposed_ms": timing.exposed_s * 1e3,
+                "published": None,
+            }
+        )
     return rows
 
 
@@ -243,8 +264,11 @@ def _remote_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     remote = [row for row in rows if row["table"] == "remote"]
     for traffic in (SHIFTING, STEADY):
         for model in dict.fromkeys(row["model"] for row in remote):
-            mine = {row["strategy"]: row["remote_pct"] for row in remote
-                    if (row["model"], row["traffic"]) == (model, traffic)}  # fmt: skip
+            mine = {
+                row["strategy"]: row["remote_pct"]
+                for row in remote
+                if (row["model"], row["traffic"]) == (model, traffic)
+            }
             ours = sorted(mine, key=lambda name: -mine[name])
             if tuple(ours) == ORDER:
                 notes.append(f"Same order as published, {model}, {traffic}: {' > '.join(ours)}.")
@@ -291,46 +315,67 @@ suites.register(NAME)(
             _table(
                 "Remote experts on 8 ranks: requests by domain, shares shifting or steady, or requests at random",
                 "remote",
-                _ours("model", "model"), _ours("traffic", "traffic"), _ours("strategy", "strategy"),
-                _ours("remote %", "remote_pct", 1), _published("publ.", "remote_pct"),
-                _ours("us", "all_to_all_us"), _published("publ.", "all_to_all_us"),
-                _ours("mem. +%", "memory_overhead_pct"), _published("publ.", "memory_overhead_pct"),
+                _ours("model", "model"),
+                _ours("traffic", "traffic"),
+                _ours("strategy", "strategy"),
+                _ours("remote %", "remote_pct", 1),
+                _published("publ.", "remote_pct"),
+                _ours("us", "all_to_all_us"),
+                _published("publ.", "all_to_all_us"),
+                _ours("mem. +%", "memory_overhead_pct"),
+                _published("publ.", "memory_overhead_pct"),
                 _ours("moved", "moved_experts"),
             ),
             _table(
                 "Replication alone, by extra slots a rank, shifting",
                 "replicas",
-                _ours("model", "model"), _ours("extra slots", "extra_slots"),
-                _ours("memory +%", "memory_overhead_pct"), _ours("remote %", "remote_pct"),
+                _ours("model", "model"),
+                _ours("extra slots", "extra_slots"),
+                _ours("memory +%", "memory_overhead_pct"),
+                _ours("remote %", "remote_pct"),
                 _ours("us/layer", "all_to_all_us"),
             ),
             _table(
                 "Executing static → popularity, by staging",
                 "execution",
-                _ours("model", "model"), _ours("staging", "staging_experts"), _ours("MB a rank", "staging_mb"),
-                _ours("transfers", "transfers"), _ours("switches", "switches"), _ours("rounds", "rounds"),
-                _ours("layers refused", "refused_layers"), _ours("ms", "movement_ms"),
+                _ours("model", "model"),
+                _ours("staging", "staging_experts"),
+                _ours("MB a rank", "staging_mb"),
+                _ours("transfers", "transfers"),
+                _ours("switches", "switches"),
+                _ours("rounds", "rounds"),
+                _ours("layers refused", "refused_layers"),
+                _ours("ms", "movement_ms"),
                 _ours("ms exposed", "exposed_ms"),
             ),
             _table(
                 "Replicas against KV cache, the article's sizes",
                 "memory",
                 _ours("replicas", "replicas"),
-                _ours("KV GB", "kv_gb", 1), _published("published", "kv_gb", 1),
-                _ours("sessions", "sessions", 1), _published("published", "sessions", 1),
-                _ours("x by its formula", "formula_ratio", 4), _published("published", "ratio", 2),
+                _ours("KV GB", "kv_gb", 1),
+                _published("published", "kv_gb", 1),
+                _ours("sessions", "sessions", 1),
+                _published("published", "sessions", 1),
+                _ours("x by its formula", "formula_ratio", 4),
+                _published("published", "ratio", 2),
                 _ours("x with sessions", "throughput_ratio", 2),
                 sizes="article",
             ),
             _table(
                 "Replicas against KV cache, DeepSeek-V3 on H200",
                 "memory",
-                _ours("ranks", "ranks"), _ours("context", "context"), _ours("at hand", "at_hand"),
-                _ours("replicas", "replicas"), _ours("KV GB", "kv_gb"), _ours("sessions", "sessions"),
-                _ours("remote %", "remote_pct"), _ours("step ms", "step_ms"),
-                _ours("throughput", "throughput_ratio"), _ours("best", "best"),
+                _ours("ranks", "ranks"),
+                _ours("context", "context"),
+                _ours("at hand", "at_hand"),
+                _ours("replicas", "replicas"),
+                _ours("KV GB", "kv_gb"),
+                _ours("sessions", "sessions"),
+                _ours("remote %", "remote_pct"),
+                _ours("step ms", "step_ms"),
+                _ours("throughput", "throughput_ratio"),
+                _ours("best", "best"),
                 sizes="ours",
             ),
         ),
     )
-)  # fmt: skip
+)

@@ -1,7 +1,7 @@
 """What the predictors suite asks: cases, each a trace with the questions it can answer, from files.
 
-    prefill and decode    prefill from the prompt's tokens; decode from the prompt's tokens, and from its footprint
-    one of them only      all of a request; and its second half from its first, which stands in for a prefill
+prefill and decode    prefill from the prompt's tokens; decode from the prompt's tokens, and from its footprint
+one of them only      all of a request; and its second half from its first, which stands in for a prefill
 """
 
 from __future__ import annotations

@@ -60,9 +60,13 @@ def model_cases(options: SuiteOptions, report: Report, notes: list[str]) -> list
 
 
 def _second_turns(
-    options: SuiteOptions, loaded: LoadedModel, prompts: list[Prompt], first: ActivationTrace, report: Report,
+    options: SuiteOptions,
+    loaded: LoadedModel,
+    prompts: list[Prompt],
+    first: ActivationTrace,
+    report: Report,
     notes: list[str],
-) -> list[Case]:  # fmt: skip
+) -> list[Case]:
     """The model asked again after its answer: requests that begin as an earlier one did, all of it."""
     from coterie.engines.transformers import RecordingSettings, record
 

@@ -55,9 +55,10 @@ def with_token_strings(
     lengths = trace.lengths
     # One row fewer than tokens: the last generated token was never fed back.
     there = [
-        i for i, text in enumerate(texts)
+        i
+        for i, text in enumerate(texts)
         if text.prompt and text.tokens and len(text.tokens) == lengths[i] + 1 and lengths[i] >= MIN_TOKENS
-    ]  # fmt: skip
+    ]
     if options.requests is not None and options.requests < len(there):
         there = sorted(np.random.default_rng(options.seed).permutation(there)[: options.requests].tolist())
     known = [texts[i] for i in there]

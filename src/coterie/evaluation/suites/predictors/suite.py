@@ -97,9 +97,13 @@ def _case_rows(case: Case, seed: int, notes: list[str]) -> list[dict[str, Any]]:
         truth = np.stack([footprint_of(case.trace, int(r), question.truth) for r in test])
         for contender in contenders(case, question, calibration, test, seed):
             found = score(
-                contender.predictor, contender.requests, truth, case.trace.meta.top_k, np.random.default_rng(seed),
+                contender.predictor,
+                contender.requests,
+                truth,
+                case.trace.meta.top_k,
+                np.random.default_rng(seed),
                 [case.groups[r] for r in test],
-            )  # fmt: skip
+            )
             rows.append(_row(case.name, question.predicts, contender, found))
     return rows
 
@@ -131,9 +135,11 @@ def _row(trace: str, predicts: str, contender: Contender, found: Score) -> dict[
 
 
 _WHAT = (
-    Column("trace", lambda row: row["trace"]), Column("predicts", lambda row: row["predicts"]),
-    Column("predictor", lambda row: row["predictor"]), Column("knows", lambda row: row["knows"]),
-)  # fmt: skip
+    Column("trace", lambda row: row["trace"]),
+    Column("predicts", lambda row: row["predicts"]),
+    Column("predictor", lambda row: row["predictor"]),
+    Column("knows", lambda row: row["knows"]),
+)
 
 suites.add(
     NAME,

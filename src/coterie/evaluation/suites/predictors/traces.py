@@ -63,10 +63,13 @@ def joined(one: ActivationTrace, other: ActivationTrace) -> ActivationTrace:
     assert first.token_ids is not None
     assert second.token_ids is not None
     return ActivationTrace.from_arrays(
-        one.meta, np.concatenate([first.expert_ids, second.expert_ids]), np.concatenate([ends, ends[-1] + more[1:]]),
-        concat_requests([one.requests, other.requests]), np.concatenate([first.phase, second.phase]),
+        one.meta,
+        np.concatenate([first.expert_ids, second.expert_ids]),
+        np.concatenate([ends, ends[-1] + more[1:]]),
+        concat_requests([one.requests, other.requests]),
+        np.concatenate([first.phase, second.phase]),
         np.concatenate([first.token_ids, second.token_ids]),
-    )  # fmt: skip
+    )
 
 
 def halved(trace: ActivationTrace) -> ActivationTrace:
@@ -75,9 +78,7 @@ def halved(trace: ActivationTrace) -> ActivationTrace:
     phase = np.concatenate(
         [np.repeat(np.array([PREFILL, DECODE], np.uint8), [n // 2, n - n // 2]) for n in np.diff(offsets)]
     )
-    return ActivationTrace.from_arrays(
-        trace.meta, tokens.expert_ids, offsets, trace.requests, phase, tokens.token_ids
-    )  # fmt: skip
+    return ActivationTrace.from_arrays(trace.meta, tokens.expert_ids, offsets, trace.requests, phase, tokens.token_ids)
 
 
 def prompt_groups(trace: ActivationTrace) -> list[Hashable]:

@@ -73,8 +73,9 @@ def _matrix(rows: Rows, load: float, names: Sequence[str], columns: Sequence[tup
     return Matrix(load, gain_pct, sure, split)
 
 
-def _fill(found: Sequence[Matrix], names: Sequence[str], columns: Sequence[tuple[str, str]], figure: Figure,
-          theme: Theme) -> None:  # fmt: skip
+def _fill(
+    found: Sequence[Matrix], names: Sequence[str], columns: Sequence[tuple[str, str]], figure: Figure, theme: Theme
+) -> None:
     colors = LinearSegmentedColormap.from_list("coterie-diverging", list(COLORS))
     panels = figure.subplots(len(found), 1, squeeze=False, sharex=True)[:, 0].tolist()
     image: Any = None
@@ -96,10 +97,13 @@ def _fill(found: Sequence[Matrix], names: Sequence[str], columns: Sequence[tuple
             axes.axvline(column - 0.5, color=theme.background, lw=5 if edge else 1)
     _headings(panels, columns)
     over = max(float(np.nanmax(np.abs(matrix.gain_pct), initial=0.0)) for matrix in found) > CLIP_PCT
-    bar = figure.colorbar(image, ax=panels, location="bottom", extend="both" if over else "neither", pad=0.02,
-                          shrink=0.8, aspect=45)  # fmt: skip
-    bar.set_label("hurts        \N{LEFTWARDS ARROW}        cut of P99 against fcfs (%)        \N{RIGHTWARDS ARROW}"
-                  "        helps", fontsize=9)  # fmt: skip
+    bar = figure.colorbar(
+        image, ax=panels, location="bottom", extend="both" if over else "neither", pad=0.02, shrink=0.8, aspect=45
+    )
+    bar.set_label(
+        "hurts        \N{LEFTWARDS ARROW}        cut of P99 against fcfs (%)        \N{RIGHTWARDS ARROW}        helps",
+        fontsize=9,
+    )
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)
     words = f"Mean over arrivals. Bold: helps or hurts by more than {NOTHING_PCT:g}% under each of them, at 95%."
@@ -115,8 +119,16 @@ def _headings(panels: Sequence[Any], columns: Sequence[tuple[str, str]]) -> None
     regimes = [regime for regime, _ in columns]
     for regime in dict.fromkeys(regimes):
         places = [place for place, one in enumerate(regimes) if one == regime]
-        panels[0].annotate(regime, (sum(places) / len(places), 1.0), (0, 4), xycoords=("data", "axes fraction"),
-                           textcoords="offset points", ha="center", va="bottom", fontsize=9.5)  # fmt: skip
+        panels[0].annotate(
+            regime,
+            (sum(places) / len(places), 1.0),
+            (0, 4),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=9.5,
+        )
 
 
 def _side(row: dict[str, Any]) -> int:

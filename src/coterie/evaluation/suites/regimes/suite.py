@@ -49,10 +49,7 @@ from coterie.types import ModelSpec, Placement, Topology
 
 NAME = "regimes"
 ROUTING = {"gpt-oss-20b": "gpt-oss-20b/routing.npz", "deepseek-v2-lite": "deepseek-v2-lite/routing_tokens.npz"}
-ARRIVALS = {
-    "azure": "azure-2023/AzureLLMInferenceTrace_code.csv",
-    "mooncake": "mooncake/conversation_trace.jsonl",
-}
+ARRIVALS = {"azure": "azure-2023/AzureLLMInferenceTrace_code.csv", "mooncake": "mooncake/conversation_trace.jsonl"}
 ORDERS = ("mixed", "bursts")
 """Who follows whom: anyone, or requests that use like experts, in bursts."""
 BURST, CLUSTERS = 32, 8
@@ -199,9 +196,14 @@ class Bench:
     """One model in one regime: runs the same requests under any strategy."""
 
     def __init__(
-        self, regime: Regime, model: str, recording: Recording, drawn: Drawn, order: str,
+        self,
+        regime: Regime,
+        model: str,
+        recording: Recording,
+        drawn: Drawn,
+        order: str,
         usual_tokens: NDArray[np.int64],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`usual_tokens` are prompt lengths of other requests: latency_aware is told those, and the `order`."""
         self.regime, self.recording, self.drawn, self.order = regime, recording, drawn, order
         self.usual_tokens = usual_tokens
@@ -254,9 +256,12 @@ class Bench:
             config = SchedulerConfig(max_batch_size=regime.places, min_batch_trigger=1)
             return run_batches(arrival_s, self.predicted, execution, config, strategy, rng, check)
         requests = DecodeRequests(
-            arrival_s, drawn.prompt_tokens, self.recording.first[drawn.recorded],
-            self.recording.tokens[drawn.recorded], self.recording.expert_ids,
-        )  # fmt: skip
+            arrival_s,
+            drawn.prompt_tokens,
+            self.recording.first[drawn.recorded],
+            self.recording.tokens[drawn.recorded],
+            self.recording.expert_ids,
+        )
         config = SchedulerConfig(min_batch_trigger=1)
         return run_decode(
             requests, self.predicted, self.timer, regime.places, config, strategy, rng, regime.ranks, check
@@ -333,12 +338,20 @@ def _row(kind: tuple[Any, ...], name: str, runs: list[dict[str, Summary]]) -> di
 
 def _overall(regime: str, order: str, name: str, by_seed: list[list[dict[str, Summary]]]) -> dict[str, Any]:
     """Over models, arrivals and loads: the mean over cells for each seed, and the interval over seeds."""
-    row: dict[str, Any] = {"regime": regime, "model": ALL, "arrivals": ALL, "order": order, "load": None,
-                           "strategy": name}  # fmt: skip
+    row: dict[str, Any] = {
+        "regime": regime,
+        "model": ALL,
+        "arrivals": ALL,
+        "order": order,
+        "load": None,
+        "strategy": name,
+    }
     row["worst_skips"] = max(run[name].worst_skips for runs in by_seed for run in runs)
     for key, field in (("p99_reduction", "p99_ms"), ("mean_reduction", "mean_ms"), ("step_reduction", "batch_ms")):
-        gains = [np.mean([100.0 * (1.0 - getattr(run[name], field) / getattr(run["fcfs"], field)) for run in runs])
-                 for runs in by_seed]  # fmt: skip
+        gains = [
+            np.mean([100.0 * (1.0 - getattr(run[name], field) / getattr(run["fcfs"], field)) for run in runs])
+            for runs in by_seed
+        ]
         row[f"{key}_pct"], row[f"{key}_low"], row[f"{key}_high"] = interval([float(gain) for gain in gains])
     row["published"] = None
     return row
