@@ -15,7 +15,7 @@ from coterie.footprints.slots import SlotShape
 from coterie.models import get_model, models
 from coterie.types import ModelSpec
 
-DOCS = Path(__file__).parents[2] / "docs" / "slot-store.md"
+DOCS = Path(__file__).parents[2] / "docs" / "engines" / "slot-store.md"
 
 
 def spec(**change: int) -> ModelSpec:

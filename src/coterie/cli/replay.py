@@ -12,7 +12,7 @@ from coterie.errors import ConfigError
 
 
 def replay_command(
-    batches: Annotated[Path, typer.Argument(help="Batches that routers formed (.npz, see docs/replay.md).")],
+    batches: Annotated[Path, typer.Argument(help="Batches that routers formed (.npz, see docs/engines/replay.md).")],
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     model: Annotated[str | None, typer.Option(help="A shipped shape; the one named in the file unless given.")] = None,
     config: Annotated[Path | None, typer.Option(help="A Hugging Face config.json to take the shape from.")] = None,

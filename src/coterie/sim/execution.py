@@ -41,7 +41,7 @@ class SpreadExecution:
     """CAPS's model: a base time, times ``1 + sensitivity x CV`` of the load the batch really brings.
 
     It stands for a straggler that everyone waits for. Right in form across ranks; inside one GPU imbalance is nearly
-    free, and an even load in decode is even slower (docs/regimes.md).
+    free, and an even load in decode is even slower (docs/results/regimes.md).
     """
 
     loads: Loads

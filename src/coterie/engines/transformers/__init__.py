@@ -1,4 +1,4 @@
-"""Hugging Face transformers: exact capture of expert ids, the router dry run, recording. See docs/record.md.
+"""Hugging Face transformers: exact capture of expert ids, the router dry run, recording. See docs/engines/record.md.
 
 ``import transformers`` inside this package means the library. Nothing here imports it, or torch, until it is used.
 """

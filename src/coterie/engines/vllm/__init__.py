@@ -7,5 +7,5 @@
     engine core          the order in which waiting requests are admitted, if chosen    scheduler, waiting
 
 `plugin` is vLLM's entry point: it gives vLLM the connector's name, or, where it does not know the version of vLLM, a
-connector of that name which does nothing. See docs/vllm.md.
+connector of that name which does nothing. See docs/engines/vllm.md.
 """

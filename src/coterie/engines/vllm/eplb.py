@@ -299,7 +299,8 @@ class Rounds:
             if plan is not None:
                 expected = (
                     f", balance {plan.balance_before:.3f} -> {plan.balance_after:.3f}, a step's experts "
-                    f"{plan.before_s * 1e3:.2f} -> {plan.after_s * 1e3:.2f} ms, planned in {plan.planning_s * 1e3:.0f} ms"
+                    f"{plan.before_s * 1e3:.2f} -> {plan.after_s * 1e3:.2f} ms, "
+                    f"planned in {plan.planning_s * 1e3:.0f} ms"
                 )
             since = ", ".join(f"{name} {value}" for name, value in asdict(counters).items())
             logger.info("coterie: %d moves (%s%s); since the start: %s", moves, decision.reason, expected, since)

@@ -1,4 +1,4 @@
-"""The reference worker: a small OpenAI-compatible server on transformers. See docs/worker.md.
+"""The reference worker: a small OpenAI-compatible server on transformers. See docs/engines/worker.md.
 
 For demos, fault tests and development without a GPU; it claims no speed. What it promises is that everything is real:
 the batching, the blocks and their prefix hits, the handoff of KV between workers, the experts beside every block.

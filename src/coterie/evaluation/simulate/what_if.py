@@ -465,5 +465,7 @@ def _notes(settings: dict[str, Any], server: SpreadServer | StepServer, requests
             if requests.context is not None and (missing := int((requests.context == 0).sum())):
                 notes.append(f"{missing} of {len(requests.context)} requests have no prompt: context starts at 0.")
     else:
-        notes.append("Time is CAPS's model, a straggler that all wait for. On one GPU there is none (docs/regimes.md).")
+        notes.append(
+            "Time is CAPS's model, a straggler that all wait for. On one GPU there is none (docs/results/regimes.md)."
+        )
     return notes

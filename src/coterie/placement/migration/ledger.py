@@ -1,4 +1,4 @@
-"""What a migration really did to memory, from its events and commands alone: the check on :mod:`.migration`.
+"""What a migration really did to memory, from its events and commands alone: the check on :mod:`.migrator`.
 
 The ledger knows buffers, not intentions: which rank has which, what lies in them, which slots and which running steps
 point at them. It shares no code with the state machine, so what the machine believes and what its commands do are told

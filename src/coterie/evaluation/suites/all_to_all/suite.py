@@ -8,7 +8,7 @@ What is computed, for a step of `batch` tokens in total, spread evenly over the 
 By formula routing is uniform and all GPUs are equally busy: too few bytes for the busiest one, and too many remote
 ranks for models whose router keeps a token within some groups (DeepSeek-V3). On a trace experts lie linearly, a step
 takes tokens from all over the trace, and the busiest GPU is the one that really is. Neither knows the kernels' own
-cost, nor what of it hides behind compute. docs/all-to-all.md has the results in words.
+cost, nor what of it hides behind compute. docs/results/all-to-all.md has the results in words.
 """
 
 from __future__ import annotations

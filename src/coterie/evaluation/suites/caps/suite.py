@@ -6,7 +6,7 @@ the base time, the sensitivity) was fitted to its figures at 150 and 300 request
 
 All published gains are those of a finite run in overload: 3,000 requests arrive faster than they are served, so P99 is
 the wait at the end of the run, and a server that is 12% faster cuts it by far more. They say little of a server that
-keeps up, and nothing of one GPU, where the assumed straggler does not exist (docs/regimes.md).
+keeps up, and nothing of one GPU, where the assumed straggler does not exist (docs/results/regimes.md).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
     prefix_cache                                            Mooncake's arrivals and prefixes, recorded routing
 
 Routers are fitted on one half of the recorded requests and serve the other. Step times are the model's, of an H200;
-what was published was measured, on other models and machines. Wrong to read as a measurement: docs/eldr.md.
+what was published was measured, on other models and machines. Wrong to read as a measurement: docs/results/eldr.md.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Three parts, each beside what was published where anything was:
     sweep     a round every n = 1, 10, 100, 1000 iterations, and when Coterie finds it due (the paper's figure)
     domains   GLM-5.2's real loads as traffic shifts between domains, every plan scored on the window after its own
 
-Wrong to read as measurements of the paper's machine: times follow prices (docs/latency-optimal.md says which were
-fitted and which follow), and the paper's loads are not public, so a load with its balance stands in for them.
+Wrong to read as measurements of the paper's machine: times follow prices (docs/results/latency-optimal.md says which
+were fitted and which follow), and the paper's loads are not public, so a load with its balance stands in for them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Moving experts to who asks for them: the remote share of real routing, beside the tables of an article.
 
-Eight ranks, one node. Requests are routed by domain (:mod:`.migration_traffic`), so ranks ask for different experts;
+Eight ranks, one node. Requests are routed by domain (:mod:`.traffic`), so ranks ask for different experts;
 the same is computed for requests that are spread at random, where they do not. A placement is planned on some requests
 and scored on others; what is dynamic decides every 60 s on the window that just ended and is scored on the next one,
 over the second half of half an hour. All dynamic strategies start from the popularity-aware placement.
 
 Published settings are for 32 experts a rank; 8 extra slots are a quarter of that, and a quarter is what other models
 get. Remote share is what is compared: it says nothing of how evenly ranks are loaded, nor of what a replica costs in
-memory and in streaming (:mod:`.migration_memory`). docs/migration.md has the results in words.
+memory and in streaming (:mod:`.memory`). docs/migration.md has the results in words.
 """
 
 from __future__ import annotations
