@@ -2,8 +2,8 @@
 
 The article has a table of decode with each added to the one before: time between tokens, throughput, and the share of
 a step that is all-to-all. Here the same chain runs on one expert-parallel group of 8 ranks, each a worker
-(:mod:`coterie.sim.group`), on recorded routing of two models and on synthetic routing at DeepSeek-V3's sizes, kept apart by
-`routing`. Step times are the model's, of an H200. Wrong to read as a measurement: docs/results/joint.md.
+(:mod:`coterie.sim.group`), on recorded routing of two models and on synthetic routing at DeepSeek-V3's sizes, kept
+apart by `routing`. Step times are the model's, of an H200. Wrong to read as a measurement: docs/results/joint.md.
 """
 
 from __future__ import annotations
