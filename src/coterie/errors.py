@@ -4,6 +4,7 @@
     ├── InputError            something given by the user is wrong: the command line exits with 2
     │   ├── TraceError        a file: names the file, the field, what was found and what was expected
     │   ├── ConfigError       a setting or a combination of settings
+    │   │   └── NotFittedError    something that learns was used before its fit()
     │   └── UnknownNameError  a name that no registry knows: suggests and lists the known ones
     └── UnavailableError      the request is sound, but this machine lacks what it needs (torch, a GPU)
 
@@ -16,6 +17,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class CoterieError(Exception):
@@ -38,6 +42,17 @@ class TraceError(InputError):
 
 class ConfigError(InputError):
     """A setting, or a combination of settings, that cannot work."""
+
+
+class NotFittedError(ConfigError):
+    """Something that learns was used before its fit()."""
+
+
+def require_fitted(value: T | None, what: str) -> T:
+    """What fit() left behind; an error where it was not called."""
+    if value is None:
+        raise NotFittedError(f"{what} is not fitted: call fit() first")
+    return value
 
 
 class UnknownNameError(InputError, KeyError):

@@ -3,18 +3,26 @@
 A policy, a reader or a suite registers itself under a name; looking up an unknown one suggests the nearest.
 A package of the user's adds its own through an entry point of the registry's group, and it then works
 everywhere a built-in does.
+
+Policies (strategies, routers, planners, predictors) are *made* from their names: :meth:`PolicyRegistry.make` reads a
+policy's parameters, fills them from what the caller has at hand, and refuses in one sentence what is missing. So no
+caller asks for a policy's class, and a plugin's policy is made like a built-in one.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field, fields, is_dataclass
 from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from inspect import Parameter, signature
+from typing import Any, Generic, TypeVar
 
 from coterie.errors import ConfigError, UnknownNameError
 
 T = TypeVar("T")
+
+_HINT = "coterie.needs"
 
 
 class Registry(Generic[T]):
@@ -59,6 +67,10 @@ class Registry(Generic[T]):
             except Exception as error:  # one broken plugin must not take the built-ins with it
                 warnings.warn(f"{self.kind} plugin {point.name!r} cannot be loaded: {error}", stacklevel=3)
 
+    def check(self, name: str) -> None:
+        """Raise for a name that is not known, with the nearest that is."""
+        _ = self[name]
+
     def __getitem__(self, name: str) -> T:
         if name not in self._items:
             self._read_entry_points()
@@ -81,3 +93,85 @@ class Registry(Generic[T]):
         """All known names, sorted."""
         self._read_entry_points()
         return sorted(self._items)
+
+
+class Offers(Mapping[str, Any]):
+    """A context whose values are made when a policy asks for them, because some take long to make.
+
+    >>> offers = Offers(seed=lambda: 3)
+    >>> offers["seed"]
+    3
+    """
+
+    def __init__(self, **makers: Callable[[], Any]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> Any:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+def needs(hint: str) -> Any:
+    """A field of a policy that has no default, and the words a user is told when it is missing."""
+    return field(metadata={_HINT: hint})
+
+
+class PolicyRegistry(Registry[Callable[..., T]]):
+    """Name → policy class (or any callable that returns a policy), and the one way to make a policy.
+
+    >>> from dataclasses import dataclass
+    >>> routers: PolicyRegistry[object] = PolicyRegistry("router")
+    >>> @routers.register("nearest")
+    ... @dataclass(frozen=True)
+    ... class Nearest:
+    ...     fitted: str = needs("what was learned from a trace")
+    ...     band: float = 0.1
+    >>> routers.make("nearest", {"fitted": "…", "seed": 3}, band=0.2)
+    Nearest(fitted='…', band=0.2)
+    >>> routers.make("nearest")
+    Traceback (most recent call last):
+    coterie.errors.ConfigError: router 'nearest' needs fitted: what was learned from a trace
+    """
+
+    def make(self, name: str, context: Mapping[str, Any] | None = None, /, **settings: Any) -> T:
+        """The policy of that name.
+
+        `context` is what the caller has at hand, by the names that policies ask for (`fitted`, `cost`, `objective`,
+        `seed`, …); a policy takes from it what it has a parameter for. `settings` are the user's own, and win over the
+        context; one that the policy does not have is refused.
+        """
+        factory, taken, any_name = self[name], self.parameters(name), self._takes_any(name)
+        unknown = [setting for setting in settings if setting not in taken]
+        if unknown and not any_name:
+            has = f"it has {', '.join(taken)}" if taken else "it has none"
+            raise ConfigError(f"{self.kind} {name!r} has no setting {unknown[0]!r}; {has}")
+        offered = {} if context is None else context
+        given = {key: offered[key] for key in offered if key in taken and key not in settings} | settings
+        for parameter, required in taken.items():
+            if required and parameter not in given:
+                raise ConfigError(f"{self.kind} {name!r} needs {parameter}{_hint(factory, parameter)}")
+        return factory(**given)
+
+    def parameters(self, name: str) -> dict[str, bool]:
+        """What a policy can be given, by name: whether it must be."""
+        return {
+            parameter.name: parameter.default is Parameter.empty
+            for parameter in signature(self[name]).parameters.values()
+            if parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        }
+
+    def _takes_any(self, name: str) -> bool:
+        return any(one.kind is Parameter.VAR_KEYWORD for one in signature(self[name]).parameters.values())
+
+
+def _hint(factory: Callable[..., Any], parameter: str) -> str:
+    if is_dataclass(factory):
+        for one in fields(factory):
+            if one.name == parameter and _HINT in one.metadata:
+                return f": {one.metadata[_HINT]}"
+    return ""

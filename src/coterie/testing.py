@@ -26,7 +26,7 @@ from coterie.batching.base import Loads, Selection, Strategy, Window
 from coterie.errors import ConfigError, UnavailableError
 from coterie.placement.base import HOST, Load, Plan, Planner
 from coterie.placement.objective import Objective
-from coterie.routing.base import Decision, Router, RouteRequest
+from coterie.routing.base import Decision, Request, Router
 from coterie.routing.fleet import Fleet
 from coterie.types import Placement, Topology
 
@@ -363,7 +363,7 @@ def check_router(
     It must name a living worker, with a place free if any has one; the score of that worker must be finite, and those
     of workers that may not be chosen infinite; the same snapshot must give the same decision and stay as it was; a
     fleet without a living worker must be refused with UnavailableError. Empty and full fleets, dead workers, requests
-    of which nothing is known, and cached prefixes are tried, on a fleet of `workers` whose cells are `layers` x
+    of which nothing is known, and cached prefixes are tried, on a fleet of `workers` that tracks `layers` x
     `experts`: those the router was fitted for. A router that passes may still choose badly.
     """
     router = make()
@@ -372,16 +372,16 @@ def check_router(
     for name, fleet in _fleets(rng, workers, layers * experts):
         for request in _route_requests(rng, layers, experts, workers):
             _check_route(make, router, f"{type(router).__name__}, {name}", request, fleet)
-    nobody = Fleet([4] * workers, layers * experts)
+    nobody = Fleet([4] * workers, np.full((workers, layers * experts), 0.25, np.float32))
     nobody.alive[:] = False
     try:
-        router.route(RouteRequest("r"), nobody)
+        router.route(Request("r"), nobody)
     except UnavailableError:
         return
     _require(False, f"{router!r} found a worker in a fleet of which none is alive")
 
 
-def _fleets(rng: Generator, workers: int, cells: int) -> Iterator[tuple[str, Fleet]]:
+def _fleets(rng: Generator, workers: int, size: int) -> Iterator[tuple[str, Fleet]]:
     for name, requests, dead in (
         ("an empty fleet", 0, 0),
         ("a busy fleet", 3 * workers, 0),
@@ -389,9 +389,10 @@ def _fleets(rng: Generator, workers: int, cells: int) -> Iterator[tuple[str, Fle
         ("a fleet with a dead worker", 2 * workers, 1),
         ("one living worker", workers, workers - 1),
     ):
-        fleet = Fleet([4] * workers, cells, rng.uniform(0.5, 2.0, workers))
+        prior = rng.uniform(0, 0.5, (workers, size)).astype(np.float32)
+        fleet = Fleet([4] * workers, prior, rng.uniform(0.5, 2.0, workers))
         for number in range(requests):
-            profile = rng.uniform(0, 0.5, cells).astype(np.float32)
+            profile = rng.uniform(0, 0.5, size).astype(np.float32)
             fleet.admit(f"resident-{number}", number % workers, int(rng.integers(2000)), profile)
         fleet.alive[:dead] = False
         fleet.kv_used[:] = rng.random(workers)
@@ -399,16 +400,16 @@ def _fleets(rng: Generator, workers: int, cells: int) -> Iterator[tuple[str, Fle
         yield name, fleet
 
 
-def _route_requests(rng: Generator, layers: int, experts: int, workers: int) -> Iterator[RouteRequest]:
-    yield RouteRequest("nothing known")
+def _route_requests(rng: Generator, layers: int, experts: int, workers: int) -> Iterator[Request]:
+    yield Request("nothing known")
     for number in range(6):
         counts = rng.integers(0, 20, (layers, experts))
         cached = rng.integers(0, 500, workers) if number % 2 else None
-        yield RouteRequest(f"r{number}", 500, counts, "code" if number % 3 else None, cached)
-    yield RouteRequest("no token", 1, np.zeros((layers, experts), np.int64))
+        yield Request(f"r{number}", 500, counts, "code" if number % 3 else None, cached)
+    yield Request("no token", 1, np.zeros((layers, experts), np.int64))
 
 
-def _check_route(make: Callable[[], Router], router: Router, where: str, request: RouteRequest, fleet: Fleet) -> None:
+def _check_route(make: Callable[[], Router], router: Router, where: str, request: Request, fleet: Fleet) -> None:
     arrays = {name: value.copy() for name, value in vars(fleet).items() if isinstance(value, np.ndarray)}
     decision = router.route(request, fleet)
     _require(isinstance(decision, Decision), f"{where}: {decision!r} is no Decision")

@@ -41,7 +41,7 @@ def run(*arguments: object) -> Any:
 
 
 def test_writes_a_router_and_scores_it_on_other_requests(trace: Path, tmp_path: Path) -> None:
-    from coterie.routing.fitted import FittedRouting
+    from coterie.routing.fitted import RouterFit
 
     path = tmp_path / "router.safetensors"
     found = json.loads(run(trace, "--workers", 4, "--batch", 8, "-o", path, "--json").stdout)
@@ -55,7 +55,7 @@ def test_writes_a_router_and_scores_it_on_other_requests(trace: Path, tmp_path: 
     assert saving["one cluster"] == 0
     assert saving["union clusters"] > saving["round robin"]
     assert saving["cosine clusters"] > saving["round robin"]
-    loaded = FittedRouting.load(path, model="synthetic", workers=4)
+    loaded = RouterFit.load(path, model="synthetic", workers=4)
     assert loaded.signature.layers.tolist() == found["layers_kept"]
 
 

@@ -28,7 +28,7 @@ def domains(
 def test_idf_is_the_published_weight() -> None:
     rng = np.random.default_rng(0)
     prefill, decode = domains(rng, 30)
-    found = Signature.fit(prefill, decode, rng, mask=False)
+    found = Signature(mask=False).fit(prefill, decode, rng)
     np.testing.assert_allclose(found.weights, np.log(31 / ((prefill > 0).sum(axis=0) + 1)), rtol=1e-6)
 
 
@@ -36,7 +36,7 @@ def test_idf_is_the_published_weight() -> None:
 def test_transform_is_weighted_counts_of_length_one(weighting: str) -> None:
     rng = np.random.default_rng(1)
     prefill, decode = domains(rng, 30)
-    found = Signature.fit(prefill, decode, rng, weighting=weighting)  # type: ignore[arg-type]
+    found = Signature(weighting).fit(prefill, decode, rng)  # type: ignore[arg-type]
     values = (prefill[3] > 0) if weighting == "binary" else prefill[3]
     expected = (values * found.weights)[found.layers].ravel()
     np.testing.assert_allclose(found.transform(prefill[3]), expected / np.linalg.norm(expected), rtol=1e-5)
@@ -75,7 +75,7 @@ def test_greedy_layers_are_those_of_brute_force() -> None:
     rng = np.random.default_rng(2)
     prefill, decode = domains(rng, 40, layers=5, noise_layers=(1, 3))
     truth = decode.reshape(40, -1)
-    weights = Signature.fit(prefill, decode, rng, mask=False).weights
+    weights = Signature(mask=False).fit(prefill, decode, rng).weights
     taken: list[int] = []
     rhos: list[float] = []
     while len(taken) < 5:
@@ -87,7 +87,7 @@ def test_greedy_layers_are_those_of_brute_force() -> None:
         taken.append(max(scores, key=lambda layer: scores[layer]))
         rhos.append(scores[taken[-1]])
     best = int(np.argmax(rhos)) + 1
-    found = Signature.fit(prefill, decode, rng)
+    found = Signature().fit(prefill, decode, rng)
     assert found.layers.tolist() == sorted(taken[:best])
     assert not {1, 3} & set(found.layers.tolist())
 
@@ -98,7 +98,7 @@ def test_the_mask_helps_requests_it_was_not_chosen_on() -> None:
     fit, test = slice(0, 80), slice(80, 160)
     scores = {
         mask: rho(
-            Signature.fit(prefill[fit], decode[fit], rng, mask=mask).transform_all(prefill[test]),
+            Signature(mask=mask).fit(prefill[fit], decode[fit], rng).transform_all(prefill[test]),
             decode[test].reshape(80, -1),
         )
         for mask in (False, True)
@@ -108,7 +108,7 @@ def test_the_mask_helps_requests_it_was_not_chosen_on() -> None:
 
 def test_the_same_seed_gives_the_same_layers() -> None:
     prefill, decode = domains(np.random.default_rng(4), 250)
-    first, again = (Signature.fit(prefill, decode, np.random.default_rng(9)) for _ in range(2))
+    first, again = (Signature().fit(prefill, decode, np.random.default_rng(9)) for _ in range(2))
     np.testing.assert_array_equal(first.layers, again.layers)
 
 
@@ -121,14 +121,14 @@ def test_what_cannot_be_fitted_is_refused() -> None:
     rng = np.random.default_rng(5)
     prefill, decode = domains(rng, 10)
     with pytest.raises(ConfigError, match="at least 3"):
-        Signature.fit(prefill[:2], decode[:2], rng)
+        Signature().fit(prefill[:2], decode[:2], rng)
     with pytest.raises(ConfigError, match="both must be"):
-        Signature.fit(prefill, decode[:, :2], rng)
+        Signature().fit(prefill, decode[:, :2], rng)
     with pytest.raises(ConfigError, match="weighting='count'"):
-        Signature.fit(prefill + 1, decode, rng)
+        Signature().fit(prefill + 1, decode, rng)
     with pytest.raises(ConfigError, match="fitted for"):
-        Signature.fit(prefill, decode, rng).transform(prefill[0, :2])
+        Signature().fit(prefill, decode, rng).transform(prefill[0, :2])
     with pytest.raises(ConfigError, match="one of count_idf"):
-        Signature("idf", np.ones((1, 2), np.float32), np.array([0]))
+        Signature("idf")
     with pytest.raises(ConfigError, match="must rise"):
-        Signature("count", np.ones((2, 2), np.float32), np.array([1, 0]))
+        Signature.restored("count", np.ones((2, 2), np.float32), np.array([1, 0]))

@@ -31,7 +31,7 @@ from coterie.gateway.routed_fleet import RoutedFleet, Served, WorkerClient
 from coterie.models import model_from_config
 from coterie.net.processes import ServerProcess
 from coterie.prompts import load_prompts, take_in_turn
-from coterie.routing import Decision, JoinShortestQueue, RoundRobin, RouteRequest
+from coterie.routing import Decision, JoinShortestQueue, Request, RoundRobin
 from coterie.routing.fleet import Fleet
 
 PATH = "/v1/completions"
@@ -108,9 +108,9 @@ async def serve_all(proxy: RoutedFleet, asked: list[list[int]]) -> list[Served]:
 class Watching(NamedTuple):
     """Shortest queue, and what it was asked."""
 
-    seen: list[tuple[RouteRequest, list[int]]]
+    seen: list[tuple[Request, list[int]]]
 
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+    def route(self, request: Request, fleet: Fleet) -> Decision:
         self.seen.append((request, fleet.running.tolist()))
         decision = JoinShortestQueue().route(request, fleet)
         return decision._replace(profile=np.full(fleet.missed.shape[1], 0.25, np.float32))
@@ -141,7 +141,7 @@ def test_tokens_footprints_and_the_fleet_in_between(workers: Workers) -> None:
     with_clients(workers, work)
 
 
-def _by_length(router: Watching, asked: list[list[int]]) -> list[tuple[int, tuple[RouteRequest, list[int]]]]:
+def _by_length(router: Watching, asked: list[list[int]]) -> list[tuple[int, tuple[Request, list[int]]]]:
     """Each routed request beside a prompt of its length: names are the proxy's own."""
     lengths = [len(prompt) for prompt in asked]
     return [(lengths.index(entry[0].prompt_tokens), entry) for entry in router.seen]

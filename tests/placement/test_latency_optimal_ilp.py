@@ -13,7 +13,8 @@ from scipy.optimize import linprog
 
 from coterie.errors import ConfigError
 from coterie.placement import Eplb, Load, Objective, Plan, Problem, Score
-from coterie.placement.planning.latency_optimal_ilp import IlpProgress, LatencyOptimalIlp
+from coterie.placement.base import SearchProgress
+from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
 from coterie.traces.drifting import zipf_drift
 from coterie.types import Placement, Topology
 
@@ -108,7 +109,8 @@ def problems(draw: st.DrawFn, largest: int) -> Problem:
 @settings(deadline=None, max_examples=25)
 @given(problems(largest=9))
 def test_equal_split_is_the_best_of_all_placements(problem: Problem) -> None:
-    plan, report = exact(problem).solve(problem)
+    plan = exact(problem).solve(problem)
+    report = plan.proven
     best = brute_force(problem, "equal")
     assert plan.placement.duplicates == 0 or not problem.alive.all()
     assert problem.score(plan.placement.slot_experts).total_s[0] == pytest.approx(best, rel=1e-6, abs=1e-12)
@@ -120,7 +122,8 @@ def test_equal_split_is_the_best_of_all_placements(problem: Problem) -> None:
 @settings(deadline=None, max_examples=12)
 @given(problems(largest=6))
 def test_optimal_split_is_the_best_of_all_placements(problem: Problem) -> None:
-    plan, report = exact(problem, "optimal").solve(problem)
+    plan = exact(problem, "optimal").solve(problem)
+    report = plan.proven
     best = brute_force(problem, "optimal")
     scored = problem.score(plan.placement.slot_experts, plan.shares).total_s[0]
     assert report.bound_s[0] <= min(best, scored) * (1 + 1e-9) + 1e-15
@@ -133,18 +136,19 @@ def test_optimal_split_is_the_best_of_all_placements(problem: Problem) -> None:
 @pytest.mark.parametrize("split", ["equal", "optimal"])
 def test_keeps_what_is_in_force_where_planning_costs_more_than_it_gains(split: str) -> None:
     problem = drifted(1, 7, 9, 3, Objective(horizon=50.0), Topology(3))
-    plan, report = exact(problem, split).solve(problem)
+    plan = exact(problem, split).solve(problem)
+    report = plan.proven
     assert len(plan.moves)
     gain = float(problem.score(problem.current.slot_experts).total_s.sum() - report.objective_s.sum())
     for planning_s, moves in ((0.99 * gain, len(plan.moves)), (1.01 * gain, 0)):
         dear = replace(problem, objective=replace(problem.objective, planning_s=planning_s))
-        decided, _ = exact(dear, split).solve(dear)
+        decided = exact(dear, split).solve(dear)
         assert len(decided.moves) == moves
         assert (decided.skip_reason is not None) == (not moves)
     assert "does not pay planning_s" in str(decided.skip_reason)
     assert decided.saving_s == 0
     again = problem.onward(np.arange(1), plan.placement.slot_experts, plan.shares)
-    assert exact(again, split).solve(again).plan.saving_s == pytest.approx(0, abs=1e-6 * plan.after_s)
+    assert exact(again, split).solve(again).saving_s == pytest.approx(0, abs=1e-6 * plan.after_s)
 
 
 def drifted(layers: int, experts: int, slots: int, ranks: int, objective: Objective, topology: Topology) -> Problem:
@@ -158,9 +162,9 @@ def drifted(layers: int, experts: int, slots: int, ranks: int, objective: Object
 def test_more_levels_of_replicas_leave_the_bound_a_bound(split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of replicas that hardly matter are lumped together; the result may not depend on it."""
     problem = drifted(1, 7, 9, 3, Objective(horizon=50.0), Topology(3))
-    lumped = exact(problem, split).solve(problem).report
+    lumped = exact(problem, split).solve(problem).proven
     monkeypatch.setattr("coterie.placement.planning._milp.SMALL", 0.0)
-    apart = exact(problem, split).solve(problem).report
+    apart = exact(problem, split).solve(problem).proven
     assert lumped.objective_s == pytest.approx(apart.objective_s, rel=1e-6)
     assert (lumped.bound_s <= apart.objective_s * (1 + 1e-9)).all()
 
@@ -169,13 +173,14 @@ def test_a_budget_of_moves_is_shared_by_the_layers() -> None:
     tokens = np.random.default_rng(1).pareto(1.0, (2, 6)) * 1000
     problem = Objective(horizon=100.0).problem(Load(tokens), Topology(2), Placement.linear(2, 6, 2))
     free = exact(problem).solve(problem)
-    assert len(free.plan.moves) > 2
+    assert len(free.moves) > 2
     by_moves = [_by_moves(problem, layer) for layer in range(2)]
-    for budget in range(len(free.plan.moves) + 1):
+    for budget in range(len(free.moves) + 1):
         best = min(
             one + other for (m, one), (n, other) in product(by_moves[0].items(), by_moves[1].items()) if m + n <= budget
         )
-        plan, report = exact(problem, max_moves=budget).solve(problem)
+        plan = exact(problem, max_moves=budget).solve(problem)
+        report = plan.proven
         assert len(plan.moves) <= budget
         assert report.total_bound_s <= best * (1 + 1e-9), "a bound on all plans within the budget"
         assert report.objective_s.sum() >= best * (1 - 1e-9)
@@ -190,7 +195,8 @@ def _by_moves(problem: Problem, layer: int) -> dict[int, float]:
 
 def test_no_moves_means_no_moves() -> None:
     problem = drifted(2, 8, 10, 2, Objective(), Topology(2))
-    plan, report = exact(problem, gap=0.05, max_moves=0).solve(problem)
+    plan = exact(problem, gap=0.05, max_moves=0).solve(problem)
+    report = plan.proven
     assert np.array_equal(plan.placement.slot_experts, problem.current.slot_experts)
     assert plan.skip_reason
     assert "better by more than" in plan.skip_reason
@@ -207,13 +213,14 @@ def test_a_budget_too_small_for_a_dead_rank_is_refused() -> None:
 
 def test_it_can_be_stopped_and_keeps_what_it_has() -> None:
     problem = drifted(3, 64, 72, 4, Objective(horizon=100.0), Topology(4))
-    seen: list[IlpProgress] = []
+    seen: list[SearchProgress] = []
 
-    def once(progress: IlpProgress) -> bool:
+    def once(progress: SearchProgress) -> bool:
         seen.append(progress)
         return progress.layer < 1
 
-    plan, report = exact(problem, time_limit_s=1.0).solve(problem, progress=once)
+    plan = exact(problem, time_limit_s=1.0, progress=once).solve(problem)
+    report = plan.proven
     assert {progress.layer for progress in seen} == {0, 1}
     assert np.array_equal(plan.placement.slot_experts[1:], problem.current.slot_experts[1:])
     assert (report.bound_s <= report.objective_s).all()
@@ -223,11 +230,11 @@ def test_it_can_be_stopped_and_keeps_what_it_has() -> None:
 def test_what_progress_raises_comes_out() -> None:
     problem = drifted(1, 64, 72, 8, Objective(horizon=100.0), Topology(8))
 
-    def fail(_: IlpProgress) -> bool:
+    def fail(_: SearchProgress) -> bool:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        exact(problem).solve(problem, progress=fail)
+        exact(problem, progress=fail).solve(problem)
 
 
 @pytest.mark.parametrize("split", ["equal", "optimal"])
@@ -245,7 +252,8 @@ def test_starts_from_the_heuristic_and_is_never_worse(split: str) -> None:
     fast = LatencyOptimal(objective=objective, split=split).plan(load, topology, problem.current)
     ilp = LatencyOptimalIlp(objective, split, gap=0.02, time_limit_s=2.0)
     assert (scored(ilp.plan(load, topology, problem.current)) <= scored(fast) * (1 + 1e-6)).all()
-    plan, report = ilp.solve(problem, starts=[fast.placement.slot_experts])
+    plan = ilp.solve(problem, starts=[fast.placement.slot_experts])
+    report = plan.proven
     assert scored(plan) == pytest.approx(report.objective_s, rel=1e-6)
     assert (report.bound_s <= scored(fast)).all()
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from coterie.errors import ConfigError, InputError, TraceError
+from coterie.costs.presets import step_model
+from coterie.errors import ConfigError, InputError, NotFittedError, TraceError
 from coterie.footprints.signatures import Signature
+from coterie.models import get_model
+from coterie.routing import LocalityBand, Request, routers
+from coterie.routing.calibration import Calibration, calibration
 from coterie.routing.clustering import assign, capacities
-from coterie.routing.fitted import Calibration, FittedRouting, calibration
+from coterie.routing.fitted import Learned, RouterFit
 from coterie.routing.forecast import Forecast
 from coterie.routing.union import expected_distinct_saving, tangents, union_clusters
 from coterie.traces import ActivationTrace, TraceMeta
@@ -37,8 +40,8 @@ def known() -> Calibration:
 
 
 @pytest.fixture(scope="module")
-def fitted(known: Calibration) -> FittedRouting:
-    return FittedRouting.fit(known.take(np.arange(120)), 5, np.random.default_rng(0), batch=8)
+def fitted(known: Calibration) -> RouterFit:
+    return RouterFit(5, batch=8).fit(known.take(np.arange(120)), np.random.default_rng(0))
 
 
 def test_counts_are_those_of_the_phases() -> None:
@@ -80,7 +83,7 @@ def test_gate_mass_is_summed() -> None:
     assert found.gates[0, 0].tolist() == [1.25, 0.25, 0.5, 0.0]
 
 
-def test_profiles_belong_to_the_workers_of_the_centroids(known: Calibration, fitted: FittedRouting) -> None:
+def test_profiles_belong_to_the_workers_of_the_centroids(known: Calibration, fitted: RouterFit) -> None:
     """Requests near a worker's centroid are, more often than chance, those its profile suits."""
     test = known.take(np.arange(120, 240))
     near = np.array([fitted.similarities(counts).argmax() for counts in test.prefill])
@@ -89,57 +92,54 @@ def test_profiles_belong_to_the_workers_of_the_centroids(known: Calibration, fit
     assert (near == suits).mean() > 0.5
 
 
-def test_similarities_are_cosines_with_the_centroids(known: Calibration, fitted: FittedRouting) -> None:
-    own = fitted.signature.transform(known.prefill[200])
-    np.testing.assert_allclose(fitted.similarities(known.prefill[200]), fitted.centroids @ own, atol=1e-6)
+def test_similarities_are_cosines_with_the_centroids(known: Calibration, fitted: RouterFit) -> None:
+    own = fitted.learned.signature.transform(known.prefill[200])
+    np.testing.assert_allclose(fitted.similarities(known.prefill[200]), fitted.learned.centroids @ own, atol=1e-6)
     assert not fitted.similarities(np.zeros((4, 16))).any()
 
 
 def test_many_workers_are_compared_in_eight_bits() -> None:
     rng = np.random.default_rng(2)
-    cells = 24 * 64
-    centroids = rng.random((300, cells)).astype(np.float32) ** 4
+    size = 24 * 64
+    centroids = rng.random((300, size)).astype(np.float32) ** 4
     centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
-    flat = np.zeros(cells, np.float32)
-    forecast = Forecast(flat, flat, np.zeros((1, cells), np.float32), np.zeros((1, cells), np.float32), 1.0, 1.0, 1.0)
-    signature = Signature("count", np.ones((24, 64), np.float32), np.arange(24))
-    wide = FittedRouting(
-        "m",
-        24,
-        64,
-        4,
-        signature,
-        centroids,
-        np.zeros((300, cells), np.float32),
-        forecast,
-        np.full(300, 1 / 300, np.float32),
-        16,
+    flat, row = np.zeros(size, np.float32), np.zeros((1, size), np.float32)
+    signature = Signature.restored("count", np.ones((24, 64), np.float32), np.arange(24))
+    wide = RouterFit(300, weighting="count")
+    wide.learned_ = Learned.of(
+        model="m",
+        num_layers=24,
+        num_experts=64,
+        top_k=4,
+        signature=signature,
+        centroids=centroids,
+        profiles=np.zeros((300, size), np.float32),
+        forecast=Forecast.restored(before=flat, after=flat, inward=row, outward=row, own=1.0, noise=1.0, ridge=1.0),
+        shares=np.full(300, 1 / 300, np.float32),
     )
     for counts in (rng.integers(0, 50, (24, 64)), np.eye(24, 64)):
         exact = centroids @ signature.transform(counts)
         np.testing.assert_allclose(wide.similarities(counts), exact, atol=2e-3)
 
 
-def test_profile_of_nothing_is_popularity(known: Calibration, fitted: FittedRouting) -> None:
-    np.testing.assert_array_equal(fitted.profile(np.zeros((4, 16))), fitted.forecast.after)
+def test_profile_of_nothing_is_popularity(known: Calibration, fitted: RouterFit) -> None:
+    np.testing.assert_array_equal(fitted.profile(np.zeros((4, 16))), fitted.learned.forecast.map.after)
     assert fitted.profile(known.prefill[130]).shape == (64,)
 
 
-def test_saves_and_loads(known: Calibration, fitted: FittedRouting, tmp_path: Path) -> None:
+def test_saves_and_loads(known: Calibration, fitted: RouterFit, tmp_path: Path) -> None:
     fitted.save(tmp_path / "a.safetensors")
     fitted.save(tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-    again = FittedRouting.load(tmp_path / "a.safetensors", model="synthetic", workers=5)
+    again = RouterFit.load(tmp_path / "a.safetensors", model="synthetic", workers=5)
     np.testing.assert_array_equal(again.similarities(known.prefill[150]), fitted.similarities(known.prefill[150]))
     np.testing.assert_array_equal(again.profile(known.prefill[150]), fitted.profile(known.prefill[150]))
-    np.testing.assert_array_equal(again.shares, fitted.shares)
-    assert (again.batch, again.workers, again.signature.weighting) == (8, 5, "count_idf")
+    np.testing.assert_array_equal(again.learned.shares, fitted.learned.shares)
+    assert (again.batch, again.workers, again.weighting) == (8, 5, "count_idf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
 
 
-def test_a_failed_write_leaves_the_old_file(
-    fitted: FittedRouting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_file(fitted: RouterFit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "r.safetensors"
     path.write_bytes(b"old")
 
@@ -153,24 +153,24 @@ def test_a_failed_write_leaves_the_old_file(
     assert [found.name for found in tmp_path.iterdir()] == ["r.safetensors"]
 
 
-def test_files_of_others_are_refused(fitted: FittedRouting, tmp_path: Path) -> None:
+def test_files_of_others_are_refused(fitted: RouterFit, tmp_path: Path) -> None:
     path = tmp_path / "r.safetensors"
     fitted.save(path)
     with pytest.raises(InputError, match="model 'synthetic'; the fleet serves 'gpt-oss-20b'"):
-        FittedRouting.load(path, model="gpt-oss-20b")
+        RouterFit.load(path, model="gpt-oss-20b")
     with pytest.raises(InputError, match="for 5 workers; the fleet has 8"):
-        FittedRouting.load(path, workers=8)
+        RouterFit.load(path, workers=8)
     with pytest.raises(ConfigError, match="for 5 workers; the fleet has 6"):
         fitted.check_workers(6)
     arrays = load_file(path)
     save_file(arrays, tmp_path / "foreign.safetensors")
     with pytest.raises(TraceError, match="coterie-router"):
-        FittedRouting.load(tmp_path / "foreign.safetensors")
+        RouterFit.load(tmp_path / "foreign.safetensors")
     (tmp_path / "cut.safetensors").write_bytes(path.read_bytes()[:-4])
     (tmp_path / "noise.safetensors").write_bytes(b"not a router at all")
     for name in ("cut", "noise", "absent"):
         with pytest.raises(TraceError, match=name):
-            FittedRouting.load(tmp_path / f"{name}.safetensors")
+            RouterFit.load(tmp_path / f"{name}.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_files_of_others_are_refused(fitted: FittedRouting, tmp_path: Path) -> N
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(
-    fitted: FittedRouting, tmp_path: Path, name: str, change: object, message: str
+    fitted: RouterFit, tmp_path: Path, name: str, change: object, message: str
 ) -> None:
     path = tmp_path / "r.safetensors"
     fitted.save(path)
@@ -195,19 +195,19 @@ def test_arrays_that_do_not_fit_are_refused(
     arrays[name] = np.ascontiguousarray(change(arrays[name]))  # type: ignore[operator]
     save_file(arrays, path, about)
     with pytest.raises(TraceError, match=message):
-        FittedRouting.load(path)
+        RouterFit.load(path)
 
 
 def test_too_few_requests_and_gates_are_refused(known: Calibration) -> None:
     rng = np.random.default_rng(0)
     with pytest.raises(ConfigError, match="4 calibration requests have both phases; 5 workers need 5"):
-        FittedRouting.fit(known.take(np.arange(4)), 5, rng)
+        RouterFit(5).fit(known.take(np.arange(4)), rng)
     with pytest.raises(ConfigError, match="gate"):
-        FittedRouting.fit(known, 5, rng, weighting="gate")
+        RouterFit(5, weighting="gate")
 
 
-def test_the_same_seed_gives_the_same_router(known: Calibration, fitted: FittedRouting, tmp_path: Path) -> None:
-    again = FittedRouting.fit(known.take(np.arange(120)), 5, np.random.default_rng(0), batch=8)
+def test_the_same_seed_gives_the_same_router(known: Calibration, fitted: RouterFit, tmp_path: Path) -> None:
+    again = RouterFit(5, batch=8).fit(known.take(np.arange(120)), np.random.default_rng(0))
     fitted.save(tmp_path / "a")
     again.save(tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
@@ -215,8 +215,8 @@ def test_the_same_seed_gives_the_same_router(known: Calibration, fitted: FittedR
 
 def test_faster_workers_get_a_larger_share(known: Calibration) -> None:
     speeds = np.array([1.0, 2.0, 1.0])
-    found = FittedRouting.fit(known.take(np.arange(120)), 3, np.random.default_rng(0), speeds=speeds)
-    np.testing.assert_allclose(found.shares, [0.25, 0.5, 0.25])
+    found = RouterFit(3, speeds=speeds).fit(known.take(np.arange(120)), np.random.default_rng(0))
+    np.testing.assert_allclose(found.learned.shares, [0.25, 0.5, 0.25])
 
 
 def test_real_routing_reaches_most_of_the_limit(data_dir: Path) -> None:
@@ -226,7 +226,7 @@ def test_real_routing_reaches_most_of_the_limit(data_dir: Path) -> None:
     for seed in range(3):
         order = np.random.default_rng(seed).permutation(len(known.prefill))
         fit, test = known.take(np.sort(order[:205])), known.take(np.sort(order[205:]))
-        found = FittedRouting.fit(fit, 8, np.random.default_rng(seed))
+        found = RouterFit(8).fit(fit, np.random.default_rng(seed))
         truth = test.probabilities[1]
         best = union_clusters(truth, 8, 16, np.random.default_rng(0), restarts=5)
         limit = expected_distinct_saving(truth, best.labels, 16)
@@ -241,19 +241,26 @@ def test_real_routing_reaches_most_of_the_limit(data_dir: Path) -> None:
     assert np.mean(reached["union"]) > np.mean(reached["cosine"]) + 0.03
 
 
-def test_a_thousand_requests_are_fitted_in_seconds() -> None:
-    """The bar is 2 s on two quiet cores; the machine that runs this may be busy."""
-    shape = SyntheticSettings(
-        num_layers=48,
-        num_experts=128,
-        top_k=8,
-        specialisation=0.8,
-        lengths=LognormalLengths(prompt_mean=40, output_mean=20),
-    )
-    known = calibration(generate(shape, np.random.default_rng(0), requests=1000))
+def test_a_report_names_every_part(known: Calibration) -> None:
     parts: dict[str, float] = {}
-    started = time.perf_counter()
-    found = FittedRouting.fit(known, 16, np.random.default_rng(0), report=parts.__setitem__)
-    assert time.perf_counter() - started < 12
-    assert found.workers == 16
+    RouterFit(3).fit(known, np.random.default_rng(0), parts.__setitem__)
     assert list(parts) == ["probabilities", "signature", "cosine clusters", "forecast", "union clusters"]
+
+
+def test_what_is_not_fitted_says_so() -> None:
+    with pytest.raises(NotFittedError, match=r"not fitted: call fit\(\) first"):
+        RouterFit(3).fleet(4)
+
+
+def test_every_router_is_made_of_a_fit(known: Calibration, fitted: RouterFit) -> None:
+    model = step_model(get_model("gpt-oss-20b"), "h200")
+    request = Request("r", 100, known.prefill[0])
+    for name in routers:
+        settings = {"labels": {}} if name == "domain" else {}
+        decision = fitted.router(name, model, **settings).route(request, fitted.fleet(places=8))
+        assert 0 <= decision.worker < 5
+    assert fitted.router("locality_band", model, band=0.5) == LocalityBand(fitted, 0.5)
+    with pytest.raises(ConfigError, match="router 'domain' needs labels: label → workers"):
+        fitted.router("domain", model)
+    with pytest.raises(ConfigError, match="router 'random' has no setting 'band'; it has seed"):
+        fitted.router("random", model, band=0.5)

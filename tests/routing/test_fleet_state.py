@@ -7,33 +7,33 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
 from coterie.routing import Fleet
-from coterie.routing.fleet import MOST_CERTAIN, RECENT, UNIT, _logs, _spread
+from coterie.routing.fleet import MOST_CERTAIN, PRIOR_WINDOW, UNIT, _logs, _spread
 
 
-def profile(rng: np.random.Generator, cells: int) -> np.ndarray:
-    return rng.uniform(0, 0.9, cells).astype(np.float32)
+def profile(rng: np.random.Generator, size: int) -> np.ndarray:
+    return rng.uniform(0, 0.9, size).astype(np.float32)
 
 
-def recount(residents: dict[str, tuple[int, np.ndarray]], fleet: Fleet, worker: int) -> np.ndarray:
-    """[cell] what `missed` must be, from its definition, if none has left yet."""
+def recount(residents: dict[str, tuple[int, np.ndarray]], fleet: Fleet, worker: int, prior: np.ndarray) -> np.ndarray:
+    """[expert index] what `missed` must be, from its definition, if none has left yet."""
     profiles = list(residents.values())
-    usual = np.array(profiles[0][1], np.float64)
-    for where, p in profiles[1:]:
+    prior = prior.astype(np.float64)
+    for where, p in profiles:
         if where == worker:
-            usual += (p - usual) / RECENT
+            prior += (p - prior) / PRIOR_WINDOW
     mine = [np.log1p(-p) for where, p in profiles if where == worker]
     expected = (len(mine) + fleet.running.mean()) / 2
-    mean = (np.mean(mine, axis=0) + np.log1p(-usual)) / 2 if mine else np.log1p(-usual)
+    mean = (np.mean(mine, axis=0) + np.log1p(-prior)) / 2 if mine else np.log1p(-prior)
     return np.exp(expected * mean)
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.booleans(), st.integers(0, 99)), max_size=40), st.integers(0, 99))
 def test_counts_are_those_of_who_is_there(workers: int, actions: list[tuple[bool, int]], seed: int) -> None:
-    rng, cells = np.random.default_rng(seed), 6
-    fleet, residents = Fleet([8] * workers, cells), {}
+    rng, size = np.random.default_rng(seed), 6
+    fleet, residents = Fleet([8] * workers, np.full((workers, size), 0.2)), {}
     for number, (comes, which) in enumerate(actions):
         if comes or not residents:
-            one = profile(rng, cells)
+            one = profile(rng, size)
             residents[f"r{number}"] = (which % workers, one)
             fleet.admit(f"r{number}", which % workers, which, one)
         else:
@@ -50,16 +50,16 @@ def test_counts_are_those_of_who_is_there(workers: int, actions: list[tuple[bool
 
 @given(st.integers(2, 5), st.integers(1, 12), st.integers(0, 99))
 def test_missed_follows_its_definition(workers: int, requests: int, seed: int) -> None:
-    rng, cells = np.random.default_rng(seed), 5
-    fleet, residents = Fleet([8] * workers, cells), {}
+    rng, size = np.random.default_rng(seed), 5
+    fleet, residents = Fleet([8] * workers, np.full((workers, size), 0.2)), {}
     for number in range(requests):
-        one = profile(rng, cells)
+        one = profile(rng, size)
         residents[f"r{number}"] = (int(rng.integers(workers)), one)
         fleet.admit(f"r{number}", residents[f"r{number}"][0], 0, one)
     fleet._mean = -1.0  # all are made anew, as after a large change
     fleet._shift(0, None, 0)
     for every in range(workers):
-        right = recount(residents, fleet, every)
+        right = recount(residents, fleet, every, np.full(size, 0.2))
         assert np.abs(fleet.missed[every] / 255 - right).max() < 0.006
         assert fleet.distinct[every] == pytest.approx((1 - right).sum(), abs=1e-3)
 
@@ -67,16 +67,16 @@ def test_missed_follows_its_definition(workers: int, requests: int, seed: int) -
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99)), max_size=60), st.integers(0, 99))
 def test_nobody_left_leaves_nothing_behind(actions: list[tuple[int, int]], seed: int) -> None:
     """Whoever came, was refined and went in between: not even rounding."""
-    rng, cells = np.random.default_rng(seed), 7
-    fleet, there = Fleet([4, 4, 4], cells), []
+    rng, size = np.random.default_rng(seed), 7
+    fleet, there = Fleet([4, 4, 4], np.full((3, size), 0.2)), []
     for number, (action, which) in enumerate(actions):
         if action < 2 or not there:
             there.append(f"r{number}")
-            fleet.admit(f"r{number}", which % 3, 10, profile(rng, cells) if which % 5 else None)
+            fleet.admit(f"r{number}", which % 3, 10, profile(rng, size) if which % 5 else None)
         elif action == 2:
             fleet.finish(there.pop(which % len(there)))
         else:
-            fleet.refine(there[which % len(there)], rng.random(cells).astype(np.float32))
+            fleet.refine(there[which % len(there)], rng.random(size).astype(np.float32))
     if there:
         fleet.finish(there.pop(0))
     for one in there:
@@ -97,11 +97,11 @@ def test_logarithms_are_right_to_a_unit() -> None:
 
 @given(st.floats(0, 40), st.integers(0, 99))
 def test_what_is_missed_is_rounded_right(load: float, seed: int) -> None:
-    rng, cells = np.random.default_rng(seed), 100
-    logs, usual = (rng.integers(-7 * 2**16, 1, (2, cells)) * (rng.random(cells) ** 4)).astype(np.int32)
-    missed = np.empty(cells, np.uint8)
-    distinct = _spread(logs, usual, load / 3, load / 2, missed)
-    right = np.exp(UNIT * (load / 3 * logs + load / 2 * usual))
+    rng, size = np.random.default_rng(seed), 100
+    logs, prior = (rng.integers(-7 * 2**16, 1, (2, size)) * (rng.random(size) ** 4)).astype(np.int32)
+    missed = np.empty(size, np.uint8)
+    distinct = _spread(logs, prior, load / 3, load / 2, missed)
+    right = np.exp(UNIT * (load / 3 * logs + load / 2 * prior))
     assert np.abs(missed - 255 * right).max() < 0.501
     assert distinct == pytest.approx((1 - right).sum(), abs=1e-3)
 
@@ -109,7 +109,7 @@ def test_what_is_missed_is_rounded_right(load: float, seed: int) -> None:
 def test_refining_replaces_what_was_thought() -> None:
     rng = np.random.default_rng(1)
     first, second, other = (profile(rng, 9) for _ in range(3))
-    changed, direct = Fleet([4, 4], 9), Fleet([4, 4], 9)
+    changed, direct = (Fleet([4, 4], np.full((2, 9), 0.2)) for _ in range(2))
     for fleet, one in ((changed, first), (direct, second)):
         fleet.admit("a", 0, 0, one)
         fleet.admit("b", 1, 0, other)
@@ -126,18 +126,18 @@ def test_a_full_fleet_is_open_to_all_who_live() -> None:
     assert fleet.open.tolist() == [True, True, False]
 
 
-def test_an_empty_worker_has_its_usual_character() -> None:
-    usual = np.zeros((2, 4), np.float32)
-    usual[0, :2] = 0.5
-    usual[1, 2:] = 0.5
-    fleet = Fleet([4, 4], 4, usual=usual)
+def test_an_empty_worker_has_its_prior_character() -> None:
+    prior = np.zeros((2, 4), np.float32)
+    prior[0, :2] = 0.5
+    prior[1, 2:] = 0.5
+    fleet = Fleet([4, 4], prior)
     fleet.admit("a", 0, 0, np.full(4, 0.3, np.float32))
     assert fleet.missed[1, 0] == 255
     assert fleet.missed[1, 2] < 255
 
 
 def test_mistakes_are_told() -> None:
-    fleet = Fleet([1, 2], 3)
+    fleet = Fleet([1, 2], np.zeros((2, 3)))
     fleet.admit("a", 0, 0, np.zeros(3, np.float32))
     for wrong in (
         lambda: fleet.admit("a", 1),
@@ -149,7 +149,8 @@ def test_mistakes_are_told() -> None:
         lambda: Fleet([0]),
         lambda: Fleet([1], speeds=[0.0]),
         lambda: Fleet([1], speeds=[1.0, 1.0]),
-        lambda: Fleet([1], 2, usual=np.zeros((1, 3))),
+        lambda: Fleet([1], np.zeros((2, 3))),
+        lambda: Fleet([1]).admit("a", 0, 0, np.zeros(3, np.float32)),
     ):
         with pytest.raises(ConfigError):
             wrong()
@@ -158,9 +159,9 @@ def test_mistakes_are_told() -> None:
 
 def test_a_worker_takes_on_the_character_of_who_comes() -> None:
     """After drift the fitted character counts for little, also once those who came have gone."""
-    usual = np.array([[0.5, 0.0], [0.0, 0.5]], np.float32)
-    fleet, other = Fleet([4, 4], 2, usual=usual), np.array([0.0, 0.5], np.float32)
-    for number in range(4 * RECENT):
+    prior = np.array([[0.5, 0.0], [0.0, 0.5]], np.float32)
+    fleet, other = Fleet([4, 4], prior), np.array([0.0, 0.5], np.float32)
+    for number in range(4 * PRIOR_WINDOW):
         fleet.admit(f"r{number}", 0, 0, other)
         fleet.finish(f"r{number}")
     fleet.admit("one", 1, 0, other)

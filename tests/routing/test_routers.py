@@ -1,29 +1,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coterie.costs.lines import StepPrices
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, UnknownNameError
 from coterie.models import get_model
-from coterie.routing import Fleet, Router, RouteRequest, routers
+from coterie.routing import Fleet, Request, Router, routers
 from coterie.routing.domain import Domain, share_out
 from coterie.routing.joint import Joint
-from coterie.routing.latency_aware import LatencyAware, StepPrices
+from coterie.routing.latency_aware import LatencyAware
 from coterie.routing.locality_band import LocalityBand
 from coterie.testing import check_router
-from routing_cases import EXPERTS, LAYERS, TOP_K, WORKERS, draw, fitted
+from routing_cases import COST, EXPERTS, LAYERS, TOP_K, WORKERS, draw, fitted
 
-CELLS = LAYERS * EXPERTS
+INDICES = LAYERS * EXPERTS
 
 
 def make(name: str) -> Callable[[], Router]:
-    learns = name in ("locality_band", "latency_aware", "pressure")
-    return lambda: routers[name](**({"fitted": fitted()} if learns else {}))
+    return lambda: routers.make(name, {"fitted": fitted(), "cost": COST, "labels": {"code": (1, 2)}})
+
+
+def latency_aware(cost: StepPrices = COST) -> LatencyAware:
+    return LatencyAware(fitted(), cost)
 
 
 def test_all_that_the_package_promises_are_there() -> None:
@@ -48,14 +53,14 @@ def test_contract(name: str) -> None:
 
 
 def busy(loads: list[int]) -> Fleet:
-    fleet = Fleet([64] * len(loads), CELLS)
+    fleet = Fleet([64] * len(loads), np.full((len(loads), INDICES), 0.25, np.float32))
     for worker, load in enumerate(loads):
         for number in range(load):
             fleet.admit(f"{worker}-{number}", worker)
     return fleet
 
 
-def serve(router: Router, fleet: Fleet, requests: list[RouteRequest]) -> list[int]:
+def serve(router: Router, fleet: Fleet, requests: list[Request]) -> list[int]:
     chosen = []
     for request in requests:
         decision = router.route(request, fleet)
@@ -66,22 +71,22 @@ def serve(router: Router, fleet: Fleet, requests: list[RouteRequest]) -> list[in
 
 def test_round_robin_goes_round_and_passes_the_dead() -> None:
     fleet = Fleet([9] * 3)
-    named = [RouteRequest(str(number)) for number in range(6)]
-    assert serve(routers["round_robin"](), fleet, named) == [0, 1, 2, 0, 1, 2]
+    named = [Request(str(number)) for number in range(6)]
+    assert serve(routers.make("round_robin"), fleet, named) == [0, 1, 2, 0, 1, 2]
     fleet.alive[1] = False
-    assert set(serve(routers["round_robin"](), fleet, [RouteRequest(f"x{n}") for n in range(6)])) == {0, 2}
+    assert set(serve(routers.make("round_robin"), fleet, [Request(f"x{n}") for n in range(6)])) == {0, 2}
 
 
 def test_shortest_queue_by_speed() -> None:
     fleet = busy([3, 4, 3])
     fleet.speeds[:] = [1.0, 2.0, 1.0]
-    assert routers["join_shortest_queue"]().route(RouteRequest(), fleet).worker == 1
+    assert routers.make("join_shortest_queue").route(Request(), fleet).worker == 1
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=12), st.integers(0, 999))
 def test_power_of_two_takes_the_shorter_of_two(loads: list[int], seed: int) -> None:
     fleet = busy(loads)
-    decision = routers["power_of_two"](seed=seed).route(RouteRequest(), fleet)
+    decision = routers.make("power_of_two", {"seed": seed}).route(Request(), fleet)
     pair = np.flatnonzero(np.isfinite(decision.scores))
     assert len(pair) == 2
     assert fleet.running[decision.worker] == fleet.running[pair].min()
@@ -89,31 +94,31 @@ def test_power_of_two_takes_the_shorter_of_two(loads: list[int], seed: int) -> N
 
 def test_random_is_even_and_follows_its_seed() -> None:
     fleet, counts = Fleet([10_000] * 5), np.zeros(5)
-    for worker in serve(routers["random"](seed=3), fleet, [RouteRequest(str(n)) for n in range(5000)]):
+    for worker in serve(routers.make("random", {"seed": 3}), fleet, [Request(str(n)) for n in range(5000)]):
         counts[worker] += 1
     assert (np.abs(counts - 1000) < 4 * np.sqrt(800)).all()
-    first = [routers["random"](seed=s).route(RouteRequest(), fleet).worker for s in range(20)]
+    first = [routers.make("random", {"seed": s}).route(Request(), fleet).worker for s in range(20)]
     assert len(set(first)) > 1
 
 
 @given(st.lists(st.integers(0, 9), min_size=WORKERS, max_size=WORKERS), st.integers(0, 999))
 def test_a_band_of_none_is_the_most_alike_and_of_all_the_shortest_queue(loads: list[int], seed: int) -> None:
     fleet, known = busy(loads), fitted()
-    request = RouteRequest("r", 10, draw(1, seed).prefill[0])
-    alike = known.similarities(request.footprint)
-    assert alike[LocalityBand(known, 0.0).route(request, fleet).worker] == alike.max()
+    request = Request("r", 10, draw(1, seed).prefill[0])
+    similarity = known.similarities(request.footprint)
+    assert similarity[LocalityBand(known, 0.0).route(request, fleet).worker] == similarity.max()
     everyone = LocalityBand(known, 1.0).route(request, fleet).worker
-    assert everyone == routers["join_shortest_queue"]().route(request, fleet).worker
-    inside = np.flatnonzero(alike >= alike.max() - 0.1)
+    assert everyone == routers.make("join_shortest_queue").route(request, fleet).worker
+    inside = np.flatnonzero(similarity >= similarity.max() - 0.1)
     assert fleet.running[LocalityBand(known).route(request, fleet).worker] == fleet.running[inside].min()
 
 
 def test_the_band_refuses_another_fleet_and_being_unfitted() -> None:
-    request = RouteRequest("r", 10, draw(1, 0).prefill[0])
+    request = Request("r", 10, draw(1, 0).prefill[0])
     with pytest.raises(ConfigError, match="6 workers"):
         LocalityBand(fitted()).route(request, Fleet([4] * 5))
-    with pytest.raises(ConfigError, match="fitted"):
-        LocalityBand().route(request, Fleet([4] * 6))
+    with pytest.raises(ConfigError, match="router 'locality_band' needs fitted: what was learned from a trace"):
+        routers.make("locality_band")
     with pytest.raises(ConfigError, match="band"):
         LocalityBand(fitted(), 1.5)
 
@@ -125,10 +130,10 @@ def expected_distinct(residents: list[np.ndarray]) -> float:
 def test_latency_aware_gathers_the_alike() -> None:
     """Requests of four groups on six workers: fewer experts a step than the shortest queue, loads within reason."""
     drawn = draw(48, 5)
-    named = [RouteRequest(str(n), 0, drawn.prefill[n]) for n in range(48)]
+    named = [Request(str(n), 0, drawn.prefill[n]) for n in range(48)]
     distinct = {}
     for name in ("latency_aware", "join_shortest_queue"):
-        fleet = Fleet([64] * WORKERS, CELLS)
+        fleet = fitted().fleet(64)
         chosen = np.array(serve(make(name)(), fleet, named))
         true = drawn.decode.reshape(48, -1) / (drawn.decode.sum(axis=2).mean() / TOP_K)
         distinct[name] = sum(expected_distinct(list(true[chosen == worker])) for worker in range(WORKERS))
@@ -138,9 +143,9 @@ def test_latency_aware_gathers_the_alike() -> None:
 
 def test_latency_aware_scores_are_its_formula() -> None:
     """In double precision from the footprint on; `missed` alone is rounded, as the fleet keeps it."""
-    rng, known, prices = np.random.default_rng(0), fitted(), StepPrices()
-    drawn, forecast = draw(40, 6), known.forecast
-    fleet = Fleet([64] * WORKERS, CELLS, rng.uniform(0.5, 2.0, WORKERS), known.profiles)
+    rng, known, prices = np.random.default_rng(0), fitted(), COST
+    drawn, forecast = draw(40, 6), known.learned.forecast.map
+    fleet = known.fleet(64, rng.uniform(0.5, 2.0, WORKERS))
     for number in range(30):
         one = known.profile(drawn.prefill[number])
         fleet.admit(str(number), int(rng.integers(WORKERS)), int(rng.integers(2000)), one)
@@ -158,7 +163,7 @@ def test_latency_aware_scores_are_its_formula() -> None:
         more = prices.expert_us * added + prices.request_us + prices.context_us * 1000
         more += prices.prefill_us / prices.output_tokens * (1000 - cached)
         right = (step + prices.context_us * held + (others + 1) * more) / fleet.speeds
-        decision = LatencyAware(known).route(RouteRequest("r", 1000, counts, None, cached), fleet)
+        decision = LatencyAware(known, COST).route(Request("r", 1000, counts, None, cached), fleet)
         np.testing.assert_allclose(decision.scores, right, rtol=1e-6)
         np.testing.assert_allclose(decision.profile, profile, atol=1e-6)
         np.testing.assert_array_equal(decision.profile, known.profile(counts))
@@ -166,28 +171,30 @@ def test_latency_aware_scores_are_its_formula() -> None:
 
 
 def test_latency_aware_refuses_a_fleet_of_another_model() -> None:
-    request = RouteRequest("r", 10, draw(1, 0).prefill[0])
-    with pytest.raises(ConfigError, match="fitted for 24 cells; the fleet keeps 30"):
-        LatencyAware(fitted()).route(request, Fleet([4] * WORKERS, 30))
+    request = Request("r", 10, draw(1, 0).prefill[0])
+    with pytest.raises(ConfigError, match="fitted for 24 expert indices; the fleet has 30"):
+        latency_aware().route(request, Fleet([4] * WORKERS, np.zeros((WORKERS, 30))))
     with pytest.raises(ConfigError, match=r"shape \(8, 3\); test was fitted for \(3, 8\)"):
-        LatencyAware(fitted()).route(request._replace(footprint=draw(1, 0).prefill[0].T), Fleet([4] * WORKERS, CELLS))
-    with pytest.raises(ConfigError, match="`fitted`"):
-        LatencyAware().route(request, Fleet([4] * WORKERS, CELLS))
+        latency_aware().route(request._replace(footprint=draw(1, 0).prefill[0].T), fitted().fleet(4))
+    with pytest.raises(ConfigError, match="the fleet tracks no experts"):
+        latency_aware().route(request, Fleet([4] * WORKERS))
+    with pytest.raises(ConfigError, match="router 'latency_aware' needs cost: the prices of a decode step"):
+        routers.make("latency_aware", {"fitted": fitted()})
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=8))
 def test_where_experts_cost_nothing_it_is_the_shortest_queue(loads: list[int]) -> None:
     fleet = busy(loads)
-    router = LatencyAware(prices=StepPrices(expert_us=0.0, context_us=0.0))
-    assert fleet.running[router.route(RouteRequest(), fleet).worker] == min(loads)
+    router = latency_aware(replace(COST, expert_us=0.0, context_us=0.0))
+    assert fleet.running[router.route(Request(), fleet).worker] == min(loads)
 
 
 def test_a_cached_prefix_is_worth_its_prefill() -> None:
     fleet = busy([3, 3, 3])
     cached = np.array([0, 4000, 0])
-    assert LatencyAware().route(RouteRequest("r", 4096, None, None, cached), fleet).worker == 1
+    assert latency_aware().route(Request("r", 4096, None, None, cached), fleet).worker == 1
     loaded = busy([3, 40, 3])  # forty others would wait for the request's own steps
-    assert LatencyAware().route(RouteRequest("r", 64, None, None, np.array([0, 32, 0])), loaded).worker != 1
+    assert latency_aware().route(Request("r", 64, None, None, np.array([0, 32, 0])), loaded).worker != 1
 
 
 def test_prices_of_a_calibrated_model() -> None:
@@ -197,7 +204,7 @@ def test_prices_of_a_calibrated_model() -> None:
     assert 0 < prices.request_us < prices.fixed_us
     assert prices.prefill_us > prices.context_us
     with pytest.raises(ConfigError, match="expert_us"):
-        StepPrices(expert_us=-1.0)
+        replace(COST, expert_us=-1.0)
 
 
 def test_domains_get_workers_by_their_traffic() -> None:
@@ -210,12 +217,12 @@ def test_domains_get_workers_by_their_traffic() -> None:
     assert crowded == {"a": (0,), "b": (1,), "c": (1,)}
     fleet = busy([0, 0, 5, 6])
     router = Domain({"code": (2, 3), "chat": (0, 1)})
-    assert router.route(RouteRequest(domain="code"), fleet).worker == 2
-    assert router.route(RouteRequest(domain="law"), fleet).worker in (0, 1)
+    assert router.route(Request(domain="code"), fleet).worker == 2
+    assert router.route(Request(domain="law"), fleet).worker in (0, 1)
     fleet.alive[2:] = False
-    assert router.route(RouteRequest(domain="code"), fleet).worker in (0, 1)
+    assert router.route(Request(domain="code"), fleet).worker in (0, 1)
     with pytest.raises(ConfigError, match="worker 3"):
-        router.route(RouteRequest(domain="code"), Fleet([1, 1]))
+        router.route(Request(domain="code"), Fleet([1, 1]))
 
 
 def held(experts: list[list[int]]) -> np.ndarray:
@@ -228,7 +235,7 @@ def test_joint_follows_the_articles_sum() -> None:
     fleet.local = held([[0, 1, 2, 3], [4, 5, 6, 7]])
     counts = np.zeros((LAYERS, EXPERTS), np.int64)
     counts[:, [0, 1, 4]] = 5
-    request = RouteRequest("r", 100, counts, None, np.array([50, 0]))
+    request = Request("r", 100, counts, None, np.array([50, 0]))
     scores = Joint().route(request, fleet).scores
     assert scores == pytest.approx([50 + 0.5 * (1 / 3) * 8 + 30 * 1.0, 100 + 0.5 * (2 / 3) * 8 + 30 * 0.5])
 
@@ -247,7 +254,7 @@ USES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 @given(st.integers(1, 20), st.sampled_from([3, 64, 70, 128]), st.integers(0, 999))
 def test_the_experts_of_a_request_are_its_most_used(kind: str, top: int, experts: int, seed: int) -> None:
     use = USES[kind](np.random.default_rng(seed), experts)
-    bits = Joint(top=top)._bits(RouteRequest("r", 1, use))
+    bits = Joint(top=top)._bits(Request("r", 1, use))
     assert bits is not None
     for layer in range(LAYERS):
         marked = [e for e in range(64 * bits.shape[1]) if int(bits[layer, e // 64]) >> (e % 64) & 1]
@@ -264,10 +271,10 @@ def test_the_experts_of_a_request_are_its_most_used(kind: str, top: int, experts
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 999))
 def test_a_batch_is_assigned_once_each_and_nobody_is_swamped(requests: int, workers: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    fleet = Fleet([100] * workers, CELLS)
+    fleet = Fleet([100] * workers)
     fleet.local = held([sorted(rng.choice(EXPERTS, 3, replace=False).tolist()) for _ in range(workers)])
     drawn = draw(requests, seed)
-    batch = [RouteRequest(str(n), 100, drawn.prefill[n]) for n in range(requests)]
+    batch = [Request(str(n), 100, drawn.prefill[n]) for n in range(requests)]
     decisions = Joint().route_batch(batch, fleet)
     assert len(decisions) == requests
     counts = np.bincount([d.worker for d in decisions], minlength=workers)
@@ -275,14 +282,14 @@ def test_a_batch_is_assigned_once_each_and_nobody_is_swamped(requests: int, work
 
 
 def test_a_batch_puts_those_that_share_experts_together_and_keeps_capacity() -> None:
-    fleet = Fleet([3, 3], CELLS)
+    fleet = Fleet([3, 3])
     fleet.local = held([list(range(EXPERTS)), list(range(EXPERTS))])
     counts = np.zeros((4, LAYERS, EXPERTS), np.int64)
     counts[[0, 2]] += np.isin(np.arange(EXPERTS), [0, 1])
     counts[[1, 3]] += np.isin(np.arange(EXPERTS), [6, 7])
-    batch = [RouteRequest(str(n), 100, counts[n]) for n in (0, 2, 1, 3)]
+    batch = [Request(str(n), 100, counts[n]) for n in (0, 2, 1, 3)]
     chosen = [d.worker for d in Joint().route_batch(batch, fleet)]
     assert chosen[0] == chosen[1]
     assert chosen[2] == chosen[3]
-    full = Fleet([1, 1, 1], CELLS)
+    full = Fleet([1, 1, 1])
     assert sorted(d.worker for d in Joint().route_batch(batch[:3], full)) == [0, 1, 2]

@@ -13,7 +13,7 @@ from coterie.costs.presets import step_model
 from coterie.costs.step import Batch, CostOptions, StepModel
 from coterie.errors import ConfigError
 from coterie.models import get_model
-from coterie.routing.base import Decision, RouteRequest
+from coterie.routing.base import Decision, Request
 from coterie.routing.fleet import Fleet
 from coterie.sim.execution import StepTimer
 from coterie.sim.fleet._cost import MOST_DECODING, StepTables, decode_us, fill_bits, step_tables, step_us
@@ -46,7 +46,7 @@ COUNTED = StepTables._fields.index("spans")
 class Emptiest:
     """The decoder with the fewest requests."""
 
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:  # noqa: ARG002  (the contract's)
+    def route(self, request: Request, fleet: Fleet) -> Decision:  # noqa: ARG002  (the contract's)
         return Decision(int(np.argmin(fleet.running)), fleet.running.astype(np.float64), "fewest")
 
 
@@ -394,7 +394,7 @@ def test_a_faster_decoder_is_faster_and_a_request_too_large_is_dropped():
 class Profiling:
     """Says of every request that it activates each expert as often as any other."""
 
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+    def route(self, request: Request, fleet: Fleet) -> Decision:
         even = np.full(fleet.missed.shape[1], SPEC.top_k / SPEC.num_experts, np.float32)
         return Decision(int(request.id) % len(fleet), np.zeros(len(fleet)), "in turn", even)
 
@@ -417,7 +417,7 @@ def test_profiles_are_kept_and_refined_and_let_go():
 
 @dataclass(frozen=True)
 class Astray:
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:  # noqa: ARG002  (the contract's)
+    def route(self, request: Request, fleet: Fleet) -> Decision:  # noqa: ARG002  (the contract's)
         return Decision(7, np.zeros(len(fleet)), "nowhere")
 
 

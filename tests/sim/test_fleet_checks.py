@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from coterie.costs.presets import step_model
-from coterie.routing.base import Decision, RouteRequest
+from coterie.routing.base import Decision, Request
 from coterie.routing.fleet import Fleet
 from coterie.sim.fleet.checks import check_fleet
 from coterie.sim.fleet.metrics import FleetRun
@@ -34,7 +34,7 @@ SPEC = ModelSpec(
 
 @dataclass(frozen=True)
 class InTurn:
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+    def route(self, request: Request, fleet: Fleet) -> Decision:
         return Decision(int(request.id) % len(fleet), np.zeros(len(fleet)), "in turn")
 
 

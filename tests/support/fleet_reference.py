@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from coterie.costs.step import Batch
-from coterie.routing.base import Router, RouteRequest
+from coterie.routing.base import Request, Router
 from coterie.routing.fleet import Fleet
 from coterie.sim.fleet.requests import FleetRequests
 from coterie.sim.fleet.run import FleetConfig
@@ -197,7 +197,7 @@ class Reference:
         return min(self.hits(engine, one) * self.requests.block_tokens, one.prompt - 1)
 
     def decide(self, one: Asked) -> None:
-        worker = self.router.route(RouteRequest(str(one.number), one.prompt), self.fleet).worker
+        worker = self.router.route(Request(str(one.number), one.prompt), self.fleet).worker
         self.fleet.admit(str(one.number), worker, one.prompt)
         one.decoder = worker
         engine = self.engines[self.config.prefill_workers + worker]

@@ -8,8 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.routing.fitted import Calibration, FittedRouting
+from coterie.costs.lines import StepPrices
+from coterie.routing.calibration import Calibration
+from coterie.routing.fitted import RouterFit
 
+COST = StepPrices(fixed_us=900.0, expert_us=1.8, request_us=2.0, context_us=0.001, prefill_us=20.0, output_tokens=256.0)
+"""About gpt-oss-20b's on an H200."""
 LAYERS, EXPERTS, TOP_K, WORKERS, GROUPS = 3, 8, 2, 6, 4
 
 
@@ -35,7 +39,15 @@ def draw(requests: int, seed: int, tokens: int = 120) -> Requests:
 
 
 @lru_cache(maxsize=1)
-def fitted() -> FittedRouting:
+def fitted() -> RouterFit:
     known = draw(120, 0)
-    calibration = Calibration(known.prefill, known.decode, None, np.arange(120), False, "test", TOP_K)
-    return FittedRouting.fit(calibration, WORKERS, np.random.default_rng(0), batch=4)
+    calibration = Calibration(
+        prefill=known.prefill,
+        decode=known.decode,
+        gates=None,
+        requests=np.arange(120),
+        halved=False,
+        model="test",
+        top_k=TOP_K,
+    )
+    return RouterFit(WORKERS, batch=4).fit(calibration, np.random.default_rng(0))

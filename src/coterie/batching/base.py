@@ -8,14 +8,13 @@ in, and so is one that was passed over `max_skips` times, so that nobody starves
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.registry import Registry
+from coterie.registry import PolicyRegistry
 
 Loads = NDArray[np.float64]
 
@@ -60,7 +59,7 @@ class Strategy(Protocol):
         ...
 
 
-strategies: Registry[Callable[..., Strategy]] = Registry("strategy", group="coterie.strategies")
+strategies: PolicyRegistry[Strategy] = PolicyRegistry("strategy", group="coterie.strategies")
 """Holds the built-in ones once :mod:`coterie.batching` is imported. Each is made without arguments, or with settings
 as keywords."""
 

@@ -16,30 +16,34 @@ def demo_command(
     seed: Annotated[int, typer.Option(help="Which requests are learned from, and the order of the others.", min=0)] = 0,
     requests: Annotated[int, typer.Option(help="Shipped prompts to take, from the domains in turn.", min=24)] = 240,
     folder: Annotated[Path, typer.Option("--out", help="Folder of the figure.")] = Path("out"),
+    router: Annotated[
+        list[str] | None,
+        typer.Option("--router", help="Router to compare with round robin and join_shortest_queue; latency_aware."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Serve a small model with four real workers, and see what routing by experts changes.
 
     Records a mixed-domain workload, fits a router on it, serves other requests under round robin, join-shortest-queue
-    and latency-aware routing, and ends by itself.
+    and latency-aware routing (or any registered router, by name), and ends by itself.
     """
-    from coterie.evaluation.demo.run import run_demo
+    from coterie.evaluation.demo.run import OURS, run_demo
 
     # A plain SIGTERM would end this process and leave its workers.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with reporting("Starting") as report:
-        result = run_demo(seed, requests, folder, report)
+        result = run_demo(seed, requests, folder, report, tuple(router or (OURS,)))
     if json:
         print_json({**result._asdict(), "rows": [row._asdict() for row in result.rows]})
         return
     out.print(
         f"\nOne prefill and {len(result.rows[0].requests)} decode workers served {result.model}, a trained "
         f"Mixture-of-Experts model, on this machine.\nA router was fitted on {result.calibrated} requests of "
-        f"{result.domains} domains; {result.served} others were then served three times.\n",
+        f"{result.domains} domains; {result.served} others were then served {len(result.rows)} times.\n",
         highlight=False,
     )
     print_table(
-        "The same requests under three routers",
+        f"The same requests under {len(result.rows)} routers",
         ["router", "experts", "fewer", "token", "rows", "H200", "CPU"],
         [
             [

@@ -27,7 +27,7 @@ from coterie.evaluation.suites.base import (
 from coterie.traces.store import write_json
 
 WIDTH = 110
-SEVERAL = ("--seeds", "--rates", "--strategies")
+SEVERAL = ("--seeds", "--rates", "--strategies", "--routers")
 """Options that take values up to the next option."""
 
 
@@ -115,6 +115,9 @@ def evaluate_command(
     strategies: Annotated[
         list[str] | None, typer.Option("--strategies", help="Batch selection strategies to compare; else all.")
     ] = None,
+    routers: Annotated[
+        list[str] | None, typer.Option("--routers", help="Routers to compare beside the suite's own.")
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Run a suite: our numbers beside the published ones, with notes on what agrees and what does not."""
@@ -128,17 +131,18 @@ def evaluate_command(
     if out_folder is None and chosen.writes_files:
         out_folder = Path("out") / suite
     options = SuiteOptions(
-        trace,
-        trace_format,
-        batch,
-        Path(data) if data else None,
-        seed,
-        model,
-        requests,
-        _several(seeds),
-        _several(rates),
-        _several(strategies),
-        out_folder,
+        trace=trace,
+        trace_format=trace_format,
+        batch=batch,
+        data=Path(data) if data else None,
+        seed=seed,
+        model=model,
+        requests=requests,
+        seeds=_several(seeds),
+        rates=_several(rates),
+        strategies=_several(strategies),
+        routers=_several(routers),
+        out=out_folder,
     )
     made = out_folder is not None and not out_folder.exists()
     if out_folder is not None:

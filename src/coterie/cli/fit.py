@@ -15,7 +15,8 @@ from coterie.traces import ActivationTrace
 from coterie.traces.readers import ReadOptions, read_trace
 
 if TYPE_CHECKING:  # numba and scipy take a second to import: only when a router is fitted
-    from coterie.routing.fitted import Calibration, FittedRouting
+    from coterie.routing.calibration import Calibration
+    from coterie.routing.fitted import RouterFit
 
 TEST_SHARE = 0.3
 """Of the requests read; the others calibrate."""
@@ -47,7 +48,8 @@ def fit_command(
 ) -> None:
     """Fit a router to a trace: signatures, clusters, a forecast of decode."""
     from coterie.footprints.signatures import WEIGHTINGS
-    from coterie.routing.fitted import FittedRouting, calibration
+    from coterie.routing.calibration import calibration
+    from coterie.routing.fitted import RouterFit
 
     allowed = tuple(name for name in WEIGHTINGS if name != "gate")
     if weighting not in allowed:
@@ -67,14 +69,8 @@ def fit_command(
         test = np.sort(order[: int(TEST_SHARE * len(order))])
         fit = np.sort(order[len(test) :])
         seconds: dict[str, float] = {}
-        fitted = FittedRouting.fit(
-            known.take(fit),
-            workers,
-            rng,
-            speeds=rates,
-            batch=batch,
-            weighting=weighting,  # type: ignore[arg-type]
-            report=lambda part, took: (seconds.update({part: took}), report(part, len(seconds), 5))[0],
+        fitted = RouterFit(workers, batch, weighting, rates).fit(  # type: ignore[arg-type]
+            known.take(fit), rng, lambda part, took: (seconds.update({part: took}), report(part, len(seconds), 5))[0]
         )
         report("Scoring other requests", 0, 1)
         scores = _scores(fitted, known.take(fit), known.take(test), rates, rng)
@@ -84,7 +80,7 @@ def fit_command(
         "model": fitted.model,
         "layers": fitted.num_layers,
         "experts": fitted.num_experts,
-        "top_k": fitted.top_k,
+        "top_k": fitted.learned.top_k,
         "workers": workers,
         "batch": batch,
         "calibration_requests": len(fit),
@@ -92,7 +88,7 @@ def fit_command(
         "halves": known.halved,
         "weighting": weighting,
         "seed": seed,
-        "layers_kept": fitted.signature.layers.tolist(),
+        "layers_kept": fitted.learned.signature.layers.tolist(),
         **scores,
         "fit_s": seconds,
         "file": str(output),
@@ -116,7 +112,7 @@ def parse_speeds(text: str, workers: int) -> np.ndarray[Any, np.dtype[np.float64
 
 
 def _scores(
-    fitted: FittedRouting, fit: Calibration, test: Calibration, speeds: Any, rng: np.random.Generator
+    fitted: RouterFit, fit: Calibration, test: Calibration, speeds: Any, rng: np.random.Generator
 ) -> dict[str, Any]:
     """What the router makes of requests it has not seen, beside round robin."""
     from coterie.footprints.signatures import MAX_PAIRS, WEIGHTINGS, Signature, rho, sample_pairs
@@ -134,7 +130,7 @@ def _scores(
             row: dict[str, Any] = {"weighting": weighting, "mask": mask, "rho": None, "layers": None}
             try:
                 if learn is not None and seen is not None:
-                    made = Signature.fit(learn, fit.decode, rng, weighting=weighting, mask=mask)  # type: ignore[arg-type]
+                    made = Signature(weighting, mask).fit(learn, fit.decode, rng)
                     row |= {"rho": rho(made.transform_all(seen), decode, pairs), "layers": len(made.layers)}
             except ConfigError:
                 pass  # count_idf where every request activates every expert

@@ -23,7 +23,7 @@ from coterie.costs.presets import step_model
 from coterie.errors import TraceError, UnavailableError
 from coterie.evaluation.bench.base import Row
 from coterie.models import get_model
-from coterie.routing.base import Decision, RouteRequest
+from coterie.routing.base import Decision, Request
 from coterie.routing.fleet import Fleet
 from coterie.sim.fleet.metrics import FleetRun, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings
@@ -80,7 +80,7 @@ def read_timeline(path: Path) -> Timeline:
 class _OneWorker:
     """There is nothing to choose."""
 
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:  # noqa: ARG002  (the contract's)
+    def route(self, request: Request, fleet: Fleet) -> Decision:  # noqa: ARG002  (the contract's)
         return Decision(0, np.zeros(1), "the only one")
 
 

@@ -16,15 +16,15 @@ fitting refuses. rho measured on the requests that chose the layers is too good:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, require_fitted
 
 Weighting = Literal["count_idf", "count", "gate", "binary"]
 WEIGHTINGS: tuple[str, ...] = get_args(Weighting)
@@ -36,32 +36,54 @@ _BUCKETS = 4096
 Counts = NDArray[np.integer] | NDArray[np.floating]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Signature:
-    """How footprints become signatures; made by :meth:`fit`."""
+class KeptLayers(NamedTuple):
+    """What fitting a signature leaves behind."""
 
-    weighting: str
     weights: NDArray[np.float32]
     """[layer, expert]"""
     layers: NDArray[np.int64]
     """Layers kept, rising."""
 
+
+@dataclass(slots=True, eq=False)
+class Signature:
+    """How footprints become signatures. Construct it with its settings, then call :meth:`fit`."""
+
+    weighting: str = "count_idf"
+    """One of :data:`WEIGHTINGS`."""
+    mask: bool = True
+    """Keep only the layers that tell requests apart best; False keeps all."""
+    kept_: KeptLayers | None = field(default=None, init=False, repr=False)
+
     def __post_init__(self) -> None:
         if self.weighting not in WEIGHTINGS:
             raise ConfigError(f"weighting={self.weighting!r} must be one of {', '.join(WEIGHTINGS)}")
-        kept = self.layers
-        if self.weights.ndim != 2 or not np.isfinite(self.weights).all() or (self.weights < 0).any():
-            raise ConfigError(f"weights {self.weights.shape} must be [layer, expert], finite and not negative")
-        if not len(kept) or kept[0] < 0 or kept[-1] >= len(self.weights) or (np.diff(kept) < 1).any():
-            raise ConfigError(f"layers={kept.tolist()} must rise within 0 … {len(self.weights) - 1}")
 
     @classmethod
-    def fit(
-        cls, prefill: Counts, decode: Counts, rng: Generator, *, weighting: Weighting = "count_idf", mask: bool = True
-    ) -> Signature:
-        """From calibration requests: counts [request, layer, expert] of prefill and of decode.
+    def restored(cls, weighting: str, weights: NDArray[np.float32], layers: NDArray[np.int64]) -> Signature:
+        """A fitted signature from its numbers, such as those of a file."""
+        if weights.ndim != 2 or not np.isfinite(weights).all() or (weights < 0).any():
+            raise ConfigError(f"weights {weights.shape} must be [layer, expert], finite and not negative")
+        if not len(layers) or layers[0] < 0 or layers[-1] >= len(weights) or (np.diff(layers) < 1).any():
+            raise ConfigError(f"layers={layers.tolist()} must rise within 0 … {len(weights) - 1}")
+        made = cls(weighting, mask=len(layers) < len(weights))
+        made.kept_ = KeptLayers(weights, layers)
+        return made
 
-        For `gate`, `prefill` holds gate-probability mass. Without `mask` all layers are kept.
+    @property
+    def weights(self) -> NDArray[np.float32]:
+        """[layer, expert]"""
+        return require_fitted(self.kept_, "the signature").weights
+
+    @property
+    def layers(self) -> NDArray[np.int64]:
+        """Layers kept, rising."""
+        return require_fitted(self.kept_, "the signature").layers
+
+    def fit(self, prefill: Counts, decode: Counts, rng: Generator) -> Signature:
+        """Learn from calibration requests: counts [request, layer, expert] of prefill and of decode.
+
+        For `gate`, `prefill` holds gate-probability mass.
         """
         if prefill.ndim != 3 or prefill.shape != decode.shape:
             raise ConfigError(f"prefill {prefill.shape}, decode {decode.shape}: both must be [request, layer, expert]")
@@ -69,7 +91,7 @@ class Signature:
         if requests < 3:
             raise ConfigError(f"{requests} calibration requests: rho needs at least 3")
         weights = np.ones((layers, experts), np.float32)
-        if weighting == "count_idf":
+        if self.weighting == "count_idf":
             fired = np.count_nonzero(prefill, axis=0)  # [layer, expert]
             weights = np.log((requests + 1) / (fired + 1)).astype(np.float32)
             if not weights.any():
@@ -77,36 +99,36 @@ class Signature:
                     f"all {requests} calibration requests activate every expert: count_idf weighs all by 0; "
                     "weighting='count' compares them"
                 )
-        whole = cls(weighting, weights, np.arange(layers))
-        if not mask:
-            return whole
-        pairs = sample_pairs(requests, MAX_PAIRS, rng)
-        rows = np.ascontiguousarray(_values(prefill, weighting) * weights)
-        truth = _centred_ranks(pair_cosines(decode.reshape(requests, -1), pairs))
-        order, rhos = _greedy_layers(
-            _layer_products(rows, pairs), np.einsum("rle,rle->lr", rows, rows), pairs, truth, np.int64(_BUCKETS)
-        )
-        kept = order[: int(np.argmax(rhos)) + 1]
-        return cls(weighting, weights, np.sort(kept))
+        kept = np.arange(layers)
+        if self.mask:
+            pairs = sample_pairs(requests, MAX_PAIRS, rng)
+            rows = np.ascontiguousarray(_values(prefill, self.weighting) * weights)
+            truth = _centred_ranks(pair_cosines(decode.reshape(requests, -1), pairs))
+            order, rhos = _greedy_layers(
+                _layer_products(rows, pairs), np.einsum("rle,rle->lr", rows, rows), pairs, truth, np.int64(_BUCKETS)
+            )
+            kept = np.sort(order[: int(np.argmax(rhos)) + 1])
+        self.kept_ = KeptLayers(weights, kept)
+        return self
 
     @property
-    def cells(self) -> int:
+    def size(self) -> int:
         """Length of a signature."""
         return len(self.layers) * int(self.weights.shape[1])
 
     def transform(self, counts: Counts) -> NDArray[np.float32]:
-        """[cell of kept layers] of one request's counts [layer, expert]; all 0 where those weigh nothing."""
+        """[index in kept layers] of one request's counts [layer, expert]; all 0 where those weigh nothing."""
         if counts.shape != self.weights.shape:
             raise ConfigError(f"footprint has shape {counts.shape}; the signature was fitted for {self.weights.shape}")
-        out = np.empty(self.cells, np.float32)
+        out = np.empty(self.size, np.float32)
         _transform(np.asarray(counts, np.float32), self.weights, self.layers, self.weighting == "binary", out)
         return out
 
     def transform_all(self, counts: Counts) -> NDArray[np.float32]:
-        """[request, cell of kept layers] of counts [request, layer, expert]."""
+        """[request, index in kept layers] of counts [request, layer, expert]."""
         if counts.shape[1:] != self.weights.shape:
             raise ConfigError(f"footprints {counts.shape[1:]} do not fit the signature's {self.weights.shape}")
-        out = np.empty((len(counts), self.cells), np.float32)
+        out = np.empty((len(counts), self.size), np.float32)
         for request in range(len(counts)):
             _transform(
                 np.asarray(counts[request], np.float32),

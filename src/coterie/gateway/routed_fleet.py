@@ -19,18 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.net.http_client import Client
-from coterie.routing.base import Router, RouteRequest
+from coterie.routing.base import Request, Router
 from coterie.routing.fleet import Fleet
 from coterie.wire.footprints import WireFootprint, footprint_of, without_footprint
 from coterie.wire.handoff import REQUEST_ID_HEADER, decode_body, prefill_body
 
-PLACES = 16
-"""Requests that a decode worker runs at once, unless said: the reference worker's default."""
 KEPT_PROBLEMS = 5
 
 
@@ -130,20 +125,15 @@ class RoutedFleet:
     """Prefill workers, decode workers and the router between them. Close the clients yourself."""
 
     def __init__(
-        self,
-        prefill: Sequence[WorkerClient],
-        decoders: Sequence[WorkerClient],
-        router: Router,
-        *,
-        places: int = PLACES,
-        cells: int = 0,
-        usual: NDArray[np.floating] | None = None,
+        self, prefill: Sequence[WorkerClient], decoders: Sequence[WorkerClient], router: Router, fleet: Fleet
     ) -> None:
-        """`places`, `cells` and `usual` are :class:`Fleet`'s; without cells no profile of a request is kept."""
+        """`fleet` is what the router sees of the decoders, an empty one; the proxy keeps it up to date."""
         if not prefill or not decoders:
             raise ConfigError(f"{len(prefill)} prefill and {len(decoders)} decode workers: at least one of each")
         self.router = router
-        self.fleet = Fleet([places] * len(decoders), cells, usual=usual)
+        if len(fleet) != len(decoders):
+            raise ConfigError(f"fleet has {len(fleet)} workers; there are {len(decoders)} decode workers")
+        self.fleet = fleet
         self.prefill_alive = [True] * len(prefill)
         self.counts = FleetCounts()
         self._prefill, self._decoders = list(prefill), list(decoders)
@@ -162,7 +152,7 @@ class RoutedFleet:
             return self._done(Served(name, None, None, None, "", started, prefill_s, prefill_s, first.problem))
         params, footprint = self._params(first)
         tokens = int((first.body or {}).get("usage", {}).get("prompt_tokens", 0)) if first is not None else 0
-        wanted = RouteRequest(name, tokens, None if footprint is None else footprint.counts, domain)
+        wanted = Request(name, tokens, None if footprint is None else footprint.counts, domain)
         reply, worker, reason = Reply(None, "it was not sent"), None, ""
         for attempt in range(2):
             try:

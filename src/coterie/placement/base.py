@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
-from coterie.registry import Registry
+from coterie.registry import PolicyRegistry
 from coterie.types import Placement, Topology
 
 HOST = -1
@@ -102,6 +102,49 @@ class Moves:
         return len(self.layer)
 
 
+class SearchProgress(NamedTuple):
+    """Where a search that goes layer by layer is."""
+
+    price: int
+    """Which price of a move is tried; always 0 without a budget."""
+    layer: int
+    layers: int
+    objective_s: float
+    """Best so far in this layer, price included."""
+    bound_s: float
+
+
+Progress = Callable[[SearchProgress], bool | None]
+"""Told where a search is; returning False ends it with what there is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proof:
+    """How good a plan is proven to be, by layer, in seconds over the horizon, movement included."""
+
+    objective_s: NDArray[np.float64]
+    """[layer]"""
+    bound_s: NDArray[np.float64]
+    """[layer] no placement of the layer is below this, budget of moves left aside."""
+    closed: NDArray[np.bool_]
+    """[layer] whether the two are within the gap asked for."""
+    seconds: NDArray[np.float64]
+    """[layer] spent."""
+    total_bound_s: float
+    """No plan that keeps to the budget of moves is below this."""
+
+    @property
+    def gap(self) -> NDArray[np.float64]:
+        """[layer] of the objective."""
+        least = np.maximum(self.objective_s, 1e-300)
+        return np.asarray((self.objective_s - self.bound_s) / least)
+
+    @property
+    def total_gap(self) -> float:
+        total = float(self.objective_s.sum())
+        return (total - self.total_bound_s) / total if total else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a planner decided, and what it expects of it."""
@@ -126,6 +169,15 @@ class Plan:
     """Why the current placement is kept, in words; None where the plan moves something."""
     layer_reasons: tuple[str, ...] = field(default=(), repr=False)
     """[layer] what was done there or why not, where the planner says."""
+    proof: Proof | None = field(default=None, repr=False, compare=False)
+    """How good the plan is, from a planner that proves something."""
+
+    @property
+    def proven(self) -> Proof:
+        """The proof, of a plan that must have one."""
+        if self.proof is None:
+            raise ConfigError("the plan has no proof; its planner proves nothing")
+        return self.proof
 
     @property
     def saving_s(self) -> float:
@@ -151,6 +203,6 @@ class Planner(Protocol):
         ...
 
 
-planners: Registry[Callable[..., Planner]] = Registry("planner", group="coterie.planners")
-"""Holds the built-in ones once :mod:`coterie.placement` is imported. Each is made without arguments, or with settings
-as keywords; all built-in ones take `objective`."""
+planners: PolicyRegistry[Planner] = PolicyRegistry("planner", group="coterie.planners")
+"""Holds the built-in ones once :mod:`coterie.placement` is imported. Callers offer `objective` (an
+:class:`~coterie.placement.objective.Objective`) and `progress`."""

@@ -8,19 +8,18 @@ never better informed than it looks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+from enum import StrEnum
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, require_fitted
 from coterie.footprints import footprint
-from coterie.registry import Registry
+from coterie.registry import PolicyRegistry
 from coterie.traces.activations import ActivationTrace
-
-T = TypeVar("T")
 
 Load = NDArray[np.float64]
 """[layer, expert] tokens."""
@@ -68,7 +67,43 @@ class FittablePredictor(Predictor, Protocol):
         ...
 
 
-predictors: Registry[type[FittablePredictor]] = Registry("predictor", group="coterie.predictors")
+@runtime_checkable
+class PromptPredictor(FittablePredictor, Protocol):
+    """A predictor that compares prompts, and can be told them where the trace does not say which tokens they were."""
+
+    def fit_prompts(
+        self,
+        trace: ActivationTrace,
+        requests: NDArray[np.integer] | None,
+        phase: int | None,
+        prompts: Sequence[NDArray[np.integer] | None],
+    ) -> FittablePredictor:
+        """As `fit`; `prompts` [request of the trace] are token ids known before the request ran, or None."""
+        ...
+
+
+class StartKind(StrEnum):
+    """What a predictor must see of a request's beginning, as its class attribute `needs_start` says."""
+
+    FOOTPRINT = "footprint"
+    TOKENS = "tokens"
+
+
+def needs_start(predictor: Predictor) -> StartKind | None:
+    """What of a request's beginning it cannot predict without."""
+    found = getattr(predictor, "needs_start", None)
+    return None if found is None else StartKind(found)
+
+
+def fit_phase(predictor: Predictor, phase: int | None) -> int | None:
+    """The phase to fit on in order to predict `phase`; None is both.
+
+    A predictor whose class says ``any_phase = True`` learns from all tokens: a token does what it does wherever it is.
+    """
+    return None if getattr(predictor, "any_phase", False) else phase
+
+
+predictors: PolicyRegistry[FittablePredictor] = PolicyRegistry("predictor", group="coterie.predictors")
 """Holds the built-in ones once :mod:`coterie.predictors` is imported. Each is made without arguments, or with settings
 as keywords."""
 
@@ -146,13 +181,6 @@ def check_requests(trace: ActivationTrace, requests: NDArray[np.integer] | None)
     return chosen
 
 
-def fitted(value: T | None, name: str) -> T:
-    """What fit() left behind; an error where it was not called."""
-    if value is None:
-        raise ConfigError(f"predictor {name!r} is not fitted: call fit(trace) first")
-    return value
-
-
 @dataclass(slots=True, eq=False)
 class Calibrated:
     """What predictors share that fall back on popularity."""
@@ -162,7 +190,7 @@ class Calibrated:
 
     @property
     def popularity(self) -> Popularity:
-        return fitted(self.popularity_, self.name)
+        return require_fitted(self.popularity_, f"predictor {self.name!r}")
 
     @property
     def num_layers(self) -> int:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
-from coterie.predictors.base import Load, Popularity, PredictRequest, calibrate, check_requests, fitted, predictors
+from coterie.errors import ConfigError, require_fitted
+from coterie.predictors.base import Load, Popularity, PredictRequest, StartKind, calibrate, check_requests, predictors
 from coterie.traces.activations import ActivationTrace
 from coterie.types import DECODE, PREFILL
 
@@ -29,6 +30,7 @@ from coterie.types import DECODE, PREFILL
 class Prefix:
     """From the footprint given with a request, that of its prefill; without one, popularity."""
 
+    needs_start: ClassVar[StartKind] = StartKind.FOOTPRINT
     smoothing: float = 32.0
     """Tokens of a prefix that popularity weighs as much as; 0 trusts a single one."""
     before_: Popularity | None = field(default=None, init=False, repr=False)
@@ -42,7 +44,7 @@ class Prefix:
 
     @property
     def after(self) -> Popularity:
-        return fitted(self.after_, "prefix")
+        return require_fitted(self.after_, "predictor 'prefix'")
 
     @property
     def num_layers(self) -> int:
@@ -70,7 +72,7 @@ class Prefix:
 
     def predict(self, request: PredictRequest) -> Load:
         """Scaled to num_tokens; where that is not given, to as many tokens as the prefix has."""
-        after, before = self.after, fitted(self.before_, "prefix")
+        after, before = self.after, require_fitted(self.before_, "predictor 'prefix'")
         after.check(request)
         if request.footprint is None or not request.footprint.any():
             return after.scaled(request)

@@ -1,8 +1,8 @@
 """Similar prefix: a request does what an earlier one did that began alike.
 
 Of the requests remembered, the one that shares the most tokens with the prompt, from its start, and of several the
-latest. It must share at least `alike` of the prompt; without such a one the request goes by recent popularity. Of an
-earlier request all tokens count, its answer too: the next turn of a conversation begins with them.
+latest. It must share at least `similarity` of the prompt; without such a one the request goes by recent popularity. Of
+an earlier request all tokens count, its answer too: the next turn of a conversation begins with them.
 
 Right for conversations, retries and one long document asked about again. Wrong where prompts share a template and
 little else: then 0.8 of a prompt may say nothing of its subject, and one request's profile is noisier than a mean.
@@ -11,14 +11,15 @@ Most traffic of unrelated prompts finds no match at all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
-from coterie.predictors.base import Load, PredictRequest, fitted, predictors
+from coterie.errors import ConfigError, require_fitted
+from coterie.predictors.base import Load, PredictRequest, predictors
 from coterie.predictors.recent import Counts, RecentPopularity, arrived
 from coterie.traces.activations import ActivationTrace
 from coterie.types import PREFILL, narrowest_uint
@@ -171,9 +172,9 @@ class Similar(NamedTuple):
 @predictors.register("similar_prefix")
 @dataclass(slots=True, eq=False)
 class SimilarPrefix:
-    """The profile of an earlier request with at least `alike` of the prompt, scaled; else recent popularity."""
+    """The profile of an earlier request with at least `similarity` of the prompt, scaled; else recent popularity."""
 
-    alike: float = 0.8
+    similarity: float = 0.8
     """Share of the prompt that must be shared, from its start."""
     decay: float = 0.99
     """Of recent popularity."""
@@ -187,15 +188,15 @@ class SimilarPrefix:
     nbytes_: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.alike <= 1:
-            raise ConfigError(f"alike={self.alike} must be above 0 and at most 1")
+        if not 0 < self.similarity <= 1:
+            raise ConfigError(f"similarity={self.similarity} must be above 0 and at most 1")
         if self.max_bytes < 1:
             raise ConfigError(f"max_bytes={self.max_bytes} must be at least 1")
         RecentPopularity(self.decay)  # refuses a bad one
 
     @property
     def recent(self) -> RecentPopularity:
-        return fitted(self.recent_, "similar_prefix")
+        return require_fitted(self.recent_, "predictor 'similar_prefix'")
 
     @property
     def num_layers(self) -> int:
@@ -212,12 +213,23 @@ class SimilarPrefix:
 
         The trace must have token ids. A request whose prompt was not recorded counts for popularity alone.
         """
+        known = [trace.request(index) for index in range(trace.num_requests)]
+        prompts = [request.token_ids if (request.phase == PREFILL).any() else None for request in known]
+        return self.fit_prompts(trace, requests, phase, prompts)
+
+    def fit_prompts(
+        self,
+        trace: ActivationTrace,
+        requests: NDArray[np.integer] | None,
+        phase: int | None,
+        prompts: Sequence[NDArray[np.integer] | None],
+    ) -> SimilarPrefix:
+        """As :meth:`fit`; `prompts` [request of the trace] are token ids known before it ran, or None."""
         if trace.arrays()[0].token_ids is None:
             raise ConfigError(f"the trace of {trace.meta.model!r} has no token_ids: prefixes are compared by them")
-        found = SimilarPrefix(self.alike, self.decay, self.max_bytes)
+        found = SimilarPrefix(self.similarity, self.decay, self.max_bytes)
         for index, counts, tokens in arrived(trace, requests, phase):
-            request = trace.request(index)
-            found.observe(request.token_ids if (request.phase == PREFILL).any() else None, counts, tokens)
+            found.observe(prompts[index], counts, tokens)
         self.recent_, self.index_, self.profiles_ = found.recent_, found.index_, found.profiles_
         self.nbytes_ = found.nbytes_
         return self
@@ -249,7 +261,7 @@ class SimilarPrefix:
         if token_ids is None or not len(token_ids) or self.index_ is None:
             return None
         found = self.index_.longest(token_ids)
-        if found is None or found.tokens / len(token_ids) < self.alike:
+        if found is None or found.tokens / len(token_ids) < self.similarity:
             return None
         return Similar(self.profiles_[found.number], found.tokens / len(token_ids))
 

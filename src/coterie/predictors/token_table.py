@@ -16,14 +16,14 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError, TraceError
-from coterie.predictors.base import Load, Popularity, PredictRequest, calibrate, check_requests, fitted, predictors
+from coterie.errors import ConfigError, TraceError, require_fitted
+from coterie.predictors.base import Load, Popularity, PredictRequest, StartKind, calibrate, check_requests, predictors
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.store import ArrayFile
 from coterie.types import narrowest_uint
@@ -62,6 +62,8 @@ class TokenRows(NamedTuple):
 class TokenTable:
     """Mean activations of each token id, summed over a request's tokens."""
 
+    needs_start: ClassVar[StartKind] = StartKind.TOKENS
+    any_phase: ClassVar[bool] = True
     smoothing: float = 0.0
     """Occurrences of a token that popularity weighs as much as; 0 trusts a single one, and scores best where that was
     measured: noise of rare tokens averages out over a request, a pull towards popularity does not."""
@@ -81,7 +83,7 @@ class TokenTable:
 
     @property
     def rows(self) -> TokenRows:
-        return fitted(self.rows_, "token_table")
+        return require_fitted(self.rows_, "predictor 'token_table'")
 
     @property
     def num_layers(self) -> int:

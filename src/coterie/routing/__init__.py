@@ -1,12 +1,13 @@
 """Routing: which worker takes a request."""
 
-from coterie.routing.base import Decision, Router, RouteRequest, routers
+from coterie.routing.base import BatchRouter, Decision, Request, Router, admit_together, routers
+from coterie.routing.calibration import Calibration, calibration
 from coterie.routing.domain import Domain
-from coterie.routing.fitted import FittedRouting
+from coterie.routing.fitted import RouterFit
 from coterie.routing.fleet import Fleet
 from coterie.routing.join_shortest_queue import JoinShortestQueue
 from coterie.routing.joint import Joint
-from coterie.routing.latency_aware import LatencyAware, StepPrices
+from coterie.routing.latency_aware import LatencyAware
 from coterie.routing.locality_band import LocalityBand
 from coterie.routing.power_of_two import PowerOfTwo
 from coterie.routing.pressure import Pressure
@@ -14,9 +15,10 @@ from coterie.routing.random_worker import RandomWorker
 from coterie.routing.round_robin import RoundRobin
 
 __all__ = [
+    "BatchRouter",
+    "Calibration",
     "Decision",
     "Domain",
-    "FittedRouting",
     "Fleet",
     "JoinShortestQueue",
     "Joint",
@@ -25,9 +27,11 @@ __all__ = [
     "PowerOfTwo",
     "Pressure",
     "RandomWorker",
+    "Request",
     "RoundRobin",
-    "RouteRequest",
     "Router",
-    "StepPrices",
+    "RouterFit",
+    "admit_together",
+    "calibration",
     "routers",
 ]

@@ -7,17 +7,17 @@ the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.registry import Registry
+from coterie.registry import PolicyRegistry
 from coterie.routing.fleet import Fleet
 
 
-class RouteRequest(NamedTuple):
+class Request(NamedTuple):
     """What is known of a request when it is routed; all of it may be missing."""
 
     id: str = ""
@@ -37,17 +37,40 @@ class Decision(NamedTuple):
     """[worker] what the router compared, lower being better; infinite where the request must not go."""
     reason: str
     profile: NDArray[np.float32] | None = None
-    """[cell] probability that a token of the request activates it, where the router has an opinion: the fleet keeps it
-    as long as the request runs. A cell is a layer's expert, layers one after the other."""
+    """[expert index] probability that a token of the request activates it, where the router has an opinion: the fleet
+    keeps it as long as the request runs. An expert index is a layer's expert, layers one after the other."""
 
 
 @runtime_checkable
 class Router(Protocol):
     """Anything that routes; settings are the fields of a frozen dataclass."""
 
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision: ...
+    def route(self, request: Request, fleet: Fleet) -> Decision: ...
 
 
-routers: Registry[Callable[..., Router]] = Registry("router", group="coterie.routers")
-"""Holds the built-in ones once :mod:`coterie.routing` is imported. Each is made without arguments or with settings as
-keywords; those that learn take `fitted`, a :class:`~coterie.routing.fitted.FittedRouting`."""
+@runtime_checkable
+class BatchRouter(Router, Protocol):
+    """A router that can also decide for several requests together."""
+
+    def route_batch(self, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
+        """Decisions for requests that arrive together, in their order."""
+        ...
+
+
+def admit_together(router: Router, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
+    """Route and admit requests that arrive together: in one decision where the router can, else one by one."""
+    if isinstance(router, BatchRouter) and len(requests) > 1:
+        found = router.route_batch(requests, fleet)
+        for request, decision in zip(requests, found, strict=True):
+            fleet.admit(request.id, decision.worker, request.prompt_tokens, decision.profile)
+        return found
+    decisions = []
+    for request in requests:
+        decisions.append(router.route(request, fleet))
+        fleet.admit(request.id, decisions[-1].worker, request.prompt_tokens, decisions[-1].profile)
+    return decisions
+
+
+routers: PolicyRegistry[Router] = PolicyRegistry("router", group="coterie.routers")
+"""Holds the built-in ones once :mod:`coterie.routing` is imported. Callers offer `fitted` (a
+:class:`~coterie.routing.fitted.RouterFit`), `cost` (:class:`~coterie.costs.lines.StepPrices`), `labels` and `seed`."""

@@ -7,12 +7,13 @@ themselves say. Requests of an unknown label may go anywhere.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from coterie.errors import ConfigError
-from coterie.routing.base import Decision, RouteRequest, routers
+from coterie.registry import needs
+from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fleet import Fleet
 from coterie.routing.picking import best
 
@@ -20,12 +21,11 @@ from coterie.routing.picking import best
 @routers.register("domain")
 @dataclass(frozen=True, slots=True)
 class Domain:
-    workers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Label → workers that take its requests; make one with :func:`share_out`."""
+    labels: Mapping[str, tuple[int, ...]] = needs("label → workers that take its requests; make it with share_out()")
 
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+    def route(self, request: Request, fleet: Fleet) -> Decision:
         load = (fleet.running + 1) / fleet.speeds
-        own = self.workers.get(request.domain or "")
+        own = self.labels.get(request.domain or "")
         if own is None:
             worker, scores = best(load, fleet)
             return Decision(worker, scores, f"domain {request.domain!r} has no workers of its own: the shortest queue")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.random import Generator
@@ -22,165 +22,127 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from coterie._numba import njit
-from coterie.errors import ConfigError, InputError, TraceError
-from coterie.footprints import accumulate_load
+from coterie.costs.lines import StepPrices
+from coterie.costs.step import StepModel
+from coterie.errors import ConfigError, InputError, TraceError, require_fitted
 from coterie.footprints.signatures import Counts, Signature, Weighting
 from coterie.routing._dots import products
+from coterie.routing.base import Router, routers
+from coterie.routing.calibration import Calibration, activation_probabilities, calibration, tokens_of
 from coterie.routing.clustering import Labels, cluster
+from coterie.routing.fleet import Fleet
 from coterie.routing.forecast import Forecast
 from coterie.routing.union import cluster_profiles, union_clusters
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.store import ArrayFile
-from coterie.types import PREFILL
 
 FORMAT, VERSION = "coterie-router", 1
+FIT_HINT = "what was learned from a trace; make it with coterie.fit_router(trace, workers)"
 NARROW_BYTES = 1 << 20
 """Centroids past this size are kept in 8 bits: reading them is what a similarity costs."""
-RESTART_CELLS = 2e8
-"""Of random starts of the union search, each costing about requests x cells x workers: ten where that is small."""
-Progress = Callable[[str, int, int], None]
+RESTART_WORK = 2e8
+"""Work of all random starts of the union search. One costs requests x expert indices x workers: ten where that is
+small."""
 
 
-class Calibration(NamedTuple):
-    """Counts of requests, before and after the moment they are routed: [request, layer, expert] each."""
-
-    prefill: NDArray[np.uint32]
-    decode: NDArray[np.uint32]
-    gates: NDArray[np.float32] | None
-    """Gate-probability mass of prefill, where the trace has gate weights."""
-    requests: NDArray[np.int64]
-    """[request] its index in the trace."""
-    halved: bool
-    """The trace has one phase: first and second halves of a request stand for prefill and decode."""
-    model: str
-    top_k: int
-
-    def take(self, rows: NDArray[np.integer]) -> Calibration:
-        gates = None if self.gates is None else self.gates[rows]
-        return self._replace(
-            prefill=self.prefill[rows], decode=self.decode[rows], gates=gates, requests=self.requests[rows]
-        )
-
-    @property
-    def probabilities(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """[request, cell] activation probabilities in prefill and in decode."""
-        return activation_probabilities(self.prefill, self.top_k), activation_probabilities(self.decode, self.top_k)
-
-
-def activation_probabilities(counts: Counts, top_k: int) -> NDArray[np.float32]:
-    """[request, cell] of counts [request, layer, expert]: the share of tokens that activate the cell."""
-    flat = np.array(counts.reshape(len(counts), -1), np.float32)
-    flat /= np.asarray(tokens_of(counts, top_k), np.float32)[:, None]
-    return flat
-
-
-def tokens_of(counts: Counts, top_k: int) -> NDArray[np.float64]:
-    """[request] tokens that counts [request, layer, expert] are of; at least 1."""
-    sums = counts.sum(axis=(1, 2), dtype=np.float64)
-    return np.asarray(np.maximum(sums / (counts.shape[1] * top_k), 1.0), np.float64)
-
-
-def calibration(
-    trace: ActivationTrace, requests: NDArray[np.integer] | None = None, progress: Progress | None = None
-) -> Calibration:
-    """Count a trace's requests, or those of them; requests that lack a phase are left out.
-
-    Where the trace has one phase only, a request's first half stands for its prefill.
-    """
-    wanted = np.arange(trace.num_requests) if requests is None else np.asarray(requests, np.int64)
-    phases = {int(p) for segment in trace.segments for p in np.unique(segment.tokens.phase)}
-    halved, meta = len(phases) < 2, trace.meta
-    shape = (len(wanted), meta.num_layers, meta.num_experts)
-    prefill, decode = np.zeros(shape, np.uint32), np.zeros(shape, np.uint32)
-    has_gates = all(segment.tokens.gate_weights is not None for segment in trace.segments)
-    gates = np.zeros(shape, np.float32) if has_gates else None
-    kept = []
-    for row, request in enumerate(wanted):
-        tokens = trace.request(int(request))
-        first = np.arange(len(tokens.phase)) < len(tokens.phase) // 2 if halved else tokens.phase == PREFILL
-        if first.any() and not first.all():
-            accumulate_load(tokens.expert_ids[first], prefill[row])
-            accumulate_load(tokens.expert_ids[~first], decode[row])
-            if gates is not None and tokens.gate_weights is not None:
-                _add_gates(tokens.expert_ids[first], tokens.gate_weights[first].astype(np.float32), gates[row])
-            kept.append(row)
-        if progress is not None:
-            progress("Counting requests", row + 1, len(wanted))
-    rows = np.array(kept, np.int64)
-    counted = Calibration(prefill, decode, gates, wanted, halved, meta.model, meta.top_k)
-    return counted if len(rows) == len(wanted) else counted.take(rows)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FittedRouting:
-    """All that a router needs to know of a model and its traffic; made by :meth:`fit`."""
+class Learned(NamedTuple):
+    """What fitting leaves behind."""
 
     model: str
+    """Name of the model whose routing was learned."""
     num_layers: int
     num_experts: int
     top_k: int
     signature: Signature
     centroids: NDArray[np.float32]
-    """[worker, cell of kept layers] of length 1."""
+    """[worker, index in kept layers] of length 1."""
     profiles: NDArray[np.float32]
-    """[worker, cell] mean activation probabilities in decode."""
+    """[worker, expert index] mean activation probabilities in decode."""
     forecast: Forecast
     shares: NDArray[np.float32]
     """[worker] of the calibration requests in the worker's union-minimising cluster."""
-    batch: int
-    """Requests of a decode step that the profiles were made for."""
-    _narrow: NDArray[np.int8] | None = field(init=False, repr=False, default=None)
-    _scales: NDArray[np.float32] | None = field(init=False, repr=False, default=None)
+    narrow: NDArray[np.int8] | None
+    """Centroids in 8 bits, where they are large."""
+    scales: NDArray[np.float32] | None
 
-    def __post_init__(self) -> None:
-        cells, workers = self.num_layers * self.num_experts, len(self.centroids)
+    @classmethod
+    def of(
+        cls,
+        *,
+        model: str,
+        num_layers: int,
+        num_experts: int,
+        top_k: int,
+        signature: Signature,
+        centroids: NDArray[np.float32],
+        profiles: NDArray[np.float32],
+        forecast: Forecast,
+        shares: NDArray[np.float32],
+    ) -> Learned:
+        """Checked, with what follows from the centroids."""
+        size, workers = num_layers * num_experts, len(centroids)
         expected = {
-            "signature.weights": (self.signature.weights.shape, (self.num_layers, self.num_experts)),
-            "centroids": (self.centroids.shape, (workers, self.signature.cells)),
-            "profiles": (self.profiles.shape, (workers, cells)),
-            "forecast.after": (self.forecast.after.shape, (cells,)),
-            "shares": (self.shares.shape, (workers,)),
+            "signature.weights": (signature.weights.shape, (num_layers, num_experts)),
+            "centroids": (centroids.shape, (workers, signature.size)),
+            "profiles": (profiles.shape, (workers, size)),
+            "forecast.after": (forecast.map.after.shape, (size,)),
+            "shares": (shares.shape, (workers,)),
         }
         for name, (found, right) in expected.items():
             if found != right:
                 raise ConfigError(f"{name} has shape {found}; it must be {right}")
-        if workers < 1 or self.batch < 1 or not 1 <= self.top_k <= self.num_experts:
-            raise ConfigError(
-                f"workers={workers} and batch={self.batch} must be at least 1, "
-                f"top_k={self.top_k} in 1 … {self.num_experts}"
-            )
-        for name in ("centroids", "profiles", "shares"):
-            if not np.isfinite(getattr(self, name)).all():
+        if not 1 <= top_k <= num_experts:
+            raise ConfigError(f"top_k={top_k} must be in 1 … {num_experts}")
+        for name, array in (("centroids", centroids), ("profiles", profiles), ("shares", shares)):
+            if not np.isfinite(array).all():
                 raise ConfigError(f"{name} must be finite")
-        if self.centroids.nbytes > NARROW_BYTES:
-            scales = np.abs(self.centroids).max(axis=1) / 127
+        narrow = scales = None
+        if centroids.nbytes > NARROW_BYTES:
+            scales = np.abs(centroids).max(axis=1) / 127
             scales = np.where(scales > 0, scales, 1.0).astype(np.float32)
-            object.__setattr__(self, "_narrow", np.round(self.centroids / scales[:, None]).astype(np.int8))
-            object.__setattr__(self, "_scales", scales / np.float32(_WIDE))
+            narrow = np.round(centroids / scales[:, None]).astype(np.int8)
+            scales = scales / np.float32(_WIDE)
+        return cls(
+            model=model,
+            num_layers=num_layers,
+            num_experts=num_experts,
+            top_k=top_k,
+            signature=signature,
+            centroids=centroids,
+            profiles=profiles,
+            forecast=forecast,
+            shares=shares,
+            narrow=narrow,
+            scales=scales,
+        )
 
-    @property
-    def workers(self) -> int:
-        return len(self.centroids)
 
-    @classmethod
-    def fit(
-        cls,
-        source: ActivationTrace | Calibration,
-        workers: int,
-        rng: Generator,
-        *,
-        speeds: NDArray[np.floating] | None = None,
-        batch: int = 16,
-        weighting: Weighting = "count_idf",
-        report: Callable[[str, float], None] | None = None,
-    ) -> FittedRouting:
-        """Learn from calibration requests; `report` is told each part's name and seconds.
+@dataclass(slots=True, eq=False)
+class RouterFit:
+    """All that routers need to know of a model and its traffic. Construct it with settings, then call :meth:`fit`."""
 
-        `gate` cannot be routed by: a request comes with counts.
-        """
-        if weighting == "gate":
+    workers: int
+    """Decode workers of the fleet."""
+    batch: int = 16
+    """Requests of a worker's decode step that profiles are made for."""
+    weighting: Weighting = "count_idf"
+    """How signatures weigh experts. `gate` cannot be routed by: a request comes with counts."""
+    speeds: NDArray[np.floating] | None = None
+    """[worker] relative speed; None: all alike."""
+    learned_: Learned | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or self.batch < 1:
+            raise ConfigError(f"workers={self.workers} and batch={self.batch} must be at least 1")
+        if self.weighting == "gate":
             raise ConfigError("weighting='gate' cannot be fitted for routing: requests come with counts, not gates")
+
+    def fit(
+        self, source: ActivationTrace | Calibration, rng: Generator, report: Callable[[str, float], None] | None = None
+    ) -> RouterFit:
+        """Learn from calibration requests; `report` is told each part's name and seconds."""
         known = calibration(source) if isinstance(source, ActivationTrace) else source
+        workers = self.workers
         if len(known.prefill) < max(3, workers):
             raise ConfigError(
                 f"{len(known.prefill)} calibration requests have both phases; {workers} workers need {max(3, workers)}"
@@ -189,71 +151,155 @@ class FittedRouting:
         layers, experts = known.prefill.shape[1:]
         before, after = known.probabilities
         watch("probabilities")
-        signature = Signature.fit(known.prefill, known.decode, rng, weighting=weighting)
+        signature = Signature(self.weighting).fit(known.prefill, known.decode, rng)
         watch("signature")
         signatures = signature.transform_all(known.prefill)
-        found = cluster(signatures, workers, rng, speeds=speeds)
+        found = cluster(signatures, workers, rng, speeds=self.speeds)
         watch("cosine clusters")
-        forecast = Forecast.fit(before, after, tokens_of(known.prefill, known.top_k).astype(np.int64), rng)
+        forecast = Forecast().fit(before, after, tokens_of(known.prefill, known.top_k).astype(np.int64), rng)
         watch("forecast")
         pooled = activation_probabilities(known.prefill + known.decode, known.top_k)
-        restarts = int(np.clip(RESTART_CELLS / (pooled.size * workers), 1, 10))
-        union = union_clusters(pooled, workers, batch, rng, speeds=speeds, starts=(found.labels,), restarts=restarts)
-        labels = _follow(union.labels, found.labels, workers, speeds)
-        watch("union clusters")
-        return cls(
-            known.model,
-            layers,
-            experts,
-            known.top_k,
-            signature,
-            found.centroids,
-            cluster_profiles(after, labels, workers),
-            forecast,
-            np.asarray(np.bincount(labels, minlength=workers) / len(labels), np.float32),
-            batch,
+        restarts = int(np.clip(RESTART_WORK / (pooled.size * workers), 1, 10))
+        union = union_clusters(
+            pooled, workers, self.batch, rng, speeds=self.speeds, starts=(found.labels,), restarts=restarts
         )
+        labels = _follow(union.labels, found.labels, workers, self.speeds)
+        watch("union clusters")
+        self.learned_ = Learned.of(
+            model=known.model,
+            num_layers=layers,
+            num_experts=experts,
+            top_k=known.top_k,
+            signature=signature,
+            centroids=found.centroids,
+            profiles=cluster_profiles(after, labels, workers),
+            forecast=forecast,
+            shares=np.asarray(np.bincount(labels, minlength=workers) / len(labels), np.float32),
+        )
+        return self
+
+    @property
+    def learned(self) -> Learned:
+        return require_fitted(self.learned_, "the router fit")
+
+    @property
+    def model(self) -> str:
+        return self.learned.model
+
+    @property
+    def num_layers(self) -> int:
+        return self.learned.num_layers
+
+    @property
+    def num_experts(self) -> int:
+        return self.learned.num_experts
+
+    @property
+    def profiles(self) -> NDArray[np.float32]:
+        """[worker, expert index] mean activation probabilities in decode."""
+        return self.learned.profiles
+
+    def with_signature(self, signature: Signature, centroids: NDArray[np.float32]) -> RouterFit:
+        """The same fit, requests compared by another signature and its centroids."""
+        other = RouterFit(self.workers, self.batch, self.weighting, self.speeds)
+        kept = self.learned
+        other.learned_ = Learned.of(
+            model=kept.model,
+            num_layers=kept.num_layers,
+            num_experts=kept.num_experts,
+            top_k=kept.top_k,
+            signature=signature,
+            centroids=centroids,
+            profiles=kept.profiles,
+            forecast=kept.forecast,
+            shares=kept.shares,
+        )
+        return other
+
+    def router(self, name: str, model: StepModel, **settings: Any) -> Router:
+        """A registered router for a fleet of this fit's workers, its steps priced by `model`.
+
+        Settings are the router's own, such as ``band=0.05``; `cost` replaces the prices made of the model.
+        """
+        context = {"fitted": self, "cost": StepPrices.of(model, self.batch), "seed": 0}
+        return routers.make(name, context, **settings)
+
+    def fleet(self, places: int, speeds: NDArray[np.floating] | list[float] | None = None) -> Fleet:
+        """An empty fleet of this fit's workers with `places` requests each, which knows their priors.
+
+        Leave room: a router can only choose where there is a free place. Four times the requests a worker runs on
+        average is plenty.
+        """
+        return Fleet([places] * self.workers, self.profiles, self.speeds if speeds is None else speeds)
 
     def similarities(self, footprint: Counts) -> NDArray[np.float32]:
         """[worker] cosine of a request's signature with each centroid, from its prefill's counts [layer, expert]."""
-        own = self.signature.transform(footprint)
+        learned = self.learned
+        own = learned.signature.transform(footprint)
         out = np.empty(self.workers, np.float32)
-        if self._narrow is None or self._scales is None:
-            products(self.centroids, own, out)
+        if learned.narrow is None or learned.scales is None:
+            products(learned.centroids, own, out)
         else:
-            _narrow_similarities(self._narrow, self._scales, np.asarray(own * _WIDE, np.int16), out)
+            _narrow_similarities(learned.narrow, learned.scales, np.asarray(own * _WIDE, np.int16), out)
         return out
 
     def profile(self, footprint: Counts) -> NDArray[np.float32]:
-        """[cell] activation probabilities expected in decode, from the prefill's counts; popularity if all are 0."""
-        shape = (self.num_layers, self.num_experts)
-        if footprint.shape != shape:
-            raise ConfigError(f"footprint has shape {footprint.shape}; {self.model} was fitted for {shape}")
+        """[expert index] activation probabilities expected in decode, from prefill counts; the mean without any."""
+        learned = self.learned
+        self.check_footprint(footprint)
         counts: NDArray[Any] = np.ascontiguousarray(footprint).reshape(-1)
-        tokens = _total(counts) / (self.num_layers * self.top_k)
-        return self.forecast.predict(counts, tokens)
+        tokens = _total(counts) / (learned.num_layers * learned.top_k)
+        return learned.forecast.predict(counts, tokens)
+
+    def check_footprint(self, footprint: Counts) -> None:
+        """Refuse a footprint of another model."""
+        learned = self.learned
+        shape = (learned.num_layers, learned.num_experts)
+        if footprint.shape != shape:
+            raise ConfigError(f"footprint has shape {footprint.shape}; {learned.model} was fitted for {shape}")
+
+    def check_fleet(self, fleet: Fleet) -> None:
+        """Refuse a fleet that tracks no experts, or those of another model."""
+        size = self.num_layers * self.num_experts
+        if not fleet.tracks_experts:
+            raise ConfigError("the fleet tracks no experts: make it with fitted.fleet(places)")
+        if fleet.missed.shape[1] != size:
+            raise ConfigError(
+                f"{self.model} was fitted for {size} expert indices; the fleet has {fleet.missed.shape[1]}"
+            )
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, replacing an older one whole; the same values give the same bytes."""
         from safetensors.numpy import save
 
-        file, seen = Path(path), self.forecast
+        file, learned = Path(path), self.learned
+        kept = learned.forecast.map
         about = {
             "format": FORMAT,
             "version": VERSION,
-            "model": self.model,
-            "num_layers": self.num_layers,
-            "num_experts": self.num_experts,
-            "top_k": self.top_k,
+            "model": learned.model,
+            "num_layers": learned.num_layers,
+            "num_experts": learned.num_experts,
+            "top_k": learned.top_k,
             "batch": self.batch,
-            "weighting": self.signature.weighting,
-            "own": seen.own,
-            "noise": seen.noise,
-            "ridge": seen.ridge,
+            "weighting": learned.signature.weighting,
+            "own": kept.own,
+            "noise": kept.noise,
+            "ridge": kept.ridge,
+        }
+        arrays = {
+            "weights": learned.signature.weights,
+            "layers": learned.signature.layers,
+            "centroids": learned.centroids,
+            "profiles": learned.profiles,
+            "shares": learned.shares,
+            "before": kept.before,
+            "after": kept.after,
+            "inward": kept.inward,
+            "outward": kept.outward,
         }
         # One entry of metadata: the library writes several in an order that differs from run to run.
-        arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
-        data = save(arrays, {"coterie": json.dumps(about)})
+        data = save({n: np.ascontiguousarray(a) for n, a in arrays.items()}, {"coterie": json.dumps(about)})
         part = file.with_name(f".{file.name}.{os.getpid()}.tmp")
         try:
             with part.open("wb") as stream:
@@ -264,21 +310,8 @@ class FittedRouting:
         finally:
             part.unlink(missing_ok=True)
 
-    def _arrays(self) -> dict[str, NDArray[Any]]:
-        return {
-            "weights": self.signature.weights,
-            "layers": self.signature.layers,
-            "centroids": self.centroids,
-            "profiles": self.profiles,
-            "shares": self.shares,
-            "before": self.forecast.before,
-            "after": self.forecast.after,
-            "inward": self.forecast.inward,
-            "outward": self.forecast.outward,
-        }
-
     @classmethod
-    def load(cls, path: str | Path, model: str | None = None, workers: int | None = None) -> FittedRouting:
+    def load(cls, path: str | Path, model: str | None = None, workers: int | None = None) -> RouterFit:
         """Read a file that was saved; with `model` or `workers`, only one fitted for those."""
         file = Path(path)
         arrays = ArrayFile(file)
@@ -290,27 +323,28 @@ class FittedRouting:
             if not np.isfinite(found[name]).all():
                 raise TraceError(file, name, "holds NaN or infinity")
         try:
-            signature = Signature(str(about["weighting"]), found["weights"], found["layers"])
-            forecast = Forecast(
-                found["before"],
-                found["after"],
-                found["inward"],
-                found["outward"],
-                float(about["own"]),
-                float(about["noise"]),
-                float(about["ridge"]),
+            signature = Signature.restored(str(about["weighting"]), found["weights"], found["layers"])
+            forecast = Forecast.restored(
+                before=found["before"],
+                after=found["after"],
+                inward=found["inward"],
+                outward=found["outward"],
+                own=float(about["own"]),
+                noise=float(about["noise"]),
+                ridge=float(about["ridge"]),
             )
-            fitted = cls(
-                str(about["model"]),
-                int(about["num_layers"]),
-                int(about["num_experts"]),
-                int(about["top_k"]),
-                signature,
-                found["centroids"],
-                found["profiles"],
-                forecast,
-                found["shares"],
-                int(about["batch"]),
+            weighting = cast(Weighting, signature.weighting)
+            fitted = cls(workers=len(found["centroids"]), batch=int(about["batch"]), weighting=weighting)
+            fitted.learned_ = Learned.of(
+                model=str(about["model"]),
+                num_layers=int(about["num_layers"]),
+                num_experts=int(about["num_experts"]),
+                top_k=int(about["top_k"]),
+                signature=signature,
+                centroids=found["centroids"],
+                profiles=found["profiles"],
+                forecast=forecast,
+                shares=found["shares"],
             )
         except KeyError as error:
             raise TraceError(file, f"metadata {error.args[0]}", "is missing") from None
@@ -384,12 +418,3 @@ def _narrow_similarities(
         for cell in range(rows.shape[1]):  # casts keep Numba from widening to 64 bits, which is not vectorised
             total = np.int32(total + np.int32(np.int32(rows[worker, cell]) * np.int32(own[cell])))
         out[worker] = total * scales[worker]
-
-
-@njit()
-def _add_gates(expert_ids: NDArray[Any], weights: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    tokens, layers, k = expert_ids.shape
-    for token in range(tokens):
-        for layer in range(layers):
-            for j in range(k):
-                out[layer, expert_ids[token, layer, j]] += weights[token, layer, j]

@@ -1,16 +1,17 @@
 """The fleet as routers see it: one row a worker, kept up to date by whoever runs it.
 
-Numbers are plain arrays, so that a decision over a thousand workers is a few passes over them. `missed` is what expert
-locality is made of: for every worker and cell (a layer's expert) the probability that a step does not touch the expert,
+Numbers are plain arrays, so that a decision over a thousand workers is a few passes over them. An *expert index* is a
+layer's expert, layers one after the other. `missed` is what expert locality is made of: for every worker and expert
+index, the probability that a step does not touch the expert,
 
     missed = exp(expected x mean over requests of log(1 - p))
 
 where p is the probability that a token of a request activates it. Adding a request with probabilities q is then
-expected to touch ``sum(q x missed)`` experts more a step. What counts is who will be there while the request that comes
-now is: as requests last about as long as each other, on average half of those there now, and others in place of the
-rest. So `expected`, their number, is half way between the worker's own and the fleet's mean, and the mean over requests
-is half that of those it has, half that of the requests that usually come to it: those of calibration at first, then,
-more and more, those that came.
+expected to touch ``sum(q x missed)`` experts more a step. What counts is which requests will run beside the one that
+arrives now. Requests last about as long as each other, so on average half of those running now will, and others take
+the place of the rest. So `expected`, their number, is half way between the worker's own and the fleet's mean, and the
+mean over requests is half that of its running requests, half that of its *prior*: the requests that it usually gets,
+those of calibration at first, then a moving average of those that arrived.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from coterie.errors import ConfigError
 MOST_CERTAIN = 0.999
 """Probabilities are cut here: a product with a 0 in it could never be taken apart again."""
 
-RECENT = 32
-"""Requests that came to a worker last, about, that are what usually comes to it."""
+PRIOR_WINDOW = 32
+"""Window of the prior's moving average, in requests."""
 
 UNIT = 2.0**-13
-"""What logarithms are multiples of: whole numbers added and taken away again leave nothing behind. 32 bits hold the
-sums of 37,000 requests as certain as that."""
+"""Logarithms are whole multiples of this, so that adding and removing a request leaves no rounding error. 32 bits hold
+the sums of 37,000 requests of probability `MOST_CERTAIN`."""
 
 LEAST_LOG = -16.0
-"""Of a probability; less is as good as 0."""
+"""Logarithm of the smallest probability that is told apart from 0."""
 
 STALE = 0.1
-"""Change of the fleet's mean load, of itself, after which the numbers of all workers are made anew."""
+"""Relative change of the fleet's mean load after which the numbers of all workers are computed again."""
 
 
 class _Resident(NamedTuple):
     worker: int
     context: int
     logs: NDArray[np.int32] | None
-    """[cell] log(1 - p), in units"""
+    """[expert index] log(1 - p), in units"""
 
 
 class Fleet:
@@ -53,14 +54,14 @@ class Fleet:
     def __init__(
         self,
         places: NDArray[np.integer] | list[int],
-        cells: int = 0,
+        prior: NDArray[np.floating] | None = None,
         speeds: NDArray[np.floating] | list[float] | None = None,
-        usual: NDArray[np.floating] | None = None,
     ) -> None:
-        """`places` is how many requests each runs at once; `cells` (layers x experts) 0 keeps no profiles.
+        """`places` is how many requests each worker runs at once.
 
-        `usual` [worker, cell] are probabilities of a request that is usual there, before any has come; without it,
-        those of the first one that comes to the fleet.
+        `prior` [worker, expert index] is the profile of a request that the worker usually gets: mean activation
+        probabilities. With it the fleet tracks experts; without it, it refuses profiles, and routers that need
+        experts refuse the fleet. :meth:`~coterie.routing.fitted.RouterFit.fleet` makes one with what was learned.
         """
         self.places = np.array(places, np.int64)
         workers = len(self.places)
@@ -69,8 +70,9 @@ class Fleet:
         self.speeds = np.ones(workers) if speeds is None else np.array(speeds, np.float64)
         if self.speeds.shape != (workers,) or not ((self.speeds > 0) & (self.speeds < np.inf)).all():
             raise ConfigError(f"speeds={self.speeds.tolist()} must be {workers} finite numbers above 0")
-        if usual is not None and usual.shape != (workers, cells):
-            raise ConfigError(f"usual has shape {usual.shape}; expected [worker, cell] = {(workers, cells)}")
+        if prior is not None and (prior.ndim != 2 or len(prior) != workers):
+            raise ConfigError(f"prior has shape {prior.shape}; expected [worker, expert index], {workers} workers")
+        size = 0 if prior is None else prior.shape[1]
         self.running = np.zeros(workers, np.int64)
         """Requests admitted and not finished, waiting ones included."""
         self.context_tokens = np.zeros(workers, np.int64)
@@ -81,25 +83,32 @@ class Fleet:
         """Share of its KV blocks in use."""
         self.alive = np.ones(workers, np.bool_)
         """A worker that is not gets nothing."""
-        self.missed = np.full((workers, cells), 255, np.uint8)
-        """[worker, cell] probability that a step does not touch it; 255 is 1."""
+        self.missed = np.full((workers, size), 255, np.uint8)
+        """[worker, expert index] probability that a step does not touch it; 255 is 1."""
         self.expected = np.zeros(workers)
-        """Requests it will have while one that comes now is there."""
+        """Requests that will run beside one that arrives now."""
         self.distinct = np.zeros(workers)
-        """Experts that a step of so many touches, over all layers."""
+        """Experts that a step of that many requests touches, over all layers."""
         self.local: NDArray[np.uint64] | None = None
         """[worker, layer, word] bit e of a layer: the worker holds expert e; None where all hold all."""
         self.routed = 0
         """Requests admitted so far."""
-        self._logs = np.zeros((workers, cells), np.int32)
+        self._logs = np.zeros((workers, size), np.int32)
         self._profiled = np.zeros(workers, np.int64)
-        self._usual = None if usual is None else np.array(usual, np.float32)
-        self._usual_logs = np.zeros((workers, cells), np.int32) if self._usual is None else _logs(self._usual)
+        self._prior = np.zeros((workers, 0), np.float32) if prior is None else np.array(prior, np.float32)
+        self._prior_logs = _logs(self._prior)
         self._mean = 0.0
+        self._tracking = False
+        """Until a request arrives with a profile no router looks at experts, and none are computed."""
         self._residents: dict[str, _Resident] = {}
 
     def __len__(self) -> int:
         return len(self.places)
+
+    @property
+    def tracks_experts(self) -> bool:
+        """Whether it was made with a prior."""
+        return self.missed.shape[1] > 0
 
     @property
     def open(self) -> NDArray[np.bool_]:
@@ -118,13 +127,10 @@ class Fleet:
         if profile is not None:
             profile = self._checked(profile)
             logs = _logs(profile)
-            if self._usual is None:
-                self._usual = np.tile(profile, (len(self), 1))
-                self._usual_logs[:] = logs
-            else:
-                usual = self._usual[worker]
-                usual += (profile - usual) * np.float32(1.0 / RECENT)
-                _fill_logs(usual, self._usual_logs[worker])
+            prior = self._prior[worker]
+            prior += (profile - prior) * np.float32(1.0 / PRIOR_WINDOW)
+            _fill_logs(prior, self._prior_logs[worker])
+            self._tracking = True
         self._residents[request_id] = _Resident(worker, context, logs)
         self.running[worker] += 1
         self.context_tokens[worker] += context
@@ -142,6 +148,7 @@ class Fleet:
     def refine(self, request_id: str, profile: NDArray[np.float32]) -> None:
         """What is known of a running request became better: its own decode was seen."""
         known, logs = self._known(request_id), _logs(self._checked(profile))
+        self._tracking = True
         self._residents[request_id] = known._replace(logs=logs)
         self._shift(known.worker, known.logs, -1, refresh=False)
         self._shift(known.worker, logs, 1)
@@ -153,13 +160,15 @@ class Fleet:
         return known
 
     def _checked(self, profile: NDArray[np.float32]) -> NDArray[np.float32]:
+        if not self.tracks_experts:
+            raise ConfigError("the fleet tracks no experts, and got a request with a profile: make it with a prior")
         if len(profile) != self.missed.shape[1]:
-            raise ConfigError(f"profile has {len(profile)} cells; the fleet keeps {self.missed.shape[1]}")
+            raise ConfigError(f"profile has {len(profile)} expert indices; the fleet has {self.missed.shape[1]}")
         return np.ascontiguousarray(profile, np.float32)
 
     def _shift(self, worker: int, logs: NDArray[np.int32] | None, sign: int, refresh: bool = True) -> None:
         """Count a request's experts in or out; numbers of workers follow."""
-        if not self.missed.shape[1]:
+        if not self._tracking:
             return
         if logs is not None:
             mine = self._logs[worker]
@@ -173,7 +182,7 @@ class Fleet:
                 self.running,
                 self._profiled,
                 self._logs,
-                self._usual_logs,
+                self._prior_logs,
                 self.expected,
                 self.distinct,
                 self.missed,
@@ -190,13 +199,13 @@ def _logs(profiles: NDArray[np.float32]) -> NDArray[np.int32]:
 @njit(fastmath=True, division_raises=False)
 def _fill_logs(p: NDArray[np.float32], logs: NDArray[np.int32]) -> None:
     """log(1 - p) in units, off by less than one: 16 log x = 32 artanh((x - 1) / (x + 1)) for its 16th root x."""
-    for cell in range(len(p)):
-        left = np.float32(1.0) - min(max(p[cell], np.float32(0.0)), np.float32(MOST_CERTAIN))
+    for at in range(len(p)):
+        left = np.float32(1.0) - min(max(p[at], np.float32(0.0)), np.float32(MOST_CERTAIN))
         root = np.sqrt(np.sqrt(np.sqrt(np.sqrt(left))))
         t = (root - np.float32(1.0)) / (root + np.float32(1.0))
         s = t * t
         series = np.float32(1 / 3) + s * (np.float32(1 / 5) + s * np.float32(1 / 7))
-        logs[cell] = np.int32(np.float32(32.0 / UNIT) * t * (np.float32(1.0) + s * series) - np.float32(0.5))
+        logs[at] = np.int32(np.float32(32.0 / UNIT) * t * (np.float32(1.0) + s * series) - np.float32(0.5))
 
 
 @njit(fastmath=True)
@@ -207,7 +216,7 @@ def _refresh(
     running: NDArray[np.int64],
     profiled: NDArray[np.int64],
     logs: NDArray[np.int32],
-    usual: NDArray[np.int32],
+    prior: NDArray[np.int32],
     expected: NDArray[np.float64],
     distinct: NDArray[np.float64],
     missed: NDArray[np.uint8],
@@ -224,26 +233,26 @@ def _refresh(
     for every in range(len(alive)):
         if stale or every == worker:
             count, expected[every] = profiled[every], (running[every] + mean) / 2
-            there, come = 0.0, expected[every]
+            running_share, arriving = 0.0, expected[every]
             if count:
-                there, come = come / (2 * count), come / 2
-            distinct[every] = _spread(logs[every], usual[every], there, come, missed[every])
+                running_share, arriving = arriving / (2 * count), arriving / 2
+            distinct[every] = _spread(logs[every], prior[every], running_share, arriving, missed[every])
     return mean
 
 
 @njit(fastmath=True)
 def _spread(
-    logs: NDArray[np.int32], usual: NDArray[np.int32], there: float, come: float, missed: NDArray[np.uint8]
+    logs: NDArray[np.int32], prior: NDArray[np.int32], running_share: float, arriving: float, missed: NDArray[np.uint8]
 ) -> float:
     """Fill `missed`; experts that a step touches. An exponential is the 64th power of a 64th, off by at most 3e-6."""
-    a, b, least = np.float32(there * UNIT / 64), np.float32(come * UNIT / 64), np.float32(LEAST_LOG / 64)
+    a, b, least = np.float32(running_share * UNIT / 64), np.float32(arriving * UNIT / 64), np.float32(LEAST_LOG / 64)
     untouched = np.float32(0.0)
-    for cell in range(len(logs)):
-        x = max(a * np.float32(logs[cell]) + b * np.float32(usual[cell]), least)
+    for at in range(len(logs)):
+        x = max(a * np.float32(logs[at]) + b * np.float32(prior[at]), least)
         series = np.float32(1 / 6) + x * (np.float32(1 / 24) + x * np.float32(1 / 120))
         left = np.float32(1.0) + x * (np.float32(1.0) + x * (np.float32(1 / 2) + x * series))
         for _ in range(6):
             left *= left
-        missed[cell] = np.uint8(np.int32(np.float32(255.0) * left + np.float32(0.5)))
+        missed[at] = np.uint8(np.int32(np.float32(255.0) * left + np.float32(0.5)))
         untouched += left
     return len(logs) - np.float64(untouched)

@@ -5,9 +5,9 @@
 for a prefill of n tokens. `before` and `after` are the mean activation probabilities of calibration requests in the two
 phases, so a short prefix, whose probabilities are mostly noise, predicts `after`. `own` is how much of its own prefill
 a request keeps, one number. A B' is a linear map of low rank for what that leaves over: ridge regression over the
-calibration requests (in its dual form, as cells outnumber requests), cut to the directions in which its predictions
-differ most. A request's ridge is ridge x SCALE / n, as noise falls with n; the ridge itself is the one that predicts
-best the calibration requests left out of its fit.
+calibration requests (in its dual form, as expert indices outnumber requests), cut to the directions in which its
+predictions differ most. A request's ridge is ridge x SCALE / n, as noise falls with n; the ridge itself is the one that
+predicts best the calibration requests left out of its fit.
 
 Better than the prefill itself, which is noisy and of another phase, and than popularity, which is the same for all.
 Wrong where requests are unlike any that calibrated it: it knows their directions only.
@@ -16,14 +16,14 @@ Wrong where requests are unlike any that calibrated it: it knows their direction
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, require_fitted
 
 SCALE = 60.0
 """Tokens at which a request's ridge is `ridge` itself."""
@@ -43,63 +43,90 @@ IN, OUT = 4, 10
 """Rows of maps that loops take at a time."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Forecast:
-    """A map from prefill to decode; made by :meth:`fit`."""
+class LinearMap(NamedTuple):
+    """What fitting a forecast leaves behind."""
 
     before: NDArray[np.float32]
-    """[cell]"""
+    """[expert index] mean activation probability in prefill."""
     after: NDArray[np.float32]
-    """[cell]"""
+    """[expert index] mean activation probability in decode."""
     inward: NDArray[np.float32]
-    """[rank, cell] A"""
+    """[rank, expert index] A"""
     outward: NDArray[np.float32]
-    """[rank, cell] B"""
+    """[rank, expert index] B"""
     own: float
     """Share of a prefill's difference from `before` that stays in decode."""
     noise: float
     """Tokens of a prefix that `after` weighs as much as."""
     ridge: float
-    maps: NDArray[np.float32] = field(init=False, repr=False)
-    """[row, cell and more] A, then after, before and B, for loops: with rows of 0, as they take several at a time."""
-    usual: NDArray[np.float32] = field(init=False, repr=False)
+    rows: NDArray[np.float32]
+    """[row, expert index and padding] A, then after, before and B, padded with zero rows: loops take several rows at a
+    time."""
+    prior: NDArray[np.float32]
     """[row of A] how far `before` lies along it."""
 
-    def __post_init__(self) -> None:
-        cells = len(self.after)
-        if self.before.shape != (cells,) or self.inward.shape != self.outward.shape or self.inward.ndim != 2:
-            raise ConfigError(
-                f"before {self.before.shape}, inward {self.inward.shape} and outward {self.outward.shape} must match "
-                f"the {cells} cells of after"
-            )
-        if self.inward.shape[1] != cells:
-            raise ConfigError(f"inward has {self.inward.shape[1]} cells; after has {cells}")
-        ahead, behind = -(-self.rank // IN) * IN, -(-(2 + self.rank) // OUT) * OUT
-        maps = _aligned(ahead + behind, -(-cells // LINE) * LINE + APART)
-        maps[: self.rank, :cells] = self.inward
-        maps[ahead, :cells], maps[ahead + 1, :cells] = self.after, self.before
-        maps[ahead + 2 : ahead + 2 + self.rank, :cells] = self.outward
-        object.__setattr__(self, "maps", maps)
-        object.__setattr__(self, "usual", maps[:ahead, :cells] @ self.before)
+
+@dataclass(slots=True, eq=False)
+class Forecast:
+    """A map from prefill to decode. Construct it with its settings, then call :meth:`fit`."""
+
+    rank: int = RANK
+    """Rank of the linear map, at most."""
+    ridge: float | None = None
+    """None is the best of `RIDGES` on left-out requests."""
+    map_: LinearMap | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def fit(
+    def restored(
         cls,
-        prefill: NDArray[np.floating],
-        decode: NDArray[np.floating],
-        tokens: NDArray[np.integer],
-        rng: Generator,
         *,
-        rank: int = RANK,
-        ridge: float | None = None,
+        before: NDArray[np.float32],
+        after: NDArray[np.float32],
+        inward: NDArray[np.float32],
+        outward: NDArray[np.float32],
+        own: float,
+        noise: float,
+        ridge: float,
     ) -> Forecast:
-        """From activation probabilities [request, cell] of both phases and prefill tokens [request].
+        """A fitted forecast from its numbers, such as those of a file."""
+        size, rank = len(after), len(inward)
+        if before.shape != (size,) or inward.shape != outward.shape or inward.ndim != 2:
+            raise ConfigError(
+                f"before {before.shape}, inward {inward.shape} and outward {outward.shape} must match "
+                f"the {size} expert indices of after"
+            )
+        if inward.shape[1] != size:
+            raise ConfigError(f"inward has {inward.shape[1]} expert indices; after has {size}")
+        ahead, behind = -(-rank // IN) * IN, -(-(2 + rank) // OUT) * OUT
+        rows = _aligned(ahead + behind, -(-size // LINE) * LINE + APART)
+        rows[:rank, :size] = inward
+        rows[ahead, :size], rows[ahead + 1, :size] = after, before
+        rows[ahead + 2 : ahead + 2 + rank, :size] = outward
+        made = cls(rank, ridge)
+        made.map_ = LinearMap(
+            before=before,
+            after=after,
+            inward=inward,
+            outward=outward,
+            own=own,
+            noise=noise,
+            ridge=ridge,
+            rows=rows,
+            prior=rows[:ahead, :size] @ before,
+        )
+        return made
 
-        Without `ridge`, the best of `RIDGES` on left-out requests.
-        """
+    @property
+    def map(self) -> LinearMap:
+        return require_fitted(self.map_, "the forecast")
+
+    def fit(
+        self, prefill: NDArray[np.floating], decode: NDArray[np.floating], tokens: NDArray[np.integer], rng: Generator
+    ) -> Forecast:
+        """Learn from activation probabilities [request, expert index] of both phases, and prefill tokens [request]."""
         if prefill.ndim != 2 or prefill.shape != decode.shape or len(tokens) != len(prefill):
             raise ConfigError(
-                f"prefill {prefill.shape} and decode {decode.shape} must both be [request, cell], "
+                f"prefill {prefill.shape} and decode {decode.shape} must both be [request, expert index], "
                 f"with tokens {tokens.shape} of each request"
             )
         if len(prefill) < 3 or int(tokens.min()) < 1:
@@ -110,27 +137,29 @@ class Forecast:
         z *= np.asarray(tokens / (tokens + noise), np.float32)[:, None]
         ridges = SCALE / np.asarray(tokens, np.float64)  # [request] for a ridge of 1
         some = np.sort(rng.permutation(len(z))[:CHOICE_REQUESTS])
-        own, ridge = _best_left_out(z[some], y[some], ridges[some], own, RIDGES if ridge is None else (ridge,))
+        candidates = RIDGES if self.ridge is None else (self.ridge,)
+        own, ridge = _best_left_out(z[some], y[some], ridges[some], own, candidates)
         y -= np.float32(own) * z
-        inward, outward = _low_rank(z, y, ridge * ridges, min(rank, len(z) - 1), rng)
-        return cls(before, after, inward, outward, own, noise, float(ridge))
-
-    @property
-    def rank(self) -> int:
-        return len(self.inward)
+        inward, outward = _low_rank(z, y, ridge * ridges, min(self.rank, len(z) - 1), rng)
+        self.map_ = Forecast.restored(
+            before=before, after=after, inward=inward, outward=outward, own=own, noise=noise, ridge=float(ridge)
+        ).map_
+        return self
 
     def predict(self, counts: NDArray[np.integer] | NDArray[np.floating], tokens: float) -> NDArray[np.float32]:
-        """[cell] activation probabilities in decode of a request whose prefill of so many tokens counted these."""
-        cells, _ = self.read(counts)
-        turn_to_forecast(cells, float(tokens), self.own, self.noise, self.maps, self.usual)
-        return cells
+        """[expert index] activation probabilities in decode of a request whose prefill of `tokens` counted `counts`."""
+        learned = self.map
+        profile, _ = self.read(counts)
+        turn_to_forecast(profile, float(tokens), learned.own, learned.noise, learned.rows, learned.prior)
+        return profile
 
     def read(self, counts: NDArray[np.integer] | NDArray[np.floating]) -> tuple[NDArray[np.float32], float]:
-        """[cell] counts as :func:`turn_to_forecast` takes them, and their sum."""
-        if counts.size != len(self.after):
-            raise ConfigError(f"counts {counts.shape} do not match the {len(self.after)} cells forecast")
-        cells = np.empty(counts.size, np.float32)
-        return cells, _read(counts.ravel(), cells)
+        """[expert index] counts as :func:`turn_to_forecast` takes them, and their sum."""
+        size = len(self.map.after)
+        if counts.size != size:
+            raise ConfigError(f"counts {counts.shape} do not match the {size} expert indices of the forecast")
+        profile = np.empty(counts.size, np.float32)
+        return profile, _read(counts.ravel(), profile)
 
 
 def _aligned(rows: int, width: int) -> NDArray[np.float32]:
@@ -171,9 +200,10 @@ def _best_left_out(
 def _low_rank(
     z: NDArray[np.float32], y: NDArray[np.float32], ridges: NDArray[np.float64], rank: int, rng: Generator
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """A and B [rank, cell]: the ridge regression of y on z, within the span where its fitted values vary most.
+    """A and B [rank, expert index]: the ridge regression of y on z, within the span where its fitted values vary most.
 
-    That span is found by power iteration on a few random vectors; the full map [cell, cell] is never formed.
+    That span is found by power iteration on a few random vectors; the full map [expert index, expert index] is never
+    formed.
     """
     solve = np.linalg.inv(np.asarray(z @ z.T, np.float64) + np.diag(ridges))  # [request, request]
     smooth = np.asarray(np.eye(len(z)) - ridges[:, None] * solve, np.float32)  # fitted values = smooth @ y
@@ -187,59 +217,59 @@ def _low_rank(
 
 
 @njit(fastmath=True)
-def _read(counts: NDArray[Any], cells: NDArray[np.float32]) -> float:
+def _read(counts: NDArray[Any], profile: NDArray[np.float32]) -> float:
     """The one loop that is compiled for each type of counts; a third of the time of NumPy's conversion."""
     total = np.float32(0.0)
-    for cell in range(len(counts)):
-        cells[cell] = counts[cell]
-        total += cells[cell]
+    for at in range(len(counts)):
+        profile[at] = counts[at]
+        total += profile[at]
     return np.float64(total)
 
 
 @njit(fastmath=True)
 def turn_to_forecast(
-    cells: NDArray[np.float32],
+    profile: NDArray[np.float32],
     tokens: float,
     own: float,
     noise: float,
-    maps: NDArray[np.float32],
-    usual: NDArray[np.float32],
+    rows: NDArray[np.float32],
+    prior: NDArray[np.float32],
 ) -> None:
     """:meth:`Forecast.predict` for loops, in place of the counts; without tokens it is `after`."""
-    inward, outward, scale, trust = maps[: len(usual)], maps[len(usual) :], np.float32(0.0), np.float32(0.0)
+    inward, outward, scale, trust = rows[: len(prior)], rows[len(prior) :], np.float32(0.0), np.float32(0.0)
     if tokens > 0.0:
         scale, trust = np.float32(1.0 / tokens), np.float32(tokens / (tokens + noise))
-    kept, along = np.float32(own) * trust, np.zeros(len(usual) + len(outward), np.float32)
+    kept, along = np.float32(own) * trust, np.zeros(len(prior) + len(outward), np.float32)
     along[0], along[1] = np.float32(1.0), -kept
-    for row in range(0, len(usual), IN):
+    for row in range(0, len(prior), IN):
         a, b, c, d = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
-        for cell in range(len(cells)):
-            count = cells[cell]
-            a += inward[row, cell] * count
-            b += inward[row + 1, cell] * count
-            c += inward[row + 2, cell] * count
-            d += inward[row + 3, cell] * count
+        for at in range(len(profile)):
+            count = profile[at]
+            a += inward[row, at] * count
+            b += inward[row + 1, at] * count
+            c += inward[row + 2, at] * count
+            d += inward[row + 3, at] * count
         along[row + 2], along[row + 3], along[row + 4], along[row + 5] = a, b, c, d
-    for row in range(len(usual)):
-        along[row + 2] = trust * (scale * along[row + 2] - usual[row])
+    for row in range(len(prior)):
+        along[row + 2] = trust * (scale * along[row + 2] - prior[row])
     share = kept * scale
     for row in range(0, len(outward), OUT):
         a, b, c, d, e = along[row], along[row + 1], along[row + 2], along[row + 3], along[row + 4]
         f, g, h, i, j = along[row + 5], along[row + 6], along[row + 7], along[row + 8], along[row + 9]
-        for cell in range(len(cells)):
-            cells[cell] = (
-                share * cells[cell]
-                + a * outward[row, cell]
-                + b * outward[row + 1, cell]
-                + c * outward[row + 2, cell]
-                + d * outward[row + 3, cell]
-                + e * outward[row + 4, cell]
-                + f * outward[row + 5, cell]
-                + g * outward[row + 6, cell]
-                + h * outward[row + 7, cell]
-                + i * outward[row + 8, cell]
-                + j * outward[row + 9, cell]
+        for at in range(len(profile)):
+            profile[at] = (
+                share * profile[at]
+                + a * outward[row, at]
+                + b * outward[row + 1, at]
+                + c * outward[row + 2, at]
+                + d * outward[row + 3, at]
+                + e * outward[row + 4, at]
+                + f * outward[row + 5, at]
+                + g * outward[row + 6, at]
+                + h * outward[row + 7, at]
+                + i * outward[row + 8, at]
+                + j * outward[row + 9, at]
             )
         share = np.float32(1.0)
-    for cell in range(len(cells)):
-        cells[cell] = min(max(cells[cell], np.float32(0.0)), np.float32(1.0))
+    for at in range(len(profile)):
+        profile[at] = min(max(profile[at], np.float32(0.0)), np.float32(1.0))

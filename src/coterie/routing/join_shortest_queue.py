@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coterie.routing.base import Decision, RouteRequest, routers
+from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fleet import Fleet
 from coterie.routing.picking import best
 
@@ -12,6 +12,6 @@ from coterie.routing.picking import best
 @routers.register("join_shortest_queue")
 @dataclass(frozen=True, slots=True)
 class JoinShortestQueue:
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+    def route(self, request: Request, fleet: Fleet) -> Decision:
         worker, scores = best((fleet.running + 1) / fleet.speeds, fleet)
         return Decision(worker, scores, f"{fleet.running[worker]} in flight, the fewest for its speed")

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from coterie._numba import njit
 from coterie.errors import ConfigError
-from coterie.routing.base import Decision, RouteRequest, routers
+from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fleet import Fleet
 from coterie.routing.picking import best_of, chosen
 
@@ -64,11 +64,11 @@ class Joint:
         if self.top < 1:
             raise ConfigError(f"top={self.top} must be at least 1")
 
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+    def route(self, request: Request, fleet: Fleet) -> Decision:
         weighed = self._weigh(request, None if fleet.local is None else self._bits(request), fleet)
         return Decision(weighed.worker, weighed.scores, self._reason(request, weighed.worker, weighed))
 
-    def route_batch(self, requests: Sequence[RouteRequest], fleet: Fleet) -> list[Decision]:
+    def route_batch(self, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
         """Decisions for requests that come together, in their order."""
         bits = [self._bits(request) for request in requests]
         weighed = [self._weigh(request, own, fleet) for request, own in zip(requests, bits, strict=True)]
@@ -82,7 +82,7 @@ class Joint:
             for request, worker, one in zip(requests, workers, weighed, strict=True)
         ]
 
-    def _bits(self, request: RouteRequest) -> NDArray[np.uint64] | None:
+    def _bits(self, request: Request) -> NDArray[np.uint64] | None:
         """[layer, word] experts the request is predicted to use."""
         use = request.footprint
         if use is None:
@@ -91,7 +91,7 @@ class Joint:
         _mark_top(np.ascontiguousarray(use), use.dtype.kind in "iu", min(self.top, use.shape[1]), bits)
         return bits
 
-    def _weigh(self, request: RouteRequest, bits: NDArray[np.uint64] | None, fleet: Fleet) -> _Weighed:
+    def _weigh(self, request: Request, bits: NDArray[np.uint64] | None, fleet: Fleet) -> _Weighed:
         """All workers, for a request that uses these experts."""
         local, asked, num_experts = ANYTHING, ANYTHING[0], 0
         if fleet.local is not None and bits is not None and request.footprint is not None:
@@ -118,7 +118,7 @@ class Joint:
         )
         return _Weighed(chosen(worker, fleet), scores, shares)
 
-    def _reason(self, request: RouteRequest, worker: int, weighed: _Weighed) -> str:
+    def _reason(self, request: Request, worker: int, weighed: _Weighed) -> str:
         cached = 0 if request.cached_tokens is None else request.cached_tokens.item(worker)
         return (
             f"score {weighed.scores.item(worker):.1f}: {cached} of {request.prompt_tokens} prompt tokens cached, "

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from coterie._numba import njit
 from coterie.errors import ConfigError
-from coterie.routing.base import Decision, RouteRequest, routers
-from coterie.routing.fitted import FittedRouting
+from coterie.registry import needs
+from coterie.routing.base import Decision, Request, routers
+from coterie.routing.fitted import FIT_HINT, RouterFit
 from coterie.routing.fleet import Fleet
 from coterie.routing.picking import any_free, best, best_of, chosen
 
@@ -24,8 +25,8 @@ from coterie.routing.picking import any_free, best, best_of, chosen
 @routers.register("locality_band")
 @dataclass(frozen=True, slots=True)
 class LocalityBand:
-    fitted: FittedRouting | None = None
-    """Signature and centroids; needed."""
+    fitted: RouterFit = needs(FIT_HINT)
+    """Signature and centroids."""
     band: float = 0.1
     """Cosine similarity below the best at which a worker is still a candidate."""
 
@@ -33,16 +34,21 @@ class LocalityBand:
         if not 0 <= self.band <= 1:
             raise ConfigError(f"band={self.band} must be in 0 … 1")
 
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+    def route(self, request: Request, fleet: Fleet) -> Decision:
         if request.footprint is None:
             worker, scores = best((fleet.running + 1) / fleet.speeds, fleet)
             return Decision(worker, scores, "no footprint: the shortest queue")
-        if self.fitted is None:
-            raise ConfigError("locality_band needs `fitted`: fit one with coterie fit")
         self.fitted.check_workers(len(fleet))
-        alike, scores = self.fitted.similarities(request.footprint), np.empty(len(fleet))
+        similarity, scores = self.fitted.similarities(request.footprint), np.empty(len(fleet))
         found, inside = _least_loaded(
-            alike, self.band, fleet.alive, fleet.running, fleet.places, fleet.speeds, fleet.routed % len(fleet), scores
+            similarity,
+            self.band,
+            fleet.alive,
+            fleet.running,
+            fleet.places,
+            fleet.speeds,
+            fleet.routed % len(fleet),
+            scores,
         )
         worker = chosen(found, fleet)
         load = f"{fleet.running.item(worker)} in flight"
@@ -51,7 +57,7 @@ class LocalityBand:
 
 @njit()
 def _least_loaded(
-    alike: NDArray[np.float32],
+    similarity: NDArray[np.float32],
     band: float,
     alive: NDArray[np.bool_],
     running: NDArray[np.int64],
@@ -63,12 +69,12 @@ def _least_loaded(
     """The worker, and how many there were to choose from."""
     free = any_free(alive, running, places)
     most = -np.inf
-    for worker in range(len(alike)):
+    for worker in range(len(similarity)):
         if alive[worker] and (running[worker] < places[worker] or not free):
-            most = max(most, alike[worker])
-    loads, inside = np.empty(len(alike)), 0
-    for worker in range(len(alike)):
-        near = alike[worker] >= most - band
+            most = max(most, similarity[worker])
+    loads, inside = np.empty(len(similarity)), 0
+    for worker in range(len(similarity)):
+        near = similarity[worker] >= most - band
         loads[worker] = (running[worker] + 1) / speeds[worker] if near else np.inf
         inside += near and alive[worker] and (running[worker] < places[worker] or not free)
     return best_of(loads, alive, running, places, start, scores), inside

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.routing.base import Decision, RouteRequest, routers
+from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fleet import Fleet
 from coterie.routing.picking import NONE, any_free, chosen, mixed
 
@@ -21,7 +21,7 @@ from coterie.routing.picking import NONE, any_free, chosen, mixed
 class PowerOfTwo:
     seed: int = 0
 
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+    def route(self, request: Request, fleet: Fleet) -> Decision:
         word, scores = mixed(self.seed, fleet.routed), np.empty(len(fleet))
         found, other = _less_loaded(
             word & 0xFFFFFFFF, word >> 32, fleet.alive, fleet.running, fleet.places, fleet.speeds, scores

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.routing.base import Decision, RouteRequest, routers
-from coterie.routing.fitted import FittedRouting
+from coterie.registry import needs
+from coterie.routing.base import Decision, Request, routers
+from coterie.routing.fitted import FIT_HINT, RouterFit
 from coterie.routing.fleet import Fleet
 from coterie.routing.picking import best_of, chosen
 
@@ -22,16 +23,17 @@ from coterie.routing.picking import best_of, chosen
 @routers.register("pressure")
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    fitted: FittedRouting | None = None
-    """Says which experts requests use; None leaves experts out."""
+    fitted: RouterFit = needs(FIT_HINT)
+    """Forecasts a request's experts."""
     kv: float = 1.0
     queue: float = 1.0
     prefill: float = 1.0
     experts: float = 1.0
 
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+    def route(self, request: Request, fleet: Fleet) -> Decision:
         profile, experts, scores = None, 0.0, np.empty(len(fleet))
-        if self.fitted is not None and request.footprint is not None and fleet.missed.shape[1]:
+        if request.footprint is not None:
+            self.fitted.check_fleet(fleet)
             profile = self.fitted.profile(request.footprint)  # for the fleet: what a step touches is made of these
             experts = self.experts
         found = _least_pressed(

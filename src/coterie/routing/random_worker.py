@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coterie.errors import UnavailableError
-from coterie.routing.base import Decision, RouteRequest, routers
+from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fleet import Fleet
 from coterie.routing.picking import mixed
 
@@ -17,7 +17,7 @@ from coterie.routing.picking import mixed
 class RandomWorker:
     seed: int = 0
 
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+    def route(self, request: Request, fleet: Fleet) -> Decision:
         allowed = np.flatnonzero(fleet.open)
         if not len(allowed):
             raise UnavailableError(f"none of the {len(fleet)} workers is alive")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coterie.routing.base import Decision, RouteRequest, routers
+from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fleet import Fleet
 from coterie.routing.picking import best
 
@@ -14,7 +14,7 @@ from coterie.routing.picking import best
 @routers.register("round_robin")
 @dataclass(frozen=True, slots=True)
 class RoundRobin:
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+    def route(self, request: Request, fleet: Fleet) -> Decision:
         ahead = (np.arange(len(fleet)) - fleet.routed) % len(fleet)
         worker, scores = best(ahead.astype(np.float64), fleet)
         return Decision(worker, scores, f"number {fleet.routed} goes to the next")

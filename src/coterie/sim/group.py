@@ -27,11 +27,9 @@ from coterie.costs.moe import layer_us
 from coterie.costs.step import Batch, StepModel
 from coterie.errors import ConfigError
 from coterie.placement.holdings import Demand, Held, held_by
-from coterie.routing.base import Decision, Router, RouteRequest
-from coterie.routing.fitted import FittedRouting
+from coterie.routing.base import Decision, Request, Router, admit_together
+from coterie.routing.fitted import RouterFit
 from coterie.routing.fleet import Fleet
-from coterie.routing.joint import Joint
-from coterie.routing.latency_aware import LatencyAware
 from coterie.sim.fleet.requests import FleetRequests
 from coterie.types import Placement
 
@@ -262,7 +260,7 @@ class GroupLoop:
 
     requests: FleetRequests
     model: StepModel
-    fitted: FittedRouting
+    fitted: RouterFit
     in_flight: int
     places: int
     """Of a rank."""
@@ -270,7 +268,8 @@ class GroupLoop:
     def serve(self, placement: Placement, router: Router, batcher: DecodeBatcher | None = None) -> GroupRun:
         """Without a batcher all requests decode in every step."""
         group = Group(self.model, placement)
-        fleet, size = self._fleet(group, router), self.in_flight
+        fleet, size = self.fitted.fleet(self.places), self.in_flight
+        fleet.local = group.local
         there = _Present.none(size)
         waiting, clock = list(range(len(self.requests))), 0.0
         starts, parts, tokens, busiest, gaps, came = [], [], [], [], [], []
@@ -311,13 +310,6 @@ class GroupLoop:
             np.array(starts), parts, np.array(tokens), np.array(busiest), gaps, np.array(came), where, group.asked
         )
 
-    def _fleet(self, group: Group, router: Router) -> Fleet:
-        profiled = isinstance(router, LatencyAware)
-        cells = self.fitted.num_layers * self.fitted.num_experts if profiled else 0
-        fleet = Fleet([self.places] * group.ranks, cells, usual=self.fitted.profiles if profiled else None)
-        fleet.local = group.local
-        return fleet
-
     def _come(
         self, waiting: list[int], there: _Present, router: Router, fleet: Fleet
     ) -> Iterator[tuple[int, int, Decision]]:
@@ -335,27 +327,13 @@ class GroupLoop:
         coming = [waiting[at] for at in taken]
         for at in reversed(taken):
             del waiting[at]
-        return zip(free.tolist(), coming, self._routed(coming, router, fleet), strict=False)
-
-    def _routed(self, coming: list[int], router: Router, fleet: Fleet) -> list[Decision]:
-        """Requests that come together are routed together where the router can."""
         asked = [self._asking(request) for request in coming]
-        if isinstance(router, Joint) and len(asked) > 1:
-            found = router.route_batch(asked, fleet)
-            for one, decision in zip(asked, found, strict=True):
-                fleet.admit(one.id, decision.worker, one.prompt_tokens)
-            return found
-        decisions = []
-        for one in asked:
-            decision = router.route(one, fleet)
-            fleet.admit(one.id, decision.worker, one.prompt_tokens, decision.profile)
-            decisions.append(decision)
-        return decisions
+        return zip(free.tolist(), coming, admit_together(router, asked, fleet), strict=False)
 
-    def _asking(self, request: int) -> RouteRequest:
+    def _asking(self, request: int) -> Request:
         records, recorded = self.requests.recordings, int(self.requests.recorded[request])
         shown = None if records.footprint is None else records.footprint[recorded]
-        return RouteRequest(str(request), int(self.requests.prompt_tokens[request]), shown)
+        return Request(str(request), int(self.requests.prompt_tokens[request]), shown)
 
     def remote_of(self, request: int, held: NDArray[np.bool_]) -> float:
         """Activations that a token of it is expected to have elsewhere, over all layers; held [layer, expert]."""

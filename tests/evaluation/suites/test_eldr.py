@@ -10,13 +10,7 @@ import pytest
 
 from coterie.engines.replay.batches import read_batches
 from coterie.errors import ConfigError
-from coterie.evaluation.suites.base import SuiteOptions, load_suites
-from coterie.evaluation.suites.eldr import published as eldr_published
-from coterie.evaluation.suites.eldr import suite as eldr
-from coterie.evaluation.suites.eldr.analysis import analyse, domain_unions, phase_correlation
-from coterie.evaluation.suites.eldr.batches import formed_batches, replay_batches
-from coterie.evaluation.suites.eldr.cells import LIMIT_ROUTER, Assigned, Cell, Found, find_limit, serve_cell
-from coterie.evaluation.suites.eldr.fleets import (
+from coterie.evaluation.fleets import (
     ROUTERS,
     Bench,
     Outcome,
@@ -29,6 +23,12 @@ from coterie.evaluation.suites.eldr.fleets import (
     steady,
     with_clusters,
 )
+from coterie.evaluation.suites.base import SuiteOptions, load_suites
+from coterie.evaluation.suites.eldr import published as eldr_published
+from coterie.evaluation.suites.eldr import suite as eldr
+from coterie.evaluation.suites.eldr.analysis import analyse, domain_unions, phase_correlation
+from coterie.evaluation.suites.eldr.batches import formed_batches, replay_batches
+from coterie.evaluation.suites.eldr.cells import LIMIT_ROUTER, Assigned, Cell, Found, find_limit, serve_cell
 from coterie.evaluation.suites.eldr.notes import notes_of
 from coterie.evaluation.suites.eldr.rows import best_balancer, fleet_row, limit_rows, main_rows
 from coterie.evaluation.suites.eldr.synthetic import SyntheticCell, SyntheticSize, language_source, serve_synthetic

@@ -62,6 +62,8 @@ SIZES = (
 """The last has the paper's start, a map that is uneven to about .65, and a load that lets .996 be reached."""
 
 BASELINES = ("linear", "round_robin", "popularity", "eplb")
+EXACT = "latency_optimal_ilp"
+"""It takes minutes at these sizes: fewer layers are given to it."""
 
 
 class Case(NamedTuple):
@@ -74,13 +76,14 @@ class Case(NamedTuple):
 
 def drifted(size: Size, seed: int, layers: int = LAYERS, experts: int = EXPERTS) -> Case:
     """The load after a drift, and the map of before it, on ranks that are all alike."""
-    from coterie.placement import Eplb, Load
+    from coterie.placement import Load, Objective, planners
 
     drift = zipf_drift(layers, experts, np.random.default_rng(seed), exponent=size.exponent, tokens=ROWS_A_STEP)
     topology = Topology(size.ranks, ranks_per_node=size.ranks)
     current = Placement.linear(layers, experts, size.ranks, size.slots)
     if size.first == "eplb":
-        current = Eplb().plan(Load(drift.before), topology, current).placement
+        objective = Objective()  # EPLB decides without prices
+        current = planners.make("eplb", {"objective": objective}).plan(Load(drift.before), topology, current).placement
     return Case(Load(drift.after), topology, current)
 
 
@@ -103,12 +106,14 @@ def _planner_rows(report: Report) -> Iterator[Row]:
         cases = [drifted(size, seed) for seed in SEEDS]
         objective = balance_first(size.enough)
         yield _kept_row(size, cases, "equal")
-        for done, name in enumerate((*BASELINES, "latency_optimal")):
-            report(f"{name}, {size.slots} slots, {size.ranks} ranks", done, len(BASELINES) + 1)
-            yield _planner_row(name, planners[name](objective=objective), size, cases)
+        names = dict.fromkeys((*BASELINES, "latency_optimal", *(name for name in planners if name != EXACT)))
+        for done, name in enumerate(names):
+            report(f"{name}, {size.slots} slots, {size.ranks} ranks", done, len(names))
+            yield _planner_row(name, planners.make(name, {"objective": objective}), size, cases)
         if size.slots > EXPERTS:
             yield _kept_row(size.free, cases, "optimal")
-            free: Any = planners["latency_optimal"](objective=balance_first(size.free.enough), split="optimal")
+            priced = {"objective": balance_first(size.free.enough)}
+            free = planners.make("latency_optimal", priced, split="optimal")
             yield _planner_row("latency_optimal", free, size.free, cases)
 
 
@@ -201,26 +206,19 @@ def move_row(contest: Contest) -> Row:
     case = first_layers(drifted(size, 0), contest.layers)
     objective = balance_first(size.enough)
     problem = objective.problem(*case)
-    make: Any = planners["latency_optimal"]
-    plan = make(objective=objective, split=split).plan(*case)
+    plan = planners.make("latency_optimal", {"objective": objective}, split=split).plan(*case)
     ilp = LatencyOptimalIlp(objective, split, gap=0.0, gap_moves=0.99, time_limit_s=contest.seconds)
     best = ilp.solve(problem, starts=[plan.placement.slot_experts])
-    ours, theirs = len(plan.moves), len(best.plan.moves)
+    ours, theirs = len(plan.moves), len(best.moves)
     return _row(
-        "latency_optimal_ilp",
-        split,
-        size,
-        best.plan.planning_s * 1e3,
-        [best.plan.balance_after],
-        [theirs],
-        contest.layers,
+        "latency_optimal_ilp", split, size, best.planning_s * 1e3, [best.balance_after], [theirs], contest.layers
     ) | {
-        "duplicates": best.plan.placement.duplicates,
+        "duplicates": best.placement.duplicates,
         "heuristic_moves": ours,
         "heuristic_balancedness": round(plan.balance_after, 4),
         "ratio": round(ours / theirs, 3) if theirs else 1.0,
-        "least_moves": _least_moves(problem, best.report.bound_s),
-        "closed": int(best.report.closed.sum()),
+        "least_moves": _least_moves(problem, best.proven.bound_s),
+        "closed": int(best.proven.closed.sum()),
         "setting": size.setting,
     }
 
@@ -330,15 +328,15 @@ def try_out(trial: Trial, seconds: float = TRIAL_SECONDS) -> Outcome:
 
     case, objective = trial.case(), trial.objective()
     problem = objective.problem(*case)
-    make: Any = planners["latency_optimal"]
-    planner = make(objective=objective, split=trial.split)
+    planner = planners.make("latency_optimal", {"objective": objective}, split=trial.split)
     spent = median_us(lambda: planner.plan(*case), REPEATS) / 1e3
     plan: Plan = planner.plan(*case)
     ours = problem.score(plan.placement.slot_experts, None if trial.split == "equal" else plan.shares).total_s
     kept = problem.score(case.current.slot_experts).total_s
     ilp = LatencyOptimalIlp(objective, trial.split, time_limit_s=seconds)
-    best, report = ilp.solve(problem, starts=[plan.placement.slot_experts])
-    over = (ours / report.bound_s - 1)[report.closed].tolist()
+    best = ilp.solve(problem, starts=[plan.placement.slot_experts])
+    proof = best.proven
+    over = (ours / proof.bound_s - 1)[proof.closed].tolist()
     row = {
         "planner": "latency_optimal",
         "split": trial.split,
@@ -353,7 +351,7 @@ def try_out(trial: Trial, seconds: float = TRIAL_SECONDS) -> Outcome:
         "ilp_moves": len(best.moves),
         "closed": len(over),
         **_percent(over),
-        "worst_gap_pct": round(100 * float(report.gap.max()), 2),
+        "worst_gap_pct": round(100 * float(proof.gap.max()), 2),
         "saved_pct": round(100 * float(1 - ours.sum() / kept.sum()), 1),
         "moving_pct": round(100 * float(plan.movement_s / ours.sum()), 2),
         "setting": _words(trial, problem),

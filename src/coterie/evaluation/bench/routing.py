@@ -11,19 +11,20 @@ import numpy as np
 from numpy.random import Generator
 
 from coterie.evaluation.bench.base import Report, Row, benches, median_us
+from coterie.models import get_model
 
 if TYPE_CHECKING:  # numba takes a second to import: only when a bench runs
-    from coterie.routing import FittedRouting, Fleet, Router, RouteRequest
+    from coterie.routing import Calibration, Fleet, Request, Router, RouterFit
 
+SHAPE = "qwen3-30b-a3b"
 LAYERS, EXPERTS, TOP_K = 48, 128, 8
-"""Qwen3-30B-A3B's."""
+"""Of that shape."""
 GROUPS = 12
 """Kinds of request; each prefers experts of its own."""
 SIZES = (24, 1000)
 IN_FLIGHT = 16
 """Requests of every worker; of a large fleet fewer, which makes no difference to a decision."""
 FIT_REQUESTS, FIT_WORKERS = 1000, 16
-LEARNS = ("latency_aware", "locality_band", "pressure")
 
 
 @benches.register("routing")
@@ -41,21 +42,31 @@ def _counts(requests: int, rng: Generator, tokens: int = 400) -> np.ndarray:
     return np.array([rng.multinomial(tokens * TOP_K, liking[rng.integers(GROUPS)]) for _ in range(requests)])
 
 
-def _fitted(workers: int, rng: Generator) -> FittedRouting:
-    from coterie.routing import FittedRouting
-    from coterie.routing.fitted import Calibration
+def _fitted(workers: int, rng: Generator) -> RouterFit:
+    from coterie.routing import RouterFit
 
     requests = max(64, workers)
     both = _counts(requests, rng, 200), _counts(requests, rng, 200)
-    known = Calibration(both[0], both[1], None, np.arange(requests), False, "bench", TOP_K)
-    return FittedRouting.fit(known, workers, rng)
+    return RouterFit(workers).fit(_calibration(*both), rng)
 
 
-def _busy_fleet(workers: int, fitted: FittedRouting, counts: np.ndarray, rng: Generator) -> Fleet:
+def _calibration(prefill: np.ndarray, decode: np.ndarray) -> Calibration:
+    from coterie.routing.calibration import Calibration
+
+    return Calibration(
+        prefill=prefill,
+        decode=decode,
+        gates=None,
+        requests=np.arange(len(prefill)),
+        halved=False,
+        model="bench",
+        top_k=TOP_K,
+    )
+
+
+def _busy_fleet(workers: int, fitted: RouterFit, counts: np.ndarray, rng: Generator) -> Fleet:
     """Every worker has requests, as many as usual; a router may choose any."""
-    from coterie.routing import Fleet
-
-    fleet = Fleet([4 * IN_FLIGHT] * workers, LAYERS * EXPERTS, usual=fitted.profiles)
+    fleet = fitted.fleet(4 * IN_FLIGHT)
     profiles = [fitted.profile(one) for one in counts]
     for number in range(workers * IN_FLIGHT if workers <= 100 else 4 * workers):
         fleet.admit(f"resident-{number}", number % workers, 1000, profiles[rng.integers(len(profiles))])
@@ -64,8 +75,11 @@ def _busy_fleet(workers: int, fitted: FittedRouting, counts: np.ndarray, rng: Ge
 
 
 def _decision_rows(report: Report) -> Iterator[Row]:
-    from coterie.routing import RouteRequest, routers
+    from coterie.costs.lines import StepPrices
+    from coterie.costs.presets import step_model
+    from coterie.routing import Request, routers
 
+    cost = StepPrices.of(step_model(get_model(SHAPE), "h200"), IN_FLIGHT)
     rng = np.random.default_rng(0)
     counts = _counts(16, rng)
     for size in SIZES:
@@ -73,10 +87,12 @@ def _decision_rows(report: Report) -> Iterator[Row]:
         fitted = _fitted(size, rng)
         fleet = _busy_fleet(size, fitted, counts, rng)
         cached = rng.integers(0, 900, size)
-        asked = [RouteRequest(str(n), 1000, one, "code", cached) for n, one in enumerate(counts)]
+        labels = {"code": tuple(range(size))}
+        context = {"fitted": fitted, "cost": cost, "labels": labels, "seed": 0}
+        asked = [Request(str(n), 1000, one, "code", cached) for n, one in enumerate(counts)]
         for done, name in enumerate(routers.names()):
             report(f"{name}, {size} workers", done, len(routers.names()))
-            router = routers[name](**({"fitted": fitted} if name in LEARNS else {}))
+            router = routers.make(name, context)
             yield {
                 "name": "decision",
                 "router": name,
@@ -95,7 +111,7 @@ def _decision_rows(report: Report) -> Iterator[Row]:
         }
 
 
-def _turns(router: Router, asked: list[RouteRequest], fleet: Fleet) -> Callable[[], object]:
+def _turns(router: Router, asked: list[Request], fleet: Fleet) -> Callable[[], object]:
     """A call that asks for another request each time."""
     turns = itertools.cycle(asked)
     return lambda: router.route(next(turns), fleet)
@@ -112,19 +128,17 @@ def _turnover(fleet: Fleet, profile: np.ndarray) -> Callable[[], None]:
 
 
 def _fit_rows(report: Report) -> Iterator[Row]:
-    from coterie.routing import FittedRouting
-    from coterie.routing.fitted import Calibration
+    from coterie.routing import RouterFit
 
     rng = np.random.default_rng(1)
-    both = _counts(FIT_REQUESTS, rng), _counts(FIT_REQUESTS, rng)
-    known = Calibration(both[0], both[1], None, np.arange(FIT_REQUESTS), False, "bench", TOP_K)
-    FittedRouting.fit(known.take(np.arange(64)), 4, np.random.default_rng(0))  # compiles
+    known = _calibration(_counts(FIT_REQUESTS, rng), _counts(FIT_REQUESTS, rng))
+    RouterFit(4).fit(known.take(np.arange(64)), np.random.default_rng(0))  # compiles
     seconds: list[float] = []
     parts: dict[str, float] = {}
     for repeat in range(3):
         report("fitting", repeat, 3)
         start = time.perf_counter()
-        FittedRouting.fit(known, FIT_WORKERS, np.random.default_rng(0), report=parts.__setitem__)
+        RouterFit(FIT_WORKERS).fit(known, np.random.default_rng(0), parts.__setitem__)
         seconds.append(time.perf_counter() - start)
     yield {
         "name": "fit",

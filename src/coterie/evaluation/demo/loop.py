@@ -18,12 +18,13 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from coterie.costs.lines import StepPrices
 from coterie.costs.presets import step_model
 from coterie.engines.vllm.subscriber import Subscriber
 from coterie.errors import ConfigError, InputError, UnavailableError
@@ -35,8 +36,8 @@ from coterie.gateway.routed_fleet import RoutedFleet, Served, WorkerClient
 from coterie.models import get_model
 from coterie.net.http_client import completion_path, served_model
 from coterie.prompts import Prompt
-from coterie.routing import FittedRouting, LatencyAware, Router, StepPrices, routers
-from coterie.routing.fitted import Calibration
+from coterie.routing import Fleet, Router, RouterFit, routers
+from coterie.routing.calibration import Calibration
 from coterie.wire.expert_events import RequestExperts
 from coterie.wire.handoff import prefill_body
 
@@ -87,7 +88,7 @@ class LoopSettings:
         if not 0 < self.calibrate < 1:
             raise ConfigError(f"calibrate={self.calibrate} must be between 0 and 1")
         for name in self.routers:
-            _ = routers[name]  # an unknown one raises, with those that are known
+            routers.check(name)
 
 
 async def run_loop(
@@ -113,19 +114,13 @@ async def run_loop(
         recorded, known = await record(first, rest, decoders, learn, body, many, settings.over, report)
         started = time.perf_counter()
         report("Fitting the router", 0, 1)
-        fitted = await asyncio.to_thread(FittedRouting.fit, known, len(decoders), rng, batch=settings.in_flight)
+        fitted = await asyncio.to_thread(RouterFit(len(decoders), batch=settings.in_flight).fit, known, rng)
         fit_s = time.perf_counter() - started
         runs: list[RouterRun] = []
         events: list[RequestExperts | None] = []
         for name in settings.routers:
-            proxy = RoutedFleet(
-                first,
-                rest,
-                make_router(name, fitted, settings.in_flight),
-                places=settings.places,
-                cells=fitted.num_layers * fitted.num_experts,
-                usual=fitted.profiles,
-            )
+            router = make_router(name, fitted, settings.in_flight, settings.seed)
+            proxy = RoutedFleet(first, rest, router, fitted.fleet(settings.places))
             if not await _forget(clients) and not runs:
                 await _warm(first, test, body, many, report)
             arguments = (proxy, name, rest, decoders, test, body, many, settings.over, report)
@@ -138,25 +133,13 @@ async def run_loop(
     return LoopResult(runs, len(known.prefill), fitted, fit_s, context, recorded, events)
 
 
-def make_router(name: str, fitted: FittedRouting, in_flight: int) -> Router:
-    """A registered router; `latency_aware` with the H200's prices of a layer of the reference shape, whatever depth."""
-    settings: dict[str, Any] = {}
-    make = routers[name]
-    if "fitted" in getattr(make, "__dataclass_fields__", {}):
-        settings["fitted"] = fitted
-    if make is LatencyAware:
-        spec = get_model(REFERENCE_SHAPE)
-        prices = StepPrices.of(step_model(spec, "h200"), in_flight)
-        depth = spec.num_moe_layers / fitted.num_layers  # each layer here stands for so many of those
-        settings["prices"] = StepPrices(
-            prices.fixed_us,
-            prices.expert_us * depth,
-            prices.request_us,
-            prices.context_us,
-            prices.prefill_us,
-            prices.output_tokens,
-        )
-    return make(**settings)
+def make_router(name: str, fitted: RouterFit, in_flight: int, seed: int = 0) -> Router:
+    """A registered router; steps are priced as on an H200, each layer as one of the reference shape."""
+    spec = get_model(REFERENCE_SHAPE)
+    line = StepPrices.of(step_model(spec, "h200"), in_flight)
+    depth = spec.num_moe_layers / fitted.num_layers  # layers of the reference shape that one here stands for
+    cost = replace(line, expert_us=line.expert_us * depth)
+    return routers.make(name, {"fitted": fitted, "cost": cost, "seed": seed})
 
 
 async def tokenise(
@@ -221,7 +204,7 @@ async def record(
 
     Requests whose answer was one token have no decode to learn from, and are left out.
     """
-    proxy = RoutedFleet(prefill, clients, routers["round_robin"](), places=in_flight)
+    proxy = RoutedFleet(prefill, clients, routers.make("round_robin"), Fleet([in_flight] * len(clients)))
     run, events = await observe(proxy, RECORDING, clients, decoders, prompts, body, in_flight, over, report)
     before, after = [], []
     for one, event in zip(run.served, events, strict=True):

@@ -25,7 +25,6 @@ from coterie.errors import InputError
 from coterie.evaluation.demo.loop import LoopSettings, make_router
 from coterie.evaluation.demo.runs import LoopResult, RouterRun
 from coterie.footprints.step_log import DISTINCT, ENDED_S, ROWS
-from coterie.routing.fleet import Fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.types import ModelSpec
@@ -160,9 +159,8 @@ def predict(result: LoopResult, spec: ModelSpec, settings: LoopSettings) -> tupl
         there, all_along = _decoding_s(run), sum(one.total_s for one in run.served)
         within = max(0.0, sum(there) - line.outside_s * len(there)) / all_along
         in_flight = max(1, round(settings.in_flight * decoders * within))
-        fleet = Fleet([settings.places] * decoders, spec.num_moe_layers * spec.num_experts, usual=fitted.profiles)
         router = make_router(run.router, fitted, settings.in_flight)
-        said = run_fleet(requests, model, router, config, in_flight=in_flight, fleet=fleet)
+        said = run_fleet(requests, model, router, config, in_flight=in_flight, fleet=fitted.fleet(settings.places))
         seconds = said.finish_s - said.arrival_s + line.outside_s
         found.append(
             Predicted(

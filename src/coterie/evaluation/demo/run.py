@@ -1,7 +1,7 @@
 """The demo: record → fit → route on a fleet of real workers, all of it on this machine.
 
 One prefill worker and three decode workers serve coterie-tiny, each in a process of its own. A mixed-domain workload is
-recorded through them, a router is fitted on it, and other requests are served three times: under round robin, under
+recorded through them, a router is fitted on it, and other requests are served under each router: round robin,
 join-shortest-queue and by the experts they are expected to use. What each way touched is counted in the workers. The
 time of such steps on an H200 is predicted for a model whose layers have as many experts and take as many of them; what
 they took here is measured.
@@ -32,7 +32,8 @@ from coterie.net.processes import ServerProcess
 from coterie.prompts import load_prompts, take_in_turn
 
 DECODERS = 3
-ROUTERS = ("round_robin", "join_shortest_queue", "latency_aware")
+BASELINES = ("round_robin", "join_shortest_queue")
+OURS = "latency_aware"
 IN_FLIGHT = 8
 """Per decode worker: of coterie-tiny's 32 experts a layer, a mixed batch of 8 touches about half."""
 MAX_TOKENS = 32
@@ -105,12 +106,23 @@ def _end(server: ServerProcess) -> None:
         server.kill()
 
 
-def run_demo(seed: int = 0, requests: int = 240, out: str | Path = "out", report: Report | None = None) -> DemoResult:
-    """Start the workers, close the loop, end the workers, draw the figure into `out`."""
+def run_demo(
+    seed: int = 0,
+    requests: int = 240,
+    out: str | Path = "out",
+    report: Report | None = None,
+    routers: tuple[str, ...] = (OURS,),
+) -> DemoResult:
+    """Start the workers, close the loop, end the workers, draw the figure into `out`.
+
+    `routers` are compared with the baselines.
+    """
     report = report or (lambda *_: None)
     started = time.perf_counter()
     prompts = take_in_turn(load_prompts(), requests)
-    settings = LoopSettings(in_flight=IN_FLIGHT, max_tokens=MAX_TOKENS, routers=ROUTERS, seed=seed)
+    settings = LoopSettings(
+        in_flight=IN_FLIGHT, max_tokens=MAX_TOKENS, routers=tuple(dict.fromkeys((*BASELINES, *routers))), seed=seed
+    )
     report("Starting one prefill and three decode workers", 0, 1)
     with reference_fleet() as workers:
         result = asyncio.run(run_loop([workers.prefill], workers.decoders, prompts, settings, report))
@@ -120,17 +132,17 @@ def run_demo(seed: int = 0, requests: int = 240, out: str | Path = "out", report
     figure = write_figure(lambda canvas, theme: _draw(canvas, theme, rows), folder, FIGURE, 3.2)[-1]
     first = result.runs[0]
     return DemoResult(
-        rows,
-        result.calibrated,
-        first.requests,
-        len({prompt.domain for prompt in prompts}),
-        first.output_tokens,
-        result.differing() == 0,
-        TINY,
-        REFERENCE_SHAPE,
-        "H200",
-        str(figure),
-        time.perf_counter() - started,
+        rows=rows,
+        calibrated=result.calibrated,
+        served=first.requests,
+        domains=len({prompt.domain for prompt in prompts}),
+        output_tokens=first.output_tokens,
+        same_tokens=result.differing() == 0,
+        model=TINY,
+        shape=REFERENCE_SHAPE,
+        hardware="H200",
+        figure=str(figure),
+        wall_s=time.perf_counter() - started,
     )
 
 
@@ -138,16 +150,16 @@ def _rows(result: LoopResult) -> list[DemoRow]:
     model = step_model(get_model(REFERENCE_SHAPE), "h200")
     return [
         DemoRow(
-            run.router,
-            run.distinct_per_step,
-            result.saving_pct(run),
-            result.saving_by_token_pct(run),
-            result.saving_at_equal_rows_pct(run),
-            len(run.steps),
-            run.rows_per_step,
-            predicted_step_ms(run.distinct_by_token, run.rows_by_token, result.context, model),
-            run.step_ms or 0.0,
-            run.per_worker,
+            router=run.router,
+            distinct_experts=run.distinct_per_step,
+            saving_pct=result.saving_pct(run),
+            by_token_pct=result.saving_by_token_pct(run),
+            equal_rows_pct=result.saving_at_equal_rows_pct(run),
+            steps=len(run.steps),
+            rows_per_step=run.rows_per_step,
+            h200_ms=predicted_step_ms(run.distinct_by_token, run.rows_by_token, result.context, model),
+            cpu_ms=run.step_ms or 0.0,
+            requests=run.per_worker,
         )
         for run in result.runs
     ]

@@ -16,7 +16,7 @@ from coterie.costs.step import Batch, StepModel
 from coterie.footprints import footprint
 from coterie.footprints.step_log import DISTINCT, ROWS, SECONDS
 from coterie.gateway.routed_fleet import FleetCounts, Served
-from coterie.routing import FittedRouting
+from coterie.routing import RouterFit
 from coterie.wire.expert_events import RequestExperts
 
 REFERENCE_SHAPE = "gpt-oss-20b"
@@ -88,7 +88,7 @@ class LoopResult(NamedTuple):
     runs: list[RouterRun]
     calibrated: int
     """Requests the router was fitted on."""
-    fitted: FittedRouting
+    fitted: RouterFit
     fit_s: float
     context: float
     """Cached tokens of a request in the middle of its answer, on average."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +15,9 @@ from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.evaluation.placement.sources import read_sources
 from coterie.footprints.counting import accumulate_load
 from coterie.models import get_model, model_from_config
-from coterie.placement import HOST, LatencyOptimalIlp, Load, Objective, Plan, Planner, Problem, planners
+from coterie.placement import HOST, Load, Objective, Plan, Planner, Problem, planners
+from coterie.placement.base import Progress, Proof, SearchProgress
 from coterie.placement.maps.formats import PlacementMap, read_map
-from coterie.placement.planning.latency_optimal_ilp import IlpProgress, IlpReport
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.readers import ReadOptions, Trace, read_trace
 from coterie.types import ModelSpec, Placement, Topology
@@ -80,8 +80,6 @@ class Planned:
     planner: str
     measured: bool
     """Whether the device was calibrated with this model's shape."""
-    proof: IlpReport | None
-    """What is proven of the plan, by a planner that proves something."""
 
     @property
     def map(self) -> PlacementMap:
@@ -108,7 +106,7 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
     model = step_model(load.spec, options.preset, topology=topology)
     asked = {"horizon": options.horizon, "enough": options.enough}
     objective = Objective.of(model, options.batch, **{name: v for name, v in asked.items() if v is not None})
-    planner = _planner(options, objective)
+    planner = _planner(options, objective, _layers_done(report, load.layer_ids))
     seen = load.tokens.sum(axis=1).mean() / load.spec.top_k
     sources = None
     if options.sources is not None:
@@ -118,19 +116,16 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
     # One empty layer first: compiling or loading the machine code is no part of planning's time.
     empty = Placement(current.slot_experts[:1], current.num_ranks, current.num_experts)
     planner.plan(Load(np.zeros((1, current.num_experts))), topology, empty)
-    proof = None
-    if isinstance(planner, LatencyOptimalIlp):
-        plan, proof = planner.solution(window, topology, current, shares, _layers_done(report, load.layer_ids))
-    elif shares is None:
+    if shares is None:
         plan = planner.plan(window, topology, current)
     else:
         plan = planner.plan(window, topology, current, shares)
     problem = objective.problem(window, topology, current, shares)
-    return Planned(load, objective, problem, plan, options.planner, model.measured, proof)
+    return Planned(load, objective, problem, plan, options.planner, model.measured)
 
 
-def _layers_done(report: Report, layer_ids: tuple[int, ...]) -> Callable[[IlpProgress], None]:
-    def tell(at: IlpProgress) -> None:
+def _layers_done(report: Report, layer_ids: tuple[int, ...]) -> Callable[[SearchProgress], None]:
+    def tell(at: SearchProgress) -> None:
         gap = max(0.0, 1 - at.bound_s / at.objective_s) if at.objective_s > 0 else 0.0
         turn = f", price {at.price} of a move" if at.price else ""
         report(f"Layer {layer_ids[at.layer]}, gap {gap:.1%}{turn}", at.layer, at.layers)
@@ -258,26 +253,20 @@ def _current(options: PlanOptions, load: WindowLoad) -> PlacementMap:
     return PlacementMap(Placement(rows, options.ranks, spec.num_experts), shares=shares)
 
 
-def _planner(options: PlanOptions, objective: Objective) -> Planner:
-    make = planners[options.planner]
-    known = _settings(make)
+def _planner(options: PlanOptions, objective: Objective, progress: Progress) -> Planner:
+    known = planners.parameters(options.planner)
     asked = {"split": options.split, "max_moves": options.max_moves, "time_limit_s": options.time_limit}
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     for name in given:
         if name not in known:
             option = f"--{name.removesuffix('_s').replace('_', '-')}"
-            able = [other for other in planners if name in _settings(planners[other])]
+            able = [other for other in planners if name in planners.parameters(other)]
             raise ConfigError(
                 f"planner {options.planner} has no {option}; {', '.join(able)} {'have' if len(able) > 1 else 'has'} it"
             )
     if "time_limit_s" in known:
         given.setdefault("time_limit_s", TIME_LIMIT_S)
-    return make(objective=objective, **given)
-
-
-def _settings(make: Callable[..., Planner]) -> set[str]:
-    """Names that it takes; of what is no dataclass, those that most have."""
-    return {field.name for field in fields(make)} if is_dataclass(make) else {"objective", "split", "max_moves"}
+    return planners.make(options.planner, {"objective": objective, "progress": progress}, **given)
 
 
 def summary(planned: Planned) -> dict[str, Any]:
@@ -313,20 +302,20 @@ def summary(planned: Planned) -> dict[str, Any]:
         "break_even_steps": float(steps) if np.isfinite(steps) else None,
         "break_even_s": float(steps * plan.after_s) if np.isfinite(steps) else None,
         "planning_s": plan.planning_s,
-        "proof": None if planned.proof is None else _proof(planned.proof),
+        "proof": None if plan.proof is None else _proof(plan.proof),
         "rank_s_before": before.sum(axis=0),
         "rank_s_after": after.sum(axis=0),
     }
 
 
-def _proof(report: IlpReport) -> dict[str, Any]:
+def _proof(proof: Proof) -> dict[str, Any]:
     """In seconds over the horizon, all layers together, and gaps as shares of the objective."""
     return {
-        "objective_s": float(report.objective_s.sum()),
-        "bound_s": report.total_bound_s,
-        "gap": report.total_gap,
-        "worst_gap": float(report.gap.max()),
-        "layers_closed": int(report.closed.sum()),
+        "objective_s": float(proof.objective_s.sum()),
+        "bound_s": proof.total_bound_s,
+        "gap": proof.total_gap,
+        "worst_gap": float(proof.gap.max()),
+        "layers_closed": int(proof.closed.sum()),
     }
 
 

@@ -29,10 +29,8 @@ from coterie.evaluation.suites.caps.suite import SETTING
 from coterie.evaluation.suites.predictors.suite import split
 from coterie.footprints import footprint
 from coterie.predictors import PredictRequest, predictors
-from coterie.predictors.base import Predictor
-from coterie.predictors.recent import arrived
+from coterie.predictors.base import FittablePredictor, Predictor, PromptPredictor, StartKind, fit_phase, needs_start
 from coterie.predictors.scoring import cosine
-from coterie.predictors.similar import SimilarPrefix
 from coterie.prompts import Prompt, load_prompts, take_in_turn
 from coterie.sim.workloads import SemanticLoads
 from coterie.traces.activations import ActivationTrace, TraceMeta
@@ -47,6 +45,8 @@ MODEL_PROMPTS = 96
 MODEL_BATCH = 8
 RECORDED = "recorded"
 DRY_RUN = "dry_run"
+EXACT = (RECORDED, DRY_RUN)
+"""Loads that come with the requests themselves: recorded with them, or predicted by the model's own router."""
 PATTERNS = ("poisson", "bursty")
 
 Report = Callable[[str, int, int], None]
@@ -173,23 +173,23 @@ def recorded(
     if len(chosen) > MAX_RECORDED:
         notes.append(f"{MAX_RECORDED:,} of {len(chosen):,} recorded requests, drawn by seed.")
         chosen = np.sort(rng.permutation(chosen)[:MAX_RECORDED])
-    cut = _cut(trace, chosen, name, execution, predictor)
+    made = None if predictor in EXACT else predictors.make(predictor)
+    cut = _cut(trace, chosen, name, execution, predictor, None if made is None else needs_start(made))
     notes += cut.notes
     calibration = np.empty(0, np.int64)
     run = np.arange(cut.trace.num_requests)
-    if predictor not in (RECORDED, DRY_RUN):
+    if made is not None:
         calibration, run = split(_groups(cut), rng)
         notes.append(f"{len(calibration)} requests calibrate {predictor} and are not run; {len(run)} others are.")
     counts = np.stack([footprint(cut.trace.request(int(r)).only(DECODE), trace.meta.num_experts) for r in run])
     tokens = counts[:, 0].sum(axis=1) // trace.meta.top_k
     each = np.ones_like(tokens) if execution == "decode" else tokens  # how long an answer will be, no one knows
-    if predictor == DRY_RUN:
-        assert dry_run is not None
+    if made is not None:
+        predicted = _predict(cut, made, calibration, run, each)
+    elif dry_run is not None and predictor == DRY_RUN:
         predicted = dry_run[cut.rows]
-    elif predictor == RECORDED:
-        predicted = counts * (each / tokens)[:, None, None]
     else:
-        predicted = _predict(cut, predictor, calibration, run, each)
+        predicted = counts * (each / tokens)[:, None, None]
     ids = [cut.trace.request(int(r)).only(DECODE) for r in run]
     table = trace.requests
     times = order = None
@@ -224,7 +224,10 @@ class _Cut(NamedTuple):
     notes: list[str]
 
 
-def _cut(trace: ActivationTrace, rows: NDArray[np.int64], name: str, execution: str, predictor: str) -> _Cut:
+def _cut(
+    trace: ActivationTrace, rows: NDArray[np.int64], name: str, execution: str, predictor: str, sees: StartKind | None
+) -> _Cut:
+    """`sees` is what the predictor must see of a request's beginning."""
     parts = [trace.request(int(row)) for row in rows]
     held = {int(phase) for part in parts for phase in np.unique(part.phase)}
     wanted = DECODE if execution == "decode" else PREFILL
@@ -233,7 +236,8 @@ def _cut(trace: ActivationTrace, rows: NDArray[np.int64], name: str, execution: 
         kind, as_ = ("answers", "prompts") if wanted == PREFILL else ("prompts", "answers")
         notes.append(f"The trace holds {kind} only: their recorded tokens stand for {as_}.")
     before = wanted == DECODE and len(held) == 2  # a prompt that was recorded too
-    halves = not before and (predictor == "prefix" or (predictor == "token_table" and wanted == DECODE))
+    unseen = sees is StartKind.FOOTPRINT or (sees is StartKind.TOKENS and wanted == DECODE)
+    halves = not before and unseen
     if halves:
         notes.append(f"{predictor} sees the first half of each request; the second half runs.")
     ids, phases, token_ids, kept, context, prompts = [], [], [], [], [], []
@@ -284,21 +288,22 @@ def _groups(cut: _Cut) -> list[Hashable]:
     return groups
 
 
-def _fitted(cut: _Cut, predictor: str, calibration: NDArray[np.int64]) -> Predictor:
-    if predictor == "similar_prefix":
+def _fitted(cut: _Cut, predictor: FittablePredictor, calibration: NDArray[np.int64]) -> Predictor:
+    if isinstance(predictor, PromptPredictor):
         # A prompt that runs counts as decode here, so the trace does not know which token ids are a prompt's.
-        SimilarPrefix().fit(cut.trace, calibration, DECODE)  # refuses a trace without any
-        similar = SimilarPrefix()
-        for row, counts, tokens in arrived(cut.trace, calibration, DECODE):
-            begins = None if cut.prompts[row] is None else cut.trace.request(row).token_ids
-            similar.observe(begins, counts, tokens)
-        return similar
-    # A token does what it does wherever it stands; how load spreads is another matter before an answer than in it.
-    return predictors[predictor]().fit(cut.trace, calibration, None if predictor == "token_table" else DECODE)
+        prompts = [
+            None if prompt is None else cut.trace.request(row).token_ids for row, prompt in enumerate(cut.prompts)
+        ]
+        return predictor.fit_prompts(cut.trace, calibration, DECODE, prompts)
+    return predictor.fit(cut.trace, calibration, fit_phase(predictor, DECODE))
 
 
 def _predict(
-    cut: _Cut, predictor: str, calibration: NDArray[np.int64], run: NDArray[np.int64], tokens: NDArray[np.int64]
+    cut: _Cut,
+    predictor: FittablePredictor,
+    calibration: NDArray[np.int64],
+    run: NDArray[np.int64],
+    tokens: NDArray[np.int64],
 ) -> Loads:
     fitted = _fitted(cut, predictor, calibration)
     domains, found = cut.trace.requests.domains, []

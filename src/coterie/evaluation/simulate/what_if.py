@@ -244,7 +244,7 @@ def _names(options: SimulateOptions, config: CapsConfig | None) -> list[str]:
     if "all" in asked:
         asked = strategies.names()
     for name in asked:
-        strategies[name]  # an unknown one is named with the nearest
+        strategies.check(name)
     return list(dict.fromkeys((BASELINE, *asked)))
 
 

@@ -42,6 +42,8 @@ class SuiteOptions:
     """Requests a second; None is the suite's own."""
     strategies: tuple[str, ...] | None = None
     """Batch selection strategies to compare; None is all."""
+    routers: tuple[str, ...] | None = None
+    """Routers to compare beside the suite's own; None is none."""
     out: Path | None = None
     """Folder for files and figures; None writes none."""
 
@@ -134,7 +136,7 @@ BUILT_IN = {
     "regimes": BuiltIn("regimes", ("requests", "seeds", "rates", "strategies")),
     "migration": BuiltIn("migration", ("trace", "trace_format", "batch", "seed")),
     "latency-optimal": BuiltIn("latency_optimal", ("seed", "seeds")),
-    "eldr": BuiltIn("eldr", ("requests", "seeds")),
+    "eldr": BuiltIn("eldr", ("requests", "seeds", "routers")),
     "joint": BuiltIn("joint", ("requests", "seeds")),
 }
 """By name. What they read stands here because help shows it, and importing them all takes seconds."""

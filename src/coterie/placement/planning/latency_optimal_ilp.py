@@ -13,16 +13,16 @@ load is known to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
-from coterie.placement.base import Load, Plan, planners
+from coterie.placement.base import Load, Plan, Progress, Proof, SearchProgress, planners
 from coterie.placement.objective import Objective, Problem
 from coterie.placement.planning._milp import Array, Found, Layer, Mask, Search, best_shares, solve
 from coterie.placement.planning.packing import living_ranks
@@ -33,56 +33,6 @@ PRICES = 8
 
 TOLERANCE = 1e-5
 """Of an objective: what the solver's own tolerances leave open."""
-
-
-class IlpProgress(NamedTuple):
-    """Where the search is."""
-
-    price: int
-    """Which price of a move is tried; always 0 without a budget."""
-    layer: int
-    layers: int
-    objective_s: float
-    """Best so far in this layer, price included."""
-    bound_s: float
-
-
-Progress = Callable[[IlpProgress], bool | None]
-"""Called at every layer and about twice a second; what returns False ends the search with what there is."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class IlpReport:
-    """What was found and what is proven, by layer, in seconds as :attr:`Score.total_s` counts them."""
-
-    objective_s: Array
-    """[layer]"""
-    bound_s: Array
-    """[layer] no placement of the layer is below this, budget of moves left aside."""
-    closed: Mask
-    """[layer] whether the two are within the gap asked for."""
-    seconds: Array
-    """[layer] spent."""
-    total_bound_s: float
-    """No plan that keeps to the budget of moves is below this."""
-
-    @property
-    def gap(self) -> Array:
-        """[layer] of the objective."""
-        least = np.maximum(self.objective_s, 1e-300)
-        return np.asarray((self.objective_s - self.bound_s) / least)
-
-    @property
-    def total_gap(self) -> float:
-        total = float(self.objective_s.sum())
-        return (total - self.total_bound_s) / total if total else 0.0
-
-
-class IlpSolution(NamedTuple):
-    """The plan and how good it is."""
-
-    plan: Plan
-    report: IlpReport
 
 
 @planners.register("latency_optimal_ilp")
@@ -105,6 +55,8 @@ class LatencyOptimalIlp:
     warm_start: bool = True
     """Start from what latency_optimal finds; else from the current placement."""
     threads: int = 1
+    progress: Progress | None = field(default=None, repr=False, compare=False)
+    """Called at every layer and about twice a second; returning False ends the search with what there is."""
 
     def __post_init__(self) -> None:
         if self.split not in ("equal", "optimal"):
@@ -122,29 +74,15 @@ class LatencyOptimalIlp:
     def plan(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
     ) -> Plan:
-        return self.solution(load, topology, current, shares).plan
-
-    def solution(
-        self,
-        load: Load,
-        topology: Topology,
-        current: Placement,
-        shares: NDArray[np.floating] | None = None,
-        progress: Progress | None = None,
-    ) -> IlpSolution:
-        """As :meth:`plan`, with the report."""
         starts = [self._heuristic(load, topology, current)] if self.warm_start else []
-        problem = self.objective.problem(load, topology, current, shares)
-        return self.solve(problem, starts=starts, progress=progress)
+        return self.solve(self.objective.problem(load, topology, current, shares), starts=starts)
 
-    def solve(
-        self, problem: Problem, *, starts: Sequence[NDArray[np.integer]] = (), progress: Progress | None = None
-    ) -> IlpSolution:
-        """The plan with its report. `starts`: placements [layer, slot] to start from; in each layer the best of them
+    def solve(self, problem: Problem, *, starts: Sequence[NDArray[np.integer]] = ()) -> Plan:
+        """The plan with its proof. `starts`: placements [layer, slot] to start from; in each layer the best of them
         and the current one is taken. `warm_start` is for :meth:`plan`. Where what is found gains no more than
-        planning costs, the plan keeps what is in force; the report is of what was found all the same."""
+        planning costs, the plan keeps what is in force; the proof is of what was found all the same."""
         living_ranks(problem)  # more slots than experts are refused
-        return _Planning(self, problem, starts, progress).solution()
+        return _Planning(self, problem, starts, self.progress).solution()
 
     def _heuristic(self, load: Load, topology: Topology, current: Placement) -> NDArray[np.int32]:
         from coterie.placement.planning.latency_optimal import LatencyOptimal
@@ -168,7 +106,7 @@ class _Planning:
         self.seconds = np.zeros(len(self.layers))
         self.stopped = False
 
-    def solution(self) -> IlpSolution:
+    def solution(self) -> Plan:
         free = self._at(0)
         bounds = np.array([found.bound for found in free])
         total_bound = float(bounds.sum())
@@ -233,7 +171,7 @@ class _Planning:
 
         def tell(excess: float, bound: float) -> bool:
             if self.progress is not None:
-                at = IlpProgress(turn, index, len(self.layers), base + excess, base + bound)
+                at = SearchProgress(turn, index, len(self.layers), base + excess, base + bound)
                 self.stopped = self.stopped or self.progress(at) is False
             return not self.stopped
 
@@ -290,7 +228,7 @@ class _Planning:
             chosen.append(found)
         return chosen[::-1]
 
-    def _report(self, chosen: list[Found], bounds: Array, total_bound: float) -> IlpSolution:
+    def _report(self, chosen: list[Found], bounds: Array, total_bound: float) -> Plan:
         problem, living = self.problem, self.living
         slots = np.array(problem.current.slot_experts)
         shares = np.zeros(slots.shape)
@@ -304,7 +242,7 @@ class _Planning:
         base = problem.objective.horizon * problem.floor
         excess = np.array([found.excess for found in chosen])
         wanted = np.array([self._gap_s(index, one) for index, one in enumerate(base + excess)])
-        report = IlpReport(
+        proof = Proof(
             base + excess,
             base + np.minimum(bounds, excess),
             excess - bounds <= wanted + TOLERANCE * excess,
@@ -313,19 +251,19 @@ class _Planning:
         )
         moved = [self._moves(index, found) for index, found in enumerate(chosen)]
         reasons = tuple(
-            f"{moves} moves, at most {gap:.2%} from the best" for moves, gap in zip(moved, report.gap, strict=True)
+            f"{moves} moves, at most {gap:.2%} from the best" for moves, gap in zip(moved, proof.gap, strict=True)
         )
-        kept = None if any(moved) else f"no other placement is better by more than {report.total_gap:.2%}"
+        kept = None if any(moved) else f"no other placement is better by more than {proof.total_gap:.2%}"
         given = None if self.ilp.split == "equal" else shares
         gain = problem.score(problem.current.slot_experts, problem.shares).total_s - problem.score(slots, given).total_s
         saved, planning, took = float(gain.sum()), problem.objective.planning_s, perf_counter() - self.began
         if saved <= planning and self._sound():
             reason = kept or f"moves save {saved:.3g} s over the horizon, which does not pay planning_s={planning:.3g}"
-            return IlpSolution(problem.keep(reason, took, reasons), report)
+            return replace(problem.keep(reason, took, reasons), proof=proof)
         plan = problem.plan(
             slots, given, split=self.ilp.split, planning_s=took, skip_reason=kept, layer_reasons=reasons
         )
-        return IlpSolution(plan, report)
+        return replace(plan, proof=proof)
 
     def _sound(self) -> bool:
         """Whether what is in force may stay: every expert on a living rank, none twice on one."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
 from coterie.footprints.counting import footprint
-from coterie.routing.base import Decision, Router, RouteRequest
+from coterie.routing.base import Decision, Request, Router
 from coterie.routing.fleet import Fleet
 from coterie.sim.fleet import _loop as loop
 from coterie.sim.fleet._cost import WORD, fill_bits, step_tables
@@ -123,14 +123,14 @@ def run_fleet(
     that ends, and one whose recording is in flight is passed over until it is not. In an open run a request whose
     recording is in flight is an error, or its arrival is postponed to the end of that one. `placement` spreads every
     worker over the ranks of the model's topology. `fleet` is what the router is shown, kept up to date, an empty one;
-    unless given, one that keeps profiles (a router that has none is asked faster with one of no cells).
+    unless given, one that tracks no experts, which routers that need them refuse.
     """
     _check_requests(requests, model, in_flight)
     if duplicates not in get_args(Duplicates):
         raise ConfigError(f"duplicates={duplicates!r} must be one of {', '.join(get_args(Duplicates))}")
     if fleet is None:
-        cells, speeds = model.spec.num_moe_layers * model.spec.num_experts, config.speeds
-        fleet = Fleet([config.places] * config.decode_workers, cells, None if speeds is None else list(speeds))
+        speeds = config.speeds
+        fleet = Fleet([config.places] * config.decode_workers, speeds=None if speeds is None else list(speeds))
     if len(fleet) != config.decode_workers or fleet.running.any():
         raise ConfigError(
             f"fleet has {len(fleet)} workers and {fleet.running.sum()} requests; expected "
@@ -279,7 +279,7 @@ class _Driver:
         if config.refine_tokens:
             self.refine()
         recorded, prompt_tokens = self.recorded[request], self.prompt_tokens[request]
-        known = RouteRequest(
+        known = Request(
             str(request),
             prompt_tokens,
             None if self.footprints is None else self.footprints[recorded],

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from coterie.batching import LatencyAware, Strategy, strategies
+from coterie.batching import Strategy, strategies
 from coterie.batching.costs import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.evaluation.runs import in_parallel, interval
@@ -81,9 +81,7 @@ class Cell(NamedTuple):
 
 def make_strategy(name: str, setting: CapsSetting) -> Strategy:
     """Without a cap on skips: the published strategies have none."""
-    if name == "latency_aware":
-        return LatencyAware(max_skips=None, cost=SpreadCost(setting.sensitivity))
-    return strategies[name](max_skips=None)
+    return strategies.make(name, {"cost": SpreadCost(setting.sensitivity)}, max_skips=None)
 
 
 def run_cell(cell: Cell, names: tuple[str, ...], requests: int, setting: CapsSetting) -> dict[str, Summary]:
@@ -132,7 +130,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
 def _names(asked: tuple[str, ...] | None) -> tuple[str, ...]:
     names = dict.fromkeys(("fcfs", *(asked or strategies.names())))  # gains are against FCFS
     for name in names:
-        strategies[name]  # an unknown one is named with the nearest
+        strategies.check(name)
     return tuple(names)
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from coterie.evaluation.fleets import Source, recorded_source, split
 from coterie.evaluation.suites.eldr.cells import WEIGHTINGS
-from coterie.evaluation.suites.eldr.fleets import Source, recorded_source, split
 from coterie.footprints.counting import distinct_experts
 from coterie.footprints.signatures import Signature, rho
 
@@ -108,7 +108,7 @@ def signature_quality(source: Source, seed: int, rng: Generator) -> tuple[dict[s
         if fit is None or score is None:
             continue
         for into, mask in zip(found, (True, False), strict=True):
-            signature = Signature.fit(fit, known.decode, rng, weighting=weighting, mask=mask)
+            signature = Signature(weighting, mask).fit(fit, known.decode, rng)
             into[weighting] = rho(signature.transform_all(score), truth)
             if mask and weighting == "count_idf":
                 layers = len(signature.layers)

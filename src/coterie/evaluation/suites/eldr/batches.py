@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from coterie.engines.replay.batches import write_batches
 from coterie.errors import ConfigError
+from coterie.evaluation.fleets import REQUESTS, Window, closed_bench, decode_steps, recorded_source, steady
 from coterie.evaluation.suites.eldr.cells import MODEL
-from coterie.evaluation.suites.eldr.fleets import REQUESTS, Window, closed_bench, decode_steps, recorded_source, steady
 from coterie.sim.fleet.metrics import FleetRun
 from coterie.sim.fleet.requests import FleetRequests
 

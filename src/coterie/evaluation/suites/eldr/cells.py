@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.evaluation.suites.eldr.fleets import (
+from coterie.evaluation.fleets import (
     ROUTERS,
     Bench,
     Halves,
@@ -27,11 +27,10 @@ from coterie.evaluation.suites.eldr.fleets import (
     with_clusters,
 )
 from coterie.footprints.signatures import Weighting
-from coterie.routing.base import Decision, Router, RouteRequest
+from coterie.routing.base import Decision, Request, Router
+from coterie.routing.calibration import activation_probabilities
 from coterie.routing.clustering import Labels, assign, capacities
-from coterie.routing.fitted import activation_probabilities
 from coterie.routing.fleet import Fleet
-from coterie.routing.locality_band import LocalityBand
 from coterie.routing.union import expected_distinct_saving, tangents, union_clusters
 
 MODEL = "gpt-oss-20b"
@@ -84,7 +83,7 @@ class Assigned:
     workers: NDArray[np.int64]
     """[request] of the run, whose id is its number."""
 
-    def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
+    def route(self, request: Request, fleet: Fleet) -> Decision:
         return Decision(int(self.workers[int(request.id)]), np.zeros(len(fleet)), "assigned before the run")
 
 
@@ -98,15 +97,15 @@ def serve_cell(cell: Cell, data: Path, requests: int, names: tuple[str, ...] = R
         limit, labels = find_limit(source, halves, bench)
         chosen[LIMIT_ROUTER] = Assigned(labels[bench.requests.recorded])
     if cell.trace == MODEL and (cell.decoders, cell.each) == DESIGN:
-        chosen |= {band_name(tau): LocalityBand(bench.fitted, tau) for tau in BANDS}
+        chosen |= {band_name(tau): bench.router("locality_band", band=tau) for tau in BANDS}
         vanilla = with_clusters(bench, source.counts, halves, "count_idf", balanced=False)
-        chosen[VANILLA] = LocalityBand(vanilla.fitted)
+        chosen[VANILLA] = vanilla.router("locality_band")
     found = bench.compare(chosen)
     if cell.trace == MODEL and (cell.decoders, cell.each) == DESIGN:
         for weighting in WEIGHTINGS:
             other = with_clusters(bench, source.counts, halves, weighting)
             name = signature_name(weighting)
-            found[name] = other.compare({name: LocalityBand(other.fitted)})[name]
+            found[name] = other.compare({name: other.router("locality_band")})[name]
     return Found(found, limit)
 
 
@@ -116,10 +115,10 @@ def find_limit(source: Source, halves: Halves, bench: Bench) -> tuple[Limit, Lab
     rows = np.flatnonzero(np.isin(counts.requests, halves.test))
     decode = activation_probabilities(counts.decode[rows], counts.top_k)
     room = capacities(len(rows), fitted.workers)
-    alike = np.array([fitted.similarities(one) for one in counts.prefill[rows]])
+    similarity = np.array([fitted.similarities(one) for one in counts.prefill[rows]])
     slopes, offsets = tangents(fitted.profiles, batch)
     expected = np.array([fitted.profile(one) for one in counts.prefill[rows]])
-    cosine, union = assign(-alike, room), assign(expected @ slopes.T + offsets, room)
+    cosine, union = assign(-similarity, room), assign(expected @ slopes.T + offsets, room)
     best = union_clusters(
         decode,
         fitted.workers,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from coterie.evaluation.fleets import BASE
 from coterie.evaluation.suites.eldr import published
 from coterie.evaluation.suites.eldr.cells import MODEL
-from coterie.evaluation.suites.eldr.fleets import BASE
 from coterie.evaluation.suites.eldr.rows import ELDR, OURS
 
 Row = dict[str, Any]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from coterie.evaluation.fleets import BALANCERS, BASE, Outcome
 from coterie.evaluation.runs import Interval, interval
 from coterie.evaluation.suites.eldr import published
 from coterie.evaluation.suites.eldr.analysis import Analysis
@@ -27,7 +28,6 @@ from coterie.evaluation.suites.eldr.cells import (
     band_name,
     signature_name,
 )
-from coterie.evaluation.suites.eldr.fleets import BALANCERS, BASE, ROUTERS, Outcome
 from coterie.evaluation.suites.eldr.synthetic import (
     CACHE_DECODERS,
     CACHE_EACH,
@@ -35,6 +35,7 @@ from coterie.evaluation.suites.eldr.synthetic import (
     CacheFound,
     SyntheticFound,
 )
+from coterie.routing import routers
 
 OURS, ELDR, SHORTEST = "latency_aware", "locality_band", "join_shortest_queue"
 SAVINGS = {
@@ -86,7 +87,7 @@ def best_balancer(runs: Runs, field: str) -> str:
 
 def main_rows(trace: str, decoders: int, each: int, runs: Runs) -> list[Row]:
     rows = []
-    for name in (name for name in ROUTERS if name in runs[0]):
+    for name in (name for name in runs[0] if name in routers):  # not the limit's clusters, or bands
         beside = dict(published.MAIN.get(name, {})) if trace == MODEL else {}
         row = fleet_row("main", trace, name, decoders, each, runs)
         for key, field in SAVINGS.items():

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coterie.errors import ConfigError
+from coterie.evaluation.fleets import REQUESTS, ROUTERS, TRACES
 from coterie.evaluation.runs import in_parallel
 from coterie.evaluation.suites.base import Report, Suite, SuiteOptions, SuiteResult, suites
 from coterie.evaluation.suites.eldr.analysis import Analysis, analyse
 from coterie.evaluation.suites.eldr.cells import DESIGN, LIMIT_BATCH, MODEL, Cell, Found, serve_cell
-from coterie.evaluation.suites.eldr.fleets import REQUESTS, TRACES
 from coterie.evaluation.suites.eldr.notes import NO_DATA, notes_of
 from coterie.evaluation.suites.eldr.rows import (
     Row,
@@ -50,6 +50,7 @@ from coterie.evaluation.suites.eldr.synthetic import (
     serve_synthetic,
 )
 from coterie.evaluation.suites.eldr.tables import TABLES
+from coterie.routing import routers
 
 NAME = "eldr"
 SEEDS = tuple(range(12))
@@ -88,13 +89,13 @@ def jobs_of(data: Path | None, seeds: tuple[int, ...]) -> list[Job]:
     return jobs + [AnalysisJob(name, seed) for name in TRACES for seed in few]
 
 
-def run_job(job: Job, data: Path | None, requests: int) -> Any:
+def run_job(job: Job, data: Path | None, requests: int, names: tuple[str, ...] = ROUTERS) -> Any:
     if isinstance(job, SyntheticCell):
         return serve_synthetic(job)
     assert data is not None
     if isinstance(job, CacheJob):
         return serve_prefixes(job.seed, data, min(requests, CACHE_REQUESTS))
-    return analyse(job, data) if isinstance(job, AnalysisJob) else serve_cell(job, data, requests)
+    return analyse(job, data) if isinstance(job, AnalysisJob) else serve_cell(job, data, requests, names)
 
 
 def run(options: SuiteOptions, report: Report) -> SuiteResult:
@@ -104,9 +105,12 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     most = max((job.decoders * job.each for job in jobs if isinstance(job, Cell)), default=0)
     if requests < 2 * most:  # said before the work: the first cells take a while
         raise ConfigError(f"requests={requests} must be at least {2 * most}, twice what is in flight")
+    names = tuple(dict.fromkeys((*ROUTERS, *(options.routers or ()))))
+    for name in names:
+        routers.check(name)
     found: dict[Job, Any] = {}
     report("Serving", 0, len(jobs))
-    for job, result in in_parallel(partial(run_job, data=data, requests=requests), jobs):
+    for job, result in in_parallel(partial(run_job, data=data, requests=requests, names=names), jobs):
         found[job] = result
         report("Serving", len(found), len(jobs))
     rows = rows_of({job: found[job] for job in jobs})

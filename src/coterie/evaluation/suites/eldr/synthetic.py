@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from coterie.costs.presets import step_model
 from coterie.errors import TraceError
-from coterie.evaluation.suites.eldr.analysis import Unions, domain_unions
-from coterie.evaluation.suites.eldr.fleets import (
+from coterie.evaluation.fleets import (
     BASE,
     Curve,
     Halves,
@@ -37,8 +36,9 @@ from coterie.evaluation.suites.eldr.fleets import (
     outcome,
     recorded_source,
 )
+from coterie.evaluation.suites.eldr.analysis import Unions, domain_unions
 from coterie.models import get_model
-from coterie.routing.fitted import calibration
+from coterie.routing.calibration import calibration
 from coterie.sim.fleet.requests import draw_requests, phase_recordings
 from coterie.sim.fleet.run import FleetConfig
 from coterie.traces.activations import ActivationTrace

@@ -17,26 +17,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 
 from coterie.batching.decode_batch import DecodeBatcher, DecodePrices
+from coterie.costs.lines import StepPrices
 from coterie.costs.presets import step_model
 from coterie.costs.step import dense_shapes
 from coterie.errors import ConfigError
-from coterie.evaluation.suites.eldr.fleets import CONTEXT, ROOM, TRACES, Halves, Source, recorded_source, split
+from coterie.evaluation.fleets import CONTEXT, ROOM, TRACES, Halves, Source, recorded_source, split
 from coterie.evaluation.suites.eldr.synthetic import SyntheticSize, language_source
 from coterie.models import get_model
 from coterie.placement.holdings import Demand, held_by, placement_of
 from coterie.placement.planning.eplb import rebalance
 from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.routing.base import Router, routers
-from coterie.routing.fitted import FittedRouting
-from coterie.routing.joint import Joint
-from coterie.routing.latency_aware import LatencyAware, StepPrices
-from coterie.routing.locality_band import LocalityBand
+from coterie.routing.fitted import RouterFit
 from coterie.sim.fleet.requests import Recordings, draw_requests, phase_recordings, split_recordings
 from coterie.sim.group import BYTES_PER_VALUE, Group, GroupLoop, GroupOutcome, outcome
 from coterie.types import BYTES_PER_WEIGHT, INFINIBAND_400G, NVLINK4, Link, ModelSpec, Placement, Topology, WeightDtype
@@ -103,12 +101,11 @@ class GroupBench:
     def in_order(self) -> Placement:
         return Placement.linear(self.spec.num_moe_layers, self.spec.num_experts, RANKS)
 
-    def router(self, name: str) -> Router:
-        if name != "latency_aware":
-            return routers[name]()
+    def router(self, name: str, **settings: Any) -> Router:
         loop = self.served
         tokens = float(np.mean(loop.requests.output_tokens))
-        return LatencyAware(loop.fitted, StepPrices.of(loop.model, loop.in_flight // RANKS, CONTEXT, tokens))
+        cost = StepPrices.of(loop.model, loop.in_flight // RANKS, CONTEXT, tokens)
+        return routers.make(name, {"fitted": loop.fitted, "cost": cost, "seed": 0}, **settings)
 
     def linked(self, link: Link) -> GroupBench:
         """The same requests on ranks that are joined by another link."""
@@ -141,7 +138,7 @@ def _bench(
     cell: JointCell, source: Source, halves: Halves, known: Recordings, served: Recordings, requests: int
 ) -> GroupBench:
     counts = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
-    fitted = FittedRouting.fit(counts, RANKS, np.random.default_rng([cell.seed, 1]), batch=cell.each)
+    fitted = RouterFit(RANKS, batch=cell.each).fit(counts, np.random.default_rng([cell.seed, 1]))
     model = step_model(get_model(cell.trace), "h200", DTYPES[cell.trace], Topology(RANKS))
     loops = [
         GroupLoop(
@@ -159,7 +156,7 @@ def _bench(
 def serve_cell(cell: JointCell, data: Path | None, requests: int | None = None, size: SyntheticSize = SIZE) -> Found:
     """Every configuration on the same requests."""
     bench = bench_of(cell, data, requests, size)
-    spec, joint, in_order = bench.spec, Joint(), bench.in_order
+    spec, joint, in_order = bench.spec, bench.router("joint"), bench.in_order
     asked = bench.known.serve(in_order, joint).asked
     extra = min(EXTRA_SLOTS, slots_that_fit(spec, bench.served.model.dtype, cell.each * ROOM * CONTEXT))
     more = replicated(spec, asked, extra)
@@ -179,8 +176,8 @@ def serve_cell(cell: JointCell, data: Path | None, requests: int | None = None, 
     packed, even = (evened(spec, asked, slots) for slots in (0, extra))
     found[Served("replicas", ROUTING, "joint", 0, "eplb")] = bench.outcome(packed, joint)
     found[Served("replicas", REPLICATION, "joint", extra, "eplb")] = bench.outcome(even, joint)
-    found[Served("locality", ROUTING, "joint, no load")] = bench.outcome(in_order, Joint(load=0.0))
-    clusters, band = by_cluster(spec, bench.served.fitted), LocalityBand(bench.served.fitted)
+    found[Served("locality", ROUTING, "joint, no load")] = bench.outcome(in_order, bench.router("joint", load=0.0))
+    clusters, band = by_cluster(spec, bench.served.fitted), bench.router("locality_band")
     found[Served("locality", ROUTING, "joint", 0, "clusters")] = bench.outcome(clusters, joint)
     found[Served("locality", ROUTING, "locality_band", 0, "clusters")] = bench.outcome(clusters, band)
     places = {Single(): in_order, Single("eplb"): packed, Single("demand", extra): more, Single("eplb", extra): even}
@@ -224,7 +221,7 @@ def single_step(bench: GroupBench, placement: Placement, tokens: int, rng: Gener
 
 def _chain(part: str, bench: GroupBench, extra: int, more: Placement, prices: DecodePrices) -> Found:
     """The published steps; `more` is the placement with `extra` slots a rank."""
-    joint, link = Joint(), bench.served.model.topology.intra.name
+    joint, link = bench.router("joint"), bench.served.model.topology.intra.name
     replicas = Served(part, REPLICATION, "joint", extra, "demand", link=link)
     return {
         Served(part, STANDARD, "round_robin", link=link): bench.outcome(bench.in_order, bench.router("round_robin")),
@@ -245,7 +242,7 @@ def decode_prices(bench: GroupBench, placement: Placement) -> LearnedPrices:
     loop, spec, step_us, crossing = bench.known, bench.spec, list[float](), 0.0
     loads = (loop.in_flight // 2, loop.in_flight)
     for in_flight in loads:
-        parts = replace(loop, in_flight=in_flight).serve(placement, Joint()).parts
+        parts = replace(loop, in_flight=in_flight).serve(placement, bench.router("joint")).parts
         step_us.append(1e6 * float(np.mean([part.total_s for part in parts])))
         share = float(np.mean([part.remote / part.activations for part in parts]))
         crossing = share * spec.top_k * spec.num_moe_layers
@@ -275,7 +272,7 @@ def evened(spec: ModelSpec, asked: Demand, extra: int) -> Placement:
     return Placement(slots, RANKS, spec.num_experts)
 
 
-def by_cluster(spec: ModelSpec, fitted: FittedRouting) -> Placement:
+def by_cluster(spec: ModelSpec, fitted: RouterFit) -> Placement:
     """No replicas: every expert of a layer with the cluster of calibration requests that asks for it, as many each."""
     asked = fitted.profiles.reshape(RANKS, spec.num_moe_layers, spec.num_experts).astype(np.float64)
     settings = ActionSettings(extra_slots=0, min_saving_s=0.0)

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from coterie.evaluation.fleets import TRACES
 from coterie.evaluation.runs import in_parallel, interval
 from coterie.evaluation.suites.base import Report, Suite, SuiteOptions, SuiteResult, suites
-from coterie.evaluation.suites.eldr.fleets import TRACES
 from coterie.evaluation.suites.joint.cells import (
     CHAIN,
     LOADS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from coterie.evaluation.fleets import TRACES
 from coterie.evaluation.suites.base import Column, Row, SuiteTable
-from coterie.evaluation.suites.eldr.fleets import TRACES
 from coterie.evaluation.suites.joint.cells import LOADS
 
 

@@ -164,7 +164,7 @@ class _Decided(NamedTuple):
 
 
 def _planner(policy: str, objective: Objective) -> Planner:
-    return planners["eplb" if policy == "eplb" else "latency_optimal"](objective=objective)
+    return planners.make("eplb" if policy == "eplb" else "latency_optimal", {"objective": objective})
 
 
 def _planning_s(planner: Planner, load: Load, placement: Placement, fleet: Fleet) -> float:

@@ -104,7 +104,7 @@ def balance_rows(setting: SweepSetting, rng: np.random.Generator, window: int = 
     objective = replace(setting.objective, horizon=1000.0, enough=enough, move_price=1 / setting.ranks)
     rows = [_balance_row("none", current, drawn, None)]
     for name in ("eplb", "latency_optimal"):
-        planner = planners[name](objective=objective)
+        planner = planners.make(name, {"objective": objective})
         plans = [planner.plan(load, topology, current) for _ in range(REPEATS)]
         row = _balance_row(name, plans[0].placement, drawn, plans[0])
         row["planning_s"] = float(np.median([plan.planning_s for plan in plans]))
@@ -115,16 +115,16 @@ def balance_rows(setting: SweepSetting, rng: np.random.Generator, window: int = 
     ilp = LatencyOptimalIlp(objective=objective, time_limit_s=ILP_SECONDS, gap=1e-4, gap_moves=1.0)
     heuristic = plans[0].placement.slot_experts[chosen]
     solved = ilp.solve(objective.problem(Load(drawn[0][chosen], window), topology, few), starts=[heuristic])
-    row = _balance_row("latency_optimal_ilp", solved.plan.placement, drawn[:, chosen], solved.plan)
+    row = _balance_row("latency_optimal_ilp", solved.placement, drawn[:, chosen], solved)
     scale = layers / ILP_LAYERS
     row |= {
         "moves": round(scale * row["moves"]),
         "rebalancing_s": scale * row["rebalancing_s"],
-        "planning_s": scale * solved.plan.planning_s,
+        "planning_s": scale * solved.planning_s,
         "layers": ILP_LAYERS,
-        "closed": int(solved.report.closed.sum()),
+        "closed": int(solved.proven.closed.sum()),
         "heuristic_moves_there": int(np.isin(plans[0].moves.layer, chosen).sum()),
-        "moves_there": len(solved.plan.moves),
+        "moves_there": len(solved.moves),
     }
     return [*rows, row]
 

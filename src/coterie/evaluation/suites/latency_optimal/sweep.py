@@ -188,7 +188,7 @@ def run_fixed(loads: NDArray[np.float32], setting: SweepSetting, policy: Policy)
     end = begin + (setting.short if n == 1 else setting.iterations)
     run = _Run(loads, setting, begin, end)
     objective = setting.priced(policy.planning_s, float(n))
-    planner = planners[policy.planner](objective=objective)
+    planner = planners.make(policy.planner, {"objective": objective})
     topology, placement = setting.topology, setting.linear()
     # Before the iterations that count one round is enough to be where a run of any length would be, n = 1 included.
     for at in range(max(0, begin - max(n, 100)), end, n):

@@ -8,31 +8,24 @@ runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.evaluation.suites.predictors.cases import Case, Question
 from coterie.evaluation.suites.predictors.traces import footprint_of, token_ids_of
-from coterie.predictors import (
-    DomainPredictor,
-    PopularityPredictor,
-    Predictor,
-    PredictRequest,
-    Prefix,
-    RecentPopularity,
-    Recorded,
-    SimilarPrefix,
-    TokenTable,
-)
-from coterie.predictors.base import Load
+from coterie.predictors import Predictor, PredictRequest, predictors
+from coterie.predictors.base import Load, fit_phase
 from coterie.predictors.recent import arrived
 from coterie.traces.activations import ActivationTrace
 from coterie.types import PREFILL
 
 WORKERS = 8
 """That domains are dealt to in turn, for popularity by worker: recorded requests do not say who served them."""
+BUILT_IN = ("popularity", "recent_popularity", "domain", "recorded", "prefix", "similar_prefix", "token_table")
+"""Each is told what it is made for; any other predictor is told all that is known."""
+ALL_KNOWN = "all that is known"
 OWN_TOKENS = "the tokens predicted"
 """Known to a contender that has a request's output before it runs."""
 
@@ -54,24 +47,27 @@ def contenders(
     """Every predictor this case can answer the question with."""
     trace = case.trace
     bare = [PredictRequest(id=str(r)) for r in test]
+
+    def fitted(name: str) -> Predictor:
+        made = predictors.make(name)
+        return made.fit(trace, calibration, fit_phase(made, question.truth))
+
     found = [
-        Contender(PopularityPredictor().fit(trace, calibration, question.truth), "popularity", "nothing", bare),
+        Contender(fitted("popularity"), "popularity", "nothing", bare),
         *_recent(trace, question, calibration, test, seed),
     ]
     if trace.requests.domains is not None:
-        domain = DomainPredictor().fit(trace, calibration, question.truth)
         labelled = [PredictRequest(domain=trace.requests.domains[r]) for r in test]
-        found.append(Contender(domain, "domain", "domain", labelled))
+        found.append(Contender(fitted("domain"), "domain", "domain", labelled))
     if question.given is not None:
-        recorded = Recorded().fit(trace, calibration, question.truth)
         before = [PredictRequest(footprint=footprint_of(trace, int(r), question.given)) for r in test]
-        found.append(Contender(recorded, "recorded", f"{question.given_name}'s footprint", before))
-        prefix = Prefix().fit(trace, calibration, question.truth)
-        found.append(Contender(prefix, "prefix", f"{question.given_name}'s footprint", before))
+        for name in ("recorded", "prefix"):
+            found.append(Contender(fitted(name), name, f"{question.given_name}'s footprint", before))
+    found += [Contender(fitted(name), name, ALL_KNOWN, _all_known(case, question, test)) for name in _plugins()]
     if trace.arrays()[0].token_ids is None:
         return found
     found += _similar(case, question, calibration, test)
-    tables = [("token_table", TokenTable().fit(trace, calibration))]
+    tables = [("token_table", fitted("token_table"))]
     if case.dry_run is not None:
         tables.append(("dry_run", case.dry_run))
     for name, table in tables:
@@ -83,6 +79,32 @@ def contenders(
         knows = "prompt's tokens" if question.truth == PREFILL else OWN_TOKENS
         own = [PredictRequest(token_ids_of(trace, int(r), question.truth)) for r in test]
         found.append(Contender(table, name, knows, own))
+    return found
+
+
+def _plugins() -> list[str]:
+    """Registered predictors that this suite does not know: a user's own."""
+    return [name for name in predictors if name not in BUILT_IN]
+
+
+def _all_known(case: Case, question: Question, test: NDArray[np.int64]) -> list[PredictRequest]:
+    """All that is known of each request before what is predicted runs."""
+    trace, domains, tokens = case.trace, case.trace.requests.domains, case.trace.arrays()[0].token_ids
+    found = []
+    for r in test:
+        ids = None
+        if case.prompts is not None:
+            ids = case.prompts[r]
+        elif question.given is not None and tokens is not None:
+            ids = token_ids_of(trace, int(r), question.given)
+        found.append(
+            PredictRequest(
+                token_ids=ids,
+                footprint=None if question.given is None else footprint_of(trace, int(r), question.given),
+                domain=None if domains is None else domains[r],
+                id=str(r),
+            )
+        )
     return found
 
 
@@ -118,7 +140,7 @@ def _recent(
     asked = [PredictRequest(id=str(r)) for r in test]
     found = []
     for name, order in orders.items():
-        recent = RecentPopularity()
+        recent: Any = predictors.make("recent_popularity")
         # Before the first there is nothing to predict from: it is seen from the start.
         first = next(request for request in order.tolist() if request in calibrates)
         recent.observe(*calibrates[first], workers[first])
@@ -142,11 +164,11 @@ def _similar(
     case: Case, question: Question, calibration: NDArray[np.int64], test: NDArray[np.int64]
 ) -> list[Contender]:
     """Only where a request's beginning is known before what is predicted."""
-    trace, similar = case.trace, SimilarPrefix()
+    trace = case.trace
+    similar: Any = predictors.make("similar_prefix")
     if case.prompts is not None:
         knows, asked = "prompt's text", [case.prompts[r] for r in test]
-        for request, counts, tokens in arrived(trace, calibration, question.truth):
-            similar.observe(case.prompts[request], counts, tokens)
+        similar.fit_prompts(trace, calibration, question.truth, case.prompts)
     elif question.given is not None or question.truth == PREFILL:
         knows = f"{question.given_name or 'prompt'}'s tokens"
         asked = [token_ids_of(trace, int(r), PREFILL) for r in test]

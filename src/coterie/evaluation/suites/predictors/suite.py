@@ -63,7 +63,7 @@ def _alike_in_service(file: Path) -> str:
     assert isinstance(trace, RequestTrace)
     assert trace.prefix_blocks is not None
     assert trace.block_tokens is not None
-    index, alike, hits = PrefixIndex(), SimilarPrefix().alike, 0
+    index, alike, hits = PrefixIndex(), SimilarPrefix().similarity, 0
     for blocks, tokens in zip(trace.prefix_blocks, trace.prompt_tokens.tolist(), strict=True):
         found = index.longest(blocks)
         hits += found is not None and min(tokens, found.tokens * trace.block_tokens) >= alike * tokens

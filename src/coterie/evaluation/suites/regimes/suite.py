@@ -27,7 +27,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy.cluster.vq import kmeans2, vq
 
-from coterie.batching import LatencyAware, Strategy, strategies
+from coterie.batching import Strategy, strategies
 from coterie.batching.costs import StepCost
 from coterie.batching.latency_aware import measure_trust
 from coterie.batching.scheduler import SchedulerConfig
@@ -37,7 +37,8 @@ from coterie.evaluation.runs import in_parallel, interval
 from coterie.evaluation.suites.base import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
 from coterie.footprints.counting import footprint
 from coterie.models import get_model
-from coterie.predictors import PredictRequest, Prefix
+from coterie.predictors import PredictRequest, predictors
+from coterie.registry import Offers
 from coterie.sim.decode import DecodeRequests, run_decode
 from coterie.sim.execution import PrefillExecution, StepTimer
 from coterie.sim.metrics import Run, Summary, summarise
@@ -129,7 +130,7 @@ def load_recording(path: Path) -> Recording:
     experts = trace.meta.num_experts
     order = np.random.default_rng(0).permutation(trace.num_requests)
     apart = int(CALIBRATION * len(order))
-    prefix = Prefix().fit(trace, order[:apart])
+    prefix = predictors.make("prefix").fit(trace, order[:apart])
     halves: tuple[list[Any], list[Any]] = ([], [])  # calibration, replayed
     for replayed, numbers in enumerate((order[:apart], order[apart:])):
         for number in np.sort(numbers):
@@ -235,7 +236,7 @@ class Bench:
         return StepCost.for_phase(self.model, self.regime.phase, self.regime.places, mean, self.placement)
 
     def strategy(self, name: str) -> Strategy:
-        return LatencyAware(cost=self.cost(), trust=self.trust()) if name == "latency_aware" else strategies[name]()
+        return strategies.make(name, Offers(cost=self.cost, trust=self.trust))
 
     def trust(self) -> float:
         """Of predictions, on the calibration requests in the same kind of order, with prompts of these lengths."""
@@ -276,7 +277,7 @@ def run_cell(cell: Cell, names: tuple[str, ...], requests: int, data: Path) -> d
     drawn = draw(recording, arrivals, cell.order, requests, np.random.default_rng(seed))
     usual = draw(recording, arrivals, cell.order, requests, np.random.default_rng([*seed, 1])).prompt_tokens
     bench = Bench(REGIMES[cell.regime], cell.model, recording, drawn, cell.order, usual)
-    at_once = summarise(bench.run(strategies["fcfs"](), 1e9, np.random.default_rng(seed)))
+    at_once = summarise(bench.run(strategies.make("fcfs"), 1e9, np.random.default_rng(seed)))
     rate = cell.load * at_once.throughput
     return {name: summarise(bench.run(bench.strategy(name), rate, np.random.default_rng(seed))) for name in names}
 
@@ -288,7 +289,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
         raise UnavailableError("this suite needs recordings: set COTERIE_DATA to a folder of them (docs/data.md)")
     names = tuple(dict.fromkeys(("fcfs", *(options.strategies or strategies.names()))))
     for name in names:
-        strategies[name]  # an unknown one is named with the nearest
+        strategies.check(name)
     seeds, loads = options.seeds or SEEDS, options.rates or LOADS
     if max(loads) > MOST_LOAD:
         raise ConfigError(f"rate={max(loads):g} must be at most {MOST_LOAD:g}: a share of what fcfs can serve")

@@ -11,24 +11,22 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.costs.lines import StepPrices
 from coterie.costs.presets import step_model
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError, TraceError
 from coterie.footprints.signatures import Signature, Weighting
 from coterie.models import get_model
 from coterie.routing.base import Router, routers
+from coterie.routing.calibration import Calibration, calibration
 from coterie.routing.clustering import cluster
-from coterie.routing.domain import Domain, share_out
-from coterie.routing.fitted import Calibration, FittedRouting, calibration
-from coterie.routing.fleet import Fleet
-from coterie.routing.latency_aware import LatencyAware, StepPrices
-from coterie.routing.locality_band import LocalityBand
-from coterie.routing.pressure import Pressure
+from coterie.routing.domain import share_out
+from coterie.routing.fitted import RouterFit
 from coterie.sim.fleet.metrics import FleetRun, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests, split_recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
@@ -165,7 +163,7 @@ class Bench:
     """One fleet and its requests: serves the same ones by any router."""
 
     model: StepModel
-    fitted: FittedRouting
+    fitted: RouterFit
     requests: FleetRequests
     config: FleetConfig
     in_flight: int | None
@@ -180,31 +178,18 @@ class Bench:
         each = max(1, self.config.places // ROOM)
         return StepPrices.of(self.model, each, CONTEXT, float(np.mean(self.requests.output_tokens)))
 
-    def router(self, name: str) -> Router:
-        if name in ("random", "power_of_two"):
-            return routers[name](seed=self.seed)
-        if name == "domain":
-            return Domain(self.labels)
-        if name == "pressure":
-            return Pressure(self.fitted)
-        if name == "locality_band":
-            return LocalityBand(self.fitted)
-        if name == "latency_aware":
-            return LatencyAware(self.fitted, self.prices)
-        return routers[name]()
+    def router(self, name: str, **settings: Any) -> Router:
+        context = {"fitted": self.fitted, "cost": self.prices, "labels": self.labels, "seed": self.seed}
+        return routers.make(name, context, **settings)
 
     def serve(self, router: Router, until_s: float = np.inf) -> FleetRun:
-        spec, decoders = self.model.spec, self.config.decode_workers
-        profiled = isinstance(router, LatencyAware | Pressure)
-        cells = spec.num_moe_layers * spec.num_experts if profiled else 0
-        fleet = Fleet([self.config.places] * decoders, cells, usual=self.fitted.profiles if profiled else None)
         return run_fleet(
             self.requests,
             self.model,
             router,
             self.config,
             in_flight=self.in_flight,
-            fleet=fleet,
+            fleet=self.fitted.fleet(self.config.places),
             until_s=until_s,
             placement=self.placement,
             duplicates="refuse" if self.in_flight else "postpone",
@@ -252,7 +237,7 @@ def bench_of(
     placement: Placement | None = None,
 ) -> Bench:
     known = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
-    fitted = FittedRouting.fit(known, decoders, np.random.default_rng([seed, 1]), batch=each)
+    fitted = RouterFit(decoders, batch=each).fit(known, np.random.default_rng([seed, 1]))
     drawn = draw_requests(recordings, requests, np.random.default_rng([seed, 2]))
     if model is None:
         model = step_model(get_model(source.trace.meta.model), "h200", "bf16")
@@ -282,11 +267,10 @@ def with_clusters(
             raise ConfigError("the trace has no gate weights")
         mass = counts.gates[np.isin(counts.requests, halves.test)]
         served = replace(served, recordings=replace(served.recordings, footprint=mass))
-        signature = Signature.fit(known.gates, known.decode, rng, weighting=weighting)
+        signature = Signature(weighting).fit(known.gates, known.decode, rng)
         signatures = signature.transform_all(known.gates)
     else:
-        signature = Signature.fit(shown, known.decode, rng, weighting=weighting)
+        signature = Signature(weighting).fit(shown, known.decode, rng)
         signatures = signature.transform_all(shown)
     found = cluster(signatures, bench.config.decode_workers, rng, balanced=balanced)
-    fitted = replace(bench.fitted, signature=signature, centroids=found.centroids)
-    return replace(bench, fitted=fitted, requests=served)
+    return replace(bench, fitted=bench.fitted.with_signature(signature, found.centroids), requests=served)

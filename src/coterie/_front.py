@@ -1,0 +1,103 @@
+"""The front door: the verbs that ``import coterie`` offers. Policies are named; everything else is a value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.costs.presets import Preset
+from coterie.costs.presets import step_model as preset_model
+from coterie.costs.step import StepModel
+from coterie.errors import ConfigError
+from coterie.evaluation.simulate.fleet import FleetReport, simulate_fleet
+from coterie.footprints.signatures import Weighting
+from coterie.models import get_model
+from coterie.placement import Load, Objective, Plan, planners
+from coterie.routing import RouterFit
+from coterie.traces.activations import ActivationTrace
+from coterie.traces.readers import Trace, read_trace
+from coterie.types import ModelSpec, Placement, Topology, WeightDtype
+
+
+def open_trace(path: str | Path, format: str | None = None) -> Trace:
+    """Open a trace in any known format; without `format`, the one that recognises the file."""
+    return read_trace(path, format)
+
+
+def step_model(
+    model: str | ModelSpec,
+    device: str | Preset = "h200",
+    dtype: WeightDtype | None = None,
+    topology: Topology | None = None,
+) -> StepModel:
+    """The calibrated step-time model of a known model (or any shape) on a device.
+
+    `device` is a preset's name or a calibration of your own; `dtype` is the weight dtype as published unless given;
+    `topology` spreads the experts over several ranks.
+    """
+    spec = get_model(model) if isinstance(model, str) else model
+    return preset_model(spec, device, dtype, Topology(1) if topology is None else topology)
+
+
+def fit_router(
+    trace: Trace, workers: int, *, batch: int = 16, weighting: Weighting = "count_idf", seed: int = 0
+) -> RouterFit:
+    """Learn what routers need from an activation trace, for a fleet of `workers` decode workers."""
+    if not isinstance(trace, ActivationTrace):
+        raise ConfigError(f"a router is fitted on activations; this is a {type(trace).__name__}")
+    return RouterFit(workers, batch, weighting).fit(trace, np.random.default_rng(seed))
+
+
+def load_router(path: str | Path, model: str | None = None, workers: int | None = None) -> RouterFit:
+    """Read a fit that was saved; with `model` or `workers`, only one made for those."""
+    return RouterFit.load(path, model, workers)
+
+
+def plan(
+    load: Load | NDArray[np.floating] | NDArray[np.integer],
+    topology: Topology,
+    current: Placement | None = None,
+    *,
+    model: StepModel,
+    tokens: int = 8192,
+    horizon: float = 1000.0,
+    planner: str = "latency_optimal",
+    **settings: Any,
+) -> Plan:
+    """Where the experts should live, and whether moving them pays within `horizon` steps.
+
+    `load` is what a window of steps asked of the experts, or its tokens [layer, expert]. `current` is the placement
+    that serves now; None is the engines' default, expert e in slot e. `tokens` is how many a step computes over all
+    ranks; `settings` are the planner's own.
+    """
+    window = load if isinstance(load, Load) else Load(np.asarray(load, np.float64))
+    if current is None:
+        current = Placement.linear(window.num_layers, window.num_experts, topology.num_ranks)
+    objective = Objective.of(replace(model, topology=topology), tokens, horizon=horizon)
+    return planners.make(planner, {"objective": objective}, **settings).plan(window, topology, current)
+
+
+def simulate(
+    trace: Trace,
+    *,
+    model: StepModel,
+    decoders: int = 8,
+    in_flight: int = 16,
+    routers: Sequence[str] = ("join_shortest_queue", "latency_aware"),
+    splits: int = 3,
+    requests: int = 2000,
+) -> FleetReport:
+    """What routers would gain on a fleet of decoders with `in_flight` requests each, on the trace's own routing.
+
+    The first router is what the others are compared with.
+    """
+    if not isinstance(trace, ActivationTrace):
+        raise ConfigError(f"a fleet replays activations; this is a {type(trace).__name__}")
+    return simulate_fleet(
+        trace, model=model, routers=routers, decoders=decoders, in_flight=in_flight, splits=splits, requests=requests
+    )

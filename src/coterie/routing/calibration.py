@@ -1,0 +1,96 @@
+"""Calibration requests: what routers learn from, counted before and after the moment a request is routed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.footprints import accumulate_load
+from coterie.footprints.signatures import Counts
+from coterie.traces.activations import ActivationTrace
+from coterie.types import PREFILL
+
+Progress = Callable[[str, int, int], None]
+
+
+class Calibration(NamedTuple):
+    """Counts of requests, before and after the moment they are routed: [request, layer, expert] each."""
+
+    prefill: NDArray[np.uint32]
+    decode: NDArray[np.uint32]
+    gates: NDArray[np.float32] | None
+    """Gate-probability mass of prefill, where the trace has gate weights."""
+    requests: NDArray[np.int64]
+    """[request] its index in the trace."""
+    halved: bool
+    """The trace has one phase: first and second halves of a request stand for prefill and decode."""
+    model: str
+    top_k: int
+
+    def take(self, rows: NDArray[np.integer]) -> Calibration:
+        gates = None if self.gates is None else self.gates[rows]
+        return self._replace(
+            prefill=self.prefill[rows], decode=self.decode[rows], gates=gates, requests=self.requests[rows]
+        )
+
+    @property
+    def probabilities(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """[request, expert index] activation probabilities in prefill and in decode."""
+        return activation_probabilities(self.prefill, self.top_k), activation_probabilities(self.decode, self.top_k)
+
+
+def activation_probabilities(counts: Counts, top_k: int) -> NDArray[np.float32]:
+    """[request, expert index] of counts [request, layer, expert]: the share of tokens that activate the expert."""
+    flat = np.array(counts.reshape(len(counts), -1), np.float32)
+    flat /= np.asarray(tokens_of(counts, top_k), np.float32)[:, None]
+    return flat
+
+
+def tokens_of(counts: Counts, top_k: int) -> NDArray[np.float64]:
+    """[request] tokens that counts [request, layer, expert] are of; at least 1."""
+    sums = counts.sum(axis=(1, 2), dtype=np.float64)
+    return np.asarray(np.maximum(sums / (counts.shape[1] * top_k), 1.0), np.float64)
+
+
+def calibration(
+    trace: ActivationTrace, requests: NDArray[np.integer] | None = None, progress: Progress | None = None
+) -> Calibration:
+    """Count a trace's requests, or those of them; requests that lack a phase are left out.
+
+    Where the trace has one phase only, a request's first half stands for its prefill.
+    """
+    wanted = np.arange(trace.num_requests) if requests is None else np.asarray(requests, np.int64)
+    phases = {int(p) for segment in trace.segments for p in np.unique(segment.tokens.phase)}
+    halved, meta = len(phases) < 2, trace.meta
+    shape = (len(wanted), meta.num_layers, meta.num_experts)
+    prefill, decode = np.zeros(shape, np.uint32), np.zeros(shape, np.uint32)
+    has_gates = all(segment.tokens.gate_weights is not None for segment in trace.segments)
+    gates = np.zeros(shape, np.float32) if has_gates else None
+    kept = []
+    for row, request in enumerate(wanted):
+        tokens = trace.request(int(request))
+        first = np.arange(len(tokens.phase)) < len(tokens.phase) // 2 if halved else tokens.phase == PREFILL
+        if first.any() and not first.all():
+            accumulate_load(tokens.expert_ids[first], prefill[row])
+            accumulate_load(tokens.expert_ids[~first], decode[row])
+            if gates is not None and tokens.gate_weights is not None:
+                _add_gates(tokens.expert_ids[first], tokens.gate_weights[first].astype(np.float32), gates[row])
+            kept.append(row)
+        if progress is not None:
+            progress("Counting requests", row + 1, len(wanted))
+    rows = np.array(kept, np.int64)
+    counted = Calibration(prefill, decode, gates, wanted, halved, meta.model, meta.top_k)
+    return counted if len(rows) == len(wanted) else counted.take(rows)
+
+
+@njit()
+def _add_gates(expert_ids: NDArray[Any], weights: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    tokens, layers, k = expert_ids.shape
+    for token in range(tokens):
+        for layer in range(layers):
+            for j in range(k):
+                out[layer, expert_ids[token, layer, j]] += weights[token, layer, j]
