@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import coterie.evaluation
+import coterie.evaluation.suites
 from coterie.cli.main import app, main
 from coterie.errors import UnknownNameError
 from coterie.evaluation.suites.base import BUILT_IN, CHOICES, Suite, SuiteResult, load_suites, options_read, suites
@@ -30,6 +30,7 @@ GIVEN = {
     "seeds": ("--seeds", "1", "2"),
     "rates": ("--rates", "0.5"),
     "strategies": ("--strategies", "lpt", "fcfs"),
+    "routers": ("--routers", "joint"),
 }
 """Each option as a user gives it, --batch and --seed as they are by default."""
 
@@ -154,10 +155,9 @@ def test_a_format_without_a_trace_is_refused(monkeypatch, capsys):
 @pytest.mark.parametrize("suite", BUILT_IN)
 def test_a_suite_says_what_its_source_reads(suite):
     module, reads = BUILT_IN[suite]
-    folder = Path(coterie.evaluation.__path__[0])
     nodes = [
         node
-        for file in (folder / f"{module}.py", *folder.glob(f"{module}_*.py"))
+        for file in (Path(coterie.evaluation.suites.__path__[0]) / module).glob("*.py")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
     ]
     found = {

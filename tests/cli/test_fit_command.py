@@ -56,7 +56,7 @@ def test_writes_a_router_and_scores_it_on_other_requests(trace: Path, tmp_path: 
     assert saving["union clusters"] > saving["round robin"]
     assert saving["cosine clusters"] > saving["round robin"]
     loaded = RouterFit.load(path, model="synthetic", workers=4)
-    assert loaded.signature.layers.tolist() == found["layers_kept"]
+    assert loaded.learned.signature.layers.tolist() == found["layers_kept"]
 
 
 def test_prints_tables_and_the_seed_decides(trace: Path, tmp_path: Path) -> None:

@@ -31,8 +31,7 @@ from coterie.gateway.routed_fleet import RoutedFleet, Served, WorkerClient
 from coterie.models import model_from_config
 from coterie.net.processes import ServerProcess
 from coterie.prompts import load_prompts, take_in_turn
-from coterie.routing import Decision, JoinShortestQueue, Request, RoundRobin
-from coterie.routing.fleet import Fleet
+from coterie.routing import Decision, Fleet, JoinShortestQueue, Request, RoundRobin
 
 PATH = "/v1/completions"
 TOKENS = 6
@@ -121,7 +120,7 @@ def test_tokens_footprints_and_the_fleet_in_between(workers: Workers) -> None:
 
     async def work(clients: Clients) -> None:
         router = Watching([])
-        proxy = RoutedFleet(*clients, router, places=4, cells=8 * 32)
+        proxy = RoutedFleet(*clients, router, Fleet([4, 4], np.full((2, 8 * 32), 0.125)))
         served = await serve_all(proxy, asked)
         assert [one.problem for one in served] == [None] * 8
         for one, prompt in zip(served, asked, strict=True):
@@ -149,7 +148,7 @@ def _by_length(router: Watching, asked: list[list[int]]) -> list[tuple[int, tupl
 
 def test_a_refused_request_is_its_own_fault(workers: Workers) -> None:
     async def work(clients: Clients) -> None:
-        proxy = RoutedFleet(*clients, RoundRobin())
+        proxy = RoutedFleet(*clients, RoundRobin(), Fleet([16, 16]))
         bad = await proxy.serve(PATH, body(prompts(1)[0], n=2))
         assert "HTTP 400" in str(bad.problem)
         with pytest.raises(ConfigError, match="was not answered"):
@@ -165,7 +164,7 @@ def test_a_refused_request_is_its_own_fault(workers: Workers) -> None:
 
 def test_a_fleet_needs_both_kinds() -> None:
     with pytest.raises(ConfigError, match="0 prefill and 1 decode"):
-        RoutedFleet([], [WorkerClient("http://127.0.0.1:1")], RoundRobin())
+        RoutedFleet([], [WorkerClient("http://127.0.0.1:1")], RoundRobin(), Fleet([16]))
 
 
 def test_recorded_counts_are_those_of_each_request_alone(workers: Workers) -> None:
@@ -190,7 +189,7 @@ def test_distinct_experts_are_counted_in_the_workers(workers: Workers) -> None:
     asked = prompts(3)
 
     async def work(clients: Clients) -> None:
-        proxy = RoutedFleet(*clients, RoundRobin())
+        proxy = RoutedFleet(*clients, RoundRobin(), Fleet([16, 16]))
         run = await serve(proxy, "round_robin", clients.decode, workers.described, asked, BODY, 1)
         assert run.answers == [alone(prompt)[0] for prompt in asked]
         assert (run.rows_per_step, run.distinct_per_step) == (1.0, 4.0)
@@ -245,7 +244,7 @@ def test_a_decoder_killed_in_the_middle_and_back_again(workers: Workers) -> None
     asked = prompts(16)
 
     async def work(clients: Clients) -> None:
-        proxy = RoutedFleet(*clients, RoundRobin())
+        proxy = RoutedFleet(*clients, RoundRobin(), Fleet([16, 16]))
         running = [asyncio.create_task(proxy.serve(PATH, body(prompt))) for prompt in asked]
         while proxy.fleet.running[1] < 4:
             await asyncio.sleep(0.005)
@@ -268,7 +267,7 @@ def test_without_prefill_decoders_compute_prompts_and_without_decoders_nothing_i
     prompt = prompts(1)[0]
 
     async def work(clients: Clients) -> None:
-        proxy = RoutedFleet(*clients, RoundRobin())
+        proxy = RoutedFleet(*clients, RoundRobin(), Fleet([16, 16]))
         workers.prefill[0].kill()
         one = await proxy.serve(PATH, body(prompt))
         assert (one.tokens, one.footprint) == (alone(prompt)[0], None)

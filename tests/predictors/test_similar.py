@@ -290,7 +290,7 @@ def test_contract():
 
 def test_bad_settings_are_refused():
     for alike in (0.0, 1.1, float("nan")):
-        with pytest.raises(ConfigError, match=f"alike={alike} must be above 0 and at most 1"):
+        with pytest.raises(ConfigError, match=f"similarity={alike} must be above 0 and at most 1"):
             SimilarPrefix(alike)
     with pytest.raises(ConfigError, match="max_bytes=0 must be at least 1"):
         SimilarPrefix(max_bytes=0)

@@ -68,7 +68,7 @@ class FittablePredictor(Predictor, Protocol):
 
 
 @runtime_checkable
-class PromptPredictor(FittablePredictor, Protocol):
+class PromptPredictor(Protocol):
     """A predictor that compares prompts, and can be told them where the trace does not say which tokens they were."""
 
     def fit_prompts(
