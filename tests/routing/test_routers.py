@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coterie.costs.lines import StepPrices
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, UnknownNameError
 from coterie.models import get_model
 from coterie.routing import Fleet, Router, RouteRequest, routers
 from coterie.routing.domain import Domain, share_out
 from coterie.routing.joint import Joint
-from coterie.routing.latency_aware import LatencyAware, StepPrices
+from coterie.routing.latency_aware import LatencyAware
 from coterie.routing.locality_band import LocalityBand
 from coterie.testing import check_router
 from routing_cases import EXPERTS, LAYERS, TOP_K, WORKERS, draw, fitted

@@ -17,13 +17,13 @@ experts from its prefill is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.costs.step import Batch, StepModel
+from coterie.costs.lines import PREFILL, StepPrices, added_us, decode_us
 from coterie.errors import ConfigError
 from coterie.routing._dots import SCALE, products
 from coterie.routing.base import Decision, RouteRequest, routers
@@ -32,63 +32,9 @@ from coterie.routing.fleet import Fleet
 from coterie.routing.forecast import Forecast, turn_to_forecast
 from coterie.routing.picking import best_of, chosen
 
+DEFAULT_PRICES = StepPrices()
 NOTHING, UNKNOWN = np.empty(0, np.int64), np.empty(0, np.float32)
 NO_FORECAST = Forecast(UNKNOWN, UNKNOWN, UNKNOWN.reshape(0, 0), UNKNOWN.reshape(0, 0), 0.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class StepPrices:
-    """Microseconds of a decode step, as a straight line; the defaults are about gpt-oss-20b's on an H200."""
-
-    fixed_us: float = 900.0
-    expert_us: float = 1.8
-    """Per expert that is touched, in any layer."""
-    request_us: float = 2.0
-    context_us: float = 0.001
-    """Per cached token of a request."""
-    prefill_us: float = 20.0
-    """Per prompt token that must be computed, or brought, first."""
-    output_tokens: float = 256.0
-    """That a request decodes, about: what is paid once is shared out over them."""
-    line: NDArray[np.float64] = field(init=False, repr=False, compare=False)
-    """All of it for the loop, prefill shared out."""
-
-    def __post_init__(self) -> None:
-        for name in ("fixed_us", "expert_us", "request_us", "context_us", "prefill_us"):
-            if not 0 <= getattr(self, name) < np.inf:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
-        if not 0 < self.output_tokens < np.inf:
-            raise ConfigError(f"output_tokens={self.output_tokens} must be a finite number above 0")
-        shared = self.prefill_us / self.output_tokens
-        line = np.array([self.fixed_us, self.expert_us, self.request_us, self.context_us, shared])
-        object.__setattr__(self, "line", line)
-
-    @classmethod
-    def of(cls, model: StepModel, requests: int = 16, context: int = 1024, output_tokens: float = 256.0) -> StepPrices:
-        """Of a calibrated model, for decode steps of about so many requests with so many cached tokens each."""
-        spec, chunk = model.spec, 2048
-
-        def rest_us(n: int, cached: int) -> float:
-            return 1e6 * (model.attention_s(Batch(decode_requests=n, decode_context=cached)) + model.dense_s(n))
-
-        def experts_us(active: int) -> float:
-            rows = np.zeros(spec.num_experts)
-            rows[:active] = requests * spec.top_k / active
-            return model.experts_us(rows, requests)
-
-        few, many = max(1, spec.num_experts // 4), max(2, spec.num_experts * 3 // 4)
-        expert = max(0.0, (experts_us(many) - experts_us(few)) / (many - few))
-        cached = requests * context
-        request = (rest_us(2 * requests, cached) - rest_us(requests, cached)) / requests
-        per_token = (rest_us(requests, 2 * cached) - rest_us(requests, cached)) / cached
-        whole = Batch(prefill_tokens=chunk, prefill_requests=1)
-        rows = np.full(spec.num_experts, chunk * spec.top_k / spec.num_experts)
-        prefill = 1e6 * (model.attention_s(whole) + model.dense_s(chunk, 1)) + spec.num_moe_layers * model.experts_us(
-            rows, chunk
-        )
-        fixed = rest_us(requests, cached) - request * requests - per_token * cached
-        fixed += spec.num_moe_layers * (experts_us(few) - expert * few)
-        return cls(max(0.0, fixed), expert, max(0.0, request), max(0.0, per_token), prefill / chunk, output_tokens)
 
 
 @routers.register("latency_aware")
@@ -96,7 +42,7 @@ class StepPrices:
 class LatencyAware:
     fitted: FittedRouting | None = None
     """Forecasts a request's experts; needed for requests with a footprint."""
-    prices: StepPrices = StepPrices()
+    prices: StepPrices = DEFAULT_PRICES
 
     def route(self, request: RouteRequest, fleet: Fleet) -> Decision:
         workers, cells, fitted = len(fleet.places), fleet.missed.shape[1], self.fitted
@@ -186,9 +132,9 @@ def _cheapest(
         others = expected[worker] if known else (running[worker] + requests / max(1, living)) / 2
         held = (context[worker] + kept / max(1, living)) / 2
         touched = distinct[worker] if known else 0.0
-        step = prices[0] + prices[1] * touched + prices[2] * others + prices[3] * held
-        more = prices[1] * added[worker] + prices[2] + prices[3] * prompt
+        step = decode_us(prices, touched, others, held)
+        more = added_us(prices, 0.0, added[worker], 1.0, prompt)
         if len(cached):
-            more += prices[4] * (prompt - cached[worker])
+            more += prices[PREFILL] * (prompt - cached[worker])
         costs[worker] = (step + (others + 1.0) * more) / speeds[worker]
     return best_of(costs, alive, running, places, start, scores)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.costs.lines import StepPrices
 from coterie.costs.presets import step_model
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError, TraceError
@@ -26,7 +27,7 @@ from coterie.routing.clustering import cluster
 from coterie.routing.domain import Domain, share_out
 from coterie.routing.fitted import Calibration, FittedRouting, calibration
 from coterie.routing.fleet import Fleet
-from coterie.routing.latency_aware import LatencyAware, StepPrices
+from coterie.routing.latency_aware import LatencyAware
 from coterie.routing.locality_band import LocalityBand
 from coterie.routing.pressure import Pressure
 from coterie.sim.fleet.metrics import FleetRun, summarise_fleet
