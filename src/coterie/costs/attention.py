@@ -5,6 +5,7 @@ Compiled loops and NumPy share these functions: contexts may be numbers or array
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,8 +33,9 @@ class Work(NamedTuple):
     flops: float
 
 
+@lru_cache(maxsize=64)
 def attention_shape(spec: ModelSpec) -> Array:
-    """A model's attention as numbers.
+    """A model's attention as numbers, only to be read.
 
     Latent attention decodes in its absorbed form and prefills with its heads expanded.
     """
@@ -44,7 +46,9 @@ def attention_shape(spec: ModelSpec) -> Array:
         latent = spec.kv_lora_rank + spec.rope_head_dim
         both = heads * (latent + spec.kv_lora_rank)
         decode = [2.0 * latent, 2.0 * both, 2.0 * both]
-    return np.array([spec.num_layers, *decode, heads, kv_heads, width])
+    shape = np.array([spec.num_layers, *decode, heads, kv_heads, width])
+    shape.flags.writeable = False
+    return shape
 
 
 @helper()

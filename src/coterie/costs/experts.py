@@ -18,8 +18,6 @@ device where other work shares the memory bus.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -88,57 +86,55 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
 CACHE_SHARPNESS = 4.0
 """Past the cache's size the share of hits falls as (cache ÷ weights) to this power: replacement is not perfect."""
 
-Number = Any
-"""A number in compiled loops, an array of them in a fit: the same formula serves both."""
-
 
 @helper()
-def cache_hits(p: Array, weight_bytes: Number) -> Number:
+def cache_hits(p: Array, weight_bytes: float) -> float:
     """Share of weights of this size in all that a cache still holds when they are used in turn."""
-    return np.minimum(1.0, (p[CACHE] / weight_bytes) ** CACHE_SHARPNESS)
+    return float(min(1.0, (p[CACHE] / weight_bytes) ** CACHE_SHARPNESS))
 
 
 @helper()
-def cached_stream_us(p: Array, nbytes: float, hits: Number) -> Number:
+def cached_stream_us(p: Array, nbytes: float, hits: float) -> float:
     """Time to bring one expert's weights in, a share `hits` of them from the cache."""
-    return nbytes * ((1.0 - hits) / p[STREAM] + hits / p[CACHE_RATE])
+    return float(nbytes * ((1.0 - hits) / p[STREAM] + hits / p[CACHE_RATE]))
 
 
 @helper()
-def tile_us(p: Array, large: Number, flops: float) -> Number:
-    """Compute of one tile, full or not."""
-    return p[TILE + large] * flops / p[RATE + large]
+def tile_us(p: Array, large: int, flops: float) -> float:
+    """Compute of one tile, full or not; `large` is 1 for the large tile, else 0."""
+    return float(p[TILE + large] * flops / p[RATE + large])
 
 
 @helper()
-def arrival_us(p: Array, rows: Number, tile: Number, stream: Number) -> Number:
+def arrival_us(p: Array, rows: float, tile: float, stream: float) -> float:
     """Time until an expert's weights and the rows of its first tile are there."""
-    first_rows = np.minimum(rows, tile)
-    return stream * (1.0 + p[FILL] * np.maximum(0.0, 1.0 - first_rows / p[TILE])) + p[ROW] * first_rows
+    first_rows = min(rows, tile)
+    return float(stream * (1.0 + p[FILL] * max(0.0, 1.0 - first_rows / p[TILE])) + p[ROW] * first_rows)
 
 
 @helper()
-def expert_us(p: Array, rows: Number, large: Number, stream: Number, compute: Number) -> Any:
+def expert_us(p: Array, rows: float, large: int, stream: float, compute: float) -> tuple[float, float, float]:
     """One expert with at least one row: by itself, the arrival of its weights, and its compute.
 
-    `large` is 1 where the large tile is taken, else 0; `compute` is :func:`tile_us`.
+    `compute` is :func:`tile_us`.
     """
     tile = p[TILE + large]
     arrival = arrival_us(p, rows, tile, stream)
-    tiles = np.ceil(rows / tile)
-    empty = (1.0 - large) * (p[PARTIAL] * (1.0 - (rows - (tiles - 1.0) * tile) / tile))
-    more = (tiles > 1.0) * (np.maximum(compute, p[ROW] * tile) * (tiles - 1.0 + empty))
+    tiles, more = np.ceil(rows / tile), 0.0
+    if tiles > 1.0:
+        empty = 0.0 if large else p[PARTIAL] * (1.0 - (rows - (tiles - 1.0) * tile) / tile)
+        more = max(compute, p[ROW] * tile) * (tiles - 1.0 + empty)
     return soft_max(arrival, compute, p[SHARPNESS]) + more, arrival, compute + more
 
 
 @helper()
-def fixed_us(p: Array, tokens: Number) -> Number:
+def fixed_us(p: Array, tokens: float) -> float:
     """What a layer takes whatever its experts do."""
-    return p[OVERHEAD] + p[TOKEN] * tokens
+    return float(p[OVERHEAD] + p[TOKEN] * tokens)
 
 
 @helper()
-def overlapped_us(fixed: Number, overlap: float, alone: Number, together: Number) -> Number:
+def overlapped_us(fixed: float, overlap: float, alone: float, together: float) -> float:
     """A layer from its experts' times each by itself, and with all streaming beside all compute."""
     return fixed + (1.0 - overlap) * alone + overlap * together
 

@@ -15,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from coterie._numba import njit
 from coterie.costs.cells import MoeCell, expert_tokens
 from coterie.costs.experts import (
     OVERLAP,
     SHARPNESS,
     STREAM,
+    SWITCH,
     MoeParams,
     cache_hits,
     cached_stream_us,
@@ -134,16 +136,44 @@ class _Shape(NamedTuple):
 
 
 def _predict(x: NDArray[np.float64], t: _Table, shape: _Shape) -> NDArray[np.float64]:
-    """Microseconds per cell: `layer_us`, over flat arrays."""
-    p, cells = _numbers(x, shape), len(t.us)
-    large = (t.mean_rows > shape.switch)[t.cell].astype(np.int64)
-    stream = np.full(cells, t.nbytes / p[STREAM])
-    if shape.cached:
-        stream = cached_stream_us(p, t.nbytes, cache_hits(p, t.nbytes * t.active) * t.warm)
-    times = expert_us(p, t.rows, large, stream[t.cell], tile_us(p, large, t.flops))
-    alone, arrive, work = (np.asarray(np.bincount(t.cell, t.experts * us, minlength=cells), float) for us in times)
-    together = soft_max(arrive, work, p[SHARPNESS])
-    return np.asarray(overlapped_us(fixed_us(p, t.tokens), p[OVERLAP], alone, together))
+    """Microseconds per cell."""
+    out = np.zeros((3, len(t.us)))
+    p = _numbers(x, shape)
+    _predict_us(
+        p, t.cell, t.rows, t.experts, t.tokens, t.mean_rows, t.active, t.warm, t.nbytes, t.flops, shape.cached, out
+    )
+    return np.asarray(out[0])
+
+
+@njit()
+def _predict_us(
+    p: NDArray[np.float64],
+    cell: NDArray[np.int64],
+    rows: NDArray[np.float64],
+    experts: NDArray[np.float64],
+    tokens: NDArray[np.float64],
+    mean_rows: NDArray[np.float64],
+    active: NDArray[np.float64],
+    warm: NDArray[np.bool_],
+    nbytes: float,
+    flops: float,
+    cached: bool,
+    out: NDArray[np.float64],
+) -> None:
+    """`layer_us` of all cells, into out [0, cell]; the other rows of `out` are working memory, and all is 0."""
+    for entry in range(len(cell)):
+        at = cell[entry]
+        large = 1 if mean_rows[at] > p[SWITCH] else 0
+        stream = nbytes / p[STREAM]
+        if cached:
+            stream = cached_stream_us(p, nbytes, cache_hits(p, nbytes * active[at]) if warm[at] else 0.0)
+        alone, arrival, busy = expert_us(p, rows[entry], large, stream, tile_us(p, large, flops))
+        out[0, at] += experts[entry] * alone
+        out[1, at] += experts[entry] * arrival
+        out[2, at] += experts[entry] * busy
+    for at in range(len(tokens)):
+        together = soft_max(out[1, at], out[2, at], p[SHARPNESS])
+        out[0, at] = overlapped_us(fixed_us(p, tokens[at]), p[OVERLAP], out[0, at], together)
 
 
 def _numbers(x: NDArray[np.float64], shape: _Shape) -> NDArray[np.float64]:

@@ -7,6 +7,7 @@ relative error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -61,7 +62,15 @@ class Roofline(msgspec.Struct, frozen=True):
 
     def as_fitted(self) -> Column:
         """[4] for NumPy, by way of logarithms as in the fit: what is predicted is the fit's to the last bit."""
-        return np.asarray(np.exp([float(np.log(number)) for number in self.numbers()]))
+        return _as_fitted(self)
+
+
+@lru_cache(maxsize=256)
+def _as_fitted(law: Roofline) -> Column:
+    """Only to be read."""
+    numbers = np.exp([float(np.log(number)) for number in law.numbers()])
+    numbers.flags.writeable = False
+    return np.asarray(numbers)
 
 
 class Transfer(msgspec.Struct, frozen=True):
