@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from coterie.costs.cells import MoeCell, expert_tokens
-from coterie.costs.moe import layer_us
+from coterie.costs.experts import layer_us
 from coterie.costs.presets import load_preset, shape_spec
 from coterie.evaluation.figures import LIGHT, draw
 from coterie.types import ModelSpec

@@ -238,12 +238,16 @@ class Placement:
         held = np.sort(self.slot_experts.reshape(self.num_layers, self.num_ranks, -1), axis=2)
         return int((held[:, :, 1:] == held[:, :, :-1]).sum())
 
+    @property
+    def replicas(self) -> NDArray[np.int64]:
+        """[layer, expert] slots that hold it."""
+        counts = np.zeros((self.num_layers, self.num_experts), np.int64)
+        np.add.at(counts, (np.arange(self.num_layers)[:, None], self.slot_experts), 1)
+        return counts
+
     def rank_load(self, load: NDArray[np.integer] | NDArray[np.floating]) -> NDArray[np.float64]:
         """[layer, rank] tokens, from load [layer, expert] tokens; replicas share an expert's tokens equally."""
-        replicas = np.zeros((self.num_layers, self.num_experts))
-        layers = np.arange(self.num_layers)[:, None]
-        np.add.at(replicas, (layers, self.slot_experts), 1.0)
-        per_slot = (load / replicas)[layers, self.slot_experts]
+        per_slot = np.take_along_axis(load / self.replicas, self.slot_experts.astype(np.int64), axis=1)
         return np.asarray(per_slot.reshape(self.num_layers, self.num_ranks, -1).sum(axis=2), dtype=np.float64)
 
 

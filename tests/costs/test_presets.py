@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from coterie.costs.cells import CollectiveCell
-from coterie.costs.moe import layer_us
+from coterie.costs.experts import layer_us
 from coterie.costs.presets import (
     fit_table,
     load_preset,

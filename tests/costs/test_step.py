@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from coterie.costs.collectives import Traffic
+from coterie.costs.exchange import Traffic
 from coterie.costs.presets import step_model
-from coterie.costs.step import Batch, CostOptions, slot_tokens
+from coterie.costs.replicas import slot_tokens
+from coterie.costs.step import Batch, CostOptions
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.types import NVLINK4, Placement, Topology

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.batching import LatencyAware, strategies
-from coterie.batching.costs import SpreadCost, StepCost
+from coterie.batching.costs import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
+from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError
 from coterie.evaluation.simulate.requests import MAX_RECORDED, Arrived, arrive, recorded, synthetic

@@ -163,7 +163,7 @@ def test_more_levels_of_replicas_leave_the_bound_a_bound(split: str, monkeypatch
     """Numbers of replicas that hardly matter are lumped together; the result may not depend on it."""
     problem = drifted(1, 7, 9, 3, Objective(horizon=50.0), Topology(3))
     lumped = exact(problem, split).solve(problem).proven
-    monkeypatch.setattr("coterie.placement.planning._milp.SMALL", 0.0)
+    monkeypatch.setattr("coterie.placement.planning.milp.program.SMALL", 0.0)
     apart = exact(problem, split).solve(problem).proven
     assert lumped.objective_s == pytest.approx(apart.objective_s, rel=1e-6)
     assert (lumped.bound_s <= apart.objective_s * (1 + 1e-9)).all()

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.costs.presets import step_model
-from coterie.costs.step import Batch, CostOptions, StepModel, slot_tokens
+from coterie.costs.replicas import slot_tokens
+from coterie.costs.step import Batch, CostOptions, StepModel
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.sim import PrefillExecution, SpreadExecution, StepTimer

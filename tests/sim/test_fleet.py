@@ -16,7 +16,9 @@ from coterie.models import get_model
 from coterie.routing.base import Decision, Request
 from coterie.routing.fleet import Fleet
 from coterie.sim.execution import StepTimer
-from coterie.sim.fleet._cost import MOST_DECODING, StepTables, decode_us, fill_bits, step_tables, step_us
+from coterie.sim.fleet._bits import decode_us, fill_bits
+from coterie.sim.fleet._steps import step_us
+from coterie.sim.fleet._tables import MOST_DECODING, StepTables, step_tables
 from coterie.sim.fleet.metrics import FleetRun, Limits, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet

@@ -125,3 +125,30 @@ def totals_of(rows: Loads) -> Loads:
     for request in range(len(rows)):
         totals[request] = total_of(rows[request])
     return totals
+
+
+@helper()
+def in_order(skipped: Indices, size: int, max_skips: int) -> Indices:
+    """The oldest, those that are overdue first."""
+    order, forced = first_picks(skipped, size, max_skips)
+    fill_up(order, forced, not_in(order[:forced], len(skipped)))
+    return order
+
+
+@helper()
+def due(skipped: Indices, size: int, max_skips: int, budget: int) -> tuple[Indices, int]:
+    """The order with those in place who must be in, and their number: the overdue, then whose budget is used up."""
+    order, forced = first_picks(skipped, size, max_skips)
+    for request in range(1, len(skipped)):
+        if forced == len(order):
+            break
+        if budget <= skipped[request] < max_skips:
+            order[forced] = request
+            forced += 1
+    return order, forced
+
+
+@helper()
+def allowed_skips(avoidable: float, hope: float, max_skips: int) -> int:
+    """Times a request may be passed over, for the share of a batch's time that choosing may avoid."""
+    return int(min(float(max_skips), avoidable * hope)) if avoidable > 0.0 else 0

@@ -15,8 +15,22 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from coterie._numba import njit
 from coterie.costs.cells import MoeCell, expert_tokens
-from coterie.costs.moe import CACHE_SHARPNESS, MoeParams
+from coterie.costs.experts import (
+    OVERLAP,
+    SHARPNESS,
+    STREAM,
+    SWITCH,
+    MoeParams,
+    cache_hits,
+    cached_stream_us,
+    expert_us,
+    fixed_us,
+    overlapped_us,
+    tile_us,
+)
+from coterie.costs.roofline import soft_max
 from coterie.errors import ConfigError
 
 FOLDS = 5
@@ -84,17 +98,17 @@ def _table(
         experts += repeats.tolist()
     tokens = np.array([c.tokens for c in cells], float)
     return _Table(
-        np.array(cell),
-        np.array(rows, float),
-        np.array(experts, float),
-        tokens,
-        tokens * top_k / num_experts,
-        np.array([c.active for c in cells], float),
-        np.array([c.warm for c in cells]),
-        np.array([c.us for c in cells]),
-        nbytes,
-        flops,
-        cache_limit,
+        cell=np.array(cell),
+        rows=np.array(rows, float),
+        experts=np.array(experts, float),
+        tokens=tokens,
+        mean_rows=tokens * top_k / num_experts,
+        active=np.array([c.active for c in cells], float),
+        warm=np.array([c.warm for c in cells]),
+        us=np.array([c.us for c in cells]),
+        nbytes=nbytes,
+        flops=flops,
+        cache_limit=cache_limit,
     )
 
 
@@ -122,29 +136,50 @@ class _Shape(NamedTuple):
 
 
 def _predict(x: NDArray[np.float64], t: _Table, shape: _Shape) -> NDArray[np.float64]:
-    """Microseconds per cell: the same formula as moe.layer_us, over flat arrays (a test holds them equal)."""
-    large = (t.mean_rows > shape.switch)[t.cell]
-    tile = np.where(large, shape.tiles[1], shape.tiles[0])
-    compute = tile * t.flops / np.where(large, x[5], x[4])
-    stream = np.full(len(t.us), t.nbytes / x[2])
-    if shape.cached:
-        hit = np.minimum(1.0, (x[10] / (t.nbytes * t.active)) ** CACHE_SHARPNESS) * t.warm
-        stream = t.nbytes * ((1.0 - hit) / x[2] + hit / x[11])
-    count = np.ceil(t.rows / tile)
-    first_rows = np.minimum(t.rows, tile)
-    a = stream[t.cell] * (1.0 + x[7] * np.maximum(0.0, 1.0 - first_rows / shape.tiles[0])) + x[3] * first_rows
-    empty = 1.0 - (t.rows - (count - 1.0) * tile) / tile
-    partial = np.where(large, 0.0, x[8] * empty)
-    more = np.where(count > 1.0, np.maximum(compute, x[3] * tile) * (count - 1.0 + partial), 0.0)
-    alone = np.bincount(t.cell, t.experts * (_soft_max(a, compute, x[6]) + more), minlength=len(t.us))
-    arrive = np.asarray(np.bincount(t.cell, t.experts * a, minlength=len(t.us)), float)
-    work = np.asarray(np.bincount(t.cell, t.experts * (compute + more), minlength=len(t.us)), float)
-    return np.asarray(x[0] + x[1] * t.tokens + (1.0 - x[9]) * alone + x[9] * _soft_max(arrive, work, x[6]))
+    """Microseconds per cell."""
+    out = np.zeros((3, len(t.us)))
+    p = _numbers(x, shape)
+    _predict_us(
+        p, t.cell, t.rows, t.experts, t.tokens, t.mean_rows, t.active, t.warm, t.nbytes, t.flops, shape.cached, out
+    )
+    return np.asarray(out[0])
 
 
-def _soft_max(a: NDArray[np.float64], b: NDArray[np.float64], sharpness: float) -> NDArray[np.float64]:
-    top = np.maximum(a, b)
-    return np.asarray(top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1.0 / sharpness))
+@njit()
+def _predict_us(
+    p: NDArray[np.float64],
+    cell: NDArray[np.int64],
+    rows: NDArray[np.float64],
+    experts: NDArray[np.float64],
+    tokens: NDArray[np.float64],
+    mean_rows: NDArray[np.float64],
+    active: NDArray[np.float64],
+    warm: NDArray[np.bool_],
+    nbytes: float,
+    flops: float,
+    cached: bool,
+    out: NDArray[np.float64],
+) -> None:
+    """`layer_us` of all cells, into out [0, cell]; the other rows of `out` are working memory, and all is 0."""
+    for entry in range(len(cell)):
+        at = cell[entry]
+        large = 1 if mean_rows[at] > p[SWITCH] else 0
+        stream = nbytes / p[STREAM]
+        if cached:
+            stream = cached_stream_us(p, nbytes, cache_hits(p, nbytes * active[at]) if warm[at] else 0.0)
+        alone, arrival, busy = expert_us(p, rows[entry], large, stream, tile_us(p, large, flops))
+        out[0, at] += experts[entry] * alone
+        out[1, at] += experts[entry] * arrival
+        out[2, at] += experts[entry] * busy
+    for at in range(len(tokens)):
+        together = soft_max(out[1, at], out[2, at], p[SHARPNESS])
+        out[0, at] = overlapped_us(fixed_us(p, tokens[at]), p[OVERLAP], out[0, at], together)
+
+
+def _numbers(x: NDArray[np.float64], shape: _Shape) -> NDArray[np.float64]:
+    """All parameters, as :meth:`MoeParams.array` lists them."""
+    cache = x[10:] if shape.cached else (0.0, 1.0)
+    return np.array([*x[:6], *shape.tiles, shape.switch, *x[6:10], *cache])
 
 
 class _Solution(NamedTuple):

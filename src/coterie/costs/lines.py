@@ -1,14 +1,146 @@
-"""Straight-line prices: what a policy that decides in microseconds takes for the step-time model."""
+"""Straight-line forms of the step time, for policies that must compare thousands of choices in microseconds.
+
+* :class:`StepCost` prices a batch for a strategy. Experts are touched by chance: a request that brings p < 1 tokens to
+  an expert touches it with probability p, so an expert stays cold with probability ``prod(1 - p)``. The time of a rank
+  is the sum over its experts of ``touched x first_us + (rows past a first tile) x row_us``. A layer takes as long as
+  its slowest rank, and its busiest one's rows to exchange.
+* :class:`StepPrices` prices a decode step for a router, by the experts it touches, its requests and what they cached.
+* :class:`ExpertLine` prices a slot for a planner, by the tokens it gets.
+
+They rank choices; times that are reported come from :mod:`coterie.costs.step`. Same terms, no soft maximum, and tiles
+that are half empty at an expert's end.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie._numba import helper
+from coterie.costs.exchange import Traffic, all_to_all_us
+from coterie.costs.experts import STREAM, TILE, arrival_us, fixed_us, tile_us
+from coterie.costs.replicas import Slots
 from coterie.costs.step import Batch, StepModel
 from coterie.errors import ConfigError
+from coterie.types import Placement
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Predicted microseconds of a step on one device or on the ranks of a placement. Make one with :meth:`of`."""
+
+    fixed_us: float
+    """Of a step whatever its requests are: attention, projections, overheads."""
+    first_us: float
+    """To bring a touched expert's weights in, with the first tile of its tokens."""
+    tile_rows: float
+    """Tokens that come with that: a first tile, less what the last one is empty on average."""
+    row_us: float
+    """Per token of an expert past them."""
+    arrival_us: float
+    """Per token that arrives at the busiest rank, both ways of the exchange."""
+    num_ranks: int
+    by_tokens: bool
+    """Whether a request's tokens are its share of the work (prefill), or each request is one unit (decode)."""
+    slots: NDArray[np.int64] | None = field(default=None, repr=False)
+    """[layer, slot] expert, slots of a rank side by side; None where expert e is in slot e."""
+    share: NDArray[np.float64] | None = field(default=None, repr=False)
+    """[layer, slot] share of its expert's tokens that a slot computes."""
+
+    @classmethod
+    def of(
+        cls, model: StepModel, batch: Batch, placement: Placement | None = None, rows_per_expert: float | None = None
+    ) -> StepCost:
+        """From a calibrated model, for steps about as large as `batch`, whose experts get `rows_per_expert` each."""
+        spec, moe = model.spec, model.moe
+        ranks = 1 if placement is None else placement.num_ranks
+        if rows_per_expert is None:
+            rows_per_expert = batch.tokens * spec.top_k / spec.num_experts
+        p, large = moe.array(), int(rows_per_expert > moe.switch_rows)
+        tile, compute = float(p[TILE + large]), float(tile_us(p, large, 2.0 * spec.expert_params))
+        stream = spec.expert_bytes(model.dtype) / p[STREAM]
+        weights = float(arrival_us(p, max(rows_per_expert, 1.0), tile, stream))
+        row_us = max(compute / tile, moe.row_us)
+        # What overlaps between experts is hidden behind the larger of all streaming and all compute.
+        behind = max(weights, compute + max(0.0, rows_per_expert / tile - 0.5) * compute)
+        first = (1.0 - moe.overlap) * max(weights, compute)
+        first += moe.overlap * (weights if behind == weights else compute)
+        rest = model.attention_s(batch) + model.dense_s(batch.tokens, batch.decode_requests or batch.prefill_requests)
+        layers = spec.num_moe_layers
+        fixed = rest * 1e6 + layers * (model.routing_us(batch.tokens) + moe.overhead_us + moe.token_us * batch.tokens)
+        arrival = 0.0
+        if ranks > 1:
+            one, two = (all_to_all_us(Traffic.arriving(n, spec, model.topology), model.topology) for n in (1e4, 2e4))
+            arrival = (two - one) / 1e4
+        slots = share = None
+        if placement is not None and not _is_linear(placement):
+            slots, _, replicas = Slots.of(placement)
+            share = 1.0 / replicas
+        return cls(
+            # The last tile is half empty on average, which counts as rows that come sooner past the first.
+            fixed_us=fixed,
+            first_us=first,
+            tile_rows=max(0.0, min(tile, first / row_us - tile / 2.0)),
+            row_us=row_us,
+            arrival_us=arrival,
+            num_ranks=ranks,
+            by_tokens=batch.prefill_tokens > 0,
+            slots=slots,
+            share=share,
+        )
+
+    @classmethod
+    def for_phase(
+        cls, model: StepModel, phase: str, requests: int, tokens: int, placement: Placement | None = None
+    ) -> StepCost:
+        """Of steps of about `requests` in all, over all ranks.
+
+        Each brings `tokens` of prompt (phase "prefill"), or one token with that many cached (phase "decode").
+        """
+        ranks = 1 if placement is None else placement.num_ranks
+        each = -(-requests // ranks)
+        batch = Batch(decode_requests=each, decode_context=each * tokens)
+        if phase == "prefill":
+            batch = Batch(prefill_tokens=each * tokens, prefill_requests=each)
+        return cls.of(model, batch, placement, batch.tokens * ranks * model.spec.top_k / model.spec.num_experts)
+
+    def slot_loads(self, loads: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[…, layer, slot] from […, layer, expert]."""
+        if self.slots is None or self.share is None:
+            return loads
+        layers = np.arange(len(self.slots))[:, None]
+        return np.ascontiguousarray(loads[..., layers, self.slots] * self.share)
+
+    def numbers(self) -> Array:
+        """For compiled loops: fixed_us, first_us, tile_rows, row_us, arrival_us, and 1 where `by_tokens`."""
+        by_tokens = float(self.by_tokens)
+        return np.array([self.fixed_us, self.first_us, self.tile_rows, self.row_us, self.arrival_us, by_tokens])
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ConfigError(f"num_ranks={self.num_ranks} must be at least 1")
+
+
+def _is_linear(placement: Placement) -> bool:
+    experts = np.arange(placement.num_experts)
+    return placement.num_slots == placement.num_experts and bool((placement.slot_experts == experts).all())
+
+
+@helper()
+def rows_past(rows: float, tile_rows: float) -> float:
+    """Of an expert's rows, those past its first tile."""
+    return max(0.0, rows - tile_rows)
+
+
+@helper()
+def rank_us(touched: float, past: float, first_us: float, row_us: float) -> float:
+    """A rank's experts in one layer by a :class:`StepCost`: how many are touched, and rows past their first tiles."""
+    return touched * first_us + past * row_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +203,50 @@ class StepPrices:
             prefill_us=prefill / chunk,
             output_tokens=output_tokens,
         )
+
+
+FIXED, EXPERT, REQUEST, CONTEXT, PREFILL = range(5)
+"""Places in :attr:`StepPrices.line`."""
+
+
+@helper()
+def added_us(line: Array, start: float, experts: float, requests: float, context: float) -> float:
+    """`start`, and what so many experts, requests and cached tokens add to a decode step by :class:`StepPrices`."""
+    return float(start + line[EXPERT] * experts + line[REQUEST] * requests + line[CONTEXT] * context)
+
+
+@helper()
+def decode_us(line: Array, experts: float, requests: float, context: float) -> float:
+    """A decode step by :class:`StepPrices`."""
+    return added_us(line, line[FIXED], experts, requests, context)
+
+
+class ExpertLine(NamedTuple):
+    """Seconds of one slot of a rank in one step: `row_s` for each of its tokens, `touch_s` if it gets any."""
+
+    row_s: float
+    touch_s: float
+
+    @classmethod
+    def of(cls, model: StepModel, tokens: int) -> ExpertLine:
+        """Of a calibrated model, for steps of about `tokens` tokens over all ranks.
+
+        The line is drawn through what the model says of a rank whose experts get a quarter of the mean each up to four
+        times it, since loads are that uneven. What a step costs whatever the experts' loads are is left out.
+        """
+        spec = model.spec
+        held = max(1, spec.num_experts // model.topology.num_ranks)
+        rows = max(1.0, tokens * spec.top_k / spec.num_experts) * np.array([0.25, 0.5, 1.0, 2.0, 4.0])
+        rows = np.maximum(rows, 1.0)
+        fixed = fixed_us(model.moe.array(), tokens)
+        times = np.array([model.experts_us(np.full(held, n), tokens) - fixed for n in rows]) * 1e-6 / held
+        row, touch = (float(value) for value in np.polyfit(rows, times, 1, w=1 / times))
+        if touch < 0 or row <= 0:  # all compute, or all streaming
+            row, touch = (float((times / rows).mean()), 0.0) if touch < 0 else (1e-12, float(times.mean()))
+        return cls(row, touch)
+
+
+@helper()
+def slot_s(row_s: float, touch_s: float, tokens: Any) -> Any:
+    """A slot that gets so many tokens a step on average, by :class:`ExpertLine`; some steps may not touch it."""
+    return touch_s * -np.expm1(-tokens) + row_s * tokens

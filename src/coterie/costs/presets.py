@@ -13,11 +13,13 @@ from pathlib import Path
 
 import msgspec
 
+from coterie.costs.attention import attention_work
 from coterie.costs.cells import AttentionCell, Measurement, MoeTable, ShapeMeasurement
+from coterie.costs.dense import gemm_work
+from coterie.costs.experts import MoeParams
 from coterie.costs.fit import MoeFit, fit_moe
-from coterie.costs.moe import MoeParams
 from coterie.costs.roofline import Curve, Roofline, Transfer, fit_curve, fit_roofline, fit_transfer
-from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel, attention_work
+from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.models import get_model
 from coterie.types import BYTES_PER_WEIGHT, Link, ModelSpec, Topology, WeightDtype
@@ -68,20 +70,17 @@ def fit_preset(name: str, measurement: Measurement, report: Report | None = None
     }
     exchange = measurement.collectives
     all_to_all = fit_transfer([c.nbytes for c in exchange], [c.us for c in exchange]) if len(exchange) >= 3 else None
-    return Preset(name, VERSION, measurement, fits, copies, all_to_all)
+    return Preset(name=name, version=VERSION, measurement=measurement, fits=fits, copies=copies, all_to_all=all_to_all)
 
 
 def fit_shape(shape: ShapeMeasurement, cache_limit: float = math.inf) -> ShapeFit:
     spec = shape_spec(shape)
+    gemm = [gemm_work(c.tokens, c.n, c.k) for c in shape.gemm]
     moe: dict[str, MoeFit] = {table.dtype: fit_table(spec, table, cache_limit) for table in shape.moe}
     return ShapeFit(
         moe=moe,
         routing=fit_curve([c.tokens for c in shape.routing], [c.us for c in shape.routing]) if shape.routing else None,
-        gemm=fit_roofline(
-            [2.0 * (c.n * c.k + c.tokens * (c.n + c.k)) for c in shape.gemm],
-            [2.0 * c.tokens * c.n * c.k for c in shape.gemm],
-            [c.us for c in shape.gemm],
-        ),
+        gemm=fit_roofline([nbytes for nbytes, _ in gemm], [flops for _, flops in gemm], [c.us for c in shape.gemm]),
         decode_attention=_fit_attention(spec, [c for c in shape.attention if c.query == 1]),
         prefill_attention=_fit_attention(spec, [c for c in shape.attention if c.query > 1]),
     )
@@ -149,16 +148,16 @@ def step_model(
     fit = found.fits[nearest]
     wanted = dtype or spec.weight_dtype
     return StepModel(
-        spec,
-        wanted,
-        moe_params(fit, wanted),
-        fit.routing,
-        fit.gemm,
-        fit.decode_attention,
-        fit.prefill_attention,
-        dict(found.copies),
-        topology,
-        options,
+        spec=spec,
+        dtype=wanted,
+        moe=moe_params(fit, wanted),
+        routing=fit.routing,
+        gemm=fit.gemm,
+        decode_attention=fit.decode_attention,
+        prefill_attention=fit.prefill_attention,
+        copies=dict(found.copies),
+        topology=topology,
+        options=options,
         measured=nearest == spec.name and wanted in fit.moe,
     )
 

@@ -7,15 +7,33 @@ relative error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import least_squares
 
+from coterie._numba import helper
 from coterie.errors import ConfigError
 
 FOLDS = 5
+
+Column = NDArray[np.float64]
+
+
+@helper()
+def soft_max(a: Any, b: Any, sharpness: float) -> Any:
+    """The larger of two times that overlap, more by the other; numbers in compiled loops, arrays in fits."""
+    top = np.maximum(a, b)
+    return top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1.0 / sharpness)
+
+
+@helper()
+def roofline_us(law: Column, nbytes: Any, flops: Any) -> Any:
+    """Time of a kernel; law [4] as :class:`Roofline` lists it."""
+    return law[0] + soft_max(nbytes / law[1] + 1e-9, flops / law[2] + 1e-9, law[3])
 
 
 class Quality(msgspec.Struct, frozen=True):
@@ -36,10 +54,23 @@ class Roofline(msgspec.Struct, frozen=True):
     held_out: Quality
 
     def us(self, nbytes: float, flops: float) -> float:
-        return float(_roofline(np.array(self._logs()), np.array([nbytes]), np.array([flops]))[0])
+        return float(roofline_us(self.as_fitted(), np.array([nbytes]), np.array([flops]))[0])
 
-    def _logs(self) -> list[float]:
-        return [float(np.log(v)) for v in (self.overhead_us, self.bytes_per_us, self.flops_per_us, self.sharpness)]
+    def numbers(self) -> Column:
+        """[4] for compiled loops."""
+        return np.array([self.overhead_us, self.bytes_per_us, self.flops_per_us, self.sharpness])
+
+    def as_fitted(self) -> Column:
+        """[4] for NumPy, by way of logarithms as in the fit: what is predicted is the fit's to the last bit."""
+        return _as_fitted(self)
+
+
+@lru_cache(maxsize=256)
+def _as_fitted(law: Roofline) -> Column:
+    """Only to be read."""
+    numbers = np.exp([float(np.log(number)) for number in law.numbers()])
+    numbers.flags.writeable = False
+    return np.asarray(numbers)
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -87,14 +118,8 @@ def fit_curve(at: Sequence[float], us: Sequence[float]) -> Curve:
     return Curve(tuple(xs), tuple(ys), quality)
 
 
-Column = NDArray[np.float64]
-
-
 def _roofline(logs: Column, nbytes: Column, flops: Column) -> Column:
-    overhead, bandwidth, rate, sharpness = np.exp(logs)
-    a, b = nbytes / bandwidth + 1e-9, flops / rate + 1e-9
-    top = np.maximum(a, b)
-    return np.asarray(overhead + top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1.0 / sharpness))
+    return np.asarray(roofline_us(np.exp(logs), nbytes, flops))
 
 
 def _linear(logs: Column, nbytes: Column) -> Column:

@@ -15,8 +15,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.costs.collectives import Traffic, all_to_all_us
-from coterie.costs.moe import MoeParams, layer_us
+from coterie.costs.attention import attention_shape, attention_us
+from coterie.costs.dense import dense_shapes, gemm_work
+from coterie.costs.exchange import Traffic, all_to_all_us, exposed
+from coterie.costs.experts import MoeParams, layer_us, slowest_us
+from coterie.costs.movement import transfer_s
+from coterie.costs.replicas import slot_tokens
 from coterie.costs.roofline import Curve, Roofline, Transfer
 from coterie.errors import ConfigError
 from coterie.types import Link, ModelSpec, Placement, Topology, WeightDtype
@@ -41,7 +45,7 @@ class CostOptions:
             raise ConfigError(f"graph_sizes={self.graph_sizes} must rise from at least 1")
 
     def padded(self, tokens: int) -> int:
-        """The batch size that really runs."""
+        """The batch size that really runs where all of it decodes."""
         return next((size for size in self.graph_sizes if size >= tokens), tokens)
 
 
@@ -62,6 +66,11 @@ class Batch(NamedTuple):
     @property
     def tokens(self) -> int:
         return self.decode_requests + self.prefill_tokens
+
+    @property
+    def outputs(self) -> int:
+        """Tokens that pass the output head."""
+        return self.decode_requests + (self.prefill_requests if self.prefill_tokens else 0)
 
 
 class StepTime(NamedTuple):
@@ -123,22 +132,13 @@ class StepModel:
             raise ConfigError(f"load has shape {load.shape}; expected [layer, {spec.num_experts}]")
         if load.size and load.min() < 0:
             raise ConfigError(f"load holds {load.min()}; tokens must not be negative")
-        arguments = (
-            self.moe.array(),
-            float(tokens),
-            spec.expert_bytes(self.dtype),
-            2.0 * spec.expert_params,
-            self.options.cache_resident,
-        )
-        p, batch, nbytes, flops, resident = arguments
-        if placement is None:
-            rows = np.ascontiguousarray(load, dtype=np.float64)
-            return np.array([layer_us(p, row, batch, nbytes, flops, resident) for row in rows]) * 1e-6
-        slots = slot_tokens(load, placement)
-        times = np.zeros(len(slots))
-        for layer, per_rank in enumerate(slots.reshape(len(slots), placement.num_ranks, -1)):
-            times[layer] = max(layer_us(p, rank, batch, nbytes, flops, resident) for rank in per_rank)
-        return times * 1e-6
+        p, nbytes, flops = self.moe.array(), spec.expert_bytes(self.dtype), 2.0 * spec.expert_params
+        slots = np.asarray(load, np.float64) if placement is None else slot_tokens(load, placement)
+        ranks = 1 if placement is None else placement.num_ranks
+        by_rank = np.ascontiguousarray(slots).reshape(len(slots), ranks, -1)  # [layer, rank, slot of the rank]
+        batch = np.full(ranks, float(tokens))
+        resident = self.options.cache_resident
+        return np.array([slowest_us(p, rows, batch, nbytes, flops, resident) for rows in by_rank]) * 1e-6
 
     def dense_s(self, tokens: int, outputs: int | None = None) -> float:
         """Projections of one step: attention's, shared and dense MLPs, and the head for the `outputs` that need it."""
@@ -148,21 +148,29 @@ class StepModel:
         return total * 1e-6
 
     def _gemm_us(self, tokens: int, n: int, k: int) -> float:
-        return self.gemm.us(2.0 * (n * k + tokens * (n + k)), 2.0 * tokens * n * k)
+        return self.gemm.us(*gemm_work(tokens, n, k))
 
     def attention_s(self, batch: Batch) -> float:
         """Attention of one step over all layers."""
-        spec, total = self.spec, 0.0
-        if batch.decode_requests:
-            work = attention_work(spec, batch.decode_requests, 1, batch.decode_context + batch.decode_requests)
-            total += self.decode_attention.us(work.nbytes, work.flops)
-        if batch.prefill_tokens:
-            each = -(-batch.prefill_tokens // batch.prefill_requests)
-            context = batch.prefill_context + batch.prefill_tokens / 2  # on average, half of its prompt lies before one
-            work = attention_work(spec, batch.prefill_requests, each, context)
-            law = self.prefill_attention if each > 1 else self.decode_attention
-            total += law.us(work.nbytes, work.flops)
-        return total * spec.num_layers * 1e-6
+        found = attention_us(
+            attention_shape(self.spec),
+            self.decode_attention.as_fitted(),
+            self.prefill_attention.as_fitted(),
+            batch.decode_requests,
+            np.array([batch.decode_context]),
+            batch.prefill_tokens,
+            np.array([batch.prefill_context]),
+            batch.prefill_requests,
+        )
+        return float(found[0]) * 1e-6
+
+    def routing_us(self, tokens: int) -> float:
+        """Gate, top-k, gather and weighted sum of one MoE layer."""
+        return self.routing.us(tokens) if self.routing else 0.0
+
+    def running_tokens(self, batch: Batch) -> int:
+        """Tokens that really run: a batch that only decodes is padded."""
+        return batch.tokens if batch.prefill_tokens else self.options.padded(batch.tokens)
 
     def step(
         self,
@@ -180,16 +188,15 @@ class StepModel:
             )
         if not batch.tokens:
             return StepTime(0.0, 0.0, 0.0, np.zeros(len(load)), np.zeros(len(load)))
-        tokens = self.options.padded(batch.tokens) if not batch.prefill_tokens else batch.tokens
+        tokens = self.running_tokens(batch)
         moe = self.moe_s(load, tokens, placement)
         exchange = np.zeros(len(moe))
         if placement is not None and placement.num_ranks > 1:
             per_layer = [traffic] * len(moe) if traffic else self._traffic(load, placement)
             exchange = np.array([all_to_all_us(one, self.topology) for one in per_layer]) * 1e-6
-            exchange = np.maximum(0.0, exchange - self.options.overlap * moe)
-        routing = self.routing.us(tokens) * 1e-6 * len(moe) if self.routing else 0.0
-        outputs = batch.decode_requests + (batch.prefill_requests if batch.prefill_tokens else 0)
-        return StepTime(self.attention_s(batch), self.dense_s(tokens, outputs), routing, moe, exchange)
+            exchange = exposed(exchange, self.options.overlap, moe)
+        routing = self.routing_us(tokens) * 1e-6 * len(moe)
+        return StepTime(self.attention_s(batch), self.dense_s(tokens, batch.outputs), routing, moe, exchange)
 
     def _traffic(self, load: NDArray[np.integer], placement: Placement) -> list[Traffic]:
         """Per layer, from what arrives at the busiest rank; replicas share tokens wherever those come from."""
@@ -201,77 +208,11 @@ class StepModel:
         """Moving one layer's weights of some experts over a link, or over a path measured on this device."""
         nbytes = experts * self.spec.expert_bytes(self.dtype)
         if isinstance(link, Link):
-            return link.latency_s + nbytes / link.bytes_per_s
+            return transfer_s(link, nbytes)
         if link not in self.copies:
             raise ConfigError(f"path {link!r} was not measured; known: {', '.join(sorted(self.copies))}")
         return self.copies[link].us(nbytes) * 1e-6
 
     def kv_transfer_s(self, tokens: int, link: Link) -> float:
         """Handing the KV cache of `tokens` tokens from a prefill to a decode worker."""
-        return link.latency_s + tokens * self.spec.kv_bytes_per_token / link.bytes_per_s
-
-
-def slot_tokens(load: NDArray[np.integer], placement: Placement) -> NDArray[np.float64]:
-    """[layer, slot] tokens: replicas share an expert's tokens, whole tokens each, the first slots one more."""
-    if load.shape != (placement.num_layers, placement.num_experts):
-        raise ConfigError(
-            f"load has shape {load.shape}; the placement is for {placement.num_layers} layers of "
-            f"{placement.num_experts} experts"
-        )
-    out = np.zeros(placement.slot_experts.shape)
-    for layer, experts in enumerate(placement.slot_experts):
-        order = np.argsort(experts, kind="stable")
-        sorted_experts = experts[order]
-        first = np.searchsorted(sorted_experts, sorted_experts)
-        turn = np.arange(len(experts)) - first
-        replicas = np.bincount(experts, minlength=placement.num_experts)[sorted_experts]
-        tokens = load[layer, sorted_experts]
-        out[layer, order] = tokens // replicas + (turn < tokens % replicas)
-    return out
-
-
-ATTENTION_TILE = 128
-"""Queries of one head that a block of a flash-attention kernel takes."""
-ATTENTION_BLOCKS = 132
-"""Blocks that fill a device: the multiprocessors of an H200; an RTX PRO 6000 has 188."""
-
-
-class Work(NamedTuple):
-    """What a kernel must do at least."""
-
-    nbytes: float
-    flops: float
-
-
-def attention_work(spec: ModelSpec, batch: int, query: int, context: float) -> Work:
-    """One layer's attention: `query` tokens a request over `context` tokens of all of them.
-
-    Latent attention decodes in its absorbed form and prefills with its heads expanded.
-    """
-    if query == 1 and spec.kv_lora_rank:
-        width, value, heads = spec.kv_lora_rank + spec.rope_head_dim, spec.kv_lora_rank, spec.num_heads
-        return Work(2.0 * (context * width + batch * heads * (width + value)), 2.0 * context * heads * (width + value))
-    kv_heads = spec.num_heads if spec.kv_lora_rank else spec.num_kv_heads
-    width = spec.head_dim + spec.rope_head_dim
-    nbytes = 4.0 * (context * kv_heads + batch * query * spec.num_heads) * width
-    if query == 1:
-        return Work(nbytes, 4.0 * context * spec.num_heads * width)
-    # A block computes a tile of queries of one head over the whole context: a short chunk leaves most of the device
-    # idle, and takes as long as if it were full.
-    blocks = max(ATTENTION_BLOCKS, batch * spec.num_heads * -(-query // ATTENTION_TILE))
-    return Work(nbytes, 4.0 * context / batch * blocks * ATTENTION_TILE * width)
-
-
-def dense_shapes(spec: ModelSpec) -> list[tuple[list[tuple[int, int]], int]]:
-    """(n, k) of the projections every token passes, with how many layers have them; the head is not among them."""
-    hidden, heads = spec.hidden_size, spec.num_heads * spec.head_dim
-    kv = spec.kv_lora_rank + spec.rope_head_dim if spec.kv_lora_rank else 2 * spec.num_kv_heads * spec.head_dim
-    shapes = [([(heads, hidden), (kv, hidden), (hidden, heads)], spec.num_layers)]
-    moe, dense = spec.num_moe_layers, spec.num_layers - spec.num_moe_layers
-    if spec.shared_intermediate_size:
-        inner = spec.shared_intermediate_size
-        shapes.append(([(2 * inner, hidden), (hidden, inner)], moe))
-    if spec.dense_intermediate_size and dense:
-        inner = spec.dense_intermediate_size
-        shapes.append(([(2 * inner, hidden), (hidden, inner)], dense))
-    return shapes
+        return transfer_s(link, tokens * self.spec.kv_bytes_per_token)

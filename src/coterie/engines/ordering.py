@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from coterie.batching import Window
 from coterie.batching.base import Loads
-from coterie.batching.costs import StepCost
+from coterie.costs.lines import StepCost
 from coterie.engines.ordering_inputs import OrderingSettings
 from coterie.errors import ConfigError, CoterieError, InputError
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from coterie.batching import Strategy, strategies
 from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads
-from coterie.batching.costs import StepCost
+from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, InputError
 from coterie.models import model_from_config

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.costs.lines import StepPrices
+from coterie.costs.lines import PREFILL, StepPrices, added_us, decode_us
 from coterie.registry import needs
 from coterie.routing._dots import SCALE, products
 from coterie.routing.base import Decision, Request, routers
@@ -125,9 +125,9 @@ def _cheapest(
         others = expected[worker] if known else (running[worker] + requests / max(1, living)) / 2
         held = (context[worker] + kept / max(1, living)) / 2
         touched = distinct[worker] if known else 0.0
-        step = prices[0] + prices[1] * touched + prices[2] * others + prices[3] * held
-        more = prices[1] * added[worker] + prices[2] + prices[3] * prompt
+        step = decode_us(prices, touched, others, held)
+        more = added_us(prices, 0.0, added[worker], 1.0, prompt)
         if len(cached):
-            more += prices[4] * (prompt - cached[worker])
+            more += prices[PREFILL] * (prompt - cached[worker])
         costs[worker] = (step + (others + 1.0) * more) / speeds[worker]
     return best_of(costs, alive, running, places, start, scores)

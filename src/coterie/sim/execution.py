@@ -9,10 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import helper, njit
+from coterie._numba import njit
 from coterie.batching.base import Loads
-from coterie.costs.collectives import Traffic, all_to_all_us
-from coterie.costs.moe import layer_us
+from coterie.costs.exchange import arrival_links, exchange_us, exposed
+from coterie.costs.experts import slowest_us
+from coterie.costs.replicas import Slots, slot_rows
 from coterie.costs.step import Batch, StepModel
 from coterie.errors import ConfigError
 from coterie.types import Placement
@@ -85,43 +86,16 @@ class StepTimer:
     placement: Placement | None = None
     _moe: NDArray[np.float64] = field(init=False, repr=False)
     _links: NDArray[np.float64] = field(init=False, repr=False)
-    _slots: NDArray[np.int64] = field(init=False, repr=False)
-    _turn: NDArray[np.int64] = field(init=False, repr=False)
-    _replicas: NDArray[np.int64] = field(init=False, repr=False)
+    _slots: Slots = field(init=False, repr=False)
     _ranks: int = field(init=False)
     _dense_s: dict[tuple[int, int], float] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        spec, topology = self.model.spec, self.model.topology
-        placement = self.placement or Placement.linear(spec.num_moe_layers, spec.num_experts, 1)
-        if placement.num_ranks not in (1, topology.num_ranks):
-            raise ConfigError(f"placement.num_ranks={placement.num_ranks} must equal {topology.num_ranks} of the model")
-        if (placement.num_layers, placement.num_experts) != (spec.num_moe_layers, spec.num_experts):
-            raise ConfigError(
-                f"placement is for {placement.num_layers} layers of {placement.num_experts} experts; "
-                f"{spec.name} has {spec.num_moe_layers} of {spec.num_experts}"
-            )
+        placement = placement_for(self.model, self.placement)
         self._ranks = placement.num_ranks
         self._moe = self.model.moe.array()
-        self._slots = placement.slot_experts.astype(np.int64)
-        self._turn, self._replicas = np.zeros_like(self._slots), np.ones_like(self._slots)
-        for layer, experts in enumerate(self._slots):
-            seen = np.zeros(placement.num_experts, np.int64)
-            for slot, expert in enumerate(experts):
-                self._turn[layer, slot] = seen[expert]
-                seen[expert] += 1
-            self._replicas[layer] = seen[experts]
-        one = Traffic.arriving(1.0, spec, topology)
-        intra, inter = topology.intra, topology.inter
-        self._links = np.array(
-            [
-                intra.latency_s * 1e6,
-                one.intra_bytes / intra.bytes_per_s * 1e6,
-                inter.latency_s * 1e6,
-                one.inter_bytes / inter.bytes_per_s * 1e6,
-            ]
-        )
-        assert self._ranks == 1 or abs(all_to_all_us(one, topology) - _exchange_us(self._links, 1.0)) < 1e-6
+        self._slots = Slots.of(placement)
+        self._links = arrival_links(self.model.spec, self.model.topology)
 
     def __call__(self, load: NDArray[np.int64], batch: Batch) -> Execution:
         """The step of `batch` on every rank whose tokens activate `load` [layer, expert] in all."""
@@ -130,35 +104,37 @@ class StepTimer:
             raise ConfigError(f"load has shape {load.shape}; expected [{spec.num_moe_layers}, {spec.num_experts}]")
         if not batch.tokens:
             return Execution(0.0, 1.0, 0.0)
-        tokens = model.options.padded(batch.tokens) if not batch.prefill_tokens else batch.tokens
+        tokens = model.running_tokens(batch)
         moe_us, imbalance, distinct = _layers_us(
             self._moe,
             load,
-            self._slots,
-            self._turn,
-            self._replicas,
-            self._ranks,
-            float(tokens),
+            *self._slots,
+            np.full(self._ranks, float(tokens)),
             spec.expert_bytes(model.dtype),
             2.0 * spec.expert_params,
             model.options.cache_resident,
             self._links,
             model.options.overlap,
         )
-        outputs = batch.decode_requests + (batch.prefill_requests if batch.prefill_tokens else 0)
-        dense = self._dense_s.get((tokens, outputs))
+        dense = self._dense_s.get((tokens, batch.outputs))
         if dense is None:
-            dense = model.dense_s(tokens, outputs)
-            dense += model.routing.us(tokens) * 1e-6 * spec.num_moe_layers if model.routing else 0.0
-            self._dense_s[tokens, outputs] = dense
+            dense = model.dense_s(tokens, batch.outputs) + model.routing_us(tokens) * 1e-6 * spec.num_moe_layers
+            self._dense_s[tokens, batch.outputs] = dense
         return Execution(model.attention_s(batch) + dense + moe_us * 1e-6, imbalance, distinct)
 
 
-@helper()
-def _exchange_us(links: NDArray[np.float64], rows: float) -> float:
-    intra = links[0] + rows * links[1] if links[1] > 0.0 and rows > 0.0 else 0.0
-    inter = links[2] + rows * links[3] if links[3] > 0.0 and rows > 0.0 else 0.0
-    return 2.0 * max(intra, inter)
+def placement_for(model: StepModel, placement: Placement | None) -> Placement:
+    """The placement that steps of a model are timed on: as given, else all experts on one rank."""
+    spec, ranks = model.spec, model.topology.num_ranks
+    placement = placement or Placement.linear(spec.num_moe_layers, spec.num_experts, 1)
+    if placement.num_ranks not in (1, ranks):
+        raise ConfigError(f"placement.num_ranks={placement.num_ranks} must equal {ranks} of the model")
+    if (placement.num_layers, placement.num_experts) != (spec.num_moe_layers, spec.num_experts):
+        raise ConfigError(
+            f"placement is for {placement.num_layers} layers of {placement.num_experts} experts; "
+            f"{spec.name} has {spec.num_moe_layers} of {spec.num_experts}"
+        )
+    return placement
 
 
 @njit()
@@ -168,32 +144,34 @@ def _layers_us(
     slots: NDArray[np.int64],
     turn: NDArray[np.int64],
     replicas: NDArray[np.int64],
-    ranks: int,
-    tokens: float,
+    tokens: NDArray[np.float64],
     nbytes: float,
     flops: float,
     resident: bool,
     links: NDArray[np.float64],
     overlap: float,
 ) -> tuple[float, float, float]:
-    """Microseconds of all MoE layers with their exchange, busiest over mean rank, and experts touched in a layer."""
-    layers, each = len(slots), slots.shape[1] // ranks
+    """Microseconds of all MoE layers with their exchange, busiest over mean rank, and experts touched in a layer.
+
+    load [layer, expert] rows, tokens [rank].
+    """
+    layers, ranks = len(slots), len(tokens)
+    each = slots.shape[1] // ranks
     total, imbalance, distinct = 0.0, 0.0, 0.0
-    counts = np.empty(each)
+    counts = np.empty((ranks, each))
     for layer in range(layers):
-        slowest, busiest, arrived = 0.0, 0.0, 0.0
+        busiest, arrived = 0.0, 0.0
         for rank in range(ranks):
             here = 0.0
             for at in range(each):
                 slot = rank * each + at
-                rows, share = load[layer, slots[layer, slot]], replicas[layer, slot]
-                counts[at] = rows // share + (turn[layer, slot] < rows % share)
-                here += counts[at]
-            slowest = max(slowest, layer_us(moe, counts, tokens, nbytes, flops, resident))
+                counts[rank, at] = slot_rows(load[layer, slots[layer, slot]], replicas[layer, slot], turn[layer, slot])
+                here += counts[rank, at]
             busiest = max(busiest, here)
             arrived += here
-        exchange = _exchange_us(links, busiest) if ranks > 1 else 0.0
-        total += slowest + max(0.0, exchange - overlap * slowest)
+        slowest = slowest_us(moe, counts, tokens, nbytes, flops, resident)
+        exchange = exchange_us(links, busiest) if ranks > 1 else 0.0
+        total += slowest + exposed(exchange, overlap, slowest)
         imbalance += busiest * ranks / arrived if arrived > 0.0 else 1.0
         for expert in range(load.shape[1]):
             distinct += load[layer, expert] > 0

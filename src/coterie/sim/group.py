@@ -8,7 +8,7 @@ wait for each other in every layer. Every step replays the recorded experts of e
          + sum over layers of (experts of the slowest rank + dispatch and combine of the busiest link)
 
 A rank's own slot takes its tokens; others go to the slots of their expert in turn. A token crosses once for each expert
-it needs elsewhere, as in :mod:`coterie.costs.collectives`. Wrong for engines that send one copy to a rank with several
+it needs elsewhere, as in :mod:`coterie.costs.exchange`. Wrong for engines that send one copy to a rank with several
 of them, that overlap the exchange with other work, or whose ranks do not wait for each other.
 """
 
@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from coterie._numba import njit
 from coterie.batching.decode_batch import DecodeBatcher
-from coterie.costs.moe import layer_us
+from coterie.costs.exchange import crossing_links, exchange_us, exposed
+from coterie.costs.experts import slowest_us
 from coterie.costs.step import Batch, StepModel
 from coterie.errors import ConfigError
 from coterie.placement.holdings import Demand, Held, held_by
@@ -32,9 +33,6 @@ from coterie.routing.fitted import RouterFit
 from coterie.routing.fleet import Fleet
 from coterie.sim.fleet.requests import FleetRequests
 from coterie.types import Placement
-
-BYTES_PER_VALUE = 2.0
-"""Of a hidden state on its way."""
 
 
 class GroupStep(NamedTuple):
@@ -76,16 +74,7 @@ class Group:
         self._rows = np.zeros(placement.slot_experts.shape)
         self._crossing = np.zeros((2, placement.num_layers, self.ranks), np.int64)
         self._turns = np.zeros(shape, np.int64)
-        link = topology.intra
-        self._numbers = np.array(
-            [
-                spec.expert_bytes(model.dtype),
-                2.0 * spec.expert_params,
-                1e6 * link.latency_s,
-                1e6 * spec.hidden_size * BYTES_PER_VALUE / link.bytes_per_s,
-                model.options.overlap,
-            ]
-        )
+        self._links = crossing_links(spec, topology.intra)
         self._dense_s: dict[int, float] = {}
         self.asked: Demand = np.zeros((self.ranks, *shape))
 
@@ -122,17 +111,26 @@ class Group:
             self.asked,
             self.placement.slots_per_rank,
         )
-        experts_us, exchange_us = _layers_us(
-            self.model.moe.array(), self._numbers, self._rows, self._crossing, padded, self.model.options.cache_resident
+        spec, options = self.model.spec, self.model.options
+        experts_us, all_to_all_us = _layers_us(
+            self.model.moe.array(),
+            self._rows,
+            self._crossing,
+            padded,
+            spec.expert_bytes(self.model.dtype),
+            2.0 * spec.expert_params,
+            options.cache_resident,
+            self._links,
+            options.overlap,
         )
-        return GroupStep(rest, 1e-6 * experts_us, 1e-6 * exchange_us, int(remote), expert_ids.size)
+        return GroupStep(rest, 1e-6 * experts_us, 1e-6 * all_to_all_us, int(remote), expert_ids.size)
 
     def _rest_s(self, tokens: int, cached: int) -> float:
         if not tokens:
             return 0.0
         if tokens not in self._dense_s:
             model, padded = self.model, self.model.options.padded(tokens)
-            routing = model.routing.us(padded) * 1e-6 * model.spec.num_moe_layers if model.routing else 0.0
+            routing = model.routing_us(padded) * 1e-6 * model.spec.num_moe_layers
             self._dense_s[tokens] = model.dense_s(padded, tokens) + routing
         return self.model.attention_s(Batch(tokens, cached)) + self._dense_s[tokens]
 
@@ -189,25 +187,25 @@ def _dispatch(
 @njit()
 def _layers_us(
     p: NDArray[np.float64],
-    numbers: NDArray[np.float64],
     rows: NDArray[np.float64],
     crossing: NDArray[np.int64],
     tokens: NDArray[np.float64],
+    nbytes: float,
+    flops: float,
     resident: bool,
+    links: NDArray[np.float64],
+    overlap: float,
 ) -> tuple[float, float]:
     """Experts of the slowest rank and the exchange of the busiest link, summed over layers."""
     layers, ranks = crossing.shape[1], crossing.shape[2]
-    each = rows.shape[1] // ranks
+    by_rank = rows.reshape(layers, ranks, rows.shape[1] // ranks)
     experts, exchange = 0.0, 0.0
     for layer in range(layers):
-        slowest, busiest = 0.0, 0
+        slowest, busiest = slowest_us(p, by_rank[layer], tokens, nbytes, flops, resident), 0
         for rank in range(ranks):
-            mine = rows[layer, rank * each : rank * each + each]
-            slowest = max(slowest, layer_us(p, mine, tokens[rank], numbers[0], numbers[1], resident))
             busiest = max(busiest, crossing[0, layer, rank], crossing[1, layer, rank])
         experts += slowest
-        if busiest > 0:
-            exchange += max(0.0, 2.0 * (numbers[2] + busiest * numbers[3]) - numbers[4] * slowest)
+        exchange += exposed(exchange_us(links, busiest), overlap, slowest)
     return experts, exchange
 
 

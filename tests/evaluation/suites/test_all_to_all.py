@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.costs.collectives import counted_locality
+from coterie.costs.exchange import counted_locality
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.evaluation.suites.all_to_all.counting import busiest_rank, sampled_steps, uniform_steps
 from coterie.evaluation.suites.all_to_all.suite import MAX_TOKENS, PUBLISHED, TRACES, run

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.batching.decode_batch import DecodeBatcher, DecodePrices
-from coterie.costs.collectives import Traffic, all_to_all_us
+from coterie.costs.exchange import Traffic, all_to_all_us
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch
 from coterie.errors import ConfigError

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from coterie.costs.attention import attention_work
 from coterie.costs.cells import AttentionCell, CopyCell, GemmCell, RoutingCell
-from coterie.costs.step import attention_work
 from coterie.errors import ConfigError
 from coterie.types import ModelSpec, WeightDtype
 

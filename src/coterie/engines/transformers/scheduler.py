@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from coterie.batching.base import Loads
-from coterie.batching.costs import StepCost
+from coterie.costs.lines import StepCost
 from coterie.engines.ordering import Chooser, EngineView, WaitingList
 from coterie.engines.ordering_inputs import LoadSource, OrderingSettings, step_cost
 from coterie.errors import ConfigError

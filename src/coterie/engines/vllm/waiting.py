@@ -9,7 +9,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
 from coterie.batching.base import Loads
-from coterie.batching.costs import StepCost
+from coterie.costs.lines import StepCost
 from coterie.engines.ordering import Chooser, EngineView, WaitingList
 from coterie.engines.ordering_inputs import LoadSource, OrderingSettings, step_cost
 from coterie.wire.footprints import footprint_of

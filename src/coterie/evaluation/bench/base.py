@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from coterie.costs.cells import MoeTable, expert_tokens
+from coterie.costs.experts import MoeParams, layer_us
 from coterie.costs.fit import fit_error
-from coterie.costs.moe import MoeParams, layer_us
 from coterie.costs.presets import Preset, fit_table, load_preset, nearest_shape, preset_names, shape_spec
 from coterie.costs.roofline import Curve, Roofline, Transfer
 from coterie.registry import Registry

@@ -32,7 +32,7 @@ def prompt_loads(rng: Generator, waiting: int, experts: int, top_k: int) -> NDAr
 def bench_batching(report: Report) -> list[Row]:
     """One call of `select`, in one layer, with nothing running, nobody passed over and a long queue."""
     from coterie.batching import LatencyAware, Window, strategies
-    from coterie.batching.costs import StepCost
+    from coterie.costs.lines import StepCost
 
     rows: list[Row] = []
     for waiting, batch, experts, top_k in SIZES:

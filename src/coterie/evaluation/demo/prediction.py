@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.costs.moe import MoeParams
+from coterie.costs.experts import MoeParams
 from coterie.costs.roofline import Quality, Roofline
 from coterie.costs.step import StepModel
 from coterie.errors import InputError
@@ -121,7 +121,16 @@ def line_model(spec: ModelSpec, line: StepLine) -> StepModel:
         fill_penalty=0.0,
         partial_penalty=0.0,
     )
-    return StepModel(spec, spec.weight_dtype, moe, None, FREE, FREE, FREE, {})
+    return StepModel(
+        spec=spec,
+        dtype=spec.weight_dtype,
+        moe=moe,
+        routing=None,
+        gemm=FREE,
+        decode_attention=FREE,
+        prefill_attention=FREE,
+        copies={},
+    )
 
 
 def decode_recordings(run: RouterRun, events: Sequence[RequestExperts | None]) -> tuple[list[int], Recordings]:

@@ -11,7 +11,6 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from coterie.evaluation.figures import HEIGHT_IN, Theme, write_figure
-from coterie.evaluation.placement.inspection import replica_counts
 from coterie.placement.maps.formats import PlacementMap
 
 
@@ -19,7 +18,7 @@ def draw_map(
     path: Path, map: PlacementMap, rank_load: NDArray[np.float64] | None, load: NDArray[np.float64] | None
 ) -> list[Path]:
     """Write `path` (.png) and the same as .pdf; older ones are replaced."""
-    counts = replica_counts(map.placement)
+    counts = map.placement.replicas
     ids = list(range(len(counts)) if map.layer_ids is None else map.layer_ids)
 
     def fill(figure: Any, theme: Theme) -> None:

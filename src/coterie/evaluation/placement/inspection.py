@@ -67,7 +67,7 @@ def inspect_map(map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | N
             f"the load is for {load.shape[0]} layers of {load.shape[1]} experts; "
             f"the placement for {placement.num_layers} of {placement.num_experts}"
         )
-    replicas = replica_counts(placement)
+    replicas = placement.replicas
     ids = list(range(placement.num_layers) if map.layer_ids is None else map.layer_ids)
     busy = None if load is None else _rank_load(map, load)
     return MapInspection(
@@ -87,13 +87,6 @@ def inspect_map(map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | N
         worst_layer=None if busy is None else ids[worst_layer(busy)],
         rank_load=None if busy is None else busy.tolist(),
     )
-
-
-def replica_counts(placement: Placement) -> NDArray[np.int64]:
-    """[layer, expert] slots."""
-    counts = np.zeros((placement.num_layers, placement.num_experts), np.int64)
-    np.add.at(counts, (np.arange(placement.num_layers)[:, None], placement.slot_experts), 1)
-    return counts
 
 
 def worst_layer(rank_load: NDArray[np.float64]) -> int:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from coterie.batching import Strategy
 from coterie.batching.base import Loads
-from coterie.batching.costs import SpreadCost, StepCost
+from coterie.batching.costs import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
+from coterie.costs.lines import StepCost
 from coterie.costs.step import StepModel
 from coterie.evaluation.simulate.requests import Requests
 from coterie.sim.decode import DecodeRequests, run_decode

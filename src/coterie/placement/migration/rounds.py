@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from coterie.costs.movement import link_between, transfer_s
 from coterie.errors import ConfigError
 from coterie.placement.base import HOST
 from coterie.placement.migration._switching import switch_order
@@ -259,11 +260,8 @@ def _nearest(holders: Sequence[int], rank: int, topology: Topology, sends: Count
 
 
 def _link_s(source: int, rank: int, topology: Topology, limits: Limits) -> float:
-    if source == HOST:
-        link = topology.host
-    else:
-        link = topology.intra if topology.node_of(source) == topology.node_of(rank) else topology.inter
-    return link.latency_s + limits.expert_bytes / link.bytes_per_s
+    link = topology.host if source == HOST else link_between(topology, source, rank)
+    return transfer_s(link, limits.expert_bytes)
 
 
 def edge_rounds(senders: Sequence[int], receivers: Sequence[int]) -> list[int]:

@@ -23,9 +23,9 @@ from coterie._numba import side_by_side
 from coterie.errors import ConfigError
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import Objective, Problem
-from coterie.placement.planning._search import CHANGED, ENOUGH, KEPT, REPAIRED, search, spend
 from coterie.placement.planning.eplb import Eplb
 from coterie.placement.planning.packing import living_ranks
+from coterie.placement.planning.search.layers import CHANGED, ENOUGH, KEPT, REPAIRED, search, spend
 from coterie.types import Placement, Topology
 
 Split = Literal["equal", "weighted", "optimal"]

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError
 from coterie.placement.base import Load, Plan, Progress, Proof, SearchProgress, planners
 from coterie.placement.objective import Objective, Problem
-from coterie.placement.planning._milp import Array, Found, Layer, Mask, Search, best_shares, solve
+from coterie.placement.planning.milp.layer import Array, Found, Layer, Mask
+from coterie.placement.planning.milp.solving import Search, best_shares, solve
 from coterie.placement.planning.packing import living_ranks
 from coterie.types import Placement, Topology
 

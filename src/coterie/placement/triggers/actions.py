@@ -30,6 +30,8 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from coterie._numba import njit
+from coterie.costs.exchange import row_trips_s
+from coterie.costs.movement import link_between, transfer_s
 from coterie.errors import ConfigError
 from coterie.placement.holdings import Demand, Held
 from coterie.placement.triggers.demand import mismatch
@@ -205,17 +207,10 @@ class ActionManager:
 
     def row_s(self) -> NDArray[np.float64]:
         """[rank, holder] seconds for one activation's way to its expert and back."""
-        nodes = self.topology.rank_nodes
-        near = nodes[:, None] == nodes[None, :]
-        speed = np.where(near, self.topology.intra.bytes_per_s, self.topology.inter.bytes_per_s)
-        seconds = 2.0 * self.row_bytes / speed
-        np.fill_diagonal(seconds, 0.0)
-        return np.asarray(seconds)
+        return row_trips_s(self.topology, self.row_bytes)
 
     def move_s(self, source: int, target: int, layers: int) -> float:
-        node_of = self.topology.node_of
-        link = self.topology.intra if node_of(source) == node_of(target) else self.topology.inter
-        return layers * (link.latency_s + self.expert_bytes / link.bytes_per_s)
+        return layers * transfer_s(link_between(self.topology, source, target), self.expert_bytes)
 
 
 @njit()

@@ -27,8 +27,11 @@ from coterie.errors import ConfigError
 from coterie.footprints.counting import footprint
 from coterie.routing.base import Decision, Request, Router
 from coterie.routing.fleet import Fleet
-from coterie.sim.fleet import _loop as loop
-from coterie.sim.fleet._cost import WORD, fill_bits, step_tables
+from coterie.sim.fleet import _state as state
+from coterie.sim.fleet._bits import fill_bits
+from coterie.sim.fleet._loop import advance
+from coterie.sim.fleet._memory import hit_tokens
+from coterie.sim.fleet._tables import WORD, step_tables
 from coterie.sim.fleet.checks import check_fleet
 from coterie.sim.fleet.metrics import FleetRun
 from coterie.sim.fleet.requests import FleetRequests
@@ -144,7 +147,7 @@ def run_fleet(
             requests,
             config.places,
             config.prefill_places,
-            driver.world.w[loop.CAPACITY],
+            driver.world.w[state.CAPACITY],
             config.both,
             duplicates != "allow",
             until_s == np.inf,
@@ -242,30 +245,30 @@ class _Driver:
 
     def serve(self) -> FleetRun:
         arrays, c = (*self.world, *self.tables), self.world.c
-        decisions, answer = self.world.r[:, loop.DECISION], -1
+        decisions, answer = self.world.r[:, state.DECISION], -1
         while True:
-            why = loop.advance(*arrays, self.log, answer)
+            why = advance(*arrays, self.log, answer)
             answer = -1
-            if why == loop.GROW:
+            if why == state.GROW:
                 self.log = np.concatenate([self.log, np.zeros_like(self.log)])
                 continue
             self.tell_finished()
-            if why == loop.DECIDE:
-                answer = self.decide(int(decisions[c[loop.DECIDED]]))
-            elif why == loop.DUPLICATE:
-                row = int(c[loop.SUBJECT])
+            if why == state.DECIDE:
+                answer = self.decide(int(decisions[c[state.DECIDED]]))
+            elif why == state.DUPLICATE:
+                row = int(c[state.SUBJECT])
                 raise ConfigError(
                     f"request {row} replays recording {self.requests.recorded[row]}, which is in flight already, with "
-                    f"{c[loop.IN_FLIGHT] - 1} others: use more recordings, a lower rate, or duplicates='postpone'"
+                    f"{c[state.IN_FLIGHT] - 1} others: use more recordings, a lower rate, or duplicates='postpone'"
                 )
             else:
                 return self.result()
 
     def tell_finished(self) -> None:
-        ended = int(self.world.c[loop.FINISHED])
+        ended = int(self.world.c[state.FINISHED])
         if ended == self.told:
             return
-        for request in self.world.r[self.told : ended, loop.ENDING].tolist():
+        for request in self.world.r[self.told : ended, state.ENDING].tolist():
             self.fleet.finish(str(request))
             self.profiles.pop(request, None)
         if self.progress is not None:
@@ -298,22 +301,22 @@ class _Driver:
     def show_memory(self) -> None:
         """What the fleet shows of prompts that wait and of KV in use."""
         w, first = self.world.w, self.config.prefill_workers
-        self.fleet.prefill_tokens[:] = w[loop.QUEUED_TOKENS, first:]
+        self.fleet.prefill_tokens[:] = w[state.QUEUED_TOKENS, first:]
         if self.config.kv_tokens is not None:
-            self.fleet.kv_used[:] = w[loop.KV_USED, first:] / w[loop.CAPACITY, first:]
+            self.fleet.kv_used[:] = w[state.KV_USED, first:] / w[state.CAPACITY, first:]
 
     def cached(self, request: int) -> NDArray[np.int64] | None:
         c, r, cache, blocks = self.world.c, self.world.r, self.world.cache, self.world.blocks
         if not len(blocks):
             return None
         workers = range(self.config.decode_workers)
-        return np.array([loop.hit_tokens(c, r, cache, blocks, worker, request) for worker in workers], np.int64)
+        return np.array([hit_tokens(c, r, cache, blocks, worker, request) for worker in workers], np.int64)
 
     def refine(self) -> None:
         """Profiles of requests that decoded enough since the last time."""
         every, recordings = self.config.refine_tokens, self.requests.recordings
         for request, (profile, seen) in self.profiles.items():
-            decoded = int(self.world.r[request, loop.DECODED])
+            decoded = int(self.world.r[request, state.DECODED])
             if decoded - seen < every:
                 continue
             recorded = self.requests.recorded[request]
@@ -326,34 +329,34 @@ class _Driver:
     def result(self) -> FleetRun:
         c, f, w, _ = self.world[:4]
         r, rt = (np.ascontiguousarray(table.T) for table in (self.world.r, self.world.rt))
-        phase, until_s = r[loop.PHASE], float(f[loop.UNTIL])
-        on_worker = (phase == loop.PREFILLING) | (phase == loop.DECODING)
-        done = (phase == loop.DONE) | (phase == loop.DROPPED)
-        waiting = (rt[loop.ARRIVAL] <= until_s) & ~on_worker & ~done
-        log = self.log[: c[loop.STEPS]]
+        phase, until_s = r[state.PHASE], float(f[state.UNTIL])
+        on_worker = (phase == state.PREFILLING) | (phase == state.DECODING)
+        done = (phase == state.DONE) | (phase == state.DROPPED)
+        waiting = (rt[state.ARRIVAL] <= until_s) & ~on_worker & ~done
+        log = self.log[: c[state.STEPS]]
         return FleetRun(
-            arrival_s=rt[loop.ARRIVAL],
-            prefill_start_s=rt[loop.PREFILL_START],
-            prefill_end_s=rt[loop.PREFILL_END],
-            ready_s=rt[loop.READY],
-            decode_start_s=rt[loop.JOIN],
-            first_token_s=rt[loop.FIRST_TOKEN],
-            finish_s=rt[loop.FINISH],
+            arrival_s=rt[state.ARRIVAL],
+            prefill_start_s=rt[state.PREFILL_START],
+            prefill_end_s=rt[state.PREFILL_END],
+            ready_s=rt[state.READY],
+            decode_start_s=rt[state.JOIN],
+            first_token_s=rt[state.FIRST_TOKEN],
+            finish_s=rt[state.FINISH],
             prompt_tokens=self.requests.prompt_tokens,
             output_tokens=self.requests.output_tokens,
-            cached_tokens=r[loop.CACHED],
-            decoded=r[loop.DECODED],
-            prefiller=r[loop.PREFILLER],
-            decoder=r[loop.DECODER],
-            dropped=phase == loop.DROPPED,
+            cached_tokens=r[state.CACHED],
+            decoded=r[state.DECODED],
+            prefiller=r[state.PREFILLER],
+            decoder=r[state.DECODER],
+            dropped=phase == state.DROPPED,
             running=int(on_worker.sum()),
             queued=int(waiting.sum()),
-            postponed=int(c[loop.POSTPONED]),
-            most_in_flight=int(c[loop.MOST]),
-            end_s=float(f[loop.CLOCK]) if done.all() or until_s == np.inf else until_s,
+            postponed=int(c[state.POSTPONED]),
+            most_in_flight=int(c[state.MOST]),
+            end_s=float(f[state.CLOCK]) if done.all() or until_s == np.inf else until_s,
             prefill_workers=self.config.prefill_workers,
             decode_workers=self.config.decode_workers,
-            kv_most=w[loop.KV_MOST],
+            kv_most=w[state.KV_MOST],
             step_worker=log[:, 0].astype(np.int32),
             step_start_s=log[:, 1].copy(),
             step_s=log[:, 2].copy(),
@@ -370,58 +373,58 @@ def _world(
     in_flight: int,
     duplicates: Duplicates,
     until_s: float,
-) -> loop.World:
+) -> state.World:
     prefill, decode, recordings, spec = config.prefill_workers, config.decode_workers, requests.recordings, model.spec
     workers, count = prefill + decode, len(requests)
     c = np.zeros(18, np.int64)
-    c[loop.PREFILL_WORKERS], c[loop.STEP_TOKENS] = prefill, config.chunk_tokens
-    c[loop.BLOCK_TOKENS] = requests.block_tokens
-    c[loop.POLICY], c[loop.CLOSED] = get_args(PrefillPolicy).index(config.prefill_policy), in_flight
-    c[loop.AHEAD] = config.schedule_ahead
-    c[loop.DUPLICATES] = get_args(Duplicates).index(duplicates)
+    c[state.PREFILL_WORKERS], c[state.STEP_TOKENS] = prefill, config.chunk_tokens
+    c[state.BLOCK_TOKENS] = requests.block_tokens
+    c[state.POLICY], c[state.CLOSED] = get_args(PrefillPolicy).index(config.prefill_policy), in_flight
+    c[state.AHEAD] = config.schedule_ahead
+    c[state.DUPLICATES] = get_args(Duplicates).index(duplicates)
     f = np.zeros(5)
-    f[loop.OVERHEAD], f[loop.UNTIL] = config.step_overhead_s, until_s
+    f[state.OVERHEAD], f[state.UNTIL] = config.step_overhead_s, until_s
     if config.link is not None:
-        f[loop.LATENCY], f[loop.TOKEN_S] = config.link.latency_s, spec.kv_bytes_per_token / config.link.bytes_per_s
+        f[state.LATENCY], f[state.TOKEN_S] = config.link.latency_s, spec.kv_bytes_per_token / config.link.bytes_per_s
 
     def in_blocks(tokens: int | None) -> int:
         return UNBOUNDED if tokens is None else tokens // requests.block_tokens
 
     w = np.zeros((16, workers), np.int64)
-    w[loop.WAIT_HEAD : loop.STAGED] = -1
-    w[loop.ROLE, :prefill], w[loop.ROLE, prefill:] = loop.PREFILL, loop.BOTH if config.both else loop.DECODE
-    w[loop.PLACES, :prefill], w[loop.PLACES, prefill:] = config.prefill_places, config.places
-    w[loop.CAPACITY, :prefill] = in_blocks(config.prefill_kv_tokens)
-    w[loop.CAPACITY, prefill:] = in_blocks(config.kv_tokens)
+    w[state.WAIT_HEAD : state.STAGED] = -1
+    w[state.ROLE, :prefill], w[state.ROLE, prefill:] = state.PREFILL, state.BOTH if config.both else state.DECODE
+    w[state.PLACES, :prefill], w[state.PLACES, prefill:] = config.prefill_places, config.places
+    w[state.CAPACITY, :prefill] = in_blocks(config.prefill_kv_tokens)
+    w[state.CAPACITY, prefill:] = in_blocks(config.kv_tokens)
     wt = np.zeros((3, workers))
-    wt[loop.STEP_END], wt[loop.SPEED] = np.inf, 1.0
+    wt[state.STEP_END], wt[state.SPEED] = np.inf, 1.0
     if config.speeds is not None:
-        wt[loop.SPEED, prefill:] = config.speeds
+        wt[state.SPEED, prefill:] = config.speeds
 
     r, rt = np.zeros((21, count), np.int64), np.full((7, count), np.nan)  # turned below
-    r[[loop.NEXT, loop.PREFILLER, loop.DECODER]] = -1
-    r[loop.PROMPT_TOKENS], r[loop.OUTPUT_TOKENS] = requests.prompt_tokens, requests.output_tokens
-    r[loop.RECORDED] = requests.recorded
+    r[[state.NEXT, state.PREFILLER, state.DECODER]] = -1
+    r[state.PROMPT_TOKENS], r[state.OUTPUT_TOKENS] = requests.prompt_tokens, requests.output_tokens
+    r[state.RECORDED] = requests.recorded
     for field, column in (
-        (loop.PROMPT_ROW, recordings.prompt_row),
-        (loop.PROMPT_ROWS, recordings.prompt_rows),
-        (loop.DECODE_ROW, recordings.decode_row),
-        (loop.DECODE_ROWS, recordings.decode_rows),
+        (state.PROMPT_ROW, recordings.prompt_row),
+        (state.PROMPT_ROWS, recordings.prompt_rows),
+        (state.DECODE_ROW, recordings.decode_row),
+        (state.DECODE_ROWS, recordings.decode_rows),
     ):
         r[field] = column[requests.recorded]
     blocks = np.zeros(0, np.int64)
     if requests.blocks is not None and requests.block_offsets is not None:
         blocks = np.ascontiguousarray(requests.blocks, np.int64)
-        r[loop.BLOCK_FIRST], r[loop.BLOCK_END] = requests.block_offsets[:-1], requests.block_offsets[1:]
+        r[state.BLOCK_FIRST], r[state.BLOCK_END] = requests.block_offsets[:-1], requests.block_offsets[1:]
     if requests.arrival_s is not None:
-        rt[loop.ARRIVAL] = requests.arrival_s
+        rt[state.ARRIVAL] = requests.arrival_s
 
     numbers = int(blocks.max(initial=-1)) + 1
     cache = np.full((3, workers if config.both else prefill, numbers + 1), numbers, np.int32)
-    cache[loop.PINS] = -1
+    cache[state.PINS] = -1
     held = np.full((3, len(recordings)), -1, np.int64)
-    held[loop.BUSY] = 0
-    run = np.zeros((workers, int(w[loop.PLACES].max())), np.int64)
+    held[state.BUSY] = 0
+    run = np.zeros((workers, int(w[state.PLACES].max())), np.int64)
     layers, experts = spec.num_moe_layers, spec.num_experts
     narrow = narrowest_uint(max(layers * experts - 1, 1 << 8))  # not 8 bits: models have more, so one loop is enough
     cells = np.add(recordings.expert_ids, (np.arange(layers) * experts).astype(narrow)[None, :, None], dtype=narrow)
@@ -431,4 +434,4 @@ def _world(
     fill_bits(cells, bits)
     rows = np.zeros(run.shape[1] + 8, np.uint64)
     r, rt = np.ascontiguousarray(r.T), np.ascontiguousarray(rt.T)
-    return loop.World(c, f, w, wt, r, rt, run, cache, blocks, held, cells, counts, bits, rows)
+    return state.World(c, f, w, wt, r, rt, run, cache, blocks, held, cells, counts, bits, rows)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.costs.collectives import Traffic, all_to_all_us, first_rank
+from coterie.costs.exchange import Traffic, all_to_all_us, first_rank
 from coterie.errors import TraceError
 from coterie.traces.activations import ActivationTrace
 from coterie.types import Placement, Topology

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.costs.collectives import (
+from coterie.costs.exchange import (
     Locality,
     Traffic,
     all_to_all_us,

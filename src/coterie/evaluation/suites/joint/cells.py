@@ -23,9 +23,10 @@ import numpy as np
 from numpy.random import Generator
 
 from coterie.batching.decode_batch import DecodeBatcher, DecodePrices
+from coterie.costs.dense import dense_shapes
+from coterie.costs.exchange import BYTES_PER_VALUE, row_us
 from coterie.costs.lines import StepPrices
 from coterie.costs.presets import step_model
-from coterie.costs.step import dense_shapes
 from coterie.errors import ConfigError
 from coterie.evaluation.fleets import CONTEXT, ROOM, TRACES, Halves, Source, recorded_source, split
 from coterie.evaluation.suites.eldr.synthetic import SyntheticSize, language_source
@@ -36,7 +37,7 @@ from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.routing.base import Router, routers
 from coterie.routing.fitted import RouterFit
 from coterie.sim.fleet.requests import Recordings, draw_requests, phase_recordings, split_recordings
-from coterie.sim.group import BYTES_PER_VALUE, Group, GroupLoop, GroupOutcome, outcome
+from coterie.sim.group import Group, GroupLoop, GroupOutcome, outcome
 from coterie.types import BYTES_PER_WEIGHT, INFINIBAND_400G, NVLINK4, Link, ModelSpec, Placement, Topology, WeightDtype
 
 RANKS = 8
@@ -246,7 +247,7 @@ def decode_prices(bench: GroupBench, placement: Placement) -> LearnedPrices:
         step_us.append(1e6 * float(np.mean([part.total_s for part in parts])))
         share = float(np.mean([part.remote / part.activations for part in parts]))
         crossing = share * spec.top_k * spec.num_moe_layers
-    remote_us = 2e6 * spec.hidden_size * BYTES_PER_VALUE / loop.model.topology.intra.bytes_per_s
+    remote_us = 2.0 * row_us(spec, loop.model.topology.intra)
     slope = RANKS * (step_us[1] - step_us[0]) / (loads[1] - loads[0])
     request_us = max(0.0, slope - remote_us * crossing)
     fixed_us = max(0.0, step_us[1] - loads[1] / RANKS * (request_us + remote_us * crossing))

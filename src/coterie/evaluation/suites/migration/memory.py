@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.costs.collectives import Locality, Traffic
+from coterie.costs.exchange import Locality, Traffic
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch
 from coterie.models import get_model

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from coterie.costs.collectives import Locality, Traffic, all_to_all_us
+from coterie.costs.exchange import Locality, Traffic, all_to_all_us
 from coterie.errors import UnknownNameError
 from coterie.evaluation.suites.base import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
 from coterie.evaluation.suites.migration.figures import draw_figure

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from scipy.cluster.vq import kmeans2, vq
 
 from coterie.batching import Strategy, strategies
-from coterie.batching.costs import StepCost
 from coterie.batching.latency_aware import measure_trust
 from coterie.batching.scheduler import SchedulerConfig
+from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, TraceError, UnavailableError
 from coterie.evaluation.runs import in_parallel, interval

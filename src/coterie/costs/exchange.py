@@ -1,4 +1,4 @@
-"""All-to-all of expert parallelism: who must send how much, and how long that takes.
+"""The exchange of expert parallelism, an all-to-all: who must send how much, and how long that takes.
 
 A token whose expert lives on another rank is sent there once per remote expert (or once per remote rank, where the
 dispatcher deduplicates, as DeepEP does), and its result comes back. Counted exactly from activations where a trace is
@@ -7,13 +7,19 @@ at hand, else by expectation for uniform routing.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie._numba import helper
 from coterie.errors import ConfigError
 from coterie.types import Link, ModelSpec, Placement, Topology
+
+Array = NDArray[np.float64]
+
+BYTES_PER_VALUE = 2.0
+"""Of a hidden state on its way."""
 
 
 class Locality(NamedTuple):
@@ -105,28 +111,87 @@ class Traffic(NamedTuple):
     inter_bytes: float
 
     @classmethod
-    def expected(cls, spec: ModelSpec, tokens: int, topology: Topology, bytes_per_value: float = 2.0) -> Traffic:
+    def expected(
+        cls, spec: ModelSpec, tokens: int, topology: Topology, bytes_per_value: float = BYTES_PER_VALUE
+    ) -> Traffic:
         """`tokens` tokens on every rank, uniform routing."""
         return cls.of(expected_locality(spec, topology), spec, tokens, bytes_per_value)
 
     @classmethod
-    def arriving(cls, rows: float, spec: ModelSpec, topology: Topology, bytes_per_value: float = 2.0) -> Traffic:
+    def arriving(
+        cls, rows: float, spec: ModelSpec, topology: Topology, bytes_per_value: float = BYTES_PER_VALUE
+    ) -> Traffic:
         """`rows` token-and-expert pairs computed on a rank, their tokens spread evenly over all ranks."""
         ranks, near = topology.num_ranks, min(topology.ranks_per_node, topology.num_ranks)
         row = spec.hidden_size * bytes_per_value / ranks
         return cls(rows * (near - 1) * row, rows * (ranks - near) * row)
 
     @classmethod
-    def of(cls, locality: Locality, spec: ModelSpec, tokens: float, bytes_per_value: float = 2.0) -> Traffic:
+    def of(
+        cls, locality: Locality, spec: ModelSpec, tokens: float, bytes_per_value: float = BYTES_PER_VALUE
+    ) -> Traffic:
         row = spec.hidden_size * bytes_per_value
         return cls(tokens * (locality.remote - locality.inter_node) * row, tokens * locality.inter_node * row)
 
 
 def all_to_all_us(traffic: Traffic, topology: Topology) -> float:
     """Dispatch and combine: both directions of one layer. Links of a kind work at once; intra and inter overlap."""
-    one_way = max(_us(topology.intra, traffic.intra_bytes), _us(topology.inter, traffic.inter_bytes))
-    return 2.0 * one_way
+    intra, inter = topology.intra, topology.inter
+    near, far = traffic.intra_bytes / intra.bytes_per_s, traffic.inter_bytes / inter.bytes_per_s
+    return 1e6 * there_and_back(intra.latency_s, near, inter.latency_s, far)
 
 
-def _us(link: Link, nbytes: float) -> float:
-    return (link.latency_s + nbytes / link.bytes_per_s) * 1e6 if nbytes > 0 else 0.0
+@helper()
+def there_and_back(intra_latency: float, intra: float, inter_latency: float, inter: float) -> float:
+    """Both directions over the slower kind of link, from its latency and its transfer; what sends nothing waits not."""
+    near = intra_latency + intra if intra > 0.0 else 0.0
+    far = inter_latency + inter if inter > 0.0 else 0.0
+    return 2.0 * max(near, far)
+
+
+@helper()
+def exchange_us(links: Array, rows: float) -> float:
+    """:func:`all_to_all_us` of the rows of the busiest rank; links as :func:`arrival_links` gives them."""
+    return there_and_back(links[0], rows * links[1], links[2], rows * links[3])
+
+
+@helper()
+def exposed(exchange: Any, overlap: float, experts: Any) -> Any:
+    """What of an exchange is not hidden behind a share of the experts' time, in whatever unit both are."""
+    return np.maximum(0.0, exchange - overlap * experts)
+
+
+def arrival_links(spec: ModelSpec, topology: Topology) -> Array:
+    """[4] microseconds of latency and per row inside a node, then between nodes.
+
+    Rows are token-and-expert pairs computed on a rank, as in :meth:`Traffic.arriving`.
+    """
+    one = Traffic.arriving(1.0, spec, topology)
+    intra, inter = topology.intra, topology.inter
+    return np.array(
+        [
+            intra.latency_s * 1e6,
+            one.intra_bytes / intra.bytes_per_s * 1e6,
+            inter.latency_s * 1e6,
+            one.inter_bytes / inter.bytes_per_s * 1e6,
+        ]
+    )
+
+
+def crossing_links(spec: ModelSpec, link: Link) -> Array:
+    """As :func:`arrival_links`, for rows that are known to cross a link inside the node."""
+    return np.array([1e6 * link.latency_s, row_us(spec, link), 0.0, 0.0])
+
+
+def row_us(spec: ModelSpec, link: Link, bytes_per_value: float = BYTES_PER_VALUE) -> float:
+    """A token's hidden state over a link in one direction, its latency left out."""
+    return 1e6 * spec.hidden_size * bytes_per_value / link.bytes_per_s
+
+
+def row_trips_s(topology: Topology, row_bytes: float) -> Array:
+    """[source, rank] seconds of a row's way to another rank and back, latencies left out."""
+    nodes = topology.rank_nodes
+    near = nodes[:, None] == nodes[None, :]
+    seconds = 2.0 * row_bytes * np.where(near, 1 / topology.intra.bytes_per_s, 1 / topology.inter.bytes_per_s)
+    np.fill_diagonal(seconds, 0.0)
+    return np.asarray(seconds)

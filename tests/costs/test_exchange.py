@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.costs.collectives import (
+from coterie.costs.exchange import (
     Locality,
     Traffic,
     all_to_all_us,

@@ -23,6 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
+from coterie.costs.roofline import soft_max
+
+Array = NDArray[np.float64]
 
 
 class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,29 +78,69 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+(OVERHEAD, TOKEN, STREAM, ROW, RATE, _, TILE, _, SWITCH, SHARPNESS, FILL, PARTIAL, OVERLAP, CACHE, CACHE_RATE) = range(
+    15
+)
+"""Places in :meth:`MoeParams.array`; RATE and TILE are those of the small tile, the large one's stand after them."""
+
 CACHE_SHARPNESS = 4.0
 """Past the cache's size the share of hits falls as (cache ÷ weights) to this power: replacement is not perfect."""
 
 
 @helper()
-def _soft_max(a: float, b: float, sharpness: float) -> float:
-    top = max(a, b)
-    return float(top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1.0 / sharpness))
+def cache_hits(p: Array, weight_bytes: float) -> float:
+    """Share of weights of this size in all that a cache still holds when they are used in turn."""
+    return float(min(1.0, (p[CACHE] / weight_bytes) ** CACHE_SHARPNESS))
 
 
 @helper()
-def _stream_us(p: NDArray[np.float64], nbytes: float, active: int, resident: bool) -> float:
-    """Time to bring one expert's weights in, when `active` experts of this size are used in turn."""
-    if not resident or p[13] <= 0.0:
-        return float(nbytes / p[2])
-    hit = min(1.0, (p[13] / (nbytes * active)) ** CACHE_SHARPNESS)
-    return float(nbytes * ((1.0 - hit) / p[2] + hit / p[14]))
+def cached_stream_us(p: Array, nbytes: float, hits: float) -> float:
+    """Time to bring one expert's weights in, a share `hits` of them from the cache."""
+    return float(nbytes * ((1.0 - hits) / p[STREAM] + hits / p[CACHE_RATE]))
+
+
+@helper()
+def tile_us(p: Array, large: int, flops: float) -> float:
+    """Compute of one tile, full or not; `large` is 1 for the large tile, else 0."""
+    return float(p[TILE + large] * flops / p[RATE + large])
+
+
+@helper()
+def arrival_us(p: Array, rows: float, tile: float, stream: float) -> float:
+    """Time until an expert's weights and the rows of its first tile are there."""
+    first_rows = min(rows, tile)
+    return float(stream * (1.0 + p[FILL] * max(0.0, 1.0 - first_rows / p[TILE])) + p[ROW] * first_rows)
+
+
+@helper()
+def expert_us(p: Array, rows: float, large: int, stream: float, compute: float) -> tuple[float, float, float]:
+    """One expert with at least one row: by itself, the arrival of its weights, and its compute.
+
+    `compute` is :func:`tile_us`.
+    """
+    tile = p[TILE + large]
+    arrival = arrival_us(p, rows, tile, stream)
+    tiles, more = np.ceil(rows / tile), 0.0
+    if tiles > 1.0:
+        empty = 0.0 if large else p[PARTIAL] * (1.0 - (rows - (tiles - 1.0) * tile) / tile)
+        more = max(compute, p[ROW] * tile) * (tiles - 1.0 + empty)
+    return soft_max(arrival, compute, p[SHARPNESS]) + more, arrival, compute + more
+
+
+@helper()
+def fixed_us(p: Array, tokens: float) -> float:
+    """What a layer takes whatever its experts do."""
+    return float(p[OVERHEAD] + p[TOKEN] * tokens)
+
+
+@helper()
+def overlapped_us(fixed: float, overlap: float, alone: float, together: float) -> float:
+    """A layer from its experts' times each by itself, and with all streaming beside all compute."""
+    return fixed + (1.0 - overlap) * alone + overlap * together
 
 
 @njit()
-def layer_us(
-    p: NDArray[np.float64], counts: NDArray[np.float64], tokens: float, nbytes: float, flops: float, resident: bool
-) -> float:
+def layer_us(p: Array, counts: Array, tokens: float, nbytes: float, flops: float, resident: bool) -> float:
     """One device's time for counts [expert] rows of the experts it holds; 0 without any.
 
     `tokens` is the size of the batch, `nbytes` one expert's weights, `flops` those of one row through one expert.
@@ -109,21 +152,36 @@ def layer_us(
             total += count
     if active == 0:
         return 0.0
-    large = total / len(counts) > p[8]
-    tile = p[7] if large else p[6]
-    compute = tile * flops / (p[5] if large else p[4])
-    stream = _stream_us(p, nbytes, active, resident)
+    large = 1 if total / len(counts) > p[SWITCH] else 0
+    compute, stream = tile_us(p, large, flops), nbytes / p[STREAM]
+    if resident and p[CACHE] > 0.0:
+        stream = cached_stream_us(p, nbytes, cache_hits(p, nbytes * active))
     alone, arrive, work = 0.0, 0.0, 0.0
     for rows in counts:
-        if rows <= 0:
-            continue
-        first_rows = min(rows, tile)
-        weights = stream * (1.0 + p[10] * max(0.0, 1.0 - first_rows / p[6])) + p[3] * first_rows
-        tiles, more = np.ceil(rows / tile), 0.0
-        if tiles > 1.0:
-            empty = 0.0 if large else p[11] * (1.0 - (rows - (tiles - 1.0) * tile) / tile)
-            more = max(compute, p[3] * tile) * (tiles - 1.0 + empty)
-        alone += _soft_max(weights, compute, p[9]) + more
-        arrive += weights
-        work += compute + more
-    return float(p[0] + p[1] * tokens + (1.0 - p[12]) * alone + p[12] * _soft_max(arrive, work, p[9]))
+        if rows > 0:
+            mine, arrival, busy = expert_us(p, rows, large, stream, compute)
+            alone += mine
+            arrive += arrival
+            work += busy
+    together = soft_max(arrive, work, p[SHARPNESS])
+    return float(overlapped_us(fixed_us(p, tokens), p[OVERLAP], alone, together))
+
+
+@njit()
+def slowest_us(p: Array, counts: Array, tokens: Array, nbytes: float, flops: float, resident: bool) -> float:
+    """The slowest rank's experts in one layer; counts [rank, slot of the rank] rows, tokens [rank]."""
+    slowest = 0.0
+    for rank in range(len(counts)):
+        slowest = max(slowest, layer_us(p, counts[rank], tokens[rank], nbytes, flops, resident))
+    return slowest
+
+
+@njit()
+def expert_table(p: Array, nbytes: float, flops: float, out: Array) -> None:
+    """Fill out [3, tile, rows] with :func:`expert_us`, the small tile and the large; no rows take no time."""
+    stream = nbytes / p[STREAM]
+    for large in range(2):
+        compute = tile_us(p, large, flops)
+        for rows in range(1, out.shape[2]):
+            mine, arrival, busy = expert_us(p, float(rows), large, stream, compute)
+            out[0, large, rows], out[1, large, rows], out[2, large, rows] = mine, arrival, busy

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from coterie.costs import fit
 from coterie.costs.cells import MoeCell, expert_tokens
-from coterie.costs.moe import MoeParams, layer_us
+from coterie.costs.experts import MoeParams, layer_us
 
 NBYTES, FLOPS = 9.4e6, 9.4e6
 

@@ -1,0 +1,253 @@
+"""The loops of :mod:`coterie.batching.latency_aware` that minimise a :class:`~coterie.costs.lines.StepCost`.
+
+`parameters` are :meth:`StepCost.numbers`, loads are [request, layer, slot] with a rank's slots side by side.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import helper, njit
+from coterie.batching.base import Loads
+from coterie.batching.picking import Indices, allowed_skips, drop, due, in_order, not_in
+from coterie.costs.lines import rank_us, rows_past
+
+ALMOST_NEVER = 1e-3
+"""Least chance of a request missing an expert: a product of misses then stays a number above nothing."""
+
+
+@njit()
+def by_step(
+    loads: Loads,
+    running: Loads,
+    skipped: Indices,
+    hope: float,
+    size: int,
+    max_skips: int,
+    parameters: NDArray[np.float64],
+    ranks: int,
+) -> tuple[Indices, int, float]:
+    come = in_order(skipped, size, max_skips)
+    if len(come) == len(loads):
+        return come, 0, 0.0
+    time = step_us(loads, running, come, parameters, ranks)
+    budget = allowed_skips(step_avoidable(loads, running, come, time, parameters, ranks), hope, max_skips)
+    if budget == 0:
+        return come, 0, 0.0
+    order, forced = due(skipped, size, max_skips, budget)
+    other = _fill_step(loads, running, order, forced, parameters, ranks)
+    gain = _step_gain(loads, running, come, time, order, other, parameters, ranks)
+    return (order, budget, gain) if gain > 0.0 else (come, 0, 0.0)
+
+
+@njit()
+def step_avoidable(
+    loads: Loads, running: Loads, come: Indices, time: float, parameters: NDArray[np.float64], ranks: int
+) -> float:
+    """What unevenness costs (prefill) or the experts that are streamed for these alone (decode), over their share."""
+    before, brought = _tokens(running), _brought(loads, come)
+    if brought <= 0.0:
+        return 0.0
+    if parameters[5] > 0.0:
+        least = _even_us(before + brought, loads, parameters, ranks)
+    else:
+        least = step_us(loads, running, come[:0], parameters, ranks)
+    return float((1.0 - least / time) * (before + brought) / brought)
+
+
+@helper()
+def _step_gain(
+    loads: Loads,
+    running: Loads,
+    come: Indices,
+    time: float,
+    order: Indices,
+    other: float,
+    parameters: NDArray[np.float64],
+    ranks: int,
+) -> float:
+    """Share of the time of `come` that `order`, which takes `other`, saves."""
+    if parameters[5] > 0.0:  # what unevenness costs a token: that some batches are larger is nobody's gain
+        before = _tokens(running)
+        there, here = before + _brought(loads, come), before + _brought(loads, order)
+        uneven = (other - _even_us(here, loads, parameters, ranks)) / here
+        return float((time - _even_us(there, loads, parameters, ranks) - uneven * there) / time)
+    return float(1.0 - other / time)
+
+
+@helper()
+def _tokens(load: Loads) -> float:
+    total = 0.0
+    for row in range(len(load)):
+        for column in range(load.shape[1]):
+            total += load[row, column]
+    return total
+
+
+@helper()
+def _brought(loads: Loads, requests: Indices) -> float:
+    total = 0.0
+    for request in requests:
+        total += _tokens(loads[request])
+    return total
+
+
+# Arrays here are [layer x rank, …, slot of the rank]: the inner loops then run over whole rows. They become vector code
+# only where they do not begin or end inside one. Whole-array statements would compile for seconds.
+@njit()
+def step_us(loads: Loads, running: Loads, order: Indices, parameters: NDArray[np.float64], ranks: int) -> float:
+    """The time of these requests and the load that runs, in microseconds."""
+    brings = loads.reshape(len(loads), loads.shape[1] * ranks, loads.shape[2] // ranks)
+    rows, cold = _together(brings, running, order)
+    return _time_us(rows, cold, parameters, ranks)
+
+
+@helper()
+def _fill_step(
+    loads: Loads, running: Loads, order: Indices, forced: int, parameters: NDArray[np.float64], ranks: int
+) -> float:
+    """Fill the order up from its forced picks; the time of the whole in microseconds."""
+    waiting, layers, slots = loads.shape
+    groups, each = layers * ranks, slots // ranks
+    fixed_us, first_us, tile, row_us, arrival_us, by_tokens = parameters
+    brings = loads.reshape(waiting, groups, each)
+    rows, cold = _together(brings, running, order[:forced])
+    if forced == len(order):
+        return _time_us(rows, cold, parameters, ranks)
+    left = not_in(order[:forced], waiting)
+    count, total = len(left), _tokens(rows)
+    by_group, chance = np.empty((groups, waiting, each)), np.empty((groups, waiting, each))
+    own, totals = np.empty((groups, waiting)), np.zeros(waiting)
+    for group in range(groups):
+        for request in range(waiting):
+            own[group, request] = _spread_out(brings[request, group], by_group[group, request], chance[group, request])
+            totals[request] += own[group, request]
+    warm, past, here = np.empty((groups, waiting)), np.zeros((groups, waiting)), np.empty(groups)
+    # Without a slot that could fill a tile there are no rows past one, as in decode.
+    tiles = _may_fill(by_group, rows, len(order), tile)
+    for place in range(forced, len(order)):
+        for group in range(groups):
+            _dots(chance[group], left[:count], cold[group], warm[group])
+            if tiles:
+                _pasts(by_group[group], left[:count], rows[group], tile, past[group])
+            touched = each - _total(cold[group])
+            for i in range(count):
+                warm[group, i] += touched
+            here[group] = _total(rows[group])
+        best, least = -1, np.inf
+        for i in range(count):
+            request, found = left[i], fixed_us
+            for layer in range(layers):
+                slowest, busiest = 0.0, 0.0
+                for group in range(layer * ranks, (layer + 1) * ranks):
+                    slowest = max(slowest, rank_us(warm[group, i], past[group, i], first_us, row_us))
+                    busiest = max(busiest, here[group] + own[group, request])
+                found += slowest + busiest * arrival_us
+            if by_tokens > 0.0:  # what unevenness costs a token: short prompts are not fast ones
+                both = total + totals[request]
+                found = (found - _even_us(both, loads, parameters, ranks)) / both
+            if found < least:
+                best, least = i, found
+        order[place] = left[best]
+        total += totals[left[best]]
+        drop(left, count, best)
+        count -= 1
+        _add(rows, cold, brings[order[place]])
+    return _time_us(rows, cold, parameters, ranks)
+
+
+@helper()
+def _together(brings: Loads, running: Loads, order: Indices) -> tuple[Loads, Loads]:
+    """Expected tokens of these requests and the load that runs, and the chance that nobody touches a slot."""
+    rows = running.copy().reshape(brings.shape[1], brings.shape[2])
+    cold = np.empty(rows.shape)
+    for group in range(len(rows)):
+        for slot in range(rows.shape[1]):
+            # How many requests a running load is of cannot be seen; as independent tokens they miss with exp(-load).
+            cold[group, slot] = np.exp(-rows[group, slot])
+    for request in order:
+        _add(rows, cold, brings[request])
+    return rows, cold
+
+
+@helper()
+def _time_us(rows: Loads, cold: Loads, parameters: NDArray[np.float64], ranks: int) -> float:
+    fixed_us, first_us, tile, row_us, arrival_us, _ = parameters
+    each, time = rows.shape[1], fixed_us
+    for layer in range(len(rows) // ranks):
+        slowest, busiest = 0.0, 0.0
+        for group in range(layer * ranks, (layer + 1) * ranks):
+            past = 0.0
+            for slot in range(each):
+                past += rows_past(rows[group, slot], tile)
+            slowest = max(slowest, rank_us(each - _total(cold[group]), past, first_us, row_us))
+            busiest = max(busiest, _total(rows[group]))
+        time += slowest + busiest * arrival_us
+    return float(time)
+
+
+@helper()  # not fastmath, unlike `total_of`: requests that tie must go on tying
+def _total(row: Loads) -> float:
+    total = 0.0
+    for slot in range(len(row)):
+        total += row[slot]
+    return total
+
+
+@helper()
+def _spread_out(brings: Loads, row: Loads, chance: Loads) -> float:
+    """Copies what a request brings to a row, and as chances of touching a slot; its tokens."""
+    for slot in range(len(brings)):
+        row[slot] = brings[slot]
+        chance[slot] = min(brings[slot], 1.0)
+    return _total(brings)
+
+
+@helper(fastmath=True)
+def _add(rows: Loads, cold: Loads, brings: Loads) -> None:
+    for group in range(len(rows)):
+        for slot in range(rows.shape[1]):
+            rows[group, slot] += brings[group, slot]
+            cold[group, slot] *= max(1.0 - brings[group, slot], ALMOST_NEVER)
+
+
+@helper(fastmath=True)
+def _dots(chance: Loads, left: Indices, cold: Loads, out: Loads) -> None:
+    """Slots that each request would touch and nobody does yet."""
+    for i in range(len(left)):
+        row, dot = chance[left[i]], 0.0
+        for slot in range(len(cold)):
+            dot += row[slot] * cold[slot]
+        out[i] = dot
+
+
+@helper(fastmath=True)
+def _pasts(brings: Loads, left: Indices, rows: Loads, tile: float, out: Loads) -> None:
+    """Tokens past a first tile, with each request."""
+    for i in range(len(left)):
+        row, past = brings[left[i]], 0.0
+        for slot in range(len(rows)):
+            past += rows_past(rows[slot] + row[slot], tile)
+        out[i] = past
+
+
+@helper()
+def _even_us(total: float, loads: Loads, parameters: NDArray[np.float64], ranks: int) -> float:
+    """The time of a batch that brings `total` tokens to all columns alike."""
+    fixed_us, first_us, tile, row_us, arrival_us, _ = parameters
+    layers, slots = loads.shape[1], loads.shape[2]
+    rows, each = total / (layers * slots), slots // ranks
+    touched = 1.0 - np.exp(-rows)
+    layer = each * (rank_us(touched, rows_past(rows, tile), first_us, row_us) + rows * arrival_us)
+    return float(fixed_us + layers * layer)
+
+
+@helper()
+def _may_fill(by_group: Loads, rows: Loads, count: int, tile: float) -> bool:
+    for group in range(len(rows)):
+        for request in range(by_group.shape[1]):
+            for slot in range(rows.shape[1]):
+                if rows[group, slot] + count * by_group[group, request, slot] > tile:
+                    return True
+    return False

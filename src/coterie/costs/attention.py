@@ -1,0 +1,94 @@
+"""Attention of one step: the least work of its kernels, and the time that follows by their laws.
+
+Compiled loops and NumPy share these functions: contexts may be numbers or arrays, and give a time each.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import helper
+from coterie.costs.roofline import roofline_us
+from coterie.types import ModelSpec
+
+Array = NDArray[np.float64]
+
+ATTENTION_TILE = 128
+"""Queries of one head that a block of a flash-attention kernel takes."""
+ATTENTION_BLOCKS = 132
+"""Blocks that fill a device: the multiprocessors of an H200; an RTX PRO 6000 has 188."""
+
+LAYERS, CACHED_BYTES, QUERY_BYTES, CACHED_FLOPS, HEADS, KV_HEADS, WIDTH = range(7)
+"""Places in :func:`attention_shape`: bytes and flops are of decode, a cached token's and a query's."""
+
+
+class Work(NamedTuple):
+    """What a kernel must do at least."""
+
+    nbytes: float
+    flops: float
+
+
+@lru_cache(maxsize=64)
+def attention_shape(spec: ModelSpec) -> Array:
+    """A model's attention as numbers, only to be read.
+
+    Latent attention decodes in its absorbed form and prefills with its heads expanded.
+    """
+    heads, width = spec.num_heads, spec.head_dim + spec.rope_head_dim
+    kv_heads = heads if spec.kv_lora_rank else spec.num_kv_heads
+    decode = [4.0 * kv_heads * width, 4.0 * heads * width, 4.0 * heads * width]
+    if spec.kv_lora_rank:
+        latent = spec.kv_lora_rank + spec.rope_head_dim
+        both = heads * (latent + spec.kv_lora_rank)
+        decode = [2.0 * latent, 2.0 * both, 2.0 * both]
+    shape = np.array([spec.num_layers, *decode, heads, kv_heads, width])
+    shape.flags.writeable = False
+    return shape
+
+
+@helper()
+def layer_work(shape: Array, batch: int, query: int, context: Any) -> Any:
+    """Bytes and flops of one layer: `query` tokens of each of `batch` requests over `context` tokens of all of them."""
+    if query == 1:
+        return shape[CACHED_BYTES] * context + shape[QUERY_BYTES] * batch, shape[CACHED_FLOPS] * context
+    # A block computes a tile of queries of one head over the whole context: a short chunk leaves most of the device
+    # idle, and takes as long as if it were full.
+    tiles = (query + ATTENTION_TILE - 1) // ATTENTION_TILE
+    blocks = max(float(ATTENTION_BLOCKS), batch * shape[HEADS] * tiles)
+    nbytes = 4.0 * (context * shape[KV_HEADS] + batch * query * shape[HEADS]) * shape[WIDTH]
+    return nbytes, 4.0 * context / batch * blocks * ATTENTION_TILE * shape[WIDTH]
+
+
+def attention_work(spec: ModelSpec, batch: int, query: int, context: float) -> Work:
+    """:func:`layer_work` of a model."""
+    nbytes, flops = layer_work(attention_shape(spec), batch, query, float(context))
+    return Work(float(nbytes), float(flops))
+
+
+@helper()
+def attention_us(
+    shape: Array,
+    decode_law: Array,
+    prefill_law: Array,
+    decoding: int,
+    decode_context: Any,
+    prefill: int,
+    prefill_context: Any,
+    prompts: int,
+) -> Any:
+    """All layers of a step: `decoding` requests and `prefill` tokens of `prompts` prompts, and what they cached."""
+    total = 0.0 * decode_context
+    if decoding > 0:
+        nbytes, flops = layer_work(shape, decoding, 1, 1.0 * (decode_context + decoding))
+        total += roofline_us(decode_law, nbytes, flops)
+    if prefill > 0:
+        query = (prefill + prompts - 1) // prompts
+        context = prefill_context + prefill / 2  # on average, half of its prompt lies before a token
+        nbytes, flops = layer_work(shape, prompts, query, context)
+        total += roofline_us(prefill_law if query > 1 else decode_law, nbytes, flops)
+    return total * shape[LAYERS]

@@ -1,0 +1,68 @@
+"""The equal split: how replicas of an expert share its tokens.
+
+Whole tokens where a step is timed (:func:`slot_rows`), shares where a load is an expectation (:func:`equal_shares`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import helper, njit
+from coterie.errors import ConfigError
+from coterie.types import Placement
+
+
+class Slots(NamedTuple):
+    """A placement's slots as loops take them, [layer, slot] each."""
+
+    expert: NDArray[np.int64]
+    turn: NDArray[np.int64]
+    """Slots of the same expert before this one."""
+    replicas: NDArray[np.int64]
+    """Slots of the same expert."""
+
+    @classmethod
+    def of(cls, placement: Placement) -> Slots:
+        expert = placement.slot_experts.astype(np.int64)
+        order = np.argsort(expert, axis=1, kind="stable")
+        turn = np.empty_like(expert)
+        for layer, row in enumerate(np.take_along_axis(expert, order, axis=1)):
+            turn[layer, order[layer]] = np.arange(len(row)) - np.searchsorted(row, row)
+        return cls(expert, turn, np.take_along_axis(placement.replicas, expert, axis=1))
+
+
+@helper()
+def slot_rows(rows: Any, replicas: Any, turn: Any) -> Any:
+    """Of an expert's rows, those of one of its slots: as many each, and what is left over to the first in turn."""
+    return rows // replicas + (turn < rows % replicas)
+
+
+def slot_tokens(load: NDArray[np.integer], placement: Placement) -> NDArray[np.float64]:
+    """[layer, slot] tokens, from load [layer, expert] tokens."""
+    if load.shape != (placement.num_layers, placement.num_experts):
+        raise ConfigError(
+            f"load has shape {load.shape}; the placement is for {placement.num_layers} layers of "
+            f"{placement.num_experts} experts"
+        )
+    slots = Slots.of(placement)
+    return np.asarray(slot_rows(np.take_along_axis(load, slots.expert, axis=1), slots.replicas, slots.turn), np.float64)
+
+
+@njit()
+def equal_shares(slot_experts: NDArray[np.integer], experts: int, slot_alive: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """[layer, slot] share of its expert's tokens; slots that are not alive get nothing."""
+    layers, slots = slot_experts.shape
+    shares = np.zeros((layers, slots))
+    replicas = np.zeros(experts)
+    for layer in range(layers):
+        replicas[:] = 0.0
+        for slot in range(slots):
+            if slot_alive[slot]:
+                replicas[slot_experts[layer, slot]] += 1.0
+        for slot in range(slots):
+            if slot_alive[slot]:
+                shares[layer, slot] = 1.0 / replicas[slot_experts[layer, slot]]
+    return shares

@@ -1,0 +1,150 @@
+"""The loops that fill the arrays of a :class:`~coterie.placement.objective.problem.Problem`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import helper, njit
+from coterie.costs.lines import slot_s
+from coterie.placement.base import HOST
+from coterie.placement.objective._bounds import fill_bounds
+
+Array = NDArray[np.float64]
+
+
+@lru_cache(maxsize=4)
+def even_share(layers: int, replicas: int, experts: int) -> Array:
+    """The share table where only tokens count: the same for all loads, so it is made once and only read."""
+    parts = 1.0 / np.arange(1, replicas + 1)
+    return np.array(np.broadcast_to(parts[:, None], (layers, replicas, experts)), order="C")
+
+
+@njit()
+def fill(
+    chosen: NDArray[np.int64],
+    tokens: Array,
+    alone: Array,
+    touch_s: float,
+    row_s: float,
+    exchange: Array,
+    each: Array,
+    speeds: Array,
+    slot_experts: NDArray[np.int32],
+    nodes: NDArray[np.int64],
+    links: Array,
+    unit: Array,
+    share: Array,
+    load_in: Array,
+    source: NDArray[np.int16],
+    even: Array,
+    reach: Array,
+) -> None:
+    """The arrays of a :class:`Problem`, of the chosen layers."""
+    for layer in chosen:
+        known = exchange[:, layer] if len(exchange) else exchange[:, 0]
+        per_rank = slot_experts.shape[1] // len(speeds)
+        _fill_unit(tokens[layer], alone[layer], known, each, speeds, unit[layer])
+        if touch_s > 0.0:
+            _fill_share(tokens[layer], alone[layer], touch_s, row_s, known, each, speeds, share[layer])
+        fill_sources(slot_experts[layer], speeds, nodes, links, load_in[layer], source[layer])
+        fill_bounds(
+            unit[layer],
+            share[layer],
+            each,
+            speeds,
+            len(known) > 0,
+            touch_s > 0.0,
+            per_rank,
+            even[layer:],
+            reach[layer:],
+        )
+
+
+@helper()
+def _fill_unit(tokens: Array, alone: Array, known: Array, each: Array, speeds: Array, unit: Array) -> None:
+    for rank in range(len(speeds)):
+        # A rank that is gone takes no time; nothing may be planned on it.
+        pace = 1.0 / speeds[rank] if speeds[rank] > 0.0 else 0.0
+        row, token_s = unit[rank], each[rank] if speeds[rank] > 0.0 else 0.0
+        for expert in range(len(row)):
+            row[expert] = alone[expert] * pace + tokens[expert] * token_s
+        if len(known) and speeds[rank] > 0.0:
+            for expert in range(len(row)):  # as one statement it compiles for seconds
+                row[expert] += known[rank, expert]
+
+
+@helper()
+def _fill_share(
+    tokens: Array, alone: Array, touch_s: float, row_s: float, known: Array, each: Array, speeds: Array, share: Array
+) -> None:
+    """What replicas divide (rows, their exchange) and what each of them pays (streaming), over living ranks' mean."""
+    living, pace, token_s = 0, 0.0, 0.0
+    for rank in range(len(speeds)):
+        if speeds[rank] > 0.0:
+            living += 1
+            pace += 1.0 / speeds[rank]
+            token_s += each[rank]
+    for expert in range(share.shape[1]):
+        sent = tokens[expert] * token_s
+        if len(known):
+            for rank in range(len(speeds)):
+                if speeds[rank] > 0.0:
+                    sent += known[rank, expert]
+        whole = (pace * alone[expert] + sent) / living
+        for index in range(share.shape[0]):
+            part = 1.0 / (index + 1.0)
+            if whole > 0.0:
+                alone_s = slot_s(row_s, touch_s, tokens[expert] * part)
+                part = (pace * alone_s + sent * part) / living / whole
+            share[index, expert] = part
+
+
+@njit()
+def fill_sources(
+    slot_experts: NDArray[np.int32],
+    speeds: Array,
+    nodes: NDArray[np.int64],
+    links: Array,
+    load_in: Array,
+    source: NDArray[np.int16],
+) -> None:
+    """The rank itself, else the first of its node, else the first of all, else the host."""
+    ranks, experts = source.shape
+    per_rank = len(slot_experts) // ranks
+    first, near = np.empty(experts, np.int16), np.empty((nodes[-1] + 1, experts), np.int16)
+    for expert in range(experts):
+        first[expert] = HOST
+    for node in range(len(near)):
+        _copy(near[node], first)
+    for slot in range(len(slot_experts) - 1, -1, -1):
+        rank = slot // per_rank
+        if speeds[rank] > 0.0:
+            first[slot_experts[slot]] = rank
+            near[nodes[rank], slot_experts[slot]] = rank
+    for rank in range(ranks):
+        at, seconds = source[rank], load_in[rank]
+        if rank > 0 and nodes[rank] == nodes[rank - 1]:
+            _copy(at, near[nodes[rank]])
+            _copy(seconds, load_in[rank - 1])
+        else:
+            here = near[nodes[rank]]
+            for expert in range(experts):
+                close, gone = here[expert] != HOST, first[expert] == HOST
+                seconds[expert] = links[0] if close else (links[2] if gone else links[1])
+                if not close:
+                    here[expert] = first[expert]
+            _copy(at, here)
+    for slot in range(len(slot_experts)):
+        if speeds[slot // per_rank] > 0.0:
+            source[slot // per_rank, slot_experts[slot]] = slot // per_rank
+            load_in[slot // per_rank, slot_experts[slot]] = 0.0
+
+
+@helper()
+def _copy(to: Array | NDArray[np.int16], row: Array | NDArray[np.int16]) -> None:
+    """Not `to[:] = row`: where shapes might differ, the message of that takes seconds to compile."""
+    for at in range(len(to)):
+        to[at] = row[at]

@@ -1,0 +1,209 @@
+"""One planning round as plain arrays, and the score of a placement in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import side_by_side
+from coterie.costs.movement import load_s
+from coterie.costs.replicas import equal_shares
+from coterie.placement.base import Moves, Plan
+from coterie.placement.objective._arrays import fill_sources
+from coterie.placement.objective._assessing import assess
+from coterie.placement.objective.settling import settle
+from coterie.types import Placement, Topology
+
+if TYPE_CHECKING:
+    from coterie.placement.objective.prices import Objective
+
+Array = NDArray[np.float64]
+
+
+class Score(NamedTuple):
+    """The objective of one placement, by layer, in seconds."""
+
+    processing_s: Array
+    """[layer] slowest rank's, of one step."""
+    movement_s: Array
+    """[layer] exposed, `move_price` left out."""
+    total_s: Array
+    """[layer] of the whole horizon, as planners minimise it: `enough` and `move_price` counted, planning left out."""
+    moves: NDArray[np.int64]
+    """[layer]"""
+
+
+class _Assessment(NamedTuple):
+    """[layer, rank] of a placement."""
+
+    busy_s: Array
+    arrivals_s: Array
+    loads: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """One planning round as plain arrays. Make one with :meth:`Objective.problem`."""
+
+    objective: Objective
+    topology: Topology
+    current: Placement
+    alive: NDArray[np.bool_]
+    """[rank]"""
+    unit: Array
+    """[layer, rank, expert] seconds a step if the rank got all of the expert's tokens."""
+    share: Array
+    """[layer, replicas - 1, expert] of `unit` that each of so many equal replicas takes. Exact where ranks are alike;
+    where they differ, what share of it is streaming is their mean."""
+    load_in: Array
+    """[layer, rank, expert] seconds to load the expert; 0 where the rank has it."""
+    source: NDArray[np.int16]
+    """[layer, rank, expert] where the cheapest copy is."""
+    even: Array
+    """[layer] seconds if all ranks were equally busy with what the experts take where they are cheapest: a bound."""
+    reach: Array
+    """[layer] seconds that no placement gets below: `even`, or what the longest expert takes in as many replicas as
+    there can be; without a slot to spare, beside the shortest ones that must fill its rank. Where replicas stream, what
+    those in the spare slots add at least; shares that leave some of them idle may get below that."""
+    shares: Array | None = None
+    """[layer, slot] in force, of living ranks alone; None is equal ones."""
+
+    @property
+    def floor(self) -> Array:
+        """[layer] seconds below which nothing is gained."""
+        return self.reach / self.objective.enough
+
+    @property
+    def alike(self) -> bool:
+        """Whether an expert takes as long on every living rank."""
+        if not self.objective.row_bytes:
+            return len(np.unique(self.topology.rank_speeds[self.alive])) == 1
+        living = self.unit[:, self.alive]
+        return bool((living == living[:, :1]).all())
+
+    def equal_shares(self, slot_experts: NDArray[np.integer]) -> Array:
+        """[layer, slot] of equal replicas; slots of ranks that are gone get nothing."""
+        return equal_shares(slot_experts, self.current.num_experts, self._slot_alive())
+
+    def rank_s(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> Array:
+        """[layer, rank] seconds of a step; equal replicas unless `shares` [layer, slot] says otherwise.
+
+        The shares in force are those of :attr:`shares`, which is not what None means here.
+        """
+        return self._assess(slot_experts, shares).busy_s
+
+    def arrivals_s(self, slot_experts: NDArray[np.integer]) -> Array:
+        """[layer, rank] seconds of loading what is new there."""
+        return self._assess(slot_experts, None).arrivals_s
+
+    def score(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> Score:
+        return self._score(self._assess(slot_experts, shares))
+
+    def _assess(self, slot_experts: NDArray[np.integer], shares: Array | None) -> _Assessment:
+        shape = len(slot_experts), self.current.num_ranks
+        found = _Assessment(np.empty(shape), np.empty(shape), np.empty(shape, np.int64))
+        slots = np.ascontiguousarray(slot_experts, np.int32)
+        given = np.empty((0, 0)) if shares is None else np.ascontiguousarray(shares, np.float64)
+        arguments = slots, self.unit, self.share, given, self.load_in, self.source, self.alive, *found
+        side_by_side(assess, len(slots), *arguments)
+        return found
+
+    def _score(self, found: _Assessment) -> Score:
+        objective = self.objective
+        processing = found.busy_s.max(axis=1)
+        movement = objective.exposed * found.arrivals_s.max(axis=1)
+        priced = movement + objective.exposed * objective.move_price * found.arrivals_s.sum(axis=1)
+        total = objective.horizon * np.maximum(processing, self.floor) + priced
+        return Score(processing, movement, total, found.loads.sum(axis=1))
+
+    def plan(
+        self,
+        slot_experts: NDArray[np.integer],
+        shares: Array | None = None,
+        *,
+        split: str = "equal",
+        planning_s: float = 0.0,
+        skip_reason: str | None = None,
+        layer_reasons: tuple[str, ...] = (),
+    ) -> Plan:
+        """The plan that leads to `slot_experts`: what stays on a rank stays in its slot, and shares go along."""
+        current = self.current
+        settled, order = settle(current.slot_experts, np.asarray(slot_experts, np.int32), current.num_ranks)
+        given = None if shares is None else np.take_along_axis(shares, order, axis=1)
+        placement = Placement(settled, current.num_ranks, current.num_experts)
+        was, will = self._assess(current.slot_experts, self.shares), self._assess(settled, given)
+        before, after = self._score(was), self._score(will)
+        return Plan(
+            placement=placement,
+            shares=self.equal_shares(settled) if given is None else given,
+            split=split,
+            before_s=float(before.processing_s.sum()),
+            after_s=float(after.processing_s.sum()),
+            moves=self.moves(settled),
+            movement_s=float(after.movement_s.sum()),
+            planning_s=planning_s,
+            balance_before=self.balance(was.busy_s),
+            balance_after=self.balance(will.busy_s),
+            skip_reason=skip_reason,
+            layer_reasons=layer_reasons,
+        )
+
+    def keep(self, reason: str, planning_s: float = 0.0, layer_reasons: tuple[str, ...] = ()) -> Plan:
+        """The plan that changes nothing: shares in force stay, which from then on are weights of an earlier window."""
+        return self.plan(
+            self.current.slot_experts,
+            self.shares,
+            split="equal" if self.shares is None else "weighted",
+            planning_s=planning_s,
+            skip_reason=reason,
+            layer_reasons=layer_reasons,
+        )
+
+    def onward(self, layers: NDArray[np.integer], slot_experts: NDArray[np.integer], shares: Array) -> Problem:
+        """The problem of some layers once they are as given, [layer, slot]: only what has to be loaded is another."""
+        current = Placement(np.asarray(slot_experts, np.int32), self.current.num_ranks, self.current.num_experts)
+        unit = self.unit[layers]
+        load_in, source = np.empty(unit.shape), np.empty(unit.shape, np.int16)
+        links = load_s(self.topology, self.objective.expert_bytes)
+        speeds, nodes = self.topology.rank_speeds, self.topology.rank_nodes
+        for index, row in enumerate(current.slot_experts):
+            fill_sources(row, speeds, nodes, links, load_in[index], source[index])
+        return replace(
+            self,
+            current=current,
+            unit=unit,
+            share=self.share[layers],
+            load_in=load_in,
+            source=source,
+            even=self.even[layers],
+            reach=self.reach[layers],
+            shares=shares,
+        )
+
+    def balance(self, rank_s: Array) -> float:
+        """Mean over layers of :meth:`layer_balance`."""
+        return float(self.layer_balance(rank_s).mean())
+
+    def layer_balance(self, rank_s: Array) -> Array:
+        """[layer] mean ÷ max over living ranks, of [layer, rank] seconds; 1 where there is nothing to do."""
+        living = rank_s[:, self.alive]
+        peak = living.max(axis=1)
+        return np.where(peak > 0, living.mean(axis=1) / np.where(peak > 0, peak, 1.0), 1.0)
+
+    def moves(self, slot_experts: NDArray[np.integer]) -> Moves:
+        """What must be loaded to get there; slots on ranks that are gone count for nothing."""
+        per_rank = self.current.slots_per_rank
+        changed = (slot_experts != self.current.slot_experts) & self._slot_alive()[None, :]
+        layer, slot = np.nonzero(changed)
+        expert = np.asarray(slot_experts, np.int64)[layer, slot]
+        rank = slot // per_rank
+        seconds = self.load_in[layer, rank, expert]
+        source = self.source[layer, rank, expert].astype(np.int64)
+        new = source != rank  # an expert that only changed its slot is copied inside the device
+        return Moves(layer[new], slot[new], expert[new], source[new], seconds[new])
+
+    def _slot_alive(self) -> NDArray[np.bool_]:
+        return np.repeat(self.alive, self.current.slots_per_rank)

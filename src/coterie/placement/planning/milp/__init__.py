@@ -1,0 +1,1 @@
+"""One layer's placement as a mixed-integer program: see :mod:`coterie.placement.planning.milp.program`."""

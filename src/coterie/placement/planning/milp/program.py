@@ -1,0 +1,235 @@
+"""One layer's placement as a mixed-integer program for HiGHS.
+
+Seconds are scaled: processing to the even rank's, movement to the cheapest load. Columns, besides which expert is
+where: `T`, the slowest rank's processing above the floor; `M`, the slowest rank's arrivals; `N[rank, price]`, how many
+experts arrive there over links of one price.
+
+* Equal split: ``z[expert, rank, n]`` says that the expert has n replicas and one of them is on the rank. Numbers past
+  those that matter are one last level, which gets the time of the most replicas there may be: a bound stays a bound.
+* Optimal split: ``p[expert, rank]`` holds it, ``x[expert, rank] <= p`` is its share of the expert's tokens. Seconds are
+  taken to be shared alike, which streaming is not: a bound stays a bound there too, and what is found gets its price.
+
+From a known placement follows that no rank of a better one is slower than `slowest`, since movement costs nothing at
+best. So an expert has at least so many replicas, and a set of ranks with more work of its own than it can do in that
+time must give some away, to at least one whole new replica outside: the cuts of
+:class:`~coterie.placement.planning.milp.cuts.Cuts`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import highspy
+import numpy as np
+
+from coterie.placement.planning.milp.layer import Array, Index, Layer, Mask
+from coterie.placement.planning.milp.rows import INF, Rows
+
+SMALL = 0.02
+"""Of an even rank: numbers of replicas that would each take less than this are one level of the equal split."""
+
+
+class _Places(NamedTuple):
+    """The columns that put an expert on a rank."""
+
+    expert: Index
+    rank: Index
+    level: Index
+    """Which number of replicas it stands for, counted over all experts; the expert itself in the optimal split."""
+    seconds: Array
+    """Of the rank, equal split; if it took the whole expert, optimal split."""
+    outward: Array
+    """Most work that leaves the other ranks by it."""
+
+
+class Program:
+    """The mixed-integer program of one layer."""
+
+    def __init__(self, layer: Layer, split: str, known: float, apart: Mask) -> None:
+        """`known`: excess of some placement; none that is worse need be found. `apart`: experts that get no last level
+        for several numbers of replicas."""
+        self.layer, self.split, self.apart = layer, split, apart
+        self.work = layer.work
+        self.scale = float(self.work.sum() / layer.speeds.sum()) or 1.0
+        prices = np.unique(layer.load_in[layer.load_in > 0])
+        self.prices = prices if len(prices) else np.ones(1)
+        per_move = self.prices[0] * (layer.slowest_price + layer.each_price) + layer.move_price
+        self.worth = float(per_move) or layer.horizon * self.scale or 1.0  # what the solver calls 1
+        slack = known / layer.horizon if layer.horizon else np.inf
+        self.slowest = layer.floor + slack * (1 + 1e-9) + 1e-9 * self.scale
+        self._rows = Rows()
+        self._place()
+        places, ranks = len(self.places.expert), len(layer.unit)
+        self.first_share = places
+        self.first_level = places * (2 if split == "optimal" else 1)
+        self.first_count = self.first_level + (len(self.least) if split == "equal" else 0)
+        self.slow = self.first_count + ranks * len(self.prices)
+        self.columns = self.slow + 2
+        self._add_replicas()
+        self._add_ranks()
+
+    def _place(self) -> None:
+        layer, slowest = self.layer, self.slowest
+        ranks, experts = layer.unit.shape
+        if self.split == "optimal":
+            expert, rank = (side.ravel() for side in np.meshgrid(np.arange(experts), np.arange(ranks), indexing="ij"))
+            seconds = layer.unit[rank, expert]
+            outward = np.minimum(self.work[expert], slowest * layer.speeds[rank])
+            self.places = _Places(expert, rank, expert, seconds, outward)
+            self.least = self.most = self.owner = np.zeros(0, np.int64)
+            return
+        levels = [(e, *level) for e in range(experts) for level in self._levels(e)]
+        self.owner, self.least, self.most = np.array(levels, np.int64).T
+        level, rank = (side.ravel() for side in np.meshgrid(np.arange(len(levels)), np.arange(ranks), indexing="ij"))
+        expert = self.owner[level]
+        seconds = layer.unit[rank, expert] * layer.share[expert, self.most[level] - 1]
+        fits = seconds <= slowest
+        level, rank, expert, seconds = level[fits], rank[fits], expert[fits], seconds[fits]
+        outward = self.work[expert] * layer.share[expert, self.least[level] - 1]
+        self.places = _Places(expert, rank, level, seconds, outward)
+
+    def _levels(self, expert: int) -> list[tuple[int, int]]:
+        """Numbers of replicas the expert may have, from and to: those that matter singly, then the rest at once."""
+        layer = self.layer
+        most = min(layer.share.shape[1], len(layer.unit))
+        each = layer.unit[:, expert].min() * layer.share[expert, :most]
+        fits = each <= self.slowest
+        least = int(np.argmax(fits)) + 1 if fits.any() else most
+        matter = int((each > SMALL * self.scale).sum()) + 1
+        last = most if self.apart[expert] else min(most, max(least, matter, int(layer.held[:, expert].sum())))
+        return [(n, n) for n in range(least, last + 1)] + ([(last + 1, most)] if last < most else [])
+
+    def _add_replicas(self) -> None:
+        places, experts = self.places, self.layer.unit.shape[1]
+        index = np.arange(len(places.expert))
+        one = np.ones(1)
+        if self.split == "optimal":
+            shares = index + self.first_share
+            most = np.minimum(1.0, self.slowest / np.maximum(places.seconds, 1e-300))
+            self._rows.add(
+                np.concatenate([index, index]),
+                np.concatenate([shares, index]),
+                np.concatenate([np.ones(len(index)), -most]),
+                -INF,
+                0.0,
+                len(index),
+            )
+            self._rows.add(places.expert, shares, one, 1.0, 1.0, experts)
+            best = -np.sort(-most.reshape(experts, -1), axis=1)  # as many replicas as it takes to do all in time
+            least = (np.cumsum(best, axis=1) < 1 - 1e-9).sum(axis=1) + 1.0
+            self._rows.add(places.expert, index, one, np.minimum(least, best.shape[1]), INF, experts)
+            return
+        count = len(self.least)
+        levels = np.arange(count)
+        single = self.least == self.most
+        below, above = np.where(single, 0.0, -INF), np.where(single, 0.0, INF)
+        for bound, low, high in ((self.least, np.zeros(count), above), (self.most, below, np.zeros(count))):
+            self._rows.add(
+                np.concatenate([places.level, levels]),
+                np.concatenate([index, levels + self.first_level]),
+                np.concatenate([np.ones(len(index)), -bound.astype(float)]),
+                low,
+                high,
+                count,
+            )
+        self._rows.add(self.owner, levels + self.first_level, one, 1.0, 1.0, experts)
+        many = np.flatnonzero(self.most[places.level] > 1)
+        row = np.arange(len(many))
+        if len(many):
+            self._rows.add(
+                np.concatenate([row, row]),
+                np.concatenate([many, places.level[many] + self.first_level]),
+                np.repeat([1.0, -1.0], len(many)),
+                -INF,
+                0.0,
+                len(many),
+            )
+
+    def _add_ranks(self) -> None:
+        layer, places, one = self.layer, self.places, np.ones(1)
+        ranks = len(layer.unit)
+        index, rank = np.arange(len(places.expert)), np.arange(ranks)
+        self._rows.add(places.rank, index, one, layer.slots, layer.slots, ranks)
+        busy = index + (self.first_share if self.split == "optimal" else 0)
+        self._rows.add(
+            np.concatenate([places.rank, rank]),
+            np.concatenate([busy, np.full(ranks, self.slow)]),
+            np.concatenate([places.seconds / self.scale, -np.ones(ranks)]),
+            -INF,
+            layer.floor / self.scale,
+            ranks,
+        )
+        seconds = layer.load_in[places.rank, places.expert]
+        self.arriving = np.flatnonzero(seconds > 0)
+        price = np.searchsorted(self.prices, seconds[self.arriving])
+        group = places.rank[self.arriving] * len(self.prices) + price
+        groups = np.arange(ranks * len(self.prices))
+        counts = groups + self.first_count
+        self._rows.add(
+            np.concatenate([group, groups]),
+            np.concatenate([self.arriving, counts]),
+            np.concatenate([np.ones(len(group)), -np.ones(len(groups))]),
+            0.0,
+            0.0,
+            len(groups),
+        )
+        relative = np.tile(self.prices / self.prices[0], ranks)
+        self._rows.add(
+            np.concatenate([groups // len(self.prices), rank]),
+            np.concatenate([counts, np.full(ranks, self.slow + 1)]),
+            np.concatenate([relative, -np.ones(ranks)]),
+            -INF,
+            0.0,
+            ranks,
+        )
+
+    @property
+    def whole(self) -> Index:
+        """Columns that are whole numbers."""
+        return np.concatenate([np.arange(len(self.places.expert)), np.arange(self.first_level, self.slow)])
+
+    def lp(self) -> Any:
+        """The relaxation, as HiGHS takes it."""
+        layer = self.layer
+        lp = highspy.HighsLp()
+        cost, upper = np.zeros(self.columns), np.ones(self.columns)
+        each = np.tile(layer.each_price * self.prices + layer.move_price, len(layer.unit)) / self.worth
+        cost[self.first_count : self.slow] = each
+        cost[self.slow] = layer.horizon * self.scale / self.worth
+        cost[self.slow + 1] = layer.slowest_price * self.prices[0] / self.worth
+        upper[self.first_count : self.slow] = layer.slots
+        upper[self.slow] = (self.slowest - layer.floor) / self.scale
+        upper[self.slow + 1] = INF
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(self.columns), upper
+        self._rows.into(lp, self.columns)
+        return lp
+
+    def columns_of(self, holds: Mask) -> Array:
+        """[column] the whole-number ones of a placement; the others are left at 0."""
+        layer, places = self.layer, self.places
+        values = np.zeros(self.columns)
+        on = holds[places.rank, places.expert]
+        if self.split == "equal":
+            replicas = holds.sum(axis=0)[self.owner]
+            chosen = (self.least <= replicas) & (replicas <= self.most)
+            values[self.first_level : self.first_count] = chosen
+            on = on & chosen[places.level]
+        values[: len(on)] = on
+        came = np.where(holds, layer.load_in, 0.0)
+        for at, price in enumerate(self.prices):
+            values[self.first_count + at : self.slow : len(self.prices)] = (came == price).sum(axis=1)
+        return values
+
+    def lumped(self, values: Array) -> Mask:
+        """[expert] whether its level stands for several numbers of replicas."""
+        used = (values[self.first_level : self.first_count] > 0.5) & (self.least < self.most)
+        experts = np.zeros(self.layer.unit.shape[1], bool)
+        experts[self.owner[used]] = True
+        return experts
+
+    def holds_of(self, values: Array) -> Mask:
+        places = self.places
+        on = values[: len(places.expert)] > 0.5
+        holds = np.zeros(self.layer.unit.shape, bool)
+        holds[places.rank[on], places.expert[on]] = True
+        return holds

@@ -1,0 +1,208 @@
+"""Running HiGHS on a layer's program: root cuts, branch and bound, and shares that go with a placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Event, Thread
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import highspy
+import numpy as np
+
+from coterie.placement.planning.milp.cuts import Cuts
+from coterie.placement.planning.milp.layer import Array, Found, Layer, Mask
+from coterie.placement.planning.milp.program import Program
+from coterie.placement.planning.milp.rows import INF, Rows
+
+Tell = Callable[[float, float], bool]
+"""Told the best excess and its bound so far, in seconds; False stops the search."""
+
+CUT_ROUNDS = 30
+TELL_EVERY_S = 0.5
+
+
+class Search(NamedTuple):
+    """When the search of one layer may end."""
+
+    gap_s: float
+    """Seconds between what was found and the bound."""
+    time_limit_s: float
+    threads: int
+
+
+def solve(layer: Layer, split: str, start: Found, search: Search, tell: Tell) -> Found:
+    """The best placement found, not worse than `start`, and what no placement goes below.
+
+    Where the optimum has an expert in its lumped level, its numbers of replicas are told apart and it is solved again.
+    """
+    until = perf_counter() + search.time_limit_s
+    going = True
+
+    def tell_on(excess: float, bound: float) -> bool:
+        nonlocal going
+        going = going and tell(excess, bound)
+        return going
+
+    best, apart = start, np.zeros(layer.unit.shape[1], bool)
+    while True:
+        program = Program(layer, split, best.excess, apart)
+        left = search._replace(time_limit_s=max(until - perf_counter(), 0.1))
+        best, lumped = _solve_once(program, best, left, tell_on)
+        closed = best.excess - best.bound <= search.gap_s
+        if closed or not lumped.any() or not going or perf_counter() > until:
+            return best
+        apart = apart | lumped
+
+
+def _solve_once(program: Program, start: Found, search: Search, tell: Tell) -> tuple[Found, Mask]:
+    """What was found, and the experts [expert] that the solver's optimum has in lumped levels."""
+    layer, began = program.layer, perf_counter()
+    none = np.zeros(layer.unit.shape[1], bool)
+    solver = _solver(search)
+    solver.passModel(program.lp())
+
+    def in_time(reached: float) -> bool:  # HiGHS looks at its own limit now and then only
+        return perf_counter() - began < search.time_limit_s and tell(start.excess, reached)
+
+    bound = _root(solver, program, start.excess - search.gap_s, in_time)
+    best = start._replace(bound=min(max(bound, start.bound), start.excess))
+    left = search.time_limit_s - (perf_counter() - began)
+    if best.excess - best.bound <= search.gap_s or left <= 0 or not tell(best.excess, best.bound):
+        return best, none
+    whole = program.whole.astype(np.int32)
+    solver.changeColsIntegrality(len(whole), whole, np.full(len(whole), highspy.HighsVarType.kInteger))
+    solver.setOptionValue("time_limit", solver.getRunTime() + left)
+    solver.setSolution(len(whole), whole, program.columns_of(start.holds)[whole])
+    solver.setOptionValue("mip_abs_gap", search.gap_s / program.worth)
+
+    def look(data: Any) -> bool:
+        return tell(data.mip_primal_bound * program.worth, max(data.mip_dual_bound * program.worth, best.bound))
+
+    _run(solver, solver.cbMipInterrupt, look)
+    info = solver.getInfo()
+    bound = info.mip_dual_bound * program.worth
+    if np.isfinite(bound):
+        best = best._replace(bound=max(best.bound, bound - 1e-6 * abs(bound)))
+    if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
+        values = np.array(solver.getSolution().col_value)
+        none = program.lumped(values)
+        holds = program.holds_of(values)
+        shares = best_shares(layer, holds) if program.split == "optimal" else None
+        excess = layer.excess(holds, shares)
+        if excess < best.excess:
+            best = Found(holds, shares, excess, best.bound)
+    return best._replace(bound=min(best.bound, best.excess)), none
+
+
+def _solver(search: Search) -> Any:
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", search.threads)
+    solver.setOptionValue("random_seed", 0)
+    for tolerance in ("primal_feasibility_tolerance", "mip_feasibility_tolerance"):
+        solver.setOptionValue(tolerance, 1e-8)
+    solver.setOptionValue("mip_rel_gap", 0.0)
+    solver.setOptionValue("time_limit", search.time_limit_s)
+    return solver
+
+
+def _root(solver: Any, program: Program, enough: float, tell: Callable[[float], bool]) -> float:
+    """Bound of the relaxation, in seconds, with the cuts it breaks added as long as that helps."""
+    cuts = Cuts(program)
+    bound = 0.0
+
+    def look(_: Any) -> bool:
+        return tell(bound)
+
+    for _ in range(CUT_ROUNDS):
+        _run(solver, solver.cbSimplexInterrupt, look)
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return bound
+        reached = solver.getObjectiveValue() * program.worth
+        bound = max(bound, reached - 1e-6 * abs(reached))
+        rows = cuts.violated(np.array(solver.getSolution().col_value)) if len(cuts.must) else []
+        if bound >= enough or not rows:
+            break
+        for columns, values in rows:
+            solver.addRow(1.0, INF, len(columns), columns.astype(np.int32), values)
+    return bound
+
+
+def _run(solver: Any, calls: Any, look: Callable[[Any], bool]) -> None:
+    """Run it, with a look now and then at where it is; a look that says False stops it.
+
+    What a look raises, and Ctrl-C, also stop it and are raised when it has ended: nothing may unwind through the
+    solver. It runs in a thread of its own because Ctrl-C goes to the first one, which would not heed it inside HiGHS.
+    """
+    failures: list[BaseException] = []
+    ended = Event()
+    last = perf_counter()
+
+    def watch(event: Any) -> None:
+        nonlocal last
+        going = not failures
+        if going and perf_counter() - last < TELL_EVERY_S:
+            return
+        last = perf_counter()
+        try:
+            going = going and look(event.data_out)
+        except BaseException as error:
+            failures.append(error)
+            going = False
+        if not going:
+            event.interrupt()
+
+    def work() -> None:
+        try:
+            solver.run()
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            ended.set()
+
+    calls.subscribe(watch)
+    running = Thread(target=work, name="highs")
+    running.start()
+    while not ended.is_set():
+        try:
+            ended.wait()  # not join: interrupted, it takes the thread for ended (Python 3.11)
+        except BaseException as error:
+            failures.append(error)
+    running.join()
+    calls.unsubscribe(watch)
+    if failures:
+        raise failures[0]
+
+
+def best_shares(layer: Layer, holds: Mask) -> Array:
+    """[rank, expert] shares that make the slowest rank of a placement fastest: a small linear program.
+
+    It takes an expert's seconds to be shared as its tokens are. Where replicas stream, they are not: equal shares are
+    then taken if they are better.
+    """
+    rank, expert = np.nonzero(holds)
+    ranks, experts = holds.shape
+    scale = float(layer.work.sum() / layer.speeds.sum()) or 1.0
+    rows, columns = Rows(), len(rank) + 1
+    index = np.arange(len(rank))
+    rows.add(expert, index, np.ones(1), 1.0, 1.0, experts)
+    rows.add(
+        np.concatenate([rank, np.arange(ranks)]),
+        np.concatenate([index, np.full(ranks, len(rank))]),
+        np.concatenate([layer.unit[rank, expert] / scale, -np.ones(ranks)]),
+        -INF,
+        0.0,
+        ranks,
+    )
+    lp = highspy.HighsLp()
+    cost = np.zeros(columns)
+    cost[-1] = 1.0
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(columns), np.append(np.ones(len(rank)), INF)
+    rows.into(lp, columns)
+    solver = _solver(Search(0.0, INF, 1))
+    solver.passModel(lp)
+    solver.run()
+    shares = np.zeros(holds.shape)
+    shares[rank, expert] = np.clip(np.array(solver.getSolution().col_value)[:-1], 0.0, 1.0)
+    return min(shares / shares.sum(axis=0), holds / holds.sum(axis=0), key=lambda split: layer.excess(holds, split))

@@ -1,0 +1,1 @@
+"""The loops of the latency-optimal planner: see :mod:`coterie.placement.planning.search.layers`."""

@@ -1,0 +1,186 @@
+"""The loops of :mod:`coterie.placement.planning.latency_optimal`: one layer's search, and all layers side by side.
+
+A layer is searched towards a target time. What ranks have above it is *excess*; the search takes the slowest rank and
+the action that takes most excess away for each move it costs: swap two slots of different ranks, or give a slot whose
+expert has other replicas to another expert. Moves are counted against the placement at the start, so an action that
+involves slots already given away costs less: a second swap with such a slot makes a ring of three ranks out of a pair
+for one move more, and handing on what was brought is free. That is how rings of any length come about.
+
+Layers share nothing and each is searched by one thread in a fixed order, so threads do not change the result.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.placement.planning.search.descent import descend, note, repair
+from coterie.placement.planning.search.state import (
+    TINY,
+    Array,
+    Best,
+    Ints,
+    Layer,
+    Prices,
+    Scratch,
+    State,
+    restore,
+    save,
+    slowest,
+    start,
+)
+
+SPARE = 0.3
+"""Added to the moves of an action when excess is divided by them, so that free actions are not all alike."""
+
+SPARES = (SPARE, 2.0, 20.0)
+"""Tried in turn where the target is out of reach: the search ends in different places, and the best is taken."""
+
+LADDER = (0.0, 0.04, 0.12, 0.25, 0.45, 0.7)
+"""Targets between the floor (0) and the slowest rank now (1): where moves are dear, a nearer one takes fewer."""
+
+HALVINGS = 6
+"""Further targets, between the fastest that was reached and what was not: a target out of reach makes the search trade
+the slowest rank's time for the sum of all."""
+
+SQUEEZE = 0.02
+"""Share of the slowest rank's time that is first tried to do without."""
+
+THOROUGH = 1024
+"""Slots x ranks up to which a layer whose target is out of reach is searched from several sides; a larger one would
+take seconds."""
+
+CLOSE = 1e-3
+"""Of the floor: nearer is not looked for."""
+
+ENOUGH, KEPT, CHANGED, REPAIRED = 0, 1, 2, 3
+"""What became of a layer."""
+
+
+@njit()
+def search(
+    chosen: NDArray[np.int64],
+    rows: Ints,
+    unit: Array,
+    share: Array,
+    load_in: Array,
+    alive: NDArray[np.bool_],
+    floor: Array,
+    numbers: Array,
+    alike: bool,
+    trail: bool,
+    kept: NDArray[np.int64],
+    trails: NDArray[np.int16],
+    totals: Array,
+    seconds: Array,
+    moves: NDArray[np.int64],
+    outcomes: NDArray[np.int64],
+) -> None:
+    """The chosen layers; `trails` [layer, step, slot] gets what each found, the best last, `kept` [layer] how many.
+
+    The first step of a trail is the layer as it is, repaired where it must be.
+    """
+    slots, ranks, experts = rows.shape[1], unit.shape[1], unit.shape[2]
+    state = State(
+        np.zeros(slots, np.int64),
+        np.zeros((ranks, experts), np.int16),
+        np.zeros((ranks, experts), np.bool_),
+        np.zeros(experts, np.int64),
+        np.zeros(experts),
+        np.zeros(ranks),
+        np.zeros(slots),
+        np.zeros(slots),
+    )
+    scratch = Scratch(
+        np.zeros(slots),
+        np.zeros(slots),
+        np.zeros(experts),
+        np.zeros(experts),
+        np.zeros(ranks, np.int64),
+        np.zeros(slots // ranks),
+        np.zeros(ranks, np.bool_),
+    )
+    base, old = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+    for at in chosen:
+        layer = Layer(unit[at], share[at], load_in[at], alive, alike)
+        prices = Prices(floor[at], numbers[0], numbers[1], numbers[2], numbers[3])
+        best = Best(trails[at], totals[at], seconds[at], moves[at], kept[at : at + 1], trail)
+        fastest, low = prices.fastest, max(prices.floor, 1e-300)  # a target of 0 is a layer without load
+        start(layer, state, base, rows[at])
+        restore(layer, state, base, fastest)
+        repaired = repair(layer, state, low, fastest)
+        save(state, base)
+        kept[at] = 0
+        note(layer, state, best, prices)
+        first, peak = totals[at, 0], slowest(state.busy)
+        outcomes[at] = REPAIRED if repaired else ENOUGH
+        if peak <= low * (1.0 + TINY):
+            continue
+        cheapest = prices.exposed * fastest * (1.0 + prices.move_price)  # of a move
+        high = peak
+        for step in LADDER:
+            target = low + step * (peak - low)
+            if prices.horizon * target + cheapest >= totals[at, kept[at] - 1]:
+                break  # even reaching it in one move would not be better
+            if step > 0.0:
+                restore(layer, state, base, fastest)
+            descend(layer, state, scratch, best, prices, target, SPARE)
+            high = min(high, slowest(state.busy))
+        if high > low * (1.0 + CLOSE) and slots * ranks <= THOROUGH:
+            # The floor is out of reach and `high` is not: targets between them.
+            for _ in range(HALVINGS):
+                target = (low + high) / 2.0
+                if high <= low * (1.0 + CLOSE) or prices.horizon * target + cheapest >= totals[at, kept[at] - 1]:
+                    break
+                restore(layer, state, base, fastest)
+                if not descend(layer, state, scratch, best, prices, target, SPARE):
+                    low = target
+                high = min(high, slowest(state.busy))
+            low = prices.floor
+            for spare in SPARES:  # other ways down
+                if prices.horizon * low + cheapest >= totals[at, kept[at] - 1]:
+                    break
+                restore(layer, state, base, fastest)
+                descend(layer, state, scratch, best, prices, low, spare)
+                less = SQUEEZE
+                while less > CLOSE:
+                    save(state, old)
+                    peak = slowest(state.busy)
+                    if peak <= low * (1.0 + CLOSE):
+                        break
+                    descend(layer, state, scratch, best, prices, max(low, peak * (1.0 - less)), spare)
+                    if slowest(state.busy) > peak * (1.0 - CLOSE / 10.0):
+                        restore(layer, state, old, fastest)
+                        less /= 2.0
+        if not repaired:
+            outcomes[at] = CHANGED if totals[at, kept[at] - 1] < first else KEPT
+
+
+@njit()
+def spend(
+    kept: NDArray[np.int64], totals: Array, seconds: Array, moves: NDArray[np.int64], budget: int
+) -> NDArray[np.int64]:
+    """[layer] the step of its trail that each takes so that all moves fit: what saves most a second of moving first.
+
+    The first steps, which repair, are taken whatever the budget.
+    """
+    chosen = np.zeros(len(kept), np.int64)
+    left = budget
+    for layer in range(len(kept)):
+        left -= moves[layer, 0]
+    while True:
+        best, which, step = 0.0, -1, -1
+        for layer in range(len(kept)):
+            now = chosen[layer]
+            for after in range(kept[layer]):
+                saved = totals[layer, now] - totals[layer, after]
+                if saved <= 0.0 or moves[layer, after] - moves[layer, now] > left:
+                    continue
+                rate = saved / max(seconds[layer, after] - seconds[layer, now], 1e-12)
+                if rate > best:
+                    best, which, step = rate, layer, after
+        if which < 0:
+            return chosen
+        left -= moves[which, step] - moves[which, chosen[which]]
+        chosen[which] = step

@@ -1,0 +1,162 @@
+"""What a step is made of: who joins, which tokens run, which experts those activate."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import helper
+from coterie.sim.fleet._memory import reserve
+from coterie.sim.fleet._prefetch import prefetch
+from coterie.sim.fleet._state import (
+    AHEAD,
+    CACHED,
+    CHUNK,
+    COMPUTED,
+    CONTEXT,
+    DECODE,
+    DECODE_ROW,
+    DECODE_ROWS,
+    DECODED,
+    DECODING,
+    JOIN,
+    PHASE,
+    PLACES,
+    PREFILL_START,
+    PREFILLING,
+    PROMPT_ROW,
+    PROMPT_ROWS,
+    PROMPT_TOKENS,
+    QUEUED_TOKENS,
+    ROLE,
+    RUNNING,
+    STAGED,
+    STEP_TOKENS,
+    WAIT_HEAD,
+    Floats,
+    Ints,
+    pop,
+)
+
+CACHE_LINE = 64
+
+
+@helper()
+def count_token(cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], row: int, weight: np.uint32) -> None:
+    for at in range(cells.shape[1]):
+        counts[cells[row, at]] += weight
+
+
+@helper()
+def _decode_row(r: Ints, request: int) -> int:
+    """The recorded token a request decodes next."""
+    at, rows = r[request, DECODED], r[request, DECODE_ROWS]
+    if at >= rows:
+        at %= rows
+    return int(r[request, DECODE_ROW] + at)
+
+
+@helper()
+def _count_chunk(r: Ints, cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], request: int) -> None:
+    """Positions `computed` to `computed + chunk` of a prompt that repeats its recorded tokens."""
+    rows, chunk = r[request, PROMPT_ROWS], r[request, CHUNK]
+    laps, rest = chunk // rows, chunk % rows
+    start = r[request, COMPUTED] % rows
+    for at in range(min(rows, chunk)):
+        count_token(cells, counts, r[request, PROMPT_ROW] + (start + at) % rows, np.uint32(laps + (at < rest)))
+
+
+@helper()
+def _join(w: Ints, r: Ints, run: Ints, worker: int) -> int:
+    """Whose KV is on a decoder takes a place; how many did."""
+    joined = 0
+    while w[RUNNING, worker] < w[PLACES, worker] and w[WAIT_HEAD, worker] >= 0:
+        request = pop(w, WAIT_HEAD, worker, r)
+        run[worker, w[RUNNING, worker]] = request
+        w[RUNNING, worker] += 1
+        r[request, PHASE] = DECODING
+        joined += 1
+    return joined
+
+
+@helper()
+def _admit(
+    c: Ints, w: Ints, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, now: float
+) -> bool:
+    """The prompt that waits longest takes a place, if there are one and memory."""
+    at, request = w[RUNNING, worker], w[WAIT_HEAD, worker]
+    if at == w[PLACES, worker] or request < 0 or not reserve(c, w, r, cache, blocks, worker, request):
+        return False
+    pop(w, WAIT_HEAD, worker, r)
+    run[worker, at] = request
+    w[RUNNING, worker] += 1
+    r[request, PHASE] = PREFILLING
+    rt[request, PREFILL_START] = now
+    r[request, COMPUTED] = r[request, CACHED]
+    r[request, CHUNK] = 0
+    w[QUEUED_TOKENS, worker] -= r[request, CACHED]
+    return True
+
+
+@helper()
+def gather(
+    c: Ints,
+    w: Ints,
+    r: Ints,
+    rt: Floats,
+    run: Ints,
+    cache: NDArray[np.int32],
+    blocks: Ints,
+    cells: NDArray[np.unsignedinteger],
+    counts: NDArray[np.uint32],
+    bits: NDArray[np.uint64],
+    rows: NDArray[np.uint64],
+    worker: int,
+    now: float,
+) -> tuple[int, int, int, int]:
+    """Admit who may join, in order, and make up a step: tokens decoded, prompt tokens, those before them in their
+    prompts, and prompts. Decoded tokens are listed in `rows`, prompts are counted."""
+    prefill = prefill_context = prompts = decoding = 0
+    w[STAGED, worker] = 0
+    settled = c[AHEAD] and w[RUNNING, worker] > 0
+    if w[ROLE, worker] == DECODE:
+        if not settled:
+            _join(w, r, run, worker)
+        decoding = w[RUNNING, worker]
+        for at in range(decoding):
+            request = run[worker, at]
+            if r[request, DECODED] == 0:
+                rt[request, JOIN] = now
+                w[CONTEXT, worker] += r[request, PROMPT_TOKENS]
+            row = _decode_row(r, request)
+            rows[at] = row
+            for word in range(0, bits.shape[1], CACHE_LINE // 8):
+                prefetch(bits, row + 1, word)
+        if c[AHEAD]:
+            w[STAGED, worker] = _join(w, r, run, worker)
+        return decoding, prefill, prefill_context, prompts
+    left, at = c[STEP_TOKENS], 0
+    while True:
+        if at == w[RUNNING, worker] and (
+            settled or left == 0 or not _admit(c, w, r, rt, run, cache, blocks, worker, now)
+        ):
+            break
+        request = run[worker, at]
+        at += 1
+        if r[request, PHASE] == DECODING:
+            rows[decoding] = _decode_row(r, request)
+            decoding += 1
+            left -= 1
+            continue
+        chunk = min(r[request, PROMPT_TOKENS] - r[request, COMPUTED], left)
+        r[request, CHUNK] = chunk
+        if chunk > 0:
+            left -= chunk
+            prefill += chunk
+            prefill_context += r[request, COMPUTED]
+            prompts += 1
+            _count_chunk(r, cells, counts, request)
+    if c[AHEAD]:
+        while _admit(c, w, r, rt, run, cache, blocks, worker, now):
+            w[STAGED, worker] += 1
+    return decoding, prefill, prefill_context, prompts
