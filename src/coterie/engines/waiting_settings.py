@@ -81,10 +81,12 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ConfigError(f"{where} of strategy {self.strategy!r}: {error}") from None
         return strategy
 
-    def open(self, view: RequestView[T], shape: tuple[int, int] = (1, 1), cost: StepCost | None = None) -> Chooser[T]:
-        """What chooses for an engine's waiting lists. Serving goes on where it fails.
+    def chooser(
+        self, view: RequestView[T], shape: tuple[int, int] = (1, 1), cost: StepCost | None = None
+    ) -> Chooser[T]:
+        """The strategy as an engine's waiting lists ask it: where it fails, serving goes on.
 
-        It is warmed up for loads of `shape` [layer, expert], if that is known; `cost` is of the device, where one is set.
+        It is warmed up for loads of `shape` [layer, expert], if known; `cost` is of the device, where one is set.
         """
         chooser = Chooser(
             self.make(cost),

@@ -74,7 +74,7 @@ class ExpertAwareScheduler(FIFOScheduler):  # type: ignore[misc]  # the library 
         super().reset()
         if not hasattr(self, "chooser"):  # called by the base's constructor too
             self._view = _View(self, self.source, self.settings.phase)
-            self.chooser = self.settings.open(self._view, self.source.shape, self.cost)
+            self.chooser = self.settings.chooser(self._view, self.source.shape, self.cost)
         self._order: WaitingList[str] = WaitingList(self.chooser, urgent=self._view.offloaded)
 
     def add_waiting_request(self, state: Any) -> None:

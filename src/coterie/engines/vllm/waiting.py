@@ -130,7 +130,7 @@ def chosen_queues(
     if source.table is not None:
         source.share([0], None)  # compiles what it needs
     view = SchedulerView(scheduler, source, settings.phase, Report(tell))
-    chooser = settings.open(view, source.shape, cost_of(scheduler, settings))
+    chooser = settings.chooser(view, source.shape, cost_of(scheduler, settings))
     queues = []
     for name in ("waiting", "kv_holding_waiting"):
         queue = ChosenQueue(chooser, view, name, scheduler.policy)
