@@ -23,6 +23,7 @@ from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
 from coterie.batching.base import Loads, Selection, Strategy, Window
+from coterie.batching.picking import must_take
 from coterie.errors import ConfigError, UnavailableError
 from coterie.placement.base import HOST, Load, Plan, Planner
 from coterie.placement.objective import Objective
@@ -91,7 +92,7 @@ def _check_case(make: Callable[[], Strategy], strategy: Strategy, case: _Case, s
     for name, was, now in zip(("loads", "skipped", "running"), before, (*window[:2], running), strict=True):
         _require(np.array_equal(was, now), f"{where}: select changed {name}, which it may only read")
     order = _checked_order(selected, case, where)
-    due = _must_take(window.skipped, strategy.max_skips, case.size)
+    due = must_take(window, case.size, strategy.max_skips)
     if due:
         _require(0 in order, f"{where}: the oldest request is not in {order}")
         left_out = [request for request in due if request not in order]
@@ -125,12 +126,6 @@ def _checked_order(selected: Selection, case: _Case, where: str) -> list[int]:
     said = isinstance(selected.reason, str) and bool(selected.reason)
     _require(said, f"{where}: reason={selected.reason!r} must be words")
     return order
-
-
-def _must_take(skipped: NDArray[np.int64], limit: int | None, size: int) -> list[int]:
-    """The oldest request and the overdue ones, oldest first, as far as there is room."""
-    due = [request for request, skips in enumerate(skipped) if request == 0 or (limit is not None and skips >= limit)]
-    return due[:size]
 
 
 class _Snapshot(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +30,26 @@ class Spy:
 
     max_skips: int | None = None
     window: Window | None = None
+    running: np.ndarray | None = None
 
-    def select(self, window: Window, _running: np.ndarray, size: int, rng: Generator) -> Selection:
+    def select(self, window: Window, running: np.ndarray, size: int, rng: Generator) -> Selection:
         self.window = Window(window.loads.copy(), window.skipped.copy(), window.queued)
-        others = 1 + rng.permutation(max(0, len(window.loads) - 1))
-        order = np.concatenate([np.zeros(min(1, len(window.loads)), np.int64), others])[:size]
-        return Selection(rng.permutation(order), "any")
+        self.running = running
+        others = 1 + rng.permutation(len(window.loads) - 1)
+        return Selection(np.concatenate([[0], others])[:size], "any")
 
 
 @dataclass
 class Waiting:
     """What the reference knows of a request."""
 
-    item: int
+    request: int
     arrival_s: float
-    load: np.ndarray = field(repr=False)
     skipped: int = 0
 
 
 class AgainstAList(RuleBasedStateMachine):
-    """Many requests come and go, so that the scheduler's rows are used again and again."""
+    """Many requests come and go."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,9 +57,10 @@ class AgainstAList(RuleBasedStateMachine):
         self.config = SchedulerConfig(
             max_batch_size=5, window_size=12, min_batch_trigger=7, scheduling_interval_ms=2500.0
         )
-        self.scheduler: Scheduler[int] = Scheduler(self.config, self.spy, SHAPE)
-        self.queue: list[Waiting] = []
         self.rng = np.random.default_rng(0)
+        self.loads = self.rng.random((6000, *SHAPE))
+        self.scheduler = Scheduler(self.config, self.spy, self.loads, self.rng)
+        self.queue: list[Waiting] = []
         self.now_s = 0.0
         self.pushed = 0
 
@@ -67,30 +68,36 @@ class AgainstAList(RuleBasedStateMachine):
     def push(self, count: int, gap_s: float) -> None:
         for _ in range(count):
             self.now_s += gap_s
-            load = self.rng.random(SHAPE)
-            self.queue.append(Waiting(self.pushed, self.now_s, load.copy()))
-            self.scheduler.push(self.pushed, load, self.now_s)
-            load[:] = -1.0  # the scheduler keeps its own copy
+            self.queue.append(Waiting(self.pushed, self.now_s))
+            self.scheduler.push(self.pushed, self.now_s)
             self.pushed += 1
 
-    @rule(size=st.integers(0, 15), times=st.sampled_from([1, 8]))
-    def take(self, size: int, times: int) -> None:
+    @rule(times=st.sampled_from([1, 8]))
+    def take(self, times: int) -> None:
         for _ in range(times):
-            self.take_one(size)
+            self.take_one()
 
-    def take_one(self, size: int) -> None:
+    def take_one(self) -> None:
         seen = self.queue[:12]
-        batch = self.scheduler.next_batch(RUNNING, size, self.rng)
-        window, order = self.spy.window, batch.selection.order.tolist()
+        running = self.rng.random(SHAPE)
+        batch = self.scheduler.next_batch(running)
+        if not seen:
+            assert batch.items == []
+            return
+        window = self.spy.window
         assert window is not None
+        assert self.spy.running is running
         assert window.queued == len(self.queue)
-        np.testing.assert_array_equal(window.loads, np.array([one.load for one in seen]).reshape(-1, *SHAPE))
+        np.testing.assert_array_equal(window.loads, self.loads[[one.request for one in seen]])
         assert window.loads.flags.c_contiguous
         assert window.skipped.tolist() == [one.skipped for one in seen]
-        assert batch.items == [seen[index].item for index in order]
-        assert batch.skipped.tolist() == [seen[index].skipped for index in order], "as it was before"
+        at = {one.request: index for index, one in enumerate(seen)}
+        order = [at[request] for request in batch.items]
+        assert len(set(order)) == len(order) == min(5, len(seen))
+        assert order[0] == 0
+        assert batch.skipped == [seen[index].skipped for index in order], "as it was before"
         for index, one in enumerate(seen):
-            one.skipped += index not in order and index < max(order, default=0)
+            one.skipped += index not in order and index < max(order)
         self.queue = [one for index, one in enumerate(self.queue) if index not in order]
 
     @invariant()
@@ -108,53 +115,77 @@ TestAgainstAList = AgainstAList.TestCase
 TestAgainstAList.settings = settings(max_examples=40, stateful_step_count=30)
 
 
-def test_rows_of_requests_that_left_are_used_again():
-    scheduler: Scheduler[int] = Scheduler(SchedulerConfig(), strategies["fcfs"](), SHAPE)
-    rng = np.random.default_rng(0)
-    for number in range(5000):
-        scheduler.push(number, np.full(SHAPE, float(number)), float(number))
-        if number % 8 == 7:
-            assert scheduler.next_batch(RUNNING, 8, rng).items == list(range(number - 7, number + 1))
-    assert len(scheduler) == 0
-    assert len(scheduler._items) == 64, "memory follows the queue, not the run"
-    assert scheduler._items == [None] * 64, "and keeps nobody alive"
+def scheduler_of(strategy: Any, count: int, **how: Any) -> Scheduler:
+    """With all requests waiting."""
+    found = Scheduler(SchedulerConfig(**how), strategy, np.ones((count, *SHAPE)), np.random.default_rng(0))
+    for number in range(count):
+        found.push(number, 0.0)
+    return found
 
 
-def test_a_load_of_another_shape_is_refused():
-    scheduler: Scheduler[str] = Scheduler(SchedulerConfig(), strategies["fcfs"](), SHAPE)
-    for load in (np.zeros(3), np.zeros((1, 3)), np.zeros((2, 4)), np.float64(1.0)):
-        with pytest.raises(ConfigError, match=r"load has shape .*; expected \(2, 3\)"):
-            scheduler.push("a", load, 0.0)
-    assert len(scheduler) == 0
+def test_nothing_is_kept_of_requests_that_left():
+    scheduler = scheduler_of(strategies["fcfs"](), 800)
+    for first in range(0, 800, 8):
+        assert scheduler.next_batch(RUNNING).items == list(range(first, first + 8))
+    assert len(scheduler) == len(scheduler._arrival_s) == 0
+    assert len(scheduler._waiting._handed_out) == 8, "the last batch may be put back"
 
 
-def test_a_broken_strategy_loses_nobody():
+def test_loads_of_any_kind_are_shown_as_contiguous_floats():
+    spy = Spy()
+    loads = np.arange(24, dtype=np.int32).reshape(3, 2, 4).transpose(2, 1, 0)  # [request, layer, expert]
+    scheduler = Scheduler(SchedulerConfig(), spy, loads, np.random.default_rng(0))
+    for number in (3, 1):
+        scheduler.push(number, 0.0)
+    scheduler.next_batch(RUNNING)
+    assert spy.window is not None
+    assert spy.window.loads.dtype == np.float64
+    assert spy.window.loads.flags.c_contiguous
+    np.testing.assert_array_equal(spy.window.loads, loads[[3, 1]])
+
+
+@dataclass(frozen=True)
+class Picks:
+    """The same answer whatever it is shown."""
+
+    order: Any
+    max_skips: int | None = None
+
+    def select(self, *_: Any) -> Selection:
+        return Selection(np.array(self.order), "by heart")
+
+
+@pytest.mark.parametrize(
+    "picked", [[0, 0, 0], [0, 1], [0, 1, 2, 3], [1, 2, 3], [0, 1, 10], [0, -1, 1], [0.0, 1.0, 2.0], [[0, 1, 2]], []]
+)
+def test_a_broken_strategy_loses_nobody(picked: Any):
     """The queue is as it was before, so that whoever catches the error can go on."""
+    scheduler = scheduler_of(Picks(picked), 10, max_batch_size=3)
+    with pytest.raises(ConfigError) as raised:
+        scheduler.next_batch(RUNNING)
+    expected = f"strategy Picks picked {picked}; expected 3 different indices of 0 … 9, with 0 among them"
+    assert str(raised.value) == expected
+    scheduler.chooser.strategy = strategies["fcfs"]()
+    taken = [scheduler.next_batch(RUNNING) for _ in range(4)]
+    assert [request for batch in taken for request in batch.items] == list(range(10))
+    assert all(batch.skipped == [0] * len(batch.items) for batch in taken)
 
-    @dataclass(frozen=True)
-    class Twice:
-        max_skips: int | None = None
 
-        def select(self, _window: Window, _running: np.ndarray, size: int, _rng: Generator) -> Selection:
-            return Selection(np.zeros(size, np.int64), "the oldest, again and again")
-
-    scheduler: Scheduler[int] = Scheduler(SchedulerConfig(), Twice(), SHAPE)
-    for number in range(10):
-        scheduler.push(number, RUNNING, 0.0)
-    rng = np.random.default_rng(0)
-    message = r"^strategy Twice picked \[0, 0, 0\]; expected 3 different indices of 0 … 9, with 0 among them$"
-    with pytest.raises(ConfigError, match=message):
-        scheduler.next_batch(RUNNING, 3, rng)
-    scheduler.strategy = strategies["fcfs"]()
-    batch = scheduler.next_batch(RUNNING, 10, rng)
-    assert batch.items == list(range(10))
-    assert batch.skipped.tolist() == [0] * 10
+def test_a_strategy_that_leaves_out_who_must_be_taken_is_refused():
+    scheduler = scheduler_of(Picks([0, 2, 3], max_skips=2), 12, max_batch_size=3)
+    assert scheduler.next_batch(RUNNING).items == [0, 2, 3]
+    assert scheduler.next_batch(RUNNING).items == [1, 5, 6]  # 4 was passed over
+    assert scheduler.next_batch(RUNNING).skipped == [1, 0, 0]
+    scheduler = scheduler_of(Picks([0, 3, 4], max_skips=1), 12, max_batch_size=3)
+    scheduler.next_batch(RUNNING)
+    with pytest.raises(ConfigError, match=r"picked \[0, 3, 4\].*, with 0, 1 among them$"):
+        scheduler.next_batch(RUNNING)
 
 
 def test_an_empty_queue_gives_an_empty_batch():
     for name in strategies.names():
-        scheduler: Scheduler[int] = Scheduler(SchedulerConfig(), strategies[name](), SHAPE)
-        assert scheduler.next_batch(RUNNING, 8, np.random.default_rng(0)).items == []
+        scheduler = scheduler_of(strategies[name](), 0)
+        assert scheduler.next_batch(RUNNING).items == []
 
 
 # Configuration ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import pytest
 from numpy.random import Generator
 
 from coterie.batching import Selection, Window, strategies
-from coterie.batching.scheduler import ScheduledBatch, Scheduler, SchedulerConfig
+from coterie.batching.scheduler import Scheduler, SchedulerConfig
+from coterie.batching.waiting import Batch
 from coterie.errors import ConfigError
 from coterie.sim import DecodeRequests, Execution, Run, Simulation, decode, run_batches, run_decode, server
 from coterie.sim.invariants import (
@@ -127,29 +128,29 @@ def test_a_broken_kernel_is_caught(
 # Schedulers ---------------------------------------------------------------------------------------------------------
 
 
-class Loses(Scheduler[int]):
+class Loses(Scheduler):
     """Drops the last of a batch of more than one."""
 
-    def next_batch(self, running: np.ndarray, size: int, rng: Generator) -> ScheduledBatch[int]:
-        batch = super().next_batch(running, size, rng)
+    def next_batch(self, running: np.ndarray) -> Batch[int]:
+        batch = super().next_batch(running)
         keep = max(1, len(batch.items) - 1)
         return batch._replace(items=batch.items[:keep], skipped=batch.skipped[:keep])
 
 
-class Repeats(Scheduler[int]):
+class Repeats(Scheduler):
     """Puts the first request of the run back into its queue once it has left."""
 
     again = True
 
-    def next_batch(self, running: np.ndarray, size: int, rng: Generator) -> ScheduledBatch[int]:
-        batch = super().next_batch(running, size, rng)
+    def next_batch(self, running: np.ndarray) -> Batch[int]:
+        batch = super().next_batch(running)
         if self.again:
             self.again = False
-            self.push(batch.items[0], LOADS[0], 0.0)
+            self.push(batch.items[0], 0.0)
         return batch
 
 
-class Late(Scheduler[int]):
+class Late(Scheduler):
     """Says a batch is due a while after it was; the truth is known afterwards."""
 
     asked = 0

@@ -8,7 +8,8 @@ in, and so is one that was passed over `max_skips` times, so that nobody starves
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Sequence, Set
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.random import Generator
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from coterie.registry import PolicyRegistry
 
+T = TypeVar("T")
 Loads = NDArray[np.float64]
 
 DEFAULT_MAX_SKIPS = 64
@@ -64,9 +66,7 @@ strategies: PolicyRegistry[Strategy] = PolicyRegistry("strategy", group="coterie
 as keywords."""
 
 
-def passed_over(order: NDArray[np.int64], waiting: int) -> NDArray[np.bool_]:
-    """[request] of a window of `waiting`: those that stay although a younger one was taken."""
-    stays = np.ones(waiting, np.bool_)
-    stays[order] = False
-    stays[order.max(initial=0) :] = False
-    return stays
+def passed_over(window: Sequence[T], taken: Set[int]) -> list[T]:
+    """Those of a window, oldest first, that stay although a younger one was taken. `taken` are indices into it; one
+    past its end stands for a request that is younger than the window."""
+    return [request for index, request in enumerate(window[: max(taken, default=0)]) if index not in taken]

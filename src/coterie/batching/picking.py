@@ -1,7 +1,7 @@
 """What the strategies share: the setting they have in common, and the picks that no strategy is free to make.
 
 A strategy is free where :func:`must_take` stops, or :func:`first_picks` in compiled code: the oldest request is in, and
-so are those that were passed over too often.
+so are those that were passed over too often (:func:`is_due`).
 
 The compiled functions here are for compiled code alone. One that returns an array must not be called from Python too:
 where both it and its caller come from numba's cache, numba 0.68 takes the constants of one for those of the other and
@@ -54,10 +54,19 @@ def check_snapshot(window: Window, running: Loads, size: int) -> None:
         raise ConfigError(f"size={size} must be at least 0")
 
 
+@helper()
+def is_due(request: int, skips: int, limit: int) -> bool:
+    """Whether a window's request must be taken: it is the oldest, or was passed over `limit` times or more."""
+    return request == 0 or skips >= limit
+
+
 def must_take(window: Window, size: int, max_skips: int | None) -> list[int]:
     """The oldest request, then those passed over `max_skips` times or more, oldest first, as far as there is room."""
     limit = NEVER if max_skips is None else max_skips
-    return [request for request, skips in enumerate(window.skipped) if request == 0 or skips >= limit][:size]
+    skipped = window.skipped.tolist()
+    if max(skipped, default=0) < limit:  # nobody is overdue: the oldest alone is looked at
+        skipped = skipped[:1]
+    return [request for request, skips in enumerate(skipped) if is_due(request, skips, limit)][:size]
 
 
 def selection(picks: tuple[Indices, int], window: Window, by: str) -> Selection:
@@ -75,7 +84,7 @@ def first_picks(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, i
     for request in range(len(skipped)):
         if forced == len(order):
             break
-        if request == 0 or skipped[request] >= max_skips:
+        if is_due(request, skipped[request], max_skips):
             order[forced] = request
             forced += 1
     return order, forced

@@ -1,26 +1,18 @@
-"""The waiting queue: when a batch starts, and which requests the strategy is shown.
-
-The mechanism around a strategy. It keeps requests in order of arrival with the load each is expected to bring, shows
-the strategy the oldest `window_size` of them, and counts whom it passes over. It has no clock: the simulator gives it
-simulated time, an engine the wall clock's.
-"""
+"""When a batch starts, and how it is chosen: the settings, and the waiting list of a server that runs batches."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import msgspec
-import numpy as np
 from numpy.random import Generator
-from numpy.typing import NDArray
 
-from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads, Selection, Strategy, Window, passed_over, strategies
+from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads, Strategy, strategies
+from coterie.batching.waiting import Batch, Chooser, RowView, WaitingList
 from coterie.errors import ConfigError, UnknownNameError
-
-T = TypeVar("T")
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,89 +84,46 @@ class CapsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return found
 
 
-class ScheduledBatch(NamedTuple, Generic[T]):
-    """Requests that start together."""
+class Scheduler:
+    """The simulator's waiting list: requests are rows of the loads they are expected to bring.
 
-    items: list[T]
-    skipped: NDArray[np.int64]
-    """[item] times each was passed over before."""
-    selection: Selection
+    It has no clock: whoever drives it says when a request arrives, and asks since when a batch is due.
+    """
 
-
-class Scheduler(Generic[T]):
-    """Waiting requests in order of arrival, and the choice of the next batch."""
-
-    def __init__(self, config: SchedulerConfig, strategy: Strategy, shape: tuple[int, int]) -> None:
+    def __init__(self, config: SchedulerConfig, strategy: Strategy, loads: Loads, rng: Generator) -> None:
+        """`loads` is [request, layer, expert]. A strategy that breaks its contract is an error."""
         self.config = config
-        self.strategy = strategy
+        self._view = RowView(loads)
+        self.chooser = Chooser(
+            strategy, self._view, rng, window_size=config.window_size, batch_size=config.max_batch_size, strict=True
+        )
+        self._waiting = WaitingList(self.chooser)
         self._interval_s = config.scheduling_interval_ms / 1000.0
-        self._queue: list[int] = []  # rows, oldest first
-        self._free: list[int] = []
-        self._items: list[T | None] = []
-        self._arrival_s: list[float] = []
-        self._loads = np.zeros((0, *shape))  # [row, layer, expert]
-        self._skipped = np.zeros(0, np.int64)  # [row]
+        self._arrival_s: dict[int, float] = {}
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._waiting)
 
-    def push(self, item: T, load: Loads, now_s: float) -> None:
-        """A request arrives, with the [layer, expert] load it is expected to bring."""
-        if np.shape(load) != self._loads.shape[1:]:
-            raise ConfigError(f"load has shape {np.shape(load)}; expected {self._loads.shape[1:]}")
-        if not self._free:
-            self._grow()
-        row = self._free.pop()
-        self._items[row] = item
-        self._arrival_s[row] = now_s
-        self._loads[row] = load
-        self._skipped[row] = 0
-        self._queue.append(row)
-
-    def _grow(self) -> None:
-        size = len(self._items)
-        more = max(64, size)
-        self._loads = np.concatenate([self._loads, np.zeros((more, *self._loads.shape[1:]))])
-        self._skipped = np.concatenate([self._skipped, np.zeros(more, np.int64)])
-        self._items += [None] * more
-        self._arrival_s += [0.0] * more
-        self._free = list(range(size + more - 1, size - 1, -1))
+    def push(self, request: int, now_s: float) -> None:
+        """A request arrives."""
+        self._waiting.push(request)
+        self._arrival_s[request] = now_s
 
     def due_s(self) -> float:
         """Since when a batch is due on a free server, or when it will be if nobody else arrives: inf is never."""
-        if not self._queue:
+        waiting = len(self._waiting)
+        if not waiting:
             return math.inf
-        due_s = self._arrival_s[self._queue[0]] + self._interval_s
+        due_s = self._arrival_s[self._waiting.at(0)] + self._interval_s
         trigger = self.config.min_batch_trigger
-        if len(self._queue) >= trigger:
-            due_s = min(due_s, self._arrival_s[self._queue[trigger - 1]])
+        if waiting >= trigger:
+            due_s = min(due_s, self._arrival_s[self._waiting.at(trigger - 1)])
         return due_s
 
-    def next_batch(self, running: Loads, size: int, rng: Generator) -> ScheduledBatch[T]:
-        """Up to `size` requests leave the queue; `running` [layer, expert] is what they join."""
-        rows = np.array(self._queue[: self.config.window_size], np.int64)
-        skipped = self._skipped[rows]
-        window = Window(self._loads[rows], skipped, len(self._queue))
-        selection = self.strategy.select(window, running, size, rng)
-        order = selection.order
-        picked = self._checked(order, min(size, len(rows)), len(rows))
-        self._skipped[rows[passed_over(order, len(rows))]] += 1
-        chosen = rows[order].tolist()
-        items: list[T] = [self._items[row] for row in chosen]
-        for index in reversed(picked):
-            del self._queue[index]
-        for row in chosen:
-            self._items[row] = None
-        self._free += chosen
-        return ScheduledBatch(items, skipped[order], selection)
-
-    def _checked(self, order: NDArray[np.int64], expected: int, waiting: int) -> list[int]:
-        """The indices in rising order. A strategy that breaks its contract would lose a request, or run one twice."""
-        picked: list[int] = sorted(order.tolist())
-        whole = len(picked) == expected == len(set(picked))
-        if not whole or (picked and (picked[0] != 0 or picked[-1] >= waiting)):
-            raise ConfigError(
-                f"strategy {type(self.strategy).__name__} picked {order.tolist()}; expected {expected} different "
-                f"indices of 0 … {waiting - 1}, with 0 among them"
-            )
-        return picked
+    def next_batch(self, running: Loads) -> Batch[int]:
+        """Up to `max_batch_size` requests leave the queue; `running` [layer, expert] is what they join."""
+        self._view.load = running
+        batch = self._waiting.take_batch(self.config.max_batch_size)
+        for request in batch.items:
+            del self._arrival_s[request]
+        return batch

@@ -107,13 +107,11 @@ class _Decoder:
         self.predicted = predicted
         self.timer = timer
         self.places = places
-        self.scheduler: Scheduler[int] = Scheduler(config, strategy, (layers, experts))
-        self.rng = rng
+        self.scheduler = Scheduler(config, strategy, predicted, rng)
         self.ranks = ranks
         self.check = check
         self.progress = progress
         self.next = 0
-        self.size = config.max_batch_size
         self.planned: list[int] = []
         self.running = np.zeros(0, np.int64)
         self.running_load = np.zeros((layers, experts))
@@ -143,7 +141,7 @@ class _Decoder:
     def arrive(self) -> None:
         self.look_at_clock()
         row = self.next
-        self.scheduler.push(row, self.predicted[row], self.sim.now_s)
+        self.scheduler.push(row, self.sim.now_s)
         self.next = row + 1
         if self.next < len(self.arrivals):
             self.sim.at(self.arrivals[self.next], self.arrive)
@@ -178,9 +176,7 @@ class _Decoder:
             if not self.planned:
                 if not len(self.scheduler):
                     break
-                batch = self.scheduler.next_batch(
-                    self.running_load + self.predicted[joining].sum(axis=0), self.size, self.rng
-                )
+                batch = self.scheduler.next_batch(self.running_load + self.predicted[joining].sum(axis=0))
                 self.planned = batch.items[::-1]
                 self.skipped[batch.items] = batch.skipped
             joining.append(self.planned.pop())

@@ -78,12 +78,9 @@ class _BatchServer:
         count = len(arrival_s)
         self.sim = Simulation()
         self.arrivals: list[float] = arrival_s.tolist()
-        self.predicted = predicted
         self.execution = execution
-        self.size = config.max_batch_size
         self.idle = np.zeros(predicted.shape[1:])  # nothing runs when a batch starts
-        self.scheduler: Scheduler[int] = Scheduler(config, strategy, (predicted.shape[1], predicted.shape[2]))
-        self.rng = rng
+        self.scheduler = Scheduler(config, strategy, predicted, rng)
         self.check = check
         self.progress = progress
         self.next = 0
@@ -116,7 +113,7 @@ class _BatchServer:
         self.look_at_clock()
         sim, count = self.sim, len(self.arrivals)
         row = self.next
-        self.scheduler.push(row, self.predicted[row], sim.now_s)
+        self.scheduler.push(row, sim.now_s)
         self.next = row + 1
         if self.next < count:
             sim.at(self.arrivals[self.next], self.arrive)
@@ -131,7 +128,7 @@ class _BatchServer:
                 self.sim.at(due_s, self.on_timer)
             return
         self.idle_while_due_s = max(self.idle_while_due_s, now_s - max(due_s, self.free_since_s))
-        batch = self.scheduler.next_batch(self.idle, self.size, self.rng)
+        batch = self.scheduler.next_batch(self.idle)
         rows = np.array(batch.items, np.int64)
         ran = self.execution(rows)
         check_seconds(ran, len(rows))

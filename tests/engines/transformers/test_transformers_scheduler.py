@@ -17,11 +17,11 @@ pytestmark = pytest.mark.torch
 from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 
 from coterie.batching.scheduler import Scheduler, SchedulerConfig  # noqa: E402
-from coterie.engines.ordering_inputs import OrderingSettings  # noqa: E402
 from coterie.engines.tiny import tiny_model_path  # noqa: E402
 from coterie.engines.transformers import load_model  # noqa: E402
 from coterie.engines.transformers.predictor import dry_run_table  # noqa: E402
 from coterie.engines.transformers.scheduler import register_scheduler  # noqa: E402
+from coterie.engines.waiting_settings import OrderingSettings  # noqa: E402
 from coterie.errors import ConfigError, UnknownNameError  # noqa: E402
 from coterie.predictors import PredictRequest, TokenTable  # noqa: E402
 
@@ -110,14 +110,13 @@ def test_order_follows_the_strategy_and_no_token_changes(
         assert {name: out.generated_tokens for name, out in ours.items()} == {
             name: out.generated_tokens for name, out in plain.items()
         }
-        replay: Scheduler[int] = Scheduler(
-            config := SchedulerConfig(strategy=strategy, max_skips=3), config.make(), loads[0].shape
-        )
-        for number, load in enumerate(loads):
-            replay.push(number, load, 0.0)
-        rng, expected = np.random.default_rng(4), []
+        config = SchedulerConfig(strategy=strategy, max_skips=3, max_batch_size=PLACES)
+        replay = Scheduler(config, config.make(), np.array(loads), np.random.default_rng(4))
+        for number in range(len(loads)):
+            replay.push(number, 0.0)
+        expected: list[int] = []
         while len(replay):
-            expected += replay.next_batch(np.zeros(loads[0].shape), PLACES, rng).items
+            expected += replay.next_batch(np.zeros(loads[0].shape)).items
         assert started(ours) == expected, strategy
         assert (expected == list(range(REQUESTS))) is (strategy == "fcfs")
         assert max(max(json.loads(line)["skipped"]) for line in log.read_text().splitlines()) <= 3

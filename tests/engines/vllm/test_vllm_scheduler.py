@@ -25,8 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.batching.scheduler import Scheduler, SchedulerConfig
-from coterie.engines.ordering_inputs import OrderingSettings
 from coterie.engines.tiny import tiny_model_path
+from coterie.engines.waiting_settings import OrderingSettings
 from coterie.errors import ConfigError
 from coterie.predictors import PredictRequest, TokenTable
 from coterie.wire.footprints import KEY, WireFootprint, encode_footprint
@@ -152,15 +152,15 @@ def tokens_of(answer: dict[str, Any]) -> list[list[int]]:
 def replayed(loads: list[np.ndarray]) -> tuple[list[int], int]:
     """The same strategy offline, on requests in order of arrival: the order, and the most any was passed over."""
     config = SchedulerConfig(strategy="greedy_variance", max_skips=SKIPS, max_batch_size=PLACES)
-    queue: Scheduler[int] = Scheduler(config, config.make(), loads[0].shape)
-    for number, load in enumerate(loads):
-        queue.push(number, load, 0.0)
+    queue = Scheduler(config, config.make(), np.array(loads), np.random.default_rng(0))
+    for number in range(len(loads)):
+        queue.push(number, 0.0)
     order: list[int] = []
     worst = 0
     while len(queue):
-        batch = queue.next_batch(np.zeros(loads[0].shape), PLACES, np.random.default_rng(0))
+        batch = queue.next_batch(np.zeros(loads[0].shape))
         order += batch.items
-        worst = max(worst, *batch.skipped.tolist())
+        worst = max(worst, *batch.skipped)
     return order, worst
 
 
@@ -396,9 +396,9 @@ def test_preempted_requests_go_first(table_file: Path) -> None:
 def test_remaining_tokens_are_the_load_of_a_prefill(table_file: Path) -> None:
     chooser, _, _ = queues(state("fcfs"), loads=str(table_file), phase="prefill")
     one = request(1)
-    assert chooser.engine.tokens(one) == 3
+    assert chooser.view.tokens(one) == 3
     one.num_computed_tokens = 2
-    assert chooser.engine.tokens(one) == 1
+    assert chooser.view.tokens(one) == 1
 
 
 @pytest.mark.usefixtures("imported")

@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from coterie.batching.base import Loads
+from coterie.batching.waiting import Chooser, Report, RequestView, WaitingList
 from coterie.costs.lines import StepCost
-from coterie.engines.ordering import Chooser, EngineView, WaitingList
-from coterie.engines.ordering_inputs import LoadSource, OrderingSettings, step_cost
+from coterie.engines.waiting_settings import LoadSource, OrderingSettings, step_cost
 from coterie.errors import ConfigError
 
 NAME = "coterie"
@@ -29,10 +29,11 @@ NAME = "coterie"
 logger = logging.getLogger("coterie.scheduler")
 
 
-class _View(EngineView[str]):
+class _View(RequestView[str]):
     """Requests, by their ids, as the library's scheduler sees them."""
 
     def __init__(self, scheduler: Any, source: LoadSource, phase: str) -> None:
+        super().__init__(Report(_tell))
         self._scheduler = scheduler
         self._source = source
         self._prefill = phase == "prefill"
@@ -53,11 +54,8 @@ class _View(EngineView[str]):
     def free_places(self) -> int:
         return int(self._scheduler.max_requests_per_batch - len(self._scheduler.active_requests))
 
-    def urgent(self, request: str) -> bool:
+    def offloaded(self, request: str) -> bool:
         return bool(self._state(request).is_cpu_offloaded)
-
-    def blocked(self, request: str) -> bool:  # noqa: ARG002
-        return False
 
     def name(self, request: str) -> str:
         return request
@@ -75,9 +73,9 @@ class ExpertAwareScheduler(FIFOScheduler):  # type: ignore[misc]  # the library 
     def reset(self) -> None:
         super().reset()
         if not hasattr(self, "chooser"):  # called by the base's constructor too
-            view = _View(self, self.source, self.settings.phase)
-            self.chooser = Chooser(self.settings, view, _tell, self.source.shape, self.cost)
-        self._order: WaitingList[str] = WaitingList(self.chooser)
+            self._view = _View(self, self.source, self.settings.phase)
+            self.chooser = self.settings.chooser(self._view, self.source.shape, self.cost)
+        self._order: WaitingList[str] = WaitingList(self.chooser, urgent=self._view.offloaded)
 
     def add_waiting_request(self, state: Any) -> None:
         super().add_waiting_request(state)
@@ -94,7 +92,7 @@ class ExpertAwareScheduler(FIFOScheduler):  # type: ignore[misc]  # the library 
 
     def _get_waiting_candidates(self) -> Any:
         """Asked in every step; only when one can start is it worth a selection."""
-        if self.chooser.engine.free_places() < 1:
+        if self._view.free_places() < 1:
             return super()._get_waiting_candidates()
         arrived = self.waiting_requests_order
         self.waiting_requests_order = deque(self._order.upcoming())

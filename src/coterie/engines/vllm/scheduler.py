@@ -19,9 +19,9 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from coterie.engines.ordering import Chooser
-from coterie.engines.ordering_inputs import OrderingSettings
+from coterie.batching.waiting import Chooser
 from coterie.engines.vllm.plugin import KNOWN_VERSIONS, known
+from coterie.engines.waiting_settings import OrderingSettings
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,16 +9,17 @@ from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
 from coterie.batching.base import Loads
+from coterie.batching.waiting import Chooser, Report, RequestView, WaitingList
 from coterie.costs.lines import StepCost
-from coterie.engines.ordering import Chooser, EngineView, WaitingList
-from coterie.engines.ordering_inputs import LoadSource, OrderingSettings, step_cost
+from coterie.engines.waiting_settings import LoadSource, OrderingSettings, step_cost
 from coterie.wire.footprints import footprint_of
 
 
-class SchedulerView(EngineView[Any]):
+class SchedulerView(RequestView[Any]):
     """Requests as vLLM's scheduler sees them."""
 
-    def __init__(self, scheduler: Any, source: LoadSource, phase: str) -> None:
+    def __init__(self, scheduler: Any, source: LoadSource, phase: str, report: Report) -> None:
+        super().__init__(report)
         self._scheduler = scheduler
         self._source = source
         self._prefill = phase == "prefill"
@@ -39,10 +40,11 @@ class SchedulerView(EngineView[Any]):
         return int(scheduler.max_num_active_reqs - taken)
 
     def urgent(self, request: Any) -> bool:
+        """It ran already and was put back."""
         return bool(request.num_preemptions > 0)
 
     def blocked(self, request: Any) -> bool:
-        """As Scheduler._handle_blocked_waiting_request decides, which also changes the request."""
+        """It could not start now: as Scheduler._handle_blocked_waiting_request decides, which also changes it."""
         status = request.status
         if status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             return request.request_id not in self._scheduler.finished_recving_kv_req_ids
@@ -62,9 +64,14 @@ class ChosenQueue(RequestQueue):
     rest is the oldest of what may be chosen. Under the priority policy both keep their place by priority and arrival.
     """
 
-    def __init__(self, chooser: Chooser[Any], name: str, policy: SchedulingPolicy) -> None:
-        by_priority = policy == SchedulingPolicy.PRIORITY
-        self.order: WaitingList[Any] = WaitingList(chooser, name, _priority_and_age if by_priority else None)
+    def __init__(self, chooser: Chooser[Any], view: SchedulerView, name: str, policy: SchedulingPolicy) -> None:
+        self.order: WaitingList[Any] = WaitingList(
+            chooser,
+            name,
+            rank=_priority_and_age if policy == SchedulingPolicy.PRIORITY else None,
+            urgent=view.urgent,
+            blocked=view.blocked,
+        )
 
     def add_request(self, request: Any) -> None:
         self.order.push(request)
@@ -122,11 +129,11 @@ def chosen_queues(
     source = LoadSource.open(settings.loads, model.get_total_num_hidden_layers(), model.get_num_experts())
     if source.table is not None:
         source.share([0], None)  # compiles what it needs
-    view = SchedulerView(scheduler, source, settings.phase)
-    chooser = Chooser(settings, view, tell, source.shape, cost_of(scheduler, settings))
+    view = SchedulerView(scheduler, source, settings.phase, Report(tell))
+    chooser = settings.chooser(view, source.shape, cost_of(scheduler, settings))
     queues = []
     for name in ("waiting", "kv_holding_waiting"):
-        queue = ChosenQueue(chooser, name, scheduler.policy)
+        queue = ChosenQueue(chooser, view, name, scheduler.policy)
         for request in getattr(scheduler, name):
             queue.add_request(request)
         queues.append(queue)

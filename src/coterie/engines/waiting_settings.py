@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
 from coterie.batching import Strategy, strategies
 from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads
+from coterie.batching.waiting import Chooser, DecisionFile, RequestView
 from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, InputError
@@ -17,6 +18,8 @@ from coterie.models import model_from_config
 from coterie.predictors import PredictRequest, TokenTable
 from coterie.types import Placement, Topology
 from coterie.wire.footprints import WireFootprint
+
+T = TypeVar("T", bound=Hashable)
 
 TYPICAL_TOKENS = 1024
 """Of a request, for the part of a step's time that is the same whoever is in it."""
@@ -77,6 +80,25 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             where = f"options={self.options}" if cost is None else f"device={self.device!r}, options={self.options}"
             raise ConfigError(f"{where} of strategy {self.strategy!r}: {error}") from None
         return strategy
+
+    def chooser(
+        self, view: RequestView[T], shape: tuple[int, int] = (1, 1), cost: StepCost | None = None
+    ) -> Chooser[T]:
+        """The strategy as an engine's waiting lists ask it: where it fails, serving goes on.
+
+        It is warmed up for loads of `shape` [layer, expert], if known; `cost` is of the device, where one is set.
+        """
+        chooser = Chooser(
+            self.make(cost),
+            view,
+            np.random.default_rng(self.seed),
+            window_size=self.window_size,
+            batch_size=self.batch_size,
+            report=view.report,
+            decided=None if self.decisions is None else DecisionFile(self.decisions),
+        )
+        chooser.warm_up(shape)
+        return chooser
 
 
 class LoadSource:

@@ -1,0 +1,357 @@
+"""Waiting requests, in the order a strategy chooses.
+
+A server asks for one request after the other (an engine) or for a batch (the simulator); a strategy chooses several at
+once. In between stands a selection: it is made over a window of the oldest waiting requests, beside the load that runs.
+:meth:`WaitingList.take_batch` hands all of it out at once. :meth:`WaitingList.pop` hands it out one by one until it is
+used up; it is made anew before that if a request arrives that it should have seen, or if more requests have left the
+server since than it has members. Where a server with all places free pops as many as a batch holds, both give the same
+requests in the same order.
+
+The oldest request of a window is in every selection and comes first in it; so does one that was passed over `max_skips`
+times. In a shallow queue, where every arrival makes a new selection, the order is therefore that of arrival, or close
+to it. A selection counts whom it passed over when it ends: who still waits while a younger one was taken.
+
+Requests go by classes (a priority): a lower one is never handed out before a higher. Urgent ones, those a server had to
+stop and put back, go first within their class and are not reordered. Requests that cannot start yet are blocked: they
+take no part and are handed out last. Where no load is known, or the strategy fails, the order is that of arrival.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import islice
+from operator import attrgetter
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from coterie.batching.base import passed_over
+from coterie.batching.waiting.choosing import Chooser
+from coterie.errors import ConfigError
+
+T = TypeVar("T", bound=Hashable)
+Key = tuple[Any, int, Any, int]
+"""Class, lane, age and a number of its own: sorts as requests wait."""
+
+URGENT, NORMAL = 0, 1
+ARRIVAL = "in order of arrival"
+"""Reason of a batch where the strategy had no say."""
+
+
+class Batch(NamedTuple, Generic[T]):
+    """Requests that start together."""
+
+    items: list[T]
+    skipped: list[int]
+    """[item] times each was passed over before."""
+    reason: str
+    """In words."""
+
+
+class _Entry(Generic[T]):
+    """A request in its place."""
+
+    __slots__ = ("key", "request", "skips")
+
+    def __init__(self, key: Key, request: T) -> None:
+        self.key = key
+        self.request = request
+        self.skips = 0
+
+
+_key = attrgetter("key")
+
+
+class _Selected(NamedTuple, Generic[T]):
+    """A selection as it is made."""
+
+    window: list[_Entry[T]]
+    """As the strategy saw it, oldest first."""
+    order: list[int]
+    """Indices into the window, as they are to be handed out."""
+    last: Key | None
+    """Of the window's youngest, if the window is full: what arrives behind it would not have been seen."""
+    reason: str | None
+    """The strategy's; None if it had no say."""
+
+
+class _Plan(Generic[T]):
+    """A selection that is handed out one by one."""
+
+    def __init__(self, rank: Any, selected: _Selected[T], running: frozenset[T]) -> None:
+        self.rank = rank
+        self.window, order, self.last, self.reason = selected
+        self.rest = deque(order)
+        """Still to be handed out."""
+        self.size = len(order)
+        self.running = running
+        """Who ran when it was made."""
+        self.taken: set[int] = set()
+        """Indices handed out; the window's length stands for one younger than the window."""
+        self._gone: set[int] = set()
+        """Indices that wait no longer."""
+
+    def sees(self, key: Key) -> bool:
+        """A new request that the strategy would have been shown, or that goes before all it was shown."""
+        rank, lane = key[:2]
+        if rank != self.rank:
+            return bool(rank < self.rank)
+        return lane == NORMAL and (self.last is None or key < self.last)
+
+    def take(self, entry: _Entry[T]) -> bool:
+        """Whether an older one of the window waits."""
+        index = self.drop(entry)
+        self.taken.add(index)
+        return any(older not in self._gone for older in range(index))
+
+    def drop(self, entry: _Entry[T]) -> int:
+        """It waits no longer. Its index, which is the window's length if it is not there."""
+        index = self.window.index(entry) if entry in self.window else len(self.window)
+        self._gone.add(index)
+        if index in self.rest:
+            self.rest.remove(index)
+        return index
+
+
+class WaitingList(Generic[T]):
+    """A queue whose next request is the strategy's choice. :meth:`peek` and :meth:`pop` agree until it changes."""
+
+    def __init__(
+        self,
+        chooser: Chooser[T],
+        name: str = "waiting",
+        *,
+        rank: Callable[[T], tuple[Any, Any]] | None = None,
+        urgent: Callable[[T], bool] | None = None,
+        blocked: Callable[[T], bool] | None = None,
+    ) -> None:
+        """`rank` gives a request's class and age, lowest first; without it all are of one class and age is the order
+        in which they came. `urgent` says that a request ran already and was put back, `blocked` that it could not
+        start now, whatever is free; without them none is."""
+        self.name = name
+        self._chooser = chooser
+        self._rank = rank
+        self._urgent = urgent
+        self._blocked = blocked
+        self._entries: list[_Entry[T]] = []
+        """As they wait."""
+        self._entry_of: dict[T, _Entry[T]] = {}
+        self._plan: _Plan[T] | None = None
+        self._head: T | None = None
+        self._handed_out: dict[T, _Entry[T]] = {}
+        """In this step, with the place and the skips each had: a server puts back what it cannot start."""
+        self._number = 0
+
+    # The queue.
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._entry_of
+
+    def __iter__(self) -> Iterator[T]:
+        """As they wait: by class, the urgent first, oldest first. Not the order they will be handed out in."""
+        return iter([entry.request for entry in self._entries])
+
+    def at(self, place: int) -> T:
+        """The one that waits at this place, counted as iteration does."""
+        return self._entries[place].request
+
+    def push(self, request: T) -> None:
+        self._insert(request, self._number)
+
+    def prepend(self, request: T) -> None:
+        """Back in: where it was, if it was handed out in this step; else it is older than all others."""
+        before = self._handed_out.pop(request, None)
+        if before is None or self._is_urgent(request):
+            self._insert(request, -self._number)
+            return
+        self._insert(request, before.key[2])
+        self._entry_of[request].skips = before.skips
+
+    def remove(self, requests: Iterable[T]) -> None:
+        """Those that are here; others are ignored."""
+        for request in requests:
+            entry = self._entry_of.get(request)
+            if entry is not None:
+                if self._plan is not None:
+                    self._plan.drop(entry)
+                self._drop(entry)
+
+    def peek(self) -> T:
+        """The next request; raises IndexError if there is none."""
+        if not self._entries:
+            raise IndexError(f"nothing is {self.name}")
+        if self._head is None:
+            self._head = self._next()
+        return self._head
+
+    def pop(self) -> T:
+        request = self.peek()
+        self.take(request)
+        return request
+
+    def take(self, request: T) -> None:
+        """Hand this one out, whoever was next."""
+        entry, plan, counters = self._entry_of[request], self._plan, self._chooser.counters
+        counters.handed_out += 1
+        if plan is not None and entry.key[1] == NORMAL:
+            counters.moved += plan.take(entry)
+        self._handed_out[request] = entry
+        self._drop(entry)
+        if plan is not None and not plan.rest:
+            self._retire()
+
+    def take_batch(self, size: int) -> Batch[T]:
+        """Hand out one selection of up to `size` at once, in a step of its own. Nobody may be urgent."""
+        self._retire()
+        if not self._entries or size < 1:
+            return Batch([], [], "nobody waits" if size else "no place is free")
+        rank, lane, _, _ = self._entries[0].key
+        if lane == URGENT:
+            raise ConfigError(f"{self._entries[0].request!r} is urgent: such requests go one by one")
+        window, order, _, reason = self._select(rank, size)
+        del order[size:]  # where all are blocked the selection is all of them
+        taken = [window[index] for index in order]
+        stayed = passed_over(window, set(order))
+        if self._blocked is None:  # the window is the head of the list
+            self._entries[: max(order) + 1] = stayed
+            for entry in taken:
+                del self._entry_of[entry.request]
+        else:
+            for entry in taken:
+                self._drop(entry)
+        batch = Batch([entry.request for entry in taken], [entry.skips for entry in taken], reason or ARRIVAL)
+        self._handed_out = dict(zip(batch.items, taken, strict=True))
+        self._pass_over(stayed)
+        self._chooser.counters.handed_out += len(taken)
+        self._chooser.counters.moved += _moved(order)
+        return batch
+
+    def upcoming(self) -> list[T]:
+        """All of them: the urgent, then the selection, made if there is none, then the others as they wait."""
+        urgent = [entry.request for entry in self._entries if entry.key[1] == URGENT]
+        if len(urgent) == len(self._entries):
+            return urgent
+        wanted = min(len(self._entries) - len(urgent), max(1, self._chooser.view.free_places()))
+        plan = self._plan
+        if plan is None or len(plan.rest) < wanted:
+            plan = self._make_plan(next(entry.key[0] for entry in self._entries if entry.key[1] == NORMAL))
+        first = dict.fromkeys([*urgent, *(plan.window[index].request for index in plan.rest)])
+        return [*first, *(request for request in self if request not in first)]
+
+    def refresh(self) -> None:
+        """Before a step of the server: a selection for a batch that is gone is made anew, and so is one of default."""
+        plan, self._head = self._plan, None
+        self._handed_out.clear()
+        if plan is None:
+            return
+        if plan.reason is None:
+            self._retire()
+        elif len(plan.running) > plan.size:
+            left = plan.running.difference(self._chooser.view.running())
+            if len(left) > plan.size:
+                self._retire()
+
+    def skips(self, request: T) -> int:
+        """Times a waiting request was passed over."""
+        return self._entry_of[request].skips
+
+    # Inside.
+
+    def _is_urgent(self, request: T) -> bool:
+        return self._urgent is not None and self._urgent(request)
+
+    def _insert(self, request: T, age: Any) -> None:
+        if request in self._entry_of:
+            self.remove([request])
+        rank: Any = 0
+        if self._rank is not None:
+            rank, age = self._rank(request)
+        key = (rank, URGENT if self._is_urgent(request) else NORMAL, age, self._number)
+        self._number += 1
+        entry = self._entry_of[request] = _Entry(key, request)
+        if not self._entries or self._entries[-1].key < key:
+            self._entries.append(entry)
+        else:
+            insort(self._entries, entry, key=_key)
+        self._head = None
+        if self._plan is not None and self._plan.sees(key):
+            self._retire()
+
+    def _drop(self, entry: _Entry[T]) -> None:
+        del self._entry_of[entry.request]
+        del self._entries[bisect_left(self._entries, entry.key, key=_key)]
+        self._head = None
+
+    def _next(self) -> T:
+        rank, lane, _, _ = self._entries[0].key
+        if lane == URGENT:
+            return self._entries[0].request
+        plan = self._plan
+        if plan is None or not plan.rest or plan.rank != rank:
+            plan = self._make_plan(rank)
+        return plan.window[plan.rest[0]].request
+
+    def _make_plan(self, rank: Any) -> _Plan[T]:
+        """A selection to be handed out one by one."""
+        self._retire()
+        view = self._chooser.view
+        selected = self._select(rank, max(1, self._chooser.batch_size, view.free_places()))
+        plan = self._plan = _Plan(rank, selected, frozenset(view.running()))
+        return plan
+
+    def _select(self, rank: Any, size: int) -> _Selected[T]:
+        """Of a class of which somebody waits who is not urgent."""
+        limit, entries = self._chooser.window_size, self._entries
+        start, end = self._bounds(rank)
+        window = entries[start : min(end, start + limit)]
+        if self._blocked is not None:
+            blocked = self._blocked
+            free = (entry for entry in islice(entries, start, end) if not blocked(entry.request))
+            window = list(islice(free, limit))
+        last = window[-1].key if len(window) == limit else None
+        if window:
+            requests, skips = [entry.request for entry in window], [entry.skips for entry in window]
+            choice = self._chooser.choose(self.name, requests, skips, end - start, size)
+            if choice is not None:
+                return _Selected(window, choice.order, last, choice.reason)
+            end = min(end, start + size)
+        window = entries[start:end]  # as they wait, those that are blocked too
+        return _Selected(window, list(range(len(window))), last, None)
+
+    def _bounds(self, rank: Any) -> tuple[int, int]:
+        """Where the requests of a class begin and end, those that are urgent aside."""
+        entries, first, behind = self._entries, (rank, NORMAL), (rank, NORMAL + 1)
+        start = 0 if entries[0].key > first else bisect_left(entries, first, key=_key)
+        end = len(entries) if entries[-1].key < behind else bisect_left(entries, behind, start, key=_key)
+        return start, end
+
+    def _retire(self) -> None:
+        """The selection is over."""
+        plan, self._plan, self._head = self._plan, None, None
+        if plan is not None:
+            stayed = passed_over(plan.window, plan.taken)
+            self._pass_over([entry for entry in stayed if self._entry_of.get(entry.request) is entry])
+
+    def _pass_over(self, entries: list[_Entry[T]]) -> None:
+        """They still wait while a younger one was taken."""
+        counters = self._chooser.counters
+        worst = counters.worst_skips
+        for entry in entries:
+            entry.skips = skips = entry.skips + 1
+            if skips > worst:
+                worst = skips
+        counters.worst_skips = worst
+
+
+def _moved(order: list[int]) -> int:
+    """How many of a window, taken in this order, went before an older one."""
+    oldest, moved, taken = 0, 0, set()
+    for index in order:
+        moved += index != oldest
+        taken.add(index)
+        while oldest in taken:
+            oldest += 1
+    return moved

@@ -1,0 +1,82 @@
+"""What a waiting list says of itself: counters, problems, and its decisions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from coterie.errors import ConfigError, CoterieError
+
+
+@dataclass
+class Counters:
+    """Since the start."""
+
+    selections: int = 0
+    """Made by the strategy."""
+    handed_out: int = 0
+    moved: int = 0
+    """Handed out while an older one of its class waited."""
+    unknown: int = 0
+    """Windows without a known load: in order of arrival."""
+    failures: int = 0
+    """Of strategies and predictors: in order of arrival, or without that request's load."""
+    worst_skips: int = 0
+    """Most times any request was passed over."""
+
+
+class Report:
+    """Counters, and each kind of problem told once."""
+
+    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
+        self.counters = Counters()
+        self._tell = tell
+        self._told: set[str] = set()
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Count a failure that serving survives."""
+        self.counters.failures += 1
+        text = str(error) if isinstance(error, CoterieError) else repr(error)
+        self.once(what, f"{what} failed, serving goes on: {text}")
+
+    def once(self, kind: str, message: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            if self._tell is not None:
+                self._tell(message)
+
+
+class Decision(NamedTuple):
+    """One selection; requests go by their names."""
+
+    queue: str
+    window: list[str]
+    """As the strategy saw it, oldest first."""
+    skipped: list[int]
+    """[request of the window] times it was passed over before."""
+    queued: int
+    """Requests of the class that wait, those past the window too."""
+    size: int
+    """Requests asked for."""
+    running: list[str]
+    order: list[str]
+    """Whom it takes, in that order."""
+    reason: str
+
+
+class DecisionFile:
+    """Appends a line of JSON for every decision."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self.path.open("a").close()
+        except OSError as error:
+            raise ConfigError(f"decisions={str(path)!r}: cannot be written: {error.strerror}") from None
+
+    def __call__(self, decision: Decision) -> None:
+        with self.path.open("a") as stream:
+            stream.write(json.dumps(decision._asdict()) + "\n")
