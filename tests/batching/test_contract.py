@@ -14,6 +14,7 @@ import pytest
 from numpy.random import Generator
 
 from coterie.batching import Selection, Strategy, Window, strategies
+from coterie.batching.costs import SpreadCost
 from coterie.testing import check_strategy
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -21,9 +22,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.mark.parametrize("name", strategies.names())
 def test_every_strategy_keeps_the_contract(name: str):
-    check_strategy(strategies[name])
-    check_strategy(lambda: strategies[name](max_skips=None))
-    check_strategy(lambda: strategies[name](max_skips=1), seed=1)
+    check_strategy(lambda: strategies.make(name, {"cost": SpreadCost()}))
+    check_strategy(lambda: strategies.make(name, {"cost": SpreadCost()}, max_skips=None))
+    check_strategy(lambda: strategies.make(name, {"cost": SpreadCost()}, max_skips=1), seed=1)
 
 
 Change = Callable[[np.ndarray, Window, np.ndarray, int, Generator], np.ndarray]

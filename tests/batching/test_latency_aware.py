@@ -63,7 +63,9 @@ def test_groups_the_like_where_streaming_decides(rng: np.random.Generator):
 
 def test_spread_cost_evens_out_as_the_greedy_strategy_does(rng: np.random.Generator):
     loads = rng.integers(0, 20, (32, 1, 60)).astype(float)
-    ours = LatencyAware(max_skips=None, trust=1.0).select(window(loads, DEEP), np.zeros((1, 60)), 8, rng)
+    ours = LatencyAware(max_skips=None, cost=SpreadCost(), trust=1.0).select(
+        window(loads, DEEP), np.zeros((1, 60)), 8, rng
+    )
     greedy = GreedyDotProduct(max_skips=None).select(window(loads, DEEP), np.zeros((1, 60)), 8, rng)
     assert ours.order.tolist() == greedy.order.tolist()
 
@@ -78,7 +80,11 @@ def test_a_shallow_queue_stays_in_order(cost: SpreadCost | StepCost, rng: np.ran
 
 def test_without_trust_or_sensitivity_it_is_first_come_first_served(rng: np.random.Generator):
     loads = two_kinds(12, 10.0)
-    ways = [LatencyAware(trust=0.0), LatencyAware(cost=SpreadCost(0.0)), LatencyAware(cost=STRAGGLING, trust=0.0)]
+    ways = [
+        LatencyAware(cost=SpreadCost(), trust=0.0),
+        LatencyAware(cost=SpreadCost(0.0)),
+        LatencyAware(cost=STRAGGLING, trust=0.0),
+    ]
     for strategy in ways:
         chosen = strategy.select(window(loads, DEEP), np.zeros((1, 8)), 8, rng)
         assert chosen.order.tolist() == list(range(8))
@@ -104,7 +110,7 @@ def test_nobody_is_passed_over_more_often_than_it_saves(queued: int, seed: int, 
 @pytest.mark.parametrize("trust", [-0.1, 1.1, float("nan")])
 def test_bad_trust(trust: float):
     with pytest.raises(ConfigError, match="trust="):
-        LatencyAware(trust=trust)
+        LatencyAware(cost=SpreadCost(), trust=trust)
 
 
 @pytest.mark.parametrize(("model", "ranks"), [("gpt-oss-20b", 1), ("gpt-oss-20b", 8), ("deepseek-v2-lite", 4)])

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from numpy.random import Generator
 
 from coterie.batching import Selection, Strategy, Window, strategies
+from coterie.batching.costs import SpreadCost
 from coterie.batching.scheduler import CapsConfig, Scheduler, SchedulerConfig
 from coterie.errors import ConfigError, UnknownNameError
 
@@ -124,7 +125,7 @@ def scheduler_of(strategy: Any, count: int, **how: Any) -> Scheduler:
 
 
 def test_nothing_is_kept_of_requests_that_left():
-    scheduler = scheduler_of(strategies["fcfs"](), 800)
+    scheduler = scheduler_of(strategies.make("fcfs"), 800)
     for first in range(0, 800, 8):
         assert scheduler.next_batch(RUNNING).items == list(range(first, first + 8))
     assert len(scheduler) == len(scheduler._arrival_s) == 0
@@ -165,7 +166,7 @@ def test_a_broken_strategy_loses_nobody(picked: Any):
         scheduler.next_batch(RUNNING)
     expected = f"strategy Picks picked {picked}; expected 3 different indices of 0 … 9, with 0 among them"
     assert str(raised.value) == expected
-    scheduler.chooser.strategy = strategies["fcfs"]()
+    scheduler.chooser.strategy = strategies.make("fcfs")
     taken = [scheduler.next_batch(RUNNING) for _ in range(4)]
     assert [request for batch in taken for request in batch.items] == list(range(10))
     assert all(batch.skipped == [0] * len(batch.items) for batch in taken)
@@ -184,7 +185,7 @@ def test_a_strategy_that_leaves_out_who_must_be_taken_is_refused():
 
 def test_an_empty_queue_gives_an_empty_batch():
     for name in strategies.names():
-        scheduler = scheduler_of(strategies[name](), 0)
+        scheduler = scheduler_of(strategies.make(name, {"cost": SpreadCost()}), 0)
         assert scheduler.next_batch(RUNNING).items == []
 
 
@@ -244,7 +245,7 @@ def test_a_configuration_survives_its_file(tmp_path_factory: pytest.TempPathFact
 
 def test_the_cap_on_skips_reaches_the_strategy():
     assert SchedulerConfig(max_skips=None).make().max_skips is None
-    assert SchedulerConfig(strategy="power_of_d", max_skips=3).make(d=2).max_skips == 3
+    assert SchedulerConfig(strategy="power_of_d", max_skips=3).make({"d": 2}).max_skips == 3
     with pytest.raises(UnknownNameError, match="Did you mean 'greedy_variance'"):
         SchedulerConfig(strategy="greedy_varience").make()
 

@@ -18,6 +18,7 @@ import pytest
 
 from coterie.cli.main import main
 from coterie.models import get_model
+from coterie.placement import Objective
 from coterie.placement.maps import formats as maps
 from coterie.placement.planning import eplb
 from coterie.traces import ActivationWriter, LoadTable, RequestTrace, TraceMeta
@@ -96,7 +97,7 @@ def expected(tokens: np.ndarray) -> Placement:
     from coterie.types import Topology
 
     current = Placement.linear(LAYERS, EXPERTS, 4, 40)
-    return eplb.Eplb().plan(Load(tokens.astype(float)), Topology(4), current).placement
+    return eplb.Eplb(Objective()).plan(Load(tokens.astype(float)), Topology(4), current).placement
 
 
 def test_json_holds_what_the_page_says(run: Run, load: Path):

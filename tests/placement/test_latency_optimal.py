@@ -79,7 +79,7 @@ def test_close_to_the_optimum_on_tiny_cases_and_never_worse_than_keeping() -> No
 def drifted(ranks: int, slots: int, layers: int = 6, experts: int = 64) -> tuple[Placement, Load]:
     drift = zipf_drift(layers, experts, default_rng(0))
     linear = Placement.linear(layers, experts, ranks, slots)
-    return Eplb().plan(Load(drift.before), Topology(ranks, ranks), linear).placement, Load(drift.after)
+    return Eplb(Objective()).plan(Load(drift.before), Topology(ranks, ranks), linear).placement, Load(drift.after)
 
 
 LONG = Objective(horizon=1e6, enough=0.98, move_price=1.0)
@@ -107,7 +107,7 @@ def test_even_enough_with_few_moves(ranks: int, slots: int) -> None:
     if slots > 64:
         assert (plan.placement.rank_load(load.tokens).max(axis=1) * LONG.row_s <= reach * 1.02).all()
         assert balancedness(plan.placement.rank_load(load.tokens)) > 0.96
-    eplb = Eplb().plan(load, topology, current)
+    eplb = Eplb(Objective()).plan(load, topology, current)
     assert len(plan.moves) < len(eplb.moves) / 2
 
 
@@ -210,9 +210,9 @@ def test_says_why_it_keeps_the_map() -> None:
 def test_registered_and_checked() -> None:
     assert planners["latency_optimal"] is LatencyOptimal
     with pytest.raises(ConfigError, match="split='even' must be one of equal, weighted, optimal"):
-        LatencyOptimal(split="even")  # type: ignore[arg-type]
+        LatencyOptimal(Objective(), split="even")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="max_moves=-1"):
-        LatencyOptimal(max_moves=-1)
+        LatencyOptimal(Objective(), max_moves=-1)
 
 
 @pytest.mark.parametrize("hot", [0.3, 0.8])
@@ -223,7 +223,7 @@ def test_not_behind_eplb_where_all_spare_slots_are_on_one_rank(hot: float) -> No
     problem = Objective().problem(load, topology, current)
     ours, theirs = (
         problem.score(planner.plan(load, topology, current).placement.slot_experts).total_s.sum()
-        for planner in (LatencyOptimal(), Eplb())
+        for planner in (LatencyOptimal(Objective()), Eplb(Objective()))
     )
     assert ours <= theirs * (1 + 1e-9)
 
@@ -284,4 +284,4 @@ def test_shares_in_force_are_what_other_shares_and_moves_are_held_against() -> N
 def test_more_slots_than_experts_are_refused() -> None:
     wide = Placement(np.array([[0, 0, 0, 1, 1, 1]], np.int32), 2, 2)
     with pytest.raises(ConfigError, match="3 slots a rank must be at most num_experts=2"):
-        LatencyOptimal().plan(Load(np.array([[1.0, 2.0]])), Topology(2), wide)
+        LatencyOptimal(Objective()).plan(Load(np.array([[1.0, 2.0]])), Topology(2), wide)

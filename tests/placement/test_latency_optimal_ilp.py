@@ -154,7 +154,7 @@ def test_keeps_what_is_in_force_where_planning_costs_more_than_it_gains(split: s
 def drifted(layers: int, experts: int, slots: int, ranks: int, objective: Objective, topology: Topology) -> Problem:
     drift = zipf_drift(layers, experts, np.random.default_rng(3), exponent=0.8, tokens=32768.0)
     first = Placement.linear(layers, experts, ranks, slots)
-    current = Eplb().plan(Load(drift.before), Topology(ranks), first).placement
+    current = Eplb(Objective()).plan(Load(drift.before), Topology(ranks), first).placement
     return objective.problem(Load(drift.after), topology, current)
 
 
@@ -206,7 +206,7 @@ def test_no_moves_means_no_moves() -> None:
 def test_a_budget_too_small_for_a_dead_rank_is_refused() -> None:
     tokens = np.ones((1, 4))
     current = Placement(np.array([[0, 1, 2, 3, 0, 1]], np.int32), 3, 4)
-    planner = LatencyOptimalIlp(max_moves=1, warm_start=False)
+    planner = LatencyOptimalIlp(Objective(), max_moves=1, warm_start=False)
     with pytest.raises(ConfigError, match="max_moves=1 must be at least 2"):
         planner.plan(Load(tokens), Topology(3, speeds=(1.0, 0.0, 1.0)), current)
 
@@ -271,10 +271,10 @@ def test_starts_from_the_heuristic_and_is_never_worse(split: str) -> None:
 )
 def test_wrong_settings_are_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LatencyOptimalIlp(**wrong)  # type: ignore[arg-type]
+        LatencyOptimalIlp(Objective(), **wrong)  # type: ignore[arg-type]
 
 
 def test_more_slots_a_rank_than_experts_are_refused() -> None:
     current = Placement(np.array([[0, 1, 1, 0, 1, 0]], np.int32), 2, 2)
     with pytest.raises(ConfigError, match="3 slots a rank must be at most num_experts=2"):
-        LatencyOptimalIlp().plan(Load(np.ones((1, 2))), Topology(2), current)
+        LatencyOptimalIlp(Objective()).plan(Load(np.ones((1, 2))), Topology(2), current)

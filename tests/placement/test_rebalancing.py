@@ -208,7 +208,7 @@ def test_shares_on_a_constant_load_are_changed_once(touch_s: float):
     """What is gained is gained against the shares in force, so the next rounds find nothing."""
     objective = Objective(planning_s=1e-6, touch_s=touch_s)
     window, earlier = loads(1, 1e9)[0], Load(loads(1, 1e9, seed=1)[0])
-    placement = Eplb().plan(earlier, TOPOLOGY, Placement.linear(LAYERS, EXPERTS, RANKS, 40)).placement
+    placement = Eplb(Objective()).plan(earlier, TOPOLOGY, Placement.linear(LAYERS, EXPERTS, RANKS, 40)).placement
     one = Rebalancer(
         lambda objective: LatencyOptimal(objective, split="optimal"),
         objective,

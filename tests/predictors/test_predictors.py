@@ -65,7 +65,7 @@ def test_all_are_registered():
 def test_contract(name, seed):
     """A layer sums to tokens x top_k, nothing is negative, and neither input nor fit is changed by predicting."""
     trace = make_trace(seed)
-    made = predictors[name]()
+    made = predictors.make(name)
     assert made.fit(trace, np.array([0, 1, 2])) is made
     assert isinstance(made, Predictor)
     assert isinstance(made, FittablePredictor)
@@ -93,7 +93,7 @@ def test_contract(name, seed):
 @every_predictor
 def test_contract_errors(name):
     trace = make_trace()
-    made = predictors[name]()
+    made = predictors.make(name)
     for use in (lambda: made.predict(PredictRequest()), lambda: made.num_layers, lambda: made.num_experts):
         with pytest.raises(ConfigError, match=f"predictor '{name}' is not fitted: call fit"):
             use()
@@ -109,7 +109,7 @@ def test_contract_errors(name):
     with pytest.raises(ConfigError, match="request 'q': num_tokens=-1 must not be negative"):
         made.predict(PredictRequest(num_tokens=-1, id="q"))
     asked = PredictRequest(np.array([1, 2]), counts(trace, 3), "law", "a")
-    once, twice = (predictors[name]().fit(trace, np.array(r)).predict(asked) for r in ([0, 1], [1, 0, 1]))
+    once, twice = (predictors.make(name).fit(trace, np.array(r)).predict(asked) for r in ([0, 1], [1, 0, 1]))
     np.testing.assert_array_equal(once, twice, "a request named twice counts once")
 
 

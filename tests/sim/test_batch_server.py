@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.batching import strategies
+from coterie.batching.costs import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.errors import ConfigError
 from coterie.sim import Execution, Run, SpreadExecution, run_batches
+
+OFFERED = {"cost": SpreadCost()}
 
 
 @dataclass
@@ -58,7 +61,7 @@ def test_any_strategy_and_setting(case: tuple[np.ndarray, np.ndarray, SchedulerC
     arrival_s, loads, config, seconds, seed = case
     recorder, done = Recorder(seconds), []
     rng = np.random.default_rng(seed)
-    run = run_batches(arrival_s, loads, recorder, config, config.make(), rng, check=True, progress=done.append)
+    run = run_batches(arrival_s, loads, recorder, config, config.make(OFFERED), rng, check=True, progress=done.append)
     batches = recorder.batches
 
     assert sorted(row for batch in batches for row in batch) == list(range(len(arrival_s))), "everyone once"
@@ -108,7 +111,9 @@ def test_the_same_seed_gives_the_same_bytes(name: str):
         arrival_s = np.cumsum(rng.exponential(0.005, 400))
         loads = rng.integers(0, 20, (400, 1, 12)).astype(np.float64)
         config = SchedulerConfig(strategy=name)
-        return run_batches(arrival_s, loads, SpreadExecution(loads, 0.03, 0.5), config, config.make(), rng, check=True)
+        return run_batches(
+            arrival_s, loads, SpreadExecution(loads, 0.03, 0.5), config, config.make(OFFERED), rng, check=True
+        )
 
     one, two = run(), run()
     assert [column.tobytes() for column in one] == [column.tobytes() for column in two]
@@ -119,7 +124,7 @@ def test_checking_changes_nothing():
     config = SchedulerConfig(strategy="power_of_d")
     execution = SpreadExecution(loads, 0.4, 1.0)
     one, two = (
-        run_batches(arrival_s, loads, execution, config, config.make(), np.random.default_rng(1), check=check)
+        run_batches(arrival_s, loads, execution, config, config.make(OFFERED), np.random.default_rng(1), check=check)
         for check in (False, True)
     )
     assert [column.tobytes() for column in one] == [column.tobytes() for column in two]
@@ -145,4 +150,4 @@ def test_checking_changes_nothing():
 def test_requests_that_cannot_be_served_are_refused(arrival_s: list[float], loads: np.ndarray, message: str):
     config = SchedulerConfig()
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        run_batches(np.array(arrival_s), loads, Recorder([1.0]), config, config.make(), np.random.default_rng(0))
+        run_batches(np.array(arrival_s), loads, Recorder([1.0]), config, config.make(OFFERED), np.random.default_rng(0))

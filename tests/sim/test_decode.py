@@ -12,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.batching import Selection, Window, strategies
+from coterie.batching.costs import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.sim import DecodeRequests, Execution, Run, StepTimer, run_decode
+
+OFFERED = {"cost": SpreadCost()}
 
 ONE_BY_ONE = SchedulerConfig(strategy="fcfs", max_batch_size=1, window_size=1)
 
@@ -59,7 +62,7 @@ def test_two_places_and_three_requests_by_hand():
         timer,
         2,
         ONE_BY_ONE,
-        ONE_BY_ONE.make(),
+        ONE_BY_ONE.make(OFFERED),
         fresh(),
         check=True,
         progress=done.append,
@@ -91,7 +94,7 @@ def test_ranks_share_the_requests_of_a_step():
         seen.append(batch)
         return Execution(1.0, 1.0, 1.0)
 
-    run_decode(requests, np.zeros((5, 1, 1)), timer, 4, ONE_BY_ONE, ONE_BY_ONE.make(), fresh(), ranks=2)
+    run_decode(requests, np.zeros((5, 1, 1)), timer, 4, ONE_BY_ONE, ONE_BY_ONE.make(OFFERED), fresh(), ranks=2)
     assert seen == [Batch(1, 50), Batch(2, 200)], "the first comes alone; of 4, each rank has 2"
 
 
@@ -163,7 +166,9 @@ def test_every_token_is_replayed_once_in_order(case: tuple[DecodeRequests, np.nd
         batches.append(batch)
         return Execution(0.125 * (1 + len(loads) % 3), 1.0, 1.0)
 
-    run = run_decode(requests, predicted, timer, places, config, config.make(), np.random.default_rng(seed), check=True)
+    run = run_decode(
+        requests, predicted, timer, places, config, config.make(OFFERED), np.random.default_rng(seed), check=True
+    )
     assert sum(run.batch_size) == sum(requests.tokens)
     # From the starts alone: who runs in each step, and with which token.
     ends = np.zeros(len(run.batch_s))
@@ -212,7 +217,7 @@ def test_calibrated_steps_and_the_same_seed_give_the_same_bytes(name: str, timer
         requests = DecodeRequests(np.cumsum(rng.exponential(0.002, 60)), rng.integers(1, 500, 60), first, tokens, ids)
         predicted = rng.random((60, spec.num_moe_layers, spec.num_experts))
         config = SchedulerConfig(strategy=name)
-        return run_decode(requests, predicted, timer, 8, config, config.make(), rng, check=True)
+        return run_decode(requests, predicted, timer, 8, config, config.make(OFFERED), rng, check=True)
 
     one, two = run(), run()
     assert [column.tobytes() for column in one] == [column.tobytes() for column in two]
@@ -247,7 +252,7 @@ Change = Callable[[DecodeRequests], DecodeRequests]
 def test_requests_that_cannot_be_replayed_are_refused(change: Change, message: str):
     step = Execution(1.0, 1.0, 1.0)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        run_decode(change(GOOD), np.zeros((2, 2, 4)), lambda *_: step, 2, ONE_BY_ONE, ONE_BY_ONE.make(), fresh())
+        run_decode(change(GOOD), np.zeros((2, 2, 4)), lambda *_: step, 2, ONE_BY_ONE, ONE_BY_ONE.make(OFFERED), fresh())
 
 
 @pytest.mark.parametrize("setting", ["places", "ranks"])
@@ -259,7 +264,7 @@ def test_no_places_and_no_ranks_are_refused(setting: str):
             np.zeros((2, 2, 4)),
             lambda *_: step,
             config=ONE_BY_ONE,
-            strategy=ONE_BY_ONE.make(),
+            strategy=ONE_BY_ONE.make(OFFERED),
             rng=fresh(),
             **given_,
         )

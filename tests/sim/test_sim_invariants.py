@@ -35,7 +35,7 @@ LOADS = np.random.default_rng(4).random((COUNT, 1, 6))
 def batches(strategy: Any = None, seconds: float = 0.1, check: bool = True) -> Run:
     timed = Execution(seconds, 1.0, 1.0)
     return run_batches(
-        ARRIVAL_S, LOADS, lambda _: timed, CONFIG, strategy or strategies["fcfs"](), np.random.default_rng(0), check
+        ARRIVAL_S, LOADS, lambda _: timed, CONFIG, strategy or strategies.make("fcfs"), np.random.default_rng(0), check
     )
 
 
@@ -49,7 +49,7 @@ def decoded(strategy: Any = None, seconds: float = 0.1, check: bool = True) -> R
         lambda *_: timed,
         3,
         CONFIG,
-        strategy or strategies["fcfs"](),
+        strategy or strategies.make("fcfs"),
         np.random.default_rng(0),
         check=check,
     )

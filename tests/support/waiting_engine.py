@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from coterie.batching import strategies
+from coterie.batching.costs import SpreadCost
 from coterie.batching.waiting import Chooser, Report, RequestView, WaitingList
 
 LAYERS, EXPERTS = 2, 8
@@ -73,7 +74,11 @@ def make(
     engine: Engine, strategy: Any = "greedy_variance", seed: int = 0, max_skips: int | None = 64, **how: Any
 ) -> tuple[Chooser[Request], WaitingList[Request]]:
     """`strategy` is a name, or one that is made already."""
-    made = strategies[strategy](max_skips=max_skips) if isinstance(strategy, str) else strategy
+    made = (
+        strategies.make(strategy, {"cost": SpreadCost()}, max_skips=max_skips)
+        if isinstance(strategy, str)
+        else strategy
+    )
     settings: dict[str, Any] = {"window_size": 32, "batch_size": 8, "report": engine.report, **how}
     chooser = Chooser(made, engine, np.random.default_rng(seed), **settings)
     return chooser, waiting_list(chooser)

@@ -62,8 +62,8 @@ class Strategy(Protocol):
 
 
 strategies: PolicyRegistry[Strategy] = PolicyRegistry("strategy", group="coterie.strategies")
-"""Holds the built-in ones once :mod:`coterie.batching` is imported. Each is made without arguments, or with settings
-as keywords."""
+"""Holds the built-in ones once :mod:`coterie.batching` is imported. Callers offer `cost` (a
+:data:`~coterie.batching.costs.BatchCost`), `trust` and `max_skips`."""
 
 
 def passed_over(window: Sequence[T], taken: Set[int]) -> list[T]:

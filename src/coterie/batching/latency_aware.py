@@ -23,12 +23,11 @@ from numpy.random import Generator
 from coterie.batching._by_spread import by_spread, spread, spread_avoidable
 from coterie.batching._by_step import by_step, step_avoidable, step_us
 from coterie.batching.base import Loads, Selection, Window, strategies
-from coterie.batching.costs import BatchCost, SpreadCost
+from coterie.batching.costs import BatchCost
 from coterie.batching.picking import NEVER, Indices, Skipping, check_snapshot
 from coterie.costs.lines import StepCost
 from coterie.errors import ConfigError
-
-EVEN_OUT = SpreadCost()
+from coterie.registry import needs
 
 SOON = 2
 """Batches ahead whose requests start at once in any order; a queue no longer than that is shallow."""
@@ -38,12 +37,14 @@ SPREAD_TRUST, STEP_TRUST = 0.4, 0.1
 
 
 @strategies.register("latency_aware")
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyAware(Skipping):
     """The fastest batch by a cost model, where that pays."""
 
-    cost: BatchCost = EVEN_OUT
-    """What is minimised; the default knows no device, and evens the load out."""
+    cost: BatchCost = needs(
+        "what a batch costs: StepCost.for_phase(step_model, …), or SpreadCost(), which evens the load out"
+    )
+    """What is minimised."""
     trust: float | None = None
     """Share of the time that choosing could save at most, which it does save; :func:`measure_trust` finds it for a
     predictor and a kind of traffic. None takes a default by the kind of cost."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if self.max_skips is not None and self.max_skips < 1:
             raise ConfigError(f"max_skips={self.max_skips} must be at least 1, or null")
 
-    def make(self, **settings: Any) -> Strategy:
-        """The strategy, with its cap on skips and whatever settings of its own are given."""
-        return strategies[self.strategy](max_skips=self.max_skips, **settings)
+    def make(self, context: Mapping[str, Any] | None = None) -> Strategy:
+        """The strategy, with its cap on skips; `context` is what the server offers, such as `cost`."""
+        return strategies.make(self.strategy, context, max_skips=self.max_skips)
 
 
 class CapsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

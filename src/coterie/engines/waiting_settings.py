@@ -10,6 +10,7 @@ import numpy as np
 
 from coterie.batching import Strategy, strategies
 from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads
+from coterie.batching.costs import SpreadCost
 from coterie.batching.waiting import Chooser, DecisionFile, RequestView
 from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model
@@ -70,16 +71,15 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def make(self, cost: StepCost | None = None) -> Strategy:
         """The strategy; `cost` is of the device, where one is set."""
-        made: Any = strategies[self.strategy]
         if "max_skips" in self.options:
             raise ConfigError(f"options={self.options}: max_skips is a setting of its own, beside options")
-        given = {"max_skips": self.max_skips, **self.options, **({} if cost is None else {"cost": cost})}
+        if cost is not None and "cost" not in strategies.parameters(self.strategy):
+            raise ConfigError(f"device={self.device!r}: strategy {self.strategy!r} does not price steps; leave it out")
+        context = {"cost": SpreadCost() if cost is None else cost}
         try:
-            strategy: Strategy = made(**given)
-        except TypeError as error:
-            where = f"options={self.options}" if cost is None else f"device={self.device!r}, options={self.options}"
-            raise ConfigError(f"{where} of strategy {self.strategy!r}: {error}") from None
-        return strategy
+            return strategies.make(self.strategy, context, max_skips=self.max_skips, **self.options)
+        except (ConfigError, TypeError) as error:
+            raise ConfigError(f"options={self.options}: {error}") from None
 
     def chooser(
         self, view: RequestView[T], shape: tuple[int, int] = (1, 1), cost: StepCost | None = None

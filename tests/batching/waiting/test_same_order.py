@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.batching import strategies
+from coterie.batching.costs import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.batching.waiting import WaitingList
 from coterie.sim import DecodeRequests, Execution, run_batches, run_decode
@@ -80,7 +81,9 @@ def test_batch_after_batch(case: Case) -> None:
 
     config, count = case.config, len(case.gaps)
     rng = np.random.default_rng(case.seed)
-    run = run_batches(arrival_s, loads_of(count), execution, config, config.make(), rng, check=True)
+    run = run_batches(
+        arrival_s, loads_of(count), execution, config, config.make({"cost": SpreadCost()}), rng, check=True
+    )
 
     engine, waiting = case.engine()
     served: list[list[int]] = []
@@ -121,7 +124,7 @@ def test_decode_where_places_become_free_one_by_one(case: Case, seed: int) -> No
         lambda *_: Execution(1.0, 1.0, 1.0),
         case.places,
         config,
-        config.make(),
+        config.make({"cost": SpreadCost()}),
         rng,
         check=True,
     )

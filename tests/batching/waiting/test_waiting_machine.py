@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coterie.batching import strategies
+from coterie.batching.costs import SpreadCost
 from coterie.batching.waiting.choosing import Choice, Chooser
 from waiting_engine import Engine, Request, waiting_list
 
@@ -31,7 +32,7 @@ class WaitingMachine(RuleBasedStateMachine):
         self.engine = Engine()
         self.limit, self.by_priority = skips, by_priority
         self.chooser = Watched(
-            strategies[strategy](max_skips=skips),
+            strategies.make(strategy, {"cost": SpreadCost()}, max_skips=skips),
             self.engine,
             np.random.default_rng(seed),
             window_size=window,

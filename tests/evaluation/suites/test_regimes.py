@@ -78,7 +78,7 @@ def test_every_regime_keeps_the_invariants(regime: str, data_dir: Path, recordin
     bench = Bench(REGIMES[regime], "deepseek-v2-lite", recording, drawn, "bursts", drawn.prompt_tokens)
     ours = bench.strategy("latency_aware")
     assert isinstance(ours, LatencyAware)
-    for strategy in (strategies["fcfs"](), strategies["greedy_variance"](), ours):
+    for strategy in (strategies.make("fcfs"), strategies.make("greedy_variance"), ours):
         found = bench.run(strategy, 50.0, rng, check=True)
         assert np.isfinite(found.finish_s).all()
 

@@ -229,8 +229,8 @@ class Rounds:
     def _make_planner(self, objective: Objective) -> Planner:
         settings = self.settings
         try:
-            planner = planners[settings.planner](**{"objective": objective, **settings.options})
-        except TypeError as error:
+            planner = planners.make(settings.planner, {"objective": objective}, **settings.options)
+        except (ConfigError, TypeError) as error:
             raise ConfigError(f"options={settings.options} of planner {settings.planner!r}: {error}") from None
         _check_split(settings.planner, getattr(planner, "split", EQUAL))
         return planner

@@ -31,7 +31,8 @@ def prompt_loads(rng: Generator, waiting: int, experts: int, top_k: int) -> NDAr
 @benches.register("batching")
 def bench_batching(report: Report) -> list[Row]:
     """One call of `select`, in one layer, with nothing running, nobody passed over and a long queue."""
-    from coterie.batching import LatencyAware, Window, strategies
+    from coterie.batching import Window, strategies
+    from coterie.batching.costs import SpreadCost
     from coterie.costs.lines import StepCost
 
     rows: list[Row] = []
@@ -41,7 +42,8 @@ def bench_batching(report: Report) -> list[Row]:
         running = window.no_load()
         for name in strategies:
             report(name, len(rows), len(SIZES) * len(strategies))
-            select = partial(strategies[name]().select, window, running, batch, np.random.default_rng(0))
+            strategy = strategies.make(name, {"cost": SpreadCost()})
+            select = partial(strategy.select, window, running, batch, np.random.default_rng(0))
             spent = median_us(select, REPEATS)
             rows.append({"strategy": name, "window": waiting, "batch": batch, "experts": experts, "median_us": spent})
         # As in decode on one device: a request touches an expert by chance, and each one touched is streamed.
@@ -49,7 +51,7 @@ def bench_batching(report: Report) -> list[Row]:
         cost = StepCost(
             fixed_us=100.0, first_us=10.0, tile_rows=64.0, row_us=0.1, arrival_us=0.0, num_ranks=1, by_tokens=False
         )
-        by_steps = LatencyAware(cost=cost, trust=1.0)
+        by_steps = strategies.make("latency_aware", {"cost": cost}, trust=1.0)
         spent = median_us(partial(by_steps.select, decoding, running, batch, np.random.default_rng(0)), REPEATS)
         rows.append({"strategy": STEP_COST, "window": waiting, "batch": batch, "experts": experts, "median_us": spent})
     return rows

@@ -12,8 +12,7 @@ import numpy as np
 from coterie.costs.presets import step_model
 from coterie.evaluation.bench.base import Report, Row, benches
 from coterie.models import get_model
-from coterie.routing.fleet import Fleet
-from coterie.routing.round_robin import RoundRobin
+from coterie.routing import Fleet, routers
 from coterie.sim.fleet.metrics import FleetRun
 from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests, phase_recordings, split_recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
@@ -72,7 +71,9 @@ def _decode_row(model: str, routing: str, requests: FleetRequests) -> Row:
     def call() -> FleetRun:
         fleet = Fleet([PLACES] * DECODERS)
         # Recordings are too few to keep so many in flight for long if none may be there twice; time is all this is for.
-        return run_fleet(requests, cost, RoundRobin(), config, in_flight=IN_FLIGHT, fleet=fleet, duplicates="allow")
+        return run_fleet(
+            requests, cost, routers.make("round_robin"), config, in_flight=IN_FLIGHT, fleet=fleet, duplicates="allow"
+        )
 
     return {"name": "decode", "model": model, "routing": routing, "decoders": DECODERS, **_timed(call)}
 
@@ -95,7 +96,7 @@ def _pair_row(data: Path, recordings: Recordings) -> Row:
 
     def call() -> FleetRun:
         fleet = Fleet([config.places] * config.decode_workers)
-        return run_fleet(requests, cost, RoundRobin(), config, duplicates="postpone", fleet=fleet)
+        return run_fleet(requests, cost, routers.make("round_robin"), config, duplicates="postpone", fleet=fleet)
 
     return {"name": "prefill and decode", "model": "gpt-oss-20b", "routing": "recorded", "decoders": 8, **_timed(call)}
 

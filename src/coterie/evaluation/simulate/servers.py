@@ -19,6 +19,7 @@ from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.lines import StepCost
 from coterie.costs.step import StepModel
 from coterie.evaluation.simulate.requests import Requests
+from coterie.registry import Offers
 from coterie.sim.decode import DecodeRequests, run_decode
 from coterie.sim.execution import Execution, PrefillExecution, SpreadExecution, StepTimer
 from coterie.sim.metrics import Run
@@ -114,9 +115,9 @@ class StepServer:
 
 
 def make_strategy(name: str, server: SpreadServer | StepServer) -> Strategy:
-    """With the config's cap on skips; `latency_aware` minimises the time that this server takes."""
+    """With the config's cap on skips; a strategy that minimises time is offered what this server takes."""
     config = msgspec.structs.replace(server.config, strategy=name)
-    return config.make(cost=server.cost) if name == "latency_aware" else config.make()
+    return config.make(Offers(cost=lambda: server.cost))
 
 
 def _shown(requests: Requests, row: NDArray[np.int64]) -> Loads:

@@ -21,6 +21,8 @@ from coterie.types import Placement, Topology
 
 Array = NDArray[np.float64]
 
+PRICES_HINT = "the prices to plan by; make them with Objective.of(step_model, tokens)"
+
 
 @dataclass(frozen=True, slots=True)
 class Objective:

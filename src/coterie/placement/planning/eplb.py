@@ -11,7 +11,7 @@ ranks (of its node), and is not packed where it is. It leaves out a rank that is
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from coterie._numba import njit
 from coterie.errors import ConfigError
 from coterie.placement.base import Load, Plan, planners
-from coterie.placement.objective import Objective
+from coterie.placement.objective import PRICES_HINT, Objective
 from coterie.placement.planning.packing import Slots, living_ranks, pack, plan_for_living
+from coterie.registry import needs
 from coterie.types import Placement, Topology
 
 
@@ -30,10 +31,11 @@ from coterie.types import Placement, Topology
 class Eplb:
     """Replicate the hottest, then pack."""
 
+    objective: Objective = needs(PRICES_HINT)
+    """Prices the plan is scored by; EPLB itself decides without them."""
     num_groups: int | None = None
     """Groups of neighbouring experts that stay on one node; None plans globally, as does a number that the nodes do
     not divide."""
-    objective: Objective = field(default=Objective())
 
     def __post_init__(self) -> None:
         if self.num_groups is not None and self.num_groups < 1:

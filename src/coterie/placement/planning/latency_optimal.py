@@ -12,7 +12,7 @@ like this one; see the drift estimator for how long a plan lasts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Literal, NamedTuple
 
@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from coterie._numba import side_by_side
 from coterie.errors import ConfigError
 from coterie.placement.base import Load, Plan, planners
-from coterie.placement.objective import Objective, Problem
+from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning.eplb import Eplb
 from coterie.placement.planning.packing import living_ranks
 from coterie.placement.planning.search.layers import CHANGED, ENOUGH, KEPT, REPAIRED, search, spend
+from coterie.registry import needs
 from coterie.types import Placement, Topology
 
 Split = Literal["equal", "weighted", "optimal"]
@@ -56,7 +57,7 @@ class _Found(NamedTuple):
 class LatencyOptimal:
     """The online planner."""
 
-    objective: Objective = field(default=Objective())
+    objective: Objective = needs(PRICES_HINT)
     split: Split = "equal"
     """How replicas share an expert's tokens. Other than equally, shares are changed before anything is moved."""
     max_moves: int | None = None

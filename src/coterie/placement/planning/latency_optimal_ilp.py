@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.placement.base import Load, Plan, Progress, Proof, SearchProgress, planners
-from coterie.placement.objective import Objective, Problem
+from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning.milp.layer import Array, Found, Layer, Mask
 from coterie.placement.planning.milp.solving import Search, best_shares, solve
 from coterie.placement.planning.packing import living_ranks
+from coterie.registry import needs
 from coterie.types import Placement, Topology
 
 PRICES = 8
@@ -41,7 +42,7 @@ TOLERANCE = 1e-5
 class LatencyOptimalIlp:
     """The optimum, by HiGHS, within a gap."""
 
-    objective: Objective = field(default=Objective())
+    objective: Objective = needs(PRICES_HINT)
     split: Literal["equal", "optimal"] = "equal"
     """How replicas share an expert's tokens: `equal`, or `optimal`, which costs nothing to change. Where replicas
     stream (`touch_s`), `optimal` searches as if they shared that too: the bound holds, the gap to it may stay open."""

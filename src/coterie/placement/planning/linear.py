@@ -6,15 +6,16 @@ experts are hot together: they are all on one rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.placement.base import Load, Plan, planners
-from coterie.placement.objective import Objective
+from coterie.placement.objective import PRICES_HINT, Objective
 from coterie.placement.planning.packing import living_ranks, plan_for_living
+from coterie.registry import needs
 from coterie.types import Placement, Topology
 
 
@@ -23,7 +24,7 @@ from coterie.types import Placement, Topology
 class Linear:
     """Experts in order."""
 
-    objective: Objective = field(default=Objective())
+    objective: Objective = needs(PRICES_HINT)
 
     def plan(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None

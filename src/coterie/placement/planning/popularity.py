@@ -8,15 +8,16 @@ the next.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.placement.base import Load, Plan, planners
-from coterie.placement.objective import Objective
+from coterie.placement.objective import PRICES_HINT, Objective
 from coterie.placement.planning.packing import living_ranks, pack, plan_for_living
+from coterie.registry import needs
 from coterie.types import Placement, Topology
 
 
@@ -25,7 +26,7 @@ from coterie.types import Placement, Topology
 class Popularity:
     """Replicas for the hottest, then the heaviest first."""
 
-    objective: Objective = field(default=Objective())
+    objective: Objective = needs(PRICES_HINT)
 
     def plan(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None

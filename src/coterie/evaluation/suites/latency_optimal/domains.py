@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from coterie.errors import TraceError
 from coterie.models import get_model
 from coterie.placement.base import Load, Plan, Planner, planners
 from coterie.placement.objective import Objective
-from coterie.placement.planning.latency_optimal import LatencyOptimal
 from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings
 from coterie.traces.load import LoadTable
 from coterie.traces.readers import read_trace
@@ -185,7 +185,9 @@ def _decider(policy: str, shares: Array, fleet: Fleet, setting: DomainSetting) -
         return lambda load, placement: _Decided(planner.plan(load, topology, placement), True)
     steps = float(setting.steps)
     settings = RebalancingSettings(first_interval=steps, min_interval=steps, max_interval=100 * steps)
-    rebalancer = Rebalancer(LatencyOptimal, fleet.objective, topology, _linear(shares, setting), settings)
+    rebalancer = Rebalancer(
+        partial(planners.make, "latency_optimal"), fleet.objective, topology, _linear(shares, setting), settings
+    )
 
     def decide(load: Load, _placement: Placement) -> _Decided:
         decision = rebalancer.observe(load)

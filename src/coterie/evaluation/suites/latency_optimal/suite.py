@@ -112,7 +112,7 @@ def balance_rows(setting: SweepSetting, rng: np.random.Generator, window: int = 
     rows[2]["rebalancing_vs_eplb_pct"] = 100 * (rows[2]["rebalancing_s"] / rows[1]["rebalancing_s"] - 1)
     chosen = np.linspace(0, layers - 1, ILP_LAYERS).astype(int)
     few = Placement(current.slot_experts[chosen], current.num_ranks, current.num_experts)
-    ilp = LatencyOptimalIlp(objective=objective, time_limit_s=ILP_SECONDS, gap=1e-4, gap_moves=1.0)
+    ilp = LatencyOptimalIlp(objective, time_limit_s=ILP_SECONDS, gap=1e-4, gap_moves=1.0)
     heuristic = plans[0].placement.slot_experts[chosen]
     solved = ilp.solve(objective.problem(Load(drawn[0][chosen], window), topology, few), starts=[heuristic])
     row = _balance_row("latency_optimal_ilp", solved.placement, drawn[:, chosen], solved)

@@ -14,6 +14,7 @@ published gain at n = 10 rules out.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import numba
@@ -23,7 +24,6 @@ from numpy.typing import NDArray
 
 from coterie.placement.base import Load, planners
 from coterie.placement.objective import Objective
-from coterie.placement.planning.latency_optimal import LatencyOptimal
 from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings
 from coterie.types import Link, Placement, Topology
 
@@ -216,7 +216,9 @@ def run_automatic(loads: NDArray[np.float32], setting: SweepSetting, policy: Pol
     run = _Run(loads, setting, setting.warm_up, end)
     objective = setting.priced(policy.planning_s, 1.0)
     settings = RebalancingSettings(min_interval=setting.window, max_interval=10_000.0)
-    rebalancer = Rebalancer(LatencyOptimal, objective, setting.topology, setting.linear(), settings)
+    rebalancer = Rebalancer(
+        partial(planners.make, "latency_optimal"), objective, setting.topology, setting.linear(), settings
+    )
     for at in range(0, end, setting.window):
         until = min(at + setting.window, end)
         run.serve(at, until, rebalancer.placement)
