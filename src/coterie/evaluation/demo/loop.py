@@ -31,7 +31,7 @@ from coterie.evaluation.demo.runs import REFERENCE_SHAPE, LoopResult, RouterRun
 from coterie.footprints import footprint
 from coterie.footprints.slots import SlotStore
 from coterie.footprints.step_log import COLUMNS, ROWS, Steps
-from coterie.gateway.routed_fleet import RoutedFleet, Served, WorkerClient
+from coterie.gateway.proxy import RoutedFleet, Served, WorkerClient
 from coterie.models import get_model
 from coterie.net.http_client import completion_path, served_model
 from coterie.prompts import Prompt

@@ -27,7 +27,7 @@ from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, record, run
 from coterie.evaluation.demo.prediction import predict
 from coterie.footprints import footprint
 from coterie.footprints.step_log import ENDED_S, ROWS
-from coterie.gateway.routed_fleet import RoutedFleet, Served, WorkerClient
+from coterie.gateway.proxy import RoutedFleet, Served, WorkerClient
 from coterie.models import model_from_config
 from coterie.net.processes import ServerProcess
 from coterie.prompts import load_prompts, take_in_turn

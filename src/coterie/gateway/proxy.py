@@ -79,6 +79,8 @@ class FleetCounts:
     served: int = 0
     failed: int = 0
     """Answered with a problem."""
+    handoffs: int = 0
+    """Requests that a prefill worker answered."""
     footprints: int = 0
     """Requests routed with one."""
     incomplete: int = 0
@@ -160,6 +162,7 @@ class RoutedFleet:
         prefill_s = time.monotonic() - started
         if first is not None and first.problem is not None:
             return self._done(Served(name, None, None, None, "", started, prefill_s, prefill_s, first.problem))
+        self.counts.handoffs += first is not None
         params, footprint = self._params(first)
         tokens = int((first.body or {}).get("usage", {}).get("prompt_tokens", 0)) if first is not None else 0
         wanted = RouteRequest(name, tokens, None if footprint is None else footprint.counts, domain)
