@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections import Counter
 from contextlib import aclosing
 from typing import Any
 
 import pytest
-
-pytest.importorskip("aiohttp")
-
 from aiohttp import web
 
 from coterie.errors import ConfigError, UnavailableError
@@ -102,6 +98,8 @@ def test_failures_are_answers():
         assert problem is not None
         assert expected in problem
         assert "\n" not in problem
+    blamed = [answer.server_failed for answer in sorted(found, key=lambda answer: answer.number)]
+    assert blamed == [False, True, False, True, False, True, True, True, True]
     assert len(peer.bodies) == 9, "nothing is sent twice"
 
 
@@ -149,10 +147,9 @@ def test_a_server_that_is_not_there():
     assert answer.problem is not None
 
 
-def test_without_aiohttp(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(UnavailableError, match=r"pip install coterie\[gateway\]"):
-        Client("http://localhost:1")
+def test_a_client_that_is_not_open():
+    with pytest.raises(ConfigError, match="is not open"):
+        asyncio.run(Client("http://localhost:1").call("GET", "/health"))
 
 
 @pytest.mark.parametrize(

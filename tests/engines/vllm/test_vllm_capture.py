@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from coterie.engines.recording import Sending
 from coterie.engines.vllm.recording import record_vllm
 from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.footprints import SlotStore, footprint
@@ -131,14 +132,19 @@ def test_recording_a_server_under_load(
     wanted = take_in_turn(load_prompts(), 24)
     heard: list[Any] = []
     everything = threading.Thread(
-        target=lambda: heard.append(record_vllm(plugin.url, tmp_path / "all", events=plugin.events, duration_s=20))
+        target=lambda: heard.append(
+            record_vllm(plugin.url, tmp_path / "all", Sending(duration_s=20), events=plugin.events)
+        )
     )
     load = threading.Thread(target=lambda: plugin.complete_all(prompts[100:120], 4, max_tokens=8))
     everything.start()
     time.sleep(1)
     load.start()
     own = record_vllm(
-        plugin.url, tmp_path / "own", prompts=wanted, events=plugin.events, max_tokens=12, chat=False, concurrency=4
+        plugin.url,
+        tmp_path / "own",
+        Sending(prompts=wanted, max_tokens=12, chat=False, concurrency=4),
+        events=plugin.events,
     )
     load.join()
     everything.join()

@@ -19,7 +19,8 @@ import torch
 from coterie.engines.tiny import tiny_model_path
 from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.errors import ConfigError
-from coterie.gateway.proxy import FleetCounts, RoutedFleet, Served, WorkerClient
+from coterie.gateway.proxy import FleetCounts, RoutedFleet, Served
+from coterie.net.http_client import Client
 from coterie.prompts import load_prompts, take_in_turn
 from coterie.routing import RoundRobin
 from vllm_checks import Listener, Truth, event_of, sequence
@@ -59,7 +60,7 @@ def through_proxy(
     """Serve all, so many at a time; the prefill worker may be killed after so many handoffs."""
 
     async def run() -> tuple[list[Served], FleetCounts]:
-        async with WorkerClient(trio[0].url) as first, WorkerClient(trio[1].url) as a, WorkerClient(trio[2].url) as b:
+        async with Client(trio[0].url) as first, Client(trio[1].url) as a, Client(trio[2].url) as b:
             proxy, gate = RoutedFleet([first], [a, b], RoundRobin()), asyncio.Semaphore(in_flight)
 
             async def one(number: int, asked: dict[str, Any]) -> Served:

@@ -8,9 +8,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-
-pytest.importorskip("zmq")
-
 import zmq
 
 from coterie.engines.vllm.publisher import EventPublisher

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import zmq
 
-zmq = pytest.importorskip("zmq")
-
-from coterie.engines.worker.events import EventStream  # noqa: E402
-from coterie.errors import UnavailableError  # noqa: E402
-from coterie.wire.framing import Gaps, from_frames  # noqa: E402
+from coterie.engines.worker.events import EventStream
+from coterie.errors import UnavailableError
+from coterie.wire.framing import Gaps, from_frames
 
 PAYLOAD = b"x" * 50_000
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from coterie.errors import ConfigError, UnavailableError
-from coterie.net.processes import ServerProcess, free_port, healthy
+from coterie.net.http_client import healthy
+from coterie.net.processes import ServerProcess, free_port
 
 SERVE = """
 import http.server, signal, subprocess, sys

@@ -231,6 +231,6 @@ def test_settings_that_cannot_work(wrong, words, tmp_path):
 
 
 def test_what_is_missing_is_named_with_the_command_that_brings_it(monkeypatch):
-    monkeypatch.setattr(launch, "find_spec", lambda name: None if name in ("zmq", "torch") else object())
-    with pytest.raises(UnavailableError, match=re.escape("needs zmq, torch: pip install 'coterie[gateway,torch]'")):
+    monkeypatch.setattr(launch, "find_spec", lambda name: None if name == "torch" else object())
+    with pytest.raises(UnavailableError, match=re.escape("needs torch: pip install 'coterie[torch]'")):
         launch.check_requirements()

@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("aiohttp")
-
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch
 from coterie.evaluation.demo.loop import whole_blocks
