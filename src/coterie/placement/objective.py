@@ -29,6 +29,7 @@ from coterie._numba import helper, njit, side_by_side
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
 from coterie.placement.base import HOST, Load, Moves, Plan
+from coterie.placement.moves import moves_between
 from coterie.types import Link, Placement, Topology
 
 Array = NDArray[np.float64]
@@ -343,15 +344,7 @@ class Problem:
 
     def moves(self, slot_experts: NDArray[np.integer]) -> Moves:
         """What must be loaded to get there; slots on ranks that are gone count for nothing."""
-        per_rank = self.current.slots_per_rank
-        changed = (slot_experts != self.current.slot_experts) & self._slot_alive()[None, :]
-        layer, slot = np.nonzero(changed)
-        expert = np.asarray(slot_experts, np.int64)[layer, slot]
-        rank = slot // per_rank
-        seconds = self.load_in[layer, rank, expert]
-        source = self.source[layer, rank, expert].astype(np.int64)
-        new = source != rank  # an expert that only changed its slot is copied inside the device
-        return Moves(layer[new], slot[new], expert[new], source[new], seconds[new])
+        return moves_between(self.current, slot_experts, self.topology, self.objective.expert_bytes)
 
     def _slot_alive(self) -> NDArray[np.bool_]:
         return np.repeat(self.alive, self.current.slots_per_rank)
