@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.markup import escape
 
 from coterie.cli.output import JsonOption, err, print_json, print_table, reporting
+from coterie.cli.summaries import trace_summary
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.prompts import Prompt, load_prompts, read_prompts, take_in_turn
 from coterie.traces import ActivationTrace, LoadTable
@@ -115,7 +116,12 @@ def record_command(
     except KeyboardInterrupt:
         _say_what_is_kept(asked, engine)
         raise
-    summary = {"engine": engine, **_summary(output, done.trace), **done.counts, "wall_s": time.perf_counter() - started}
+    summary = {
+        "engine": engine,
+        **trace_summary(output, done.trace),
+        **done.counts,
+        "wall_s": time.perf_counter() - started,
+    }
     if json_output:
         print_json(summary)
         return
@@ -199,31 +205,6 @@ def _prompts(asked: _Asked) -> list[Prompt] | None:
 
 def _limited(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return prompts if limit is None else take_in_turn(prompts, limit)
-
-
-def _summary(path: Path, trace: ActivationTrace | LoadTable) -> dict[str, Any]:
-    if isinstance(trace, LoadTable):
-        return {
-            "path": str(path),
-            "model": trace.model,
-            "windows": len(trace),
-            "layers": trace.num_layers,
-            "experts": trace.num_experts,
-            "activations": int(trace.counts.sum()),
-        }
-    table = trace.requests
-    return {
-        "path": str(path),
-        "model": trace.meta.model,
-        "requests": trace.num_requests,
-        "tokens": trace.num_tokens,
-        "prompt_tokens": int(table.prompt_tokens.sum()),
-        "output_tokens": int(table.output_tokens.sum()),
-        "layers": trace.meta.num_layers,
-        "experts": trace.meta.num_experts,
-        "top_k": trace.meta.top_k,
-        "bytes": sum(file.stat().st_size for file in path.iterdir()),
-    }
 
 
 def _say_what_is_kept(asked: _Asked, engine: str) -> None:
