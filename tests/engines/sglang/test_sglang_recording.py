@@ -24,7 +24,7 @@ from coterie.errors import ConfigError, InputError, UnavailableError, UnknownNam
 from coterie.prompts import Prompt
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.types import DECODE, PREFILL
-from coterie.wire.routed_experts import encode_sglang
+from routed_experts_payloads import encode_sglang
 from sglang_peer import SPEC, Peer, Running, routing, tokens_of, with_dense_layers
 
 PROMPTS = [Prompt(f"p{n}", ("math", "code")[n % 2], "en", f"prompt {'x' * n} {n}") for n in range(9)]
