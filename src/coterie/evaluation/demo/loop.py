@@ -44,7 +44,7 @@ Progress = Callable[[str, int, int], None]
 
 MOST_PROMPT_TOKENS = 200
 """Longer prompts are left out: all workers of a test fleet must take every one."""
-EVENTS_S = 20.0
+EVENTS_S = 60.0
 """How long the last expert event may take."""
 RECORDING = "recording"
 """Stands for the router's name in the run that is fitted on."""
@@ -356,21 +356,17 @@ async def _hear(client: Client, listener: Subscriber, body: Mapping[str, Any]) -
 
 
 def _events(listener: Subscriber, wanted: set[str]) -> dict[str, RequestExperts]:
-    """Events of these requests; those that have not come after a second's silence are left out."""
+    """Events of these requests; those that have not come in time are left out."""
     found: dict[str, RequestExperts] = {}
     until = time.monotonic() + EVENTS_S
     while len(found) < len(wanted) and time.monotonic() < until:
-        quiet = True
         for event in listener.events(1.0):
-            quiet = False
             if isinstance(event, RequestExperts):
                 name = next((part for part in event.request_id.split("-") if part in wanted), None)
                 if name is not None:
                     found[name] = event
             if len(found) == len(wanted):
                 break
-        if quiet:
-            break
     return found
 
 
