@@ -18,20 +18,28 @@ def moves_between(
     A source is on the rank's node if one there has the expert, else on another, else the host. Of several as near, the
     one that sends least in the layer is taken, so that a hot expert's replicas do not queue at its first copy.
     """
-    speeds, nodes, per_rank = topology.rank_speeds, topology.rank_nodes, current.slots_per_rank
+    speeds, per_rank = topology.rank_speeds, current.slots_per_rank
     changed = (slot_experts != current.slot_experts) & np.repeat(speeds > 0, per_rank)[None, :]
     layer, slot = np.nonzero(changed)
     expert = np.asarray(slot_experts, np.int64)[layer, slot]
-    source = np.empty(len(layer), np.int64)
-    _fill_sources(current.slot_experts, current.num_experts, speeds, nodes, layer, slot, expert, source)
-    new = source != slot // per_rank
-    layer, slot, expert, source = layer[new], slot[new], expert[new], source[new]
-    near = nodes[source] == nodes[slot // per_rank]  # of the host it means nothing
+    source, seconds = np.empty(len(layer), np.int64), np.empty(len(layer))
     links = [
         link.latency_s + expert_bytes / link.bytes_per_s for link in (topology.intra, topology.inter, topology.host)
     ]
-    seconds = np.where(source == HOST, links[2], np.where(near, links[0], links[1]))
-    return Moves(layer, slot, expert, source, seconds)
+    _fill_sources(
+        current.slot_experts,
+        current.num_experts,
+        speeds,
+        topology.rank_nodes,
+        np.array(links),
+        layer,
+        slot,
+        expert,
+        source,
+        seconds,
+    )
+    new = source != slot // per_rank
+    return Moves(layer[new], slot[new], expert[new], source[new], seconds[new])
 
 
 @njit()
@@ -40,12 +48,17 @@ def _fill_sources(
     experts: int,
     speeds: NDArray[np.float64],
     nodes: NDArray[np.int64],
+    links: NDArray[np.float64],
     layer: NDArray[np.int64],
     slot: NDArray[np.int64],
     expert: NDArray[np.int64],
     source: NDArray[np.int64],
+    seconds: NDArray[np.float64],
 ) -> None:
-    """[move], which are in the order of their layers. A rank that has the expert already is its own source."""
+    """Fill `source` and `seconds` [move]; moves are in the order of their layers.
+
+    A rank that has the expert already is its own source.
+    """
     slots, ranks = slot_experts.shape[1], len(speeds)
     per_rank = slots // ranks
     first, after = np.empty(experts, np.int64), np.empty(slots, np.int64)  # a list of slots for each expert
@@ -83,6 +96,7 @@ def _fill_sources(
                         found, best = holder, price
                     at = after[at]
                 source[move] = found
+                seconds[move] = links[2] if found == HOST else links[0 if nodes[found] == nodes[rank] else 1]
                 if found not in (HOST, rank):
                     sends[found] += 1
         start = end
