@@ -38,7 +38,7 @@ TOGETHER = {
     ),
     "batching": ("batch_server", "bench_batching", "caps", "contract", "latency_aware", "simulate", "strategies"),
     "fleets": ("fleet", "fleet_reality", "fleet_requests", "fleet_checks", "joint"),
-    "workers": ("demo", "routed_fleet", "routed_loop", "worker_embedded", "worker_requests"),
+    "workers": ("demo", "proxy", "routed_loop", "worker_embedded", "worker_requests"),
     "generated": ("generate", "synthetic", "trace_invariants"),
 }
 """Files of tests that run the same loops: one worker takes them all, or both would compile them, for a minute each."""

@@ -1,6 +1,8 @@
 """Ctrl-C in the middle of a compilation, at the place where Python would lose it."""
 
 import signal
+import subprocess
+import sys
 import threading
 
 import numba
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from numba.core.registry import cpu_target
 
+from coterie._interrupts import hear_interrupts
 from coterie._numba import side_by_side
 
 ENGINE = cpu_target.target_context.codegen()._engine._ee
@@ -15,7 +18,8 @@ ENGINE = cpu_target.target_context.codegen()._engine._ee
 
 @pytest.fixture
 def compiler_interrupts(monkeypatch):
-    """Ctrl-C as soon as LLVM hands over machine code for the first time."""
+    """Ctrl-C as soon as LLVM hands over machine code for the first time, in a process that is the command's."""
+    hear_interrupts()
     notify = ENGINE._object_cache_notify
 
     def interrupt(module, buffer):
@@ -82,9 +86,65 @@ def test_work_still_waiting_is_dropped_when_a_part_fails(monkeypatch):
         calls.append(indices[0])
         if indices[0] == 0:
             raise ValueError("first part")
-        release.wait(10)
+        release.wait(120)
 
     with pytest.raises(ValueError, match="first part"):
         side_by_side(work, 100)
     release.set()
     assert len(calls) < 8
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    # A shell's background job ignores Ctrl-C; the process is given Python's own handler.
+    begin = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    return subprocess.run([sys.executable, "-c", begin + code], capture_output=True, text=True, timeout=300)
+
+
+def test_the_command_ends_when_interrupted_in_the_compiler():
+    done = python("""
+import sys
+from coterie.cli import main as cli
+
+@cli.app.command("compile")
+def compile_command():
+    from coterie._numba import numba
+    from numba.core.registry import cpu_target
+    engine = cpu_target.target_context.codegen()._engine._ee
+    notify = engine._object_cache_notify
+    def interrupt(module, buffer):
+        engine._object_cache_notify = notify
+        signal.raise_signal(signal.SIGINT)
+        notify(module, buffer)
+    engine._object_cache_notify = interrupt
+    numba.njit(lambda number: number + 1)(1)
+    print("went on")
+
+assert "numba" not in sys.modules, "the command imports it when it is needed"
+sys.argv = ["coterie", "compile"]
+cli.main()
+""")
+    assert (done.returncode, done.stdout) == (130, ""), done.stderr
+
+
+def test_importing_and_compiling_leaves_handlers_and_events_alone():
+    """As inside vLLM: only the command installs anything."""
+    done = python("""
+import coterie, coterie.routing, coterie.placement, coterie.cli.main
+from coterie._numba import njit
+from numba.core import event
+
+seen = []
+class Watch(event.Listener):
+    def on_start(self, _): seen.append(signal.getsignal(signal.SIGINT))
+    on_end = on_start
+
+assert not any(event._registered.values()), event._registered
+with event.install_listener("numba:compiler_lock", Watch()):
+    def double(number): return 2 * number
+    assert __import__("numba").njit(double)(4) == 8
+assert seen and set(seen) == {signal.default_int_handler}, seen
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+assert not any(event._registered.values()), event._registered
+print("as before")
+""")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "as before\n", "")

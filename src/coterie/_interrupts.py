@@ -1,53 +1,69 @@
-"""Ctrl-C while Numba compiles.
+"""Ctrl-C while Numba compiles, for the command line.
 
 Python runs a signal's handler at its next instruction, and after a long optimisation in LLVM that one is in a callback
 of llvmlite, from which no exception gets out: the interrupt would be lost, and the program go on. Here it is noted
 instead, and raised as soon as the compiler is back in Python.
+
+Only the command asks for it. A program that imports Coterie, such as vLLM, keeps its own handlers and Numba's events as
+they are.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from types import FrameType
+from typing import Any
 
-from numba.core.compiler_lock import global_compiler_lock
-from numba.core.event import Event, Listener, register
+_asked = False
 
 
-class _Noted(Listener):  # type: ignore[misc]  # numba has no types
-    """Takes Python's own handler away while the main thread compiles; anybody else's stays."""
+def hear_interrupts() -> None:
+    """From now on, in every compilation of this process. Numba is not imported for it: :func:`numba_is_there` is."""
+    global _asked
+    if not _asked:
+        _asked = True
+        if "coterie._numba" in sys.modules:
+            numba_is_there()
 
-    def __init__(self) -> None:
-        self._noted = False
 
-    def on_start(self, _event: Event) -> None:
-        if _in_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._interrupt)
+def numba_is_there() -> None:
+    """Called once Numba is imported; does nothing unless the command asked for it."""
+    if not _asked:
+        return
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.event import Event, Listener, register
 
-    def on_end(self, _event: Event) -> None:
-        if not _in_main_thread() or signal.getsignal(signal.SIGINT) != self._interrupt:
-            return
-        if not global_compiler_lock.is_locked():
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self._noted:
-            self._noted = False
-            raise KeyboardInterrupt
+    class Noted(Listener):  # type: ignore[misc]  # numba has no types
+        """Takes Python's own handler away while the main thread compiles; anybody else's stays."""
 
-    def _interrupt(self, _number: int, frame: FrameType | None) -> None:
-        while frame is not None and not frame.f_globals.get("__name__", "").startswith("llvmlite."):
-            frame = frame.f_back
-        if frame is None:
-            raise KeyboardInterrupt
-        self._noted = True
+        noted = False
+
+        def on_start(self, _event: Event) -> None:
+            if _in_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, self.interrupt)
+
+        def on_end(self, _event: Event) -> None:
+            if not _in_main_thread() or signal.getsignal(signal.SIGINT) != self.interrupt:
+                return
+            if not global_compiler_lock.is_locked():
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self.noted:
+                self.noted = False
+                raise KeyboardInterrupt
+
+        def interrupt(self, _number: int, frame: FrameType | None) -> None:
+            while frame is not None and not frame.f_globals.get("__name__", "").startswith("llvmlite."):
+                frame = frame.f_back
+            if frame is None:
+                raise KeyboardInterrupt
+            self.noted = True
+
+    noted: Any = Noted()
+    for kind in ("numba:compiler_lock", "numba:run_pass"):
+        register(kind, noted)
 
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-def hear_interrupts() -> None:
-    """From now on, in every compilation."""
-    noted = _Noted()
-    for kind in ("numba:compiler_lock", "numba:run_pass"):
-        register(kind, noted)

@@ -15,9 +15,9 @@ import numba
 import numpy as np
 from numba.extending import register_jitable
 
-from coterie._interrupts import hear_interrupts
+from coterie._interrupts import numba_is_there
 
-hear_interrupts()
+numba_is_there()
 
 F = TypeVar("F", bound=Callable[..., object])
 

@@ -11,11 +11,11 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from coterie.cli.generate import at_rate, parse_size
+from coterie.cli.generate import parse_size
 from coterie.cli.main import app
 from coterie.errors import ConfigError, UnavailableError, UnknownNameError
 from coterie.traces import ActivationTrace
-from coterie.traces.arrivals import BurstyArrivals, PoissonArrivals
+from coterie.traces.arrivals import BurstyArrivals, PoissonArrivals, at_rate
 
 
 def run(*args, code=0):

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from coterie.cli.main import main
+from coterie.engines.recording import Sending
 from coterie.prompts import Prompt, load_prompts
 from coterie.traces import ActivationTrace, ActivationWriter, LoadTable, TraceMeta
 
@@ -101,58 +103,38 @@ def test_a_servers_recorder_gets_what_was_asked(run, tmp_path, monkeypatch, engi
     """Only the seam to the other engines' functions; they have tests of their own."""
     asked: dict[str, Any] = {}
 
-    def recorder(url: str, out: Path, *, on_progress: Callable[[str, int, int], None], **options: Any) -> Any:
-        asked.update(url=url, **options)
-        on_progress("Recording", 1, 2)
+    def recorder(url: str, out: Path, sending: Sending, **options: Any) -> Any:
+        asked.update(url=url, sending=sending, **options)
+        sending.report("Recording", 1, 2)
         with ActivationWriter(out, TraceMeta("served", 4, 1, 2)) as writer:
             writer.append(np.array([[[0, 3]]]), [0])
         trace = ActivationTrace.open(out)
         return SimpleNamespace(trace=trace, tally=SimpleNamespace(failed=2), lost=3, unknown=4)
 
     serve(monkeypatch, engine, recorder)
-    ran = run("--engine", engine, "--url", "http://h:1", "-o", tmp_path / "a", "--events", "tcp://h:2", "--json")
+    events = ["--events", "tcp://h:2"]
+    ran = run("--engine", engine, "--url", "http://h:1", "-o", tmp_path / "a", *events * (engine == "vllm"), "--json")
     assert ran.code == 0, ran.err
     summary = json.loads(ran.out)
     assert (summary["tokens"], summary["failed"]) == (1, 2)
     assert engine == "sglang" or (summary["lost_messages"], summary["without_ids"]) == (3, 4)
-    assert asked == {
-        "url": "http://h:1",
-        "prompts": None,
-        "events": "tcp://h:2",
-        "duration_s": None,
-        "concurrency": 8,
-        "max_tokens": 64,
-        "chat": True,
-    }
-    run(
-        "--engine",
-        engine,
-        "--url",
-        "u",
-        "-o",
-        tmp_path / "b",
-        "--prompts",
-        "bundled",
-        "--limit",
-        9,
-        "--no-chat",
-        "--duration",
-        1.5,
-        "--concurrency",
-        3,
-        "--max-tokens",
-        7,
-    )
-    prompts = asked.pop("prompts")
+    assert asked["url"] == "http://h:1"
+    assert replace(asked["sending"], report=print) == Sending(report=print)
+    assert asked.get("events") == ("tcp://h:2" if engine == "vllm" else None)
+    options = ["--prompts", "bundled", "--limit", 9, "--no-chat", "--duration", 1.5, "--concurrency", 3]
+    run("--engine", engine, "--url", "u", "-o", tmp_path / "b", *options, "--max-tokens", 7)
+    prompts = asked["sending"].prompts
     assert len(prompts) == 9
     assert all(isinstance(p, Prompt) for p in prompts)
     assert len({p.domain for p in prompts}) == min(9, len({p.domain for p in load_prompts()}))
-    assert asked == {"url": "u", "events": None, "duration_s": 1.5, "concurrency": 3, "max_tokens": 7, "chat": False}
-    refused(run("--engine", engine, "--url", "u", "-o", tmp_path / "c", "--duration", "0"), "--duration=0.0 must be")
+    assert replace(asked["sending"], report=print) == Sending(prompts, 1.5, 3, 7, False, print)
+    refused(run("--engine", engine, "--url", "u", "-o", tmp_path / "c", "--duration", "0"), "duration_s=0.0 must be")
+    if engine == "sglang":
+        refused(run("--engine", engine, "--url", "u", "-o", tmp_path / "c", *events), "SGLang publishes no expert")
 
 
 def test_a_recording_of_loads_is_summed_up(run, tmp_path, monkeypatch):
-    def recorder(_: str, out: Path, **__: Any) -> Any:
+    def recorder(_: str, out: Path, __: Sending) -> Any:
         LoadTable(np.full((2, 3, 4), 5, np.uint64), "served").save(out)
         return SimpleNamespace(trace=LoadTable.open(out), tally=SimpleNamespace(failed=0))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 
 import coterie.footprints as package
 from coterie.errors import ConfigError
-from coterie.footprints import accumulate_load, distinct_experts, expected_distinct, footprint, footprints
+from coterie.footprints import accumulate_load, distinct_experts, footprint, footprints
 
 
 @st.composite
@@ -54,15 +52,6 @@ def test_accumulate_adds_in_place_to_any_dtype(rng):
         accumulate_load(ids[:20], out)
         accumulate_load(ids[20:], out)
         assert np.array_equal(out, 1 + brute_load(ids, 8))
-
-
-def test_expected_distinct_is_the_mean_over_all_outcomes():
-    inclusion = np.array([[[0.5, 0.25, 0.0]], [[0.5, 1.0, 0.125]]])  # [request, layer, expert]
-    total = 0.0
-    for outcome in product((0, 1), repeat=6):
-        hit = np.array(outcome).reshape(2, 1, 3)
-        total += float(np.where(hit, inclusion, 1 - inclusion).prod()) * hit.any(axis=0).sum()
-    assert expected_distinct(inclusion)[0] == pytest.approx(total)
 
 
 def test_bad_ids_and_shapes_are_named():

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections import Counter
 from contextlib import aclosing
 from typing import Any
 
 import pytest
-
-pytest.importorskip("aiohttp")
-
 from aiohttp import web
 
 from coterie.errors import ConfigError, UnavailableError
@@ -102,14 +98,14 @@ def test_failures_are_answers():
         assert problem is not None
         assert expected in problem
         assert "\n" not in problem
+    blamed = [answer.server_failed for answer in sorted(found, key=lambda answer: answer.number)]
+    assert blamed == [False, True, False, True, False, True, True, True, True]
     assert len(peer.bodies) == 9, "nothing is sent twice"
 
 
 def test_after_the_time_no_further_body_is_sent_and_those_in_flight_are_waited_for():
-    begun = time.monotonic()
     with Running(Peer(delay=lambda _: 0.15)) as peer:
         found = asyncio.run(collect(peer.url, bodies(*map(str, range(100))), 2, duration_s=0.4))
-    assert time.monotonic() - begun < 5
     assert 2 <= len(found) <= 8
     assert len(peer.bodies) == len(found)
 
@@ -123,15 +119,13 @@ def test_leaving_early_cancels_what_is_in_flight():
                     await asyncio.sleep(0.01)
                 return
 
-    with Running(Peer(delay=lambda text: 30.0 if text == "slow" else 0.0)) as peer:
+    with Running(Peer(delay=lambda text: 600.0 if text == "slow" else 0.0)) as peer:
         begun = time.monotonic()
         asyncio.run(leave(peer))
-        assert time.monotonic() - begun < 5
-        for _ in range(100):
-            if peer.gone:
-                break
+        while not peer.gone and time.monotonic() - begun < 300:
             time.sleep(0.05)
         assert peer.gone == 1
+        assert time.monotonic() - begun < 300, "the slow one is not waited for"
 
 
 def test_a_server_that_is_not_there():
@@ -149,10 +143,9 @@ def test_a_server_that_is_not_there():
     assert answer.problem is not None
 
 
-def test_without_aiohttp(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(UnavailableError, match=r"pip install coterie\[gateway\]"):
-        Client("http://localhost:1")
+def test_a_client_that_is_not_open():
+    with pytest.raises(ConfigError, match="is not open"):
+        asyncio.run(Client("http://localhost:1").call("GET", "/health"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 
 from coterie.errors import ConfigError
 from coterie.placement.base import Load
-from coterie.placement.migration.ledger import BrokenMigration, Ledger
 from coterie.placement.migration.migrator import (
     BeginTransfer,
     Cancel,
@@ -29,6 +28,7 @@ from coterie.placement.migration.migrator import (
 from coterie.placement.migration.rounds import Limits, schedule_moves
 from coterie.placement.objective import Objective, settle
 from coterie.types import Placement, Topology
+from migration_ledger import BrokenMigration, Ledger
 
 EXPERT = 10.0
 

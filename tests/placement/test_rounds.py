@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -14,6 +15,7 @@ from coterie.errors import ConfigError
 from coterie.placement import Objective
 from coterie.placement.base import HOST, Load
 from coterie.placement.migration.rounds import Limits, edge_rounds, schedule_moves
+from coterie.placement.moves import moves_between
 from coterie.placement.objective import settle
 from coterie.placement.planning.eplb import Eplb
 from coterie.types import Placement, Topology
@@ -134,16 +136,60 @@ def test_replicas_are_fetched_from_those_that_send_least():
     assert schedule.num_rounds == 1, "from one of them alone it would take two"
 
 
+def test_the_sources_are_the_plans():
+    current = Placement(np.array([[0, 1, 0, 2, 3, 1, 4, 2]], np.int32), 4, 5)
+    target = Placement(np.array([[0, 1, 0, 2, 3, 0, 4, 0]], np.int32), 4, 5)
+    moves = moves_between(current, target.slot_experts, Topology(4), 44e6)
+    for sources in ([0, 1], [1, 0], [1, 1]):
+        given = replace(moves, source=np.array(sources))
+        schedule = schedule_moves(current, target, Topology(4), moves=given)
+        assert [t.source for t in sorted(schedule.transfers, key=lambda t: t.slot)] == sources
+    with pytest.raises(ConfigError, match="put expert 3 into slot 5 of layer 0; the target has 0"):
+        schedule_moves(current, target, Topology(4), moves=replace(moves, expert=np.array([3, 0])))
+
+
+@given(migrations())
+@settings(deadline=None, max_examples=100)
+def test_sources_are_near_and_send_alike(case):
+    """Against the choice as it is said, written out."""
+    current, target, topology, _ = case
+    moves, per_rank = moves_between(current, target.slot_experts, topology, 10.0), current.slots_per_rank
+    found = {
+        (m[0], m[1]): m[2] for m in zip(*(x.tolist() for x in (moves.layer, moves.slot, moves.source)), strict=True)
+    }
+    expected = {}
+    for layer, row in enumerate(current.slot_experts.tolist()):
+        holders = {}
+        for slot, expert in enumerate(row):
+            if topology.rank_speeds[slot // per_rank] > 0:
+                holders.setdefault(expert, []).append(slot // per_rank)
+        sends = Counter()
+        changed = [
+            (len(holders.get(expert, ())), slot, expert)
+            for slot, expert in enumerate(target.slot_experts[layer].tolist())
+            if expert != row[slot] and topology.rank_speeds[slot // per_rank] > 0
+        ]
+        for _, slot, expert in sorted(changed):
+            rank = slot // per_rank
+            if rank in (having := holders.get(expert, [])):
+                continue
+            far = {h: topology.node_of(h) != topology.node_of(rank) for h in having}
+            expected[layer, slot] = min(having, key=lambda h: (far[h], sends[h], h), default=HOST)
+            sends[expected[layer, slot]] += 1
+    assert found == expected
+
+
 def test_a_plan_of_eplb_is_scheduled_whole(rng):
     layers, experts, ranks = 6, 32, 8
     load = Load(rng.gamma(0.5, 100.0, (layers, experts)))
     topology, current = Topology(ranks, 4), Placement.linear(layers, experts, ranks, 40)
     plan = Eplb(Objective()).plan(load, topology, current)
-    schedule = schedule_moves(current, plan.placement, topology, Limits(44e6))
+    schedule = schedule_moves(current, plan.placement, topology, Limits(44e6), plan.moves)
     over_links = [t for t in schedule.transfers if t.source != t.slot // current.slots_per_rank]
     assert len(over_links) == len(plan.moves)
-    assert sorted((t.layer, t.slot, t.expert) for t in over_links) == sorted(
-        zip(plan.moves.layer.tolist(), plan.moves.slot.tolist(), plan.moves.expert.tolist(), strict=True)
+    moves = plan.moves
+    assert sorted((t.layer, t.slot, t.expert, t.source) for t in over_links) == sorted(
+        zip(moves.layer.tolist(), moves.slot.tolist(), moves.expert.tolist(), moves.source.tolist(), strict=True)
     )
     assert schedule.moved_bytes == len(plan.moves) * 44e6
     # A plan counts what the busiest receiver waits; rounds also wait for senders and for the slowest of a round.

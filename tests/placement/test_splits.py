@@ -14,7 +14,7 @@ from scipy.optimize import linprog
 from coterie.errors import ConfigError
 from coterie.placement.base import Load
 from coterie.placement.objective import Objective, Problem
-from coterie.placement.splits.shares import optimal_shares, split_shares
+from coterie.placement.splits.shares import optimal_shares
 from coterie.types import Placement, Topology
 
 
@@ -121,26 +121,23 @@ def test_of_two_slots_on_one_rank_one_computes():
     np.testing.assert_allclose(optimal_shares(problem, placement.slot_experts), [[0.0, 1.0, 0.0, 1.0]])
 
 
-def test_weights_are_the_earlier_windows_optimum():
+def test_weights_of_an_earlier_window_may_be_worse_than_equal_shares():
     placement = Placement(np.array([[0, 1, 0, 2]], np.int32), 2, 3)
     windows = [
         Objective().problem(Load(np.array([tokens])), Topology(2), placement)
         for tokens in ([10.0, 2.0, 8.0], [10.0, 8.0, 2.0])
     ]
     rows = placement.slot_experts
-    weights = split_shares("weighted", windows[1], rows, windows[0])
-    np.testing.assert_array_equal(weights, split_shares("optimal", windows[0], rows))
-    slowest = {
-        name: windows[1].rank_s(rows, split_shares(name, windows[1], rows, windows[0])).max()
-        for name in ("equal", "weighted", "optimal")
+    shares = {
+        "equal": windows[1].equal_shares(rows),
+        "weighted": optimal_shares(windows[0], rows),
+        "optimal": optimal_shares(windows[1], rows),
     }
+    slowest = {name: windows[1].rank_s(rows, given).max() for name, given in shares.items()}
     assert slowest["optimal"] < slowest["equal"] < slowest["weighted"], "what was right then is wrong now"
-    np.testing.assert_array_equal(split_shares("weighted", windows[1], rows), split_shares("optimal", windows[1], rows))
 
 
 def test_bad_input_is_named():
     problem = make(0)
-    with pytest.raises(ConfigError, match="split='lp' must be one of equal, weighted, optimal"):
-        split_shares("lp", problem, problem.current.slot_experts)
     with pytest.raises(ConfigError, match="slot_experts has shape"):
         optimal_shares(problem, problem.current.slot_experts[:, :-1])

@@ -100,7 +100,8 @@ def _work(rank: int, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     from vllm.distributed.eplb.policy import EPLB_POLICIES
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from coterie.engines.vllm.plugin import EPLB_VARIABLE, NAME, register
+    from coterie.engines.vllm.environment import EPLB_VARIABLE
+    from coterie.engines.vllm.plugin import NAME, register
 
     torch.set_num_threads(1)
     torch.accelerator.current_stream = lambda: SimpleNamespace(synchronize=lambda: None)

@@ -16,7 +16,7 @@ import numpy as np
 from aiohttp import web
 
 from coterie.models import get_model
-from coterie.wire.routed_experts import encode_sglang
+from routed_experts_payloads import encode_sglang
 
 SPEC = get_model("deepseek-v2-lite")
 """27 layers, the first one dense; 6 of 64 experts."""
@@ -182,11 +182,11 @@ class Running:
 
     def __enter__(self) -> Peer:
         self.thread.start()
-        assert self.ready.wait(10)
+        assert self.ready.wait(120)
         return self.peer
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(120)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(120)
         self.loop.close()

@@ -59,7 +59,7 @@ class Listener(threading.Thread):
     def __init__(self, endpoint: str) -> None:
         super().__init__(daemon=True)
         self.subscriber = Subscriber(endpoint)
-        self.subscriber.wait(20)
+        self.subscriber.wait(120)
         self.found: dict[str, RequestExperts] = {}
         self.stopping = False
         self.start()
@@ -70,7 +70,7 @@ class Listener(threading.Thread):
                 if isinstance(event, RequestExperts):
                     self.found[event.request_id] = event
 
-    def wait(self, count: int, seconds: float = 20) -> dict[str, RequestExperts]:
+    def wait(self, count: int, seconds: float = 120) -> dict[str, RequestExperts]:
         until = time.monotonic() + seconds
         while len(self.found) < count and time.monotonic() < until:
             time.sleep(0.02)

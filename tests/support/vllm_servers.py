@@ -55,7 +55,7 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Sum of each counter or gauge over its labels."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=30) as response:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=120) as response:
             text = response.read().decode()
         found: dict[str, float] = {}
         for name, value in re.findall(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE):

@@ -19,9 +19,9 @@ from safetensors.numpy import save_file
 from coterie.errors import TraceError
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.readers import ReadOptions, detect, read_trace, readers
-from coterie.traces.readers.npz import read_placements, read_token_table
+from coterie.traces.readers.npz import read_placements
 from coterie.types import DECODE, PREFILL
-from coterie.wire.routed_experts import encode_sglang, encode_vllm
+from routed_experts_payloads import encode_sglang, encode_vllm
 
 OURS = ("npz", "routed-experts", "trtllm", "load-history")
 
@@ -124,20 +124,9 @@ def test_olmoe_and_mixtral(data_dir):
         read_trace(folder)
 
 
-def test_token_tables(data_dir):
+def test_token_tables_are_no_trace(data_dir):
     path = data_dir / "activations" / "olmoe-mixtral" / "eid2token_coo.npz"
-    counts = np.load(path.with_name("expert_counts.npz"))
-    for name in np.load(path).files:
-        model, domain = name.split("|")
-        table = read_token_table(path, model, domain)
-        total = np.bincount(table.layer, table.count)
-        np.testing.assert_array_equal(total, counts[f"{model}|expert_counts|{domain}"].sum(axis=1))
-        assert table.expert.max() == (7 if model == "mixtral-8x7b" else 63)
-        order = table.layer.astype(np.int64) << 48 | table.token_id.astype(np.int64) << 16 | table.expert
-        assert (np.diff(order) > 0).all(), "sorted, each entry once"
     assert not readers["npz"].sniff(path)
-    with pytest.raises(TraceError, match=r"olmoe\|c4: is missing; the file has mixtral-8x7b\|arxiv"):
-        read_token_table(path, "olmoe", "c4")
     with pytest.raises(TraceError, match="not a layout of traces"):
         read_trace(path, "npz")
 
@@ -421,20 +410,8 @@ def test_damaged_npz_is_refused_or_read_alike(tmp_path_factory, compressed, at, 
     assert trace.meta.num_experts == 8
 
 
-def test_damaged_token_tables_and_placements(tmp_path):
-    rows = np.array([[0, 1, 7, 2], [1, 0, 7, 2], [2, 3, 7, 2]], np.int32)
+def test_damaged_placements(tmp_path):
     path = tmp_path / "t.npz"
-    for change, problem in (
-        (rows[:, :3], "expected \\[entry, 4\\]"),
-        (rows[:0], "expected \\[entry, 4\\]"),
-        (put((0, 0), 3)(rows), "layer\\[0\\]: is 3"),
-        (put((1, 1), -1)(rows), "expert\\[1\\]: is -1"),
-        (put((2, 3), 0)(rows), "count: is 0"),
-        (put((2, 3), 1)(rows), "counts token 7 2, 2, 1 times"),
-    ):
-        np.savez(path, **{"olmoe|law": change})
-        with pytest.raises(TraceError, match=problem):
-            read_token_table(path, "olmoe", "law")
     held = np.ones((2, 1, 3), np.uint8)
     for change, problem in (
         (held * 2, "must hold 0 or 1"),

@@ -12,14 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from coterie.errors import InputError
-from coterie.wire.routed_experts import (
-    decode_npy,
-    decode_sglang,
-    decode_vllm,
-    encode_sglang,
-    encode_vllm,
-    routed_layers,
-)
+from coterie.wire.routed_experts import decode_npy, decode_sglang, decode_vllm, routed_layers
+from routed_experts_payloads import encode_sglang, encode_vllm
 
 IDS = np.arange(2 * 3 * 4).reshape(2, 3, 4) % 16
 

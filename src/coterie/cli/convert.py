@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from coterie.cli.options import FromOption, NumExpertsOption, TraceModelOption
 from coterie.cli.output import JsonOption, print_json, print_table
+from coterie.cli.summaries import load_sizes
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.readers import ReadOptions, Trace, detect, read_trace
 from coterie.traces.writers import check_target, kind_of, write_trace
@@ -18,13 +20,9 @@ def convert_command(
     src: Annotated[Path, typer.Argument(help="File or folder to read.")],
     dst: Annotated[Path, typer.Argument(help="File or folder to write; it must not exist.")],
     to: Annotated[str, typer.Option("--to", help="Format to write; an unknown name lists them all.")] = "coterie",
-    from_: Annotated[
-        str | None, typer.Option("--from", help="Format to read, where the file itself does not show it.")
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Model that produced the file.")] = None,
-    num_experts: Annotated[
-        int | None, typer.Option("--num-experts", min=1, help="Experts per layer, where the file holds ids only.")
-    ] = None,
+    from_: FromOption = None,
+    model: TraceModelOption = None,
+    num_experts: NumExpertsOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Convert a trace between formats; the source is never changed."""
@@ -45,13 +43,7 @@ def convert_command(
 
 def _sizes(trace: Trace) -> dict[str, Any]:
     if isinstance(trace, LoadTable):
-        return {
-            "model": trace.model,
-            "windows": len(trace),
-            "layers": trace.num_layers,
-            "experts": trace.num_experts,
-            "activations": int(trace.counts.sum()),
-        }
+        return load_sizes(trace)
     if isinstance(trace, ActivationTrace):
         return {
             "model": trace.meta.model,

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand
 
-from coterie.cli.output import JsonOption, err, out, print_json, print_table, progress
+from coterie.cli.output import JsonOption, err, out, print_json, print_table, progress, set_width
 from coterie.errors import ConfigError
 from coterie.evaluation.suites.base import (
     CHOICES,
@@ -26,7 +26,6 @@ from coterie.evaluation.suites.base import (
 )
 from coterie.traces.store import write_json
 
-WIDTH = 110
 SEVERAL = ("--seeds", "--rates", "--strategies", "--routers")
 """Options that take values up to the next option."""
 
@@ -174,7 +173,7 @@ def evaluate_command(
 
 
 def _print(suite: Suite, result: SuiteResult) -> None:
-    out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH  # a pipe has no width; rich would take 80
+    set_width()
     for table in suite.tables:
         rows = [row for row in result.rows if table.shows(row)]
         if rows:

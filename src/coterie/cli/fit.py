@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.markup import escape
 
+from coterie.cli.options import FromOption, NumExpertsOption, TraceModelOption
 from coterie.cli.output import JsonOption, out, print_json, print_table, reporting
 from coterie.errors import ConfigError
 from coterie.traces import ActivationTrace
 from coterie.traces.readers import ReadOptions, read_trace
-
-if TYPE_CHECKING:  # numba and scipy take a second to import: only when a router is fitted
-    from coterie.routing.calibration import Calibration
-    from coterie.routing.fitted import RouterFit
-
-TEST_SHARE = 0.3
-"""Of the requests read; the others calibrate."""
 
 
 def fit_command(
@@ -36,24 +30,16 @@ def fit_command(
     speeds: Annotated[
         str | None, typer.Option("--speeds", help="Relative speed of each worker, such as 1,1,0.5; equal if not given.")
     ] = None,
-    from_: Annotated[
-        str | None, typer.Option("--from", help="Format to read, where the file itself does not show it.")
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Model that produced the file.")] = None,
-    num_experts: Annotated[
-        int | None, typer.Option("--num-experts", min=1, help="Experts per layer, where the file holds ids only.")
-    ] = None,
+    from_: FromOption = None,
+    model: TraceModelOption = None,
+    num_experts: NumExpertsOption = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the split, the pairs and the starts.")] = 0,
     json_output: JsonOption = False,
 ) -> None:
     """Fit a router to a trace: signatures, clusters, a forecast of decode."""
-    from coterie.footprints.signatures import WEIGHTINGS
-    from coterie.routing.calibration import calibration
-    from coterie.routing.fitted import RouterFit
+    from coterie.evaluation.fit import REQUESTS, check_weighting, fit_and_score
 
-    allowed = tuple(name for name in WEIGHTINGS if name != "gate")
-    if weighting not in allowed:
-        raise ConfigError(f"--weighting={weighting} must be one of {', '.join(allowed)}: requests come with counts")
+    check_weighting(weighting)
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise ConfigError(f"--output={output} must be a file in a folder that exists")
     rates = None if speeds is None else parse_speeds(speeds, workers)
@@ -61,19 +47,18 @@ def fit_command(
     if not isinstance(opened, ActivationTrace):
         raise ConfigError(f"{trace} must be an activation trace; it holds a {type(opened).__name__}")
     opened.validate()
-    rng = np.random.default_rng(seed)
-    chosen = np.sort(rng.permutation(opened.num_requests)[: requests or 1400])
     with reporting("Counting requests") as report:
-        known = calibration(opened, chosen, report)
-        order = rng.permutation(len(known.prefill))
-        test = np.sort(order[: int(TEST_SHARE * len(order))])
-        fit = np.sort(order[len(test) :])
-        seconds: dict[str, float] = {}
-        fitted = RouterFit(workers, batch, weighting, rates).fit(  # type: ignore[arg-type]
-            known.take(fit), rng, lambda part, took: (seconds.update({part: took}), report(part, len(seconds), 5))[0]
+        found = fit_and_score(
+            opened,
+            workers,
+            np.random.default_rng(seed),
+            batch=batch,
+            requests=requests or REQUESTS,
+            weighting=weighting,
+            speeds=rates,
+            report=report,
         )
-        report("Scoring other requests", 0, 1)
-        scores = _scores(fitted, known.take(fit), known.take(test), rates, rng)
+    fitted = found.fitted
     fitted.save(output)
     result = {
         "trace": str(trace),
@@ -83,14 +68,15 @@ def fit_command(
         "top_k": fitted.learned.top_k,
         "workers": workers,
         "batch": batch,
-        "calibration_requests": len(fit),
-        "test_requests": len(test),
-        "halves": known.halved,
+        "calibration_requests": found.calibration_requests,
+        "test_requests": found.test_requests,
+        "halves": found.halved,
         "weighting": weighting,
         "seed": seed,
         "layers_kept": fitted.learned.signature.layers.tolist(),
-        **scores,
-        "fit_s": seconds,
+        "rho": found.rho,
+        "distinct": found.distinct,
+        "fit_s": found.seconds,
         "file": str(output),
         "bytes": output.stat().st_size,
     }
@@ -109,51 +95,6 @@ def parse_speeds(text: str, workers: int) -> np.ndarray[Any, np.dtype[np.float64
     if len(values) != workers or not ((values > 0) & (values < np.inf)).all():
         raise ConfigError(f"--speeds={text} must be {workers} numbers above 0, one for each worker")
     return values
-
-
-def _scores(
-    fitted: RouterFit, fit: Calibration, test: Calibration, speeds: Any, rng: np.random.Generator
-) -> dict[str, Any]:
-    """What the router makes of requests it has not seen, beside round robin."""
-    from coterie.footprints.signatures import MAX_PAIRS, WEIGHTINGS, Signature, rho, sample_pairs
-    from coterie.routing.clustering import assign, capacities
-    from coterie.routing.union import expected_distinct_of, tangents
-
-    requests, workers = len(test.prefill), fitted.workers
-    if requests < max(3, workers):
-        return {"rho": [], "distinct": []}
-    pairs, decode = sample_pairs(requests, MAX_PAIRS, rng), test.decode.reshape(requests, -1)
-    rhos = []
-    for weighting in WEIGHTINGS:
-        learn, seen = (fit.gates, test.gates) if weighting == "gate" else (fit.prefill, test.prefill)
-        for mask in (False, True):
-            row: dict[str, Any] = {"weighting": weighting, "mask": mask, "rho": None, "layers": None}
-            try:
-                if learn is not None and seen is not None:
-                    made = Signature(weighting, mask).fit(learn, fit.decode, rng)
-                    row |= {"rho": rho(made.transform_all(seen), decode, pairs), "layers": len(made.layers)}
-            except ConfigError:
-                pass  # count_idf where every request activates every expert
-            rhos.append(row)
-    _, after = test.probabilities
-    limits = capacities(requests, workers, speeds)
-    slopes, _ = tangents(fitted.profiles, fitted.batch)
-    expected = np.stack([fitted.profile(counts) for counts in test.prefill])
-    similar = np.stack([fitted.similarities(counts) for counts in test.prefill])
-    labels = {
-        "round robin": rng.permutation(np.repeat(np.arange(workers), limits))[:requests],
-        "cosine clusters": assign(-similar, limits),
-        "union clusters": assign(expected @ slopes.T, limits),
-    }
-    alone = expected_distinct_of(after, np.zeros(requests, np.int64), fitted.batch)
-    distinct = [
-        {"clusters": name, "experts_per_step": value, "saving_pct": 100 * (1 - value / alone)}
-        for name, value in (
-            ("one cluster", alone),
-            *((name, expected_distinct_of(after, found, fitted.batch)) for name, found in labels.items()),
-        )
-    ]
-    return {"rho": rhos, "distinct": distinct}
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -6,17 +6,18 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
 from rich.markup import escape
 
 from coterie.cli.output import JsonOption, err, print_json, print_table, progress
+from coterie.cli.summaries import trace_summary
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.traces import ActivationTrace
-from coterie.traces.arrivals import ArrivalProcess, BurstyArrivals, PoissonArrivals
+from coterie.traces.arrivals import at_rate
 from coterie.traces.readers import read_trace
 
 if TYPE_CHECKING:  # numba takes half a second to import: only when a trace is made
@@ -77,7 +78,13 @@ def generate_command(
             source=source,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    summary = _summary(out, trace, settings, seed, time.perf_counter() - started)
+    summary = {
+        **trace_summary(out, trace),
+        "duration_s": trace.requests.duration_s,
+        "seed": seed,
+        "wall_s": time.perf_counter() - started,
+        "domains": list(settings.domains),
+    }
     if json_output:
         print_json(summary)
         return
@@ -109,32 +116,3 @@ def parse_size(text: str) -> int:
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise ConfigError(f"--size={text!r} must be a number above 0 and a unit, such as 500MB, 10GB or 2GiB")
     return int(float(match[1]) * _UNITS[match[2]])
-
-
-def at_rate(arrivals: ArrivalProcess, rate: float) -> ArrivalProcess:
-    """The same process at another mean rate; bursts keep their size and how far they stand out."""
-    if isinstance(arrivals, BurstyArrivals):
-        return replace(arrivals, rate=rate, burst_rate=arrivals.burst_rate * rate / arrivals.rate)
-    return PoissonArrivals(rate)
-
-
-def _summary(
-    out: Path, trace: ActivationTrace, settings: SyntheticSettings, seed: int, seconds: float
-) -> dict[str, Any]:
-    table = trace.requests
-    return {
-        "path": str(out),
-        "model": trace.meta.model,
-        "requests": trace.num_requests,
-        "tokens": trace.num_tokens,
-        "prompt_tokens": int(table.prompt_tokens.sum()),
-        "output_tokens": int(table.output_tokens.sum()),
-        "layers": trace.meta.num_layers,
-        "experts": trace.meta.num_experts,
-        "top_k": trace.meta.top_k,
-        "bytes": sum(file.stat().st_size for file in out.iterdir()),
-        "duration_s": table.duration_s,
-        "seed": seed,
-        "wall_s": seconds,
-        "domains": list(settings.domains),
-    }

@@ -10,6 +10,7 @@ import numpy as np
 import typer
 from rich.markup import escape
 
+from coterie.cli.options import FromOption, NumExpertsOption, TraceModelOption
 from coterie.cli.output import JsonOption, out, print_json, print_table, progress
 from coterie.traces.readers import ReadOptions, read_trace
 
@@ -24,13 +25,9 @@ def inspect_command(
     out_folder: Annotated[
         Path | None, typer.Option("--out", help="Folder for figures and report.html; new, empty or an earlier report.")
     ] = None,
-    from_: Annotated[
-        str | None, typer.Option("--from", help="Format to read, where the file itself does not show it.")
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Model that produced the file.")] = None,
-    num_experts: Annotated[
-        int | None, typer.Option("--num-experts", min=1, help="Experts per layer, where the file holds ids only.")
-    ] = None,
+    from_: FromOption = None,
+    model: TraceModelOption = None,
+    num_experts: NumExpertsOption = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sampled requests and draws.")] = 0,
     json_output: JsonOption = False,
 ) -> None:

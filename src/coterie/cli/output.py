@@ -20,8 +20,16 @@ from rich.text import Text
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 
+WIDTH = 110
+"""Of tables, at most."""
+
 err = Console(stderr=True)
 out = Console()
+
+
+def set_width() -> None:
+    """Of what stdout gets from now on."""
+    out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH  # a pipe has no width; rich would take 80
 
 
 def progress() -> Progress:

@@ -11,13 +11,12 @@ import typer
 from rich.markup import escape
 
 from coterie.cli.bars import Column, bar, print_rank_bars, relative
-from coterie.cli.output import JsonOption, out, print_json, print_table
+from coterie.cli.output import JsonOption, out, print_json, print_table, set_width
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # matplotlib takes a second to import: only when a figure is asked for
     from coterie.evaluation.placement.inspection import MapInspection
 
-WIDTH = 110
 
 place_app = typer.Typer(help="Look at placements.", no_args_is_help=True)
 
@@ -83,7 +82,7 @@ def inspect_command(
 
 
 def _print(shown: MapInspection, load: str | None) -> None:
-    out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH  # a pipe has no width; rich would take 80
+    set_width()
     over = f"{shown.ranks} ranks" + (f" on {shown.nodes} nodes" if shown.nodes > 1 else "")
     out.print(
         f"{escape(shown.model)}: {shown.layers} layers of {shown.experts} experts, {shown.slots} slots on {over}",

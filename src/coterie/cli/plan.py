@@ -13,12 +13,10 @@ import typer
 from rich.markup import escape
 
 from coterie.cli.bars import Column, print_rank_bars, relative
-from coterie.cli.output import JsonOption, out, print_json, print_table, reporting
+from coterie.cli.output import JsonOption, out, print_json, print_table, reporting, set_width
 
 if TYPE_CHECKING:  # numba takes a second to import: only when a plan is asked for
     from coterie.evaluation.placement.plans import Planned
-
-WIDTH = 110
 
 
 def plan_command(
@@ -130,7 +128,7 @@ def _reporting(quiet: bool) -> AbstractContextManager[Callable[[str, int, int], 
 
 
 def _print(planned: Planned, found: dict[str, Any]) -> None:
-    out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH  # a pipe has no width; rich would take 80
+    set_width()
     over = f"{found['ranks']} ranks" + (f" on {found['nodes']} nodes" if found["nodes"] > 1 else "")
     out.print(
         f"{escape(found['model'])}: {found['layers']} MoE layers of {found['experts']} experts, "

@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.markup import escape
 
 from coterie.cli.output import JsonOption, err, print_json, print_table, reporting
+from coterie.cli.summaries import trace_summary
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.prompts import Prompt, load_prompts, read_prompts, take_in_turn
 from coterie.traces import ActivationTrace, LoadTable
+
+if TYPE_CHECKING:
+    from coterie.engines.recording import Sending
 
 BUNDLED = "bundled"
 
@@ -112,7 +116,12 @@ def record_command(
     except KeyboardInterrupt:
         _say_what_is_kept(asked, engine)
         raise
-    summary = {"engine": engine, **_summary(output, done.trace), **done.counts, "wall_s": time.perf_counter() - started}
+    summary = {
+        "engine": engine,
+        **trace_summary(output, done.trace),
+        **done.counts,
+        "wall_s": time.perf_counter() - started,
+    }
     if json_output:
         print_json(summary)
         return
@@ -146,14 +155,16 @@ def _transformers(asked: _Asked, report: Progress) -> _Done:
 def _vllm(asked: _Asked, report: Progress) -> _Done:
     from coterie.engines.vllm.recording import record_vllm
 
-    done = record_vllm(_url(asked, "vllm"), asked.out, **_served(asked, report))
+    done = record_vllm(_url(asked, "vllm"), asked.out, _sending(asked, report), events=asked.events)
     return _Done(done.trace, {"failed": done.tally.failed, "lost_messages": done.lost, "without_ids": done.unknown})
 
 
 def _sglang(asked: _Asked, report: Progress) -> _Done:
     from coterie.engines.sglang.recording import record_sglang
 
-    done = record_sglang(_url(asked, "sglang"), asked.out, **_served(asked, report))
+    if asked.events is not None:
+        raise ConfigError(f"--events={asked.events!r}: SGLang publishes no expert events; they are for engine vllm")
+    done = record_sglang(_url(asked, "sglang"), asked.out, _sending(asked, report))
     return _Done(done.trace, {"failed": done.tally.failed})
 
 
@@ -172,18 +183,17 @@ def _url(asked: _Asked, engine: str) -> str:
     return asked.url
 
 
-def _served(asked: _Asked, report: Progress) -> dict[str, Any]:
-    if asked.duration_s is not None and not 0 < asked.duration_s < float("inf"):
-        raise ConfigError(f"--duration={asked.duration_s} must be above 0")
-    return {
-        "prompts": _prompts(asked),
-        "events": asked.events,
-        "duration_s": asked.duration_s,
-        "concurrency": asked.concurrency,
-        "max_tokens": asked.max_tokens,
-        "chat": asked.chat is not False,
-        "on_progress": report,
-    }
+def _sending(asked: _Asked, report: Progress) -> Sending:
+    from coterie.engines.recording import Sending
+
+    return Sending(
+        prompts=_prompts(asked) or (),
+        duration_s=asked.duration_s,
+        concurrency=asked.concurrency,
+        max_tokens=asked.max_tokens,
+        chat=asked.chat is not False,
+        report=report,
+    )
 
 
 def _prompts(asked: _Asked) -> list[Prompt] | None:
@@ -195,31 +205,6 @@ def _prompts(asked: _Asked) -> list[Prompt] | None:
 
 def _limited(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return prompts if limit is None else take_in_turn(prompts, limit)
-
-
-def _summary(path: Path, trace: ActivationTrace | LoadTable) -> dict[str, Any]:
-    if isinstance(trace, LoadTable):
-        return {
-            "path": str(path),
-            "model": trace.model,
-            "windows": len(trace),
-            "layers": trace.num_layers,
-            "experts": trace.num_experts,
-            "activations": int(trace.counts.sum()),
-        }
-    table = trace.requests
-    return {
-        "path": str(path),
-        "model": trace.meta.model,
-        "requests": trace.num_requests,
-        "tokens": trace.num_tokens,
-        "prompt_tokens": int(table.prompt_tokens.sum()),
-        "output_tokens": int(table.output_tokens.sum()),
-        "layers": trace.meta.num_layers,
-        "experts": trace.meta.num_experts,
-        "top_k": trace.meta.top_k,
-        "bytes": sum(file.stat().st_size for file in path.iterdir()),
-    }
 
 
 def _say_what_is_kept(asked: _Asked, engine: str) -> None:

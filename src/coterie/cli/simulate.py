@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from coterie.cli.output import JsonOption, out, print_json, print_table, reporting
+from coterie.cli.output import JsonOption, out, print_json, print_table, reporting, set_width
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # numba takes a second to import: only when a run is asked for
     from coterie.evaluation.simulate.what_if import Simulated
-
-WIDTH = 110
 
 
 def _show_help(ctx: typer.Context, asked: bool) -> None:
@@ -148,7 +146,7 @@ def simulate_command(
 
 
 def _print(found: Simulated) -> None:
-    out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH  # a pipe has no width; rich would take 80
+    set_width()
     settings = found.settings
     print_table(
         f"{settings['requests']:,} requests, {_execution(settings)}",

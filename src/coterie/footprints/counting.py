@@ -49,16 +49,6 @@ def distinct_experts(expert_ids: Ids, num_experts: int) -> NDArray[np.int64]:
     return np.asarray((footprint(expert_ids, num_experts) > 0).sum(axis=1), np.int64)
 
 
-def expected_distinct(inclusion: NDArray[np.floating]) -> NDArray[np.float64]:
-    """[layer] expected distinct experts of one token from each request.
-
-    `inclusion` [request, layer, expert] is the probability that a request's next token activates the expert.
-    Tokens of different requests are taken as independent.
-    """
-    missed = np.prod(1.0 - np.asarray(inclusion, np.float64), axis=0)  # [layer, expert]
-    return np.asarray((1.0 - missed).sum(axis=1), dtype=np.float64)
-
-
 def _layers(expert_ids: Ids) -> int:
     if expert_ids.ndim != 3:
         raise ConfigError(f"expert_ids has shape {expert_ids.shape}; expected [token, layer, k]")

@@ -1,28 +1,32 @@
-"""Sending prompts to a running server: a few in flight at a time, answers in order of completion.
+"""The HTTP client for servers: one request, or many with a few in flight and answers in order of completion.
 
 A request that fails is an answer that says so: recording under load must not stop because one prompt was too long or
-one connection was reset. Nothing is sent twice. A server that does not answer at all raises.
+one connection was reset. Nothing is sent twice. Only :meth:`Client.call` raises where a server does not answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
+
+import aiohttp
 
 from coterie.errors import ConfigError, UnavailableError
 from coterie.prompts import Prompt
+from coterie.wire.handoff import REQUEST_ID_HEADER
 
 CONNECT_S = 10.0
 REQUEST_S = 3600.0
 """A request may wait long in the queue of a busy server."""
+HEALTH_S = 2.0
+LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Answer(NamedTuple):
@@ -32,10 +36,12 @@ class Answer(NamedTuple):
     """Its place among the bodies, from 0."""
     sent_s: float
     """When it was sent, in seconds after the first."""
-    body: Any
+    body: dict[str, Any] | None
     """The JSON it was answered with; None where it failed."""
     problem: str | None = None
     """Why it failed, in one line."""
+    server_failed: bool = False
+    """The server is to blame, not the request: no connection, HTTP 5xx, or an answer that is no JSON object."""
 
 
 @dataclass(slots=True)
@@ -44,6 +50,12 @@ class Tally:
 
     done: int = 0
     problems: Counter[str] = field(default_factory=Counter)
+
+    def note(self, answer: Answer) -> None:
+        if answer.problem is None:
+            self.done += 1
+        else:
+            self.problems[answer.problem] += 1
 
     @property
     def failed(self) -> int:
@@ -79,35 +91,69 @@ def completion_body(prompt: Prompt, model: str, max_tokens: int, chat: bool, **m
 class Client:
     """One server. ``async with Client(url) as client: async for answer in client.send(path, bodies, 8): …``"""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, timeout_s: float = REQUEST_S) -> None:
         self.url = server_url(url)
-        try:
-            self._aiohttp: Any = importlib.import_module("aiohttp")
-        except ImportError:
-            raise UnavailableError("a server is recorded through aiohttp: pip install coterie[gateway]") from None
-        self._session: Any = None
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S))
+        self._open: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Client:
-        http = self._aiohttp
-        timeout = http.ClientTimeout(total=REQUEST_S, sock_connect=CONNECT_S)
-        connector = http.TCPConnector(limit=0)  # send() bounds what is in flight
-        self._session = http.ClientSession(timeout=timeout, connector=connector, trust_env=True)
+    async def __aenter__(self) -> Self:
+        self._open = aiohttp.ClientSession(
+            timeout=self._timeout,
+            connector=aiohttp.TCPConnector(limit=0),  # send() bounds what is in flight
+            # A connection for each request: a server that closes an idle one just as it is taken again would look
+            # dead (vLLM's closes after 5 s, the pool keeps 15).
+            headers={"Connection": "close"},
+            # A proxy named in the environment cannot reach servers of this machine.
+            trust_env=urlsplit(self.url).hostname not in LOCAL,
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        if self._open is None:
+            raise ConfigError(f"the client of {self.url} is not open: use it in `async with`")
+        return self._open
+
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, str]:
         """Status and text of one answer; a server that cannot be reached raises UnavailableError."""
         try:
             async with self._session.request(method, self.url + path, json=body) as response:
-                return int(response.status), await response.text(errors="replace")
-        except (self._aiohttp.ClientError, OSError, TimeoutError) as error:
+                return response.status, await response.text(errors="replace")
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise UnavailableError(f"{self.url} does not answer: {_reason(error)}") from None
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> Answer:
-        """One body; whatever goes wrong is in the answer."""
-        return await self._one(path, 0, body, 0.0)
+    async def well(self) -> bool:
+        """Whether ``GET /health`` answers 200."""
+        try:
+            return (await self.call("GET", "/health"))[0] == 200
+        except UnavailableError:
+            return False
+
+    async def post(
+        self, path: str, body: Mapping[str, Any], request_id: str | None = None, *, number: int = 0, sent_s: float = 0.0
+    ) -> Answer:
+        """One body; whatever goes wrong is in the answer. By its id a request is found in a server's events and logs.
+
+        `number` and `sent_s` are what the answer says of them.
+        """
+        headers = None if request_id is None else {REQUEST_ID_HEADER: request_id}
+        try:
+            async with self._session.post(self.url + path, json=body, headers=headers) as response:
+                data, status = await response.read(), response.status
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return Answer(number, sent_s, None, _reason(error), True)
+        try:
+            found = json.loads(data)
+        except (ValueError, RecursionError):
+            found = None
+        if status != 200:
+            return Answer(number, sent_s, None, f"HTTP {status}: {_message(found, data)}", status >= 500)
+        if not isinstance(found, dict):
+            return Answer(number, sent_s, None, "the answer is not a JSON object", True)
+        return Answer(number, sent_s, found)
 
     async def send(
         self, path: str, bodies: Iterable[Mapping[str, Any]], concurrency: int, duration_s: float | None = None
@@ -127,7 +173,9 @@ class Client:
                         break
                     if (item := next(source, None)) is None:
                         break
-                    running.add(asyncio.create_task(self._one(path, *item, time.monotonic() - started)))
+                    number, body = item
+                    sent_s = time.monotonic() - started
+                    running.add(asyncio.create_task(self.post(path, body, number=number, sent_s=sent_s)))
                 if not running:
                     return
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -138,21 +186,15 @@ class Client:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _one(self, path: str, number: int, body: Mapping[str, Any], sent_s: float) -> Answer:
-        try:
-            async with self._session.post(self.url + path, json=body) as response:
-                data, status = await response.read(), int(response.status)
-        except (self._aiohttp.ClientError, OSError, TimeoutError) as error:
-            return Answer(number, sent_s, None, _reason(error))
-        try:
-            found = json.loads(data)
-        except (ValueError, RecursionError):
-            found = None
-        if status != 200:
-            return Answer(number, sent_s, None, f"HTTP {status}: {_message(found, data)}")
-        if not isinstance(found, dict):
-            return Answer(number, sent_s, None, "the answer is not a JSON object")
-        return Answer(number, sent_s, found)
+
+def healthy(url: str, timeout_s: float = HEALTH_S) -> bool:
+    """Whether ``GET url/health`` answers 200, for callers without an event loop."""
+
+    async def ask() -> bool:
+        async with Client(url, timeout_s) as client:
+            return await client.well()
+
+    return asyncio.run(ask())
 
 
 async def served_model(client: Client) -> str:

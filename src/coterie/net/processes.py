@@ -7,7 +7,6 @@ file its output goes to. A server that ends before it is ready shows its first t
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import shlex
 import signal
@@ -21,6 +20,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from coterie.errors import ConfigError, UnavailableError
+from coterie.net.http_client import healthy
 
 POLL_S = 0.05
 START_S = 120.0
@@ -46,20 +46,6 @@ def free_port(host: str = "127.0.0.1") -> int:
         if port not in _given:
             _given.add(port)
             return port
-
-
-def healthy(url: str, timeout_s: float = 2.0) -> bool:
-    """Whether ``GET url/health`` answers 200."""
-    parts = urlsplit(url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
-    try:
-        connection.request("GET", f"{parts.path.rstrip('/')}/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
 
 
 class ServerProcess:

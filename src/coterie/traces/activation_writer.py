@@ -20,18 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
-from coterie.traces.activations import (
+from coterie.traces.requests import RequestTrace, new_trace_folder, read_meta, write_requests
+from coterie.traces.segments import (
     OPTIONAL,
     Activations,
-    ActivationTrace,
     Segment,
+    SegmentedTrace,
     TraceMeta,
     check_ids,
     check_shapes,
     concat_requests,
     phase_lengths,
 )
-from coterie.traces.requests import RequestTrace, new_trace_folder, read_meta, write_requests
 from coterie.traces.store import ArrayFileWriter, write_json
 from coterie.types import narrowest_uint
 
@@ -47,7 +47,7 @@ class ActivationWriter:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with ActivationWriter(f"{folder}/t", meta) as out:
     ...         out.append(np.array([[[0, 3]], [[1, 2]]]), phase=[0, 1], arrival_s=0.5)
-    ...     ActivationTrace.open(f"{folder}/t").request(0).expert_ids.shape
+    ...     SegmentedTrace.open(f"{folder}/t").request(0).expert_ids.shape
     (2, 1, 2)
     """
 
@@ -66,7 +66,7 @@ class ActivationWriter:
         out = cls.__new__(cls)
         out._start(folder, meta, flush_tokens)
         try:
-            out._take_over(ActivationTrace.open(folder))
+            out._take_over(SegmentedTrace.open(folder))
         except BaseException:
             out._unlock()
             raise
@@ -83,7 +83,7 @@ class ActivationWriter:
         self._closed = False
         self._unlock = _lock(self, folder)
 
-    def _take_over(self, found: ActivationTrace) -> None:
+    def _take_over(self, found: SegmentedTrace) -> None:
         entries = check_unfinished(self.folder)
         check_same_meta(self.folder, found.meta, self.meta)
         if entries:
@@ -153,7 +153,7 @@ class ActivationWriter:
             return
         number = len(self._entries) + 1
         names = (f"activations-{number:05d}.safetensors", f"requests-{number:05d}.parquet")
-        trace = ActivationTrace(
+        trace = SegmentedTrace(
             self.meta,
             [Segment(offsets, tokens, None, None) for tokens, offsets, _ in self._parts],
             concat_requests([table for _, _, table in self._parts]),
@@ -163,7 +163,7 @@ class ActivationWriter:
         self._commit()
         self._parts, self._pending_tokens = [], 0
 
-    def _write_segment(self, trace: ActivationTrace, activations: str, requests: str) -> None:
+    def _write_segment(self, trace: SegmentedTrace, activations: str, requests: str) -> None:
         optional = [n for n in OPTIONAL if all(getattr(s.tokens, n) is not None for s in trace.segments)]
         write_requests(self.folder / requests, trace.requests)
         specs = self.meta.specs(trace.num_tokens, trace.num_requests, optional)
@@ -182,7 +182,7 @@ class ActivationWriter:
             return
         self.flush()
         self._closed = True
-        trace = ActivationTrace.open(self.folder) if self._entries else ActivationTrace.empty(self.meta)
+        trace = SegmentedTrace.open(self.folder) if self._entries else SegmentedTrace.empty(self.meta)
         parts = self._entries
         self._write_segment(trace, *FINAL)
         self._entries = [_entry(*FINAL, trace)]
@@ -259,5 +259,5 @@ def _columns(tokens: Activations, requests: RequestTrace) -> frozenset[str]:
     return frozenset(given | {f"extra.{name}" for name in requests.extra})
 
 
-def _entry(activations: str, requests: str, trace: ActivationTrace) -> dict[str, Any]:
+def _entry(activations: str, requests: str, trace: SegmentedTrace) -> dict[str, Any]:
     return {"activations": activations, "requests": requests, "num_tokens": trace.num_tokens}

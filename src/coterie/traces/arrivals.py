@@ -8,7 +8,7 @@ slow server does not slow them down, which is wrong for a fixed pool of clients 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -111,6 +111,13 @@ class BurstyArrivals:
         if self.even_rate:
             return Arrivals(np.cumsum(rng.exponential(1.0 / self.rate, count)), domain[order])
         return Arrivals(arrival_s[order], domain[order])
+
+
+def at_rate(arrivals: ArrivalProcess, rate: float) -> ArrivalProcess:
+    """The same process at another mean rate; bursts keep their size and how far they stand out."""
+    if isinstance(arrivals, BurstyArrivals):
+        return replace(arrivals, rate=rate, burst_rate=arrivals.burst_rate * rate / arrivals.rate)
+    return PoissonArrivals(rate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,11 +134,13 @@ class RequestTrace:
                 problem = f"found {len(trace)}, meta.json says {meta.get('num_requests')}"
                 raise TraceError(folder / "requests.parquet", "rows", problem)
             return trace
-        if meta["kind"] == "activations":
-            from coterie.traces.activations import ActivationTrace
-
-            return ActivationTrace.open(folder).requests
+        if meta["kind"] in TABLES:
+            return TABLES[meta["kind"]](folder)
         raise TraceError(folder / "meta.json", "kind", f"{meta['kind']!r} has no requests")
+
+
+TABLES: dict[str, Callable[[Path], RequestTrace]] = {}
+"""Kind of another trace → how the request table in its folder is read; the module of that kind adds itself."""
 
 
 def check_new_folder(path: str | Path) -> Path:

@@ -1,4 +1,4 @@
-"""The routed-experts payload of an engine's answer: base64 text ↔ expert ids [token, layer, k].
+"""The routed-experts payload of an engine's answer: base64 text → expert ids [token, layer, k].
 
 Two forms exist. vLLM sends a whole ``.npy`` file, so the array says its own shape. SGLang sends bare integers, so
 layers and k must be known; int32 unless the answer names another dtype.
@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import InputError
-from coterie.types import narrowest_uint
 
 SGLANG_DTYPES = {"uint8": "|u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4"}
 """The names SGLang gives in ``routed_experts_dtype``, where it gives one."""
@@ -59,13 +58,6 @@ def decode_vllm(payload: str | bytes) -> NDArray[np.integer]:
     return ids
 
 
-def encode_vllm(expert_ids: NDArray[np.integer], num_experts: int) -> str:
-    """[token, layer, k] → what vLLM sends: uint8 up to 256 experts, uint16 past that."""
-    stream = io.BytesIO()
-    np.save(stream, expert_ids.astype(narrowest_uint(num_experts - 1)), allow_pickle=False)
-    return base64.b64encode(stream.getvalue()).decode("ascii")
-
-
 def decode_sglang(payload: str | bytes, num_layers: int, top_k: int, dtype: str | None = None) -> NDArray[np.integer]:
     """SGLang's ``meta_info.routed_experts`` → [token, layer, k]; `dtype` is its ``routed_experts_dtype``."""
     if dtype is not None and dtype not in SGLANG_DTYPES:
@@ -75,11 +67,6 @@ def decode_sglang(payload: str | bytes, num_layers: int, top_k: int, dtype: str 
     if row < 1 or len(data) % row:
         raise InputError(f"has {len(data)} bytes, not a multiple of {num_layers} layers x {top_k} {code.name}")
     return np.frombuffer(data, code).reshape(-1, num_layers, top_k)
-
-
-def encode_sglang(expert_ids: NDArray[np.integer], dtype: str = "int32") -> str:
-    """[token, layer, k] → what SGLang sends."""
-    return base64.b64encode(expert_ids.astype(SGLANG_DTYPES[dtype]).tobytes()).decode("ascii")
 
 
 def routed_layers(expert_ids: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -13,28 +13,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("aiohttp")
-
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coterie.engines.recording import Sending
 from coterie.engines.sglang.answers import NotReturnedError, parse_answer
 from coterie.engines.sglang.recording import SGLangRecording, record_sglang
 from coterie.errors import ConfigError, InputError, UnavailableError, UnknownNameError
 from coterie.prompts import Prompt
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.types import DECODE, PREFILL
-from coterie.wire.routed_experts import encode_sglang
+from routed_experts_payloads import encode_sglang
 from sglang_peer import SPEC, Peer, Running, routing, tokens_of, with_dense_layers
 
 PROMPTS = [Prompt(f"p{n}", ("math", "code")[n % 2], "en", f"prompt {'x' * n} {n}") for n in range(9)]
 
 
 def record(peer: Peer, out: Path, **more: Any) -> SGLangRecording:
-    settings: dict[str, Any] = {"prompts": PROMPTS, "concurrency": 4, "max_tokens": 5, "chat": False, **more}
-    return record_sglang(peer.url, out, **settings)
+    own = {name: more.pop(name) for name in ("mode", "dump_dir", "model") if name in more}
+    sending = Sending(**{"prompts": PROMPTS, "concurrency": 4, "max_tokens": 5, "chat": False, **more})
+    return record_sglang(peer.url, out, sending, **own)
 
 
 def check(trace: ActivationTrace, prompts: list[Prompt], tokens: bool = True) -> None:
@@ -64,7 +63,7 @@ def test_every_token_of_every_prompt_in_the_order_sent(tmp_path: Path):
     """Answers come back in the reverse of the order sent, four at a time."""
     seen: list[tuple[str, int, int]] = []
     with Running(Peer(delay=lambda text: 0.02 * (9 - int(text[-1])))) as peer:
-        found = record(peer, tmp_path / "t", on_progress=lambda *step: seen.append(step))
+        found = record(peer, tmp_path / "t", report=lambda *step: seen.append(step))
     assert isinstance(found.trace, ActivationTrace)
     check(found.trace, PROMPTS)
     assert found.tally.summary == "9 requests, none failed"
@@ -170,7 +169,7 @@ def test_an_interrupted_recording_keeps_what_it_has(tmp_path: Path):
             raise KeyboardInterrupt
 
     with Running(Peer()) as peer, pytest.raises(KeyboardInterrupt):
-        record(peer, tmp_path / "t", concurrency=1, on_progress=interrupt)
+        record(peer, tmp_path / "t", concurrency=1, report=interrupt)
     trace = ActivationTrace.open(tmp_path / "t")
     assert trace.num_requests == 5
     check(trace, PROMPTS[:5])
@@ -264,12 +263,10 @@ def test_not_an_sglang_server(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"events": "tcp://host:5602"}, "SGLang publishes no expert events"),
         ({"concurrency": 0}, "concurrency=0"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"duration_s": 0.0}, "duration_s=0.0"),
         ({"duration_s": float("nan")}, "duration_s=nan"),
-        ({"prompts": None}, "give prompts to send"),
         ({"prompts": []}, "give prompts to send"),
     ],
 )
@@ -386,7 +383,7 @@ def test_the_recorder_is_never_touched_where_it_is_not_configured(tmp_path: Path
             with pytest.raises(ConfigError, match="start it with --expert-distribution-recorder-mode"):
                 record(peer, tmp_path / "t", mode="recorder", dump_dir=tmp_path)
             with pytest.raises(ConfigError, match="records nothing: start it with --expert-distribution-recorder-mode"):
-                record(peer, tmp_path / "t", prompts=None, duration_s=1.0)
+                record(peer, tmp_path / "t", prompts=(), duration_s=1.0)
         assert set(peer.calls) == {"/server_info"}
 
 
@@ -419,7 +416,7 @@ def test_an_interrupted_recording_stops_the_recorder(tmp_path: Path):
             raise KeyboardInterrupt
 
     with Running(configured("stat")) as peer, pytest.raises(KeyboardInterrupt):
-        record(peer, tmp_path / "t", mode="recorder", dump_dir=tmp_path, concurrency=1, on_progress=interrupt)
+        record(peer, tmp_path / "t", mode="recorder", dump_dir=tmp_path, concurrency=1, report=interrupt)
     controls = [call for call in peer.calls if "expert_distribution" in call]
     assert controls == ["/start_expert_distribution_record", "/stop_expert_distribution_record"]
 
@@ -465,11 +462,11 @@ def test_listening_to_a_server_per_token(tmp_path: Path):
         found = record(
             peer,
             tmp_path / "t",
-            prompts=None,
+            prompts=(),
             duration_s=0.3,
             dump_dir=dumps,
             model="mine",
-            on_progress=lambda what, *_: seconds.append(what),
+            report=lambda what, *_: seconds.append(what),
         )
     assert isinstance(found.trace, ActivationTrace)
     assert peer.bodies == []

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +15,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from coterie.engines.recording import Sending
+from coterie.engines.vllm import recording
 from coterie.engines.vllm.recording import record_vllm
 from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.footprints import SlotStore, footprint
@@ -111,8 +113,10 @@ def test_an_abort_says_what_was_computed(servers: tuple[Server, Server], truth: 
     plugin = servers[1]
     listener = Listener(plugin.events)
     body = {"prompt": list(range(500, 560)), "max_tokens": 440, "ignore_eos": True, "temperature": 0}
-    with pytest.raises((TimeoutError, urllib.error.URLError)):
-        plugin.post("/v1/completions", {"model": "tiny", "request_id": "goneaway", **body}, timeout=1.5)
+    asked = json.dumps({"model": "tiny", "request_id": "goneaway", "stream": True, **body}).encode()
+    request = urllib.request.Request(plugin.url + "/v1/completions", asked, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as response:
+        assert response.readline().startswith(b"data: "), "the first token is there: it runs"
     found = listener.wait(1)
     event = event_of(found, "goneaway")
     assert event.finish == "abort"
@@ -124,21 +128,35 @@ def test_an_abort_says_what_was_computed(servers: tuple[Server, Server], truth: 
 
 
 def test_recording_a_server_under_load(
-    servers: tuple[Server, Server], truth: Truth, prompts: list[str], tmp_path: Path
+    servers: tuple[Server, Server], truth: Truth, prompts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two recordings at once: of one's own prompts, and of all that the server has meanwhile."""
+    for patience in ("GREETING_S", "LAST_EVENT_S"):
+        monkeypatch.setattr(recording, patience, 120.0)
     plugin = servers[1]
     wanted = take_in_turn(load_prompts(), 24)
-    heard: list[Any] = []
-    everything = threading.Thread(
-        target=lambda: heard.append(record_vllm(plugin.url, tmp_path / "all", events=plugin.events, duration_s=20))
-    )
+    listening = threading.Event()
+
+    def until_all(what: str, *_: int) -> None:
+        if what.startswith("Listening"):
+            listening.set()
+        if f"Listening, {24 + 20} requests" in what:
+            raise KeyboardInterrupt
+
+    def listen() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            record_vllm(plugin.url, tmp_path / "all", Sending(duration_s=600, report=until_all), events=plugin.events)
+
+    everything = threading.Thread(target=listen)
     load = threading.Thread(target=lambda: plugin.complete_all(prompts[100:120], 4, max_tokens=8))
     everything.start()
-    time.sleep(1)
+    assert listening.wait(120)
     load.start()
     own = record_vllm(
-        plugin.url, tmp_path / "own", prompts=wanted, events=plugin.events, max_tokens=12, chat=False, concurrency=4
+        plugin.url,
+        tmp_path / "own",
+        Sending(prompts=wanted, max_tokens=12, chat=False, concurrency=4),
+        events=plugin.events,
     )
     load.join()
     everything.join()
@@ -159,7 +177,7 @@ def test_recording_a_server_under_load(
         assert truth.differing(request.token_ids.tolist(), np.asarray(request.expert_ids)) == 0
         assert (request.phase == PREFILL).sum() == trace.requests.prompt_tokens[index]
         assert (request.phase == DECODE).sum() == trace.requests.output_tokens[index] - 1
-    assert heard[0].trace.num_requests == 24 + 20
+    assert ActivationTrace.open(tmp_path / "all").num_requests == 24 + 20
 
 
 def test_a_full_queue_drops_events_and_serving_goes_on(servers: tuple[Server, Server]) -> None:
@@ -195,7 +213,7 @@ def test_metrics_are_bounded(servers: tuple[Server, Server]) -> None:
     plugin.complete([3, 4, 5], max_tokens=2)
     time.sleep(0.3)
     plugin.complete([3, 4, 6], max_tokens=2)
-    text = urllib.request.urlopen(plugin.url + "/metrics", timeout=30).read().decode()
+    text = urllib.request.urlopen(plugin.url + "/metrics", timeout=120).read().decode()
     series = [line for line in text.splitlines() if line.startswith("coterie_") and "_created" not in line]
     assert sum("layer=" in line for line in series) == 8, "one for each layer of coterie-tiny"
     assert len(series) < 30

@@ -16,12 +16,13 @@ pytest.importorskip("transformers")
 
 import torch
 
-from coterie.engines.pair import Handoff, Pair, PairCounts
 from coterie.engines.tiny import tiny_model_path
 from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.errors import ConfigError
+from coterie.gateway.proxy import FleetCounts, RoutedFleet, Served
 from coterie.net.http_client import Client
 from coterie.prompts import load_prompts, take_in_turn
+from coterie.routing import RoundRobin
 from vllm_checks import Listener, Truth, event_of, sequence
 from vllm_servers import MODEL, Fleet, Server, needs_vllm
 
@@ -53,45 +54,55 @@ def body(prompt: str | list[int], max_tokens: int = 16, **more: Any) -> dict[str
     return {**asked, **more}
 
 
-def serve(trio: list[Server], bodies: list[dict[str, Any]]) -> tuple[list[Handoff], PairCounts]:
-    async def run() -> tuple[list[Handoff], PairCounts]:
+def through_proxy(
+    trio: list[Server], bodies: list[dict[str, Any]], in_flight: int, kill_after: int | None = None
+) -> tuple[list[Served], FleetCounts]:
+    """Serve all, so many at a time; the prefill worker may be killed after so many handoffs."""
+
+    async def run() -> tuple[list[Served], FleetCounts]:
         async with Client(trio[0].url) as first, Client(trio[1].url) as a, Client(trio[2].url) as b:
-            pair, gate = Pair(first, [a, b]), asyncio.Semaphore(6)
+            proxy, gate = RoutedFleet([first], [a, b], RoundRobin()), asyncio.Semaphore(in_flight)
 
-            async def one(asked: dict[str, Any]) -> Handoff:
+            async def one(number: int, asked: dict[str, Any]) -> Served:
                 async with gate:
-                    return await pair.serve(PATH, asked)
+                    return await proxy.serve(PATH, asked, name=f"r{number}r")
 
-            return list(await asyncio.gather(*map(one, bodies))), pair.counts
+            running = [asyncio.create_task(one(number, asked)) for number, asked in enumerate(bodies)]
+            if kill_after is not None:
+                while proxy.counts.handoffs < kill_after:
+                    await asyncio.sleep(0.005)
+                trio[0].process.kill()
+            return list(await asyncio.gather(*running)), proxy.counts
 
     return asyncio.run(run())
 
 
-def test_a_pair_gives_the_same_tokens_and_every_handoff_a_footprint(
+def test_the_proxy_gives_the_same_tokens_and_every_handoff_a_footprint(
     fleet: Fleet, trio: list[Server], truth: Truth
 ) -> None:
     """60 prompts; those of one step (max_tokens=1 is what a prefill worker always gets) included."""
     (plain,) = fleet.start({"plain": {}})
     prompts = [prompt.prompt for prompt in take_in_turn(load_prompts(), 60)]
     listener = Listener(trio[1].events)
-    handoffs, counts = serve(trio, [body(p, request_id=f"r{n}r") for n, p in enumerate(prompts)])
+    served, counts = through_proxy(trio, [body(prompt) for prompt in prompts], in_flight=6)
     reference = plain.complete_all(prompts, 6, max_tokens=16)
-    assert (counts.handoffs, counts.footprints, counts.prefill_failures) == (60, 60, 0)
-    assert {handoff.decoder for handoff in handoffs} == {0, 1}
-    for handoff, single in zip(handoffs, reference, strict=True):
-        assert handoff.answer.problem is None
-        assert handoff.answer.body["choices"][0]["token_ids"] == single["choices"][0]["token_ids"]
+    assert (counts.served, counts.handoffs, counts.footprints) == (60, 60, 60)
+    assert (counts.damaged, counts.incomplete, counts.prefill_failures, counts.decode_failures) == (0, 0, 0, 0)
+    assert {one.decoder for one in served} == {0, 1}
+    for one, single in zip(served, reference, strict=True):
+        assert one.problem is None
+        assert one.tokens == single["choices"][0]["token_ids"]
         prompt = single["choices"][0]["prompt_token_ids"]
-        assert handoff.footprint is not None
-        assert (handoff.footprint.tokens, handoff.footprint.missing) == (len(prompt), 0)
-        np.testing.assert_array_equal(handoff.footprint.counts, truth.footprint(prompt))
+        assert one.footprint is not None
+        assert (one.footprint.tokens, one.footprint.missing) == (len(prompt), 0)
+        np.testing.assert_array_equal(one.footprint.counts, truth.footprint(prompt))
     moved = sum(server.metrics()["vllm:external_prefix_cache_hits_total"] for server in trio[1:])
     assert moved > 0, "no KV was handed over"
     # What a decoder did not compute it does not claim to know; what it did is right.
-    found, foreign = listener.wait(sum(h.decoder == 0 for h in handoffs)), 0
-    for number, handoff in enumerate(handoffs):
-        if handoff.decoder == 0:
-            event, tokens = event_of(found, f"r{number}r"), sequence(reference[number])[:-1]
+    found, foreign = listener.wait(sum(one.decoder == 0 for one in served)), 0
+    for number, one in enumerate(served):
+        if one.decoder == 0:
+            event, tokens = event_of(found, one.name), sequence(reference[number])[:-1]
             known = event.seen()
             foreign += int((~known).sum())
             ours = truth.experts(tokens)[0]
@@ -108,19 +119,12 @@ def test_a_prefill_worker_killed_in_the_middle(fleet: Fleet, trio: list[Server])
     """
     prompts = [list(range(start, start + 30)) for start in range(100, 300)]
 
-    async def run() -> tuple[list[Handoff], PairCounts]:
-        async with Client(trio[0].url) as first, Client(trio[1].url) as a, Client(trio[2].url) as b:
-            pair = Pair(first, [a, b])
-            running = [asyncio.create_task(pair.serve(PATH, body(p, max_tokens=2))) for p in prompts]
-            await asyncio.sleep(0.5)
-            trio[0].process.kill()
-            return list(await asyncio.gather(*running)), pair.counts
-
-    handoffs, counts = asyncio.run(run())
+    bodies = [body(prompt, max_tokens=2) for prompt in prompts]
+    served, counts = through_proxy(trio, bodies, in_flight=len(bodies), kill_after=20)
     assert counts.prefill_failures > 0
     assert counts.handoffs + counts.prefill_failures == len(prompts)
-    assert all(handoff.answer.problem is None for handoff in handoffs)
-    assert all(len(handoff.answer.body["choices"][0]["token_ids"]) == 2 for handoff in handoffs)
+    assert (counts.served, counts.decode_failures) == (len(prompts), 0)
+    assert [len(one.tokens) for one in served] == [2] * len(prompts)
     for server in trio[1:]:
         assert server.counter("errors") == 0
     fleet.stop("prefill", "decode-0", "decode-1")

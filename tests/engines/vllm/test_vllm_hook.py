@@ -52,7 +52,7 @@ class Worker:
             self.capture.capture(layer, self.routed[column, :padded], self.context)
 
     def settle(self, step: int) -> None:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 120
         while self.store.step < step and time.monotonic() < until:
             time.sleep(0.001)
         assert self.store.step == step

@@ -8,9 +8,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-
-pytest.importorskip("zmq")
-
 import zmq
 
 from coterie.engines.vllm.publisher import EventPublisher
@@ -59,33 +56,32 @@ def names(subscriber: Subscriber, seconds: float, count: int) -> list[str]:
 def test_every_subscriber_is_greeted_and_hears_all(publisher: EventPublisher, endpoint: str) -> None:
     assert not publisher.wanted
     with Subscriber(endpoint) as first, Subscriber(endpoint) as second:
-        first.wait(5)
-        second.wait(5)
+        first.wait(60)
+        second.wait(60)
         assert publisher.wanted
         for number in range(10):
             publisher.publish(request(str(number)))
         expected = [str(number) for number in range(10)]
-        assert names(first, 5, 10) == expected
-        assert names(second, 5, 10) == expected
+        assert names(first, 60, 10) == expected
+        assert names(second, 60, 10) == expected
         assert first.gaps.lost == second.gaps.lost == 0
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while publisher.wanted and time.monotonic() < until:
         time.sleep(0.02)
     assert not publisher.wanted, "nobody is left"
 
 
 def test_a_full_queue_is_counted_and_never_waited_for(publisher: EventPublisher) -> None:
-    gate = threading.Event()
+    begun, gate = threading.Event(), threading.Event()
 
     def slow() -> RequestExperts:
-        gate.wait(10)
+        begun.set()
+        gate.wait(300)
         return request("slow")
 
     publisher.publish(slow)
-    time.sleep(0.3)
-    started = time.monotonic()
-    accepted = [publisher.publish(request("x")) for _ in range(50)]
-    assert time.monotonic() - started < 0.5
+    assert begun.wait(60)
+    accepted = [publisher.publish(request("x")) for _ in range(50)]  # the thread takes none meanwhile
     assert accepted == [True] * 16 + [False] * 34
     assert publisher.counts.dropped == 34
     gate.set()
@@ -98,7 +94,7 @@ def test_a_subscriber_that_never_reads_is_noticed(endpoint: str) -> None:
     deaf.setsockopt(zmq.LINGER, 0)
     deaf.connect(endpoint)
     deaf.setsockopt(zmq.SUBSCRIBE, b"")
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while not publisher.counts.dropped and time.monotonic() < until:
         publisher.publish(request("big", 50_000))
         time.sleep(0.005)
@@ -114,22 +110,25 @@ def test_an_event_that_cannot_be_built_is_counted_and_the_next_is_sent(
         raise ValueError("no")
 
     with Subscriber(endpoint) as subscriber:
-        subscriber.wait(5)
+        subscriber.wait(60)
         publisher.publish(broken)
         publisher.publish(lambda: request("after"))
-        assert names(subscriber, 5, 1) == ["after"]
+        assert names(subscriber, 60, 1) == ["after"]
     assert publisher.counts.failed == 1
 
 
 def test_damaged_messages_are_counted(endpoint: str) -> None:
-    socket = zmq.Context.instance().socket(zmq.PUB)
+    socket = zmq.Context.instance().socket(zmq.XPUB)
     socket.setsockopt(zmq.LINGER, 0)
     socket.bind(endpoint)
     with Subscriber(endpoint) as subscriber:
-        time.sleep(0.3)
+        assert socket.poll(60_000), "it subscribes"
+        socket.recv()
         for frames in ([b"experts", b"short", b""], [b"experts", b"12345678", b"\xc1"], [b"experts"]):
             socket.send_multipart(frames)
-        assert list(subscriber.events(0.5)) == []
+        until = time.monotonic() + 60
+        while subscriber.damaged < 3 and time.monotonic() < until:
+            assert list(subscriber.events(0.5)) == []
         assert subscriber.damaged == 3
     socket.close()
 

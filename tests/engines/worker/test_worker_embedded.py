@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("aiohttp")
-
 from coterie.engines.tiny import tiny_model_path
 from coterie.engines.worker.bpe import BytePairs
 from coterie.engines.worker.embedded import from_bytes, to_bytes

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
 from coterie.engines.worker import launch
 from coterie.engines.worker.config import WorkerConfig
@@ -198,15 +199,25 @@ def test_errors_can_always_be_sent():
 
 
 def test_metrics_are_prometheus_text_with_few_series():
-    metrics = Metrics()
+    model = 'a "quoted"\\name'
+    metrics = Metrics({"model": model, "role": "both"})
     metrics.add("requests_total", "stop")
     metrics.add("requests_total", "stop", 2)
-    text = metrics.render({"model": 'a "quoted"\\name', "role": "both"})
-    assert 'requests_total{model="a \\"quoted\\"\\\\name",role="both",outcome="stop"} 3\n' in text
-    sample = re.compile(rf'{PREFIX}[a-z_]+{{model="(?:[^"\\]|\\.)*",role="both"(?:,[a-z_]+="[a-z_]+")?}} [0-9.e+]+')
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    assert all(sample.fullmatch(line) for line in lines)
-    assert len(lines) == len(set(lines)) == sum(max(1, len(metric.values)) for metric in METRICS.values()) < 60
+    metrics.add("distinct_experts_sum", "max", 12)
+    metrics.add("distinct_experts_steps_total")
+    families = list(text_string_to_metric_families(metrics.render().decode()))
+    samples = {
+        (sample.name.removeprefix(PREFIX), *sorted(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    constant = ("model", model), ("role", "both")
+    assert samples["requests_total", constant[0], ("outcome", "stop"), constant[1]] == 3
+    assert samples["distinct_experts_sum", constant[0], ("over_layers", "max"), constant[1]] == 12
+    assert samples["distinct_experts_count", constant[0], ("over_layers", "max"), constant[1]] == 1
+    assert {name for name, *_ in samples} == {*METRICS, "distinct_experts_count"}, "documented names, no more"
+    assert all(set(labels) >= set(constant) for _, *labels in samples)
+    assert len(samples) == sum(max(1, len(metric.values)) for metric in METRICS.values()) + 3 < 60
     with pytest.raises(KeyError, match="no outcome='lost'"):
         metrics.add("requests_total", "lost")
     with pytest.raises(KeyError):
@@ -231,6 +242,6 @@ def test_settings_that_cannot_work(wrong, words, tmp_path):
 
 
 def test_what_is_missing_is_named_with_the_command_that_brings_it(monkeypatch):
-    monkeypatch.setattr(launch, "find_spec", lambda name: None if name in ("zmq", "torch") else object())
-    with pytest.raises(UnavailableError, match=re.escape("needs zmq, torch: pip install 'coterie[gateway,torch]'")):
+    monkeypatch.setattr(launch, "find_spec", lambda name: None if name == "torch" else object())
+    with pytest.raises(UnavailableError, match=re.escape("needs torch: pip install 'coterie[torch]'")):
         launch.check_requirements()

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5")
-pytest.importorskip("aiohttp")
-zmq = pytest.importorskip("zmq")
+import zmq
+
 pytestmark = pytest.mark.torch
 
 import torch  # noqa: E402
@@ -45,7 +45,8 @@ from coterie.wire.kv_events import BlockStored, decode_kv_events  # noqa: E402
 
 FAMILY = "qwen3_moe"
 LIMIT = 256
-TTL_S = 3.0
+TTL_S = {"prefill": 600.0, "both": 3.0, "decode": 600.0}
+"""Long where a test fetches KV, however slow the machine is."""
 COMMAND = [sys.executable, "-c", "from coterie.cli.main import main; main()", "worker"]
 DECODERS = ("both", "decode")
 TEXTS = ["experts", "a small text about routers", "the tokens they share, and the tokens they do not", "and " * 30, "q"]
@@ -65,7 +66,7 @@ class Worker(NamedTuple):
     def send(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> Answered:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             connection.request(method, path, body, headers or {})
             response = connection.getresponse()
@@ -100,7 +101,7 @@ class Worker(NamedTuple):
         return float(found[0])
 
 
-def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], within_s: float = 120.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -128,7 +129,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Work
                 "--block-size",
                 "8",
                 "--kv-ttl",
-                str(TTL_S),
+                str(TTL_S[name]),
                 "--kv-events",
                 f"tcp://127.0.0.1:{kv_port}",
                 "--expert-events",
@@ -251,15 +252,14 @@ def test_kv_that_is_gone_is_computed_anew_with_the_same_tokens(workers: dict[str
 
 
 def test_kv_nobody_fetches_is_let_go_in_time(workers: dict[str, Worker]):
-    worker = workers["prefill"]
+    worker = workers["both"]
     until(lambda: worker.count("kv_staged") == 0)
-    before = worker.count("kv_released_total", why="expired")
-    prefill(workers, asking(prompts(1, seed=3)[0]))
-    assert worker.count("kv_staged") == 1
-    assert worker.count("kv_blocks", state="used") > 0
-    until(lambda: worker.count("kv_staged") == 0, TTL_S + 5)
-    assert worker.count("kv_released_total", why="expired") == before + 1
-    assert worker.count("kv_blocks", state="used") == 0
+    before = worker.count("kv_released_total", why="expired"), worker.count("kv_staged_total")
+    assert worker.post(prefill_body(asking(prompts(1, seed=3)[0]))).status == 200
+    assert worker.count("kv_staged_total") == before[1] + 1
+    until(lambda: worker.count("kv_staged") == 0)
+    assert worker.count("kv_released_total", why="expired") == before[0] + 1
+    until(lambda: worker.count("kv_blocks", state="used") == 0)
 
 
 def test_a_client_that_goes_while_kv_is_fetched_has_it_dropped(workers: dict[str, Worker]):
@@ -276,7 +276,7 @@ def test_a_client_that_goes_while_kv_is_fetched_has_it_dropped(workers: dict[str
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
             fetch, _ = silent.accept()
             assert fetch.recv(4096).startswith(b"GET /kv/abc ")
-        silent.settimeout(10)
+        silent.settimeout(120)
         drop, _ = silent.accept()
         with drop, fetch:
             assert drop.recv(4096).startswith(b"DELETE /kv/abc ")
@@ -467,7 +467,7 @@ def test_no_body_makes_the_worker_fail(workers: dict[str, Worker], change: dict[
 
 def test_after_all_that_nothing_is_left_over(workers: dict[str, Worker]):
     worker = workers["both"]
-    until(lambda: worker.count("kv_staged") == 0, TTL_S + 5)
+    until(lambda: worker.count("kv_staged") == 0)
     until(lambda: worker.count("kv_blocks", state="used") == 0)
     assert worker.count("step_failures_total") == 0
     assert worker.count("requests_total", outcome="error") == 0
@@ -498,7 +498,7 @@ def test_a_client_that_goes_away_frees_its_blocks(workers: dict[str, Worker], st
 def subscribe(context: Any, port: int, topic: bytes) -> Any:
     subscriber = context.socket(zmq.SUB)
     subscriber.setsockopt(zmq.LINGER, 0)
-    subscriber.setsockopt(zmq.RCVTIMEO, 10_000)
+    subscriber.setsockopt(zmq.RCVTIMEO, 120_000)
     subscriber.setsockopt(zmq.SUBSCRIBE, topic)
     subscriber.connect(f"tcp://127.0.0.1:{port}")
     return subscriber
@@ -599,7 +599,7 @@ def test_a_worker_killed_in_a_prefill_costs_only_time(workers: dict[str, Worker]
     caller.start()
     time.sleep(0.2)
     assert victim.process.kill() == -signal.SIGKILL
-    caller.join(10)
+    caller.join(120)
     assert len(failures) == 1
     worker = workers["decode"]
     before = worker.count("kv_fetch_total", outcome="unreachable")

@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("aiohttp")
-pytest.importorskip("zmq")
-
 from coterie.evaluation.demo.run import ROUTERS, run_demo
 
 COMMAND = [sys.executable, "-c", "from coterie.cli.main import main; main()", "demo"]

@@ -7,14 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("aiohttp")
-
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch
 from coterie.evaluation.demo.loop import whole_blocks
 from coterie.evaluation.demo.prediction import StepLine, line_model, step_line
 from coterie.evaluation.demo.runs import REFERENCE_SHAPE, LoopResult, RouterRun, predicted_step_ms
-from coterie.gateway.routed_fleet import FleetCounts, Served
+from coterie.gateway.proxy import FleetCounts, Served
 from coterie.models import get_model
 from coterie.wire.expert_events import RequestExperts
 

@@ -19,18 +19,19 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from coterie.engines.recording import FLUSH_S, Sending
 from coterie.engines.sglang.answers import NotReturnedError, RoutedAnswer, parse_answer
 from coterie.engines.sglang.dumps import DUMP_WAIT_S, dumps_in, new_dumps, ranks_sharing_tokens, read_dumps
 from coterie.errors import ConfigError, InputError, UnavailableError, UnknownNameError
 from coterie.models import get_model, model_from_config
-from coterie.net.http_client import Answer, Client, Tally, completion_body
+from coterie.net.http_client import Answer, Client, Tally, completion_body, completion_path
 from coterie.prompts import Prompt
 from coterie.traces import Activations, ActivationTrace, ActivationWriter, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.readers.base import ReadOptions
@@ -38,12 +39,9 @@ from coterie.traces.requests import check_new_folder
 from coterie.types import DECODE, PREFILL, ModelSpec
 
 Mode = Literal["routed", "recorder"]
-Progress = Callable[[str, int, int], None]
 
 DUMP_DIR = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
 """Variable by which SGLang is told where to write its dumps; /tmp without it."""
-FLUSH_S = 10.0
-"""Seconds of recording that a crash may lose."""
 
 
 class SGLangRecording(NamedTuple):
@@ -58,71 +56,43 @@ class SGLangRecording(NamedTuple):
 def record_sglang(
     url: str,
     out: str | Path,
+    sending: Sending,
     *,
-    prompts: Sequence[Prompt] | None = None,
-    events: str | None = None,
-    duration_s: float | None = None,
-    concurrency: int = 8,
-    max_tokens: int = 64,
-    chat: bool = True,
-    on_progress: Progress | None = None,
     mode: Mode | None = None,
     dump_dir: str | Path | None = None,
     model: str | None = None,
 ) -> SGLangRecording:
     """Write the trace `out` (a new folder). `model` names the shape if the server's model is not one that ships."""
-    if events is not None:
-        raise ConfigError(f"events={events!r}: SGLang publishes no expert events; they are for engine vllm")
-    if concurrency < 1 or max_tokens < 1:
-        raise ConfigError(f"concurrency={concurrency} and max_tokens={max_tokens} must be at least 1")
-    if duration_s is not None and not 0 < duration_s < float("inf"):
-        raise ConfigError(f"duration_s={duration_s} must be above 0")
-    if not prompts and duration_s is None:
+    if not sending.prompts and sending.duration_s is None:
         raise ConfigError("give prompts to send, or for how long to listen (--prompts, --duration)")
-    asked = _Asked(
-        check_new_folder(out),
-        list(prompts or ()),
-        duration_s,
-        concurrency,
-        max_tokens,
-        chat,
-        on_progress or (lambda *_: None),
-        model,
-    )
+    asked = _Asked(check_new_folder(out), sending, model)
     return asyncio.run(_record(url, asked, mode, None if dump_dir is None else Path(dump_dir)))
 
 
 class _Asked(NamedTuple):
     out: Path
-    prompts: list[Prompt]
-    duration_s: float | None
-    concurrency: int
-    max_tokens: int
-    chat: bool
-    report: Progress
+    sending: Sending
     model: str | None
 
-    async def send(self, client: Client, served: str, **more: Any) -> AsyncGenerator[Answer, None]:
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        return self.sending.prompts
+
+    def send(self, client: Client, served: str, **more: Any) -> AsyncGenerator[Answer, None]:
         """Answers to the prompts, as they come."""
-        if self.chat:
-            path = "/v1/chat/completions"
-            bodies = (completion_body(p, served, self.max_tokens, True, **more) for p in self.prompts)
-        else:
-            path = "/generate"
-            sampling = {"temperature": 0.0, "max_new_tokens": self.max_tokens}
-            bodies = ({"text": p.prompt, "sampling_params": sampling, **more} for p in self.prompts)
-        done = 0
-        self.report("Recording requests", 0, len(self.prompts))
-        async with aclosing(client.send(path, bodies, self.concurrency, self.duration_s)) as answers:
-            async for answer in answers:
-                yield answer
-                done += 1
-                self.report("Recording requests", done, len(self.prompts))
+        most = self.sending.max_tokens
+        if self.sending.chat:
+            bodies = (completion_body(p, served, most, True, **more) for p in self.prompts)
+            return self.sending.send(client, completion_path(chat=True), bodies)
+        sampling = {"temperature": 0.0, "max_new_tokens": most}
+        return self.sending.send(
+            client, "/generate", ({"text": p.prompt, "sampling_params": sampling, **more} for p in self.prompts)
+        )
 
 
 async def _record(url: str, asked: _Asked, mode: Mode | None, dump_dir: Path | None) -> SGLangRecording:
     async with Client(url) as client:
-        asked.report("Asking the server", 0, 1)
+        asked.sending.report("Asking the server", 0, 1)
         info = await _server_info(client)
         if (mode or _choose(client.url, info, bool(asked.prompts))) == "routed":
             return await _routed(client, info, asked)
@@ -180,7 +150,7 @@ async def _routed(client: Client, info: Mapping[str, Any], asked: _Asked) -> SGL
     served = str(info.get("served_model_name") or info.get("model_path") or spec.name)
     # Versions that do not know how to list token ids ignore that they are asked; /generate lists the output's always.
     more = {"return_routed_experts": True, "return_prompt_token_ids": True}
-    if asked.chat:
+    if asked.sending.chat:
         more["return_token_ids"] = True
     with ExitStack() as stack:
         rows = _InOrder(asked, _meta(spec, info, asked), stack, tally)
@@ -199,8 +169,8 @@ async def _routed(client: Client, info: Mapping[str, Any], asked: _Asked) -> SGL
 
 
 def _parsed(answer: Answer, spec: ModelSpec) -> RoutedAnswer | str:
-    if answer.problem is not None:
-        return answer.problem
+    if answer.body is None:
+        return answer.problem or "it was not answered"
     try:
         return parse_answer(answer.body, spec)
     except NotReturnedError:
@@ -215,8 +185,8 @@ def _meta(spec: ModelSpec, info: Mapping[str, Any], asked: _Asked) -> TraceMeta:
         "version": str(info.get("version", "unknown")),
         "mode": "routed",
         "prompts": len(asked.prompts),
-        "max_tokens": asked.max_tokens,
-        "chat": asked.chat,
+        "max_tokens": asked.sending.max_tokens,
+        "chat": asked.sending.chat,
     }
     return TraceMeta(spec.name, spec.num_experts, spec.num_moe_layers, spec.top_k, spec.moe_layer_ids, source)
 
@@ -287,7 +257,7 @@ async def _recorder(client: Client, info: Mapping[str, Any], asked: _Asked, dump
         await _meanwhile(client, info, asked, tally)
     finally:  # an interrupted recording must not leave the server recording
         await _control(client, "stop")
-    asked.report("Waiting for the dump", 0, 1)
+    asked.sending.report("Waiting for the dump", 0, 1)
     await _control(client, "dump")
     files = await new_dumps(folder, before)
     if not files:
@@ -308,18 +278,15 @@ async def _control(client: Client, action: str) -> None:
 
 async def _meanwhile(client: Client, info: Mapping[str, Any], asked: _Asked, tally: Tally) -> None:
     if not asked.prompts:
-        assert asked.duration_s is not None
+        assert asked.sending.duration_s is not None
         begun = time.monotonic()
-        while (passed := time.monotonic() - begun) < asked.duration_s:
-            asked.report("Listening, seconds", int(passed), int(asked.duration_s))
-            await asyncio.sleep(min(0.5, asked.duration_s - passed))
+        while (passed := time.monotonic() - begun) < asked.sending.duration_s:
+            asked.sending.report("Listening, seconds", int(passed), int(asked.sending.duration_s))
+            await asyncio.sleep(min(0.5, asked.sending.duration_s - passed))
         return
     served = str(info.get("served_model_name") or info.get("model_path") or "default")
     async with aclosing(asked.send(client, served)) as answers:
         async for answer in answers:
-            if answer.problem is None:
-                tally.done += 1
-            else:
-                tally.problems[answer.problem] += 1
+            tally.note(answer)
     if not tally.done:
         raise UnavailableError(f"{client.url}: nothing was recorded: {tally.summary}")

@@ -12,12 +12,12 @@ from __future__ import annotations
 import logging
 import os
 
+from coterie.engines.vllm.environment import EPLB_VARIABLE
+
 KNOWN_VERSIONS = ("0.32",)
 """Minor versions of vLLM whose interfaces were read and run."""
 
 NAME = "CoterieConnector"
-EPLB_VARIABLE = "COTERIE_EPLB"
-"""Environment variable that holds the settings of the EPLB policy, as a JSON object; unset, vLLM keeps its own."""
 
 
 def known(version: str) -> bool:

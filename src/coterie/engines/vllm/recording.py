@@ -13,15 +13,16 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from coterie.engines.recording import FLUSH_S, Progress, Sending
 from coterie.engines.vllm.subscriber import Subscriber, events_endpoint
-from coterie.errors import ConfigError, CoterieError, InputError, UnavailableError
+from coterie.errors import CoterieError, InputError, UnavailableError
 from coterie.net.http_client import Client, Tally, completion_body, completion_path, served_model
 from coterie.prompts import Prompt
 from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
@@ -29,13 +30,9 @@ from coterie.traces.requests import check_new_folder
 from coterie.types import DECODE, PREFILL
 from coterie.wire.expert_events import RequestExperts
 
-Progress = Callable[[str, int, int], None]
-
 GREETING_S = 10.0
 LAST_EVENT_S = 5.0
 """How long an answered request's event may take."""
-FLUSH_S = 10.0
-"""Seconds of recording that a crash may lose."""
 
 
 class VllmRecording(NamedTuple):
@@ -53,20 +50,12 @@ class VllmRecording(NamedTuple):
 def record_vllm(
     url: str,
     out: str | Path,
+    sending: Sending = Sending(),  # noqa: B008
     *,
-    prompts: Sequence[Prompt] | None = None,
     events: str | None = None,
-    duration_s: float | None = None,
-    concurrency: int = 8,
-    max_tokens: int = 64,
-    chat: bool = True,
-    on_progress: Progress | None = None,
 ) -> VllmRecording:
     """Write the trace `out` (a new folder). `events` is the ZMQ endpoint; by default the usual port of url's host."""
-    if max_tokens < 1:
-        raise ConfigError(f"max_tokens={max_tokens} must be at least 1")
-    report = on_progress or (lambda *_: None)
-    folder = check_new_folder(out)
+    folder, prompts, report = check_new_folder(out), sending.prompts, sending.report
     with Subscriber(events_endpoint(url, events)) as subscriber:
         report("Waiting for the server's events", 0, 1)
         subscriber.wait(GREETING_S)
@@ -76,10 +65,10 @@ def record_vllm(
         tally = Tally()
         try:
             if prompts:
-                asyncio.run(_send(url, prompts, sink, tally, concurrency, max_tokens, chat, duration_s, report))
+                asyncio.run(_send(url, sending, sink, tally))
                 listener.wait_for(tally.done)
             else:
-                _listen(listener, duration_s, report)
+                _listen(listener, sending.duration_s, report)
         finally:
             listener.stop()
             sink.close()
@@ -94,7 +83,7 @@ def record_vllm(
     return VllmRecording(ActivationTrace.open(folder), tally, subscriber.gaps.lost, sink.unknown)
 
 
-def _why_nothing(prompts: Sequence[Prompt] | None, tally: Tally, sink: _Sink) -> str:
+def _why_nothing(prompts: Sequence[Prompt], tally: Tally, sink: _Sink) -> str:
     if sink.unknown:
         return f"of {sink.unknown} requests no token's experts were known to the server"
     if not prompts:
@@ -110,31 +99,16 @@ def _marker(number: int) -> str:
     return f"coterie{_RUN}x{number}x"
 
 
-async def _send(
-    url: str,
-    prompts: Sequence[Prompt],
-    sink: _Sink,
-    tally: Tally,
-    concurrency: int,
-    max_tokens: int,
-    chat: bool,
-    duration_s: float | None,
-    report: Progress,
-) -> None:
+async def _send(url: str, sending: Sending, sink: _Sink, tally: Tally) -> None:
     async with Client(url) as client:
         model = await served_model(client)
         bodies = (
-            completion_body(prompt, model, max_tokens, chat, request_id=_marker(number))
-            for number, prompt in enumerate(prompts)
+            completion_body(prompt, model, sending.max_tokens, sending.chat, request_id=_marker(number))
+            for number, prompt in enumerate(sending.prompts)
         )
-        report("Recording requests", 0, len(prompts))
-        async with aclosing(client.send(completion_path(chat), bodies, concurrency, duration_s)) as answers:
+        async with aclosing(sending.send(client, completion_path(sending.chat), bodies)) as answers:
             async for answer in answers:
-                if answer.problem is None:
-                    tally.done += 1
-                else:
-                    tally.problems[answer.problem] += 1
-                report("Recording requests", tally.done + tally.failed, len(prompts))
+                tally.note(answer)
                 if sink.problem is not None:
                     return
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from coterie.engines.vllm.plugin import EPLB_VARIABLE
+from coterie.engines.vllm.environment import EPLB_VARIABLE
 from coterie.errors import ConfigError
 from coterie.footprints.slots import SUFFIX, store_folder
 

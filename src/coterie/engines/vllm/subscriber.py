@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from types import TracebackType
 from urllib.parse import urlsplit
 
+import zmq
+
 from coterie.errors import InputError, UnavailableError
 from coterie.wire.expert_events import DEFAULT_PORT, TOPIC, ExpertLoad, RequestExperts, decode_expert_events
 from coterie.wire.framing import Gaps, from_frames
@@ -23,15 +25,10 @@ class Subscriber:
     """A connection to one endpoint; iterate with :meth:`events`."""
 
     def __init__(self, endpoint: str, capacity: int = 100_000) -> None:
-        try:
-            import zmq
-        except ImportError:
-            raise UnavailableError("expert events need pyzmq: pip install coterie[vllm]") from None
         self.endpoint = endpoint
         self.gaps = Gaps()
         self.damaged = 0
         """Messages that could not be read."""
-        self._zmq = zmq
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, capacity)
         self._socket.setsockopt(zmq.LINGER, 0)

@@ -8,7 +8,7 @@ the batching, the blocks and their prefix hits, the handoff of KV between worker
     model     the forward pass over blocks    engine    the loop: waiting → prefill → decode, in one thread
     transfer  KV as bytes                     reports   what subscribers are told
     events    ZMQ                             server    HTTP
-    metrics   Prometheus text                 launch    what can go wrong at the start
+    metrics   Prometheus series               launch    what can go wrong at the start
 """
 
 from coterie.engines.worker.config import Role, WorkerConfig

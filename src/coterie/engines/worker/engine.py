@@ -66,7 +66,7 @@ class Engine:
     ) -> None:
         self.model, self.config = model, config
         self.engine_id = uuid.uuid4().hex
-        self.metrics = Metrics()
+        self.metrics = Metrics({"model": self.served_name, "role": config.role})
         self.log = StepLog()
         """Steps with decode rows, those rows alone."""
         self.blocks = BlockTable(config.kv_blocks, config.block_size)

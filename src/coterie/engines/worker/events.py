@@ -8,13 +8,10 @@ reader then missed, the reader sees in their numbers.
 
 from __future__ import annotations
 
+import zmq
+
 from coterie.errors import UnavailableError
 from coterie.wire.framing import to_frames
-
-try:
-    import zmq
-except ImportError:
-    zmq = None  # type: ignore[assignment]
 
 LINGER_MS = 500
 """At the end, how long what is queued may still be sent."""
@@ -24,8 +21,6 @@ class EventStream:
     """Owned by one thread at a time: made and bound in one, then handed to the engine's."""
 
     def __init__(self, endpoint: str, topic: bytes, queue: int) -> None:
-        if zmq is None:
-            raise UnavailableError("event streams need pyzmq: pip install 'coterie[gateway]'")
         self.topic = topic
         self.published = 0
         self.dropped = 0

@@ -15,8 +15,8 @@ from coterie.wire.expert_events import TOPIC as EXPERT_TOPIC
 
 KV_TOPIC = b"kv"
 
-NEEDS = {"aiohttp": "gateway", "zmq": "gateway", "torch": "torch", "transformers": "torch"}
-"""Module → the extra that brings it."""
+NEEDS = ("torch", "transformers")
+"""What the extra `torch` brings."""
 
 
 def serve(config: WorkerConfig, ready: Callable[[str], None]) -> None:
@@ -42,8 +42,7 @@ def serve(config: WorkerConfig, ready: Callable[[str], None]) -> None:
 def check_requirements() -> None:
     missing = [module for module in NEEDS if find_spec(module) is None]
     if missing:
-        extras = ",".join(sorted({NEEDS[module] for module in missing}))
-        raise UnavailableError(f"the worker needs {', '.join(missing)}: pip install 'coterie[{extras}]'")
+        raise UnavailableError(f"the worker needs {', '.join(missing)}: pip install 'coterie[torch]'")
 
 
 def bind(host: str, port: int) -> socket.socket:

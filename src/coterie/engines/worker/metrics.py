@@ -1,68 +1,87 @@
-"""Counters of a worker, and their Prometheus text. Labels come from short fixed lists: no request, no expert."""
+"""Metrics of a worker, in a Prometheus registry of its own.
+
+Labels come from short fixed lists: no request, no expert. Counts are kept in plain numbers and collected when asked
+for: several are totals that other objects keep, which a client's counter cannot be set to.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "coterie_worker_"
 
 
-class Metric(NamedTuple):
-    kind: str
+class Described(NamedTuple):
+    kind: Literal["counter", "gauge", "sum"]
+    """A `sum` is shown with the count of what was added up, as a summary."""
     label: str | None
     values: tuple[str, ...]
     help: str
 
 
-METRICS: dict[str, Metric] = {
-    "requests_total": Metric("counter", "outcome", ("stop", "length", "abort", "error"), "Requests that ended"),
-    "rejected_total": Metric("counter", None, (), "Requests refused: bad input, or draining"),
-    "running": Metric("gauge", None, (), "Requests in the batch"),
-    "waiting": Metric("gauge", None, (), "Requests not in the batch yet"),
-    "prompt_tokens_total": Metric(
+METRICS: dict[str, Described] = {
+    "requests_total": Described("counter", "outcome", ("stop", "length", "abort", "error"), "Requests that ended"),
+    "rejected_total": Described("counter", None, (), "Requests refused: bad input, or draining"),
+    "running": Described("gauge", None, (), "Requests in the batch"),
+    "waiting": Described("gauge", None, (), "Requests not in the batch yet"),
+    "prompt_tokens_total": Described(
         "counter", "source", ("computed", "prefix_cache", "transfer"), "Prompt tokens by where their KV came from"
     ),
-    "generated_tokens_total": Metric("counter", None, (), "Tokens generated"),
-    "steps_total": Metric("counter", None, (), "Forward passes"),
-    "step_rows_total": Metric("counter", "phase", ("prefill", "decode"), "Tokens computed, recomputed ones too"),
-    "step_seconds_total": Metric("counter", None, (), "Time in forward passes"),
-    "step_failures_total": Metric("counter", None, (), "Forward passes that raised; their requests ended in error"),
-    "preemptions_total": Metric("counter", None, (), "Requests put back to wait because blocks ran out"),
-    "kv_blocks": Metric("gauge", "state", ("used", "cached", "empty"), "KV blocks: used + cached + empty is constant"),
-    "prefix_blocks_total": Metric("counter", "result", ("hit", "miss"), "Full prompt blocks looked up in the cache"),
-    "distinct_experts_sum": Metric(
-        "counter",
+    "generated_tokens_total": Described("counter", None, (), "Tokens generated"),
+    "steps_total": Described("counter", None, (), "Forward passes"),
+    "step_rows_total": Described("counter", "phase", ("prefill", "decode"), "Tokens computed, recomputed ones too"),
+    "step_seconds_total": Described("counter", None, (), "Time in forward passes"),
+    "step_failures_total": Described("counter", None, (), "Forward passes that raised; their requests ended in error"),
+    "preemptions_total": Described("counter", None, (), "Requests put back to wait because blocks ran out"),
+    "kv_blocks": Described(
+        "gauge", "state", ("used", "cached", "empty"), "KV blocks: used + cached + empty is constant"
+    ),
+    "prefix_blocks_total": Described("counter", "result", ("hit", "miss"), "Full prompt blocks looked up in the cache"),
+    "distinct_experts_sum": Described(
+        "sum",
         "over_layers",
         ("min", "mean", "max"),
         "Distinct experts of the decode rows of a step; divide by distinct_experts_steps_total",
     ),
-    "distinct_experts_steps_total": Metric("counter", None, (), "Steps with decode rows"),
-    "kv_staged": Metric("gauge", None, (), "Prefilled requests whose KV waits to be fetched"),
-    "kv_staged_total": Metric("counter", None, (), "Prefilled requests whose KV was kept for another worker"),
-    "kv_released_total": Metric(
+    "distinct_experts_steps_total": Described("counter", None, (), "Steps with decode rows"),
+    "kv_staged": Described("gauge", None, (), "Prefilled requests whose KV waits to be fetched"),
+    "kv_staged_total": Described("counter", None, (), "Prefilled requests whose KV was kept for another worker"),
+    "kv_released_total": Described(
         "counter", "why", ("fetched", "dropped", "expired", "evicted", "shutdown"), "Kept KV that was let go"
     ),
-    "kv_fetch_total": Metric(
+    "kv_fetch_total": Described(
         "counter",
         "outcome",
         ("ok", "unreachable", "missing", "damaged", "mismatch", "cancelled"),
         "KV asked of prefill workers; what is not ok is computed here, unless the client is gone (cancelled)",
     ),
-    "kv_fetch_bytes_total": Metric("counter", None, (), "Bytes of KV fetched"),
-    "events_published_total": Metric("counter", "stream", ("kv", "experts"), "Messages published"),
-    "events_dropped_total": Metric(
+    "kv_fetch_bytes_total": Described("counter", None, (), "Bytes of KV fetched"),
+    "events_published_total": Described("counter", "stream", ("kv", "experts"), "Messages published"),
+    "events_dropped_total": Described(
         "counter", "stream", ("kv", "experts"), "Times a subscriber's queue was full and it missed messages"
     ),
 }
 
 
-class Metrics:
-    """Counts by name and label value; a wrong one raises."""
+COUNT_OF = {"distinct_experts_sum": "distinct_experts_steps_total"}
+"""Of a sum: how many values it is of."""
 
-    def __init__(self) -> None:
+
+class Metrics(Collector):
+    """Counts by name and label value; a wrong one raises. `constant` labels are on every series."""
+
+    def __init__(self, constant: Mapping[str, str]) -> None:
+        self._constant = dict(constant)
         self._values: Counter[tuple[str, str]] = Counter()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
 
     def add(self, name: str, label: str = "", by: float = 1) -> None:
         self.set(name, label, self._values[name, label] + by)
@@ -76,21 +95,32 @@ class Metrics:
     def get(self, name: str, label: str = "") -> float:
         return self._values[name, label]
 
-    def render(self, constant: Mapping[str, str]) -> str:
-        """Prometheus text format 0.0.4; `constant` labels are on every series."""
-        lines = []
+    def collect(self) -> Iterator[Metric]:
         for name, metric in METRICS.items():
-            lines.append(f"# HELP {PREFIX}{name} {metric.help}")
-            lines.append(f"# TYPE {PREFIX}{name} {metric.kind}")
+            labels = [*self._constant, *([metric.label] if metric.label else [])]
+            family = _family(name, metric, labels)
             for value in metric.values or ("",):
-                labels = [*constant.items(), *([(metric.label, value)] if metric.label else [])]
-                lines.append(f"{PREFIX}{name}{_labels(labels)} {self._values[name, value]:.15g}")
-        return "\n".join(lines) + "\n"
+                series, found = (
+                    [*self._constant.values(), *([value] if metric.label else [])],
+                    self._values[name, value],
+                )
+                if isinstance(family, SummaryMetricFamily):
+                    family.add_metric(series, count_value=int(self._values[COUNT_OF[name], ""]), sum_value=found)
+                else:
+                    family.add_metric(series, found)
+            yield family
+
+    def render(self) -> bytes:
+        """Prometheus text format 0.0.4."""
+        return generate_latest(self._registry)
 
 
-def _labels(pairs: Iterable[tuple[str, str]]) -> str:
-    def quote(text: str) -> str:
-        return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-    inside = ",".join(f'{name}="{quote(value)}"' for name, value in pairs)
-    return f"{{{inside}}}" if inside else ""
+def _family(
+    name: str, metric: Described, labels: list[str]
+) -> CounterMetricFamily | GaugeMetricFamily | SummaryMetricFamily:
+    """The client puts ``_total`` or ``_sum`` at a name's end by itself."""
+    if metric.kind == "counter":
+        return CounterMetricFamily(PREFIX + name.removesuffix("_total"), metric.help, labels=labels)
+    if metric.kind == "sum":
+        return SummaryMetricFamily(PREFIX + name.removesuffix("_sum"), metric.help, labels=labels)
+    return GaugeMetricFamily(PREFIX + name, metric.help, labels=labels)

@@ -24,6 +24,7 @@ from aiohttp import web
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.engine import Engine
 from coterie.engines.worker.events import EventStream
+from coterie.engines.worker.metrics import CONTENT_TYPE
 from coterie.engines.worker.model import PackedModel
 from coterie.engines.worker.protocol import (
     Answer,
@@ -163,8 +164,7 @@ class Server:
 
     async def metrics(self, _: web.Request) -> web.Response:
         self.engine.refresh_gauges()
-        text = self.engine.metrics.render({"model": self.engine.served_name, "role": self.config.role})
-        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return web.Response(body=self.engine.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def steps(self, request: web.Request) -> web.Response:
         """Steps that decoded: all but the first `after` since the start, or the last ones."""

@@ -32,9 +32,9 @@ from coterie.evaluation.demo.runs import REFERENCE_SHAPE, LoopResult, RouterRun
 from coterie.footprints import footprint
 from coterie.footprints.slots import SlotStore
 from coterie.footprints.step_log import COLUMNS, ROWS, Steps
-from coterie.gateway.routed_fleet import RoutedFleet, Served, WorkerClient
+from coterie.gateway.proxy import RoutedFleet, Served
 from coterie.models import get_model
-from coterie.net.http_client import completion_path, served_model
+from coterie.net.http_client import Client, completion_path, served_model
 from coterie.prompts import Prompt
 from coterie.routing import Fleet, Router, RouterFit, routers
 from coterie.routing.calibration import Calibration
@@ -45,7 +45,7 @@ Progress = Callable[[str, int, int], None]
 
 MOST_PROMPT_TOKENS = 200
 """Longer prompts are left out: all workers of a test fleet must take every one."""
-EVENTS_S = 20.0
+EVENTS_S = 60.0
 """How long the last expert event may take."""
 RECORDING = "recording"
 """Stands for the router's name in the run that is fitted on."""
@@ -143,7 +143,7 @@ def make_router(name: str, fitted: RouterFit, in_flight: int, seed: int = 0) -> 
 
 
 async def tokenise(
-    client: WorkerClient, model: str, prompts: Sequence[Prompt], report: Progress | None = None
+    client: Client, model: str, prompts: Sequence[Prompt], report: Progress | None = None
 ) -> list[list[int]]:
     """Prompts as the worker's chat template and tokenizer make them; those it finds too long are left out."""
     gate, done = asyncio.Semaphore(8), 0
@@ -159,13 +159,13 @@ async def tokenise(
             "kv_transfer_params": {"do_remote_decode": True},
         }
         async with gate:
-            reply = await client.ask(completion_path(chat=True), body, f"tokenise-{number}")
-        if reply.worker_failed:
-            raise UnavailableError(str(reply.problem))
+            answer = await client.post(completion_path(chat=True), body, f"tokenise-{number}")
+        if answer.server_failed:
+            raise UnavailableError(f"{client.url}: {answer.problem}")
         done += 1
         if report is not None:
             report("Tokenising prompts", done, len(prompts))
-        return [] if reply.body is None else list(reply.body["prompt_token_ids"])
+        return [] if answer.body is None else list(answer.body["prompt_token_ids"])
 
     found = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
     return [tokens for tokens in found if 0 < len(tokens) <= MOST_PROMPT_TOKENS]
@@ -191,8 +191,8 @@ def whole_blocks(prompts: Sequence[Sequence[int]], block_size: int, over: int = 
 
 
 async def record(
-    prefill: Sequence[WorkerClient],
-    clients: Sequence[WorkerClient],
+    prefill: Sequence[Client],
+    clients: Sequence[Client],
     decoders: Sequence[DecodeWorker],
     prompts: Sequence[Sequence[int]],
     body: Mapping[str, Any],
@@ -225,7 +225,7 @@ async def record(
 async def observe(
     proxy: RoutedFleet,
     name: str,
-    clients: Sequence[WorkerClient],
+    clients: Sequence[Client],
     decoders: Sequence[DecodeWorker],
     prompts: Sequence[Sequence[int]],
     body: Mapping[str, Any],
@@ -252,7 +252,7 @@ async def observe(
 async def serve(
     proxy: RoutedFleet,
     name: str,
-    clients: Sequence[WorkerClient],
+    clients: Sequence[Client],
     decoders: Sequence[DecodeWorker],
     prompts: Sequence[Sequence[int]],
     body: Mapping[str, Any],
@@ -279,7 +279,7 @@ async def serve(
     return run
 
 
-async def steps_of(client: WorkerClient, decoder: DecodeWorker, after: int | None = None) -> Steps:
+async def steps_of(client: Client, decoder: DecodeWorker, after: int | None = None) -> Steps:
     """What a decode worker logged of all steps but its first `after`, or all that it keeps."""
     if decoder.store is not None:
         return SlotStore.attach(decoder.store).log.read(after)
@@ -326,34 +326,30 @@ async def _serve_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _hear(client: WorkerClient, listener: Subscriber, body: Mapping[str, Any]) -> None:
+async def _hear(client: Client, listener: Subscriber, body: Mapping[str, Any]) -> None:
     """Send a request until its event arrives: a subscription takes a while, and not every worker greets."""
     until = time.monotonic() + EVENTS_S
     while time.monotonic() < until:
-        reply = await client.ask(completion_path(chat=False), body, "hear")
-        if reply.problem is not None:
-            raise UnavailableError(reply.problem)
+        answer = await client.post(completion_path(chat=False), body, "hear")
+        if answer.problem is not None:
+            raise UnavailableError(f"{client.url}: {answer.problem}")
         if await asyncio.to_thread(lambda: any(isinstance(e, RequestExperts) for e in listener.events(0.5))):
             return
     raise UnavailableError(f"no expert events from {listener.endpoint} within {EVENTS_S:g} s")
 
 
 def _events(listener: Subscriber, wanted: set[str]) -> dict[str, RequestExperts]:
-    """Events of these requests; those that have not come after a second's silence are left out."""
+    """Events of these requests; those that have not come in time are left out."""
     found: dict[str, RequestExperts] = {}
     until = time.monotonic() + EVENTS_S
     while len(found) < len(wanted) and time.monotonic() < until:
-        quiet = True
         for event in listener.events(1.0):
-            quiet = False
             if isinstance(event, RequestExperts):
                 name = next((part for part in event.request_id.split("-") if part in wanted), None)
                 if name is not None:
                     found[name] = event
             if len(found) == len(wanted):
                 break
-        if quiet:
-            break
     return found
 
 
@@ -361,13 +357,13 @@ def _body(model: str, settings: LoopSettings) -> dict[str, Any]:
     return {"model": model, "max_tokens": settings.max_tokens, "temperature": 0, "return_token_ids": True}
 
 
-async def _forget(clients: Sequence[WorkerClient]) -> bool:
+async def _forget(clients: Sequence[Client]) -> bool:
     """Empty prefix caches, so that no router profits from the one before it; whether every worker can."""
     return all([(await client.call("POST", "/reset_prefix_cache"))[0] == 200 for client in clients])
 
 
 async def _warm(
-    prefill: Sequence[WorkerClient],
+    prefill: Sequence[Client],
     prompts: Sequence[Sequence[int]],
     body: Mapping[str, Any],
     in_flight: int,
@@ -379,10 +375,10 @@ async def _warm(
     async def one(number: int, prompt: Sequence[int]) -> None:
         nonlocal done
         async with gate:
-            asked = prefill_body({**body, "prompt": list(prompt)})
-            reply = await prefill[number % len(prefill)].ask(completion_path(chat=False), asked, f"warm.{number}")
-        if reply.problem is not None:
-            raise UnavailableError(reply.problem)
+            asked, client = prefill_body({**body, "prompt": list(prompt)}), prefill[number % len(prefill)]
+            answer = await client.post(completion_path(chat=False), asked, f"warm.{number}")
+        if answer.problem is not None:
+            raise UnavailableError(f"{client.url}: {answer.problem}")
         done += 1
         if report is not None:
             report("Warming up", done, len(prompts))
@@ -391,11 +387,6 @@ async def _warm(
 
 
 @contextlib.asynccontextmanager
-async def _clients(urls: Sequence[str]) -> AsyncIterator[list[WorkerClient]]:
+async def _clients(urls: Sequence[str]) -> AsyncIterator[list[Client]]:
     async with contextlib.AsyncExitStack() as stack:
-        clients = []
-        for url in urls:
-            client = WorkerClient(url)
-            await stack.enter_async_context(client)
-            clients.append(client)
-        yield clients
+        yield [await stack.enter_async_context(Client(url)) for url in urls]

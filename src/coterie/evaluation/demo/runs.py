@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from coterie.costs.step import Batch, StepModel
 from coterie.footprints import footprint
 from coterie.footprints.step_log import DISTINCT, ROWS, SECONDS
-from coterie.gateway.routed_fleet import FleetCounts, Served
+from coterie.gateway.proxy import FleetCounts, Served
 from coterie.routing import RouterFit
 from coterie.wire.expert_events import RequestExperts
 

@@ -20,9 +20,8 @@ from coterie.placement.maps.files import (
     list_of,
     made,
     rows_of,
-    text_of,
 )
-from coterie.placement.maps.yaml import parse_assignments
+from coterie.placement.maps.yaml import yaml_of
 from coterie.traces.readers.npz import read_placements
 
 
@@ -59,11 +58,17 @@ def write_tensorrt(map: PlacementMap) -> str:
 
 
 def read_tensorrt(path: Path, options: MapOptions) -> PlacementMap:
-    found = parse_assignments(path, text_of(path))
-    rows = rows_of(path, "initial_global_assignments", [found.layers[layer] for layer in sorted(found.layers)])
-    if rows.shape[1] != found.num_slots:
-        raise TraceError(path, "num_slots", f"is {found.num_slots}; initial_global_assignments has {rows.shape[1]}")
-    return made(path, rows, options, tuple(sorted(found.layers)))
+    value = yaml_of(path)
+    check_keys(path, value, ("num_slots", "initial_global_assignments", "layer_updates_per_iter"))
+    slots, layers = count_of(path, "num_slots", value["num_slots"]), value["initial_global_assignments"]
+    if type(value["layer_updates_per_iter"]) is not int:
+        raise TraceError(path, "layer_updates_per_iter", "must be a whole number")
+    if not isinstance(layers, dict) or not all(type(layer) is int and layer < 2**31 for layer in layers):
+        raise TraceError(path, "initial_global_assignments", "must map layers, by number, to lists of slots")
+    rows = rows_of(path, "initial_global_assignments", [layers[layer] for layer in sorted(layers)])
+    if rows.shape[1] != slots:
+        raise TraceError(path, "num_slots", f"is {slots}; initial_global_assignments has {rows.shape[1]}")
+    return made(path, rows, options, tuple(sorted(layers)))
 
 
 def write_ascend(map: PlacementMap) -> str:

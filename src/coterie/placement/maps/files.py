@@ -156,7 +156,7 @@ def check_keys(path: Path, value: Any, keys: tuple[str, ...], optional: tuple[st
             raise TraceError(path, prefix + key, "is missing")
     for key in value:
         if key not in keys and key not in optional:
-            raise TraceError(path, prefix + key, f"is not a key of this format; known: {', '.join(keys)}")
+            raise TraceError(path, f"{prefix}{key}", f"is not a key of this format; known: {', '.join(keys)}")
 
 
 def list_of(path: Path, field: str, value: Any) -> list[Any]:

@@ -1,127 +1,84 @@
-"""The YAML of TensorRT-LLM's load balancer, and no other: three keys, whole numbers, lists in either style.
+"""YAML as placements have it: mappings by name or number, lists, whole numbers. All else that YAML can say is an error.
 
-Nesting follows from what a key is (names are of the file, numbers of a layer), so indentation is not looked at. Strict:
-what it does not know is an error with its line.
+PyYAML parses; values are made here, from its events. Its loaders read `012` as ten and `1:30` as ninety, keep the last
+of two equal keys, follow aliases, and the one in C overflows the stack where lists nest 200,000 deep.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any
+
+import yaml
 
 from coterie.errors import TraceError
+from coterie.placement.maps.files import text_of
 
-_TOKEN = re.compile(r"(?P<name>[A-Za-z_]\w*)|(?P<number>\d+)|(?P<dash>-(?=\s))|(?P<mark>[\[\]{},:])")
-_KEYS = ("num_slots", "initial_global_assignments", "layer_updates_per_iter")
-
-
-class Assignments(NamedTuple):
-    """What the file says."""
-
-    num_slots: int
-    layers: dict[int, list[int]]
-    """Layer of the model → [slot] expert."""
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The parser in C where PyYAML was built with it."""
+MAX_DEPTH = 3
+"""Of collections inside each other: mapping, mapping, list. Reading stops there, however deep a file goes."""
+_WHOLE = re.compile(r"0|[1-9][0-9]{0,17}")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-class _Token(NamedTuple):
-    kind: str | None
-    text: str
-    line: int
+def yaml_of(path: Path) -> dict[str | int, Any]:
+    """The file's one mapping, of mappings, lists and whole numbers. Raises TraceError with the line."""
+    events = yaml.parse(text_of(path), Loader=LOADER)
+    try:
+        return _document(path, (event for event in events if not isinstance(event, yaml.StreamStartEvent)))
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        where = "YAML" if mark is None else f"line {mark.line + 1}"
+        raise TraceError(path, where, f"cannot be parsed: {' '.join(problem.split())}") from None
 
 
-def parse_assignments(path: Path, text: str) -> Assignments:
-    """Raise TraceError for anything but the three keys, each once."""
-    return _Parser(path, _tokens(path, text)).file()
+def _document(path: Path, events: Iterator[Any]) -> dict[str | int, Any]:
+    if not isinstance(next(events), yaml.DocumentStartEvent):
+        raise TraceError(path, "YAML", "is empty")
+    start = next(events)
+    if not isinstance(start, yaml.MappingStartEvent):
+        raise TraceError(path, _line(start), "must be a mapping")
+    value: dict[str | int, Any] = _value(path, start, events, 1)
+    next(events)  # the document's end
+    if not isinstance(next(events), yaml.StreamEndEvent):
+        raise TraceError(path, "YAML", "holds several documents")
+    return value
 
 
-def _tokens(path: Path, text: str) -> list[_Token]:
-    tokens = []
-    for number, line in enumerate(text.splitlines(), 1):
-        at, code = 0, line.split("#", 1)[0]
-        while at < len(code):
-            if code[at].isspace():
-                at += 1
-                continue
-            match = _TOKEN.match(code, at)
-            # A word or a number ends where no other begins: 12x is neither.
-            if match is None or (match.end() < len(code) and (code[match.end() - 1] + code[match.end()]).isalnum()):
-                raise TraceError(path, f"line {number}", f"{code[at : at + 20]!r} cannot be read")
-            tokens.append(_Token(match.lastgroup, match.group(), number))
-            at = match.end()
-    return tokens
+def _value(path: Path, event: Any, events: Iterator[Any], depth: int) -> Any:
+    if isinstance(event, yaml.AliasEvent) or event.anchor is not None or event.tag is not None:
+        raise TraceError(path, _line(event), "has an alias, an anchor or a tag")
+    if isinstance(event, yaml.ScalarEvent):
+        if event.style or not _WHOLE.fullmatch(event.value):
+            raise TraceError(path, _line(event), f"is {event.value[:20]!r}, expected a whole number, not negative")
+        return int(event.value)
+    if depth > MAX_DEPTH:
+        raise TraceError(path, _line(event), f"is nested more than {MAX_DEPTH} deep")
+    if isinstance(event, yaml.SequenceStartEvent):
+        items = []
+        while not isinstance(event := next(events), yaml.SequenceEndEvent):
+            items.append(_value(path, event, events, depth + 1))
+        return items
+    found: dict[str | int, Any] = {}
+    while not isinstance(event := next(events), yaml.MappingEndEvent):
+        key = _key(path, event)
+        if key in found:
+            raise TraceError(path, f"{_line(event)}: {key}", "is there twice")
+        found[key] = _value(path, next(events), events, depth + 1)
+    return found
 
 
-class _Parser:
-    def __init__(self, path: Path, tokens: list[_Token]) -> None:
-        self.path = path
-        self.tokens = tokens
-        self.at = 0
+def _key(path: Path, event: Any) -> str | int:
+    if isinstance(event, yaml.ScalarEvent) and not (event.style or event.anchor or event.tag):
+        if _WHOLE.fullmatch(event.value):
+            return int(event.value)
+        if _NAME.fullmatch(event.value):
+            return str(event.value)
+    raise TraceError(path, _line(event), "has a key that is neither a name nor a whole number")
 
-    def file(self) -> Assignments:
-        numbers: dict[str, int] = {}
-        layers: dict[int, list[int]] | None = None
-        while self.at < len(self.tokens):
-            key = self.take("name")
-            if key.text not in _KEYS or key.text in numbers or (layers is not None and key.text == _KEYS[1]):
-                problem = "is there twice" if key.text in _KEYS else f"is not a key; known: {', '.join(_KEYS)}"
-                raise TraceError(self.path, f"line {key.line}: {key.text}", problem)
-            self.take("mark", ":")
-            if key.text == _KEYS[1]:
-                layers = self.mapping()
-            else:
-                numbers[key.text] = int(self.take("number").text)
-        for name in _KEYS:
-            if name not in numbers and not (name == _KEYS[1] and layers):
-                raise TraceError(self.path, name, "is missing: the file is cut, or no load balancer's")
-        assert layers is not None
-        return Assignments(numbers["num_slots"], layers)
 
-    def mapping(self) -> dict[int, list[int]]:
-        layers: dict[int, list[int]] = {}
-        flow = self.next_is("{")
-        while self.kind() == "number":
-            key = self.take("number")
-            self.take("mark", ":")
-            if int(key.text) in layers:
-                raise TraceError(self.path, f"line {key.line}: layer {key.text}", "is there twice")
-            layers[int(key.text)] = self.list()
-            if flow and not self.next_is(","):
-                break
-        if flow:
-            self.take("mark", "}")
-        return layers
-
-    def list(self) -> list[int]:
-        values: list[int] = []
-        if self.next_is("["):
-            while True:
-                values.append(int(self.take("number").text))
-                if not self.next_is(","):
-                    break
-            self.take("mark", "]")
-            return values
-        while self.kind() == "dash":
-            self.take("dash")
-            values.append(int(self.take("number").text))
-        return values or self.fail("a list")
-
-    def kind(self) -> str | None:
-        return self.tokens[self.at].kind if self.at < len(self.tokens) else None
-
-    def next_is(self, mark: str) -> bool:
-        there = self.at < len(self.tokens) and self.tokens[self.at].text == mark
-        self.at += there
-        return there
-
-    def take(self, kind: str, text: str | None = None) -> _Token:
-        if self.kind() != kind or (text is not None and self.tokens[self.at].text != text):
-            self.fail(text or f"a {kind}")
-        self.at += 1
-        return self.tokens[self.at - 1]
-
-    def fail(self, expected: str) -> NoReturn:
-        if self.at == len(self.tokens):
-            raise TraceError(self.path, "end of file", f"expected {expected}: it is cut")
-        found = self.tokens[self.at]
-        raise TraceError(self.path, f"line {found.line}", f"found {found.text!r}, expected {expected}")
+def _line(event: Any) -> str:
+    return f"line {event.start_mark.line + 1}"

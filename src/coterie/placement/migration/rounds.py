@@ -26,8 +26,9 @@ import numpy as np
 
 from coterie.costs.movement import link_between, transfer_s
 from coterie.errors import ConfigError
-from coterie.placement.base import HOST
+from coterie.placement.base import HOST, Moves
 from coterie.placement.migration._switching import switch_order
+from coterie.placement.moves import moves_between
 from coterie.types import Placement, Topology
 
 
@@ -172,14 +173,31 @@ class Schedule:
 
 
 def schedule_moves(
-    current: Placement, target: Placement, topology: Topology, limits: Limits = DEFAULT_LIMITS
+    current: Placement,
+    target: Placement,
+    topology: Topology,
+    limits: Limits = DEFAULT_LIMITS,
+    moves: Moves | None = None,
 ) -> Schedule:
-    """Rounds and switches that lead from `current` to `target`, a plan's placement.
+    """Rounds and switches that lead from `current` to `target`, a plan's placement; `moves` are the plan's.
 
-    Sources are chosen here: a plan names the nearest copy; of several as near, the rank that sends least is taken.
+    Experts are fetched from the sources that the moves name. Where a layer switches in several steps, a source may have
+    given its copy up, or a nearer one may have come: then the nearest is taken.
     """
     _check(current, target, topology)
+    if moves is None:
+        moves = moves_between(current, target.slot_experts, topology, limits.expert_bytes)
+    elif (wrong := np.flatnonzero(target.slot_experts[moves.layer, moves.slot] != moves.expert)).size:
+        layer, slot, expert = (int(of[wrong[0]]) for of in (moves.layer, moves.slot, moves.expert))
+        raise ConfigError(
+            f"the moves put expert {expert} into slot {slot} of layer {layer}; the target has "
+            f"{target.slot_experts[layer, slot]} there"
+        )
     alive = topology.rank_speeds > 0
+    planned = {
+        (layer, slot): source
+        for layer, slot, source in zip(moves.layer.tolist(), moves.slot.tolist(), moves.source.tolist(), strict=True)
+    }
     per_rank, budget = current.slots_per_rank, limits.staging_experts(current.slots_per_rank)
     switches: list[Switch] = []
     refusals: list[Refusal] = []
@@ -193,7 +211,7 @@ def schedule_moves(
             refusals.append(Refusal(layer, f"layer {layer} stays as it is: {ordering}"))
             continue
         for arriving in ordering:
-            switch = _switch(layer, before, arriving, topology, limits, per_rank, next_id)
+            switch = _switch(layer, before, arriving, planned, topology, limits, per_rank, next_id)
             next_id += len(arriving)
             switches.append(switch)
             before = switch.after
@@ -219,12 +237,13 @@ def _switch(
     layer: int,
     before: tuple[int, ...],
     arriving: Mapping[int, int],
+    planned: Mapping[tuple[int, int], int],
     topology: Topology,
     limits: Limits,
     per_rank: int,
     first_id: int,
 ) -> Switch:
-    """One switch; sources are the nearest that have the expert in `before`, of those the one that sends least."""
+    """One switch; sources are the nearest that have the expert in `before`, of those the planned one."""
     holders: dict[int, list[int]] = {}
     for slot, expert in enumerate(before):
         rank = slot // per_rank
@@ -232,9 +251,8 @@ def _switch(
             holders.setdefault(expert, []).append(rank)
     sends: Counter[int] = Counter()
     fetches: list[tuple[int, int, int, float]] = []  # slot, expert, source, seconds
-    # Experts with one copy have no choice: they go first, and those with several go around them.
     for slot, expert in sorted(arriving.items(), key=lambda item: (len(holders.get(item[1], ())), item[0])):
-        source = _nearest(holders.get(expert, ()), slot // per_rank, topology, sends)
+        source = _nearest(holders.get(expert, ()), slot // per_rank, planned.get((layer, slot)), topology, sends)
         sends[source] += 1
         seconds = 0.0 if source == slot // per_rank else _link_s(source, slot // per_rank, topology, limits)
         fetches.append((slot, expert, source, seconds))
@@ -251,12 +269,13 @@ def _switch(
     return Switch(layer, tuple(numbered), before, after)
 
 
-def _nearest(holders: Sequence[int], rank: int, topology: Topology, sends: Counter[int]) -> int:
+def _nearest(holders: Sequence[int], rank: int, planned: int | None, topology: Topology, sends: Counter[int]) -> int:
     if not holders:
         return HOST
     if rank in holders:
         return rank
-    return min(holders, key=lambda h: (topology.node_of(h) != topology.node_of(rank), sends[h], h))
+    node = topology.node_of(rank)
+    return min(holders, key=lambda h: (topology.node_of(h) != node, h != planned, sends[h], h))
 
 
 def _link_s(source: int, rank: int, topology: Topology, limits: Limits) -> float:

@@ -16,8 +16,7 @@ and `move_price` charges each move a share of its link time on top of the slowes
 window are not like those of the next: score plans on the next one.
 """
 
-from coterie.placement.objective.prices import PRICES_HINT, Objective
-from coterie.placement.objective.problem import Problem, Score
+from coterie.placement.objective.problem import PRICES_HINT, Objective, Problem, Score
 from coterie.placement.objective.settling import settle
 
 __all__ = ["PRICES_HINT", "Objective", "Problem", "Score", "settle"]

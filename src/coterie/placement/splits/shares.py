@@ -17,7 +17,7 @@ never worse than equal shares.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,6 @@ from coterie.errors import ConfigError
 from coterie.placement.objective import Problem
 from coterie.placement.splits._flows import Array, Indices, least_limit, link, new_split, separable
 from coterie.placement.splits._simplex import solve_exactly
-
-SplitName = Literal["equal", "weighted", "optimal"]
 
 MOST_FIXED = 0.999
 """Of an expert's seconds: a share of its tokens always takes something."""
@@ -41,27 +39,6 @@ class Affine(NamedTuple):
     """[layer, rank, expert] seconds of all its tokens."""
     fixed: Array
     """[layer, expert] of that, for the slot itself."""
-
-
-def split_shares(
-    name: str, problem: Problem, slot_experts: NDArray[np.integer], fitted: Problem | None = None
-) -> Array:
-    """[layer, slot] share of its expert's tokens each slot computes, in the window of `problem`.
-
-    `weighted` takes its weights from the window of `fitted`, an earlier one; without it, from the same.
-    """
-    if name == "equal":
-        return problem.equal_shares(slot_experts)
-    if name == "weighted":
-        return weighted_shares(problem if fitted is None else fitted, slot_experts)
-    if name == "optimal":
-        return optimal_shares(problem, slot_experts)
-    raise ConfigError(f"split={name!r} must be one of {', '.join(get_args(SplitName))}")
-
-
-def weighted_shares(fitted: Problem, slot_experts: NDArray[np.integer]) -> Array:
-    """[layer, slot] weights to keep until the next plan: what is best in the window of `fitted`."""
-    return optimal_shares(fitted, slot_experts)
 
 
 def optimal_shares(problem: Problem, slot_experts: NDArray[np.integer]) -> Array:

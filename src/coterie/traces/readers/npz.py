@@ -21,7 +21,7 @@ What the two activation sets are, as their own numbers show:
   Gate weights are softmax scores over all 64 experts, not normalised over the six chosen.
 
 The GLM tables overlap: the merged ones are sums of the shards, so adding up all windows counts tokens twice.
-:func:`read_token_table` and :func:`read_placements` read two kinds of ``.npz`` that are not traces.
+:func:`read_placements` reads a kind of ``.npz`` that is no trace.
 """
 
 from __future__ import annotations
@@ -50,24 +50,6 @@ OLMOE_LAYERS = (0, 7, 15)
 """The layers that OLMoE's routing analysis kept, of every model it looked at."""
 
 Arrays = Mapping[str, NDArray[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenTable:
-    """How often each token id went to each expert, over one corpus. Entries are sorted by layer, token, expert."""
-
-    model: str
-    domain: str
-    layer_ids: tuple[int, ...]
-    """Index in the model of each layer counted."""
-    layer: NDArray[np.int32]
-    """[entry] index into layer_ids."""
-    token_id: NDArray[np.int32]
-    """[entry]"""
-    expert: NDArray[np.int32]
-    """[entry]"""
-    count: NDArray[np.int64]
-    """[entry] times the token chose the expert, at least 1."""
 
 
 def read_npz(path: Path, options: ReadOptions) -> Trace:
@@ -343,36 +325,6 @@ def _load_table(file: Path, options: ReadOptions, counts: NDArray[Any], model: s
         return LoadTable(counts.astype(np.uint64), model=model, source=source, **columns)
     except ConfigError as error:
         raise TraceError(file, "counts", str(error)) from None
-
-
-def read_token_table(path: str | Path, model: str, domain: str) -> TokenTable:
-    """One table of OLMoE's ``eid2token_coo.npz``: rows of [index of layer, expert, token id, count].
-
-    Whatever it chose, a token occurs as often in one layer as in the next; a table where it does not is refused.
-    """
-    path = Path(path)
-    names, name = _names(path), f"{model}|{domain}"
-    if name not in names:
-        raise TraceError(path, name, f"is missing; the file has {', '.join(names)}")
-    rows = _array(path, _load(path, [name]), name, 2, "ui")
-    if rows.shape[1] != 4 or not len(rows):
-        raise TraceError(path, name, f"has shape {rows.shape}, expected [entry, 4]")
-    _check_range(path, f"{name} layer", rows[:, 0], len(OLMOE_LAYERS))
-    for column, word in ((1, "expert"), (2, "token")):
-        _check_range(path, f"{name} {word}", rows[:, column], 2**31)
-    if int(rows[:, 3].min()) < 1:
-        raise TraceError(path, f"{name} count", f"is {int(rows[:, 3].min())}, expected at least 1")
-    rows = rows[np.lexsort((rows[:, 1], rows[:, 2], rows[:, 0]))]
-    layer, expert, token = (rows[:, column].astype(np.int32) for column in range(3))
-    count = rows[:, 3].astype(np.int64)
-    ids, at = np.unique(token, return_inverse=True)
-    seen = np.zeros((len(OLMOE_LAYERS), len(ids)), np.int64)
-    np.add.at(seen, (layer, at), count)
-    uneven = np.flatnonzero((seen != seen[0]).any(axis=0))
-    if uneven.size:
-        found = ", ".join(str(n) for n in seen[:, uneven[0]])
-        raise TraceError(path, name, f"counts token {ids[uneven[0]]} {found} times in its layers: they must agree")
-    return TokenTable(model, domain, OLMOE_LAYERS, layer, token, expert, count)
 
 
 def read_placements(path: str | Path) -> dict[str, NDArray[np.uint8]]:

@@ -1,8 +1,8 @@
-"""What a migration really did to memory, from its events and commands alone: the check on :mod:`.migrator`.
+"""What a migration really did to memory, from its events and commands alone: the check on the state machine.
 
 The ledger knows buffers, not intentions: which rank has which, what lies in them, which slots and which running steps
 point at them. It shares no code with the state machine, so what the machine believes and what its commands do are told
-apart. Tests run every schedule through it; an engine may too. docs/invariants.md explains the numbers.
+apart. docs/invariants.md explains the numbers.
 """
 
 from __future__ import annotations

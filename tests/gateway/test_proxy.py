@@ -15,9 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-pytest.importorskip("aiohttp")
-pytest.importorskip("zmq")
-
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.engines.worker.embedded import embedded_worker
 from coterie.engines.worker.model import Rows
@@ -27,8 +24,9 @@ from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, record, run
 from coterie.evaluation.demo.prediction import predict
 from coterie.footprints import footprint
 from coterie.footprints.step_log import ENDED_S, ROWS
-from coterie.gateway.routed_fleet import RoutedFleet, Served, WorkerClient
+from coterie.gateway.proxy import RoutedFleet, Served
 from coterie.models import model_from_config
+from coterie.net.http_client import Client
 from coterie.net.processes import ServerProcess
 from coterie.prompts import load_prompts, take_in_turn
 from coterie.routing import Decision, Fleet, JoinShortestQueue, Request, RoundRobin
@@ -61,8 +59,8 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
 
 
 class Clients(NamedTuple):
-    prefill: list[WorkerClient]
-    decode: list[WorkerClient]
+    prefill: list[Client]
+    decode: list[Client]
 
 
 def with_clients(workers: Workers, work: Callable[[Clients], Awaitable[Any]]) -> Any:
@@ -70,7 +68,7 @@ def with_clients(workers: Workers, work: Callable[[Clients], Awaitable[Any]]) ->
         async with contextlib.AsyncExitStack() as stack:
             groups = []
             for group in (workers.prefill, workers.decode):
-                groups.append([await stack.enter_async_context(WorkerClient(server.url)) for server in group])
+                groups.append([await stack.enter_async_context(Client(server.url)) for server in group])
             return await work(Clients(*groups))
 
     return asyncio.run(run())
@@ -164,7 +162,7 @@ def test_a_refused_request_is_its_own_fault(workers: Workers) -> None:
 
 def test_a_fleet_needs_both_kinds() -> None:
     with pytest.raises(ConfigError, match="0 prefill and 1 decode"):
-        RoutedFleet([], [WorkerClient("http://127.0.0.1:1")], RoundRobin(), Fleet([16]))
+        RoutedFleet([], [Client("http://127.0.0.1:1")], RoundRobin(), Fleet([16]))
 
 
 def test_recorded_counts_are_those_of_each_request_alone(workers: Workers) -> None:

@@ -12,7 +12,6 @@ A request that a worker refuses (HTTP 4xx) is its own fault and is answered so.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,53 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from coterie.errors import ConfigError, InputError, UnavailableError
-from coterie.net.http_client import Client
+from coterie.net.http_client import Answer, Client
 from coterie.routing.base import Request, Router
 from coterie.routing.fleet import Fleet
 from coterie.wire.footprints import WireFootprint, footprint_of, without_footprint
-from coterie.wire.handoff import REQUEST_ID_HEADER, decode_body, prefill_body
+from coterie.wire.handoff import decode_body, prefill_body
 
 KEPT_PROBLEMS = 5
-
-
-class Reply(NamedTuple):
-    """What a worker said to one body."""
-
-    body: dict[str, Any] | None
-    problem: str | None = None
-    worker_failed: bool = False
-    """The worker is to blame, not the request."""
-
-
-class WorkerClient(Client):
-    """A worker that is asked under a request's name, so that its events and logs can be found by it."""
-
-    async def ask(self, path: str, body: Mapping[str, Any], name: str) -> Reply:
-        """One body; whatever goes wrong is in the reply."""
-        # A connection each: a server that closes an idle one just as it is taken again would look dead (vLLM's closes
-        # after 5 s, the pool keeps 15).
-        headers = {REQUEST_ID_HEADER: name, "Connection": "close"}
-        try:
-            async with self._session.post(self.url + path, json=body, headers=headers) as response:
-                data, status = await response.read(), int(response.status)
-        except (self._aiohttp.ClientError, OSError, TimeoutError) as error:
-            return Reply(None, f"{self.url}: {' '.join(str(error).split()) or type(error).__name__}", True)
-        if status != 200:
-            words = " ".join(data[:200].decode("utf-8", "replace").split())
-            return Reply(None, f"{self.url}: HTTP {status}: {words}", status >= 500)
-        try:
-            found = json.loads(data)
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            return Reply(None, f"{self.url}: the answer is not a JSON object", True)
-        return Reply(found)
-
-    async def well(self) -> bool:
-        try:
-            return (await self.call("GET", "/health"))[0] == 200
-        except UnavailableError:
-            return False
 
 
 @dataclass(slots=True)
@@ -74,6 +33,8 @@ class FleetCounts:
     served: int = 0
     failed: int = 0
     """Answered with a problem."""
+    handoffs: int = 0
+    """Requests that a prefill worker answered."""
     footprints: int = 0
     """Requests routed with one."""
     incomplete: int = 0
@@ -124,9 +85,7 @@ class Served(NamedTuple):
 class RoutedFleet:
     """Prefill workers, decode workers and the router between them. Close the clients yourself."""
 
-    def __init__(
-        self, prefill: Sequence[WorkerClient], decoders: Sequence[WorkerClient], router: Router, fleet: Fleet
-    ) -> None:
+    def __init__(self, prefill: Sequence[Client], decoders: Sequence[Client], router: Router, fleet: Fleet) -> None:
         """`fleet` is what the router sees of the decoders, an empty one; the proxy keeps it up to date."""
         if not prefill or not decoders:
             raise ConfigError(f"{len(prefill)} prefill and {len(decoders)} decode workers: at least one of each")
@@ -150,32 +109,33 @@ class RoutedFleet:
         prefill_s = time.monotonic() - started
         if first is not None and first.problem is not None:
             return self._done(Served(name, None, None, None, "", started, prefill_s, prefill_s, first.problem))
+        self.counts.handoffs += first is not None
         params, footprint = self._params(first)
         tokens = int((first.body or {}).get("usage", {}).get("prompt_tokens", 0)) if first is not None else 0
         wanted = Request(name, tokens, None if footprint is None else footprint.counts, domain)
-        reply, worker, reason = Reply(None, "it was not sent"), None, ""
+        answer, worker, reason = Answer(0, 0.0, None, "it was not sent"), None, ""
         for attempt in range(2):
             try:
                 decision = self.router.route(wanted, self.fleet)
             except UnavailableError as error:
-                reply = Reply(None, reply.problem if attempt else str(error))
+                answer = answer._replace(problem=answer.problem if attempt else str(error))
                 break
             worker, reason = decision.worker, decision.reason
             self.counts.retried += attempt
             self.fleet.admit(name, worker, tokens, decision.profile)
             try:
-                reply = await self._decoders[worker].ask(path, decode_body(request, params), name)
+                answer = await _ask(self._decoders[worker], path, decode_body(request, params), name)
             finally:
                 self.fleet.finish(name)
-            if not reply.worker_failed:
+            if not answer.server_failed:
                 break
             self.fleet.alive[worker] = False
             self.counts.decode_failures += 1
-            self.counts.note(reply.problem)
+            self.counts.note(answer.problem)
             params = {}
         total_s = time.monotonic() - started
         return self._done(
-            Served(name, reply.body, worker, footprint, reason, started, prefill_s, total_s, reply.problem)
+            Served(name, answer.body, worker, footprint, reason, started, prefill_s, total_s, answer.problem)
         )
 
     async def look(self) -> int:
@@ -191,7 +151,7 @@ class RoutedFleet:
                 back += 1
         return back
 
-    async def _prefilled(self, path: str, request: Mapping[str, Any], name: str) -> Reply | None:
+    async def _prefilled(self, path: str, request: Mapping[str, Any], name: str) -> Answer | None:
         """A prefill worker's answer or refusal; None if two of them failed or none is alive."""
         for _ in range(2):
             alive = [number for number, alive in enumerate(self.prefill_alive) if alive]
@@ -199,15 +159,15 @@ class RoutedFleet:
                 return None
             number = alive[self._turn % len(alive)]
             self._turn += 1
-            reply = await self._prefill[number].ask(path, prefill_body(request), name)
-            if not reply.worker_failed:
-                return reply
+            answer = await _ask(self._prefill[number], path, prefill_body(request), name)
+            if not answer.server_failed:
+                return answer
             self.prefill_alive[number] = False
             self.counts.prefill_failures += 1
-            self.counts.note(reply.problem)
+            self.counts.note(answer.problem)
         return None
 
-    def _params(self, first: Reply | None) -> tuple[dict[str, Any], WireFootprint | None]:
+    def _params(self, first: Answer | None) -> tuple[dict[str, Any], WireFootprint | None]:
         """What the decode worker is to be given, and the footprint that came with it."""
         params = None if first is None or first.body is None else first.body.get("kv_transfer_params")
         if not isinstance(params, dict):
@@ -229,3 +189,9 @@ class RoutedFleet:
             self.counts.failed += 1
             self.counts.note(served.problem)
         return served
+
+
+async def _ask(client: Client, path: str, body: Mapping[str, Any], name: str) -> Answer:
+    """Its answer; a problem says which worker has it."""
+    answer = await client.post(path, body, name)
+    return answer if answer.problem is None else answer._replace(problem=f"{client.url}: {answer.problem}")

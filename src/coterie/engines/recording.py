@@ -1,0 +1,55 @@
+"""What is sent to a server that is recorded, whichever engine it runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from coterie.errors import ConfigError
+from coterie.net.http_client import Answer, Client
+from coterie.prompts import Prompt
+
+Progress = Callable[[str, int, int], None]
+
+FLUSH_S = 10.0
+"""Seconds of recording that a crash may lose."""
+
+
+def _no_report(what: str, done: int, total: int) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """Prompts for a server, and how to send them. Without prompts it is only listened to."""
+
+    prompts: Sequence[Prompt] = ()
+    duration_s: float | None = None
+    """No prompt is sent after this time; without prompts, how long to listen."""
+    concurrency: int = 8
+    """Requests in flight."""
+    max_tokens: int = 64
+    """Of an answer."""
+    chat: bool = True
+    """Use the server's chat template."""
+    report: Progress = _no_report
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1 or self.max_tokens < 1:
+            raise ConfigError(f"concurrency={self.concurrency} and max_tokens={self.max_tokens} must be at least 1")
+        if self.duration_s is not None and not 0 < self.duration_s < float("inf"):
+            raise ConfigError(f"duration_s={self.duration_s} must be above 0")
+
+    async def send(
+        self, client: Client, path: str, bodies: Iterable[Mapping[str, Any]]
+    ) -> AsyncGenerator[Answer, None]:
+        """Answers to the prompts' bodies, as they arrive."""
+        done = 0
+        self.report("Recording requests", 0, len(self.prompts))
+        async with aclosing(client.send(path, bodies, self.concurrency, self.duration_s)) as answers:
+            async for answer in answers:
+                yield answer
+                done += 1
+                self.report("Recording requests", done, len(self.prompts))

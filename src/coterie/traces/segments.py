@@ -1,0 +1,382 @@
+"""Activation traces in segments: what is on disk, and how it is read.
+
+A trace is a folder:
+
+    meta.json                 model, shape, where it comes from, and the list of segments: the commit point
+    requests.parquet          one row a request (see coterie.traces.requests)
+    activations.safetensors   expert_ids [token, layer, k] in the narrowest dtype, offsets [request + 1],
+                              phase [token], and where recorded token_ids [token], gate_weights [token, layer, k]
+
+While a service is recorded, every flush adds a segment (``activations-00001.safetensors``,
+``requests-00001.parquet``) and then replaces ``meta.json``, which names the segments that count. A crash at any
+moment leaves a trace that reads up to the last flush. Closing the writer joins the segments into the two files
+above. Reading maps the files: opening touches a few pages, whatever the size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, TraceError
+from coterie.traces.requests import FORMAT, TABLES, VERSION, RequestTrace, read_meta, read_requests
+from coterie.traces.store import ArrayFile, ArraySpec
+from coterie.types import DECODE, PREFILL, narrowest_uint
+
+OPTIONAL = ("token_ids", "gate_weights")
+MAX_EXPERTS = 1 << 16
+"""Experts of a layer, at most: far past any model, and small enough that a false number cannot exhaust memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceMeta:
+    """What a trace says of itself."""
+
+    model: str
+    num_experts: int
+    num_layers: int
+    """MoE layers recorded."""
+    top_k: int
+    layer_ids: tuple[int, ...] | None = None
+    """Index of each recorded layer in the model, dense layers counted."""
+    source: Mapping[str, Any] = field(default_factory=dict)
+    block_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "num_layers", "top_k"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.top_k > self.num_experts or self.num_experts > MAX_EXPERTS:
+            raise ConfigError(
+                f"top_k={self.top_k} must be at most num_experts={self.num_experts}, and that at most {MAX_EXPERTS}"
+            )
+        if self.layer_ids is not None and not all(isinstance(n, int) for n in self.layer_ids):
+            raise ConfigError(f"layer_ids={self.layer_ids} must be whole numbers")
+        if not isinstance(self.source, Mapping):
+            raise ConfigError(f"source={self.source!r} must be an object")
+        if self.layer_ids is not None and len(self.layer_ids) != self.num_layers:
+            raise ConfigError(f"layer_ids has {len(self.layer_ids)} entries; num_layers={self.num_layers}")
+
+    def specs(self, num_tokens: int, num_requests: int, optional: Sequence[str] = ()) -> dict[str, ArraySpec]:
+        """The arrays of a segment of that size."""
+        cell = (num_tokens, self.num_layers, self.top_k)
+        specs = {
+            "expert_ids": ArraySpec(narrowest_uint(self.num_experts - 1), cell),
+            "offsets": ArraySpec(np.dtype(np.int64), (num_requests + 1,)),
+            "phase": ArraySpec(np.dtype(np.uint8), (num_tokens,)),
+            "token_ids": ArraySpec(np.dtype(np.int32), (num_tokens,)),
+            "gate_weights": ArraySpec(np.dtype(np.float16), cell),
+        }
+        return {name: spec for name, spec in specs.items() if name not in OPTIONAL or name in optional}
+
+    def json(self, segments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What meta.json holds; each segment names its two files and its tokens."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "kind": "activations",
+            "model": self.model,
+            "num_experts": self.num_experts,
+            "num_layers": self.num_layers,
+            "top_k": self.top_k,
+            "layer_ids": list(self.layer_ids) if self.layer_ids else None,
+            "block_tokens": self.block_tokens,
+            "source": dict(self.source),
+            "segments": list(segments),
+        }
+
+
+class Activations(NamedTuple):
+    """A run of tokens: of one request, or of several in a row."""
+
+    expert_ids: NDArray[np.unsignedinteger]
+    """[token, layer, k]"""
+    phase: NDArray[np.uint8]
+    """[token] PREFILL or DECODE."""
+    token_ids: NDArray[np.int32] | None = None
+    """[token]"""
+    gate_weights: NDArray[np.float16] | None = None
+    """[token, layer, k]"""
+
+    def only(self, phase: int) -> NDArray[np.unsignedinteger]:
+        """[token, layer, k] of the tokens of one phase."""
+        chosen: NDArray[np.unsignedinteger] = self.expert_ids[self.phase == phase]
+        return chosen
+
+
+class Chunk(NamedTuple):
+    """Whole requests in a row, for streaming over a trace."""
+
+    first_request: int
+    offsets: NDArray[np.int64]
+    """[request + 1] into the arrays of this chunk."""
+    tokens: Activations
+
+
+class Segment(NamedTuple):
+    """One file of a trace, or arrays in its place."""
+
+    offsets: NDArray[np.int64]
+    tokens: Activations
+    file: ArrayFile | None
+    table: Path | None
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.offsets) - 1
+
+    def between(self, start: int, stop: int) -> Activations:
+        tokens = self.tokens
+        ids, gates = tokens.token_ids, tokens.gate_weights
+        return Activations(
+            tokens.expert_ids[start:stop],
+            tokens.phase[start:stop],
+            None if ids is None else ids[start:stop],
+            None if gates is None else gates[start:stop],
+        )
+
+
+class SegmentedTrace:
+    """Tokens of requests, in segments that are mapped from disk or held in memory."""
+
+    def __init__(self, meta: TraceMeta, segments: Sequence[Segment], requests: RequestTrace | None = None) -> None:
+        self.meta = meta
+        self.segments = list(segments)  # in order; only the writer and this class look into them
+        self._given_requests = requests
+        self._first = np.concatenate([[0], np.cumsum([s.num_requests for s in segments])]).astype(np.int64)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Map a trace. Sizes are checked against the files; the ids themselves by :meth:`validate`."""
+        folder = Path(path)
+        raw = read_meta(folder)
+        if raw["kind"] != "activations":
+            raise TraceError(folder / "meta.json", "kind", f"found {raw['kind']!r}, expected 'activations'")
+        try:
+            layer_ids = raw.get("layer_ids")
+            meta = TraceMeta(
+                model=str(raw["model"]),
+                num_experts=raw["num_experts"],
+                num_layers=raw["num_layers"],
+                top_k=raw["top_k"],
+                layer_ids=tuple(layer_ids) if layer_ids else None,
+                source=raw.get("source") or {},
+                block_tokens=raw.get("block_tokens"),
+            )
+            if not isinstance(raw["segments"], list) or not all(isinstance(e, dict) for e in raw["segments"]):
+                raise TraceError(folder / "meta.json", "segments", "must be a list of objects")
+            entries = [(str(e["activations"]), str(e["requests"]), int(e["num_tokens"])) for e in raw["segments"]]
+        except KeyError as error:
+            raise TraceError(folder / "meta.json", str(error.args[0]), "is missing") from None
+        except TraceError:
+            raise
+        except (ConfigError, TypeError, ValueError, OverflowError) as error:
+            raise TraceError(folder / "meta.json", "shape", str(error)) from None
+        if not entries:  # recording began, nothing was flushed yet
+            return cls.empty(meta)
+        return cls(meta, [_open_segment(folder, meta, *entry) for entry in entries])
+
+    @classmethod
+    def from_arrays(
+        cls,
+        meta: TraceMeta,
+        expert_ids: NDArray[np.integer],
+        offsets: NDArray[np.int64],
+        requests: RequestTrace | None = None,
+        phase: NDArray[np.uint8] | None = None,
+        token_ids: NDArray[np.int32] | None = None,
+        gate_weights: NDArray[np.float16] | None = None,
+    ) -> Self:
+        """A trace in memory. Without `phase` every token counts as decode; ids are checked."""
+        count = len(expert_ids)
+        if phase is None:
+            phase = np.full(count, DECODE, np.uint8)
+        offsets = np.asarray(offsets, np.int64)
+        tokens = Activations(expert_ids.astype(narrowest_uint(meta.num_experts - 1)), phase, token_ids, gate_weights)
+        check_ids(expert_ids, meta, "expert_ids")
+        check_shapes("from_arrays", meta, tokens, offsets)
+        if requests is None:
+            lengths = phase_lengths(phase, offsets)
+            requests = RequestTrace(prompt_tokens=lengths[0], output_tokens=lengths[1])
+        if len(requests) != len(offsets) - 1:
+            raise ConfigError(f"requests has {len(requests)} rows; offsets describe {len(offsets) - 1} requests")
+        return cls(meta, [Segment(offsets, tokens, None, None)], requests)
+
+    @classmethod
+    def empty(cls, meta: TraceMeta) -> Self:
+        """A trace of no request."""
+        arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in meta.specs(0, 0).items()}
+        segment = Segment(arrays["offsets"], Activations(arrays["expert_ids"], arrays["phase"]), None, None)
+        return cls(meta, [segment], RequestTrace(np.empty(0, np.int64), np.empty(0, np.int64)))
+
+    @property
+    def num_requests(self) -> int:
+        return int(self._first[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.tokens.phase) for s in self.segments)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the expert ids."""
+        return sum(s.tokens.expert_ids.nbytes for s in self.segments)
+
+    @cached_property
+    def requests(self) -> RequestTrace:
+        """The request table, read when first asked for."""
+        if self._given_requests is not None:
+            return self._given_requests
+        tables = []
+        for segment in self.segments:
+            assert segment.table is not None
+            table = read_requests(segment.table, self.meta.block_tokens, self.meta.source)
+            if len(table) != segment.num_requests:
+                raise TraceError(
+                    segment.table, "rows", f"found {len(table)}; the activations hold {segment.num_requests} requests"
+                )
+            tables.append(table)
+        return tables[0] if len(tables) == 1 else concat_requests(tables)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """[request] tokens recorded."""
+        return np.concatenate([np.diff(s.offsets) for s in self.segments])
+
+    def request(self, index: int) -> Activations:
+        """The tokens of one request, as views into the mapped file."""
+        if not 0 <= index < self.num_requests:
+            raise ConfigError(f"request {index} must be in 0 … {self.num_requests - 1}")
+        at = bisect_right(self._first, index) - 1
+        segment, local = self.segments[at], index - int(self._first[at])
+        return segment.between(int(segment.offsets[local]), int(segment.offsets[local + 1]))
+
+    def chunks(self, max_tokens: int = 1 << 20) -> Iterator[Chunk]:
+        """The whole trace in runs of whole requests of about `max_tokens`; memory read is let go after each."""
+        for segment, first in zip(self.segments, self._first, strict=False):
+            start = 0
+            while start < segment.num_requests:
+                limit = segment.offsets[start] + max_tokens
+                stop = max(start + 1, int(np.searchsorted(segment.offsets, limit, side="right")) - 1)
+                base, end = int(segment.offsets[start]), int(segment.offsets[stop])
+                yield Chunk(int(first) + start, segment.offsets[start : stop + 1] - base, segment.between(base, end))
+                if segment.file is not None:
+                    segment.file.release()
+                start = stop
+
+    def arrays(self) -> tuple[Activations, NDArray[np.int64]]:
+        """All tokens and the offsets [request + 1] as single arrays: views of a joined trace, else copies."""
+        if len(self.segments) == 1:
+            return self.segments[0].tokens, self.segments[0].offsets
+        parts = [s.tokens for s in self.segments]
+        offsets = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
+        ids = [p.token_ids for p in parts if p.token_ids is not None]
+        gates = [p.gate_weights for p in parts if p.gate_weights is not None]
+        return (
+            Activations(
+                np.concatenate([p.expert_ids for p in parts]),
+                np.concatenate([p.phase for p in parts]),
+                np.concatenate(ids) if len(ids) == len(parts) and ids else None,
+                np.concatenate(gates) if len(gates) == len(parts) and gates else None,
+            ),
+            offsets,
+        )
+
+    def validate(self) -> None:
+        """Read every id and offset once; raises if an id is not an expert or an offset falls. Streams."""
+        for segment in self.segments:
+            name = segment.file.path if segment.file else "trace"
+            try:
+                check_shapes(str(name), self.meta, segment.tokens, segment.offsets)
+            except ConfigError as error:
+                raise TraceError(name, "offsets", str(error)) from None
+            ids = segment.tokens.expert_ids
+            for start in range(0, len(ids), 1 << 18):
+                try:
+                    check_ids(ids[start : start + (1 << 18)], self.meta, "expert_ids", start)
+                except ConfigError as error:
+                    raise TraceError(name, "expert_ids", str(error)) from None
+                gates = segment.tokens.gate_weights
+                if gates is not None and not np.isfinite(gates[start : start + (1 << 18)]).all():
+                    raise TraceError(name, "gate_weights", f"holds NaN or infinity after token {start}")
+                if segment.file is not None:
+                    segment.file.release()
+
+
+TABLES["activations"] = lambda folder: SegmentedTrace.open(folder).requests
+
+
+def _open_segment(folder: Path, meta: TraceMeta, name: str, table: str, num_tokens: int) -> Segment:
+    file = ArrayFile(folder / name)
+    offsets = file["offsets"]
+    tokens = Activations(file["expert_ids"], file["phase"], file.get("token_ids"), file.get("gate_weights"))
+    if len(tokens.phase) != num_tokens:
+        raise TraceError(file.path, "phase", f"has {len(tokens.phase)} tokens, meta.json says {num_tokens}")
+    try:
+        check_shapes(str(file.path), meta, tokens, offsets, deep=False)
+    except ConfigError as error:
+        raise TraceError(file.path, "shape", str(error)) from None
+    return Segment(offsets, tokens, file, folder / table)
+
+
+def check_ids(ids: NDArray[np.integer], meta: TraceMeta, name: str, start: int = 0) -> None:
+    if ids.size and (int(ids.max()) >= meta.num_experts or int(ids.min()) < 0):
+        bad = np.argwhere((ids >= meta.num_experts) | (ids < 0))[0]
+        where = (int(bad[0]) + start, *(int(n) for n in bad[1:]))
+        raise ConfigError(f"{name}{list(where)}={int(ids[tuple(bad)])} must be in 0 … {meta.num_experts - 1}")
+
+
+def check_shapes(
+    name: str, meta: TraceMeta, tokens: Activations, offsets: NDArray[np.int64], deep: bool = True
+) -> None:
+    specs = meta.specs(len(tokens.phase), len(offsets) - 1, OPTIONAL)
+    for field_name, spec in specs.items():
+        array = offsets if field_name == "offsets" else getattr(tokens, field_name)
+        if array is None:
+            continue
+        if array.shape != spec.shape or array.dtype != spec.dtype:
+            raise ConfigError(f"{field_name} is {array.dtype} {array.shape}; expected {spec.dtype} {spec.shape}")
+    if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(tokens.phase):
+        raise ConfigError(f"offsets of {name} must run from 0 to the {len(tokens.phase)} tokens")
+    if deep and (np.diff(offsets) < 0).any():
+        raise ConfigError(f"offsets of {name} must not fall")
+    if deep and len(tokens.phase) and int(tokens.phase.max()) > DECODE:
+        raise ConfigError(f"phase={int(tokens.phase.max())} must be {PREFILL} (prefill) or {DECODE} (decode)")
+
+
+def phase_lengths(phase: NDArray[np.uint8], offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    decode = np.concatenate([[0], np.cumsum(phase == DECODE)])[offsets]
+    output = np.diff(decode).astype(np.int64)
+    return np.diff(offsets) - output, output
+
+
+def concat_requests(tables: Sequence[RequestTrace]) -> RequestTrace:
+    """Tables one after the other. A column stays only if every table has it."""
+
+    def join(name: str) -> Any:
+        columns = [getattr(t, name) for t in tables]
+        if any(c is None for c in columns):
+            return None
+        return np.concatenate(columns) if isinstance(columns[0], np.ndarray) else [v for c in columns for v in c]
+
+    shared = set(tables[0].extra).intersection(*(t.extra for t in tables))
+    blocks = join("prefix_blocks")
+    return RequestTrace(
+        prompt_tokens=join("prompt_tokens"),
+        output_tokens=join("output_tokens"),
+        arrival_s=join("arrival_s"),
+        ids=join("ids"),
+        domains=join("domains"),
+        prefix_blocks=blocks,
+        block_tokens=tables[0].block_tokens if blocks is not None else None,
+        extra={name: [v for t in tables for v in t.extra[name]] for name in sorted(shared)},
+        source=tables[0].source,
+    )
