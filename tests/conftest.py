@@ -45,6 +45,17 @@ TOGETHER = {
 
 GROUPS = {f"test_{name}": group for group, names in TOGETHER.items() for name in names}
 
+PAGES = {
+    "docs/batching": "batching",
+    "docs/engines/worker": "workers",
+    "docs/fleet-simulator": "fleets",
+    "docs/placement": "planning",
+    "docs/results/routed-fleet": "workers",
+    "docs/routing": "test_fitted",
+    "docs/kv-directory": "test_directory",
+}
+"""Pages whose Python runs such loops, by the parameter of their test: a group of the above, or a file."""
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
@@ -58,8 +69,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
     class WholeFiles(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = Path(nodeid.partition("::")[0]).stem
-            return GROUPS.get(file, file)
+            path, _, test = nodeid.partition("::")
+            file = Path(path).stem
+            page = test.removeprefix("test_python_runs[").removesuffix("]") if file == "test_pages" else ""
+            return PAGES.get(page) or GROUPS.get(file, file)
 
     return WholeFiles(config, log)
 
