@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 import types
 from collections.abc import Iterator
 from functools import cache
@@ -137,3 +138,13 @@ def commands(text: str) -> Iterator[list[str]]:
     for code in (*(block.replace("\\\n", " ") for block in shell), *inline):
         for found in COMMAND.findall(code):
             yield found.split()
+
+
+def test_the_architecture_page_has_every_layer_in_order():
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    layers = [
+        re.sub(r"\(\w+\)", "", layer).replace("|", " ").split() for layer in contract["layers"]
+    ]  # (not yet there)
+    section = PAGES["docs/architecture"].read_text().partition("## Layers")[2].partition("## Contracts")[0]
+    rows = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in section.splitlines() if row.startswith("| `")]
+    assert rows == layers
