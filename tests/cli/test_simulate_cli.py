@@ -184,7 +184,7 @@ def test_bad_input_exits_with_2_and_one_line(trace, config, tmp_path, monkeypatc
 def test_interrupt_ends_with_130_and_prints_no_result(tmp_path):
     """Stopped while it simulates, which its progress bar on a terminal shows."""
     screen, terminal = pty.openpty()
-    command = [*MAIN, "simulate", "--requests", "200000", "--json", "--out", str(tmp_path / "out")]
+    command = [*MAIN, "simulate", "--requests", "30000", "--json", "--out", str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal, env={**os.environ, "TERM": "xterm"})
     os.close(terminal)
     try:
