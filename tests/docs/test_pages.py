@@ -40,7 +40,8 @@ BLOCK = re.compile(r"^(?:<!-- needs: (?P<need>\w+) -->\n+)?```(?P<language>\w*)\
 HEADING = re.compile(r"^#+ (.*)$", re.M)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 INLINE_CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
-COMMAND = re.compile(r"(?:^|(?<=[$(;|&]) *)coterie(?= +[a-z-])([^|;&#()]*)", re.M)
+COMMAND = re.compile(r"^(?:\$ )?(?:\w+=\S* )*(?:\S+/|python -m )?coterie +([^|;&#]+)")
+"""A line of a shell: variables may come before it, and a folder."""
 
 
 class Block(NamedTuple):
@@ -131,13 +132,26 @@ def test_commands_and_options_exist(page: str):
     assert wrong == []
 
 
+def test_commands_are_found_in_code_alone():
+    page = """Use `coterie plan --load x`, coterie inspect --prose, `coterie.testing` or
+```
+$ coterie fit trace --workers 8 \\
+    --json | head
+A=1 .venv/bin/coterie demo --out x   # --comment
+```
+"""
+    found = [["fit", "trace", "--workers", "8", "--json"], ["demo", "--out", "x"], ["plan", "--load", "x"]]
+    assert list(commands(page)) == found
+
+
 def commands(text: str) -> Iterator[list[str]]:
     """Words after `coterie`, of every command in code."""
     shell = [block["text"] for block in BLOCK.finditer(text) if block["language"] in ("", "bash", "sh", "console")]
     inline = [" ".join(code.split()) for code in INLINE_CODE.findall(BLOCK.sub("", text))]
-    for code in (*(block.replace("\\\n", " ") for block in shell), *inline):
-        for found in COMMAND.findall(code):
-            yield found.split()
+    lines = [line for block in shell for line in block.replace("\\\n", " ").splitlines()]
+    for line in (*lines, *inline):
+        if found := COMMAND.match(line):
+            yield found[1].split()
 
 
 def test_the_architecture_page_has_every_layer_in_order():
