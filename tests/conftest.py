@@ -23,6 +23,18 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TOGETHER = {
+    "fleets": (
+        "demo",
+        "fleet",
+        "fleet_checks",
+        "fleet_reality",
+        "fleet_requests",
+        "joint",
+        "proxy",
+        "routed_loop",
+        "worker_embedded",
+        "worker_requests",
+    ),
     "planning": (
         "bench_placement",
         "free_split",
@@ -36,14 +48,35 @@ TOGETHER = {
         "splits",
         "vllm_eplb",
     ),
-    "batching": ("batch_server", "bench_batching", "caps", "contract", "latency_aware", "simulate", "strategies"),
-    "fleets": ("fleet", "fleet_reality", "fleet_requests", "fleet_checks", "joint"),
-    "workers": ("demo", "proxy", "routed_loop", "worker_embedded", "worker_requests"),
-    "generated": ("generate", "synthetic", "trace_invariants"),
+    "batching": (
+        "batch_server",
+        "bench_batching",
+        "caps",
+        "contract",
+        "latency_aware",
+        "regimes",
+        "simulate",
+        "simulate_cli",
+        "strategies",
+    ),
+    "generated": ("generate", "inspect", "synthetic", "fitting", "trace_invariants"),
 }
-"""Files of tests that run the same loops: one worker takes them all, or both would compile them, for a minute each."""
+"""Files of tests that run the same loops: one worker takes them all, or both would compile them, for a minute each.
+
+The longest first: a worker that took one of them last would leave the other without work."""
 
 GROUPS = {f"test_{name}": group for group, names in TOGETHER.items() for name in names}
+
+PAGES = {
+    "docs/batching": "batching",
+    "docs/engines/worker": "fleets",
+    "docs/fleet-simulator": "fleets",
+    "docs/placement": "planning",
+    "docs/results/routed-fleet": "fleets",
+    "docs/routing": "test_fitted",
+    "docs/kv-directory": "test_directory",
+}
+"""Pages whose Python runs such loops, by the parameter of their test: a group of the above, or a file."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -58,10 +91,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
     class WholeFiles(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = Path(nodeid.partition("::")[0]).stem
-            return GROUPS.get(file, file)
+            return group_of(nodeid)
 
+    config.option.loadscopereorder = False  # by the number of tests, which is not how long they take
     return WholeFiles(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For workers of xdist, who are dealt files in the order of their tests."""
+    if hasattr(config, "workerinput"):
+        ranks = {group: rank for rank, group in enumerate(TOGETHER)}
+        items.sort(key=lambda item: ranks.get(group_of(item.nodeid), len(ranks)))
+
+
+def group_of(nodeid: str) -> str:
+    """Tests of one group go to one worker."""
+    path, _, test = nodeid.partition("::")
+    file = Path(path).stem
+    page = test.removeprefix("test_python_runs[").removesuffix("]") if file == "test_pages" else ""
+    return PAGES.get(page) or GROUPS.get(file, file)
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,14 +164,6 @@ class Silent:
 def test_state_and_wrong_shapes_of_a_strategy_are_found(make: Callable[[], Strategy], message: str):
     with pytest.raises(AssertionError, match=message):
         check_strategy(make)
-
-
-def test_the_examples_in_the_docs_run(tmp_path: Path):
-    """The Python blocks of the page, in order, as one script; they hold their own asserts."""
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", (DOCS / "batching.md").read_text(), re.M | re.S))
-    assert "assert " in code
-    ran = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_the_page_lists_every_strategy():

@@ -52,7 +52,11 @@ def test_held_out_error_is_within_the_bar(name):
 
 @pytest.mark.parametrize(
     ("name", "model", "dtype"),
-    [("rtx-pro-6000", "qwen3-30b-a3b", "bf16"), ("h200", "mixtral-8x7b", "bf16"), ("h200", "gpt-oss-20b", "fp8")],
+    [
+        ("rtx-pro-6000", "qwen3-30b-a3b", "bf16"),
+        pytest.param("h200", "mixtral-8x7b", "bf16", marks=pytest.mark.long),
+        pytest.param("h200", "gpt-oss-20b", "fp8", marks=pytest.mark.long),
+    ],
 )
 def test_the_stored_fit_follows_from_the_stored_cells(name, model, dtype):
     preset = load_preset(name)

@@ -145,9 +145,12 @@ def run_faults(make, schedules, seed=0, events=12):
     return outcomes
 
 
-def test_10000_random_fault_schedules():
-    outcomes = run_faults(Migrator, 10_000)
-    assert min(outcomes[kind] for kind in ("done", "died", "cancelled", "rolled back", "in part")) > 200, outcomes
+@pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_random_fault_schedules(count: int):
+    outcomes = run_faults(Migrator, count)
+    assert min(outcomes[kind] for kind in ("done", "died", "cancelled", "rolled back", "in part")) > count / 50, (
+        outcomes
+    )
 
 
 # --------------------------------------------------------------------------------------------------- all interleavings

@@ -62,7 +62,6 @@ def test_the_formula_is_md1_for_batches_of_one():
 @pytest.mark.parametrize(
     ("trigger", "size", "load", "strategy"),
     [
-        (1, 8, 0.5, "fcfs"),
         (1, 8, 0.65, "fcfs"),
         (4, 8, 0.3, "fcfs"),
         (8, 8, 0.6, "fcfs"),

@@ -95,7 +95,7 @@ def union(trace, batch, rng, domain=None, steps=150):
     return total / steps
 
 
-@pytest.mark.parametrize("name", ["gpt-oss-20b", "deepseek-v2-lite"])
+@pytest.mark.parametrize("name", ["gpt-oss-20b", pytest.param("deepseek-v2-lite", marks=pytest.mark.long)])
 def test_like_real_traces_in_skew_and_batch_unions(data_dir, name, rng):
     real = recorded(data_dir, name)
     synthetic = generate(fit_synthetic(real, rng), rng, requests=3 * real.num_requests)

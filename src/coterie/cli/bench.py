@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from coterie.cli.output import JsonOption, print_json, print_table, reporting
 
 
+class GroupsInHelp(TyperCommand):
+    """Help that ends with the registered groups."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        _print_groups()
+
+
 def bench_command(
-    group: Annotated[str, typer.Argument(help="A group of benchmarks, or all.")], json: JsonOption = False
+    group: Annotated[
+        str | None, typer.Argument(help="A group of benchmarks, or all; lists the groups without.")
+    ] = None,
+    json: JsonOption = False,
 ) -> None:
-    """Run a group of benchmarks: `batching`, `costs`, `placement`, `routing`, `sim`, `traces`, or `all`."""
+    """Run a group of benchmarks, or `all` of them."""
     from coterie.evaluation.bench import benches
 
+    if group is None:
+        if json:
+            print_json({"groups": _groups()})
+        else:
+            _print_groups()
+        return
     names = benches.names() if group == "all" else [group]
     rows = []
     with reporting("bench") as report:
@@ -28,3 +46,14 @@ def bench_command(
         for kind in dict.fromkeys(tuple(row) for row in mine):
             some = [row for row in mine if tuple(row) == kind]
             print_table(name, kind, [list(row.values()) for row in some])
+
+
+def _groups() -> list[dict[str, str]]:
+    """Name of every group, and the first line of its docstring."""
+    from coterie.evaluation.bench import benches
+
+    return [{"group": name, "measures": (benches[name].__doc__ or "").partition("\n")[0]} for name in benches.names()]
+
+
+def _print_groups() -> None:
+    print_table("Groups", ["group", "measures"], [list(row.values()) for row in _groups()])

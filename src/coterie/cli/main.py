@@ -9,13 +9,14 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.markup import escape
 
+from coterie import __version__
 from coterie._interrupts import hear_interrupts
-from coterie.cli.bench import bench_command
+from coterie.cli.bench import GroupsInHelp, bench_command
 from coterie.cli.calibrate import calibrate_command
 from coterie.cli.convert import convert_command
 from coterie.cli.demo import demo_command
@@ -34,14 +35,9 @@ from coterie.cli.worker import worker_command
 from coterie.errors import CoterieError
 
 app = typer.Typer(
-    name="coterie",
-    help="Expert-aware scheduling for Mixture-of-Experts serving.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    name="coterie", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
 )
-app.command("bench")(bench_command)
+app.command("bench", cls=GroupsInHelp)(bench_command)
 app.command("calibrate")(calibrate_command)
 app.command("convert")(convert_command)
 app.command("demo")(demo_command)
@@ -56,6 +52,22 @@ app.command("record")(record_command)
 app.command("replay")(replay_command)
 app.command("simulate")(simulate_command)
 app.command("worker")(worker_command)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"coterie {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _coterie(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Expert-aware scheduling for Mixture-of-Experts serving."""
+    del version  # the option's callback has printed it and exited
 
 
 # Typer carries its own copy of Click's exceptions in newer versions: find the class rather than name a module.

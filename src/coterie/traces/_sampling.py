@@ -176,7 +176,8 @@ def _request_preferences(
     """
     for layer in range(base.shape[0]):
         if math.isinf(concentration[layer]):
-            prefill[layer], decode[layer] = base[layer], base[layer]
+            for e in range(base.shape[1]):  # assigning a row compiles numba's words for unequal shapes too: 3 s
+                prefill[layer, e], decode[layer, e] = base[layer, e], base[layer, e]
             continue
         for e in range(base.shape[1]):
             shape = concentration[layer] * base[layer, e]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from coterie.costs.presets import load_preset, shape_spec
+from coterie.evaluation.bench import base
 from coterie.evaluation.bench.base import _unseen_row, benches
 
 
-def test_trace_rows_have_names_sizes_and_medians():
+def test_trace_rows_have_names_sizes_and_medians(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(base, "TRACE_BYTES", 2_000_000)
     rows = benches["traces"](lambda *_: None)
     assert [row["name"] for row in rows] == ["generate", "open", "read one request", "count load", "copy"]
     assert all(row["tokens"] > 0 and (row.get("median_us") or row.get("median_ms")) > 0 for row in rows)

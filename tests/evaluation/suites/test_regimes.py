@@ -101,7 +101,7 @@ def test_a_cell_is_the_same_twice(data_dir: Path):
 
 def test_rows_and_notes(data_dir: Path, tmp_path: Path):
     options = SuiteOptions(
-        data=data_dir, requests=24, seeds=(0,), rates=(1.3,), strategies=("latency_aware",), out=tmp_path / "out"
+        data=data_dir, requests=12, seeds=(0,), rates=(1.3,), strategies=("latency_aware",), out=tmp_path / "out"
     )
     result = run(options, lambda *_: None)
     overall = [row for row in result.rows if row["model"] == "all"]

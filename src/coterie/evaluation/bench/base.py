@@ -27,6 +27,9 @@ Row = dict[str, Any]
 Report = Callable[[str, int, int], None]
 Bench = Callable[[Report], list[Row]]
 
+TRACE_BYTES = 64_000_000
+"""Size of the trace that is read and written."""
+
 benches: Registry[Bench] = Registry("benchmark group", group="coterie.benches")
 
 
@@ -174,11 +177,10 @@ def bench_traces(report: Report) -> list[Row]:
     rows: list[Row] = []
     settings = presets["balanced"]
     with tempfile.TemporaryDirectory() as folder:
-        nbytes = 64_000_000
         generate_to(Path(folder) / "warm", settings, np.random.default_rng(0), nbytes=1_000_000)
         report("generate", 0, 4)
         paths = [Path(folder) / f"trace{n}" for n in range(3)]
-        draw = partial(generate_to, settings=settings, nbytes=nbytes)
+        draw = partial(generate_to, settings=settings, nbytes=TRACE_BYTES)
         spent = _spaced_ms([partial(draw, path, rng=np.random.default_rng(0)) for path in paths])
         path = paths[0]
         trace = ActivationTrace.open(path)

@@ -84,4 +84,5 @@ def _optimal_shares(
         least_limit(split, unit[layer], speeds, work / speed, search)
         if not separable(split, unit[layer], speeds):
             solve_exactly(split, unit[layer], fixed[layer])
-        shares[layer] = split.share
+        for slot in range(slots):  # as one assignment it compiles for 4 s longer
+            shares[layer, slot] = split.share[slot]
