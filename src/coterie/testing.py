@@ -311,7 +311,10 @@ def _check_numbers(planner: Planner, plan: Plan, case: _Snapshot, where: str) ->
 def _plain_s(
     objective: Objective, case: _Snapshot, placement: Placement, shares: NDArray[np.float64] | None
 ) -> float | None:
-    """Seconds of a step's MoE layers by the definition alone; None where living ranks are not alike."""
+    """Seconds of a step's MoE layers by the definition alone; None where living ranks are not alike.
+
+    It recomputes the objective on purpose and shares no code with it: a check of plans, not a second price.
+    """
     topology, load = case.topology, case.load
     alive = topology.rank_speeds > 0
     nodes, living, experts = topology.rank_nodes[alive], int(alive.sum()), placement.num_experts

@@ -252,6 +252,11 @@ class Placement:
 
 
 def balancedness(rank_load: NDArray[np.float64]) -> float:
-    """Mean over layers of mean ÷ max rank load: 1 is even. Layers without load count as even."""
+    """Mean over layers of :func:`layer_balance`."""
+    return float(layer_balance(rank_load).mean())
+
+
+def layer_balance(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[layer] mean ÷ max of [layer, rank] load: 1 is even, and so is a layer without load."""
     peak = rank_load.max(axis=1)
-    return float(np.where(peak > 0, rank_load.mean(axis=1) / np.where(peak > 0, peak, 1.0), 1.0).mean())
+    return np.where(peak > 0, rank_load.mean(axis=1) / np.where(peak > 0, peak, 1.0), 1.0)

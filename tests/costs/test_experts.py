@@ -1,4 +1,4 @@
-"""The MoE layer's law: its physics, and that the loop and the fit compute the same formula."""
+"""The MoE layer's law: its physics, and that a fit predicts cells by it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_order_of_experts_does_not_matter(order):
     tiles=st.sampled_from([(16, 64), (128, 256), (128, 512)]),
     switch=st.sampled_from([2.0, 128.0]),
 )
-def test_the_fit_and_the_loop_are_one_formula(tokens, share, zipf, warm, overlap, sharpness, tiles, switch):
+def test_a_fit_predicts_cells_by_the_law(tokens, share, zipf, warm, overlap, sharpness, tiles, switch):
     k, experts = 4, 32
     active = int(k + share * (min(experts, tokens * k) - k))
     p = params(overlap=overlap, sharpness=sharpness, tile_rows=tiles, switch_rows=switch)

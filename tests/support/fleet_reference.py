@@ -1,6 +1,7 @@
 """A fleet simulated the plain way: objects, one event at a time, experts counted token by token.
 
-How long a step takes is asked of the caller, who is given its tokens and their load.
+It recomputes a run on purpose and shares no code with the simulator: a check, not a copy. How long a step takes is
+asked of the caller, who is given its tokens and their load.
 """
 
 from __future__ import annotations

@@ -78,9 +78,8 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-(OVERHEAD, TOKEN, STREAM, ROW, RATE, _, TILE, _, SWITCH, SHARPNESS, FILL, PARTIAL, OVERLAP, CACHE, CACHE_RATE) = range(
-    15
-)
+OVERHEAD, TOKEN, STREAM, ROW, RATE, TILE, SWITCH = 0, 1, 2, 3, 4, 6, 8
+SHARPNESS, FILL, PARTIAL, OVERLAP, CACHE, CACHE_RATE = 9, 10, 11, 12, 13, 14
 """Places in :meth:`MoeParams.array`; RATE and TILE are those of the small tile, the large one's stand after them."""
 
 CACHE_SHARPNESS = 4.0

@@ -17,6 +17,7 @@ import numpy as np
 
 from coterie.costs.attention import attention_work
 from coterie.costs.cells import AttentionCell, CopyCell, GemmCell, RoutingCell
+from coterie.costs.dense import dense_shapes
 from coterie.errors import ConfigError
 from coterie.types import ModelSpec, WeightDtype
 
@@ -177,15 +178,8 @@ def measure_routing(spec: ModelSpec, device: Any, settings: CalibrationSettings)
 
 
 def gemm_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """(n, k) of the dense projections of one layer: attention in and out, shared or dense MLP."""
-    hidden = spec.hidden_size
-    shapes = {(spec.num_heads * spec.head_dim, hidden), (hidden, spec.num_heads * spec.head_dim)}
-    kv = spec.kv_lora_rank + spec.rope_head_dim if spec.kv_lora_rank else 2 * spec.num_kv_heads * spec.head_dim
-    shapes.add((kv, hidden))
-    for inner in (spec.shared_intermediate_size, spec.dense_intermediate_size):
-        if inner:
-            shapes |= {(2 * inner, hidden), (hidden, inner)}
-    return sorted(shapes)
+    """(n, k) of the dense projections, each once: attention in and out, shared and dense MLPs."""
+    return sorted({shape for shapes, _ in dense_shapes(spec) for shape in shapes})
 
 
 def measure_gemm(spec: ModelSpec, device: Any, settings: CalibrationSettings) -> tuple[GemmCell, ...]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.placement.maps.formats import PlacementMap
-from coterie.types import Placement, balancedness
+from coterie.types import Placement, balancedness, layer_balance
 
 MOST = 10
 """Experts named."""
@@ -91,8 +91,7 @@ def inspect_map(map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | N
 
 def worst_layer(rank_load: NDArray[np.float64]) -> int:
     """The row that is least even."""
-    peak = rank_load.max(axis=1)
-    return int(np.argmin(np.where(peak > 0, rank_load.mean(axis=1) / np.where(peak > 0, peak, 1.0), 1.0)))
+    return int(np.argmin(layer_balance(rank_load)))
 
 
 def _rank_load(map: PlacementMap, load: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -20,7 +20,7 @@ from coterie.placement.moves import moves_between
 from coterie.placement.objective._arrays import even_share, fill, fill_sources
 from coterie.placement.objective._assessing import assess
 from coterie.placement.objective.settling import living_shares, settle
-from coterie.types import Placement, Topology
+from coterie.types import Placement, Topology, layer_balance
 
 Array = NDArray[np.float64]
 
@@ -313,9 +313,7 @@ class Problem:
 
     def layer_balance(self, rank_s: Array) -> Array:
         """[layer] mean ÷ max over living ranks, of [layer, rank] seconds; 1 where there is nothing to do."""
-        living = rank_s[:, self.alive]
-        peak = living.max(axis=1)
-        return np.where(peak > 0, living.mean(axis=1) / np.where(peak > 0, peak, 1.0), 1.0)
+        return layer_balance(rank_s[:, self.alive])
 
     def moves(self, slot_experts: NDArray[np.integer]) -> Moves:
         """What must be loaded to get there; slots on ranks that are gone count for nothing."""

@@ -34,7 +34,7 @@ from coterie.sim.fleet._memory import hit_tokens
 from coterie.sim.fleet._tables import WORD, step_tables
 from coterie.sim.fleet.checks import check_fleet
 from coterie.sim.fleet.metrics import FleetRun
-from coterie.sim.fleet.requests import FleetRequests
+from coterie.sim.fleet.requests import FleetRequests, check_requests
 from coterie.types import Link, Placement, narrowest_uint
 
 PrefillPolicy = Literal["soonest", "least_queued", "round_robin"]
@@ -128,7 +128,7 @@ def run_fleet(
     worker over the ranks of the model's topology. `fleet` is what the router is shown, kept up to date, an empty one;
     unless given, one that tracks no experts, which routers that need them refuse.
     """
-    _check_requests(requests, model, in_flight)
+    check_requests(requests, model.spec, in_flight)
     if duplicates not in get_args(Duplicates):
         raise ConfigError(f"duplicates={duplicates!r} must be one of {', '.join(get_args(Duplicates))}")
     if fleet is None:
@@ -153,66 +153,6 @@ def run_fleet(
             until_s == np.inf,
         )
     return run
-
-
-def _check_requests(requests: FleetRequests, model: StepModel, in_flight: int | None) -> None:
-    """The compiled loop trusts these, and would read past an array's end."""
-    count, recordings, spec = len(requests), requests.recordings, model.spec
-    if not count:
-        raise ConfigError("there are no requests; a run needs at least one")
-    for name in ("prompt_tokens", "output_tokens"):
-        values = getattr(requests, name)
-        if len(values) != count:
-            raise ConfigError(f"{name} has {len(values)} requests; recorded has {count}")
-        if values.min() < 1:
-            raise ConfigError(f"{name}={values.min()} must be at least 1 for every request")
-    if not 0 <= requests.recorded.min() <= requests.recorded.max() < len(recordings):
-        raise ConfigError(f"recorded holds numbers outside 0 … {len(recordings) - 1}")
-    ids = recordings.expert_ids
-    if ids.ndim != 3 or ids.shape[1] != spec.num_moe_layers or recordings.num_experts != spec.num_experts:
-        raise ConfigError(
-            f"recordings have shape {ids.shape} of {recordings.num_experts} experts; {spec.name} has "
-            f"{spec.num_moe_layers} MoE layers of {spec.num_experts}"
-        )
-    low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
-    if low < 0 or high >= spec.num_experts:
-        raise ConfigError(f"expert_ids holds {low if low < 0 else high}; ids must be in 0 … {spec.num_experts - 1}")
-    for row, rows in ((recordings.prompt_row, recordings.prompt_rows), (recordings.decode_row, recordings.decode_rows)):
-        if row.min() < 0 or rows.min() < 1 or int((row + rows).max()) > len(ids):
-            raise ConfigError(f"recordings need at least one token each for prompt and decode within {len(ids)}")
-    if in_flight is not None and in_flight < 1:
-        raise ConfigError(f"in_flight={in_flight} must be at least 1")
-    if (requests.arrival_s is None) == (in_flight is None):
-        raise ConfigError("give either requests with arrival_s (open) or in_flight (closed)")
-    times = requests.arrival_s
-    if times is not None and (len(times) != count or not np.isfinite(times).all() or times[0] < 0):
-        raise ConfigError(f"arrival_s must hold {count} finite times of at least 0")
-    if times is not None and (np.diff(times) < 0).any():
-        raise ConfigError("arrival_s must not fall")
-    if requests.block_tokens < 1:
-        raise ConfigError(f"block_tokens={requests.block_tokens} must be at least 1")
-    if (requests.blocks is None) != (requests.block_offsets is None):
-        raise ConfigError("blocks and block_offsets must be given together")
-    if requests.blocks is not None and requests.block_offsets is not None:
-        _check_blocks(requests, requests.block_offsets, requests.blocks)
-
-
-def _check_blocks(requests: FleetRequests, offsets: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
-    if len(offsets) != len(requests) + 1 or offsets[0] != 0 or offsets[-1] != len(blocks):
-        raise ConfigError(f"block_offsets must run from 0 to {len(blocks)} over {len(requests)} requests")
-    each = np.diff(offsets)
-    most = -(-requests.prompt_tokens // requests.block_tokens)
-    if each.min() < 0 or (each > most).any():
-        row = int(np.flatnonzero((each < 0) | (each > most))[0])
-        raise ConfigError(
-            f"request {row} has {each[row]} blocks; its prompt of {requests.prompt_tokens[row]} tokens has at most "
-            f"{most[row]} of {requests.block_tokens}"
-        )
-    if len(blocks) and blocks.min() < 0:
-        raise ConfigError(f"blocks holds {blocks.min()}; blocks are numbered from 0")
-    owner = np.repeat(np.arange(len(requests)), each)
-    if len(np.unique(np.stack([owner, blocks]), axis=1).T) != len(blocks):
-        raise ConfigError("a prompt holds one block twice; blocks are numbered by all that lies before them")
 
 
 class _Driver:
@@ -434,4 +374,19 @@ def _world(
     fill_bits(cells, bits)
     rows = np.zeros(run.shape[1] + 8, np.uint64)
     r, rt = np.ascontiguousarray(r.T), np.ascontiguousarray(rt.T)
-    return state.World(c, f, w, wt, r, rt, run, cache, blocks, held, cells, counts, bits, rows)
+    return state.World(
+        c=c,
+        f=f,
+        w=w,
+        wt=wt,
+        r=r,
+        rt=rt,
+        run=run,
+        cache=cache,
+        blocks=blocks,
+        recordings=held,
+        cells=cells,
+        counts=counts,
+        bits=bits,
+        rows=rows,
+    )

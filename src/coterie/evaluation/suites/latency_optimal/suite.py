@@ -27,7 +27,7 @@ from coterie.evaluation.suites.latency_optimal.domains import MODEL, DomainSetti
 from coterie.evaluation.suites.latency_optimal.sweep import Outcome, Policy, SweepSetting, run_seed
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
-from coterie.types import Placement
+from coterie.types import Placement, balancedness
 
 Array = NDArray[np.float64]
 
@@ -135,18 +135,14 @@ def _balance_row(name: str, placement: Placement, drawn: Array, plan: Plan | Non
         "part": "balance",
         "planner": name,
         "layers": placement.num_layers,
-        "balance": _balance(fitted),
+        "balance": balancedness(fitted),
         "deviation": float((fitted.std(axis=1) / fitted.mean(axis=1)).mean()),
-        "balance_next": _balance(following),
+        "balance_next": balancedness(following),
         "moves": len(plan.moves) if plan else 0,
         "rebalancing_s": plan.movement_s if plan else 0.0,
         "planning_s": plan.planning_s if plan else 0.0,
         "published": TABLE[name],
     }
-
-
-def _balance(rank_load: Array) -> float:
-    return float((rank_load.mean(axis=1) / rank_load.max(axis=1)).mean())
 
 
 # ------------------------------------------------------------------------------------------------------ the sweep

@@ -83,29 +83,36 @@ def search(
     """
     slots, ranks, experts = rows.shape[1], unit.shape[1], unit.shape[2]
     state = State(
-        np.zeros(slots, np.int64),
-        np.zeros((ranks, experts), np.int16),
-        np.zeros((ranks, experts), np.bool_),
-        np.zeros(experts, np.int64),
-        np.zeros(experts),
-        np.zeros(ranks),
-        np.zeros(slots),
-        np.zeros(slots),
+        row=np.zeros(slots, np.int64),
+        held=np.zeros((ranks, experts), np.int16),
+        home=np.zeros((ranks, experts), np.bool_),
+        copies=np.zeros(experts, np.int64),
+        part=np.zeros(experts),
+        busy=np.zeros(ranks),
+        own=np.zeros(slots),
+        fee=np.zeros(slots),
     )
     scratch = Scratch(
-        np.zeros(slots),
-        np.zeros(slots),
-        np.zeros(experts),
-        np.zeros(experts),
-        np.zeros(ranks, np.int64),
-        np.zeros(slots // ranks),
-        np.zeros(ranks, np.bool_),
+        back=np.zeros(slots),
+        back_fee=np.zeros(slots),
+        relief=np.zeros(experts),
+        burden=np.zeros(experts),
+        order=np.zeros(ranks, np.int64),
+        worth=np.zeros(slots // ranks),
+        stuck=np.zeros(ranks, np.bool_),
     )
     base, old = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
     for at in chosen:
         layer = Layer(unit[at], share[at], load_in[at], alive, alike)
         prices = Prices(floor[at], numbers[0], numbers[1], numbers[2], numbers[3])
-        best = Best(trails[at], totals[at], seconds[at], moves[at], kept[at : at + 1], trail)
+        best = Best(
+            rows=trails[at],
+            totals=totals[at],
+            seconds=seconds[at],
+            moves=moves[at],
+            kept=kept[at : at + 1],
+            trail=trail,
+        )
         fastest, low = prices.fastest, max(prices.floor, 1e-300)  # a target of 0 is a layer without load
         start(layer, state, base, rows[at])
         restore(layer, state, base, fastest)
