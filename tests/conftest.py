@@ -55,9 +55,11 @@ TOGETHER = {
         "contract",
         "latency_aware",
         "regimes",
+        "same_order",
         "simulate",
         "simulate_cli",
         "strategies",
+        "waiting_machine",
     ),
     "generated": ("generate", "inspect", "synthetic", "fitting", "trace_invariants"),
 }

@@ -175,6 +175,7 @@ def test_a_broken_strategy_loses_nobody(picked: Any):
 def test_a_strategy_that_leaves_out_who_must_be_taken_is_refused():
     scheduler = scheduler_of(Picks([0, 2, 3], max_skips=2), 12, max_batch_size=3)
     assert scheduler.next_batch(RUNNING).items == [0, 2, 3]
+    assert scheduler.chooser.counters.moved == 2, "2 and 3, while 1 stays"
     assert scheduler.next_batch(RUNNING).items == [1, 5, 6]  # 4 was passed over
     assert scheduler.next_batch(RUNNING).skipped == [1, 0, 0]
     scheduler = scheduler_of(Picks([0, 3, 4], max_skips=1), 12, max_batch_size=3)

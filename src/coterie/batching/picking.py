@@ -64,7 +64,7 @@ def must_take(window: Window, size: int, max_skips: int | None) -> list[int]:
     """The oldest request, then those passed over `max_skips` times or more, oldest first, as far as there is room."""
     limit = NEVER if max_skips is None else max_skips
     skipped = window.skipped.tolist()
-    if max(skipped, default=0) < limit:  # nobody is overdue: the oldest alone is looked at
+    if skipped and max(skipped) < limit:  # nobody is overdue: the oldest alone is looked at
         skipped = skipped[:1]
     return [request for request, skips in enumerate(skipped) if is_due(request, skips, limit)][:size]
 

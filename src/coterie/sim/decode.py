@@ -3,8 +3,9 @@
 A step runs one token of every running request. Its time comes from the calibrated model and the experts that exactly
 those tokens activated when they were recorded; nothing is averaged. A request joins at the end of a step when a place
 is free. Places become free one by one, and a strategy that may name one request names the oldest: so it names the next
-`max_batch_size` requests at once, shown the load that runs, and they join in that order as places become free. KV
-memory is not modelled: `places` bounds what runs.
+`max_batch_size` requests at once, shown the load that runs, and they join in that order as places become free, whoever
+arrives meanwhile; an engine would select anew (:mod:`coterie.batching.waiting.queue`). KV memory is not modelled:
+`places` bounds what runs.
 """
 
 from __future__ import annotations

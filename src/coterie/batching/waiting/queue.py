@@ -213,20 +213,24 @@ class WaitingList(Generic[T]):
             raise ConfigError(f"{self._entries[0].request!r} is urgent: such requests go one by one")
         window, order, _, reason = self._select(rank, size)
         del order[size:]  # where all are blocked the selection is all of them
-        taken = [window[index] for index in order]
-        stayed = passed_over(window, set(order))
+        entries, taken = [window[index] for index in order], set(order)
+        stayed = passed_over(window, taken)
         if self._blocked is None:  # the window is the head of the list
-            self._entries[: max(order) + 1] = stayed
-            for entry in taken:
+            self._entries[: len(order) + len(stayed)] = stayed
+            for entry in entries:
                 del self._entry_of[entry.request]
         else:
-            for entry in taken:
+            for entry in entries:
                 self._drop(entry)
-        batch = Batch([entry.request for entry in taken], [entry.skips for entry in taken], reason or ARRIVAL)
-        self._handed_out = dict(zip(batch.items, taken, strict=True))
+        batch = Batch([entry.request for entry in entries], [entry.skips for entry in entries], reason or ARRIVAL)
+        self._handed_out = dict(zip(batch.items, entries, strict=True))
         self._pass_over(stayed)
-        self._chooser.counters.handed_out += len(taken)
-        self._chooser.counters.moved += _moved(order)
+        oldest = 0  # of those that stay
+        while oldest in taken:
+            oldest += 1
+        counters = self._chooser.counters
+        counters.handed_out += len(order)
+        counters.moved += len(order) - oldest
         return batch
 
     def upcoming(self) -> list[T]:
@@ -344,14 +348,3 @@ class WaitingList(Generic[T]):
             if skips > worst:
                 worst = skips
         counters.worst_skips = worst
-
-
-def _moved(order: list[int]) -> int:
-    """How many of a window, taken in this order, went before an older one."""
-    oldest, moved, taken = 0, 0, set()
-    for index in order:
-        moved += index != oldest
-        taken.add(index)
-        while oldest in taken:
-            oldest += 1
-    return moved
