@@ -65,7 +65,7 @@ TOGETHER = {
 }
 """Files of tests that run the same loops: one worker takes them all, or both would compile them, for a minute each.
 
-The longest first: a worker that took one of them last would leave the other without work."""
+The longest group comes first: a worker that began it last would leave the other one idle."""
 
 GROUPS = {f"test_{name}": group for group, names in TOGETHER.items() for name in names}
 
@@ -100,7 +100,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For workers of xdist, who are dealt files in the order of their tests."""
+    """Put the groups first: workers of xdist are given files in the order of collection."""
     if hasattr(config, "workerinput"):
         ranks = {group: rank for rank, group in enumerate(TOGETHER)}
         items.sort(key=lambda item: ranks.get(group_of(item.nodeid), len(ranks)))

@@ -176,7 +176,7 @@ def _request_preferences(
     """
     for layer in range(base.shape[0]):
         if math.isinf(concentration[layer]):
-            for e in range(base.shape[1]):  # assigning a row compiles numba's words for unequal shapes too: 3 s
+            for e in range(base.shape[1]):  # a whole row at once would compile a shape check: 3 s
                 prefill[layer, e], decode[layer, e] = base[layer, e], base[layer, e]
             continue
         for e in range(base.shape[1]):

@@ -84,5 +84,5 @@ def _optimal_shares(
         least_limit(split, unit[layer], speeds, work / speed, search)
         if not separable(split, unit[layer], speeds):
             solve_exactly(split, unit[layer], fixed[layer])
-        for slot in range(slots):  # as one assignment it compiles for 4 s longer
+        for slot in range(slots):  # a whole row at once would compile a shape check: 4 s
             shares[layer, slot] = split.share[slot]
