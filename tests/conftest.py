@@ -61,7 +61,7 @@ TOGETHER = {
         "strategies",
         "waiting_machine",
     ),
-    "generated": ("generate", "inspect", "synthetic", "fitting", "trace_invariants"),
+    "generated": ("fitting", "generate", "inspect", "inspection", "page", "synthetic", "trace_invariants"),
 }
 """Files of tests that run the same loops: one worker takes them all, or both would compile them, for a minute each.
 

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from coterie.evaluation.figures import LIGHT
+from coterie.evaluation.figures import LIGHT, WIDTH_IN
 from coterie.evaluation.suites.caps import figures as caps_figures
 from coterie.evaluation.suites.caps.published import RATES, published
 from coterie.evaluation.suites.regimes import figures as regimes_figures
@@ -95,10 +95,18 @@ def test_every_figure_as_pdf_and_png_with_the_same_bytes_each_time(tmp_path):
     ],
     ids=["one seed", "a user's own", "one published range", "poisson", "only fcfs", "many", "nothing"],
 )
-def test_any_part_of_the_evaluation_can_be_drawn(rows, missing, tmp_path):
+def test_any_part_of_the_evaluation_can_be_drawn(rows, missing, tmp_path, monkeypatch):
+    """Filled and laid out; the files are the test above."""
+
+    def lay_out(fill, folder, name, height_in):
+        figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+        fill(figure, LIGHT)
+        figure.draw_without_rendering()
+        return [folder / f"{name}.png"]
+
+    monkeypatch.setattr(caps_figures, "write_figure", lay_out)
     paths = caps_figures.draw_figures(tmp_path, rows)
     assert sorted({path.stem for path in paths}) == sorted(set(CAPS) - set(missing))
-    assert all(path.stat().st_size > 1000 for path in paths)
 
 
 def test_a_loss_below_the_axis_is_written():
