@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-import coterie
 from coterie.errors import ConfigError
 from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Placement, Topology, balancedness, check_dtype, narrowest_uint
 
