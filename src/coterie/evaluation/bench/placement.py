@@ -81,9 +81,8 @@ def drifted(size: Size, seed: int, layers: int = LAYERS, experts: int = EXPERTS)
     drift = zipf_drift(layers, experts, np.random.default_rng(seed), exponent=size.exponent, tokens=ROWS_A_STEP)
     topology = Topology(size.ranks, ranks_per_node=size.ranks)
     current = Placement.linear(layers, experts, size.ranks, size.slots)
-    if size.first == "eplb":
-        objective = Objective()  # EPLB decides without prices
-        current = planners.make("eplb", {"objective": objective}).plan(Load(drift.before), topology, current).placement
+    first = planners.make(size.first, {"objective": Objective()})  # such a planner decides without prices
+    current = first.plan(Load(drift.before), topology, current).placement
     return Case(Load(drift.after), topology, current)
 
 

@@ -164,7 +164,7 @@ class _Decided(NamedTuple):
 
 
 def _planner(policy: str, objective: Objective) -> Planner:
-    return planners.make("eplb" if policy == "eplb" else "latency_optimal", {"objective": objective})
+    return planners.make(PLANNERS[policy], {"objective": objective})
 
 
 def _planning_s(planner: Planner, load: Load, placement: Placement, fleet: Fleet) -> float:
@@ -228,6 +228,8 @@ def domain_rows(path: Path, setting: DomainSetting, advance: Advance) -> tuple[l
 
 
 POLICIES = ("kept", "eplb", "every window", "automatic")
+PLANNERS = {"eplb": "eplb", "every window": "latency_optimal", "automatic": "latency_optimal"}
+"""The planner of each policy that plans."""
 
 
 def _row(phase: str, tokens: int, policy: str, found: dict[str, Served], setting: DomainSetting) -> dict[str, Any]:
