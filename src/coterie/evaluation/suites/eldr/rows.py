@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.evaluation.fleets import BALANCERS, BASE, Outcome
+from coterie.evaluation.fleets import BALANCERS, BASE, ROUTERS, Outcome
 from coterie.evaluation.runs import Interval, interval
 from coterie.evaluation.suites.eldr import published
 from coterie.evaluation.suites.eldr.analysis import Analysis
@@ -87,7 +87,7 @@ def best_balancer(runs: Runs, field: str) -> str:
 
 def main_rows(trace: str, decoders: int, each: int, runs: Runs) -> list[Row]:
     rows = []
-    for name in (name for name in runs[0] if name in routers):  # not the limit's clusters, or bands
+    for name in (name for name in dict.fromkeys((*ROUTERS, *runs[0])) if name in runs[0] and name in routers):
         beside = dict(published.MAIN.get(name, {})) if trace == MODEL else {}
         row = fleet_row("main", trace, name, decoders, each, runs)
         for key, field in SAVINGS.items():
