@@ -59,6 +59,7 @@ TOGETHER = {
         "simulate",
         "simulate_cli",
         "strategies",
+        "stranger",
         "waiting_machine",
     ),
     "generated": ("generate", "inspect", "synthetic", "fitting", "trace_invariants"),
