@@ -25,10 +25,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 TOGETHER = {
     "fleets": (
         "demo",
+        "examples",
         "fleet",
         "fleet_checks",
         "fleet_reality",
         "fleet_requests",
+        "front_door",
         "joint",
         "proxy",
         "routed_loop",
