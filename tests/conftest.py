@@ -25,10 +25,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 TOGETHER = {
     "fleets": (
         "demo",
+        "examples",
         "fleet",
         "fleet_checks",
         "fleet_reality",
         "fleet_requests",
+        "front_door",
         "joint",
         "proxy",
         "routed_loop",
@@ -59,6 +61,7 @@ TOGETHER = {
         "simulate",
         "simulate_cli",
         "strategies",
+        "stranger",
         "waiting_machine",
     ),
     "generated": ("fitting", "generate", "inspect", "inspection", "page", "synthetic", "trace_invariants"),

@@ -30,7 +30,9 @@ from coterie.cli.main import app
 ROOT = Path(__file__).parents[2]
 PAGES = {
     str(path.relative_to(ROOT).with_suffix("")): path
-    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+    for path in sorted(
+        [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("examples/*.md")]
+    )
 }
 COMMANDS: Any = typer.main.get_command(app)
 NEEDS = {"torch": ("torch", "transformers"), "vllm": ("vllm",)}

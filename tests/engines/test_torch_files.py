@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from coterie.engines.torch_files import SGLANG_RECORDER, read_sglang_recorder
 from coterie.errors import TraceError, UnavailableError
+from coterie.testing import check_reader
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.readers import ReadOptions
 from coterie.types import DECODE, PREFILL
@@ -340,3 +341,8 @@ def test_other_files_are_not_claimed(tmp_path):
         assert not SGLANG_RECORDER.sniff(path)
     with pytest.raises(TraceError, match="does not exist"):
         read_sglang_recorder(tmp_path / "missing.pt", ReadOptions())
+
+
+def test_contract(write):
+    counts = torch.arange(1, 2 * LAYERS * EXPERTS + 1, dtype=torch.int32).reshape(2, LAYERS, EXPERTS)
+    check_reader(SGLANG_RECORDER, write({"rank": 0, "logical_count": counts}, "expert_distribution_recorder_1.5.pt"))

@@ -1,0 +1,242 @@
+"""The contract of a planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.random import Generator, default_rng
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+from coterie.placement.base import HOST, Load, Plan, Planner
+from coterie.placement.objective import Objective
+from coterie.testing._require import require
+from coterie.types import Placement, Topology
+
+
+class _Snapshot(NamedTuple):
+    """What a planner is shown."""
+
+    name: str
+    load: Load
+    topology: Topology
+    current: Placement
+    shares: NDArray[np.float64] | None = None
+    """[layer, slot] in force; None is equal ones, and the planner is not told."""
+    streaming: bool = False
+    """Whether the planner's objective is to price streaming and exchange too."""
+
+    def plan(self, planner: Planner) -> Plan:
+        in_force = () if self.shares is None else (self.shares,)
+        return planner.plan(self.load, self.topology, self.current, *in_force)
+
+
+def check_planner(make: Callable[[], Planner], seed: int = 0) -> None:
+    """Raise AssertionError where what `make()` returns breaks the contract of a planner.
+
+    A plan is for as many layers, slots and ranks as the current placement; it has every expert on a living rank, and no
+    slot it changed holds what another slot of that rank holds. Shares of an expert add up to 1 over living ranks. Its
+    moves are what differs between the two placements, each from a rank that has the expert, from the host only where
+    none has. It says why (`skip_reason`) if and only if nothing moves. The same snapshot gives the same plan bit for
+    bit, also from a new planner, and stays as it was. Where the planner has an `objective`, predicted times, movement
+    and balance are what that objective says of the plan, from the shares in force; where living ranks are alike, the
+    times are also what its settings come to in plain NumPy.
+
+    Tried are one rank, slots with and without replicas, a placement with duplicates, loads of 0, one hot expert, an
+    even load, two nodes, mixed speeds, known sources, a load that other shares would even out, such shares in force,
+    and a rank that is gone; a planner that cannot leave a rank out may raise ConfigError there. A dataclass with an
+    `objective` is also tried with streaming and the exchange of rows priced. One that passes may still plan badly.
+    """
+    planner = make()
+    require(isinstance(planner, Planner), f"{planner!r} has no plan(load, topology, current, shares=None)")
+    for case in _snapshots(default_rng(seed)):
+        if not case.streaming:
+            _check_snapshot(make, planner, case)
+        elif _streaming(planner) is not None:
+            _check_snapshot(lambda: _streaming(make()), _streaming(planner), case)
+
+
+def _streaming(planner: Any) -> Any:
+    """The planner with streaming and the exchange of rows priced; None where its prices cannot be told to it."""
+    objective = getattr(planner, "objective", None)
+    if not is_dataclass(planner) or not isinstance(objective, Objective):
+        return None
+    return replace(planner, objective=replace(objective, touch_s=2e-5, row_bytes=4096.0))  # type: ignore[type-var]
+
+
+def _snapshots(rng: Generator) -> Iterator[_Snapshot]:
+    layers, experts = 2, 6  # small, so that an exact planner passes in seconds too
+    tokens = np.round(rng.lognormal(3.0, 1.2, (layers, experts)))
+    full, spare = Placement.linear(layers, experts, 3), Placement.linear(layers, experts, 4, 8)
+    twice = np.array([np.sort(np.concatenate([rng.permutation(6), rng.integers(0, 6, 2)])) for _ in range(layers)])
+    messy = Placement(twice.astype(np.int32), 4, experts)
+    plain = Topology(4)
+    yield _Snapshot("one rank", Load(tokens), Topology(1), Placement.linear(layers, experts, 1))
+    yield _Snapshot("as many slots as experts", Load(tokens, steps=10.0), Topology(3), full)
+    yield _Snapshot("replicas", Load(tokens, steps=0.5), plain, spare)
+    everywhere = Placement.linear(layers, experts, 2, 2 * experts)
+    yield _Snapshot("replicas of all, one on every rank", Load(tokens), Topology(2), everywhere)
+    yield _Snapshot("duplicates in the current placement", Load(tokens), plain, messy)
+    yield _Snapshot("no load", Load(np.zeros_like(tokens)), plain, spare)
+    yield _Snapshot("no load in one layer", Load(tokens * np.array([[1.0], [0.0]])), plain, spare)
+    yield _Snapshot("an even load", Load(np.full_like(tokens, 100.0)), Topology(3), full)
+    yield _Snapshot("one hot expert", Load(np.where(np.arange(experts) == 4, 1e6, np.ones_like(tokens))), plain, spare)
+    yield _Snapshot("fractions", Load(rng.random(tokens.shape)), plain, spare)
+    yield _Snapshot("two nodes", Load(tokens), Topology(4, ranks_per_node=2), spare)
+    yield _Snapshot("mixed speeds", Load(tokens), Topology(4, speeds=(1.0, 0.5, 2.0, 1.0)), spare)
+    from_ranks = rng.multinomial(tokens.astype(np.int64), np.full(4, 0.25)).astype(np.float64)  # [layer, expert, rank]
+    sources = np.moveaxis(from_ranks, 2, 0)
+    yield _Snapshot("known sources", Load(tokens, sources=sources), Topology(4, ranks_per_node=2), spare)
+    linked = Placement(np.tile(np.array([0, 1, 0, 2, 3, 4, 5, 3], np.int32), (layers, 1)), 4, experts)
+    uneven = Load(np.tile([60.0, 50.0, 5.0, 40.0, 5.0, 30.0], (layers, 1)))
+    shares = np.tile([0.2, 1.0, 0.8, 1.0, 0.7, 1.0, 1.0, 0.3], (layers, 1))
+    for priced, words in ((False, ""), (True, ", streaming priced")):
+        yield _Snapshot(f"other shares would be evener{words}", uneven, plain, linked, streaming=priced)
+        yield _Snapshot(f"shares in force{words}", uneven, plain, linked, shares, priced)
+        yield _Snapshot(f"shares in force, another load{words}", Load(tokens), plain, linked, shares, priced)
+    yield _Snapshot("replicas, streaming priced", Load(tokens, steps=0.5), plain, spare, streaming=True)
+    yield _Snapshot("duplicates, streaming priced", Load(tokens), plain, messy, streaming=True)
+    yield _Snapshot("a rank that is gone", Load(tokens), Topology(4, speeds=(1.0, 1.0, 0.0, 1.0)), spare)
+
+
+def _check_snapshot(make: Callable[[], Planner], planner: Planner, case: _Snapshot) -> None:
+    where = f"{planner!r}, {case.name}"
+    before = [array.copy() for array in _inputs(case)]
+    try:
+        plan = case.plan(planner)
+    except ConfigError:
+        if not case.topology.rank_speeds.all():
+            return
+        raise AssertionError(f"{where}: plan refused a sound snapshot") from None
+    except Exception as error:
+        raise AssertionError(f"{where}: plan raised {type(error).__name__}: {error}") from error
+    for was, now in zip(before, _inputs(case), strict=True):
+        require(np.array_equal(was, now), f"{where}: plan changed its inputs, which it may only read")
+    require(isinstance(plan, Plan), f"{where}: plan returned {type(plan).__name__}, not a Plan")
+    _check_placement(plan, case, where)
+    _check_moves(plan, case, where)
+    _check_numbers(planner, plan, case, where)
+    _same_plan(plan, case.plan(planner), f"{where}: a second call")
+    _same_plan(plan, case.plan(make()), f"{where}: a new planner")
+
+
+def _inputs(case: _Snapshot) -> list[NDArray[np.generic]]:
+    arrays: list[NDArray[np.generic]] = [case.load.tokens, case.current.slot_experts]
+    return arrays + [array for array in (case.load.sources, case.shares) if array is not None]
+
+
+def _check_placement(plan: Plan, case: _Snapshot, where: str) -> None:
+    now, was = plan.placement, case.current
+    sizes, expected = ((p.num_layers, p.num_slots, p.num_ranks, p.num_experts) for p in (now, was))
+    require(sizes == expected, f"{where}: layers, slots, ranks, experts are {sizes}, of the current {expected}")
+    alive = np.repeat(case.topology.rank_speeds > 0, was.slots_per_rank)  # [slot]
+    for layer, row in enumerate(now.slot_experts):
+        lost = np.setdiff1d(np.arange(now.num_experts), row[alive])
+        require(not lost.size, f"{where}: layer {layer} has expert {lost[:1]} on no living rank")
+        for slot in np.flatnonzero(alive & (row != was.slot_experts[layer])):
+            start = slot // was.slots_per_rank * was.slots_per_rank
+            twice = int((row[start : start + was.slots_per_rank] == row[slot]).sum()) > 1
+            require(not twice, f"{where}: layer {layer} has expert {row[slot]} twice on one rank, new in slot {slot}")
+    require(now.duplicates <= was.duplicates, f"{where}: the plan has {now.duplicates} duplicates")
+    shares = plan.shares
+    require(shares.shape == now.slot_experts.shape, f"{where}: shares must be [layer, slot]; found {shares.shape}")
+    require(bool((shares >= 0).all()), f"{where}: shares must not be negative")
+    total = np.zeros((now.num_layers, now.num_experts))
+    np.add.at(total, (np.arange(now.num_layers)[:, None], now.slot_experts), shares * alive)
+    require(np.allclose(total, 1.0), f"{where}: shares of an expert must add up to 1 over living ranks")
+
+
+def _check_moves(plan: Plan, case: _Snapshot, where: str) -> None:
+    was, now, moves = case.current, plan.placement, plan.moves
+    per_rank, alive = was.slots_per_rank, case.topology.rank_speeds > 0
+    holders = {
+        (layer, int(expert), slot // per_rank)
+        for layer, row in enumerate(was.slot_experts)
+        for slot, expert in enumerate(row)
+    }
+    needed = [
+        (layer, slot, int(expert))
+        for layer, row in enumerate(now.slot_experts)
+        for slot, expert in enumerate(row)
+        if alive[slot // per_rank] and (layer, int(expert), slot // per_rank) not in holders
+    ]
+    listed = list(zip(moves.layer.tolist(), moves.slot.tolist(), moves.expert.tolist(), strict=True))
+    require(listed == needed, f"{where}: moves by layer and slot must be {needed}; found {listed}")
+    for layer, expert, source in zip(moves.layer.tolist(), moves.expert.tolist(), moves.source.tolist(), strict=True):
+        living = [rank for rank in range(len(alive)) if alive[rank] and (layer, expert, rank) in holders]
+        sound = source in living or (source == HOST and not living)
+        require(sound, f"{where}: layer {layer}, expert {expert} comes from {source}; living ranks {living} have it")
+    require(len(moves.seconds) == len(moves), f"{where}: moves must each have their seconds")
+    reason = plan.skip_reason
+    explained = reason is not None and bool(reason.strip())
+    require(explained != bool(len(moves)), f"{where}: {len(moves)} moves, and yet skip_reason={reason!r}")
+
+
+def _check_numbers(planner: Planner, plan: Plan, case: _Snapshot, where: str) -> None:
+    names = ("before_s", "after_s", "movement_s", "balance_before", "balance_after")
+    for name in (*names, "planning_s"):
+        value = getattr(plan, name)
+        require(0 <= value < np.inf, f"{where}: {name}={value} must be a finite number of at least 0")
+    objective = getattr(planner, "objective", None)
+    if isinstance(objective, Objective):
+        problem = objective.problem(case.load, case.topology, case.current, case.shares)
+        again = problem.plan(plan.placement.slot_experts, plan.shares, split=plan.split)
+        for name in names:
+            said, found = getattr(plan, name), getattr(again, name)
+            same = bool(np.isclose(said, found, rtol=1e-9, atol=1e-15))
+            require(same, f"{where}: {name}={said}, the objective says {found}")
+        for name, placement, shares in (
+            ("before_s", case.current, case.shares),
+            ("after_s", plan.placement, plan.shares),
+        ):
+            said, plain = getattr(plan, name), _plain_s(objective, case, placement, shares)
+            same = plain is None or bool(np.isclose(said, plain, rtol=1e-6, atol=1e-15))
+            require(same, f"{where}: {name}={said}; by the definition of the objective it is {plain}")
+
+
+def _plain_s(
+    objective: Objective, case: _Snapshot, placement: Placement, shares: NDArray[np.float64] | None
+) -> float | None:
+    """Seconds of a step's MoE layers by the definition alone; None where living ranks are not alike.
+
+    It recomputes the objective on purpose and shares no code with it: a check of plans, not a second price.
+    """
+    topology, load = case.topology, case.load
+    alive = topology.rank_speeds > 0
+    nodes, living, experts = topology.rank_nodes[alive], int(alive.sum()), placement.num_experts
+    near = np.array([(nodes == node).sum() - 1 for node in nodes])
+    sent = near / topology.intra.bytes_per_s + (living - 1 - near) / topology.inter.bytes_per_s
+    token_s = 2.0 * objective.row_bytes * sent / living  # [living rank] to bring it there and back, from anywhere
+    if load.sources is not None or len({*topology.rank_speeds[alive]}) > 1 or np.ptp(token_s) > 1e-9 * token_s.max():
+        return None
+    most = min(living, living * placement.slots_per_rank - experts + 1)  # replicas of an expert
+    parts = np.append(0.0, 1.0 / np.arange(most, 0, -1))
+    seconds = 0.0
+    for layer, row in enumerate(placement.slot_experts):
+        holders = np.repeat(alive, placement.slots_per_rank)
+        replicas = np.bincount(row[holders], minlength=experts)
+        busy = np.zeros(placement.num_ranks)
+        for slot in np.flatnonzero(holders):
+            tokens = parts * load.tokens[layer, row[slot]] / load.steps
+            alone = objective.touch_s * (1.0 - np.exp(-tokens)) + objective.row_s * tokens
+            part = 1.0 / replicas[row[slot]] if shares is None else shares[layer, slot]
+            busy[slot // placement.slots_per_rank] += np.interp(
+                part, parts, alone / topology.rank_speeds[alive][0] + tokens * token_s[0]
+            )
+        seconds += busy.max()
+    return float(seconds)
+
+
+def _same_plan(plan: Plan, other: Plan, where: str) -> None:
+    pairs = [
+        (plan.placement.slot_experts, other.placement.slot_experts),
+        (plan.shares, other.shares),
+        *((getattr(plan.moves, name), getattr(other.moves, name)) for name in ("layer", "slot", "expert", "source")),
+    ]
+    require(all(np.array_equal(a, b) for a, b in pairs), f"{where} gave another plan for the same snapshot")
+    for name in ("before_s", "after_s", "movement_s", "skip_reason", "split", "layer_reasons"):
+        said = getattr(plan, name), getattr(other, name)
+        require(said[0] == said[1], f"{where}: {name} was {said[0]!r}, then {said[1]!r}")

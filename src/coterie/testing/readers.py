@@ -1,0 +1,139 @@
+"""The contract of a reader."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from coterie.errors import TraceError
+from coterie.testing._require import require
+from coterie.traces.activations import ActivationTrace
+from coterie.traces.load import LoadTable
+from coterie.traces.readers.base import Reader, ReadOptions, Trace
+from coterie.traces.requests import RequestTrace
+from coterie.traces.writers import write_trace
+
+CUTS = 12
+"""Lengths that a file is cut to, beside nothing and all but its last byte."""
+FOREIGN = {
+    "text": b"It was a dark and stormy night.\n" * 20,
+    "bytes": bytes(range(256)) * 8,
+    "JSON": b'{"name": "value", "list": [1, 2, 3]}\n',
+    "CSV": b"name,value\nfirst,1\nsecond,2\n",
+}
+
+
+def check_reader(reader: Reader, file: Path, options: ReadOptions | None = None, *, counted: bool = True) -> None:
+    """Raise AssertionError where a reader breaks its contract; `file` is a file (or folder) of its format.
+
+    `sniff` is true of that file. It is false, and raises nothing, of an empty file, of foreign ones, of an empty folder
+    and of a name that is not there; of a file that is cut short it raises nothing. `read` gives the same valid trace
+    each time and leaves the file as it was. Of an empty file, and of one that is cut anywhere, it raises TraceError,
+    which names the file, and no other error.
+
+    Give ``counted=False`` for a format that does not say how much it holds, such as lines of text: cut between two
+    lines it is a shorter file, and `read` may return that. Of a folder, its largest file is cut.
+    """
+    options = options or ReadOptions()
+    help_is_one_line = isinstance(reader.help, str) and bool(reader.help.strip()) and "\n" not in reader.help
+    require(help_is_one_line, f"help={reader.help!r} must be one line of words")
+    with tempfile.TemporaryDirectory() as folder:
+        _check_sniff(reader, file, Path(folder))
+        _check_read(reader, file, options, Path(folder))
+        _check_cut(reader, file, options, Path(folder), counted)
+
+
+def _check_sniff(reader: Reader, file: Path, folder: Path) -> None:
+    found = _sniff(reader, file, f"{file.name}, of its own format")
+    require(found, f"sniff({file.name}) must be true: the file is of its own format")
+    for name, data in (("empty", b""), *FOREIGN.items()):
+        foreign = folder / f"foreign{file.suffix}"
+        foreign.write_bytes(data)
+        require(not _sniff(reader, foreign, f"foreign {name}"), f"sniff must be false of a foreign file ({name})")
+        foreign.unlink()
+    nothing = folder / f"nothing{file.suffix}"
+    require(not _sniff(reader, nothing, "no file"), "sniff must be false of a name that is not there")
+    nothing.mkdir()
+    require(not _sniff(reader, nothing, "an empty folder"), "sniff must be false of an empty folder")
+    nothing.rmdir()
+
+
+def _sniff(reader: Reader, path: Path, what: str) -> bool:
+    try:
+        found = reader.sniff(path)
+    except Exception as error:
+        raise AssertionError(f"sniff raised {type(error).__name__} of {what}: {error}") from error
+    require(isinstance(found, bool), f"sniff of {what} returned {found!r}; it must be True or False")
+    return found
+
+
+def _check_read(reader: Reader, file: Path, options: ReadOptions, folder: Path) -> None:
+    before = _contents(file)
+    try:
+        traces = [reader.read(file, options) for _ in range(2)]
+    except Exception as error:
+        raise AssertionError(f"read({file.name}) raised {type(error).__name__}: {error}") from error
+    written = []
+    for number, trace in enumerate(traces):
+        _check_valid(trace, f"read({file.name})")
+        write_trace(trace, folder / f"copy-{number}")
+        written.append(_contents(folder / f"copy-{number}"))
+    require(written[0] == written[1], f"read({file.name}) gave another trace the second time")
+    require(_contents(file) == before, f"read({file.name}) changed the file, which it may only read")
+
+
+def _check_valid(trace: Trace, where: str) -> None:
+    known = isinstance(trace, ActivationTrace | LoadTable | RequestTrace)
+    require(known, f"{where} returned {type(trace).__name__}; expected an ActivationTrace, a LoadTable or RequestTrace")
+    if isinstance(trace, ActivationTrace):
+        trace.validate()  # what is mapped was not read yet
+        rows = len(trace.requests)
+        require(rows == trace.num_requests, f"{where}: requests has {rows} rows; the trace has {trace.num_requests}")
+
+
+def _contents(path: Path) -> dict[str, bytes]:
+    """Of every file, by its name in the folder; of a single file, under no name."""
+    if path.is_file():
+        return {"": path.read_bytes()}
+    return {str(one.relative_to(path)): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
+
+
+def _check_cut(reader: Reader, file: Path, options: ReadOptions, folder: Path, counted: bool) -> None:
+    for length, path in _cut(file, folder / "cut"):
+        where = f"{file.name} cut to {length} bytes"
+        _sniff(reader, path, where)
+        try:
+            trace = reader.read(path, options)
+            _check_valid(trace, where)
+        except TraceError as error:
+            named = str(path) in str(error)
+            require(named, f"{where}: the TraceError must name the file {path}; it says: {error}")
+        except AssertionError:
+            raise
+        except Exception as error:
+            raise AssertionError(f"{where}: read must raise TraceError; it raised {error!r}") from error
+        else:
+            shorter = not counted and length > 0
+            require(shorter, f"{where}: read must raise TraceError; it returned a {type(trace).__name__}")
+
+
+def _cut(file: Path, folder: Path) -> Iterator[tuple[int, Path]]:
+    """Copies of a file or folder, of which one file is cut, and how long that then is."""
+    folder.mkdir()
+    path = folder / file.name
+    parts = [file] if file.is_file() else [one for one in file.rglob("*") if one.is_file()]
+    largest = max(parts, key=lambda one: one.stat().st_size)
+    data = largest.read_bytes()
+    lengths = {len(data) * part // CUTS for part in range(CUTS)} | {len(data) - 1}
+    for length in sorted(lengths):
+        if file.is_dir():
+            shutil.copytree(file, path)
+        target = path / largest.relative_to(file) if file.is_dir() else path
+        target.write_bytes(data[:length])
+        yield length, path
+        if file.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
