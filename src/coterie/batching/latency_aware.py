@@ -59,12 +59,16 @@ class LatencyAware(Skipping):
         cost, trust = self.cost, self.trust
         if trust is None:
             trust = STEP_TRUST if isinstance(cost, StepCost) else SPREAD_TRUST
-        cap, hope = self.max_skips or NEVER, trust * max(0, window.queued - SOON * size)
+        cap, expected_gain = self.max_skips or NEVER, trust * max(0, window.queued - SOON * size)
         if isinstance(cost, StepCost):
             loads, load = cost.slot_loads(window.loads), cost.slot_loads(running)
-            order, budget, gain = by_step(loads, load, window.skipped, hope, size, cap, cost.numbers(), cost.num_ranks)
+            order, budget, gain = by_step(
+                loads, load, window.skipped, expected_gain, size, cap, cost.numbers(), cost.num_ranks
+            )
         else:
-            order, budget, gain = by_spread(window.loads, running, window.skipped, hope, size, cap, cost.sensitivity)
+            order, budget, gain = by_spread(
+                window.loads, running, window.skipped, expected_gain, size, cap, cost.sensitivity
+            )
         if budget == 0:
             return Selection(order, f"in order of arrival of {len(order)}: reordering would not pay")
         return Selection(order, f"predicted {gain:.1%} faster than in order of arrival; up to {budget} skips each")
@@ -88,23 +92,23 @@ def measure_trust(
     rng = np.random.default_rng(0)  # nothing here is random, but a strategy takes one
     everyone = LatencyAware(max_skips=None, cost=cost, trust=1.0)
     skipped = np.zeros(window, np.int64)
-    hoped, spent = 0.0, [0.0, 0.0]
+    avoidable, spent = 0.0, [0.0, 0.0]
     under_way = [list(stream[:running]), list(stream[:running])]
     waiting = list(stream[running:])
     for batch in range(batches):
-        come = list(stream[running + batch * size :][:size])
+        arrived = list(stream[running + batch * size :][:size])
         rows = waiting[:window]
         loads, load = np.ascontiguousarray(predicted[rows]), predicted[under_way[1]].sum(axis=0)
         order = everyone.select(Window(loads, skipped, NEVER), load, size, rng).order.tolist()
         waiting = [row for index, row in enumerate(rows) if index not in order] + waiting[window:]
-        for way, taken in enumerate((come, [rows[index] for index in order])):
+        for way, taken in enumerate((arrived, [rows[index] for index in order])):
             here = truth[under_way[way]].sum(axis=0)
             spent[way] += _time_of(cost, truth[taken], here)
             if way == 0:
-                hoped += _avoidable(cost, truth[taken], here)
+                avoidable += _avoidable(cost, truth[taken], here)
             under_way[way] = (under_way[way] + taken)[len(taken) :] if running else []
     saved = 1.0 - spent[1] / spent[0]
-    return float(min(1.0, max(0.0, saved * batches / hoped))) if hoped > 0 else 0.0
+    return float(min(1.0, max(0.0, saved * batches / avoidable))) if avoidable > 0 else 0.0
 
 
 def _avoidable(cost: BatchCost, loads: Loads, running: Loads) -> float:

@@ -158,6 +158,6 @@ def due(skipped: Indices, size: int, max_skips: int, budget: int) -> tuple[Indic
 
 
 @helper()
-def allowed_skips(avoidable: float, hope: float, max_skips: int) -> int:
-    """Times a request may be passed over, for the share of a batch's time that choosing may avoid."""
-    return int(min(float(max_skips), avoidable * hope)) if avoidable > 0.0 else 0
+def allowed_skips(avoidable: float, expected_gain: float, max_skips: int) -> int:
+    """Times a request may be passed over: `avoidable` share of a batch's time x `expected_gain` per unit of it."""
+    return int(min(float(max_skips), avoidable * expected_gain)) if avoidable > 0.0 else 0

@@ -45,8 +45,8 @@ class Objective:
     """Share of the movement that is not hidden behind steps."""
     planning_s: float = 0.0
     """Seconds that planning holds up serving."""
-    enough: float = 1.0
-    """Balance (even ÷ slowest) at which a layer is good enough; 1 asks for all there is."""
+    target_balance: float = 1.0
+    """Balance (even ÷ slowest) at which a layer is left alone; 1 improves as far as possible."""
     move_price: float = 0.0
     """Share of its link time that each move costs besides what the slowest rank waits."""
 
@@ -56,8 +56,8 @@ class Objective:
                 raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
         if not 0 <= self.exposed <= 1:
             raise ConfigError(f"exposed={self.exposed} must be in 0 … 1")
-        if not 0 < self.enough <= 1:
-            raise ConfigError(f"enough={self.enough} must be above 0 and at most 1")
+        if not 0 < self.target_balance <= 1:
+            raise ConfigError(f"target_balance={self.target_balance} must be above 0 and at most 1")
 
     @classmethod
     def of(cls, model: StepModel, tokens: int, **settings: float) -> Objective:
@@ -155,7 +155,8 @@ class Score(NamedTuple):
     movement_s: Array
     """[layer] exposed, `move_price` left out."""
     total_s: Array
-    """[layer] of the whole horizon, as planners minimise it: `enough` and `move_price` counted, planning left out."""
+    """[layer] cost of the whole horizon that planners minimise: with `target_balance` and `move_price`, without
+    planning."""
     moves: NDArray[np.int64]
     """[layer]"""
 
@@ -198,10 +199,10 @@ class Problem:
     @property
     def floor(self) -> Array:
         """[layer] seconds below which nothing is gained."""
-        return self.reach / self.objective.enough
+        return self.reach / self.objective.target_balance
 
     @property
-    def alike(self) -> bool:
+    def uniform_ranks(self) -> bool:
         """Whether an expert takes as long on every living rank."""
         if not self.objective.row_bytes:
             return len(np.unique(self.topology.rank_speeds[self.alive])) == 1

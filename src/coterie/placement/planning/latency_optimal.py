@@ -4,7 +4,7 @@ Each layer minimises ``horizon x max(processing, floor) + exposed movement``, st
 are swapped between ranks, given to an expert that needs a replica, or taken back from one that does not; where a ring
 of ranks can pass experts on, it takes one move a rank instead of a swap's two. A layer that gains less than its moves
 cost stays as it is, and so do all if together they gain less than planning costs. It stops as soon as a layer is
-within :attr:`Objective.enough` of what can be reached: the last moves are the dear ones.
+within :attr:`Objective.target_balance` of what can be reached: the last moves are the dear ones.
 
 A search, not a proof: `latency_optimal_ilp` says how far from the optimum it is. Wrong where the next window is not
 like this one; see the drift estimator for how long a plan lasts.
@@ -111,7 +111,7 @@ class LatencyOptimal:
         """The problem with no expert twice on a rank, and the moves that took."""
         if not problem.current.duplicates:
             return _Start(problem, 0)
-        lenient = replace(self, objective=replace(self.objective, enough=1e-9), split="equal", max_moves=None)
+        lenient = replace(self, objective=replace(self.objective, target_balance=1e-9), split="equal", max_moves=None)
         rows = lenient._search(lenient.objective.problem(load, problem.topology, problem.current)).slot_experts
         repaired = Placement(rows, problem.current.num_ranks, problem.current.num_experts)
         return _Start(self.objective.problem(load, problem.topology, repaired), int(problem.score(rows).moves.sum()))
@@ -154,7 +154,7 @@ class LatencyOptimal:
             problem.alive,
             problem.floor,
             numbers,
-            problem.alike,
+            problem.uniform_ranks,
             trail,
             kept,
             trails,
@@ -177,7 +177,7 @@ class LatencyOptimal:
         if (outcomes == REPAIRED).any():
             return None
         if (outcomes == ENOUGH).all():
-            return f"every layer has at least {self.objective.enough:.1%} of the best balance there is"
+            return f"every layer has at least {self.objective.target_balance:.1%} of the best balance there is"
         gain = float(found.saved_s.sum())
         if not (outcomes == CHANGED).any():
             return f"no move pays for itself within {self.objective.horizon:g} steps"

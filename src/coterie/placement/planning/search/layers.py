@@ -68,7 +68,7 @@ def search(
     alive: NDArray[np.bool_],
     floor: Array,
     numbers: Array,
-    alike: bool,
+    uniform_ranks: bool,
     trail: bool,
     kept: NDArray[np.int64],
     trails: NDArray[np.int16],
@@ -103,7 +103,7 @@ def search(
     )
     base, old = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
     for at in chosen:
-        layer = Layer(unit[at], share[at], load_in[at], alive, alike)
+        layer = Layer(unit[at], share[at], load_in[at], alive, uniform_ranks)
         prices = Prices(floor[at], numbers[0], numbers[1], numbers[2], numbers[3])
         best = Best(
             rows=trails[at],

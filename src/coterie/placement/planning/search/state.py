@@ -35,7 +35,7 @@ class Layer(NamedTuple):
     """[rank, expert] seconds to load; 0 where the rank has it."""
     alive: NDArray[np.bool_]
     """[rank]"""
-    alike: bool
+    uniform_ranks: bool
     """Whether an expert takes as long on every living rank."""
 
 
