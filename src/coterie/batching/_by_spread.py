@@ -10,7 +10,7 @@ from coterie.batching.greedy import DOT, pick_greedily
 from coterie.batching.picking import Indices, allowed_skips, due, in_order, total_of
 
 BY_DOT = np.int64(DOT)
-"""Not a plain number: Numba would compile the picking once more for that one."""
+"""A NumPy integer: Numba would compile the picking again for a Python one."""
 
 
 @njit()
@@ -35,7 +35,7 @@ def by_spread(
 
 @njit()
 def spread_avoidable(rows: Loads, load: Loads, arrived: Indices, time: float) -> float:
-    """What unevenness costs of a time of 1 + sensitivity x CV, over the share of the work that is chosen here."""
+    """Share of the time 1 + sensitivity x CV that unevenness costs, divided by the share of the work chosen here."""
     brought = 0.0
     for request in arrived:
         brought += total_of(rows[request])

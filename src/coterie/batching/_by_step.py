@@ -14,7 +14,7 @@ from coterie.batching.picking import Indices, allowed_skips, drop, due, in_order
 from coterie.costs.lines import rank_us, rows_past
 
 ALMOST_NEVER = 1e-3
-"""Least chance of a request missing an expert: a product of misses then stays a number above nothing."""
+"""Least probability that a request misses an expert: keeps a product of many above 0."""
 
 
 @njit()
@@ -45,7 +45,8 @@ def by_step(
 def step_avoidable(
     loads: Loads, running: Loads, arrived: Indices, time: float, parameters: NDArray[np.float64], ranks: int
 ) -> float:
-    """What unevenness costs (prefill) or the experts that are streamed for these alone (decode), over their share."""
+    """Share of the time that unevenness costs (prefill), or streaming experts for these requests alone (decode),
+    divided by their share of the tokens."""
     before, brought = _tokens(running), _brought(loads, arrived)
     if brought <= 0.0:
         return 0.0
@@ -68,7 +69,7 @@ def _step_gain(
     ranks: int,
 ) -> float:
     """Share of the time of `arrived` that `order`, which takes `other`, saves."""
-    if parameters[5] > 0.0:  # what unevenness costs a token: that some batches are larger is nobody's gain
+    if parameters[5] > 0.0:  # cost of unevenness per token: a larger batch is no gain
         before = _tokens(running)
         arrived_tokens, tokens = before + _brought(loads, arrived), before + _brought(loads, order)
         uneven = (other - _even_us(tokens, loads, parameters, ranks)) / tokens
@@ -144,7 +145,7 @@ def _fill_step(
                     slowest = max(slowest, rank_us(warm[group, i], past[group, i], first_us, row_us))
                     busiest = max(busiest, here[group] + own[group, request])
                 found += slowest + busiest * arrival_us
-            if by_tokens > 0.0:  # what unevenness costs a token: short prompts are not fast ones
+            if by_tokens > 0.0:  # cost of unevenness per token, or short prompts would win
                 both = total + totals[request]
                 found = (found - _even_us(both, loads, parameters, ranks)) / both
             if found < least:
@@ -159,12 +160,12 @@ def _fill_step(
 
 @helper()
 def _together(brings: Loads, running: Loads, order: Indices) -> tuple[Loads, Loads]:
-    """Expected tokens of these requests and the load that runs, and the chance that nobody touches a slot."""
+    """Expected tokens of these requests and the running load, and the probability that a slot is not touched."""
     rows = running.copy().reshape(brings.shape[1], brings.shape[2])
     cold = np.empty(rows.shape)
     for group in range(len(rows)):
         for slot in range(rows.shape[1]):
-            # How many requests a running load is of cannot be seen; as independent tokens they miss with exp(-load).
+            # The running load does not say how many requests it sums; independent tokens miss with exp(-load).
             cold[group, slot] = np.exp(-rows[group, slot])
     for request in order:
         _add(rows, cold, brings[request])
@@ -197,7 +198,7 @@ def _total(row: Loads) -> float:
 
 @helper()
 def _spread_out(brings: Loads, row: Loads, chance: Loads) -> float:
-    """Copies what a request brings to a row, and as chances of touching a slot; its tokens."""
+    """Copy a request's tokens by slot, and its probabilities of touching a slot; returns its tokens."""
     for slot in range(len(brings)):
         row[slot] = brings[slot]
         chance[slot] = min(brings[slot], 1.0)
@@ -214,7 +215,7 @@ def _add(rows: Loads, cold: Loads, brings: Loads) -> None:
 
 @helper(fastmath=True)
 def _dots(chance: Loads, left: Indices, cold: Loads, out: Loads) -> None:
-    """Slots that each request would touch and nobody does yet."""
+    """Expected slots that each request would touch first."""
     for i in range(len(left)):
         row, dot = chance[left[i]], 0.0
         for slot in range(len(cold)):
@@ -234,7 +235,7 @@ def _pasts(brings: Loads, left: Indices, rows: Loads, tile: float, out: Loads) -
 
 @helper()
 def _even_us(total: float, loads: Loads, parameters: NDArray[np.float64], ranks: int) -> float:
-    """The time of a batch that brings `total` tokens to all columns alike."""
+    """Time of a batch whose `total` tokens are spread evenly over all columns."""
     fixed_us, first_us, tile, row_us, arrival_us, _ = parameters
     layers, slots = loads.shape[1], loads.shape[2]
     rows, per_rank = total / (layers * slots), slots // ranks

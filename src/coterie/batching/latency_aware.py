@@ -1,16 +1,16 @@
-"""Latency-aware: the batch that a cost model says is fastest, as long as reordering pays for whom it delays.
+"""Latency-aware: the fastest batch by a cost model, as long as reordering pays for the requests it delays.
 
-It minimises predicted time, so it mixes the unlike where the slowest rank decides, and groups the like where streaming
-the experts' weights does. Unlike the published strategies it also decides *whether* to reorder:
+It minimises predicted time, so it mixes unlike requests where the slowest rank decides, and groups like ones where
+streaming the experts' weights does. Unlike the published strategies it also decides *whether* to reorder:
 
-* What choosing could save at most is the share of a batch's time that depends on who is in it: what unevenness costs
-  across ranks, or what the chosen requests' experts cost to stream. Of that, `trust` is what choosing really saves.
-* A batch that is faster by that much shortens the wait of everybody behind the next two batches: by `trust x share x
-  behind` batches in sum. Being passed over costs one request one batch.
-* So a request may be passed over as often as that, and no more: with a shallow queue, or where it hardly matters who
-  runs with whom, the order stays first come, first served.
+* Choosing can save at most the share of a batch's time that depends on its requests: the cost of unevenness across
+  ranks, or of streaming the chosen requests' experts. Of that share, `trust` is the part that choosing really saves.
+* A batch that is faster by that much shortens the wait of every request behind the next two batches: by
+  `trust x share x behind` batches in sum. Being passed over costs one request one batch.
+* So a request may be passed over that many times, and no more: with a shallow queue, or where it hardly matters which
+  requests run together, the order stays first come, first served.
 
-Wrong where predictions are: it then reorders for nothing, though by no more than that many batches.
+Wrong where predictions are wrong: it then reorders for nothing, though by no more than that many batches.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from coterie.errors import ConfigError
 from coterie.registry import needs
 
 SOON = 2
-"""Batches ahead whose requests start at once in any order; a queue no longer than that is shallow."""
+"""Batches at the head of the queue that start soon in any order; a queue no longer than these is shallow."""
 
 SPREAD_TRUST, STEP_TRUST = 0.4, 0.1
-"""Where none is given: what CAPS's patterns ask for, and about the most that recorded requests in any order gave."""
+"""Default trust: for CAPS's traffic patterns, and about the most measured on recorded requests in any order."""
 
 
 @strategies.register("latency_aware")
@@ -44,10 +44,10 @@ class LatencyAware(Skipping):
     cost: BatchCost = needs(
         "what a batch costs: StepCost.for_phase(step_model, …), or SpreadCost(), which evens the load out"
     )
-    """What is minimised."""
+    """Cost model to minimise."""
     trust: float | None = None
-    """Share of the time that choosing could save at most, which it does save; :func:`measure_trust` finds it for a
-    predictor and a kind of traffic. None takes a default by the kind of cost."""
+    """Part of the avoidable time that choosing really saves; :func:`measure_trust` measures it for a predictor and a
+    kind of traffic. None takes a default by the kind of cost."""
 
     def __post_init__(self) -> None:
         Skipping.__post_init__(self)
@@ -79,10 +79,10 @@ def measure_trust(
 ) -> float:
     """Share of avoidable time that choosing avoids; `predicted` and `truth` [request, …] are of the same requests.
 
-    `stream` names requests in an order of arrival like the one to come. They are served twice, by prediction and in
-    order, always with `window` waiting and `running` others under way, and both are timed by the truth. That counts
-    what a single choice does not show: predictions are wrong, and whoever is passed over now has to be served later.
-    Requests that the strategy is judged on must not be among them.
+    `stream` lists requests in a typical order of arrival. They are served twice, by prediction and in order, always
+    with `window` waiting and `running` others under way, and both runs are timed with the true loads. That includes
+    what a single choice does not show: predictions are wrong, and a request passed over now has to be served later.
+    Requests that the strategy is evaluated on must not be among them.
     """
     if predicted.shape != truth.shape:
         raise ConfigError(f"predicted {predicted.shape} and truth {truth.shape} must be of the same requests")
@@ -112,7 +112,7 @@ def measure_trust(
 
 
 def _avoidable(cost: BatchCost, loads: Loads, running: Loads) -> float:
-    """Share of a batch's time that depends on who is in it."""
+    """Share of a batch's time that depends on which requests are in it."""
     everyone = np.arange(len(loads))
     if isinstance(cost, StepCost):
         loads, running = cost.slot_loads(loads), cost.slot_loads(running)
@@ -123,7 +123,7 @@ def _avoidable(cost: BatchCost, loads: Loads, running: Loads) -> float:
 
 
 def _time_of(cost: BatchCost, loads: Loads, running: Loads) -> float:
-    """Of all these requests added to `running`."""
+    """Time of a batch: all these requests added to the `running` load."""
     everyone = np.arange(len(loads))
     if isinstance(cost, StepCost):
         loads, running = cost.slot_loads(loads), cost.slot_loads(running)

@@ -2,8 +2,8 @@
 
 The drift is :func:`~coterie.traces.drifting.zipf_drift`'s at DeepSeek-V3's size, from the map that EPLB made for the
 window before. A planner is asked for a balance of at least `target_balance`, then for as few moves as possible: the
-horizon is so long that a thousandth of balance is worth a hundred moves. Beside the rows of planners are two comparisons
-with the integer program: moves at the same balance, and the objective where processing and movement both count, on
+horizon is so long that a thousandth of balance is worth a hundred moves. Beside planners, rows compare two things with
+the integer program: moves at the same balance, and the objective where processing and movement both count, on
 layers that it closed. What it did not close is in the rows too, and counts for nothing.
 """
 
