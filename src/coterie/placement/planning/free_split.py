@@ -27,7 +27,7 @@ from coterie.placement.splits.shares import affine, optimal_shares
 Array = NDArray[np.float64]
 
 SAME = 1e-9
-"""Relative gain that is rounding."""
+"""Relative slack for rounding errors."""
 
 
 class FreeSplit(NamedTuple):

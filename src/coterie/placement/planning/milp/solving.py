@@ -16,7 +16,7 @@ from coterie.placement.planning.milp.program import Program
 from coterie.placement.planning.milp.rows import INF, Rows
 
 Tell = Callable[[float, float], bool]
-"""Told the best excess and its bound so far, in seconds; False stops the search."""
+"""Callback: the best excess and its bound so far, in seconds; returning False stops the search."""
 
 CUT_ROUNDS = 30
 TELL_EVERY_S = 0.5
