@@ -38,7 +38,7 @@ def random_problem(seed: int, *, gone: bool = False) -> Problem:
     objective = Objective(
         row_bytes=float(rng.choice([0.0, 20_000.0])),
         horizon=float(rng.choice([0.1, 1.0, 1000.0])),
-        enough=float(rng.choice([0.9, 1.0])),
+        target_balance=float(rng.choice([0.9, 1.0])),
         move_price=float(rng.choice([0.0, 0.5])),
     )
     sources = rng.dirichlet(np.full(ranks, 0.3), tokens.shape).transpose(2, 0, 1) * tokens
@@ -99,7 +99,7 @@ def test_close_to_the_best_of_all_maps(kind: str):
     maps = every_map(ranks, each, experts)
     speeds = (1.0, 0.5, 2.0) if kind == "mixed speeds" else ()
     topology = Topology(ranks, ranks_per_node=2 if kind == "two nodes" else 8, speeds=speeds)
-    objective = Objective(horizon=50.0, enough=0.95, move_price=0.1)
+    objective = Objective(horizon=50.0, target_balance=0.95, move_price=0.1)
     rng = np.random.default_rng(1)
     ratios = []
     for _ in range(25):
@@ -121,7 +121,7 @@ def test_one_link_out_of_the_bottleneck_is_one_move():
     """Ranks 0 and 1 share expert 0, 2 and 3 share expert 3; one move joins them, and expert 3 makes room."""
     rows = [[0, 1, 4, 0, 2, 5, 3, 6, 7, 3, 6, 7]]
     tokens = [[7.0, 1.0, 1.0, 3.0, 0.0, 0.0, 0.0, 0.0]]
-    problem = problem_of(rows, tokens, 4, Objective(row_s=1.0, enough=0.99))
+    problem = problem_of(rows, tokens, 4, Objective(row_s=1.0, target_balance=0.99))
     found = improve(problem)
     assert len(problem.moves(found.slot_experts)) == 1
     assert problem.rank_s(found.slot_experts, found.shares).max() <= problem.floor[0] * (1 + 1e-9)
@@ -158,7 +158,7 @@ def test_few_moves_go_where_they_save_most():
 def test_a_drifted_load_needs_few_moves():
     drift = zipf_drift(8, 256, np.random.default_rng(0))
     rows = rebalance(drift.before, 288, 32)
-    problem = problem_of(rows, drift.after, 32, Objective(enough=0.984))
+    problem = problem_of(rows, drift.after, 32, Objective(target_balance=0.984))
     found = improve(problem)
     check(problem, found)
     slowest = problem.rank_s(found.slot_experts, found.shares).max(axis=1)

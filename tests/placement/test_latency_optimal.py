@@ -57,7 +57,7 @@ def tiny(seed: int, case: int) -> tuple[float, float, float]:
         row_s=1e-6,
         touch_s=rng.choice([0.0, 1e-5]),
         horizon=rng.choice([3.0, 30.0, 3000.0]),
-        enough=rng.choice([1.0, 0.95]),
+        target_balance=rng.choice([1.0, 0.95]),
         move_price=rng.choice([0.0, 0.3]),
     )
     topology = Topology(ranks, 2, speeds=tuple(rng.choice([1.0, 0.6], ranks)))
@@ -82,7 +82,7 @@ def drifted(ranks: int, slots: int, layers: int = 6, experts: int = 64) -> tuple
     return Eplb(Objective()).plan(Load(drift.before), Topology(ranks, ranks), linear).placement, Load(drift.after)
 
 
-LONG = Objective(horizon=1e6, enough=0.98, move_price=1.0)
+LONG = Objective(horizon=1e6, target_balance=0.98, move_price=1.0)
 
 
 def check(plan: Plan, current: Placement, topology: Topology) -> None:
@@ -203,7 +203,7 @@ def test_says_why_it_keeps_the_map() -> None:
     dear = LatencyOptimal(Objective(horizon=1000.0, planning_s=1e9)).plan(load, top, current)
     assert "planning_s=1e+09" in str(dear.skip_reason)
     assert dear.placement.slot_experts.tobytes() == current.slot_experts.tobytes()
-    even = LatencyOptimal(Objective(enough=0.1)).plan(load, top, current)
+    even = LatencyOptimal(Objective(target_balance=0.1)).plan(load, top, current)
     assert "every layer has at least 10.0%" in str(even.skip_reason)
 
 
@@ -252,7 +252,7 @@ def test_planning_again_from_a_plan_with_free_shares_changes_nothing(seed: int) 
     prices = Objective(
         touch_s=float(rng.choice([0.0, 1e-5, 1e-4])),
         horizon=float(rng.choice([0.1, 1.0, 1000.0])),
-        enough=float(rng.choice([0.9, 1.0])),
+        target_balance=float(rng.choice([0.9, 1.0])),
         move_price=float(rng.choice([0.0, 0.5])),
     )
     topology = Topology(ranks, 2, speeds=tuple(rng.choice([0.5, 1.0], ranks)))

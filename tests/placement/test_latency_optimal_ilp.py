@@ -95,7 +95,7 @@ def problems(draw: st.DrawFn, largest: int) -> Problem:
         row_bytes=draw(st.sampled_from([0.0, 14336.0])),
         horizon=draw(st.sampled_from([2.0, 10.0, 100.0])),
         exposed=draw(st.sampled_from([1.0, 0.5])),
-        enough=draw(st.sampled_from([1.0, 0.9])),
+        target_balance=draw(st.sampled_from([1.0, 0.9])),
         move_price=draw(st.sampled_from([0.0, 1.0])),
     )
     held = [rng.permutation(experts)[:per_rank] for _ in range(ranks)]

@@ -32,7 +32,7 @@ def random_problem(seed: int, *, touch: bool, exchange: bool, known: bool, dead:
         row_s=1e-6,
         touch_s=3e-6 if touch else 0.0,
         row_bytes=4096.0 if exchange else 0.0,
-        enough=0.9,
+        target_balance=0.9,
         move_price=0.5,
         exposed=0.5,
         horizon=50.0,
@@ -211,7 +211,9 @@ def test_wrong_shares_are_named(shares: list[list[float]], said: str) -> None:
 
 def test_full_ranks_reach_the_longest_beside_the_shortest() -> None:
     current = Placement.linear(1, 4, 2)
-    problem = Objective(row_s=1.0, enough=0.5).problem(Load(np.array([[10.0, 1.0, 2.0, 3.0]])), Topology(2), current)
+    problem = Objective(row_s=1.0, target_balance=0.5).problem(
+        Load(np.array([[10.0, 1.0, 2.0, 3.0]])), Topology(2), current
+    )
     assert problem.even[0] == 8.0
     assert problem.reach[0] == 11.0
     assert problem.floor[0] == 22.0

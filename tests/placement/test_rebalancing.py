@@ -227,7 +227,7 @@ def test_shares_on_a_constant_load_are_changed_once(touch_s: float):
 def test_a_constant_load_is_moved_once_and_shared_once():
     one = Rebalancer(
         lambda objective: LatencyOptimal(objective, split="optimal"),
-        Objective(planning_s=1e-6, enough=0.98),
+        Objective(planning_s=1e-6, target_balance=0.98),
         TOPOLOGY,
         Placement.linear(LAYERS, EXPERTS, RANKS, 40),
         RebalancingSettings(min_interval=STEPS, first_interval=1000.0),

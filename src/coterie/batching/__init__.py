@@ -1,4 +1,4 @@
-"""Batch selection: which of the waiting requests join what runs."""
+"""Batch selection: which waiting requests join the running batch."""
 
 from coterie.batching.base import Selection, Strategy, Window, passed_over, strategies
 from coterie.batching.fcfs import Fcfs

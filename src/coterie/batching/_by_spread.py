@@ -10,34 +10,34 @@ from coterie.batching.greedy import DOT, pick_greedily
 from coterie.batching.picking import Indices, allowed_skips, due, in_order, total_of
 
 BY_DOT = np.int64(DOT)
-"""Not a plain number: Numba would compile the picking once more for that one."""
+"""A NumPy integer: Numba would compile the picking again for a Python one."""
 
 
 @njit()
 def by_spread(
-    loads: Loads, running: Loads, skipped: Indices, hope: float, size: int, max_skips: int, sensitivity: float
+    loads: Loads, running: Loads, skipped: Indices, expected_gain: float, size: int, max_skips: int, sensitivity: float
 ) -> tuple[Indices, int, float]:
-    come = in_order(skipped, size, max_skips)
-    if len(come) == len(loads):
-        return come, 0, 0.0
+    arrived = in_order(skipped, size, max_skips)
+    if len(arrived) == len(loads):
+        return arrived, 0, 0.0
     rows, load = loads.reshape(len(loads), loads.shape[1] * loads.shape[2]), running.ravel()
-    time = spread(rows, load, come, sensitivity)
-    budget = allowed_skips(spread_avoidable(rows, load, come, time), hope, max_skips)
+    time = spread(rows, load, arrived, sensitivity)
+    budget = allowed_skips(spread_avoidable(rows, load, arrived, time), expected_gain, max_skips)
     if budget == 0:
-        return come, 0, 0.0
+        return arrived, 0, 0.0
     order, forced = due(skipped, size, max_skips, budget)
     if forced < len(order):
         # Not the least CV of this batch: over many batches the dot product passes the same requests over least often.
         order = pick_greedily(loads, running, skipped, size, budget, BY_DOT)[0]
     gain = 1.0 - spread(rows, load, order, sensitivity) / time
-    return (order, budget, gain) if gain > 0.0 else (come, 0, 0.0)
+    return (order, budget, gain) if gain > 0.0 else (arrived, 0, 0.0)
 
 
 @njit()
-def spread_avoidable(rows: Loads, load: Loads, come: Indices, time: float) -> float:
-    """What unevenness costs of a time of 1 + sensitivity x CV, over the share of the work that is chosen here."""
+def spread_avoidable(rows: Loads, load: Loads, arrived: Indices, time: float) -> float:
+    """Share of the time 1 + sensitivity x CV that unevenness costs, divided by the share of the work chosen here."""
     brought = 0.0
-    for request in come:
+    for request in arrived:
         brought += total_of(rows[request])
     if brought <= 0.0:
         return 0.0

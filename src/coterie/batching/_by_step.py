@@ -14,7 +14,7 @@ from coterie.batching.picking import Indices, allowed_skips, drop, due, in_order
 from coterie.costs.lines import rank_us, rows_past
 
 ALMOST_NEVER = 1e-3
-"""Least chance of a request missing an expert: a product of misses then stays a number above nothing."""
+"""Least probability that a request misses an expert: keeps a product of many above 0."""
 
 
 @njit()
@@ -22,37 +22,38 @@ def by_step(
     loads: Loads,
     running: Loads,
     skipped: Indices,
-    hope: float,
+    expected_gain: float,
     size: int,
     max_skips: int,
     parameters: NDArray[np.float64],
     ranks: int,
 ) -> tuple[Indices, int, float]:
-    come = in_order(skipped, size, max_skips)
-    if len(come) == len(loads):
-        return come, 0, 0.0
-    time = step_us(loads, running, come, parameters, ranks)
-    budget = allowed_skips(step_avoidable(loads, running, come, time, parameters, ranks), hope, max_skips)
+    arrived = in_order(skipped, size, max_skips)
+    if len(arrived) == len(loads):
+        return arrived, 0, 0.0
+    time = step_us(loads, running, arrived, parameters, ranks)
+    budget = allowed_skips(step_avoidable(loads, running, arrived, time, parameters, ranks), expected_gain, max_skips)
     if budget == 0:
-        return come, 0, 0.0
+        return arrived, 0, 0.0
     order, forced = due(skipped, size, max_skips, budget)
     other = _fill_step(loads, running, order, forced, parameters, ranks)
-    gain = _step_gain(loads, running, come, time, order, other, parameters, ranks)
-    return (order, budget, gain) if gain > 0.0 else (come, 0, 0.0)
+    gain = _step_gain(loads, running, arrived, time, order, other, parameters, ranks)
+    return (order, budget, gain) if gain > 0.0 else (arrived, 0, 0.0)
 
 
 @njit()
 def step_avoidable(
-    loads: Loads, running: Loads, come: Indices, time: float, parameters: NDArray[np.float64], ranks: int
+    loads: Loads, running: Loads, arrived: Indices, time: float, parameters: NDArray[np.float64], ranks: int
 ) -> float:
-    """What unevenness costs (prefill) or the experts that are streamed for these alone (decode), over their share."""
-    before, brought = _tokens(running), _brought(loads, come)
+    """Share of the time that unevenness costs (prefill), or streaming experts for these requests alone (decode),
+    divided by their share of the tokens."""
+    before, brought = _tokens(running), _brought(loads, arrived)
     if brought <= 0.0:
         return 0.0
     if parameters[5] > 0.0:
         least = _even_us(before + brought, loads, parameters, ranks)
     else:
-        least = step_us(loads, running, come[:0], parameters, ranks)
+        least = step_us(loads, running, arrived[:0], parameters, ranks)
     return float((1.0 - least / time) * (before + brought) / brought)
 
 
@@ -60,19 +61,19 @@ def step_avoidable(
 def _step_gain(
     loads: Loads,
     running: Loads,
-    come: Indices,
+    arrived: Indices,
     time: float,
     order: Indices,
     other: float,
     parameters: NDArray[np.float64],
     ranks: int,
 ) -> float:
-    """Share of the time of `come` that `order`, which takes `other`, saves."""
-    if parameters[5] > 0.0:  # what unevenness costs a token: that some batches are larger is nobody's gain
+    """Share of the time of `arrived` that `order`, which takes `other`, saves."""
+    if parameters[5] > 0.0:  # cost of unevenness per token: a larger batch is no gain
         before = _tokens(running)
-        there, here = before + _brought(loads, come), before + _brought(loads, order)
-        uneven = (other - _even_us(here, loads, parameters, ranks)) / here
-        return float((time - _even_us(there, loads, parameters, ranks) - uneven * there) / time)
+        arrived_tokens, tokens = before + _brought(loads, arrived), before + _brought(loads, order)
+        uneven = (other - _even_us(tokens, loads, parameters, ranks)) / tokens
+        return float((time - _even_us(arrived_tokens, loads, parameters, ranks) - uneven * arrived_tokens) / time)
     return float(1.0 - other / time)
 
 
@@ -109,15 +110,15 @@ def _fill_step(
 ) -> float:
     """Fill the order up from its forced picks; the time of the whole in microseconds."""
     waiting, layers, slots = loads.shape
-    groups, each = layers * ranks, slots // ranks
+    groups, per_rank = layers * ranks, slots // ranks
     fixed_us, first_us, tile, row_us, arrival_us, by_tokens = parameters
-    brings = loads.reshape(waiting, groups, each)
+    brings = loads.reshape(waiting, groups, per_rank)
     rows, cold = _together(brings, running, order[:forced])
     if forced == len(order):
         return _time_us(rows, cold, parameters, ranks)
     left = not_in(order[:forced], waiting)
     count, total = len(left), _tokens(rows)
-    by_group, chance = np.empty((groups, waiting, each)), np.empty((groups, waiting, each))
+    by_group, chance = np.empty((groups, waiting, per_rank)), np.empty((groups, waiting, per_rank))
     own, totals = np.empty((groups, waiting)), np.zeros(waiting)
     for group in range(groups):
         for request in range(waiting):
@@ -131,7 +132,7 @@ def _fill_step(
             _dots(chance[group], left[:count], cold[group], warm[group])
             if tiles:
                 _pasts(by_group[group], left[:count], rows[group], tile, past[group])
-            touched = each - _total(cold[group])
+            touched = per_rank - _total(cold[group])
             for i in range(count):
                 warm[group, i] += touched
             here[group] = _total(rows[group])
@@ -144,7 +145,7 @@ def _fill_step(
                     slowest = max(slowest, rank_us(warm[group, i], past[group, i], first_us, row_us))
                     busiest = max(busiest, here[group] + own[group, request])
                 found += slowest + busiest * arrival_us
-            if by_tokens > 0.0:  # what unevenness costs a token: short prompts are not fast ones
+            if by_tokens > 0.0:  # cost of unevenness per token, or short prompts would win
                 both = total + totals[request]
                 found = (found - _even_us(both, loads, parameters, ranks)) / both
             if found < least:
@@ -159,12 +160,12 @@ def _fill_step(
 
 @helper()
 def _together(brings: Loads, running: Loads, order: Indices) -> tuple[Loads, Loads]:
-    """Expected tokens of these requests and the load that runs, and the chance that nobody touches a slot."""
+    """Expected tokens of these requests and the running load, and the probability that a slot is not touched."""
     rows = running.copy().reshape(brings.shape[1], brings.shape[2])
     cold = np.empty(rows.shape)
     for group in range(len(rows)):
         for slot in range(rows.shape[1]):
-            # How many requests a running load is of cannot be seen; as independent tokens they miss with exp(-load).
+            # The running load does not say how many requests it sums; independent tokens miss with exp(-load).
             cold[group, slot] = np.exp(-rows[group, slot])
     for request in order:
         _add(rows, cold, brings[request])
@@ -174,14 +175,14 @@ def _together(brings: Loads, running: Loads, order: Indices) -> tuple[Loads, Loa
 @helper()
 def _time_us(rows: Loads, cold: Loads, parameters: NDArray[np.float64], ranks: int) -> float:
     fixed_us, first_us, tile, row_us, arrival_us, _ = parameters
-    each, time = rows.shape[1], fixed_us
+    per_rank, time = rows.shape[1], fixed_us
     for layer in range(len(rows) // ranks):
         slowest, busiest = 0.0, 0.0
         for group in range(layer * ranks, (layer + 1) * ranks):
             past = 0.0
-            for slot in range(each):
+            for slot in range(per_rank):
                 past += rows_past(rows[group, slot], tile)
-            slowest = max(slowest, rank_us(each - _total(cold[group]), past, first_us, row_us))
+            slowest = max(slowest, rank_us(per_rank - _total(cold[group]), past, first_us, row_us))
             busiest = max(busiest, _total(rows[group]))
         time += slowest + busiest * arrival_us
     return float(time)
@@ -197,7 +198,7 @@ def _total(row: Loads) -> float:
 
 @helper()
 def _spread_out(brings: Loads, row: Loads, chance: Loads) -> float:
-    """Copies what a request brings to a row, and as chances of touching a slot; its tokens."""
+    """Copy a request's tokens by slot, and its probabilities of touching a slot; returns its tokens."""
     for slot in range(len(brings)):
         row[slot] = brings[slot]
         chance[slot] = min(brings[slot], 1.0)
@@ -214,7 +215,7 @@ def _add(rows: Loads, cold: Loads, brings: Loads) -> None:
 
 @helper(fastmath=True)
 def _dots(chance: Loads, left: Indices, cold: Loads, out: Loads) -> None:
-    """Slots that each request would touch and nobody does yet."""
+    """Expected slots that each request would touch first."""
     for i in range(len(left)):
         row, dot = chance[left[i]], 0.0
         for slot in range(len(cold)):
@@ -234,12 +235,12 @@ def _pasts(brings: Loads, left: Indices, rows: Loads, tile: float, out: Loads) -
 
 @helper()
 def _even_us(total: float, loads: Loads, parameters: NDArray[np.float64], ranks: int) -> float:
-    """The time of a batch that brings `total` tokens to all columns alike."""
+    """Time of a batch whose `total` tokens are spread evenly over all columns."""
     fixed_us, first_us, tile, row_us, arrival_us, _ = parameters
     layers, slots = loads.shape[1], loads.shape[2]
-    rows, each = total / (layers * slots), slots // ranks
+    rows, per_rank = total / (layers * slots), slots // ranks
     touched = 1.0 - np.exp(-rows)
-    layer = each * (rank_us(touched, rows_past(rows, tile), first_us, row_us) + rows * arrival_us)
+    layer = per_rank * (rank_us(touched, rows_past(rows, tile), first_us, row_us) + rows * arrival_us)
     return float(fixed_us + layers * layer)
 
 

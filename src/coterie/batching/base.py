@@ -1,9 +1,9 @@
-"""The contract of a batch selection strategy: which of the waiting requests join what runs.
+"""The contract of a batch selection strategy: which waiting requests join the running batch.
 
-A strategy is a pure function of a snapshot. It sees a window of the oldest waiting requests with the load each is
-expected to bring, and the load that runs already (none where batches run one after the other, all of a step's where
-batching is continuous), and names the requests to add. Two rules hold for all of them: the oldest request is always
-in, and so is one that was passed over `max_skips` times, so that nobody starves.
+A strategy is a pure function of a snapshot. It sees a window of the oldest waiting requests with the expected load of
+each, and the running load (none where batches run one after the other, a step's where batching is continuous), and
+selects the requests to add. Two rules hold for every strategy: the oldest request is always selected, and so is one
+that was passed over `max_skips` times, so that none starves.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ class Window(NamedTuple):
     """The oldest of the waiting requests, oldest first."""
 
     loads: Loads
-    """[request, layer, expert] tokens each is expected to bring, contiguous. In decode: a step's, so at most 1."""
+    """[request, layer, expert] expected tokens of each request, contiguous. In decode: of one step, so at most 1."""
     skipped: NDArray[np.int64]
-    """[request] times it was passed over: it stayed while a younger one was taken."""
+    """[request] times it was passed over: a younger request was taken instead."""
     queued: int
-    """Requests that wait in all, those past the window too."""
+    """All waiting requests, those beyond the window included."""
 
     def no_load(self) -> Loads:
-        """[layer, expert] of nothing running."""
+        """[layer, expert] zeros: the load where nothing runs."""
         return np.zeros(self.loads.shape[1:])
 
 
 class Selection(NamedTuple):
-    """What a strategy decided."""
+    """A strategy's decision."""
 
     order: NDArray[np.int64]
     """Indices into the window, in the order they were chosen."""
     reason: str
-    """In words."""
+    """Explanation in words."""
 
 
 @runtime_checkable
@@ -67,6 +67,6 @@ strategies: PolicyRegistry[Strategy] = PolicyRegistry("strategy", group="coterie
 
 
 def passed_over(window: Sequence[T], taken: Set[int]) -> list[T]:
-    """Those of a window, oldest first, that stay although a younger one was taken. `taken` are indices into it; one
-    past its end stands for a request that is younger than the window."""
+    """Requests of a window, oldest first, that still wait although a younger one was taken. `taken` are indices into
+    the window; its length stands for a request younger than all of it."""
     return [request for index, request in enumerate(window[: max(taken, default=0)]) if index not in taken]

@@ -1,9 +1,9 @@
-"""Decode batch: who decodes in the next step of an expert-parallel worker, so that the step keeps its time.
+"""Decode batch: which requests decode in the next step of an expert-parallel worker, within a time budget.
 
 A step of n requests is priced ``fixed + request x n + remote x their activations on other ranks``. Requests whose
 experts are mostly local come first, since they lengthen the step least, until the next one would break the budget of
-time between tokens or of tokens. Left to itself that starves requests with remote experts, so whoever was passed over
-`max_skips` times goes before all others, longest first. At least one request always runs, whatever it costs.
+time between tokens or of tokens. That alone would starve requests with remote experts, so a request that was passed
+over `max_skips` times goes before all others, longest first. At least one request always runs, whatever it costs.
 
 Right where the all-to-all is a large part of a step. Wrong on one GPU, where nothing is remote: it then only caps the
 batch, and every request it leaves out pays a whole step.
@@ -22,7 +22,7 @@ from coterie.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DecodePrices:
-    """Microseconds of a step."""
+    """Prices of a step, in microseconds."""
 
     fixed_us: float
     request_us: float
@@ -36,12 +36,12 @@ class DecodePrices:
 
 
 class DecodeBatch(NamedTuple):
-    """Who runs."""
+    """Requests that decode in the next step."""
 
     chosen: NDArray[np.int64]
     """Requests, in the order they were taken."""
     step_us: float
-    """Predicted."""
+    """Predicted time of the step."""
     reason: str
 
 
@@ -49,9 +49,9 @@ class DecodeBatch(NamedTuple):
 class DecodeBatcher:
     prices: DecodePrices
     budget_us: float = 50_000.0
-    """Time between tokens that a step must keep."""
+    """Limit of a step's predicted time: the time between tokens."""
     max_tokens: int = 4096
-    """Requests of a step, one token each."""
+    """Limit of requests in a step, one token each."""
     max_skips: int = 4
     """Steps a request may be passed over before it goes first."""
 

@@ -1,6 +1,6 @@
 """First come, first served: the baseline, and the fairest.
 
-Right where the queue is shallow, since whoever reorders it makes somebody wait for nothing.
+Right where the queue is shallow: reordering then delays requests without a gain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from coterie.batching.picking import NEVER, Indices, Skipping, check_snapshot, f
 @strategies.register("fcfs")
 @dataclass(frozen=True, slots=True)
 class Fcfs(Skipping):
-    """The oldest. It passes nobody over; requests that another strategy left overdue still go first."""
+    """The oldest requests. It passes none over; requests that another strategy left overdue still go first."""
 
     def select(self, window: Window, running: Loads, size: int, rng: Generator) -> Selection:  # noqa: ARG002
         check_snapshot(window, running, size)

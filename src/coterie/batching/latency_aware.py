@@ -1,16 +1,16 @@
-"""Latency-aware: the batch that a cost model says is fastest, as long as reordering pays for whom it delays.
+"""Latency-aware: the fastest batch by a cost model, as long as reordering pays for the requests it delays.
 
-It minimises predicted time, so it mixes the unlike where the slowest rank decides, and groups the like where streaming
-the experts' weights does. Unlike the published strategies it also decides *whether* to reorder:
+It minimises predicted time, so it mixes unlike requests where the slowest rank decides, and groups like ones where
+streaming the experts' weights does. Unlike the published strategies it also decides *whether* to reorder:
 
-* What choosing could save at most is the share of a batch's time that depends on who is in it: what unevenness costs
-  across ranks, or what the chosen requests' experts cost to stream. Of that, `trust` is what choosing really saves.
-* A batch that is faster by that much shortens the wait of everybody behind the next two batches: by `trust x share x
-  behind` batches in sum. Being passed over costs one request one batch.
-* So a request may be passed over as often as that, and no more: with a shallow queue, or where it hardly matters who
-  runs with whom, the order stays first come, first served.
+* Choosing can save at most the share of a batch's time that depends on its requests: the cost of unevenness across
+  ranks, or of streaming the chosen requests' experts. Of that share, `trust` is the part that choosing really saves.
+* A batch that is faster by that much shortens the wait of every request behind the next two batches: by
+  `trust x share x behind` batches in sum. Being passed over costs one request one batch.
+* So a request may be passed over that many times, and no more: with a shallow queue, or where it hardly matters which
+  requests run together, the order stays first come, first served.
 
-Wrong where predictions are: it then reorders for nothing, though by no more than that many batches.
+Wrong where predictions are wrong: it then reorders for nothing, though by no more than that many batches.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from coterie.errors import ConfigError
 from coterie.registry import needs
 
 SOON = 2
-"""Batches ahead whose requests start at once in any order; a queue no longer than that is shallow."""
+"""Batches at the head of the queue that start soon in any order; a queue no longer than these is shallow."""
 
 SPREAD_TRUST, STEP_TRUST = 0.4, 0.1
-"""Where none is given: what CAPS's patterns ask for, and about the most that recorded requests in any order gave."""
+"""Default trust: for CAPS's traffic patterns, and about the most measured on recorded requests in any order."""
 
 
 @strategies.register("latency_aware")
@@ -44,10 +44,10 @@ class LatencyAware(Skipping):
     cost: BatchCost = needs(
         "what a batch costs: StepCost.for_phase(step_model, …), or SpreadCost(), which evens the load out"
     )
-    """What is minimised."""
+    """Cost model to minimise."""
     trust: float | None = None
-    """Share of the time that choosing could save at most, which it does save; :func:`measure_trust` finds it for a
-    predictor and a kind of traffic. None takes a default by the kind of cost."""
+    """Part of the avoidable time that choosing really saves; :func:`measure_trust` measures it for a predictor and a
+    kind of traffic. None takes a default by the kind of cost."""
 
     def __post_init__(self) -> None:
         Skipping.__post_init__(self)
@@ -59,12 +59,16 @@ class LatencyAware(Skipping):
         cost, trust = self.cost, self.trust
         if trust is None:
             trust = STEP_TRUST if isinstance(cost, StepCost) else SPREAD_TRUST
-        cap, hope = self.max_skips or NEVER, trust * max(0, window.queued - SOON * size)
+        cap, expected_gain = self.max_skips or NEVER, trust * max(0, window.queued - SOON * size)
         if isinstance(cost, StepCost):
             loads, load = cost.slot_loads(window.loads), cost.slot_loads(running)
-            order, budget, gain = by_step(loads, load, window.skipped, hope, size, cap, cost.numbers(), cost.num_ranks)
+            order, budget, gain = by_step(
+                loads, load, window.skipped, expected_gain, size, cap, cost.numbers(), cost.num_ranks
+            )
         else:
-            order, budget, gain = by_spread(window.loads, running, window.skipped, hope, size, cap, cost.sensitivity)
+            order, budget, gain = by_spread(
+                window.loads, running, window.skipped, expected_gain, size, cap, cost.sensitivity
+            )
         if budget == 0:
             return Selection(order, f"in order of arrival of {len(order)}: reordering would not pay")
         return Selection(order, f"predicted {gain:.1%} faster than in order of arrival; up to {budget} skips each")
@@ -75,10 +79,10 @@ def measure_trust(
 ) -> float:
     """Share of avoidable time that choosing avoids; `predicted` and `truth` [request, …] are of the same requests.
 
-    `stream` names requests in an order of arrival like the one to come. They are served twice, by prediction and in
-    order, always with `window` waiting and `running` others under way, and both are timed by the truth. That counts
-    what a single choice does not show: predictions are wrong, and whoever is passed over now has to be served later.
-    Requests that the strategy is judged on must not be among them.
+    `stream` lists requests in a typical order of arrival. They are served twice, by prediction and in order, always
+    with `window` waiting and `running` others under way, and both runs are timed with the true loads. That includes
+    what a single choice does not show: predictions are wrong, and a request passed over now has to be served later.
+    Requests that the strategy is evaluated on must not be among them.
     """
     if predicted.shape != truth.shape:
         raise ConfigError(f"predicted {predicted.shape} and truth {truth.shape} must be of the same requests")
@@ -88,27 +92,27 @@ def measure_trust(
     rng = np.random.default_rng(0)  # nothing here is random, but a strategy takes one
     everyone = LatencyAware(max_skips=None, cost=cost, trust=1.0)
     skipped = np.zeros(window, np.int64)
-    hoped, spent = 0.0, [0.0, 0.0]
+    avoidable, spent = 0.0, [0.0, 0.0]
     under_way = [list(stream[:running]), list(stream[:running])]
     waiting = list(stream[running:])
     for batch in range(batches):
-        come = list(stream[running + batch * size :][:size])
+        arrived = list(stream[running + batch * size :][:size])
         rows = waiting[:window]
         loads, load = np.ascontiguousarray(predicted[rows]), predicted[under_way[1]].sum(axis=0)
         order = everyone.select(Window(loads, skipped, NEVER), load, size, rng).order.tolist()
         waiting = [row for index, row in enumerate(rows) if index not in order] + waiting[window:]
-        for way, taken in enumerate((come, [rows[index] for index in order])):
+        for way, taken in enumerate((arrived, [rows[index] for index in order])):
             here = truth[under_way[way]].sum(axis=0)
             spent[way] += _time_of(cost, truth[taken], here)
             if way == 0:
-                hoped += _avoidable(cost, truth[taken], here)
+                avoidable += _avoidable(cost, truth[taken], here)
             under_way[way] = (under_way[way] + taken)[len(taken) :] if running else []
     saved = 1.0 - spent[1] / spent[0]
-    return float(min(1.0, max(0.0, saved * batches / hoped))) if hoped > 0 else 0.0
+    return float(min(1.0, max(0.0, saved * batches / avoidable))) if avoidable > 0 else 0.0
 
 
 def _avoidable(cost: BatchCost, loads: Loads, running: Loads) -> float:
-    """Share of a batch's time that depends on who is in it."""
+    """Share of a batch's time that depends on which requests are in it."""
     everyone = np.arange(len(loads))
     if isinstance(cost, StepCost):
         loads, running = cost.slot_loads(loads), cost.slot_loads(running)
@@ -119,7 +123,7 @@ def _avoidable(cost: BatchCost, loads: Loads, running: Loads) -> float:
 
 
 def _time_of(cost: BatchCost, loads: Loads, running: Loads) -> float:
-    """Of all these requests added to `running`."""
+    """Time of a batch: all these requests added to the `running` load."""
     everyone = np.arange(len(loads))
     if isinstance(cost, StepCost):
         loads, running = cost.slot_loads(loads), cost.slot_loads(running)

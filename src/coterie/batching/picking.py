@@ -1,7 +1,7 @@
-"""What the strategies share: the setting they have in common, and the picks that no strategy is free to make.
+"""Shared by all strategies: their common setting, and the forced picks.
 
-A strategy is free where :func:`must_take` stops, or :func:`first_picks` in compiled code: the oldest request is in, and
-so are those that were passed over too often (:func:`is_due`).
+:func:`must_take` lists the forced picks, :func:`first_picks` in compiled code: the oldest request, and those that were
+passed over too often (:func:`is_due`). A strategy chooses the rest.
 
 The compiled functions here are for compiled code alone. One that returns an array must not be called from Python too:
 where both it and its caller come from numba's cache, numba 0.68 takes the constants of one for those of the other and
@@ -32,7 +32,7 @@ def check_at_least_one(name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Skipping:
-    """The setting every built-in strategy has."""
+    """Base of the built-in strategies: their common setting."""
 
     max_skips: int | None = DEFAULT_MAX_SKIPS
     """Times a request may be passed over before it is taken first; None never forces it."""
@@ -43,7 +43,7 @@ class Skipping:
 
 
 def check_snapshot(window: Window, running: Loads, size: int) -> None:
-    """The loops trust these shapes and would read past an array's end."""
+    """Check the shapes: compiled loops trust them and would read past an array's end."""
     if window.loads.ndim != 3 or running.shape != window.loads.shape[1:]:
         raise ConfigError(f"running has shape {running.shape}; loads {window.loads.shape} must be [request, *running]")
     if not window.loads.flags.c_contiguous:
@@ -64,13 +64,13 @@ def must_take(window: Window, size: int, max_skips: int | None) -> list[int]:
     """The oldest request, then those passed over `max_skips` times or more, oldest first, as far as there is room."""
     limit = NEVER if max_skips is None else max_skips
     skipped = window.skipped.tolist()
-    if skipped and max(skipped) < limit:  # nobody is overdue: the oldest alone is looked at
+    if skipped and max(skipped) < limit:  # none is overdue: only the oldest is checked
         skipped = skipped[:1]
     return [request for request, skips in enumerate(skipped) if is_due(request, skips, limit)][:size]
 
 
 def selection(picks: tuple[Indices, int], window: Window, by: str) -> Selection:
-    """The picks, of which the first `forced` were not the strategy's choice, with the reason in words."""
+    """A selection from `picks` (order, number of forced picks), with the reason in words."""
     order, forced = picks
     reason = f"{by} of {len(window.loads)} waiting"
     return Selection(order, reason if forced < 2 else f"{reason}, after {forced - 1} overdue")
@@ -92,7 +92,7 @@ def first_picks(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, i
 
 @helper()
 def fill_up(order: Indices, forced: int, rest: Indices) -> None:
-    """The places after the forced picks go to the first of the rest. Not by slices: those compile for a second."""
+    """Fill the places after the forced picks from `rest`. Without slices: those take a second to compile."""
     for place in range(forced, len(order)):
         order[place] = rest[place - forced]
 
@@ -138,7 +138,7 @@ def totals_of(rows: Loads) -> Loads:
 
 @helper()
 def in_order(skipped: Indices, size: int, max_skips: int) -> Indices:
-    """The oldest, those that are overdue first."""
+    """The oldest requests, overdue ones first."""
     order, forced = first_picks(skipped, size, max_skips)
     fill_up(order, forced, not_in(order[:forced], len(skipped)))
     return order
@@ -146,7 +146,7 @@ def in_order(skipped: Indices, size: int, max_skips: int) -> Indices:
 
 @helper()
 def due(skipped: Indices, size: int, max_skips: int, budget: int) -> tuple[Indices, int]:
-    """The order with those in place who must be in, and their number: the overdue, then whose budget is used up."""
+    """The order with its forced picks, and their number: overdue requests, then those whose budget is used up."""
     order, forced = first_picks(skipped, size, max_skips)
     for request in range(1, len(skipped)):
         if forced == len(order):
@@ -158,6 +158,6 @@ def due(skipped: Indices, size: int, max_skips: int, budget: int) -> tuple[Indic
 
 
 @helper()
-def allowed_skips(avoidable: float, hope: float, max_skips: int) -> int:
-    """Times a request may be passed over, for the share of a batch's time that choosing may avoid."""
-    return int(min(float(max_skips), avoidable * hope)) if avoidable > 0.0 else 0
+def allowed_skips(avoidable: float, expected_gain: float, max_skips: int) -> int:
+    """Times a request may be passed over: `avoidable` share of a batch's time x `expected_gain` per unit of it."""
+    return int(min(float(max_skips), avoidable * expected_gain)) if avoidable > 0.0 else 0

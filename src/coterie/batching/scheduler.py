@@ -1,4 +1,4 @@
-"""When a batch starts, and how it is chosen: the settings, and the waiting list of a server that runs batches."""
+"""Settings for when a batch starts and how it is chosen, and the waiting list of the simulated batch server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     strategy: str = "greedy_variance"
     """Name of a registered strategy."""
     max_batch_size: int = 8
-    """Requests of one batch at most."""
+    """Most requests in one batch."""
     window_size: int = 32
     """Oldest waiting requests a strategy may choose from."""
     min_batch_trigger: int = 16
@@ -44,7 +44,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(f"max_skips={self.max_skips} must be at least 1, or null")
 
     def make(self, context: Mapping[str, Any] | None = None) -> Strategy:
-        """The strategy, with its cap on skips; `context` is what the server offers, such as `cost`."""
+        """The strategy with this `max_skips`; `context` holds what the server offers, such as `cost`."""
         return strategies.make(self.strategy, context, max_skips=self.max_skips)
 
 
@@ -86,9 +86,9 @@ class CapsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Scheduler:
-    """The simulator's waiting list: requests are rows of the loads they are expected to bring.
+    """The simulator's waiting list: a request is a row of the expected loads.
 
-    It has no clock: whoever drives it says when a request arrives, and asks since when a batch is due.
+    It has no clock: the caller reports arrivals with their times and asks when a batch is due.
     """
 
     def __init__(self, config: SchedulerConfig, strategy: Strategy, loads: Loads, rng: Generator) -> None:
@@ -111,7 +111,7 @@ class Scheduler:
         self._arrival_s[request] = now_s
 
     def due_s(self) -> float:
-        """Since when a batch is due on a free server, or when it will be if nobody else arrives: inf is never."""
+        """Time at which a batch is due on a free server if no other request arrives; inf where none waits."""
         waiting = len(self._waiting)
         if not waiting:
             return math.inf
@@ -122,7 +122,7 @@ class Scheduler:
         return due_s
 
     def next_batch(self, running: Loads) -> Batch[int]:
-        """Up to `max_batch_size` requests leave the queue; `running` [layer, expert] is what they join."""
+        """Take up to `max_batch_size` requests out of the queue; `running` [layer, expert] is the load they join."""
         self._view.load = running
         batch = self._waiting.take_batch(self.config.max_batch_size)
         for request in batch.items:

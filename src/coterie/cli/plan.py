@@ -42,8 +42,8 @@ def plan_command(
     horizon: Annotated[
         float | None, typer.Option("--horizon", help="Steps the new placement will serve; else 1,000.")
     ] = None,
-    enough: Annotated[
-        float | None, typer.Option("--enough", help="Balance at which a layer is left alone; else 1.")
+    target_balance: Annotated[
+        float | None, typer.Option("--target-balance", help="Balance at which a layer is left alone; else 1.")
     ] = None,
     max_moves: Annotated[int | None, typer.Option("--max-moves", help="Moves at most, over all layers.")] = None,
     time_limit: Annotated[
@@ -107,7 +107,7 @@ def plan_command(
         max_moves,
         time_limit,
         horizon,
-        enough,
+        target_balance,
         preset,
         batch,
     )

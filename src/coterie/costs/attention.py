@@ -23,11 +23,11 @@ ATTENTION_BLOCKS = 132
 """Blocks that fill a device: the multiprocessors of an H200; an RTX PRO 6000 has 188."""
 
 LAYERS, CACHED_BYTES, QUERY_BYTES, CACHED_FLOPS, HEADS, KV_HEADS, WIDTH = range(7)
-"""Places in :func:`attention_shape`: bytes and flops are of decode, a cached token's and a query's."""
+"""Indices into :func:`attention_shape`: bytes and flops are decode's, per cached token and per query."""
 
 
 class Work(NamedTuple):
-    """What a kernel must do at least."""
+    """Least work of a kernel."""
 
     nbytes: float
     flops: float
@@ -35,7 +35,7 @@ class Work(NamedTuple):
 
 @lru_cache(maxsize=64)
 def attention_shape(spec: ModelSpec) -> Array:
-    """A model's attention as numbers, only to be read.
+    """A model's attention as a read-only array.
 
     Latent attention decodes in its absorbed form and prefills with its heads expanded.
     """

@@ -1,4 +1,4 @@
-"""What a calibration measures: cells, each one timing of one kernel at one size.
+"""Cells, the measurements of a calibration: each is one timing of one kernel at one size.
 
 Plain values, so that they can be measured with torch in ``engines/``, kept in a preset's JSON, and fitted here
 without it.
@@ -56,7 +56,7 @@ class AttentionCell(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RoutingCell(msgspec.Struct, frozen=True):
-    """Everything of a MoE layer that is not its experts: gate, top-k, sort, gather, weighted sum."""
+    """A MoE layer without its experts: gate, top-k, sort, gather, weighted sum."""
 
     tokens: int
     us: float

@@ -1,4 +1,4 @@
-"""The exchange of expert parallelism, an all-to-all: who must send how much, and how long that takes.
+"""The exchange of expert parallelism, an all-to-all: bytes that ranks send, and their time.
 
 A token whose expert lives on another rank is sent there once per remote expert (or once per remote rank, where the
 dispatcher deduplicates, as DeepEP does), and its result comes back. Counted exactly from activations where a trace is
@@ -19,7 +19,7 @@ from coterie.types import Link, ModelSpec, Placement, Topology
 Array = NDArray[np.float64]
 
 BYTES_PER_VALUE = 2.0
-"""Of a hidden state on its way."""
+"""Bytes per value of a hidden state in transfer."""
 
 
 class Locality(NamedTuple):
@@ -143,7 +143,7 @@ def all_to_all_us(traffic: Traffic, topology: Topology) -> float:
 
 @helper()
 def there_and_back(intra_latency: float, intra: float, inter_latency: float, inter: float) -> float:
-    """Both directions over the slower kind of link, from its latency and its transfer; what sends nothing waits not."""
+    """Both directions over the slower kind of link: latency plus transfer; a link without traffic takes no time."""
     near = intra_latency + intra if intra > 0.0 else 0.0
     far = inter_latency + inter if inter > 0.0 else 0.0
     return 2.0 * max(near, far)
@@ -157,7 +157,7 @@ def exchange_us(links: Array, rows: float) -> float:
 
 @helper()
 def exposed(exchange: Any, overlap: float, experts: Any) -> Any:
-    """What of an exchange is not hidden behind a share of the experts' time, in whatever unit both are."""
+    """Part of an exchange that is not hidden behind a share of the experts' time; both in the same unit."""
     return np.maximum(0.0, exchange - overlap * experts)
 
 

@@ -32,12 +32,12 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
     """Fitted to one kernel, shape and weight dtype. Times in microseconds, sizes in bytes."""
 
     overhead_us: float
-    """Per layer, whatever the tokens: launches and the slowest start."""
+    """Fixed time per layer: launches and the slowest start."""
     token_us: float
-    """Per token of the batch."""
+    """Time per token of the batch."""
     stream_bytes_per_us: float
     row_us: float
-    """Per token-and-expert pair: activations read and written."""
+    """Time per token-and-expert pair: activations read and written."""
     tile_flops_per_us: tuple[float, float]
     """Compute rate with the small and with the large tile."""
     tile_rows: tuple[int, int]
@@ -128,7 +128,7 @@ def expert_us(p: Array, rows: float, large: int, stream: float, compute: float) 
 
 @helper()
 def fixed_us(p: Array, tokens: float) -> float:
-    """What a layer takes whatever its experts do."""
+    """Fixed time of a layer and its tokens, without its experts."""
     return float(p[OVERHEAD] + p[TOKEN] * tokens)
 
 

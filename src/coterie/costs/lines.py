@@ -35,15 +35,15 @@ class StepCost:
     """Predicted microseconds of a step on one device or on the ranks of a placement. Make one with :meth:`of`."""
 
     fixed_us: float
-    """Of a step whatever its requests are: attention, projections, overheads."""
+    """Fixed time of a step: attention, projections, overheads."""
     first_us: float
-    """To bring a touched expert's weights in, with the first tile of its tokens."""
+    """Time to stream a touched expert's weights, with the first tile of its tokens."""
     tile_rows: float
-    """Tokens that come with that: a first tile, less what the last one is empty on average."""
+    """Tokens included in `first_us`: a first tile, less the mean empty part of the last one."""
     row_us: float
-    """Per token of an expert past them."""
+    """Time per further token of an expert."""
     arrival_us: float
-    """Per token that arrives at the busiest rank, both ways of the exchange."""
+    """Exchange time per token that arrives at the busiest rank, both directions."""
     num_ranks: int
     by_tokens: bool
     """Whether a request's tokens are its share of the work (prefill), or each request is one unit (decode)."""
@@ -98,7 +98,7 @@ class StepCost:
     def for_phase(
         cls, model: StepModel, phase: str, requests: int, tokens: int, placement: Placement | None = None
     ) -> StepCost:
-        """Of steps of about `requests` in all, over all ranks.
+        """Prices for steps of about `requests` requests over all ranks.
 
         Each brings `tokens` of prompt (phase "prefill"), or one token with that many cached (phase "decode").
         """
@@ -149,16 +149,16 @@ class StepPrices:
 
     fixed_us: float
     expert_us: float
-    """Per expert that is touched, in any layer."""
+    """Time per touched expert, in any layer."""
     request_us: float
     context_us: float
-    """Per cached token of a request."""
+    """Time per cached token of a request."""
     prefill_us: float
-    """Per prompt token that must be computed, or brought, first."""
+    """Time per prompt token that must be computed or transferred first."""
     output_tokens: float
-    """That a request decodes, about: what is paid once is shared out over them."""
+    """Typical tokens that a request decodes: one-time costs are spread over them."""
     line: NDArray[np.float64] = field(init=False, repr=False, compare=False)
-    """All of it for the loop, prefill shared out."""
+    """All prices as one array for compiled loops, prefill spread over the output."""
 
     def __post_init__(self) -> None:
         for name in ("fixed_us", "expert_us", "request_us", "context_us", "prefill_us"):
@@ -172,7 +172,7 @@ class StepPrices:
 
     @classmethod
     def of(cls, model: StepModel, requests: int = 16, context: int = 1024, output_tokens: float = 256.0) -> StepPrices:
-        """Of a calibrated model, for decode steps of about so many requests with so many cached tokens each."""
+        """Prices of a calibrated model, for decode steps of about so many requests with so many cached tokens each."""
         spec, chunk = model.spec, 2048
 
         def rest_us(n: int, cached: int) -> float:
@@ -229,10 +229,10 @@ class ExpertLine(NamedTuple):
 
     @classmethod
     def of(cls, model: StepModel, tokens: int) -> ExpertLine:
-        """Of a calibrated model, for steps of about `tokens` tokens over all ranks.
+        """Line of a calibrated model, for steps of about `tokens` tokens over all ranks.
 
-        The line is drawn through what the model says of a rank whose experts get a quarter of the mean each up to four
-        times it, since loads are that uneven. What a step costs whatever the experts' loads are is left out.
+        It is fitted to the model's times of a rank whose experts each get from a quarter of the mean to four times it,
+        since loads are that uneven. The part of a step that does not depend on the experts' loads is left out.
         """
         spec = model.spec
         held = max(1, spec.num_experts // model.topology.num_ranks)

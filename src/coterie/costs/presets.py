@@ -28,7 +28,7 @@ VERSION = 1
 
 
 class ShapeFit(msgspec.Struct, frozen=True):
-    """What was fitted for one model's shape."""
+    """Fits for one model's shape."""
 
     moe: dict[str, MoeFit]
     """By weight dtype."""
@@ -36,7 +36,7 @@ class ShapeFit(msgspec.Struct, frozen=True):
     decode_attention: Roofline
     prefill_attention: Roofline
     routing: Curve | None = None
-    """None where it was not measured; it then counts as nothing."""
+    """None where it was not measured; it then counts as 0."""
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -171,7 +171,7 @@ def measured_link(preset: Preset) -> Link:
 
 
 def moe_params(fit: ShapeFit, dtype: WeightDtype) -> MoeParams:
-    """Of the dtype if it was measured; else derived from the widest one that was.
+    """Parameters of the dtype if it was measured; else derived from the widest dtype that was.
 
     Streaming follows the bytes by itself. Compute is taken at the 16-bit rate, since narrower weights are unpacked to
     16 bits where the device has no units for them (mxfp4 on Hopper), in tiles of 16 rows in decode and 64 past that,
@@ -187,7 +187,7 @@ def moe_params(fit: ShapeFit, dtype: WeightDtype) -> MoeParams:
 
 
 def nearest_shape(preset: Preset, spec: ModelSpec) -> str:
-    """The measured shape to predict this one with: itself, else the one whose experts are most alike in size.
+    """The measured shape to predict this one with: itself, else the one with experts nearest in size.
 
     Bandwidth, compute rate and tiles carry over between shapes; ``coterie bench costs`` says how well (rows
     named `unseen shape`).

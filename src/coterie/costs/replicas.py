@@ -36,7 +36,7 @@ class Slots(NamedTuple):
 
 @helper()
 def slot_rows(rows: Any, replicas: Any, turn: Any) -> Any:
-    """Of an expert's rows, those of one of its slots: as many each, and what is left over to the first in turn."""
+    """Rows of one of an expert's slots: an equal part each, the remainder one by one to the first slots."""
     return rows // replicas + (turn < rows % replicas)
 
 

@@ -25,7 +25,7 @@ Column = NDArray[np.float64]
 
 @helper()
 def soft_max(a: Any, b: Any, sharpness: float) -> Any:
-    """The larger of two times that overlap, more by the other; numbers in compiled loops, arrays in fits."""
+    """Smooth maximum of two times that overlap; takes numbers in compiled loops, arrays in fits."""
     top = np.maximum(a, b)
     return top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1.0 / sharpness)
 
@@ -61,13 +61,13 @@ class Roofline(msgspec.Struct, frozen=True):
         return np.array([self.overhead_us, self.bytes_per_us, self.flops_per_us, self.sharpness])
 
     def as_fitted(self) -> Column:
-        """[4] for NumPy, by way of logarithms as in the fit: what is predicted is the fit's to the last bit."""
+        """[4] for NumPy, through logarithms as in the fit, so that predictions equal the fit's to the last bit."""
         return _as_fitted(self)
 
 
 @lru_cache(maxsize=256)
 def _as_fitted(law: Roofline) -> Column:
-    """Only to be read."""
+    """Make an array read-only."""
     numbers = np.exp([float(np.log(number)) for number in law.numbers()])
     numbers.flags.writeable = False
     return np.asarray(numbers)

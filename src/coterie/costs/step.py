@@ -45,12 +45,12 @@ class CostOptions:
             raise ConfigError(f"graph_sizes={self.graph_sizes} must rise from at least 1")
 
     def padded(self, tokens: int) -> int:
-        """The batch size that really runs where all of it decodes."""
+        """Padded size of a batch that only decodes."""
         return next((size for size in self.graph_sizes if size >= tokens), tokens)
 
 
 class Batch(NamedTuple):
-    """What a step computes besides its experts."""
+    """Requests and tokens of a step."""
 
     decode_requests: int = 0
     """Requests that add one token each."""
@@ -82,7 +82,7 @@ class StepTime(NamedTuple):
     moe_s: NDArray[np.float64]
     """[layer] slowest rank's experts."""
     all_to_all_s: NDArray[np.float64]
-    """[layer] what of the all-to-all is not hidden."""
+    """[layer] exposed part of the all-to-all."""
 
     @property
     def total_s(self) -> float:
@@ -101,7 +101,7 @@ class StepModel:
     dtype: WeightDtype
     moe: MoeParams
     routing: Curve | None
-    """Gate, top-k, gather and weighted sum, by tokens. None counts as nothing."""
+    """Gate, top-k, gather and weighted sum, by tokens. None counts as 0."""
     gemm: Roofline
     decode_attention: Roofline
     prefill_attention: Roofline
@@ -169,7 +169,7 @@ class StepModel:
         return self.routing.us(tokens) if self.routing else 0.0
 
     def running_tokens(self, batch: Batch) -> int:
-        """Tokens that really run: a batch that only decodes is padded."""
+        """Tokens that the step computes: a batch that only decodes is padded."""
         return batch.tokens if batch.prefill_tokens else self.options.padded(batch.tokens)
 
     def step(
@@ -199,7 +199,7 @@ class StepModel:
         return StepTime(self.attention_s(batch), self.dense_s(tokens, batch.outputs), routing, moe, exchange)
 
     def _traffic(self, load: NDArray[np.integer], placement: Placement) -> list[Traffic]:
-        """Per layer, from what arrives at the busiest rank; replicas share tokens wherever those come from."""
+        """[layer] all-to-all time, from the rows of the busiest rank; replicas share tokens from all ranks."""
         slots = slot_tokens(load, placement)
         arriving = slots.reshape(len(slots), placement.num_ranks, -1).sum(axis=2).max(axis=1)
         return [Traffic.arriving(rows, self.spec, self.topology) for rows in arriving]

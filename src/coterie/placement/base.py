@@ -1,7 +1,7 @@
-"""The contract of a planner: where should the experts live, given what was asked of them and where they are now.
+"""The contract of a planner: where the experts should live, given their load and the current placement.
 
 A planner is a pure function of a snapshot: the same load, topology, current placement and shares in force give the same
-plan on every rank, bit for bit, so all of them may run it and none needs to be told. It decides from the settings of
+plan on every rank, bit for bit, so every rank may run it and no plan has to be sent. It decides from the settings of
 its :class:`~coterie.placement.objective.Objective`, never from a clock; the time it took is reported, not used.
 """
 
@@ -24,15 +24,15 @@ HOST = -1
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a window of steps asked of the experts."""
+    """Tokens per expert in a window of steps."""
 
     tokens: NDArray[np.float64]
     """[layer, expert] tokens in the window."""
     steps: float = 1.0
-    """Steps the window had."""
+    """Steps in the window."""
     sources: NDArray[np.float64] | None = None
-    """[source rank, layer, expert] the same tokens by the rank they were on, where that is known. Else they are taken
-    to come from all ranks alike."""
+    """[source rank, layer, expert] the same tokens by the rank they were on, where known. None: spread evenly over all
+    ranks."""
 
     def __post_init__(self) -> None:
         tokens = np.ascontiguousarray(self.tokens, np.float64)
@@ -88,7 +88,7 @@ def _check_tokens(name: str, tokens: NDArray[np.float64]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moves:
-    """What must be loaded, one entry a move, by layer and slot."""
+    """Experts to load, one entry per move, sorted by layer and slot."""
 
     layer: NDArray[np.int64]
     slot: NDArray[np.int64]
@@ -96,26 +96,26 @@ class Moves:
     source: NDArray[np.int64]
     """Rank to fetch it from, or HOST."""
     seconds: NDArray[np.float64]
-    """On its link, alone."""
+    """Time on its link without other traffic."""
 
     def __len__(self) -> int:
         return len(self.layer)
 
 
 class SearchProgress(NamedTuple):
-    """Where a search that goes layer by layer is."""
+    """Progress of a search that goes layer by layer."""
 
     price: int
-    """Which price of a move is tried; always 0 without a budget."""
+    """Index of the price per move being tried; always 0 without a budget."""
     layer: int
     layers: int
     objective_s: float
-    """Best so far in this layer, price included."""
+    """Best objective so far in this layer, price included."""
     bound_s: float
 
 
 Progress = Callable[[SearchProgress], bool | None]
-"""Told where a search is; returning False ends it with what there is."""
+"""Callback: progress of a search; returning False ends it with the best plan so far."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,17 +125,17 @@ class Proof:
     objective_s: NDArray[np.float64]
     """[layer]"""
     bound_s: NDArray[np.float64]
-    """[layer] no placement of the layer is below this, budget of moves left aside."""
+    """[layer] lower bound over all placements of the layer, without the budget of moves."""
     closed: NDArray[np.bool_]
-    """[layer] whether the two are within the gap asked for."""
+    """[layer] whether objective and bound are within the requested gap."""
     seconds: NDArray[np.float64]
-    """[layer] spent."""
+    """[layer] search time."""
     total_bound_s: float
-    """No plan that keeps to the budget of moves is below this."""
+    """Lower bound over all plans that keep to the budget of moves."""
 
     @property
     def gap(self) -> NDArray[np.float64]:
-        """[layer] of the objective."""
+        """[layer] gap between objective and bound, as a share of the objective."""
         least = np.maximum(self.objective_s, 1e-300)
         return np.asarray((self.objective_s - self.bound_s) / least)
 
@@ -147,7 +147,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a planner decided, and what it expects of it."""
+    """A planner's decision and its predicted effect."""
 
     placement: Placement
     """The current one where nothing moves."""
@@ -156,19 +156,19 @@ class Plan:
     split: str
     """How those shares were chosen: equal, weighted or optimal."""
     before_s: float
-    """Predicted seconds of one step's MoE layers as things are, with the shares in force."""
+    """Predicted seconds of one step's MoE layers in the current placement, with the shares in force."""
     after_s: float
     moves: Moves
     movement_s: float
     """Exposed seconds of all moves: layer by layer, the slowest rank of each."""
     planning_s: float
-    """Measured; planners decide by Objective.planning_s instead, which is the same on every rank."""
+    """Measured planning time; planners decide by Objective.planning_s instead, which is the same on every rank."""
     balance_before: float
     balance_after: float
     skip_reason: str | None = None
     """Why the current placement is kept, in words; None where the plan moves something."""
     layer_reasons: tuple[str, ...] = field(default=(), repr=False)
-    """[layer] what was done there or why not, where the planner says."""
+    """[layer] what was changed or why not, in words; empty where the planner does not say."""
     proof: Proof | None = field(default=None, repr=False, compare=False)
     """How good the plan is, from a planner that proves something."""
 
@@ -181,7 +181,7 @@ class Plan:
 
     @property
     def saving_s(self) -> float:
-        """Per step."""
+        """Predicted seconds saved per step."""
         return self.before_s - self.after_s
 
     @property
@@ -199,7 +199,7 @@ class Planner(Protocol):
     def plan(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
     ) -> Plan:
-        """`shares` [layer, slot] of an earlier plan are what serves now; None is equal ones."""
+        """`shares` [layer, slot] are those in force, from an earlier plan; None: equal shares."""
         ...
 
 

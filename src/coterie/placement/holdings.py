@@ -1,4 +1,4 @@
-"""What ranks hold, without slots: for deciding who should have what, and back to slots for moving it."""
+"""Experts that ranks hold, without slots, and the way back to slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be loaded to get from one placement to another, and from where: for plans and schedules alike."""
+"""Moves that lead from one placement to another, with their sources: for plans and schedules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coterie.types import Placement, Topology
 def moves_between(
     current: Placement, slot_experts: NDArray[np.integer], topology: Topology, expert_bytes: float
 ) -> Moves:
-    """Loads that fill `slot_experts` [layer, slot]. Copies inside a rank are no loads; ranks that are gone get none.
+    """Moves that fill `slot_experts` [layer, slot]. Copies inside a rank are no moves; ranks that are gone get none.
 
     A source is on the rank's node if one there has the expert, else on another, else the host. Of several as near, the
     one that sends least in the layer is taken, so that a hot expert's replicas do not queue at its first copy.

@@ -2,10 +2,10 @@
 
 A step runs one token of every running request. Its time comes from the calibrated model and the experts that exactly
 those tokens activated when they were recorded; nothing is averaged. A request joins at the end of a step when a place
-is free. Places become free one by one, and a strategy that may name one request names the oldest: so it names the next
-`max_batch_size` requests at once, shown the load that runs, and they join in that order as places become free, whoever
-arrives meanwhile; an engine would select anew (:mod:`coterie.batching.waiting.queue`). KV memory is not modelled:
-`places` bounds what runs.
+is free. Places become free one by one, and a strategy that selects one request must select the oldest. So it selects
+the next `max_batch_size` requests at once, given the running load, and they join in that order as places become free,
+whatever arrives meanwhile; an engine would select again (:mod:`coterie.batching.waiting.queue`). KV memory is not
+modelled: `places` bounds the running requests.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from coterie.sim.metrics import Run
 from coterie.sim.server import check_requests
 
 StepTiming = Callable[[NDArray[np.int64], Batch], Execution]
-"""Says how long a step takes whose tokens activate a load [layer, expert]: a StepTimer."""
+"""Time of a step whose tokens activate a load [layer, expert], such as a StepTimer."""
 
 
 class DecodeRequests(NamedTuple):
-    """What is replayed; [request] in order of arrival."""
+    """Requests to replay, in order of arrival."""
 
     arrival_s: NDArray[np.float64]
     context: NDArray[np.int64]
-    """[request] tokens cached when it arrives: its prompt."""
+    """[request] tokens of its prompt, cached when it arrives."""
     first: NDArray[np.int64]
     """[request] row of its first decoded token in `expert_ids`."""
     tokens: NDArray[np.int64]
@@ -150,21 +150,21 @@ class _Decoder:
             self.step()
 
     def step(self) -> None:
-        """Admit, then run one token of everyone."""
+        """Admit requests, then run one token of every running request."""
         self.admit()
         if self.check:
             check_places(len(self.running), self.places, len(self.scheduler) + len(self.planned))
         if not len(self.running):
             self.stepping, self.free_since_s = False, self.sim.now_s
             return
-        if not self.stepping:  # nobody ran, so all who run were due since they came
+        if not self.stepping:  # nobody ran, so all who run were due since they arrived
             due_s = max(self.free_since_s, self.arrivals[self.running.min()])
             self.idle_while_due_s = max(self.idle_while_due_s, self.sim.now_s - due_s)
         requests, running = self.requests, self.running
         _count_step(requests.expert_ids, requests.first, self.decoded, running, self.load)
         context = int((requests.context[running] + self.decoded[running]).sum())
-        each = -(-len(running) // self.ranks)
-        ran = self.timer(self.load, Batch(decode_requests=each, decode_context=context // self.ranks))
+        per_rank = -(-len(running) // self.ranks)
+        ran = self.timer(self.load, Batch(decode_requests=per_rank, decode_context=context // self.ranks))
         check_seconds(ran, len(running))
         self.decoded[running] += 1
         self.steps.append((ran.seconds, len(running), ran.imbalance, ran.distinct))
@@ -185,7 +185,7 @@ class _Decoder:
             return
         rows = np.array(joining, np.int64)
         self.start_s[rows] = self.sim.now_s
-        np.add.at(self.times_run, rows, 1)  # `+=` would count a row that is there twice once
+        np.add.at(self.times_run, rows, 1)  # `+=` would count a row that occurs twice only once
         self.running = np.concatenate([self.running, rows])
         self.running_load += self.predicted[rows].sum(axis=0)
 
@@ -198,7 +198,7 @@ class _Decoder:
             rows = self.running[done]
             self.finish_s[rows] = now_s
             self.running = self.running[~done]
-            # Summed anew: taking away what was added leaves rounding behind, and with it a load of nothing.
+            # Recomputed: subtraction would leave rounding errors, a load where nothing runs.
             self.running_load = self.predicted[self.running].sum(axis=0)
             if self.progress is not None:
                 self.progress(len(rows))

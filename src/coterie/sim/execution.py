@@ -30,7 +30,7 @@ class Execution(NamedTuple):
 
 
 def check_seconds(ran: Execution, requests: int) -> None:
-    """Refuse a time that no batch can take, whoever's model it comes from."""
+    """Refuse an impossible time from an execution model."""
     if not 0.0 <= ran.seconds < math.inf:
         raise ConfigError(
             f"execution model: seconds={ran.seconds} of a batch of {requests} must be a finite number of at least 0"
@@ -156,15 +156,15 @@ def _layers_us(
     load [layer, expert] rows, tokens [rank].
     """
     layers, ranks = len(slots), len(tokens)
-    each = slots.shape[1] // ranks
+    per_rank = slots.shape[1] // ranks
     total, imbalance, distinct = 0.0, 0.0, 0.0
-    counts = np.empty((ranks, each))
+    counts = np.empty((ranks, per_rank))
     for layer in range(layers):
         busiest, arrived = 0.0, 0.0
         for rank in range(ranks):
             here = 0.0
-            for at in range(each):
-                slot = rank * each + at
+            for at in range(per_rank):
+                slot = rank * per_rank + at
                 counts[rank, at] = slot_rows(load[layer, slots[layer, slot]], replicas[layer, slot], turn[layer, slot])
                 here += counts[rank, at]
             busiest = max(busiest, here)

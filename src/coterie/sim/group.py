@@ -36,7 +36,7 @@ from coterie.types import Placement
 
 
 class GroupStep(NamedTuple):
-    """One step's parts, in seconds, and what crossed."""
+    """One step's parts in seconds, and its remote activations."""
 
     rest_s: float
     """Attention, dense layers and routing of the busiest rank."""
@@ -52,7 +52,7 @@ class GroupStep(NamedTuple):
 
 
 class Group:
-    """Step times of a model on a placement; `asked` counts what ranks ask for over all steps."""
+    """Step times of a model on a placement; `asked` counts each rank's activations over all steps."""
 
     def __init__(self, model: StepModel, placement: Placement) -> None:
         spec, topology = model.spec, model.topology
@@ -80,7 +80,7 @@ class Group:
 
     @property
     def local(self) -> NDArray[np.uint64]:
-        """[rank, layer, word] bit e of a layer: the rank holds expert e."""
+        """[rank, layer, word] bit e is set where the rank holds expert e of the layer."""
         experts = self.held.shape[2]
         words = np.zeros((*self.held.shape[:2], -(-experts // 64)), np.uint64)
         for expert in range(experts):
@@ -213,26 +213,26 @@ def _layers_us(
 
 
 class GroupRun(NamedTuple):
-    """A closed loop, until it could no longer be kept full; [step] each unless said otherwise."""
+    """A closed loop, until it could no longer be kept full; arrays are [step] unless stated."""
 
     start_s: NDArray[np.float64]
     parts: list[GroupStep]
     tokens: NDArray[np.int64]
     busiest: NDArray[np.int64]
-    """Requests of the rank that has most."""
+    """Requests on the busiest rank."""
     gaps: list[NDArray[np.float64]]
-    """[token] seconds since its request's token before; the first of a request since it came."""
-    came: NDArray[np.int64]
-    """Requests that had come before it."""
+    """[token] seconds since its request's previous token; for the first one, since the request arrived."""
+    arrived: NDArray[np.int64]
+    """Requests that had arrived before the step."""
     ranks: NDArray[np.int64]
-    """[request] where it was routed, -1 where it was not."""
+    """[request] rank it was routed to; -1 for none."""
     asked: Demand
     """[rank, layer, expert] activations of the rank's own tokens."""
 
 
 @dataclass(slots=True)
 class _Present:
-    """Requests in flight: [place]."""
+    """Requests in flight; arrays are [place]."""
 
     request: NDArray[np.int64]
     """-1 where the place is free."""
@@ -242,7 +242,7 @@ class _Present:
     skipped: NDArray[np.int64]
     """Steps it was passed over."""
     remote: NDArray[np.float64]
-    """Activations of a token on other ranks, as expected."""
+    """Expected activations of a token on other ranks."""
 
     @classmethod
     def none(cls, places: int) -> _Present:
@@ -254,67 +254,67 @@ class _Present:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupLoop:
-    """Serves requests on a group, always `in_flight` of them, none of them a recording that is there already."""
+    """Serves requests on a group, always `in_flight` at once, no two of them uses of one recording."""
 
     requests: FleetRequests
     model: StepModel
     fitted: RouterFit
     in_flight: int
     places: int
-    """Of a rank."""
+    """Requests that a rank can run at once."""
 
     def serve(self, placement: Placement, router: Router, batcher: DecodeBatcher | None = None) -> GroupRun:
         """Without a batcher all requests decode in every step."""
         group = Group(self.model, placement)
         fleet, size = self.fitted.fleet(self.places), self.in_flight
         fleet.local = group.local
-        there = _Present.none(size)
+        present = _Present.none(size)
         waiting, clock = list(range(len(self.requests))), 0.0
-        starts, parts, tokens, busiest, gaps, came = [], [], [], [], [], []
+        starts, parts, tokens, busiest, gaps, arrived = [], [], [], [], [], []
         where = np.full(len(self.requests), -1, np.int64)
         records = self.requests.recordings
         while True:
-            for place, request, decision in self._come(waiting, there, router, fleet):
-                there.request[place], there.rank[place], there.decoded[place] = request, decision.worker, 0
-                there.last_s[place], there.skipped[place] = clock, 0
+            for place, request, decision in self._arrivals(waiting, present, router, fleet):
+                present.request[place], present.rank[place], present.decoded[place] = request, decision.worker, 0
+                present.last_s[place], present.skipped[place] = clock, 0
                 if batcher is not None:
-                    there.remote[place] = self.remote_of(request, group.held[decision.worker])
+                    present.remote[place] = self.remote_of(request, group.held[decision.worker])
                 where[request] = decision.worker
-            if (there.request < 0).any():
+            if (present.request < 0).any():
                 break
-            run = np.arange(size) if batcher is None else self._chosen(there, batcher, group.ranks)
-            asked = there.request[run]
+            run = np.arange(size) if batcher is None else self._chosen(present, batcher, group.ranks)
+            asked = present.request[run]
             recorded = self.requests.recorded[asked]
-            row = records.decode_row[recorded] + there.decoded[run] % records.decode_rows[recorded]
-            context = self.requests.prompt_tokens[asked] + there.decoded[run]
-            part = group.step(records.expert_ids[row], there.rank[run], context)
+            row = records.decode_row[recorded] + present.decoded[run] % records.decode_rows[recorded]
+            context = self.requests.prompt_tokens[asked] + present.decoded[run]
+            part = group.step(records.expert_ids[row], present.rank[run], context)
             starts.append(clock)
-            came.append(fleet.routed)
+            arrived.append(fleet.routed)
             clock += part.total_s
             parts.append(part)
             tokens.append(len(run))
             busiest.append(int(fleet.running.max()))
-            gaps.append(clock - there.last_s[run])
-            there.last_s[run] = clock
-            there.decoded[run] += 1
-            there.skipped += 1
-            there.skipped[run] = 0
-            for place in run[there.decoded[run] >= self.requests.output_tokens[asked]]:
-                fleet.finish(str(there.request[place]))
-                there.request[place] = -1
+            gaps.append(clock - present.last_s[run])
+            present.last_s[run] = clock
+            present.decoded[run] += 1
+            present.skipped += 1
+            present.skipped[run] = 0
+            for place in run[present.decoded[run] >= self.requests.output_tokens[asked]]:
+                fleet.finish(str(present.request[place]))
+                present.request[place] = -1
         if not parts:
             raise ConfigError(f"{len(self.requests)} requests cannot keep {size} in flight: serve more")
         return GroupRun(
-            np.array(starts), parts, np.array(tokens), np.array(busiest), gaps, np.array(came), where, group.asked
+            np.array(starts), parts, np.array(tokens), np.array(busiest), gaps, np.array(arrived), where, group.asked
         )
 
-    def _come(
-        self, waiting: list[int], there: _Present, router: Router, fleet: Fleet
+    def _arrivals(
+        self, waiting: list[int], present: _Present, router: Router, fleet: Fleet
     ) -> Iterator[tuple[int, int, Decision]]:
-        """Free places, requests for them and where they go; what replays a recording that is there waits."""
-        free = np.flatnonzero(there.request < 0)
+        """Free places, requests for them and their routing; a request whose recording is in flight waits."""
+        free = np.flatnonzero(present.request < 0)
         recorded = self.requests.recorded
-        busy = set(recorded[there.request[there.request >= 0]].tolist())
+        busy = set(recorded[present.request[present.request >= 0]].tolist())
         taken: list[int] = []
         for at, request in enumerate(waiting):
             if len(taken) == len(free):
@@ -334,43 +334,43 @@ class GroupLoop:
         return Request(str(request), int(self.requests.prompt_tokens[request]), shown)
 
     def remote_of(self, request: int, held: NDArray[np.bool_]) -> float:
-        """Activations that a token of it is expected to have elsewhere, over all layers; held [layer, expert]."""
+        """Expected activations per token on experts that are not `held` [layer, expert], over all layers."""
         footprint = self._asking(request).footprint
         if footprint is None:
-            raise ConfigError("recordings have no footprint; it takes one to expect a request's experts")
+            raise ConfigError("recordings have no footprint; remote activations cannot be expected without one")
         return float(self.fitted.profile(footprint)[~held.ravel()].sum())
 
     @staticmethod
-    def _chosen(there: _Present, batcher: DecodeBatcher, ranks: int) -> NDArray[np.int64]:
-        """Places that decode now: every rank picks among its own."""
+    def _chosen(present: _Present, batcher: DecodeBatcher, ranks: int) -> NDArray[np.int64]:
+        """Places that decode in this step: every rank picks among its own."""
         chosen = []
         for rank in range(ranks):
-            mine = np.flatnonzero(there.rank == rank)
+            mine = np.flatnonzero(present.rank == rank)
             if len(mine):
-                chosen.append(mine[batcher.select(there.remote[mine], there.skipped[mine]).chosen])
+                chosen.append(mine[batcher.select(present.remote[mine], present.skipped[mine]).chosen])
         return np.sort(np.concatenate(chosen))
 
 
 class GroupOutcome(NamedTuple):
-    """The steady part of a run: after those in flight at first were all followed by others."""
+    """Metrics of the steady part of a run: after as many arrivals again as were in flight at first."""
 
     tbt_mean_ms: float
     tbt_p99_ms: float
     tokens_per_s: float
     all_to_all_pct: float
-    """Of the time of all steps."""
+    """Percent of the time of all steps."""
     experts_pct: float
     remote_pct: float
-    """Of activations."""
+    """Percent of activations."""
     uneven: float
     """Requests on the busiest rank over the mean, mean over steps."""
     decoding_pct: float
-    """Of those in flight, in a step."""
+    """Percent of the requests in flight that decode in a step, mean over steps."""
     steps: int
 
 
 def outcome(run: GroupRun, in_flight: int, ranks: int) -> GroupOutcome:
-    steady = np.flatnonzero(run.came >= 2 * in_flight)
+    steady = np.flatnonzero(run.arrived >= 2 * in_flight)
     if not len(steady):
         raise ConfigError(f"the {in_flight} in flight were not replaced once before requests ran out: serve more")
     parts = [run.parts[step] for step in steady]

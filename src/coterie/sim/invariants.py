@@ -29,7 +29,7 @@ def check_clock(before_s: float, now_s: float) -> None:
 
 
 def check_once(times_run: NDArray[np.int64], waiting: int) -> None:
-    """INV-19: when a run ends, every request has run exactly once and nobody waits."""
+    """INV-19: when a run ends, every request has run exactly once and none waits."""
     other = np.flatnonzero(times_run != 1)
     if other.size:
         row = other[0]
@@ -54,7 +54,7 @@ def check_times(arrival_s: NDArray[np.float64], start_s: NDArray[np.float64], fi
 
 
 def check_places(running: int, places: int, waiting: int) -> None:
-    """INV-21: no place stays empty while somebody waits."""
+    """INV-21: no place stays empty while a request waits."""
     holds(21, running == places or not waiting, f"{running} of {places} places are taken while {waiting} wait")
 
 

@@ -24,7 +24,7 @@ Action = Callable[[], None]
 
 
 class Simulation:
-    """The clock and what is still to happen."""
+    """The clock and the events to come."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -47,7 +47,7 @@ class Simulation:
         self.at(self.now_s + delay_s, action)
 
     def run(self, until_s: float = math.inf) -> None:
-        """Run events until none is left, or up to and with that time; the clock then stands at the last one run."""
+        """Run events until none is left, or up to and including `until_s`; the clock stays at the last one run."""
         if not until_s >= self.now_s:
             raise ConfigError(f"until_s={until_s} must be a number not before now_s={self.now_s}")
         heap = self._heap

@@ -1,4 +1,4 @@
-"""What is told of a run: latency, throughput, imbalance and fairness."""
+"""Metrics of a run: latency, throughput, imbalance and fairness."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Run(NamedTuple):
     skipped: NDArray[np.int64]
     """[request] times it was passed over."""
     batch_s: NDArray[np.float64]
-    """[batch] seconds each took; a step each where batching is continuous."""
+    """[batch] seconds; where batching is continuous, a batch is a step."""
     batch_size: NDArray[np.int64]
     """[batch] requests."""
     imbalance: NDArray[np.float64]
@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A run in numbers. Latency is from arrival to the end, waiting included."""
+    """Metrics of a run. Latency is from arrival to the end, waiting included."""
 
     requests: int
     p50_ms: float

@@ -24,7 +24,7 @@ from coterie.sim.metrics import Run
 
 
 class ExecutionModel(Protocol):
-    """Says how long a batch takes. It may know more than the scheduler: the load that really comes."""
+    """Time of a batch. It may know more than the scheduler: the true load instead of the predicted one."""
 
     def __call__(self, requests: NDArray[np.int64]) -> Execution:
         """`requests` index the arrivals of the run."""
@@ -43,7 +43,7 @@ def run_batches(
 ) -> Run:
     """Serve all requests and return when each ran.
 
-    `arrival_s` [request] rises; `predicted` [request, layer, expert] is what the strategy is shown.
+    `arrival_s` [request] does not fall; `predicted` [request, layer, expert] loads are shown to the strategy.
     """
     check_requests(arrival_s, predicted)
     server = _BatchServer(arrival_s, predicted, execution, config, strategy, rng, check, progress)
@@ -51,7 +51,7 @@ def run_batches(
 
 
 def check_requests(arrival_s: NDArray[np.float64], predicted: Loads) -> None:
-    """Refuse requests that no server can be shown."""
+    """Check the arrays of requests."""
     if len(arrival_s) == 0 or len(predicted) != len(arrival_s):
         raise ConfigError(f"{len(arrival_s)} arrivals must be at least 1, with as many loads ({len(predicted)})")
     if not (arrival_s[0] >= 0 and np.all(arrival_s[1:] >= arrival_s[:-1]) and arrival_s[-1] < math.inf):
@@ -135,7 +135,7 @@ class _BatchServer:
         self.start_s[rows] = now_s
         self.finish_s[rows] = now_s + ran.seconds
         self.skipped[rows] = batch.skipped
-        np.add.at(self.times_run, rows, 1)  # `+=` would count a row that is there twice once
+        np.add.at(self.times_run, rows, 1)  # `+=` would count a row that occurs twice only once
         self.batches.append((ran.seconds, len(rows), ran.imbalance, ran.distinct))
         self.busy, self.began_s = True, now_s
         self.sim.after(ran.seconds, self.finish)

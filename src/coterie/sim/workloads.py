@@ -32,8 +32,8 @@ class SemanticLoads:
     strength: float = 0.8
     """Share of a domain's activations that go to them; the others are spread evenly."""
     likeness: float = 40.0
-    """How alike requests of a domain are: each draws its own shares around the domain's, from a Dirichlet
-    distribution of this concentration."""
+    """Similarity of a domain's requests: the concentration of the Dirichlet distribution from which each draws its
+    shares around the domain's."""
     tokens: float = 64.0
     """Mean tokens of a request."""
     tokens_sigma: float = 0.1
@@ -57,7 +57,7 @@ class SemanticLoads:
 
     @property
     def mix(self) -> NDArray[np.float64]:
-        """[domain] share of the requests: all alike."""
+        """[domain] share of the requests: equal."""
         return np.full(self.domains, 1.0 / self.domains)
 
     def profiles(self) -> NDArray[np.float64]:

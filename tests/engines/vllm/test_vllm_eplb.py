@@ -224,7 +224,7 @@ def test_disagreement_moves_nothing(tmp_path: Path, planned: list[np.ndarray]) -
         ('{"planner": "eplb", "options": {"groups": 2}}', "options={'groups': 2} of planner 'eplb'"),
         ('{"options": {"split": "optimal"}}', "split='optimal' of planner 'latency_optimal' must be 'equal'"),
         ('{"options": {"max_moves": -1}}', "max_moves=-1 must be at least 0"),
-        ('{"planner": "eplb", "enough": 2}', "enough=2.0 must be above 0 and at most 1"),
+        ('{"planner": "eplb", "target_balance": 2}', "target_balance=2.0 must be above 0 and at most 1"),
         ('{"planner": "eplb", "model": "gpt-2"}', "Unknown model 'gpt-2'"),
         ('{"planner": "eplb", "model": "gpt-oss-20b", "device": "abacus"}', "abacus"),
         ('{"planner": "eplb", "initial_map": "nowhere.json"}', "nowhere.json"),

@@ -186,8 +186,8 @@ def test_the_loop_is_full_and_every_token_comes_once(bench: GroupBench):
         assert after - start == pytest.approx(part.total_s)
     for gaps, part in zip(run.gaps, run.parts, strict=True):
         np.testing.assert_allclose(gaps, part.total_s)  # nobody is ever held back
-    assert run.came[0] == loop.in_flight
-    assert run.came[-1] <= (run.ranks >= 0).sum() <= len(loop.requests)
+    assert run.arrived[0] == loop.in_flight
+    assert run.arrived[-1] <= (run.ranks >= 0).sum() <= len(loop.requests)
     served = np.flatnonzero(run.ranks >= 0)
     assert run.tokens.sum() <= loop.requests.output_tokens[served].sum()
     found = outcome(run, loop.in_flight, RANKS)
@@ -213,7 +213,7 @@ def test_no_recording_is_in_flight_twice(bench: GroupBench, monkeypatch: pytest.
     monkeypatch.setattr(Fleet, "admit", admitted)
     monkeypatch.setattr(Fleet, "finish", finished)
     run = bench.served.serve(bench.in_order, Joint())
-    assert run.came[-1] > 2 * bench.served.in_flight
+    assert run.arrived[-1] > 2 * bench.served.in_flight
 
 
 def test_calibration_requests_are_not_served(bench: GroupBench):

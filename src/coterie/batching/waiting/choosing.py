@@ -1,4 +1,4 @@
-"""Asks a strategy whom to take of a window, and holds it to its contract."""
+"""Asks a strategy which requests of a window to take, and checks its contract."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ UNKNOWN = "no waiting request has a known load (no footprint, no table in 'loads
 
 
 class Choice(NamedTuple):
-    """Whom to take of a window."""
+    """Requests to take from a window."""
 
     order: list[int]
     """Indices into the window, in the order they are handed out."""
     reason: str
-    """In words."""
+    """The strategy's explanation."""
 
 
 class Chooser(Generic[T]):
-    """The strategy, and what it is shown. One for all waiting lists of a server."""
+    """The strategy and its view of the server. One for all waiting lists of a server."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class Chooser(Generic[T]):
         report: Report | None = None,
         decided: Callable[[Decision], None] | None = None,
     ) -> None:
-        """`window_size` oldest requests are shown; `batch_size` are asked for, or as many as places are free.
+        """The strategy sees the `window_size` oldest requests and selects `batch_size`, or as many as places are free.
 
-        A strategy that fails or breaks its contract is an error where the chooser is `strict`: a simulation must not go
-        on with another order than it says. Else serving goes on in order of arrival, and the report says so. `decided`
-        is told of each selection.
+        A strategy that fails or breaks its contract is an error if `strict`: a simulation must not go on in another
+        order than it reports. Otherwise serving goes on in order of arrival, and the report says so. `decided` is
+        called with each selection.
         """
         self.strategy = strategy
         self.view = view
@@ -73,7 +73,7 @@ class Chooser(Generic[T]):
             self._failed(error)
 
     def choose(self, queue: str, window: list[T], skips: list[int], queued: int, size: int) -> Choice | None:
-        """Of a window, oldest first, `size` to hand out; None where the strategy has no say."""
+        """Choose `size` requests of a window, oldest first; None where no load is known or the strategy failed."""
         try:
             loads = self.view.loads(window)
             if loads is None:
@@ -92,7 +92,7 @@ class Chooser(Generic[T]):
         return choice
 
     def _in_turn(self, order: NDArray[np.integer], window: Window, size: int) -> list[int]:
-        """The strategy's order, checked, with those it must take in front, oldest first."""
+        """The strategy's order, checked, with the forced picks in front, oldest first."""
         array, waiting = np.asarray(order), len(window.skipped)
         picked: list[int] = array.tolist()
         due = must_take(window, size, self.strategy.max_skips)

@@ -1,15 +1,15 @@
 """Waiting requests, in the order a strategy chooses.
 
 A server asks for one request after the other (an engine) or for a batch (the simulator); a strategy chooses several at
-once. In between stands a selection: it is made over a window of the oldest waiting requests, beside the load that runs.
+once. The link between them is a selection, made over a window of the oldest waiting requests and the running load.
 :meth:`WaitingList.take_batch` hands all of it out at once. :meth:`WaitingList.pop` hands it out one by one until it is
-used up; it is made anew before that if a request arrives that it should have seen, or if more requests have left the
+used up; it is recomputed earlier if a request arrives that it should have seen, or if more requests have left the
 server since than it has members. Where a server with all places free pops as many as a batch holds, both give the same
 requests in the same order.
 
-The oldest request of a window is in every selection and comes first in it; so does one that was passed over `max_skips`
-times. In a shallow queue, where every arrival makes a new selection, the order is therefore that of arrival, or close
-to it. A selection counts whom it passed over when it ends: who still waits while a younger one was taken.
+The oldest request of a window is first in every selection; requests that were passed over `max_skips` times follow. In
+a shallow queue, where every arrival makes a new selection, the order is therefore that of arrival, or close to it. When
+a selection ends, requests that still wait while a younger one was taken count as passed over.
 
 Requests go by classes (a priority): a lower one is never handed out before a higher. Urgent ones, those a server had to
 stop and put back, go first within their class and are not reordered. Requests that cannot start yet are blocked: they
@@ -31,11 +31,11 @@ from coterie.errors import ConfigError
 
 T = TypeVar("T", bound=Hashable)
 Key = tuple[Any, int, Any, int]
-"""Class, lane, age and a number of its own: sorts as requests wait."""
+"""Class, lane, age and serial number: the order in which requests wait."""
 
 URGENT, NORMAL = 0, 1
 ARRIVAL = "in order of arrival"
-"""Reason of a batch where the strategy had no say."""
+"""Reason of a batch that no strategy chose."""
 
 
 class Batch(NamedTuple, Generic[T]):
@@ -45,11 +45,11 @@ class Batch(NamedTuple, Generic[T]):
     skipped: list[int]
     """[item] times each was passed over before."""
     reason: str
-    """In words."""
+    """Explanation in words."""
 
 
 class _Entry(Generic[T]):
-    """A request in its place."""
+    """A waiting request with its sort key and skips."""
 
     __slots__ = ("key", "request", "skips")
 
@@ -63,16 +63,16 @@ _key = attrgetter("key")
 
 
 class _Selected(NamedTuple, Generic[T]):
-    """A selection as it is made."""
+    """A fresh selection."""
 
     window: list[_Entry[T]]
     """As the strategy saw it, oldest first."""
     order: list[int]
-    """Indices into the window, as they are to be handed out."""
+    """Indices into the window, in the order to hand out."""
     last: Key | None
-    """Of the window's youngest, if the window is full: what arrives behind it would not have been seen."""
+    """Key of the youngest request of a full window: later arrivals would not have been seen. None if not full."""
     reason: str | None
-    """The strategy's; None if it had no say."""
+    """The strategy's reason; None if it did not choose."""
 
 
 class _Plan(Generic[T]):
@@ -82,30 +82,30 @@ class _Plan(Generic[T]):
         self.rank = rank
         self.window, order, self.last, self.reason = selected
         self.rest = deque(order)
-        """Still to be handed out."""
+        """Indices still to be handed out."""
         self.size = len(order)
         self.running = running
-        """Who ran when it was made."""
+        """Requests that ran when it was made."""
         self.taken: set[int] = set()
         """Indices handed out; the window's length stands for one younger than the window."""
         self._gone: set[int] = set()
-        """Indices that wait no longer."""
+        """Indices of requests that no longer wait."""
 
     def sees(self, key: Key) -> bool:
-        """A new request that the strategy would have been shown, or that goes before all it was shown."""
+        """Whether the strategy would have seen this new request, or it goes before all requests that it saw."""
         rank, lane = key[:2]
         if rank != self.rank:
             return bool(rank < self.rank)
         return lane == NORMAL and (self.last is None or key < self.last)
 
     def take(self, entry: _Entry[T]) -> bool:
-        """Whether an older one of the window waits."""
+        """Mark as taken; whether an older request of the window still waits."""
         index = self.drop(entry)
         self.taken.add(index)
         return any(older not in self._gone for older in range(index))
 
     def drop(self, entry: _Entry[T]) -> int:
-        """It waits no longer. Its index, which is the window's length if it is not there."""
+        """Mark as gone. Returns its index, or the window's length if it is not in the window."""
         index = self.window.index(entry) if entry in self.window else len(self.window)
         self._gone.add(index)
         if index in self.rest:
@@ -125,21 +125,21 @@ class WaitingList(Generic[T]):
         urgent: Callable[[T], bool] | None = None,
         blocked: Callable[[T], bool] | None = None,
     ) -> None:
-        """`rank` gives a request's class and age, lowest first; without it all are of one class and age is the order
-        in which they came. `urgent` says that a request ran already and was put back, `blocked` that it could not
-        start now, whatever is free; without them none is."""
+        """`rank` gives a request's class and age, lowest first; without it there is one class, in order of arrival.
+        `urgent` says that a request ran already and was put back, `blocked` that it cannot start now, whatever is
+        free; without them none is."""
         self.name = name
         self._chooser = chooser
         self._rank = rank
         self._urgent = urgent
         self._blocked = blocked
         self._entries: list[_Entry[T]] = []
-        """As they wait."""
+        """In waiting order."""
         self._entry_of: dict[T, _Entry[T]] = {}
         self._plan: _Plan[T] | None = None
         self._head: T | None = None
         self._handed_out: dict[T, _Entry[T]] = {}
-        """In this step, with the place and the skips each had: a server puts back what it cannot start."""
+        """Requests handed out in this step, with their former entries: a server puts back what it cannot start."""
         self._number = 0
 
     # The queue.
@@ -151,18 +151,18 @@ class WaitingList(Generic[T]):
         return request in self._entry_of
 
     def __iter__(self) -> Iterator[T]:
-        """As they wait: by class, the urgent first, oldest first. Not the order they will be handed out in."""
+        """In waiting order: by class, urgent first, oldest first. Not the order in which they are handed out."""
         return iter([entry.request for entry in self._entries])
 
     def at(self, place: int) -> T:
-        """The one that waits at this place, counted as iteration does."""
+        """The request at this position of the waiting order."""
         return self._entries[place].request
 
     def push(self, request: T) -> None:
         self._insert(request, self._number)
 
     def prepend(self, request: T) -> None:
-        """Back in: where it was, if it was handed out in this step; else it is older than all others."""
+        """Put a request back: where it was, if it was handed out in this step; else as the oldest."""
         before = self._handed_out.pop(request, None)
         if before is None or self._is_urgent(request):
             self._insert(request, -self._number)
@@ -171,7 +171,7 @@ class WaitingList(Generic[T]):
         self._entry_of[request].skips = before.skips
 
     def remove(self, requests: Iterable[T]) -> None:
-        """Those that are here; others are ignored."""
+        """Remove those that wait; others are ignored."""
         for request in requests:
             entry = self._entry_of.get(request)
             if entry is not None:
@@ -234,7 +234,7 @@ class WaitingList(Generic[T]):
         return batch
 
     def upcoming(self) -> list[T]:
-        """All of them: the urgent, then the selection, made if there is none, then the others as they wait."""
+        """All requests: urgent ones, then the selection (made if there is none), then the others in waiting order."""
         urgent = [entry.request for entry in self._entries if entry.key[1] == URGENT]
         if len(urgent) == len(self._entries):
             return urgent
@@ -246,7 +246,8 @@ class WaitingList(Generic[T]):
         return [*first, *(request for request in self if request not in first)]
 
     def refresh(self) -> None:
-        """Before a step of the server: a selection for a batch that is gone is made anew, and so is one of default."""
+        """Call before a step of the server: drops a selection whose running batch has left, or that no strategy
+        chose."""
         plan, self._head = self._plan, None
         self._handed_out.clear()
         if plan is None:
@@ -307,7 +308,7 @@ class WaitingList(Generic[T]):
         return plan
 
     def _select(self, rank: Any, size: int) -> _Selected[T]:
-        """Of a class of which somebody waits who is not urgent."""
+        """Select from a class that has waiting requests which are not urgent."""
         limit, entries = self._chooser.window_size, self._entries
         start, end = self._bounds(rank)
         window = entries[start : min(end, start + limit)]
@@ -326,21 +327,21 @@ class WaitingList(Generic[T]):
         return _Selected(window, list(range(len(window))), last, None)
 
     def _bounds(self, rank: Any) -> tuple[int, int]:
-        """Where the requests of a class begin and end, those that are urgent aside."""
+        """Start and end of a class's requests that are not urgent."""
         entries, first, behind = self._entries, (rank, NORMAL), (rank, NORMAL + 1)
         start = 0 if entries[0].key > first else bisect_left(entries, first, key=_key)
         end = len(entries) if entries[-1].key < behind else bisect_left(entries, behind, start, key=_key)
         return start, end
 
     def _retire(self) -> None:
-        """The selection is over."""
+        """End the selection and count the requests it passed over."""
         plan, self._plan, self._head = self._plan, None, None
         if plan is not None:
             stayed = passed_over(plan.window, plan.taken)
             self._pass_over([entry for entry in stayed if self._entry_of.get(entry.request) is entry])
 
     def _pass_over(self, entries: list[_Entry[T]]) -> None:
-        """They still wait while a younger one was taken."""
+        """Count one skip for each: a younger request was taken instead."""
         counters = self._chooser.counters
         worst = counters.worst_skips
         for entry in entries:

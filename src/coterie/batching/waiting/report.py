@@ -1,4 +1,4 @@
-"""What a waiting list says of itself: counters, problems, and its decisions."""
+"""Reports of a waiting list: counters, problems, and decisions."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from coterie.errors import ConfigError, CoterieError
 
 @dataclass
 class Counters:
-    """Since the start."""
+    """Counts since the start."""
 
     selections: int = 0
-    """Made by the strategy."""
+    """Selections made by the strategy."""
     handed_out: int = 0
     moved: int = 0
-    """Handed out while an older one of its class waited."""
+    """Requests handed out while an older one of their class waited."""
     unknown: int = 0
-    """Windows without a known load: in order of arrival."""
+    """Windows without a known load, served in order of arrival."""
     failures: int = 0
-    """Of strategies and predictors: in order of arrival, or without that request's load."""
+    """Failures of strategies (served in order of arrival) and predictors (served without that request's load)."""
     worst_skips: int = 0
     """Most times any request was passed over."""
 
 
 class Report:
-    """Counters, and each kind of problem told once."""
+    """Counters; each kind of problem is reported once."""
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
         self.counters = Counters()
@@ -50,7 +50,7 @@ class Report:
 
 
 class Decision(NamedTuple):
-    """One selection; requests go by their names."""
+    """One selection, with requests by name."""
 
     queue: str
     window: list[str]
@@ -58,12 +58,12 @@ class Decision(NamedTuple):
     skipped: list[int]
     """[request of the window] times it was passed over before."""
     queued: int
-    """Requests of the class that wait, those past the window too."""
+    """Waiting requests of the class, those beyond the window included."""
     size: int
     """Requests asked for."""
     running: list[str]
     order: list[str]
-    """Whom it takes, in that order."""
+    """Selected requests, in order."""
     reason: str
 
 

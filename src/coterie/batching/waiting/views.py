@@ -1,7 +1,7 @@
-"""What a waiting list asks of the server that takes its requests, and two ways to answer.
+"""A waiting list's view of its server, and two implementations.
 
 :class:`RowView` is for a simulator that has all loads in one array: a window is then one index. :class:`RequestView` is
-for an engine that is asked for one request's load after the other, and may know nothing of some.
+for an engine that gives loads request by request, and may not know some.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from coterie.errors import InputError
 T = TypeVar("T", bound=Hashable)
 
 SPARE_SHARES = 64
-"""Loads kept beyond those of the window and of what runs."""
+"""Loads kept beyond those of waiting (in the window) and running requests."""
 
 
 class ServerView(Protocol[T]):
     """A server as its waiting list sees it."""
 
     def loads(self, requests: Sequence[T]) -> Loads | None:
-        """[request, layer, expert] tokens each would bring to a step, contiguous; None if no load is known."""
+        """[request, layer, expert] tokens per step of each request, contiguous; None if no load is known."""
         ...
 
     def running_load(self) -> Loads:
-        """[layer, expert] tokens of a step of what runs. Asked after :meth:`loads`, where that gave some."""
+        """[layer, expert] tokens of a step of the running requests. Called after :meth:`loads` returned loads."""
         ...
 
     def running(self) -> Sequence[T]: ...
@@ -40,7 +40,7 @@ class ServerView(Protocol[T]):
         ...
 
     def name(self, request: T) -> str:
-        """In a decision."""
+        """Name of a request in decisions."""
         ...
 
 
@@ -51,7 +51,7 @@ class RowView:
         """`loads` is [request, layer, expert]."""
         self._loads = np.ascontiguousarray(loads, np.float64)
         self.load = np.zeros(loads.shape[1:])
-        """[layer, expert] that runs; whoever owns the view sets it before a selection."""
+        """[layer, expert] running load; the owner sets it before a selection."""
 
     def loads(self, requests: Sequence[int]) -> Loads:
         return self._loads.take(requests, axis=0)
@@ -70,10 +70,10 @@ class RowView:
 
 
 class RequestView(ABC, Generic[T]):
-    """Loads by request: a share a token, times the tokens that the request brings to a step.
+    """Loads by request: activations per token, times the request's tokens in a step.
 
-    A share is asked for once while its request waits or runs. A request whose share is not known, or cannot be had,
-    counts as the mean of the window's others.
+    A share is computed once while its request waits or runs. A request whose share is unknown, or fails, counts as the
+    mean of the window's others.
     """
 
     def __init__(self, report: Report) -> None:
@@ -82,15 +82,15 @@ class RequestView(ABC, Generic[T]):
         self._shape: tuple[int, ...] | None = None
         self._running = np.zeros((0, 0))
         self._counted: dict[T, tuple[Loads, float]] = {}
-        """Who is in the running load, and with what."""
+        """Requests in the running load, with their share and tokens."""
 
     @abstractmethod
     def share(self, request: T) -> Loads | None:
-        """[layer, expert] activations a token; None if nothing is known. May raise."""
+        """[layer, expert] activations per token; None if unknown. May raise."""
 
     @abstractmethod
     def tokens(self, request: T) -> float:
-        """Tokens it brings to a step, waiting or running."""
+        """Tokens of the request in a step, waiting or running."""
 
     @abstractmethod
     def running(self) -> Sequence[T]: ...
@@ -117,7 +117,7 @@ class RequestView(ABC, Generic[T]):
         return loads
 
     def running_load(self) -> Loads:
-        """Kept from one selection to the next, and changed by who came and went: hundreds may run."""
+        """Updated between selections by requests that joined or left: hundreds may run."""
         shares = ((request, self._share(request)) for request in self.running())
         now = {request: (share, self.tokens(request)) for request, share in shares if share is not None}
         if self._running.shape != self._shape or not now:
@@ -130,7 +130,7 @@ class RequestView(ABC, Generic[T]):
             if request not in self._counted:
                 self._running += share * tokens
                 self._counted[request] = share, tokens
-        return np.maximum(self._running, 0.0)  # what was taken off may leave less than nothing, by rounding
+        return np.maximum(self._running, 0.0)  # subtraction may leave rounding errors below 0
 
     def _share(self, request: T) -> Loads | None:
         if request in self._shares:
@@ -150,6 +150,6 @@ class RequestView(ABC, Generic[T]):
         return share
 
     def _trim(self, requests: Sequence[T]) -> None:
-        """Forget the shares of those that left."""
+        """Forget the shares of requests that left."""
         if len(self._shares) > len(requests) + len(self.running()) + SPARE_SHARES:
             self._shares = {r: self._shares[r] for r in (*requests, *self.running()) if r in self._shares}

@@ -237,7 +237,7 @@ class Rounds:
 
     def _objective(self, load: Load, topology: Topology) -> Objective:
         settings = self.settings
-        prices = {"horizon": settings.horizon, "enough": settings.enough, "exposed": settings.exposed}
+        prices = {"horizon": settings.horizon, "target_balance": settings.target_balance, "exposed": settings.exposed}
         spec = None if settings.model is None else get_model(settings.model)
         if spec is not None:
             prices["expert_bytes"] = spec.expert_bytes()

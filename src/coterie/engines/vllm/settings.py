@@ -72,8 +72,8 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Steps a map will serve: step_interval of vLLM's --eplb-config. Moves must pay for themselves within it."""
     window: float = 1000.0
     """Steps whose tokens vLLM counts: window_size of its --eplb-config."""
-    enough: float = 1.0
-    """Balance (even / slowest) at which a layer is good enough; below 1 it saves moves."""
+    target_balance: float = 1.0
+    """Balance (even / slowest) at which a layer is left alone; below 1 it saves moves."""
     exposed: float = 1.0
     """Share of the movement that serving waits for. 1 is right without use_async, and cautious with it."""
     model: str | None = None

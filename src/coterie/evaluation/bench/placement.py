@@ -1,9 +1,9 @@
 """Planners of expert placement: how fast, how even, how many moves, and how far from the best there is.
 
 The drift is :func:`~coterie.traces.drifting.zipf_drift`'s at DeepSeek-V3's size, from the map that EPLB made for the
-window before. A planner is asked for a balance of at least `enough`, then for as few moves as possible: the horizon is
-so long that a thousandth of balance is worth a hundred moves. Beside the rows of planners there are two comparisons
-with the integer program: moves at the same balance, and the objective where processing and movement both count, on
+window before. A planner is asked for a balance of at least `target_balance`, then for as few moves as possible: the
+horizon is so long that a thousandth of balance is worth a hundred moves. Beside planners, rows compare two things with
+the integer program: moves at the same balance, and the objective where processing and movement both count, on
 layers that it closed. What it did not close is in the rows too, and counts for nothing.
 """
 
@@ -36,25 +36,25 @@ class Size(NamedTuple):
 
     slots: int
     ranks: int
-    enough: float
+    target_balance: float
     exponent: float = 1.0
     first: str = "eplb"
     """What made the map that the drift left behind: eplb, for the window before, or linear, for none."""
-    free_enough: float | None = None
-    """`enough` of every layer with the optimal split, where the mean over layers then is the same; else as above."""
+    free_target: float | None = None
+    """`target_balance` with the optimal split, where the mean over layers then is the same; None: as above."""
 
     @property
     def free(self) -> Size:
         """The setting of the optimal split."""
-        return self._replace(enough=self.free_enough or self.enough)
+        return self._replace(target_balance=self.free_target or self.target_balance)
 
     @property
     def setting(self) -> str:
-        return f"Zipf {self.exponent}, from {self.first}, enough {self.enough}"
+        return f"Zipf {self.exponent}, from {self.first}, enough {self.target_balance}"
 
 
 SIZES = (
-    Size(288, 32, 0.984, free_enough=0.981),
+    Size(288, 32, 0.984, free_target=0.981),
     Size(288, 8, 0.988),
     Size(256, 8, 0.996),
     Size(256, 8, 0.996, 0.7, "linear"),
@@ -86,10 +86,10 @@ def drifted(size: Size, seed: int, layers: int = LAYERS, experts: int = EXPERTS)
     return Case(Load(drift.after), topology, current)
 
 
-def balance_first(enough: float) -> Objective:
+def balance_first(target_balance: float) -> Objective:
     from coterie.placement import Objective
 
-    return Objective(horizon=HORIZON, move_price=MOVE_PRICE, enough=enough)
+    return Objective(horizon=HORIZON, move_price=MOVE_PRICE, target_balance=target_balance)
 
 
 @benches.register("placement")
@@ -103,7 +103,7 @@ def _planner_rows(report: Report) -> Iterator[Row]:
 
     for size in SIZES:
         cases = [drifted(size, seed) for seed in SEEDS]
-        objective = balance_first(size.enough)
+        objective = balance_first(size.target_balance)
         yield _kept_row(size, cases, "equal")
         names = dict.fromkeys((*BASELINES, "latency_optimal", *(name for name in planners if name != EXACT)))
         for done, name in enumerate(names):
@@ -111,7 +111,7 @@ def _planner_rows(report: Report) -> Iterator[Row]:
             yield _planner_row(name, planners.make(name, {"objective": objective}), size, cases)
         if size.slots > EXPERTS:
             yield _kept_row(size.free, cases, "optimal")
-            priced = {"objective": balance_first(size.free.enough)}
+            priced = {"objective": balance_first(size.free.target_balance)}
             free = planners.make("latency_optimal", priced, split="optimal")
             yield _planner_row("latency_optimal", free, size.free, cases)
 
@@ -130,7 +130,7 @@ def _kept_row(size: Size, cases: Sequence[Case], split: str) -> Row:
     """The old map, its replicas sharing alike or as well as they can."""
     from coterie.placement.splits.shares import optimal_shares
 
-    problems = [balance_first(size.enough).problem(*case) for case in cases]
+    problems = [balance_first(size.target_balance).problem(*case) for case in cases]
 
     def shares(problem: Problem) -> Any:
         return optimal_shares(problem, problem.current.slot_experts) if split == "optimal" else None
@@ -167,7 +167,7 @@ def _row(
 
 def _about(size: Size, cases: Sequence[Case]) -> Row:
     """The most that the heaviest experts allow for, over how many seeds, and the setting."""
-    problems = [balance_first(size.enough).problem(*case) for case in cases]
+    problems = [balance_first(size.target_balance).problem(*case) for case in cases]
     attainable = fmean(float((problem.even / problem.reach).mean()) for problem in problems)
     return {"attainable": round(attainable, 4), "seeds": len(cases), "setting": size.setting}
 
@@ -203,7 +203,7 @@ def move_row(contest: Contest) -> Row:
 
     size, split = contest.size, contest.split
     case = first_layers(drifted(size, 0), contest.layers)
-    objective = balance_first(size.enough)
+    objective = balance_first(size.target_balance)
     problem = objective.problem(*case)
     plan = planners.make("latency_optimal", {"objective": objective}, split=split).plan(*case)
     ilp = LatencyOptimalIlp(objective, split, gap=0.0, gap_moves=0.99, time_limit_s=contest.seconds)

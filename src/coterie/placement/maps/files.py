@@ -16,12 +16,12 @@ from coterie.models import get_model
 from coterie.types import ModelSpec, Placement
 
 MAX_BYTES = 1 << 30
-"""Of a file: past any placement, and small enough to read."""
+"""Largest file that is read: above any placement, and small enough for memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementMap:
-    """A placement and whose it is."""
+    """A placement with its model, layers and shares."""
 
     placement: Placement
     model: str = "unknown"
@@ -48,7 +48,7 @@ class PlacementMap:
 
 @dataclass(frozen=True, slots=True)
 class MapOptions:
-    """What a file may not say of itself."""
+    """Facts that a file may leave out."""
 
     model: ModelSpec | None = None
     model_name: str | None = None

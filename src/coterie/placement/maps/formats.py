@@ -71,7 +71,7 @@ class MapFormat:
     sniff: Callable[[Any], bool]
     """Whether a parsed JSON value, or the file's text or bytes where it is not JSON, looks like this format."""
     keeps: frozenset[str]
-    """Of model, layer_ids and shares."""
+    """Fields among model, layer_ids and shares that the format keeps."""
     help: str
 
 

@@ -19,7 +19,7 @@ from coterie.errors import ConfigError
 from coterie.types import ModelSpec, WeightDtype
 
 StepSeconds = Callable[[int, float], float]
-"""Seconds of a step, of the replicas on a rank and the requests in its batch."""
+"""Seconds of a step as a function of the replicas on a rank and the requests in its batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """What one rank has for replicas and KV cache together."""
+    """Memory of one rank for replicas and KV cache."""
 
     available_bytes: float
     """Memory less weights and workspace."""

@@ -134,7 +134,7 @@ class RolledBack(NamedTuple):
 
 
 class State(NamedTuple):
-    """All there is to know; two equal states go on alike."""
+    """Complete state of a migration: equal states give equal commands."""
 
     rows: tuple[Row, ...]
     """[layer] the map that the next step uses."""
@@ -148,7 +148,7 @@ class State(NamedTuple):
     arrived: frozenset[int] = frozenset()
     """Transfers of this switch whose weights lie in staging."""
     draining: frozenset[int] = frozenset()
-    """Aborted ones that have not ended."""
+    """Aborted transfers that have not ended."""
     retired: tuple[tuple[int, int], ...] = ()
     """Switches, with their versions, whose old weights a step may still use."""
     running: tuple[Running, ...] = ()
@@ -186,7 +186,7 @@ class Migrator:
         return self._go_on(State(rows, dead=gone), [])
 
     def handle(self, state: State, event: Event) -> Outcome:
-        """What an event leads to. Reports that come late, of transfers that are accounted for, change nothing."""
+        """New state and commands after an event. Late reports of transfers already accounted for change nothing."""
         match event:
             case StartStep(step):
                 return self._start_step(state, step)
@@ -204,7 +204,7 @@ class Migrator:
     # ------------------------------------------------------------------------------------------------- what is known
 
     def is_over(self, state: State) -> bool:
-        """Nothing is moved any more, and nothing is held for it."""
+        """Whether the migration has ended and holds no staging."""
         ended = state.stopped is not None or state.at == len(self.schedule.switches)
         return ended and not (state.moving or state.draining or state.retired)
 

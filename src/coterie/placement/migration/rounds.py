@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
     source: int
     """Rank, or HOST; the slot's own rank where it is a copy inside the device."""
     seconds: float
-    """On its link, alone."""
+    """Time on its link without other traffic."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Refusal(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """When a schedule is done, and what of it shows."""
+    """Duration of a schedule, and its exposed part."""
 
     movement_s: float
     """On the links, nothing else using them."""
@@ -91,7 +91,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a migration may take."""
+    """Resources of a migration."""
 
     expert_bytes: float = 44e6
     """Weights of one expert of one layer."""

@@ -11,9 +11,9 @@ ones are priced from the same table, on straight lines between whole numbers of 
 Hamming distance: only an expert that is loaded where it was not costs, by the link from its cheapest source. Layers
 are moved one after the other, each rank receiving one expert at a time.
 
-Two settings are the dial between balance and moves: a layer within `enough` of even gains nothing from being evener,
-and `move_price` charges each move a share of its link time on top of the slowest rank's. Wrong where rows of one
-window are not like those of the next: score plans on the next one.
+Two settings trade balance for moves: a layer within `target_balance` of even gains nothing from being evener, and
+`move_price` charges each move a share of its link time on top of the slowest rank's. Wrong where rows of one window are
+not like those of the next: score plans on the next one.
 """
 
 from coterie.placement.objective.problem import PRICES_HINT, Objective, Problem, Score

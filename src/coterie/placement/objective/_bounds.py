@@ -10,7 +10,7 @@ from coterie._numba import helper
 Array = NDArray[np.float64]
 
 CLOSE = 1e-6
-"""Of a bound that is looked for by halving: nearer does not matter."""
+"""Relative precision of a bound found by bisection."""
 
 TINY = 1e-12
 """Relative slack for rounding errors."""

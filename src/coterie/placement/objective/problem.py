@@ -29,7 +29,8 @@ PRICES_HINT = "the prices to plan by; make them with Objective.of(step_model, to
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The prices. The defaults are about DeepSeek-V3's in prefill: 88 Mflop a row, 44 MB an expert."""
+    """Prices that planners minimise. The defaults are about DeepSeek-V3's in prefill: 88 Mflop a row, 44 MB an
+    expert."""
 
     row_s: float = 1.5e-7
     """Seconds one token of one expert takes on a rank of speed 1."""
@@ -45,8 +46,8 @@ class Objective:
     """Share of the movement that is not hidden behind steps."""
     planning_s: float = 0.0
     """Seconds that planning holds up serving."""
-    enough: float = 1.0
-    """Balance (even ÷ slowest) at which a layer is good enough; 1 asks for all there is."""
+    target_balance: float = 1.0
+    """Balance (even ÷ slowest) at which a layer is left alone; 1 improves as far as possible."""
     move_price: float = 0.0
     """Share of its link time that each move costs besides what the slowest rank waits."""
 
@@ -56,8 +57,8 @@ class Objective:
                 raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
         if not 0 <= self.exposed <= 1:
             raise ConfigError(f"exposed={self.exposed} must be in 0 … 1")
-        if not 0 < self.enough <= 1:
-            raise ConfigError(f"enough={self.enough} must be above 0 and at most 1")
+        if not 0 < self.target_balance <= 1:
+            raise ConfigError(f"target_balance={self.target_balance} must be above 0 and at most 1")
 
     @classmethod
     def of(cls, model: StepModel, tokens: int, **settings: float) -> Objective:
@@ -78,7 +79,7 @@ class Objective:
     def problem(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
     ) -> Problem:
-        """The arrays that planning works on. `shares` [layer, slot] are those in force; None is equal ones."""
+        """The arrays that planning works on. `shares` [layer, slot] are those in force; None: equal shares."""
         load.check_fits(topology, current)
         layers, experts, ranks = *load.tokens.shape, topology.num_ranks
         speeds = topology.rank_speeds
@@ -92,14 +93,14 @@ class Objective:
         unit, load_in = np.empty((2, layers, ranks, experts))
         source = np.empty((layers, ranks, experts), np.int16)
         even, reach = np.empty(layers), np.empty(layers)
-        exchange, each = self._exchange_s(load, topology)
+        exchange, per_token = self._exchange_s(load, topology)
         arguments = (
             per_step,
             self._slot_s(per_step),
             self.touch_s,
             self.row_s,
             exchange,
-            each,
+            per_token,
             speeds,
             current.slot_experts,
             topology.rank_nodes,
@@ -131,7 +132,7 @@ class Objective:
         return float(load_s(topology, self.expert_bytes).min())
 
     def _slot_s(self, tokens: Array) -> Array:
-        """Seconds of a slot that gets this many tokens a step on average; by chance some steps do not touch it."""
+        """Expected seconds of a slot that gets this many tokens per step on average; some steps may not touch it."""
         return np.asarray(slot_s(self.row_s, self.touch_s, tokens))
 
     def _exchange_s(self, load: Load, topology: Topology) -> tuple[Array, Array]:
@@ -151,17 +152,18 @@ class Score(NamedTuple):
     """The objective of one placement, by layer, in seconds."""
 
     processing_s: Array
-    """[layer] slowest rank's, of one step."""
+    """[layer] time of the slowest rank in one step."""
     movement_s: Array
-    """[layer] exposed, `move_price` left out."""
+    """[layer] exposed movement, without `move_price`."""
     total_s: Array
-    """[layer] of the whole horizon, as planners minimise it: `enough` and `move_price` counted, planning left out."""
+    """[layer] cost of the whole horizon that planners minimise: with `target_balance` and `move_price`, without
+    planning."""
     moves: NDArray[np.int64]
     """[layer]"""
 
 
 class _Assessment(NamedTuple):
-    """[layer, rank] of a placement."""
+    """Times of a placement; arrays are [layer, rank]."""
 
     busy_s: Array
     arrivals_s: Array
@@ -178,14 +180,14 @@ class Problem:
     alive: NDArray[np.bool_]
     """[rank]"""
     unit: Array
-    """[layer, rank, expert] seconds a step if the rank got all of the expert's tokens."""
+    """[layer, rank, expert] seconds per step if the rank got all of the expert's tokens."""
     share: Array
-    """[layer, replicas - 1, expert] of `unit` that each of so many equal replicas takes. Exact where ranks are alike;
-    where they differ, what share of it is streaming is their mean."""
+    """[layer, replicas - 1, expert] part of `unit` that each of so many equal replicas takes. Exact on equal ranks;
+    elsewhere the streaming part of it is a mean over ranks."""
     load_in: Array
     """[layer, rank, expert] seconds to load the expert; 0 where the rank has it."""
     source: NDArray[np.int16]
-    """[layer, rank, expert] where the cheapest copy is."""
+    """[layer, rank, expert] rank of the cheapest copy."""
     even: Array
     """[layer] seconds if all ranks were equally busy with what the experts take where they are cheapest: a bound."""
     reach: Array
@@ -193,16 +195,16 @@ class Problem:
     there can be; without a slot to spare, beside the shortest ones that must fill its rank. Where replicas stream, what
     those in the spare slots add at least; shares that leave some of them idle may get below that."""
     shares: Array | None = None
-    """[layer, slot] in force, of living ranks alone; None is equal ones."""
+    """[layer, slot] shares in force, on living ranks only; None: equal shares."""
 
     @property
     def floor(self) -> Array:
         """[layer] seconds below which nothing is gained."""
-        return self.reach / self.objective.enough
+        return self.reach / self.objective.target_balance
 
     @property
-    def alike(self) -> bool:
-        """Whether an expert takes as long on every living rank."""
+    def uniform_ranks(self) -> bool:
+        """Whether every expert takes the same time on all living ranks."""
         if not self.objective.row_bytes:
             return len(np.unique(self.topology.rank_speeds[self.alive])) == 1
         living = self.unit[:, self.alive]
@@ -215,12 +217,12 @@ class Problem:
     def rank_s(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> Array:
         """[layer, rank] seconds of a step; equal replicas unless `shares` [layer, slot] says otherwise.
 
-        The shares in force are those of :attr:`shares`, which is not what None means here.
+        None means equal shares here, not the shares in force (:attr:`shares`).
         """
         return self._assess(slot_experts, shares).busy_s
 
     def arrivals_s(self, slot_experts: NDArray[np.integer]) -> Array:
-        """[layer, rank] seconds of loading what is new there."""
+        """[layer, rank] seconds of loading experts that the rank does not hold."""
         return self._assess(slot_experts, None).arrivals_s
 
     def score(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> Score:
@@ -253,7 +255,7 @@ class Problem:
         skip_reason: str | None = None,
         layer_reasons: tuple[str, ...] = (),
     ) -> Plan:
-        """The plan that leads to `slot_experts`: what stays on a rank stays in its slot, and shares go along."""
+        """The plan that leads to `slot_experts`: experts that stay on a rank keep their slot, shares follow them."""
         current = self.current
         settled, order = settle(current.slot_experts, np.asarray(slot_experts, np.int32), current.num_ranks)
         given = None if shares is None else np.take_along_axis(shares, order, axis=1)
@@ -276,7 +278,7 @@ class Problem:
         )
 
     def keep(self, reason: str, planning_s: float = 0.0, layer_reasons: tuple[str, ...] = ()) -> Plan:
-        """The plan that changes nothing: shares in force stay, which from then on are weights of an earlier window."""
+        """The plan that changes nothing: shares in force stay, now as weights from an earlier window."""
         return self.plan(
             self.current.slot_experts,
             self.shares,
@@ -287,7 +289,7 @@ class Problem:
         )
 
     def onward(self, layers: NDArray[np.integer], slot_experts: NDArray[np.integer], shares: Array) -> Problem:
-        """The problem of some layers once they are as given, [layer, slot]: only what has to be loaded is another."""
+        """The problem of some layers from another current placement [layer, slot]: only the moves differ."""
         current = Placement(np.asarray(slot_experts, np.int32), self.current.num_ranks, self.current.num_experts)
         unit = self.unit[layers]
         load_in, source = np.empty(unit.shape), np.empty(unit.shape, np.int16)
@@ -316,7 +318,7 @@ class Problem:
         return layer_balance(rank_s[:, self.alive])
 
     def moves(self, slot_experts: NDArray[np.integer]) -> Moves:
-        """What must be loaded to get there; slots on ranks that are gone count for nothing."""
+        """Moves that lead to `slot_experts`; slots on ranks that are gone do not count."""
         return moves_between(self.current, slot_experts, self.topology, self.objective.expert_bytes)
 
     def _slot_alive(self) -> NDArray[np.bool_]:

@@ -43,13 +43,13 @@ PAIRS = 16
 """Double moves tried, the most promising by a rough estimate."""
 
 CLOSE = 1e-5
-"""Of the limit: work over it that is left as it is."""
+"""Share of the limit: work above it by less than this is ignored."""
 
 LOOSER = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)
 """Past the floor: targets to try where those below cost more than that."""
 
 SAME = 1e-6
-"""Relative difference of gains that is none."""
+"""Relative slack for comparing gains."""
 
 
 class Layer(NamedTuple):

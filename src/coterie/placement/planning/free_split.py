@@ -27,7 +27,7 @@ from coterie.placement.splits.shares import affine, optimal_shares
 Array = NDArray[np.float64]
 
 SAME = 1e-9
-"""Relative gain that is rounding."""
+"""Relative slack for rounding errors."""
 
 
 class FreeSplit(NamedTuple):
@@ -161,20 +161,20 @@ def _reasons(
 ) -> tuple[str, ...]:
     before = problem.layer_balance(problem.rank_s(problem.current.slot_experts, problem.shares))
     busy = problem.rank_s(moved, shares)
-    after, enough = problem.layer_balance(busy), busy.max(axis=1) <= problem.floor * (1.0 + SAME)
+    after, reached = problem.layer_balance(busy), busy.max(axis=1) <= problem.floor * (1.0 + SAME)
     lost = np.isinf(path.totals[:, 0])
     reasons = []
     for layer, moves in enumerate(np.bincount(problem.moves(moved).layer, minlength=len(moved))):
         change = f"balance {before[layer]:.3f} → {after[layer]:.3f}"
         better = path.totals[layer, : path.counts[layer] + 1].min() < path.totals[layer, 0]
         if kept[layer]:
-            why = "even enough" if enough[layer] else "no re-split and no move pays"
+            why = "even enough" if reached[layer] else "no re-split and no move pays"
             reasons.append(f"{why}: balance {before[layer]:.3f}")
         elif lost[layer]:
             reasons.append(f"{moves} moves, some for experts that no living rank had: {change}")
         elif moves:
             reasons.append(f"{moves} moves and re-split: {change}")
-        elif enough[layer]:
+        elif reached[layer]:
             reasons.append(f"re-split is enough: {change}")
         elif better and max_moves is not None:
             reasons.append(f"re-split alone, max_moves={max_moves} save more elsewhere: {change}")

@@ -4,7 +4,7 @@ Each layer minimises ``horizon x max(processing, floor) + exposed movement``, st
 are swapped between ranks, given to an expert that needs a replica, or taken back from one that does not; where a ring
 of ranks can pass experts on, it takes one move a rank instead of a swap's two. A layer that gains less than its moves
 cost stays as it is, and so do all if together they gain less than planning costs. It stops as soon as a layer is
-within :attr:`Objective.enough` of what can be reached: the last moves are the dear ones.
+within :attr:`Objective.target_balance` of what can be reached: the last moves gain least.
 
 A search, not a proof: `latency_optimal_ilp` says how far from the optimum it is. Wrong where the next window is not
 like this one; see the drift estimator for how long a plan lasts.
@@ -25,7 +25,7 @@ from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning.eplb import Eplb
 from coterie.placement.planning.packing import living_ranks
-from coterie.placement.planning.search.layers import CHANGED, ENOUGH, KEPT, REPAIRED, search, spend
+from coterie.placement.planning.search.layers import CHANGED, REACHED, KEPT, REPAIRED, search, spend
 from coterie.registry import needs
 from coterie.types import Placement, Topology
 
@@ -35,7 +35,7 @@ LONGEST_TRAIL = 96
 """Steps of a layer's search that are remembered when there is a budget of moves to spend."""
 
 FAR = 1.05
-"""Of the floor: a layer above it is also looked at from EPLB's side."""
+"""Ratio to the floor: a layer above it is also searched from EPLB's placement."""
 
 
 class _Start(NamedTuple):
@@ -111,7 +111,7 @@ class LatencyOptimal:
         """The problem with no expert twice on a rank, and the moves that took."""
         if not problem.current.duplicates:
             return _Start(problem, 0)
-        lenient = replace(self, objective=replace(self.objective, enough=1e-9), split="equal", max_moves=None)
+        lenient = replace(self, objective=replace(self.objective, target_balance=1e-9), split="equal", max_moves=None)
         rows = lenient._search(lenient.objective.problem(load, problem.topology, problem.current)).slot_experts
         repaired = Placement(rows, problem.current.num_ranks, problem.current.num_experts)
         return _Start(self.objective.problem(load, problem.topology, repaired), int(problem.score(rows).moves.sum()))
@@ -154,7 +154,7 @@ class LatencyOptimal:
             problem.alive,
             problem.floor,
             numbers,
-            problem.alike,
+            problem.uniform_ranks,
             trail,
             kept,
             trails,
@@ -172,12 +172,12 @@ class LatencyOptimal:
         return _Found(found, saved, outcomes)
 
     def _skip_reason(self, found: _Found) -> str | None:
-        """In words, where the whole round is not worth it."""
+        """Why the whole round does not pay, in words."""
         outcomes, planning = found.outcomes, self.objective.planning_s
         if (outcomes == REPAIRED).any():
             return None
-        if (outcomes == ENOUGH).all():
-            return f"every layer has at least {self.objective.enough:.1%} of the best balance there is"
+        if (outcomes == REACHED).all():
+            return f"every layer has at least {self.objective.target_balance:.1%} of the best balance there is"
         gain = float(found.saved_s.sum())
         if not (outcomes == CHANGED).any():
             return f"no move pays for itself within {self.objective.horizon:g} steps"
@@ -190,7 +190,7 @@ class LatencyOptimal:
 
 
 def _reason(outcome: int, saved_s: float) -> str:
-    if outcome == ENOUGH:
+    if outcome == REACHED:
         return "even enough"
     if outcome == REPAIRED:
         return f"repaired; saves {saved_s:.3g} s over the horizon"

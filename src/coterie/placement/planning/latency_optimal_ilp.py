@@ -1,8 +1,8 @@
 """Latency-optimal by integer programming: the best placement there is, within a stated gap, and a bound to show for it.
 
 It minimises what :meth:`Problem.score` computes, layer by layer, with HiGHS. It is the oracle that faster planners are
-held against, and a planner for maps that are made offline; it takes seconds a layer, and where replicas share alike
-over many ranks (288 slots on 32) it may not close at all: then the report says how far it came.
+compared with, and a planner for maps that are made offline; it takes seconds per layer, and with equal shares over many
+ranks (288 slots on 32) it may not close at all: then the proof says how large the gap is.
 
 A budget of moves couples the layers. It is given a price, which is bisected; of all that was found at any price, the
 best choice of one placement a layer that keeps to the budget is taken, and the highest bound over the prices holds.
@@ -31,10 +31,10 @@ from coterie.registry import needs
 from coterie.types import Placement, Topology
 
 PRICES = 8
-"""Prices of a move that are tried to keep to a budget."""
+"""Most prices per move that are tried to keep to a budget."""
 
 TOLERANCE = 1e-5
-"""Of an objective: what the solver's own tolerances leave open."""
+"""Share of an objective: the gap that the solver's tolerances leave."""
 
 
 @planners.register("latency_optimal_ilp")
@@ -51,9 +51,9 @@ class LatencyOptimalIlp:
     gap_moves: float = 0.0
     """Or so many of the cheapest moves between the two, if that is more."""
     time_limit_s: float = 60.0
-    """Seconds a layer, and with a budget of moves a price."""
+    """Most seconds per layer; with a budget of moves, per layer and price."""
     max_moves: int | None = None
-    """Budget over all layers; None does not count."""
+    """Budget of moves over all layers; None: no limit."""
     warm_start: bool = True
     """Start from what latency_optimal finds; else from the current placement."""
     threads: int = 1

@@ -31,7 +31,7 @@ TWIN = -2
 """In place of the next slot: a slot whose expert another slot of the same rank holds, or one of a rank that is gone."""
 
 TINY = 1e-12
-"""Of the limit: seconds that are no seconds."""
+"""Share of the limit: slack for rounding errors."""
 
 
 class Split(NamedTuple):

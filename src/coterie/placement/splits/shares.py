@@ -3,7 +3,7 @@
 * ``equal``: every replica takes as much. vLLM does this (a hash of the token's index), and it is all it can do.
 * ``weighted``: fixed weights, chosen when planning and kept until the next plan. Any engine whose dispatch draws a
   replica by a weight can do this.
-* ``optimal``: shares solved anew for every window (or batch), as DeepSeek's LPLB and SGLang's
+* ``optimal``: shares solved again for every window (or batch), as DeepSeek's LPLB and SGLang's
   ``--ep-dispatch-algorithm lp`` do.
 
 Weighted and optimal are the same numbers, from different windows: weights are what was best for the window they were
@@ -29,11 +29,11 @@ from coterie.placement.splits._flows import Array, Indices, least_limit, link, n
 from coterie.placement.splits._simplex import solve_exactly
 
 MOST_FIXED = 0.999
-"""Of an expert's seconds: a share of its tokens always takes something."""
+"""Largest fixed part of an expert's seconds: a share of its tokens always costs something."""
 
 
 class Affine(NamedTuple):
-    """What slots take: ``unit x (share + fixed)``."""
+    """Seconds of slots: ``unit x (share + fixed)``."""
 
     unit: Array
     """[layer, rank, expert] seconds of all its tokens."""

@@ -43,7 +43,7 @@ class ActionSettings:
     """When to act, and how much. The defaults are the published manager's."""
 
     decay: float = 0.99
-    """Of the demand, by step: it looks back over 1 ÷ (1 - decay) steps."""
+    """Decay of the demand per step: it looks back over 1 ÷ (1 - decay) steps."""
     min_mismatch: float = 0.1
     """Share of a rank's demand that must be remote before anything is done for it."""
     replicate_top: int = 5
@@ -51,17 +51,17 @@ class ActionSettings:
     swap_top: int = 3
     """Experts a rank asks for most, tried against as many that it holds and hardly asks for."""
     max_copies: int = 3
-    """Of an expert, the first one counted."""
+    """Most copies of an expert, the first one included."""
     extra_slots: int = 8
-    """On a rank, beyond its even part of the experts."""
+    """Slots of a rank beyond its even share of the experts."""
     interval_s: float = 60.0
-    """Between cycles."""
+    """Time between cycles."""
     max_actions: int = 4
-    """In a cycle, in whole experts."""
+    """Most actions in a cycle, in whole experts."""
     min_saving_s: float = 10e-6
-    """Of link time, in a decay window, by a whole expert."""
+    """Least link time that an action must save in a decay window, per whole expert."""
     whole_experts: bool = False
-    """Act on an expert of all layers at once, as published; needs a placement that is alike in all layers."""
+    """Act on an expert of all layers at once, as published; needs the same placement in all layers."""
 
     def __post_init__(self) -> None:
         if not 0 < self.decay < 1:
@@ -94,29 +94,29 @@ Kind = Literal["replicate", "swap", "rebalance", "skip"]
 
 @dataclass(frozen=True, slots=True)
 class ActionEvent:
-    """Something done, or not done and why: ready to be counted, logged and shown."""
+    """An action taken, or refused with the reason: for counters, logs and the dashboard."""
 
     kind: Kind
     reason: str
-    """In words."""
+    """Explanation in words."""
     at_s: float = 0.0
-    """When, by the caller's clock."""
+    """Time on the caller's clock."""
     layers: tuple[int, ...] = ()
     expert: int | None = None
-    """That the target wants; None where a whole rank, layer or cycle is meant."""
+    """Expert for the target rank; None where the event concerns a whole rank, layer or cycle."""
     target: int | None = None
     source: int | None = None
     given: int | None = None
-    """The expert that goes the other way, of a swap."""
+    """Expert that a swap moves in the other direction."""
     moved_bytes: float = 0.0
     seconds: float = 0.0
-    """On the slowest link used, alone; both directions of a swap at once."""
+    """Time on the slowest link used, without other traffic; both directions of a swap at once."""
     saving_s: float = 0.0
-    """Of link time, by step, as predicted."""
+    """Predicted link time saved per step."""
 
 
 class Cycle(NamedTuple):
-    """What one round of decisions leads to."""
+    """Result of one round of decisions."""
 
     held: Held
     events: list[ActionEvent]
@@ -139,7 +139,7 @@ class _Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ActionManager:
-    """Decides; moves nothing. A pure function of demand and of what is held."""
+    """Decides on actions without executing them. A pure function of demand and held experts."""
 
     topology: Topology
     row_bytes: float = 14336.0

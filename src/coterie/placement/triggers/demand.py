@@ -1,7 +1,7 @@
-"""Who asks for which experts: demand of a request, of a worker and of all of them, and what a rank lacks of it.
+"""Demand for experts by request, by worker and in total, and the part of it that a rank does not hold.
 
-Two trackers answer alike. :class:`DemandTracker` forgets smoothly: a record of its own ago weighs `decay` of what one
-weighs now. :class:`WindowTracker` keeps the last windows whole and forgets a window at a time, which suits what must
+Two trackers have one interface. :class:`DemandTracker` decays: with every record, earlier ones are multiplied by
+`decay`. :class:`WindowTracker` keeps the last windows whole and forgets a window at a time, which suits what must
 not mix old with new (fitting on one window, scoring on the next). Requests are remembered up to a number; the one
 that was recorded longest ago is forgotten first.
 
@@ -27,12 +27,12 @@ _LARGEST_SCALE = 1e100
 
 
 class Mismatch(NamedTuple):
-    """Demand against what is held."""
+    """Demand compared with the experts held."""
 
     score: float
     """Share of the demand whose expert is not held; 0 without demand."""
     needed: NDArray[np.int64]
-    """[n, 2] layer and expert of what is asked for and not held, most wanted first."""
+    """[n, 2] layer and expert of demand that is not held, highest demand first."""
     underused: NDArray[np.int64]
     """[n, 2] layer and expert of what is held and asked for less than the median of what is asked for at all, least
     wanted first."""

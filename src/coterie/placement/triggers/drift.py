@@ -23,7 +23,7 @@ from coterie.errors import ConfigError
 Array = NDArray[np.float64]
 
 LAGS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""In windows. Close enough for half-lives of one window to a hundred."""
+"""Lags in windows: dense enough to fit half-lives of one to a hundred windows."""
 MIN_WINDOWS = 4
 """Before that, no three lags have been seen, and any curve fits."""
 UNSEEN = 4.0
@@ -92,16 +92,16 @@ def _two_terms(q: Array, y: Array, w: Array) -> tuple[Array, Array]:
 
 
 class DriftEstimate(NamedTuple):
-    """What the windows so far say."""
+    """Drift estimated from the windows so far."""
 
     decay: Decay | None
-    """Lags in windows. None until enough windows were seen. Where no drift shows, the half-life is without end."""
+    """Fitted curve, lags in windows. None until enough windows were seen; infinite half-life where no drift shows."""
     noise: float
     """Variance of one window's sampling noise over that of the load's shape: 1 is a window half of which is chance."""
     span: float
     """Windows back that could be compared: slower drift would not have shown."""
     reason: str
-    """In words."""
+    """Explanation in words."""
 
     @property
     def half_life(self) -> float:
@@ -110,7 +110,7 @@ class DriftEstimate(NamedTuple):
 
     @property
     def cautious(self) -> Decay | None:
-        """To decide by: where no drift shows, the fastest that would not have shown."""
+        """Half-life to decide by: where no drift shows, the shortest that would not have shown."""
         if self.decay is None or np.isfinite(self.decay.half_life):
             return self.decay
         return Decay(UNSEEN * self.span, 0.0, self.decay.level)

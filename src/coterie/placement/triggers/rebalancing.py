@@ -52,18 +52,18 @@ class RebalancingSettings:
     first_interval: float = 100.0
     """Steps to the next round, as long as no drift is known."""
     min_interval: float = 1.0
-    """Steps."""
+    """Shortest interval, in steps."""
     max_interval: float = 100_000.0
-    """Steps; also how long a map is kept at most before another look, where no drift shows."""
+    """Longest interval, in steps; also the longest time between plans where no drift shows."""
     factor: float = 2.0
-    """From one round to the next the interval changes at most by this."""
+    """Largest factor by which the interval changes from one round to the next."""
     lasting: float = 4.0
-    """Intervals that what is moved is counted on to last, where drift does not end it sooner: the next round starts
-    from it. More of them and planners move for the last bit of balance, which is chance."""
+    """Intervals for which a move is expected to stay useful, unless drift ends it sooner: the next round starts from
+    it. With more, planners move for the last bit of balance, which is noise."""
     margin: float = 0.2
     """A round is carried out where its expected gain exceeds its cost by this share."""
     urgent: float = 4.0
-    """A round is due early where what the excess has grown by would pay its cost this many times in an interval."""
+    """A round is due early where the growth of the excess would pay its cost this many times in an interval."""
     learning: float = 0.3
     """Weight of the latest round in what is learned from rounds: cost, trust."""
     memory: float = 256.0
@@ -88,33 +88,33 @@ DEFAULTS = RebalancingSettings()
 
 
 class Decision(NamedTuple):
-    """What to do after a window."""
+    """Decision after a window."""
 
     plan: Plan | None
-    """To carry out now; report its moves with :meth:`Rebalancer.landed`. None keeps the map."""
+    """Plan to carry out now; report its moves with :meth:`Rebalancer.landed`. None keeps the map."""
     reason: str
     interval: float
-    """Steps from one round to the next, as things stand."""
+    """Current number of steps between rounds."""
     gain_s: float = 0.0
-    """Expected over the interval, cost not yet taken off; 0 where nothing was planned."""
+    """Expected gain over the interval, before cost; 0 where nothing was planned."""
     cost_s: float = 0.0
     planned: bool = False
-    """Whether a planner ran, so that planning was paid for whatever came of it."""
+    """Whether a planner ran: planning is then paid for even if nothing moves."""
 
 
 @dataclass(slots=True)
 class Round:
-    """One that was carried out, and what became of it."""
+    """A round that was carried out, and its effect."""
 
     step: float
-    """When, on the clock of the windows."""
+    """Time of the round, in steps of the windows."""
     interval: float
-    """Until the next, as chosen then."""
+    """Steps until the next round, as chosen then."""
     moves: int
     cost_s: float
     """Movement and planning."""
     steps: float = 0.0
-    """Scored so far, on windows after the one the plan was made from."""
+    """Steps scored so far, in windows after the one the plan was made from."""
     predicted_s: float = 0.0
     """Saving over those steps, as the plan and the drift known then say, without trust."""
     realised_s: float = 0.0
@@ -125,7 +125,7 @@ class Round:
 class _Map(NamedTuple):
     placement: Placement
     shares: Array | None = None
-    """[layer, slot] where replicas do not share alike."""
+    """[layer, slot] shares in force; None for equal shares."""
 
     @classmethod
     def of(cls, plan: Plan) -> _Map:
@@ -232,7 +232,7 @@ class Rebalancer:
     def replace(
         self, placement: Placement, topology: Topology | None = None, shares: NDArray[np.floating] | None = None
     ) -> None:
-        """What is really there, where a round was given up or a rank came or went; the next window may act at once.
+        """Set the actual placement after a round was given up or a rank joined or left; the next may act at once.
 
         `shares` [layer, slot] are those in force; None is equal ones.
         """
@@ -273,7 +273,7 @@ class Rebalancer:
         return Decision(plan, why, self.interval, gain_s, cost_s, True)
 
     def _in_vain(self, reason: str, gain_s: float, cost_s: float) -> Decision:
-        """Planned, and nothing came of it: planning has its price, so the next look is later."""
+        """Planned without a move that pays: planning costs time, so the next round is later."""
         self._widen(self.step)
         return Decision(None, reason, self.interval, gain_s, cost_s, True)
 
@@ -295,7 +295,7 @@ class Rebalancer:
     # ------------------------------------------------------------------------------------------------ what it knows
 
     def _expected(self) -> Load:
-        """What a step is expected to bring, by source where that was ever seen."""
+        """Expected load of a step, by source rank where sources were ever seen."""
         tokens = self.forecast.tokens
         if self._sources is None:
             return Load(tokens)

@@ -1,4 +1,4 @@
-"""Requests come, and get a worker that computes their prompt."""
+"""Arrivals: requests get a worker that computes their prompt."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def arrive(
 
 @helper()
 def _candidate(c: Ints, r: Ints, recordings: Ints) -> int:
-    """In a closed loop: the next request in order that is not in flight as another already; -1 for none."""
+    """In a closed loop: the next request in order whose recording is not in flight; -1 for none."""
     request = c[ARRIVED]
     while request < r.shape[0]:
         if r[request, PHASE] == ABSENT and (c[DUPLICATES] == ALLOW or not recordings[BUSY, r[request, RECORDED]]):
@@ -122,7 +122,7 @@ def _candidate(c: Ints, r: Ints, recordings: Ints) -> int:
 
 @helper()
 def next_arrival(c: Ints, f: Floats, r: Ints, rt: Floats, recordings: Ints) -> float:
-    """When the next request comes; in a closed loop now, where one is missing and one may come."""
+    """Time of the next arrival; in a closed loop it is now, where a place is free and a request may take it."""
     if c[CLOSED] == 0:
         at = c[ARRIVED]
         return float(rt[at, ARRIVAL]) if at < r.shape[0] else np.inf
@@ -135,7 +135,7 @@ def next_arrival(c: Ints, f: Floats, r: Ints, rt: Floats, recordings: Ints) -> f
 def arrivals(
     c: Ints, w: Ints, r: Ints, rt: Floats, cache: NDArray[np.int32], blocks: Ints, recordings: Ints, now: float
 ) -> bool:
-    """All that come now; False where a recording would be in flight twice and must not."""
+    """Admit all requests that arrive now; False where a recording would be in flight twice and must not."""
     if c[CLOSED] > 0:
         while c[IN_FLIGHT] < c[CLOSED] and not c[STUCK]:
             request = _candidate(c, r, recordings)

@@ -12,12 +12,12 @@ from coterie.sim.fleet._tables import blended
 
 
 @njit()
-def fill_bits(cells: NDArray[np.unsignedinteger], bits: NDArray[np.uint64]) -> None:
-    """bits [token, word]: bit c where a token activates cell c."""
-    for token in range(cells.shape[0]):
-        for at in range(cells.shape[1]):
-            cell = np.uint64(cells[token, at])
-            bits[token, cell >> np.uint64(6)] |= np.uint64(1) << (cell & np.uint64(63))
+def fill_bits(expert_indices: NDArray[np.unsignedinteger], bits: NDArray[np.uint64]) -> None:
+    """Set bits [token, word]: bit i where the token activates expert index i."""
+    for token in range(expert_indices.shape[0]):
+        for at in range(expert_indices.shape[1]):
+            index = np.uint64(expert_indices[token, at])
+            bits[token, index >> np.uint64(6)] |= np.uint64(1) << (index & np.uint64(63))
 
 
 @helper()
@@ -37,9 +37,10 @@ def _count_bits(
     union: NDArray[np.uint64],
     having: NDArray[np.uint64],
 ) -> None:
-    """having [count]: how many cells that many of the tokens activate; union [word]: cells that any of them does.
+    """Count activations: having [count] expert indices that exactly `count` tokens activate, union [word] those that
+    any token does.
 
-    64 cells are counted at a time, in binary: digit d of all their counts is one word. Eight tokens are added by full
+    64 indices are counted at a time, in binary: digit d of all their counts is one word. Eight tokens are added by full
     adders (a sum of three bits is their parity and their majority) before they join the digits. `starts` are where
     tokens begin in `bits`; those past the tokens name an empty one, up to a multiple of eight.
     """
@@ -85,7 +86,7 @@ def _count_bits(
         c5 += _ones(n0 & q2)
         c6 += _ones(n1 & q3)
         c7 += _ones(n0 & q3)
-        while many:  # few cells have eight rows or more
+        while many:  # few experts have eight rows or more
             bit = _ones(~many & (many - np.uint64(1)))  # the lowest that is set
             many &= many - np.uint64(1)
             low = (p0 >> bit & one) | (p1 >> bit & one) << one | (p2 >> bit & one) << two

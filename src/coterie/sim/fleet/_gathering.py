@@ -42,9 +42,11 @@ CACHE_LINE = 64
 
 
 @helper()
-def count_token(cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], row: int, weight: np.uint32) -> None:
-    for at in range(cells.shape[1]):
-        counts[cells[row, at]] += weight
+def count_token(
+    expert_indices: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], row: int, weight: np.uint32
+) -> None:
+    for at in range(expert_indices.shape[1]):
+        counts[expert_indices[row, at]] += weight
 
 
 @helper()
@@ -57,18 +59,20 @@ def _decode_row(r: Ints, request: int) -> int:
 
 
 @helper()
-def _count_chunk(r: Ints, cells: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], request: int) -> None:
+def _count_chunk(
+    r: Ints, expert_indices: NDArray[np.unsignedinteger], counts: NDArray[np.uint32], request: int
+) -> None:
     """Positions `computed` to `computed + chunk` of a prompt that repeats its recorded tokens."""
     rows, chunk = r[request, PROMPT_ROWS], r[request, CHUNK]
     laps, rest = chunk // rows, chunk % rows
     start = r[request, COMPUTED] % rows
     for at in range(min(rows, chunk)):
-        count_token(cells, counts, r[request, PROMPT_ROW] + (start + at) % rows, np.uint32(laps + (at < rest)))
+        count_token(expert_indices, counts, r[request, PROMPT_ROW] + (start + at) % rows, np.uint32(laps + (at < rest)))
 
 
 @helper()
 def _join(w: Ints, r: Ints, run: Ints, worker: int) -> int:
-    """Whose KV is on a decoder takes a place; how many did."""
+    """Requests whose KV is on the decoder take free places; returns how many did."""
     joined = 0
     while w[RUNNING, worker] < w[PLACES, worker] and w[WAIT_HEAD, worker] >= 0:
         request = pop(w, WAIT_HEAD, worker, r)
@@ -83,7 +87,7 @@ def _join(w: Ints, r: Ints, run: Ints, worker: int) -> int:
 def _admit(
     c: Ints, w: Ints, r: Ints, rt: Floats, run: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, now: float
 ) -> bool:
-    """The prompt that waits longest takes a place, if there are one and memory."""
+    """The prompt that waits longest takes a place, if one is free and memory suffices."""
     at, request = w[RUNNING, worker], w[WAIT_HEAD, worker]
     if at == w[PLACES, worker] or request < 0 or not reserve(c, w, r, cache, blocks, worker, request):
         return False
@@ -107,15 +111,15 @@ def gather(
     run: Ints,
     cache: NDArray[np.int32],
     blocks: Ints,
-    cells: NDArray[np.unsignedinteger],
+    expert_indices: NDArray[np.unsignedinteger],
     counts: NDArray[np.uint32],
     bits: NDArray[np.uint64],
     rows: NDArray[np.uint64],
     worker: int,
     now: float,
 ) -> tuple[int, int, int, int]:
-    """Admit who may join, in order, and make up a step: tokens decoded, prompt tokens, those before them in their
-    prompts, and prompts. Decoded tokens are listed in `rows`, prompts are counted."""
+    """Admit waiting requests in order and compose a step. Returns tokens decoded, prompt tokens, tokens before them in
+    their prompts, and prompts. Decoded tokens are listed in `rows`, prompts are counted."""
     prefill = prefill_context = prompts = decoding = 0
     w[STAGED, worker] = 0
     settled = c[AHEAD] and w[RUNNING, worker] > 0
@@ -155,7 +159,7 @@ def gather(
             prefill += chunk
             prefill_context += r[request, COMPUTED]
             prompts += 1
-            _count_chunk(r, cells, counts, request)
+            _count_chunk(r, expert_indices, counts, request)
     if c[AHEAD]:
         while _admit(c, w, r, rt, run, cache, blocks, worker, now):
             w[STAGED, worker] += 1

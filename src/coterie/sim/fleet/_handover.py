@@ -1,4 +1,4 @@
-"""From a decision to the decoder: memory there, the KV on its way, a place in the queue."""
+"""Handover to the decoder after a routing decision: its memory, the KV transfer, its queue."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def drain(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, worker: 
 
 @helper()
 def place(c: Ints, f: Floats, w: Ints, wt: Floats, r: Ints, rt: Floats, request: int, decoder: int) -> None:
-    """Where the router wants it."""
+    """Hand the request to the decoder that the router chose."""
     now, worker = f[CLOCK], c[PREFILL_WORKERS] + decoder
     r[request, DECODER] = decoder
     if w[ROLE, worker] == BOTH:

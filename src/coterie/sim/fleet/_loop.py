@@ -101,7 +101,7 @@ def advance(
     cache: NDArray[np.int32],
     blocks: Ints,
     recordings: Ints,
-    cells: NDArray[np.unsignedinteger],
+    expert_indices: NDArray[np.unsignedinteger],
     counts: NDArray[np.uint32],
     bits: NDArray[np.uint64],
     rows: NDArray[np.uint64],
@@ -144,7 +144,7 @@ def advance(
                 if wt[STEP_END, worker] < np.inf or (w[RUNNING, worker] == 0 and w[WAIT_HEAD, worker] < 0):
                     continue
                 decoding, prefill, before, prompts = gather(
-                    c, w, r, rt, run, cache, blocks, cells, flat, bits, rows, worker, now
+                    c, w, r, rt, run, cache, blocks, expert_indices, flat, bits, rows, worker, now
                 )
                 if decoding + prefill == 0:
                     continue
@@ -166,13 +166,13 @@ def advance(
                         having,
                         all_bits,
                         rows,
-                        cells.shape[1] // layers,
+                        expert_indices.shape[1] // layers,
                         decoding,
                         w[CONTEXT, worker],
                     )
                 else:
                     for at in range(decoding):
-                        count_token(cells, flat, rows[at], np.uint32(1))
+                        count_token(expert_indices, flat, rows[at], np.uint32(1))
                     us, distinct = step_us(
                         shape,
                         layer,

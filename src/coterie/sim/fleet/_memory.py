@@ -68,7 +68,7 @@ def _unlink(w: Ints, cache: NDArray[np.int32], worker: int, block: int) -> None:
 
 @helper()
 def reserve(c: Ints, w: Ints, r: Ints, cache: NDArray[np.int32], blocks: Ints, worker: int, request: int) -> bool:
-    """Pin the cached prefix and take blocks for the rest, evicting the least recently used; False if they lack."""
+    """Pin the cached prefix and take blocks for the rest, evicting the least recent; False if too few are free."""
     hits = hit_blocks(r, cache, blocks, worker, request)
     first, unpinned = r[request, BLOCK_FIRST], 0
     for at in range(first, first + hits):

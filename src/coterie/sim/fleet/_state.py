@@ -21,7 +21,7 @@ PREFILL, DECODE, BOTH = 0, 1, 2
 ABSENT, QUEUED, PREFILLING, HANDED, DECODING, DONE, DROPPED = 0, 1, 2, 3, 4, 5, 6
 """Phases of requests; `HANDED` from the end of prefill until it runs on its decoder."""
 DECIDE, GROW, ENDED, DUPLICATE = 0, 1, 2, 3
-"""Why the loop came back."""
+"""Reasons for the compiled loop to return."""
 SOONEST, LEAST_QUEUED, ROUND_ROBIN = 0, 1, 2
 """Prefill policies."""
 REFUSE, POSTPONE, ALLOW = 0, 1, 2
@@ -57,7 +57,7 @@ Floats = NDArray[np.float64]
 
 
 class World(NamedTuple):
-    """All a run changes, and what it replays."""
+    """State of a run, and the recordings it replays."""
 
     c: Ints
     f: Floats
@@ -72,12 +72,12 @@ class World(NamedTuple):
     blocks: Ints
     """Of all prompts, one after the other."""
     recordings: Ints
-    cells: NDArray[np.unsignedinteger]
-    """[token, layer x k] layer x experts + expert."""
+    expert_indices: NDArray[np.unsignedinteger]
+    """[token, layer x k] expert index of each activation: layer x experts + expert."""
     counts: NDArray[np.uint32]
     """[layer, expert] rows of a step."""
     bits: NDArray[np.uint64]
-    """[token + 1, word] the same as `cells`, a bit a cell; the last row is empty."""
+    """[token + 1, word] the same as `expert_indices`, one bit per index; the last row is empty."""
     rows: NDArray[np.uint64]
     """[place] tokens of a decode step."""
 

@@ -15,7 +15,7 @@ from coterie.sim.fleet._tables import blended
 
 @helper()
 def one_tile_line(experts: NDArray[np.float64], large: int) -> tuple[float, float, float]:
-    """Of an expert with at most a tile of rows: arrival of none, and per row, and its compute."""
+    """Time of an expert with at most one tile of rows: arrival of its weights, arrival per row, compute."""
     slope = experts[1, large, 2] - experts[1, large, 1]
     return experts[1, large, 1] - slope, slope, experts[2, large, 1]
 
@@ -29,16 +29,16 @@ def all_attention_us(
 
 @helper()
 def _alone_us(alone: NDArray[np.float64], counts: NDArray[np.uint32]) -> float:
-    """Experts of all layers, each by itself. Four sums, since adding waits for the sum before."""
+    """Experts of all layers, each by itself. Four sums, since each addition waits for the one before."""
     total, total_1, total_2, total_3 = 0.0, 0.0, 0.0, 0.0
     quarter = len(counts) // 4
-    for cell in range(quarter):
-        total += alone[counts[cell]]
-        total_1 += alone[counts[cell + quarter]]
-        total_2 += alone[counts[cell + 2 * quarter]]
-        total_3 += alone[counts[cell + 3 * quarter]]
-    for cell in range(4 * quarter, len(counts)):
-        total += alone[counts[cell]]
+    for index in range(quarter):
+        total += alone[counts[index]]
+        total_1 += alone[counts[index + quarter]]
+        total_2 += alone[counts[index + 2 * quarter]]
+        total_3 += alone[counts[index + 3 * quarter]]
+    for index in range(4 * quarter, len(counts)):
+        total += alone[counts[index]]
     return total + total_1 + (total_2 + total_3)
 
 
@@ -94,17 +94,17 @@ def _ranks_us(
     tokens: float,
 ) -> float:
     """The slowest rank of one layer and the all-to-all, replicas sharing an expert's rows."""
-    ranks, each, hidden = shape[2], shape[3], layer[3]
+    ranks, per_rank, hidden = shape[2], shape[3], layer[3]
     slowest, busiest = 0.0, 0
     for rank in range(ranks):
         here = 0
-        for slot in range(rank * each, rank * each + each):
+        for slot in range(rank * per_rank, rank * per_rank + per_rank):
             here += _rows_at(slots, counts, number, slot)
         if here == 0:
             continue
-        large = 1 if here / each > layer[2] else 0
+        large = 1 if here / per_rank > layer[2] else 0
         alone, arrive, work = 0.0, 0.0, 0.0
-        for slot in range(rank * each, rank * each + each):
+        for slot in range(rank * per_rank, rank * per_rank + per_rank):
             mine = _rows_at(slots, counts, number, slot)
             alone += experts[0, large, mine]
             arrive += experts[1, large, mine]
@@ -140,7 +140,7 @@ def step_us(
     prompts: int,
 ) -> tuple[float, float]:
     """Microseconds of a step, and experts touched in a layer on average; clears counts [layer, expert] rows."""
-    layers, each, ranks = shape[0], shape[1], shape[2]
+    layers, per_rank, ranks = shape[0], shape[1], shape[2]
     if ranks > 1:
         decoding, decode_context = (decoding + ranks - 1) // ranks, decode_context // ranks
         prefill, prefill_context = (prefill + ranks - 1) // ranks, prefill_context // ranks
@@ -155,16 +155,16 @@ def step_us(
             total += _ranks_us(shape, layer, experts, slots, links, blend, counts, number, float(tokens))
     else:
         rows = 0
-        for expert in range(each):
-            rows += int(counts[0, expert])  # of every layer: a token activates as many in each
-        large, hidden = 1 if rows / each > layer[2] else 0, layer[3]
+        for expert in range(per_rank):
+            rows += int(counts[0, expert])  # the same in every layer: a token activates k experts in each
+        large, hidden = 1 if rows / per_rank > layer[2] else 0, layer[3]
         one_tile = decoding + prefill <= layer[5]
         together, distinct = _together_us(experts, blend, counts, large, rows, one_tile)
         alone = _alone_us(experts[0, large], counts.reshape(counts.size))
         total = overlapped_us(layers * (layer[0] + layer[1] * tokens), hidden, alone, together)
     for number in range(layers):
         row = counts[number]
-        for expert in range(each):
+        for expert in range(per_rank):
             row[expert] = 0
     outputs = decoding + (prompts if prefill > 0 else 0)
     total += all_attention_us(attention, decoding, decode_context, prefill, prefill_context, prompts)

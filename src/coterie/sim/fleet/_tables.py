@@ -40,17 +40,17 @@ class StepTables(NamedTuple):
     """Overhead and per-token time of a layer, rows an expert above which the large tile is taken, overlap of
     streaming with compute, overlap of the all-to-all, rows of a tile."""
     experts: NDArray[np.float64]
-    """[3, tile, rows] one expert's time by itself, its weights' way in, its compute."""
+    """[3, tile, rows] one expert's time by itself, the streaming of its weights, its compute."""
     dense: NDArray[np.float64]
     """[2, tokens] projections and routing of all layers; the output head by outputs."""
     padded: NDArray[np.int64]
-    """[tokens] the batch that really runs where all of it decodes."""
+    """[tokens] padded size of a batch that only decodes."""
     attention: NDArray[np.float64]
     """The model's shape, then the laws of decode and of prefill, as `attention_us` takes them."""
     slots: NDArray[np.int64]
     """[3, layer, slot] expert, turn among its replicas, replicas."""
     links: NDArray[np.float64]
-    """Of the exchange, as `exchange_us` takes them."""
+    """Links of the exchange, as `exchange_us` takes them."""
     blend: NDArray[np.float64]
     """[part + 1] by how much the larger of streaming and compute grows by the other, over their ratio."""
     spans: NDArray[np.uint64]

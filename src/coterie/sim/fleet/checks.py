@@ -1,5 +1,5 @@
-"""What must hold in every run of a fleet (docs/invariants.md), told from the run alone: nothing the loop counted for
-itself is trusted but the times and workers it reports."""
+"""Invariants of a fleet's run (docs/invariants.md), checked from the run alone: of what the loop reports only times
+and workers are trusted."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def check_fleet(
     unique: bool,
     whole: bool,
 ) -> None:
-    """Raises an InvariantError that names the broken rule; `capacity` [worker] KV blocks, `whole` runs have no end
-    but their own."""
+    """Raise an InvariantError that names the broken rule. `capacity` is [worker] KV blocks; a `whole` run was not cut
+    off at a given time."""
     done = np.isfinite(run.finish_s)
     _check_conservation(run, done)
     left = run.queued + run.running
@@ -43,18 +43,18 @@ def check_fleet(
 
 
 def _check_conservation(run: FleetRun, done: NDArray[np.bool_]) -> None:
-    """INV-29."""
-    came = int((np.isfinite(run.arrival_s) & (run.arrival_s <= run.end_s)).sum())
+    """INV-29: every request that arrived is done, queued, running or dropped."""
+    arrived = int((np.isfinite(run.arrival_s) & (run.arrival_s <= run.end_s)).sum())
     finished, dropped = int(done.sum()), int(run.dropped.sum())
     holds(
         29,
-        came == finished + run.queued + run.running + dropped,
-        f"{came} requests came; {finished} done + {run.queued} queued + {run.running} running + {dropped} dropped",
+        arrived == finished + run.queued + run.running + dropped,
+        f"{arrived} arrived; {finished} done + {run.queued} queued + {run.running} running + {dropped} dropped",
     )
 
 
 def _check_times(run: FleetRun, done: NDArray[np.bool_]) -> None:
-    """INV-20: every stage after the one before it."""
+    """INV-20: no stage of a request begins before the one before it ends."""
     names = ("arrival", "prefill_start", "prefill_end", "ready", "decode_start", "finish")
     stages = [getattr(run, f"{name}_s")[done] for name in names]
     for (before, earlier), (after, later) in pairwise(zip(names, stages, strict=True)):
@@ -69,7 +69,7 @@ def _check_times(run: FleetRun, done: NDArray[np.bool_]) -> None:
 
 
 def _check_places(run: FleetRun, places: int, prefill_places: int, both: bool) -> None:
-    """INV-30: by sweeping over the times at which requests join and leave."""
+    """INV-30, by a sweep over the times at which requests join and leave."""
     holds(30, run.step_decoding.max(initial=0) <= places, f"a step decoded {run.step_decoding.max(initial=0)} tokens")
     start, end = (run.prefill_start_s, run.finish_s) if both else (run.decode_start_s, run.finish_s)
     _sweep(run.decoder, start, end, places)
@@ -95,7 +95,7 @@ def _steps_by_worker(run: FleetRun) -> list[NDArray[np.int64]]:
 
 
 def _check_work(run: FleetRun, steps: list[NDArray[np.int64]], done: NDArray[np.bool_]) -> None:
-    """INV-21: steps of a worker never overlap, and there is no gap between them while one it could run is there."""
+    """INV-21: steps of a worker never overlap, and no gap lies between them while the worker has one to run."""
     for worker, mine in enumerate(steps):
         start, end = run.step_start_s[mine], run.step_start_s[mine] + run.step_s[mine]
         gaps = start[1:] - end[:-1]

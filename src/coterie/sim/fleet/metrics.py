@@ -1,4 +1,4 @@
-"""What is told of a fleet's run: latencies, limits kept, distinct experts, and how busy the workers were."""
+"""Metrics of a fleet's run: latencies, limits kept, distinct experts, and how busy the workers were."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from coterie.sim.metrics import PERCENTILES
 class FleetRun(NamedTuple):
     """One simulated run. [request] in the order given, [step] in order of start, [worker] prefill workers first.
 
-    Times of what did not happen are not a number, workers of it -1.
+    Where something did not happen, its time is NaN and its worker -1.
     """
 
     arrival_s: NDArray[np.float64]
     prefill_start_s: NDArray[np.float64]
     prefill_end_s: NDArray[np.float64]
     ready_s: NDArray[np.float64]
-    """[request] its KV is on its decoder."""
+    """[request] when its KV is on its decoder."""
     decode_start_s: NDArray[np.float64]
     first_token_s: NDArray[np.float64]
     finish_s: NDArray[np.float64]
@@ -36,11 +36,11 @@ class FleetRun(NamedTuple):
     decoder: NDArray[np.int64]
     """[request] from 0, prefill workers not counted."""
     dropped: NDArray[np.bool_]
-    """[request] would never fit in a worker's memory."""
+    """[request] whether it was dropped because no worker's memory can hold it."""
     running: int
     """Requests on a worker when the run ended."""
     queued: int
-    """Requests that had arrived and were on none, those whose arrival is postponed included."""
+    """Requests that had arrived and were on no worker when the run ended, postponed ones included."""
     postponed: int
     """Requests whose arrival waited for the end of another use of their recording."""
     most_in_flight: int
@@ -65,13 +65,13 @@ class FleetRun(NamedTuple):
 
     @property
     def tpot_s(self) -> NDArray[np.float64]:
-        """[request] seconds per token after the first; not a number where there is none."""
+        """[request] seconds per token after the first; NaN for requests of one token."""
         after = self.output_tokens - 1
         return np.where(after > 0, (self.finish_s - self.first_token_s) / np.maximum(after, 1), np.nan)
 
 
 class Limits(NamedTuple):
-    """What a user may be promised."""
+    """Latency limits (service-level objectives)."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
@@ -98,7 +98,7 @@ class FleetSummary(NamedTuple):
     """A run in numbers."""
 
     requests: int
-    """That arrived in the window and were finished by the end."""
+    """Requests that arrived in the window and finished before the run ended."""
     ttft: Latency
     """From arrival to the first token."""
     tpot: Latency
@@ -106,11 +106,11 @@ class FleetSummary(NamedTuple):
     e2e: Latency
     """From arrival to the last token."""
     within_limits: float
-    """Share of the requests that arrived which kept both limits; one that did not finish kept none."""
+    """Share of the arrived requests that kept both limits; an unfinished one counts as not kept."""
     goodput: float
     """Requests a second that kept both limits."""
     tokens_per_s: float
-    """Decoded."""
+    """Decoded tokens a second."""
     distinct: float
     """Experts touched in a layer of a decode step, mean over steps; steps with prompts in them are left out."""
     distinct_by_token: float
@@ -120,7 +120,7 @@ class FleetSummary(NamedTuple):
     mean_batch: float
     """Requests of a decode step."""
     cached_share: float
-    """Of the prompt tokens of those requests."""
+    """Share of those requests' prompt tokens that came from a prefix cache."""
     mean_in_flight: float
     most_in_flight: int
     busy: NDArray[np.float64]
@@ -134,13 +134,13 @@ class FleetSummary(NamedTuple):
 def summarise_fleet(
     run: FleetRun, limits: Limits | None = None, since_s: float = 0.0, until_s: float = math.inf
 ) -> FleetSummary:
-    """Of requests that arrived, and steps that began, in a window: without it, filling and draining count too."""
+    """Summarise requests that arrived and steps that began in a window; without one, filling and draining count too."""
     until_s = min(until_s, run.end_s)
     if not since_s < until_s:
         raise ConfigError(f"since_s={since_s} must be before until_s={until_s}")
     span = until_s - since_s
-    came = (run.arrival_s >= since_s) & (run.arrival_s <= until_s)
-    done = came & np.isfinite(run.finish_s)
+    arrived = (run.arrival_s >= since_s) & (run.arrival_s <= until_s)
+    done = arrived & np.isfinite(run.finish_s)
     ttft, tpot = (run.first_token_s - run.arrival_s)[done], run.tpot_s[done]
     limits = limits or Limits()
     kept = int(((ttft <= limits.ttft_s) & (np.isnan(tpot) | (tpot <= limits.tpot_s))).sum())
@@ -160,7 +160,7 @@ def summarise_fleet(
         ttft=Latency.of(ttft),
         tpot=Latency.of(tpot),
         e2e=Latency.of((run.finish_s - run.arrival_s)[done]),
-        within_limits=kept / max(1, int(came.sum())),
+        within_limits=kept / max(1, int(arrived.sum())),
         goodput=kept / span,
         tokens_per_s=float(decoding.sum() / span),
         distinct=_mean(distinct[alone]),

@@ -27,7 +27,7 @@ DEFAULT_BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recordings:
-    """Recorded requests; [recording] each."""
+    """Recorded requests; arrays are [recording] unless stated."""
 
     expert_ids: NDArray[np.integer]
     """[token, layer, k]"""
@@ -39,10 +39,10 @@ class Recordings:
     """First token it decodes."""
     decode_rows: NDArray[np.int64]
     footprint: NDArray[np.integer] | NDArray[np.floating] | None = None
-    """[recording, layer, expert] what a router is shown of it: activations of its prompt, or a prediction."""
+    """[recording, layer, expert] footprint shown to routers: activations of the prompt, or a prediction."""
     domains: Sequence[str] | None = None
     prompt_tokens: NDArray[np.int64] | None = None
-    """Tokens its prompt really had, where that is known."""
+    """Length of the recorded request's prompt, where known."""
 
     def __len__(self) -> int:
         return len(self.prompt_row)
@@ -50,17 +50,17 @@ class Recordings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FleetRequests:
-    """Uses of recordings; [request] each, in order of arrival."""
+    """Uses of recordings, in order of arrival; arrays are [request] unless stated."""
 
     recordings: Recordings
     recorded: NDArray[np.int64]
-    """Which recording it replays."""
+    """Recording that each request replays."""
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     arrival_s: NDArray[np.float64] | None = None
-    """None where requests follow each other, so many in flight."""
+    """None for a closed loop, which keeps a number of requests in flight."""
     block_offsets: NDArray[np.int64] | None = None
-    """[request + 1] where each one's prompt blocks begin in `blocks`."""
+    """[request + 1] start of each request's prompt blocks in `blocks`."""
     blocks: NDArray[np.int64] | None = None
     """Prompt blocks, numbered from 0; equal leading numbers are a shared prefix."""
     block_tokens: int = DEFAULT_BLOCK_TOKENS
@@ -115,7 +115,7 @@ def _recordings(
 
 
 def order_apart(recordings: int, requests: int, rng: Generator, apart: int | None = None) -> NDArray[np.int64]:
-    """[request] recordings at random, none twice among any `apart` in a row; unless given, half of the recordings."""
+    """[request] random recordings, none twice among any `apart` in a row; by default half the number of recordings."""
     if recordings < 1:
         raise ConfigError(f"recordings={recordings} must be at least 1")
     spacing = max(1, recordings // 2) if apart is None else apart
@@ -144,8 +144,8 @@ def draw_requests(
 ) -> FleetRequests:
     """Requests for a run, with lengths of their recordings, or with times, lengths and prefixes of `arrivals`.
 
-    Uses of one recording lie at least `apart` requests apart, half as many as there are recordings unless given: with
-    more than that in flight, some will have to wait for each other.
+    Uses of one recording lie at least `apart` requests apart, by default half the number of recordings: with more than
+    that in flight, some have to wait for each other.
 
     Of `arrivals` a stretch that starts at random is taken, at a mean `rate` of requests a second if given. A prompt
     cut at `longest_prompt` keeps the blocks that it fills.
@@ -230,16 +230,16 @@ def check_requests(requests: FleetRequests, spec: ModelSpec, in_flight: int | No
 def _check_blocks(requests: FleetRequests, offsets: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
     if len(offsets) != len(requests) + 1 or offsets[0] != 0 or offsets[-1] != len(blocks):
         raise ConfigError(f"block_offsets must run from 0 to {len(blocks)} over {len(requests)} requests")
-    each = np.diff(offsets)
+    held = np.diff(offsets)
     most = -(-requests.prompt_tokens // requests.block_tokens)
-    if each.min() < 0 or (each > most).any():
-        row = int(np.flatnonzero((each < 0) | (each > most))[0])
+    if held.min() < 0 or (held > most).any():
+        row = int(np.flatnonzero((held < 0) | (held > most))[0])
         raise ConfigError(
-            f"request {row} has {each[row]} blocks; its prompt of {requests.prompt_tokens[row]} tokens has at most "
+            f"request {row} has {held[row]} blocks; its prompt of {requests.prompt_tokens[row]} tokens has at most "
             f"{most[row]} of {requests.block_tokens}"
         )
     if len(blocks) and blocks.min() < 0:
         raise ConfigError(f"blocks holds {blocks.min()}; blocks are numbered from 0")
-    owner = np.repeat(np.arange(len(requests)), each)
+    owner = np.repeat(np.arange(len(requests)), held)
     if len(np.unique(np.stack([owner, blocks]), axis=1).T) != len(blocks):
         raise ConfigError("a prompt holds one block twice; blocks are numbered by all that lies before them")

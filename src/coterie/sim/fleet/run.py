@@ -4,10 +4,10 @@
 
 Prefill workers compute prompts in chunks of a step's token budget and skip what their prefix cache holds. When a prompt
 is computed, the router is asked where it decodes; its KV travels once the decoder has memory for the whole request
-(prompt and output, so nothing is ever preempted), and holds memory at both ends until it has arrived. A decoder gives
-all of a request's tokens, as vLLM's does. A worker of both roles schedules as vLLM: who runs first, then who waits, in
-order, as long as the step's tokens last; a prompt's last chunk gives the first token. There the router is asked at
-arrival.
+(prompt and output, so nothing is ever preempted), and holds memory at both ends until it has arrived. A decoder
+produces all of a request's tokens, as vLLM's does. A worker of both roles schedules as vLLM: running requests first,
+then waiting ones in order, within the step's token budget; a prompt's last chunk gives the first token. There the
+router is asked at arrival.
 
 Every step is timed by the calibrated model on the exact rows of every expert. Wrong where an engine preempts, batches
 prompts apart from decode on one worker, or starves a link that several senders share at the receiver.
@@ -51,31 +51,31 @@ class FleetConfig:
     prefill_workers: int = 0
     """0 with `both` off leaves prefill out: a request is handed to a decoder as it arrives."""
     both: bool = False
-    """Decode workers compute prompts too; there are no others then."""
+    """Decode workers compute prompts too; then there are no prefill workers."""
     places: int = 256
     """Requests a decode worker runs at once."""
     prefill_places: int = 256
     chunk_tokens: int = 8192
-    """Tokens of a step with prompts in it, decoded ones included."""
+    """Token budget of a step with prompts in it, decoded tokens included."""
     kv_tokens: int | None = None
-    """KV memory of a decode worker; None has no bound."""
+    """KV memory of a decode worker in tokens; None is unbounded."""
     prefill_kv_tokens: int | None = None
-    """KV memory of a prefill worker, cached prefixes included."""
+    """KV memory of a prefill worker in tokens, cached prefixes included."""
     link: Link | None = None
-    """From a prefill worker to any decoder, one request at a time; None takes no time."""
+    """Link from a prefill worker to any decoder, one request at a time; None transfers in no time."""
     prefill_policy: PrefillPolicy = "soonest"
-    """Who computes a prompt: the worker that would have fewest tokens to compute with it, those it has cached left out;
-    the one with fewest before it came; or each in turn."""
+    """Worker that computes a prompt: the one left with fewest tokens to compute, cached ones not counted ("soonest");
+    the one with fewest queued before it arrived ("least_queued"); or each in turn."""
     step_overhead_s: float = 0.0
-    """Added to every step: what the engine's host does between two."""
+    """Host time of the engine between two steps, added to every step."""
     schedule_ahead: bool = False
-    """Who joins a step is settled when the one before it starts, as vLLM's asynchronous scheduling does: who comes
+    """Compose a step when the one before it starts, as vLLM's asynchronous scheduling does: a request that arrives
     during a step joins the one after the next."""
     speeds: tuple[float, ...] | None = None
-    """[decode worker] by which its steps are faster than the model's."""
+    """[decode worker] speed relative to the model's; 2 halves its step times."""
     refine_tokens: int = 0
-    """After every so many decoded tokens the fleet's profile of a request is mixed with what it activated, as if the
-    router's had been seen for as many; 0 never."""
+    """Interval, in decoded tokens, at which the fleet's profile of a request is mixed with what it has activated; the
+    router's profile weighs as much as one interval. 0 never."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -122,11 +122,11 @@ def run_fleet(
 ) -> FleetRun:
     """Serve all requests, or as many as `until_s` allows.
 
-    Open: they come at their `arrival_s`. Closed: `in_flight` of them are always there, the next in order follows one
+    Open: requests arrive at their `arrival_s`. Closed: `in_flight` of them always run; the next in order follows one
     that ends, and one whose recording is in flight is passed over until it is not. In an open run a request whose
     recording is in flight is an error, or its arrival is postponed to the end of that one. `placement` spreads every
-    worker over the ranks of the model's topology. `fleet` is what the router is shown, kept up to date, an empty one;
-    unless given, one that tracks no experts, which routers that need them refuse.
+    worker over the ranks of the model's topology. `fleet`, empty at first, is shown to the router and kept up to date;
+    the default tracks no experts, and routers that need them refuse it.
     """
     check_requests(requests, model.spec, in_flight)
     if duplicates not in get_args(Duplicates):
@@ -156,7 +156,7 @@ def run_fleet(
 
 
 class _Driver:
-    """Asks the router, keeps the fleet up to date, and lets the compiled loop do the rest."""
+    """Calls the router, keeps the fleet up to date, and runs the compiled loop in between."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class _Driver:
         return worker
 
     def show_memory(self) -> None:
-        """What the fleet shows of prompts that wait and of KV in use."""
+        """Update the fleet's waiting prompt tokens and its share of KV memory in use."""
         w, first = self.world.w, self.config.prefill_workers
         self.fleet.prefill_tokens[:] = w[state.QUEUED_TOKENS, first:]
         if self.config.kv_tokens is not None:
@@ -253,7 +253,7 @@ class _Driver:
         return np.array([hit_tokens(c, r, cache, blocks, worker, request) for worker in workers], np.int64)
 
     def refine(self) -> None:
-        """Profiles of requests that decoded enough since the last time."""
+        """Update profiles of requests that decoded `refine_tokens` or more since their last update."""
         every, recordings = self.config.refine_tokens, self.requests.recordings
         for request, (profile, seen) in self.profiles.items():
             decoded = int(self.world.r[request, state.DECODED])
@@ -367,11 +367,13 @@ def _world(
     run = np.zeros((workers, int(w[state.PLACES].max())), np.int64)
     layers, experts = spec.num_moe_layers, spec.num_experts
     narrow = narrowest_uint(max(layers * experts - 1, 1 << 8))  # not 8 bits: models have more, so one loop is enough
-    cells = np.add(recordings.expert_ids, (np.arange(layers) * experts).astype(narrow)[None, :, None], dtype=narrow)
+    expert_indices = np.add(
+        recordings.expert_ids, (np.arange(layers) * experts).astype(narrow)[None, :, None], dtype=narrow
+    )
     counts = np.zeros((layers, experts), np.uint32)
-    cells = cells.reshape(len(cells), -1)
-    bits = np.zeros((len(cells) + 1, -(-layers * experts // WORD)), np.uint64)
-    fill_bits(cells, bits)
+    expert_indices = expert_indices.reshape(len(expert_indices), -1)
+    bits = np.zeros((len(expert_indices) + 1, -(-layers * experts // WORD)), np.uint64)
+    fill_bits(expert_indices, bits)
     rows = np.zeros(run.shape[1] + 8, np.uint64)
     r, rt = np.ascontiguousarray(r.T), np.ascontiguousarray(rt.T)
     return state.World(
@@ -385,7 +387,7 @@ def _world(
         cache=cache,
         blocks=blocks,
         recordings=held,
-        cells=cells,
+        expert_indices=expert_indices,
         counts=counts,
         bits=bits,
         rows=rows,

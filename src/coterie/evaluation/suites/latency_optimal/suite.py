@@ -100,8 +100,8 @@ def balance_rows(setting: SweepSetting, rng: np.random.Generator, window: int = 
     current = Placement.linear(layers, drift.experts, setting.ranks)
     load, topology = Load(drawn[0], window), setting.topology
     # To the published balance, each move at a price: as few of them as that takes.
-    enough = TABLE["latency_optimal"]["balance"]
-    objective = replace(setting.objective, horizon=1000.0, enough=enough, move_price=1 / setting.ranks)
+    target = TABLE["latency_optimal"]["balance"]
+    objective = replace(setting.objective, horizon=1000.0, target_balance=target, move_price=1 / setting.ranks)
     rows = [_balance_row("none", current, drawn, None)]
     for name in ("eplb", "latency_optimal"):
         planner = planners.make(name, {"objective": objective})

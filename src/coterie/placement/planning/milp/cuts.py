@@ -41,8 +41,8 @@ class Cuts:
             coming = np.sort(self.program.work[~own])
             pairs = min(len(leaving), len(coming))
             leaving = leaving[:pairs] - coming[:pairs]
-        enough = np.cumsum(leaving) >= self.must[which] - 1e-9 * self.program.scale
-        return int(np.argmax(enough)) + 1 if enough.any() else 1
+        reached = np.cumsum(leaving) >= self.must[which] - 1e-9 * self.program.scale
+        return int(np.argmax(reached)) + 1 if reached.any() else 1
 
     def violated(self, values: Array) -> list[tuple[Index, Array]]:
         """Rows of at least 1 that these columns break most: their columns and values."""

@@ -28,14 +28,14 @@ class Layer:
     speeds: Array
     """[rank]"""
     slots: int
-    """Of each rank."""
+    """Slots per rank."""
     floor: float
-    """Of a step, below which nothing is gained."""
+    """Seconds of a step below which nothing is gained."""
     horizon: float
     slowest_price: float
-    """Of a second of the slowest rank's arrivals."""
+    """Price per second of the slowest rank's arrivals."""
     each_price: float
-    """Of a second of any rank's arrivals."""
+    """Price per second of any rank's arrivals."""
     move_price: float
     """Seconds that each move costs besides: the multiplier of a budget of moves."""
 
@@ -68,6 +68,6 @@ class Found(NamedTuple):
     holds: Mask
     """[rank, expert]"""
     shares: Array | None
-    """[rank, expert] of the expert's tokens; None where replicas share alike."""
+    """[rank, expert] share of the expert's tokens; None for equal shares."""
     excess: float
     bound: float

@@ -26,7 +26,7 @@ from coterie.placement.planning.milp.layer import Array, Index, Layer, Mask
 from coterie.placement.planning.milp.rows import INF, Rows
 
 SMALL = 0.02
-"""Of an even rank: numbers of replicas that would each take less than this are one level of the equal split."""
+"""Share of an even rank's time: replica counts whose replicas take less than this are one level of the equal split."""
 
 
 class _Places(NamedTuple):

@@ -16,7 +16,7 @@ from coterie.placement.planning.milp.program import Program
 from coterie.placement.planning.milp.rows import INF, Rows
 
 Tell = Callable[[float, float], bool]
-"""Told the best excess and its bound so far, in seconds; False stops the search."""
+"""Callback: the best excess and its bound so far, in seconds; returning False stops the search."""
 
 CUT_ROUNDS = 30
 TELL_EVERY_S = 0.5
@@ -107,7 +107,7 @@ def _solver(search: Search) -> Any:
     return solver
 
 
-def _root(solver: Any, program: Program, enough: float, tell: Callable[[float], bool]) -> float:
+def _root(solver: Any, program: Program, target: float, tell: Callable[[float], bool]) -> float:
     """Bound of the relaxation, in seconds, with the cuts it breaks added as long as that helps."""
     cuts = Cuts(program)
     bound = 0.0
@@ -122,7 +122,7 @@ def _root(solver: Any, program: Program, enough: float, tell: Callable[[float], 
         reached = solver.getObjectiveValue() * program.worth
         bound = max(bound, reached - 1e-6 * abs(reached))
         rows = cuts.violated(np.array(solver.getSolution().col_value)) if len(cuts.must) else []
-        if bound >= enough or not rows:
+        if bound >= target or not rows:
             break
         for columns, values in rows:
             solver.addRow(1.0, INF, len(columns), columns.astype(np.int32), values)

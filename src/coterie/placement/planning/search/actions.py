@@ -86,7 +86,7 @@ def look_at_swaps(
             continue
         now = excess(busy[other], target, steep)
         fits = here + now
-        if layer.alike:  # what one loses the other gains
+        if layer.uniform_ranks:  # what one loses the other gains
             fits = min(here, max(target - busy[other], 0.0)) + (now if busy[other] < target else 0.0)
         start_at = other * per_rank
         cheap = 0.0

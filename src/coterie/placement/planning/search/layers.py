@@ -32,7 +32,7 @@ from coterie.placement.planning.search.state import (
 )
 
 SPARE = 0.3
-"""Added to the moves of an action when excess is divided by them, so that free actions are not all alike."""
+"""Added to the moves of an action when excess is divided by them, so that free actions still rank by excess."""
 
 SPARES = (SPARE, 2.0, 20.0)
 """Tried in turn where the target is out of reach: the search ends in different places, and the best is taken."""
@@ -45,17 +45,17 @@ HALVINGS = 6
 the slowest rank's time for the sum of all."""
 
 SQUEEZE = 0.02
-"""Share of the slowest rank's time that is first tried to do without."""
+"""Share by which the first target lies below the slowest rank's time."""
 
 THOROUGH = 1024
 """Slots x ranks up to which a layer whose target is out of reach is searched from several sides; a larger one would
 take seconds."""
 
 CLOSE = 1e-3
-"""Of the floor: nearer is not looked for."""
+"""Share of the floor: the search stops this close to it."""
 
-ENOUGH, KEPT, CHANGED, REPAIRED = 0, 1, 2, 3
-"""What became of a layer."""
+REACHED, KEPT, CHANGED, REPAIRED = 0, 1, 2, 3
+"""Outcomes of a layer's search."""
 
 
 @njit()
@@ -68,7 +68,7 @@ def search(
     alive: NDArray[np.bool_],
     floor: Array,
     numbers: Array,
-    alike: bool,
+    uniform_ranks: bool,
     trail: bool,
     kept: NDArray[np.int64],
     trails: NDArray[np.int16],
@@ -103,7 +103,7 @@ def search(
     )
     base, old = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
     for at in chosen:
-        layer = Layer(unit[at], share[at], load_in[at], alive, alike)
+        layer = Layer(unit[at], share[at], load_in[at], alive, uniform_ranks)
         prices = Prices(floor[at], numbers[0], numbers[1], numbers[2], numbers[3])
         best = Best(
             rows=trails[at],
@@ -121,7 +121,7 @@ def search(
         kept[at] = 0
         note(layer, state, best, prices)
         first, peak = totals[at, 0], slowest(state.busy)
-        outcomes[at] = REPAIRED if repaired else ENOUGH
+        outcomes[at] = REPAIRED if repaired else REACHED
         if peak <= low * (1.0 + TINY):
             continue
         cheapest = prices.exposed * fastest * (1.0 + prices.move_price)  # of a move

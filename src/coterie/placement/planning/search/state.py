@@ -21,7 +21,7 @@ FAR = 1.7
 but a search steered by that (9 times as long across nodes) made a third more moves on drifted loads."""
 
 TINY = 1e-9
-"""Of the target: excess that does not matter."""
+"""Share of the target: excess below this is ignored."""
 
 
 class Layer(NamedTuple):
@@ -35,8 +35,8 @@ class Layer(NamedTuple):
     """[rank, expert] seconds to load; 0 where the rank has it."""
     alive: NDArray[np.bool_]
     """[rank]"""
-    alike: bool
-    """Whether an expert takes as long on every living rank."""
+    uniform_ranks: bool
+    """Whether every expert takes the same time on all living ranks."""
 
 
 class State(NamedTuple):
@@ -61,7 +61,7 @@ class State(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Filled anew in each look at a rank."""
+    """Working arrays, refilled for each rank that is examined."""
 
     back: Array
     """[slot] seconds of its expert on the rank that is looked at."""
@@ -89,7 +89,7 @@ class Action(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """Of the objective, for a layer."""
+    """Prices of the objective for one layer."""
 
     floor: float
     """Seconds below which nothing is gained."""
@@ -153,7 +153,7 @@ def start(layer: Layer, state: State, base: NDArray[np.int64], row: Ints) -> Non
 
 @helper()
 def refresh(layer: Layer, state: State, rank: int, fastest: float) -> None:
-    """A rank's times and fees anew from its slots: sums never drift."""
+    """Recompute a rank's times and fees from its slots: rounding errors do not add up."""
     unit, load_in, row, home, part, own, fee = (
         layer.unit,
         layer.load_in,
