@@ -67,13 +67,13 @@ class TraceMeta:
 
     def specs(self, num_tokens: int, num_requests: int, optional: Sequence[str] = ()) -> dict[str, ArraySpec]:
         """The arrays of a segment of that size."""
-        cell = (num_tokens, self.num_layers, self.top_k)
+        ids_shape = (num_tokens, self.num_layers, self.top_k)
         specs = {
-            "expert_ids": ArraySpec(narrowest_uint(self.num_experts - 1), cell),
+            "expert_ids": ArraySpec(narrowest_uint(self.num_experts - 1), ids_shape),
             "offsets": ArraySpec(np.dtype(np.int64), (num_requests + 1,)),
             "phase": ArraySpec(np.dtype(np.uint8), (num_tokens,)),
             "token_ids": ArraySpec(np.dtype(np.int32), (num_tokens,)),
-            "gate_weights": ArraySpec(np.dtype(np.float16), cell),
+            "gate_weights": ArraySpec(np.dtype(np.float16), ids_shape),
         }
         return {name: spec for name, spec in specs.items() if name not in OPTIONAL or name in optional}
 

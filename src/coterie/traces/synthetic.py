@@ -245,8 +245,8 @@ def generate_to(
     `nbytes` sets the size on disk, up to the request table. `source` joins what the trace says of its origin;
     `progress` is called with the tokens done and to do. An interruption or error leaves no trace behind.
     """
-    cell = TraceMeta(settings.model, settings.num_experts, settings.num_layers, settings.top_k).specs(1, 0)
-    token_bytes = cell["expert_ids"].nbytes + cell["phase"].nbytes
+    specs = TraceMeta(settings.model, settings.num_experts, settings.num_layers, settings.top_k).specs(1, 0)
+    token_bytes = specs["expert_ids"].nbytes + specs["phase"].nbytes
     if nbytes is not None:
         if requests is not None or tokens is not None:
             raise ConfigError("give one of requests, tokens and nbytes")

@@ -21,7 +21,7 @@ from coterie.types import narrowest_uint
 
 KEY = "coterie_footprint"
 VERSION = 1
-MAX_CELLS = 1 << 20
+MAX_COUNTS = 1 << 20
 """Layers x experts at most: fifty times any model, and a false header costs 8 MB at most."""
 
 
@@ -53,9 +53,9 @@ def encode_footprint(footprint: WireFootprint, deflate: bool = True) -> str:
     Raises InputError for what :func:`decode_footprint` would refuse.
     """
     counts = footprint.counts
-    if counts.ndim != 2 or not 0 < counts.size <= MAX_CELLS or len(footprint.layer_ids) != len(counts):
+    if counts.ndim != 2 or not 0 < counts.size <= MAX_COUNTS or len(footprint.layer_ids) != len(counts):
         problem = f"counts {counts.shape} must be [layer, expert] with {len(footprint.layer_ids)} layers"
-        raise InputError(f"{problem} and at most {MAX_CELLS} cells")
+        raise InputError(f"{problem} and at most {MAX_COUNTS} counts")
     if counts.dtype.kind not in "ui" or int(counts.min()) < 0:
         raise InputError(f"counts are {counts.dtype} from {counts.min()}, expected whole numbers of at least 0")
     narrow = counts.astype(narrowest_uint(int(counts.max())).newbyteorder("<"))
@@ -97,7 +97,7 @@ def decode_footprint(text: str | bytes) -> WireFootprint:
 def _check(packed: _Packed) -> None:
     if packed.version != VERSION:
         raise InputError(f"is a footprint of version {packed.version}, expected {VERSION}")
-    shape_ok = packed.layers > 0 and packed.experts > 0 and packed.layers * packed.experts <= MAX_CELLS
+    shape_ok = packed.layers > 0 and packed.experts > 0 and packed.layers * packed.experts <= MAX_COUNTS
     if not shape_ok or packed.itemsize not in (1, 2, 4, 8) or len(packed.layer_ids) != packed.layers:
         raise InputError(
             f"is a footprint of {packed.layers} layers ({len(packed.layer_ids)} named) x {packed.experts} experts x "

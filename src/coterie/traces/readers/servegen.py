@@ -203,11 +203,11 @@ def _windows(path: Path, name: str, data: bytes) -> list[Window]:
     if not data.endswith(b"\n"):
         raise TraceError(path, name, "does not end with a newline: the file is cut short")
     rows: list[tuple[float, float, str, float]] = []
-    for line, cells in enumerate(csv.reader(data.decode("ascii", "replace").splitlines()), start=1):
-        if len(cells) != 6:
-            raise error(line, "columns", f"found {len(cells)}, expected time, rate, cv, family, shape, scale")
+    for line, columns in enumerate(csv.reader(data.decode("ascii", "replace").splitlines()), start=1):
+        if len(columns) != 6:
+            raise error(line, "columns", f"found {len(columns)}, expected time, rate, cv, family, shape, scale")
         numbers = []
-        for field, text in (("time", cells[0]), ("rate", cells[1]), ("shape", cells[4])):
+        for field, text in (("time", columns[0]), ("rate", columns[1]), ("shape", columns[4])):
             try:
                 numbers.append(float(text))
             except ValueError:
@@ -215,11 +215,11 @@ def _windows(path: Path, name: str, data: bytes) -> list[Window]:
             if not (math.isfinite(numbers[-1]) and numbers[-1] >= 0):
                 raise error(line, field, f"found {text!r}, expected a finite number of at least 0")
         time, rate, shape = numbers
-        if rate and (cells[3] not in ("Gamma", "Weibull") or not shape):
-            raise error(line, "family", f"found {cells[3]!r} of shape {shape}, expected Gamma or Weibull, above 0")
+        if rate and (columns[3] not in ("Gamma", "Weibull") or not shape):
+            raise error(line, "family", f"found {columns[3]!r} of shape {shape}, expected Gamma or Weibull, above 0")
         if rows and time <= rows[-1][0]:
             raise error(line, "time", f"found {time:g}, expected more than the line before, {rows[-1][0]:g}")
-        rows.append((time, rate, cells[3], shape))
+        rows.append((time, rate, columns[3], shape))
     if len(rows) < 2:
         raise TraceError(path, name, f"has {len(rows)} windows; the length of a window takes at least 2")
     # The last window is as long as the one before it.
