@@ -83,7 +83,9 @@ def calibration(
         if progress is not None:
             progress("Counting requests", row + 1, len(wanted))
     rows = np.array(kept, np.int64)
-    counted = Calibration(prefill, decode, gates, wanted, halved, meta.model, meta.top_k)
+    counted = Calibration(
+        prefill=prefill, decode=decode, gates=gates, requests=wanted, halved=halved, model=meta.model, top_k=meta.top_k
+    )
     return counted if len(rows) == len(wanted) else counted.take(rows)
 
 
