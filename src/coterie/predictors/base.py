@@ -1,8 +1,8 @@
 """The contract of a predictor: estimate a request's load per expert before it runs.
 
 A predictor is constructed with settings, which does no work, then fitted on the calibration requests of a trace.
-Without information on a request (its tokens are not given, its domain was never seen) it falls back to popularity: the mean
-distribution of the calibration requests, scaled to the request's tokens. So a prediction is never empty.
+Without information on a request (its tokens are not given, its domain was never seen) it falls back to popularity: the
+mean distribution of the calibration requests, scaled to the request's tokens. So a prediction is never empty.
 """
 
 from __future__ import annotations

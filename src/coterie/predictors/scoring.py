@@ -1,8 +1,8 @@
 """Scores of a predictor against recorded loads.
 
 Cosine compares shares of the load, not its size. Recall covers the few experts that matter most: of the k that a
-request used most in a layer, the share among the k predicted most. Experts that a request used equally often are equally right,
-and an expert with a prediction of 0 is never a hit.
+request used most in a layer, the share among the k predicted most. Experts that a request used equally often are
+equally right, and an expert with a prediction of 0 is never a hit.
 
 Requests that share text (a group) are not independent: intervals come from resampling groups, not requests.
 """
