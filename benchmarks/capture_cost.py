@@ -4,8 +4,8 @@
     python benchmarks/capture_cost.py server [--rounds 40] [--model DIR]
 
 `parts` times, for a model's shape: the hook (all layers of a step, as one CUDA graph on a GPU), the copy of a step to
-the host, the write to the slot store, and the fetch of a request's footprint. `server` starts vLLM with the plugin on,
-sends the same requests round after round, and turns capture on and off between rounds inside that one server, in
+the host, the write to the position store, and the fetch of a request's footprint. `server` starts vLLM with the plugin
+on, sends the same requests round after round, and turns capture on and off between rounds inside that one server, in
 balanced order. Each prints one JSON object.
 """
 
@@ -41,7 +41,7 @@ def parts(options: argparse.Namespace) -> dict[str, Any]:
 
     from coterie.engines.calibration.calibrate import describe_hardware, describe_software
     from coterie.engines.vllm.capture import StepCapture, as_numpy
-    from coterie.footprints.slots import SlotShape, SlotStore
+    from coterie.footprints.positions import PositionShape, PositionStore
     from coterie.models import get_model, model_from_config
     from coterie.wire.footprints import WireFootprint, encode_footprint
 
@@ -49,10 +49,10 @@ def parts(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers, rng = spec.num_moe_layers, np.random.default_rng(0)
     most = max(options.tokens)
-    shape = SlotShape(max(2 * most, 2 * max(options.requests)), layers, spec.top_k, spec.num_experts)
-    store = SlotStore.create(shape)
-    slots = torch.arange(most, device=device)
-    capture = StepCapture(range(layers), spec.top_k, spec.num_experts, most, device, lambda _: slots)
+    shape = PositionShape(max(2 * most, 2 * max(options.requests)), layers, spec.top_k, spec.num_experts)
+    store = PositionStore.create(shape)
+    positions = torch.arange(most, device=device)
+    capture = StepCapture(range(layers), spec.top_k, spec.num_experts, most, device, lambda _: positions)
     context = SimpleNamespace(dp_metadata=None)
     rows = []
     for tokens in options.tokens:
@@ -114,7 +114,7 @@ def _on_gpu(hook: Callable[[], None], capture: Any, tokens: int) -> dict[str, fl
 
     def copy() -> None:
         pinned.copy_(capture.ids[:tokens], non_blocking=True)
-        places.copy_(capture.slots[:tokens], non_blocking=True)
+        places.copy_(capture.positions[:tokens], non_blocking=True)
 
     return {"hook_us": timed(graph.replay), "copy_us": timed(copy)}
 
@@ -125,7 +125,7 @@ def server(options: argparse.Namespace) -> dict[str, Any]:
     from coterie.engines.calibration.calibrate import describe_software
     from coterie.engines.tiny import tiny_model_path
     from coterie.engines.vllm.settings import ConnectorSettings
-    from coterie.footprints import SlotStore
+    from coterie.footprints import PositionStore
     from coterie.net.processes import ServerProcess, free_port
     from coterie.prompts import load_prompts, take_in_turn
 
@@ -183,7 +183,7 @@ def server(options: argparse.Namespace) -> dict[str, Any]:
         process = ServerProcess(argv, url, Path(folder) / "server.log", env)
         process.start(600)
         try:
-            store = SlotStore.attach(ConnectorSettings(store=name).store_path("", 0))
+            store = PositionStore.attach(ConnectorSettings(store=name).store_path("", 0))
             for _ in range(2):
                 tokens_per_s()
             speeds: dict[bool, list[float]] = {True: [], False: []}

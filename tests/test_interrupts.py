@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba.core.registry import cpu_target
 
-from coterie._interrupts import hear_interrupts
+from coterie._interrupts import handle_interrupts
 from coterie._numba import side_by_side
 
 ENGINE = cpu_target.target_context.codegen()._engine._ee
@@ -19,7 +19,7 @@ ENGINE = cpu_target.target_context.codegen()._engine._ee
 @pytest.fixture
 def compiler_interrupts(monkeypatch):
     """Ctrl-C as soon as LLVM hands over machine code for the first time, in a process that is the command's."""
-    hear_interrupts()
+    handle_interrupts()
     notify = ENGINE._object_cache_notify
 
     def interrupt(module, buffer):

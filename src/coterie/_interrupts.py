@@ -1,11 +1,11 @@
 """Ctrl-C while Numba compiles, for the command line.
 
-Python runs a signal's handler at its next instruction, and after a long optimisation in LLVM that one is in a callback
-of llvmlite, from which no exception gets out: the interrupt would be lost, and the program go on. Here it is noted
+Python runs a signal's handler at its next instruction. After a long optimisation in LLVM that is in a callback of
+llvmlite, which swallows exceptions: the interrupt would be lost, and the program would continue. Here it is recorded
 instead, and raised as soon as the compiler is back in Python.
 
-Only the command asks for it. A program that imports Coterie, such as vLLM, keeps its own handlers and Numba's events as
-they are.
+Only the command line enables it. A program that imports Coterie, such as vLLM, keeps its own handlers and Numba's
+events.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from typing import Any
 _asked = False
 
 
-def hear_interrupts() -> None:
-    """From now on, in every compilation of this process. Numba is not imported for it: :func:`numba_is_there` is."""
+def handle_interrupts() -> None:
+    """Enable this for all later compilations. Does not import Numba itself."""
     global _asked
     if not _asked:
         _asked = True
         if "coterie._numba" in sys.modules:
-            numba_is_there()
+            on_numba_import()
 
 
-def numba_is_there() -> None:
-    """Called once Numba is imported; does nothing unless the command asked for it."""
+def on_numba_import() -> None:
+    """Install the listener, once Numba is imported; does nothing unless enabled."""
     if not _asked:
         return
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.event import Event, Listener, register
 
     class Noted(Listener):  # type: ignore[misc]  # numba has no types
-        """Takes Python's own handler away while the main thread compiles; anybody else's stays."""
+        """Replaces Python's default handler while the main thread compiles; any other handler stays."""
 
         noted = False
 

@@ -15,14 +15,14 @@ import numba
 import numpy as np
 from numba.extending import register_jitable
 
-from coterie._interrupts import numba_is_there
+from coterie._interrupts import on_numba_import
 
-numba_is_there()
+on_numba_import()
 
 F = TypeVar("F", bound=Callable[..., object])
 
 TURNS = 4
-"""Parts of the work that a thread takes one after the other, since some take longer than others."""
+"""Parts of the work per thread: parts differ in duration, so smaller ones balance better."""
 
 
 def njit(*, fastmath: bool = False, division_raises: bool = True) -> Callable[[F], F]:
@@ -41,10 +41,10 @@ def njit(*, fastmath: bool = False, division_raises: bool = True) -> Callable[[F
 
 
 def helper(*, fastmath: bool = False, division_raises: bool = True) -> Callable[[F], F]:
-    """As :func:`njit`, for a function that only compiled ones call.
+    """As :func:`njit`, for a function that only compiled functions call.
 
-    Without what a call from Python needs it compiles in two thirds of the time, and once for all plain numbers that
-    callers pass. Python that calls it runs the function as it stands, uncompiled.
+    Without the wrapper for calls from Python it compiles in two thirds of the time, and once for all plain numbers that
+    callers pass. A call from Python runs the function uncompiled.
     """
     errors = "python" if division_raises else "numpy"
 
@@ -57,16 +57,16 @@ def helper(*, fastmath: bool = False, division_raises: bool = True) -> Callable[
 
 
 def side_by_side(work: Callable[..., object], count: int, *arguments: Any) -> None:
-    """Call compiled `work(indices, *arguments)` with every index below `count` once, some in each call, on all cores.
+    """Call compiled `work(indices, *arguments)` on all cores; the calls together cover every index below `count` once.
 
-    For work that shares nothing: how many threads there are then changes no result. Threads, not Numba's parallel
-    loops: those take three times as long to compile.
+    For independent work: the number of threads then changes no result. Uses threads, not Numba's parallel loops, which
+    take three times as long to compile.
     """
     threads = min(numba.get_num_threads(), count)
     if threads <= 1:
         work(np.arange(count), *arguments)
         return
-    work(np.arange(0), *arguments)  # compiles in this thread, which Ctrl-C reaches; a thread of the pool is waited for
+    work(np.arange(0), *arguments)  # compile in this thread, which Ctrl-C can interrupt
     parts = min(count, threads * TURNS)
     turns = [_pool(threads).submit(work, np.arange(first, count, parts), *arguments) for first in range(parts)]
     try:

@@ -4,9 +4,9 @@
     ├── InputError            something given by the user is wrong: the command line exits with 2
     │   ├── TraceError        a file: names the file, the field, what was found and what was expected
     │   ├── ConfigError       a setting or a combination of settings
-    │   │   └── NotFittedError    something that learns was used before its fit()
+    │   │   └── NotFittedError    used before its fit()
     │   └── UnknownNameError  a name that no registry knows: suggests and lists the known ones
-    └── UnavailableError      the request is sound, but this machine lacks what it needs (torch, a GPU)
+    └── UnavailableError      the request is valid, but this machine lacks what it needs (torch, a GPU)
 
 Messages are one line, quote the value, and state the relation that fails:
 ``num_slots=290 must be a multiple of num_ranks=32 (remainder 2)``.
@@ -45,11 +45,11 @@ class ConfigError(InputError):
 
 
 class NotFittedError(ConfigError):
-    """Something that learns was used before its fit()."""
+    """An object was used before its fit()."""
 
 
 def require_fitted(value: T | None, what: str) -> T:
-    """What fit() left behind; an error where it was not called."""
+    """Return the fitted value; raise if fit() was not called."""
     if value is None:
         raise NotFittedError(f"{what} is not fitted: call fit() first")
     return value

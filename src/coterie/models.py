@@ -2,7 +2,7 @@
 
 A config is read by what its keys mean, not by its model type: families give the same number under different names
 (``num_experts``, ``n_routed_experts``, ``num_local_experts`` …), so the synonyms below cover families that did not
-exist when they were written. The reading is wrong where a family gives a usual key an unusual meaning, and what a
+exist when they were written. It is wrong where a family gives a common key another meaning. What a
 :class:`~coterie.types.ModelSpec` cannot hold is left out: sliding windows and linear attention (the KV cache is then
 smaller than reported), vision towers, sparse-attention indexers, multi-token prediction layers.
 
@@ -225,7 +225,7 @@ def _weight_dtype(reader: _Config) -> WeightDtype:
                 return _QUANTIZED[method]
         known = ", ".join(_QUANTIZED)
         reader.fail("quantization_config", f"found quant_method {said.get('quant_method')!r}, expected one of {known}")
-    dtype = reader.found.get("dtype", reader.found.get("torch_dtype", "bfloat16"))  # not said: nearly all are bf16
+    dtype = reader.found.get("dtype", reader.found.get("torch_dtype", "bfloat16"))  # default: nearly all are bf16
     plain = str(dtype).removeprefix("torch.")
     if plain not in _DTYPES:
         reader.fail("torch_dtype", f"found {dtype!r}, expected one of {', '.join(_DTYPES)}")
@@ -234,7 +234,7 @@ def _weight_dtype(reader: _Config) -> WeightDtype:
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """The keys of a config without its nulls, and complaints that name the file."""
+    """The keys of a config without nulls, with errors that name the file."""
 
     path: Path
     found: Mapping[str, Any]
@@ -245,7 +245,7 @@ class _Config:
     def number(
         self, field: str, keys: tuple[str, ...], default: int | None = None, least: int = 1, hint: str = ""
     ) -> int:
-        """The first of the keys that is there, a whole number of at least `least`."""
+        """Value of the first key present, a whole number of at least `least`."""
         for key in keys:
             if key in self.found:
                 value = self.found[key]

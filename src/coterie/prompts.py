@@ -1,4 +1,4 @@
-"""Prompts: the shipped ones, short requests in several domains and languages, and those of a user's own file."""
+"""Prompts: shipped ones (short requests in several domains and languages), and those of a user's file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from coterie.errors import TraceError
 
 
 class Prompt(NamedTuple):
-    """One request, and what it is about."""
+    """One request, its domain and language."""
 
     id: str
     domain: str
-    """Empty where a file does not say."""
+    """Empty if unknown."""
     lang: str
     """ISO 639-1, or empty."""
     prompt: str
@@ -32,9 +32,9 @@ def load_prompts() -> list[Prompt]:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Prompts of a user's own: ``.txt`` one a line, ``.jsonl`` objects, ``.csv`` with a header.
+    """Read a user's prompts: ``.txt`` one a line, ``.jsonl`` objects, ``.csv`` with a header.
 
-    The last two need ``prompt`` and may have ``id``, ``domain`` and ``lang``. What has no id gets one from its line.
+    The last two need ``prompt`` and may have ``id``, ``domain`` and ``lang``. Absent ids are line numbers.
     """
     file = Path(path)
     readers = {".txt": _txt_rows, ".jsonl": _jsonl_rows, ".csv": _csv_rows}
@@ -58,7 +58,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 
 def take_in_turn(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """At most `count`, from the domains in turn so that none is left out, in the order they had."""
+    """At most `count` prompts, taken from the domains in turn so that none is left out, in their original order."""
     turns: dict[str, int] = {}
     order = []
     for index, prompt in enumerate(prompts):

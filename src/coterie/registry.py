@@ -1,12 +1,11 @@
-"""Named things that a user can choose, and add to.
+"""Registries of named policies, readers and suites, which users can extend.
 
-A policy, a reader or a suite registers itself under a name; looking up an unknown one suggests the nearest.
-A package of the user's adds its own through an entry point of the registry's group, and it then works
-everywhere a built-in does.
+A policy, a reader or a suite registers itself under a name; looking up an unknown name suggests the nearest. A user's
+package adds its own through an entry point of the registry's group, and it then works everywhere a built-in does.
 
 Policies (strategies, routers, planners, predictors) are *made* from their names: :meth:`PolicyRegistry.make` reads a
-policy's parameters, fills them from what the caller has at hand, and refuses in one sentence what is missing. So no
-caller asks for a policy's class, and a plugin's policy is made like a built-in one.
+policy's parameters, fills them from the caller's context, and names in one sentence what is missing. So no caller uses
+a policy's class, and a plugin's policy is made like a built-in one.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _HINT = "coterie.needs"
 
 
 class Registry(Generic[T]):
-    """Name → thing, with entry points read on first look-up.
+    """Name → item; entry points are read on first look-up.
 
     >>> strategies: Registry[type] = Registry("strategy", group="coterie.strategies")
     >>> @strategies.register("fcfs")
@@ -42,7 +41,7 @@ class Registry(Generic[T]):
         self._entry_points_read = group is None
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: make the thing known under this name. A name is given once."""
+        """Decorator: register the item under this name. A name is used once."""
 
         def decorate(item: T) -> T:
             self.add(name, item)
@@ -64,11 +63,11 @@ class Registry(Generic[T]):
                 continue
             try:
                 self._items[point.name] = point.load()
-            except Exception as error:  # one broken plugin must not take the built-ins with it
+            except Exception as error:  # one broken plugin must not disable the built-ins
                 warnings.warn(f"{self.kind} plugin {point.name!r} cannot be loaded: {error}", stacklevel=3)
 
     def check(self, name: str) -> None:
-        """Raise for a name that is not known, with the nearest that is."""
+        """Raise for an unknown name, suggesting the nearest known one."""
         _ = self[name]
 
     def __getitem__(self, name: str) -> T:
@@ -96,7 +95,7 @@ class Registry(Generic[T]):
 
 
 class Offers(Mapping[str, Any]):
-    """A context whose values are made when a policy asks for them, because some take long to make.
+    """A context whose values are computed only when a policy needs them, because some are expensive.
 
     >>> offers = Offers(seed=lambda: 3)
     >>> offers["seed"]
@@ -117,7 +116,7 @@ class Offers(Mapping[str, Any]):
 
 
 def needs(hint: str) -> Any:
-    """A field of a policy that has no default, and the words a user is told when it is missing."""
+    """Declare a policy's field without a default, and the hint for the error when it is missing."""
     return field(metadata={_HINT: hint})
 
 
@@ -129,21 +128,21 @@ class PolicyRegistry(Registry[Callable[..., T]]):
     >>> @routers.register("nearest")
     ... @dataclass(frozen=True)
     ... class Nearest:
-    ...     fitted: str = needs("what was learned from a trace")
+    ...     fitted: str = needs("a fit to a trace")
     ...     band: float = 0.1
     >>> routers.make("nearest", {"fitted": "…", "seed": 3}, band=0.2)
     Nearest(fitted='…', band=0.2)
     >>> routers.make("nearest")
     Traceback (most recent call last):
-    coterie.errors.ConfigError: router 'nearest' needs fitted: what was learned from a trace
+    coterie.errors.ConfigError: router 'nearest' needs fitted: a fit to a trace
     """
 
     def make(self, name: str, context: Mapping[str, Any] | None = None, /, **settings: Any) -> T:
-        """The policy of that name.
+        """Make the policy of that name.
 
-        `context` is what the caller has at hand, by the names that policies ask for (`fitted`, `cost`, `objective`,
-        `seed`, …); a policy takes from it what it has a parameter for. `settings` are the user's own, and win over the
-        context; one that the policy does not have is refused.
+        `context` maps the names that policies use (`fitted`, `cost`, `objective`, `seed`, …) to the caller's values; a
+        policy takes those it has a parameter for. `settings` are the user's own and override the context; a setting
+        that the policy does not have is refused.
         """
         factory, taken, any_name = self[name], self.parameters(name), self._takes_any(name)
         unknown = [setting for setting in settings if setting not in taken]
@@ -158,7 +157,7 @@ class PolicyRegistry(Registry[Callable[..., T]]):
         return factory(**given)
 
     def parameters(self, name: str) -> dict[str, bool]:
-        """What a policy can be given, by name: whether it must be."""
+        """Parameters of a policy: name → whether it is required."""
         return {
             parameter.name: parameter.default is Parameter.empty
             for parameter in signature(self[name]).parameters.values()

@@ -1,6 +1,6 @@
-"""The values everything else is made of. docs/glossary.md explains the words; arrays state shape and unit.
+"""Basic values: models, links, topologies, placements. docs/glossary.md explains the words.
 
-A value checks itself when it is made, so a function that receives one need not.
+A value validates itself when constructed, so functions that take one need not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BYTES_PER_WEIGHT: dict[str, float] = {
 """Bytes in memory, and so on the bus, for one weight."""
 
 PREFILL, DECODE = 0, 1
-"""Phase of a token: it came with the prompt, or it was generated."""
+"""Phase of a token: part of the prompt, or generated."""
 
 
 def check_dtype(dtype: str) -> None:
@@ -40,7 +40,7 @@ def narrowest_uint(largest: int) -> np.dtype[np.unsignedinteger]:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The shape of a Mixture-of-Experts model: all that a cost or a placement needs to know of it."""
+    """The shape of a Mixture-of-Experts model, as needed by costs and placements."""
 
     name: str
     num_layers: int
@@ -58,7 +58,7 @@ class ModelSpec:
     vocab_size: int
     first_moe_layer: int = 0
     moe_layer_step: int = 1
-    """From first_moe_layer on, every so many layers is a MoE layer; the others are dense."""
+    """Distance between MoE layers, from first_moe_layer on; the others are dense."""
     shared_intermediate_size: int = 0
     """Summed inner width of the always-on experts (or parallel dense MLP) beside the routed ones."""
     dense_intermediate_size: int = 0
@@ -68,7 +68,7 @@ class ModelSpec:
     rope_head_dim: int = 0
     """Width of the rotary part cached beside the latent."""
     weight_dtype: WeightDtype = "bf16"
-    """Of the routed experts as published: streaming time follows its bytes."""
+    """Dtype of the routed experts as published: it sets the bytes to stream."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class ModelSpec:
 
 
 class Link(NamedTuple):
-    """A way for bytes to travel: time = latency_s + bytes / bytes_per_s, in one direction."""
+    """A connection: time = latency_s + bytes / bytes_per_s, in one direction."""
 
     name: str
     bytes_per_s: float
@@ -138,19 +138,19 @@ PCIE5 = Link("pcie5-x16", 55e9, 5e-6)
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The devices of an expert-parallel group and what joins them."""
+    """The devices of an expert-parallel group and their links."""
 
     num_ranks: int
     ranks_per_node: int = 8
     intra: Link = NVLINK4
-    """Between ranks of one node."""
+    """Link between ranks of one node."""
     inter: Link = INFINIBAND_400G
-    """Between nodes."""
+    """Link between nodes."""
     host: Link = PCIE5
-    """Between a device and its host's memory."""
+    """Link between a device and its host's memory."""
     speeds: tuple[float, ...] = ()
-    """[rank] how fast each computes, 1 being the device that was calibrated. A rank of speed 0 is gone: nothing is
-    planned on it and nothing can be fetched from it. Empty: all alike."""
+    """[rank] speed relative to the calibrated device. A rank of speed 0 is gone: nothing is planned on it and nothing
+    can be fetched from it. Empty: all 1."""
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -216,7 +216,7 @@ class Placement:
 
     @classmethod
     def linear(cls, num_layers: int, num_experts: int, num_ranks: int, num_slots: int | None = None) -> Placement:
-        """Expert e in slot e, replicas of the first ones in slots left over: the default of every engine."""
+        """Expert e in slot e, replicas of the first experts in the remaining slots: the default of every engine."""
         slots = np.arange(num_experts if num_slots is None else num_slots, dtype=np.int32) % num_experts
         return cls(np.tile(slots, (num_layers, 1)), num_ranks, num_experts)
 
@@ -234,13 +234,13 @@ class Placement:
 
     @property
     def duplicates(self) -> int:
-        """Slots whose expert another slot of the same rank holds too: memory that buys nothing."""
+        """Slots whose expert another slot of the same rank holds too: wasted memory."""
         held = np.sort(self.slot_experts.reshape(self.num_layers, self.num_ranks, -1), axis=2)
         return int((held[:, :, 1:] == held[:, :, :-1]).sum())
 
     @property
     def replicas(self) -> NDArray[np.int64]:
-        """[layer, expert] slots that hold it."""
+        """[layer, expert] number of slots that hold it."""
         counts = np.zeros((self.num_layers, self.num_experts), np.int64)
         np.add.at(counts, (np.arange(self.num_layers)[:, None], self.slot_experts), 1)
         return counts
@@ -257,6 +257,6 @@ def balancedness(rank_load: NDArray[np.float64]) -> float:
 
 
 def layer_balance(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[layer] mean ÷ max of [layer, rank] load: 1 is even, and so is a layer without load."""
+    """[layer] mean ÷ max of [layer, rank] load: 1 is even; 1 for a layer without load."""
     peak = rank_load.max(axis=1)
     return np.where(peak > 0, rank_load.mean(axis=1) / np.where(peak > 0, peak, 1.0), 1.0)

@@ -1,4 +1,4 @@
-"""Memory of the slot store: against the store itself, against counts by brute force, and the table in the docs."""
+"""Memory of the position store: against the store itself, against counts by brute force, and the table in the docs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.footprints.sizing import EPOCH_BYTES, H200_BYTES, MAX_COUNT, slot_bytes, store_size
-from coterie.footprints.slots import SlotShape
+from coterie.footprints.positions import PositionShape
+from coterie.footprints.sizing import EPOCH_BYTES, H200_BYTES, MAX_COUNT, position_bytes, store_size
 from coterie.models import get_model, models
 from coterie.types import ModelSpec
 
-DOCS = Path(__file__).parents[2] / "docs" / "engines" / "slot-store.md"
+DOCS = Path(__file__).parents[2] / "docs" / "engines" / "position-store.md"
 
 
 def spec(**change: int) -> ModelSpec:
@@ -42,20 +42,20 @@ def spec(**change: int) -> ModelSpec:
     st.integers(1, 2),
     st.integers(1, 10_000),
 )
-def test_is_what_the_store_allocates(layers: int, first: int, step: int, experts: int, top_k: int, slots: int):
-    """Slot by slot: the store's bytes grow by slot_bytes, but for the header that does not grow."""
+def test_is_what_the_store_allocates(layers: int, first: int, step: int, experts: int, top_k: int, positions: int):
+    """Position by position: the store's bytes grow by position_bytes, but for the header that does not grow."""
     model = spec(
         num_layers=layers, first_moe_layer=min(first, layers - 1), moe_layer_step=step, num_experts=experts, top_k=top_k
     )
-    store = SlotShape(8 * slots, model.num_moe_layers, top_k, experts)
-    twice = store._replace(num_slots=16 * slots)
-    assert twice.nbytes - store.nbytes == 8 * slots * slot_bytes(model)
+    store = PositionShape(8 * positions, model.num_moe_layers, top_k, experts)
+    twice = store._replace(num_positions=16 * positions)
+    assert twice.nbytes - store.nbytes == 8 * positions * position_bytes(model)
 
 
 def test_by_hand():
     """DeepSeek-V3: 58 layers of 8 one-byte ids; 61 layers of a 512-wide latent and a 64-wide rotary part."""
     size = store_size(get_model("deepseek-v3"), "bf16", 16)
-    assert size.slot_bytes == 58 * 8 + EPOCH_BYTES
+    assert size.position_bytes == 58 * 8 + EPOCH_BYTES
     assert size.kv_bytes == 61 * (512 + 64) * 2
     assert size.share_of_kv == pytest.approx(0.00663, abs=1e-5)
     assert size.block_count_bytes == 58 * 256
@@ -64,7 +64,9 @@ def test_by_hand():
 
 
 def test_ids_of_more_than_256_experts_take_two_bytes():
-    assert slot_bytes(spec(num_experts=257)) - EPOCH_BYTES == 2 * (slot_bytes(spec(num_experts=256)) - EPOCH_BYTES)
+    assert position_bytes(spec(num_experts=257)) - EPOCH_BYTES == 2 * (
+        position_bytes(spec(num_experts=256)) - EPOCH_BYTES
+    )
 
 
 @given(st.integers(1, 300))
@@ -92,11 +94,13 @@ def test_the_shapes_over_the_bar_with_8_bit_kv_are_those_said():
 def test_a_device_is_filled_exactly(name: str, kv_dtype: str, block: int):
     size = store_size(get_model(name), kv_dtype, block)  # type: ignore[arg-type]
     store = size.bytes_beside_kv()
-    tokens = store / size.slot_bytes
+    tokens = store / size.position_bytes
     assert store + tokens * size.kv_bytes == pytest.approx(H200_BYTES)
     assert size.share_of_hbm < size.share_of_kv
     other = store_size(get_model(name), kv_dtype, block + 1)  # type: ignore[arg-type]
-    assert (other.slot_bytes, other.share_of_kv) == (size.slot_bytes, size.share_of_kv), "whatever the block size"
+    assert (other.position_bytes, other.share_of_kv) == (size.position_bytes, size.share_of_kv), (
+        "whatever the block size"
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,7 @@ def test_the_table_in_the_docs_is_this():
     for name, store, kv, share, half_share, beside, half_beside, *counts in rows[1:]:
         sizes = {(d, b): store_size(get_model(name), d, b) for d in ("bf16", "fp8") for b in (16, 128)}  # type: ignore[arg-type]
         plain, half = sizes["bf16", 16], sizes["fp8", 16]
-        assert (int(store), int(kv.replace(",", ""))) == (plain.slot_bytes, plain.kv_bytes)
+        assert (int(store), int(kv.replace(",", ""))) == (plain.position_bytes, plain.kv_bytes)
         for cell, size in ((share, plain), (half_share, half)):
             shown = f"{100 * size.share_of_kv:.2f} %"
             assert cell == (shown if size.within_bar else f"**{shown}**")
@@ -132,7 +136,7 @@ def test_the_windowed_shares_in_the_docs():
     text = " ".join(DOCS.read_text().split())
     for name in ("gpt-oss-120b", "gpt-oss-20b"):
         model = get_model(name)
-        assert 100 * slot_bytes(model) / (model.kv_bytes_per_token / 2) == pytest.approx(0.40, abs=0.005)
-    gemma = 100 * slot_bytes(get_model("gemma-4-26b-a4b")) / (5 * 2 * 2 * 512 * 2)
+        assert 100 * position_bytes(model) / (model.kv_bytes_per_token / 2) == pytest.approx(0.40, abs=0.005)
+    gemma = 100 * position_bytes(get_model("gemma-4-26b-a4b")) / (5 * 2 * 2 * 512 * 2)
     assert f"{gemma:.2f} %, over the bar" in text
-    assert f"{100 * slot_bytes(get_model('deepseek-v3')) / (61 * 656):.2f} % for DeepSeek-V3" in text
+    assert f"{100 * position_bytes(get_model('deepseek-v3')) / (61 * 656):.2f} % for DeepSeek-V3" in text

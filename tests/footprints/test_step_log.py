@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import InputError
-from coterie.footprints.slots import SlotShape, SlotStore
+from coterie.footprints.positions import PositionShape, PositionStore
 from coterie.footprints.step_log import COLUMNS, DISTINCT, ENDED_S, ROWS, StepLog
 
 
@@ -30,11 +30,11 @@ def test_reads_the_last_steps_in_order(size, steps, data):
 
 def test_a_store_logs_its_steps(tmp_path, rng):
     path = tmp_path / "a.slots"
-    store = SlotStore.create(SlotShape(64, 3, 2, 8), path)
+    store = PositionStore.create(PositionShape(64, 3, 2, 8), path)
     ids = rng.integers(0, 8, (5, 3, 2))
     store.write(np.array([4, 9, -1, 7, 8]), ids)
     store.write(np.array([1]), ids[:1])
-    found = SlotStore.attach(path).log.read()
+    found = PositionStore.attach(path).log.read()
     assert found.total == 2
     assert found.rows[:, ROWS].tolist() == [4, 1]
     kept = ids[[0, 1, 3, 4]]

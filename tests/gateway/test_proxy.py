@@ -207,8 +207,8 @@ def test_distinct_experts_are_counted_in_the_workers(workers: Workers) -> None:
             status, text = await clients.decode[0].call("GET", f"/steps?after={after}")
             assert status == 400, after
             assert json.loads(text)["error"]["param"] == "after"
-        with pytest.raises(InputError, match="slot store"):
-            await steps_of(clients.decode[0], DecodeWorker(clients.decode[0].url, "", Path("no-slot-store")))
+        with pytest.raises(InputError, match="position store"):
+            await steps_of(clients.decode[0], DecodeWorker(clients.decode[0].url, "", Path("no-position-store")))
 
     with_clients(workers, work)
 

@@ -117,7 +117,7 @@ def test_the_band_refuses_another_fleet_and_being_unfitted() -> None:
     request = Request("r", 10, draw(1, 0).prefill[0])
     with pytest.raises(ConfigError, match="6 workers"):
         LocalityBand(fitted()).route(request, Fleet([4] * 5))
-    with pytest.raises(ConfigError, match="router 'locality_band' needs fitted: what was learned from a trace"):
+    with pytest.raises(ConfigError, match="router 'locality_band' needs fitted: a fit to a trace"):
         routers.make("locality_band")
     with pytest.raises(ConfigError, match="band"):
         LocalityBand(fitted(), 1.5)

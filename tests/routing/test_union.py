@@ -24,7 +24,7 @@ from coterie.routing.union import (
 def activations(
     rng: np.random.Generator, requests: int, groups: int = 5, layers: int = 3, experts: int = 12
 ) -> np.ndarray:
-    """[request, cell] activation probabilities of top-3 requests in groups."""
+    """[request, expert index] activation probabilities of top-3 requests in groups."""
     taste = rng.dirichlet(np.full(experts, 0.4), (groups, layers))
     own = rng.dirichlet(np.full(experts, 0.5), (requests, layers))
     p = np.minimum(3 * (0.6 * taste[rng.integers(groups, size=requests)] + 0.4 * own), 1.0)

@@ -18,7 +18,7 @@ from coterie.errors import InputError
 from coterie.wire import footprints as wire
 from coterie.wire.footprints import (
     KEY,
-    MAX_CELLS,
+    MAX_COUNTS,
     WireFootprint,
     attach_footprint,
     decode_footprint,
@@ -64,7 +64,7 @@ def test_any_integer_dtype_and_order_sends_the_same():
         ({"counts": np.zeros(3, np.uint8)}, "must be [layer, expert]"),
         ({"counts": np.zeros((3, 2), np.uint8)}, "with 2 layers"),
         ({"counts": np.zeros((2, 0), np.uint8)}, "must be [layer, expert]"),
-        ({"counts": np.zeros((2, MAX_CELLS), np.uint8)}, f"at most {MAX_CELLS} cells"),
+        ({"counts": np.zeros((2, MAX_COUNTS), np.uint8)}, f"at most {MAX_COUNTS} counts"),
         ({"counts": np.full((2, 3), -1)}, "int64 from -1"),
         ({"counts": np.full((2, 3), 1.5)}, "float64 from 1.5"),
         ({"layer_ids": (-1, 2)}, "from layer -1"),
@@ -164,7 +164,7 @@ def test_damaged(text: str, problem: str):
 def test_a_decompression_bomb_is_refused_without_inflating_it():
     """200 MB of zeros in 200 KB, behind a small header and behind the largest one that is let through."""
     bomb = zlib.compress(bytes(200_000_000), 9)
-    for shape in ({}, {"layers": 2, "experts": MAX_CELLS // 2, "itemsize": 8}):
+    for shape in ({}, {"layers": 2, "experts": MAX_COUNTS // 2, "itemsize": 8}):
         text = packed(counts=bomb, **shape)
         tracemalloc.start()
         try:

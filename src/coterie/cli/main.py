@@ -15,7 +15,7 @@ import typer
 from rich.markup import escape
 
 from coterie import __version__
-from coterie._interrupts import hear_interrupts
+from coterie._interrupts import handle_interrupts
 from coterie.cli.bench import GroupsInHelp, bench_command
 from coterie.cli.calibrate import calibrate_command
 from coterie.cli.convert import convert_command
@@ -76,7 +76,7 @@ _CommandLineError: type[Exception] = next(c for c in typer.BadParameter.__mro__ 
 
 def main() -> None:
     """Entry point of the ``coterie`` command: every failure is one line and an exit code, never a traceback."""
-    hear_interrupts()
+    handle_interrupts()
     try:
         code = _command()(standalone_mode=False)
     except SystemExit as error:  # Typer turns a closed stdout into exit code 1, which here means "the answer is no"

@@ -1,4 +1,4 @@
-"""``coterie models``: the shapes Coterie knows, or the one a ``config.json`` describes, and their slot stores."""
+"""``coterie models``: the shapes Coterie knows, or the one a ``config.json`` describes, and their position stores."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def models_command(
     config: Annotated[
         Path | None, typer.Option("--config", help="Read the shape from this Hugging Face config.json or its folder.")
     ] = None,
-    slot_store: Annotated[
-        bool, typer.Option("--slot-store", help="Show the memory of the slot store against the KV cache instead.")
+    position_store: Annotated[
+        bool, typer.Option("--position-store", help="Show the memory of the position store beside a KV cache instead.")
     ] = False,
     json_output: JsonOption = False,
 ) -> None:
@@ -36,8 +36,8 @@ def models_command(
         specs = [model_from_config(config)]
     else:
         specs = list(models().values()) if name is None else [get_model(name)]
-    if slot_store:
-        _show_slot_store(specs, json_output)
+    if position_store:
+        _show_position_store(specs, json_output)
         return
     rows = [_row(spec) for spec in specs]
     if json_output:
@@ -73,7 +73,7 @@ def _row(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _show_slot_store(specs: list[ModelSpec], json_output: bool) -> None:
+def _show_position_store(specs: list[ModelSpec], json_output: bool) -> None:
     from coterie.footprints.sizing import MAX_SHARE_OF_KV, KVDtype, store_size
 
     sizes = [store_size(spec, dtype, block) for spec in specs for dtype in get_args(KVDtype) for block in BLOCK_SIZES]
@@ -88,7 +88,7 @@ def _show_slot_store(specs: list[ModelSpec], json_output: bool) -> None:
         rows.append(
             [
                 spec.name,
-                plain.slot_bytes,
+                plain.position_bytes,
                 _percent(plain),
                 _percent(half),
                 f"{100 * plain.counts_share_of_kv:.2f}",
@@ -96,7 +96,7 @@ def _show_slot_store(specs: list[ModelSpec], json_output: bool) -> None:
             ]
         )
     print_table(
-        "Slot store, percent of the KV cache",
+        "Position store, percent of the KV cache",
         ["model", "B/token", "bf16", "fp8", "counts/16", "counts/128"],
         rows,
         note=f"! not under {100 * MAX_SHARE_OF_KV:g}%; counts: published alternative, int8 per block of 16 or 128 "
@@ -111,7 +111,8 @@ def _percent(size: StoreSize) -> str:
 def _size_row(size: StoreSize) -> dict[str, Any]:
     from coterie.footprints.sizing import H200_BYTES
 
-    return asdict(size) | {
+    fields = asdict(size)
+    return {"slot_bytes" if name == "position_bytes" else name: value for name, value in fields.items()} | {
         "share_of_kv": size.share_of_kv,
         "within_bar": size.within_bar,
         "share_of_hbm": size.share_of_hbm,

@@ -1,14 +1,14 @@
-"""Footprints: which experts a request's tokens activated, counted, and compared; the slot store that keeps them."""
+"""Footprints: counts of the experts that a request's tokens activate, signatures, and the store beside a KV cache."""
 
 from coterie.footprints.counting import accumulate_load, distinct_experts, footprint, footprints
-from coterie.footprints.slots import SlotRows, SlotShape, SlotStore, block_slots
+from coterie.footprints.positions import PositionRows, PositionShape, PositionStore, block_positions
 
 __all__ = [
-    "SlotRows",
-    "SlotShape",
-    "SlotStore",
+    "PositionRows",
+    "PositionShape",
+    "PositionStore",
     "accumulate_load",
-    "block_slots",
+    "block_positions",
     "distinct_experts",
     "footprint",
     "footprints",

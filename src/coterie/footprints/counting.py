@@ -1,8 +1,8 @@
-"""Counting activations: footprints, loads and distinct experts, at memory speed.
+"""Count activations: footprints, loads and distinct experts, at memory speed.
 
-Every function takes expert ids [token, layer, k] as a trace holds them, and checks each id as it counts, since a
-mapped trace is not checked when opened. Ids of one token are taken to be distinct within a layer; if a trace
-repeats one, it counts twice in a footprint and once among the distinct experts.
+Every function takes expert ids [token, layer, k] as stored in a trace, and checks each id as it counts, since a mapped
+trace is not checked when opened. Ids of one token are assumed distinct within a layer; a repeated id counts twice in a
+footprint and once among the distinct experts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def footprint(expert_ids: Ids, num_experts: int) -> NDArray[np.uint32]:
 
 
 def footprints(expert_ids: Ids, offsets: NDArray[np.int64], num_experts: int) -> NDArray[np.uint32]:
-    """[request, layer, expert] activations, of requests whose tokens are offsets[r] … offsets[r + 1]."""
+    """[request, layer, expert] activations; the tokens of request r are offsets[r] … offsets[r + 1]."""
     if len(offsets) < 1 or offsets[0] < 0 or offsets[-1] > len(expert_ids) or (np.diff(offsets) < 0).any():
         raise ConfigError(f"offsets must rise from 0 or more to at most the {len(expert_ids)} tokens")
     out = np.zeros((len(offsets) - 1, _layers(expert_ids), num_experts), np.uint32)
@@ -45,7 +45,7 @@ def accumulate_load(expert_ids: Ids, out: NDArray[Any]) -> None:
 
 
 def distinct_experts(expert_ids: Ids, num_experts: int) -> NDArray[np.int64]:
-    """[layer] experts that at least one of the tokens activates: what a decode step must stream."""
+    """[layer] experts that at least one of the tokens activates: those a decode step must stream."""
     return np.asarray((footprint(expert_ids, num_experts) > 0).sum(axis=1), np.int64)
 
 

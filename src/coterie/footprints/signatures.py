@@ -1,17 +1,17 @@
-"""Signatures: footprints made comparable, so that near ones belong to requests that decode with the same experts.
+"""Signatures: normalised footprints, such that requests with near signatures decode with the same experts.
 
-A request's prefill counts are weighted (experts that fire in every request say nothing), cut to the layers that tell
-most, and scaled to length 1. How well that works is rho: over pairs of requests, Spearman's rank correlation of the
-cosine distance of their signatures with that of their activation probabilities in decode. Layers are chosen greedily,
-each time the one that raises rho of the calibration requests most, and those up to its peak are kept.
+A request's prefill counts are weighted (experts that every request activates carry no information), cut to the most
+informative layers, and scaled to length 1. Quality is measured by rho: over pairs of requests, Spearman's rank
+correlation of the cosine distance of their signatures with that of their activation probabilities in decode. Layers are
+chosen greedily, each time the one that raises rho of the calibration requests most; layers up to the peak are kept.
 
     count_idf   counts x log((C + 1) / (df + 1)), where df of the C calibration requests activate the expert
     count       counts
     gate        gate-probability mass, in place of counts
     binary      1 where the request activates the expert at all
 
-`count_idf` says nothing where every request activates every expert (few experts, long prompts): all weights are 0, and
-fitting refuses. rho measured on the requests that chose the layers is too good: score others.
+`count_idf` fails where every request activates every expert (few experts, long prompts): all weights are 0, and `fit`
+raises an error. rho on the requests that chose the layers is biased upwards: measure it on others.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from coterie.errors import ConfigError, require_fitted
 Weighting = Literal["count_idf", "count", "gate", "binary"]
 WEIGHTINGS: tuple[str, ...] = get_args(Weighting)
 MAX_PAIRS = 20_000
-"""Pairs of requests that rho is taken over; more are drawn from."""
+"""Most pairs of requests that rho is computed over; of more, this many are drawn."""
 _BUCKETS = 4096
-"""Ranks of a layer on trial are those of its bucket: 20,000 pairs are sorted 1,176 times at 48 layers otherwise."""
+"""Buckets of values that share a rank while layers are tried. Exact ranks would sort 20,000 pairs 1,176 times."""
 
 Counts = NDArray[np.integer] | NDArray[np.floating]
 
 
 class KeptLayers(NamedTuple):
-    """What fitting a signature leaves behind."""
+    """Fitted values of a signature."""
 
     weights: NDArray[np.float32]
-    """[layer, expert]"""
+    """[layer, expert] weight of each count."""
     layers: NDArray[np.int64]
     """Layers kept, rising."""
 
 
 @dataclass(slots=True, eq=False)
 class Signature:
-    """How footprints become signatures. Construct it with its settings, then call :meth:`fit`."""
+    """Map from footprints to signatures. Construct it with its settings, then call :meth:`fit`."""
 
     weighting: str = "count_idf"
     """One of :data:`WEIGHTINGS`."""
     mask: bool = True
-    """Keep only the layers that tell requests apart best; False keeps all."""
+    """Keep only the layers that distinguish requests best; False keeps all."""
     kept_: KeptLayers | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Signature:
 
     @classmethod
     def restored(cls, weighting: str, weights: NDArray[np.float32], layers: NDArray[np.int64]) -> Signature:
-        """A fitted signature from its numbers, such as those of a file."""
+        """Make a fitted signature from saved values."""
         if weights.ndim != 2 or not np.isfinite(weights).all() or (weights < 0).any():
             raise ConfigError(f"weights {weights.shape} must be [layer, expert], finite and not negative")
         if not len(layers) or layers[0] < 0 or layers[-1] >= len(weights) or (np.diff(layers) < 1).any():
@@ -72,7 +72,7 @@ class Signature:
 
     @property
     def weights(self) -> NDArray[np.float32]:
-        """[layer, expert]"""
+        """[layer, expert] weight of each count."""
         return require_fitted(self.kept_, "the signature").weights
 
     @property
@@ -117,7 +117,7 @@ class Signature:
         return len(self.layers) * int(self.weights.shape[1])
 
     def transform(self, counts: Counts) -> NDArray[np.float32]:
-        """[index in kept layers] of one request's counts [layer, expert]; all 0 where those weigh nothing."""
+        """[index in kept layers] of one request's counts [layer, expert]; all 0 where the weighted counts are."""
         if counts.shape != self.weights.shape:
             raise ConfigError(f"footprint has shape {counts.shape}; the signature was fitted for {self.weights.shape}")
         out = np.empty(self.size, np.float32)
@@ -143,10 +143,10 @@ class Signature:
 def rho(
     signatures: NDArray[np.floating], decode_probabilities: Counts, pairs: NDArray[np.int64] | None = None
 ) -> float:
-    """Spearman's correlation of cosine distances, over pairs of requests; all of them if none are given.
+    """Spearman's correlation of cosine distances, over `pairs` of requests; all pairs by default.
 
-    Both are [request, cell]; only the direction of a row counts, so counts do as well as probabilities. 0 where
-    either side has no order at all.
+    Both are [request, index]; only a row's direction matters, so counts serve as probabilities. 0 where all distances
+    of either side are equal.
     """
     if pairs is None:
         pairs = np.argwhere(np.triu(np.ones((len(signatures),) * 2, np.bool_), 1))
@@ -179,7 +179,7 @@ def _values(counts: Counts, weighting: str) -> NDArray[np.float32]:
 
 
 def _centred_ranks(values: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Ranks less their mean; equal values share one."""
+    """Ranks minus their mean; equal values share a rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     ranks = (last - (counts - 1) / 2)[inverse]
@@ -207,8 +207,8 @@ def _transform(
             total += value * value
     if total > 0:
         scale = np.float32(1.0 / np.sqrt(total))
-        for cell in range(len(out)):
-            out[cell] *= scale
+        for index in range(len(out)):
+            out[index] *= scale
 
 
 @njit(fastmath=True)
@@ -234,7 +234,7 @@ def _greedy_layers(
     truth: NDArray[np.float64],
     buckets: Any,
 ) -> Any:
-    """Layers in the order taken, and rho after each: sums of inner products give the cosine of any set of layers."""
+    """Layers in the order chosen, and rho after each: sums of inner products give the cosine of any set of layers."""
     layers, count = products.shape
     requests = squares.shape[1]
     dots, lengths = np.zeros(count, np.float32), np.zeros(requests, np.float32)
@@ -269,7 +269,7 @@ def _greedy_layers(
 def _bucket_rho(
     values: NDArray[np.float32], truth: NDArray[np.float64], sizes: NDArray[np.int64], sums: NDArray[np.float64]
 ) -> float:
-    """Correlation of centred ranks with the ranks of `values`, all in one bucket being tied."""
+    """Correlation of centred ranks with the ranks of `values`; values of one bucket are tied."""
     low, high = values[0], values[0]
     for value in values:
         low, high = min(low, value), max(high, value)

@@ -1,4 +1,4 @@
-"""The last steps of a worker, a row each: what a sum over steps cannot tell, since a step's experts follow its rows."""
+"""Log of a worker's last steps, one row each: sums would hide how a step's distinct experts depend on its rows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from coterie.errors import InputError
 
 KEPT = 1 << 14
 COLUMNS = ENDED_S, ROWS, DISTINCT, SECONDS = range(4)
-"""When it ended, on the machine's monotonic clock; tokens computed; distinct experts of a layer, mean over layers;
-time of its forward pass, 0 where the worker does not measure it."""
+"""End on the machine's monotonic clock; tokens computed; distinct experts of a layer, mean over layers; time of the
+forward pass, 0 where the worker does not measure it."""
 
 
 class Steps(NamedTuple):
     total: int
-    """Since the worker's start."""
+    """Steps since the worker's start."""
     rows: NDArray[np.float64]
-    """[step, column] the last of them; a copy."""
+    """[step, column] of the last steps; a copy."""
 
 
 class StepLog:
-    """A ring of the last steps, in memory of this process unless some is given that others see too."""
+    """Ring buffer of the last steps, in memory of this process unless shared arrays are given."""
 
     def __init__(self, ring: NDArray[np.float64] | None = None, total: NDArray[np.uint64] | None = None) -> None:
         self._ring = np.zeros((KEPT, len(COLUMNS))) if ring is None else ring
@@ -39,7 +39,7 @@ class StepLog:
         self._total[0] += np.uint64(1)
 
     def read(self, after: int | None = None) -> Steps:
-        """All steps but the first `after` since the start, or all that are kept."""
+        """Steps after the first `after` since the start; by default all that are kept."""
         total = self.total
         first = max(0, total - len(self._ring))
         if after is None:

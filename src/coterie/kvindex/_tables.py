@@ -1,8 +1,8 @@
 """Hash tables with 128-bit keys, in plain arrays.
 
-A table is uint64 [slot, 2 + width]: the key in the first two columns, open addressing with linear probing from the
-second, a power of two of slots. A key's first half is odd, so 0 there is an empty slot. Deletion shifts what follows
-back, so no slot is ever lost; nothing may hold on to a slot's number.
+A table is uint64 [entry, 2 + width]: the key in the first two columns, open addressing with linear probing from the
+second, a power of two of entries. A key's first half is odd, so 0 there is an empty entry. Deletion shifts later
+entries back, so none is ever lost; entry numbers must not be kept.
 
 `rows` tables keep one bit per worker, `held` tables (one per worker) the content's key, 0 where it is not known.
 """
@@ -61,7 +61,7 @@ def _chain(tokens: Words, contexts: Words, weights: Words, start: int, above: Wo
     whoever chose their tokens (ids below 2^20).
     """
     size = weights.shape[1] - 4
-    for index in range(count):  # apart from the chain, and one half after the other: so the compiler vectorises it
+    for index in range(count):  # separate from the chain, and one half after the other, so that it is vectorised
         words = tokens[(start + index) * size : (start + index + 1) * size]
         first = second = _ZERO
         for token in range(size):
@@ -87,32 +87,32 @@ def _chain(tokens: Words, contexts: Words, weights: Words, start: int, above: Wo
 
 @njit()
 def _find(table: Words, first: np.uint64, second: np.uint64) -> Any:
-    """The key's slot, or where it would go as -1 - slot."""
+    """Entry of a key; if absent, -1 - the entry where it would go."""
     mask = np.int64(table.shape[0] - 1)
-    slot = np.int64(second) & mask
-    while table[slot, 0] != _ZERO:
-        if table[slot, 0] == first and table[slot, 1] == second:
-            return slot
-        slot = (slot + 1) & mask
-    return -1 - slot
+    entry = np.int64(second) & mask
+    while table[entry, 0] != _ZERO:
+        if table[entry, 0] == first and table[entry, 1] == second:
+            return entry
+        entry = (entry + 1) & mask
+    return -1 - entry
 
 
 @njit()
 def _insert(table: Words, used: NDArray[np.int64], first: np.uint64, second: np.uint64) -> Any:
-    """The key's slot, new and zero where it was not there."""
-    slot = _find(table, first, second)
-    if slot < 0:
-        slot = -1 - slot
-        table[slot, 0] = first
-        table[slot, 1] = second
+    """Entry of a key; a new one of zeros if absent."""
+    entry = _find(table, first, second)
+    if entry < 0:
+        entry = -1 - entry
+        table[entry, 0] = first
+        table[entry, 1] = second
         used[0] += 1
-    return slot
+    return entry
 
 
 @njit()
-def _delete(table: Words, used: NDArray[np.int64], slot: int) -> None:
+def _delete(table: Words, used: NDArray[np.int64], entry: int) -> None:
     mask = np.int64(table.shape[0] - 1)
-    hole, following = np.int64(slot), (np.int64(slot) + 1) & mask
+    hole, following = np.int64(entry), (np.int64(entry) + 1) & mask
     while table[following, 0] != _ZERO:
         home = np.int64(table[following, 1]) & mask
         if ((following - home) & mask) >= ((following - hole) & mask):
@@ -128,35 +128,35 @@ def _delete(table: Words, used: NDArray[np.int64], slot: int) -> None:
 @njit()
 def rehash(old: Words, new: Words) -> None:
     used = np.zeros(1, np.int64)
-    for slot in range(old.shape[0]):
-        if old[slot, 0] != _ZERO:
-            target = _insert(new, used, old[slot, 0], old[slot, 1])
+    for entry in range(old.shape[0]):
+        if old[entry, 0] != _ZERO:
+            target = _insert(new, used, old[entry, 0], old[entry, 1])
             for column in range(2, old.shape[1]):
-                new[target, column] = old[slot, column]
+                new[target, column] = old[entry, column]
 
 
 @njit()
 def _hold(rows: Words, used: NDArray[np.int64], first: np.uint64, second: np.uint64, worker: int) -> Any:
-    """Sets the worker's bit; whether it was set before."""
-    slot = _insert(rows, used, first, second)
+    """Set the worker's bit; returns whether it was set before."""
+    entry = _insert(rows, used, first, second)
     bit = _ONE << (np.uint64(worker) & _LOW_SIX)
     column = 2 + (worker >> 6)
-    before = rows[slot, column] & bit
-    rows[slot, column] |= bit
+    before = rows[entry, column] & bit
+    rows[entry, column] |= bit
     return before != _ZERO
 
 
 @njit()
 def _release(rows: Words, used: NDArray[np.int64], first: np.uint64, second: np.uint64, worker: int) -> None:
-    """Clears the worker's bit, and drops a row that no worker holds."""
-    slot = _find(rows, first, second)
-    if slot < 0:
+    """Clear the worker's bit; drop a row that no worker holds."""
+    entry = _find(rows, first, second)
+    if entry < 0:
         return
-    rows[slot, 2 + (worker >> 6)] &= ~(_ONE << (np.uint64(worker) & _LOW_SIX))
+    rows[entry, 2 + (worker >> 6)] &= ~(_ONE << (np.uint64(worker) & _LOW_SIX))
     for column in range(2, rows.shape[1]):
-        if rows[slot, column] != _ZERO:
+        if rows[entry, column] != _ZERO:
             return
-    _delete(rows, used, slot)
+    _delete(rows, used, entry)
 
 
 @njit()
@@ -175,7 +175,7 @@ def store(
     parent: Words,
     tally: NDArray[np.int64],
 ) -> None:
-    """A worker stored these blocks, each the child of the one before; no tokens: content not known.
+    """Record blocks stored by a worker, each the child of the one before; without tokens the content is unknown.
 
     A block that is held already keeps its content unless a known one takes its place. One content under two hashes of
     a worker differs in something its events do not tell: it is marked, and no hit by tokens from then on. Adds
@@ -186,18 +186,18 @@ def store(
         _chain(tokens, contexts, weights, 0, parent, chained, keys.shape[0])
     for block in range(keys.shape[0]):
         count = held_used[0]
-        slot = _insert(held, held_used, keys[block, 0], keys[block, 1])
+        entry = _insert(held, held_used, keys[block, 0], keys[block, 1])
         if held_used[0] > count:
             tally[0] += 1
             _hold(hashes, hashes_used, keys[block, 0], keys[block, 1], worker)
         if tokens.shape[0] == 0:
             continue
         above, below = chained[block, 0], chained[block, 1]
-        old_above, old_below = held[slot, 2], held[slot, 3]
+        old_above, old_below = held[entry, 2], held[entry, 3]
         if old_above == above and old_below == below:
             continue
-        held[slot, 2] = above
-        held[slot, 3] = below
+        held[entry, 2] = above
+        held[entry, 3] = below
         if old_above != _ZERO:
             _release(contents, contents_used, old_above, old_below, worker)
         if _find(held, above ^ _VEIL, below ^ _VEIL) >= 0:
@@ -219,17 +219,17 @@ def remove(
     worker: int,
     keys: Words,
 ) -> int:
-    """A worker removed these blocks; returns how many of them it held."""
+    """Record blocks removed by a worker; returns how many of them it held."""
     known = 0
     for block in range(keys.shape[0]):
-        slot = _find(held, keys[block, 0], keys[block, 1])
-        if slot < 0:
+        entry = _find(held, keys[block, 0], keys[block, 1])
+        if entry < 0:
             continue
         known += 1
-        if held[slot, 2] != _ZERO:
-            _release(contents, contents_used, held[slot, 2], held[slot, 3], worker)
+        if held[entry, 2] != _ZERO:
+            _release(contents, contents_used, held[entry, 2], held[entry, 3], worker)
         _release(hashes, hashes_used, keys[block, 0], keys[block, 1], worker)
-        _delete(held, held_used, slot)
+        _delete(held, held_used, entry)
     return known
 
 
@@ -242,36 +242,36 @@ def release_all(
     contents_used: NDArray[np.int64],
     worker: int,
 ) -> None:
-    """Clears a worker's bit wherever its table says that it may be set."""
-    for slot in range(held.shape[0]):
-        if held[slot, 0] == _ZERO:
+    """Clear a worker's bit in all rows that its table lists."""
+    for entry in range(held.shape[0]):
+        if held[entry, 0] == _ZERO:
             continue
-        _release(hashes, hashes_used, held[slot, 0], held[slot, 1], worker)
-        if held[slot, 2] != _ZERO:
-            _release(contents, contents_used, held[slot, 2], held[slot, 3], worker)
+        _release(hashes, hashes_used, held[entry, 0], held[entry, 1], worker)
+        if held[entry, 2] != _ZERO:
+            _release(contents, contents_used, held[entry, 2], held[entry, 3], worker)
 
 
 @njit()
 def content_of(held: Words, keys: Words, out: Words) -> bool:
-    """The content of the block whose key is keys[0], into `out`; whether it is held and known."""
-    slot = _find(held, keys[0, 0], keys[0, 1])
-    if slot < 0 or held[slot, 2] == _ZERO:
+    """Copy the content of the block with key keys[0] to `out`; returns whether it is held and known."""
+    entry = _find(held, keys[0, 0], keys[0, 1])
+    if entry < 0 or held[entry, 2] == _ZERO:
         return False
-    out[0] = held[slot, 2]
-    out[1] = held[slot, 3]
+    out[0] = held[entry, 2]
+    out[1] = held[entry, 3]
     return True
 
 
 @njit()
 def _run(rows: Words, keys: Words, start: int, count: int, alive: Words, depth: NDArray[np.int64]) -> Any:
-    """Goes on with the runs that are alive through `count` blocks; False when none is left."""
+    """Continue the live runs through `count` blocks; False when none is left."""
     width = alive.shape[0]
     for block in range(count):
-        slot = _find(rows, keys[block, 0], keys[block, 1])
+        entry = _find(rows, keys[block, 0], keys[block, 1])
         left = _ZERO
         for word in range(width):
             before = alive[word]
-            now = before & rows[slot, 2 + word] if slot >= 0 else _ZERO
+            now = before & rows[entry, 2 + word] if entry >= 0 else _ZERO
             alive[word] = now
             left |= now
             gone, worker = before & ~now, 64 * word
@@ -294,7 +294,7 @@ def _finish(blocks: int, alive: Words, depth: NDArray[np.int64]) -> None:
 
 @njit()
 def match_keys(rows: Words, keys: Words, depth: NDArray[np.int64]) -> None:
-    """Leading blocks that each worker holds, by their hashes' keys."""
+    """Count the leading blocks that each worker holds, by the keys of their hashes."""
     alive = np.empty(rows.shape[1] - 2, np.uint64)
     alive[:] = ~_ZERO
     if _run(rows, keys, 0, keys.shape[0], alive, depth):
@@ -303,7 +303,7 @@ def match_keys(rows: Words, keys: Words, depth: NDArray[np.int64]) -> None:
 
 @njit()
 def match_tokens(rows: Words, tokens: Words, contexts: Words, weights: Words, depth: NDArray[np.int64]) -> None:
-    """Leading blocks that each worker holds, by the prompt's tokens."""
+    """Count the leading blocks that each worker holds, by the prompt's tokens."""
     size = weights.shape[1] - 4
     blocks = tokens.shape[0] // size
     alive = np.empty(rows.shape[1] - 2, np.uint64)

@@ -6,11 +6,11 @@ block on. Two tables map a key to a bit per worker: one by content, one by the e
 matched by its tokens without any knowledge of an engine's hash function, and workers with different hashes for one
 content share a row. A third table per worker, hash → content, serves removals and children.
 
-A hit is never promised wrongly; a block that is there may go unnoticed:
-- only blocks in GPU memory and of the full-attention group count; others are counted apart, each medium for itself;
+There are no false hits; a block that a worker holds may be missed:
+- only blocks in GPU memory and of the full-attention group count; others are kept separately, by medium;
 - a block whose parent is unknown waits for it, known by its hash alone;
 - blocks are a set: engines repeat a stored block when it is reused, so one removal takes it away;
-- one content under two hashes of a worker differs in something the events do not tell (an adapter loaded again from
+- one content under two hashes of a worker differs in something the events do not carry (an adapter loaded again from
   another path; images, before the extra keys were published): no hit by tokens.
 
 Not safe for use by several threads at once.
@@ -35,17 +35,17 @@ _NO_TOKENS = np.zeros(0, np.uint64)
 _Words = NDArray[np.uint64]
 _Used = NDArray[np.int64]
 _FILL = 0.625
-"""Share of a table's slots in use at which it doubles."""
+"""Share of a table's entries in use at which it doubles."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """What a directory has seen, in blocks unless said otherwise."""
+    """Counts of a directory, in blocks unless stated otherwise."""
 
     stored: int = 0
-    """New on their worker; what is stored twice counts once."""
+    """Stored blocks that were new on their worker; repeats count once."""
     removed: int = 0
-    """By an event, from whatever medium and group."""
+    """Removed by an event, from any medium and group."""
     apart: int = 0
     """Stored in another medium, group or place: no hit."""
     unknown_removals: int = 0
@@ -56,15 +56,15 @@ class Counters:
     ambiguous: int = 0
     """Stored under a second hash: no hit by tokens."""
     forgotten: int = 0
-    """Held by a worker whose stream could no longer be trusted."""
+    """Dropped because their worker's stream could no longer be trusted."""
     gaps: int = 0
-    """Times that messages were missing."""
+    """Number of gaps in message numbers."""
     lost: int = 0
-    """Messages missing and not replayed."""
+    """Missing messages that were not replayed."""
     replayed: int = 0
-    """Messages missing and replayed."""
+    """Missing messages that were replayed."""
     restarts: int = 0
-    """Times that a worker's sequence fell back."""
+    """Number of times that a worker's sequence fell."""
     undecodable: int = 0
     """Messages that could not be read or hold an unknown event."""
 
@@ -73,20 +73,20 @@ class Held(NamedTuple):
     """Blocks of one worker."""
 
     hits: int
-    """On the GPU, of the full-attention group."""
+    """Blocks on the GPU, of the full-attention group."""
     waiting: int
     """Of these, blocks whose parent is unknown."""
     apart: dict[tuple[str, int | None, str], int]
-    """(medium, group, locality) → blocks that are no hit."""
+    """(medium, group, locality) → blocks that do not count as hits."""
 
 
 class _Table:
-    """Grows, never shrinks; doubling a million rows takes some tens of milliseconds, so give a capacity."""
+    """A hash table that grows and never shrinks. Doubling a million rows takes tens of milliseconds: set a capacity."""
 
-    __slots__ = ("limit", "slots", "used")
+    __slots__ = ("entries", "limit", "used")
 
     def __init__(self, width: int, capacity: int = 0) -> None:
-        self.slots: _Words = np.zeros((_tables.SMALLEST, 2 + width), np.uint64)
+        self.entries: _Words = np.zeros((_tables.SMALLEST, 2 + width), np.uint64)
         self.used: _Used = np.zeros(1, np.int64)
         self.limit = int(_tables.SMALLEST * _FILL)
         self.reserve(capacity)
@@ -95,12 +95,12 @@ class _Table:
         need = self.used.item() + more
         if need <= self.limit:
             return
-        slots = len(self.slots)
-        while need > slots * _FILL:
-            slots *= 2
-        grown = np.zeros((slots, self.slots.shape[1]), np.uint64)
-        _tables.rehash(self.slots, grown)
-        self.slots, self.limit = grown, int(slots * _FILL)
+        entries = len(self.entries)
+        while need > entries * _FILL:
+            entries *= 2
+        grown = np.zeros((entries, self.entries.shape[1]), np.uint64)
+        _tables.rehash(self.entries, grown)
+        self.entries, self.limit = grown, int(entries * _FILL)
 
 
 class _Waiting(NamedTuple):
@@ -115,21 +115,21 @@ class _Waiting(NamedTuple):
 @dataclass(slots=True)
 class _Worker:
     group: int
-    """The full-attention group; -1 while it is known to be another than assumed."""
+    """Full-attention group; -1 while the assumed one is known to be wrong."""
     told: bool = False
-    """Whether the engine said so."""
+    """Whether the engine named the group."""
     held: _Table = field(default_factory=lambda: _Table(2))
     blocks: int = 0
     apart: dict[tuple[str, int | None, str], set[BlockHash]] = field(default_factory=dict)
     waiting: dict[bytes, _Waiting] = field(default_factory=dict)
     children: dict[bytes, set[bytes]] = field(default_factory=dict)
-    """Unknown parent → those who wait for it."""
+    """Unknown parent → blocks that wait for it."""
 
 
 class KVDirectory:
-    """See the module's text. `capacity` is the number of distinct blocks to make room for at once.
+    """Directory of blocks per worker. `capacity` is the number of distinct blocks to allocate memory for at once.
 
-    `group` is the full-attention KV cache group of a hybrid model, where the engine's events do not tell it (vLLM's
+    `group` is the full-attention KV cache group of a hybrid model, if the engine's events do not name it (vLLM's
     give the kind of a group for offloaded blocks only). A worker is one stream of events: each data-parallel rank of
     an engine is a worker of its own.
     """
@@ -150,7 +150,7 @@ class KVDirectory:
         self.block_size = block_size
         self.group = group
         self.counters = Counters()
-        # Answers do not depend on these numbers; secret ones keep anybody from writing prompts that collide.
+        # Results do not depend on these numbers; secret ones prevent prompts made to collide.
         rng = np.random.default_rng() if rng is None else rng
         self._seeds = rng.integers(0, 1 << 64, 2, np.uint64)
         self._weights = rng.integers(0, 1 << 64, (2, block_size + 4), np.uint64) | np.uint64(1)
@@ -160,7 +160,7 @@ class KVDirectory:
         self._workers = [_Worker(group) for _ in range(num_workers)]
 
     def apply(self, worker: int, events: KVEvents) -> None:
-        """One message of a worker's stream, taken to be the next: see :class:`Follower` for gaps."""
+        """Apply the next message of a worker's stream; see :class:`Follower` for gaps."""
         for event in events.events:
             if isinstance(event, BlockStored):
                 self.stored(worker, event)
@@ -188,14 +188,14 @@ class KVDirectory:
         if tokens is None or contexts_ is None:
             self.counters.without_content += len(keys)
             self._store(worker, state, keys, _NO_TOKENS, NO_CONTEXTS, parent)
-        elif above is None or _tables.content_of(state.held.slots, family_keys, parent):
+        elif above is None or _tables.content_of(state.held.entries, family_keys, parent):
             self._store(worker, state, keys, tokens, contexts_, parent)
             self._join(worker, state, keys)
         else:
             self._wait(worker, state, family_keys[:1], keys, tokens, contexts_)
 
     def removed(self, worker: int, event: BlockRemoved) -> None:
-        """Takes blocks out of one medium; a removal without a group takes them out of each group of it."""
+        """Remove blocks from one medium; without a group, from each of its groups."""
         state = self._state(worker)
         medium, group, locality = _place(event)
         known = 0
@@ -213,15 +213,15 @@ class KVDirectory:
         self.counters.unknown_removals += max(0, len(event.block_hashes) - known)
 
     def cleared(self, worker: int) -> None:
-        """The worker emptied its cache."""
+        """Drop all blocks of a worker that emptied its cache."""
         self.counters.removed += self._empty(worker)
 
     def forget(self, worker: int) -> None:
-        """The worker's stream cannot be trusted: nothing is known of what it holds until it tells again."""
+        """Drop all blocks of a worker whose stream cannot be trusted, until new events arrive."""
         self.counters.forgotten += self._empty(worker)
 
     def drop_worker(self, worker: int) -> None:
-        """The worker has gone or started anew: forgets what it holds, and its group."""
+        """Forget the blocks and group of a worker that is gone or restarted."""
         self.forget(worker)
         self._workers[worker] = _Worker(self.group)
 
@@ -232,7 +232,7 @@ class KVDirectory:
         """
         depth = np.zeros(self.num_workers, np.int64)
         if len(hashes):
-            _tables.match_keys(self._hashes.slots, hash_keys(hashes, self._seeds), depth)
+            _tables.match_keys(self._hashes.entries, hash_keys(hashes, self._seeds), depth)
         return depth
 
     def match_tokens(
@@ -256,7 +256,7 @@ class KVDirectory:
         if keys is None:
             raise InputError("extra_keys hold a value that msgpack cannot encode")
         depth = np.zeros(self.num_workers, np.int64)
-        _tables.match_tokens(self._contents.slots, words, keys, self._weights, depth)
+        _tables.match_tokens(self._contents.entries, words, keys, self._weights, depth)
         depth *= self.block_size
         return depth
 
@@ -271,18 +271,18 @@ class KVDirectory:
 
     @property
     def nbytes(self) -> int:
-        """Of all tables, without what waits or is counted apart."""
+        """Memory of all tables, without waiting and separate blocks."""
         tables = [self._hashes, self._contents, *(state.held for state in self._workers)]
-        return sum(table.slots.nbytes for table in tables)
+        return sum(table.entries.nbytes for table in tables)
 
     def check_integrity(self) -> None:
-        """Raises InputError where the tables contradict each other: for tests and idle moments."""
+        """Raise InputError if the tables contradict each other; for tests and idle times."""
         for name, table in (("hashes", self._hashes), ("contents", self._contents)):
-            rows = table.slots[table.slots[:, 0] != 0]
+            rows = table.entries[table.entries[:, 0] != 0]
             if len(rows) != table.used[0] or not rows[:, 2:].any(axis=1).all():
                 raise InputError(f"{name}: {len(rows)} rows, {table.used[0]} counted, or one without a worker")
         by_worker = sum(state.blocks for state in self._workers)
-        bits = int(np.bitwise_count(self._hashes.slots[:, 2:]).sum())
+        bits = int(np.bitwise_count(self._hashes.entries[:, 2:]).sum())
         if by_worker != bits:
             raise InputError(f"workers hold {by_worker} blocks, the table of hashes says {bits}")
 
@@ -293,10 +293,10 @@ class KVDirectory:
 
     def _arrays(self, state: _Worker) -> tuple[_Words, _Used, _Words, _Used, _Words, _Used]:
         held, hashes, contents = state.held, self._hashes, self._contents
-        return held.slots, held.used, hashes.slots, hashes.used, contents.slots, contents.used
+        return held.entries, held.used, hashes.entries, hashes.used, contents.entries, contents.used
 
     def _learn_group(self, worker: int, state: _Worker, event: BlockStored) -> None:
-        """An event that names its group's kind settles which group is full attention; the first one does."""
+        """Set the full-attention group from the first event that names its group's kind."""
         if event.kv_cache_spec_kind is None or event.group_idx is None or state.told:
             return
         if event.kv_cache_spec_kind in _FULL_ATTENTION:
@@ -317,7 +317,7 @@ class KVDirectory:
         parent: NDArray[np.uint64],
     ) -> None:
         more = len(keys)
-        state.held.reserve(2 * more)  # a block, and perhaps a mark
+        state.held.reserve(2 * more)  # a block, and possibly a mark
         self._hashes.reserve(more)
         self._contents.reserve(more)
         tally = np.zeros(2, np.int64)
@@ -342,13 +342,13 @@ class KVDirectory:
             key = keys[block : block + 1]
             part = tokens[block * size : (block + 1) * size]
             context = contexts_[block : block + 1]
-            if _tables.content_of(state.held.slots, above, found):
+            if _tables.content_of(state.held.entries, above, found):
                 self._store(worker, state, key, part, context, found)
                 self._join(worker, state, key)
             else:
                 self._store(worker, state, key, _NO_TOKENS, NO_CONTEXTS, found)
                 self.counters.unknown_parents += 1
-                if not _tables.content_of(state.held.slots, key, found):
+                if not _tables.content_of(state.held.entries, key, found):
                     name = key.tobytes()
                     self._forget_waiting(state, name)
                     state.waiting[name] = _Waiting(above.copy(), key.copy(), part.copy(), context.copy())
@@ -356,7 +356,7 @@ class KVDirectory:
             above = key
 
     def _join(self, worker: int, state: _Worker, keys: NDArray[np.uint64]) -> None:
-        """Blocks whose content became known: they wait no more, and nor do their children."""
+        """Resolve blocks whose content became known, and their waiting children."""
         if not state.waiting:
             return
         self._stop_waiting(state, keys)
@@ -367,7 +367,7 @@ class KVDirectory:
             for name in list(state.children.get(key.tobytes(), ())):
                 child = state.waiting[name]
                 self._forget_waiting(state, name)
-                _tables.content_of(state.held.slots, key, parent)
+                _tables.content_of(state.held.entries, key, parent)
                 self._store(worker, state, child.key, child.tokens, child.contexts, parent)
                 ready.append(child.key)
 
@@ -387,7 +387,7 @@ class KVDirectory:
 
     def _empty_hits(self, worker: int, state: _Worker) -> int:
         held, hashes, contents = state.held, self._hashes, self._contents
-        _tables.release_all(held.slots, hashes.slots, hashes.used, contents.slots, contents.used, worker)
+        _tables.release_all(held.entries, hashes.entries, hashes.used, contents.entries, contents.used, worker)
         blocks, state.blocks = state.blocks, 0
         state.held = _Table(2)
         state.waiting.clear()
@@ -402,7 +402,7 @@ class KVDirectory:
 
 
 def _place(event: BlockStored | BlockRemoved) -> tuple[str, int | None, str]:
-    """(medium, group, locality); engines that name no medium have only the GPU's."""
+    """(medium, group, locality); without a medium it is the GPU."""
     return (event.medium or "GPU").upper(), event.group_idx, (event.locality or "LOCAL").upper()
 
 

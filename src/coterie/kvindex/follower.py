@@ -1,9 +1,9 @@
-"""Follows the numbered messages of each worker, so that a lost one never leaves a wrong hit behind.
+"""Follow the numbered messages of each worker, so that a lost message never causes a false hit.
 
-A number that jumps means lost messages, among them perhaps removals: they are fetched from the engine's replay endpoint
-if it still has them, else the worker's blocks are forgotten. A number that falls back is a worker that started anew,
-with an empty cache. A restart that skips nothing cannot be seen in the numbers: call :meth:`Follower.drop_worker` when
-a worker is known to have gone.
+A gap in the numbers means lost messages, possibly removals: they are fetched from the engine's replay endpoint if it
+still has them, else the worker's blocks are forgotten. A number that falls means that the worker restarted, with an
+empty cache. A restart without a gap cannot be seen in the numbers: call :meth:`Follower.drop_worker` when a worker is
+known to be gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ end marker; may raise CoterieError or OSError."""
 class Follower:
     """Feeds a directory; `replay` fetches lost messages.
 
-    A caller that may not wait for that leaves `replay` out, asks :meth:`missing` before each message, and hands the
+    A caller that must not block leaves `replay` out, calls :meth:`missing` before each message, and hands the
     fetched frames to :meth:`apply_payload` as `replayed`.
     """
 
@@ -33,23 +33,23 @@ class Follower:
         self._next: list[int | None] = [None] * directory.num_workers
 
     def missing(self, worker: int, seq: int) -> range:
-        """Numbers to fetch before this message can be applied: on a first message, or after a restart, from 0."""
+        """Numbers to fetch before this message can be applied; from 0 for a first message or after a restart."""
         self._check(worker, seq)
         expected = self._next[worker]
         return range(0, seq) if expected is None or seq < expected else range(expected, seq)
 
     def follow(self, worker: int, seq: int, events: KVEvents, replayed: Iterable[Frame] | None = None) -> None:
-        """Applies a message, after those lost before it."""
+        """Apply a message, after the lost ones before it."""
         self._heal(worker, seq, replayed)
         self.directory.apply(worker, events)
 
     def apply_payload(self, worker: int, seq: int, payload: bytes, replayed: Iterable[Frame] | None = None) -> None:
-        """Applies a message as received; one that cannot be read forgets the worker's blocks and is counted."""
+        """Decode and apply a message; if it cannot be decoded, forget the worker's blocks and count it."""
         self._heal(worker, seq, replayed)
         self._apply(worker, payload)
 
     def drop_worker(self, worker: int) -> None:
-        """The worker has gone: its blocks are forgotten, and the next message of that number is a first one."""
+        """Forget the blocks of a worker that is gone; the next message under its number counts as a first one."""
         self.directory.drop_worker(worker)
         self._next[worker] = None
 
@@ -63,7 +63,7 @@ class Follower:
             return
         found = self._fetch(worker, missing, replayed)
         counters.replayed += len(found)
-        if expected is not None:  # before a first message nothing was known, so nothing can be wrong
+        if expected is not None:  # before a first message there is nothing to forget
             lost = missing.stop - missing.start - len(found)
             counters.gaps += 1
             counters.lost += lost
@@ -73,7 +73,7 @@ class Follower:
             self._apply(worker, frame.payload)
 
     def _fetch(self, worker: int, missing: range, replayed: Iterable[Frame] | None) -> list[Frame]:
-        """The unbroken run of messages that ends just before the one at hand."""
+        """Unbroken run of messages that ends just before this one."""
         try:
             if replayed is None:
                 replayed = () if self._replay is None else self._replay(worker, missing.start)

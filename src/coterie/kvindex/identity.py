@@ -1,7 +1,7 @@
-"""What makes two blocks the same: an engine's hash, and the context in which tokens were computed.
+"""Identity of blocks: an engine's hash, and the context in which tokens were computed.
 
-Engines hash as they like, so a hash means something on one worker only, unless the fleet shares a hash function and
-its seed. Tokens mean the same everywhere, within a context: the LoRA, and the extra keys of a block (images, prompt
+Each engine has its own hash function, so a hash is valid on one worker only, unless the fleet shares the function and
+its seed. Tokens are comparable everywhere within a context: the LoRA, and the extra keys of a block (images, prompt
 embeddings, and on the first block the cache salt).
 """
 
@@ -22,12 +22,12 @@ from coterie.wire.kv_events import BlockHash, BlockStored
 
 _WORD = 8
 NO_CONTEXTS = np.zeros((0, 2), np.uint64)
-"""Of blocks that all are plain."""
+"""Contexts of blocks without LoRA or extra keys."""
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 def hash_keys(hashes: Sequence[BlockHash] | NDArray[np.uint64], seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Keys [block, 2] of engine hashes; an integer and bytes never meet."""
+    """Keys [block, 2] of engine hashes; integers and bytes never collide."""
     keys = np.empty((len(hashes), 2), np.uint64)
     if isinstance(hashes, np.ndarray):
         _fold(writeable(np.ascontiguousarray(hashes, np.uint64)).reshape(-1, 1), 0, seeds, keys)
@@ -47,14 +47,14 @@ def hash_keys(hashes: Sequence[BlockHash] | NDArray[np.uint64], seeds: NDArray[n
             _fold(np.frombuffer(numbers, np.uint64).reshape(-1, 1), 0, seeds, keys)
             return keys
     except (TypeError, OverflowError):
-        pass  # of both kinds, or negative: one by one
+        pass  # mixed kinds, or negative: one by one
     for index, item in enumerate(hashes):
         _fold_one(item, seeds, keys[index : index + 1])
     return keys
 
 
 def writeable(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A read-only array is another type to the compiler, which would take seconds to compile for it."""
+    """Return a writeable array: a read-only one is another type, for which compiling takes seconds."""
     return words if words.flags.writeable else words.copy()
 
 
@@ -75,7 +75,7 @@ def _fold_one(item: BlockHash, seeds: NDArray[np.uint64], keys: NDArray[np.uint6
 
 
 def event_tokens(event: BlockStored, block_size: int) -> NDArray[np.uint64] | None:
-    """The tokens of the event's blocks; None where they do not fill blocks of this size."""
+    """Tokens of the event's blocks; None if they do not fill blocks of this size."""
     blocks = len(event.block_hashes)
     if event.block_size != block_size or len(event.token_ids) != blocks * block_size:
         return None
@@ -86,7 +86,7 @@ def event_tokens(event: BlockStored, block_size: int) -> NDArray[np.uint64] | No
 
 
 def event_contexts(event: BlockStored) -> NDArray[np.uint64] | None:
-    """Contexts [block, 2] of the event's blocks, [0, 2] where all are plain; None where they cannot be told."""
+    """Contexts [block, 2] of the event's blocks, [0, 2] where all are plain; None if they are unknown."""
     lora = event.lora_id if event.lora_name is None else event.lora_name
     salt = event.cache_salt if event.parent_block_hash is None else None
     extra_keys = event.extra_keys
@@ -100,7 +100,7 @@ def event_contexts(event: BlockStored) -> NDArray[np.uint64] | None:
 def contexts(
     blocks: int, lora: str | int | None, cache_salt: str | None, extra_keys: Sequence[Any] | None
 ) -> NDArray[np.uint64] | None:
-    """Contexts [block, 2] from the first block on, [0, 2] where all are plain; None where a key has no encoding."""
+    """Contexts [block, 2] from the first block on, [0, 2] where all are plain; None if a key cannot be encoded."""
     if lora is None and not cache_salt and not extra_keys:
         return NO_CONTEXTS
     special = {block: keys for block, keys in enumerate(map(_listed, extra_keys or ())) if keys and block < blocks}
@@ -126,7 +126,7 @@ def _listed(entry: Any) -> list[Any]:
 
 
 def _context(lora: str | int | None, keys: list[Any]) -> NDArray[np.uint64]:
-    """vLLM names the LoRA again among the extra keys: it counts once."""
+    """Drop the LoRA from the extra keys, where vLLM repeats it."""
     if lora is None and not keys:
         return np.zeros(2, np.uint64)
     others = sorted(_ENCODER.encode(key) for key in keys if lora is None or key != lora)

@@ -1,1 +1,1 @@
-"""What engines and the gateway share to reach servers: an HTTP client, and servers as processes."""
+"""Helpers of engines and the gateway: an HTTP client, and servers as processes."""

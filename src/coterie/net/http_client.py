@@ -1,7 +1,7 @@
 """The HTTP client for servers: one request, or many with a few in flight and answers in order of completion.
 
-A request that fails is an answer that says so: recording under load must not stop because one prompt was too long or
-one connection was reset. Nothing is sent twice. Only :meth:`Client.call` raises where a server does not answer.
+A failed request gives an answer with the problem: recording under load must not stop because one prompt was too long or
+one connection was reset. Nothing is sent twice. Only :meth:`Client.call` raises if a server does not answer.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from coterie.wire.handoff import REQUEST_ID_HEADER
 
 CONNECT_S = 10.0
 REQUEST_S = 3600.0
-"""A request may wait long in the queue of a busy server."""
+"""Timeout of a request: it may wait long in the queue of a busy server."""
 HEALTH_S = 2.0
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Answer(NamedTuple):
-    """What became of one request."""
+    """Result of one request."""
 
     number: int
-    """Its place among the bodies, from 0."""
+    """Index among the bodies, from 0."""
     sent_s: float
-    """When it was sent, in seconds after the first."""
+    """Send time, in seconds after the first."""
     body: dict[str, Any] | None
-    """The JSON it was answered with; None where it failed."""
+    """JSON of the answer; None if it failed."""
     problem: str | None = None
-    """Why it failed, in one line."""
+    """Reason of a failure, in one line."""
     server_failed: bool = False
-    """The server is to blame, not the request: no connection, HTTP 5xx, or an answer that is no JSON object."""
+    """Whether the server failed, not the request: no connection, HTTP 5xx, or an answer that is no JSON object."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """How many requests were answered as asked, and why the others were not."""
+    """Number of requests that succeeded, and the problems of the others."""
 
     done: int = 0
     problems: Counter[str] = field(default_factory=Counter)
@@ -71,7 +71,7 @@ class Tally:
 
 
 def server_url(url: str) -> str:
-    """Without a slash or ``/v1`` at its end, which users copy along."""
+    """URL without a trailing slash or ``/v1``, which users often include."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"url={url!r} must be http://HOST:PORT or https://HOST:PORT")
@@ -83,7 +83,7 @@ def completion_path(chat: bool) -> str:
 
 
 def completion_body(prompt: Prompt, model: str, max_tokens: int, chat: bool, **more: Any) -> dict[str, Any]:
-    """What OpenAI's endpoints take: one greedy answer, whole."""
+    """Body for OpenAI's endpoints: one greedy answer, not streamed."""
     asked = {"messages": [{"role": "user", "content": prompt.prompt}]} if chat else {"prompt": prompt.prompt}
     return {"model": model, **asked, "max_tokens": max_tokens, "temperature": 0.0, "stream": False, **more}
 
@@ -99,7 +99,7 @@ class Client:
     async def __aenter__(self) -> Self:
         self._open = aiohttp.ClientSession(
             timeout=self._timeout,
-            connector=aiohttp.TCPConnector(limit=0),  # send() bounds what is in flight
+            connector=aiohttp.TCPConnector(limit=0),  # send() limits the requests in flight
             # A connection for each request: a server that closes an idle one just as it is taken again would look
             # dead (vLLM's closes after 5 s, the pool keeps 15).
             headers={"Connection": "close"},
@@ -135,9 +135,9 @@ class Client:
     async def post(
         self, path: str, body: Mapping[str, Any], request_id: str | None = None, *, number: int = 0, sent_s: float = 0.0
     ) -> Answer:
-        """One body; whatever goes wrong is in the answer. By its id a request is found in a server's events and logs.
+        """POST one body; any problem is in the answer. The id identifies the request in a server's events and logs.
 
-        `number` and `sent_s` are what the answer says of them.
+        `number` and `sent_s` are copied to the answer.
         """
         headers = None if request_id is None else {REQUEST_ID_HEADER: request_id}
         try:
@@ -158,7 +158,7 @@ class Client:
     async def send(
         self, path: str, bodies: Iterable[Mapping[str, Any]], concurrency: int, duration_s: float | None = None
     ) -> AsyncGenerator[Answer, None]:
-        """POST every body, at most `concurrency` at a time, and yield each answer when it is there.
+        """POST every body, at most `concurrency` at a time, and yield each answer on completion.
 
         After `duration_s` no further body is taken; those in flight are waited for.
         """
@@ -211,7 +211,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _message(found: Any, data: bytes) -> str:
-    """The words of an error answer: OpenAI's ``{"error": {"message": …}}``, ``{"message": …}``, or its text."""
+    """Message of an error answer: OpenAI's ``{"error": {"message": …}}``, ``{"message": …}``, or its text."""
     with suppress(AttributeError):
         error = found.get("error", found)
         message = error if isinstance(error, str) else error.get("message") or error.get("detail")

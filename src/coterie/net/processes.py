@@ -1,7 +1,7 @@
-"""Servers as processes of their own: start one, wait until it answers, end it and whatever it started.
+"""Servers as child processes: start one, wait until it answers, end it and all that it started.
 
-For engines and workers alike: all it knows of a server is its command, the URL whose ``/health`` answers 200, and the
-file its output goes to. A server that ends before it is ready shows its first traceback and the end of that file.
+For engines and workers: a server is a command, a URL whose ``/health`` answers 200, and a log file for its output. A
+server that ends before it is ready raises with its first traceback and the end of the log.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from coterie.net.http_client import healthy
 
 POLL_S = 0.05
 START_S = 120.0
-"""Until a server must answer: vLLM takes 30 to 90 s on two cores."""
+"""Seconds within which a server must answer: vLLM takes 30 to 90 s on two cores."""
 STOP_S = 20.0
-"""Between asking a server to end and killing it."""
+"""Seconds between asking a server to end and killing it."""
 LOG_LINES = 40
-"""Of the log's first traceback, and of its end, in an error."""
+"""Lines of the log's first traceback, and of its end, in an error."""
 
 
 _given: set[int] = set()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port nobody listens on now, and that was not given before: the system names the same one again.
+    """A free TCP port that was not returned before: the system may offer the same one again.
 
     Another process may take it first: start the server soon.
     """
@@ -49,7 +49,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 class ServerProcess:
-    """A server's process, in a group of its own so that what it starts ends with it.
+    """A server's process, in its own process group so that its children end with it.
 
     >>> with ServerProcess(argv, "http://127.0.0.1:8100", Path("worker.log")) as server:  # doctest: +SKIP
     ...     ask(server.url)
@@ -74,11 +74,11 @@ class ServerProcess:
 
     @property
     def returncode(self) -> int | None:
-        """How it ended; None while it runs. Negative: by that signal."""
+        """Exit code; None while it runs. Negative: ended by that signal."""
         process = self._started()
         if process.returncode is not None:
             return process.returncode
-        # Looks without reaping: until then no other process can be given its number, which names the group too.
+        # Look without reaping: until it is reaped no other process can get its number, which names the group too.
         found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None:
             return None
@@ -125,7 +125,7 @@ class ServerProcess:
         return self
 
     def stop(self, timeout_s: float = STOP_S) -> int:
-        """Ask it to end (SIGTERM), kill it if it does not, and return its exit code. Twice does no harm."""
+        """Ask it to end (SIGTERM), kill it if it does not, and return its exit code. May be called twice."""
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + timeout_s
         while self.returncode is None and time.monotonic() < deadline:
@@ -135,7 +135,7 @@ class ServerProcess:
     def kill(self) -> int:
         """End it now, and all it started (SIGKILL to its group)."""
         process = self._started()
-        if process.returncode is None:  # not reaped, so its number is still its own
+        if process.returncode is None:  # not reaped, so its number is not reused
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         return process.wait()
@@ -146,7 +146,7 @@ class ServerProcess:
             os.kill(self.pid, number)
 
     def log_text(self) -> str:
-        """What this start has written so far."""
+        """Log output since this start."""
         with self.log.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")
@@ -168,7 +168,7 @@ class ServerProcess:
     def _fail(self, what: str) -> None:
         lines = self.log_text().splitlines()
         end = max(0, len(lines) - LOG_LINES)
-        # Where one process starts another, what the first says at the end is only that the second failed.
+        # If one process starts another, the end of the first one's output only says that the second failed.
         cause = next((at for at, line in enumerate(lines[:end]) if "Traceback (most recent call last)" in line), end)
         shown = [*lines[cause : min(cause + LOG_LINES, end)], *(["…"] if cause + LOG_LINES < end else []), *lines[end:]]
         said = "\n".join(shown) or "(nothing)"

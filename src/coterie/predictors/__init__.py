@@ -1,4 +1,4 @@
-"""Predictors: the load a request will bring, before it runs, and how near they come. See docs/predictors.md."""
+"""Predictors: estimates of a request's load before it runs, and their scores. See docs/predictors.md."""
 
 from coterie.predictors.base import FittablePredictor, Predictor, PredictRequest, per_step, predictors
 from coterie.predictors.domain import DomainPredictor

@@ -1,9 +1,8 @@
-"""The contract of a predictor: how many tokens a request will bring to each expert, before it runs.
+"""The contract of a predictor: estimate a request's load per expert before it runs.
 
-A predictor is made with its settings, which does no work, and then fitted on the calibration requests of a trace. What
-it cannot know of a request (its tokens are not given, its domain was never seen) it takes from popularity: the mean
-distribution of the calibration requests, scaled to the request's tokens. A prediction is therefore never empty, and
-never better informed than it looks.
+A predictor is constructed with settings, which does no work, then fitted on the calibration requests of a trace.
+Without information on a request (its tokens are not given, its domain was never seen) it falls back to popularity: the
+mean distribution of the calibration requests, scaled to the request's tokens. So a prediction is never empty.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ Load = NDArray[np.float64]
 
 
 class PredictRequest(NamedTuple):
-    """What is known of a request when it is predicted; all of it may be missing."""
+    """What is known of a request when it is predicted; every field is optional."""
 
     token_ids: NDArray[np.integer] | None = None
-    """[token] of the prompt, or of whatever part is predicted."""
+    """[token] ids of the prompt, or of the part that is predicted."""
     footprint: NDArray[np.integer] | NDArray[np.floating] | None = None
-    """[layer, expert] activations known already, as of its prefill."""
+    """[layer, expert] activations known already, such as those of its prefill."""
     domain: str | None = None
     id: str | None = None
     num_tokens: int | None = None
-    """Tokens to predict for, where the ids themselves are not known."""
+    """Tokens to predict for, if the ids are unknown."""
 
 
 @runtime_checkable
 class Predictor(Protocol):
-    """Anything that predicts a request's load."""
+    """Predicts a request's load."""
 
     @property
     def num_layers(self) -> int: ...
@@ -51,7 +50,7 @@ class Predictor(Protocol):
     def predict(self, request: PredictRequest) -> Load:
         """[layer, expert] expected tokens, a new array; each layer sums to the request's tokens x top_k.
 
-        Of a request whose number of tokens is not known: of one token.
+        If the number of tokens is unknown, it is taken as 1.
         """
         ...
 
@@ -63,13 +62,13 @@ class FittablePredictor(Predictor, Protocol):
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
     ) -> FittablePredictor:
-        """Learn from these requests of the trace (None: all), from tokens of that phase only (None: both)."""
+        """Learn from `requests` of the trace (None: all), from tokens of `phase` only (None: both)."""
         ...
 
 
 @runtime_checkable
 class PromptPredictor(Protocol):
-    """A predictor that compares prompts, and can be told them where the trace does not say which tokens they were."""
+    """A predictor that compares prompts, which can be given where the trace lacks their token ids."""
 
     def fit_prompts(
         self,
@@ -83,36 +82,37 @@ class PromptPredictor(Protocol):
 
 
 class StartKind(StrEnum):
-    """What a predictor must see of a request's beginning, as its class attribute `needs_start` says."""
+    """What a predictor must know of a request's beginning; its class attribute `needs_start`."""
 
     FOOTPRINT = "footprint"
     TOKENS = "tokens"
 
 
 def needs_start(predictor: Predictor) -> StartKind | None:
-    """What of a request's beginning it cannot predict without."""
+    """What the predictor needs of a request's beginning, if anything."""
     found = getattr(predictor, "needs_start", None)
     return None if found is None else StartKind(found)
 
 
 def fit_phase(predictor: Predictor, phase: int | None) -> int | None:
-    """The phase to fit on in order to predict `phase`; None is both.
+    """Phase to fit on in order to predict `phase`; None is both.
 
-    A predictor whose class says ``any_phase = True`` learns from all tokens: a token does what it does wherever it is.
+    A predictor class with ``any_phase = True`` learns from all tokens: it assumes that a token's experts do not depend
+    on the phase.
     """
     return None if getattr(predictor, "any_phase", False) else phase
 
 
 predictors: PolicyRegistry[FittablePredictor] = PolicyRegistry("predictor", group="coterie.predictors")
-"""Holds the built-in ones once :mod:`coterie.predictors` is imported. Each is made without arguments, or with settings
-as keywords."""
+"""Predictors by name; built-in ones are registered when :mod:`coterie.predictors` is imported. All settings have
+defaults."""
 
 
 class Popularity(NamedTuple):
-    """How a token of the calibration requests spreads over the experts, on average."""
+    """Mean distribution over experts of a token of the calibration requests."""
 
     per_token: Load
-    """[layer, expert] activations a token: each layer sums to top_k."""
+    """[layer, expert] activations per token: each layer sums to top_k."""
     top_k: int
 
     @property
@@ -124,7 +124,7 @@ class Popularity(NamedTuple):
         return int(self.per_token.shape[1])
 
     def scaled(self, request: PredictRequest) -> Load:
-        """[layer, expert] tokens of a request of which no more than its size is known."""
+        """[layer, expert] tokens of a request of which only the size is known."""
         return self.per_token * self.tokens_of(request)
 
     def tokens_of(self, request: PredictRequest) -> float:
@@ -138,7 +138,7 @@ class Popularity(NamedTuple):
         return 1.0
 
     def check(self, request: PredictRequest) -> None:
-        """Raises where what comes with a request cannot be: a footprint of another model, fewer tokens than none."""
+        """Refuse a footprint of another model and a negative number of tokens."""
         if request.num_tokens is not None and request.num_tokens < 0:
             raise ConfigError(f"request {request.id!r}: num_tokens={request.num_tokens} must not be negative")
         if request.footprint is not None and request.footprint.shape != self.per_token.shape:
@@ -149,7 +149,7 @@ class Popularity(NamedTuple):
 
 
 def calibrate(trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None) -> Popularity:
-    """Popularity over some requests of a trace: every request counts alike, however long."""
+    """Popularity over requests of a trace, with equal weights whatever their length."""
     total = np.zeros((trace.meta.num_layers, trace.meta.num_experts))
     count = 0
     for _, ids in chosen_requests(trace, requests, phase):
@@ -157,21 +157,21 @@ def calibrate(trace: ActivationTrace, requests: NDArray[np.integer] | None, phas
             total += footprint(ids, trace.meta.num_experts) / len(ids)
             count += 1
     if not count:
-        raise ConfigError(f"no token to fit on: the {trace.num_requests} requests of the trace have none that is asked")
+        raise ConfigError(f"no token to fit on: the requests chosen of {trace.num_requests} have none of phase {phase}")
     return Popularity(total / count, trace.meta.top_k)
 
 
 def chosen_requests(
     trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None
 ) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:
-    """Index and expert ids [token, layer, k] of each request asked for, of one phase or both; one at a time."""
+    """Index and expert ids [token, layer, k] of each chosen request, of one phase or both."""
     for index in check_requests(trace, requests):
         tokens = trace.request(int(index))
         yield int(index), tokens.expert_ids if phase is None else tokens.only(phase)
 
 
 def check_requests(trace: ActivationTrace, requests: NDArray[np.integer] | None) -> NDArray[np.int64]:
-    """[request] indices asked for, each once, rising; all where None."""
+    """[request] chosen indices, unique and rising; all if None."""
     if requests is None:
         return np.arange(trace.num_requests, dtype=np.int64)
     chosen = np.unique(np.asarray(requests, np.int64))
@@ -183,7 +183,7 @@ def check_requests(trace: ActivationTrace, requests: NDArray[np.integer] | None)
 
 @dataclass(slots=True, eq=False)
 class Calibrated:
-    """What predictors share that fall back on popularity."""
+    """Base of predictors that fall back to popularity."""
 
     name: ClassVar[str]
     popularity_: Popularity | None = field(default=None, init=False, repr=False)
@@ -202,7 +202,7 @@ class Calibrated:
 
 
 def per_step(load: NDArray[np.floating] | NDArray[np.integer], tokens: float) -> Load:
-    """[layer, expert] tokens a decode step, of a load over `tokens` tokens: each is at most 1, a probability."""
+    """[layer, expert] tokens per decode step, from a load over `tokens` tokens; at most 1, a probability."""
     if not tokens > 0:
-        raise ConfigError(f"tokens={tokens} must be above 0 to share a load out over them")
+        raise ConfigError(f"tokens={tokens} must be above 0")
     return np.asarray(load, np.float64) / tokens

@@ -1,6 +1,6 @@
-"""Domain: a request is the average one of its domain.
+"""Domain: predict a request as the mean of its domain.
 
-A label oracle: it needs someone to say what a request is about, and serves as a baseline. Wrong where a domain has few
+A reference to compare with: it needs a label of each request's subject. Wrong where a domain has few
 calibration requests, whose mean is then mostly noise.
 """
 
@@ -29,7 +29,7 @@ from coterie.traces.activations import ActivationTrace
 @predictors.register("domain")
 @dataclass(slots=True, eq=False)
 class DomainPredictor(Calibrated):
-    """The mean distribution of the calibration requests of the same domain; of an unknown one, popularity."""
+    """The mean distribution of the calibration requests of the same domain; popularity for an unknown one."""
 
     name: ClassVar[str] = "domain"
     domains_: dict[str, Popularity] = field(default_factory=dict, init=False, repr=False)
@@ -41,10 +41,10 @@ class DomainPredictor(Calibrated):
         if labels is None:
             raise ConfigError(f"the trace of {trace.meta.model!r} has no domains")
         chosen = check_requests(trace, requests)
-        there = [index for index, ids in chosen_requests(trace, chosen, phase) if len(ids)]
+        present = [index for index, ids in chosen_requests(trace, chosen, phase) if len(ids)]
         self.popularity_ = calibrate(trace, chosen, phase)
         groups: dict[str, list[int]] = {}
-        for index in there:
+        for index in present:
             groups.setdefault(labels[index], []).append(index)
         self.domains_ = {name: calibrate(trace, np.array(rows), phase) for name, rows in groups.items()}
         return self

@@ -1,4 +1,4 @@
-"""Popularity: every request is the average one. The floor that any other predictor must pass."""
+"""Popularity: predict every request as the mean one. The baseline for other predictors."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Prefix: a request goes on as it began, as far as its beginning tells.
+"""Prefix: predict the rest of a request from the footprint of its beginning.
 
-What follows a prefix is not spread as the prefix is: every prompt of a service may open with the same instructions, and
-answers use other experts than prompts. So the request's prefix is compared with the average prefix, and only the
-difference is carried over:
+The tokens after a prefix use other experts than the prefix: every prompt of a service may open with the same
+instructions, and answers use other experts than prompts. So the request's prefix is compared with the average prefix,
+and only the difference is carried over:
 
     per token = popularity of what follows + n / (n + smoothing) x (the request's prefix - popularity of prefixes)
 
-for a prefix of n tokens. Where prefixes and what follows are spread alike this is the prefix itself, drawn towards
+for a prefix of n tokens. If prefixes and the rest have the same popularity, this is the prefix itself, shrunk towards
 popularity the shorter it is. Wrong where a request changes its subject.
 """
 
@@ -28,15 +28,15 @@ from coterie.types import DECODE, PREFILL
 @predictors.register("prefix")
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """From the footprint given with a request, that of its prefill; without one, popularity."""
+    """Prediction from the footprint of a request's prefill; popularity without one."""
 
     needs_start: ClassVar[StartKind] = StartKind.FOOTPRINT
     smoothing: float = 32.0
-    """Tokens of a prefix that popularity weighs as much as; 0 trusts a single one."""
+    """Tokens of a prefix at which it weighs as much as popularity; 0 trusts a single one."""
     before_: Popularity | None = field(default=None, init=False, repr=False)
-    """Of prefixes."""
+    """Popularity of prefixes."""
     after_: Popularity | None = field(default=None, init=False, repr=False)
-    """Of what is predicted."""
+    """Popularity of the tokens predicted."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.smoothing < math.inf:
@@ -57,9 +57,9 @@ class Prefix:
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
     ) -> Prefix:
-        """`phase` is that of the tokens predicted, decode where None; the other one's are the prefixes.
+        """Learn to predict tokens of `phase`, decode if None; tokens of the other phase are the prefixes.
 
-        Where the requests hold one phase only, its tokens stand for both.
+        If the requests have one phase only, its tokens stand for both.
         """
         held = {int(p) for r in check_requests(trace, requests) for p in np.unique(trace.request(int(r)).phase)}
         if len(held) < 2:
@@ -71,7 +71,7 @@ class Prefix:
         return self
 
     def predict(self, request: PredictRequest) -> Load:
-        """Scaled to num_tokens; where that is not given, to as many tokens as the prefix has."""
+        """Scaled to num_tokens; by default to the number of tokens in the prefix."""
         after, before = self.after, require_fitted(self.before_, "predictor 'prefix'")
         after.check(request)
         if request.footprint is None or not request.footprint.any():

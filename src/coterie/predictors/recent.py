@@ -1,12 +1,12 @@
-"""Recent popularity: every request is the average one of late, anywhere or on one worker.
+"""Recent popularity: predict every request as the mean of recent ones, overall or of one worker.
 
-Learns as it serves: a record's weight falls by `decay` with every record after it, so at 0.99 the last hundred count
-for 63% of the mean. Records count alike, however many tokens they have. A worker's mean ages by that worker's records
-alone. Right where traffic drifts, and by worker where a router sends each one like requests. Wrong where traffic is
-steady, because the mean of a hundred is noisier than that of all, and for a worker that fell silent: it does not age.
+Learns as it serves: a record's weight falls by `decay` with every later record, so at 0.99 the last hundred make up 63%
+of the mean. Records have equal weights, however many tokens they have. A worker's mean decays by that worker's records
+alone. Right where traffic drifts, and by worker where a router sends similar requests to each. Wrong where traffic is
+steady, because the mean of a hundred is noisier than that of all, and for an idle worker, whose mean does not decay.
 
-The mean itself is kept, not a sum: with a record it moves towards it by 1 ÷ weight, where weight = decay x weight + 1
-stays below 1 ÷ (1 - decay). A record touches two arrays, however many workers there are, and nothing grows.
+The mean itself is kept, not a sum: a record moves it towards itself by 1 ÷ weight, where weight = decay x weight + 1
+stays below 1 ÷ (1 - decay). A record updates two arrays, however many workers there are, and nothing grows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Mean(NamedTuple):
 @predictors.register("recent_popularity")
 @dataclass(slots=True, eq=False)
 class RecentPopularity(Calibrated):
-    """The decayed mean distribution of what was observed, scaled to the request's tokens."""
+    """The decayed mean distribution of observed records, scaled to the request's tokens."""
 
     name: ClassVar[str] = "recent_popularity"
     decay: float = 0.99
@@ -54,7 +54,7 @@ class RecentPopularity(Calibrated):
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
     ) -> RecentPopularity:
-        """Forget everything, then observe these requests as they arrived, of no worker."""
+        """Reset, then observe these requests in order of arrival, without a worker."""
         found = RecentPopularity(self.decay)
         for _, counts, tokens in arrived(trace, requests, phase):
             found.observe(counts, tokens)
@@ -62,7 +62,7 @@ class RecentPopularity(Calibrated):
         return self
 
     def observe(self, footprint: Counts, tokens: float, worker: Hashable | None = None) -> None:
-        """Activations [layer, expert] of this many tokens: of a request or a step, on this worker where one is told."""
+        """Add activations [layer, expert] of `tokens` tokens, of a request or a step, on `worker` if given."""
         top_k = self._check(footprint, tokens)
         per_token = np.asarray(footprint, np.float64) / tokens
         self.overall_ = (self.overall_ or _nothing(per_token)).after(per_token, self.decay)
@@ -71,7 +71,7 @@ class RecentPopularity(Calibrated):
             self.workers_[worker] = self.workers_.get(worker, _nothing(per_token)).after(per_token, self.decay)
 
     def _check(self, footprint: Counts, tokens: float) -> int:
-        """The top_k that the footprint shows."""
+        """Validate a footprint and return its top_k."""
         if not 0 < tokens < math.inf:
             raise ConfigError(f"tokens={tokens} must be a finite number above 0")
         known = self.popularity_
@@ -95,17 +95,17 @@ class RecentPopularity(Calibrated):
         return self.popularity.scaled(request)
 
     def of_worker(self, worker: Hashable) -> WorkerPopularity:
-        """The predictor of requests on this worker. It follows what is observed later."""
+        """Predictor of requests on this worker; it follows later observations."""
         return WorkerPopularity(self, worker)
 
     def forget(self, worker: Hashable) -> None:
-        """A worker that is gone; unknown ones are fine. What it brought to the overall mean stays."""
+        """Drop a worker that is gone, known or not. Its part of the overall mean stays."""
         self.workers_.pop(worker, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerPopularity:
-    """Recent popularity of one worker; of one without records, that of all."""
+    """Recent popularity of one worker; the overall one until it has records."""
 
     recent: RecentPopularity
     worker: Hashable
@@ -126,7 +126,7 @@ class WorkerPopularity:
 
 
 class Arrived(NamedTuple):
-    """A request that has tokens of the phase asked."""
+    """A request with tokens of the chosen phase."""
 
     request: int
     footprint: NDArray[np.uint32]
@@ -135,7 +135,7 @@ class Arrived(NamedTuple):
 
 
 def arrived(trace: ActivationTrace, requests: NDArray[np.integer] | None, phase: int | None) -> Iterator[Arrived]:
-    """These requests as they arrived, else as the trace lists them, but for those without tokens; raises if all are."""
+    """Requests with tokens, in order of arrival if known, else of the trace; raises if there are none."""
     chosen = check_requests(trace, requests)
     if trace.requests.arrival_s is not None:
         chosen = chosen[np.argsort(trace.requests.arrival_s[chosen], kind="stable")]
@@ -147,7 +147,7 @@ def arrived(trace: ActivationTrace, requests: NDArray[np.integer] | None, phase:
             found = True
             yield Arrived(int(index), footprint(ids, trace.meta.num_experts), len(ids))
     if not found:
-        raise ConfigError(f"no token to fit on: the {trace.num_requests} requests of the trace have none that is asked")
+        raise ConfigError(f"no token to fit on: the requests chosen of {trace.num_requests} have none of phase {phase}")
 
 
 def _nothing(like: Load) -> _Mean:

@@ -1,7 +1,7 @@
-"""Recorded: a request does again what it did before.
+"""Recorded: predict the footprint that was recorded.
 
-Exact for a request that is replayed, and the one to simulate with. For a live one, the footprint of its prefill given
-with it stands for its decode: good as far as a request keeps to its subject.
+Exact for a replayed request, so use it in simulations. For a live request, the footprint of its prefill stands for its
+decode: good as long as a request keeps to its subject.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Recorded(Calibrated):
 
     name: ClassVar[str] = "recorded"
     footprints_: dict[str, NDArray[np.uint32]] = field(default_factory=dict, init=False, repr=False)
-    """By request id, [layer, expert] tokens. Requests of a trace without ids go by their index, as text."""
+    """Request id → [layer, expert] tokens. Without ids in the trace, the index as text is the id."""
 
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
@@ -37,14 +37,14 @@ class Recorded(Calibrated):
         for index, ids in chosen_requests(trace, requests, phase):
             name = str(index) if names is None else names[index]
             if name in found:
-                raise ConfigError(f"request id {name!r} is in the trace twice: its footprint is not one")
+                raise ConfigError(f"request id {name!r} is in the trace twice: its footprint is ambiguous")
             if len(ids):
                 found[name] = footprint(ids, trace.meta.num_experts)
         self.popularity_, self.footprints_ = popularity, found
         return self
 
     def predict(self, request: PredictRequest) -> Load:
-        """A request's own footprint is given back as it is, scaled only where num_tokens says so."""
+        """Return a request's own footprint, scaled only if num_tokens is given."""
         popularity = self.popularity
         popularity.check(request)
         known = request.footprint if request.footprint is not None else self.footprints_.get(request.id or "")

@@ -1,8 +1,8 @@
-"""How near a predictor comes to what requests then did.
+"""Scores of a predictor against recorded loads.
 
-Cosine compares the shares of the load, so it knows nothing of size. Recall asks about the few experts that matter most:
-of the k that a request used most in a layer, how many are among the k predicted most? Experts that a request used
-equally often are equally right, and an expert that was not predicted at all is never a hit.
+Cosine compares shares of the load, not its size. Recall covers the few experts that matter most: of the k that a
+request used most in a layer, the share among the k predicted most. Experts that a request used equally often are
+equally right, and an expert with a prediction of 0 is never a hit.
 
 Requests that share text (a group) are not independent: intervals come from resampling groups, not requests.
 """
@@ -25,7 +25,7 @@ Loads = NDArray[np.floating] | NDArray[np.integer]
 
 
 class Interval(NamedTuple):
-    """A mean over requests, and the 2.5th and 97.5th percentile of it when groups are drawn anew."""
+    """A mean over requests, and its 2.5th and 97.5th percentile over resampled groups."""
 
     mean: float
     low: float
@@ -41,14 +41,14 @@ class Measure(NamedTuple):
 
 
 class Score(NamedTuple):
-    """All of it."""
+    """All measures of a predictor."""
 
     requests: int
     cosine: Measure
     recall_top_k: Measure
     recall_top_2k: Measure
     recall_16: Measure
-    """As published for a router that looks at the 16 experts predicted most, whatever top_k is."""
+    """Recall of 16 experts whatever top_k is, as published for a router that uses the 16 predicted most."""
 
 
 def score(
@@ -59,7 +59,7 @@ def score(
     rng: Generator,
     groups: Sequence[Hashable] | None = None,
 ) -> Score:
-    """Compare predictions with `truth` [request, layer, expert], the footprints that followed."""
+    """Compare predictions with `truth` [request, layer, expert], the recorded footprints."""
     shape = (len(requests), predictor.num_layers, predictor.num_experts)
     if truth.shape != shape or not len(requests):
         raise ConfigError(f"truth has shape {truth.shape}; expected [request, layer, expert] = {shape}, none 0")
@@ -69,12 +69,12 @@ def score(
         raise ConfigError(f"groups has {len(groups)} entries; there are {len(requests)} requests")
     empty = np.flatnonzero((truth.sum(axis=2) <= 0).any(axis=1))
     if empty.size:
-        raise ConfigError(f"request {int(empty[0])} has a layer without tokens: there is nothing to score against")
+        raise ConfigError(f"request {int(empty[0])} has a layer without tokens, which cannot be scored")
     predicted = np.stack([predictor.predict(request) for request in requests])
     sizes = (top_k, min(2 * top_k, shape[2]), min(16, shape[2]))
     found = (cosine(predicted, truth), *(recall(predicted, truth, size) for size in sizes))
     draws = _draws(groups if groups is not None else range(len(requests)), rng)
-    return Score(len(requests), *(Measure(_interval(each.mean(axis=1), draws), each.mean(axis=0)) for each in found))
+    return Score(len(requests), *(Measure(_interval(one.mean(axis=1), draws), one.mean(axis=0)) for one in found))
 
 
 def cosine(predicted: Loads, truth: Loads) -> NDArray[np.float64]:
@@ -88,20 +88,20 @@ def cosine(predicted: Loads, truth: Loads) -> NDArray[np.float64]:
 def recall(predicted: Loads, truth: Loads, k: int) -> NDArray[np.float64]:
     """[request, layer] share of the truth's k most used experts that are among the k predicted most.
 
-    Where fewer than k experts were used, of those. Predictions that tie go by the lower id.
+    If fewer than k experts were used, the share of those. Tied predictions go by the lower id.
     """
     true, guess = np.asarray(truth, np.float64), np.asarray(predicted, np.float64)
-    least = np.partition(true, -k, axis=-1)[..., -k, None]  # what the k-th expert has
+    least = np.partition(true, -k, axis=-1)[..., -k, None]  # load of the k-th expert
     above, tied = true > least, (true == least) & (true > 0)
     order = np.argsort(-guess, axis=-1, kind="stable")[..., :k]
     hits, drawn = (np.take_along_axis(of & (guess > 0), order, axis=-1).sum(axis=-1) for of in (above, tied))
-    places = k - above.sum(axis=-1)  # for which those that tie are equally right
+    places = k - above.sum(axis=-1)  # tied experts are equally right for these
     size = np.minimum(k, (true > 0).sum(axis=-1))
     return np.asarray((hits + np.minimum(drawn, places)) / np.maximum(1, size), np.float64)
 
 
 def _draws(groups: Sequence[Hashable], rng: Generator) -> NDArray[np.float64]:
-    """[resample, request] times each request counts when whole groups are drawn with replacement."""
+    """[resample, request] weight of each request when whole groups are drawn with replacement."""
     numbers: dict[Hashable, int] = {}
     of = np.array([numbers.setdefault(group, len(numbers)) for group in groups])
     times = rng.multinomial(len(numbers), np.full(len(numbers), 1 / len(numbers)), size=RESAMPLES)

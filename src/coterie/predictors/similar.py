@@ -1,12 +1,12 @@
-"""Similar prefix: a request does what an earlier one did that began alike.
+"""Similar prefix: predict the profile of an earlier request with the longest shared beginning.
 
-Of the requests remembered, the one that shares the most tokens with the prompt, from its start, and of several the
-latest. It must share at least `similarity` of the prompt; without such a one the request goes by recent popularity. Of
-an earlier request all tokens count, its answer too: the next turn of a conversation begins with them.
+Of the stored requests, the one that shares the most leading tokens with the prompt, the latest of ties. It must share
+at least `similarity` of the prompt; else the prediction is recent popularity. All tokens of an earlier request are
+compared, its answer too: the next turn of a conversation begins with them.
 
-Right for conversations, retries and one long document asked about again. Wrong where prompts share a template and
-little else: then 0.8 of a prompt may say nothing of its subject, and one request's profile is noisier than a mean.
-Most traffic of unrelated prompts finds no match at all.
+Right for conversations, retries and repeated questions on one long document. Wrong where prompts share a template and
+little else: then 0.8 of a prompt may not determine its subject, and one request's profile is noisier than a mean.
+Unrelated prompts mostly find no match.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _WIDTH = np.dtype(np.int32).itemsize
 
 
 class Match(NamedTuple):
-    """A sequence that began alike."""
+    """The sequence with the longest shared beginning."""
 
     number: int
-    """As `add` returned it."""
+    """Number returned by `add`."""
     tokens: int
-    """Shared, from the start; at least 1."""
+    """Shared leading tokens; at least 1."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,21 +42,20 @@ class _Node:
     """A run of tokens that all sequences below share: those from `start` to `stop` of the sequence `latest`."""
 
     start: int
-    """In bytes, as `stop`."""
+    """Offset in bytes, as `stop`."""
     stop: int
     latest: int
-    """Highest number below; when that one is forgotten, all below are."""
+    """Highest sequence number below; when that one is forgotten, all below are."""
     children: dict[bytes, _Node]
-    """By their first token."""
+    """First token → child."""
 
 
 class PrefixIndex:
-    """Token sequences by how they begin, forgotten in the order they came.
+    """Index of token sequences by their beginnings; the oldest are forgotten first.
 
-    A radix tree: a lookup compares each token of the prompt at most once, however many sequences there are, a run at a
-    time. Runs lie in the sequences themselves, so the tree takes a node or two a sequence beside them. Sequences are
-    kept as bytes: two runs are then compared in a tenth of the time that arrays take, which counts where many prompts
-    leave a long opening at many places.
+    A radix tree: a lookup compares each token of the prompt at most once, a run at a time, however many sequences there
+    are. Runs are views of the sequences, so the tree adds one or two nodes a sequence. Sequences are kept as bytes,
+    which compare ten times as fast as arrays; that matters where many prompts diverge from a long shared opening.
     """
 
     __slots__ = ("_added", "_held", "_roots")
@@ -70,7 +69,7 @@ class PrefixIndex:
         return len(self._held)
 
     def add(self, token_ids: NDArray[np.integer]) -> int:
-        """Its number, one more than the last."""
+        """Add a sequence; returns its number, one more than the last."""
         return self._insert(_packed(token_ids))
 
     def _insert(self, tokens: bytes) -> int:
@@ -95,7 +94,7 @@ class PrefixIndex:
         return number
 
     def longest(self, token_ids: NDArray[np.integer]) -> Match | None:
-        """The sequence that shares most tokens from the start, the latest of several; None where none shares one."""
+        """Sequence that shares the most leading tokens, the latest of ties; None if none shares any."""
         tokens, best = _packed(token_ids), None
         children, at = self._roots, 0
         while at < len(tokens):
@@ -109,7 +108,7 @@ class PrefixIndex:
         return None if best is None else Match(best, at // _WIDTH)
 
     def forget_oldest(self) -> int:
-        """The number of the sequence forgotten."""
+        """Forget the oldest sequence; returns its number."""
         if not self._held:
             raise ConfigError("there is no sequence to forget")
         number = next(iter(self._held))
@@ -125,13 +124,13 @@ class PrefixIndex:
             children, at, above = node.children, node.stop, node
         if above is not None and len(children) == 1:
             (only,) = children.values()
-            # An older sequence may end between the two. The latest goes on past it, so it is never the answer.
+            # An older sequence may end between the two. The latest continues past it, so it is never the answer.
             if only.latest == above.latest:
                 above.stop, above.children = only.stop, only.children
         return number
 
     def _shared(self, node: _Node, tokens: bytes) -> int:
-        """Bytes of the tokens shared from the start, up to the end of a node whose first token is known to be."""
+        """Bytes shared from the start, up to the end of a node whose first token matches."""
         stop = min(node.stop, len(tokens))
         own, asked = self._held[node.latest][node.start : stop], tokens[node.start : stop]
         if own == asked:
@@ -152,21 +151,21 @@ def _packed(token_ids: NDArray[np.integer]) -> bytes:
 
 
 class Profile(NamedTuple):
-    """What a request did."""
+    """Recorded activations of a request."""
 
     footprint: Counts
     """[layer, expert]"""
     tokens: float
     nbytes: int
-    """Taken by it and its tokens."""
+    """Memory of the footprint and the token ids."""
 
 
 class Similar(NamedTuple):
-    """An earlier request that began alike."""
+    """An earlier request with a shared beginning."""
 
     profile: Profile
     share: float
-    """Of the prompt."""
+    """Shared part of the prompt."""
 
 
 @predictors.register("similar_prefix")
@@ -175,16 +174,16 @@ class SimilarPrefix:
     """The profile of an earlier request with at least `similarity` of the prompt, scaled; else recent popularity."""
 
     similarity: float = 0.8
-    """Share of the prompt that must be shared, from its start."""
+    """Part of the prompt that must be shared, from its start."""
     decay: float = 0.99
-    """Of recent popularity."""
+    """Decay of recent popularity."""
     max_bytes: int = 1 << 28
-    """Of profiles and tokens remembered; past it the oldest are forgotten. At 48 layers of 128 experts and 1,000 tokens
-    a request, about 16,000 to 27,000 requests; the tree takes some 500 bytes a request beside."""
+    """Memory of stored profiles and tokens; above it the oldest are forgotten. At 48 layers of 128 experts and 1,000
+    tokens a request, about 16,000 to 27,000 requests; the tree takes another 500 bytes a request."""
     recent_: RecentPopularity | None = field(default=None, init=False, repr=False)
     index_: PrefixIndex | None = field(default=None, init=False, repr=False)
     profiles_: dict[int, Profile] = field(default_factory=dict, init=False, repr=False)
-    """By number in the index."""
+    """Number in the index → profile."""
     nbytes_: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -192,7 +191,7 @@ class SimilarPrefix:
             raise ConfigError(f"similarity={self.similarity} must be above 0 and at most 1")
         if self.max_bytes < 1:
             raise ConfigError(f"max_bytes={self.max_bytes} must be at least 1")
-        RecentPopularity(self.decay)  # refuses a bad one
+        RecentPopularity(self.decay)  # validates the decay
 
     @property
     def recent(self) -> RecentPopularity:
@@ -209,9 +208,9 @@ class SimilarPrefix:
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
     ) -> SimilarPrefix:
-        """Forget everything, then observe these requests as they arrived.
+        """Reset, then observe these requests in order of arrival.
 
-        The trace must have token ids. A request whose prompt was not recorded counts for popularity alone.
+        The trace must have token ids. A request without a recorded prompt counts for popularity only.
         """
         known = [trace.request(index) for index in range(trace.num_requests)]
         prompts = [request.token_ids if (request.phase == PREFILL).any() else None for request in known]
@@ -235,10 +234,10 @@ class SimilarPrefix:
         return self
 
     def observe(self, token_ids: NDArray[np.integer] | None, footprint: Counts, tokens: float) -> None:
-        """A request that is done: its prompt, and its answer where that is known; activations of `tokens` tokens.
+        """Add a finished request: token ids of its prompt and, if known, its answer; activations of `tokens` tokens.
 
-        The footprint is of what will be predicted, of the answer alone where that is asked. A request too large for
-        `max_bytes`, or without token ids, counts for popularity alone.
+        The footprint covers the part to predict, for example the answer only. A request too large for `max_bytes`, or
+        without token ids, counts for popularity only.
         """
         packed = b"" if token_ids is None else _packed(token_ids)
         recent = RecentPopularity(self.decay) if self.recent_ is None else self.recent_
@@ -257,7 +256,7 @@ class SimilarPrefix:
         self.nbytes_ += size
 
     def similar(self, token_ids: NDArray[np.integer] | None) -> Similar | None:
-        """The earlier request that a prompt goes by; None where it goes by popularity."""
+        """Earlier request that predicts a prompt; None if popularity does."""
         if token_ids is None or not len(token_ids) or self.index_ is None:
             return None
         found = self.index_.longest(token_ids)

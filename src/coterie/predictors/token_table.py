@@ -1,12 +1,12 @@
-"""Token table: each token id brings the experts it brought before, whatever its context.
+"""Token table: predict each token's experts from its id, whatever its context.
 
-Right where a token's identity decides its experts: the first layers of most models, and on average over a prompt far
-more of them. Wrong where context does. A token seen n times is trusted n / (n + smoothing); the rest, like every token
-never seen, goes by popularity.
+Right where a token's identity determines its experts: in the first layers of most models, and on average over a prompt
+in far more. Wrong where context does. A token seen n times has weight n / (n + smoothing); the rest, and every unseen
+token, falls back to popularity.
 
-A vocabulary of 200,000 tokens, 48 layers and 128 experts would be 4.9 GB if kept whole in 32 bits, so only tokens that
-were seen are kept, and of each layer only the `experts_kept` most likely experts, three bytes each. What is cut off
-goes by popularity too: the load of a layer always sums to tokens x top_k.
+A full table of 200,000 tokens, 48 layers and 128 experts would be 4.9 GB in 32 bits, so only tokens that were seen are
+kept, and of each layer only the `experts_kept` most likely experts, three bytes each. The remainder falls back to
+popularity too: the load of a layer always sums to tokens x top_k.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from coterie.types import narrowest_uint
 FORMAT = "coterie-token-table"
 VERSION = 1
 ONE = 1 << 15
-"""A weight of 1 in the table's fixed point. Cut down, never rounded up, so that weights never sum past top_k."""
+"""Fixed-point scale of weights. Weights are rounded down, so that they never sum to more than top_k."""
 
 _ARRAYS = ("counts", "experts", "popularity", "token_ids", "weights")
 
 
 class TokenRows(NamedTuple):
-    """The table itself: what each token seen does, the most likely experts first."""
+    """Rows of the table, one per token seen, the most likely experts first."""
 
     token_ids: NDArray[np.int32]
     """[seen] rising."""
@@ -65,12 +65,12 @@ class TokenTable:
     needs_start: ClassVar[StartKind] = StartKind.TOKENS
     any_phase: ClassVar[bool] = True
     smoothing: float = 0.0
-    """Occurrences of a token that popularity weighs as much as; 0 trusts a single one, and scores best where that was
+    """Occurrences of a token at which it weighs as much as popularity; 0 trusts a single one, and scored best where
     measured: noise of rare tokens averages out over a request, a pull towards popularity does not."""
     experts_kept: int | None = None
     """Experts kept of each token and layer; None is twice top_k."""
     max_bytes: int = 1 << 29
-    """Size of the table at most; past it the tokens seen least often are left out, and go by popularity."""
+    """Largest size of the table; above it the rarest tokens are left out and fall back to popularity."""
     rows_: TokenRows | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -122,19 +122,19 @@ class TokenTable:
         if bad >= 0:
             raise ConfigError(f"token {bad} activates an expert outside 0 … {meta.num_experts - 1}")
         self.rows_ = TokenRows(
-            seen[keep].astype(np.int32),
-            counts[keep].astype(np.int64),
-            experts,
-            weights,
-            popularity,
-            meta.model,
-            meta.layer_ids,
+            token_ids=seen[keep].astype(np.int32),
+            counts=counts[keep].astype(np.int64),
+            experts=experts,
+            weights=weights,
+            popularity=popularity,
+            model=meta.model,
+            layer_ids=meta.layer_ids,
         )
         return self
 
     def _fits(self, counts: NDArray[np.int64], row_bytes: int) -> NDArray[np.int64]:
         """Indices, rising, of the tokens kept: all, or those seen most often."""
-        limit = max(1, self.max_bytes // (row_bytes + 12))  # beside its row a token takes its id and its count
+        limit = max(1, self.max_bytes // (row_bytes + 12))  # 12 bytes: id and count of the token
         if len(counts) <= limit:
             return np.arange(len(counts))
         return np.sort(np.argsort(-counts, kind="stable")[:limit])
@@ -159,7 +159,7 @@ class TokenTable:
         return out * scale
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file; the same table gives the same bytes. Nothing is replaced."""
+        """Write one safetensors file; the same table gives the same bytes. Refuses to overwrite."""
         from safetensors.numpy import save
 
         file, rows = Path(path), self.rows
@@ -193,7 +193,7 @@ class TokenTable:
 
     @classmethod
     def load(cls, path: str | Path) -> TokenTable:
-        """Map a table that was saved: processes of one machine share its memory. Every number is checked."""
+        """Map a saved table: processes of one machine share its memory. Every number is checked."""
         file = Path(path)
         arrays = ArrayFile(file)
         about = arrays.about(FORMAT, VERSION)
@@ -209,13 +209,13 @@ class TokenTable:
         found = {name: arrays[name] for name in _ARRAYS}
         _check(file, found, top_k, layer_ids)
         table.rows_ = TokenRows(
-            found["token_ids"],
-            found["counts"],
-            found["experts"],
-            found["weights"],
-            Popularity(found["popularity"], top_k),
-            model,
-            layer_ids,
+            token_ids=found["token_ids"],
+            counts=found["counts"],
+            experts=found["experts"],
+            weights=found["weights"],
+            popularity=Popularity(found["popularity"], top_k),
+            model=model,
+            layer_ids=layer_ids,
         )
         return table
 
@@ -287,13 +287,13 @@ def _count_rows(
                     counts[expert] += 1
             for place in range(min(kept, size)):
                 best = place
-                for other in range(place + 1, size):  # of equals, the lowest id
+                for other in range(place + 1, size):  # of ties, the lowest id
                     more = counts[used[other]] - counts[used[best]]
                     if more > 0 or (more == 0 and used[other] < used[best]):
                         best = other
                 used[place], used[best] = used[best], used[place]
                 experts[row, layer, place] = used[place]
-                # Past 1 only where a trace repeats an id within a token; the excess goes by popularity.
+                # Past 1 only where a trace repeats an id within a token; the excess falls back to popularity.
                 weights[row, layer, place] = min(counts[used[place]], times) * ONE // times
             for place in range(size):
                 counts[used[place]] = 0
@@ -304,7 +304,7 @@ def _count_rows(
 def _add_rows(
     experts: NDArray[Any], weights: NDArray[Any], rows: NDArray[Any], trust: NDArray[Any], out: NDArray[Any]
 ) -> NDArray[np.float64]:
-    """Add the rows, each times its trust, to out [layer, expert]; returns what was added, [layer]."""
+    """Add the rows, each times its trust, to out [layer, expert]; returns the sum added, [layer]."""
     layers, kept = experts.shape[1], experts.shape[2]
     placed = np.zeros(layers)
     for i in range(len(rows)):

@@ -1,8 +1,7 @@
-"""The contract of a router: which worker should take a request, given what each of them is doing now.
+"""The contract of a router: choose the worker for a request, given the state of the fleet.
 
-A router is a pure function of a snapshot: the request as far as it is known, and the fleet as it is. It changes
-neither. Who asks it (a simulator, a gateway) admits the request where the decision says, and so changes the fleet for
-the next one.
+A router is a pure function of a snapshot: what is known of the request, and the fleet. It changes neither. The caller
+(a simulator, a gateway) admits the request to the chosen worker, and so changes the fleet for the next request.
 """
 
 from __future__ import annotations
@@ -18,32 +17,32 @@ from coterie.routing.fleet import Fleet
 
 
 class Request(NamedTuple):
-    """What is known of a request when it is routed; all of it may be missing."""
+    """What is known of a request when it is routed; every field is optional."""
 
     id: str = ""
     prompt_tokens: int = 0
     footprint: NDArray[np.integer] | NDArray[np.floating] | None = None
-    """[layer, expert] activations of its prefill, or what a predictor expects of it."""
+    """[layer, expert] activations of its prefill, or a predictor's estimate."""
     domain: str | None = None
     cached_tokens: NDArray[np.int64] | None = None
-    """[worker] tokens of its prompt, from the start, whose KV the worker holds."""
+    """[worker] leading prompt tokens whose KV the worker holds."""
 
 
 class Decision(NamedTuple):
-    """Where a request goes, and why."""
+    """The worker chosen for a request, and the reason."""
 
     worker: int
     scores: NDArray[np.float64]
-    """[worker] what the router compared, lower being better; infinite where the request must not go."""
+    """[worker] scores compared, lower is better; infinite where the request must not go."""
     reason: str
     profile: NDArray[np.float32] | None = None
-    """[expert index] probability that a token of the request activates it, where the router has an opinion: the fleet
-    keeps it as long as the request runs. An expert index is a layer's expert, layers one after the other."""
+    """[expert index] probability that a token of the request activates it, if the router predicts that: the fleet
+    keeps it while the request runs. Expert index = layer x experts + expert."""
 
 
 @runtime_checkable
 class Router(Protocol):
-    """Anything that routes; settings are the fields of a frozen dataclass."""
+    """Chooses a worker for a request; settings are the fields of a frozen dataclass."""
 
     def route(self, request: Request, fleet: Fleet) -> Decision: ...
 
@@ -58,7 +57,7 @@ class BatchRouter(Router, Protocol):
 
 
 def admit_together(router: Router, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
-    """Route and admit requests that arrive together: in one decision where the router can, else one by one."""
+    """Route and admit requests that arrive together: at once with a `BatchRouter`, else one by one."""
     if isinstance(router, BatchRouter) and len(requests) > 1:
         found = router.route_batch(requests, fleet)
         for request, decision in zip(requests, found, strict=True):
@@ -72,5 +71,5 @@ def admit_together(router: Router, requests: Sequence[Request], fleet: Fleet) ->
 
 
 routers: PolicyRegistry[Router] = PolicyRegistry("router", group="coterie.routers")
-"""Holds the built-in ones once :mod:`coterie.routing` is imported. Callers offer `fitted` (a
+"""Routers by name; built-in ones are registered when :mod:`coterie.routing` is imported. Contexts offer `fitted` (a
 :class:`~coterie.routing.fitted.RouterFit`), `cost` (:class:`~coterie.costs.lines.StepPrices`), `labels` and `seed`."""

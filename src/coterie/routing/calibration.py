@@ -1,4 +1,4 @@
-"""Calibration requests: what routers learn from, counted before and after the moment a request is routed."""
+"""Calibration requests: their counts before and after the moment of routing, from which routers learn."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Progress = Callable[[str, int, int], None]
 
 
 class Calibration(NamedTuple):
-    """Counts of requests, before and after the moment they are routed: [request, layer, expert] each."""
+    """Counts [request, layer, expert] before and after the moment of routing."""
 
     prefill: NDArray[np.uint32]
     decode: NDArray[np.uint32]
     gates: NDArray[np.float32] | None
     """Gate-probability mass of prefill, where the trace has gate weights."""
     requests: NDArray[np.int64]
-    """[request] its index in the trace."""
+    """[request] index in the trace."""
     halved: bool
-    """The trace has one phase: first and second halves of a request stand for prefill and decode."""
+    """Whether the trace has one phase only: halves of a request then stand for prefill and decode."""
     model: str
     top_k: int
 
@@ -51,7 +51,7 @@ def activation_probabilities(counts: Counts, top_k: int) -> NDArray[np.float32]:
 
 
 def tokens_of(counts: Counts, top_k: int) -> NDArray[np.float64]:
-    """[request] tokens that counts [request, layer, expert] are of; at least 1."""
+    """[request] number of tokens in counts [request, layer, expert]; at least 1."""
     sums = counts.sum(axis=(1, 2), dtype=np.float64)
     return np.asarray(np.maximum(sums / (counts.shape[1] * top_k), 1.0), np.float64)
 
@@ -59,9 +59,9 @@ def tokens_of(counts: Counts, top_k: int) -> NDArray[np.float64]:
 def calibration(
     trace: ActivationTrace, requests: NDArray[np.integer] | None = None, progress: Progress | None = None
 ) -> Calibration:
-    """Count a trace's requests, or those of them; requests that lack a phase are left out.
+    """Count a trace's requests, or the given ones; requests that lack a phase are left out.
 
-    Where the trace has one phase only, a request's first half stands for its prefill.
+    If the trace has one phase only, a request's first half stands for its prefill.
     """
     wanted = np.arange(trace.num_requests) if requests is None else np.asarray(requests, np.int64)
     phases = {int(p) for segment in trace.segments for p in np.unique(segment.tokens.phase)}
@@ -83,7 +83,9 @@ def calibration(
         if progress is not None:
             progress("Counting requests", row + 1, len(wanted))
     rows = np.array(kept, np.int64)
-    counted = Calibration(prefill, decode, gates, wanted, halved, meta.model, meta.top_k)
+    counted = Calibration(
+        prefill=prefill, decode=decode, gates=gates, requests=wanted, halved=halved, model=meta.model, top_k=meta.top_k
+    )
     return counted if len(rows) == len(wanted) else counted.take(rows)
 
 

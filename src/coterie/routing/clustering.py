@@ -1,14 +1,14 @@
 """Clusters of signatures, one for each worker: balanced K-means by cosine distance.
 
-Each cluster takes at most its capacity, and within that the total distance is the smallest there is, as the Hungarian
-method would find it. The assignment here is found otherwise, since N signatures and K workers need an N x N table
-there: everyone goes to the nearest centroid first, which is optimal for the sizes that result, and then overfull
-clusters push out one signature at a time along the cheapest chain of clusters that ends in one with room. Each push
-keeps the assignment optimal for its sizes (successive shortest paths), so the last one is optimal; a chain is looked
-for among K clusters, not N signatures. The tests hold it against the Hungarian method, with no loss allowed.
+Each cluster takes at most its capacity, and the total distance is minimal under that limit. The Hungarian method finds
+the same, but needs an N x N table for N signatures. Instead, every signature goes to the nearest centroid first, which
+is optimal for the sizes that result. Then overfull clusters push out one signature at a time along the cheapest chain
+of clusters that ends in one with room. Each push keeps the assignment optimal for its sizes (successive shortest
+paths), so the last one is optimal; the chain is searched among K clusters, not N signatures. The tests compare it with
+the Hungarian method and allow no loss.
 
 Balanced clusters are right where workers should get equal load from equal traffic. Plain K-means (`balanced=False`) is
-there to be compared with: its popular clusters overload their workers.
+a baseline: its popular clusters overload their workers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from coterie._numba import njit
 from coterie.errors import ConfigError
 
 GRAM_REQUESTS = 4096
-"""Up to so many signatures all their inner products are kept, and K-means never touches a signature again. Of more, so
-many are drawn, and all take part in the last rounds only."""
+"""Largest number of signatures whose inner products are all kept, so that K-means reads no signature again. Of more,
+this many are drawn, and all take part in the last rounds only."""
 FULL_ROUNDS = 4
+"""Rounds of K-means over all signatures, after those over a sample."""
 _NONE = np.int64(-1)
 _SLACK = 1e-12
+"""Slack for rounding errors of distances."""
 
 Labels = NDArray[np.int64]
 
@@ -38,22 +40,22 @@ class Clusters(NamedTuple):
     labels: Labels
     """[request] worker"""
     centroids: NDArray[np.float32]
-    """[worker, cell] of length 1; all 0 for a worker without requests."""
+    """[worker, index in kept layers] of length 1; all 0 for a worker without requests."""
     distance: float
-    """Cosine distances of all requests to their centroids, summed."""
+    """Sum of the cosine distances of requests to their centroids."""
 
 
 class Reclustered(NamedTuple):
     clusters: Clusters
-    """In the order of the workers that had the old centroids."""
+    """Clusters in the order of the old centroids' workers."""
     kept: bool
-    """The old centroids stay: new ones are not better by the margin."""
+    """Whether the old centroids stay: new ones are not better by the margin."""
     gain: float
     """Share of the old centroids' distance that the new ones save."""
 
 
 def capacities(requests: int, workers: int, speeds: NDArray[np.floating] | None = None) -> NDArray[np.int64]:
-    """[worker] requests each takes at most: equal shares or those of its speed, rounded up."""
+    """[worker] most requests of each: equal shares, or in proportion to its speed, rounded up."""
     if workers < 1:
         raise ConfigError(f"workers={workers} must be at least 1")
     shares = np.ones(workers) if speeds is None else np.asarray(speeds, np.float64)
@@ -84,9 +86,9 @@ def cluster(
     restarts: int = 2,
     iterations: int = 20,
 ) -> Clusters:
-    """The best of `restarts` runs of K-means from K-means++ seeds."""
+    """Cluster by the best of `restarts` runs of K-means from K-means++ seeds."""
     if len(signatures) < workers:
-        raise ConfigError(f"{len(signatures)} signatures cannot make {workers} clusters: there must be as many")
+        raise ConfigError(f"{len(signatures)} signatures cannot make {workers} clusters: at least {workers} are needed")
     limits = capacities(len(signatures), workers, speeds)
     if len(signatures) > GRAM_REQUESTS and workers <= GRAM_REQUESTS:
         sample = signatures[np.sort(rng.choice(len(signatures), GRAM_REQUESTS, replace=False))]
@@ -104,16 +106,16 @@ def cluster(
 
 
 def centroids_of(signatures: NDArray[np.float32], labels: Labels, workers: int) -> NDArray[np.float32]:
-    """[worker, cell] direction of each cluster's sum."""
+    """[worker, index in kept layers] direction of each cluster's sum."""
     sums = np.zeros((workers, signatures.shape[1]), np.float32)
     _sum_rows(np.ascontiguousarray(signatures, np.float32), labels, sums)
     return np.asarray(sums / _lengths(sums)[:, None], np.float32)
 
 
 def match(old: NDArray[np.floating], new: NDArray[np.floating]) -> NDArray[np.int64]:
-    """[worker] row of `new` that each row of `old` becomes, so that the summed similarity is greatest."""
+    """[worker] row of `new` matched to each row of `old`, so that the summed similarity is greatest."""
     if old.shape != new.shape:
-        raise ConfigError(f"centroids {old.shape} and {new.shape} must be as many, of as many cells")
+        raise ConfigError(f"centroids {old.shape} and {new.shape} must have equal shapes")
     return np.asarray(linear_sum_assignment(old @ new.T, maximize=True)[1], np.int64)
 
 
@@ -125,10 +127,10 @@ def recluster(
     speeds: NDArray[np.floating] | None = None,
     margin: float = 0.05,
 ) -> Reclustered:
-    """Clusters of newer signatures, whose rows stay with the workers they resemble.
+    """Cluster newer signatures and match the clusters to the workers whose old centroids they resemble.
 
-    Unless the total distance falls by more than the share `margin`, the old centroids stay as they are: moving a worker
-    to other requests costs it its caches.
+    Unless the total distance falls by more than the share `margin`, the old centroids stay: a worker that gets other
+    requests loses the use of its caches.
     """
     if not 0 <= margin < 1:
         raise ConfigError(f"margin={margin} must be in 0 … 1, less than 1")
@@ -158,7 +160,7 @@ def _rounds(
     balanced: bool,
     rounds: int,
 ) -> _Run:
-    """K-means from similarities [request, worker] to first centroids, until it gains next to nothing."""
+    """Run K-means from similarities [request, worker] to the first centroids, until it hardly improves."""
     best = _Run(np.inf, np.zeros(len(near), np.int64))
     for _ in range(rounds):
         labels = assign(-near, limits) if balanced else _nearest(near)
@@ -173,8 +175,8 @@ def _rounds(
 def _match_equal(old: NDArray[np.floating], new: NDArray[np.floating], speeds: NDArray[Any]) -> NDArray[np.int64]:
     order = np.empty(len(old), np.int64)
     for speed in np.unique(speeds):
-        alike = np.flatnonzero(speeds == speed)
-        order[alike] = alike[match(old[alike], new[alike])]
+        equal = np.flatnonzero(speeds == speed)
+        order[equal] = equal[match(old[equal], new[equal])]
     return order
 
 
@@ -192,7 +194,7 @@ def _lengths(rows: NDArray[np.floating]) -> NDArray[np.floating]:
 
 
 def _products(signatures: NDArray[np.float32]) -> Callable[[Labels, int], NDArray[np.float32]]:
-    """[request, worker] similarity to the centroids of labels (below 0: in none), from inner products alone."""
+    """Function of labels (negative: no cluster) → [request, worker] similarity to centroids, by inner products only."""
     products = signatures @ signatures.T
 
     def similar(labels: Labels, workers: int) -> NDArray[np.float32]:
@@ -209,7 +211,7 @@ def _direct(signatures: NDArray[np.float32]) -> Callable[[Labels, int], NDArray[
 
 
 def _seeds(signatures: NDArray[np.float32], workers: int, rng: Generator) -> Labels:
-    """[request] worker whose first centroid it is, else -1: far ones are drawn more often (K-means++)."""
+    """[request] worker whose first centroid it is, else -1; distant ones are drawn more often (K-means++)."""
     labels = np.full(len(signatures), _NONE)
     chosen = int(rng.integers(len(signatures)))
     far = np.full(len(signatures), np.inf)
@@ -224,7 +226,7 @@ def _seeds(signatures: NDArray[np.float32], workers: int, rng: Generator) -> Lab
 
 
 def _nearest(near: NDArray[np.float32]) -> Labels:
-    """Everyone's nearest centroid; a worker that nobody is nearest to gets the request farthest from its own."""
+    """[request] nearest centroid; an empty cluster gets the request farthest from its own centroid."""
     labels = np.asarray(near.argmax(axis=1), np.int64)
     for worker in np.flatnonzero(np.bincount(labels, minlength=near.shape[1]) == 0):
         own = near[np.arange(len(labels)), labels].copy()
@@ -237,8 +239,8 @@ def _nearest(near: NDArray[np.float32]) -> Labels:
 def _sum_rows(rows: NDArray[np.float32], labels: Labels, sums: NDArray[np.float32]) -> None:
     for row in range(len(rows)):
         worker = labels[row]
-        for cell in range(rows.shape[1]):
-            sums[worker, cell] += rows[row, cell]
+        for index in range(rows.shape[1]):
+            sums[worker, index] += rows[row, index]
 
 
 @njit()
@@ -257,9 +259,9 @@ def _assign(costs: NDArray[np.float32], limits: NDArray[np.int64], labels: Any) 
     while True:
         excess = False
         for worker in range(workers):
-            over = sizes[worker] > limits[worker]
-            excess = excess or over
-            distance[worker] = 0.0 if over else np.inf
+            overfull = sizes[worker] > limits[worker]
+            excess = excess or overfull
+            distance[worker] = 0.0 if overfull else np.inf
             parent[worker] = _NONE
         if not excess:
             return labels
@@ -296,7 +298,7 @@ def _assign(costs: NDArray[np.float32], limits: NDArray[np.int64], labels: Any) 
 def _cheapest(
     a: int, b: int, costs: NDArray[np.float32], first: Any, after: Any, price: NDArray[np.float64], who: Any
 ) -> None:
-    """What it costs to move one request from a to b, and which."""
+    """Find the request that is cheapest to move from a to b; fill its `price` and `who`."""
     price[a, b], who[a, b] = np.inf, _NONE
     request = first[a]
     while a != b and request >= 0:

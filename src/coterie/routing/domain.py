@@ -1,7 +1,7 @@
-"""Domain: workers belong to labels, as an operator who knows every request's subject would have it.
+"""Domain: each label has its own workers, as an operator who knows every request's subject would assign them.
 
-An oracle to compare with: nobody labels real traffic, and where labels are coarse they are worse than what the experts
-themselves say. Requests of an unknown label may go anywhere.
+A reference to compare with: real traffic has no labels, and coarse labels are worse than footprints. Requests of an
+unknown label may go anywhere.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class Domain:
             raise ConfigError(f"domain {request.domain!r} has worker {max(own)}; the fleet has {len(fleet)}")
         elsewhere = np.ones(len(fleet), np.bool_)
         elsewhere[list(own)] = False
-        # Its own first; if none of them is open, the others.
+        # Own workers first; if none of them is open, the others.
         worker, scores = best(load + elsewhere * (1.0 + load.max()), fleet)
         return Decision(worker, scores, f"the shortest queue of the {len(own)} workers of {request.domain!r}")
 
 
 def share_out(requests: Mapping[str, int], workers: int) -> dict[str, tuple[int, ...]]:
-    """Workers for each label, in proportion to its requests; labels share a worker where there are more of them."""
+    """Assign workers to labels in proportion to requests; labels share workers where they outnumber them."""
     if workers < 1 or not requests or min(requests.values()) < 0:
         raise ConfigError(f"workers={workers} and {len(requests)} labels must be at least 1, requests not negative")
     labels = sorted(requests, key=lambda label: (-requests[label], label))
     if len(labels) > workers:
         load = np.zeros(workers)
         chosen: dict[str, tuple[int, ...]] = {}
-        for label in labels:  # longest first onto the emptiest
+        for label in labels:  # most requests first, to the least loaded worker
             worker = int(np.argmin(load))
             load[worker] += requests[label]
             chosen[label] = (worker,)

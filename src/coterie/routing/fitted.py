@@ -1,9 +1,9 @@
-"""What routers learn from calibration requests, in one file: signature, centroids, profiles, forecast.
+"""Values that routers learn from calibration requests, saved in one file: signature, centroids, profiles, forecast.
 
-Two views of the same requests. For expert-locality routing as published: signatures, and a centroid of them for each
-worker. For routing by expected distinct experts: a profile for each worker, the mean activation probabilities in decode
-of the requests that the union-minimising clusters give it, and a forecast that turns a request's prefill into its own.
-Row w of both belongs to worker w: the clusters are matched by the requests they share.
+The same requests are clustered twice. Expert-locality routing as published uses signatures and a centroid per worker.
+Routing by expected distinct experts uses a profile per worker (the mean activation probabilities in decode of the
+requests in its union-minimising cluster) and a forecast of a request's own probabilities from its prefill. Row w of
+both belongs to worker w: the clusters are matched by the requests they share.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from coterie.traces.activations import ActivationTrace
 from coterie.traces.store import ArrayFile
 
 FORMAT, VERSION = "coterie-router", 1
-FIT_HINT = "what was learned from a trace; make it with coterie.fit_router(trace, workers)"
+FIT_HINT = "a fit to a trace; make it with coterie.fit_router(trace, workers)"
 NARROW_BYTES = 1 << 20
-"""Centroids past this size are kept in 8 bits: reading them is what a similarity costs."""
+"""Centroids above this size are kept in 8 bits: reading them dominates the time of a similarity."""
 RESTART_WORK = 2e8
-"""Work of all random starts of the union search. One costs requests x expert indices x workers: ten where that is
-small."""
+"""Work for all random starts of the union search. One start costs requests x expert indices x workers; at most 10 are
+made."""
 
 
 class Learned(NamedTuple):
-    """What fitting leaves behind."""
+    """Fitted values of a :class:`RouterFit`."""
 
     model: str
     """Name of the model whose routing was learned."""
@@ -55,15 +55,16 @@ class Learned(NamedTuple):
     top_k: int
     signature: Signature
     centroids: NDArray[np.float32]
-    """[worker, index in kept layers] of length 1."""
+    """[worker, index in kept layers] mean signatures, of length 1."""
     profiles: NDArray[np.float32]
     """[worker, expert index] mean activation probabilities in decode."""
     forecast: Forecast
     shares: NDArray[np.float32]
-    """[worker] of the calibration requests in the worker's union-minimising cluster."""
+    """[worker] share of calibration requests in the worker's union-minimising cluster."""
     narrow: NDArray[np.int8] | None
-    """Centroids in 8 bits, where they are large."""
+    """Centroids in 8 bits, if they are large."""
     scales: NDArray[np.float32] | None
+    """[worker] factor from 8-bit products to similarities."""
 
     @classmethod
     def of(
@@ -79,7 +80,7 @@ class Learned(NamedTuple):
         forecast: Forecast,
         shares: NDArray[np.float32],
     ) -> Learned:
-        """Checked, with what follows from the centroids."""
+        """Check the values, and quantise large centroids."""
         size, workers = num_layers * num_experts, len(centroids)
         expected = {
             "signature.weights": (signature.weights.shape, (num_layers, num_experts)),
@@ -119,28 +120,28 @@ class Learned(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RouterFit:
-    """All that routers need to know of a model and its traffic. Construct it with settings, then call :meth:`fit`."""
+    """Routing knowledge of a model and its traffic. Construct it with settings, then call :meth:`fit`."""
 
     workers: int
     """Decode workers of the fleet."""
     batch: int = 16
-    """Requests of a worker's decode step that profiles are made for."""
+    """Requests in a worker's decode step, which clusters are optimised for."""
     weighting: Weighting = "count_idf"
-    """How signatures weigh experts. `gate` cannot be routed by: a request comes with counts."""
+    """Weighting of experts in signatures. `gate` is refused: a request carries counts, not gate weights."""
     speeds: NDArray[np.floating] | None = None
-    """[worker] relative speed; None: all alike."""
+    """[worker] relative speed; None: equal."""
     learned_: Learned | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.batch < 1:
             raise ConfigError(f"workers={self.workers} and batch={self.batch} must be at least 1")
         if self.weighting == "gate":
-            raise ConfigError("weighting='gate' cannot be fitted for routing: requests come with counts, not gates")
+            raise ConfigError("weighting='gate' cannot be fitted for routing: requests carry counts, not gate weights")
 
     def fit(
         self, source: ActivationTrace | Calibration, rng: Generator, report: Callable[[str, float], None] | None = None
     ) -> RouterFit:
-        """Learn from calibration requests; `report` is told each part's name and seconds."""
+        """Learn from calibration requests; `report` is called with each part's name and seconds."""
         known = calibration(source) if isinstance(source, ActivationTrace) else source
         workers = self.workers
         if len(known.prefill) < max(3, workers):
@@ -200,7 +201,7 @@ class RouterFit:
         return self.learned.profiles
 
     def with_signature(self, signature: Signature, centroids: NDArray[np.float32]) -> RouterFit:
-        """The same fit, requests compared by another signature and its centroids."""
+        """Copy the fit with another signature and its centroids."""
         other = RouterFit(self.workers, self.batch, self.weighting, self.speeds)
         kept = self.learned
         other.learned_ = Learned.of(
@@ -217,18 +218,18 @@ class RouterFit:
         return other
 
     def router(self, name: str, model: StepModel, **settings: Any) -> Router:
-        """A registered router for a fleet of this fit's workers, its steps priced by `model`.
+        """Make a registered router for a fleet of this fit's workers, with step prices from `model`.
 
-        Settings are the router's own, such as ``band=0.05``; `cost` replaces the prices made of the model.
+        Settings are the router's own, such as ``band=0.05``; `cost` replaces the prices.
         """
         context = {"fitted": self, "cost": StepPrices.of(model, self.batch), "seed": 0}
         return routers.make(name, context, **settings)
 
     def fleet(self, places: int, speeds: NDArray[np.floating] | list[float] | None = None) -> Fleet:
-        """An empty fleet of this fit's workers with `places` requests each, which knows their priors.
+        """Make an empty fleet of this fit's workers, with `places` requests each and their profiles as priors.
 
-        Leave room: a router can only choose where there is a free place. Four times the requests a worker runs on
-        average is plenty.
+        Leave room: a router can only choose workers with a free place. Four times the mean number of running requests
+        is plenty.
         """
         return Fleet([places] * self.workers, self.profiles, self.speeds if speeds is None else speeds)
 
@@ -244,7 +245,7 @@ class RouterFit:
         return out
 
     def profile(self, footprint: Counts) -> NDArray[np.float32]:
-        """[expert index] activation probabilities expected in decode, from prefill counts; the mean without any."""
+        """[expert index] activation probabilities forecast for decode, from prefill counts; the mean if all are 0."""
         learned = self.learned
         self.check_footprint(footprint)
         counts: NDArray[Any] = np.ascontiguousarray(footprint).reshape(-1)
@@ -269,7 +270,7 @@ class RouterFit:
             )
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file, replacing an older one whole; the same values give the same bytes."""
+        """Write one safetensors file, replacing an older one atomically; the same values give the same bytes."""
         from safetensors.numpy import save
 
         file, learned = Path(path), self.learned
@@ -312,7 +313,7 @@ class RouterFit:
 
     @classmethod
     def load(cls, path: str | Path, model: str | None = None, workers: int | None = None) -> RouterFit:
-        """Read a file that was saved; with `model` or `workers`, only one fitted for those."""
+        """Read a saved file; `model` and `workers`, if given, must match."""
         file = Path(path)
         arrays = ArrayFile(file)
         about = arrays.about(FORMAT, VERSION)
@@ -363,7 +364,7 @@ class RouterFit:
 
 
 _WIDE = 32767.0
-"""A signature of length 1 in 16 bits. Its product with a row of 8 bits fits in 32: both lengths multiplied bound it."""
+"""Fixed-point scale of a 16-bit signature. Its product with an 8-bit row fits in 32 bits: the lengths bound it."""
 _DTYPES: dict[str, Any] = {
     "weights": np.float32,
     "layers": np.int64,
@@ -378,7 +379,7 @@ _DTYPES: dict[str, Any] = {
 
 
 class _Watch:
-    """Tells how long each part took."""
+    """Reports the duration of each part."""
 
     def __init__(self, report: Callable[[str, float], None] | None) -> None:
         self._report = report
@@ -392,7 +393,7 @@ class _Watch:
 
 
 def _follow(labels: Labels, leading: Labels, workers: int, speeds: NDArray[np.floating] | None) -> Labels:
-    """The same clusters under the numbers of those they share most requests with; only workers alike change places."""
+    """Renumber clusters by the `leading` ones they share most requests with, only among workers of equal speed."""
     shared = np.zeros((workers, workers))
     np.add.at(shared, (labels, leading), 1.0)
     if speeds is not None:
@@ -402,10 +403,10 @@ def _follow(labels: Labels, leading: Labels, workers: int, speeds: NDArray[np.fl
 
 @njit(fastmath=True)
 def _total(counts: NDArray[Any]) -> float:
-    """A third of the time of NumPy's sum at 6,144 cells."""
+    """A third of the time of NumPy's sum at 6,144 expert indices."""
     total = np.float32(0.0)
-    for cell in range(len(counts)):
-        total += np.float32(counts[cell])
+    for index in range(len(counts)):
+        total += np.float32(counts[index])
     return np.float64(total)
 
 
@@ -415,6 +416,6 @@ def _narrow_similarities(
 ) -> None:
     for worker in range(rows.shape[0]):
         total = np.int32(0)
-        for cell in range(rows.shape[1]):  # casts keep Numba from widening to 64 bits, which is not vectorised
-            total = np.int32(total + np.int32(np.int32(rows[worker, cell]) * np.int32(own[cell])))
+        for index in range(rows.shape[1]):  # casts keep Numba from widening to 64 bits, which is not vectorised
+            total = np.int32(total + np.int32(np.int32(rows[worker, index]) * np.int32(own[index])))
         out[worker] = total * scales[worker]

@@ -1,17 +1,17 @@
-"""The fleet as routers see it: one row a worker, kept up to date by whoever runs it.
+"""State of the fleet for routers: one row per worker, updated by the caller that runs it.
 
-Numbers are plain arrays, so that a decision over a thousand workers is a few passes over them. An *expert index* is a
-layer's expert, layers one after the other. `missed` is what expert locality is made of: for every worker and expert
-index, the probability that a step does not touch the expert,
+State is in plain arrays, so that a decision over a thousand workers is a few passes over them. An *expert index* is
+layer x experts + expert. `missed` holds, for every worker and expert index, the probability that a step does not touch
+the expert,
 
     missed = exp(expected x mean over requests of log(1 - p))
 
 where p is the probability that a token of a request activates it. Adding a request with probabilities q is then
-expected to touch ``sum(q x missed)`` experts more a step. What counts is which requests will run beside the one that
-arrives now. Requests last about as long as each other, so on average half of those running now will, and others take
-the place of the rest. So `expected`, their number, is half way between the worker's own and the fleet's mean, and the
-mean over requests is half that of its running requests, half that of its *prior*: the requests that it usually gets,
-those of calibration at first, then a moving average of those that arrived.
+expected to touch ``sum(q x missed)`` more experts a step. What matters is which requests will run beside one that
+arrives now. Requests have similar durations, so on average half of those running now will, and later arrivals replace
+the rest. So `expected`, their number, is half way between the worker's own and the fleet's mean, and the mean over
+requests is half that of the running requests, half that of the worker's *prior*: the requests it usually gets, from
+calibration at first, then a moving average of those that arrived.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from coterie._numba import njit
 from coterie.errors import ConfigError
 
 MOST_CERTAIN = 0.999
-"""Probabilities are cut here: a product with a 0 in it could never be taken apart again."""
+"""Largest probability: removing a request from a product with a factor of 0 would be impossible."""
 
 PRIOR_WINDOW = 32
 """Window of the prior's moving average, in requests."""
@@ -35,10 +35,10 @@ UNIT = 2.0**-13
 the sums of 37,000 requests of probability `MOST_CERTAIN`."""
 
 LEAST_LOG = -16.0
-"""Logarithm of the smallest probability that is told apart from 0."""
+"""Logarithm of the smallest probability distinguished from 0."""
 
 STALE = 0.1
-"""Relative change of the fleet's mean load after which the numbers of all workers are computed again."""
+"""Relative change of the fleet's mean load after which the values of all workers are recomputed."""
 
 
 class _Resident(NamedTuple):
@@ -49,7 +49,7 @@ class _Resident(NamedTuple):
 
 
 class Fleet:
-    """Workers that decode; [worker] each. `admit`, `finish` and `refine` are for who runs it, never for routers."""
+    """Workers that decode; arrays are [worker]. The caller uses `admit`, `finish` and `refine`; routers never do."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class Fleet:
         prior: NDArray[np.floating] | None = None,
         speeds: NDArray[np.floating] | list[float] | None = None,
     ) -> None:
-        """`places` is how many requests each worker runs at once.
+        """`places` [worker] is the number of requests each runs at once.
 
         `prior` [worker, expert index] is the profile of a request that the worker usually gets: mean activation
         probabilities. With it the fleet tracks experts; without it, it refuses profiles, and routers that need
-        experts refuse the fleet. :meth:`~coterie.routing.fitted.RouterFit.fleet` makes one with what was learned.
+        experts refuse the fleet. :meth:`~coterie.routing.fitted.RouterFit.fleet` makes one with fitted profiles.
         """
         self.places = np.array(places, np.int64)
         workers = len(self.places)
@@ -76,19 +76,19 @@ class Fleet:
         self.running = np.zeros(workers, np.int64)
         """Requests admitted and not finished, waiting ones included."""
         self.context_tokens = np.zeros(workers, np.int64)
-        """Cached tokens of those requests when they were admitted, summed."""
+        """Sum of those requests' cached tokens at admission."""
         self.prefill_tokens = np.zeros(workers, np.int64)
-        """Prompt tokens the worker must still compute."""
+        """Prompt tokens still to compute."""
         self.kv_used = np.zeros(workers)
-        """Share of its KV blocks in use."""
+        """Share of KV blocks in use."""
         self.alive = np.ones(workers, np.bool_)
-        """A worker that is not gets nothing."""
+        """A worker that is not alive gets no requests."""
         self.missed = np.full((workers, size), 255, np.uint8)
         """[worker, expert index] probability that a step does not touch it; 255 is 1."""
         self.expected = np.zeros(workers)
-        """Requests that will run beside one that arrives now."""
+        """Number of requests expected to run beside one that arrives now."""
         self.distinct = np.zeros(workers)
-        """Experts that a step of that many requests touches, over all layers."""
+        """Distinct experts expected in a step of `expected` requests, over all layers."""
         self.local: NDArray[np.uint64] | None = None
         """[worker, layer, word] bit e of a layer: the worker holds expert e; None where all hold all."""
         self.routed = 0
@@ -99,7 +99,7 @@ class Fleet:
         self._prior_logs = _logs(self._prior)
         self._mean = 0.0
         self._tracking = False
-        """Until a request arrives with a profile no router looks at experts, and none are computed."""
+        """False until a request has a profile: no router uses expert values before, so none are computed."""
         self._residents: dict[str, _Resident] = {}
 
     def __len__(self) -> int:
@@ -107,17 +107,17 @@ class Fleet:
 
     @property
     def tracks_experts(self) -> bool:
-        """Whether it was made with a prior."""
+        """Whether the fleet was made with a prior."""
         return self.missed.shape[1] > 0
 
     @property
     def open(self) -> NDArray[np.bool_]:
-        """[worker] alive, with a place free; where no living one has any, all living ones, which then queue."""
+        """[worker] alive with a free place; if there is none, every one alive, where requests then queue."""
         free = self.alive & (self.running < self.places)
         return free if free.any() else self.alive
 
     def admit(self, request_id: str, worker: int, context: int = 0, profile: NDArray[np.float32] | None = None) -> None:
-        """A request was routed to a worker."""
+        """Add a request to its worker."""
         if request_id in self._residents:
             worker = self._residents[request_id].worker
             raise ConfigError(f"request {request_id!r} is in the fleet already, on worker {worker}")
@@ -138,7 +138,7 @@ class Fleet:
         self._shift(worker, logs, 1)
 
     def finish(self, request_id: str) -> None:
-        """It ended, or went away."""
+        """Remove a request that ended or was cancelled."""
         gone = self._known(request_id)
         del self._residents[request_id]
         self.running[gone.worker] -= 1
@@ -146,7 +146,7 @@ class Fleet:
         self._shift(gone.worker, gone.logs, -1)
 
     def refine(self, request_id: str, profile: NDArray[np.float32]) -> None:
-        """What is known of a running request became better: its own decode was seen."""
+        """Replace a running request's profile by a better one, measured in its own decode."""
         known, logs = self._known(request_id), _logs(self._checked(profile))
         self._tracking = True
         self._residents[request_id] = known._replace(logs=logs)
@@ -161,13 +161,13 @@ class Fleet:
 
     def _checked(self, profile: NDArray[np.float32]) -> NDArray[np.float32]:
         if not self.tracks_experts:
-            raise ConfigError("the fleet tracks no experts, and got a request with a profile: make it with a prior")
+            raise ConfigError("the fleet tracks no experts but a request has a profile: make the fleet with a prior")
         if len(profile) != self.missed.shape[1]:
             raise ConfigError(f"profile has {len(profile)} expert indices; the fleet has {self.missed.shape[1]}")
         return np.ascontiguousarray(profile, np.float32)
 
     def _shift(self, worker: int, logs: NDArray[np.int32] | None, sign: int, refresh: bool = True) -> None:
-        """Count a request's experts in or out; numbers of workers follow."""
+        """Add or subtract a request's experts, and update the workers' values."""
         if not self._tracking:
             return
         if logs is not None:
@@ -221,7 +221,7 @@ def _refresh(
     distinct: NDArray[np.float64],
     missed: NDArray[np.uint8],
 ) -> float:
-    """Make a worker's numbers anew, or all workers' where the fleet's load is not that mean any more; the mean used."""
+    """Recompute a worker's values, or all workers' where the fleet's mean load has changed. Returns the mean used."""
     living, requests = 0, 0
     for every in range(len(alive)):
         if alive[every]:
@@ -244,7 +244,7 @@ def _refresh(
 def _spread(
     logs: NDArray[np.int32], prior: NDArray[np.int32], running_share: float, arriving: float, missed: NDArray[np.uint8]
 ) -> float:
-    """Fill `missed`; experts that a step touches. An exponential is the 64th power of a 64th, off by at most 3e-6."""
+    """Fill `missed` and return the experts that a step touches. exp(x) = exp(x / 64)^64, error at most 3e-6."""
     a, b, least = np.float32(running_share * UNIT / 64), np.float32(arriving * UNIT / 64), np.float32(LEAST_LOG / 64)
     untouched = np.float32(0.0)
     for at in range(len(logs)):

@@ -1,16 +1,16 @@
-"""What a request will activate in decode, from what it activated in prefill.
+"""Forecast of a request's activation probabilities in decode, from those in prefill.
 
     p(decode) = after + z (own + A B'),    z = n / (n + noise) x (p(prefill) - before)
 
 for a prefill of n tokens. `before` and `after` are the mean activation probabilities of calibration requests in the two
-phases, so a short prefix, whose probabilities are mostly noise, predicts `after`. `own` is how much of its own prefill
-a request keeps, one number. A B' is a linear map of low rank for what that leaves over: ridge regression over the
+phases, so a short prefix, whose probabilities are mostly noise, predicts `after`. `own` is the share of its own prefill
+that a request keeps, one number. A B' is a linear map of low rank for the remainder: ridge regression over the
 calibration requests (in its dual form, as expert indices outnumber requests), cut to the directions in which its
-predictions differ most. A request's ridge is ridge x SCALE / n, as noise falls with n; the ridge itself is the one that
-predicts best the calibration requests left out of its fit.
+predictions vary most. A request's ridge is ridge x SCALE / n, since noise falls with n; the ridge is chosen by
+leave-one-out error over the calibration requests.
 
-Better than the prefill itself, which is noisy and of another phase, and than popularity, which is the same for all.
-Wrong where requests are unlike any that calibrated it: it knows their directions only.
+Better than the prefill itself, which is noisy and of another phase, and than popularity, which is the same for all
+requests. Wrong for requests unlike those of calibration: the map has no direction for them.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ SCALE = 60.0
 RIDGES = (1.0, 3.0, 10.0, 20.0, 40.0, 100.0, 300.0)
 NOISES = (5.0, 15.0, 30.0, 60.0, 120.0)
 OWN_SHARES = (0.5, 0.65, 0.8, 1.0)
-"""Of the share that predicts best alone: beside the map, less of it is better."""
+"""Candidates for `own`, relative to the share that is best without a map: with the map a smaller one is better."""
 RANK = 8
-"""On gpt-oss-20b the squared error on other requests falls by 0.4% from 8 to 16, and no further."""
+"""Default rank. On gpt-oss-20b, 16 lowers the squared error on other requests by 0.4%, and more ranks by nothing."""
 CHOICE_REQUESTS = 256
-"""Calibration requests, at most, that the ridge is chosen on."""
+"""Most calibration requests that the ridge is chosen on."""
 LINE = 16
-"""Numbers in a line of a cache: to read rows that start elsewhere takes a quarter longer."""
+"""Floats in a cache line: reading unaligned rows takes a quarter longer."""
 APART = 5 * LINE
-"""Numbers between rows, as rows a multiple of 4 KiB apart are in each other's way."""
+"""Floats of padding between rows: rows a multiple of 4 KiB apart evict each other from the cache."""
 IN, OUT = 4, 10
-"""Rows of maps that loops take at a time."""
+"""Rows of A and of B that a loop processes at a time."""
 
 
 class LinearMap(NamedTuple):
-    """What fitting a forecast leaves behind."""
+    """Fitted values of a forecast."""
 
     before: NDArray[np.float32]
     """[expert index] mean activation probability in prefill."""
@@ -57,23 +57,23 @@ class LinearMap(NamedTuple):
     own: float
     """Share of a prefill's difference from `before` that stays in decode."""
     noise: float
-    """Tokens of a prefix that `after` weighs as much as."""
+    """Tokens of a prefill at which it weighs as much as `after`."""
     ridge: float
     rows: NDArray[np.float32]
-    """[row, expert index and padding] A, then after, before and B, padded with zero rows: loops take several rows at a
-    time."""
+    """[row, expert index and padding] A, then after, before and B, padded with zero rows: loops process several rows
+    at a time."""
     prior: NDArray[np.float32]
-    """[row of A] how far `before` lies along it."""
+    """[row of A] its product with `before`."""
 
 
 @dataclass(slots=True, eq=False)
 class Forecast:
-    """A map from prefill to decode. Construct it with its settings, then call :meth:`fit`."""
+    """Map from prefill to decode probabilities. Construct it with its settings, then call :meth:`fit`."""
 
     rank: int = RANK
-    """Rank of the linear map, at most."""
+    """Largest rank of the linear map."""
     ridge: float | None = None
-    """None is the best of `RIDGES` on left-out requests."""
+    """Ridge of the regression; None chooses from `RIDGES` by leave-one-out error."""
     map_: LinearMap | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -88,7 +88,7 @@ class Forecast:
         noise: float,
         ridge: float,
     ) -> Forecast:
-        """A fitted forecast from its numbers, such as those of a file."""
+        """Make a fitted forecast from saved values."""
         size, rank = len(after), len(inward)
         if before.shape != (size,) or inward.shape != outward.shape or inward.ndim != 2:
             raise ConfigError(
@@ -130,7 +130,9 @@ class Forecast:
                 f"with tokens {tokens.shape} of each request"
             )
         if len(prefill) < 3 or int(tokens.min()) < 1:
-            raise ConfigError(f"{len(prefill)} requests of {tokens.min(initial=0)} tokens or more: 3 of 1 are needed")
+            raise ConfigError(
+                f"{len(prefill)} requests of at least {tokens.min(initial=0)} tokens; needed are 3 of at least 1"
+            )
         before, after = (np.asarray(p.mean(axis=0), np.float32) for p in (prefill, decode))
         z, y = np.asarray(prefill - before, np.float32), np.asarray(decode - after, np.float32)
         own, noise = _own_share(z, y, np.asarray(tokens, np.float64))
@@ -147,7 +149,7 @@ class Forecast:
         return self
 
     def predict(self, counts: NDArray[np.integer] | NDArray[np.floating], tokens: float) -> NDArray[np.float32]:
-        """[expert index] activation probabilities in decode of a request whose prefill of `tokens` counted `counts`."""
+        """[expert index] activation probabilities in decode, from `counts` of a prefill of `tokens` tokens."""
         learned = self.map
         profile, _ = self.read(counts)
         turn_to_forecast(profile, float(tokens), learned.own, learned.noise, learned.rows, learned.prior)
@@ -163,14 +165,14 @@ class Forecast:
 
 
 def _aligned(rows: int, width: int) -> NDArray[np.float32]:
-    """Zeros that start at a line of the cache."""
+    """Zeros aligned to a cache line."""
     room = np.zeros(rows * width + LINE, np.float32)
     start = -room.ctypes.data // 4 % LINE
     return room[start : start + rows * width].reshape(rows, width)
 
 
 def _own_share(z: NDArray[np.float32], y: NDArray[np.float32], tokens: NDArray[np.float64]) -> tuple[float, float]:
-    """Share and noise that predict y from shrunk z alone with the least squared error."""
+    """Share and noise with the least squared error of predicting y from shrunk z alone."""
     products, squares = np.einsum("rc,rc->r", z, y), np.einsum("rc,rc->r", z, z)
     best = (0.0, 0.0, NOISES[0])
     for noise in NOISES:
@@ -184,12 +186,12 @@ def _own_share(z: NDArray[np.float32], y: NDArray[np.float32], tokens: NDArray[n
 def _best_left_out(
     z: NDArray[np.float32], y: NDArray[np.float32], scales: NDArray[np.float64], own: float, ridges: tuple[float, ...]
 ) -> tuple[float, float]:
-    """Share kept and ridge with the least squared error over requests each left out of its own fit (a closed form)."""
+    """Own share and ridge with the least leave-one-out squared error over requests (closed form)."""
     zz, zy, yy = (np.asarray(a @ b.T, np.float64) for a, b in ((z, z), (z, y), (y, y)))
     best = (np.inf, own, ridges[0])
     for ridge in ridges:
         inverse = np.linalg.inv(zz + np.diag(ridge * scales))
-        # Squared errors of requests left out: diag(M⁻¹ rest M⁻¹) / diag(M⁻¹)², rest being what the map must explain.
+        # Squared errors of requests left out: diag(M⁻¹ rest M⁻¹) / diag(M⁻¹)², where rest is what the map must explain.
         scale = np.diag(inverse) ** -2.0
         a, b, c = (float(scale @ np.einsum("ij,ij->i", inverse @ part, inverse)) for part in (yy, zy + zy.T, zz))
         for kept in (share * own for share in OWN_SHARES):
@@ -218,7 +220,7 @@ def _low_rank(
 
 @njit(fastmath=True)
 def _read(counts: NDArray[Any], profile: NDArray[np.float32]) -> float:
-    """The one loop that is compiled for each type of counts; a third of the time of NumPy's conversion."""
+    """Convert and sum counts of any dtype, in a third of the time of NumPy's conversion."""
     total = np.float32(0.0)
     for at in range(len(counts)):
         profile[at] = counts[at]
@@ -235,7 +237,7 @@ def turn_to_forecast(
     rows: NDArray[np.float32],
     prior: NDArray[np.float32],
 ) -> None:
-    """:meth:`Forecast.predict` for loops, in place of the counts; without tokens it is `after`."""
+    """Compiled :meth:`Forecast.predict`, in place: counts become probabilities. Without tokens these are `after`."""
     inward, outward, scale, trust = rows[: len(prior)], rows[len(prior) :], np.float32(0.0), np.float32(0.0)
     if tokens > 0.0:
         scale, trust = np.float32(1.0 / tokens), np.float32(tokens / (tokens + noise))

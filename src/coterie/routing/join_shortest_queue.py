@@ -1,4 +1,4 @@
-"""Join the shortest queue: the fewest requests in flight, for its speed. The best that load alone can do."""
+"""Join the shortest queue: fewest requests in flight relative to speed. The best policy by load alone."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Joint (after the Dynamo article): prompt tokens not cached, experts not local and load, added up with weights.
+"""Joint (after the Dynamo article): weighted sum of uncached prompt tokens, non-local experts and load.
 
     score = kv x (1 - hit rate) x prompt tokens + experts x (1 - locality) x num_experts + load x 100 x load / most load
 
-Locality is the share of the experts a request's footprint has most of (`top` of each layer) that the worker holds, by
-bitmask; of a request that was not prefilled yet the footprint is what a predictor expects. The three are not in one
-unit: a long prompt drowns the others, which is how the article has it.
+Locality is the share of the request's most activated experts (`top` of each layer) that the worker holds, by bitmask;
+before prefill the footprint is a predictor's estimate. The three terms have different units: a long prompt outweighs
+the others, as in the article.
 
-A batch is routed together in two passes: each request to its best worker or, of those nearly as good, to the one whose
-requests share most experts with it; then a worker with more than twice the mean is cut to one and a half times it, and
-what is cut off goes to the workers with the fewest. Every request is assigned exactly once.
+A batch is routed in two passes. First each request goes to its best worker or, of those nearly as good, to the one
+whose requests share most experts with it. Then a worker with more than twice the mean is cut to 1.5 times the mean, and
+the rest goes to the workers with the fewest. Every request is assigned exactly once.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from coterie.routing.picking import best_of, chosen
 
 NOTHING = np.empty(0, np.int64)
 ANYTHING = np.empty((1, 0), np.uint64)
-"""Where all workers hold all experts."""
+"""Stands for `local` where all workers hold all experts."""
 
 FINE = np.float32(2.0**-20)
-"""Of a layer's sum: numbers that are not whole and nearer to each other count as equal."""
+"""Relative to a layer's sum: fractional values closer than this count as equal."""
 HALVINGS = 32
-"""Enough for any counts."""
+"""Bisection steps; sufficient for any counts."""
 
 NEARLY = 0.05
-"""Of the best score: how much worse a worker may be on which a request finds others that share its experts."""
+"""Relative excess over the best score up to which a worker is chosen for shared experts."""
 
 
 class _Weighed(NamedTuple):
     worker: int
-    """The best."""
+    """Best worker."""
     scores: NDArray[np.float64]
-    """[worker] infinite where the request must not go."""
+    """[worker] scores; infinite where the request must not go."""
     local: NDArray[np.float64]
     """[worker] share of the request's experts that it holds."""
 
@@ -52,8 +52,11 @@ class _Weighed(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Joint:
     kv: float = 1.0
+    """Weight of uncached prompt tokens."""
     experts: float = 0.5
+    """Weight of experts that are not local."""
     load: float = 0.3
+    """Weight of the load."""
     top: int = 16
     """Experts of each layer that a request counts as using."""
 
@@ -69,7 +72,7 @@ class Joint:
         return Decision(weighed.worker, weighed.scores, self._reason(request, weighed.worker, weighed))
 
     def route_batch(self, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
-        """Decisions for requests that come together, in their order."""
+        """Decisions for requests that arrive together, in their order."""
         bits = [self._bits(request) for request in requests]
         weighed = [self._weigh(request, own, fleet) for request, own in zip(requests, bits, strict=True)]
         scores = [one.scores for one in weighed]
@@ -92,7 +95,7 @@ class Joint:
         return bits
 
     def _weigh(self, request: Request, bits: NDArray[np.uint64] | None, fleet: Fleet) -> _Weighed:
-        """All workers, for a request that uses these experts."""
+        """Score all workers for a request that uses the experts in `bits`."""
         local, asked, num_experts = ANYTHING, ANYTHING[0], 0
         if fleet.local is not None and bits is not None and request.footprint is not None:
             if fleet.local.shape[1:] != bits.shape:
@@ -129,9 +132,9 @@ class Joint:
 def _together(
     scores: list[NDArray[np.float64]], bits: list[NDArray[np.uint64] | None], room: NDArray[np.int64]
 ) -> list[int]:
-    """[request] its best worker, or of those nearly as good the one whose requests share most experts with it.
+    """[request] best worker, or of those nearly as good the one whose requests share most experts with it.
 
-    Where none shares any, the one that got the fewest so far.
+    If none shares any, the one that got the fewest so far.
     """
     workers = len(room)
     left, chosen = room.copy(), []
@@ -141,7 +144,7 @@ def _together(
         least = allowed.min()
         near = np.flatnonzero(allowed <= least + NEARLY * abs(least))
         shared = [
-            0 if mine is None or (there := held[worker]) is None else int(np.bitwise_count(there & mine).sum())
+            0 if mine is None or (present := held[worker]) is None else int(np.bitwise_count(present & mine).sum())
             for worker in near
         ]
         order = np.lexsort((allowed[near], (room - left)[near], -np.array(shared)))
@@ -157,18 +160,18 @@ def _together(
 def _trimmed(
     chosen: list[int], scores: list[NDArray[np.float64]], alive: NDArray[np.bool_], room: NDArray[np.int64]
 ) -> list[int]:
-    """What a worker has above twice the mean goes to those with the fewest, until it has one and a half times it."""
+    """Cut workers above twice the mean to 1.5 times the mean; the rest goes to the workers with the fewest."""
     mean = len(chosen) / max(1, int(alive.sum()))
     keep = max(1, int(1.5 * mean))
     count = np.bincount(chosen, minlength=len(alive))
     result = list(chosen)
     for worker in np.flatnonzero(count > 2 * mean):
         mine = [at for at, where in enumerate(chosen) if where == worker]
-        mine.sort(key=lambda at: scores[at][worker])  # those that fit worst go
+        mine.sort(key=lambda at: scores[at][worker])  # the worst fits move
         for at in mine[keep:]:
             others = np.flatnonzero(alive & (count < np.minimum(keep, room)))
             if not len(others):
-                break  # nobody has room: it stays
+                break  # no other worker has room
             other = int(others[np.lexsort((scores[at][others], count[others]))[0]])
             result[at] = other
             count[worker] -= 1
@@ -193,7 +196,7 @@ def _add_up(
     shares: NDArray[np.float64],
     scores: NDArray[np.float64],
 ) -> np.int64:
-    """The worker; `shares` of the experts asked for and `scores` [worker] are filled."""
+    """Choose the worker; fills `shares` [worker], the part of the experts that it holds, and `scores`."""
     asked, most = 0, 1.0
     for word in range(len(bits)):
         asked += _count(bits[word])
@@ -214,22 +217,22 @@ def _add_up(
 
 @njit(fastmath=True)
 def _mark_top(use: NDArray[Any], whole: bool, top: int, bits: NDArray[np.uint64]) -> None:
-    """Set the bits of each layer's `top` largest above 0; of equals the first. `whole`: they are whole numbers."""
+    """Set the bits of each layer's `top` largest values above 0, first ones of ties. `whole`: all are integers."""
     row = np.empty(use.shape[1], np.float32)
     for layer in range(len(use)):
         total = np.float32(0.0)
         for expert in range(len(row)):
             row[expert] = use[layer, expert]
             total += row[expert]
-        # By halving: a level that `top` are above; where equals forbid that, that and the next, with only them between.
-        # Not all of `top` can be above the sum's share of each, so there it starts.
+        # Bisect for a level that exactly `top` values exceed; with ties, for bounds around the tied values only.
+        # Not all of `top` values can exceed sum / top, so the search starts there.
         low, high = np.float32(0.0), total / np.float32(top)
         nearest = np.float32(1.0) if whole else total * FINE
         for _ in range(HALVINGS):
             if high - low <= nearest:
                 break
             middle, above = (low + high) / np.float32(2.0), np.float32(0.0)
-            for expert in range(len(row)):  # in the type of the row, or it is not vectorised
+            for expert in range(len(row)):  # in the row's type, else it is not vectorised
                 above += np.float32(1.0) if row[expert] > middle else np.float32(0.0)
             if above >= top:
                 low = middle
@@ -237,24 +240,24 @@ def _mark_top(use: NDArray[Any], whole: bool, top: int, bits: NDArray[np.uint64]
                     break
             else:
                 high = middle
-        over = -top
+        surplus = -top
         for word in range(bits.shape[1]):
             part, here = row[64 * word : 64 * word + 64], np.uint64(0)
             for expert in range(len(part)):
                 here |= np.uint64(part[expert] > low) << np.uint64(expert)
             bits[layer, word] = here
-            over += _count(here)
-        for expert in range(len(row) - 1, -1, -1):  # of equals the last go
-            if over <= 0:
+            surplus += _count(here)
+        for expert in range(len(row) - 1, -1, -1):  # of ties the last go
+            if surplus <= 0:
                 break
             if low < row[expert] <= high:
                 bits[layer, expert // 64] ^= np.uint64(1) << np.uint64(expert % 64)
-                over -= 1
+                surplus -= 1
 
 
 @njit()
 def _count(word: np.uint64) -> int:
-    """Bits that are set: pairs, then fours, then bytes side by side."""
+    """Number of set bits: sums of pairs, then fours, then bytes in parallel."""
     word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
     word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
     word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)

@@ -1,18 +1,17 @@
-"""Latency-aware: the worker where the request costs everyone the least time.
+"""Latency-aware: the worker where the request adds the least time, summed over the requests that run there.
 
 A request that joins n others makes each of their steps longer, and waits for the whole step itself. With
 ``T(D, n) = fixed + expert x D + request x n + context`` for a step that touches D experts, it costs per token
 
     (n + 1) x T(D + d, n + 1) - n x T(D, n)
 
-where d is how many experts it is expected to add to those the worker's requests touch anyway, by the probabilities that
-they leave one alone (:mod:`coterie.routing.fleet`). Likeness and load are then one number, in seconds, and nothing is
-to be tuned: where experts do not matter it is the shortest queue, where they do, requests that share experts gather.
-No clusters are needed, so none grow old; clusters of calibration requests only give an empty worker a character.
-Prompt tokens that the worker does not have in its cache are paid once, spread over the tokens a request decodes.
+where d is the number of experts it is expected to add to those the worker's requests touch anyway, from the
+probabilities that they miss an expert (:mod:`coterie.routing.fleet`). Similarity and load thus become one time, and
+nothing needs tuning: where experts do not matter it is the shortest queue; where they do, requests that share experts
+gather. It needs no clusters, so none become stale; clusters of calibration requests only give empty workers a prior.
+Prompt tokens missing from the worker's cache are paid once, spread over the tokens a request decodes.
 
-Wrong where steps of the workers take other times than the prices say, and by as much as the forecast of a request's
-experts from its prefill is.
+Wrong where the workers' step times differ from the prices, or the forecast of a request's experts is poor.
 """
 
 from __future__ import annotations
@@ -105,9 +104,9 @@ def _cheapest(
     added: NDArray[np.float32],
     scores: NDArray[np.float64],
 ) -> np.int64:
-    """The worker; `profile` [expert index] comes as counts, and `added` and `scores` [worker] are filled.
+    """Choose the worker; turns counts in `profile` [expert index] into a forecast, fills `added` and `scores` [worker].
 
-    Without a profile requests and context are half way to the fleet's mean, as `expected` is with one.
+    Without a profile, requests and context are half way to the fleet's mean, as `expected` is with one.
     """
     known = len(profile) > 0
     if known:

@@ -1,9 +1,9 @@
-"""Locality band (ELDR): of the workers whose centroid is nearly as like the request as the best, the least loaded.
+"""Locality band (ELDR): the least loaded of the workers whose centroids are nearly as similar as the best.
 
-Offline, signatures of calibration requests are clustered, one centroid a worker. A request goes to the worker with the
-fewest requests in flight among those whose cosine similarity is within `band` of the highest. 0 is the most alike
-whatever its load, 1 the shortest queue. Wrong where cosine similarity is not overlap of experts, and under drift, until
-it is fitted anew.
+Signatures of calibration requests are clustered offline, one centroid per worker. A request goes to the worker with the
+fewest requests in flight among those whose cosine similarity is within `band` of the highest: 0 chooses the most
+similar, whatever its load, 1 the shortest queue. Wrong where cosine similarity does not reflect shared experts, and
+under drift until it is refitted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LocalityBand:
     fitted: RouterFit = needs(FIT_HINT)
     """Signature and centroids."""
     band: float = 0.1
-    """Cosine similarity below the best at which a worker is still a candidate."""
+    """Largest difference from the best cosine similarity at which a worker is a candidate."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.band <= 1:
@@ -66,7 +66,7 @@ def _least_loaded(
     start: int,
     scores: NDArray[np.float64],
 ) -> tuple[np.int64, int]:
-    """The worker, and how many there were to choose from."""
+    """Choose the worker; also returns the number of candidates."""
     free = any_free(alive, running, places)
     most = -np.inf
     for worker in range(len(similarity)):

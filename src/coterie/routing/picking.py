@@ -1,4 +1,4 @@
-"""What routers share: the best of the workers that may be chosen, and numbers that look random and are not."""
+"""Helpers of routers: the best open worker, and pseudo-random numbers without state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NONE = np.int64(-1)
 def best(scores: NDArray[np.float64], fleet: Fleet) -> tuple[int, NDArray[np.float64]]:
     """The open worker with the lowest score, and the scores with those that are not open at infinity.
 
-    Of equals the next after the one a round robin would have taken, so that ties do not all go to the first.
+    Ties go to the next worker in round-robin order, so that they do not all go to the first.
     """
     allowed = np.empty(len(scores))
     worker = best_of(scores, fleet.alive, fleet.running, fleet.places, fleet.routed % len(scores), allowed)
@@ -23,7 +23,7 @@ def best(scores: NDArray[np.float64], fleet: Fleet) -> tuple[int, NDArray[np.flo
 
 
 def chosen(worker: np.int64, fleet: Fleet) -> int:
-    """What :func:`best_of` found."""
+    """Worker found by :func:`best_of`; raises if there is none."""
     if worker < 0:
         raise UnavailableError(f"none of the {len(fleet)} workers is alive, or none may be chosen")
     return int(worker)
@@ -38,7 +38,7 @@ def best_of(
     start: int,
     allowed: NDArray[np.float64],
 ) -> np.int64:
-    """`best` for loops: the worker or -1, and what is `allowed`."""
+    """Compiled form of `best`: returns the worker or -1, and fills `allowed`."""
     free = any_free(alive, running, places)
     found, least = NONE, np.inf
     for turn in range(len(scores)):
@@ -54,7 +54,7 @@ def best_of(
 
 @njit()
 def any_free(alive: NDArray[np.bool_], running: NDArray[np.int64], places: NDArray[np.int64]) -> bool:
-    """Whether a living worker has a place."""
+    """Whether a living worker has a free place."""
     free = False
     for worker in range(len(alive)):
         free |= alive[worker] and running[worker] < places[worker]
@@ -62,7 +62,7 @@ def any_free(alive: NDArray[np.bool_], running: NDArray[np.int64], places: NDArr
 
 
 def mixed(seed: int, number: int) -> int:
-    """64 bits that depend on both and look random (splitmix64): a router keeps no generator between decisions."""
+    """64 pseudo-random bits of both numbers (splitmix64): a router keeps no generator between decisions."""
     word = (seed * 0x9E3779B97F4A7C15 + (number + 1) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF

@@ -1,6 +1,6 @@
 """Power of two choices: two workers at random, the one with fewer requests in flight.
 
-Nearly as even as the shortest queue, and it need not know the load of all; of eight workers or fewer it is worse.
+Nearly as even as the shortest queue without knowing every worker's load; worse with eight workers or fewer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _less_loaded(
     speeds: NDArray[np.float64],
     scores: NDArray[np.float64],
 ) -> tuple[np.int64, np.int64]:
-    """Of the two open workers that the numbers stand for, the one to take and the other; -1 where none is open."""
+    """Pick two open workers by the random numbers; returns the less loaded, then the other; -1 if none is open."""
     free, allowed, count = any_free(alive, running, places), np.empty(len(alive), np.int64), 0
     for worker in range(len(alive)):
         scores[worker] = np.inf

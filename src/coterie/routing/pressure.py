@@ -1,8 +1,8 @@
-"""Pressure: the worker under the least of it, by KV use, prefill still to do, queue and experts together.
+"""Pressure: the worker with the least weighted sum of KV use, pending prefill, queue and experts.
 
-After Gimbal's request scheduler. Every part is a share of what is full, or of the most any worker has: KV blocks in
-use, requests for its places, prompt tokens still to compute, and experts that a step would touch with the request on
-it. Wrong where the parts do not cost alike: nothing says that a full KV cache is as bad as a full queue.
+After Gimbal's request scheduler. Each term is a share of the capacity or of the largest value of any worker: KV blocks
+in use, requests per place, prompt tokens still to compute, and distinct experts of a step. Wrong where the terms differ
+in cost: nothing says that a full KV cache is as bad as a full queue.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ class Pressure:
     fitted: RouterFit = needs(FIT_HINT)
     """Forecasts a request's experts."""
     kv: float = 1.0
+    """Weight of the KV blocks in use."""
     queue: float = 1.0
+    """Weight of the requests per place."""
     prefill: float = 1.0
+    """Weight of the prompt tokens still to compute."""
     experts: float = 1.0
+    """Weight of the distinct experts of a step."""
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
         profile, experts, scores = None, 0.0, np.empty(len(fleet))
         if request.footprint is not None:
             self.fitted.check_fleet(fleet)
-            profile = self.fitted.profile(request.footprint)  # for the fleet: what a step touches is made of these
+            profile = self.fitted.profile(request.footprint)  # the fleet tracks experts by profiles
             experts = self.experts
         found = _least_pressed(
             self.kv,

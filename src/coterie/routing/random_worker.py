@@ -1,4 +1,4 @@
-"""Random: any open worker. The floor of load balancing."""
+"""Random: any open worker. The baseline of load balancing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Round robin: one after the other. Equal numbers over time, whatever requests last."""
+"""Round robin: workers in turn. Equal numbers of requests, whatever their duration."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Clusters that make decode steps touch few distinct experts, which is what a step's time follows.
+"""Clusters that minimise the distinct experts of decode steps, which set a step's time.
 
-A cluster whose requests activate a cell (a layer's expert) with probability p on average, over the requests, touches it
-in a step of B of them with probability ``1 - (1 - p)^B``, nearly: it would be exact if the step drew its requests anew
-from the cluster. Summed over cells that is a cluster's U, and the sum over clusters of share x U is minimised, share
-being the part of all requests that is in the cluster.
+Let p be the mean probability, over a cluster's requests, of activating an expert index (a layer's expert). A step of B
+of its requests touches that expert with probability ``1 - (1 - p)^B``, approximately: exactly if the step drew its
+requests from the cluster with replacement. The sum over expert indices is a cluster's U. Minimised is the sum over
+clusters of share x U, where share is the cluster's part of all requests.
 
-U is concave in the cluster's sums, so its tangent lies above it: to assign all requests at once by the tangents (one
-balanced assignment, see :mod:`~coterie.routing.clustering`) never makes it worse. Such rounds come first. Where they
-end, two requests of different clusters are swapped, and requests moved where there is room, whenever the exact U falls:
-the pairs tried are those that the tangents call most promising. Both find local minima: several starts are worth it.
+U is concave in the cluster's sums, so its tangent lies above it: assigning all requests at once by the tangents (one
+balanced assignment, see :mod:`~coterie.routing.clustering`) never raises the sum. Such rounds run first. When they no
+longer help, two requests of different clusters are swapped, and requests moved where there is room, whenever the exact
+U falls; the pairs tried are those most promising by the tangents. Both find local minima, so use several starts.
 
-Right where decode streams weights and B is near the steps to come. Wrong for prefill, where every expert is touched.
+Right where decode streams weights and B is close to the batches served. Wrong for prefill: it touches every expert.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from coterie.errors import ConfigError
 from coterie.routing.clustering import Labels, assign, capacities
 
 EFFORT = 2e8
-"""Cells that swaps may look at in all; a tenth of a second or two. Small problems end long before."""
+"""Expert indices that all swaps together may read: 0.1 to 0.2 s. Small problems end long before."""
 _BLOCK = 1024
-"""Cells raised to a power at a time: they stay in the nearest cache."""
+"""Expert indices raised to a power at a time: they stay in the L1 cache."""
 
 _SWEEPS = 4
-"""Sweeps that the effort is for: it decides how many requests of each cluster are tried against another's."""
+"""Sweeps that the effort is divided by; sets how many requests of each cluster are tried against another's."""
 _LOWER = 1.0 - 1e-7
-"""A change must lower U by more than its rounding."""
+"""Relative slack for rounding errors: a change must lower U below this factor."""
 
 Probabilities = NDArray[np.float32]
 
@@ -42,20 +42,23 @@ class UnionClusters(NamedTuple):
     labels: Labels
     """[request] worker"""
     profiles: NDArray[np.float32]
-    """[worker, cell] mean activation probabilities."""
+    """[worker, expert index] mean activation probabilities."""
     distinct: float
-    """Expected distinct experts of a step, all layers, mean over requests of the steps they are in."""
+    """Expected distinct experts of a step, over all layers; mean over requests."""
 
 
 def cluster_profiles(p: NDArray[np.floating], labels: Labels, workers: int) -> NDArray[np.float32]:
-    """[worker, cell] mean activation probabilities of each cluster; all 0 where it is empty."""
+    """[worker, expert index] mean activation probabilities of each cluster; all 0 where it is empty."""
     members = np.zeros((workers, len(p)), np.float32)
     members[labels, np.arange(len(p))] = 1.0
     return np.asarray(members @ p / np.maximum(members.sum(axis=1, keepdims=True), 1.0), np.float32)
 
 
 def expected_distinct_of(p: NDArray[np.floating], labels: Labels, batch: int) -> float:
-    """Expected distinct experts of a step of `batch` requests of one cluster, p [request, cell], mean over requests."""
+    """Expected distinct experts of a step of `batch` requests of one cluster; mean over requests.
+
+    p is [request, expert index].
+    """
     workers = int(labels.max()) + 1
     shares = np.bincount(labels, minlength=workers) / len(labels)
     profiles = np.asarray(cluster_profiles(p, labels, workers), np.float64)
@@ -63,13 +66,13 @@ def expected_distinct_of(p: NDArray[np.floating], labels: Labels, batch: int) ->
 
 
 def expected_distinct_saving(p: NDArray[np.floating], labels: Labels, batch: int) -> float:
-    """Share of the distinct experts of a step of requests drawn from all that clusters save."""
+    """Share of a step's distinct experts that clusters save, against steps of requests drawn from all."""
     return 1.0 - expected_distinct_of(p, labels, batch) / expected_distinct_of(p, np.zeros_like(labels), batch)
 
 
 def tangents(profiles: NDArray[np.float32], batch: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Slopes [worker, cell] and offsets [worker] of U at the profiles: `p @ slopes.T + offsets` bounds what a request
-    of activation probabilities p brings to each worker's U from above."""
+    """Slopes [worker, expert index] and offsets [worker] of U at the profiles: `p @ slopes.T + offsets` bounds from
+    above what a request of activation probabilities p adds to each worker's U."""
     missed = np.asarray((1.0 - np.minimum(profiles, 1.0)) ** (batch - 1), np.float32)
     slopes = np.float32(batch) * missed
     touched = (1.0 - missed * (1.0 - profiles)).sum(axis=1)
@@ -88,9 +91,11 @@ def union_clusters(
     rounds: int = 30,
     effort: float = EFFORT,
 ) -> UnionClusters:
-    """The best of searches from each of `starts` and from `restarts` random assignments; p is [request, cell]."""
+    """Best clusters of searches from `starts` and from `restarts` random assignments; p is [request, expert index]."""
     if p.ndim != 2 or len(p) < workers:
-        raise ConfigError(f"p {p.shape} must be [request, cell] of at least {workers} requests, one for each worker")
+        raise ConfigError(
+            f"p {p.shape} must be [request, expert index] of at least {workers} requests, one for each worker"
+        )
     if batch < 1:
         raise ConfigError(f"batch={batch} must be at least 1")
     if not starts and restarts < 1:
@@ -101,9 +106,9 @@ def union_clusters(
     for labels in begin:
         if labels.shape != (len(p),) or (np.bincount(labels, minlength=workers) > limits).any():
             raise ConfigError(f"a start must label {len(p)} requests within the limits {limits.tolist()}")
-    places = np.repeat(np.arange(workers), limits)
-    places = np.concatenate([np.arange(workers), rng.permutation(_without_one_each(places, workers))])[: len(p)]
-    begin += [rng.permutation(places) for _ in range(restarts)]
+    seats = np.repeat(np.arange(workers), limits)
+    seats = np.concatenate([np.arange(workers), rng.permutation(_without_one_each(seats, workers))])[: len(p)]
+    begin += [rng.permutation(seats) for _ in range(restarts)]
     found = [_descend(rows, labels, limits, batch, rounds) for labels in begin]
     found.sort(key=lambda labels: expected_distinct_of(rows, labels, batch))
     for index in range(len(found)):
@@ -113,18 +118,21 @@ def union_clusters(
     return UnionClusters(best, cluster_profiles(rows, best, workers), expected_distinct_of(rows, best, batch))
 
 
-def _without_one_each(places: NDArray[np.int64], workers: int) -> NDArray[np.int64]:
-    _, firsts = np.unique(places, return_index=True)
-    return np.delete(places, firsts[:workers])
+def _without_one_each(seats: NDArray[np.int64], workers: int) -> NDArray[np.int64]:
+    """Worker of each seat, without the first seat of each worker."""
+    _, firsts = np.unique(seats, return_index=True)
+    return np.delete(seats, firsts[:workers])
 
 
 def _descend(rows: Probabilities, labels: Labels, limits: NDArray[np.int64], batch: int, rounds: int) -> Labels:
-    """Assignments by tangents until none changes U."""
+    """Assign by tangents until U no longer falls."""
     last = np.inf
     for _ in range(rounds):
         slopes, offsets = tangents(cluster_profiles(rows, labels, len(limits)), batch)
         costs = rows @ slopes.T + offsets
-        total = float(costs[np.arange(len(rows)), labels].sum(dtype=np.float64))  # U of the labels, touching tangents
+        total = float(
+            costs[np.arange(len(rows)), labels].sum(dtype=np.float64)
+        )  # U of the labels: tangents touch it there
         if total > last * (1 - 1e-6):
             break
         last = total
@@ -138,24 +146,24 @@ class _Swapped(NamedTuple):
 
 
 def _swap(rows: Probabilities, labels: Labels, limits: NDArray[np.int64], batch: int, effort: float) -> _Swapped:
-    """Swaps and moves by exact U until a sweep finds none, or the effort is spent."""
-    workers, cells = len(limits), rows.shape[1]
-    pair_cells = max(1, workers * (workers - 1) * cells)
-    tried = int(np.clip(np.sqrt(effort / _SWEEPS / pair_cells), 2, limits.max()))
+    """Swap and move by exact U until a sweep changes nothing or the effort is spent."""
+    workers = len(limits)
+    pair_work = max(1, workers * (workers - 1) * rows.shape[1])
+    tried = int(np.clip(np.sqrt(effort / _SWEEPS / pair_work), 2, limits.max()))
     labels = labels.copy()
     while effort > 0:
         profiles = cluster_profiles(rows, labels, workers)
         slopes, offsets = tangents(profiles, batch)
         first = _promising(rows @ slopes.T + offsets, labels, workers, tried)
         sums = np.asarray(profiles * np.bincount(labels, minlength=workers)[:, None], np.float32)
-        effort -= pair_cells * tried**2
+        effort -= pair_work * tried**2
         if not _sweep(rows, labels, sums, limits, first, np.int64(batch)):
             break
     return _Swapped(labels, effort)
 
 
 def _promising(costs: NDArray[np.float32], labels: Labels, workers: int, tried: int) -> NDArray[np.int64]:
-    """[from, to, candidate] requests of one cluster that add least to another, less what they add here; -1 pads."""
+    """[from, to, candidate] requests of one cluster that add least to another, net of what they add here; -1 pads."""
     extra = costs - costs[np.arange(len(labels)), labels][:, None]  # [request, worker]
     found = np.full((workers, workers, tried), np.int64(-1))
     for worker in range(workers):
@@ -176,7 +184,7 @@ def _sweep(
     candidates: NDArray[np.int64],
     batch: Any,
 ) -> int:
-    """Try the candidates once; labels and sums follow every change that lowers U. Returns how many there were."""
+    """Try the candidates once; apply every change that lowers U to labels and sums. Returns the number of changes."""
     workers = len(limits)
     nobody = np.zeros(rows.shape[1], np.float32)
     bases, missed = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)
@@ -226,10 +234,10 @@ def _union(
     bases: NDArray[np.float32],
     missed: NDArray[np.float32],
 ) -> float:
-    """A cluster's U x its requests, with one request more and one less; `bases` and `missed` are scratch."""
-    total, cells, block = 0.0, len(sums), len(bases)
-    for start in range(0, cells, block):
-        stop = min(start + block, cells)
+    """U x size of a cluster with request `plus` added and `minus` removed; `bases` and `missed` are scratch."""
+    total, block = 0.0, len(bases)
+    for start in range(0, len(sums), block):
+        stop = min(start + block, len(sums))
         count = stop - start
         total += count - _missed(
             sums[start:stop],
@@ -253,16 +261,16 @@ def _missed(
     bases: NDArray[np.float32],
     missed: NDArray[np.float32],
 ) -> float:
-    """Cells that a step is expected not to touch. Whole passes, as a loop with a power in it is not vectorised."""
-    for cell in range(len(bases)):
-        bases[cell] = np.float32(1.0) - (sums[cell] + plus[cell] - minus[cell]) * inverse
+    """Experts that a step is expected not to touch. In whole passes: a loop with a power in it is not vectorised."""
+    for index in range(len(bases)):
+        bases[index] = np.float32(1.0) - (sums[index] + plus[index] - minus[index]) * inverse
     while batch & 1 == 0:
         _square(bases)
         batch >>= 1
     if batch == 1:
         return _sum(bases)
-    for cell in range(len(missed)):
-        missed[cell] = bases[cell]
+    for index in range(len(missed)):
+        missed[index] = bases[index]
     while batch > 1:
         _square(bases)
         batch >>= 1
@@ -273,25 +281,25 @@ def _missed(
 
 @njit(fastmath=True)
 def _square(values: NDArray[np.float32]) -> None:
-    for cell in range(len(values)):
-        values[cell] *= values[cell]
+    for index in range(len(values)):
+        values[index] *= values[index]
 
 
 @njit(fastmath=True)
 def _multiply(values: NDArray[np.float32], by: NDArray[np.float32]) -> None:
-    for cell in range(len(values)):
-        values[cell] *= by[cell]
+    for index in range(len(values)):
+        values[index] *= by[index]
 
 
 @njit(fastmath=True)
 def _sum(values: NDArray[np.float32]) -> float:
     total = np.float32(0.0)
-    for cell in range(len(values)):
-        total += values[cell]
+    for index in range(len(values)):
+        total += values[index]
     return np.float64(total)
 
 
 @njit(fastmath=True)
 def _shift(sums: NDArray[np.float32], plus: NDArray[np.float32], minus: NDArray[np.float32]) -> None:
-    for cell in range(len(sums)):
-        sums[cell] += plus[cell] - minus[cell]
+    for index in range(len(sums)):
+        sums[index] += plus[index] - minus[index]

@@ -1,4 +1,4 @@
-"""Activation traces, load tables and request traces: the common currency. See docs/traces.md."""
+"""Activation traces, load tables and request traces: the formats on disk. See docs/traces.md."""
 
 from coterie.traces.activation_writer import ActivationWriter
 from coterie.traces.activations import Activations, ActivationTrace, Chunk, TraceMeta

@@ -83,9 +83,9 @@ def _normalise(weights: Array, base: Array) -> None:
 
 
 @njit()
-def _alias(p: Array, cells: Array, small: Array, large: Array) -> None:
-    """Walker's alias table by Vose's method. Cell e holds a threshold in its high 32 bits and an alias in its low:
-    a draw that lands in the cell gives e below the threshold, else the alias. One word, so one load a draw."""
+def _alias(p: Array, entries: Array, small: Array, large: Array) -> None:
+    """Walker's alias table by Vose's method. Entry e holds a threshold in its high 32 bits and an alias in its low:
+    a draw that lands in the entry gives e below the threshold, else the alias. One word, so one load a draw."""
     n = len(p)
     num_small = num_large = 0
     scaled = p * n
@@ -99,16 +99,16 @@ def _alias(p: Array, cells: Array, small: Array, large: Array) -> None:
     while num_small and num_large:
         num_small -= 1
         lo, hi = small[num_small], large[num_large - 1]
-        cells[lo] = (np.uint64(scaled[lo] * 4294967295.0) << _S32) | np.uint64(hi)
+        entries[lo] = (np.uint64(scaled[lo] * 4294967295.0) << _S32) | np.uint64(hi)
         scaled[hi] -= 1.0 - scaled[lo]
         if scaled[hi] < 1.0:
             num_large -= 1
             small[num_small] = hi
             num_small += 1
     for i in range(num_large):
-        cells[large[i]] = np.uint64(large[i])
+        entries[large[i]] = np.uint64(large[i])
     for i in range(num_small):  # only rounding leaves any: they are 1 up to an ulp
-        cells[small[i]] = np.uint64(small[i])
+        entries[small[i]] = np.uint64(small[i])
 
 
 @njit()
@@ -132,10 +132,10 @@ def _draw_tokens(ids: Array, p: Array, state: Array) -> None:
     """Fill ids [token, layer, k] from preferences p [layer, expert]."""
     tokens, layers, k = ids.shape
     experts = p.shape[1]
-    cells = np.empty(layers * experts, np.uint64)
+    entries = np.empty(layers * experts, np.uint64)
     small, large = np.empty(experts, np.int64), np.empty(experts, np.int64)
     for layer in range(layers):
-        _alias(p[layer], cells[layer * experts : (layer + 1) * experts], small, large)
+        _alias(p[layer], entries[layer * experts : (layer + 1) * experts], small, large)
     seen = np.zeros(experts, np.int64)  # the last stamp that took each expert: no clearing between draws
     stamp = 0
     s, wide, flat = state[0], np.uint64(experts), ids.reshape(-1)
@@ -148,11 +148,11 @@ def _draw_tokens(ids: Array, p: Array, state: Array) -> None:
             while at < end:
                 s += _GOLDEN
                 z = _mix(s)
-                cell = ((z >> _S32) * wide) >> _S32
-                word = cells[first + cell]
+                entry = ((z >> _S32) * wide) >> _S32
+                word = entries[first + entry]
                 alias = word & _LOW32
                 keep = np.uint64((z & _LOW32) < (word >> _S32))
-                e = alias ^ ((cell ^ alias) & (np.uint64(0) - keep))
+                e = alias ^ ((entry ^ alias) & (np.uint64(0) - keep))
                 if seen[e] == stamp:
                     repeats += 1
                     if repeats < _MAX_REPEATS:

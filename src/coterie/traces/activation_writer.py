@@ -1,7 +1,7 @@
-"""Recording an activation trace: append, flush, close, and go on with one that was interrupted.
+"""Record an activation trace: append, flush, close, and resume an interrupted one.
 
-docs/traces.md says what is on disk after each step. A writer holds its folder locked while it lives, because two that
-append to one trace would each commit without the other's segments.
+docs/traces.md describes the files after each step. A writer locks its folder while it lives, because two that append to
+one trace would each commit without the other's segments.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ActivationWriter:
 
     @classmethod
     def resume(cls, path: str | Path, meta: TraceMeta, flush_tokens: int = 1 << 19) -> ActivationWriter:
-        """Go on with a trace whose recording was interrupted: what was flushed is kept, and appending adds to it.
+        """Resume an interrupted recording: flushed requests are kept, and appending adds to them.
 
         Refused are a trace that was closed, one whose meta is not `meta`, and one that another writer has open.
         """
@@ -90,7 +90,7 @@ class ActivationWriter:
             self._columns = _columns(found.segments[0].tokens, found.requests)
         self._entries = entries
         named = {entry[kind] for entry in entries for kind in ("activations", "requests")}
-        for file in self.folder.iterdir():  # of a flush that was not committed: never part of the trace
+        for file in self.folder.iterdir():  # from an uncommitted flush: never part of the trace
             if _PART.fullmatch(file.name) and file.name not in named:
                 file.unlink()
 
@@ -106,7 +106,7 @@ class ActivationWriter:
         gate_weights: NDArray[np.float16] | None = None,
         prefix_blocks: NDArray[np.int64] | None = None,
     ) -> None:
-        """One request, whole. Requests come in order of arrival."""
+        """Append one whole request. Append requests in order of arrival."""
         phases = np.asarray(phase, np.uint8)
         offsets = np.array([0, len(phases)], np.int64)
         prompt, output = phase_lengths(phases, offsets)
@@ -122,7 +122,7 @@ class ActivationWriter:
         self.append_many(Activations(np.asarray(expert_ids), phases, token_ids, gate_weights), offsets, row)
 
     def append_many(self, tokens: Activations, offsets: NDArray[np.int64], requests: RequestTrace) -> None:
-        """Several requests at once, copied; all is checked before anything is kept."""
+        """Append copies of several requests at once; all are checked before any is kept."""
         if self._closed:
             raise ConfigError(f"{self.folder} is closed; nothing can be appended")
         if not np.issubdtype(tokens.expert_ids.dtype, np.integer):
@@ -148,7 +148,7 @@ class ActivationWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Make what was appended so far safe: after this returns, a crash does not lose it."""
+        """Commit the requests appended so far: after this returns, a crash does not lose them."""
         if not self._parts:
             return
         number = len(self._entries) + 1
@@ -193,7 +193,7 @@ class ActivationWriter:
         self._unlock()
 
     def suspend(self) -> None:
-        """Flush and let go of the folder without joining: :meth:`resume` goes on from here."""
+        """Flush and unlock the folder without joining segments: :meth:`resume` continues from here."""
         if self._closed:
             return
         try:
@@ -221,7 +221,7 @@ def check_unfinished(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_same_meta(folder: Path, found: TraceMeta, wanted: TraceMeta) -> None:
-    """Refuse to go on with a trace under other settings; the message names each that differs."""
+    """Refuse to resume under other settings; the message names each that differs."""
     differing = []
     for field in fields(TraceMeta):
         old, new = getattr(found, field.name), getattr(wanted, field.name)
@@ -236,10 +236,10 @@ def check_same_meta(folder: Path, found: TraceMeta, wanted: TraceMeta) -> None:
 
 
 def _lock(owner: object, folder: Path) -> weakref.finalize[..., Any]:
-    """Hold the folder until the result is called or the owner is gone; the system lets go when a process dies."""
+    """Lock the folder until the result is called or its owner is deleted; the lock ends with the process."""
     try:
         import fcntl
-    except ImportError:  # not a Unix: two writers are then the user's to avoid
+    except ImportError:  # not Unix: the user must avoid two writers
         return weakref.finalize(owner, int)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -253,7 +253,7 @@ def _lock(owner: object, folder: Path) -> weakref.finalize[..., Any]:
 
 
 def _columns(tokens: Activations, requests: RequestTrace) -> frozenset[str]:
-    """What was recorded beside the ids: a trace has a column for all its requests or for none."""
+    """Optional columns recorded: a trace has a column for all its requests or for none."""
     given = {name for name in OPTIONAL if getattr(tokens, name) is not None}
     given |= {n for n in ("arrival_s", "ids", "domains", "prefix_blocks") if getattr(requests, n) is not None}
     return frozenset(given | {f"extra.{name}" for name in requests.extra})

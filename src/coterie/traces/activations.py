@@ -1,6 +1,6 @@
 """Activation traces: the experts every token of every request activated, exactly.
 
-coterie.traces.segments says what is on disk, coterie.traces.activation_writer writes it.
+coterie.traces.segments describes the files, coterie.traces.activation_writer writes them.
 """
 
 from __future__ import annotations

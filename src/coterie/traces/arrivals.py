@@ -1,4 +1,4 @@
-"""Who arrives when, and with how many tokens: the workload half of a synthetic trace.
+"""Arrival times and lengths of requests: the workload of a synthetic trace.
 
 An arrival process draws, for a number of requests, their arrival times and the domain of each; a length model draws
 their prompt and output tokens. All are pure functions of their settings and a Generator. Arrivals are open-loop: a
@@ -30,9 +30,9 @@ class Arrivals(NamedTuple):
 
 class Lengths(NamedTuple):
     prompt_tokens: NDArray[np.int64]
-    """[request]"""
+    """[request] tokens."""
     output_tokens: NDArray[np.int64]
-    """[request]"""
+    """[request] tokens."""
 
 
 class ArrivalProcess(Protocol):
@@ -70,18 +70,18 @@ class PoissonArrivals:
 
 @dataclass(frozen=True, slots=True)
 class BurstyArrivals:
-    """Semantic bursts over a Poisson background: now and then, many requests of one domain in a short time."""
+    """Semantic bursts over a Poisson background: occasionally many requests of one domain in a short time."""
 
     rate: float = 10.0
-    """Requests a second in all, over a long time."""
+    """Long-term mean of requests a second, in all."""
     burst_size: int = 32
     """Requests of one burst."""
     burst_rate: float = 100.0
     """Requests a second within a burst."""
     share: float = 0.5
-    """Share of the requests that come in bursts; the others are the background."""
+    """Share of the requests in bursts; the others are the background."""
     even_rate: bool = False
-    """Bursts of meaning without bursts of rate: who follows whom stays, the times are those of a Poisson process."""
+    """Bursts of domains without bursts of rate: the order stays, the times are those of a Poisson process."""
 
     def __post_init__(self) -> None:
         _positive("bursty arrivals", rate=self.rate, burst_size=self.burst_size, burst_rate=self.burst_rate)
@@ -114,7 +114,7 @@ class BurstyArrivals:
 
 
 def at_rate(arrivals: ArrivalProcess, rate: float) -> ArrivalProcess:
-    """The same process at another mean rate; bursts keep their size and how far they stand out."""
+    """The same process at another mean rate; bursts keep their size and relative rate."""
     if isinstance(arrivals, BurstyArrivals):
         return replace(arrivals, rate=rate, burst_rate=arrivals.burst_rate * rate / arrivals.rate)
     return PoissonArrivals(rate)
@@ -122,13 +122,13 @@ def at_rate(arrivals: ArrivalProcess, rate: float) -> ArrivalProcess:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedArrivals:
-    """The arrival times of a recorded trace, again and again if it is shorter than asked for."""
+    """Arrival times of a recorded trace, repeated if it is too short."""
 
     trace: RequestTrace
     time_scale: float = 1.0
-    """Recorded seconds times this: 0.5 replays twice as fast."""
+    """Factor on recorded times: 0.5 replays twice as fast."""
     domains: tuple[str, ...] | None = None
-    """Names of the domains, to take each request's own from the trace; None draws them from the mix."""
+    """Names of the domains, to use each request's recorded one; None draws them from the mix."""
 
     def __post_init__(self) -> None:
         _positive("replayed arrivals", time_scale=self.time_scale)
@@ -164,11 +164,11 @@ class LognormalLengths:
     prompt_mean: float = 512.0
     """Tokens; the mean of the lengths, not of their logarithms."""
     prompt_sigma: float = 1.0
-    """Standard deviation of the logarithm: 0 makes all alike, 1 puts one in 20 above 5 times the median."""
+    """Standard deviation of the logarithm: 0 makes all equal, 1 puts one in 20 above 5 times the median."""
     output_mean: float = 256.0
     output_sigma: float = 0.8
     longest: int = 32_768
-    """Lengths past this are cut to it."""
+    """Longest length; longer draws are cut to it."""
 
     def __post_init__(self) -> None:
         _positive("lengths", prompt_mean=self.prompt_mean, output_mean=self.output_mean, longest=self.longest)
@@ -189,12 +189,12 @@ class RecordedLengths:
     """Lengths of recorded requests."""
 
     prompt_tokens: NDArray[np.int64]
-    """[request]"""
+    """[request] tokens."""
     output_tokens: NDArray[np.int64]
-    """[request]"""
+    """[request] tokens."""
     domain: NDArray[np.int64] | None = None
-    """[request] index of each one's domain: a request then takes its lengths from a random one of its own domain.
-    None replays them in order, again and again, as it goes with ReplayedArrivals."""
+    """[request] index of each one's domain: a request then takes the lengths of a random one of its own domain. None
+    replays them in order, repeatedly, to match ReplayedArrivals."""
 
     def __post_init__(self) -> None:
         count = len(self.prompt_tokens)
@@ -234,7 +234,7 @@ def draw_arrivals(
     requests: int | None = None,
     tokens: int | None = None,
 ) -> Workload:
-    """That many requests, or as many as hold exactly that many tokens, the last one cut short."""
+    """Draw a number of requests, or as many as hold exactly a number of tokens, the last one cut short."""
     if (requests is None) == (tokens is None):
         raise ConfigError("give either a number of requests or a number of tokens")
     for name, value in (("requests", requests), ("tokens", tokens)):
@@ -251,7 +251,7 @@ def draw_arrivals(
             break
         if ends[-1] == 0:
             raise ConfigError(f"tokens={tokens} cannot be reached: all lengths drawn are 0")
-        count = math.ceil(1.1 * count * tokens / ends[-1])  # by the tokens that so many requests held just now
+        count = math.ceil(1.1 * count * tokens / ends[-1])  # estimated from the tokens of the requests drawn last
     last = int(np.searchsorted(ends, tokens))
     excess = int(ends[last]) - tokens  # cut from the output first, then from the prompt
     prompt, output = prompt[: last + 1].copy(), output[: last + 1].copy()

@@ -1,7 +1,7 @@
-"""A load and what it drifts to: the workload that planners of expert placement are compared on.
+"""A load before and after a drift: the workload on which placement planners are compared.
 
-Popularity is Zipf's, its order drawn anew in each layer. Between two windows every expert's popularity is scaled by
-a lognormal factor, and a tenth of the experts, drawn at random, exchange theirs. Wrong as a picture of real drift,
+Popularity is Zipf's, in a new random order in each layer. Between two windows every expert's popularity is scaled by
+a lognormal factor, and a tenth of the experts, drawn at random, exchange theirs. Unlike real drift,
 which moves related experts together: see `coterie evaluate latency-optimal` for real loads.
 """
 

@@ -28,9 +28,9 @@ from coterie.types import PREFILL
 UNLABELLED = "all"
 """Domain of the requests of a trace that names none."""
 _MIN_TOKENS = 16
-"""Shorter requests say little of their own preferences, and are left out of the concentration."""
+"""Fewest tokens of a request that counts for the concentration: shorter ones are too noisy."""
 _STEPS = (1.0, 1.0, 0.7, 0.5, 0.35)
-"""Share of each correction that is applied: ever smaller, so that the sampling noise of the model averages out."""
+"""Share of each correction that is applied: decreasing, so that the model's sampling noise averages out."""
 
 
 def fit_synthetic(
@@ -140,7 +140,7 @@ class _Fit(NamedTuple):
 def _fit(counts: _Counts, k: int, rng: Generator, samples: int) -> _Fit:
     domains, layers, experts = counts.load.shape
     tokens = np.maximum(counts.tokens, 1.0)[:, None, None]
-    # An expert never seen keeps a tenth of an activation: it may be drawn, but not so that it shows.
+    # An unseen expert keeps a tenth of an activation: it may be drawn, but rarely.
     inclusion = np.clip(counts.load / tokens, 0.1 / tokens, 1.0 - 1e-4)
     # Rings of exponential clocks: P(e in top-k) is about 1 - exp(-t q[e]), and a Dirichlet around q only changes t.
     hazard = -np.log1p(-inclusion)  # [domain, layer, expert]

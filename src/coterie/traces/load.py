@@ -26,9 +26,9 @@ class LoadTable:
     """[window, layer, expert] tokens."""
     model: str = "unknown"
     labels: Sequence[str] | None = None
-    """[window] a name of each window, such as its domain."""
+    """[window] name of each window, such as its domain."""
     tokens: NDArray[np.int64] | None = None
-    """[window] tokens seen, where the source says so."""
+    """[window] tokens seen, if known."""
     layer_ids: NDArray[np.int64] | None = None
     """[layer] index of each row in the model, dense layers counted."""
     source: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Request traces: who arrived when, how long, and which prompt blocks are shared.
+"""Request traces: arrival times, lengths, and shared prompt blocks of requests.
 
 In memory a request trace is columns of NumPy arrays; on disk, a folder with ``meta.json`` and
 ``requests.parquet``. An activation trace holds the same table beside its activations.
@@ -22,7 +22,7 @@ from coterie.traces.store import read_json, write_json
 FORMAT = "coterie-trace"
 VERSION = 1
 MAX_TOKENS = 1 << 40
-"""Tokens of one request, at most: sums over any trace then fit in 64 bits."""
+"""Most tokens of one request, so that sums over any trace fit in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class RequestTrace:
     block_tokens: int | None = None
     """Tokens of one prefix block."""
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Any further columns of the source."""
+    """Further columns of the source."""
     source: Mapping[str, Any] = field(default_factory=dict)
-    """Where the trace comes from: format, file, licence."""
+    """Origin of the trace: format, file, licence."""
 
     def __post_init__(self) -> None:
         count = len(self.prompt_tokens)
@@ -80,11 +80,11 @@ class RequestTrace:
 
     @property
     def duration_s(self) -> float:
-        """From the first arrival to the last."""
+        """Seconds from the first arrival to the last."""
         return float(np.ptp(self.arrival_s)) if self.arrival_s is not None and len(self) else 0.0
 
     def take(self, rows: Any) -> RequestTrace:
-        """Some rows: a slice, or an array of indices in the order wanted."""
+        """Select rows: a slice, or an array of indices in any order."""
 
         def cut(column: Any) -> Any:
             if column is None or isinstance(column, np.ndarray) or isinstance(rows, slice):
@@ -140,11 +140,11 @@ class RequestTrace:
 
 
 TABLES: dict[str, Callable[[Path], RequestTrace]] = {}
-"""Kind of another trace → how the request table in its folder is read; the module of that kind adds itself."""
+"""Kind of another trace → reader of the request table in its folder; the module of that kind adds itself."""
 
 
 def check_new_folder(path: str | Path) -> Path:
-    """The folder of a trace to be written: new or empty, since bad input must never lose data."""
+    """Folder of a trace to write: new or empty, so that a wrong path never loses data."""
     folder = Path(path)
     if not str(path) or folder.is_file():
         raise ConfigError(f"{str(path)!r} is not a folder; a trace is one")
@@ -179,7 +179,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def write_requests(path: Path, trace: RequestTrace) -> None:
-    """The table as parquet, whole or not at all."""
+    """Write the table as parquet, atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,8 +1,8 @@
-"""Activation traces in segments: what is on disk, and how it is read.
+"""Activation traces in segments: the files, and how they are read.
 
 A trace is a folder:
 
-    meta.json                 model, shape, where it comes from, and the list of segments: the commit point
+    meta.json                 model, shape, origin, and the list of segments: the commit point
     requests.parquet          one row a request (see coterie.traces.requests)
     activations.safetensors   expert_ids [token, layer, k] in the narrowest dtype, offsets [request + 1],
                               phase [token], and where recorded token_ids [token], gate_weights [token, layer, k]
@@ -32,12 +32,12 @@ from coterie.types import DECODE, PREFILL, narrowest_uint
 
 OPTIONAL = ("token_ids", "gate_weights")
 MAX_EXPERTS = 1 << 16
-"""Experts of a layer, at most: far past any model, and small enough that a false number cannot exhaust memory."""
+"""Most experts of a layer: far above any model, and small enough that a wrong number cannot exhaust memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceMeta:
-    """What a trace says of itself."""
+    """Metadata of a trace."""
 
     model: str
     num_experts: int
@@ -66,19 +66,19 @@ class TraceMeta:
             raise ConfigError(f"layer_ids has {len(self.layer_ids)} entries; num_layers={self.num_layers}")
 
     def specs(self, num_tokens: int, num_requests: int, optional: Sequence[str] = ()) -> dict[str, ArraySpec]:
-        """The arrays of a segment of that size."""
-        cell = (num_tokens, self.num_layers, self.top_k)
+        """Dtypes and shapes of a segment's arrays."""
+        ids_shape = (num_tokens, self.num_layers, self.top_k)
         specs = {
-            "expert_ids": ArraySpec(narrowest_uint(self.num_experts - 1), cell),
+            "expert_ids": ArraySpec(narrowest_uint(self.num_experts - 1), ids_shape),
             "offsets": ArraySpec(np.dtype(np.int64), (num_requests + 1,)),
             "phase": ArraySpec(np.dtype(np.uint8), (num_tokens,)),
             "token_ids": ArraySpec(np.dtype(np.int32), (num_tokens,)),
-            "gate_weights": ArraySpec(np.dtype(np.float16), cell),
+            "gate_weights": ArraySpec(np.dtype(np.float16), ids_shape),
         }
         return {name: spec for name, spec in specs.items() if name not in OPTIONAL or name in optional}
 
     def json(self, segments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What meta.json holds; each segment names its two files and its tokens."""
+        """Contents of meta.json; each segment names its two files and its tokens."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -95,14 +95,14 @@ class TraceMeta:
 
 
 class Activations(NamedTuple):
-    """A run of tokens: of one request, or of several in a row."""
+    """A run of tokens: of one request, or of several consecutive ones."""
 
     expert_ids: NDArray[np.unsignedinteger]
-    """[token, layer, k]"""
+    """[token, layer, k] expert ids."""
     phase: NDArray[np.uint8]
     """[token] PREFILL or DECODE."""
     token_ids: NDArray[np.int32] | None = None
-    """[token]"""
+    """[token] ids of tokens."""
     gate_weights: NDArray[np.float16] | None = None
     """[token, layer, k]"""
 
@@ -113,7 +113,7 @@ class Activations(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Whole requests in a row, for streaming over a trace."""
+    """Consecutive whole requests, for streaming over a trace."""
 
     first_request: int
     offsets: NDArray[np.int64]
@@ -212,7 +212,7 @@ class SegmentedTrace:
 
     @classmethod
     def empty(cls, meta: TraceMeta) -> Self:
-        """A trace of no request."""
+        """A trace without requests."""
         arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in meta.specs(0, 0).items()}
         segment = Segment(arrays["offsets"], Activations(arrays["expert_ids"], arrays["phase"]), None, None)
         return cls(meta, [segment], RequestTrace(np.empty(0, np.int64), np.empty(0, np.int64)))
@@ -260,7 +260,7 @@ class SegmentedTrace:
         return segment.between(int(segment.offsets[local]), int(segment.offsets[local + 1]))
 
     def chunks(self, max_tokens: int = 1 << 20) -> Iterator[Chunk]:
-        """The whole trace in runs of whole requests of about `max_tokens`; memory read is let go after each."""
+        """Iterate over runs of whole requests of about `max_tokens`; mapped memory is released after each."""
         for segment, first in zip(self.segments, self._first, strict=False):
             start = 0
             while start < segment.num_requests:

@@ -1,7 +1,7 @@
 """Arrays on disk as safetensors: mapped to read, streamed to write.
 
 The safetensors library copies what it reads and wants whole arrays to write. A trace of tens of gigabytes needs
-neither: opening maps the file, and writing goes row by row into a file whose header was written first. Files are
+neither: opening maps the file, and rows are written one by one after the header. Files are
 plain safetensors either way, and the tests read and write them with the library.
 """
 
@@ -40,7 +40,7 @@ _MAX_HEADER = 100_000_000  # the safetensors library's own limit
 
 
 class ArraySpec(NamedTuple):
-    """What an array will be, before it is written."""
+    """Dtype and shape of an array to be written."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ class ArrayFile:
             raise TraceError(path, "file", f"has {size} bytes; its header describes {end}")
 
     def about(self, kind: str, version: int) -> dict[str, Any]:
-        """What Coterie wrote of a file of that kind beside its arrays; raises where it is another kind or version."""
+        """Coterie's metadata of a file of this format; raises for another format or version."""
         try:
             about = json.loads(self._metadata["coterie"])
             found = (about["format"], about["version"])
@@ -130,7 +130,7 @@ class ArrayFile:
         return list(self._arrays)
 
     def release(self) -> None:
-        """Let go of the pages read so far: they stay in the page cache but no longer count as this process's."""
+        """Release the pages read so far: they stay in the page cache but no longer count as this process's memory."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -163,7 +163,7 @@ class ArrayFileWriter:
         os.ftruncate(self._file, 8 + len(text) + at)
 
     def append(self, name: str, rows: NDArray[Any]) -> None:
-        """The next rows of an array, in order."""
+        """Write the next rows of an array, in order."""
         spec = self.specs[name]
         data = np.ascontiguousarray(rows, dtype=spec.dtype.newbyteorder("<"))
         done = self._rows[name]
@@ -207,7 +207,7 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file whole or not at all."""
+    """Replace a JSON file atomically."""
     tmp = path.with_name(path.name + ".tmp")
     with tmp.open("w") as stream:
         json.dump(value, stream, indent=1)

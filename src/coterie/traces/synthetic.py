@@ -4,11 +4,11 @@ Every domain has preferences over the experts of each layer: a Zipf popularity i
 all domains share. A request draws its own preferences around its domain's (Dirichlet), and each token draws its
 top-k experts from them one after the other without replacement (Plackett-Luce). Preferences may drift over time.
 
-What a synthetic trace does not reproduce, so that no conclusion should rest on it: tokens of a request are
-independent given its preferences, while real routing repeats itself from one token to the next; layers are
-independent, while a real token's experts in one layer tell of those in the next; two experts are never drawn together
-more often than their weights say; and no token id stands behind the experts. Unions over *different* requests, loads
-and their drift are what it is for.
+Properties that a synthetic trace does not reproduce, so draw no conclusion from them: tokens of a request are
+independent given its preferences, while real routing repeats from one token to the next; layers are independent, while
+a real token's experts in one layer predict those in the next; two experts are drawn together no more often than their
+weights imply; and experts do not depend on token ids. Use it for unions over *different* requests, loads and their
+drift.
 
 The same settings and seed give byte-identical files, whatever the number of threads.
 """
@@ -45,7 +45,7 @@ from coterie.traces.store import ArrayFileWriter, write_json
 from coterie.types import DECODE, PREFILL, ModelSpec
 
 CHUNK_BYTES = 64 << 20
-"""Expert ids drawn, then written, at a time."""
+"""Expert ids drawn, then written, per chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class SlowDrift:
     """All preferences move continuously from their first values towards new ones."""
 
     half_life_s: float
-    """Seconds until they are half-way."""
+    """Seconds until preferences are half-way."""
 
     def __post_init__(self) -> None:
         if not self.half_life_s > 0:
@@ -62,7 +62,7 @@ class SlowDrift:
 
 @dataclass(frozen=True, slots=True)
 class AbruptDrift:
-    """All preferences change to new ones at stated times, and stay in between."""
+    """All preferences change to new ones at given times, and are constant in between."""
 
     at_s: tuple[float, ...]
 
@@ -73,7 +73,7 @@ class AbruptDrift:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SyntheticSettings:
-    """What to generate. `presets` holds named ones; coterie.traces.fitting makes one from a recorded trace."""
+    """Settings of a trace. `presets` holds named ones; coterie.traces.fitting makes one from a recorded trace."""
 
     model: str = "synthetic"
     num_experts: int = 32
@@ -160,12 +160,12 @@ class _Blend(NamedTuple):
     target: NDArray[np.int64]
     """[request] epoch moved towards."""
     weight: NDArray[np.float64]
-    """[request] how far: 0 is at the origin."""
+    """[request] progress: 0 is at the origin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """The truth behind a trace: what every domain prefers, at any time."""
+    """True preferences behind a trace: of every domain, at any time."""
 
     epochs: NDArray[np.float64]
     """[epoch, domain, layer, expert] sums to 1 over experts."""
@@ -193,10 +193,10 @@ class Preferences:
 
 
 def draw_preferences(settings: SyntheticSettings, rng: Generator) -> Preferences:
-    """The domains' preferences, and where they drift to. Give them to `generate` to know the truth of its trace.
+    """Draw the domains' preferences, and those they drift to. Pass them to `generate` to know the truth of its trace.
 
     Later epochs give every layer's experts new roles by a permutation that all domains share, so drift changes which
-    experts are popular but neither the skew nor how alike the domains are.
+    experts are popular but neither the skew nor the similarity of the domains.
     """
     layers, experts = settings.num_layers, settings.num_experts
     first = settings.preferences
@@ -222,7 +222,7 @@ def generate(
     tokens: int | None = None,
     preferences: Preferences | None = None,
 ) -> ActivationTrace:
-    """A trace in memory, of that many requests or (the last one cut short) of exactly that many tokens."""
+    """Generate a trace in memory, of `requests` requests or of exactly `tokens` tokens, the last request cut short."""
     work = _draw_workload(settings, rng, requests, tokens, preferences)
     (whole,) = work.chunks(work.num_tokens)
     return ActivationTrace.from_arrays(work.meta, whole.expert_ids, work.offsets, work.requests, whole.phase)
@@ -242,11 +242,11 @@ def generate_to(
 ) -> ActivationTrace:
     """Write a trace of any size with bounded memory, in one pass, and open it.
 
-    `nbytes` sets the size on disk, up to the request table. `source` joins what the trace says of its origin;
+    `nbytes` sets the size on disk, up to the request table. `source` is added to the trace's metadata;
     `progress` is called with the tokens done and to do. An interruption or error leaves no trace behind.
     """
-    cell = TraceMeta(settings.model, settings.num_experts, settings.num_layers, settings.top_k).specs(1, 0)
-    token_bytes = cell["expert_ids"].nbytes + cell["phase"].nbytes
+    specs = TraceMeta(settings.model, settings.num_experts, settings.num_layers, settings.top_k).specs(1, 0)
+    token_bytes = specs["expert_ids"].nbytes + specs["phase"].nbytes
     if nbytes is not None:
         if requests is not None or tokens is not None:
             raise ConfigError("give one of requests, tokens and nbytes")
@@ -257,7 +257,7 @@ def generate_to(
     _require_space(Path(path), work.num_tokens * token_bytes)
     folder = check_new_folder(path)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the final place and moved there whole: an interruption leaves nothing, and of two writers one wins.
+    # Written next to the final path and renamed: an interruption leaves nothing, and of two writers one wins.
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         part = Path(temporary) / "trace"
         part.mkdir()
@@ -289,7 +289,7 @@ def _require_space(path: Path, needed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Workload:
-    """All that is drawn before the first token: who arrives when, how long, preferring what."""
+    """Draws made before the first token: arrivals, lengths and preferences of requests."""
 
     meta: TraceMeta
     requests: RequestTrace

@@ -1,7 +1,7 @@
 """Write a trace, in Coterie's format or another system's.
 
 A writer never replaces anything: it refuses a name that exists, writes under a temporary one and renames at the
-end. What a format has no place for is left out and named in the result; what it would hold wrongly is refused.
+end. Parts that a format cannot hold are left out and named in the result; values it would distort are refused.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Writer:
 
 
 class Written(NamedTuple):
-    """What was written."""
+    """Result of a write."""
 
     path: Path
     format: str
     left_out: tuple[str, ...]
-    """Parts of the trace that the format has no place for."""
+    """Parts of the trace that the format cannot hold."""
 
 
 writers: Registry[Writer] = Registry("output format", group="coterie.writers")
@@ -64,7 +64,7 @@ def kind_of(trace: Trace) -> str:
 
 
 def optional_parts(trace: Trace) -> tuple[str, ...]:
-    """Parts that this trace has and another of its kind may lack; ``requests`` is an activation trace's table."""
+    """Optional parts that this trace has; ``requests`` is an activation trace's table."""
     if isinstance(trace, ActivationTrace):
         return ("requests", *(["layer_ids"] if trace.meta.layer_ids is not None else []), *_model(trace.meta.model))
     if isinstance(trace, LoadTable):
@@ -79,7 +79,7 @@ def _model(name: str) -> tuple[str, ...]:
 
 
 def check_target(path: Path, format: str) -> None:
-    """Raise unless the format is known and the name is free: worth asking before a long read."""
+    """Raise unless the format is known and the name is free: call it before a long read."""
     writers[format]
     if path.exists() or path.is_symlink():
         raise ConfigError(f"{path} exists already; choose another name or remove it first")
@@ -97,7 +97,7 @@ def write_trace(trace: Trace, path: str | Path, format: str = "coterie") -> Writ
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         writer.write(trace, tmp)
-        check_target(path, format)  # a rename would replace what came up meanwhile
+        check_target(path, format)  # a rename would replace a file created meanwhile
         tmp.rename(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
@@ -217,7 +217,7 @@ def _write_load_history(trace: LoadTable, path: Path) -> None:
 
 
 def _arrivals(trace: RequestTrace, format: str) -> NDArray[np.float64]:
-    """Arrival times, for formats that are nothing without them."""
+    """Arrival times, for formats that require them."""
     if not len(trace):
         raise ConfigError(f"the trace has no requests, which format {format!r} cannot say; coterie can hold it")
     if trace.arrival_s is None:

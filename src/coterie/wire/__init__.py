@@ -1,1 +1,1 @@
-"""What engines put on the wire, as pure functions on bytes, strings and arrays: no sockets, no files."""
+"""Wire formats of engines, as pure functions on bytes, strings and arrays: no sockets, no files."""

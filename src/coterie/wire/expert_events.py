@@ -1,8 +1,8 @@
 """The expert-event stream: which experts finished requests used, and the load in between.
 
 Published on ZMQ beside the KV events and framed the same way (:mod:`coterie.wire.framing`); a payload is msgpack
-``[timestamp, [events], rank]``, an event a map with its ``type``. A subscriber may join at any time: it is greeted by
-a message without events, and every event says its own shape.
+``[timestamp, [events], rank]``, an event a map with its ``type``. A subscriber may join at any time: its first
+message has no events, and every event carries its own shape.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coterie.types import narrowest_uint
 TOPIC = b"experts"
 DEFAULT_PORT = 5602
 MAX_EXPERTS = 1 << 16
-"""Experts of a layer, at most: far past any model, and a false number cannot overflow a shape."""
+"""Most experts of a layer: far above any model, and small enough that a wrong number cannot overflow a shape."""
 
 
 class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
@@ -43,7 +43,7 @@ class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True)
     """Tokens of the prompt whose KV was found in the prefix cache."""
     output_tokens: int = 0
     finish: str = ""
-    """As the engine names it: stop, length, abort …"""
+    """Finish reason in the engine's words: stop, length, abort …"""
 
     @classmethod
     def pack(
@@ -54,7 +54,7 @@ class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True)
         num_experts: int,
         **fields: Any,
     ) -> RequestExperts:
-        """From arrays [token, layer, k], [token] and [token]; raises InputError where they do not fit each other."""
+        """Make an event from arrays [token, layer, k], [token] and [token]; raises InputError if shapes disagree."""
         if expert_ids.ndim != 3 or not len(expert_ids) == len(token_ids) == len(known):
             problem = f"expert_ids {expert_ids.shape} must be [token, layer, k] with one row a token"
             raise InputError(f"{problem}; token_ids has {len(token_ids)}, known {len(known)}")
@@ -75,7 +75,7 @@ class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True)
         )
 
     def ids(self) -> NDArray[np.unsignedinteger]:
-        """[token, layer, k]; raises InputError where the bytes do not fit the shape or name no expert."""
+        """[token, layer, k] expert ids; raises InputError if the bytes and the shape disagree or an id is too large."""
         if not 1 <= self.top_k <= self.num_experts <= MAX_EXPERTS or not self.layer_ids:
             problem = f"num_experts={self.num_experts}, top_k={self.top_k}, {len(self.layer_ids)} layers"
             raise InputError(f"{problem}: expected 1 <= top_k <= num_experts <= {MAX_EXPERTS} and a layer")
@@ -89,13 +89,13 @@ class RequestExperts(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True)
         return ids.reshape(shape)
 
     def tokens(self) -> NDArray[np.int32]:
-        """[token]"""
+        """[token] ids."""
         if len(self.token_ids) % 4:
             raise InputError(f"token_ids has {len(self.token_ids)} bytes, not a multiple of 4")
         return np.frombuffer(self.token_ids, "<i4")
 
     def seen(self) -> NDArray[np.bool_]:
-        """[token] whether the row of ids is real."""
+        """[token] whether the row of ids is known."""
         count = len(self.tokens())
         if not self.known:
             return np.ones(count, np.bool_)
@@ -111,7 +111,7 @@ class ExpertLoad(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     layer_ids: list[int]
     num_experts: int
     seconds: float
-    """How long it was gathered."""
+    """Seconds over which the tokens were counted."""
     steps: int
     tokens: int
     counts: bytes
@@ -144,7 +144,7 @@ def encode_expert_events(batch: ExpertEvents) -> bytes:
 
 
 def decode_expert_events(payload: bytes) -> ExpertEvents:
-    """Raises InputError in one line, whatever the bytes are."""
+    """Decode a message; raises InputError with one line for any malformed bytes."""
     try:
         return _DECODER.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -21,8 +21,8 @@ from coterie.types import narrowest_uint
 
 KEY = "coterie_footprint"
 VERSION = 1
-MAX_CELLS = 1 << 20
-"""Layers x experts at most: fifty times any model, and a false header costs 8 MB at most."""
+MAX_COUNTS = 1 << 20
+"""Most layers x experts: fifty times any model; a wrong header allocates at most 8 MB."""
 
 
 class WireFootprint(NamedTuple):
@@ -33,7 +33,7 @@ class WireFootprint(NamedTuple):
     tokens: int
     """Tokens counted."""
     missing: int = 0
-    """Tokens of the request whose experts this worker never saw (their KV came from elsewhere)."""
+    """Tokens of the request whose experts this worker never saw (their KV came from another worker)."""
 
 
 class _Packed(msgspec.Struct, array_like=True):
@@ -48,14 +48,14 @@ class _Packed(msgspec.Struct, array_like=True):
 
 
 def encode_footprint(footprint: WireFootprint, deflate: bool = True) -> str:
-    """As text. Deflating takes about 0.4 ms for 58 layers x 256 experts: plain is for where that would hold up a step.
+    """Encode as text. Deflating takes about 0.4 ms for 58 layers x 256 experts: turn it off where that delays a step.
 
     Raises InputError for what :func:`decode_footprint` would refuse.
     """
     counts = footprint.counts
-    if counts.ndim != 2 or not 0 < counts.size <= MAX_CELLS or len(footprint.layer_ids) != len(counts):
+    if counts.ndim != 2 or not 0 < counts.size <= MAX_COUNTS or len(footprint.layer_ids) != len(counts):
         problem = f"counts {counts.shape} must be [layer, expert] with {len(footprint.layer_ids)} layers"
-        raise InputError(f"{problem} and at most {MAX_CELLS} cells")
+        raise InputError(f"{problem} and at most {MAX_COUNTS} counts")
     if counts.dtype.kind not in "ui" or int(counts.min()) < 0:
         raise InputError(f"counts are {counts.dtype} from {counts.min()}, expected whole numbers of at least 0")
     narrow = counts.astype(narrowest_uint(int(counts.max())).newbyteorder("<"))
@@ -85,7 +85,7 @@ def decode_footprint(text: str | bytes) -> WireFootprint:
     size = packed.layers * packed.experts * packed.itemsize
     try:
         inflate = zlib.decompressobj()
-        data = inflate.decompress(packed.counts, size + 1)  # one past: a longer stream must not be inflated whole
+        data = inflate.decompress(packed.counts, size + 1)  # one byte more: never inflate a longer stream
     except zlib.error as error:
         raise InputError(f"is a damaged footprint: {error}") from None
     if len(data) != size or not inflate.eof or inflate.unused_data:
@@ -97,7 +97,7 @@ def decode_footprint(text: str | bytes) -> WireFootprint:
 def _check(packed: _Packed) -> None:
     if packed.version != VERSION:
         raise InputError(f"is a footprint of version {packed.version}, expected {VERSION}")
-    shape_ok = packed.layers > 0 and packed.experts > 0 and packed.layers * packed.experts <= MAX_CELLS
+    shape_ok = packed.layers > 0 and packed.experts > 0 and packed.layers * packed.experts <= MAX_COUNTS
     if not shape_ok or packed.itemsize not in (1, 2, 4, 8) or len(packed.layer_ids) != packed.layers:
         raise InputError(
             f"is a footprint of {packed.layers} layers ({len(packed.layer_ids)} named) x {packed.experts} experts x "
@@ -111,7 +111,7 @@ def _check(packed: _Packed) -> None:
 
 
 def attach_footprint(params: MutableMapping[str, Any], footprint: WireFootprint) -> None:
-    """Put it into a request's or an answer's ``kv_transfer_params``."""
+    """Add a footprint to a request's or an answer's ``kv_transfer_params``."""
     params[KEY] = encode_footprint(footprint)
 
 
@@ -122,5 +122,5 @@ def footprint_of(params: Mapping[str, Any] | None) -> WireFootprint | None:
 
 
 def without_footprint(params: Mapping[str, Any]) -> dict[str, Any]:
-    """What the decode worker needs: all but the footprint."""
+    """``kv_transfer_params`` for the decode worker: without the footprint."""
     return {key: value for key, value in params.items() if key != KEY}

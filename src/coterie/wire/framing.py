@@ -1,6 +1,6 @@
 """The frames of an event stream on ZMQ PUB: ``[topic, sequence number, payload]``, as vLLM publishes KV events.
 
-A subscriber that sees the sequence jump has lost messages (PUB drops for a slow reader), and knows how many.
+A gap in the sequence tells a subscriber how many messages it lost (PUB drops messages for a slow reader).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def to_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
 
 
 def from_frames(frames: Sequence[bytes]) -> Frame:
-    """A message as received; wrong input raises InputError.
+    """Parse a message as received; malformed input raises InputError.
 
     A replay may leave the topic out: SGLang does, and vLLM did.
     """
@@ -39,9 +39,9 @@ def from_frames(frames: Sequence[bytes]) -> Frame:
 
 @dataclass(slots=True)
 class Gaps:
-    """Counts what a subscriber missed, at least: the end of a publisher's life cannot be seen.
+    """Lower bound of the messages a subscriber missed: those lost at a publisher's end cannot be seen.
 
-    A sequence that falls back is a publisher that started anew, at 0.
+    A sequence that falls means that the publisher restarted at 0.
     """
 
     lost: int = 0
@@ -49,7 +49,7 @@ class Gaps:
     _next: int | None = None
 
     def see(self, seq: int) -> int:
-        """How many messages were lost just before this one."""
+        """Number of messages lost just before this one."""
         missed = 0
         if self._next is not None:
             if seq < self._next:

@@ -1,7 +1,7 @@
 """vLLM's prefill/decode handshake: two OpenAI bodies made from one, in sequence.
 
-The prefill worker answers one token and ``kv_transfer_params``; these go, word for word, into the original body, which
-is then sent to a decode worker under the same ``X-Request-Id``. The decode worker is chosen in between, when the
+The prefill worker answers one token and ``kv_transfer_params``; these go unchanged into the original body, which is
+then sent to a decode worker under the same ``X-Request-Id``. The decode worker is chosen in between, when the
 request's footprint is known.
 """
 
@@ -21,11 +21,11 @@ REMOTE_DECODE: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What asks a worker to prefill for another."""
+"""``kv_transfer_params`` that ask a worker to prefill for another."""
 
 
 def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What to send to the prefill worker: one token, not streamed."""
+    """Body for the prefill worker: one token, not streamed."""
     out = {key: value for key, value in body.items() if key not in ("stream_options", "min_tokens")}
     out.update(stream=False, max_tokens=1, kv_transfer_params=dict(REMOTE_DECODE))
     if "max_completion_tokens" in body:
@@ -34,7 +34,7 @@ def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What to send to the decode worker: the client's body with the answer's ``kv_transfer_params``."""
+    """Body for the decode worker: the client's body with the answer's ``kv_transfer_params``."""
     out = dict(body)
     if params:
         out["kv_transfer_params"] = dict(params)

@@ -2,7 +2,7 @@
 
 A payload is msgpack ``[timestamp, [events], data-parallel rank]``. An event is a map with a ``type`` (vLLM since 0.24,
 recent SGLang), or an array that begins with it (both before). Both decode to the same structs, unknown fields are
-skipped, and an unknown event raises: a directory that overlooks one would promise blocks that are gone. A hash is an
+skipped, and an unknown event raises: a directory that ignores one would report blocks that are gone. A hash is an
 integer or bytes, by the engine's hash function. `group_idx` (KV cache group of a hybrid model), `medium` (GPU, CPU …),
 `locality` and `cache_salt` matter: a block of another group, medium, place or salt is no hit.
 """
@@ -30,7 +30,7 @@ class BlockStored(msgspec.Struct, tag=True, tag_field="type", kw_only=True):
     extra_keys: Any = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
-    """Of the group: full_attention, sliding_window …"""
+    """Kind of the group: full_attention, sliding_window …"""
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
     """LOCAL or REMOTE, seen from the publisher."""
@@ -54,7 +54,7 @@ _TYPES: dict[str, type[BlockStored] | type[BlockRemoved] | type[AllBlocksCleared
     kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
 }
 _ARRAY_FIELDS = {"BlockStored": 9, "BlockRemoved": 3, "AllBlocksCleared": 0}
-"""How many fields the array form ever had: vLLM added the others, in another order, to the map."""
+"""Number of fields of the array form: vLLM added later fields to the map only, in another order."""
 
 
 class KVEvents(msgspec.Struct, array_like=True):
@@ -77,16 +77,16 @@ _RAW_DECODER = msgspec.msgpack.Decoder(_Raw)
 
 
 def encode_kv_events(batch: KVEvents) -> bytes:
-    """In the form of vLLM 0.24 and later."""
+    """Encode in the form of vLLM 0.24 and later."""
     return _ENCODER.encode(batch)
 
 
 def decode_kv_events(payload: bytes) -> KVEvents:
-    """Either form; raises InputError in one line, whatever the bytes are."""
+    """Decode either form; raises InputError with one line for any malformed bytes."""
     try:
         return _DECODER.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        pass  # the array form, pairs of tokens, or damage: the long way tells
+        pass  # the array form, pairs of tokens, or damage: use the slow path
     try:
         raw = _RAW_DECODER.decode(payload)
         return KVEvents(raw.timestamp, [_event(event) for event in raw.events], raw.rank)

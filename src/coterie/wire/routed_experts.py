@@ -1,6 +1,6 @@
 """The routed-experts payload of an engine's answer: base64 text → expert ids [token, layer, k].
 
-Two forms exist. vLLM sends a whole ``.npy`` file, so the array says its own shape. SGLang sends bare integers, so
+Two forms exist. vLLM sends a whole ``.npy`` file, so the array carries its own shape. SGLang sends bare integers, so
 layers and k must be known; int32 unless the answer names another dtype.
 
 Both count *all* hidden layers, dense ones included, and fill the rows of a dense layer with zeros
@@ -25,9 +25,9 @@ SGLANG_DTYPES = {"uint8": "|u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4"
 
 
 def decode_npy(data: bytes) -> NDArray[Any]:
-    """A ``.npy`` file in memory, without copying its numbers. Never unpickles.
+    """Read a ``.npy`` file in memory without copying its numbers. Never unpickles.
 
-    NumPy's own reader allocates what the header claims before it looks at how many bytes there are.
+    NumPy's own reader allocates the size in the header before it checks how many bytes there are.
     """
     stream = io.BytesIO(data)
     try:
@@ -40,7 +40,7 @@ def decode_npy(data: bytes) -> NDArray[Any]:
             raise InputError(f"is .npy version {version}, expected (1, 0) or (2, 0)")
     except InputError:
         raise
-    except Exception as error:  # NumPy's header parser lets out whatever a damaged header provokes
+    except Exception as error:  # NumPy's header parser raises any exception on a damaged header
         raise InputError(f"is not a .npy file: {error!r}") from None
     if dtype.hasobject:
         raise InputError("holds pickled objects, expected numbers")
@@ -70,7 +70,7 @@ def decode_sglang(payload: str | bytes, num_layers: int, top_k: int, dtype: str 
 
 
 def routed_layers(expert_ids: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Indices of the layers of [token, layer, k] that routed anything: a dense layer's rows are all zero.
+    """Indices of the MoE layers of [token, layer, k]: a dense layer's rows are all zero.
 
     A router picks k *different* experts, so for k > 1 a zero row cannot be real. At k = 1 it can, and only a model's
     shape tells a dense layer from one that always picked expert 0: then every layer counts as routed.

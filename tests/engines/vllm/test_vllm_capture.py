@@ -19,7 +19,7 @@ from coterie.engines.recording import Sending
 from coterie.engines.vllm import recording
 from coterie.engines.vllm.recording import record_vllm
 from coterie.engines.vllm.settings import ConnectorSettings
-from coterie.footprints import SlotStore, footprint
+from coterie.footprints import PositionStore, footprint
 from coterie.prompts import load_prompts, take_in_turn
 from coterie.traces import ActivationTrace
 from coterie.types import DECODE, PREFILL
@@ -228,7 +228,7 @@ def test_metrics_are_bounded(servers: tuple[Server, Server]) -> None:
 def test_capture_is_turned_off_and_on_in_a_running_server(servers: tuple[Server, Server], truth: Truth) -> None:
     """Last in this file: it makes the server forget the experts of all that it has cached."""
     plugin = servers[1]
-    store = SlotStore.attach(ConnectorSettings(store=plugin.store).store_path("", 0))
+    store = PositionStore.attach(ConnectorSettings(store=plugin.store).store_path("", 0))
     prompt = list(range(700, 764))
     before = plugin.complete(prompt, max_tokens=4)
     store.enabled = False

@@ -1,4 +1,4 @@
-"""The worker's half of the vLLM plugin without vLLM: rows to slots, on the CPU and under CUDA graphs."""
+"""The worker's half of the vLLM plugin without vLLM: rows to positions, on the CPU and under CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import torch
 
 from coterie.engines.vllm.capture import Layout, StepCapture, StepEdits, StoreWriter, local_rows
 from coterie.errors import UnavailableError
-from coterie.footprints import SlotShape, SlotStore
+from coterie.footprints import PositionShape, PositionStore
 
 pytestmark = pytest.mark.torch
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 LAYERS, TOP_K, EXPERTS, BLOCK = 3, 2, 300, 8
-SHAPE = SlotShape(128, LAYERS, TOP_K, EXPERTS)
+SHAPE = PositionShape(128, LAYERS, TOP_K, EXPERTS)
 LAYER_IDS = (1, 2, 5)
 
 
@@ -37,14 +37,16 @@ class Worker:
         self.capture = StepCapture(
             LAYER_IDS, TOP_K, EXPERTS, 64, torch.device(device), lambda context: context.slot_mapping
         )
-        self.store = SlotStore.create(SHAPE)
+        self.store = PositionStore.create(SHAPE)
         self.writer = StoreWriter(self.store, self.capture, BLOCK)
 
-    def load(self, slots: np.ndarray, ids: np.ndarray, padded: int) -> None:
+    def load(self, positions: np.ndarray, ids: np.ndarray, padded: int) -> None:
         """Fill the buffers of a step, padded as engines pad."""
         self.mapping.fill_(-1)
-        self.mapping[: len(slots)] = torch.as_tensor(slots).to(self.mapping.device)
-        self.routed[:, : len(slots)] = torch.as_tensor(ids.swapaxes(0, 1), dtype=torch.int32).to(self.mapping.device)
+        self.mapping[: len(positions)] = torch.as_tensor(positions).to(self.mapping.device)
+        self.routed[:, : len(positions)] = torch.as_tensor(ids.swapaxes(0, 1), dtype=torch.int32).to(
+            self.mapping.device
+        )
         self.context.slot_mapping = self.mapping[:padded]
 
     def forward(self, padded: int) -> None:
@@ -60,20 +62,20 @@ class Worker:
 
 def some_step(rng: np.random.Generator, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     ids = np.stack([[rng.permutation(EXPERTS)[:TOP_K] for _ in range(LAYERS)] for _ in range(tokens)])
-    return rng.permutation(SHAPE.num_slots)[:tokens], ids
+    return rng.permutation(SHAPE.num_positions)[:tokens], ids
 
 
 def edits(step: int, tokens: int, forget: list[int] | None = None, copies: Any = ()) -> StepEdits:
     return StepEdits(step, tokens, forget or [], list(copies))
 
 
-def test_a_step_reaches_its_slots(rng: np.random.Generator) -> None:
+def test_a_step_reaches_its_positions(rng: np.random.Generator) -> None:
     worker = Worker("cpu")
-    slots, ids = some_step(rng, 10)
-    worker.load(slots, ids, padded=16)
+    positions, ids = some_step(rng, 10)
+    worker.load(positions, ids, padded=16)
     worker.forward(16)
     worker.writer.submit(edits(1, 10))
-    rows = worker.store.read(slots)
+    rows = worker.store.read(positions)
     assert rows.known.all()
     np.testing.assert_array_equal(rows.expert_ids, ids)
     assert worker.store.step == 1
@@ -82,43 +84,43 @@ def test_a_step_reaches_its_slots(rng: np.random.Generator) -> None:
 
 def test_a_draft_models_layer_is_left_out(rng: np.random.Generator) -> None:
     worker = Worker("cpu")
-    slots, ids = some_step(rng, 4)
-    worker.load(slots, ids, padded=4)
+    positions, ids = some_step(rng, 4)
+    worker.load(positions, ids, padded=4)
     worker.forward(4)
     worker.capture.capture(99, torch.full((4, TOP_K), 7), worker.context)
     worker.writer.submit(edits(1, 4))
-    np.testing.assert_array_equal(worker.store.read(slots).expert_ids, ids)
+    np.testing.assert_array_equal(worker.store.read(positions).expert_ids, ids)
 
 
 def test_a_warm_up_step_writes_nothing(rng: np.random.Generator) -> None:
     worker = Worker("cpu")
-    slots, ids = some_step(rng, 4)
-    worker.load(slots, ids, padded=4)
+    positions, ids = some_step(rng, 4)
+    worker.load(positions, ids, padded=4)
     worker.forward(4)
     worker.context.slot_mapping = None
     worker.forward(4)
     worker.writer.submit(edits(1, 4))
-    assert not worker.store.read(slots).known.any()
+    assert not worker.store.read(positions).known.any()
 
 
 def test_the_step_in_which_capture_is_turned_on_is_not_believed(rng: np.random.Generator) -> None:
     """The hook was off during its forward pass: the buffers still hold an older step."""
     worker = Worker("cpu")
-    slots, ids = some_step(rng, 4)
-    worker.load(slots, ids, padded=4)
+    positions, ids = some_step(rng, 4)
+    worker.load(positions, ids, padded=4)
     worker.forward(4)
     worker.store.enabled = False
     worker.writer.submit(edits(1, 4))
     worker.forward(4)
     worker.store.enabled = True
     worker.writer.submit(edits(2, 4))
-    assert not worker.store.read(slots).known.any()
+    assert not worker.store.read(positions).known.any()
     worker.forward(4)
     worker.writer.submit(edits(3, 4))
-    assert worker.store.read(slots).known.all()
+    assert worker.store.read(positions).known.all()
 
 
-def test_foreign_slots_and_copies_come_before_the_step(rng: np.random.Generator) -> None:
+def test_foreign_positions_and_copies_come_before_the_step(rng: np.random.Generator) -> None:
     worker = Worker("cpu")
     _, ids = some_step(rng, 8)
     worker.load(np.arange(8), ids, padded=8)
@@ -169,7 +171,7 @@ def test_rows_that_fit_no_layout_are_refused() -> None:
 
 @needs_gpu
 def test_under_cuda_graphs(rng: np.random.Generator) -> None:
-    """The hook runs only at capture; replays must write each step's own ids and slots, in order, from a thread."""
+    """The hook runs only at capture; replays must write each step's own ids and positions, in order, from a thread."""
     worker = Worker("cuda")
     graphs = {}
     for padded in (8, 16, 32):
@@ -182,11 +184,11 @@ def test_under_cuda_graphs(rng: np.random.Generator) -> None:
     for step in range(1, 200):
         tokens = int(rng.integers(1, 32))
         padded = next(size for size in graphs if size >= tokens)
-        slots, ids = some_step(rng, tokens)
-        worker.load(slots, ids, padded)
+        positions, ids = some_step(rng, tokens)
+        worker.load(positions, ids, padded)
         graphs[padded].replay()
         worker.writer.submit(edits(step, tokens))
-        truth.update(zip(slots.tolist(), ids, strict=True))
+        truth.update(zip(positions.tolist(), ids, strict=True))
     worker.settle(199)
     rows = worker.store.read(np.array(list(truth)))
     assert rows.known.all()

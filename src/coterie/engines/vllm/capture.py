@@ -1,7 +1,7 @@
-"""The worker's half: expert ids out of every MoE layer, into the slot store once a step.
+"""The worker's half: expert ids out of every MoE layer, into the position store once a step.
 
 The hook runs inside the model. Under CUDA graphs it runs only while a graph is captured, and what it did is then
-replayed: so it does nothing but copy tensors into buffers that stay where they are. It takes the slots from the
+replayed: so it does nothing but copy tensors into buffers that stay where they are. It takes the positions from the
 forward context in the same way, because both model runners keep the slot mapping in a buffer of their own that a graph
 reads again at each replay. How many rows of a step are real comes from the scheduler.
 
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from coterie.errors import UnavailableError
-from coterie.footprints.slots import SlotStore
+from coterie.footprints.positions import PositionStore
 
 RING = 8
 """Steps that may be on their way from a GPU to the store; a ninth waits."""
@@ -33,7 +33,7 @@ class StepEdits(NamedTuple):
     step: int
     num_tokens: int
     forget: list[int]
-    """Slots that a request was just given: they hold another's rows until they are written."""
+    """Positions that a request was just given: they hold another's rows until they are written."""
     copies: list[tuple[int, int]]
     """(source, target) blocks copied on write before the step."""
 
@@ -83,7 +83,7 @@ class StepCapture:
         num_experts: int,
         max_tokens: int,
         device: torch.device,
-        slots_of: Callable[[Any], torch.Tensor | None],
+        positions_of: Callable[[Any], torch.Tensor | None],
         rank: int = 0,
         tp_size: int = 1,
         gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -93,8 +93,8 @@ class StepCapture:
         dtype = torch.uint8 if num_experts <= 256 else torch.int16  # int16 is read as uint16: the bits are the same
         self.ids = torch.zeros((max_tokens, len(layer_ids), top_k), dtype=dtype, device=device)
         self._columns = {layer_id: self.ids[:, column] for column, layer_id in enumerate(layer_ids)}
-        self.slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
-        self._slots_of = slots_of
+        self.positions = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        self._positions_of = positions_of
         self._rank, self._tp_size, self._gather = rank, tp_size, gather
         self.on = True
         """Whether the hook copies. A graph that was captured with it on goes on copying."""
@@ -115,12 +115,12 @@ class StepCapture:
         if not self.on:  # after the gather, in which every rank must take part
             return
         if layer_id == self._first:
-            slots = self._slots_of(context)
-            if slots is None:  # a warm-up step: nothing of it is kept
-                self.slots.fill_(-1)
+            positions = self._positions_of(context)
+            if positions is None:  # a warm-up step: nothing of it is kept
+                self.positions.fill_(-1)
             else:
-                mapped = min(len(slots), len(self.slots))
-                self.slots[:mapped].copy_(slots[:mapped])
+                mapped = min(len(positions), len(self.positions))
+                self.positions[:mapped].copy_(positions[:mapped])
         if rows.shape[1] != self.top_k or len(rows) > len(column):  # shared experts behind the routed ones; padding
             rows = rows[: len(column), : self.top_k]
         column[: len(rows)].copy_(rows)
@@ -134,7 +134,7 @@ def as_numpy(ids: torch.Tensor) -> NDArray[np.unsignedinteger]:
 class StoreWriter:
     """Takes each step's buffers to the store, in the order of the steps."""
 
-    def __init__(self, store: SlotStore, capture: StepCapture, block_size: int) -> None:
+    def __init__(self, store: PositionStore, capture: StepCapture, block_size: int) -> None:
         self.store = store
         self.capture = capture
         self._block_size = block_size
@@ -152,22 +152,22 @@ class StoreWriter:
             self._ring.submit(edits, epoch)
             return
         count = min(edits.num_tokens, len(self.capture.ids))
-        self.write(edits, self.capture.slots[:count], self.capture.ids[:count], epoch)
+        self.write(edits, self.capture.positions[:count], self.capture.ids[:count], epoch)
 
-    def write(self, edits: StepEdits, slots: torch.Tensor, ids: torch.Tensor, epoch: int | None) -> None:
+    def write(self, edits: StepEdits, positions: torch.Tensor, ids: torch.Tensor, epoch: int | None) -> None:
         """`epoch` is that of the forward pass; None if nothing was captured then."""
         if edits.forget:
             self.store.forget(np.asarray(edits.forget, np.int64))
         for source, target in edits.copies:
             within = np.arange(self._block_size)
             self.store.copy(source * self._block_size + within, target * self._block_size + within)
-        if epoch is not None and len(slots):
-            self.store.write(slots.numpy(), as_numpy(ids), edits.step, epoch)
+        if epoch is not None and len(positions):
+            self.store.write(positions.numpy(), as_numpy(ids), edits.step, epoch)
         else:
             self.store.skip(edits.step)
 
     def lost(self, edits: StepEdits) -> None:
-        """A step that could not be written: its slots may hold older rows, so nothing is known any more."""
+        """A step that could not be written: its positions may hold older rows, so nothing is known any more."""
         self.store.note_error()
         self.store.forget_all()
         self.store.skip(edits.step)
@@ -192,13 +192,13 @@ class _Ring:
         self._writer = writer
         capture = writer.capture
         self._ids = torch.empty((RING, *capture.ids.shape), dtype=capture.ids.dtype, pin_memory=True)
-        self._slots = torch.empty((RING, len(capture.slots)), dtype=torch.int64, pin_memory=True)
+        self._positions = torch.empty((RING, len(capture.positions)), dtype=torch.int64, pin_memory=True)
         self._events = [torch.cuda.Event(blocking=True) for _ in range(RING)]
         self._free: queue.Queue[int] = queue.Queue()
         for index in range(RING):
             self._free.put(index)
         self._copies: queue.Queue[_Copy | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="coterie-slots", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="coterie-positions", daemon=True)
         self._thread.start()
 
     def submit(self, edits: StepEdits, epoch: int | None) -> None:
@@ -207,7 +207,7 @@ class _Ring:
         count = min(edits.num_tokens, len(capture.ids)) if epoch is not None else 0
         if count:
             self._ids[index, :count].copy_(capture.ids[:count], non_blocking=True)
-            self._slots[index, :count].copy_(capture.slots[:count], non_blocking=True)
+            self._positions[index, :count].copy_(capture.positions[:count], non_blocking=True)
         self._events[index].record()
         self._copies.put(_Copy(edits, index, count, self._events[index], epoch))
 
@@ -215,8 +215,8 @@ class _Ring:
         while (copy := self._copies.get()) is not None:
             try:
                 copy.done.synchronize()
-                ids, slots = self._ids[copy.place, : copy.rows], self._slots[copy.place, : copy.rows]
-                self._writer.write(copy.edits, slots, ids, copy.epoch)
+                ids, positions = self._ids[copy.place, : copy.rows], self._positions[copy.place, : copy.rows]
+                self._writer.write(copy.edits, positions, ids, copy.epoch)
             except Exception:  # the thread must live: a ring that is never emptied would stop the worker
                 self._writer.lost(copy.edits)
             finally:

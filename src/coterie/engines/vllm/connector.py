@@ -1,7 +1,7 @@
 """CoterieConnector: vLLM's KV connector that moves no KV and watches experts.
 
-One instance lives in the worker and feeds the slot store (:mod:`coterie.engines.vllm.capture`); another lives beside
-the scheduler, tells the worker what it needs to know of each step, and reads a request's slots when it ends, before
+One instance lives in the worker and fills the position store (:mod:`coterie.engines.vllm.capture`); another is beside
+the scheduler, tells the worker what it needs to know of each step, and reads a request's positions when it ends, before
 its blocks are freed. That order makes a footprint exact even for a prefill of one step, whose worker metadata would
 arrive after the answer is built.
 
@@ -40,13 +40,13 @@ from coterie.engines.vllm.engine import (
     computed_tokens,
     finish_reason,
     moe_modules,
-    slots_of,
+    positions_of,
 )
 from coterie.engines.vllm.metrics import CoterieMetrics, CoterieStats, interval_gauges
 from coterie.engines.vllm.publisher import EventPublisher
 from coterie.engines.vllm.settings import PREFIX, ConnectorSettings
 from coterie.errors import CoterieError, InputError
-from coterie.footprints.slots import SlotShape, SlotStore, block_slots, store_folder, sweep
+from coterie.footprints.positions import PositionShape, PositionStore, block_positions, store_folder, sweep
 from coterie.wire.expert_events import ExpertLoad, RequestExperts
 from coterie.wire.footprints import KEY, WireFootprint, encode_footprint
 
@@ -104,7 +104,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         self._counters: dict[str, int] = {}
         self._counters_sent: dict[str, int] = {}
         self._told: set[str] = set()
-        self._store: SlotStore | None = None
+        self._store: PositionStore | None = None
         self._group, self._block_size = -1, 0
         # Worker.
         self._writer: StoreWriter | None = None
@@ -159,7 +159,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         self._group, self._block_size = attention_group(self._kv_cache_config)
         modules = moe_modules(config)
         layer_ids = captured_layers(modules, config)
-        shape = SlotShape(
+        shape = PositionShape(
             self._kv_cache_config.num_blocks * self._block_size,
             len(layer_ids),
             config.model_config.get_num_experts_per_tok(),
@@ -176,7 +176,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             shape.num_experts,
             config.scheduler_config.max_num_batched_tokens,
             next(iter(kv_caches.values())).device,
-            functools.partial(slots_of, layer_name),
+            functools.partial(positions_of, layer_name),
             self._rank,
             group.world_size,
             lambda ids: group.all_gather(ids, dim=0),
@@ -185,19 +185,19 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         if group.rank_in_group != 0:
             return  # every rank sees the same experts; the first writes them down
         for path in sweep(store_folder(), PREFIX):
-            logger.info("coterie: removed the slot store of a dead engine: %s", path.name)
-        self._store = SlotStore.create(shape, self._path, layer_ids, self._owner)
+            logger.info("coterie: removed the position store of a dead engine: %s", path.name)
+        self._store = PositionStore.create(shape, self._path, layer_ids, self._owner)
         self._store.compile()
         self._writer = StoreWriter(self._store, capture, self._block_size)
         kv_bytes = sum(tensor.size for tensor in self._kv_cache_config.kv_cache_tensors)
         logger.info(
-            "coterie: capturing %d layers x top %d of %d experts; slot store %.1f MB for %d slots (blocks of %d), "
-            "%.2f%% of the KV cache",
+            "coterie: capturing %d layers x top %d of %d experts; position store %.1f MB for %d positions "
+            "(blocks of %d), %.2f%% of the KV cache",
             shape.num_layers,
             shape.top_k,
             shape.num_experts,
             shape.nbytes / 1e6,
-            shape.num_slots,
+            shape.num_positions,
             self._block_size,
             100 * shape.nbytes / max(1, kv_bytes),
         )
@@ -236,11 +236,11 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             self._count("errors")
             logger.warning("coterie: %s", error)
 
-    def _slots(self) -> SlotStore | None:
+    def _attached(self) -> PositionStore | None:
         """The worker's store, once it exists."""
         if self._store is None and self._path.exists():
             try:
-                self._store = SlotStore.attach(self._path, self._owner)
+                self._store = PositionStore.attach(self._path, self._owner)
             except InputError as error:
                 self._failed("attach", error)
                 return None
@@ -266,8 +266,8 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             return
         ids = blocks.get_block_ids()[self._group]
         if local < len(ids) * self._block_size:
-            slots = block_slots(ids, self._block_size, local, len(ids) * self._block_size)
-            self._forget.extend(slots.tolist())
+            positions = block_positions(ids, self._block_size, local, len(ids) * self._block_size)
+            self._forget.extend(positions.tolist())
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._step += 1
@@ -302,26 +302,26 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         listened = self._publisher is not None and self._publisher.wanted
         if not (asked or listened) or self._group < 0:
             return False, None
-        store = self._slots()
+        store = self._attached()
         if store is None or not self._wait_written(store, request):
             self._count("footprints_missing", int(asked))
             self._count("requests_missing", int(listened))
             return False, None
         blocks = block_ids[self._group]
         count = min(computed_tokens(request), len(blocks) * self._block_size)
-        slots = block_slots(blocks, self._block_size, 0, count)
+        positions = block_positions(blocks, self._block_size, 0, count)
         if listened and count:
-            self._publish_request(store, request, slots, cached)
+            self._publish_request(store, request, positions, cached)
         if not asked:
             return False, None
-        return False, {KEY: self._footprint(store, slots)}
+        return False, {KEY: self._footprint(store, positions)}
 
     def _wants_footprint(self, request: Any) -> bool:
         if self._settings.footprint == "handoff":
             return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
         return self._settings.footprint == "always"
 
-    def _wait_written(self, store: SlotStore, request: Any) -> bool:
+    def _wait_written(self, store: PositionStore, request: Any) -> bool:
         """Whether the step whose output ended the request is in the store. On a CPU it always is."""
         step = self._processed if aborted(request) else self._processed + 1
         until = time.monotonic() + WRITTEN_TIMEOUT_S
@@ -334,22 +334,22 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             time.sleep(20e-6)
         return True
 
-    def _footprint(self, store: SlotStore, slots: np.ndarray[Any, np.dtype[np.int64]]) -> str:
-        counts, known = store.footprint(slots)
+    def _footprint(self, store: PositionStore, positions: np.ndarray[Any, np.dtype[np.int64]]) -> str:
+        counts, known = store.footprint(positions)
         layer_ids = self._layer_ids
         kept = [row for row, layer in enumerate(layer_ids) if layer in (self._settings.layers or ())]
         if kept:  # none: no choice was made, or only of layers that do not route, which was said at the start
             counts, layer_ids = counts[kept], tuple(layer_ids[row] for row in kept)
         self._count("footprints")
-        self._count("footprints_incomplete", int(known < len(slots)))
-        return encode_footprint(WireFootprint(counts, layer_ids, known, len(slots) - known), deflate=False)
+        self._count("footprints_incomplete", int(known < len(positions)))
+        return encode_footprint(WireFootprint(counts, layer_ids, known, len(positions) - known), deflate=False)
 
     def _publish_request(
-        self, store: SlotStore, request: Any, slots: np.ndarray[Any, np.dtype[np.int64]], cached: int
+        self, store: PositionStore, request: Any, positions: np.ndarray[Any, np.dtype[np.int64]], cached: int
     ) -> None:
         assert self._publisher is not None
-        rows = store.read(slots)  # a copy, now: the blocks are freed when this returns
-        token_ids = np.asarray(request.all_token_ids[: len(slots)], np.int32)
+        rows = store.read(positions)  # a copy, now: the blocks are freed when this returns
+        token_ids = np.asarray(request.all_token_ids[: len(positions)], np.int32)
         build = functools.partial(
             RequestExperts.pack,
             rows.expert_ids,
@@ -386,7 +386,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
         if now - self._sent < self._settings.load_interval_s:
             return None
         seconds, self._sent = now - self._sent, now
-        store = self._slots()
+        store = self._attached()
         gauges: dict[str, float] = {"capture_on": float(store is not None and store.enabled)}
         layers: dict[int, float] = {}
         if store is not None:
@@ -402,7 +402,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             self._counters["events_failed"] = failed
         return CoterieStats(data={"counters": self._deltas(), "gauges": gauges, "layers": layers})
 
-    def _interval(self, store: SlotStore, seconds: float) -> tuple[dict[str, float], dict[int, float]]:
+    def _interval(self, store: PositionStore, seconds: float) -> tuple[dict[str, float], dict[int, float]]:
         totals, load = store.totals, store.load.copy()
         steps, tokens, distinct = (now - then for now, then in zip(totals, self._sent_totals, strict=True))
         self._sent_totals = totals

@@ -20,7 +20,9 @@ def check_supported(config: Any) -> None:
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise UnavailableError(f"{name}={getattr(parallel, name)} must be 1: a slot's experts would lie in parts")
+            raise UnavailableError(
+                f"{name}={getattr(parallel, name)} must be 1: a position's experts would lie in parts"
+            )
     if getattr(parallel, "use_ubatching", False):
         raise UnavailableError("a step that is split in two (ubatching, DBO) runs the hook twice: turn that off")
     if getattr(config.model_config, "enable_return_routed_experts", False):
@@ -69,7 +71,7 @@ class _Capturer:
         try:
             self._capture.capture(layer_id, topk_ids, get_forward_context())
         except Exception as error:
-            self._capture.slots.fill_(-1)  # nothing of this step is kept
+            self._capture.positions.fill_(-1)  # nothing of this step is kept
             self._failed(error)
 
 
@@ -81,8 +83,8 @@ def bind(modules: torch.nn.ModuleList, capture: StepCapture, failed: Callable[[E
         raise UnavailableError(str(error)) from None
 
 
-def slots_of(layer_name: str, context: Any) -> torch.Tensor | None:
-    """[row] KV slot, from a forward context; None in a warm-up step."""
+def positions_of(layer_name: str, context: Any) -> torch.Tensor | None:
+    """[row] KV position, from a forward context; None in a warm-up step."""
     mapping = context.slot_mapping
     return mapping.get(layer_name) if isinstance(mapping, dict) else None
 

@@ -28,7 +28,7 @@ COUNTERS = {
 }
 GAUGES = {
     "capture_on": "1 while experts are captured, 0 while they are not",
-    "store_bytes": "Memory of the slot store",
+    "store_bytes": "Memory of the position store",
     "balancedness": "Mean over layers of mean / max expert load in the last interval",
     "distinct_experts": "Distinct experts of a layer in a step, mean over layers and steps of the last interval",
 }

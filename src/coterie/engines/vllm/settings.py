@@ -13,7 +13,7 @@ import msgspec
 
 from coterie.engines.vllm.environment import EPLB_VARIABLE
 from coterie.errors import ConfigError
-from coterie.footprints.slots import SUFFIX, store_folder
+from coterie.footprints.positions import SUFFIX, store_folder
 
 PREFIX = "coterie-"
 
@@ -32,7 +32,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     load_interval_s: float = 1.0
     """Seconds between ExpertLoad events and updates of the metrics."""
     store: str | None = None
-    """Name of the slot store's file; None names it after the engine. Processes of one engine must agree."""
+    """Name of the position store's file; None names it after the engine. Processes of one engine must agree."""
 
     def __post_init__(self) -> None:
         if self.events_queue < 1:

@@ -26,7 +26,7 @@ from coterie.engines.worker.blocks import BlockTable, OutOfBlocksError, block_di
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.events import EventStream
 from coterie.engines.worker.metrics import Metrics
-from coterie.engines.worker.model import PackedModel, Rows, StepResult, slots_of
+from coterie.engines.worker.model import PackedModel, Rows, StepResult, positions_of
 from coterie.engines.worker.reports import Reports
 from coterie.engines.worker.requests import FinishReason, Output, Request, draw
 from coterie.engines.worker.transfer import Prefilled, from_bytes, to_bytes
@@ -71,7 +71,7 @@ class Engine:
         """Steps with decode rows, those rows alone."""
         self.blocks = BlockTable(config.kv_blocks, config.block_size)
         shape = (config.max_tokens, len(model.capture.layer_ids), model.capture.top_k)
-        self._experts = np.zeros(shape, model.expert_dtype)  # [slot, layer, k]
+        self._experts = np.zeros(shape, model.expert_dtype)  # [position, layer, k]
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._staged: OrderedDict[str, _Staged] = OrderedDict()  # oldest first
@@ -324,9 +324,9 @@ class Engine:
         start, end = request.computed, len(request.prompt) - 1
         if start >= end:
             return 0
-        slots = slots_of(request.blocks, start, end, self.config.block_size)
-        self.model.store.unpack(prefilled.tensors, slots, start)
-        self._experts[slots] = prefilled.expert_ids[start:end]
+        positions = positions_of(request.blocks, start, end, self.config.block_size)
+        self.model.store.unpack(prefilled.tensors, positions, start)
+        self._experts[positions] = prefilled.expert_ids[start:end]
         request.computed = end
         self._store_full(request)
         return end - start
@@ -345,9 +345,9 @@ class Engine:
         row = sampled = 0
         for request, rows in batch:
             end = rows.start + len(rows.tokens)
-            slots = slots_of(request.blocks, rows.start, end, self.config.block_size)
-            self._experts[slots] = result.expert_ids[row : row + len(slots)]
-            row += len(slots)
+            positions = positions_of(request.blocks, rows.start, end, self.config.block_size)
+            self._experts[positions] = result.expert_ids[row : row + len(positions)]
+            row += len(positions)
             request.computed = end
             self._store_full(request)
             if rows.sample:
@@ -438,7 +438,7 @@ class Engine:
 
     def _ids_of(self, blocks: Sequence[int], count: int) -> NDArray[np.unsignedinteger]:
         """[token, layer, k] of a request's first `count` tokens."""
-        return self._experts[slots_of(blocks, 0, count, self.config.block_size)]
+        return self._experts[positions_of(blocks, 0, count, self.config.block_size)]
 
     def _shut_down(self) -> None:
         for request in (*self._running, *self._waiting):

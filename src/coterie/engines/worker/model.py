@@ -60,13 +60,13 @@ class KVStore:
         self.keys: dict[int, Any] = {}
         self.values: dict[int, Any] = {}
 
-    def write(self, layer: int, slots: Any, key: Any, value: Any) -> None:
-        """Key and value [row, head, width] into slots [row] = block x block_size + offset."""
+    def write(self, layer: int, positions: Any, key: Any, value: Any) -> None:
+        """Key and value [row, head, width] into positions [row] = block x block_size + offset."""
         for store, rows in ((self.keys, key), (self.values, value)):
             if layer not in store:
                 shape = (self.num_blocks, self.block_size, *rows.shape[1:])
                 store[layer] = torch.empty(shape, dtype=rows.dtype, device=rows.device)
-            store[layer].flatten(0, 1)[slots] = rows
+            store[layer].flatten(0, 1)[positions] = rows
 
     def read(self, layer: int, blocks: Any, length: int) -> tuple[Any, Any]:
         """Key and value [head, token, width] of the first `length` tokens of a request."""
@@ -98,21 +98,21 @@ class KVStore:
                 found = f"{tensors[name].dtype} {tuple(tensors[name].shape)}"
                 raise ConfigError(f"{name} is {found}; this worker keeps {dtype} {shape}")
 
-    def unpack(self, tensors: Mapping[str, Any], slots: NDArray[np.int64], start: int) -> None:
-        """Rows `start` … of checked tensors into their slots."""
-        index = torch.from_numpy(slots)
+    def unpack(self, tensors: Mapping[str, Any], positions: NDArray[np.int64], start: int) -> None:
+        """Rows `start` … of checked tensors into their positions."""
+        index = torch.from_numpy(positions)
         with torch.inference_mode():  # as the store was made
             for name, rows in tensors.items():
                 kind, _, layer = name.partition(".")
                 tensor = (self.keys if kind == "key" else self.values)[int(layer)]
-                tensor.flatten(0, 1)[index.to(tensor.device)] = rows[start : start + len(slots)].to(tensor.device)
+                tensor.flatten(0, 1)[index.to(tensor.device)] = rows[start : start + len(positions)].to(tensor.device)
 
 
 class _Layout(NamedTuple):
     """What attention must know of a step."""
 
     store: KVStore
-    slots: Any
+    positions: Any
     """[row]"""
     parts: list[_Part]
 
@@ -141,9 +141,9 @@ def packed_attention(
     """query, key, value [1, head, row, width] → [1, row, head, width]."""
     if coterie_layout is None:
         raise ConfigError("this model was prepared for the worker: call PackedModel.step")
-    store, slots, parts = coterie_layout
+    store, positions, parts = coterie_layout
     layer = module.layer_idx
-    store.write(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    store.write(layer, positions, key[0].transpose(0, 1), value[0].transpose(0, 1))
     out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
     for part in parts:
         rows = slice(part.first, part.first + part.rows)
@@ -212,25 +212,27 @@ class PackedModel:
             )
 
     def step(self, batch: Sequence[Rows]) -> StepResult:
-        slots: list[NDArray[np.int64]] = []
+        positions: list[NDArray[np.int64]] = []
         parts: list[_Part] = []
         wanted: list[int] = []
-        positions: list[int] = []
+        position_ids: list[int] = []
         row = 0
         for rows in batch:
-            slots.append(slots_of(rows.blocks, rows.start, rows.start + len(rows.tokens), self.store.block_size))
+            positions.append(
+                positions_of(rows.blocks, rows.start, rows.start + len(rows.tokens), self.store.block_size)
+            )
             blocks = torch.tensor(rows.blocks, device=self._device)
             parts.append(_Part(row, len(rows.tokens), rows.start, blocks))
-            positions.extend(range(rows.start, rows.start + len(rows.tokens)))
+            position_ids.extend(range(rows.start, rows.start + len(rows.tokens)))
             row += len(rows.tokens)
             if rows.sample:
                 wanted.append(row - 1)
-        layout = _Layout(self.store, torch.from_numpy(np.concatenate(slots)).to(self._device), parts)
+        layout = _Layout(self.store, torch.from_numpy(np.concatenate(positions)).to(self._device), parts)
         tokens = [token for rows in batch for token in rows.tokens]
         with torch.inference_mode(), self.capture as capture:
             out = self._model(
                 input_ids=torch.tensor([tokens], device=self._device),
-                position_ids=torch.tensor([positions], device=self._device),
+                position_ids=torch.tensor([position_ids], device=self._device),
                 logits_to_keep=torch.tensor(wanted or [0], device=self._device),
                 use_cache=False,
                 coterie_layout=layout,
@@ -240,11 +242,11 @@ class PackedModel:
         return StepResult(logits, expert_ids)
 
 
-def slots_of(blocks: Sequence[int], start: int, end: int, block_size: int) -> NDArray[np.int64]:
+def positions_of(blocks: Sequence[int], start: int, end: int, block_size: int) -> NDArray[np.int64]:
     """[token] where tokens `start` … `end - 1` of a request lie: block x block_size + offset."""
-    positions = np.arange(start, end)
-    slots: NDArray[np.int64] = np.asarray(blocks, np.int64)[positions // block_size] * block_size
-    return slots + positions % block_size
+    tokens = np.arange(start, end)
+    positions: NDArray[np.int64] = np.asarray(blocks, np.int64)[tokens // block_size] * block_size
+    return positions + tokens % block_size
 
 
 def _eos(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from coterie.engines.worker.bpe import BytePairs
-from coterie.engines.worker.model import Rows, StepResult, slots_of
+from coterie.engines.worker.model import Rows, StepResult, positions_of
 from coterie.errors import ConfigError, UnavailableError
 from coterie.types import narrowest_uint
 
@@ -49,7 +49,7 @@ class _Layer(NamedTuple):
 
 
 class NumpyStore:
-    """Keys and values of every block: [layer, slot, head, width] each."""
+    """Keys and values of every block: [layer, position, head, width] each."""
 
     def __init__(self, layers: int, num_blocks: int, block_size: int, heads: int, width: int) -> None:
         self.block_size = block_size
@@ -58,8 +58,8 @@ class NumpyStore:
 
     def pack(self, blocks: Sequence[int], length: int) -> dict[str, Array]:
         """Name → [layer, token, head, width]: what another worker needs."""
-        slots = slots_of(blocks, 0, length, self.block_size)
-        return {"keys": self.keys[:, slots], "values": self.values[:, slots]}
+        positions = positions_of(blocks, 0, length, self.block_size)
+        return {"keys": self.keys[:, positions], "values": self.values[:, positions]}
 
     def check(self, tensors: Mapping[str, Any], length: int) -> None:
         """Whether arrays of another worker fit here; raises ConfigError."""
@@ -69,10 +69,10 @@ class NumpyStore:
         if found != right:
             raise ConfigError(f"KV {found} came; this worker keeps {right}")
 
-    def unpack(self, tensors: Mapping[str, Any], slots: NDArray[np.int64], start: int) -> None:
-        """Rows `start` … of checked arrays into their slots."""
+    def unpack(self, tensors: Mapping[str, Any], positions: NDArray[np.int64], start: int) -> None:
+        """Rows `start` … of checked arrays into their positions."""
         for store, name in ((self.keys, "keys"), (self.values, "values")):
-            store[:, slots] = tensors[name][:, start : start + len(slots)]
+            store[:, positions] = tensors[name][:, start : start + len(positions)]
 
 
 class NumpyModel:
@@ -109,13 +109,13 @@ class NumpyModel:
     def step(self, batch: Sequence[Rows]) -> StepResult:
         """One forward pass of rows of many requests, each attending to its own blocks."""
         size = self.store.block_size
-        slots = [slots_of(rows.blocks, rows.start, rows.start + len(rows.tokens), size) for rows in batch]
-        seen = [slots_of(rows.blocks, 0, rows.start + len(rows.tokens), size) for rows in batch]
-        positions = np.concatenate([np.arange(rows.start, rows.start + len(rows.tokens)) for rows in batch])
+        positions = [positions_of(rows.blocks, rows.start, rows.start + len(rows.tokens), size) for rows in batch]
+        seen = [positions_of(rows.blocks, 0, rows.start + len(rows.tokens), size) for rows in batch]
+        rotary = np.concatenate([np.arange(rows.start, rows.start + len(rows.tokens)) for rows in batch])
         ends = np.cumsum([len(rows.tokens) for rows in batch])
-        written = np.concatenate(slots)
+        written = np.concatenate(positions)
         hidden = self._embed[np.concatenate([np.asarray(rows.tokens, np.int64) for rows in batch])]
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        cos, sin = self._cos[rotary][:, None], self._sin[rotary][:, None]
         expert_ids = np.empty((len(hidden), len(self._layers), self.capture.top_k), self.expert_dtype)
         for number, layer in enumerate(self._layers):
             query, key, value = self._projected(layer, hidden, cos, sin)

@@ -5,7 +5,7 @@ decode footprints from the workers' expert events; together they are a :class:`C
 requests, none of them seen before, are served under one router after another.
 
 Distinct experts per decode step are counted inside the workers, never estimated here: in the reference worker's log of
-steps, or in the slot store of vLLM's plugin. The latter counts every row of a step, so prompts are cut to whole KV
+steps, or in the position store of vLLM's plugin. The latter counts every row of a step, so prompts are cut to whole KV
 blocks and a token or two (:func:`whole_blocks`): a decode worker then loads all but those from the prefill worker, and
 nearly every row it computes makes one output token. :func:`serve` holds the workers' row counts against the tokens that
 came out, and refuses to report if they do not agree.
@@ -30,7 +30,7 @@ from coterie.engines.vllm.subscriber import Subscriber
 from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.evaluation.demo.runs import REFERENCE_SHAPE, LoopResult, RouterRun
 from coterie.footprints import footprint
-from coterie.footprints.slots import SlotStore
+from coterie.footprints.positions import PositionStore
 from coterie.footprints.step_log import COLUMNS, ROWS, Steps
 from coterie.gateway.proxy import RoutedFleet, Served
 from coterie.models import get_model
@@ -57,7 +57,7 @@ class DecodeWorker:
     events: str
     """ZMQ endpoint of its expert events."""
     store: Path | None = None
-    """vLLM: file of its slot store. A reference worker counts in /metrics."""
+    """vLLM: file of its position store. A reference worker counts in /metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +282,11 @@ async def serve(
 async def steps_of(client: Client, decoder: DecodeWorker, after: int | None = None) -> Steps:
     """What a decode worker logged of all steps but its first `after`, or all that it keeps."""
     if decoder.store is not None:
-        return SlotStore.attach(decoder.store).log.read(after)
+        return PositionStore.attach(decoder.store).log.read(after)
     status, text = await client.call("GET", "/steps" if after is None else f"/steps?after={after}")
     if status != 200:
         raise UnavailableError(
-            f"{client.url}/steps: HTTP {status}: not a reference worker, and no slot store is named; {text[:200]}"
+            f"{client.url}/steps: HTTP {status}: not a reference worker, and no position store is named; {text[:200]}"
         )
     found = json.loads(text)
     return Steps(found["total"], np.array(found["steps"], np.float64).reshape(-1, len(COLUMNS)))

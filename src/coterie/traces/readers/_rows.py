@@ -1,6 +1,6 @@
 """Rows of CSV and JSON Lines files, plain or gzipped, with errors that name the line and the field.
 
-A file that ends inside a row, a quoted field or a gzip stream is an error. What no reader can see is a plain text
+A file that ends inside a row, a quoted field or a gzip stream is an error. Undetectable is a plain text
 file cut exactly between two lines, or inside the last number of the last line: published traces come with and
 without a newline at their end, so its absence proves nothing.
 """
@@ -32,7 +32,7 @@ _MAX_INT64 = 2**63 - 1
 
 
 class Row(NamedTuple):
-    """One request as the file has it."""
+    """One row of the file."""
 
     path: Path
     line: int
@@ -130,7 +130,7 @@ class RequestColumns:
 
 @contextmanager
 def file_errors(path: Path) -> Iterator[None]:
-    """Turn what opening and unpacking a file can raise into one line about that file."""
+    """Turn errors of opening and unpacking a file into one line about that file."""
     try:
         yield
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The contract of a reader, and how a file finds its reader.
+"""The contract of a reader, and detection of a file's format.
 
 A reader turns one file or folder of another system into a trace. It either reads all of it or raises
 :class:`~coterie.errors.TraceError` naming the file, the field, and what was expected; it never returns less than
@@ -22,12 +22,12 @@ Trace = ActivationTrace | LoadTable | RequestTrace
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What a file may not say of itself."""
+    """Information that a file may lack."""
 
     model: str | None = None
     """Name of the model that produced the file."""
     num_experts: int | None = None
-    """Experts per layer, where the file holds ids only."""
+    """Experts per layer, if the file holds ids only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def detect(path: Path) -> str:
         raise TraceError(path, "file", "does not exist")
     matches = [name for name in readers if readers[name].sniff(path)]
     if not matches and path.suffix == ".npz":
-        return "npz"  # cut short or damaged: its reader says how
+        return "npz"  # truncated or damaged: its reader reports how
     if not matches:
         known = ", ".join(readers)
         raise TraceError(path, "format", f"is unknown, or the file is empty or cut: --from FORMAT says more ({known})")

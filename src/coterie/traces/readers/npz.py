@@ -10,7 +10,7 @@ Which layout it is follows from the names of its arrays; the sidecar is found be
     counts, and optionally layer_ids, tokens                      Coterie's own                   → LoadTable
     model|expert_counts|domain                                    OLMoE and Mixtral counts        → LoadTable
 
-What the two activation sets are, as their own numbers show:
+Contents of the two activation sets, as their own numbers show:
 
 - *gpt-oss-20b*: row t of a request routed its generated token t (aligned so, equal tokens choose equal experts in
   layer 0 far more often than one off: 55% against 24%). The last generated token was never fed back, so a request has
@@ -47,7 +47,7 @@ from coterie.types import DECODE, PREFILL
 from coterie.wire.routed_experts import decode_npy
 
 OLMOE_LAYERS = (0, 7, 15)
-"""The layers that OLMoE's routing analysis kept, of every model it looked at."""
+"""Layers that OLMoE's routing analysis kept of every model."""
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -7,7 +7,7 @@
 The prompt's rows come first: ``usage.prompt_tokens`` (or ``meta_info``'s) splits prefill from decode. The last token
 generated was never fed back and has no row, so an answer must have prompt + completion - 1 rows; one that was asked
 for a later part only (SGLang's ``routed_experts_start_len``) is refused, as it would shift the phases. Engines count
-dense layers too; those are dropped. SGLang's bytes do not say layers and k: they come from the model's shape.
+dense layers too; those are dropped. SGLang's bytes lack layers and k: they come from the model's shape.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def find_model(*names: str | None) -> ModelSpec | None:
 
 
 def experts_of(path: Path, options: ReadOptions, name: str | None, stated: int | None = None) -> int:
-    """Experts per layer: what the user says, the file states, or the model of that name has.
+    """Experts per layer: given by the user, the file, or the model of that name.
 
     The largest id seen + 1 is no substitute: an expert may never have been chosen.
     """
@@ -70,7 +70,7 @@ class _Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of the file, and how to complain about it."""
+    """A line of the file, with errors that name it."""
 
     path: Path
     number: int

@@ -1,4 +1,4 @@
-"""ServeGen's client data: not requests but, for each client of a service, how it sends them.
+"""ServeGen's client data: for each client of a service, the distribution of its requests.
 
 A folder (or tar, or tar.gz of one) has two files for each client:
 
@@ -7,7 +7,7 @@ A folder (or tar, or tar.gz of one) has two files for each client:
     chunk-7-dataset.json  {"0": {"input_tokens": "{45: 0.0097, 46: 0.0117, …}", "output_tokens": "{…}"}, "21600": …}:
                           from that second on, tokens → probability; an empty "{}" where nothing was sent
 
-A trace is drawn from these. In each window a client sends as many requests as its rate says, spread by gaps of its
+A trace is drawn from these. In each window a client sends as many requests as its rate gives, spread by gaps of its
 family and shape that are scaled to fill the window, as ServeGen does. Prompt and output lengths are drawn apart: the
 data has no joint distribution, so a trace drawn here has no correlation between the two (ServeGen's own generator
 correlates them fully). ``reason_ratio`` splits the output and does not lengthen it; it is not used.
@@ -38,14 +38,14 @@ from coterie.traces.requests import RequestTrace
 
 DEFAULT_SEED = 0
 DEFAULT_DURATION_S = 3600.0
-"""What `read_trace` draws: the first hour. A whole day of DeepSeek-R1's 73 clients is 1.4 million requests."""
+"""Duration that `read_trace` draws: the first hour. A whole day of DeepSeek-R1's 73 clients is 1.4 million requests."""
 
 _FILE = re.compile(r"chunk-(\d+)-(trace\.csv|dataset\.json)")
 _TAR_END = bytes(1024)  # two empty blocks close every tar
 
 
 class Histogram(NamedTuple):
-    """Lengths and how often each occurs."""
+    """Distribution of lengths."""
 
     tokens: NDArray[np.int64]
     """[bin]"""
@@ -57,7 +57,7 @@ class Histogram(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A stretch of time in which a client behaves alike."""
+    """A period with constant behaviour of a client."""
 
     start_s: float
     duration_s: float
@@ -86,7 +86,7 @@ class Client:
     """By time; spans in which the client sent nothing are left out."""
 
     def lengths_at(self, time_s: float) -> Lengths:
-        """Those of the latest span begun by then; before the first, the first."""
+        """Lengths of the latest span begun by then; before the first, of the first."""
         return next((span for span in reversed(self.lengths) if span.start_s <= time_s), self.lengths[0])
 
 
@@ -118,7 +118,7 @@ def read_servegen_clients(path: str | Path) -> list[Client]:
 def sample_servegen(
     clients: Sequence[Client], rng: Generator, start_s: float, duration_s: float, rate_scale: float = 1.0
 ) -> RequestTrace:
-    """Draw the requests of a stretch of time; arrivals count from `start_s`. ``extra["client"]`` says who sent each.
+    """Draw the requests of a period; arrivals count from `start_s`. ``extra["client"]`` is each one's client.
 
     `rate_scale` multiplies every client's rate: their mix and burstiness stay.
     """
@@ -162,7 +162,7 @@ def _arrivals(window: Window, rate_scale: float, rng: Generator) -> NDArray[np.f
     count = int(expected) + int(rng.random() < expected - int(expected))
     draw = rng.standard_gamma if window.family == "Gamma" else rng.weibull
     gaps = draw(window.shape, count + 1)  # one more: the time from the last request to the end of the window
-    if not gaps.sum():  # a tiny shape can underflow every gap to 0: then all come at once
+    if not gaps.sum():  # a tiny shape can underflow every gap to 0: then all arrive at once
         gaps[rng.integers(count + 1)] = 1.0
     times = window.start_s + window.duration_s * np.cumsum(gaps)[:-1] / gaps.sum()
     end_s = window.start_s + window.duration_s
@@ -203,11 +203,11 @@ def _windows(path: Path, name: str, data: bytes) -> list[Window]:
     if not data.endswith(b"\n"):
         raise TraceError(path, name, "does not end with a newline: the file is cut short")
     rows: list[tuple[float, float, str, float]] = []
-    for line, cells in enumerate(csv.reader(data.decode("ascii", "replace").splitlines()), start=1):
-        if len(cells) != 6:
-            raise error(line, "columns", f"found {len(cells)}, expected time, rate, cv, family, shape, scale")
+    for line, columns in enumerate(csv.reader(data.decode("ascii", "replace").splitlines()), start=1):
+        if len(columns) != 6:
+            raise error(line, "columns", f"found {len(columns)}, expected time, rate, cv, family, shape, scale")
         numbers = []
-        for field, text in (("time", cells[0]), ("rate", cells[1]), ("shape", cells[4])):
+        for field, text in (("time", columns[0]), ("rate", columns[1]), ("shape", columns[4])):
             try:
                 numbers.append(float(text))
             except ValueError:
@@ -215,11 +215,11 @@ def _windows(path: Path, name: str, data: bytes) -> list[Window]:
             if not (math.isfinite(numbers[-1]) and numbers[-1] >= 0):
                 raise error(line, field, f"found {text!r}, expected a finite number of at least 0")
         time, rate, shape = numbers
-        if rate and (cells[3] not in ("Gamma", "Weibull") or not shape):
-            raise error(line, "family", f"found {cells[3]!r} of shape {shape}, expected Gamma or Weibull, above 0")
+        if rate and (columns[3] not in ("Gamma", "Weibull") or not shape):
+            raise error(line, "family", f"found {columns[3]!r} of shape {shape}, expected Gamma or Weibull, above 0")
         if rows and time <= rows[-1][0]:
             raise error(line, "time", f"found {time:g}, expected more than the line before, {rows[-1][0]:g}")
-        rows.append((time, rate, cells[3], shape))
+        rows.append((time, rate, columns[3], shape))
     if len(rows) < 2:
         raise TraceError(path, name, f"has {len(rows)} windows; the length of a window takes at least 2")
     # The last window is as long as the one before it.

@@ -34,7 +34,7 @@ def read_jsonl(path: Path, options: ReadOptions) -> RequestTrace:
 
 
 def _read(rows: Iterator[Row], path: Path, format: str, options: ReadOptions, known: tuple[str, ...]) -> RequestTrace:
-    """The first row says which optional columns there are; every other row must agree."""
+    """The first row sets the optional columns; every other row must agree."""
     first = next(rows)
     clock = next((name for name in CLOCKS if name in first.values), None)
     if clock is None:

@@ -34,17 +34,17 @@ def read_trtllm(path: Path, options: ReadOptions) -> LoadTable:
     files = _rank_files(path)
     if meta.get("ep_size", len(files)) != len(files):
         raise TraceError(path, "rank*.safetensors", f"found {len(files)} files, {META} says ep_size={meta['ep_size']}")
-    cells: dict[tuple[int, int], NDArray[np.int64]] = {}
+    loads: dict[tuple[int, int], NDArray[np.int64]] = {}
     for file in files:
-        _add(cells, ArrayFile(file), num_experts)
-    steps, layers = (sorted({cell[axis] for cell in cells}) for axis in (0, 1))
+        _add(loads, ArrayFile(file), num_experts)
+    steps, layers = (sorted({key[axis] for key in loads}) for axis in (0, 1))
     if not steps:
         raise TraceError(path, "rank*.safetensors", "hold no statistics")
     for step in range(steps[0], steps[-1] + 1):
         for layer in layers:
-            if (step, layer) not in cells:
+            if (step, layer) not in loads:
                 raise TraceError(path, f"{step}_{layer}", "is in no rank's file")
-    counts = np.stack([np.stack([cells[step, layer] for layer in layers]) for step in steps])
+    counts = np.stack([np.stack([loads[step, layer] for layer in layers]) for step in steps])
     return LoadTable(
         counts.astype(np.uint64),
         model=options.model or "unknown",
@@ -72,7 +72,7 @@ def _positive(path: Path, meta: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _add(cells: dict[tuple[int, int], NDArray[np.int64]], file: ArrayFile, num_experts: int) -> None:
+def _add(loads: dict[tuple[int, int], NDArray[np.int64]], file: ArrayFile, num_experts: int) -> None:
     for key in file.names():
         match, counts = _KEY.fullmatch(key), file[key]
         if match is None:
@@ -81,8 +81,8 @@ def _add(cells: dict[tuple[int, int], NDArray[np.int64]], file: ArrayFile, num_e
             raise TraceError(file.path, key, f"is {counts.dtype} {counts.shape}, expected integers ({num_experts},)")
         if int(counts.min()) < 0:
             raise TraceError(file.path, f"{key}[{int(counts.argmin())}]", f"is {int(counts.min())}, expected a count")
-        cell = int(match[1]), int(match[2])
-        cells[cell] = cells.get(cell, np.zeros(num_experts, np.int64)) + counts.astype(np.int64)
+        at = int(match[1]), int(match[2])
+        loads[at] = loads.get(at, np.zeros(num_experts, np.int64)) + counts.astype(np.int64)
 
 
 def _tokens(counts: NDArray[np.int64], top_k: int) -> NDArray[np.int64] | None:

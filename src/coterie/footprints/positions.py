@@ -1,21 +1,21 @@
-"""The slot store: the experts of every token whose KV is in the cache, kept by KV slot.
+"""The position store: the experts of every token whose KV is in the cache, kept by KV position.
 
-An engine writes each token's KV into a slot (block x block size + position in the block) and finds it again through
+An engine writes each token's KV to a position (block x block size + offset in the block) and finds it again through
 the request's blocks. The store keeps the token's expert ids under the same number, so it follows the KV cache without
-a bookkeeping of its own:
+bookkeeping of its own:
 
 - a prefix hit finds the ids that the first request left there, whichever request asks;
-- a recomputed, preempted or rejected token writes the same slot again: nothing is counted twice;
+- a recomputed, preempted or rejected token writes the same position again: nothing is counted twice;
 - a freed block needs no clearing: its next owner overwrites it before it reads it.
 
-What no forward pass of this worker wrote (KV that came from another worker, or while capture was off) must not be
-read as if it were known, so each slot carries the *epoch* of its writing, and only the current epoch counts.
+Rows that no forward pass of this worker wrote (KV received from another worker, or computed while capture was off)
+must not be read as known. So each position carries the *epoch* of its writing, and only the current epoch counts.
 
     file     64 header words · layer ids [layer] · load [layer, expert], all uint64 ·
-             last steps [step, column] float64 · epoch [slot] uint16 · ids [slot, layer, k]
+             last steps [step, column] float64 · epoch [position] uint16 · ids [position, layer, k]
 
-The file lies in memory (``/dev/shm``). One process writes, in the order of the steps; others map it and read a
-request's slots once the step that wrote them is over. Exact at any block size, where counts per block clip.
+The file is in memory (``/dev/shm``). One process writes, in the order of the steps; others map it and read a request's
+positions after the step that wrote them. Ids are exact at any block size; counts per block clip.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ MAX_EPOCH = (1 << 16) - 1
 SUFFIX = ".slots"
 
 # Header words.
-_MAGIC, _SLOTS, _LAYERS, _TOP_K, _EXPERTS, _PID, _OWNER = range(7)
+_MAGIC, _POSITIONS, _LAYERS, _TOP_K, _EXPERTS, _PID, _OWNER = range(7)
 _EPOCH, _ENABLED, _STEP, _STEPS, _TOKENS, _DISTINCT, _ERRORS = range(7, 14)
 
 
-class SlotShape(NamedTuple):
-    num_slots: int
+class PositionShape(NamedTuple):
+    num_positions: int
     num_layers: int
     top_k: int
     num_experts: int
@@ -74,26 +74,26 @@ class SlotShape(NamedTuple):
 
     @property
     def ids_at(self) -> int:
-        return self.epochs_at + (self.num_slots * 2 + 7) // 8 * 8
+        return self.epochs_at + (self.num_positions * 2 + 7) // 8 * 8
 
     @property
     def nbytes(self) -> int:
-        return self.ids_at + self.num_slots * self.num_layers * self.top_k * self.dtype.itemsize
+        return self.ids_at + self.num_positions * self.num_layers * self.top_k * self.dtype.itemsize
 
 
-class SlotRows(NamedTuple):
-    """What the store holds of a request."""
+class PositionRows(NamedTuple):
+    """Rows of the store for one request."""
 
     expert_ids: NDArray[np.unsignedinteger]
     """[token, layer, k]; a copy."""
     known: NDArray[np.bool_]
-    """[token] False where no step of this worker wrote the slot: that row of ids means nothing."""
+    """[token] False where no step of this worker wrote the position: that row of ids means nothing."""
 
 
-class SlotStore:
-    """Expert ids per KV slot, in memory that several processes may map."""
+class PositionStore:
+    """Expert ids per KV position, in memory that several processes may map."""
 
-    def __init__(self, shape: SlotShape, buffer: mmap.mmap, path: Path | None) -> None:
+    def __init__(self, shape: PositionShape, buffer: mmap.mmap, path: Path | None) -> None:
         self.shape = shape
         self.path = path
         self._buffer = buffer
@@ -105,19 +105,19 @@ class SlotStore:
         """[layer, expert] tokens since the start; only grows."""
         ring = np.frombuffer(buffer, np.float64, KEPT * len(COLUMNS), shape.log_at).reshape(KEPT, len(COLUMNS))
         self.log = StepLog(ring, self._header[_STEPS : _STEPS + 1])
-        self._epochs = np.frombuffer(buffer, np.uint16, shape.num_slots, shape.epochs_at)
+        self._epochs = np.frombuffer(buffer, np.uint16, shape.num_positions, shape.epochs_at)
         self._ids = np.frombuffer(
-            buffer, shape.dtype, shape.num_slots * shape.num_layers * shape.top_k, shape.ids_at
-        ).reshape(shape.num_slots, shape.num_layers, shape.top_k)
+            buffer, shape.dtype, shape.num_positions * shape.num_layers * shape.top_k, shape.ids_at
+        ).reshape(shape.num_positions, shape.num_layers, shape.top_k)
 
     @classmethod
     def create(
-        cls, shape: SlotShape, path: Path | None = None, layer_ids: Sequence[int] | None = None, owner: int = 0
-    ) -> SlotStore:
-        """A new store: in memory of this process, or in a file that others attach to. Starts with capture on.
+        cls, shape: PositionShape, path: Path | None = None, layer_ids: Sequence[int] | None = None, owner: int = 0
+    ) -> PositionStore:
+        """Create a store, in memory of this process or in a file that others attach to. Capture starts on.
 
-        `layer_ids` names the model's layers that are kept, dense layers counted; 0 … layers - 1 by default. `owner` is
-        a number that those who attach may ask for: a file of that name may be another engine's.
+        `layer_ids` are the recorded layers' indices in the model, dense layers counted; 0 … layers - 1 by default.
+        `owner` identifies the engine: `attach` can require it, since a file of that name may be another engine's.
         """
         layers = range(shape.num_layers) if layer_ids is None else layer_ids
         if len(layers) != shape.num_layers:
@@ -129,7 +129,7 @@ class SlotStore:
         else:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             try:
-                os.posix_fallocate(descriptor, 0, shape.nbytes)  # a full /dev/shm must say so now, not by SIGBUS later
+                os.posix_fallocate(descriptor, 0, shape.nbytes)  # a full /dev/shm must fail here, not by SIGBUS later
                 buffer = mmap.mmap(descriptor, shape.nbytes)
             except OSError:
                 path.unlink()
@@ -137,28 +137,28 @@ class SlotStore:
             finally:
                 os.close(descriptor)
         store = cls(shape, buffer, path)
-        store._header[[_SLOTS, _LAYERS, _TOP_K, _EXPERTS]] = shape
+        store._header[[_POSITIONS, _LAYERS, _TOP_K, _EXPERTS]] = shape
         store._layer_ids[:] = layers
         store._header[[_PID, _EPOCH, _ENABLED, _OWNER]] = os.getpid(), 1, 1, owner
         store._header[_MAGIC] = MAGIC  # last: a reader that sees it sees the rest
         return store
 
     @classmethod
-    def attach(cls, path: Path, owner: int | None = None) -> SlotStore:
-        """Map a store that another process made; with `owner`, only that one's."""
+    def attach(cls, path: Path, owner: int | None = None) -> PositionStore:
+        """Map a store that another process created; `owner` must match if given."""
         try:
             with path.open("r+b") as file:
                 buffer = mmap.mmap(file.fileno(), 0)
         except (OSError, ValueError) as error:
-            raise InputError(f"{path} is not a slot store: {error}") from None
+            raise InputError(f"{path} is not a position store: {error}") from None
         if len(buffer) < HEADER_WORDS * 8:
-            raise InputError(f"{path} is not a slot store: it has {len(buffer)} bytes")
+            raise InputError(f"{path} is not a position store: it has {len(buffer)} bytes")
         header = np.frombuffer(buffer, np.uint64, HEADER_WORDS)
-        shape = SlotShape(*(int(word) for word in header[[_SLOTS, _LAYERS, _TOP_K, _EXPERTS]]))
+        shape = PositionShape(*(int(word) for word in header[[_POSITIONS, _LAYERS, _TOP_K, _EXPERTS]]))
         if header[_MAGIC] != MAGIC or min(shape) < 1 or shape.nbytes != len(buffer):
-            raise InputError(f"{path} is not a slot store of this version, or not finished")
+            raise InputError(f"{path} is not a position store of this version, or not finished")
         if owner is not None and int(header[_OWNER]) != owner:
-            raise InputError(f"{path} is the slot store of another engine")
+            raise InputError(f"{path} is the position store of another engine")
         return cls(shape, buffer, path)
 
     @property
@@ -168,9 +168,9 @@ class SlotStore:
 
     @property
     def enabled(self) -> bool:
-        """Whether steps are captured. Any process may set it; a change begins a new epoch, and nothing is known.
+        """Whether steps are captured. Any process may set it; a change starts a new epoch: all positions are unknown.
 
-        Turning it off must do that too: slots written from then on would be taken for what they held before.
+        Turning it off must do that too: else rows of positions reused from then on would still count as known.
         """
         return bool(self._header[_ENABLED])
 
@@ -182,7 +182,7 @@ class SlotStore:
 
     @property
     def epoch(self) -> int:
-        """Changes when all that was written is forgotten."""
+        """Current epoch; increased when all rows are invalidated."""
         return int(self._header[_EPOCH])
 
     def forget_all(self) -> None:
@@ -194,7 +194,7 @@ class SlotStore:
 
     @property
     def errors(self) -> int:
-        """Failures of the writing process, as it counted them here."""
+        """Failures counted by the writing process."""
         return int(self._header[_ERRORS])
 
     def note_error(self) -> None:
@@ -202,7 +202,7 @@ class SlotStore:
 
     @property
     def step(self) -> int:
-        """Number of the last step written, as the writer counts."""
+        """Number of the last step written, in the writer's count."""
         return int(self._header[_STEP])
 
     @property
@@ -212,19 +212,19 @@ class SlotStore:
         return steps, tokens, distinct
 
     def write(
-        self, slots: NDArray[np.integer], expert_ids: NDArray[np.integer], step: int = 0, epoch: int | None = None
+        self, positions: NDArray[np.integer], expert_ids: NDArray[np.integer], step: int = 0, epoch: int | None = None
     ) -> int:
-        """One step's rows: ids [token, layer, k] into their slots; a slot below 0 pads. Returns the tokens kept.
+        """Write one step: ids [token, layer, k] to their positions; negative ones are padding. Returns tokens kept.
 
-        Ids outside 0 … experts - 1 leave their slot unknown. `epoch` is that of the step, if it may be older than now:
-        rows of an epoch that has passed are not known.
+        A row with an id outside 0 … experts - 1 makes its position unknown. `epoch` is the step's, if it may be older
+        than the current one: rows of a past epoch are unknown.
         """
         shape = self.shape
-        if expert_ids.shape != (len(slots), shape.num_layers, shape.top_k):
-            expected = (len(slots), shape.num_layers, shape.top_k)
-            raise ConfigError(f"expert_ids has shape {expert_ids.shape}; {len(slots)} slots need {expected}")
+        if expert_ids.shape != (len(positions), shape.num_layers, shape.top_k):
+            expected = (len(positions), shape.num_layers, shape.top_k)
+            raise ConfigError(f"expert_ids has shape {expert_ids.shape}; {len(positions)} positions need {expected}")
         stamp = np.uint16(self.epoch if epoch is None else epoch)
-        kept, distinct = _write(slots, expert_ids, self._ids, self._epochs, stamp, self.load)
+        kept, distinct = _write(positions, expert_ids, self._ids, self._epochs, stamp, self.load)
         self.log.add(time.monotonic(), kept, distinct / shape.num_layers)
         self._header[_TOKENS] += np.uint64(kept)
         self._header[_DISTINCT] += np.uint64(distinct)
@@ -232,93 +232,95 @@ class SlotStore:
         return int(kept)
 
     def compile(self) -> None:
-        """Do now what the first write and the first footprint would have to wait for: their loops are compiled."""
+        """Compile the loops of `write` and `footprint` now, so that the first calls do not wait."""
         none = np.empty(0, np.int64)
         rows = np.empty((0, self.shape.num_layers, self.shape.top_k), self.shape.dtype)
         _write(none, rows, self._ids, self._epochs, np.uint16(1), self.load)
         self.footprint(none)
 
     def skip(self, step: int) -> None:
-        """A step that wrote nothing; readers that wait for it go on."""
+        """Record a step that wrote nothing, so that readers waiting for it continue."""
         self._header[_STEP] = step
 
-    def forget(self, slots: NDArray[np.integer]) -> None:
-        """Mark slots unknown: their KV was not computed here."""
-        self._epochs[slots[(slots >= 0) & (slots < self.shape.num_slots)]] = 0
+    def forget(self, positions: NDArray[np.integer]) -> None:
+        """Mark positions unknown: their KV was not computed here."""
+        self._epochs[positions[(positions >= 0) & (positions < self.shape.num_positions)]] = 0
 
     def copy(self, source: NDArray[np.integer], target: NDArray[np.integer]) -> None:
-        """Follow a copy of KV from slots to slots (copy on write of a block)."""
+        """Follow a copy of KV from positions to positions (copy on write of a block)."""
         self._ids[target] = self._ids[source]
         self._epochs[target] = self._epochs[source]
 
-    def read(self, slots: NDArray[np.integer]) -> SlotRows:
-        """The rows of a request's slots, in the order of its tokens."""
-        _check_slots(slots, self.shape.num_slots)
-        return SlotRows(self._ids[slots], self._epochs[slots] == self._header[_EPOCH])
+    def read(self, positions: NDArray[np.integer]) -> PositionRows:
+        """The rows of a request's positions, in the order of its tokens."""
+        _check_positions(positions, self.shape.num_positions)
+        return PositionRows(self._ids[positions], self._epochs[positions] == self._header[_EPOCH])
 
-    def footprint(self, slots: NDArray[np.integer]) -> tuple[NDArray[np.uint32], int]:
-        """[layer, expert] activations of the known tokens among `slots`, and how many tokens those are."""
-        _check_slots(slots, self.shape.num_slots)
+    def footprint(self, positions: NDArray[np.integer]) -> tuple[NDArray[np.uint32], int]:
+        """[layer, expert] activations of the known tokens among `positions`, and how many tokens those are."""
+        _check_positions(positions, self.shape.num_positions)
         counts = np.zeros((self.shape.num_layers, self.shape.num_experts), np.uint32)
-        known = _count(slots, self._ids, self._epochs, np.uint16(self._header[_EPOCH]), counts)
+        known = _count(positions, self._ids, self._epochs, np.uint16(self._header[_EPOCH]), counts)
         return counts, int(known)
 
     def unlink(self) -> None:
-        """Remove the file; those who map it keep what they see."""
+        """Remove the file; processes that map it keep their view."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
 
-def block_slots(block_ids: Sequence[int], block_size: int, start: int, stop: int) -> NDArray[np.int64]:
-    """Slots of the tokens start … stop - 1 of a request, given its blocks."""
+def block_positions(block_ids: Sequence[int], block_size: int, start: int, stop: int) -> NDArray[np.int64]:
+    """Positions of the tokens start … stop - 1 of a request, given its blocks."""
     if not 0 <= start <= stop <= len(block_ids) * block_size:
         raise ConfigError(f"tokens {start} … {stop} must lie in {len(block_ids)} blocks of {block_size}")
-    positions = np.arange(start, stop)
-    return np.asarray(block_ids, np.int64)[positions // block_size] * block_size + positions % block_size
+    tokens = np.arange(start, stop)
+    return np.asarray(block_ids, np.int64)[tokens // block_size] * block_size + tokens % block_size
 
 
 def store_folder() -> Path:
-    """Where stores lie: in memory where the system has such a folder."""
+    """Folder for stores: in memory where the system has one."""
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
 
 def sweep(folder: Path, prefix: str) -> list[Path]:
-    """Remove stores whose maker is dead: a killed process cannot do it itself."""
+    """Remove stores whose creator is dead: a killed process cannot do it itself."""
     removed = []
     for path in folder.glob(f"{prefix}*{SUFFIX}"):
         try:
-            pid = int(SlotStore.attach(path)._header[_PID])
+            pid = int(PositionStore.attach(path)._header[_PID])
         except InputError:
-            continue  # not ours, or being made right now
+            continue  # not a store, or still being created
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
             path.unlink(missing_ok=True)
             removed.append(path)
         except PermissionError:
-            continue  # alive, and somebody else's
+            continue  # alive, of another user
     return removed
 
 
-def _check_slots(slots: NDArray[np.integer], num_slots: int) -> None:
-    if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < num_slots:
-        raise ConfigError(f"slots {int(slots.min())} … {int(slots.max())} must be in 0 … {num_slots - 1}")
+def _check_positions(positions: NDArray[np.integer], num_positions: int) -> None:
+    if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < num_positions:
+        raise ConfigError(
+            f"positions {int(positions.min())} … {int(positions.max())} must be in 0 … {num_positions - 1}"
+        )
 
 
 @njit()
 def _write(
-    slots: NDArray[Any], rows: NDArray[Any], ids: NDArray[Any], epochs: NDArray[Any], epoch: Any, load: NDArray[Any]
+    positions: NDArray[Any], rows: NDArray[Any], ids: NDArray[Any], epochs: NDArray[Any], epoch: Any, load: NDArray[Any]
 ) -> tuple[int, int]:
     _, layers, k = rows.shape
     experts = load.shape[1]
     seen = np.zeros((layers, experts), np.bool_)
     kept, distinct = 0, 0
-    for row in range(len(slots)):
-        slot = slots[row]
-        if slot < 0 or slot >= len(epochs):
+    for row in range(len(positions)):
+        position = positions[row]
+        if position < 0 or position >= len(epochs):
             continue
-        epochs[slot] = 0
+        epochs[position] = 0
         good = True
         for layer in range(layers):
             for j in range(k):
@@ -330,25 +332,25 @@ def _write(
         for layer in range(layers):
             for j in range(k):
                 expert = np.int64(rows[row, layer, j])
-                ids[slot, layer, j] = expert
+                ids[position, layer, j] = expert
                 load[layer, expert] += np.uint64(1)
                 if not seen[layer, expert]:
                     seen[layer, expert] = True
                     distinct += 1
-        epochs[slot] = epoch
+        epochs[position] = epoch
         kept += 1
     return kept, distinct
 
 
 @njit()
-def _count(slots: NDArray[Any], ids: NDArray[Any], epochs: NDArray[Any], epoch: Any, counts: NDArray[Any]) -> int:
+def _count(positions: NDArray[Any], ids: NDArray[Any], epochs: NDArray[Any], epoch: Any, counts: NDArray[Any]) -> int:
     _, layers, k = ids.shape
     known = 0
-    for slot in slots:
-        if epochs[slot] != epoch:
+    for position in positions:
+        if epochs[position] != epoch:
             continue
         known += 1
         for layer in range(layers):
             for j in range(k):
-                counts[layer, ids[slot, layer, j]] += np.uint32(1)
+                counts[layer, ids[position, layer, j]] += np.uint32(1)
     return known

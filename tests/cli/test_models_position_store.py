@@ -1,4 +1,4 @@
-"""``coterie models --slot-store``: the table fits a terminal, and the JSON holds every dtype and block size."""
+"""``coterie models --position-store``: the table fits a terminal, and the JSON holds every dtype and block size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coterie.models import get_model, models
 
 
 def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["models", "--slot-store", *arguments], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["models", "--position-store", *arguments], catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout
 

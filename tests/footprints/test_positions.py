@@ -1,4 +1,4 @@
-"""The slot store against a KV cache played through by brute force: hits, preemption, aborts, reuse, foreign KV."""
+"""The position store against a KV cache played through by brute force: hits, preemption, aborts, reuse, foreign KV."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from coterie.errors import ConfigError, InputError
-from coterie.footprints import SlotShape, SlotStore, block_slots, footprint
-from coterie.footprints.slots import MAX_EPOCH, sweep
+from coterie.footprints import PositionShape, PositionStore, block_positions, footprint
+from coterie.footprints.positions import MAX_EPOCH, sweep
 
-SHAPE = SlotShape(num_slots=64, num_layers=3, top_k=2, num_experts=8)
+SHAPE = PositionShape(num_positions=64, num_layers=3, top_k=2, num_experts=8)
 
 
-def experts_of(history: tuple[int, ...], shape: SlotShape = SHAPE) -> np.ndarray:
+def experts_of(history: tuple[int, ...], shape: PositionShape = SHAPE) -> np.ndarray:
     """A model: the experts of a sequence's last token depend on all tokens before it, and on nothing else."""
     rng = np.random.default_rng(abs(hash(history)) % (1 << 32))
     return np.stack([rng.permutation(shape.num_experts)[: shape.top_k] for _ in range(shape.num_layers)])
 
 
 def test_reads_what_was_written(rng: np.random.Generator) -> None:
-    store = SlotStore.create(SHAPE)
-    slots = rng.permutation(SHAPE.num_slots)[:20]
+    store = PositionStore.create(SHAPE)
+    positions = rng.permutation(SHAPE.num_positions)[:20]
     ids = rng.integers(0, SHAPE.num_experts, (20, 3, 2))
-    assert store.write(slots, ids) == 20
-    rows = store.read(slots)
+    assert store.write(positions, ids) == 20
+    rows = store.read(positions)
     assert rows.known.all()
     np.testing.assert_array_equal(rows.expert_ids, ids)
-    counts, known = store.footprint(slots)
+    counts, known = store.footprint(positions)
     assert known == 20
     np.testing.assert_array_equal(counts, footprint(ids, SHAPE.num_experts))
     np.testing.assert_array_equal(store.load, counts)
 
 
 def test_what_was_never_written_is_not_known() -> None:
-    store = SlotStore.create(SHAPE)
-    assert not store.read(np.arange(SHAPE.num_slots)).known.any()
+    store = PositionStore.create(SHAPE)
+    assert not store.read(np.arange(SHAPE.num_positions)).known.any()
     assert store.footprint(np.arange(4))[1] == 0
 
 
-def test_pads_are_skipped_and_bad_ids_leave_the_slot_unknown() -> None:
-    store = SlotStore.create(SHAPE)
+def test_pads_are_skipped_and_bad_ids_leave_the_position_unknown() -> None:
+    store = PositionStore.create(SHAPE)
     ids = np.zeros((3, 3, 2), np.int64)
     ids[2, 1, 0] = SHAPE.num_experts
     assert store.write(np.array([5, -1, 6]), ids) == 1
@@ -61,7 +61,7 @@ def test_pads_are_skipped_and_bad_ids_leave_the_slot_unknown() -> None:
 
 
 def test_turning_capture_off_and_on_forgets_everything() -> None:
-    store = SlotStore.create(SHAPE)
+    store = PositionStore.create(SHAPE)
     store.write(np.array([0, 1]), np.zeros((2, 3, 2), np.int64))
     store.enabled = False
     assert not store.read(np.array([0, 1])).known.any(), "KV may change unseen while capture is off"
@@ -72,7 +72,7 @@ def test_turning_capture_off_and_on_forgets_everything() -> None:
 
 
 def test_epochs_wrap_without_reviving_old_rows() -> None:
-    store = SlotStore.create(SHAPE)
+    store = PositionStore.create(SHAPE)
     store.write(np.array([3]), np.zeros((1, 3, 2), np.int64))
     for _ in range(MAX_EPOCH // 2 + 3):
         store.enabled = False
@@ -81,7 +81,7 @@ def test_epochs_wrap_without_reviving_old_rows() -> None:
 
 
 def test_a_copy_on_write_is_followed() -> None:
-    store = SlotStore.create(SHAPE)
+    store = PositionStore.create(SHAPE)
     ids = np.arange(4 * 6).reshape(4, 3, 2) % SHAPE.num_experts
     store.write(np.arange(4), ids)
     store.copy(np.arange(8), np.arange(8, 16))
@@ -91,8 +91,8 @@ def test_a_copy_on_write_is_followed() -> None:
 
 
 def test_wide_models_use_two_bytes() -> None:
-    shape = SlotShape(4, 2, 2, 384)
-    store = SlotStore.create(shape)
+    shape = PositionShape(4, 2, 2, 384)
+    store = PositionStore.create(shape)
     ids = np.array([[[300, 383], [0, 256]]])
     store.write(np.array([2]), ids)
     np.testing.assert_array_equal(store.read(np.array([2])).expert_ids, ids)
@@ -101,37 +101,41 @@ def test_wide_models_use_two_bytes() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "word"),
-    [(SlotShape(0, 1, 1, 1), "at least 1"), (SlotShape(8, 1, 4, 2), "top_k"), (SlotShape(8, 1, 1, 1 << 17), "65536")],
+    [
+        (PositionShape(0, 1, 1, 1), "at least 1"),
+        (PositionShape(8, 1, 4, 2), "top_k"),
+        (PositionShape(8, 1, 1, 1 << 17), "65536"),
+    ],
 )
-def test_shapes_that_make_no_sense_are_refused(shape: SlotShape, word: str) -> None:
+def test_shapes_that_make_no_sense_are_refused(shape: PositionShape, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
-        SlotStore.create(shape)
+        PositionStore.create(shape)
 
 
-def test_wrong_rows_and_slots_are_refused() -> None:
-    store = SlotStore.create(SHAPE)
-    with pytest.raises(ConfigError, match="slots need"):
+def test_wrong_rows_and_positions_are_refused() -> None:
+    store = PositionStore.create(SHAPE)
+    with pytest.raises(ConfigError, match="positions need"):
         store.write(np.array([1, 2]), np.zeros((2, 3, 3), np.int64))
     with pytest.raises(ConfigError, match=r"0 … 63"):
         store.read(np.array([64]))
     with pytest.raises(ConfigError, match="2 blocks of 4"):
-        block_slots([0, 1], 4, 0, 9)
+        block_positions([0, 1], 4, 0, 9)
 
 
 @given(st.lists(st.integers(0, 15), unique=True, max_size=6), st.integers(1, 9), st.data())
-def test_block_slots_is_the_engine_formula(blocks: list[int], size: int, data: st.DataObject) -> None:
+def test_block_positions_is_the_engine_formula(blocks: list[int], size: int, data: st.DataObject) -> None:
     stop = data.draw(st.integers(0, len(blocks) * size))
     start = data.draw(st.integers(0, stop))
     expected = [blocks[p // size] * size + p % size for p in range(start, stop)]
-    assert block_slots(blocks, size, start, stop).tolist() == expected
+    assert block_positions(blocks, size, start, stop).tolist() == expected
 
 
 def test_another_process_reads_it(tmp_path: Path) -> None:
-    store = SlotStore.create(SHAPE, tmp_path / "a.slots", layer_ids=[3, 4, 7])
+    store = PositionStore.create(SHAPE, tmp_path / "a.slots", layer_ids=[3, 4, 7])
     store.write(np.array([9]), np.full((1, 3, 2), 5), step=17)
     code = (
-        "import sys, pathlib, numpy as np\nfrom coterie.footprints import SlotStore\n"
-        "s = SlotStore.attach(pathlib.Path(sys.argv[1]))\n"
+        "import sys, pathlib, numpy as np\nfrom coterie.footprints import PositionStore\n"
+        "s = PositionStore.attach(pathlib.Path(sys.argv[1]))\n"
         "rows = s.read(np.array([9, 8]))\n"
         "print(s.step, s.layer_ids, rows.known.tolist(), int(rows.expert_ids[0].sum()))\n"
         "s.enabled = False\n"
@@ -145,27 +149,27 @@ def test_files_that_are_no_store_are_refused(tmp_path: Path) -> None:
     for name, content in (("empty", b""), ("short", b"x" * 100), ("noise", os.urandom(5000))):
         path = tmp_path / f"{name}.slots"
         path.write_bytes(content)
-        with pytest.raises(InputError, match="is not a slot store"):
-            SlotStore.attach(path)
+        with pytest.raises(InputError, match="is not a position store"):
+            PositionStore.attach(path)
     with pytest.raises(InputError):
-        SlotStore.attach(tmp_path / "absent.slots")
-    store = SlotStore.create(SHAPE, tmp_path / "cut.slots")
+        PositionStore.attach(tmp_path / "absent.slots")
+    store = PositionStore.create(SHAPE, tmp_path / "cut.slots")
     assert store.path is not None
     os.truncate(store.path, 1000)
-    with pytest.raises(InputError, match="not a slot store"):
-        SlotStore.attach(store.path)
+    with pytest.raises(InputError, match="not a position store"):
+        PositionStore.attach(store.path)
 
 
 def test_a_store_of_another_engine_is_refused(tmp_path: Path) -> None:
-    SlotStore.create(SHAPE, tmp_path / "a.slots", owner=7)
-    assert SlotStore.attach(tmp_path / "a.slots", owner=7).shape == SHAPE
+    PositionStore.create(SHAPE, tmp_path / "a.slots", owner=7)
+    assert PositionStore.attach(tmp_path / "a.slots", owner=7).shape == SHAPE
     with pytest.raises(InputError, match="another engine"):
-        SlotStore.attach(tmp_path / "a.slots", owner=8)
+        PositionStore.attach(tmp_path / "a.slots", owner=8)
 
 
 def test_a_step_of_a_passed_epoch_is_not_known() -> None:
     """Captured before capture was turned off, written after: later steps may have overwritten that KV unseen."""
-    store = SlotStore.create(SHAPE)
+    store = PositionStore.create(SHAPE)
     before = store.epoch
     store.enabled = False
     store.write(np.array([4]), np.zeros((1, 3, 2), np.int64), epoch=before)
@@ -173,7 +177,7 @@ def test_a_step_of_a_passed_epoch_is_not_known() -> None:
 
 
 def test_compiling_changes_nothing() -> None:
-    store = SlotStore.create(SHAPE)
+    store = PositionStore.create(SHAPE)
     store.compile()
     assert store.totals == (0, 0, 0)
     assert not store.load.any()
@@ -181,12 +185,12 @@ def test_compiling_changes_nothing() -> None:
 
 def test_stores_of_dead_processes_are_swept(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib\nfrom coterie.footprints import SlotShape, SlotStore\n"
-        "SlotStore.create(SlotShape(8, 1, 1, 2), pathlib.Path(sys.argv[1]))\n"
+        "import sys, pathlib\nfrom coterie.footprints import PositionShape, PositionStore\n"
+        "PositionStore.create(PositionShape(8, 1, 1, 2), pathlib.Path(sys.argv[1]))\n"
     )
     dead = tmp_path / "coterie-dead.slots"
     subprocess.run([sys.executable, "-c", code, str(dead)], check=True)
-    alive = SlotStore.create(SHAPE, tmp_path / "coterie-alive.slots")
+    alive = PositionStore.create(SHAPE, tmp_path / "coterie-alive.slots")
     (tmp_path / "coterie-noise.slots").write_bytes(b"?" * 10)
     assert sweep(tmp_path, "coterie-") == [dead]
     assert alive.path is not None
@@ -195,7 +199,7 @@ def test_stores_of_dead_processes_are_swept(tmp_path: Path) -> None:
 
 
 BLOCK = 4
-BLOCKS = SHAPE.num_slots // BLOCK
+BLOCKS = SHAPE.num_positions // BLOCK
 
 
 class _Request:
@@ -215,7 +219,7 @@ class KVCache(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.store = SlotStore.create(SHAPE)
+        self.store = PositionStore.create(SHAPE)
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(BLOCKS))
         self.refs = dict.fromkeys(range(BLOCKS), 0)
         self.cached: dict[tuple[int, ...], int] = {}
@@ -262,7 +266,7 @@ class KVCache(RuleBasedStateMachine):
                 break
             request.blocks.append(block)
             at = request.computed
-            self.store.forget(block_slots(request.blocks, BLOCK, at, at + BLOCK))
+            self.store.forget(block_positions(request.blocks, BLOCK, at, at + BLOCK))
             self.foreign_blocks.add(block)
             request.computed += BLOCK
         self.requests.append(request)
@@ -280,10 +284,10 @@ class KVCache(RuleBasedStateMachine):
             if block is None:
                 return self._preempt(request)
             request.blocks.append(block)
-        positions = range(request.computed, len(sequence))
-        slots = block_slots(request.blocks, BLOCK, request.computed, len(sequence))
-        ids = np.array([experts_of(tuple(sequence[: p + 1])) for p in positions]).reshape(-1, 3, 2)
-        self.store.write(np.append(slots, -1), np.append(ids, np.zeros((1, 3, 2), ids.dtype), axis=0))
+        tokens = range(request.computed, len(sequence))
+        positions = block_positions(request.blocks, BLOCK, request.computed, len(sequence))
+        ids = np.array([experts_of(tuple(sequence[: p + 1])) for p in tokens]).reshape(-1, 3, 2)
+        self.store.write(np.append(positions, -1), np.append(ids, np.zeros((1, 3, 2), ids.dtype), axis=0))
         request.computed = stop
         for index in range(stop // BLOCK):
             prefix = tuple(request.tokens[: (index + 1) * BLOCK])
@@ -309,8 +313,8 @@ class KVCache(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         """Stop or abort, at any point; the store is asked before the blocks are freed."""
         request = data.draw(st.sampled_from(self.requests))
-        slots = block_slots(request.blocks, BLOCK, 0, request.computed)
-        rows = self.store.read(slots)
+        positions = block_positions(request.blocks, BLOCK, 0, request.computed)
+        rows = self.store.read(positions)
         truth = [experts_of(tuple(request.tokens[: p + 1])) for p in range(request.computed)]
         here = [request.blocks[p // BLOCK] not in self.foreign_blocks for p in range(request.computed)]
         assert rows.known.tolist() == here
@@ -318,7 +322,7 @@ class KVCache(RuleBasedStateMachine):
         if len(known):
             expected = np.array(truth)[known]
             np.testing.assert_array_equal(rows.expert_ids[known], expected)
-            counts, count = self.store.footprint(slots)
+            counts, count = self.store.footprint(positions)
             assert count == len(known)
             np.testing.assert_array_equal(counts, footprint(expected, SHAPE.num_experts))
         self.requests.remove(request)
