@@ -10,8 +10,17 @@ import numpy as np
 import typer
 from rich.markup import escape
 
-from coterie.cli.bars import Column, bar, print_rank_bars, relative
-from coterie.cli.output import JsonOption, out, print_json, print_table, set_width
+from coterie.cli.output import (
+    Column,
+    JsonOption,
+    bar,
+    out,
+    print_json,
+    print_rank_bars,
+    print_table,
+    relative,
+    set_width,
+)
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # matplotlib takes a second to import: only when a figure is asked for

@@ -12,8 +12,17 @@ import numpy as np
 import typer
 from rich.markup import escape
 
-from coterie.cli.bars import Column, print_rank_bars, relative
-from coterie.cli.output import JsonOption, out, print_json, print_table, reporting, set_width
+from coterie.cli.output import (
+    Column,
+    JsonOption,
+    out,
+    print_json,
+    print_rank_bars,
+    print_table,
+    relative,
+    reporting,
+    set_width,
+)
 
 if TYPE_CHECKING:  # numba takes a second to import: only when a plan is asked for
     from coterie.evaluation.placement.plans import Planned

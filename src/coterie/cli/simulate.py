@@ -105,7 +105,8 @@ def simulate_command(
     ] = False,
 ) -> None:
     """Simulate batch selection on your own requests: every strategy beside first come, first served."""
-    from coterie.evaluation.simulate.what_if import SimulateOptions, simulate, write
+    from coterie.evaluation.simulate.options import SimulateOptions
+    from coterie.evaluation.simulate.what_if import simulate, write
 
     if from_ is not None and trace is None:
         raise ConfigError(f"--from={from_} is the format of TRACE, which is not given")
