@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         in_flight=options.in_flight,
         max_tokens=options.max_tokens,
         block_size=BLOCK_SIZE,
-        over=2,
+        tail_tokens=2,
         routers=ROUTERS,
         seed=options.seed,
     )

@@ -25,7 +25,10 @@ def models_command(
         Path | None, typer.Option("--config", help="Read the shape from this Hugging Face config.json or its folder.")
     ] = None,
     slot_store: Annotated[
-        bool, typer.Option("--slot-store", help="Show the memory of the slot store against the KV cache instead.")
+        bool,
+        typer.Option(
+            "--slot-store", help="Show the memory of the stored expert ids against that of the KV cache instead."
+        ),
     ] = False,
     json_output: JsonOption = False,
 ) -> None:

@@ -22,7 +22,7 @@ from rich.text import Text
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 
 WIDTH = 110
-"""Of tables, at most."""
+"""Largest width of a table, in characters."""
 
 MAX_ROWS = 32
 """Ranks shown in a table of bars; the busiest ones if there are more."""
@@ -33,7 +33,7 @@ out = Console()
 
 
 def set_width() -> None:
-    """Of what stdout gets from now on."""
+    """Limit the width of what is printed on stdout from now on."""
     out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH  # a pipe has no width; rich would take 80
 
 
@@ -98,13 +98,13 @@ def _cell(value: Any) -> tuple[str, Any]:
 
 
 def bar(value: float, full: float, width: int) -> str:
-    """`value` as blocks, `full` being all of the width."""
+    """Draw `value` as a bar of blocks; `full` fills the width."""
     eighths = round(8 * width * min(value / full, 1.0)) if full > 0 else 0
     return ("█" * (eighths // 8) + _PARTS[eighths % 8]).rstrip().ljust(width)
 
 
 class Column(NamedTuple):
-    """Values of the ranks, drawn against all columns of the same scale."""
+    """A value per rank, drawn as bars; columns of one `scale` share the longest bar."""
 
     name: str
     values: NDArray[np.float64]
@@ -113,7 +113,7 @@ class Column(NamedTuple):
 
 
 def print_rank_bars(title: str, columns: Sequence[Column], note: str) -> None:
-    """A row a rank."""
+    """Print a table with one row per rank and one bar per column."""
     width = max(4, min(24, (min(out.width, 120) - 8) // len(columns) - 8))
     full: dict[int, float] = {}
     for column in columns:
@@ -128,9 +128,9 @@ def print_rank_bars(title: str, columns: Sequence[Column], note: str) -> None:
         table.add_row(str(rank), *(Text(cell) for cell in cells))
     out.print(table)
     if len(busiest) > MAX_ROWS:
-        out.print(f"({len(busiest) - MAX_ROWS} less busy ranks are left out)", highlight=False)
+        out.print(f"({len(busiest) - MAX_ROWS} less busy ranks are not shown)", highlight=False)
 
 
 def relative(busy: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[rank] of [rank], 1 being the mean."""
+    """Divide by the mean: 1 is an average rank."""
     return busy / busy.mean() if busy.any() else np.zeros(len(busy))

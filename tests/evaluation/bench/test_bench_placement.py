@@ -31,7 +31,7 @@ NAMED = ["planner", "split", "layers", "experts", "slots", "ranks", "median_ms",
 
 def test_the_stale_map_is_as_uneven_as_published() -> None:
     for size, low, high in ((SIZES[0], 0.50, 0.58), (SIZES[1], 0.76, 0.82), (SIZES[3], 0.62, 0.70)):
-        problem = bench_placement.balance_first(size.enough).problem(*drifted(size, 0))
+        problem = bench_placement.balance_first(size.target_balance).problem(*drifted(size, 0))
         assert low < problem.balance(problem.rank_s(problem.current.slot_experts)) < high, size.setting
 
 
@@ -61,13 +61,13 @@ def test_moves_at_the_same_balance_are_at_least_the_bound() -> None:
     row = move_row(Contest(SIZES[1], "optimal", 1, 2.0))
     assert row["least_moves"] <= row["moves"] <= row["heuristic_moves"]
     assert row["ratio"] >= 1.0
-    assert row["balancedness"] >= SIZES[1].enough
+    assert row["balancedness"] >= SIZES[1].target_balance
 
 
 def test_excess_is_over_the_bound_of_closed_layers() -> None:
     outcome = try_out(Trial("small", 16, 20, 4, layers=2, prices={"horizon": 100.0}), seconds=2.0)
-    assert outcome.row["closed"] == len(outcome.over)
-    assert all(over >= -1e-6 for over in outcome.over), "nothing is below a bound"
+    assert outcome.row["closed"] == len(outcome.excess)
+    assert all(excess >= -1e-6 for excess in outcome.excess), "nothing is below a bound"
 
 
 def test_trials_are_of_every_kind_and_enough_layers() -> None:

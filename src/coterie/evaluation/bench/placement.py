@@ -1,9 +1,9 @@
 """Planners of expert placement: how fast, how even, how many moves, and how far from the best there is.
 
 The drift is :func:`~coterie.traces.drifting.zipf_drift`'s at DeepSeek-V3's size, from the map that EPLB made for the
-window before. A planner is asked for a balance of at least `enough`, then for as few moves as possible: the horizon is
-so long that a thousandth of balance is worth a hundred moves. Beside the rows of planners there are two comparisons
-with the integer program: moves at the same balance, and the objective where processing and movement both count, on
+window before. A planner is asked for a balance of at least `target_balance`, then for as few moves as possible: the
+horizon is so long that a thousandth of balance is worth a hundred moves. Two more groups of rows compare with the
+integer program: moves at the same balance, and the objective where processing and movement both count, on
 layers that it closed. What it did not close is in the rows too, and counts for nothing.
 """
 
@@ -36,25 +36,25 @@ class Size(NamedTuple):
 
     slots: int
     ranks: int
-    enough: float
+    target_balance: float
     exponent: float = 1.0
     first: str = "eplb"
     """What made the map that the drift left behind: eplb, for the window before, or linear, for none."""
-    free_enough: float | None = None
-    """`enough` of every layer with the optimal split, where the mean over layers then is the same; else as above."""
+    free_target: float | None = None
+    """`target_balance` of every layer with the optimal split, which gives the same mean balance; None: the same."""
 
     @property
     def free(self) -> Size:
         """The setting of the optimal split."""
-        return self._replace(enough=self.free_enough or self.enough)
+        return self._replace(target_balance=self.free_target or self.target_balance)
 
     @property
     def setting(self) -> str:
-        return f"Zipf {self.exponent}, from {self.first}, enough {self.enough}"
+        return f"Zipf {self.exponent}, from {self.first}, enough {self.target_balance}"
 
 
 SIZES = (
-    Size(288, 32, 0.984, free_enough=0.981),
+    Size(288, 32, 0.984, free_target=0.981),
     Size(288, 8, 0.988),
     Size(256, 8, 0.996),
     Size(256, 8, 0.996, 0.7, "linear"),
@@ -87,10 +87,10 @@ def drifted(size: Size, seed: int, layers: int = LAYERS, experts: int = EXPERTS)
     return Case(Load(drift.after), topology, current)
 
 
-def balance_first(enough: float) -> Objective:
+def balance_first(target_balance: float) -> Objective:
     from coterie.placement import Objective
 
-    return Objective(horizon=HORIZON, move_price=MOVE_PRICE, enough=enough)
+    return Objective(horizon=HORIZON, move_price=MOVE_PRICE, enough=target_balance)
 
 
 @benches.register("placement")
@@ -104,7 +104,7 @@ def _planner_rows(report: Report) -> Iterator[Row]:
 
     for size in SIZES:
         cases = [drifted(size, seed) for seed in SEEDS]
-        objective = balance_first(size.enough)
+        objective = balance_first(size.target_balance)
         yield _kept_row(size, cases, "equal")
         names = dict.fromkeys((*BASELINES, "latency_optimal", *(name for name in planners if name != EXACT)))
         for done, name in enumerate(names):
@@ -112,7 +112,7 @@ def _planner_rows(report: Report) -> Iterator[Row]:
             yield _planner_row(name, planners.make(name, {"objective": objective}), size, cases)
         if size.slots > EXPERTS:
             yield _kept_row(size.free, cases, "optimal")
-            priced = {"objective": balance_first(size.free.enough)}
+            priced = {"objective": balance_first(size.free.target_balance)}
             free = planners.make("latency_optimal", priced, split="optimal")
             yield _planner_row("latency_optimal", free, size.free, cases)
 
@@ -131,7 +131,7 @@ def _kept_row(size: Size, cases: Sequence[Case], split: str) -> Row:
     """The old map, its replicas sharing alike or as well as they can."""
     from coterie.placement.splits.shares import optimal_shares
 
-    problems = [balance_first(size.enough).problem(*case) for case in cases]
+    problems = [balance_first(size.target_balance).problem(*case) for case in cases]
 
     def shares(problem: Problem) -> Any:
         return optimal_shares(problem, problem.current.slot_experts) if split == "optimal" else None
@@ -168,7 +168,7 @@ def _row(
 
 def _about(size: Size, cases: Sequence[Case]) -> Row:
     """The most that the heaviest experts allow for, over how many seeds, and the setting."""
-    problems = [balance_first(size.enough).problem(*case) for case in cases]
+    problems = [balance_first(size.target_balance).problem(*case) for case in cases]
     attainable = fmean(float((problem.even / problem.reach).mean()) for problem in problems)
     return {"attainable": round(attainable, 4), "seeds": len(cases), "setting": size.setting}
 
@@ -204,7 +204,7 @@ def move_row(contest: Contest) -> Row:
 
     size, split = contest.size, contest.split
     case = first_layers(drifted(size, 0), contest.layers)
-    objective = balance_first(size.enough)
+    objective = balance_first(size.target_balance)
     problem = objective.problem(*case)
     plan = planners.make("latency_optimal", {"objective": objective}, split=split).plan(*case)
     ilp = LatencyOptimalIlp(objective, split, gap=0.0, gap_moves=0.99, time_limit_s=contest.seconds)
@@ -278,19 +278,37 @@ TRIALS = (
     Trial("plain", 256, 256, 8, exponent=0.7),
     Trial("replicas", 64, 72, 8),
     Trial("few ranks", 64, 72, 4, prices={"horizon": 100.0}),
-    Trial("no replicas", 64, 64, 8, prices={"horizon": 100.0}, exponent=0.5),
+    Trial(name="no replicas", experts=64, slots=64, ranks=8, prices={"horizon": 100.0}, exponent=0.5),
     Trial("priced moves", 64, 72, 4, prices={"horizon": 100.0, "move_price": 1.0}),
     Trial("two nodes", 64, 72, 8, ranks_per_node=4),
-    Trial("two nodes, short", 64, 64, 4, ranks_per_node=2, prices={"horizon": 100.0}),
-    Trial("two nodes, few rows", 64, 72, 4, rows=16_384.0, ranks_per_node=2, prices={"horizon": 200.0}),
+    Trial(name="two nodes, short", experts=64, slots=64, ranks=4, ranks_per_node=2, prices={"horizon": 100.0}),
+    Trial(
+        name="two nodes, few rows",
+        experts=64,
+        slots=72,
+        ranks=4,
+        rows=16_384.0,
+        ranks_per_node=2,
+        prices={"horizon": 200.0},
+    ),
     Trial("mixed speeds", 64, 72, 8, speeds=SLOW),
-    Trial("mixed speeds, two nodes", 64, 80, 8, speeds=SLOW, ranks_per_node=4),
-    Trial("streaming", 64, 72, 8, rows=8_192.0, prices={"touch_s": 1.3e-5}),
-    Trial("sources", 64, 64, 4, prices={"row_bytes": 14_336.0}, sources=True),
-    Trial("sources, two nodes", 64, 64, 4, ranks_per_node=2, prices={"row_bytes": 14_336.0}, sources=True),
+    Trial(name="mixed speeds, two nodes", experts=64, slots=80, ranks=8, speeds=SLOW, ranks_per_node=4),
+    Trial(name="streaming", experts=64, slots=72, ranks=8, rows=8_192.0, prices={"touch_s": 1.3e-5}),
+    Trial(name="sources", experts=64, slots=64, ranks=4, prices={"row_bytes": 14_336.0}, sources=True),
+    Trial(
+        name="sources, two nodes",
+        experts=64,
+        slots=64,
+        ranks=4,
+        ranks_per_node=2,
+        prices={"row_bytes": 14_336.0},
+        sources=True,
+    ),
     Trial("optimal split", 64, 72, 8, "optimal"),
-    Trial("optimal split, two nodes", 64, 72, 8, "optimal", ranks_per_node=4, speeds=SLOW),
-    Trial("optimal split, large", 256, 288, 8, "optimal", exponent=1.0),
+    Trial(
+        name="optimal split, two nodes", experts=64, slots=72, ranks=8, split="optimal", ranks_per_node=4, speeds=SLOW
+    ),
+    Trial(name="optimal split, large", experts=256, slots=288, ranks=8, split="optimal", exponent=1.0),
 )
 TRIAL_SECONDS = 4.0
 """A layer, for the integer program."""
@@ -299,25 +317,25 @@ TRIAL_SECONDS = 4.0
 class Outcome(NamedTuple):
     """How the heuristic did in a trial."""
 
-    over: list[float]
+    excess: list[float]
     """[closed layer] its objective over the bound, so at least what it is over the optimum."""
     row: Row
 
 
 def _objective_rows(report: Report) -> Iterator[Row]:
-    over: list[float] = []
+    excess: list[float] = []
     for done, trial in enumerate(TRIALS):
         report(f"objective: {trial.name}", done, len(TRIALS))
         outcome = try_out(trial)
-        over += outcome.over
+        excess += outcome.excess
         yield outcome.row
     yield {
         "planner": "latency_optimal",
         "against": "latency_optimal_ilp's bound",
         "trials": len(TRIALS),
         "layers": sum(trial.layers for trial in TRIALS),
-        "closed": len(over),
-        **_percent(over),
+        "closed": len(excess),
+        **_percent(excess),
     }
 
 
@@ -336,7 +354,7 @@ def try_out(trial: Trial, seconds: float = TRIAL_SECONDS) -> Outcome:
     ilp = LatencyOptimalIlp(objective, trial.split, time_limit_s=seconds)
     best = ilp.solve(problem, starts=[plan.placement.slot_experts])
     proof = best.proven
-    over = (ours / proof.bound_s - 1)[proof.closed].tolist()
+    excess = (ours / proof.bound_s - 1)[proof.closed].tolist()
     row = {
         "planner": "latency_optimal",
         "split": trial.split,
@@ -349,20 +367,20 @@ def try_out(trial: Trial, seconds: float = TRIAL_SECONDS) -> Outcome:
         "moves": len(plan.moves),
         "duplicates": plan.placement.duplicates,
         "ilp_moves": len(best.moves),
-        "closed": len(over),
-        **_percent(over),
+        "closed": len(excess),
+        **_percent(excess),
         "worst_gap_pct": round(100 * float(proof.gap.max()), 2),
         "saved_pct": round(100 * float(1 - ours.sum() / kept.sum()), 1),
         "moving_pct": round(100 * float(plan.movement_s / ours.sum()), 2),
         "setting": _words(trial, problem),
     }
-    return Outcome(over, row)
+    return Outcome(excess, row)
 
 
-def _percent(over: Sequence[float]) -> Row:
+def _percent(excess: Sequence[float]) -> Row:
     return {
-        "mean_excess_pct": round(100 * fmean(over), 3) if over else None,
-        "worst_excess_pct": round(100 * max(over), 3) if over else None,
+        "mean_excess_pct": round(100 * fmean(excess), 3) if excess else None,
+        "worst_excess_pct": round(100 * max(excess), 3) if excess else None,
     }
 
 

@@ -51,7 +51,7 @@ class PlanOptions:
     max_moves: int | None = None
     time_limit: float | None = None
     horizon: float | None = None
-    enough: float | None = None
+    target_balance: float | None = None
     preset: str = "h200"
     batch: int = 8192
 
@@ -104,7 +104,7 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
     now = _current(options, load)
     current, shares = now.placement, now.shares
     model = step_model(load.spec, options.preset, topology=topology)
-    asked = {"horizon": options.horizon, "enough": options.enough}
+    asked = {"horizon": options.horizon, "enough": options.target_balance}
     objective = Objective.of(model, options.batch, **{name: v for name, v in asked.items() if v is not None})
     planner = _planner(options, objective, _layers_done(report, load.layer_ids))
     seen = load.tokens.sum(axis=1).mean() / load.spec.top_k
@@ -121,7 +121,9 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
     else:
         plan = planner.plan(window, topology, current, shares)
     problem = objective.problem(window, topology, current, shares)
-    return Planned(load, objective, problem, plan, options.planner, model.measured)
+    return Planned(
+        load=load, objective=objective, problem=problem, plan=plan, planner=options.planner, measured=model.measured
+    )
 
 
 def _layers_done(report: Report, layer_ids: tuple[int, ...]) -> Callable[[SearchProgress], None]:

@@ -227,7 +227,16 @@ def _work(options: SimulateOptions, config: CapsConfig | None, given: frozenset[
     options.only_for(execution)
     if trace is None and options.predictor not in (None, RECORDED):
         raise ConfigError(f"predictor={options.predictor!r} needs recorded requests: give a trace or --with-model")
-    return _Work(execution, trace, name, routed, spec_found, arrivals, arrivals_name, notes)
+    return _Work(
+        execution=execution,
+        trace=trace,
+        name=name,
+        routed=routed,
+        spec=spec_found,
+        arrivals=arrivals,
+        arrivals_name=arrivals_name,
+        notes=notes,
+    )
 
 
 def _arrivals(options: SimulateOptions) -> tuple[str | RequestTrace | None, str]:
@@ -352,7 +361,16 @@ def _server(
     placement = Placement.linear(spec.num_moe_layers, spec.num_experts, ranks) if ranks > 1 else None
     model = step_model(spec, preset, dtype, Topology(ranks))
     places = scheduler.max_batch_size if work.execution == "prefill" else options.places or PLACES
-    return StepServer(scheduler, requests, arrived.row, work.execution, model, placement, preset, places)
+    return StepServer(
+        config=scheduler,
+        requests=requests,
+        row=arrived.row,
+        phase=work.execution,
+        model=model,
+        placement=placement,
+        preset=preset,
+        places=places,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ in words

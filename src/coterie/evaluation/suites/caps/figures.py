@@ -137,16 +137,16 @@ def _published_p99(
     axes: Any, theme: Theme, rows: Rows, at: dict[float, int], look: dict[str, tuple[str, str]]
 ) -> float | None:
     """Published values at their rates, ranges over all rates to the right; where those end, None without any."""
-    each: dict[float, list[float]] = {}
+    ends_at: dict[float, list[float]] = {}
     ranges: dict[str, tuple[float, float]] = {}
     for row in rows:
         found = published_ends(row, "p99_reduction_pct")
         if found and is_of_rate(row):
-            each.setdefault(row["rate"], []).extend(found)
+            ends_at.setdefault(row["rate"], []).extend(found)
         elif found:
             ranges[row["strategy"]] = found
-    x = [at[rate] for rate in each]
-    low, high = [min(ends) for ends in each.values()], [max(ends) for ends in each.values()]
+    x = [at[rate] for rate in ends_at]
+    low, high = [min(ends) for ends in ends_at.values()], [max(ends) for ends in ends_at.values()]
     axes.vlines(x, low, high, color=theme.text, lw=1.2, zorder=6)
     axes.plot(x, np.add(low, high) / 2, "D", mfc="none", mec=theme.text, mew=1.2, ms=7, zorder=6)
     unit = _unit(at)
@@ -237,7 +237,18 @@ def _pairs(rows: Rows) -> list[Pair]:
         values = [row[field] for row in mine]
         ours, theirs = (min(values), max(values)), published_ends(mine[0], field)
         assert theirs is not None
-        pairs.append(Pair(field, pattern, name, None, all(row["fitted"] for row in mine), ours, ours, theirs))
+        pairs.append(
+            Pair(
+                field=field,
+                pattern=pattern,
+                strategy=name,
+                rate=None,
+                fitted=all(row["fitted"] for row in mine),
+                ours=ours,
+                interval=ours,
+                theirs=theirs,
+            )
+        )
     return pairs
 
 
@@ -347,13 +358,13 @@ def _far(pairs: list[Pair], near: float) -> list[str]:
 def _by_strategy(rows: Rows, figure: Figure, theme: Theme) -> None:
     fields = {"throughput_gain_pct": "throughput gain (%)", "imbalance_reduction_pct": "imbalance cut (%)"}
     names = distinct_values(rows, "strategy")
-    each = {name: [row for row in rows if row["strategy"] == name] for name in names}
-    names.sort(key=lambda name: float(np.mean([row["throughput_gain_pct"] for row in each[name]])))
+    by_name = {name: [row for row in rows if row["strategy"] == name] for name in names}
+    names.sort(key=lambda name: float(np.mean([row["throughput_gain_pct"] for row in by_name[name]])))
     places = np.arange(len(names))
     panels = figure.subplots(1, 2, sharey=True)
     any_published = False
     for axes, (field, title), color in zip(panels, fields.items(), theme.series[2:], strict=True):
-        means = [float(np.mean([row[field] for row in each[name]])) for name in names]
+        means = [float(np.mean([row[field] for row in by_name[name]])) for name in names]
         axes.barh(places, means, height=0.62, color=color, alpha=0.75)
         known = {name: ends for row in rows if (ends := published_ends(row, field)) for name in [row["strategy"]]}
         spots = [(place, end) for place, name in enumerate(names) for end in known.get(name, ())]
