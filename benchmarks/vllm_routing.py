@@ -82,19 +82,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from coterie.engines.tiny import tiny_model_path
     from coterie.engines.vllm.settings import ConnectorSettings
     from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, run_loop
-    from coterie.evaluation.demo.prediction import predict
     from coterie.evaluation.demo.runs import REFERENCE_SHAPE, predicted_step_ms
     from coterie.footprints.step_log import ROWS
     from coterie.models import get_model, model_from_config
     from coterie.net.processes import ServerProcess, free_port
     from coterie.prompts import load_prompts, read_prompts, take_in_turn
+    from routed_prediction import predict
 
     prompts = take_in_turn(read_prompts(options.prompts) if options.prompts else load_prompts(), options.requests)
     settings = LoopSettings(
         in_flight=options.in_flight,
         max_tokens=options.max_tokens,
         block_size=BLOCK_SIZE,
-        over=2,
+        tail_tokens=2,
         routers=ROUTERS,
         seed=options.seed,
     )

@@ -129,7 +129,7 @@ def test_a_suite_is_given_the_options_it_reads_and_no_others(suite, monkeypatch,
     for name in set(CHOICES) - set(reads):
         said = refused(monkeypatch, capsys, suite, *GIVEN[name], "--out", tmp_path / "out", "--json")
         flag = GIVEN[name][0]
-        assert said == f"error: suite {suite} does not read {flag}; it reads {own}, beside --out and --json\n"
+        assert said == f"error: suite {suite} does not read {flag}; it reads {own}, besides --out and --json\n"
     assert not heard
     assert not (tmp_path / "out").exists()
     run(suite, *(word for name in reads for word in GIVEN[name]), "--json")

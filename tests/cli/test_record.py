@@ -253,7 +253,7 @@ def test_interrupted_it_says_how_to_go_on_and_does(run, model, prompts, tmp_path
     monkeypatch.setattr(recording, "generate_batch", interrupted)
     ran = run(*arguments, "--json")
     assert (ran.code, ran.out) == (130, "")
-    assert ran.err.splitlines()[0] == f"{out} holds 6 requests; the same command with --resume goes on"
+    assert ran.err.splitlines()[0] == f"{out} holds 6 requests; repeat the command with --resume to continue"
     assert "Traceback" not in ran.err
     kept = ActivationTrace.open(out)
     kept.validate()

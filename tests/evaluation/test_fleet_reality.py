@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coterie.errors import TraceError, UnavailableError
-from coterie.evaluation.fleet_reality import TIMELINE, read_timeline, simulate_timeline, vllm_timeline_rows
+from fleet_reality import TIMELINE, read_timeline, simulate_timeline, vllm_timeline_rows
 
 
 @pytest.mark.long

@@ -18,9 +18,10 @@ from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError
+from coterie.evaluation.simulate.options import SimulateOptions
 from coterie.evaluation.simulate.requests import Arrived, arrive, recorded, synthetic
 from coterie.evaluation.simulate.servers import SpreadServer, StepServer, make_strategy
-from coterie.evaluation.simulate.what_if import MAX_BYTES, SimulateOptions, simulate, write
+from coterie.evaluation.simulate.what_if import MAX_BYTES, simulate, write
 from coterie.evaluation.suites.caps.suite import SETTING
 from coterie.models import get_model
 from coterie.sim.metrics import summarise

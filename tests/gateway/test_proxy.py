@@ -21,7 +21,6 @@ from coterie.engines.worker.model import Rows
 from coterie.engines.worker.numpy_model import NumpyModel
 from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, record, run_loop, serve, steps_of, whole_blocks
-from coterie.evaluation.demo.prediction import predict
 from coterie.footprints import footprint
 from coterie.footprints.step_log import ENDED_S, ROWS
 from coterie.gateway.proxy import RoutedFleet, Served
@@ -30,6 +29,7 @@ from coterie.net.http_client import Client
 from coterie.net.processes import ServerProcess
 from coterie.prompts import load_prompts, take_in_turn
 from coterie.routing import Decision, Fleet, JoinShortestQueue, Request, RoundRobin
+from routed_prediction import predict
 
 PATH = "/v1/completions"
 TOKENS = 6

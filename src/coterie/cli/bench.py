@@ -11,7 +11,7 @@ from coterie.cli.output import JsonOption, print_json, print_table, reporting
 
 
 class GroupsInHelp(TyperCommand):
-    """Help that ends with the registered groups."""
+    """Command whose help ends with a table of the registered groups."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
@@ -20,7 +20,7 @@ class GroupsInHelp(TyperCommand):
 
 def bench_command(
     group: Annotated[
-        str | None, typer.Argument(help="A group of benchmarks, or all; lists the groups without.")
+        str | None, typer.Argument(help="Group of benchmarks to run, or all. Without it, list the groups.")
     ] = None,
     json: JsonOption = False,
 ) -> None:

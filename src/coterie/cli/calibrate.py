@@ -12,16 +12,32 @@ from coterie.errors import ConfigError
 
 
 def calibrate_command(
-    model: Annotated[list[str] | None, typer.Option(help="A shipped shape; may be given several times.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A Hugging Face config.json to take the shape from.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the preset here (JSON).")] = None,
-    name: Annotated[str, typer.Option(help="Name of the preset.")] = "local",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[list[str] | None, typer.Option(help="Weight dtype of the experts: bf16, fp8 or fp32.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Largest batch to measure.", min=1)] = 8192,
-    cell_ms: Annotated[float, typer.Option(help="Milliseconds to spend on one cell in one pass.", min=0.1)] = 20.0,
-    passes: Annotated[int, typer.Option(help="Times to measure every MoE cell.", min=1)] = 3,
-    processes: Annotated[int, typer.Option(help="Also measure collectives between this many processes.", min=0)] = 0,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Model whose layer shapes to measure (see coterie models); may be repeated. Default: qwen3-30b-a3b."
+        ),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Hugging Face config.json to read the layer shapes from.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File to write the fitted preset to (JSON).")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name to give the preset.")] = "local",
+    device: Annotated[str, typer.Option(help="Device to measure: auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Weight dtype of the experts: bf16, fp8 or fp32; may be repeated. Default: what the device supports."
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Largest batch to measure, in tokens.", min=1)] = 8192,
+    cell_ms: Annotated[
+        float, typer.Option(help="Milliseconds to spend on one measurement in one pass.", min=0.1)
+    ] = 20.0,
+    passes: Annotated[int, typer.Option(help="Passes over the MoE measurements.", min=1)] = 3,
+    processes: Annotated[
+        int, typer.Option(help="Also measure collectives between this many processes; 0 measures none.", min=0)
+    ] = 0,
     json: JsonOption = False,
 ) -> None:
     """Measure the MoE layer, attention, dense projections and copies here, and fit the step-time model.
@@ -78,7 +94,7 @@ def calibrate_command(
         print_json({"preset": msgspec.to_builtins(preset), "rows": rows})
         return
     print_table(
-        f"Fit on {measurement.hardware['device']}: error on cells it was not fitted on",
+        f"Fit on {measurement.hardware['device']}: error on measurements held out of the fit",
         ["model", "dtype", "cells", "mean error %", "worst %", "worst cell"],
         [[r["model"], r["dtype"], r["cells"], r["mape_pct"], r["worst_pct"], r["worst_cell"]] for r in rows],
         note=measurement.note or None,

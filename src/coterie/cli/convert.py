@@ -19,7 +19,7 @@ from coterie.traces.writers import check_target, kind_of, write_trace
 def convert_command(
     src: Annotated[Path, typer.Argument(help="File or folder to read.")],
     dst: Annotated[Path, typer.Argument(help="File or folder to write; it must not exist.")],
-    to: Annotated[str, typer.Option("--to", help="Format to write; an unknown name lists them all.")] = "coterie",
+    to: Annotated[str, typer.Option("--to", help="Format to write; an unknown name lists all formats.")] = "coterie",
     from_: FromOption = None,
     model: TraceModelOption = None,
     num_experts: NumExpertsOption = None,
@@ -36,7 +36,7 @@ def convert_command(
     if json_output:
         print_json({**summary, "left_out": list(written.left_out)})
         return
-    note = f"{to} has no place for {', '.join(written.left_out)}: left out." if written.left_out else None
+    note = f"{to} cannot store {', '.join(written.left_out)}: left out." if written.left_out else None
     summary["path"] = escape(summary["path"])
     print_table("Converted", ["field", "value"], summary.items(), note)
 

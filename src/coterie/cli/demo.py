@@ -13,16 +13,23 @@ from coterie.cli.output import JsonOption, out, print_json, print_table, reporti
 
 
 def demo_command(
-    seed: Annotated[int, typer.Option(help="Which requests are learned from, and the order of the others.", min=0)] = 0,
-    requests: Annotated[int, typer.Option(help="Shipped prompts to take, from the domains in turn.", min=24)] = 240,
-    folder: Annotated[Path, typer.Option("--out", help="Folder of the figure.")] = Path("out"),
+    seed: Annotated[
+        int, typer.Option(help="Seed for the split into fitting and test requests, and for their order.", min=0)
+    ] = 0,
+    requests: Annotated[
+        int, typer.Option(help="Number of shipped prompts to use, taken from the domains in turn.", min=24)
+    ] = 240,
+    folder: Annotated[Path, typer.Option("--out", help="Folder to write the figure to.")] = Path("out"),
     router: Annotated[
         list[str] | None,
-        typer.Option("--router", help="Router to compare with round robin and join_shortest_queue; latency_aware."),
+        typer.Option(
+            "--router",
+            help="Router to compare with round robin and join_shortest_queue; may be repeated. Default: latency_aware.",
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Serve a small model with four real workers, and see what routing by experts changes.
+    """Serve a small model with four decode workers and measure what routing by experts changes.
 
     Records a mixed-domain workload, fits a router on it, serves other requests under round robin, join-shortest-queue
     and latency-aware routing (or any registered router, by name), and ends by itself.
@@ -57,10 +64,10 @@ def demo_command(
             ]
             for r in result.rows
         ],
-        note="experts: of a layer that a decode step touches, counted in the workers; fewer: than under round robin, "
-        "over steps; token: over the steps that tokens are in; rows: between steps of as many rows. H200: milliseconds "
-        f"of the step a token is in, predicted in the shape of {result.shape} (32 experts a layer, 4 a token, as "
-        "here); CPU: measured here",
+        note="experts: distinct experts per layer and decode step, counted in the workers; fewer: saving against round "
+        "robin, mean over steps; token: the same, weighted by tokens; rows: the same, at equal batch size. H200: "
+        f" predicted milliseconds of a token's step in the shape of {result.shape} (32 experts per layer, 4 per "
+        "token, as in this model); CPU: measured on this machine",
     )
     best = result.rows[-1]
     faster_pct = 100 * (1 - best.h200_ms / result.rows[0].h200_ms)

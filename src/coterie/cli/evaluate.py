@@ -31,7 +31,7 @@ SEVERAL = ("--seeds", "--rates", "--strategies", "--routers")
 
 
 class SeveralValues(TyperCommand):
-    """``--seeds 42 123`` as well as ``--seeds 42 --seeds 123``; help that ends with what each suite reads."""
+    """Command that takes ``--seeds 42 123`` as well as ``--seeds 42 --seeds 123``; help lists suites' options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         expanded: list[str] = []
@@ -49,7 +49,7 @@ class SeveralValues(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
         rows = [[name, " ".join(_flags(ctx, options_read(name)))] for name in suite_names()]
-        print_table("Suites, and the options they read beside --out and --json", ["suite", "options"], rows)
+        print_table("Suites and the options they read, besides --out and --json", ["suite", "options"], rows)
 
 
 def _is_number(text: str) -> bool:
@@ -61,17 +61,17 @@ def _is_number(text: str) -> bool:
 
 
 def _flags(ctx: Any, options: Iterable[str]) -> list[str]:
-    """As they are given on the command line, in the order of help."""
+    """Option names as typed on the command line, in the order of help."""
     return [param.opts[0] for param in ctx.command.params if param.name in options]
 
 
 def _check_given(ctx: typer.Context, suite: str) -> None:
-    """Raises for an option on the command line that the suite would not heed."""
+    """Raise for an option on the command line that the suite does not read."""
     reads = options_read(suite)
     unread = [name for name in CHOICES if name not in reads and _is_given(ctx, name)]
     if unread:
         given, own = ", ".join(_flags(ctx, unread)), ", ".join(_flags(ctx, reads)) or "none"
-        raise ConfigError(f"suite {suite} does not read {given}; it reads {own}, beside --out and --json")
+        raise ConfigError(f"suite {suite} does not read {given}; it reads {own}, besides --out and --json")
 
 
 def _is_given(ctx: typer.Context, name: str) -> bool:
@@ -85,37 +85,47 @@ def _several(values: list[Any] | None) -> tuple[Any, ...] | None:
 
 def evaluate_command(
     ctx: typer.Context,
-    suite: Annotated[str, typer.Argument(help="Suite to run: one of those below.")],
+    suite: Annotated[str, typer.Argument(help="Suite to run: one of the names listed below.")],
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Trace to evaluate on, in any known format; else COTERIE_DATA's.")
+        Path | None,
+        typer.Option(
+            "--trace", help="Trace to evaluate on, in any known format. Default: traces in the folder $COTERIE_DATA."
+        ),
     ] = None,
     trace_format: Annotated[
-        str | None, typer.Option("--from", help="Format of the trace, where the file itself does not show it.")
+        str | None, typer.Option("--from", help="Format of the trace; detected from the file by default.")
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", help="Tokens of one step, over all ranks together.")] = 128,
+    batch: Annotated[int, typer.Option("--batch", help="Tokens per step, summed over all ranks.")] = 128,
     out_folder: Annotated[
         Path | None,
         typer.Option(
             "--out",
-            help="Folder for SUITE.json, the object --json prints, and for what else a suite writes; replaced if "
-            "there. A suite with files of its own writes into out/SUITE without it.",
+            help="Folder to write SUITE.json (the object that --json prints) and the suite's figures to; existing "
+            "files are replaced. Default: out/SUITE for suites that write figures, else nothing is written.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of everything random, for suites that take one seed.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of the random generator, for suites that take one seed.")
+    ] = 0,
     model: Annotated[
-        Path | None, typer.Option("--model", help="Folder of a checkpoint whose own router is run; needs torch.")
+        Path | None,
+        typer.Option("--model", help="Checkpoint folder; the model's own router is evaluated too. Needs torch."),
     ] = None,
-    requests: Annotated[int | None, typer.Option("--requests", help="Requests of one run.")] = None,
-    seeds: Annotated[list[int] | None, typer.Option("--seeds", help="A run each: --seeds 42 123.")] = None,
+    requests: Annotated[int | None, typer.Option("--requests", help="Requests per run. Default: the suite's.")] = None,
+    seeds: Annotated[
+        list[int] | None, typer.Option("--seeds", help="Seeds, one run per seed: --seeds 42 123. Default: the suite's.")
+    ] = None,
     rates: Annotated[
         list[float] | None,
-        typer.Option("--rates", help="Requests a second: --rates 150 300. In regimes, shares of what fcfs can serve."),
+        typer.Option(
+            "--rates", help="Requests per second: --rates 150 300. In suite regimes, shares of the fcfs capacity."
+        ),
     ] = None,
     strategies: Annotated[
-        list[str] | None, typer.Option("--strategies", help="Batch selection strategies to compare; else all.")
+        list[str] | None, typer.Option("--strategies", help="Batch selection strategies to compare. Default: all.")
     ] = None,
     routers: Annotated[
-        list[str] | None, typer.Option("--routers", help="Routers to compare beside the suite's own.")
+        list[str] | None, typer.Option("--routers", help="Routers to compare, in addition to the suite's own.")
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -145,9 +155,9 @@ def evaluate_command(
     )
     made = out_folder is not None and not out_folder.exists()
     if out_folder is not None:
-        out_folder.mkdir(parents=True, exist_ok=True)  # a folder that cannot be is said before the work, not after
+        out_folder.mkdir(parents=True, exist_ok=True)  # fail before the work if the folder cannot be made
     bar = progress()
-    bar.disable = not err.is_terminal  # into a file rich would leave an empty line, before an error too
+    bar.disable = not err.is_terminal  # off a terminal rich would leave an empty line
     with bar:
         task = bar.add_task(suite, total=None)
 

@@ -1,4 +1,4 @@
-"""``coterie fit``: learn a router from a trace, and say how good it is on requests that it did not see."""
+"""``coterie fit``: fit a router to a trace and score it on held-out requests."""
 
 from __future__ import annotations
 
@@ -19,24 +19,32 @@ from coterie.traces.readers import ReadOptions, read_trace
 def fit_command(
     trace: Annotated[Path, typer.Argument(help="Activation trace to learn from, in any known format.")],
     workers: Annotated[int, typer.Option("--workers", min=1, help="Decode workers to route to.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write, .safetensors; replaced if it exists.")],
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Requests of a worker's decode step.")] = 16,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="File to write the fitted router to (.safetensors); replaced if it exists."
+        ),
+    ],
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Requests per decode step of one worker.")] = 16,
     requests: Annotated[
-        int | None, typer.Option("--requests", min=4, help="Requests to read, drawn by seed; 1,400 if not given.")
+        int | None, typer.Option("--requests", min=4, help="Requests to read, drawn at random. Default: 1,400.")
     ] = None,
     weighting: Annotated[
-        str, typer.Option("--weighting", help="Of signatures: count_idf, count or binary.")
+        str,
+        typer.Option("--weighting", help="Weights of experts in a request's signature: count_idf, count or binary."),
     ] = "count_idf",
     speeds: Annotated[
-        str | None, typer.Option("--speeds", help="Relative speed of each worker, such as 1,1,0.5; equal if not given.")
+        str | None, typer.Option("--speeds", help="Relative speed of each worker, such as 1,1,0.5. Default: all equal.")
     ] = None,
     from_: FromOption = None,
     model: TraceModelOption = None,
     num_experts: NumExpertsOption = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the split, the pairs and the starts.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Seed for the split, the pairs and the starting points.")
+    ] = 0,
     json_output: JsonOption = False,
 ) -> None:
-    """Fit a router to a trace: signatures, clusters, a forecast of decode."""
+    """Fit a router to a trace: request signatures, clusters and a forecast of decode experts."""
     from coterie.evaluation.fit import REQUESTS, check_weighting, fit_and_score
 
     check_weighting(weighting)
@@ -87,11 +95,11 @@ def fit_command(
 
 
 def parse_speeds(text: str, workers: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """[worker] of '1,1,0.5'."""
+    """Parse '1,1,0.5' into an array [worker]."""
     try:
         values = np.array([float(part) for part in text.split(",")])
     except ValueError:
-        raise ConfigError(f"--speeds={text} must be numbers with commas between") from None
+        raise ConfigError(f"--speeds={text} must be numbers separated by commas") from None
     if len(values) != workers or not ((values > 0) & (values < np.inf)).all():
         raise ConfigError(f"--speeds={text} must be {workers} numbers above 0, one for each worker")
     return values
@@ -100,7 +108,7 @@ def parse_speeds(text: str, workers: int) -> np.ndarray[Any, np.dtype[np.float64
 def _print(result: dict[str, Any]) -> None:
     out.print(
         f"{escape(result['model'])}: {result['layers']} layers of {result['experts']} experts, "
-        f"{result['calibration_requests']:,} requests calibrate, {result['test_requests']:,} test",
+        f"{result['calibration_requests']:,} requests to fit, {result['test_requests']:,} to test",
         highlight=False,
         soft_wrap=True,
     )

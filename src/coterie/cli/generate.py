@@ -33,23 +33,34 @@ _UNITS = {
 def generate_command(
     out: Annotated[Path, typer.Argument(help="Folder to write; it must not hold a trace.")],
     preset: Annotated[
-        str | None, typer.Option("--preset", help="Named settings: balanced (the default), bursty, drifting.")
+        str | None, typer.Option("--preset", help="Named settings: balanced (default), bursty or drifting.")
     ] = None,
     like: Annotated[
         Path | None, typer.Option("--like", help="Recorded trace, in any known format, whose routing to imitate.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="Take experts, layers and top-k from this model (coterie models).")
+        str | None, typer.Option("--model", help="Model to take experts, layers and top-k from (see coterie models).")
     ] = None,
     requests: Annotated[
-        int | None, typer.Option("--requests", min=1, help="Requests to generate; 1,000 if no size is given.")
+        int | None, typer.Option("--requests", min=1, help="Number of requests to generate. Default: 1,000.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Tokens to generate, exactly.")] = None,
-    size: Annotated[str | None, typer.Option("--size", help="Size on disk, such as 500MB or 10GB.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", min=1, help="Exact number of tokens to generate, instead of --requests.")
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option("--size", help="Size on disk to generate, such as 500MB or 10GB, instead of --requests."),
+    ] = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", help="Requests a second on average, in place of the settings' own.")
+        float | None,
+        typer.Option("--rate", help="Mean requests per second. Default: that of the preset or recorded trace."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed and settings give the same bytes.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed", min=0, help="Seed of the random generator; the same seed and settings give the same bytes."
+        ),
+    ] = 0,
     json_output: JsonOption = False,
 ) -> None:
     """Generate a synthetic activation trace."""

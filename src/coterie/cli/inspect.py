@@ -23,12 +23,15 @@ WIDTH = 100
 def inspect_command(
     trace: Annotated[Path, typer.Argument(help="Trace to read, in any known format.")],
     out_folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder for figures and report.html; new, empty or an earlier report.")
+        Path | None,
+        typer.Option(
+            "--out", help="Folder to write figures and report.html to; must be new, empty or hold an earlier report."
+        ),
     ] = None,
     from_: FromOption = None,
     model: TraceModelOption = None,
     num_experts: NumExpertsOption = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sampled requests and draws.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed for sampling requests.")] = 0,
     json_output: JsonOption = False,
 ) -> None:
     """Show what a trace says: skew, hot experts, ranks, domains, drift, distinct experts, arrivals."""

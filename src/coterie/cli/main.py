@@ -101,12 +101,12 @@ def main() -> None:
 
 @cache
 def _command() -> Callable[..., Any]:
-    """Made of the verbs' signatures, which takes a twentieth of a second: once, however often one process calls."""
+    """Build the command from the verbs' signatures, once per process: it takes 50 ms."""
     return typer.main.get_command(app)
 
 
 def _closed_pipe() -> int:
-    """The reader of stdout, such as head, has what it wanted; what is still buffered goes nowhere."""
+    """The reader of stdout (such as head) has closed it: discard what is still buffered."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -6,13 +6,14 @@ pipe never sees them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -21,14 +22,18 @@ from rich.text import Text
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 
 WIDTH = 110
-"""Of tables, at most."""
+"""Largest width of a table, in characters."""
+
+MAX_ROWS = 32
+"""Ranks shown in a table of bars; the busiest ones if there are more."""
+_PARTS = " ▏▎▍▌▋▊▉█"
 
 err = Console(stderr=True)
 out = Console()
 
 
 def set_width() -> None:
-    """Of what stdout gets from now on."""
+    """Limit the width of what is printed on stdout from now on."""
     out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH  # a pipe has no width; rich would take 80
 
 
@@ -90,3 +95,42 @@ def _cell(value: Any) -> tuple[str, Any]:
     if isinstance(value, int):
         return f"{value:,}", value
     return str(value), value
+
+
+def bar(value: float, full: float, width: int) -> str:
+    """Draw `value` as a bar of blocks; `full` fills the width."""
+    eighths = round(8 * width * min(value / full, 1.0)) if full > 0 else 0
+    return ("█" * (eighths // 8) + _PARTS[eighths % 8]).rstrip().ljust(width)
+
+
+class Column(NamedTuple):
+    """A value per rank, drawn as bars; columns of one `scale` share the longest bar."""
+
+    name: str
+    values: NDArray[np.float64]
+    """[rank]"""
+    scale: int
+
+
+def print_rank_bars(title: str, columns: Sequence[Column], note: str) -> None:
+    """Print a table with one row per rank and one bar per column."""
+    width = max(4, min(24, (min(out.width, 120) - 8) // len(columns) - 8))
+    full: dict[int, float] = {}
+    for column in columns:
+        full[column.scale] = max(full.get(column.scale, 0.0), float(column.values.max()))
+    table = Table(title=title, title_justify="left", caption=note, caption_justify="left")
+    table.add_column("rank", justify="right")
+    for column in columns:
+        table.add_column(column.name)
+    busiest = np.argsort(-np.max([column.values for column in columns], axis=0), kind="stable")
+    for rank in np.sort(busiest[:MAX_ROWS]):
+        cells = [f"{bar(c.values[rank], full[c.scale], width)} {c.values[rank]:.2f}" for c in columns]
+        table.add_row(str(rank), *(Text(cell) for cell in cells))
+    out.print(table)
+    if len(busiest) > MAX_ROWS:
+        out.print(f"({len(busiest) - MAX_ROWS} less busy ranks are not shown)", highlight=False)
+
+
+def relative(busy: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Divide by the mean: 1 is an average rank."""
+    return busy / busy.mean() if busy.any() else np.zeros(len(busy))

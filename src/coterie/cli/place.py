@@ -10,8 +10,17 @@ import numpy as np
 import typer
 from rich.markup import escape
 
-from coterie.cli.bars import Column, bar, print_rank_bars, relative
-from coterie.cli.output import JsonOption, out, print_json, print_table, set_width
+from coterie.cli.output import (
+    Column,
+    JsonOption,
+    bar,
+    out,
+    print_json,
+    print_rank_bars,
+    print_table,
+    relative,
+    set_width,
+)
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # matplotlib takes a second to import: only when a figure is asked for
@@ -23,31 +32,41 @@ place_app = typer.Typer(help="Look at placements.", no_args_is_help=True)
 
 @place_app.callback()
 def _group() -> None:
-    """Look at placements."""  # makes `inspect` a word of its own although it is the only one
+    """Look at placements."""  # keeps `inspect` a subcommand although it is the only one
 
 
 @place_app.command("inspect")
 def inspect_command(
-    placement: Annotated[Path, typer.Argument(help="Placement, in any known format; FILE.npz#NAME is one of several.")],
+    placement: Annotated[
+        Path, typer.Argument(help="Placement file, in any known format; FILE.npz#NAME selects one of several.")
+    ],
     load: Annotated[
-        Path | None, typer.Option("--load", help="Load table or activation trace: shows what it makes of the ranks.")
+        Path | None,
+        typer.Option("--load", help="Load table or activation trace; shows the load it puts on every rank."),
     ] = None,
     window: Annotated[
         str | None,
-        typer.Option("--window", help="Of a load table: a label, a number from 0, or A:B; else all but merged_…."),
+        typer.Option(
+            "--window", help="Windows of the load table: a label, a number from 0, or A:B. Default: all but merged_…."
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="Shape: a known name, or a folder with config.json; else the file's.")
+        str | None,
+        typer.Option("--model", help="Model shape: a known name, or a folder with config.json. Default: the file's."),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", help="Ranks, where the file does not say (sglang, tensorrt-llm).")
+        int | None,
+        typer.Option("--ranks", help="Number of ranks, if the file does not give it (sglang, tensorrt-llm)."),
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Machines that hold them, as many each.")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes; each holds the same number of ranks.")] = 1,
     from_: Annotated[
-        str | None, typer.Option("--from", help="Format of the placement, where the file itself does not show it.")
+        str | None, typer.Option("--from", help="Format of the placement; detected from the file by default.")
     ] = None,
     out_file: Annotated[
-        Path | None, typer.Option("--out", help="Figure to draw, .png; a .pdf comes beside it. Both are replaced.")
+        Path | None,
+        typer.Option(
+            "--out", help="Figure to write (.png); a .pdf of the same name is written too. Existing files are replaced."
+        ),
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -83,9 +102,9 @@ def inspect_command(
 
 def _print(shown: MapInspection, load: str | None) -> None:
     set_width()
-    over = f"{shown.ranks} ranks" + (f" on {shown.nodes} nodes" if shown.nodes > 1 else "")
+    where = f"{shown.ranks} ranks" + (f" on {shown.nodes} nodes" if shown.nodes > 1 else "")
     out.print(
-        f"{escape(shown.model)}: {shown.layers} layers of {shown.experts} experts, {shown.slots} slots on {over}",
+        f"{escape(shown.model)}: {shown.layers} layers of {shown.experts} experts, {shown.slots} slots on {where}",
         highlight=False,
     )
     if load is not None:
@@ -119,7 +138,7 @@ def _print_load(shown: MapInspection) -> None:
     busy = np.array(shown.rank_load)
     worst = busy[shown.layer_ids.index(shown.worst_layer)] if shown.worst_layer is not None else busy[0]
     print_rank_bars(
-        "Load of every rank, 1 being the mean",
+        "Load of every rank (1 = mean)",
         [Column("all layers", relative(busy.sum(axis=0)), 0), Column(f"layer {shown.worst_layer}", relative(worst), 1)],
         f"Balance, mean of layers: {shown.balance:.3f}; layer {shown.worst_layer} is the least even.",
     )

@@ -1,4 +1,4 @@
-"""``coterie plan``: where the experts should live, given a load and where they are now."""
+"""``coterie plan``: plan an expert placement for a load, given the current placement."""
 
 from __future__ import annotations
 
@@ -12,48 +12,69 @@ import numpy as np
 import typer
 from rich.markup import escape
 
-from coterie.cli.bars import Column, print_rank_bars, relative
-from coterie.cli.output import JsonOption, out, print_json, print_table, reporting, set_width
+from coterie.cli.output import (
+    Column,
+    JsonOption,
+    out,
+    print_json,
+    print_rank_bars,
+    print_table,
+    relative,
+    reporting,
+    set_width,
+)
 
 if TYPE_CHECKING:  # numba takes a second to import: only when a plan is asked for
     from coterie.evaluation.placement.plans import Planned
 
 
 def plan_command(
-    load: Annotated[Path, typer.Argument(help="Load table or activation trace, in any known format.")],
+    load: Annotated[Path, typer.Argument(help="Load table or activation trace to plan for, in any known format.")],
     model: Annotated[
-        str | None, typer.Option("--model", help="Shape: a known name, or a folder with config.json; else the load's.")
+        str | None,
+        typer.Option("--model", help="Model shape: a known name, or a folder with config.json. Default: the load's."),
     ] = None,
-    ranks: Annotated[int, typer.Option("--ranks", help="Expert-parallel ranks.")] = 8,
-    nodes: Annotated[int, typer.Option("--nodes", help="Machines that hold them, as many each.")] = 1,
+    ranks: Annotated[int, typer.Option("--ranks", help="Number of expert-parallel ranks.")] = 8,
+    nodes: Annotated[int, typer.Option("--nodes", help="Nodes; each holds the same number of ranks.")] = 1,
     slots: Annotated[
-        int | None, typer.Option("--slots", help="Slots of a layer over all ranks; else as many as experts.")
+        int | None,
+        typer.Option(
+            "--slots", help="Slots (places for an expert's weights) per layer, over all ranks. Default: one per expert."
+        ),
     ] = None,
     current: Annotated[
-        Path | None, typer.Option("--current", help="Placement in use, in any known format; else experts in order.")
+        Path | None,
+        typer.Option("--current", help="Current placement, in any known format. Default: experts in order."),
     ] = None,
     planner: Annotated[
-        str, typer.Option("--planner", help="Who plans; an unknown name lists them all.")
+        str, typer.Option("--planner", help="Planner to use; an unknown name lists all planners.")
     ] = "latency_optimal",
     split: Annotated[
         str | None,
-        typer.Option("--split", help="How replicas share tokens: equal, weighted or optimal; else the planner's."),
+        typer.Option("--split", help="How replicas share tokens: equal, weighted or optimal. Default: the planner's."),
     ] = None,
     horizon: Annotated[
-        float | None, typer.Option("--horizon", help="Steps the new placement will serve; else 1,000.")
+        float | None, typer.Option("--horizon", help="Steps that the new placement will serve. Default: 1,000.")
     ] = None,
     target_balance: Annotated[
-        float | None, typer.Option("--target-balance", help="Balance at which a layer is left alone; else 1.")
+        float | None,
+        typer.Option(
+            "--target-balance",
+            help="Leave a layer unchanged if its balance (best possible ÷ slowest rank) is at least this. Default: 1.",
+        ),
     ] = None,
-    max_moves: Annotated[int | None, typer.Option("--max-moves", help="Moves at most, over all layers.")] = None,
+    max_moves: Annotated[
+        int | None, typer.Option("--max-moves", help="Largest number of expert moves, over all layers.")
+    ] = None,
     time_limit: Annotated[
-        float | None, typer.Option("--time-limit", help="Seconds a layer, of latency_optimal_ilp; else 10.")
+        float | None,
+        typer.Option("--time-limit", help="Seconds per layer for planner latency_optimal_ilp. Default: 10."),
     ] = None,
     window: Annotated[
         str | None,
         typer.Option(
             "--window",
-            help="Of a load table: a label, a number from 0, or A:B; else all, added up, but "
+            help="Windows of the load table: a label, a number from 0, or A:B. Default: the sum of all windows but "
             "those named merged_…, which are sums of others.",
         ),
     ] = None,
@@ -61,55 +82,60 @@ def plan_command(
         Path | None,
         typer.Option(
             "--sources",
-            help="The same tokens by the rank they are on: an .npy array by rank, layer "
-            "and expert, or a folder of TensorRT-LLM's statistics; else they come from all ranks alike.",
+            help="The same tokens by the rank they start on: an .npy array [rank, layer, expert], or a folder of "
+            "TensorRT-LLM's statistics. Default: every rank sends the same load.",
         ),
     ] = None,
     preset: Annotated[
-        str, typer.Option("--preset", help="Calibrated device: h200, rtx-pro-6000, or a file of coterie calibrate.")
+        str,
+        typer.Option("--preset", help="Calibrated device: h200, rtx-pro-6000, or a file written by coterie calibrate."),
     ] = "h200",
-    batch: Annotated[int, typer.Option("--batch", help="Tokens of one step, over all ranks together.")] = 8192,
+    batch: Annotated[int, typer.Option("--batch", help="Tokens per step, summed over all ranks.")] = 8192,
     speeds: Annotated[
-        str | None, typer.Option("--speeds", help="Of every rank, 1 being the preset's: 1,1,0.5,0. 0 is gone.")
+        str | None,
+        typer.Option(
+            "--speeds",
+            help="Relative speed of each rank, such as 1,1,0.5,0: 1 is the preset's speed, 0 a rank that is down.",
+        ),
     ] = None,
     from_: Annotated[
-        str | None, typer.Option("--from", help="Format of the load, where the file itself does not show it.")
+        str | None, typer.Option("--from", help="Format of the load; detected from the file by default.")
     ] = None,
     to: Annotated[
         str, typer.Option("--to", help="Format to write: sglang, vllm, tensorrt-llm, ascend or native.")
     ] = "native",
     out_file: Annotated[
-        Path | None, typer.Option("-o", "--out", help="File for the placement; it must not exist.")
+        Path | None, typer.Option("-o", "--out", help="File to write the placement to; it must not exist.")
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Plan where experts live: load of every rank before and after, moves, gain, and when it has paid for itself."""
+    """Plan where experts live: load of every rank before and after, moves, gain, and steps until the moves pay off."""
     from coterie.evaluation.placement.plans import PlanOptions, make_plan, summary
     from coterie.placement.maps.formats import check_map_target, map_formats, write_map
 
     if out_file is None:
-        map_formats[to]  # a wrong name is told before work begins
+        map_formats[to]  # fail on a wrong name before the work
     else:
         check_map_target(out_file, to)
     options = PlanOptions(
-        load,
-        from_,
-        window,
-        sources,
-        model,
-        ranks,
-        nodes,
-        slots,
-        speeds,
-        current,
-        planner,
-        split,
-        max_moves,
-        time_limit,
-        horizon,
-        target_balance,
-        preset,
-        batch,
+        load=load,
+        load_format=from_,
+        window=window,
+        sources=sources,
+        model=model,
+        ranks=ranks,
+        nodes=nodes,
+        slots=slots,
+        speeds=speeds,
+        current=current,
+        planner=planner,
+        split=split,
+        max_moves=max_moves,
+        time_limit=time_limit,
+        horizon=horizon,
+        target_balance=target_balance,
+        preset=preset,
+        batch=batch,
     )
     with _reporting(json_output) as report:
         planned = make_plan(options, report)
@@ -129,10 +155,10 @@ def _reporting(quiet: bool) -> AbstractContextManager[Callable[[str, int, int], 
 
 def _print(planned: Planned, found: dict[str, Any]) -> None:
     set_width()
-    over = f"{found['ranks']} ranks" + (f" on {found['nodes']} nodes" if found["nodes"] > 1 else "")
+    where = f"{found['ranks']} ranks" + (f" on {found['nodes']} nodes" if found["nodes"] > 1 else "")
     out.print(
         f"{escape(found['model'])}: {found['layers']} MoE layers of {found['experts']} experts, "
-        f"{found['slots']} slots on {over}",
+        f"{found['slots']} slots on {where}",
         highlight=False,
     )
     out.print(f"load: {escape(found['load'])}", highlight=False)
@@ -157,7 +183,7 @@ def _print_bars(planned: Planned) -> None:
     worst = int(np.argmin(planned.problem.layer_balance(before)))
     name = planned.load.layer_ids[worst]
     print_rank_bars(
-        "Time of every rank, 1 being the mean",
+        "Time of every rank (1 = mean)",
         [
             Column("all layers, before", relative(before.sum(axis=0)), 0),
             Column("after", relative(after.sum(axis=0)), 0),
@@ -197,11 +223,11 @@ def _print_verdict(planned: Planned, found: dict[str, Any]) -> None:
         )
     lines.append(f"planning took {_seconds(found['planning_s'])}")
     if not planned.measured:
-        lines.append(f"{found['model']} was not measured on this device: rates of the nearest shape are used")
+        lines.append(f"{found['model']} was not measured on this device: using the rates of the nearest measured shape")
     if "written" in found:
         what = " (the current placement)" if found["keep"] else ""
         left = [name for name in found["left_out"] if name == "shares"]
-        note = f"; {found['format']} has no place for shares: the engine splits its own way" if left else ""
+        note = f"; {found['format']} cannot store shares: the engine splits tokens its own way" if left else ""
         lines.append(f"Written: {found['written']}, {found['format']}{what}{note}")
     for line in lines:
         out.print(escape(line), highlight=False, soft_wrap=True)

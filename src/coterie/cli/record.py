@@ -1,4 +1,4 @@
-"""``coterie record``: the experts of real tokens, from a model run here or from a server that is running."""
+"""``coterie record``: record the experts of real tokens, from a model run here or from a running server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class _Asked(NamedTuple):
-    """The command line, as every engine's branch takes what it needs."""
+    """Values of the command line; every engine reads those it needs."""
 
     model: str
     prompts: str | None
@@ -49,72 +49,81 @@ class _Asked(NamedTuple):
 class _Done(NamedTuple):
     trace: ActivationTrace | LoadTable
     counts: dict[str, int]
-    """What the engine says beside: requests kept from before, failed, messages lost."""
+    """Counts by the engine: requests kept from before, failed, messages lost."""
 
 
 def record_command(
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the trace to write.")],
-    engine: Annotated[str, typer.Option(help="transformers runs the model here; vllm and sglang are servers.")] = (
-        "transformers"
-    ),
-    model: Annotated[str, typer.Option(help="Folder of a checkpoint; coterie-tiny ships with the package.")] = (
-        "coterie-tiny"
-    ),
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write the trace to.")],
+    engine: Annotated[
+        str, typer.Option(help="transformers runs the model on this machine; vllm and sglang record a running server.")
+    ] = ("transformers"),
+    model: Annotated[
+        str, typer.Option(help="Checkpoint folder, or coterie-tiny, which ships with the package (transformers).")
+    ] = ("coterie-tiny"),
     prompts: Annotated[
         str | None,
         typer.Option(
-            help="Prompts as .txt (one a line), .jsonl or .csv; 'bundled' for the shipped ones. Without it "
-            "transformers takes the shipped ones, and a server is only listened to."
+            help="Prompts to send: .txt (one per line), .jsonl or .csv; 'bundled' for the shipped ones. Default: "
+            "shipped prompts (transformers), or none: only record the server's own traffic (vllm, sglang)."
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for a prompt, at most.")] = 64,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts to run together (transformers).")] = 8,
-    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or nf4 (transformers).")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N (transformers).")] = "cpu",
-    gate_weights: Annotated[bool, typer.Option("--gate-weights", help="Keep the router's weights too.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate per prompt.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch (transformers).")] = 8,
+    dtype: Annotated[
+        str, typer.Option(help="Precision of the weights: float32, float16, bfloat16 or nf4 (transformers).")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="Device to run on: cpu, cuda or cuda:N (transformers).")] = "cpu",
+    gate_weights: Annotated[
+        bool, typer.Option("--gate-weights", help="Also record the gate weights of the chosen experts.")
+    ] = False,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Take at most this many prompts, from the domains in turn.")
+        int | None, typer.Option(min=1, help="Use at most this many prompts, taken from the domains in turn.")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy (transformers).")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order of batches and of sampling (transformers).")] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy (transformers).")
+    ] = 0.0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed for the order of batches and for sampling (transformers).")
+    ] = 0,
     chat: Annotated[
-        bool | None, typer.Option("--chat/--no-chat", help="Use the chat template; by default where there is one.")
+        bool | None,
+        typer.Option("--chat/--no-chat", help="Apply the model's chat template, or not. Default: if it has one."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a recording that was interrupted.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted recording.")] = False,
     url: Annotated[str | None, typer.Option(help="Address of the server (vllm, sglang).")] = None,
-    events: Annotated[str | None, typer.Option(help="ZMQ endpoint of the expert events (vllm).")] = None,
-    duration: Annotated[float | None, typer.Option(help="Seconds to record for (vllm, sglang).")] = None,
+    events: Annotated[str | None, typer.Option(help="ZMQ endpoint of the server's expert events (vllm).")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds to record (vllm, sglang).")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests to keep in flight (vllm, sglang).")] = 8,
     json_output: JsonOption = False,
 ) -> None:
-    """Record which experts the tokens of real requests activate, prefill and decode apart."""
+    """Record which experts the tokens of real requests activate, in prefill and in decode."""
     if engine not in _ENGINES:
         raise UnknownNameError("engine", engine, _ENGINES)
     asked = _Asked(
-        model,
-        prompts,
-        output,
-        limit,
-        max_tokens,
-        batch_size,
-        dtype,
-        device,
-        gate_weights,
-        temperature,
-        seed,
-        chat,
-        resume,
-        url,
-        events,
-        duration,
-        concurrency,
+        model=model,
+        prompts=prompts,
+        out=output,
+        limit=limit,
+        max_tokens=max_tokens,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+        gate_weights=gate_weights,
+        temperature=temperature,
+        seed=seed,
+        chat=chat,
+        resume=resume,
+        url=url,
+        events=events,
+        duration_s=duration,
+        concurrency=concurrency,
     )
     started = time.perf_counter()
     try:
         with reporting("Starting") as report:
             done = _ENGINES[engine](asked, report)
     except KeyboardInterrupt:
-        _say_what_is_kept(asked, engine)
+        _print_kept(asked, engine)
         raise
     summary = {
         "engine": engine,
@@ -177,7 +186,7 @@ _ENGINES: dict[str, Callable[[_Asked, Progress], _Done]] = {
 
 def _url(asked: _Asked, engine: str) -> str:
     if asked.resume:
-        raise ConfigError(f"--resume is for engine transformers; a recording of {engine} starts anew")
+        raise ConfigError(f"--resume is for engine transformers; a recording of {engine} cannot be continued")
     if asked.url is None:
         raise ConfigError(f"engine {engine} needs --url: the address of the server")
     return asked.url
@@ -207,10 +216,10 @@ def _limited(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return prompts if limit is None else take_in_turn(prompts, limit)
 
 
-def _say_what_is_kept(asked: _Asked, engine: str) -> None:
+def _print_kept(asked: _Asked, engine: str) -> None:
     try:
         kept = ActivationTrace.open(asked.out).num_requests
     except (TraceError, OSError):
-        return  # interrupted before the trace was begun
-    on = "; the same command with --resume goes on" if engine == "transformers" else ""
+        return  # interrupted before anything was written
+    on = "; repeat the command with --resume to continue" if engine == "transformers" else ""
     err.print(escape(f"{asked.out} holds {kept} requests{on}"), highlight=False, soft_wrap=True)

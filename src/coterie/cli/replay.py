@@ -12,17 +12,26 @@ from coterie.errors import ConfigError
 
 
 def replay_command(
-    batches: Annotated[Path, typer.Argument(help="Batches that routers formed (.npz, see docs/engines/replay.md).")],
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    model: Annotated[str | None, typer.Option(help="A shipped shape; the one named in the file unless given.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A Hugging Face config.json to take the shape from.")] = None,
+    batches: Annotated[Path, typer.Argument(help="Batches to run (.npz, see docs/engines/replay.md).")],
+    device: Annotated[str, typer.Option(help="Device to run on: auto, cpu, cuda or cuda:N.")] = "auto",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model whose shape to use (see coterie models). Default: the one named in the file."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Hugging Face config.json to read the shape from.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Weight dtype of the experts: bf16 or fp8 on CUDA, fp32 or bf16 on a CPU.")
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Times to run every step; its time is their median.", min=1)] = 3,
-    preset: Annotated[str, typer.Option(help="The device to predict for: a shipped preset or a file.")] = "h200",
-    times: Annotated[Path | None, typer.Option(help="Take the times of an earlier run (-o) and measure none.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write rows and times here (JSON).")] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of every step; its time is their median.", min=1)] = 3,
+    preset: Annotated[
+        str, typer.Option(help="Device to predict for: a shipped preset, or a file written by coterie calibrate.")
+    ] = "h200",
+    times: Annotated[
+        Path | None, typer.Option(help="Read the times of an earlier run (its -o file) instead of measuring.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File to write rows and times to (JSON).")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Run decode batches through real MoE layers of the model's shape and compare routers, measured and predicted.
@@ -48,7 +57,7 @@ def replay_command(
         check_dtype(dtype)
     read = read_batches(batches)
     if model is not None and config is not None:
-        raise ConfigError(f"--model {model} and --config {config}: only one of them can give the shape")
+        raise ConfigError(f"--model {model} and --config {config}: give only one of them")
     spec = model_from_config(config) if config else get_model(model or read.model)
     device_preset = load_preset(preset)
     if times is not None:
@@ -74,7 +83,7 @@ def replay_command(
         return
     print_table(
         "Experts of all MoE layers of a step: measured and predicted",
-        ["group", "router", "tokens", "experts", "mean us", "said us", "error"],
+        ["group", "router", "tokens", "experts", "mean us", "predicted us", "error"],
         [
             [r.group, r.router, r.tokens, r.active_experts, r.mean_us, r.predicted_us, f"{r.mape_pct:.1f}%"]
             for r in rows

@@ -16,14 +16,16 @@ if TYPE_CHECKING:  # numba takes a second to import: only when a run is asked fo
 
 
 def _show_help(ctx: typer.Context, asked: bool) -> None:
-    """Help with the predictors there are, a user's own among them: they are imported when help is asked for."""
+    """Show help with the names of all predictors, plugins included; they are imported only then."""
     if not asked:
         return
     from coterie.predictors import predictors
 
     option: Any = next(param for param in ctx.command.params if param.name == "predictor")
     names = escape(", ".join(predictors.names()))
-    option.help += f": {names}, with a model dry_run. Else recorded, which is exact, or the model's dry_run."
+    option.help += (
+        f": {names}; with --with-model also dry_run. Default: recorded, which is exact; with --with-model dry_run."
+    )
     typer.echo(ctx.get_help())
     raise typer.Exit
 
@@ -32,80 +34,101 @@ def simulate_command(
     trace: Annotated[
         Path | None,
         typer.Argument(
-            help="Activation trace to replay, in any known format, or a request trace for its times. Without it "
-            "requests are drawn, as CAPS's are."
+            help="Activation trace to replay, in any known format, or a request trace to take arrival times from. "
+            "Default: synthetic requests, drawn as in CAPS."
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="Model, experts and scheduler as JSON, in CAPS's layout.")
+        Path | None,
+        typer.Option("--config", help="JSON file with model, experts and scheduler settings, in CAPS's layout."),
     ] = None,
     strategy: Annotated[
         list[str] | None,
-        typer.Option("--strategy", help="To compare with fcfs; repeat it for more, 'all' is all. Else the config's."),
+        typer.Option(
+            "--strategy",
+            help="Strategy to compare with fcfs; may be repeated; 'all' is every one. Default: the config's.",
+        ),
     ] = None,
     arrivals: Annotated[
         str | None,
-        typer.Option("--arrivals", help="poisson, bursty, or a trace to take the times from; else the trace's own."),
+        typer.Option(
+            "--arrivals", help="poisson, bursty, or a trace to take arrival times from. Default: the trace's own times."
+        ),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", help="Requests a second; else as recorded, or 80% of what fcfs can serve.")
+        float | None,
+        typer.Option("--rate", help="Requests per second. Default: as recorded, or 80% of what fcfs can serve."),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option("--requests", help="Requests of a run; else 3,000 (spread), 1,000 or 400 (decode).")
+        int | None,
+        typer.Option("--requests", help="Requests per run. Default: 3,000 (spread), 1,000 (prefill), 400 (decode)."),
     ] = None,
     execution: Annotated[
         str | None,
         typer.Option(
             "--execution",
-            help="What times a batch: spread (CAPS's model), prefill or decode (a calibrated device). Else decode or "
-            "prefill where the trace is of a known model.",
+            help="How a batch is timed: spread (CAPS's model), prefill or decode (a calibrated device). Default: "
+            "decode or prefill if the trace's model is known, else spread.",
         ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Shape to time: a known name, or a folder with config.json; else the trace's."),
+        typer.Option(
+            "--model", help="Model shape to time: a known name, or a folder with config.json. Default: the trace's."
+        ),
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option("--preset", help="Calibrated device: h200, rtx-pro-6000, or a file of coterie calibrate."),
+        typer.Option(
+            "--preset", help="Calibrated device: h200 (default), rtx-pro-6000, or a file written by coterie calibrate."
+        ),
     ] = None,
-    ranks: Annotated[int | None, typer.Option("--ranks", help="Expert-parallel ranks; else 1.")] = None,
-    places: Annotated[int | None, typer.Option("--places", help="Requests that decode at once; else 32.")] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", help="Number of expert-parallel ranks. Default: 1.")] = None,
+    places: Annotated[
+        int | None, typer.Option("--places", help="Requests that can decode at the same time. Default: 32.")
+    ] = None,
     base_ms: Annotated[
-        float | None, typer.Option("--base-ms", help="Time of a batch with an even load (spread).")
+        float | None, typer.Option("--base-ms", help="Milliseconds of a batch with an even load (spread).")
     ] = None,
     sensitivity: Annotated[
         float | None,
-        typer.Option("--sensitivity", help="Growth of that time by the load's coefficient of variation (spread)."),
+        typer.Option(
+            "--sensitivity",
+            help="Relative growth of that time per unit of the load's coefficient of variation (spread).",
+        ),
     ] = None,
-    predictor: Annotated[str | None, typer.Option("--predictor", help="Where strategies have the load from")] = None,
+    predictor: Annotated[
+        str | None, typer.Option("--predictor", help="Predictor of the loads that strategies see")
+    ] = None,
     with_model: Annotated[
         Path | None,
         typer.Option(
             "--with-model",
-            help="Folder of a checkpoint to run on prompts, in the config's quantization: its routing is what runs, "
-            "its router's dry run what strategies see. Needs torch.",
+            help="Checkpoint folder to run on prompts, in the config's quantization. Its real routing is simulated; "
+            "strategies see its router's dry run. Needs torch.",
         ),
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="Prompts for the model: .txt, .jsonl or .csv; else shipped ones.")
+        Path | None,
+        typer.Option("--prompts", help="Prompts for --with-model: .txt, .jsonl or .csv. Default: shipped prompts."),
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[str, typer.Option("--device", help="Device for --with-model: cpu, cuda or cuda:N.")] = "cpu",
     from_: Annotated[
-        str | None, typer.Option("--from", help="Format of the trace, where the file itself does not show it.")
+        str | None, typer.Option("--from", help="Format of the trace; detected from the file by default.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of everything random.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random generator.")] = 0,
     out_folder: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder for simulate.json and requests.csv; they are replaced if there."),
+        typer.Option("--out", help="Folder to write simulate.json and requests.csv to; existing files are replaced."),
     ] = None,
     json_output: JsonOption = False,
     _help: Annotated[
         bool, typer.Option("--help", callback=_show_help, is_eager=True, help="Show this message and exit.")
     ] = False,
 ) -> None:
-    """Simulate batch selection on your own requests: every strategy beside first come, first served."""
-    from coterie.evaluation.simulate.what_if import SimulateOptions, simulate, write
+    """Simulate batch selection on your own requests, and compare strategies with first come, first served."""
+    from coterie.evaluation.simulate.options import SimulateOptions
+    from coterie.evaluation.simulate.what_if import simulate, write
 
     if from_ is not None and trace is None:
         raise ConfigError(f"--from={from_} is the format of TRACE, which is not given")
@@ -163,7 +186,7 @@ def _print(found: Simulated) -> None:
             ]
             for row in found.rows
         ],
-        note="imbalance, experts: mean of a batch or step. skips, wait: of the request that fared worst.",
+        note="imbalance, experts: mean per batch or step. skips, wait: largest of any request.",
     )
     if len(found.rows) > 1:
         out.print()
@@ -172,7 +195,7 @@ def _print(found: Simulated) -> None:
             "Gain over fcfs, %",
             ["strategy", "p50", "p90", "p99", "p99.9", "throughput", "imbalance", "experts"],
             [[row["strategy"], *(_gain(row, name) for name in gains)] for row in found.rows[1:]],
-            note="Above 0 is better: shorter, more requests a second, more even, fewer experts.",
+            note="Above 0 is better: lower latency, more requests per second, more even load, fewer experts.",
         )
     out.print()
     for note in found.notes:

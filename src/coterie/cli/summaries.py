@@ -1,4 +1,4 @@
-"""What verbs that read or write a trace say of it."""
+"""Summaries of a trace, as the commands print them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from coterie.traces import ActivationTrace, LoadTable
 
 
 def trace_summary(path: Path, trace: ActivationTrace | LoadTable) -> dict[str, Any]:
-    """Of a trace that was written to a folder."""
+    """Summarise a trace that was written to a folder."""
     if isinstance(trace, LoadTable):
         return {"path": str(path), **load_sizes(trace)}
     table, meta = trace.requests, trace.meta

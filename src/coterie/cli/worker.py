@@ -12,9 +12,11 @@ from coterie.cli.output import JsonOption, out, print_json
 
 
 def worker_command(
-    model: Annotated[str, typer.Option(help="Folder of a checkpoint, or coterie-tiny.")] = "coterie-tiny",
-    role: Annotated[str, typer.Option(help="prefill, decode or both.")] = "both",
-    port: Annotated[int, typer.Option(help="0 takes any free one.", min=0, max=65535)] = 8100,
+    model: Annotated[
+        str, typer.Option(help="Checkpoint folder, or coterie-tiny, which ships with the package.")
+    ] = "coterie-tiny",
+    role: Annotated[str, typer.Option(help="Role of the worker: prefill, decode or both.")] = "both",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free port.", min=0, max=65535)] = 8100,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     kv_events: Annotated[
         str | None, typer.Option(help="ZMQ endpoint to publish KV events on, such as tcp://*:5601.")
@@ -23,21 +25,25 @@ def worker_command(
         str | None, typer.Option(help="ZMQ endpoint to publish expert events on, such as tcp://*:5602.")
     ] = None,
     event_queue: Annotated[int, typer.Option(help="Messages kept for a slow subscriber.", min=1)] = 1000,
-    max_batch: Annotated[int, typer.Option(help="Requests in one step.", min=1)] = 16,
-    max_step_tokens: Annotated[int, typer.Option(help="Tokens in one step; longer prompts are chunked.", min=1)] = 2048,
-    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", min=1)] = 16,
-    kv_blocks: Annotated[int, typer.Option(help="KV blocks there are.", min=1)] = 2048,
-    kv_ttl: Annotated[float, typer.Option(help="Seconds that prefilled KV waits to be fetched.")] = 60.0,
-    drain: Annotated[float, typer.Option(help="Seconds that requests may take to end on SIGTERM.")] = 30.0,
+    max_batch: Annotated[int, typer.Option(help="Largest number of requests per step.", min=1)] = 16,
+    max_step_tokens: Annotated[
+        int, typer.Option(help="Largest number of tokens per step; longer prompts are chunked.", min=1)
+    ] = 2048,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.", min=1)] = 16,
+    kv_blocks: Annotated[int, typer.Option(help="Number of KV blocks.", min=1)] = 2048,
+    kv_ttl: Annotated[float, typer.Option(help="Seconds to keep prefilled KV for a decode worker to fetch.")] = 60.0,
+    drain: Annotated[float, typer.Option(help="Seconds to let running requests finish after SIGTERM.")] = 30.0,
     dtype: Annotated[str, typer.Option(help="Precision to load the checkpoint in.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    served_model_name: Annotated[str | None, typer.Option(help="Name that requests give; else the folder's.")] = None,
+    device: Annotated[str, typer.Option(help="Device to run on: cpu, cuda or cuda:N.")] = "cpu",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Model name in requests. Default: the folder's name.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Serve a model with continuous batching, prefill/decode handoff, KV events and expert capture.
 
-    For demos, fault tests and development without a GPU. Prints one line when it is ready; ends on Ctrl-C or SIGTERM,
-    after the requests under way.
+    For demos, fault tests and development without a GPU. Prints one line when it is ready. Ends on Ctrl-C or SIGTERM,
+    after finishing running requests.
     """
     from coterie.engines.tiny import TINY, tiny_model_path
     from coterie.engines.worker import Role, WorkerConfig, serve

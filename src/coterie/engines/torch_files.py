@@ -266,11 +266,11 @@ def _per_token(path: Path, dump: dict[str, Any], options: ReadOptions) -> Activa
     prompts = np.array([request.first_position + request.phases.count(PREFILL) for request in joiner.requests])
     try:
         meta = TraceMeta(
-            options.model or "unknown",
-            int(experts.max()) + 1,
-            ids.shape[1],
-            ids.shape[2],
-            tuple(layers.tolist()),
+            model=options.model or "unknown",
+            num_experts=int(experts.max()) + 1,
+            num_layers=ids.shape[1],
+            top_k=ids.shape[2],
+            layer_ids=tuple(layers.tolist()),
             source={"format": "sglang-recorder", "file": path.name, "mode": "per_token"},
         )
         requests = RequestTrace(

@@ -89,9 +89,9 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         It is warmed up for loads of `shape` [layer, expert], if known; `cost` is of the device, where one is set.
         """
         chooser = Chooser(
-            self.make(cost),
-            view,
-            np.random.default_rng(self.seed),
+            strategy=self.make(cost),
+            view=view,
+            rng=np.random.default_rng(self.seed),
             window_size=self.window_size,
             batch_size=self.batch_size,
             report=view.report,

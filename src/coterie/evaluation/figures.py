@@ -44,22 +44,22 @@ class Theme:
 
 
 LIGHT = Theme(
-    "light",
-    "#ffffff",
-    "#1c2430",
-    "#5b6675",
-    "#e3e7ec",
-    ("#1f6fb4", "#d9730d", "#2a8c5a", "#8e4fb0"),
-    ("#f3f7fb", "#a9cbe8", "#4a90c9", "#1b5a94", "#0b2f57"),
+    name="light",
+    background="#ffffff",
+    text="#1c2430",
+    muted="#5b6675",
+    grid="#e3e7ec",
+    series=("#1f6fb4", "#d9730d", "#2a8c5a", "#8e4fb0"),
+    ramp=("#f3f7fb", "#a9cbe8", "#4a90c9", "#1b5a94", "#0b2f57"),
 )
 DARK = Theme(
-    "dark",
-    "#171b21",
-    "#e6eaf0",
-    "#9aa6b5",
-    "#2c333d",
-    ("#6db3f2", "#f2a65a", "#63c794", "#c08fe0"),
-    ("#1c232c", "#1f4a75", "#2f7dbd", "#7fbdf0", "#e4f2ff"),
+    name="dark",
+    background="#171b21",
+    text="#e6eaf0",
+    muted="#9aa6b5",
+    grid="#2c333d",
+    series=("#6db3f2", "#f2a65a", "#63c794", "#c08fe0"),
+    ramp=("#1c232c", "#1f4a75", "#2f7dbd", "#7fbdf0", "#e4f2ff"),
 )
 THEMES = (LIGHT, DARK)
 

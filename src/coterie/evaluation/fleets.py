@@ -144,17 +144,17 @@ def outcome(run: FleetRun, window: Window, mixed: Curve) -> Outcome:
     rows, experts = run.step_decoding[steps], run.step_distinct[steps]
     done = (run.arrival_s >= window.since_s) & (run.arrival_s <= window.until_s) & np.isfinite(run.tpot_s)
     return Outcome(
-        found.distinct,
-        found.distinct_by_token,
-        float(np.average(experts, weights=run.step_s[steps])),
-        float(np.average(experts / np.exp(np.polyval(mixed, np.log(rows))), weights=rows)),
-        found.tpot.p50,
-        found.tpot.p99,
-        found.tpot.mean,
-        1e3 * float(np.average(run.tpot_s[done], weights=run.output_tokens[done] - 1)),
-        found.step_ms,
-        found.requests,
-        float(loads.std() / loads.mean()),
+        active_experts=found.distinct,
+        active_experts_by_token=found.distinct_by_token,
+        active_experts_by_time=float(np.average(experts, weights=run.step_s[steps])),
+        experts_at_rows=float(np.average(experts / np.exp(np.polyval(mixed, np.log(rows))), weights=rows)),
+        tpot_p50_ms=found.tpot.p50,
+        tpot_p99_ms=found.tpot.p99,
+        tpot_mean_ms=found.tpot.mean,
+        tpot_token_ms=1e3 * float(np.average(run.tpot_s[done], weights=run.output_tokens[done] - 1)),
+        step_ms=found.step_ms,
+        requests=found.requests,
+        uneven=float(loads.std() / loads.mean()),
     )
 
 
@@ -175,8 +175,8 @@ class Bench:
 
     @property
     def prices(self) -> StepPrices:
-        each = max(1, self.config.places // ROOM)
-        return StepPrices.of(self.model, each, CONTEXT, float(np.mean(self.requests.output_tokens)))
+        per_decoder = max(1, self.config.places // ROOM)
+        return StepPrices.of(self.model, per_decoder, CONTEXT, float(np.mean(self.requests.output_tokens)))
 
     def router(self, name: str, **settings: Any) -> Router:
         context = {"fitted": self.fitted, "cost": self.prices, "labels": self.labels, "seed": self.seed}
@@ -213,16 +213,16 @@ class Bench:
         return found
 
 
-def closed_bench(source: Source, decoders: int, each: int, seed: int, requests: int = REQUESTS) -> Bench:
+def closed_bench(source: Source, decoders: int, per_decoder: int, seed: int, requests: int = REQUESTS) -> Bench:
     """A closed loop on a recorded trace, half of it for fitting."""
     halves = split(source, seed)
     recordings = split_recordings(source.trace, halves.test)
-    if decoders * each > len(recordings):
+    if decoders * per_decoder > len(recordings):
         raise ConfigError(
-            f"{decoders} x {each} in flight need as many recordings; half of {source.trace.meta.model} has "
+            f"{decoders} x {per_decoder} in flight need as many recordings; half of {source.trace.meta.model} has "
             f"{len(recordings)}"
         )
-    return bench_of(source, halves, recordings, decoders, each, seed, requests)
+    return bench_of(source, halves, recordings, decoders, per_decoder, seed, requests)
 
 
 def bench_of(
@@ -230,20 +230,27 @@ def bench_of(
     halves: Halves,
     recordings: Recordings,
     decoders: int,
-    each: int,
+    per_decoder: int,
     seed: int,
     requests: int,
     model: StepModel | None = None,
     placement: Placement | None = None,
 ) -> Bench:
     known = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
-    fitted = RouterFit(decoders, batch=each).fit(known, np.random.default_rng([seed, 1]))
+    fitted = RouterFit(decoders, batch=per_decoder).fit(known, np.random.default_rng([seed, 1]))
     drawn = draw_requests(recordings, requests, np.random.default_rng([seed, 2]))
     if model is None:
         model = step_model(get_model(source.trace.meta.model), "h200", "bf16")
-    config = FleetConfig(decode_workers=decoders, places=ROOM * each)
+    config = FleetConfig(decode_workers=decoders, places=ROOM * per_decoder)
     return Bench(
-        model, fitted, drawn, config, decoders * each, domain_workers(source, halves, decoders), seed, placement
+        model=model,
+        fitted=fitted,
+        requests=drawn,
+        config=config,
+        in_flight=decoders * per_decoder,
+        labels=domain_workers(source, halves, decoders),
+        seed=seed,
+        placement=placement,
     )
 
 

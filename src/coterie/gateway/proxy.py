@@ -108,7 +108,19 @@ class RoutedFleet:
         first = await self._prefilled(path, request, name)
         prefill_s = time.monotonic() - started
         if first is not None and first.problem is not None:
-            return self._done(Served(name, None, None, None, "", started, prefill_s, prefill_s, first.problem))
+            return self._done(
+                Served(
+                    name=name,
+                    body=None,
+                    decoder=None,
+                    footprint=None,
+                    reason="",
+                    started_s=started,
+                    prefill_s=prefill_s,
+                    total_s=prefill_s,
+                    problem=first.problem,
+                )
+            )
         self.counts.handoffs += first is not None
         params, footprint = self._params(first)
         tokens = int((first.body or {}).get("usage", {}).get("prompt_tokens", 0)) if first is not None else 0
@@ -135,7 +147,17 @@ class RoutedFleet:
             params = {}
         total_s = time.monotonic() - started
         return self._done(
-            Served(name, answer.body, worker, footprint, reason, started, prefill_s, total_s, answer.problem)
+            Served(
+                name=name,
+                body=answer.body,
+                decoder=worker,
+                footprint=footprint,
+                reason=reason,
+                started_s=started,
+                prefill_s=prefill_s,
+                total_s=total_s,
+                problem=answer.problem,
+            )
         )
 
     async def look(self) -> int:

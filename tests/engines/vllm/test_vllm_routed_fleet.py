@@ -21,7 +21,9 @@ from vllm_servers import Fleet, Server, needs_vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, needs_vllm]
 
-SETTINGS = LoopSettings(in_flight=4, max_tokens=24, block_size=32, over=2, routers=("round_robin", "latency_aware"))
+SETTINGS = LoopSettings(
+    in_flight=4, max_tokens=24, block_size=32, tail_tokens=2, routers=("round_robin", "latency_aware")
+)
 
 
 @pytest.fixture(scope="module")

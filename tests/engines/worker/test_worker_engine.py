@@ -395,7 +395,7 @@ def test_staged_kv_expires_and_makes_room(folder: Path):
     given = driver.submit([14] * 4, 1, hand_over=True)
     driver.run()
     assert driver.engine.export(given) is not None
-    staged_now = driver.engine._staged
+    staged_now = driver.engine._staged._staged
     staged_now.update({key: one._replace(until=0.0) for key, one in staged_now.items()})  # their time is over
     driver.run()
     assert driver.engine.export(given) is None

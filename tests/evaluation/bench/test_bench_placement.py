@@ -66,8 +66,8 @@ def test_moves_at_the_same_balance_are_at_least_the_bound() -> None:
 
 def test_excess_is_over_the_bound_of_closed_layers() -> None:
     outcome = try_out(Trial("small", 16, 20, 4, layers=2, prices={"horizon": 100.0}), seconds=2.0)
-    assert outcome.row["closed"] == len(outcome.over)
-    assert all(over >= -1e-6 for over in outcome.over), "nothing is below a bound"
+    assert outcome.row["closed"] == len(outcome.excess)
+    assert all(excess >= -1e-6 for excess in outcome.excess), "nothing is below a bound"
 
 
 def test_trials_are_of_every_kind_and_enough_layers() -> None:

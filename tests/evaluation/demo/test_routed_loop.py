@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch
 from coterie.evaluation.demo.loop import whole_blocks
-from coterie.evaluation.demo.prediction import StepLine, line_model, step_line
 from coterie.evaluation.demo.runs import REFERENCE_SHAPE, LoopResult, RouterRun, predicted_step_ms
 from coterie.gateway.proxy import FleetCounts, Served
 from coterie.models import get_model
 from coterie.wire.expert_events import RequestExperts
+from routed_prediction import StepLine, line_model, step_line
 
 MODEL = step_model(get_model(REFERENCE_SHAPE), "h200")
 

@@ -10,6 +10,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from coterie.evaluation.figures import LIGHT, WIDTH_IN
+from coterie.evaluation.suites.caps import drawing
 from coterie.evaluation.suites.caps import figures as caps_figures
 from coterie.evaluation.suites.caps.published import RATES, published
 from coterie.evaluation.suites.regimes import figures as regimes_figures
@@ -128,12 +129,12 @@ def test_predicted_rates_are_marked():
 
 def test_a_lone_strategy_of_the_group_has_its_own_line():
     names = ("fcfs", "best_fit", "lpt_balanced")
-    assert list(caps_figures._look(caps_rows(names))) == ["best_fit", "lpt_balanced"]
-    assert set(caps_figures._look(caps_rows())) == {"latency_aware", "random", "karmarkar_karp", "lpt"}
+    assert list(drawing.look_of(caps_rows(names))) == ["best_fit", "lpt_balanced"]
+    assert set(drawing.look_of(caps_rows())) == {"latency_aware", "random", "karmarkar_karp", "lpt"}
 
 
 def test_no_two_of_twenty_strategies_look_alike():
-    look = caps_figures._styles([f"s{number}" for number in range(20)])
+    look = drawing.styles([f"s{number}" for number in range(20)])
     assert len(set(look.values())) == 20
 
 
@@ -166,7 +167,7 @@ def test_what_is_outside_the_band_is_named():
     rows = [row for row in caps_rows() if row["published"]]
     for row in rows:  # all as published
         for field in caps_figures.NEAR:
-            found = caps_figures._published(row, field)
+            found = drawing.published_ends(row, field)
             row[field] = sum(found) / 2 if found else 0.0
     by = {(row["pattern"], row["rate"], row["strategy"]): row for row in rows}
     for name in ("random", "karmarkar_karp", "lpt", "power_of_d"):  # a range needs its ends

@@ -256,7 +256,9 @@ def test_a_placement_spreads_decoders_over_ranks():
 def test_without_data_only_synthetic_parts_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("coterie.evaluation.runs.os.cpu_count", lambda: 1)
     monkeypatch.setattr(eldr, "POOLS", (8,))
-    monkeypatch.setattr(eldr, "serve_synthetic", lambda cell: serve_synthetic(cell._replace(decoders=2, each=4), TINY))
+    monkeypatch.setattr(
+        eldr, "serve_synthetic", lambda cell: serve_synthetic(cell._replace(decoders=2, per_decoder=4), TINY)
+    )
     found = eldr.run(SuiteOptions(data=None, seeds=(0,), out=tmp_path), lambda *_: None)
     assert {row["part"] for row in found.rows} == {"topology", "expert_parallel"}
     assert {row["routing"] for row in found.rows} == {"synthetic"}

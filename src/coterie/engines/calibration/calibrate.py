@@ -197,12 +197,12 @@ def calibrate(
             report(f"{spec.name} attention and dense", 0, 1)
             shapes.append(
                 ShapeMeasurement(
-                    spec.name,
-                    tuple(tables),
-                    measure_routing(spec, at, settings),
-                    measure_gemm(spec, at, settings),
-                    measure_attention(spec, at, settings),
-                    None if models().get(spec.name) == spec else asdict(spec),
+                    model=spec.name,
+                    moe=tuple(tables),
+                    routing=measure_routing(spec, at, settings),
+                    gemm=measure_gemm(spec, at, settings),
+                    attention=measure_attention(spec, at, settings),
+                    spec=None if models().get(spec.name) == spec else asdict(spec),
                 )
             )
             if at.type == "cuda":

@@ -113,7 +113,14 @@ def measure_collectives(
     chosen = _choose(processes, backend)
     with tempfile.TemporaryDirectory(prefix="coterie-") as folder:
         store = (Path(folder) / "store").as_uri()
-        plan = _Plan(processes, chosen, tuple(sizes), repeats, timeout_s / 2, store)
+        plan = _Plan(
+            processes=processes,
+            backend=chosen,
+            sizes=tuple(sizes),
+            repeats=repeats,
+            timeout_s=timeout_s / 2,
+            store=store,
+        )
         answer = _run(plan, time.monotonic() + timeout_s, report or (lambda *_: None))
     return CollectiveMeasurement(answer.cells, answer.peers, chosen, processes, _note(processes, chosen))
 

@@ -188,7 +188,14 @@ def _meta(spec: ModelSpec, info: Mapping[str, Any], asked: _Asked) -> TraceMeta:
         "max_tokens": asked.sending.max_tokens,
         "chat": asked.sending.chat,
     }
-    return TraceMeta(spec.name, spec.num_experts, spec.num_moe_layers, spec.top_k, spec.moe_layer_ids, source)
+    return TraceMeta(
+        model=spec.name,
+        num_experts=spec.num_experts,
+        num_layers=spec.num_moe_layers,
+        top_k=spec.top_k,
+        layer_ids=spec.moe_layer_ids,
+        source=source,
+    )
 
 
 class _InOrder:

@@ -108,7 +108,14 @@ def record(
         **asdict(settings),
         "chat": chat,
     }
-    meta = TraceMeta(loaded.name, capture.num_experts, len(capture.layer_ids), capture.top_k, capture.layer_ids, source)
+    meta = TraceMeta(
+        model=loaded.name,
+        num_experts=capture.num_experts,
+        num_layers=len(capture.layer_ids),
+        top_k=capture.top_k,
+        layer_ids=capture.layer_ids,
+        source=source,
+    )
     writer = ActivationWriter.resume(folder, meta) if resume else ActivationWriter(folder, meta)
     with writer, capture:
         kept = _recorded(folder, batches) if resume else 0

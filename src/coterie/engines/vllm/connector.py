@@ -171,15 +171,15 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
 
         group = get_tp_group()
         capture = StepCapture(
-            layer_ids,
-            shape.top_k,
-            shape.num_experts,
-            config.scheduler_config.max_num_batched_tokens,
-            next(iter(kv_caches.values())).device,
-            functools.partial(positions_of, layer_name),
-            self._rank,
-            group.world_size,
-            lambda ids: group.all_gather(ids, dim=0),
+            layer_ids=layer_ids,
+            top_k=shape.top_k,
+            num_experts=shape.num_experts,
+            max_tokens=config.scheduler_config.max_num_batched_tokens,
+            device=next(iter(kv_caches.values())).device,
+            positions_of=functools.partial(positions_of, layer_name),
+            rank=self._rank,
+            tp_size=group.world_size,
+            gather=lambda ids: group.all_gather(ids, dim=0),
         )
         bind(modules, capture, functools.partial(self._failed, "capture"))
         if group.rank_in_group != 0:

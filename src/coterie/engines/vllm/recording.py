@@ -184,7 +184,14 @@ class _Sink:
         if self.writer is None:
             source = {"engine": "vllm", "prompts": self._wanted is not None}
             layers = tuple(event.layer_ids)
-            meta = TraceMeta(event.model, event.num_experts, len(layers), event.top_k, layers, source)
+            meta = TraceMeta(
+                model=event.model,
+                num_experts=event.num_experts,
+                num_layers=len(layers),
+                top_k=event.top_k,
+                layer_ids=layers,
+                source=source,
+            )
             self.writer = ActivationWriter(self.out, meta)
         if (event.num_experts, event.top_k, len(event.layer_ids)) != _shape(self.writer.meta):
             raise InputError(f"{event.model} has another shape than {self.writer.meta.model}: record one at a time")

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
@@ -29,6 +29,7 @@ from coterie.engines.worker.metrics import Metrics
 from coterie.engines.worker.model import PackedModel, Rows, StepResult, positions_of
 from coterie.engines.worker.reports import Reports
 from coterie.engines.worker.requests import FinishReason, Output, Request, draw
+from coterie.engines.worker.staging import StagedKV
 from coterie.engines.worker.transfer import Prefilled, from_bytes, to_bytes
 from coterie.errors import ConfigError
 from coterie.footprints import footprint
@@ -36,14 +37,6 @@ from coterie.footprints.step_log import StepLog
 from coterie.wire.footprints import WireFootprint, attach_footprint
 
 T = TypeVar("T")
-
-
-class _Staged(NamedTuple):
-    """A prefilled request whose KV waits for another worker."""
-
-    prompt: list[int]
-    blocks: list[int]
-    until: float
 
 
 class _Part(NamedTuple):
@@ -74,7 +67,7 @@ class Engine:
         self._experts = np.zeros(shape, model.expert_dtype)  # [position, layer, k]
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._staged: OrderedDict[str, _Staged] = OrderedDict()  # oldest first
+        self._staged = StagedKV(self.blocks, self.metrics, config.kv_ttl_s)
         self._reports = Reports(self.served_name, model.capture, config.load_interval_s, kv_stream, expert_stream)
         footprint(self._experts[:1], model.capture.num_experts)  # compiles, or loads what was compiled
         self._inbox: deque[Callable[[], None]] = deque()
@@ -158,12 +151,7 @@ class Engine:
 
     def release(self, key: str, why: str) -> bool:
         """Let staged KV go; whether there was any."""
-        staged = self._staged.pop(key, None)
-        if staged is None:
-            return False
-        self.blocks.release(staged.blocks)
-        self.metrics.add("kv_released_total", why)
-        return True
+        return self._staged.release(key, why)
 
     def check_prefilled(self, prefilled: Prefilled, prompt: Sequence[int]) -> None:
         """Whether KV from another worker is this prompt's and fits this model; raises ConfigError."""
@@ -217,18 +205,14 @@ class Engine:
 
     def _patience(self) -> float | None:
         """Seconds until something is due although nothing is asked."""
-        due = [staged.until for staged in self._staged.values()]
-        if self._reports.due is not None:
-            due.append(self._reports.due)
+        due = [at for at in (self._staged.due, self._reports.due) if at is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def step(self) -> bool:
         """Hear what was asked, run one forward pass if there is work, tell what came of it. False: nothing to run."""
         while self._inbox:
             self._inbox.popleft()()
-        now = time.monotonic()
-        for key in [key for key, staged in self._staged.items() if staged.until <= now]:
-            self.release(key, "expired")
+        self._staged.release_expired()
         batch = self._schedule()
         if batch:
             self._run(batch)
@@ -255,7 +239,7 @@ class Engine:
             try:
                 self._admit(request)
             except OutOfBlocksError:
-                if not self._running and self._evict_staged():
+                if not self._running and self._staged.evict_oldest():
                     continue
                 break
             except Exception as error:  # KV that cannot be put into its blocks: its own request fails, no other
@@ -272,7 +256,7 @@ class Engine:
         """Blocks for the first `tokens` of a running request; False if it had to go back to wait itself."""
         wanted = -(-tokens // self.config.block_size) - len(request.blocks)
         while wanted > self.blocks.available:
-            if self._evict_staged():
+            if self._staged.evict_oldest():
                 continue
             last = self._running[-1]
             self._preempt(last)
@@ -280,10 +264,6 @@ class Engine:
                 return False
         request.blocks += self.blocks.take(max(0, wanted))
         return True
-
-    def _evict_staged(self) -> bool:
-        oldest = next(iter(self._staged), None)
-        return oldest is not None and self.release(oldest, "evicted")
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
@@ -399,8 +379,7 @@ class Engine:
     def _stage(self, request: Request) -> dict[str, Any]:
         """Keep the prompt's KV for another worker, and say where it is and which experts the prompt used."""
         count = len(request.prompt)
-        self._staged[request.key] = _Staged(request.prompt, request.blocks, time.monotonic() + self.config.kv_ttl_s)
-        self.metrics.add("kv_staged_total")
+        self._staged.add(request.key, request.prompt, request.blocks)
         params: dict[str, Any] = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -443,8 +422,7 @@ class Engine:
     def _shut_down(self) -> None:
         for request in (*self._running, *self._waiting):
             self._end(request, "abort")
-        for key in list(self._staged):
-            self.release(key, "shutdown")
+        self._staged.release_all("shutdown")
         while self._inbox:  # those who wait for an answer get one
             self._inbox.popleft()()
         for request in list(self._waiting):

@@ -165,15 +165,15 @@ def _layer(raw: Mapping[str, NDArray[Any]], number: int, experts: int) -> _Layer
 
     qkv = np.concatenate([weight(f"self_attn.{name}_proj") for name in "qkv"]).T
     return _Layer(
-        weight("input_layernorm"),
-        np.ascontiguousarray(qkv),
-        weight("self_attn.q_norm"),
-        weight("self_attn.k_norm"),
-        np.ascontiguousarray(weight("self_attn.o_proj").T),
-        weight("post_attention_layernorm"),
-        np.ascontiguousarray(weight("mlp.gate").T),
-        of_experts("gate_proj", "up_proj"),
-        of_experts("down_proj"),
+        norm=weight("input_layernorm"),
+        qkv=np.ascontiguousarray(qkv),
+        query_norm=weight("self_attn.q_norm"),
+        key_norm=weight("self_attn.k_norm"),
+        out=np.ascontiguousarray(weight("self_attn.o_proj").T),
+        mlp_norm=weight("post_attention_layernorm"),
+        router=np.ascontiguousarray(weight("mlp.gate").T),
+        gate_up=of_experts("gate_proj", "up_proj"),
+        down=of_experts("down_proj"),
     )
 
 

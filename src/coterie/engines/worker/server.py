@@ -283,7 +283,17 @@ class Server:
         text = Text(self._decode, sampling.stop)
         answer = Answer(asked, name, self.engine.served_name, int(time.time()), prompt)
         self.engine.submit(
-            Request(key, name, prompt, sampling, text, emit, asked.hand_over, prefilled, self._address(http))
+            Request(
+                key=key,
+                name=name,
+                prompt=prompt,
+                sampling=sampling,
+                text=text,
+                emit=emit,
+                hand_over=asked.hand_over,
+                prefilled=prefilled,
+                address=self._address(http),
+            )
         )
         try:
             if asked.stream:

@@ -2,8 +2,8 @@
 
 The drift is :func:`~coterie.traces.drifting.zipf_drift`'s at DeepSeek-V3's size, from the map that EPLB made for the
 window before. A planner is asked for a balance of at least `target_balance`, then for as few moves as possible: the
-horizon is so long that a thousandth of balance is worth a hundred moves. Beside planners, rows compare two things with
-the integer program: moves at the same balance, and the objective where processing and movement both count, on
+horizon is so long that a thousandth of balance is worth a hundred moves. Two more groups of rows compare with the
+integer program: moves at the same balance, and the objective where processing and movement both count, on
 layers that it closed. What it did not close is in the rows too, and counts for nothing.
 """
 
@@ -41,7 +41,7 @@ class Size(NamedTuple):
     first: str = "eplb"
     """What made the map that the drift left behind: eplb, for the window before, or linear, for none."""
     free_target: float | None = None
-    """`target_balance` with the optimal split, where the mean over layers then is the same; None: as above."""
+    """`target_balance` of every layer with the optimal split, which gives the same mean balance; None: the same."""
 
     @property
     def free(self) -> Size:
@@ -277,19 +277,37 @@ TRIALS = (
     Trial("plain", 256, 256, 8, exponent=0.7),
     Trial("replicas", 64, 72, 8),
     Trial("few ranks", 64, 72, 4, prices={"horizon": 100.0}),
-    Trial("no replicas", 64, 64, 8, prices={"horizon": 100.0}, exponent=0.5),
+    Trial(name="no replicas", experts=64, slots=64, ranks=8, prices={"horizon": 100.0}, exponent=0.5),
     Trial("priced moves", 64, 72, 4, prices={"horizon": 100.0, "move_price": 1.0}),
     Trial("two nodes", 64, 72, 8, ranks_per_node=4),
-    Trial("two nodes, short", 64, 64, 4, ranks_per_node=2, prices={"horizon": 100.0}),
-    Trial("two nodes, few rows", 64, 72, 4, rows=16_384.0, ranks_per_node=2, prices={"horizon": 200.0}),
+    Trial(name="two nodes, short", experts=64, slots=64, ranks=4, ranks_per_node=2, prices={"horizon": 100.0}),
+    Trial(
+        name="two nodes, few rows",
+        experts=64,
+        slots=72,
+        ranks=4,
+        rows=16_384.0,
+        ranks_per_node=2,
+        prices={"horizon": 200.0},
+    ),
     Trial("mixed speeds", 64, 72, 8, speeds=SLOW),
-    Trial("mixed speeds, two nodes", 64, 80, 8, speeds=SLOW, ranks_per_node=4),
-    Trial("streaming", 64, 72, 8, rows=8_192.0, prices={"touch_s": 1.3e-5}),
-    Trial("sources", 64, 64, 4, prices={"row_bytes": 14_336.0}, sources=True),
-    Trial("sources, two nodes", 64, 64, 4, ranks_per_node=2, prices={"row_bytes": 14_336.0}, sources=True),
+    Trial(name="mixed speeds, two nodes", experts=64, slots=80, ranks=8, speeds=SLOW, ranks_per_node=4),
+    Trial(name="streaming", experts=64, slots=72, ranks=8, rows=8_192.0, prices={"touch_s": 1.3e-5}),
+    Trial(name="sources", experts=64, slots=64, ranks=4, prices={"row_bytes": 14_336.0}, sources=True),
+    Trial(
+        name="sources, two nodes",
+        experts=64,
+        slots=64,
+        ranks=4,
+        ranks_per_node=2,
+        prices={"row_bytes": 14_336.0},
+        sources=True,
+    ),
     Trial("optimal split", 64, 72, 8, "optimal"),
-    Trial("optimal split, two nodes", 64, 72, 8, "optimal", ranks_per_node=4, speeds=SLOW),
-    Trial("optimal split, large", 256, 288, 8, "optimal", exponent=1.0),
+    Trial(
+        name="optimal split, two nodes", experts=64, slots=72, ranks=8, split="optimal", ranks_per_node=4, speeds=SLOW
+    ),
+    Trial(name="optimal split, large", experts=256, slots=288, ranks=8, split="optimal", exponent=1.0),
 )
 TRIAL_SECONDS = 4.0
 """A layer, for the integer program."""
@@ -298,25 +316,25 @@ TRIAL_SECONDS = 4.0
 class Outcome(NamedTuple):
     """How the heuristic did in a trial."""
 
-    over: list[float]
+    excess: list[float]
     """[closed layer] its objective over the bound, so at least what it is over the optimum."""
     row: Row
 
 
 def _objective_rows(report: Report) -> Iterator[Row]:
-    over: list[float] = []
+    excess: list[float] = []
     for done, trial in enumerate(TRIALS):
         report(f"objective: {trial.name}", done, len(TRIALS))
         outcome = try_out(trial)
-        over += outcome.over
+        excess += outcome.excess
         yield outcome.row
     yield {
         "planner": "latency_optimal",
         "against": "latency_optimal_ilp's bound",
         "trials": len(TRIALS),
         "layers": sum(trial.layers for trial in TRIALS),
-        "closed": len(over),
-        **_percent(over),
+        "closed": len(excess),
+        **_percent(excess),
     }
 
 
@@ -335,7 +353,7 @@ def try_out(trial: Trial, seconds: float = TRIAL_SECONDS) -> Outcome:
     ilp = LatencyOptimalIlp(objective, trial.split, time_limit_s=seconds)
     best = ilp.solve(problem, starts=[plan.placement.slot_experts])
     proof = best.proven
-    over = (ours / proof.bound_s - 1)[proof.closed].tolist()
+    excess = (ours / proof.bound_s - 1)[proof.closed].tolist()
     row = {
         "planner": "latency_optimal",
         "split": trial.split,
@@ -348,20 +366,20 @@ def try_out(trial: Trial, seconds: float = TRIAL_SECONDS) -> Outcome:
         "moves": len(plan.moves),
         "duplicates": plan.placement.duplicates,
         "ilp_moves": len(best.moves),
-        "closed": len(over),
-        **_percent(over),
+        "closed": len(excess),
+        **_percent(excess),
         "worst_gap_pct": round(100 * float(proof.gap.max()), 2),
         "saved_pct": round(100 * float(1 - ours.sum() / kept.sum()), 1),
         "moving_pct": round(100 * float(plan.movement_s / ours.sum()), 2),
         "setting": _words(trial, problem),
     }
-    return Outcome(over, row)
+    return Outcome(excess, row)
 
 
-def _percent(over: Sequence[float]) -> Row:
+def _percent(excess: Sequence[float]) -> Row:
     return {
-        "mean_excess_pct": round(100 * fmean(over), 3) if over else None,
-        "worst_excess_pct": round(100 * max(over), 3) if over else None,
+        "mean_excess_pct": round(100 * fmean(excess), 3) if excess else None,
+        "worst_excess_pct": round(100 * max(excess), 3) if excess else None,
     }
 
 

@@ -68,7 +68,7 @@ class LoopSettings:
     """Of an answer, at most; it may end by itself before."""
     block_size: int = 16
     """Of the workers' KV cache."""
-    over: int = 1
+    tail_tokens: int = 1
     """Tokens of a prompt past whole blocks, which its decode worker computes. vLLM's ExampleConnector needs 2: it looks
     for the blocks of a prompt without its last token, and keeps those of the whole."""
     calibrate: float = 0.4
@@ -82,7 +82,7 @@ class LoopSettings:
         return max(2 * self.in_flight, 16)
 
     def __post_init__(self) -> None:
-        for name in ("in_flight", "max_tokens", "block_size", "over"):
+        for name in ("in_flight", "max_tokens", "block_size", "tail_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0 < self.calibrate < 1:
@@ -105,13 +105,13 @@ async def run_loop(
         first, rest = clients[: len(prefill)], clients[len(prefill) :]
         model = await served_model(first[0])
         tokens = await tokenise(first[0], model, prompts, report)
-        kept = whole_blocks(tokens, settings.block_size, settings.over)
+        kept = whole_blocks(tokens, settings.block_size, settings.tail_tokens)
         order = rng.permutation(len(kept))
         split = round(settings.calibrate * len(kept))
         learn, test = ([kept[int(i)] for i in part] for part in (order[:split], order[split:]))
         many = settings.in_flight * len(decoders)
         body = _body(model, settings)
-        recorded, known = await record(first, rest, decoders, learn, body, many, settings.over, report)
+        recorded, known = await record(first, rest, decoders, learn, body, many, settings.tail_tokens, report)
         started = time.perf_counter()
         report("Fitting the router", 0, 1)
         fitted = await asyncio.to_thread(RouterFit(len(decoders), batch=settings.in_flight).fit, known, rng)
@@ -123,14 +123,22 @@ async def run_loop(
             proxy = RoutedFleet(first, rest, router, fitted.fleet(settings.places))
             if not await _forget(clients) and not runs:
                 await _warm(first, test, body, many, report)
-            arguments = (proxy, name, rest, decoders, test, body, many, settings.over, report)
+            arguments = (proxy, name, rest, decoders, test, body, many, settings.tail_tokens, report)
             if runs:
                 runs.append(await serve(*arguments))
             else:
                 run, events = await observe(*arguments)
                 runs.append(run)
     context = (sum(map(len, test)) + runs[0].output_tokens / 2) / len(test)
-    return LoopResult(runs, len(known.prefill), fitted, fit_s, context, recorded, events)
+    return LoopResult(
+        runs=runs,
+        calibrated=len(known.prefill),
+        fitted=fitted,
+        fit_s=fit_s,
+        context=context,
+        recorded=recorded,
+        events=events,
+    )
 
 
 def make_router(name: str, fitted: RouterFit, in_flight: int, seed: int = 0) -> Router:
@@ -171,8 +179,8 @@ async def tokenise(
     return [tokens for tokens in found if 0 < len(tokens) <= MOST_PROMPT_TOKENS]
 
 
-def whole_blocks(prompts: Sequence[Sequence[int]], block_size: int, over: int = 1) -> list[list[int]]:
-    """Cut each to a multiple of `block_size`, and `over` more; without doubles.
+def whole_blocks(prompts: Sequence[Sequence[int]], block_size: int, tail_tokens: int = 1) -> list[list[int]]:
+    """Cut each to a multiple of `block_size`, and `tail_tokens` more; duplicates are dropped.
 
     What all prompts end with (a chat template's last words) stays: tokens before it go. Too short ones are left out.
     """
@@ -183,9 +191,9 @@ def whole_blocks(prompts: Sequence[Sequence[int]], block_size: int, over: int = 
             tail += 1
     out: dict[tuple[int, ...], None] = {}
     for prompt in prompts:
-        excess = (len(prompt) - over) % block_size
+        excess = (len(prompt) - tail_tokens) % block_size
         end = len(prompt) - tail
-        if len(prompt) >= block_size + over and excess <= end:
+        if len(prompt) >= block_size + tail_tokens and excess <= end:
             out[(*prompt[: end - excess], *prompt[end:])] = None
     return [list(prompt) for prompt in out]
 
@@ -197,7 +205,7 @@ async def record(
     prompts: Sequence[Sequence[int]],
     body: Mapping[str, Any],
     in_flight: int,
-    over: int = 1,
+    tail_tokens: int = 1,
     report: Progress | None = None,
 ) -> tuple[RouterRun, Calibration]:
     """Serve under round robin, and count each request's experts before and after it was routed.
@@ -205,7 +213,7 @@ async def record(
     Requests whose answer was one token have no decode to learn from, and are left out.
     """
     proxy = RoutedFleet(prefill, clients, routers.make("round_robin"), Fleet([in_flight] * len(clients)))
-    run, events = await observe(proxy, RECORDING, clients, decoders, prompts, body, in_flight, over, report)
+    run, events = await observe(proxy, RECORDING, clients, decoders, prompts, body, in_flight, tail_tokens, report)
     before, after = [], []
     for one, event in zip(run.served, events, strict=True):
         if event is not None:
@@ -218,7 +226,13 @@ async def record(
     if not before:
         raise InputError(f"none of {len(prompts)} answers had more than one token: nothing to learn from")
     return run, Calibration(
-        np.asarray(before, np.uint32), np.asarray(after, np.uint32), None, np.arange(len(before)), False, model, top_k
+        prefill=np.asarray(before, np.uint32),
+        decode=np.asarray(after, np.uint32),
+        gates=None,
+        requests=np.arange(len(before)),
+        halved=False,
+        model=model,
+        top_k=top_k,
     )
 
 
@@ -230,7 +244,7 @@ async def observe(
     prompts: Sequence[Sequence[int]],
     body: Mapping[str, Any],
     in_flight: int,
-    over: int = 1,
+    tail_tokens: int = 1,
     report: Progress | None = None,
 ) -> tuple[RouterRun, list[RequestExperts | None]]:
     """:func:`serve`, and the expert event of every request with more than one token; one that is missing raises."""
@@ -238,7 +252,7 @@ async def observe(
         listeners = [stack.enter_context(Subscriber(decoder.events)) for decoder in decoders]
         for client, listener in zip(clients, listeners, strict=True):
             await _hear(client, listener, {**body, "max_tokens": 2, "prompt": list(prompts[0][:2])})
-        run = await serve(proxy, name, clients, decoders, prompts, body, in_flight, over, report)
+        run = await serve(proxy, name, clients, decoders, prompts, body, in_flight, tail_tokens, report)
         several = [one for one in run.served if len(one.tokens) > 1]
         events: dict[str, RequestExperts] = {}
         for worker, listener in enumerate(listeners):
@@ -257,7 +271,7 @@ async def serve(
     prompts: Sequence[Sequence[int]],
     body: Mapping[str, Any],
     in_flight: int,
-    over: int = 1,
+    tail_tokens: int = 1,
     report: Progress | None = None,
 ) -> RouterRun:
     """One router's run over the test requests; raises where the workers' counts are not of decode alone."""
@@ -269,7 +283,7 @@ async def serve(
     run = RouterRun(name, log, wall_s, served, proxy.counts)
     # A reference worker counts decode rows, the first of which makes the second token; vLLM's store counts all rows.
     counts_all = [decoders[one.decoder or 0].store is not None for one in served]
-    expected = run.output_tokens + sum(over - 1 if all_rows else -1 for all_rows in counts_all)
+    expected = run.output_tokens + sum(tail_tokens - 1 if all_rows else -1 for all_rows in counts_all)
     rows = [int(steps[:, ROWS].sum()) for steps in log]
     if sum(rows) != expected and not proxy.counts.retried:
         raise UnavailableError(

@@ -106,7 +106,7 @@ class LoopResult(NamedTuple):
         return 100 * (1 - run.distinct_by_token / self.runs[0].distinct_by_token)
 
     @property
-    def prior(self) -> NDArray[np.float64]:
+    def probabilities(self) -> NDArray[np.float64]:
         """[layer, expert] probability that a token of a served request activates it, mean over requests."""
         shares = []
         for event in self.events:
@@ -118,12 +118,12 @@ class LoopResult(NamedTuple):
     def against_random(self, run: RouterRun) -> float:
         """Distinct experts of the run's steps over those that requests put together at random would touch.
 
-        A step of n such requests touches sum(1 - (1 - prior)^n) experts, here for the very rows of every step: small
-        steps touch fewer experts whichever requests are in them, and routers differ in how even they are.
+        A step of n such requests touches sum(1 - (1 - p)^n) experts, p being :attr:`probabilities`. It is taken at the
+        rows of every step, because small steps touch fewer experts and routers differ in how even their steps are.
         """
         sizes, steps = np.unique(run.steps[:, ROWS], return_counts=True)
-        prior = self.prior
-        random = [(1 - (1 - prior) ** size).sum(axis=1).mean() for size in sizes]
+        probabilities = self.probabilities
+        random = [(1 - (1 - probabilities) ** size).sum(axis=1).mean() for size in sizes]
         return float(run.steps[:, DISTINCT].sum() / (steps @ random))
 
     def saving_at_equal_rows_pct(self, run: RouterRun) -> float:

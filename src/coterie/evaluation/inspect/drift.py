@@ -57,7 +57,7 @@ class _Curve(NamedTuple):
 
 
 def no_drift(unit: str, reason: str, window: float | None = None) -> Drift:
-    return Drift(None, reason, None, unit, window, None)
+    return Drift(half_life=None, reason=reason, floor=None, unit=unit, window=window, p_value=None)
 
 
 def measure_drift(counts: NDArray[np.integer], width: float, unit: str, rng: Generator) -> Drift:
@@ -85,14 +85,14 @@ def measure_drift(counts: NDArray[np.integer], width: float, unit: str, rng: Gen
     elif half_life > 2 * span:
         reason = f"slower than {_amount(span, unit)} of trace can tell: similarity has fallen by {fallen:.2f}"
     return Drift(
-        None if reason else half_life,
-        reason,
-        None if reason else floor,
-        unit,
-        width,
-        p_value,
-        [float(v * width) for v in curve.lags],
-        numbers(similarity),
+        half_life=None if reason else half_life,
+        reason=reason,
+        floor=None if reason else floor,
+        unit=unit,
+        window=width,
+        p_value=p_value,
+        lag=[float(v * width) for v in curve.lags],
+        similarity=numbers(similarity),
     )
 
 
@@ -140,20 +140,20 @@ def _curve(dots: NDArray[np.float64], pairs: _Pairs, order: NDArray[np.int64] | 
     """Products against lag, of the parts in that order; NaN for a lag without a pair."""
     earlier, later = (pairs.earlier, pairs.later) if order is None else (order[pairs.earlier], order[pairs.later])
     chosen = dots[earlier, later]
-    there = np.isfinite(chosen)
+    present = np.isfinite(chosen)
     product = np.full(len(pairs.lags), np.nan)
-    np.divide(np.where(there, chosen, 0.0).sum(axis=1), there.sum(axis=1), out=product, where=there.any(axis=1))
+    np.divide(np.where(present, chosen, 0.0).sum(axis=1), present.sum(axis=1), out=product, where=present.any(axis=1))
     return _Curve(pairs.lags, product)
 
 
 def _p_value(dots: NDArray[np.float64], pairs: _Pairs, rng: Generator) -> float:
     """Share of random orders of the parts whose products fall as much from near to far lags."""
-    there = np.flatnonzero(np.isfinite(np.diag(dots)))  # empty windows stay where they are
+    present = np.flatnonzero(np.isfinite(np.diag(dots)))  # empty windows stay where they are
     order = np.arange(len(dots))
     fall = _fall(_curve(dots, pairs))
     as_much = 0
     for _ in range(PERMUTATIONS):
-        order[there] = rng.permutation(there)
+        order[present] = rng.permutation(present)
         as_much += _fall(_curve(dots, pairs, order)) >= fall
     return (1 + as_much) / (1 + PERMUTATIONS)
 

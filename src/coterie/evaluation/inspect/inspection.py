@@ -53,7 +53,7 @@ _PER_REQUEST = (
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a trace says. Every number is a plain float or int, and never NaN."""
+    """Statistics of a trace. Every number is a plain float or int, and never NaN."""
 
     trace: str
     kind: str
@@ -66,7 +66,7 @@ class Inspection:
     """Recorded (activations), counted (load, where it says so) or in the table (requests)."""
     decode_tokens: int | None = None
     windows: int | None = None
-    """Of a load table."""
+    """Windows of a load table."""
     load: list[list[float]] | None = None
     """[layer, expert] share of the layer's activations."""
     layers: list[LayerLoad] | None = None
@@ -82,11 +82,11 @@ class Inspection:
     missing: dict[str, str] = field(default_factory=dict)
     """Name of a field that is None → why, in words."""
     notes: list[str] = field(default_factory=list)
-    """What to bear in mind when reading the numbers."""
+    """Caveats for reading the numbers."""
 
 
 def inspect_trace(trace: Trace, name: str, rng: Generator, progress: Progress | None = None) -> Inspection:
-    """All that can be said of a trace; `name` is its path, for messages. Raises TraceError if it is empty or wrong."""
+    """Compute every statistic that the trace allows; `name` is its path. Raises TraceError if it is empty or wrong."""
     if isinstance(trace, ActivationTrace):
         return _inspect_activations(trace, name, rng, progress)
     if isinstance(trace, LoadTable):
@@ -120,26 +120,30 @@ def _inspect_activations(trace: ActivationTrace, name: str, rng: Generator, prog
         notes.append(
             f"Distinct experts and phase correlation come from {len(result.samples.chosen):,} random requests."
         )
+    ranks = _ranks(load, missing)
+    arrivals, prompts, outputs, sharing = _request_parts(trace.requests, missing)
     return Inspection(
-        name,
-        "activations",
-        meta.model,
-        meta.num_experts,
-        meta.top_k,
-        trace.num_requests,
-        trace.num_tokens,
-        result.decode_tokens,
-        None,
-        _shares(load),
-        layer_loads(load, meta.layer_ids or range(meta.num_layers)),
-        _ranks(load, missing),
-        similarity,
-        correlation,
-        measure_drift(result.half_windows, windows.width, windows.unit, rng),
-        distinct,
-        *_request_parts(trace.requests, missing),
-        missing,
-        notes,
+        trace=name,
+        kind="activations",
+        model=meta.model,
+        experts=meta.num_experts,
+        top_k=meta.top_k,
+        requests=trace.num_requests,
+        tokens=trace.num_tokens,
+        decode_tokens=result.decode_tokens,
+        load=_shares(load),
+        layers=layer_loads(load, meta.layer_ids or range(meta.num_layers)),
+        rank_imbalance=ranks,
+        domains=similarity,
+        phase_correlation=correlation,
+        drift=measure_drift(result.half_windows, windows.width, windows.unit, rng),
+        distinct_experts=distinct,
+        arrivals=arrivals,
+        prompt_lengths=prompts,
+        output_lengths=outputs,
+        prefix_sharing=sharing,
+        missing=missing,
+        notes=notes,
     )
 
 
@@ -160,10 +164,10 @@ def _inspect_load(table: LoadTable, name: str, rng: Generator) -> Inspection:
         similarity = _label_similarity(table, table.labels, missing)
         notes.append("Loads are summed over all windows; where windows overlap, tokens count more than once.")
     return Inspection(
-        name,
-        "load",
-        table.model,
-        table.num_experts,
+        trace=name,
+        kind="load",
+        model=table.model,
+        experts=table.num_experts,
         windows=len(table),
         tokens=int(table.tokens.sum()) if table.tokens is not None else None,
         load=_shares(load),
@@ -182,8 +186,8 @@ def _inspect_requests(table: RequestTrace, name: str) -> Inspection:
     missing = dict.fromkeys(_OF_ACTIVATIONS, "a request trace holds no activations")
     arrivals, prompts, outputs, sharing = _request_parts(table, missing)
     return Inspection(
-        name,
-        "requests",
+        trace=name,
+        kind="requests",
         requests=len(table),
         tokens=int(table.prompt_tokens.sum() + table.output_tokens.sum()),
         arrivals=arrivals,

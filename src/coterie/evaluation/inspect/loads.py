@@ -117,12 +117,12 @@ def domain_similarity(loads: Load, names: Sequence[str], tokens: Sequence[float]
     apart = cosine[np.triu_indices(len(flat), 1)]
     apart = apart[np.isfinite(apart)]
     return DomainSimilarity(
-        list(names),
-        [float(t) for t in tokens],
-        left_out,
-        [numbers(np.minimum(row, 1.0)) for row in cosine],
-        number(apart.mean()) if len(apart) else None,
-        number(apart.min()) if len(apart) else None,
+        domains=list(names),
+        tokens=[float(t) for t in tokens],
+        left_out=left_out,
+        cosine=[numbers(np.minimum(row, 1.0)) for row in cosine],
+        mean=number(apart.mean()) if len(apart) else None,
+        least=number(apart.min()) if len(apart) else None,
     )
 
 

@@ -72,13 +72,13 @@ def arrival_rate(table: RequestTrace) -> ArrivalRate | None:
             counts = np.bincount((times[times < whole * window] / window).astype(np.int64), minlength=whole)
             dispersion.append(Dispersion(window, float(counts.var() / counts.mean())))
     return ArrivalRate(
-        span,
-        (len(times) - 1) / span,
-        float(per_bin.max()),
-        number(gaps.std() / gaps.mean()),
-        dispersion,
-        span / bins,
-        [float(v) for v in per_bin],
+        duration_s=span,
+        mean=(len(times) - 1) / span,
+        peak=float(per_bin.max()),
+        gap_cv=number(gaps.std() / gaps.mean()),
+        dispersion=dispersion,
+        bin_s=span / bins,
+        rate=[float(v) for v in per_bin],
     )
 
 
@@ -87,7 +87,7 @@ def lengths(tokens: NDArray[np.int64]) -> Lengths | None:
     if not len(tokens) or not tokens.any():
         return None
     p50, p90, p95, p99 = (float(v) for v in np.percentile(tokens, [50, 90, 95, 99]))
-    return Lengths(float(tokens.mean()), p50, p90, p95, p99, int(tokens.max()))
+    return Lengths(mean=float(tokens.mean()), p50=p50, p90=p90, p95=p95, p99=p99, longest=int(tokens.max()))
 
 
 def prefix_sharing(table: RequestTrace) -> PrefixSharing | None:

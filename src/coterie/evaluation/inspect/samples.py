@@ -126,13 +126,13 @@ class Samples:
             )
             out.append(
                 DistinctExperts(
-                    batch,
-                    experts * (1 - (1 - k / experts) ** batch),
-                    _mean(mixed),
-                    _mean(same),
-                    mixed,
-                    same,
-                    len(large),
+                    batch=batch,
+                    uniform=experts * (1 - (1 - k / experts) ** batch),
+                    mixed=_mean(mixed),
+                    same_domain=_mean(same),
+                    mixed_per_layer=mixed,
+                    same_domain_per_layer=same,
+                    domains=len(large),
                 )
             )
         return out

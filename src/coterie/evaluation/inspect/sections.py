@@ -88,13 +88,13 @@ def _load(found: Inspection) -> Section | None:
         "decode, skew means fewer experts to stream and is no loss."
     )
     return Section(
-        "load",
-        "Load per expert",
-        meaning,
-        ("layer", "id", "hottest experts (share of the layer)", f"top {min(HOT_EXPERTS, found.experts or 0)}"),
-        rows,
-        figures.heat_map(found.load, _ids(found)),
-        "Heat map of load relative to the layer's mean: a row a layer, experts sorted from hot to cold.",
+        key="load",
+        title="Load per expert",
+        meaning=meaning,
+        columns=("layer", "id", "hottest experts (share of the layer)", f"top {min(HOT_EXPERTS, found.experts or 0)}"),
+        rows=rows,
+        plot=figures.heat_map(found.load, _ids(found)),
+        alt="Heat map of load relative to the layer's mean: a row a layer, experts sorted from hot to cold.",
     )
 
 
@@ -111,13 +111,13 @@ def _gini(found: Inspection) -> Section | None:
         "Layers far above the rest are where a placement of their own, or replicas, pay first."
     )
     return Section(
-        "gini",
-        "Skew per layer",
-        meaning,
-        ("layer", "id", "max ÷ mean", "Gini", "CV"),
-        rows,
-        figures.layer_lines(_ids(found), {"Gini": ginis}, "Gini coefficient of the load"),
-        "Line of the Gini coefficient of every layer.",
+        key="gini",
+        title="Skew per layer",
+        meaning=meaning,
+        columns=("layer", "id", "max ÷ mean", "Gini", "CV"),
+        rows=rows,
+        plot=figures.layer_lines(_ids(found), {"Gini": ginis}, "Gini coefficient of the load"),
+        alt="Line of the Gini coefficient of every layer.",
     )
 
 
@@ -136,13 +136,15 @@ def _ranks(found: Inspection) -> Section | None:
     )
     shown = [r for r in found.rank_imbalance if r.ranks in (2, 8, 32)] or found.rank_imbalance[:1]
     return Section(
-        "ranks",
-        "Rank imbalance under linear placement",
-        meaning,
-        ("ranks", "balancedness", "median max ÷ mean", "worst max ÷ mean"),
-        rows,
-        figures.layer_lines(_ids(found), {f"{r.ranks} ranks": r.max_over_mean for r in shown}, "max ÷ mean rank load"),
-        "Lines of max ÷ mean rank load of every layer, for several numbers of ranks.",
+        key="ranks",
+        title="Rank imbalance under linear placement",
+        meaning=meaning,
+        columns=("ranks", "balancedness", "median max ÷ mean", "worst max ÷ mean"),
+        rows=rows,
+        plot=figures.layer_lines(
+            _ids(found), {f"{r.ranks} ranks": r.max_over_mean for r in shown}, "max ÷ mean rank load"
+        ),
+        alt="Lines of max ÷ mean rank load of every layer, for several numbers of ranks.",
     )
 
 
@@ -167,13 +169,13 @@ def _distinct(found: Inspection) -> Section | None:
     if both:
         series["requests of one domain"] = [d.same_domain for d in steps]
     return Section(
-        "distinct",
-        "Distinct experts per decode step",
-        meaning,
-        ("batch", "uniform", "mixed", "same domain", "saved"),
-        rows,
-        figures.against_batch([d.batch for d in steps], series, [d.uniform for d in steps], found.experts),
-        "Distinct experts of a layer against batch size, beside uniform random routing.",
+        key="distinct",
+        title="Distinct experts per decode step",
+        meaning=meaning,
+        columns=("batch", "uniform", "mixed", "same domain", "saved"),
+        rows=rows,
+        plot=figures.against_batch([d.batch for d in steps], series, [d.uniform for d in steps], found.experts),
+        alt="Distinct experts of a layer against batch size, beside uniform random routing.",
     )
 
 
@@ -202,14 +204,14 @@ def _domains(found: Inspection) -> Section | None:
     if similar.left_out:
         meaning += f" The {len(similar.domains)} largest domains are shown, {similar.left_out} smaller ones are not."
     return Section(
-        "domains",
-        "Similarity of domains",
-        meaning,
-        ("domain", "tokens", "most alike", "least alike"),
-        rows,
-        figures.matrix(similar.domains, similar.cosine, "cosine of loads"),
-        "Matrix of the cosine similarity of the domains' loads.",
-        1.9 + 0.32 * len(similar.domains),
+        key="domains",
+        title="Similarity of domains",
+        meaning=meaning,
+        columns=("domain", "tokens", "most alike", "least alike"),
+        rows=rows,
+        plot=figures.matrix(similar.domains, similar.cosine, "cosine of loads"),
+        alt="Matrix of the cosine similarity of the domains' loads.",
+        height_in=1.9 + 0.32 * len(similar.domains),
     )
 
 
@@ -231,13 +233,13 @@ def _phases(found: Inspection) -> Section | None:
     )
     series = {"Pearson": both.pearson_per_layer, "Spearman": both.spearman_per_layer}
     return Section(
-        "phases",
-        "Prefill against decode",
-        meaning,
-        ("layer", "id", "Pearson", "Spearman"),
-        rows,
-        figures.layer_lines(_ids(found), series, "correlation", (low, high, "published")),
-        "Lines of prefill-decode correlation of every layer, with the published range shaded.",
+        key="phases",
+        title="Prefill against decode",
+        meaning=meaning,
+        columns=("layer", "id", "Pearson", "Spearman"),
+        rows=rows,
+        plot=figures.layer_lines(_ids(found), series, "correlation", (low, high, "published")),
+        alt="Lines of prefill-decode correlation of every layer, with the published range shaded.",
     )
 
 
@@ -262,13 +264,13 @@ def _drift(found: Inspection) -> Section | None:
         if drift.lag:
             meaning += " A placement planned on the start of the trace is not outdated by a steady drift within it."
     return Section(
-        "drift",
-        "Drift of the load",
-        meaning,
-        (f"lag ({drift.unit})", "similarity to the start"),
-        rows,
-        figures.drift_curve(drift.lag, drift.similarity, drift.unit, fitted) if drift.lag else None,
-        "Similarity of the load to the start of the trace against lag.",
+        key="drift",
+        title="Drift of the load",
+        meaning=meaning,
+        columns=(f"lag ({drift.unit})", "similarity to the start"),
+        rows=rows,
+        plot=figures.drift_curve(drift.lag, drift.similarity, drift.unit, fitted) if drift.lag else None,
+        alt="Similarity of the load to the start of the trace against lag.",
     )
 
 
@@ -293,13 +295,13 @@ def _arrivals(found: Inspection) -> Section | None:
     else:
         meaning += "The trace is too short to say how bursty arrivals are."
     return Section(
-        "arrivals",
-        "Arrivals",
-        meaning,
-        ("number", "value"),
-        rows,
-        figures.steps(rate.rate, rate.bin_s, rate.mean),
-        "Requests a second over time.",
+        key="arrivals",
+        title="Arrivals",
+        meaning=meaning,
+        columns=("number", "value"),
+        rows=rows,
+        plot=figures.steps(rate.rate, rate.bin_s, rate.mean),
+        alt="Requests a second over time.",
     )
 
 

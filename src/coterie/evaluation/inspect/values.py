@@ -21,6 +21,6 @@ def numbers(values: Iterable[SupportsFloat]) -> list[float | None]:
 
 
 def mean_or_none(values: NDArray[np.float64] | Sequence[float | None]) -> float | None:
-    """Mean of the values that are there."""
-    there = [float(v) for v in values if v is not None and math.isfinite(v)]
-    return math.fsum(there) / len(there) if there else None
+    """Mean of the values that are present."""
+    present = [float(v) for v in values if v is not None and math.isfinite(v)]
+    return math.fsum(present) / len(present) if present else None

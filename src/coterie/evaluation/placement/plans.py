@@ -121,7 +121,9 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
     else:
         plan = planner.plan(window, topology, current, shares)
     problem = objective.problem(window, topology, current, shares)
-    return Planned(load, objective, problem, plan, options.planner, model.measured)
+    return Planned(
+        load=load, objective=objective, problem=problem, plan=plan, planner=options.planner, measured=model.measured
+    )
 
 
 def _layers_done(report: Report, layer_ids: tuple[int, ...]) -> Callable[[SearchProgress], None]:

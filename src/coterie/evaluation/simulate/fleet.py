@@ -94,17 +94,17 @@ def simulate_fleet(
 
 
 def _run(
-    source: Source, model: StepModel, names: Sequence[str], decoders: int, each: int, seed: int, requests: int
+    source: Source, model: StepModel, names: Sequence[str], decoders: int, per_decoder: int, seed: int, requests: int
 ) -> dict[str, Outcome]:
     halves = split(source, seed)
     cut = split_recordings if source.counts.halved else phase_recordings
     recordings = cut(source.trace, halves.test)
-    if decoders * each > len(recordings):
+    if decoders * per_decoder > len(recordings):
         raise ConfigError(
-            f"decoders={decoders} x in_flight={each} need as many recorded requests to serve; half of the trace has "
-            f"{len(recordings)}: record more, or ask for fewer in flight"
+            f"decoders={decoders} x in_flight={per_decoder} need as many recorded requests to serve; half of the trace "
+            f"has {len(recordings)}: record more, or ask for fewer in flight"
         )
-    bench = bench_of(source, halves, recordings, decoders, each, seed, requests, model)
+    bench = bench_of(source, halves, recordings, decoders, per_decoder, seed, requests, model)
     return bench.compare({name: bench.router(name) for name in names})
 
 

@@ -154,7 +154,14 @@ def synthetic(
     arrived = process.draw(count, loads.mix, rng)
     counts = loads.draw(arrived.domain, rng)
     domains = [f"domain {number}" for number in arrived.domain]
-    found = Requests("synthetic", top_k, counts.astype(np.int64), counts, RECORDED, domains)
+    found = Requests(
+        name="synthetic",
+        top_k=top_k,
+        counts=counts.astype(np.int64),
+        predicted=counts,
+        predictor=RECORDED,
+        domains=domains,
+    )
     return found, Arrived(arrived.arrival_s, np.arange(count))
 
 
@@ -183,32 +190,32 @@ def recorded(
         notes.append(f"{len(calibration)} requests calibrate {predictor} and are not run; {len(run)} others are.")
     counts = np.stack([footprint(cut.trace.request(int(r)).only(DECODE), trace.meta.num_experts) for r in run])
     tokens = counts[:, 0].sum(axis=1) // trace.meta.top_k
-    each = np.ones_like(tokens) if execution == "decode" else tokens  # how long an answer will be, no one knows
+    seen_tokens = np.ones_like(tokens) if execution == "decode" else tokens  # how long an answer will be, no one knows
     if made is not None:
-        predicted = _predict(cut, made, calibration, run, each)
+        predicted = _predict(cut, made, calibration, run, seen_tokens)
     elif dry_run is not None and predictor == DRY_RUN:
         predicted = dry_run[cut.rows]
     else:
-        predicted = counts * (each / tokens)[:, None, None]
+        predicted = counts * (seen_tokens / tokens)[:, None, None]
     ids = [cut.trace.request(int(r)).only(DECODE) for r in run]
     table = trace.requests
     times = order = None
     if table.arrival_s is not None:
         times, order = table, np.argsort(table.arrival_s[cut.rows[run]], kind="stable")
     return Requests(
-        name,
-        trace.meta.top_k,
-        counts.astype(np.int64),
-        predicted,
-        predictor,
-        None if table.domains is None else [table.domains[r] for r in cut.rows[run]],
-        order,
-        times,
-        cut.context[run],
-        np.concatenate([[0], np.cumsum(tokens)[:-1]]).astype(np.int64),
-        np.concatenate(ids),
-        len(calibration),
-        tuple(notes),
+        name=name,
+        top_k=trace.meta.top_k,
+        counts=counts.astype(np.int64),
+        predicted=predicted,
+        predictor=predictor,
+        domains=None if table.domains is None else [table.domains[r] for r in cut.rows[run]],
+        order=order,
+        times=times,
+        context=cut.context[run],
+        first=np.concatenate([[0], np.cumsum(tokens)[:-1]]).astype(np.int64),
+        expert_ids=np.concatenate(ids),
+        calibration=len(calibration),
+        notes=tuple(notes),
     )
 
 

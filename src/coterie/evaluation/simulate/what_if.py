@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from coterie.batching.costs import SpreadCost
 from coterie.batching.scheduler import CapsConfig, SchedulerConfig
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, TraceError, UnknownNameError
+from coterie.evaluation.simulate.options import SimulateOptions
 from coterie.evaluation.simulate.requests import (
     DRY_RUN,
     PATTERNS,
@@ -50,7 +50,6 @@ from coterie.traces.store import write_json
 from coterie.traces.writers import kind_of
 from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Placement, Topology, WeightDtype
 
-EXECUTIONS = ("spread", "prefill", "decode")
 REQUESTS = {"spread": 3000, "prefill": 1000, "decode": 400}
 """Of a run, unless asked for otherwise."""
 LOAD = 0.8
@@ -70,77 +69,6 @@ _PRECISIONS = {
     "bfloat16": "bfloat16",
     "nf4": "nf4",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class SimulateOptions:
-    """What a user may choose. None is the default that the docstring of a field, or the config file, names."""
-
-    trace: Path | None = None
-    """Activation trace to replay, or request trace for its times alone; None draws CAPS's workload."""
-    trace_format: str | None = None
-    config: Path | None = None
-    """JSON file in CAPS's layout; see :class:`coterie.batching.scheduler.CapsConfig`."""
-    strategies: tuple[str, ...] = ()
-    """Beside fcfs; "all" is every one. Empty takes the config's, else latency_aware."""
-    arrivals: str | None = None
-    """poisson, bursty, or a trace whose times are replayed; None is the trace's own times, else poisson."""
-    rate: float | None = None
-    """Requests a second; None is as recorded, else LOAD of what the server can do."""
-    requests: int | None = None
-    seed: int = 0
-    execution: str | None = None
-    """None is spread, or decode or prefill where the trace is of a known model."""
-    model: str | None = None
-    """Shape to time steps of: a shipped one, or a folder with a config.json; None is the trace's."""
-    preset: str | None = None
-    """Calibrated device, h200 by default."""
-    ranks: int | None = None
-    """Expert-parallel ranks that hold the experts in order; 1 by default."""
-    places: int | None = None
-    """Requests that decode at once."""
-    base_ms: float | None = None
-    """Time of a batch with an even load (spread)."""
-    sensitivity: float | None = None
-    """How much longer it takes by the coefficient of variation of its load (spread)."""
-    predictor: str | None = None
-    """Where the load vectors come from that a strategy sees; None is recorded, or the model's dry run."""
-    with_model: Path | None = None
-    """Checkpoint to run on prompts: its routing is the truth, its router's dry run the prediction."""
-    prompts: Path | None = None
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        if self.execution is not None and self.execution not in EXECUTIONS:
-            raise UnknownNameError("execution", self.execution, EXECUTIONS)
-        for name in ("requests", "ranks", "places"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
-        for name in ("rate", "base_ms"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name}={value} must be a finite number above 0")
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed} must be at least 0")
-        if self.with_model is None and self.prompts is not None:
-            raise ConfigError(f"prompts={self.prompts} are for a model: name it with --with-model")
-        if self.with_model is not None and self.trace is not None:
-            raise ConfigError(f"trace={self.trace} and with_model={self.with_model} exclude each other")
-
-    def only_for(self, execution: str) -> None:
-        """Raises for a setting that this execution would not heed."""
-        for name, kinds in (
-            ("base_ms", ("spread",)),
-            ("sensitivity", ("spread",)),
-            ("places", ("decode",)),
-            ("ranks", ("prefill", "decode")),
-            ("preset", ("prefill", "decode")),
-            ("model", ("prefill", "decode")),
-        ):
-            if getattr(self, name) is not None and execution not in kinds:
-                option = "--" + name.replace("_", "-")
-                raise ConfigError(f"{option} is for execution {' or '.join(kinds)}; this run's is {execution}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +227,16 @@ def _work(options: SimulateOptions, config: CapsConfig | None, given: frozenset[
     options.only_for(execution)
     if trace is None and options.predictor not in (None, RECORDED):
         raise ConfigError(f"predictor={options.predictor!r} needs recorded requests: give a trace or --with-model")
-    return _Work(execution, trace, name, routed, spec_found, arrivals, arrivals_name, notes)
+    return _Work(
+        execution=execution,
+        trace=trace,
+        name=name,
+        routed=routed,
+        spec=spec_found,
+        arrivals=arrivals,
+        arrivals_name=arrivals_name,
+        notes=notes,
+    )
 
 
 def _arrivals(options: SimulateOptions) -> tuple[str | RequestTrace | None, str]:
@@ -424,7 +361,16 @@ def _server(
     placement = Placement.linear(spec.num_moe_layers, spec.num_experts, ranks) if ranks > 1 else None
     model = step_model(spec, preset, dtype, Topology(ranks))
     places = scheduler.max_batch_size if work.execution == "prefill" else options.places or PLACES
-    return StepServer(scheduler, requests, arrived.row, work.execution, model, placement, preset, places)
+    return StepServer(
+        config=scheduler,
+        requests=requests,
+        row=arrived.row,
+        phase=work.execution,
+        model=model,
+        placement=placement,
+        preset=preset,
+        places=places,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ in words

@@ -25,7 +25,7 @@ from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning.eplb import Eplb
 from coterie.placement.planning.packing import living_ranks
-from coterie.placement.planning.search.layers import CHANGED, REACHED, KEPT, REPAIRED, search, spend
+from coterie.placement.planning.search.layers import CHANGED, KEPT, REACHED, REPAIRED, search, spend
 from coterie.registry import needs
 from coterie.types import Placement, Topology
 

@@ -6,7 +6,7 @@ those whose order is the claim have a line of their own, and so has any that Cot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,28 +16,28 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 
-from coterie.evaluation.figures import MAX_LABEL, Theme, write_figure
-from coterie.evaluation.suites.caps.published import GREEDY, TOP_SIX
+from coterie.evaluation.figures import Theme, write_figure
+from coterie.evaluation.suites.caps.drawing import (
+    BASE,
+    Rows,
+    distinct_values,
+    grouped,
+    is_of_rate,
+    legend_above,
+    line_handles,
+    look_of,
+    p99_cuts,
+    published_ends,
+    shifts,
+    short_name,
+    shortened_list,
+    signed,
+    styles,
+    whisker_handle,
+    write_in_corner,
+)
 
-Rows = Sequence[dict[str, Any]]
-
-BASE = "fcfs"
-GROUP = (*TOP_SIX, "differencing", "power_of_d_dot")
-"""Nearly alike under bursts."""
-LEAST_GROUP = 4
-"""Of fewer, each has its own line."""
-STYLES = {
-    "latency_aware": ("#1f6fb4", "o"),
-    "random": ("#d9730d", "s"),
-    "karmarkar_karp": ("#2a8c5a", "^"),
-    "lpt": ("#8e4fb0", "v"),
-    "greedy_variance": ("#5b6675", "D"),
-    BASE: ("#1c2430", "."),
-}
-COLORS, MARKERS = ("#b8326f", "#12858f", "#7a5c12", "#6b2f2f"), "PXph*"
-"""Of all others, in turn: 20 pairs before one comes again."""
 PERCENTILES = {"p50_ms": "50", "p90_ms": "90", "p99_ms": "99", "p999_ms": "99.9"}
 SHOWN = (BASE, "random", "greedy_variance", "latency_aware")
 """Whose percentiles are drawn; others take the place of missing ones."""
@@ -45,8 +45,6 @@ FLOOR = -60.0
 """Losses below are written, not drawn: they would flatten all else."""
 NEAR = {"p99_reduction_pct": 5.0, "throughput_gain_pct": 2.0, "imbalance_reduction_pct": 2.0}
 """Points from the published value that count as agreement."""
-MOST_LISTED = 8
-"""Lines of small print in a corner."""
 MOST_RATES = 4
 """Columns of the percentiles; of more rates, evenly spread ones."""
 
@@ -57,14 +55,14 @@ def draw_figures(folder: Path, rows: Rows) -> list[Path]:
         return []
     rows = sorted(rows, key=lambda row: float(row["rate"]))  # a user may give rates in any order
     bursty = [row for row in rows if row["pattern"] == "bursty" and row["strategy"] != BASE]
-    pairs, patterns = _pairs(rows), _distinct(rows, "pattern")
+    pairs, patterns = _pairs(rows), distinct_values(rows, "pattern")
     fills: list[tuple[str, Callable[[Figure, Theme], None], float]] = []
     if any(row["strategy"] != BASE for row in rows):
         fills.append(("fig1_p99_by_rate", partial(_p99_by_rate, rows), 4.0))
     if pairs:
         fills.append(("fig2_ours_vs_published", partial(_against_published, pairs), 4.3))
     if bursty:
-        names = len(_distinct(bursty, "strategy"))
+        names = len(distinct_values(bursty, "strategy"))
         fills.append(("fig3_strategies", partial(_by_strategy, bursty), 1.3 + 0.22 * names))
     fills.append(("fig4_percentiles", partial(_percentiles, rows), 0.8 + 1.7 * len(patterns)))
     return [path for name, fill, height in fills for path in write_figure(fill, folder, name, height)]
@@ -74,37 +72,37 @@ def draw_figures(folder: Path, rows: Rows) -> list[Path]:
 
 
 def _p99_by_rate(rows: Rows, figure: Figure, theme: Theme) -> None:
-    patterns, look = _distinct(rows, "pattern"), _look(rows)
+    patterns, look = distinct_values(rows, "pattern"), look_of(rows)
     predicted = any(not row["fitted"] for row in rows)
     for axes, pattern in zip(figure.subplots(1, len(patterns), squeeze=False)[0], patterns, strict=True):
         _p99_panel(axes, theme, [row for row in rows if row["pattern"] == pattern], look)
         axes.set(title=f"{pattern} arrivals", xlabel="requests a second" + ("  (* predicted, not fitted)" * predicted))
     figure.axes[0].set_ylabel("cut of P99 against fcfs (%)")
-    handles = _handles(look)
-    group = _group(rows)
+    handles = line_handles(look)
+    group = grouped(rows)
     if group:
         handles.append(
             Patch(facecolor=theme.grid, edgecolor=theme.muted, lw=0.8, label=f"{len(group)} others, least to most")
         )
-    if any(_published(row, "p99_reduction_pct") for row in rows):
+    if any(published_ends(row, "p99_reduction_pct") for row in rows):
         handles.append(
             Line2D([], [], color=theme.text, marker="D", mfc=theme.background, ms=6, ls="none", label="published")
         )
     if any(row["strategy"] in look and row["p99_reduction_low"] < row["p99_reduction_high"] for row in rows):
-        handles.append(_whisker(theme))
-    _legend_above(figure, handles)
+        handles.append(whisker_handle(theme))
+    legend_above(figure, handles)
 
 
 def _p99_panel(axes: Any, theme: Theme, rows: Rows, look: dict[str, tuple[str, str]]) -> None:
-    rates = _distinct(rows, "rate")
+    rates = distinct_values(rows, "rate")
     at = {rate: place for place, rate in enumerate(rates)}  # evenly spaced, whatever the rates
     axes.axhline(0.0, color=theme.text, lw=1.2)
-    group = np.array([_values(rows, name, rates) for name in _group(rows)])
+    group = np.array([p99_cuts(rows, name, rates) for name in grouped(rows)])
     if group.size:
         axes.fill_between(range(len(rates)), group.min(axis=0), group.max(axis=0), color=theme.grid, lw=0)
         axes.plot(range(len(rates)), group.T, color=theme.muted, lw=0.6, marker="_", ms=7, alpha=0.8)
     lost: dict[str, list[tuple[float, float]]] = {}
-    for shift, (name, (color, marker)) in zip(_dodge(len(look)), look.items(), strict=True):
+    for shift, (name, (color, marker)) in zip(shifts(len(look)), look.items(), strict=True):
         mine = [row for row in rows if row["strategy"] == name]
         x = [at[row["rate"]] + shift for row in mine]
         y = np.array([row["p99_reduction_pct"] for row in mine])
@@ -121,32 +119,34 @@ def _p99_panel(axes: Any, theme: Theme, rows: Rows, look: dict[str, tuple[str, s
     _rate_ticks(axes, rows, rates, brackets)
     axes.annotate(BASE, (axes.get_xlim()[1], 0), (0, -2), textcoords="offset points", ha="right", va="top", fontsize=8)
     if lost:
-        _corner(axes, theme, ["below the axis", *_listed(_below(name, spots) for name, spots in lost.items())])
+        write_in_corner(
+            axes, theme, ["below the axis", *shortened_list(_below(name, spots) for name, spots in lost.items())]
+        )
     axes.grid(axis="y")
     axes.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
 
 
 def _below(name: str, spots: list[tuple[float, float]]) -> str:
-    lowest = _signed(min(value for _, value in spots), 0)
+    lowest = signed(min(value for _, value in spots), 0)
     if len(spots) == 1:
-        return f"{_short(name)} at {spots[0][0]:g}: {lowest}"
-    return f"{_short(name)} at {len(spots)} rates: down to {lowest}"
+        return f"{short_name(name)} at {spots[0][0]:g}: {lowest}"
+    return f"{short_name(name)} at {len(spots)} rates: down to {lowest}"
 
 
 def _published_p99(
     axes: Any, theme: Theme, rows: Rows, at: dict[float, int], look: dict[str, tuple[str, str]]
 ) -> float | None:
     """Published values at their rates, ranges over all rates to the right; where those end, None without any."""
-    each: dict[float, list[float]] = {}
+    ends_at: dict[float, list[float]] = {}
     ranges: dict[str, tuple[float, float]] = {}
     for row in rows:
-        found = _published(row, "p99_reduction_pct")
-        if found and _is_of_rate(row):
-            each.setdefault(row["rate"], []).extend(found)
+        found = published_ends(row, "p99_reduction_pct")
+        if found and is_of_rate(row):
+            ends_at.setdefault(row["rate"], []).extend(found)
         elif found:
             ranges[row["strategy"]] = found
-    x = [at[rate] for rate in each]
-    low, high = [min(ends) for ends in each.values()], [max(ends) for ends in each.values()]
+    x = [at[rate] for rate in ends_at]
+    low, high = [min(ends) for ends in ends_at.values()], [max(ends) for ends in ends_at.values()]
     axes.vlines(x, low, high, color=theme.text, lw=1.2, zorder=6)
     axes.plot(x, np.add(low, high) / 2, "D", mfc="none", mec=theme.text, mew=1.2, ms=7, zorder=6)
     unit = _unit(at)
@@ -156,7 +156,7 @@ def _published_p99(
         axes.plot((right, right), ends, color=color, lw=1.4, marker="_", ms=7, mew=1.4)
         if name not in look:
             axes.annotate(
-                _short(name),
+                short_name(name),
                 (right, ends[1]),
                 (0, 4),
                 textcoords="offset points",
@@ -226,8 +226,8 @@ def _pairs(rows: Rows) -> list[Pair]:
     over_rates: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
         for field in NEAR:
-            found = _published(row, field)
-            if found and field == "p99_reduction_pct" and _is_of_rate(row):
+            found = published_ends(row, field)
+            if found and field == "p99_reduction_pct" and is_of_rate(row):
                 ours, ends = (row[field], row[field]), (row["p99_reduction_low"], row["p99_reduction_high"])
                 cell = row["pattern"], row["strategy"], row["rate"], row["fitted"]
                 pairs.append(Pair(field, *cell, ours, ends, found))
@@ -235,9 +235,20 @@ def _pairs(rows: Rows) -> list[Pair]:
                 over_rates.setdefault((field, row["pattern"], row["strategy"]), []).append(row)
     for (field, pattern, name), mine in over_rates.items():
         values = [row[field] for row in mine]
-        ours, theirs = (min(values), max(values)), _published(mine[0], field)
+        ours, theirs = (min(values), max(values)), published_ends(mine[0], field)
         assert theirs is not None
-        pairs.append(Pair(field, pattern, name, None, all(row["fitted"] for row in mine), ours, ours, theirs))
+        pairs.append(
+            Pair(
+                field=field,
+                pattern=pattern,
+                strategy=name,
+                rate=None,
+                fitted=all(row["fitted"] for row in mine),
+                ours=ours,
+                interval=ours,
+                theirs=theirs,
+            )
+        )
     return pairs
 
 
@@ -268,8 +279,8 @@ def _against_published(pairs: list[Pair], figure: Figure, theme: Theme) -> None:
         )
         far = _far(mine, near)
         if far:
-            _corner(axes, theme, ["outside the band", *far])
-    _legend_above(figure, _pair_handles(pairs, theme))
+            write_in_corner(axes, theme, ["outside the band", *far])
+    legend_above(figure, _pair_handles(pairs, theme))
 
 
 def _kind(pair: Pair) -> tuple[str, str]:
@@ -321,7 +332,7 @@ def _pair_handles(pairs: list[Pair], theme: Theme) -> list[Any]:
     if any(pair.rate is None and pair.field == "p99_reduction_pct" for pair in pairs):
         handles.append(Line2D([], [], color=theme.muted, marker="_", ms=6, lw=1.4, label="least to most of the rates"))
     if any(pair.rate is not None and pair.interval[0] < pair.interval[1] for pair in pairs):
-        handles.append(_whisker(theme))
+        handles.append(whisker_handle(theme))
     return handles
 
 
@@ -335,10 +346,10 @@ def _far(pairs: list[Pair], near: float) -> list[str]:
         groups.setdefault(label, []).append(pair)
     lines = []
     for label, group in groups.items():
-        far = [_short(pair.strategy) for pair in group if pair.off > near]
+        far = [short_name(pair.strategy) for pair in group if pair.off > near]
         if far:
             lines.append(f"{label}: " + (", ".join(far) if len(far) < 3 else f"{len(far)} of {len(group)}"))
-    return _listed(lines)
+    return shortened_list(lines)
 
 
 # ------------------------------------------------------------------------------------------------------ strategies
@@ -346,16 +357,16 @@ def _far(pairs: list[Pair], near: float) -> list[str]:
 
 def _by_strategy(rows: Rows, figure: Figure, theme: Theme) -> None:
     fields = {"throughput_gain_pct": "throughput gain (%)", "imbalance_reduction_pct": "imbalance cut (%)"}
-    names = _distinct(rows, "strategy")
-    each = {name: [row for row in rows if row["strategy"] == name] for name in names}
-    names.sort(key=lambda name: float(np.mean([row["throughput_gain_pct"] for row in each[name]])))
+    names = distinct_values(rows, "strategy")
+    by_name = {name: [row for row in rows if row["strategy"] == name] for name in names}
+    names.sort(key=lambda name: float(np.mean([row["throughput_gain_pct"] for row in by_name[name]])))
     places = np.arange(len(names))
     panels = figure.subplots(1, 2, sharey=True)
     any_published = False
     for axes, (field, title), color in zip(panels, fields.items(), theme.series[2:], strict=True):
-        means = [float(np.mean([row[field] for row in each[name]])) for name in names]
+        means = [float(np.mean([row[field] for row in by_name[name]])) for name in names]
         axes.barh(places, means, height=0.62, color=color, alpha=0.75)
-        known = {name: ends for row in rows if (ends := _published(row, field)) for name in [row["strategy"]]}
+        known = {name: ends for row in rows if (ends := published_ends(row, field)) for name in [row["strategy"]]}
         spots = [(place, end) for place, name in enumerate(names) for end in known.get(name, ())]
         if spots:
             any_published = True
@@ -363,15 +374,15 @@ def _by_strategy(rows: Rows, figure: Figure, theme: Theme) -> None:
         low, high = min(0.0, *means), max(1e-9, *means, *(end for _, end in spots))
         axes.set(xlabel=title, xlim=(low * 1.05, high + 0.2 * (high - low)))
         for place, mean in enumerate(means):
-            axes.annotate(_signed(mean), (axes.get_xlim()[1], place), ha="right", va="center", fontsize=8)
+            axes.annotate(signed(mean), (axes.get_xlim()[1], place), ha="right", va="center", fontsize=8)
         axes.axvline(0.0, color=theme.text, lw=1)
         ticks = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high)
         axes.set_xticks([tick for tick in ticks if low <= tick <= high])  # none under the numbers
         axes.grid(axis="x")
-    panels[0].set_yticks(places, [_short(name) for name in names])
+    panels[0].set_yticks(places, [short_name(name) for name in names])
     panels[0].tick_params(axis="y", length=0, labelcolor=theme.text, labelsize=9)
     panels[1].tick_params(axis="y", length=0)
-    rates = _distinct(rows, "rate")
+    rates = distinct_values(rows, "rate")
     over = f"{', '.join(f'{rate:g}' for rate in rates)}" if len(rates) <= 6 else f"{rates[0]:g} to {rates[-1]:g}"
     label = f"bursty arrivals, {'mean over ' if len(rates) > 1 else ''}{over} requests a second"
     handles: list[Any] = [Patch(color=theme.muted, alpha=0.75, label=label)]
@@ -379,16 +390,20 @@ def _by_strategy(rows: Rows, figure: Figure, theme: Theme) -> None:
         handles.append(
             Line2D([], [], color=theme.text, marker="|", ms=9, mew=1.2, ls="none", label="published, both ends")
         )
-    _legend_above(figure, handles)
+    legend_above(figure, handles)
 
 
 # ------------------------------------------------------------------------------------------------------ percentiles
 
 
 def _percentiles(rows: Rows, figure: Figure, _: Theme) -> None:
-    patterns, rates, names = _distinct(rows, "pattern"), _distinct(rows, "rate"), _distinct(rows, "strategy")
+    patterns, rates, names = (
+        distinct_values(rows, "pattern"),
+        distinct_values(rows, "rate"),
+        distinct_values(rows, "strategy"),
+    )
     shown = sorted(names, key=lambda name: name not in SHOWN)[: len(SHOWN)]
-    look = _styles(shown)
+    look = styles(shown)
     if len(rates) > MOST_RATES:
         rates = [rates[place] for place in np.linspace(0, len(rates) - 1, MOST_RATES).round().astype(int)]
     panels = figure.subplots(len(patterns), len(rates), squeeze=False)
@@ -422,105 +437,4 @@ def _percentiles(rows: Rows, figure: Figure, _: Theme) -> None:
             axes.set_title(f"{pattern}, {rate:g}/s", fontsize=9)
         line[0].set_ylabel("latency (s)", fontsize=9)
     figure.supxlabel("percentile of requests", fontsize=9)
-    _legend_above(figure, _handles(look))
-
-
-# ------------------------------------------------------------------------------------------------------ shared
-
-
-def _look(rows: Rows) -> dict[str, tuple[str, str]]:
-    """Colour and marker of each strategy that has a line of its own."""
-    group = _group(rows)
-    return _styles([name for name in _distinct(rows, "strategy") if name != BASE and name not in group])
-
-
-def _group(rows: Rows) -> list[str]:
-    found = [name for name in _distinct(rows, "strategy") if name in GROUP]
-    return found if len(found) >= LEAST_GROUP else []
-
-
-def _styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    known = {name: style for name, style in STYLES.items() if name in names}
-    others = [name for name in names if name not in known]
-    return known | {
-        name: (COLORS[place % len(COLORS)], MARKERS[place % len(MARKERS)]) for place, name in enumerate(others)
-    }
-
-
-def _published(row: dict[str, Any], field: str) -> tuple[float, float] | None:
-    found = (row.get("published") or {}).get(field)
-    if found is None:
-        return None
-    return (float(found[0]), float(found[1])) if isinstance(found, list | tuple) else (float(found), float(found))
-
-
-def _is_of_rate(row: dict[str, Any]) -> bool:
-    """Whether the published P99 of a row is of its rate; of other strategies only the range over all rates is known."""
-    return row["strategy"] in (TOP_SIX if row["pattern"] == "bursty" else GREEDY)
-
-
-def _values(rows: Rows, name: str, rates: Sequence[float]) -> NDArray[np.float64]:
-    by = {row["rate"]: row["p99_reduction_pct"] for row in rows if row["strategy"] == name}
-    return np.array([by.get(rate, np.nan) for rate in rates], np.float64)
-
-
-def _distinct(rows: Rows, key: str) -> list[Any]:
-    return list(dict.fromkeys(row[key] for row in rows))
-
-
-def _dodge(count: int) -> NDArray[np.float64]:
-    """Shifts along the axis, so that whiskers do not hide each other."""
-    return np.asarray((np.arange(count) - (count - 1) / 2) * min(0.04, 0.3 / max(count, 1)), np.float64)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= MAX_LABEL else name[: MAX_LABEL - 1] + "…"
-
-
-def _signed(value: float, digits: int = 1) -> str:
-    return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
-
-
-def _listed(lines: Iterable[str]) -> list[str]:
-    lines = list(lines)
-    return lines if len(lines) <= MOST_LISTED else [*lines[:MOST_LISTED], f"and {len(lines) - MOST_LISTED} more"]
-
-
-def _corner(axes: Any, theme: Theme, lines: Sequence[str]) -> None:
-    """Small print in the lower right, above whatever is there."""
-    axes.annotate(
-        "\n".join(lines),
-        (1, 0),
-        (-2, 3),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        fontsize=7,
-        color=theme.muted,
-        zorder=7,
-        bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.5},
-    )
-
-
-def _whisker(theme: Theme) -> Any:
-    return Line2D([], [], color=theme.muted, marker="|", ms=10, mew=1.0, ls="none", label="95% over seeds")
-
-
-def _handles(look: dict[str, tuple[str, str]]) -> list[Any]:
-    return [
-        Line2D([], [], color=color, marker=marker, ms=5, ls="--" if name == BASE else "-", label=_short(name))
-        for name, (color, marker) in look.items()
-    ]
-
-
-def _legend_above(figure: Figure, handles: Sequence[Any]) -> None:
-    if handles:
-        figure.legend(
-            handles=handles,
-            loc="outside upper center",
-            ncols=min(4, len(handles)),
-            fontsize=8.5,
-            handlelength=2.2,
-            columnspacing=1.4,
-        )
+    legend_above(figure, line_handles(look))

@@ -147,8 +147,8 @@ def _row(pattern: str, rate: float, name: str, runs: list[dict[str, Summary]]) -
     of_fcfs = {field: float(mean[index] / base[:, index].mean()) for field, index in at.items() if field in GAINS}
     row["p99_reduction_pct"] = 100.0 * (1.0 - of_fcfs["p99_ms"])
     # Seeds are paired: both ran the same requests.
-    each = 100.0 * (1.0 - ours[:, at["p99_ms"]] / base[:, at["p99_ms"]])
-    found = interval(each)
+    cuts = 100.0 * (1.0 - ours[:, at["p99_ms"]] / base[:, at["p99_ms"]])
+    found = interval(cuts)
     row["p99_reduction_low"] = row["p99_reduction_pct"] - (found.mean - found.low)
     row["p99_reduction_high"] = row["p99_reduction_pct"] + (found.high - found.mean)
     best = min(runs[0], key=lambda other: float(np.mean([run[other].p99_ms for run in runs])))

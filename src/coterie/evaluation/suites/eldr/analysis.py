@@ -61,7 +61,15 @@ def analyse(job: tuple[str, int], data: Path) -> Analysis:
     rng = np.random.default_rng([seed, 5])
     masked, plain, layers = signature_quality(source, seed, rng)
     unions = domain_unions(source, UNION_BATCH[name], UNION_STEPS, rng)
-    return Analysis(name, seed, unions, phase_correlation(source), masked, plain, layers)
+    return Analysis(
+        trace=name,
+        seed=seed,
+        unions=unions,
+        correlation=phase_correlation(source),
+        rho=masked,
+        rho_unmasked=plain,
+        layers=layers,
+    )
 
 
 def domain_unions(source: Source, batch: int, steps: int, rng: Generator) -> Unions:

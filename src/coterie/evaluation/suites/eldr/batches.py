@@ -42,19 +42,19 @@ def replay_batches(
     """Write batches of each router at each load, drawn from the steady part; how many of each."""
     source = recorded_source(data, MODEL)
     groups: dict[str, dict[str, list[NDArray[np.integer]]]] = {}
-    for decoders, each in loads:
+    for decoders, per_decoder in loads:
         found: dict[str, list[NDArray[np.integer]]] = {name: [] for name in ROUTERS}
         for seed in seeds:
-            bench = closed_bench(source, decoders, each, seed, requests)
+            bench = closed_bench(source, decoders, per_decoder, seed, requests)
             base = bench.serve(bench.router(ROUTERS[0]))
-            window = steady(base, decoders * each)
+            window = steady(base, decoders * per_decoder)
             for name in ROUTERS:
                 run = base if name == ROUTERS[0] else bench.serve(bench.router(name))
-                own = steady(run, decoders * each)
+                own = steady(run, decoders * per_decoder)
                 inside = Window(own.since_s, min(own.until_s, window.until_s))
-                rng = np.random.default_rng([seed, 9, each])
+                rng = np.random.default_rng([seed, 9, per_decoder])
                 found[name] += formed_batches(run, bench.requests, inside, steps, rng)
-        groups[f"{each} in flight"] = found
+        groups[f"{per_decoder} in flight"] = found
     write_batches(out, MODEL, groups)
     return min(len(one) for routers in groups.values() for one in routers.values())
 

@@ -49,10 +49,10 @@ VANILLA = "vanilla clusters"
 class Cell(NamedTuple):
     trace: str
     decoders: int
-    each: int
+    per_decoder: int
     """Requests in flight on a decoder, on average."""
     seed: int
-    """Of the split and of the order of requests."""
+    """Seed for the split and the order of requests."""
 
 
 class Limit(NamedTuple):
@@ -90,18 +90,18 @@ class Assigned:
 def serve_cell(cell: Cell, data: Path, requests: int, names: tuple[str, ...] = ROUTERS) -> Found:
     """All routers on the same requests, and what else is asked at this load."""
     source = recorded_source(data, cell.trace)
-    bench = closed_bench(source, cell.decoders, cell.each, cell.seed, requests)
+    bench = closed_bench(source, cell.decoders, cell.per_decoder, cell.seed, requests)
     halves, limit = split(source, cell.seed), None
     chosen: dict[str, Router] = {name: bench.router(name) for name in names}
-    if cell.trace == MODEL and cell.each == LIMIT_BATCH:
+    if cell.trace == MODEL and cell.per_decoder == LIMIT_BATCH:
         limit, labels = find_limit(source, halves, bench)
         chosen[LIMIT_ROUTER] = Assigned(labels[bench.requests.recorded])
-    if cell.trace == MODEL and (cell.decoders, cell.each) == DESIGN:
+    if cell.trace == MODEL and (cell.decoders, cell.per_decoder) == DESIGN:
         chosen |= {band_name(tau): bench.router("locality_band", band=tau) for tau in BANDS}
         vanilla = with_clusters(bench, source.counts, halves, "count_idf", balanced=False)
         chosen[VANILLA] = vanilla.router("locality_band")
     found = bench.compare(chosen)
-    if cell.trace == MODEL and (cell.decoders, cell.each) == DESIGN:
+    if cell.trace == MODEL and (cell.decoders, cell.per_decoder) == DESIGN:
         for weighting in WEIGHTINGS:
             other = with_clusters(bench, source.counts, halves, weighting)
             name = signature_name(weighting)

@@ -51,7 +51,7 @@ def _loads(rows: Rows, figure: Figure, theme: Theme) -> None:
         axes.axhline(0, color=theme.muted, lw=0.8)
         axes.set_ylabel(label, fontsize=8)
         axes.grid(axis="y")
-    panels[-1].set_xticks(range(len(loads)), [f"{decoders} x {each}" for decoders, each in loads])
+    panels[-1].set_xticks(range(len(loads)), [f"{decoders} x {per_decoder}" for decoders, per_decoder in loads])
     panels[-1].set_xlabel(f"decoders x requests in flight on each; {MODEL} routing, against round robin, ± 95%")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(COMPARED), fontsize=8)
 

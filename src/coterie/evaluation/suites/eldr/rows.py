@@ -70,9 +70,9 @@ def spread(key: str, found: Interval) -> Row:
     return {f"{key}_pct": found.mean, f"{key}_low": found.low, f"{key}_high": found.high}
 
 
-def fleet_row(part: str, trace: str, name: str, decoders: int, each: int, runs: Runs, **values: Any) -> Row:
+def fleet_row(part: str, trace: str, name: str, decoders: int, per_decoder: int, runs: Runs, **values: Any) -> Row:
     """One router at one load: means over seeds, savings against round robin, both with 95% intervals."""
-    row = blank(part, trace, router=name, decoders=decoders, in_flight=each, seeds=len(runs), **values)
+    row = blank(part, trace, router=name, decoders=decoders, in_flight=per_decoder, seeds=len(runs), **values)
     for field in Outcome._fields:
         row[field] = float(np.mean([getattr(run[name], field) for run in runs]))
     for key, field in SAVINGS.items():
@@ -85,11 +85,11 @@ def best_balancer(runs: Runs, field: str) -> str:
     return min(known, key=lambda name: float(np.mean([getattr(run[name], field) for run in runs])))
 
 
-def main_rows(trace: str, decoders: int, each: int, runs: Runs) -> list[Row]:
+def main_rows(trace: str, decoders: int, per_decoder: int, runs: Runs) -> list[Row]:
     rows = []
     for name in (name for name in dict.fromkeys((*ROUTERS, *runs[0])) if name in runs[0] and name in routers):
         beside = dict(published.MAIN.get(name, {})) if trace == MODEL else {}
-        row = fleet_row("main", trace, name, decoders, each, runs)
+        row = fleet_row("main", trace, name, decoders, per_decoder, runs)
         for key, field in SAVINGS.items():
             best = best_balancer(runs, field)
             row[f"{key}_best_balancer"] = best
@@ -102,7 +102,7 @@ def main_rows(trace: str, decoders: int, each: int, runs: Runs) -> list[Row]:
             row["published"] = published.plain(beside) | {"over": "best load balancer"}
         if name == ELDR and trace == MODEL:
             row["published"] |= {"active_experts": published.ACTIVE_EXPERTS}
-            trial = published.TRIAL.get((decoders, each))
+            trial = published.TRIAL.get((decoders, per_decoder))
             row["trial_saving_pct"] = None if trial is None else published.plain(trial)
         rows.append(row)
     return rows
@@ -146,14 +146,14 @@ def _share(limit: Limit, field: str) -> float:
 
 def design_rows(runs: Runs) -> list[Row]:
     """The locality band's width, its clusters and its signature, each varied alone."""
-    decoders, each = DESIGN
+    decoders, per_decoder = DESIGN
     rows = [
-        fleet_row("band", MODEL, ELDR, decoders, each, [_as(run, ELDR, band_name(tau)) for run in runs], tau=tau)
+        fleet_row("band", MODEL, ELDR, decoders, per_decoder, [_as(run, ELDR, band_name(tau)) for run in runs], tau=tau)
         for tau in BANDS
     ]
     for clusters, name in (("balanced", ELDR), ("vanilla", VANILLA)):
         row = fleet_row(
-            "clusters", MODEL, ELDR, decoders, each, [_as(run, ELDR, name) for run in runs], clusters=clusters
+            "clusters", MODEL, ELDR, decoders, per_decoder, [_as(run, ELDR, name) for run in runs], clusters=clusters
         )
         row["worst_p99_pct"] = -min(savings(runs, name, "tpot_p99_ms"))
         if clusters == "vanilla":
@@ -161,7 +161,7 @@ def design_rows(runs: Runs) -> list[Row]:
         rows.append(row)
     for weighting in WEIGHTINGS:
         named = [_as(run, ELDR, signature_name(weighting)) for run in runs]
-        row = fleet_row("signature", MODEL, ELDR, decoders, each, named, weighting=weighting)
+        row = fleet_row("signature", MODEL, ELDR, decoders, per_decoder, named, weighting=weighting)
         if weighting == "gate":
             row["published"] = {"tpot_p50_points_below_count_idf": published.GATE_P50_POINTS}
         rows.append(row)
@@ -216,12 +216,16 @@ def analysis_rows(trace: str, found: Sequence[Analysis]) -> list[Row]:
     return rows
 
 
-def synthetic_rows(part: str, trace: str, decoders: int, each: int, found: Sequence[SyntheticFound]) -> list[Row]:
+def synthetic_rows(
+    part: str, trace: str, decoders: int, per_decoder: int, found: Sequence[SyntheticFound]
+) -> list[Row]:
     runs = [one.outcomes for one in found]
     same = float(np.mean([one.unions.saving_pct for one in found]))
     rows = []
     for name in runs[0]:
-        row = fleet_row(part, trace, name, decoders, each, runs, routing="synthetic", same_domain_saving_pct=same)
+        row = fleet_row(
+            part, trace, name, decoders, per_decoder, runs, routing="synthetic", same_domain_saving_pct=same
+        )
         if part == "expert_parallel":
             row["ranks"] = EXPERT_PARALLEL
         if name == ELDR:

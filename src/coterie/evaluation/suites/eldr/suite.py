@@ -102,7 +102,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     begun = time.perf_counter()
     data = options.data if options.data is not None and (options.data / "activations").is_dir() else None
     jobs, requests = jobs_of(data, options.seeds or SEEDS), options.requests or REQUESTS
-    most = max((job.decoders * job.each for job in jobs if isinstance(job, Cell)), default=0)
+    most = max((job.decoders * job.per_decoder for job in jobs if isinstance(job, Cell)), default=0)
     if requests < 2 * most:  # said before the work: the first cells take a while
         raise ConfigError(f"requests={requests} must be at least {2 * most}, twice what is in flight")
     names = tuple(dict.fromkeys((*ROUTERS, *(options.routers or ()))))
@@ -138,17 +138,17 @@ def rows_of(found: dict[Job, Any]) -> list[Row]:
         if isinstance(first, Cell):
             cells: list[Found] = results
             runs = [one.outcomes for one in cells]
-            rows += main_rows(first.trace, first.decoders, first.each, runs)
+            rows += main_rows(first.trace, first.decoders, first.per_decoder, runs)
             if first.trace == MODEL:
                 by_load.append(runs)
-            if first.trace == MODEL and first.each == LIMIT_BATCH:
+            if first.trace == MODEL and first.per_decoder == LIMIT_BATCH:
                 later += limit_rows(first.decoders, cells)
-            if first.trace == MODEL and (first.decoders, first.each) == DESIGN:
+            if first.trace == MODEL and (first.decoders, first.per_decoder) == DESIGN:
                 later += design_rows(runs)
         elif isinstance(first, SyntheticCell):
             synthetic: list[SyntheticFound] = results
             name = "qwen3-235b-a22b shape" if first.part == "expert_parallel" else "qwen3-30b-a3b shape"
-            later += synthetic_rows(first.part, name, first.decoders, first.each, synthetic)
+            later += synthetic_rows(first.part, name, first.decoders, first.per_decoder, synthetic)
         elif isinstance(first, AnalysisJob):
             analyses: list[Analysis] = results
             later += analysis_rows(first.trace, analyses)
@@ -163,8 +163,8 @@ def rows_of(found: dict[Job, Any]) -> list[Row]:
 def _kind(job: Job) -> tuple[Any, ...]:
     """All but the seed."""
     if isinstance(job, Cell):
-        order = LOADS.index((job.decoders, job.each)) if (job.decoders, job.each) in LOADS else len(LOADS)
-        return 0, order, job.trace, job.decoders, job.each
+        order = LOADS.index((job.decoders, job.per_decoder)) if (job.decoders, job.per_decoder) in LOADS else len(LOADS)
+        return 0, order, job.trace, job.decoders, job.per_decoder
     if isinstance(job, AnalysisJob):
         return 1, 0, job.trace
     return (2, job.decoders, job.part) if isinstance(job, SyntheticCell) else (3, 0, "")

@@ -119,7 +119,7 @@ class SyntheticFound(NamedTuple):
 class SyntheticCell(NamedTuple):
     part: str
     decoders: int
-    each: int
+    per_decoder: int
     seed: int
 
 
@@ -135,19 +135,19 @@ def serve_synthetic(cell: SyntheticCell, size: SyntheticSize | None = None) -> S
         model = step_model(spec, "h200", "bf16", Topology(EXPERT_PARALLEL))
         placement = Placement.linear(spec.num_moe_layers, spec.num_experts, EXPERT_PARALLEL)
     recordings = phase_recordings(source.trace, halves.test)
-    in_flight = cell.decoders * cell.each
+    in_flight = cell.decoders * cell.per_decoder
     bench = bench_of(
         source,
         halves,
         recordings,
         cell.decoders,
-        cell.each,
+        cell.per_decoder,
         cell.seed,
         max(size.requests, 4 * in_flight),
         model,
         placement,
     )
-    unions = domain_unions(source, cell.each, 200, np.random.default_rng([cell.seed, 7]))
+    unions = domain_unions(source, cell.per_decoder, 200, np.random.default_rng([cell.seed, 7]))
     return SyntheticFound(bench.compare({router: bench.router(router) for router in ROUTERS}), unions)
 
 

@@ -62,7 +62,7 @@ STEP_TOKENS = (128, 1024, 8192, 32768)
 
 class JointCell(NamedTuple):
     trace: str
-    each: int
+    per_rank: int
     """Requests in flight on a rank, on average."""
     seed: int
     """Of the split and of the order of requests."""
@@ -130,24 +130,24 @@ def bench_of(cell: JointCell, data: Path | None, requests: int | None = None, si
         halves = Halves(np.sort(order[: size.fitted]), np.sort(order[size.fitted :]))
         known, served = (phase_recordings(source.trace, half) for half in halves)
     for name, half in (("to fit", known), ("to serve", served)):
-        if RANKS * cell.each > len(half):
-            raise ConfigError(f"{RANKS} x {cell.each} in flight need as many recordings; {len(half)} are {name}")
-    return _bench(cell, source, halves, known, served, requests or TURNS * RANKS * cell.each)
+        if RANKS * cell.per_rank > len(half):
+            raise ConfigError(f"{RANKS} x {cell.per_rank} in flight need as many recordings; {len(half)} are {name}")
+    return _bench(cell, source, halves, known, served, requests or TURNS * RANKS * cell.per_rank)
 
 
 def _bench(
     cell: JointCell, source: Source, halves: Halves, known: Recordings, served: Recordings, requests: int
 ) -> GroupBench:
     counts = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
-    fitted = RouterFit(RANKS, batch=cell.each).fit(counts, np.random.default_rng([cell.seed, 1]))
+    fitted = RouterFit(RANKS, batch=cell.per_rank).fit(counts, np.random.default_rng([cell.seed, 1]))
     model = step_model(get_model(cell.trace), "h200", DTYPES[cell.trace], Topology(RANKS))
     loops = [
         GroupLoop(
             draw_requests(records, requests, np.random.default_rng([cell.seed, number])),
             model,
             fitted,
-            RANKS * cell.each,
-            ROOM * cell.each,
+            RANKS * cell.per_rank,
+            ROOM * cell.per_rank,
         )
         for number, records in ((3, known), (2, served))
     ]
@@ -159,7 +159,7 @@ def serve_cell(cell: JointCell, data: Path | None, requests: int | None = None, 
     bench = bench_of(cell, data, requests, size)
     spec, joint, in_order = bench.spec, bench.router("joint"), bench.in_order
     asked = bench.known.serve(in_order, joint).asked
-    extra = min(EXTRA_SLOTS, slots_that_fit(spec, bench.served.model.dtype, cell.each * ROOM * CONTEXT))
+    extra = min(EXTRA_SLOTS, slots_that_fit(spec, bench.served.model.dtype, cell.per_rank * ROOM * CONTEXT))
     more = replicated(spec, asked, extra)
     loaded = decode_prices(bench, more)
     found = _chain("main", bench, extra, more, loaded.prices)
@@ -169,7 +169,14 @@ def serve_cell(cell: JointCell, data: Path | None, requests: int | None = None, 
     slow = bench.linked(INFINIBAND_400G)
     found |= _chain("slow link", slow, extra, more, decode_prices(slow, more).prices)
     tight = DecodeBatcher(loaded.prices, budget_us=TIGHT * loaded.step_us)
-    budget = Served("budget", SCHEDULING, "joint", extra, "demand", f"{TIGHT:g} of a step")
+    budget = Served(
+        part="budget",
+        configuration=SCHEDULING,
+        router="joint",
+        extra_slots=extra,
+        planner="demand",
+        budget=f"{TIGHT:g} of a step",
+    )
     found[budget] = bench.outcome(more, joint, tight)
     for fewer in (slots for slots in FEWER_SLOTS if slots < extra):
         some = Served("replicas", REPLICATION, "joint", fewer, "demand")
@@ -197,7 +204,14 @@ def single_steps(bench: GroupBench, placements: dict[Single, Placement], seed: i
     for tokens in STEP_TOKENS:
         for where, placement in placements.items():
             configuration = REPLICATION if where.extra_slots else STANDARD
-            one = Served("step size", configuration, "even", where.extra_slots, where.planner, tokens=tokens)
+            one = Served(
+                part="step size",
+                configuration=configuration,
+                router="even",
+                extra_slots=where.extra_slots,
+                planner=where.planner,
+                tokens=tokens,
+            )
             found[one] = single_step(bench, placement, tokens, np.random.default_rng([seed, 5, tokens]))
     return found
 
@@ -208,22 +222,24 @@ def single_step(bench: GroupBench, placement: Placement, tokens: int, rng: Gener
     ids, home = recorded[rng.integers(0, len(recorded), tokens)], np.arange(tokens) % RANKS
     part = Group(bench.served.model, placement).step(ids, home, np.full(tokens, CONTEXT))
     return GroupOutcome(
-        1e3 * part.total_s,
-        1e3 * part.total_s,
-        tokens / part.total_s,
-        100.0 * part.all_to_all_s / part.total_s,
-        100.0 * part.experts_s / part.total_s,
-        100.0 * part.remote / part.activations,
-        1.0,
-        100.0,
-        1,
+        tbt_mean_ms=1e3 * part.total_s,
+        tbt_p99_ms=1e3 * part.total_s,
+        tokens_per_s=tokens / part.total_s,
+        all_to_all_pct=100.0 * part.all_to_all_s / part.total_s,
+        experts_pct=100.0 * part.experts_s / part.total_s,
+        remote_pct=100.0 * part.remote / part.activations,
+        uneven=1.0,
+        decoding_pct=100.0,
+        steps=1,
     )
 
 
 def _chain(part: str, bench: GroupBench, extra: int, more: Placement, prices: DecodePrices) -> Found:
     """The published steps; `more` is the placement with `extra` slots a rank."""
     joint, link = bench.router("joint"), bench.served.model.topology.intra.name
-    replicas = Served(part, REPLICATION, "joint", extra, "demand", link=link)
+    replicas = Served(
+        part=part, configuration=REPLICATION, router="joint", extra_slots=extra, planner="demand", link=link
+    )
     return {
         Served(part, STANDARD, "round_robin", link=link): bench.outcome(bench.in_order, bench.router("round_robin")),
         Served(part, ROUTING, "joint", link=link): bench.outcome(bench.in_order, joint),
@@ -286,6 +302,6 @@ def slots_that_fit(spec: ModelSpec, dtype: WeightDtype, kv_tokens: int) -> int:
     dense = sum(times * sum(n * k for n, k in shapes) for shapes, times in dense_shapes(spec))
     others = BYTES_PER_WEIGHT[dtype] * (dense + 2 * spec.vocab_size * spec.hidden_size)
     slot = spec.num_moe_layers * spec.expert_bytes(dtype)
-    each = spec.num_experts // RANKS
-    left = USABLE * DEVICE_BYTES - others - each * slot - kv_tokens * spec.kv_bytes_per_token
-    return max(0, min(spec.num_experts - each, int(left // slot)))
+    experts_per_rank = spec.num_experts // RANKS
+    left = USABLE * DEVICE_BYTES - others - experts_per_rank * slot - kv_tokens * spec.kv_bytes_per_token
+    return max(0, min(spec.num_experts - experts_per_rank, int(left // slot)))

@@ -75,10 +75,10 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
 def rows_of(found: dict[JointCell, Found]) -> list[Row]:
     """One row a configuration; cells that differ in their seed alone are its samples. Recorded routing first."""
     rows: list[Row] = []
-    kinds = dict.fromkeys((cell.trace, cell.each) for cell in found)
-    for trace, each in sorted(kinds, key=lambda kind: kind[0] not in TRACES):
-        runs = [one for cell, one in found.items() if (cell.trace, cell.each) == (trace, each)]
-        rows += [_row(trace, each, served, runs) for served in sorted(runs[0], key=_order)]
+    kinds = dict.fromkeys((cell.trace, cell.per_rank) for cell in found)
+    for trace, per_rank in sorted(kinds, key=lambda kind: kind[0] not in TRACES):
+        runs = [one for cell, one in found.items() if (cell.trace, cell.per_rank) == (trace, per_rank)]
+        rows += [_row(trace, per_rank, served, runs) for served in sorted(runs[0], key=_order)]
     return rows
 
 
@@ -86,7 +86,7 @@ def _order(served: Served) -> tuple[int, int, int]:
     return PARTS.index(served.part), served.tokens or 0, CHAIN.index(served.configuration)
 
 
-def _row(trace: str, each: int, served: Served, runs: Sequence[Found]) -> Row:
+def _row(trace: str, per_rank: int, served: Served, runs: Sequence[Found]) -> Row:
     row: Row = {
         "part": served.part,
         "trace": trace,
@@ -94,7 +94,7 @@ def _row(trace: str, each: int, served: Served, runs: Sequence[Found]) -> Row:
         "configuration": served.configuration,
         "router": served.router,
         "ranks": RANKS,
-        "in_flight": served.tokens or RANKS * each,
+        "in_flight": served.tokens or RANKS * per_rank,
         "extra_slots": served.extra_slots,
         "experts_placed_by": served.planner or "order",
         "budget": served.budget,

@@ -130,8 +130,8 @@ class Fleet(NamedTuple):
     def of(cls, phase: str, tokens: int, setting: DomainSetting) -> Fleet:
         spec, topology = get_model(MODEL), Topology(setting.ranks)
         model = step_model(spec, "h200", topology=topology)
-        each = -(-tokens // setting.ranks)
-        batch = Batch(prefill_tokens=each) if phase == "prefill" else Batch(each, each * setting.context)
+        per_rank = -(-tokens // setting.ranks)
+        batch = Batch(prefill_tokens=per_rank) if phase == "prefill" else Batch(per_rank, per_rank * setting.context)
         return cls(model, Objective.of(model, tokens, horizon=setting.steps), batch, tokens * spec.top_k)
 
 
@@ -143,7 +143,9 @@ def serve(policy: str, shares: Array, fleet: Fleet, setting: DomainSetting, adva
     fleet = fleet._replace(objective=replace(fleet.objective, planning_s=planning_s))
     decide = _decider(policy, shares, fleet, setting)
     step_s, moe_s, cost_s, balance = np.zeros((4, len(shares) - 1))
-    served = Served(step_s, moe_s, cost_s, balance, [], planning_s, placement)
+    served = Served(
+        step_s=step_s, moe_s=moe_s, cost_s=cost_s, balance=balance, moves=[], planning_s=planning_s, last=placement
+    )
     for window in range(len(shares) - 1):
         decision = decide(Load(shares[window] * fleet.rows * setting.steps, setting.steps), placement)
         if decision.planned:

@@ -169,7 +169,14 @@ class _Run:
         moved = scale * float(np.mean(self.moves)) if self.moves else 0.0
         every = (self.end - self.begin) / max(1, len(self.moves))
         total = after + float(self.cost_s[counted].sum())
-        return Outcome(before / total - 1, before / after - 1, moved, len(self.moves), self.planned, every)
+        return Outcome(
+            gain=before / total - 1,
+            processing_gain=before / after - 1,
+            moves=moved,
+            rounds=len(self.moves),
+            planned=self.planned,
+            interval=every,
+        )
 
 
 def busiest_rank(loads: NDArray[np.float32], placement: Placement) -> Array:

@@ -85,12 +85,12 @@ class Steps:
         """Experts in order, and on each rank the most popular ones of the others."""
         if replicas not in self._placements:
             ranks, experts = self.case.ranks, self.shares.shape[1]
-            each = experts // ranks
-            slots = np.empty((len(self.shares), ranks, each + replicas), np.int32)
+            per_rank = experts // ranks
+            slots = np.empty((len(self.shares), ranks, per_rank + replicas), np.int32)
             for layer, order in enumerate(np.argsort(-self.shares, axis=1, kind="stable")):
                 for rank in range(ranks):
-                    home = np.arange(rank * each, (rank + 1) * each)
-                    slots[layer, rank] = [*home, *order[order // each != rank][:replicas]]
+                    home = np.arange(rank * per_rank, (rank + 1) * per_rank)
+                    slots[layer, rank] = [*home, *order[order // per_rank != rank][:replicas]]
             self._placements[replicas] = Placement(slots.reshape(len(slots), -1), ranks, experts)
         return self._placements[replicas]
 

@@ -124,7 +124,7 @@ class Bench:
     def __init__(self, windows: Windows, batch: int, spec: ModelSpec | None) -> None:
         self.windows = windows
         ranks, layers, experts = windows.planned_on.shape
-        self.each = experts // ranks
+        self.experts_per_rank = experts // ranks
         self.static = held_by(Placement.linear(layers, experts, ranks))
         settings = ActionSettings()
         # Activations by layer of the steps that a decayed demand stands for.
@@ -139,7 +139,7 @@ class Bench:
     def strategies(self) -> dict[str, Found]:
         planner = self.with_settings(extra_slots=0, min_saving_s=0.0)
         planned = planner.rebalance(self.windows.planned_on * self.scale, self.static)
-        popular, extra = planned.held, max(1, self.each // 4)
+        popular, extra = planned.held, max(1, self.experts_per_rank // 4)
         return {
             "static": self.fixed(self.static),
             "popularity": self.fixed(popular)._replace(moved=float((popular & ~self.static).sum())),
@@ -203,21 +203,21 @@ def _replica_rows(domains: Domains, bench: Bench, popular: Held, batch: int) -> 
     """How much a replica buys: from a sixteenth of a rank's experts, which is what +6.2% memory is, to half of them."""
     rows = []
     for part in (16, 8, 4, 2):
-        if bench.each % part:
+        if bench.experts_per_rank % part:
             continue
-        found = bench.dynamic(popular, bench.with_settings(extra_slots=bench.each // part, swap_top=0))
+        found = bench.dynamic(popular, bench.with_settings(extra_slots=bench.experts_per_rank // part, swap_top=0))
         row = _row(domains, SHIFTING, "replication", found, bench, batch)
-        rows.append(row | {"table": "replicas", "extra_slots": bench.each // part, "published": None})
+        rows.append(row | {"table": "replicas", "extra_slots": bench.experts_per_rank // part, "published": None})
     return rows
 
 
 def _execution_rows(domains: Domains, bench: Bench, target: Held, spec: ModelSpec | None) -> list[dict[str, Any]]:
     """The largest migration there is here, from the static to the popularity-aware placement, by staging."""
-    current = placement_of(bench.static, bench.each)
-    wanted = placement_of(target, bench.each, current)
+    current = placement_of(bench.static, bench.experts_per_rank)
+    wanted = placement_of(target, bench.experts_per_rank, current)
     expert_bytes = spec.expert_bytes() if spec else 44e6
     rows = []
-    for staging in sorted({min(staging or bench.each, bench.each) for staging in STAGING}):
+    for staging in sorted({min(staging or bench.experts_per_rank, bench.experts_per_rank) for staging in STAGING}):
         limits = Limits(expert_bytes, expert_bytes * staging)
         schedule = schedule_moves(current, wanted, Topology(RANKS), limits)
         timing = schedule.timing(STEP_S, HIDE_STEPS, LINK_SHARE)

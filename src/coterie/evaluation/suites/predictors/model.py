@@ -54,7 +54,14 @@ def model_cases(options: SuiteOptions, report: Report, notes: list[str]) -> list
     trace = long_enough(trace, np.arange(trace.num_requests), loaded.name, notes)
     table = dry_run_table(loaded.model, loaded.name)
     return [
-        Case(loaded.name, trace, TWO_PHASES, prompt_groups(trace), None, table),
+        Case(
+            name=loaded.name,
+            trace=trace,
+            questions=TWO_PHASES,
+            groups=prompt_groups(trace),
+            prompts=None,
+            dry_run=table,
+        ),
         *_second_turns(options, loaded, prompts, trace, report, notes),
     ]
 

@@ -54,27 +54,27 @@ def with_token_strings(
         raise ConfigError(f"{name}: {len(texts)} rows beside the trace, which has {trace.num_requests} requests")
     lengths = trace.lengths
     # One row fewer than tokens: the last generated token was never fed back.
-    there = [
+    present = [
         i
         for i, text in enumerate(texts)
         if text.prompt and text.tokens and len(text.tokens) == lengths[i] + 1 and lengths[i] >= MIN_TOKENS
     ]
-    if options.requests is not None and options.requests < len(there):
-        there = sorted(np.random.default_rng(options.seed).permutation(there)[: options.requests].tolist())
-    known = [texts[i] for i in there]
+    if options.requests is not None and options.requests < len(present):
+        present = sorted(np.random.default_rng(options.seed).permutation(present)[: options.requests].tolist())
+    known = [texts[i] for i in present]
     numbers: dict[str, int] = {}
     ids = [
         np.array([numbers.setdefault(token, len(numbers)) for token in (text.tokens or [])[:-1]], np.int32)
         for text in known
     ]
-    part = taken(trace, np.array(there, np.int64))
+    part = taken(trace, np.array(present, np.int64))
     tokens, offsets = part.arrays()
     whole = ActivationTrace.from_arrays(
         part.meta, tokens.expert_ids, offsets, part.requests, tokens.phase, np.concatenate(ids)
     )
     cut = [longest_match(text.prompt or "", numbers) for text in known]
     notes.append(
-        f"{name}: {len(there)} of {trace.num_requests} requests, those whose token strings are known and match their "
+        f"{name}: {len(present)} of {trace.num_requests} requests, those whose token strings are known and match their "
         f"rows; {len(numbers):,} strings stand for token ids. Prompts are cut up by longest match, as the model's "
         "tokenizer is not at hand: near its tokens, not always the same."
     )

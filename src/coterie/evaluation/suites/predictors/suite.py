@@ -63,13 +63,13 @@ def _alike_in_service(file: Path) -> str:
     assert isinstance(trace, RequestTrace)
     assert trace.prefix_blocks is not None
     assert trace.block_tokens is not None
-    index, alike, hits = PrefixIndex(), SimilarPrefix().similarity, 0
+    index, threshold, hits = PrefixIndex(), SimilarPrefix().similarity, 0
     for blocks, tokens in zip(trace.prefix_blocks, trace.prompt_tokens.tolist(), strict=True):
         found = index.longest(blocks)
-        hits += found is not None and min(tokens, found.tokens * trace.block_tokens) >= alike * tokens
+        hits += found is not None and min(tokens, found.tokens * trace.block_tokens) >= threshold * tokens
         index.add(blocks)
     return (
-        f"{file.parent.name}: {hits / len(trace):.0%} of {len(trace):,} requests of a service share {alike:.0%} of "
+        f"{file.parent.name}: {hits / len(trace):.0%} of {len(trace):,} requests of a service share {threshold:.0%} of "
         f"their prompt with an earlier one, by blocks of {trace.block_tokens} tokens: so often would similar_prefix "
         "find one there. Its routing is not known."
     )

@@ -150,7 +150,15 @@ def load_recording(path: Path) -> Recording:
     counts = np.array([footprint(one, experts) for one in ids], dtype=np.int64)
     predicted = np.array([predicted for predicted, _ in halves[1]])
     kind = vq(predicted.reshape(len(predicted), -1), centres)[0].astype(np.int64)
-    return Recording(predicted, np.concatenate(ids), first, lengths, counts, kind, calibration)
+    return Recording(
+        predicted=predicted,
+        expert_ids=np.concatenate(ids),
+        first=first,
+        tokens=lengths,
+        counts=counts,
+        kind=kind,
+        calibration=calibration,
+    )
 
 
 @lru_cache(maxsize=4)
@@ -203,11 +211,11 @@ class Bench:
         recording: Recording,
         drawn: Drawn,
         order: str,
-        typical_tokens: NDArray[np.int64],
+        prior_tokens: NDArray[np.int64],
     ) -> None:
-        """`typical_tokens` are prompt lengths of other requests: latency_aware is told those, and the `order`."""
+        """`prior_tokens` are prompt lengths of other requests: latency_aware is told those, and the `order`."""
         self.regime, self.recording, self.drawn, self.order = regime, recording, drawn, order
-        self.typical_tokens = typical_tokens
+        self.prior_tokens = prior_tokens
         spec = get_model(model)
         ranks = regime.ranks
         topology = Topology(ranks)
@@ -232,7 +240,7 @@ class Bench:
         return loads
 
     def cost(self) -> StepCost:
-        mean = round(float(self.typical_tokens.mean()))
+        mean = round(float(self.prior_tokens.mean()))
         return StepCost.for_phase(self.model, self.regime.phase, self.regime.places, mean, self.placement)
 
     def strategy(self, name: str) -> Strategy:
@@ -245,7 +253,7 @@ class Bench:
         rows = draw_order(calibration.kind, self.order, running + TRUST_REQUESTS, rng)
         scale = np.ones((len(rows), 1, 1))
         if regime.phase == "prefill":
-            scale = rng.choice(self.typical_tokens, len(rows))[:, None, None].astype(np.float64)
+            scale = rng.choice(self.prior_tokens, len(rows))[:, None, None].astype(np.float64)
         predicted, truth = calibration.predicted[rows] * scale, calibration.truth[rows] * scale
         return measure_trust(self.cost(), predicted, truth, np.arange(len(rows)), running=running)
 
@@ -275,8 +283,15 @@ def run_cell(cell: Cell, names: tuple[str, ...], requests: int, data: Path) -> d
     arrivals = load_arrivals(data / "requests" / ARRIVALS[cell.arrivals])
     seed = [cell.seed, sorted(ROUTING).index(cell.model), sorted(ARRIVALS).index(cell.arrivals)]
     drawn = draw(recording, arrivals, cell.order, requests, np.random.default_rng(seed))
-    typical = draw(recording, arrivals, cell.order, requests, np.random.default_rng([*seed, 1])).prompt_tokens
-    bench = Bench(REGIMES[cell.regime], cell.model, recording, drawn, cell.order, typical)
+    prior_tokens = draw(recording, arrivals, cell.order, requests, np.random.default_rng([*seed, 1])).prompt_tokens
+    bench = Bench(
+        regime=REGIMES[cell.regime],
+        model=cell.model,
+        recording=recording,
+        drawn=drawn,
+        order=cell.order,
+        prior_tokens=prior_tokens,
+    )
     at_once = summarise(bench.run(strategies.make("fcfs"), 1e9, np.random.default_rng(seed)))
     rate = cell.load * at_once.throughput
     return {name: summarise(bench.run(bench.strategy(name), rate, np.random.default_rng(seed))) for name in names}
