@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import coterie.registry
 from coterie.errors import ConfigError, UnknownNameError
 from coterie.registry import Registry
 
@@ -94,3 +96,9 @@ def test_a_known_name_imports_no_plugin(plugin: str) -> None:
 def test_without_a_group_no_entry_point_is_read(plugin: str) -> None:
     assert plugin
     assert Registry[str]("planner").names() == []
+
+
+def test_examples_of_the_docstrings_run() -> None:
+    found = doctest.testmod(coterie.registry)
+    assert found.attempted >= 9
+    assert found.failed == 0
