@@ -112,7 +112,7 @@ def test_a_fit_that_fails_leaves_the_last_one():
     trace = make_trace()
     made = RecentPopularity().fit(trace)
     before = made.predict(PredictRequest())
-    with pytest.raises(ConfigError, match="no token to fit on: the 4 requests"):
+    with pytest.raises(ConfigError, match="no token to fit on: the requests chosen of 4 have none"):
         made.fit(trace, np.empty(0, np.int64))
     with pytest.raises(ConfigError, match="request 4 must be in 0 … 3"):
         made.fit(trace, np.array([4]))

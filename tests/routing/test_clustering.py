@@ -160,7 +160,7 @@ def test_what_cannot_work_is_refused() -> None:
         assign(np.zeros((5, 2)), np.array([2, 2]))
     with pytest.raises(ConfigError, match="finite"):
         assign(np.full((5, 2), np.nan), np.array([3, 2]))
-    with pytest.raises(ConfigError, match="as many"):
+    with pytest.raises(ConfigError, match="equal shapes"):
         match(np.zeros((3, 2)), np.zeros((4, 2)))
     with pytest.raises(ConfigError, match="margin"):
         recluster(rows[:2], rows, np.random.default_rng(0), margin=1.5)

@@ -116,7 +116,7 @@ class _Waiting(NamedTuple):
 class _Worker:
     group: int
     """Full-attention group; -1 while the assumed one is known to be wrong."""
-    told: bool = False
+    group_named: bool = False
     """Whether the engine named the group."""
     held: _Table = field(default_factory=lambda: _Table(2))
     blocks: int = 0
@@ -228,7 +228,7 @@ class KVDirectory:
     def match(self, hashes: Sequence[BlockHash] | NDArray[np.uint64]) -> NDArray[np.int64]:
         """[worker] leading blocks of a prompt that each worker holds, by the hashes its engine gives them.
 
-        Right only where all workers hash alike: else match the tokens.
+        Right only where all workers share a hash function: else match the tokens.
         """
         depth = np.zeros(self.num_workers, np.int64)
         if len(hashes):
@@ -297,10 +297,10 @@ class KVDirectory:
 
     def _learn_group(self, worker: int, state: _Worker, event: BlockStored) -> None:
         """Set the full-attention group from the first event that names its group's kind."""
-        if event.kv_cache_spec_kind is None or event.group_idx is None or state.told:
+        if event.kv_cache_spec_kind is None or event.group_idx is None or state.group_named:
             return
         if event.kv_cache_spec_kind in _FULL_ATTENTION:
-            state.told, group = True, event.group_idx
+            state.group_named, group = True, event.group_idx
         else:
             group = -1 if event.group_idx == state.group else state.group
         if group != state.group:

@@ -52,7 +52,7 @@ class LocalityBand:
         )
         worker = chosen(found, fleet)
         load = f"{fleet.running.item(worker)} in flight"
-        return Decision(worker, scores, f"{load}, the fewest of {inside} within {self.band:g} of the most alike")
+        return Decision(worker, scores, f"{load}, the fewest of {inside} within {self.band:g} of the most similar")
 
 
 @njit()
