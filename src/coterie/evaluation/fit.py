@@ -89,7 +89,7 @@ def fit_and_score(
 def score(
     fitted: RouterFit, fit: Calibration, test: Calibration, speeds: NDArray[np.float64] | None, rng: np.random.Generator
 ) -> dict[str, list[dict[str, Any]]]:
-    """Expected distinct experts on held-out requests, compared with round robin."""
+    """Score on held-out requests: rho, and distinct experts compared with round robin."""
     requests, workers = len(test.prefill), fitted.workers
     if requests < max(3, workers):
         return {"rho": [], "distinct": []}

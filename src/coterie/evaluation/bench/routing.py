@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # numba takes a second to import: only when a bench runs
 
 SHAPE = "qwen3-30b-a3b"
 LAYERS, EXPERTS, TOP_K = 48, 128, 8
-"""Requests of that shape."""
+"""Sizes of that shape."""
 GROUPS = 12
 """Kinds of request; each prefers experts of its own."""
 SIZES = (24, 1000)

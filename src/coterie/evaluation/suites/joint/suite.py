@@ -40,7 +40,7 @@ NAME = "joint"
 SEEDS = (0, 1, 2, 3, 4)
 """Seeds; each gives a split of the recorded requests and an order."""
 FEW_SEEDS = 3
-"""Seeds for synthetic routing."""
+"""Number of seeds for synthetic routing."""
 NO_DATA = "No recorded routing: only synthetic routing ran. Set COTERIE_DATA to the folder of real data (docs/data.md)."
 SAVINGS = {"tbt_mean_saving": "tbt_mean_ms", "tbt_p99_saving": "tbt_p99_ms"}
 """Key of a row → field of an outcome that it compares."""
