@@ -66,7 +66,7 @@ def demo_command(
         ],
         note="experts: distinct experts per layer and decode step, counted in the workers; fewer: saving against round "
         "robin, mean over steps; token: the same, weighted by tokens; rows: the same, at equal batch size. H200: "
-        f" predicted milliseconds of a token's step in the shape of {result.shape} (32 experts per layer, 4 per "
+        f"predicted milliseconds of a token's step in the shape of {result.shape} (32 experts per layer, 4 per "
         "token, as in this model); CPU: measured on this machine",
     )
     best = result.rows[-1]

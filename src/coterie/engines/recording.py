@@ -1,4 +1,4 @@
-"""What is sent to a server that is recorded, whichever engine it runs."""
+"""Sending prompts to a server that is recorded, for any engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sending:
     concurrency: int = 8
     """Requests in flight."""
     max_tokens: int = 64
-    """Of an answer."""
+    """Largest number of tokens per answer."""
     chat: bool = True
     """Use the server's chat template."""
     report: Progress = _no_report

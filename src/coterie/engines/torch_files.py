@@ -174,7 +174,7 @@ class _Request:
 
     @property
     def position(self) -> int:
-        """Of its next token."""
+        """Position of its next token."""
         return self.first_position + len(self.rows)
 
     def take(self, rows: range, phase: int) -> None:
@@ -188,7 +188,7 @@ class _Joiner:
 
     requests: list[_Request] = field(default_factory=list)
     live: list[_Request] = field(default_factory=list)
-    """Those that may go on, in batch order."""
+    """Requests that may continue, in batch order."""
     chunked: _Request | None = None
     """The last prompt of the last prompt pass: the only one that may be unfinished."""
 

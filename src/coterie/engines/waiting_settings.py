@@ -1,4 +1,4 @@
-"""What the order of waiting requests is decided by: the user's settings, the loads of requests, the cost of a step."""
+"""How waiting requests are ordered: the user's settings, the loads of requests, the cost of a step."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     strategy: str
     """Name of a registered strategy."""
     options: dict[str, Any] = {}
-    """Settings of the strategy's own."""
+    """Settings of the strategy."""
     window_size: int = 32
-    """Oldest waiting requests a strategy may choose from."""
+    """Number of oldest waiting requests that a strategy may choose from."""
     batch_size: int = 8
     """Requests selected at once, or as many as there are free places if that is more. With 1 an engine that frees
     one place at a time always takes the oldest."""
     max_skips: int | None = DEFAULT_MAX_SKIPS
     """Times a request may be passed over before it must be taken; null never forces one."""
     phase: Literal["decode", "prefill"] = "decode"
-    """What a request's load is: of one decode step (1 token), or of the tokens it has still to compute."""
+    """What counts as a request's load: one decode step (1 token), or all tokens it has still to compute."""
     loads: str | None = None
     """File of a token table that predicts the load of a request that comes without a footprint."""
     device: str | None = None
     """Preset of the device, for `latency_aware`: it then minimises predicted time there. Without, it evens the load
     out, which is right across ranks and wrong in one device's decode."""
     seed: int = 0
-    """Of strategies that draw at random."""
+    """Seed for strategies that draw at random."""
     decisions: str | None = None
     """File to append a line of JSON to for every selection: who was in the window, who was taken and why. For looking
     into things: it grows without bound."""
@@ -102,7 +102,7 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class LoadSource:
-    """What a request's token brings to each expert: counted in its footprint, else predicted by a table."""
+    """Load of a request's token on each expert: from its footprint, else predicted by a table."""
 
     def __init__(self, table: TokenTable | None, num_layers: int = 0, num_experts: int = 0) -> None:
         """The shape is the model's, dense layers counted; with a table it is the table's."""

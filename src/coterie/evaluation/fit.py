@@ -17,15 +17,15 @@ from coterie.routing.union import expected_distinct_of, tangents
 from coterie.traces import ActivationTrace
 
 TEST_SHARE = 0.3
-"""Of the requests read; the others calibrate."""
+"""Share of the requests held out for testing."""
 REQUESTS = 1400
-"""Read, unless said."""
+"""Requests to read by default."""
 
 Report = Callable[[str, int, int], None]
 
 
 class ScoredFit(NamedTuple):
-    """A router, and what it makes of requests it has not seen."""
+    """A fitted router and its scores on held-out requests."""
 
     fitted: RouterFit
     calibration_requests: int
@@ -33,11 +33,11 @@ class ScoredFit(NamedTuple):
     halved: bool
     """The trace has one phase: first and second halves of requests stand for prefill and decode."""
     rho: list[dict[str, Any]]
-    """Of each signature: how well likeness before decode tells likeness in it. Empty where requests are too few."""
+    """Per signature: rank correlation of similarity in prefill with that in decode. Empty if requests are too few."""
     distinct: list[dict[str, Any]]
-    """Of each way to cluster: expected distinct experts of a step."""
+    """Per clustering: expected distinct experts per step."""
     seconds: dict[str, float]
-    """Of each part of the fit."""
+    """Seconds per part of the fit."""
 
 
 def check_weighting(weighting: str) -> None:
@@ -89,7 +89,7 @@ def fit_and_score(
 def score(
     fitted: RouterFit, fit: Calibration, test: Calibration, speeds: NDArray[np.float64] | None, rng: np.random.Generator
 ) -> dict[str, list[dict[str, Any]]]:
-    """What the router makes of requests it has not seen, beside round robin."""
+    """Score on held-out requests: rho, and distinct experts compared with round robin."""
     requests, workers = len(test.prefill), fitted.workers
     if requests < max(3, workers):
         return {"rho": [], "distinct": []}

@@ -1,8 +1,8 @@
 """Fleets of the ELDR suite: recorded requests in two halves, routers fitted on the one and run on the other.
 
-Of a request, the first half of its tokens is what a router sees and the second is what is decoded. A closed loop keeps
-so many in flight; no recorded request is there twice. What counts begins when all who were there at the start have been
-replaced once, and ends when the loop can no longer be kept full.
+A router sees the first half of a request's tokens; the second half is decoded. A closed loop keeps a fixed number of
+requests in flight, no recorded request twice at a time. The measured part begins when all requests of the start have
+been replaced once, and ends when the loop can no longer be kept full.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from coterie.types import Placement
 TRACES = {"gpt-oss-20b": "gpt-oss-20b/routing.npz", "deepseek-v2-lite": "deepseek-v2-lite/routing_tokens.npz"}
 BASE = "round_robin"
 BALANCERS = ("random", "round_robin", "join_shortest_queue", "power_of_two")
-"""They look at load, or at nothing."""
+"""Routers that look at load alone, or at nothing."""
 ROUTERS = (*BALANCERS, "domain", "pressure", "locality_band", "latency_aware")
 ROOM = 4
-"""Places of a decoder, in requests that it has on average: no published router has a bound near what it runs."""
+"""Capacity of a decoder, as a multiple of its mean requests: no published router has a bound near its mean."""
 REQUESTS = 2000
-"""Of a run; about half of them count where nearly all recordings are in flight."""
+"""Requests per run; about half are measured where nearly all recordings are in flight."""
 CONTEXT = 512
-"""Cached tokens of a request that step prices are taken at."""
+"""Cached tokens per request at which step prices are taken."""
 
 
 class Source(NamedTuple):
@@ -67,7 +67,7 @@ def recorded_source(data: Path, name: str) -> Source:
 
 
 class Halves(NamedTuple):
-    """Requests that routers are fitted on, and those that are served: numbers in the trace, rising."""
+    """Indices into the trace, ascending: requests to fit routers on, and requests to serve."""
 
     fit: NDArray[np.int64]
     test: NDArray[np.int64]
@@ -80,26 +80,26 @@ def split(source: Source, seed: int) -> Halves:
 
 
 class Outcome(NamedTuple):
-    """One run, its steady part."""
+    """Metrics of the steady part of a run."""
 
     active_experts: float
-    """Of a layer in a step, mean over steps."""
+    """Distinct experts per layer and step, mean over steps."""
     active_experts_by_token: float
     """The same, steps weighted by their tokens."""
     active_experts_by_time: float
-    """The same, steps weighted by how long they last: what decoders that step together would have on average."""
+    """The same, steps weighted by their duration."""
     experts_at_rows: float
-    """Over what round robin's steps of as many requests touch, steps weighted by their tokens; 1 for round robin."""
+    """Ratio to round robin's steps of equal batch size, weighted by tokens; 1 for round robin."""
     tpot_p50_ms: float
     tpot_p99_ms: float
     tpot_mean_ms: float
-    """Over requests."""
+    """Mean over requests."""
     tpot_token_ms: float
-    """Over tokens."""
+    """Mean over tokens."""
     step_ms: float
     requests: int
     uneven: float
-    """Deviation of the decoders' mean loads over their mean."""
+    """Coefficient of variation of the decoders' mean loads."""
 
 
 class Window(NamedTuple):
@@ -108,14 +108,14 @@ class Window(NamedTuple):
 
 
 def steady(run: FleetRun, in_flight: int) -> Window:
-    """From when as many as were there at first have followed them, until fewer are there than should be."""
-    came, went = np.sort(run.arrival_s[np.isfinite(run.arrival_s)]), np.sort(run.finish_s[np.isfinite(run.finish_s)])
-    if len(came) < 2 * in_flight:
-        raise ConfigError(f"requests={len(came)} must be more than twice the {in_flight} in flight")
-    left = np.searchsorted(came, went, side="right") - np.arange(1, len(went) + 1)
+    """From when the first requests have been replaced once, until fewer than `in_flight` are running."""
+    arrived, finished = (np.sort(times[np.isfinite(times)]) for times in (run.arrival_s, run.finish_s))
+    if len(arrived) < 2 * in_flight:
+        raise ConfigError(f"requests={len(arrived)} must be more than twice the {in_flight} in flight")
+    left = np.searchsorted(arrived, finished, side="right") - np.arange(1, len(finished) + 1)
     low = np.flatnonzero(left < in_flight)
-    until = float(went[low[0]]) if len(low) else run.end_s
-    since = float(came[2 * in_flight - 1])
+    until = float(finished[low[0]]) if len(low) else run.end_s
+    since = float(arrived[2 * in_flight - 1])
     if not since < until:
         raise ConfigError(f"the {in_flight} in flight were not replaced once before requests ran out: serve more")
     return Window(since, until)
@@ -128,7 +128,7 @@ def decode_steps(run: FleetRun, window: Window) -> NDArray[np.bool_]:
 
 
 Curve = NDArray[np.float64]
-"""Logarithm of a step's experts as a polynomial of that of its requests."""
+"""Polynomial: log(experts of a step) as a function of log(requests in it)."""
 
 
 def experts_by_rows(run: FleetRun, window: Window) -> Curve:
@@ -138,7 +138,7 @@ def experts_by_rows(run: FleetRun, window: Window) -> Curve:
 
 
 def outcome(run: FleetRun, window: Window, mixed: Curve) -> Outcome:
-    """`mixed` is :func:`experts_by_rows` of round robin's run."""
+    """Metrics of the window; `mixed` is :func:`experts_by_rows` of round robin's run."""
     found = summarise_fleet(run, since_s=window.since_s, until_s=window.until_s)
     loads, steps = found.worker_in_flight, decode_steps(run, window)
     rows, experts = run.step_decoding[steps], run.step_distinct[steps]
@@ -160,14 +160,14 @@ def outcome(run: FleetRun, window: Window, mixed: Curve) -> Outcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bench:
-    """One fleet and its requests: serves the same ones by any router."""
+    """One fleet and its requests, served under any router."""
 
     model: StepModel
     fitted: RouterFit
     requests: FleetRequests
     config: FleetConfig
     in_flight: int | None
-    """None where requests come at their own times."""
+    """None if requests have arrival times of their own."""
     labels: dict[str, tuple[int, ...]]
     """Domain → workers, by the domains of calibration requests."""
     seed: int
@@ -201,7 +201,7 @@ class Bench:
             raise ConfigError("compare is for closed loops: requests with arrival times have no steady in_flight")
         base = self.serve(self.router(BASE))
         window = steady(base, self.in_flight)
-        # Past its end all who came in it must have finished: those cut short would be the long ones.
+        # Run past its end until its requests have finished: dropping unfinished ones would drop the long ones.
         until_s = window.until_s + 2.0 * float(np.nanmax(base.finish_s - base.arrival_s))
         mixed = experts_by_rows(base, window)
         found = {BASE: outcome(base, window, mixed)}
@@ -214,7 +214,7 @@ class Bench:
 
 
 def closed_bench(source: Source, decoders: int, per_decoder: int, seed: int, requests: int = REQUESTS) -> Bench:
-    """A closed loop on a recorded trace, half of it for fitting."""
+    """Build a closed loop on a recorded trace; half of the requests are for fitting."""
     halves = split(source, seed)
     recordings = split_recordings(source.trace, halves.test)
     if decoders * per_decoder > len(recordings):
@@ -255,7 +255,7 @@ def bench_of(
 
 
 def domain_workers(source: Source, halves: Halves, decoders: int) -> dict[str, tuple[int, ...]]:
-    """What an operator who labels all requests would set up from the calibration requests."""
+    """Workers per domain, in proportion to the calibration requests."""
     domains = source.trace.requests.domains
     if domains is None:
         return {}

@@ -17,7 +17,7 @@ B = TypeVar("B")
 
 
 def in_parallel(work: Callable[[A], B], items: Sequence[A]) -> Iterator[tuple[A, B]]:
-    """Each item with its result, as they are done; a process for every core. Left early, it starts no further one."""
+    """Yield each item with its result as it completes, one process per core. Stopping early cancels the rest."""
     workers = min(os.cpu_count() or 1, len(items))
     if workers < 2:
         for item in items:
@@ -40,7 +40,7 @@ class Interval(NamedTuple):
 
 
 def interval(samples: NDArray[np.float64] | Sequence[float]) -> Interval:
-    """Mean and 95% by Student's t; of one sample, the sample."""
+    """Mean and 95% interval by Student's t; a single sample is its own interval."""
     values = np.asarray(samples, np.float64)
     mean = float(values.mean())
     if len(values) < 2:

@@ -32,11 +32,11 @@ KEPT_PROBLEMS = 5
 class FleetCounts:
     served: int = 0
     failed: int = 0
-    """Answered with a problem."""
+    """Requests answered with a problem."""
     handoffs: int = 0
     """Requests that a prefill worker answered."""
     footprints: int = 0
-    """Requests routed with one."""
+    """Requests routed with a footprint."""
     incomplete: int = 0
     """Footprints of prompts of which the prefill worker did not see every token's experts."""
     damaged: int = 0
@@ -48,7 +48,7 @@ class FleetCounts:
     retried: int = 0
     """Requests whose decode was tried a second time."""
     problems: list[str] = field(default_factory=list)
-    """Why, the first few."""
+    """Reasons of the first few failures."""
 
     def note(self, problem: str | None) -> None:
         if problem is not None and len(self.problems) < KEPT_PROBLEMS:
@@ -56,17 +56,17 @@ class FleetCounts:
 
 
 class Served(NamedTuple):
-    """What became of one request."""
+    """Result of one request."""
 
     name: str
     body: dict[str, Any] | None
-    """The decode worker's answer; None where it failed."""
+    """Body of the decode worker's answer; None if it failed."""
     decoder: int | None
     footprint: WireFootprint | None
     reason: str
-    """Of the router's choice."""
+    """Reason of the router's choice."""
     started_s: float
-    """On the monotonic clock."""
+    """Start, by the monotonic clock."""
     prefill_s: float
     total_s: float
     problem: str | None = None
@@ -86,7 +86,7 @@ class RoutedFleet:
     """Prefill workers, decode workers and the router between them. Close the clients yourself."""
 
     def __init__(self, prefill: Sequence[Client], decoders: Sequence[Client], router: Router, fleet: Fleet) -> None:
-        """`fleet` is what the router sees of the decoders, an empty one; the proxy keeps it up to date."""
+        """`fleet` is the router's view of the decoders; give an empty one, the proxy keeps it up to date."""
         if not prefill or not decoders:
             raise ConfigError(f"{len(prefill)} prefill and {len(decoders)} decode workers: at least one of each")
         self.router = router
@@ -101,7 +101,7 @@ class RoutedFleet:
     async def serve(
         self, path: str, body: Mapping[str, Any], name: str | None = None, domain: str | None = None
     ) -> Served:
-        """One request, not streamed."""
+        """Serve one request, not streamed."""
         name = name or uuid.uuid4().hex
         started = time.monotonic()
         request = {"request_id": name, **body, "stream": False}
@@ -161,7 +161,7 @@ class RoutedFleet:
         )
 
     async def look(self) -> int:
-        """Ask those marked dead for their health; how many are well again."""
+        """Check the health of workers marked dead; returns how many are well again."""
         back = 0
         for number, alive in enumerate(self.prefill_alive):
             if not alive and await self._prefill[number].well():
@@ -190,7 +190,7 @@ class RoutedFleet:
         return None
 
     def _params(self, first: Answer | None) -> tuple[dict[str, Any], WireFootprint | None]:
-        """What the decode worker is to be given, and the footprint that came with it."""
+        """Body for the decode worker, and the prompt's footprint."""
         params = None if first is None or first.body is None else first.body.get("kv_transfer_params")
         if not isinstance(params, dict):
             return {}, None
@@ -214,6 +214,6 @@ class RoutedFleet:
 
 
 async def _ask(client: Client, path: str, body: Mapping[str, Any], name: str) -> Answer:
-    """Its answer; a problem says which worker has it."""
+    """The worker's answer; a problem names the worker."""
     answer = await client.post(path, body, name)
     return answer if answer.problem is None else answer._replace(problem=f"{client.url}: {answer.problem}")

@@ -41,13 +41,13 @@ SIZES = tuple(1 << power for power in range(12, 25))
 """Bytes to send: 4 KB to 16 MB, from a decode step's tokens to a prefill's."""
 REPEATS = 25
 TIMEOUT_S = 300.0
-"""For everything, the start of the processes included."""
+"""Seconds for everything, including the start of the processes."""
 GRACE_S = 2.0
-"""After the first rank failed, how long to wait for word from the others: theirs may tell the cause."""
+"""Seconds to wait for the other ranks after the first failure: their errors may tell the cause."""
 BURST = 10
 """Calls between two CUDA events, so that the host runs ahead and launches hide behind the transfers."""
 POISON = 255
-"""What receiving buffers hold before: no payload has it."""
+"""Initial value of receiving buffers; no payload contains it."""
 
 
 class CollectiveMeasurement(msgspec.Struct, frozen=True):
@@ -64,14 +64,14 @@ class CollectiveMeasurement(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What every worker is told."""
+    """Settings of every worker."""
 
     processes: int
     backend: str
     sizes: tuple[int, ...]
     repeats: int
     timeout_s: float
-    """Of one operation: shorter than the whole, so that ranks that wait for a silent one fail and say so."""
+    """Seconds per operation: shorter than the whole, so that ranks waiting for a silent one fail."""
     store: str
 
 
@@ -85,7 +85,7 @@ class _Step(NamedTuple):
 class _Failure(NamedTuple):
     reason: str
     monotonic_s: float
-    """When: the first to fail is the cause, and the others follow within milliseconds."""
+    """Time of failure: the first is the cause, the others follow within milliseconds."""
 
 
 class _Answer(NamedTuple):
@@ -161,7 +161,7 @@ def _note(processes: int, backend: str) -> str:
 
 
 class _Rank:
-    """A worker, as the parent knows it."""
+    """A worker process, from the parent's side."""
 
     def __init__(self, number: int, plan: _Plan) -> None:
         context = torch.multiprocessing.get_context("spawn")
@@ -212,7 +212,7 @@ def _run(plan: _Plan, deadline: float, report: Report) -> _Answer:
 
 
 def _listen(ranks: Sequence[_Rank], deadline: float, total: int, report: Report) -> None:
-    """Until every rank has answered, failed or died, or time is up."""
+    """Wait until every rank has answered, failed or died, or time is up."""
     waiting = {rank.channel: rank for rank in ranks}
     troubled = False
     while waiting:

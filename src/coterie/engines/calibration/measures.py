@@ -45,7 +45,7 @@ def copies_to_flush(device: Any, nbytes: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSettings:
-    """What to measure, and how long."""
+    """Settings of a calibration."""
 
     dtypes: tuple[WeightDtype, ...] = ()
     """Weight dtypes of the experts. CUDA: bf16, fp8. CPU: fp32, bf16. None given: bf16 and fp8, or fp32."""
@@ -76,13 +76,13 @@ class CalibrationSettings:
     )
     """Batch sizes of the MoE cells. Powers of two alone would hide what a partly filled tile costs."""
     skews: tuple[float, ...] = (0.5, 1.0, 1.5)
-    """Zipf exponents measured beside the even spread."""
+    """Zipf exponents measured in addition to the even spread."""
     contexts: tuple[int, ...] = (128, 512, 2048, 8192)
     """Context lengths of the attention cells."""
     cell_ms: float = 20.0
     """Time to spend on one cell in one pass."""
     passes: int = 3
-    """Times to go over all MoE cells, each in another order; a cell's time is the median of its passes."""
+    """Passes over all MoE cells, each in another order; a cell's time is the median of its passes."""
     min_repeats: int = 5
 
     def __post_init__(self) -> None:

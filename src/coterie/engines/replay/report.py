@@ -30,15 +30,15 @@ class ReplayRow(NamedTuple):
     router: str
     steps: int
     tokens: float
-    """Of a step, mean."""
+    """Mean tokens per step."""
     active_experts: float
     """Distinct experts per layer of a step, mean."""
     mean_us: float
     median_us: float
     predicted_us: float
-    """Mean."""
+    """Mean predicted microseconds."""
     saving_pct: float
-    """Of the mean step time against the group's first router."""
+    """Saving of mean step time against the group's first router."""
     saving_low_pct: float
     saving_high_pct: float
     """95% interval."""
@@ -154,7 +154,7 @@ def read_measured(path: Path) -> Measured:
 
 
 def replay_notes(measured: Measured, model: StepModel, preset: str) -> list[str]:
-    """What to know before trusting the numbers."""
+    """Caveats for reading the numbers."""
     notes = [
         f"{measured.model} in {measured.dtype} on {measured.hardware['device']}, {measured.kernel}; "
         f"predicted for {preset}",

@@ -38,7 +38,7 @@ Pending = Callable[[], float]
 WARM_UP_STEPS = 20
 """Steps of each router run before any is timed: clocks rise within milliseconds."""
 MEMORY_SHARE = 0.9
-"""Of the free memory that weights may take."""
+"""Share of the free memory that weights may take."""
 TOLERANCE: Mapping[str, float] = {"fp32": 1e-4, "bf16": 2e-2, "fp8": 0.1}
 """Largest ‖out − reference‖ ÷ ‖reference‖: products in bf16 come to 0.005, fp8 activations to 0.05."""
 

@@ -50,7 +50,7 @@ class SGLangRecording(NamedTuple):
     trace: ActivationTrace | LoadTable
     """The load table is what the recorder's coarser modes hold."""
     tally: Tally
-    """Of the requests that were sent."""
+    """Tally of the requests that were sent."""
 
 
 def record_sglang(
@@ -79,7 +79,7 @@ class _Asked(NamedTuple):
         return self.sending.prompts
 
     def send(self, client: Client, served: str, **more: Any) -> AsyncGenerator[Answer, None]:
-        """Answers to the prompts, as they come."""
+        """Answers to the prompts, in order of arrival."""
         most = self.sending.max_tokens
         if self.sending.chat:
             bodies = (completion_body(p, served, most, True, **more) for p in self.prompts)

@@ -21,7 +21,7 @@ from coterie.engines.transformers.capture import CapturedStep, ExpertCapture
 
 
 class Generated(NamedTuple):
-    """One request, whole."""
+    """One generated request."""
 
     prompt_ids: list[int]
     output_ids: list[int]
@@ -30,7 +30,7 @@ class Generated(NamedTuple):
     gate_weights: NDArray[np.float32] | None
     """[prompt + output - 1, layer, k]"""
     stopped: bool
-    """By an end token; otherwise by the limit."""
+    """Whether it ended by an end token; else by the limit."""
 
 
 def generate_batch(

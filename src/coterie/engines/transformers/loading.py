@@ -27,7 +27,7 @@ class LoadedModel(NamedTuple):
     model: Any
     tokenizer: Any
     name: str
-    """Of the folder."""
+    """Name of the folder."""
 
 
 def load_model(path: str | Path, dtype: str = "float32", device: str = "cpu") -> LoadedModel:

@@ -37,21 +37,21 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class RecordingSettings:
-    """All that decides what a recording holds, beside the model and the prompts."""
+    """Settings of a recording; with the model and the prompts they determine it."""
 
     max_tokens: int = 64
-    """Tokens to generate for a prompt, at most."""
+    """Largest number of tokens to generate per prompt."""
     batch_size: int = 8
     dtype: str = "float32"
-    """float32, float16, bfloat16 or nf4."""
+    """Precision of the weights: float32, float16, bfloat16 or nf4."""
     device: str = "cpu"
     gate_weights: bool = False
-    """Keep the router's weights too."""
+    """Also record the gate weights of the chosen experts."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     seed: int = 0
     chat: bool | None = None
-    """Put the prompt into the model's chat template; None does so where it has one."""
+    """Whether to apply the model's chat template; None does if it has one."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "batch_size"):

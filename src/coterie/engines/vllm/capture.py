@@ -24,7 +24,7 @@ from coterie.errors import UnavailableError
 from coterie.footprints.positions import PositionStore
 
 RING = 8
-"""Steps that may be on their way from a GPU to the store; a ninth waits."""
+"""Steps in transit from a GPU to the store; one more waits."""
 
 
 class StepEdits(NamedTuple):

@@ -53,7 +53,7 @@ from coterie.wire.footprints import KEY, WireFootprint, encode_footprint
 logger = init_logger("vllm.coterie")  # under vLLM's logger, so that its handlers print it
 
 WRITTEN_TIMEOUT_S = 0.25
-"""How long a finished request waits for a GPU's copy of its last step; past that it goes without a footprint."""
+"""Seconds a finished request waits for the GPU's copy of its last step; after that it has no footprint."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -295,7 +295,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Before the blocks are freed. Never asks to keep them."""
+        """Called before the blocks are freed. Never asks to keep them."""
         self._local.pop(request.request_id, None)
         cached = self._cached.pop(request.request_id, 0)
         asked = self._wants_footprint(request)
@@ -379,7 +379,7 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(None)
     def get_kv_connector_stats(self) -> CoterieStats | None:
-        """From the scheduler's side, once an interval."""
+        """Called on the scheduler's side, once per interval."""
         if self._role != KVConnectorRole.SCHEDULER:
             return None
         now = time.monotonic()

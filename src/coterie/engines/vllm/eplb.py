@@ -86,21 +86,21 @@ def make_policy(own: Any, rounds: Rounds) -> Any:
 
 
 class Group(Protocol):
-    """The ranks that rearrange together."""
+    """The ranks that rearrange experts together."""
 
     @property
     def rank(self) -> int: ...
 
     @property
     def writes(self) -> bool:
-        """Whether this rank keeps the map."""
+        """Whether this rank writes the map file."""
 
     def agree(self, digest: int) -> bool:
-        """Whether all ranks came with this one; all of them get the same answer."""
+        """Whether all ranks have the same map; all ranks get the same answer."""
 
 
 class EplbGroup:
-    """vLLM's: made anew for each round, since elastic expert parallelism exchanges it."""
+    """vLLM's group, looked up in each round: elastic expert parallelism replaces it."""
 
     def __init__(self) -> None:
         from vllm.distributed import parallel_state
@@ -130,7 +130,7 @@ class EplbGroup:
 
 
 class Round(NamedTuple):
-    """What vLLM asks its policy."""
+    """Arguments of vLLM's call to its policy."""
 
     tokens: NDArray[np.float64]
     """[layer, expert] tokens in the window; all 0 while vLLM reserves memory."""
@@ -141,33 +141,33 @@ class Round(NamedTuple):
     """Of another width while ranks are added or taken away."""
 
     def linear(self) -> Placement:
-        """What vLLM starts with."""
+        """Map that vLLM starts with."""
         layers, experts = self.tokens.shape
         return Placement.linear(layers, experts, self.num_ranks, self.num_slots)
 
 
 class Decision(NamedTuple):
-    """A map and why."""
+    """A map and the reason for it."""
 
     slot_experts: Slots
     reason: str
     plan: Plan | None = None
-    """What led to it; None where nothing was planned."""
+    """Plan behind it; None if nothing was planned."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start, on this rank."""
+    """Counters of this rank since the start."""
 
     rounds: int = 0
-    """With load."""
+    """Rounds with load."""
     kept: int = 0
-    """Of them, those that moved nothing."""
+    """Rounds with load that moved nothing."""
     moves: int = 0
     failures: int = 0
-    """Of planner or files; the rank then asked for vLLM's own map."""
+    """Failures of planner or files; the rank then asked for vLLM's own map."""
     disagreements: int = 0
-    """Rounds given up because ranks came with different maps."""
+    """Rounds given up because ranks had different maps."""
 
 
 class Rounds:
@@ -183,7 +183,7 @@ class Rounds:
         self._most_layers = 0
 
     def run(self, asked: Round, vllms: Callable[[], Slots], group: Group) -> Slots:
-        """The map all ranks go on with. `vllms` is what vLLM's own policy would do."""
+        """The map that all ranks use next. `vllms` is the map of vLLM's own policy."""
         try:
             decision = self.decide(asked)
         except Exception:  # serving goes on, whatever a planner raises
@@ -191,7 +191,7 @@ class Rounds:
             decision = Decision(vllms(), "planning failed")
         if not group.agree(_digest(decision.slot_experts)):
             self.counters.disagreements += 1
-            self._initial = None  # the likeliest cause: a file that not all ranks have
+            self._initial = None  # most likely cause: a file that not all ranks have
             logger.error("coterie: ranks came with different maps (here: %s); nothing moves", decision.reason)
             decision = Decision(self._unmoved(asked, vllms), "ranks disagreed")
         self.last = decision

@@ -59,7 +59,7 @@ class EventPublisher:
 
     @property
     def wanted(self) -> bool:
-        """Whether anyone listens."""
+        """Whether there is a subscriber."""
         return self._subscribers > 0
 
     @property
@@ -121,6 +121,6 @@ class EventPublisher:
             self._socket.setsockopt(zmq.XPUB_NODROP, 1)
 
     def close(self) -> None:
-        """Send what is queued, for a moment."""
+        """Send queued messages for a short time."""
         self._closing.set()
         self._thread.join(timeout=2)

@@ -32,7 +32,7 @@ from coterie.wire.expert_events import RequestExperts
 
 GREETING_S = 10.0
 LAST_EVENT_S = 5.0
-"""How long an answered request's event may take."""
+"""Seconds to wait for the event of an answered request."""
 
 
 class VllmRecording(NamedTuple):
@@ -40,7 +40,7 @@ class VllmRecording(NamedTuple):
 
     trace: ActivationTrace
     tally: Tally
-    """Of the requests that were sent."""
+    """Tally of the requests that were sent."""
     lost: int
     """Messages of the server that never arrived."""
     unknown: int
@@ -54,7 +54,7 @@ def record_vllm(
     *,
     events: str | None = None,
 ) -> VllmRecording:
-    """Write the trace `out` (a new folder). `events` is the ZMQ endpoint; by default the usual port of url's host."""
+    """Write the trace `out` (a new folder). `events` is the ZMQ endpoint; None takes the default port of url's host."""
     folder, prompts, report = check_new_folder(out), sending.prompts, sending.report
     with Subscriber(events_endpoint(url, events)) as subscriber:
         report("Waiting for the server's events", 0, 1)
@@ -228,5 +228,5 @@ def _shape(meta: TraceMeta) -> tuple[int, int, int]:
 
 
 def _markers(request_id: str) -> list[str]:
-    """What in an id may be one of :func:`_marker`'s."""
+    """Parts of an id that may be a name made by :func:`_marker`."""
     return [part for part in request_id.split("-") if part.startswith("coterie")]

@@ -35,7 +35,7 @@ REPORT_S = 10.0
 
 
 def read_settings(additional_config: object) -> OrderingSettings:
-    """From vLLM's ``--additional-config``; what is wrong or missing is said in one line."""
+    """Settings from vLLM's ``--additional-config``; an invalid one raises in one line."""
     config = additional_config if isinstance(additional_config, Mapping) else {}
     ours = config.get("coterie", {})
     if not isinstance(ours, Mapping):

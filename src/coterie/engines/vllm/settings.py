@@ -19,7 +19,7 @@ PREFIX = "coterie-"
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a user may set; each has a default."""
+    """Settings of the connector."""
 
     footprint: Literal["handoff", "always", "never"] = "handoff"
     """Which answers carry the request's footprint: those of a prefill for another worker, all, or none."""
@@ -62,12 +62,12 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How experts are rearranged. All ranks must be given the same."""
+    """Settings of the EPLB policy. All ranks must have the same."""
 
     planner: str = "latency_optimal"
     """Name of a registered planner."""
     options: dict[str, Any] = {}
-    """Settings of the planner's own, such as {"max_moves": 500}."""
+    """Settings of the planner, such as {"max_moves": 500}."""
     horizon: float = 3000.0
     """Steps a map will serve: step_interval of vLLM's --eplb-config. Moves must pay for themselves within it."""
     window: float = 1000.0

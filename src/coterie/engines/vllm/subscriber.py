@@ -15,7 +15,7 @@ from coterie.wire.framing import Gaps, from_frames
 
 
 def events_endpoint(url: str, events: str | None) -> str:
-    """Where a server publishes: as given, or the usual port of its host."""
+    """Endpoint of a server's events: as given, or the default port of its host."""
     if events is not None:
         return events.replace("*", urlsplit(url).hostname or "localhost")
     return f"tcp://{urlsplit(url).hostname or 'localhost'}:{DEFAULT_PORT}"
@@ -40,7 +40,7 @@ class Subscriber:
         self._socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
 
     def wait(self, timeout_s: float) -> None:
-        """Until the server greets; raises UnavailableError if it does not."""
+        """Wait until the server greets; raises UnavailableError if it does not."""
         if not self._socket.poll(int(timeout_s * 1000)):
             raise UnavailableError(
                 f"no expert events from {self.endpoint} within {timeout_s:g} s: is the server started with "

@@ -40,7 +40,7 @@ class SchedulerView(RequestView[Any]):
         return int(scheduler.max_num_active_reqs - taken)
 
     def urgent(self, request: Any) -> bool:
-        """It ran already and was put back."""
+        """Whether it ran already and was preempted."""
         return bool(request.num_preemptions > 0)
 
     def blocked(self, request: Any) -> bool:
@@ -112,7 +112,7 @@ def _priority_and_age(request: Any) -> tuple[int, tuple[float, str]]:
 
 
 def cost_of(scheduler: Any, settings: OrderingSettings) -> StepCost | None:
-    """Of this server's steps. Without expert parallelism it is one device's, however many share each expert."""
+    """Cost of this server's steps. Without expert parallelism it is that of one device."""
     if settings.device is None:
         return None
     config, parallel = scheduler.vllm_config, scheduler.parallel_config

@@ -20,24 +20,24 @@ class WorkerConfig:
     """prefill answers one token and hands over the KV; decode takes such handoffs; both serves alone too."""
     host: str = "127.0.0.1"
     port: int = 8100
-    """0 takes any free one; the ready line names it."""
+    """Port to listen on; 0 takes any free port, which the ready line names."""
     served_model_name: str | None = None
-    """Name that requests must give; the folder's, if None."""
+    """Model name in requests; None takes the folder's name."""
     dtype: str = "float32"
     device: str = "cpu"
     max_batch: int = 16
-    """Requests in one step."""
+    """Largest number of requests per step."""
     max_step_tokens: int = 2048
-    """Tokens in one step; a longer prompt is prefilled in chunks."""
+    """Largest number of tokens per step; a longer prompt is prefilled in chunks."""
     block_size: int = 16
-    """Tokens of one KV block."""
+    """Tokens per KV block."""
     kv_blocks: int = 2048
     kv_ttl_s: float = 60.0
-    """How long prefilled KV waits to be fetched."""
+    """Seconds to keep prefilled KV for a decode worker to fetch."""
     fetch_timeout_s: float = 30.0
-    """How long a decode worker waits for KV before it computes the prompt itself."""
+    """Seconds a decode worker waits for KV before it computes the prompt itself."""
     drain_s: float = 30.0
-    """On SIGTERM, how long requests under way may take to end."""
+    """Seconds to let running requests finish after SIGTERM."""
     kv_events: str | None = None
     """ZMQ endpoint to publish KV events on."""
     expert_events: str | None = None

@@ -2,7 +2,7 @@
 
 Every step takes one token of each request that decodes, and prompts (or chunks of them) of those that do not yet, up to
 `max_step_tokens`. Blocks are taken as a request grows; when they run out, KV that waits for another worker goes first
-(that worker can compute it), then the request that came last goes back to wait and is computed again later.
+(that worker can compute it), then the newest request goes back to the queue and is computed again later.
 
 The experts of every token lie beside its KV: a block found again brings its experts along, so a request's footprint is
 exact whatever was cached, fetched or computed twice.
@@ -26,7 +26,7 @@ from coterie.engines.worker.blocks import BlockTable, OutOfBlocksError, block_di
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.events import EventStream
 from coterie.engines.worker.metrics import Metrics
-from coterie.engines.worker.model import PackedModel, Rows, StepResult, positions_of
+from coterie.engines.worker.model import PackedModel, Rows, StepResult, kv_positions_of
 from coterie.engines.worker.reports import Reports
 from coterie.engines.worker.requests import FinishReason, Output, Request, draw
 from coterie.engines.worker.staging import StagedKV
@@ -48,7 +48,7 @@ class Engine:
     """Drive it with :meth:`start` (a thread of its own) or, in tests, by calling :meth:`step`."""
 
     step_clock = staticmethod(time.perf_counter)
-    """By which forward passes are timed in the log of steps."""
+    """Clock that times forward passes in the log of steps."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Engine:
         self.engine_id = uuid.uuid4().hex
         self.metrics = Metrics({"model": self.served_name, "role": config.role})
         self.log = StepLog()
-        """Steps with decode rows, those rows alone."""
+        """Log of steps with decode rows; counts those rows alone."""
         self.blocks = BlockTable(config.kv_blocks, config.block_size)
         shape = (config.max_tokens, len(model.capture.layer_ids), model.capture.top_k)
         self._experts = np.zeros(shape, model.expert_dtype)  # [position, layer, k]
@@ -76,7 +76,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._on_end: Callable[[], None] = lambda: None
         self.failure: str | None = None
-        """What ended the thread, if anything did."""
+        """Error that ended the thread, if any."""
 
     # ------------------------------------------------------------------------------------------- from any thread
 
@@ -87,7 +87,7 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; requests still there are aborted, staged KV is let go."""
+        """End the thread: abort remaining requests and release staged KV."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -112,7 +112,7 @@ class Engine:
         self._post(lambda: self._waiting.append(request))
 
     def abort(self, key: str) -> None:
-        """The client is gone: end the request wherever it is, and let its KV go. Unknown keys do nothing."""
+        """End the request of a client that is gone, and release its KV. Unknown keys do nothing."""
         self._post(lambda: self._abort(key))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -140,7 +140,7 @@ class Engine:
     from_bytes = staticmethod(from_bytes)
 
     def export(self, key: str) -> bytes | None:
-        """Staged KV as bytes; None if there is none of this name. It stays until it is released."""
+        """Staged KV as bytes; None for an unknown key. It stays staged until it is released."""
         staged = self._staged.get(key)
         if staged is None:
             return None
@@ -150,11 +150,11 @@ class Engine:
         return self.to_bytes(Prefilled(self.model.identity, tokens, self._ids_of(staged.blocks, count), tensors))
 
     def release(self, key: str, why: str) -> bool:
-        """Let staged KV go; whether there was any."""
+        """Release staged KV; whether there was any."""
         return self._staged.release(key, why)
 
     def check_prefilled(self, prefilled: Prefilled, prompt: Sequence[int]) -> None:
-        """Whether KV from another worker is this prompt's and fits this model; raises ConfigError."""
+        """Raise ConfigError unless KV from another worker is this prompt's and fits this model."""
         if prefilled.identity != self.model.identity:
             raise ConfigError(f"KV is of model {prefilled.identity}; this worker runs {self.model.identity}")
         if prefilled.token_ids.tolist() != list(prompt):
@@ -204,12 +204,12 @@ class Engine:
             self._shut_down()
 
     def _patience(self) -> float | None:
-        """Seconds until something is due although nothing is asked."""
+        """Seconds until a report or expiry is due; None to wait for a command."""
         due = [at for at in (self._staged.due, self._reports.due) if at is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def step(self) -> bool:
-        """Hear what was asked, run one forward pass if there is work, tell what came of it. False: nothing to run."""
+        """Execute commands, run one forward pass if there is work, and report it. False: nothing to run."""
         while self._inbox:
             self._inbox.popleft()()
         self._staged.release_expired()
@@ -226,13 +226,13 @@ class Engine:
         preempted = self.metrics.get("preemptions_total")
         # One token each before the chunks of prompts, which would take the whole budget.
         for request in sorted(self._running, key=lambda one: one.length - one.computed > 1):
-            if request not in self._running or budget == 0:  # put back to wait by one before it
+            if request not in self._running or budget == 0:  # preempted by an earlier request of this loop
                 continue
             count = min(request.length - request.computed, budget)
             if self._grow(request, request.computed + count):
                 batch.append(_part(request, count))
                 budget -= count
-        if self.metrics.get("preemptions_total") > preempted:  # there is no room: it would only change places
+        if self.metrics.get("preemptions_total") > preempted:  # no room: an admitted request would be preempted at once
             return batch
         while self._waiting and budget and len(self._running) < self.config.max_batch:
             request = self._waiting[0]
@@ -242,7 +242,7 @@ class Engine:
                 if not self._running and self._staged.evict_oldest():
                     continue
                 break
-            except Exception as error:  # KV that cannot be put into its blocks: its own request fails, no other
+            except Exception as error:  # KV that does not fit its blocks fails its own request only
                 self._end(request, "error", _words(error))
                 continue
             self._waiting.popleft()
@@ -253,7 +253,7 @@ class Engine:
         return batch
 
     def _grow(self, request: Request, tokens: int) -> bool:
-        """Blocks for the first `tokens` of a running request; False if it had to go back to wait itself."""
+        """Take blocks for the first `tokens` of a running request; False if it was preempted itself."""
         wanted = -(-tokens // self.config.block_size) - len(request.blocks)
         while wanted > self.blocks.available:
             if self._staged.evict_oldest():
@@ -272,7 +272,7 @@ class Engine:
         self.metrics.add("preemptions_total")
 
     def _admit(self, request: Request) -> None:
-        """Blocks for all its tokens: found ones first, then KV from another worker, and the rest is to be computed."""
+        """Take blocks for all its tokens: cached ones first, then KV from another worker; the rest is computed."""
         size = self.config.block_size
         tokens = request.tokens(0, request.length)
         request.digests = block_digests(tokens, size, request.digests)
@@ -300,13 +300,13 @@ class Engine:
             self.metrics.add("prompt_tokens_total", "computed", len(request.prompt) - hit - fetched)
 
     def _take_over(self, request: Request, prefilled: Prefilled) -> int:
-        """Put fetched KV into the request's blocks, all but the last token's; how many tokens that spares."""
+        """Put fetched KV into the request's blocks, all but the last token's; returns the tokens saved."""
         start, end = request.computed, len(request.prompt) - 1
         if start >= end:
             return 0
-        positions = positions_of(request.blocks, start, end, self.config.block_size)
-        self.model.store.unpack(prefilled.tensors, positions, start)
-        self._experts[positions] = prefilled.expert_ids[start:end]
+        kv_positions = kv_positions_of(request.blocks, start, end, self.config.block_size)
+        self.model.store.unpack(prefilled.tensors, kv_positions, start)
+        self._experts[kv_positions] = prefilled.expert_ids[start:end]
         request.computed = end
         self._store_full(request)
         return end - start
@@ -315,7 +315,7 @@ class Engine:
         started, worked = time.perf_counter(), self.step_clock()
         try:
             result = self.model.step([part.rows for part in batch])
-        except Exception as error:  # whatever it is, other requests must go on
+        except Exception as error:  # other requests must not fail with it
             self.metrics.add("step_failures_total")
             for part in batch:
                 self._end(part.request, "error", _words(error))
@@ -325,9 +325,9 @@ class Engine:
         row = sampled = 0
         for request, rows in batch:
             end = rows.start + len(rows.tokens)
-            positions = positions_of(request.blocks, rows.start, end, self.config.block_size)
-            self._experts[positions] = result.expert_ids[row : row + len(positions)]
-            row += len(positions)
+            kv_positions = kv_positions_of(request.blocks, rows.start, end, self.config.block_size)
+            self._experts[kv_positions] = result.expert_ids[row : row + len(kv_positions)]
+            row += len(kv_positions)
             request.computed = end
             self._store_full(request)
             if rows.sample:
@@ -377,7 +377,7 @@ class Engine:
         request.emit(output)
 
     def _stage(self, request: Request) -> dict[str, Any]:
-        """Keep the prompt's KV for another worker, and say where it is and which experts the prompt used."""
+        """Keep the prompt's KV for another worker; returns its location and the prompt's footprint."""
         count = len(request.prompt)
         self._staged.add(request.key, request.prompt, request.blocks)
         params: dict[str, Any] = {
@@ -417,13 +417,13 @@ class Engine:
 
     def _ids_of(self, blocks: Sequence[int], count: int) -> NDArray[np.unsignedinteger]:
         """[token, layer, k] of a request's first `count` tokens."""
-        return self._experts[positions_of(blocks, 0, count, self.config.block_size)]
+        return self._experts[kv_positions_of(blocks, 0, count, self.config.block_size)]
 
     def _shut_down(self) -> None:
         for request in (*self._running, *self._waiting):
             self._end(request, "abort")
         self._staged.release_all("shutdown")
-        while self._inbox:  # those who wait for an answer get one
+        while self._inbox:  # callers that wait for an answer get one
             self._inbox.popleft()()
         for request in list(self._waiting):
             self._end(request, "abort")

@@ -14,7 +14,7 @@ from coterie.errors import UnavailableError
 from coterie.wire.framing import to_frames
 
 LINGER_MS = 500
-"""At the end, how long what is queued may still be sent."""
+"""Milliseconds to send queued messages at the end."""
 
 
 class EventStream:

@@ -16,7 +16,7 @@ from coterie.wire.expert_events import TOPIC as EXPERT_TOPIC
 KV_TOPIC = b"kv"
 
 NEEDS = ("torch", "transformers")
-"""What the extra `torch` brings."""
+"""Packages of the extra `torch`."""
 
 
 def serve(config: WorkerConfig, ready: Callable[[str], None]) -> None:

@@ -71,7 +71,7 @@ METRICS: dict[str, Described] = {
 
 
 COUNT_OF = {"distinct_experts_sum": "distinct_experts_steps_total"}
-"""Of a sum: how many values it is of."""
+"""Sum → counter of the values added to it."""
 
 
 class Metrics(Collector):

@@ -60,13 +60,13 @@ class KVStore:
         self.keys: dict[int, Any] = {}
         self.values: dict[int, Any] = {}
 
-    def write(self, layer: int, positions: Any, key: Any, value: Any) -> None:
-        """Key and value [row, head, width] into positions [row] = block x block_size + offset."""
+    def write(self, layer: int, kv_positions: Any, key: Any, value: Any) -> None:
+        """Write key and value [row, head, width] to KV positions [row] = block x block_size + offset."""
         for store, rows in ((self.keys, key), (self.values, value)):
             if layer not in store:
                 shape = (self.num_blocks, self.block_size, *rows.shape[1:])
                 store[layer] = torch.empty(shape, dtype=rows.dtype, device=rows.device)
-            store[layer].flatten(0, 1)[positions] = rows
+            store[layer].flatten(0, 1)[kv_positions] = rows
 
     def read(self, layer: int, blocks: Any, length: int) -> tuple[Any, Any]:
         """Key and value [head, token, width] of the first `length` tokens of a request."""
@@ -85,7 +85,7 @@ class KVStore:
         return out
 
     def check(self, tensors: Mapping[str, Any], length: int) -> None:
-        """Whether tensors of another worker fit here; raises ConfigError."""
+        """Raise ConfigError unless tensors of another worker fit here."""
         expected = {
             f"{name}.{layer}": (tensor.dtype, (length, *tensor.shape[2:]))
             for name, store in (("key", self.keys), ("value", self.values))
@@ -98,31 +98,33 @@ class KVStore:
                 found = f"{tensors[name].dtype} {tuple(tensors[name].shape)}"
                 raise ConfigError(f"{name} is {found}; this worker keeps {dtype} {shape}")
 
-    def unpack(self, tensors: Mapping[str, Any], positions: NDArray[np.int64], start: int) -> None:
-        """Rows `start` … of checked tensors into their positions."""
-        index = torch.from_numpy(positions)
+    def unpack(self, tensors: Mapping[str, Any], kv_positions: NDArray[np.int64], start: int) -> None:
+        """Write rows `start` … of checked tensors to their KV positions."""
+        index = torch.from_numpy(kv_positions)
         with torch.inference_mode():  # as the store was made
             for name, rows in tensors.items():
                 kind, _, layer = name.partition(".")
                 tensor = (self.keys if kind == "key" else self.values)[int(layer)]
-                tensor.flatten(0, 1)[index.to(tensor.device)] = rows[start : start + len(positions)].to(tensor.device)
+                tensor.flatten(0, 1)[index.to(tensor.device)] = rows[start : start + len(kv_positions)].to(
+                    tensor.device
+                )
 
 
 class _Layout(NamedTuple):
-    """What attention must know of a step."""
+    """Layout of a step, for attention."""
 
     store: KVStore
-    positions: Any
+    kv_positions: Any
     """[row]"""
     parts: list[_Part]
 
 
 class _Part(NamedTuple):
     first: int
-    """Of the request's rows in the step."""
+    """Index of the request's first row in the step."""
     rows: int
     start: int
-    """Of the request's tokens, that of the first row."""
+    """Index of the first row among the request's tokens."""
     blocks: Any
 
 
@@ -141,9 +143,9 @@ def packed_attention(
     """query, key, value [1, head, row, width] → [1, row, head, width]."""
     if coterie_layout is None:
         raise ConfigError("this model was prepared for the worker: call PackedModel.step")
-    store, positions, parts = coterie_layout
+    store, kv_positions, parts = coterie_layout
     layer = module.layer_idx
-    store.write(layer, positions, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    store.write(layer, kv_positions, key[0].transpose(0, 1), value[0].transpose(0, 1))
     out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
     for part in parts:
         rows = slice(part.first, part.first + part.rows)
@@ -192,7 +194,7 @@ class PackedModel:
         transformers.AttentionInterface.register(NAME, packed_attention)
         self.tokenizer, self.name = loaded.tokenizer, loaded.name
         self.identity = f"{model_digest(folder)}-{dtype}"
-        """Two workers whose KV is interchangeable have the same."""
+        """Identity of model and dtype: equal in workers whose KV is interchangeable."""
         self._model = loaded.model
         self._model.set_attn_implementation(NAME)
         self._device = self._model.get_input_embeddings().weight.device
@@ -212,27 +214,27 @@ class PackedModel:
             )
 
     def step(self, batch: Sequence[Rows]) -> StepResult:
-        positions: list[NDArray[np.int64]] = []
+        kv_positions: list[NDArray[np.int64]] = []
         parts: list[_Part] = []
         wanted: list[int] = []
-        position_ids: list[int] = []
+        positions: list[int] = []
         row = 0
         for rows in batch:
-            positions.append(
-                positions_of(rows.blocks, rows.start, rows.start + len(rows.tokens), self.store.block_size)
+            kv_positions.append(
+                kv_positions_of(rows.blocks, rows.start, rows.start + len(rows.tokens), self.store.block_size)
             )
             blocks = torch.tensor(rows.blocks, device=self._device)
             parts.append(_Part(row, len(rows.tokens), rows.start, blocks))
-            position_ids.extend(range(rows.start, rows.start + len(rows.tokens)))
+            positions.extend(range(rows.start, rows.start + len(rows.tokens)))
             row += len(rows.tokens)
             if rows.sample:
                 wanted.append(row - 1)
-        layout = _Layout(self.store, torch.from_numpy(np.concatenate(positions)).to(self._device), parts)
+        layout = _Layout(self.store, torch.from_numpy(np.concatenate(kv_positions)).to(self._device), parts)
         tokens = [token for rows in batch for token in rows.tokens]
         with torch.inference_mode(), self.capture as capture:
             out = self._model(
                 input_ids=torch.tensor([tokens], device=self._device),
-                position_ids=torch.tensor([position_ids], device=self._device),
+                position_ids=torch.tensor([positions], device=self._device),
                 logits_to_keep=torch.tensor(wanted or [0], device=self._device),
                 use_cache=False,
                 coterie_layout=layout,
@@ -242,11 +244,11 @@ class PackedModel:
         return StepResult(logits, expert_ids)
 
 
-def positions_of(blocks: Sequence[int], start: int, end: int, block_size: int) -> NDArray[np.int64]:
-    """[token] where tokens `start` … `end - 1` of a request lie: block x block_size + offset."""
-    tokens = np.arange(start, end)
-    positions: NDArray[np.int64] = np.asarray(blocks, np.int64)[tokens // block_size] * block_size
-    return positions + tokens % block_size
+def kv_positions_of(blocks: Sequence[int], start: int, end: int, block_size: int) -> NDArray[np.int64]:
+    """[token] KV positions of tokens `start` … `end - 1` of a request: block x block_size + offset."""
+    positions = np.arange(start, end)
+    kv_positions: NDArray[np.int64] = np.asarray(blocks, np.int64)[positions // block_size] * block_size
+    return kv_positions + positions % block_size
 
 
 def _eos(model: Any, tokenizer: Any) -> frozenset[int]:

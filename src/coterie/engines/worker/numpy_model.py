@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from coterie.engines.worker.bpe import BytePairs
-from coterie.engines.worker.model import Rows, StepResult, positions_of
+from coterie.engines.worker.model import Rows, StepResult, kv_positions_of
 from coterie.errors import ConfigError, UnavailableError
 from coterie.types import narrowest_uint
 
@@ -49,7 +49,7 @@ class _Layer(NamedTuple):
 
 
 class NumpyStore:
-    """Keys and values of every block: [layer, position, head, width] each."""
+    """Keys and values of every block: [layer, KV position, head, width] each."""
 
     def __init__(self, layers: int, num_blocks: int, block_size: int, heads: int, width: int) -> None:
         self.block_size = block_size
@@ -58,21 +58,21 @@ class NumpyStore:
 
     def pack(self, blocks: Sequence[int], length: int) -> dict[str, Array]:
         """Name → [layer, token, head, width]: what another worker needs."""
-        positions = positions_of(blocks, 0, length, self.block_size)
-        return {"keys": self.keys[:, positions], "values": self.values[:, positions]}
+        kv_positions = kv_positions_of(blocks, 0, length, self.block_size)
+        return {"keys": self.keys[:, kv_positions], "values": self.values[:, kv_positions]}
 
     def check(self, tensors: Mapping[str, Any], length: int) -> None:
-        """Whether arrays of another worker fit here; raises ConfigError."""
+        """Raise ConfigError unless arrays of another worker fit here."""
         layers, _, heads, width = self.keys.shape
         right = {name: ((layers, length, heads, width), np.dtype(np.float32)) for name in ("keys", "values")}
         found = {name: (array.shape, array.dtype) for name, array in tensors.items()}
         if found != right:
             raise ConfigError(f"KV {found} came; this worker keeps {right}")
 
-    def unpack(self, tensors: Mapping[str, Any], positions: NDArray[np.int64], start: int) -> None:
-        """Rows `start` … of checked arrays into their positions."""
+    def unpack(self, tensors: Mapping[str, Any], kv_positions: NDArray[np.int64], start: int) -> None:
+        """Write rows `start` … of checked arrays to their KV positions."""
         for store, name in ((self.keys, "keys"), (self.values, "values")):
-            store[:, positions] = tensors[name][:, start : start + len(positions)]
+            store[:, kv_positions] = tensors[name][:, start : start + len(kv_positions)]
 
 
 class NumpyModel:
@@ -86,7 +86,7 @@ class NumpyModel:
         self.name = folder.resolve().name
         digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
         self.identity = f"numpy-{digest}-float32"
-        """Two workers whose KV is interchangeable have the same."""
+        """Identity of model and dtype: equal in workers whose KV is interchangeable."""
         self.tokenizer = BytePairs(folder)
         layers, experts = int(config["num_hidden_layers"]), int(config["num_experts"])
         self._heads, self._kv_heads = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
@@ -109,13 +109,13 @@ class NumpyModel:
     def step(self, batch: Sequence[Rows]) -> StepResult:
         """One forward pass of rows of many requests, each attending to its own blocks."""
         size = self.store.block_size
-        positions = [positions_of(rows.blocks, rows.start, rows.start + len(rows.tokens), size) for rows in batch]
-        seen = [positions_of(rows.blocks, 0, rows.start + len(rows.tokens), size) for rows in batch]
-        rotary = np.concatenate([np.arange(rows.start, rows.start + len(rows.tokens)) for rows in batch])
+        kv_positions = [kv_positions_of(rows.blocks, rows.start, rows.start + len(rows.tokens), size) for rows in batch]
+        seen = [kv_positions_of(rows.blocks, 0, rows.start + len(rows.tokens), size) for rows in batch]
+        positions = np.concatenate([np.arange(rows.start, rows.start + len(rows.tokens)) for rows in batch])
         ends = np.cumsum([len(rows.tokens) for rows in batch])
-        written = np.concatenate(positions)
+        written = np.concatenate(kv_positions)
         hidden = self._embed[np.concatenate([np.asarray(rows.tokens, np.int64) for rows in batch])]
-        cos, sin = self._cos[rotary][:, None], self._sin[rotary][:, None]
+        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         expert_ids = np.empty((len(hidden), len(self._layers), self.capture.top_k), self.expert_dtype)
         for number, layer in enumerate(self._layers):
             query, key, value = self._projected(layer, hidden, cos, sin)
@@ -141,7 +141,7 @@ class NumpyModel:
         return _turned(query, cos, sin), _turned(key, cos, sin), all_heads[:, heads + kv_heads :]
 
     def _experts(self, layer: _Layer, hidden: Array) -> tuple[Array, NDArray[np.int64]]:
-        """What the experts add [row, hidden], and who they were [row, k]."""
+        """Output of the experts [row, hidden], and their ids [row, k]."""
         scores = _softmax(hidden @ layer.router)
         chosen = np.argsort(-scores, axis=1, kind="stable")[:, : self.capture.top_k]
         weights = np.take_along_axis(scores, chosen, axis=1)

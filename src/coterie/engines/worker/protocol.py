@@ -18,7 +18,7 @@ from coterie.engines.worker.requests import Output, Sampling
 from coterie.errors import CoterieError
 
 DEFAULT_MAX_TOKENS = 16
-"""Of a completion, as in OpenAI's interface; a chat answer may fill what room there is."""
+"""Default tokens of a completion, as in OpenAI's interface; a chat answer may fill the remaining context."""
 MAX_STOPS = 16
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -43,7 +43,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "structured_outputs": (),
 }
-"""Fields that would change the answer, and the values with which they do not; null always is one."""
+"""Unsupported fields and the values with which they change nothing; null is always allowed."""
 _KEY = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}")
 
@@ -57,7 +57,7 @@ class RequestError(CoterieError):
 
 
 class Remote(NamedTuple):
-    """Where prefilled KV waits."""
+    """Address of prefilled KV."""
 
     host: str
     port: int
@@ -77,14 +77,14 @@ class Asked:
     prompt: str | list[int] | list[dict[str, str]]
     """Text, token ids, or the messages of a chat."""
     max_tokens: int | None
-    """None: as many as fit."""
+    """None takes as many as fit."""
     sampling: Sampling
-    """But for max_tokens."""
+    """Sampling settings without max_tokens."""
     stream: bool
     include_usage: bool
     return_token_ids: bool
     hand_over: bool
-    """Prefill for another worker."""
+    """Whether to prefill for another worker."""
     remote: Remote | None
     """KV prefilled by another worker."""
 

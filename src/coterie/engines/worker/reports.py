@@ -33,7 +33,7 @@ class Reports:
 
     @property
     def due(self) -> float | None:
-        """When, on the monotonic clock, the load is to be told; None if there is none."""
+        """Monotonic time of the next load report; None if there is none."""
         return self._since + self._interval_s if self._steps else None
 
     def blocks(self, events: list[KVEvent]) -> None:

@@ -14,7 +14,7 @@ from coterie.engines.worker.transfer import Prefilled
 GREEDY_BELOW = 1e-5
 """A temperature under this would overflow; its limit is the largest logit."""
 MAX_HELD = 16
-"""Tokens held back in the hope that they complete a character."""
+"""Most tokens held back until they complete a character."""
 BROKEN = "\ufffd"
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -70,12 +70,12 @@ class Text:
         self.stopped: str | None = None
 
     def add(self, token: int) -> str:
-        """The text that is certain now."""
+        """Return the text that is certain now."""
         self._ids.append(token)
         return self._grow(final=len(self._ids) - self._read > MAX_HELD, last=False)
 
     def end(self) -> str:
-        """All that was held back."""
+        """Return the text held back."""
         return self._grow(final=True, last=True)
 
     def _grow(self, final: bool, last: bool) -> str:
@@ -103,9 +103,9 @@ class Request:
     """Mutable; belongs to the engine's thread once submitted."""
 
     key: str
-    """Unique in this worker."""
+    """Key, unique in this worker."""
     name: str
-    """As the client knows it."""
+    """Request id that the client sees."""
     prompt: list[int]
     sampling: Sampling
     text: Text

@@ -198,7 +198,7 @@ class Server:
     # --------------------------------------------------------------------------------------------------------- KV
 
     async def send_kv(self, request: web.Request) -> web.StreamResponse:
-        """Staged KV, which is let go once it has been sent whole."""
+        """Send staged KV, and release it once it was sent completely."""
         key = request.match_info["key"]
         data = await asyncio.wrap_future(self.engine.call(lambda: self.engine.export(key)))
         if data is None:
@@ -219,7 +219,7 @@ class Server:
         return web.Response(status=204)
 
     async def _fetch(self, remote: Remote, prompt: list[int]) -> Prefilled | None:
-        """KV from a prefill worker; None if it cannot be had, and then the prompt is computed here."""
+        """KV from a prefill worker; None if it cannot be fetched: the prompt is then computed here."""
         assert self._session is not None
         outcome = "unreachable"
         try:

@@ -13,10 +13,10 @@ VERSION = "1"
 
 
 class Prefilled(NamedTuple):
-    """What a decode worker needs to go on without computing the prompt."""
+    """A prefilled prompt: what a decode worker needs to continue without computing it."""
 
     identity: str
-    """Of model and dtype; see :class:`PackedModel`."""
+    """Model and dtype; see :class:`PackedModel`."""
     token_ids: NDArray[np.int32]
     """[token] the prompt."""
     expert_ids: NDArray[np.unsignedinteger]

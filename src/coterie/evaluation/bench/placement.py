@@ -28,11 +28,11 @@ ROWS_A_STEP = 65_536.0
 """Of a layer: 8,192 tokens of eight experts each, about 1.2 ms on eight ranks."""
 REPEATS = 21
 HORIZON, MOVE_PRICE = 1e6, 100.0
-"""So that balance comes first and the number of moves second."""
+"""Horizon and price that make balance come first and moves second."""
 
 
 class Size(NamedTuple):
-    """A setting of the planners' table."""
+    """One setting of the planners' table."""
 
     slots: int
     ranks: int
@@ -314,10 +314,10 @@ TRIAL_SECONDS = 4.0
 
 
 class Outcome(NamedTuple):
-    """How the heuristic did in a trial."""
+    """Result of the heuristic in a trial."""
 
     excess: list[float]
-    """[closed layer] its objective over the bound, so at least what it is over the optimum."""
+    """[closed layer] relative excess of its objective over the bound, at least that over the optimum."""
     row: Row
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # numba takes a second to import: only when a bench runs
 
 SHAPE = "qwen3-30b-a3b"
 LAYERS, EXPERTS, TOP_K = 48, 128, 8
-"""Of that shape."""
+"""Sizes of that shape."""
 GROUPS = 12
 """Kinds of request; each prefers experts of its own."""
 SIZES = (24, 1000)
@@ -65,7 +65,7 @@ def _calibration(prefill: np.ndarray, decode: np.ndarray) -> Calibration:
 
 
 def _busy_fleet(workers: int, fitted: RouterFit, counts: np.ndarray, rng: Generator) -> Fleet:
-    """Every worker has requests, as many as usual; a router may choose any."""
+    """A fleet in which every worker runs the typical number of requests and may be chosen."""
     fleet = fitted.fleet(4 * IN_FLIGHT)
     profiles = [fitted.profile(one) for one in counts]
     for number in range(workers * IN_FLIGHT if workers <= 100 else 4 * workers):

@@ -27,7 +27,7 @@ DECODERS, PLACES, IN_FLIGHT = 16, 32, 384
 RECORDED = "activations/gpt-oss-20b/routing.npz"
 ARRIVALS = "requests/mooncake/conversation_trace.jsonl"
 PROMPT_SHARE = 0.1
-"""Of a recorded request, that stands for its prompt; the rest is decoded."""
+"""Share of a recorded request that stands for its prompt; the rest is decoded."""
 USES, PAIR_REQUESTS = {"gpt-oss-20b": 16, "qwen3-30b-a3b": 8}, 1000
 """How often each recording is replayed, and requests of the run on production arrivals."""
 REPEATS = 7

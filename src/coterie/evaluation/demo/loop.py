@@ -1,4 +1,4 @@
-"""Record → fit → route, closed on a running fleet: what it learns from requests it served, it routes others by.
+"""Record → fit → route on a running fleet: fit a router on served requests, then route others by it.
 
 Calibration requests go through the fleet under round robin. Their prefill footprints come with the answers, their
 decode footprints from the workers' expert events; together they are a :class:`Calibration`. Then the same test
@@ -46,9 +46,9 @@ Progress = Callable[[str, int, int], None]
 MOST_PROMPT_TOKENS = 200
 """Longer prompts are left out: all workers of a test fleet must take every one."""
 EVENTS_S = 60.0
-"""How long the last expert event may take."""
+"""Seconds to wait for the last expert event."""
 RECORDING = "recording"
-"""Stands for the router's name in the run that is fitted on."""
+"""Name of the run that the router is fitted on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class DecodeWorker:
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
     in_flight: int = 8
-    """Requests per decode worker that are under way at once."""
+    """Requests in flight per decode worker."""
     max_tokens: int = 48
-    """Of an answer, at most; it may end by itself before."""
+    """Largest number of tokens per answer."""
     block_size: int = 16
-    """Of the workers' KV cache."""
+    """Tokens per block of the workers' KV cache."""
     tail_tokens: int = 1
     """Tokens of a prompt past whole blocks, which its decode worker computes. vLLM's ExampleConnector needs 2: it looks
     for the blocks of a prompt without its last token, and keeps those of the whole."""
@@ -78,7 +78,7 @@ class LoopSettings:
 
     @property
     def places(self) -> int:
-        """Of a decode worker, as the router is shown them."""
+        """Capacity of a decode worker in requests, as the router sees it."""
         return max(2 * self.in_flight, 16)
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ async def run_loop(
     settings: LoopSettings = LoopSettings(),  # noqa: B008
     report: Progress | None = None,
 ) -> LoopResult:
-    """The whole: tokenise, record, fit, serve under every router."""
+    """Tokenise, record, fit, and serve under every router."""
     report = report or (lambda *_: None)
     rng = np.random.default_rng(settings.seed)
     async with _clients([*prefill, *(decoder.url for decoder in decoders)]) as clients:
@@ -314,7 +314,7 @@ async def _serve_all(
     in_flight: int,
     report: Progress | None,
 ) -> list[Served]:
-    """In their order, so many at a time; one that fails raises."""
+    """Serve in order, `in_flight` at a time; a failed request raises."""
     gate, done = asyncio.Semaphore(in_flight), 0
     what = "Recording" if name == RECORDING else f"Serving under {name}"
 

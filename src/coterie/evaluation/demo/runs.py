@@ -67,7 +67,7 @@ class RouterRun(NamedTuple):
 
     @property
     def distinct_by_token(self) -> float:
-        """The same as tokens see it: a step counts once for each of its rows."""
+        """The same, steps weighted by their rows."""
         return self._by_token(DISTINCT)
 
     @property
@@ -93,16 +93,16 @@ class LoopResult(NamedTuple):
     context: float
     """Cached tokens of a request in the middle of its answer, on average."""
     recorded: RouterRun
-    """Of the requests the router was fitted on, under round robin."""
+    """Run of the fitting requests, under round robin."""
     events: list[RequestExperts | None]
-    """[request] what the first run's workers told of each served one; None of answers of one token."""
+    """[request] expert event of the first run; None for answers of one token."""
 
     def saving_pct(self, run: RouterRun) -> float:
-        """Distinct experts per step below the first run's."""
+        """Saving of distinct experts per step against the first run, percent."""
         return 100 * (1 - run.distinct_per_step / self.runs[0].distinct_per_step)
 
     def saving_by_token_pct(self, run: RouterRun) -> float:
-        """The same of the steps that tokens are in."""
+        """The same, steps weighted by their rows."""
         return 100 * (1 - run.distinct_by_token / self.runs[0].distinct_by_token)
 
     @property
@@ -139,9 +139,9 @@ class LoopResult(NamedTuple):
 
 
 def predicted_step_ms(distinct: float, rows: float, context: float, model: StepModel) -> float:
-    """Of a decode step of `rows` requests with `context` cached tokens each, so many experts touched in every layer.
+    """Predicted milliseconds of a decode step of `rows` requests with `context` cached tokens each.
 
-    Between whole numbers of experts and rows, on the straight line between their times.
+    `distinct` experts run in every layer. Fractional experts and rows are interpolated linearly.
     """
     spec = model.spec
 

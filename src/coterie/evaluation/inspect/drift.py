@@ -24,7 +24,7 @@ from coterie.placement.triggers.drift import fit_decay
 
 MIN_WINDOWS = 8
 MIN_DROP = 0.02
-"""Of similarity: less is not worth naming, however surely it is there."""
+"""Smallest loss of similarity that counts as drift."""
 SIGNIFICANCE = 0.01
 PERMUTATIONS = 499
 
@@ -32,9 +32,9 @@ PERMUTATIONS = 499
 @dataclass(frozen=True, slots=True)
 class Drift:
     half_life: float | None
-    """Lag after which half of what will be lost is lost, in `unit`; None if there is none to be seen."""
+    """Lag after which half of the total loss has happened, in `unit`; None if no drift is seen."""
     reason: str | None
-    """In words, why there is none."""
+    """Why there is no half-life."""
     floor: float | None
     """Similarity that stays for good: similarity = floor + (1 - floor) · 2^(-lag / half_life)."""
     unit: str
@@ -42,9 +42,9 @@ class Drift:
     window: float | None
     """Length of a window, in `unit`."""
     p_value: float | None
-    """How often windows in random order look as drifting as these."""
+    """Share of random orders of the windows that drift as much."""
     lag: list[float] = field(default_factory=list)
-    """In `unit`."""
+    """[lag] in `unit`."""
     similarity: list[float | None] = field(default_factory=list)
     """[lag] corrected for noise: 1 is as alike as at lag 0, and noise can lift it above."""
 

@@ -25,7 +25,7 @@ Load = NDArray[np.integer] | NDArray[np.floating]
 class HotExpert:
     expert: int
     share: float
-    """Of the layer's activations."""
+    """Share of the layer's activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class DomainSimilarity:
     tokens: list[float]
     """[domain] tokens, or for a load table without token counts, activations of its first layer."""
     left_out: int
-    """Domains beyond those."""
+    """Number of domains left out."""
     cosine: list[list[float | None]]
     """[domain, domain] of the domains' loads over all layers."""
     mean: float | None
-    """Over pairs of different domains."""
+    """Mean over pairs of different domains."""
     least: float | None
 
 

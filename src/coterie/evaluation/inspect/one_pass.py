@@ -21,14 +21,14 @@ from coterie.traces.activations import ActivationTrace, Chunk
 from coterie.types import DECODE
 
 Progress = Callable[[int, int], None]
-"""Called with the tokens done and to do."""
+"""Callback: tokens done, tokens in all."""
 
 CHUNK_BYTES = 64 << 20
 """Expert ids read at a time: what stays resident of a mapped trace, and how long an interruption waits."""
 MAX_DOMAINS = 12
 MAX_WINDOWS = 64
 REQUESTS_PER_WINDOW = 16
-"""Fewer requests than this in a window, and its load is mostly the luck of who came."""
+"""Smallest number of requests per window: below this its load is mostly sampling noise."""
 _THREADS = 2
 
 
@@ -41,7 +41,7 @@ class Windows(NamedTuple):
     """[request] 0 or 1 at random: two halves of a window differ by sampling noise only."""
     total: int
     width: float
-    """Of a window, in `unit`."""
+    """Length of a window, in `unit`."""
     unit: str
     """s or tokens."""
 

@@ -12,7 +12,7 @@ from coterie.placement.maps.formats import PlacementMap
 from coterie.types import Placement, balancedness, layer_balance
 
 MOST = 10
-"""Experts named."""
+"""Number of experts listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Replicated:
     expert: int
     replicas: int
     load: float | None
-    """Of the layer's tokens, where a load was given."""
+    """Share of the layer's tokens, if a load was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class MapInspection:
     balance: float | None
     """Mean over layers of mean ÷ max rank load, where a load was given."""
     worst_layer: int | None
-    """Least even, as an index in the model."""
+    """Index in the model of the least even layer."""
     rank_load: list[list[float]] | None
     """[layer, rank] tokens."""
 
@@ -90,7 +90,7 @@ def inspect_map(map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | N
 
 
 def worst_layer(rank_load: NDArray[np.float64]) -> int:
-    """The row that is least even."""
+    """Row of the least even layer."""
     return int(np.argmin(layer_balance(rank_load)))
 
 

@@ -26,7 +26,7 @@ MERGED = "merged_"
 """How labels of windows begin that are sums of other windows of their table."""
 
 TIME_LIMIT_S = 10.0
-"""Of a layer, where a planner has a limit: a model of 75 layers then takes minutes, not hours."""
+"""Seconds per layer for planners with a time limit: 75 layers then take minutes, not hours."""
 
 Report = Callable[[str, int, int], None]
 """report(doing, done, total)"""
@@ -34,7 +34,7 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What is asked; None leaves a setting to what the load, the current placement or the planner says."""
+    """Options of a plan. None takes the setting from the load, the current placement or the planner."""
 
     load: Path
     load_format: str | None = None
@@ -57,7 +57,7 @@ class PlanOptions:
 
 
 class WindowLoad(NamedTuple):
-    """A load and whose it is."""
+    """A load and its model."""
 
     spec: ModelSpec
     tokens: NDArray[np.float64]
@@ -66,12 +66,12 @@ class WindowLoad(NamedTuple):
     what: str
     """Which part of which file, in words."""
     labels: tuple[str, ...] = ()
-    """Of the windows it is the sum of, where they have some."""
+    """Labels of the windows it is the sum of, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan and all it was made of."""
+    """A plan and its inputs."""
 
     load: WindowLoad
     objective: Objective
@@ -83,7 +83,7 @@ class Planned:
 
     @property
     def map(self) -> PlacementMap:
-        """What to write: with shares where they are not equal."""
+        """The placement to write, with shares if they are not equal."""
         shares = None if self.plan.split == "equal" else self.plan.shares
         return PlacementMap(self.plan.placement, self.load.spec.name, self.load.layer_ids, shares)
 
@@ -236,7 +236,7 @@ def _speeds(text: str | None, ranks: int) -> tuple[float, ...]:
 
 
 def _current(options: PlanOptions, load: WindowLoad) -> PlacementMap:
-    """What serves now: the placement, and the shares where they are not equal."""
+    """The current placement, with shares if they are not equal."""
     spec = load.spec
     if options.current is None:
         slots = spec.num_experts if options.slots is None else options.slots
@@ -272,7 +272,7 @@ def _planner(options: PlanOptions, objective: Objective, progress: Progress) -> 
 
 
 def summary(planned: Planned) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """The object that ``--json`` prints."""
     plan, problem, spec = planned.plan, planned.problem, planned.load.spec
     placement, topology = plan.placement, problem.topology
     before, after = planned.busy_s()
@@ -311,7 +311,7 @@ def summary(planned: Planned) -> dict[str, Any]:
 
 
 def _proof(proof: Proof) -> dict[str, Any]:
-    """In seconds over the horizon, all layers together, and gaps as shares of the objective."""
+    """Seconds over the horizon, summed over layers; gaps are shares of the objective."""
     return {
         "objective_s": float(proof.objective_s.sum()),
         "bound_s": proof.total_bound_s,

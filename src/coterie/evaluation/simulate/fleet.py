@@ -29,14 +29,14 @@ class FleetRow(NamedTuple):
 
     router: str
     experts_per_step: float
-    """Distinct experts of a layer in the step that a token is in."""
+    """Distinct experts per layer in a token's step."""
     tpot_p50_ms: float
     tpot_p99_ms: float
     tpot_mean_ms: float
     saved_pct: Interval
-    """Of the mean TPOT, against the first router; 95% over splits."""
+    """Saving of the mean TPOT against the first router; 95% interval over splits."""
     saved_p99_pct: Interval
-    """Of the 99th percentile."""
+    """Saving of the 99th percentile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class FleetReport:
     dtype: str
     decoders: int
     in_flight: int
-    """Requests on every decoder, on average."""
+    """Mean requests per decoder."""
     splits: int
     rows: list[FleetRow]
 

@@ -13,7 +13,7 @@ EXECUTIONS = ("spread", "prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class SimulateOptions:
-    """What a user may choose. None is the default that the docstring of a field, or the config file, names."""
+    """Options of a run. None takes the default named in the field's docstring or in the config file."""
 
     trace: Path | None = None
     """Activation trace to replay, or request trace for its times alone; None draws CAPS's workload."""
@@ -21,15 +21,15 @@ class SimulateOptions:
     config: Path | None = None
     """JSON file in CAPS's layout; see :class:`coterie.batching.scheduler.CapsConfig`."""
     strategies: tuple[str, ...] = ()
-    """Beside fcfs; "all" is every one. Empty takes the config's, else latency_aware."""
+    """Strategies to compare with fcfs; "all" is every one. Empty takes the config's, else latency_aware."""
     arrivals: str | None = None
     """poisson, bursty, or a trace whose times are replayed; None is the trace's own times, else poisson."""
     rate: float | None = None
-    """Requests a second; None is as recorded, else LOAD of what the server can do."""
+    """Requests per second; None is as recorded, else LOAD times the fcfs capacity."""
     requests: int | None = None
     seed: int = 0
     execution: str | None = None
-    """None is spread, or decode or prefill where the trace is of a known model."""
+    """How batches are timed; None is decode or prefill if the trace's model is known, else spread."""
     model: str | None = None
     """Shape to time steps of: a shipped one, or a folder with a config.json; None is the trace's."""
     preset: str | None = None
@@ -37,13 +37,13 @@ class SimulateOptions:
     ranks: int | None = None
     """Expert-parallel ranks that hold the experts in order; 1 by default."""
     places: int | None = None
-    """Requests that decode at once."""
+    """Largest number of requests that decode at once."""
     base_ms: float | None = None
     """Time of a batch with an even load (spread)."""
     sensitivity: float | None = None
-    """How much longer it takes by the coefficient of variation of its load (spread)."""
+    """Relative growth of that time per unit of the load's coefficient of variation (spread)."""
     predictor: str | None = None
-    """Where the load vectors come from that a strategy sees; None is recorded, or the model's dry run."""
+    """Source of the loads that a strategy sees; None is recorded, or the model's dry run."""
     with_model: Path | None = None
     """Checkpoint to run on prompts: its routing is the truth, its router's dry run the prediction."""
     prompts: Path | None = None
@@ -68,7 +68,7 @@ class SimulateOptions:
             raise ConfigError(f"trace={self.trace} and with_model={self.with_model} exclude each other")
 
     def only_for(self, execution: str) -> None:
-        """Raises for a setting that this execution would not heed."""
+        """Raise for a setting that this execution does not read."""
         for name, kinds in (
             ("base_ms", ("spread",)),
             ("sensitivity", ("spread",)),

@@ -46,28 +46,28 @@ MODEL_BATCH = 8
 RECORDED = "recorded"
 DRY_RUN = "dry_run"
 EXACT = (RECORDED, DRY_RUN)
-"""Loads that come with the requests themselves: recorded with them, or predicted by the model's own router."""
+"""Names of loads that need no predictor: as recorded, or the dry run of the model's own router."""
 PATTERNS = ("poisson", "bursty")
 
 Report = Callable[[str, int, int], None]
-"""Hears what is being done, how much of it is done, and of how much."""
+"""Callback: progress as (doing, done, total)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What can be served. A run takes them again and again."""
+    """Requests that can be served. A run reuses them."""
 
     name: str
     top_k: int
     counts: NDArray[np.int64]
-    """[request, layer, expert] tokens that it really brings."""
+    """[request, layer, expert] real tokens."""
     predicted: Loads
-    """[request, layer, expert] tokens a strategy is shown; in decode a step's."""
+    """[request, layer, expert] tokens that a strategy sees; per step in decode."""
     predictor: str
     domains: Sequence[str] | None = None
     """[request]"""
     order: NDArray[np.int64] | None = None
-    """[request] rows in the order they were recorded to arrive, where that is known."""
+    """[request] recorded order of arrival, if known."""
     times: RequestTrace | None = None
     """The recording's own arrivals, those of calibration requests too."""
     context: NDArray[np.int64] | None = None
@@ -77,7 +77,7 @@ class Requests:
     expert_ids: NDArray[np.unsignedinteger] | None = None
     """[token, layer, k] of the tokens that run."""
     calibration: int = 0
-    """Other requests, which the predictor was fitted on."""
+    """Number of other requests that the predictor was fitted on."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -87,7 +87,7 @@ class Requests:
 
     @property
     def cosine(self) -> float:
-        """Between what is predicted and what runs, mean over requests and layers."""
+        """Cosine between predicted and real loads, mean over requests and layers."""
         return float(cosine(self.predicted, self.counts).mean())
 
 
@@ -97,11 +97,11 @@ class Arrived(NamedTuple):
     arrival_s: NDArray[np.float64]
     """[request] as recorded, or at a mean rate of one a second."""
     row: NDArray[np.int64]
-    """[request] which of the :class:`Requests` it is."""
+    """[request] index into :class:`Requests`."""
 
     @property
     def rate(self) -> float | None:
-        """Requests a second; None where all come at once."""
+        """Requests per second; None if all arrive at once."""
         span = float(self.arrival_s[-1] - self.arrival_s[0])
         return (len(self.arrival_s) - 1) / span if span > 0 else None
 

@@ -36,7 +36,7 @@ class SpreadServer:
     config: SchedulerConfig
     requests: Requests
     row: NDArray[np.int64]
-    """[request of a run] which of the requests it is; one may come several times."""
+    """[request of a run] index into the requests, with repeats."""
     base_ms: float
     cost: SpreadCost
 
@@ -68,7 +68,7 @@ class StepServer:
     placement: Placement | None
     preset: str
     places: int
-    """Requests of a batch of prompts, or that decode at once."""
+    """Largest number of requests in a batch."""
 
     @property
     def ranks(self) -> int:

@@ -51,12 +51,12 @@ from coterie.traces.writers import kind_of
 from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Placement, Topology, WeightDtype
 
 REQUESTS = {"spread": 3000, "prefill": 1000, "decode": 400}
-"""Of a run, unless asked for otherwise."""
+"""Default requests per run, by execution."""
 LOAD = 0.8
-"""Rate where none is asked for, as a share of what the server can do in order of arrival."""
+"""Default rate, as a share of the fcfs capacity."""
 PLACES = 32
 MAX_BYTES = 1 << 31
-"""Of the loads that a run's requests are shown with."""
+"""Largest size of the loads of a run's requests."""
 BASELINE = "fcfs"
 LOWER_IS_BETTER = ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "imbalance", "distinct")
 
@@ -73,11 +73,11 @@ _PRECISIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Plain values: :meth:`to_json` is what is printed and written."""
+    """Result of a run; :meth:`to_json` is what is printed and written."""
 
     settings: dict[str, Any]
     rows: list[dict[str, Any]]
-    """One a strategy, fcfs first: :class:`coterie.sim.metrics.Summary`, and gains against fcfs in percent."""
+    """One per strategy, fcfs first: :class:`coterie.sim.metrics.Summary` and gains against fcfs in percent."""
     notes: list[str]
     runs: dict[str, Run]
     arrived: Arrived
@@ -145,7 +145,7 @@ def simulate(options: SimulateOptions, report: Report) -> Simulated:
 
 
 def write(folder: Path, found: Simulated) -> None:
-    """simulate.json, and requests.csv with every request of every strategy."""
+    """Write simulate.json, and requests.csv with every request of every strategy."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "simulate.json", found.to_json())
     with (folder / "requests.csv").open("w", encoding="utf-8", newline="") as stream:
@@ -161,7 +161,7 @@ def write(folder: Path, found: Simulated) -> None:
 
 
 def _read_config(path: Path | None) -> tuple[CapsConfig | None, frozenset[str]]:
-    """The config, and the names it really holds: a default is no claim about the user's model."""
+    """The config, and the names it sets: a default makes no claim about the user's model."""
     if path is None:
         return None, frozenset()
     return CapsConfig.read(path), frozenset(json.loads(path.read_bytes()))
@@ -177,7 +177,7 @@ def _names(options: SimulateOptions, config: CapsConfig | None) -> list[str]:
 
 
 class _Work(NamedTuple):
-    """What is to be simulated, read but not yet drawn."""
+    """Inputs of a simulation: read, but requests not drawn yet."""
 
     execution: str
     trace: ActivationTrace | None
@@ -336,7 +336,7 @@ def _requests(
 def _times(
     options: SimulateOptions, work: _Work, arrived: Arrived, capacity: float
 ) -> tuple[float | None, NDArray[np.float64]]:
-    """Requests a second and their times: as asked, as recorded, or a share of what the server can do."""
+    """Rate and arrival times: as asked, as recorded, or a share of the capacity."""
     replayed = work.arrivals_name not in PATTERNS
     if options.rate is None and replayed:
         return arrived.rate, arrived.arrival_s
@@ -349,7 +349,7 @@ def _times(
 def _server(
     options: SimulateOptions, work: _Work, config: CapsConfig | None, requests: Requests, arrived: Arrived
 ) -> SpreadServer | StepServer:
-    # An engine starts a step with whoever waits; CAPS's server waits for a choice.
+    # An engine starts a step with any waiting request; CAPS's server waits for a choice of several.
     scheduler = config.scheduler if config else SchedulerConfig(min_batch_trigger=16 if work.spec is None else 1)
     if work.spec is None:
         base_ms = SETTING.base_s * 1e3 if options.base_ms is None else options.base_ms

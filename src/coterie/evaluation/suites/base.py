@@ -20,30 +20,30 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SuiteOptions:
-    """What a user may choose; a suite reads what concerns it, and says what that is."""
+    """Options of a run; a suite declares which of them it reads."""
 
     trace: Path | None = None
     """Trace to evaluate on, instead of the suite's own."""
     trace_format: str | None = None
-    """Format of that trace, where the file does not show it."""
+    """Format of that trace; None detects it."""
     batch: int = 128
-    """Tokens of one step, over all ranks together."""
+    """Tokens per step, summed over all ranks."""
     data: Path | None = None
     """Folder of real data (docs/data.md); None skips what needs it, with a note."""
     seed: int = 0
-    """Of everything random, where a suite has no seeds of its own."""
+    """Seed of the random generator, for suites that take one seed."""
     model: Path | None = None
-    """Folder of a checkpoint whose own router is run."""
+    """Checkpoint folder whose own router is evaluated."""
     requests: int | None = None
-    """Requests of one run; None is the suite's own number."""
+    """Requests per run; None takes the suite's default."""
     seeds: tuple[int, ...] | None = None
-    """A run each; None is the suite's own."""
+    """Seeds, one run per seed; None takes the suite's default."""
     rates: tuple[float, ...] | None = None
-    """Requests a second; None is the suite's own."""
+    """Requests per second; None takes the suite's default."""
     strategies: tuple[str, ...] | None = None
-    """Batch selection strategies to compare; None is all."""
+    """Batch selection strategies to compare; None takes all."""
     routers: tuple[str, ...] | None = None
-    """Routers to compare beside the suite's own; None is none."""
+    """Routers to compare in addition to the suite's own."""
     out: Path | None = None
     """Folder for files and figures; None writes none."""
 
@@ -61,11 +61,11 @@ class SuiteOptions:
 
 
 CHOICES = tuple(field.name for field in fields(SuiteOptions) if field.name not in ("data", "out"))
-"""Options that a suite may or may not read. The data folder is no option of the command, and every suite has --out."""
+"""Options that a suite may read or not. Not among them: the data folder (no command-line option) and --out (all)."""
 
 
 class Report(Protocol):
-    """Hears how far a suite is."""
+    """Callback: progress of a suite."""
 
     def __call__(self, doing: str, done: int, total: int) -> None: ...
 
@@ -89,7 +89,7 @@ class Column(NamedTuple):
 
 
 class SuiteTable(NamedTuple):
-    """How some of the rows are printed; the JSON has them all, in full."""
+    """A printed table of some rows; the JSON holds all rows in full."""
 
     title: str
     columns: tuple[Column, ...]
@@ -101,14 +101,14 @@ class Suite:
     """One evaluation."""
 
     help: str
-    """One line: what is computed, and what it is held against."""
+    """One line: what is computed, and what it is compared with."""
     run: Callable[[SuiteOptions, Report], SuiteResult]
     tables: tuple[SuiteTable, ...] = ()
-    """Empty prints every plain value of every row."""
+    """Tables to print; empty prints every plain value of every row."""
     writes_files: bool = False
-    """Writes more than its rows: figures, a log."""
+    """Whether it writes files besides its rows, such as figures."""
     reads: tuple[str, ...] | None = None
-    """Those of CHOICES that `run` reads, of a user's own suite: a user who gives another is told. None is all."""
+    """Names in CHOICES that `run` reads (plugins); any other option given is an error. None allows all."""
 
     def __post_init__(self) -> None:
         for name in self.reads or ():
@@ -117,16 +117,16 @@ class Suite:
 
 
 suites: Registry[Suite] = Registry("suite", group="coterie.suites")
-"""Holds the built-in ones after :func:`load_suites`."""
+"""Registered suites; built-in ones are added by :func:`load_suites`."""
 
 
 class BuiltIn(NamedTuple):
     """A suite that is not imported yet."""
 
     module: str
-    """Of coterie.evaluation; importing it registers the suite."""
+    """Package in coterie.evaluation.suites; importing it registers the suite."""
     reads: tuple[str, ...]
-    """Those of CHOICES that it reads."""
+    """Names in CHOICES that it reads."""
 
 
 BUILT_IN = {
@@ -139,7 +139,7 @@ BUILT_IN = {
     "eldr": BuiltIn("eldr", ("requests", "seeds", "routers")),
     "joint": BuiltIn("joint", ("requests", "seeds")),
 }
-"""By name. What they read stands here because help shows it, and importing them all takes seconds."""
+"""Suites by name, with the options they read: help shows these without importing the suites, which takes seconds."""
 
 
 def load_suites() -> Registry[Suite]:
@@ -150,7 +150,7 @@ def load_suites() -> Registry[Suite]:
 
 
 def load_suite(name: str) -> Suite:
-    """One suite; a built-in one is imported alone, and an unknown name is told all there are."""
+    """Load one suite; an unknown name raises with all names."""
     if name not in BUILT_IN:
         return load_suites()[name]
     import_module(f"coterie.evaluation.suites.{BUILT_IN[name].module}.suite")
@@ -158,12 +158,12 @@ def load_suite(name: str) -> Suite:
 
 
 def suite_names() -> list[str]:
-    """All known names, sorted; no built-in suite is imported for it."""
+    """All known names, sorted; imports no built-in suite."""
     return sorted({*BUILT_IN, *suites.names()})
 
 
 def options_read(suite: str) -> tuple[str, ...]:
-    """Those of CHOICES that a suite reads; a built-in one need not be imported."""
+    """Names in CHOICES that a suite reads; imports no built-in suite."""
     if suite in BUILT_IN:
         return BUILT_IN[suite].reads
     reads = suites[suite].reads

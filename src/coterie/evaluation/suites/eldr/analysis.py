@@ -32,9 +32,9 @@ class Unions(NamedTuple):
     batch: int
     domains: int
     same: float
-    """Distinct experts of a layer in a step of one domain's requests; domains count by their requests."""
+    """Distinct experts per layer in a step of one domain's requests; domains weighted by requests."""
     mixed: float
-    """The same, of requests of all those domains."""
+    """The same for requests mixed over those domains."""
 
     @property
     def saving_pct(self) -> float:
@@ -47,15 +47,15 @@ class Analysis(NamedTuple):
     unions: Unions
     correlation: float
     rho: dict[str, float]
-    """By weighting, layers chosen."""
+    """rho by weighting, with chosen layers."""
     rho_unmasked: dict[str, float]
-    """All layers."""
+    """rho by weighting, with all layers."""
     layers: int
-    """Chosen for count_idf."""
+    """Layers chosen for count_idf."""
 
 
 def analyse(job: tuple[str, int], data: Path) -> Analysis:
-    """One trace, one split."""
+    """Analysis of one split of one trace."""
     name, seed = job
     source = recorded_source(data, name)
     rng = np.random.default_rng([seed, 5])
@@ -95,7 +95,7 @@ def domain_unions(source: Source, batch: int, steps: int, rng: Generator) -> Uni
 
 
 def phase_correlation(source: Source) -> float:
-    """Pearson's, within a request over all cells, mean over requests."""
+    """Pearson correlation over all layers' experts of a request, mean over requests."""
     before, after = (np.asarray(p, np.float64) for p in source.counts.probabilities)
     before, after = before - before.mean(axis=1, keepdims=True), after - after.mean(axis=1, keepdims=True)
     products = np.einsum("rc,rc->r", before, after)

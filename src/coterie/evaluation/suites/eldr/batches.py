@@ -25,9 +25,9 @@ from coterie.sim.fleet.requests import FleetRequests
 LOADS = ((8, 8), (8, 16), (8, 24), (6, 32))
 """Decoders and requests in flight on each: a group of batches each."""
 ROUTERS = ("round_robin", "locality_band", "latency_aware")
-"""The first is what `coterie replay` compares the others with."""
+"""Routers; `coterie replay` compares the others with the first."""
 STEPS = 100
-"""Of each router and load in each split."""
+"""Steps per router, load and split."""
 
 
 def replay_batches(

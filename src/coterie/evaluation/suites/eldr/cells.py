@@ -50,13 +50,13 @@ class Cell(NamedTuple):
     trace: str
     decoders: int
     per_decoder: int
-    """Requests in flight on a decoder, on average."""
+    """Requests in flight per decoder, on average."""
     seed: int
     """Seed for the split and the order of requests."""
 
 
 class Limit(NamedTuple):
-    """Expected savings against steps of requests drawn from all, shares of 1."""
+    """Expected savings against mixed steps, as fractions."""
 
     limit: float
     cosine: float
@@ -78,17 +78,17 @@ def signature_name(weighting: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assigned:
-    """Every request to the worker it was assigned before the run, whatever the load."""
+    """Routes every request to a worker assigned before the run, regardless of load."""
 
     workers: NDArray[np.int64]
-    """[request] of the run, whose id is its number."""
+    """[request] worker; a request's id is its index."""
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
         return Decision(int(self.workers[int(request.id)]), np.zeros(len(fleet)), "assigned before the run")
 
 
 def serve_cell(cell: Cell, data: Path, requests: int, names: tuple[str, ...] = ROUTERS) -> Found:
-    """All routers on the same requests, and what else is asked at this load."""
+    """Serve the same requests under every router, and the extra comparisons of this cell."""
     source = recorded_source(data, cell.trace)
     bench = closed_bench(source, cell.decoders, cell.per_decoder, cell.seed, requests)
     halves, limit = split(source, cell.seed), None

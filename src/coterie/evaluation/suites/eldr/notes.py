@@ -15,7 +15,7 @@ Row = dict[str, Any]
 NO_DATA = "No recorded routing: only synthetic parts ran. Set COTERIE_DATA to the folder of real data (docs/data.md)."
 LIMIT_BAR = 0.90
 TAIL_BAR_PCT = -1.0
-"""By which a router's p99 may be above that of the shortest queue."""
+"""Lowest allowed cut of a router's p99 against the shortest queue, percent."""
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:

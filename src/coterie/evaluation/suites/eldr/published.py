@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Span(NamedTuple):
-    """Least and most over models or load levels."""
+    """Smallest and largest over models or load levels."""
 
     low: float
     high: float
@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
 
 ACTIVE_EXPERTS = 22.0
-"""Fewer a decode step than round robin."""
+"""Distinct experts saved per decode step against round robin."""
 MAIN: dict[str, dict[str, Span]] = {
     "locality_band": {"tpot_p50": Span(7.0, 13.9), "tpot_p99": Span(3.4, 6.0)},
     "domain": {"tpot_p50": Span(6.8, 9.7)},
@@ -31,16 +31,16 @@ TRIAL: dict[tuple[int, int], Span] = {(8, 16): Span(8.1, 9.8), (12, 16): Span(9.
 """(decoders, in flight a decoder) → fewer experts a step of the locality band against round robin: not from the paper
 but a quick trial on gpt-oss-20b's routing, on which the first row of our bar rests."""
 LIMIT_SHARES = {"cosine": 0.83, "union": 0.90}
-"""Of the limit's saving: the same trial."""
+"""Share of the limit's saving, from the same trial."""
 SAME_DOMAIN = Span(17.0, 21.0)
 SAME_LANGUAGE = Span(3.0, 10.0)
 PHASE_CORRELATION = Span(0.70, 0.92)
 RHO = {"count_idf": 0.76, "gate": 0.67, "binary": 0.47}
 MASK_GAIN = Span(0.005, 0.032)
 VANILLA_P99 = 17.4
-"""By which plain K-means makes the tail worse, at worst."""
+"""Largest increase of the tail with plain K-means."""
 GATE_P50_POINTS = 3.0
-"""By which count_idf's cut of the median is above that of gate probabilities."""
+"""Advantage of count_idf over gate probabilities in the cut of the median."""
 TOPOLOGY: dict[int, dict[str, float]] = {
     8: {"tpot_p50": 8.0, "tpot_p99": 2.5},
     16: {"tpot_p50": 9.8, "tpot_p99": 0.8},

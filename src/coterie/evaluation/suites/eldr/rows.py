@@ -48,7 +48,7 @@ SAVINGS = {
     "tpot_token_saving": "tpot_token_ms",
     "saving_at_rows": "experts_at_rows",
 }
-"""Key of a row, and what of an outcome it compares."""
+"""Key of a row → field of an outcome that it compares."""
 Runs = Sequence[Mapping[str, Outcome]]
 Row = dict[str, Any]
 
@@ -62,7 +62,7 @@ def blank(part: str, trace: str, **values: Any) -> Row:
 
 
 def savings(runs: Runs, name: str, field: str, base: str = BASE) -> list[float]:
-    """Per cent, one for each seed."""
+    """Percent, one per seed."""
     return [100.0 * (1.0 - getattr(run[name], field) / getattr(run[base], field)) for run in runs]
 
 
@@ -114,7 +114,7 @@ def _ahead(runs: Runs, field: str) -> list[float]:
 
 
 def overall_row(by_load: Sequence[Runs]) -> Row:
-    """How far ours is ahead of the locality band over all loads: their mean in each split is one of the numbers."""
+    """Advantage over the locality band: one value per split, the mean over all loads."""
     row = blank("ahead", MODEL, router=OURS, loads=len(by_load), seeds=len(by_load[0]))
     for key, field in SAVINGS.items():
         row |= spread(f"{key}_ahead", interval(np.mean([_ahead(runs, field) for runs in by_load], axis=0)))

@@ -54,11 +54,11 @@ from coterie.routing import routers
 
 NAME = "eldr"
 SEEDS = tuple(range(12))
-"""A split of the recorded requests and an order of them each."""
+"""Seeds; each gives a split of the recorded requests and an order."""
 FEW_SEEDS = 3
-"""Of them for what varies little or takes long."""
+"""Number of seeds for parts that vary little or take long."""
 LOADS = ((8, 16), (12, 16), (8, 8), (8, 24))
-"""Decoders and requests in flight on each."""
+"""Decoders, and requests in flight per decoder."""
 SMALL = (4, 16)
 """The same for DeepSeek-V2-Lite, of which there are half as many recorded requests."""
 CACHE_REQUESTS = 1200
@@ -77,7 +77,7 @@ Job = Cell | SyntheticCell | AnalysisJob | CacheJob
 
 
 def jobs_of(data: Path | None, seeds: tuple[int, ...]) -> list[Job]:
-    """All that is to be run, the longest first."""
+    """All jobs, the longest first."""
     few = seeds[:FEW_SEEDS]
     jobs: list[Job] = [SyntheticCell("expert_parallel", EP_DECODERS, EP_EACH, seed) for seed in few]
     jobs += [SyntheticCell("topology", decoders, EACH, seed) for seed in few for decoders in POOLS]
@@ -103,7 +103,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     data = options.data if options.data is not None and (options.data / "activations").is_dir() else None
     jobs, requests = jobs_of(data, options.seeds or SEEDS), options.requests or REQUESTS
     most = max((job.decoders * job.per_decoder for job in jobs if isinstance(job, Cell)), default=0)
-    if requests < 2 * most:  # said before the work: the first cells take a while
+    if requests < 2 * most:  # fail before the work: the first cells take a while
         raise ConfigError(f"requests={requests} must be at least {2 * most}, twice what is in flight")
     names = tuple(dict.fromkeys((*ROUTERS, *(options.routers or ()))))
     for name in names:
@@ -127,7 +127,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
 
 
 def rows_of(found: dict[Job, Any]) -> list[Row]:
-    """Jobs that differ in their seed alone make one row a router."""
+    """Make one row per router from jobs that differ only in their seed."""
     rows: list[Row] = []
     later: list[Row] = []
     by_load: list[Runs] = []
@@ -161,7 +161,7 @@ def rows_of(found: dict[Job, Any]) -> list[Row]:
 
 
 def _kind(job: Job) -> tuple[Any, ...]:
-    """All but the seed."""
+    """Sort key: everything but the seed."""
     if isinstance(job, Cell):
         order = LOADS.index((job.decoders, job.per_decoder)) if (job.decoders, job.per_decoder) in LOADS else len(LOADS)
         return 0, order, job.trace, job.decoders, job.per_decoder

@@ -52,7 +52,7 @@ LANGUAGES = ("en", "zh", "ru", "fr", "es", "de")
 SHARES = (0.45, 0.30, 0.10, 0.06, 0.05, 0.04)
 TOPICS = 6
 SHARED, LANGUAGE, TOPIC = 0.30, 0.20, 0.50
-"""Of a request's preferences: what all share, what its language prefers, and what its topic in that language does."""
+"""Weights of the shared, the language's and the topic's expert preferences."""
 ZIPF = 0.9
 CONCENTRATION = 150.0
 ROUTERS = (BASE, "join_shortest_queue", "domain", "locality_band", "latency_aware")
@@ -66,20 +66,20 @@ LONGEST_PROMPT = 16_384
 
 @dataclass(frozen=True, slots=True)
 class SyntheticSize:
-    """How much is generated; tests take less."""
+    """Size of the synthetic workload; tests take less."""
 
     recordings: int = 1200
     fitted: int = 400
-    """Of the recordings; the others are served, twice as many as the largest pool has in flight."""
+    """Recordings to fit on; the others are served, twice as many as the largest pool has in flight."""
     prompt_tokens: int = 48
     output_tokens: int = 48
     requests: int = 2400
-    """Of a run."""
+    """Requests per run."""
 
 
 FULL = SyntheticSize()
 WIDE = SyntheticSize(recordings=800, fitted=300, prompt_tokens=32, output_tokens=32, requests=1000)
-"""Of 94 layers: tokens are twice as large."""
+"""Size for 94 layers: tokens are twice as large."""
 
 
 def draw_language_preferences(layers: int, experts: int, rng: Generator) -> NDArray[np.float64]:
@@ -155,11 +155,11 @@ class CacheFound(NamedTuple):
     cached: dict[str, Outcome]
     uncached: dict[str, Outcome]
     cached_share: float
-    """Of prompt tokens, where prefixes are cached."""
+    """Share of prompt tokens found in the prefix cache."""
     in_flight: float
-    """On a decoder, mean."""
+    """Mean requests per decoder."""
     prefill_ms: tuple[float, float]
-    """Mean from arrival to handoff, cached and not."""
+    """Mean time from arrival to handoff, with and without the cache."""
 
 
 def load_arrivals(path: Path) -> RequestTrace:

@@ -1,9 +1,9 @@
 """Cells of the joint suite: one split of a trace on 8 ranks of a node, the published steps added one after the other.
 
     standard            experts in order, round robin (and the shortest queue)
-    + expert-aware      the joint router, which knows who holds which experts (and `latency_aware`)
+    + expert-aware      the joint router, which knows which rank holds which experts (and `latency_aware`)
     + replication       extra slots on every rank for experts that its requests ask for and it lacks
-    + batch scheduling  every rank picks who decodes, local experts first, under a budget of time between tokens
+    + batch scheduling  every rank picks which requests decode, local experts first, under a budget of time per token
 
 All that is learned comes from calibration requests, which are served first, by the joint router on experts in order:
 what each rank asks for, and what a step costs by requests and by activations that cross. Other requests are then
@@ -42,46 +42,46 @@ from coterie.types import BYTES_PER_WEIGHT, INFINIBAND_400G, NVLINK4, Link, Mode
 
 RANKS = 8
 EXTRA_SLOTS = 8
-"""On a rank, as published; fewer where memory does not allow them."""
+"""Extra slots per rank, as published; fewer where memory does not allow them."""
 STANDARD, ROUTING, REPLICATION, SCHEDULING = "standard", "+ expert-aware", "+ replication", "+ batch scheduling"
 CHAIN = (STANDARD, ROUTING, REPLICATION, SCHEDULING)
 DTYPES: dict[str, WeightDtype] = {"gpt-oss-20b": "bf16", "deepseek-v2-lite": "bf16", "deepseek-v3": "fp8"}
 SYNTHETIC = "deepseek-v3"
 LOADS = {SYNTHETIC: 16, "gpt-oss-20b": 16, "deepseek-v2-lite": 8}
-"""Requests in flight on a rank: 128 in all, as published, or half where recordings are too few."""
+"""Requests in flight per rank: 128 in all, as published, or half where recordings are too few."""
 SIZE = SyntheticSize(recordings=600, fitted=200, prompt_tokens=32, output_tokens=32)
 TURNS = 6
-"""Requests of a run, in times those in flight: the first two are for settling in."""
+"""Requests per run, as a multiple of those in flight: the first two multiples are warm-up."""
 DEVICE_BYTES, USABLE = 141e9, 0.9
-"""An H200, and what of it is for weights and KV cache."""
+"""Memory of an H200, and the share usable for weights and KV cache."""
 FEWER_SLOTS = (1, 2, 4)
 TIGHT = 0.98
-"""Of the mean step of calibration: a budget of time between tokens that binds."""
+"""Budget of time between tokens that binds, as a share of the mean calibration step."""
 STEP_TOKENS = (128, 1024, 8192, 32768)
 
 
 class JointCell(NamedTuple):
     trace: str
     per_rank: int
-    """Requests in flight on a rank, on average."""
+    """Requests in flight per rank, on average."""
     seed: int
-    """Of the split and of the order of requests."""
+    """Seed for the split and the order of requests."""
 
 
 class Served(NamedTuple):
-    """Which configuration it was: a row."""
+    """A configuration: key of a row."""
 
     part: str
     configuration: str
     router: str
     extra_slots: int = 0
     planner: str | None = None
-    """Where experts are: None is in order."""
+    """Planner of the placement; None keeps experts in order."""
     budget: str | None = None
-    """Of time between tokens."""
+    """Budget of time between tokens."""
     link: str = NVLINK4.name
     tokens: int | None = None
-    """Of a single step, where it is one."""
+    """Tokens of a single step, for part `step size`."""
 
 
 Found = dict[Served, GroupOutcome]
@@ -89,7 +89,7 @@ Found = dict[Served, GroupOutcome]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupBench:
-    """Calibration requests and others, on one model."""
+    """Calibration and test requests on one model."""
 
     known: GroupLoop
     served: GroupLoop
@@ -193,7 +193,7 @@ def serve_cell(cell: JointCell, data: Path | None, requests: int | None = None, 
 
 
 class Single(NamedTuple):
-    """Where experts are in a single step."""
+    """Placements for a single step."""
 
     planner: str | None = None
     extra_slots: int = 0
@@ -251,7 +251,7 @@ def _chain(part: str, bench: GroupBench, extra: int, more: Placement, prices: De
 class LearnedPrices(NamedTuple):
     prices: DecodePrices
     step_us: float
-    """Mean, with all requests in it."""
+    """Mean step time with all requests decoding."""
 
 
 def decode_prices(bench: GroupBench, placement: Placement) -> LearnedPrices:

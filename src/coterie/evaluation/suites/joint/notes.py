@@ -10,7 +10,7 @@ from coterie.evaluation.suites.joint.cells import CHAIN, REPLICATION, ROUTING, S
 
 Row = dict[str, Any]
 KEY = "step_tbt_mean_saving"
-"""Of a step's mean TBT against that of the step before it."""
+"""Saving of a step's mean TBT against the step before it."""
 SETTING = (
     "A worker is a rank: it keeps the KV cache of its own requests and holds an eighth of every layer's experts; a "
     "token whose expert is elsewhere crosses and comes back, and all ranks wait for the slowest in every layer. "
@@ -45,7 +45,7 @@ def told(row: Row, key: str) -> str:
 
 
 def verdict(row: Row, key: str) -> str:
-    """Whether a saving can be told from nothing."""
+    """Whether a saving differs significantly from 0."""
     low, high = row[f"{key}_low"], row[f"{key}_high"]
     if low == high == 0.0:
         return "does nothing"

@@ -36,7 +36,7 @@ LAYER_US, LAYERS = 8.2, 58
 
 
 def published_of(configuration: str) -> dict[str, Any]:
-    """That row, and by how much its mean is below that of the row before."""
+    """The published row, with the saving of its mean against the row before."""
     found, at = TABLE[configuration], CHAIN.index(configuration)
     saving = 100.0 * (1.0 - found.tbt_mean_ms / TABLE[CHAIN[at - 1]].tbt_mean_ms) if at else None
     return {**found._asdict(), "step_tbt_mean_saving_pct": saving}

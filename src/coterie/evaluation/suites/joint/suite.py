@@ -38,18 +38,18 @@ from coterie.sim.group import GroupOutcome
 
 NAME = "joint"
 SEEDS = (0, 1, 2, 3, 4)
-"""A split of the recorded requests and an order of them each."""
+"""Seeds; each gives a split of the recorded requests and an order."""
 FEW_SEEDS = 3
-"""Of them for synthetic routing."""
+"""Number of seeds for synthetic routing."""
 NO_DATA = "No recorded routing: only synthetic routing ran. Set COTERIE_DATA to the folder of real data (docs/data.md)."
 SAVINGS = {"tbt_mean_saving": "tbt_mean_ms", "tbt_p99_saving": "tbt_p99_ms"}
-"""Key of a row, and what of an outcome it compares."""
+"""Key of a row → field of an outcome that it compares."""
 PARTS = ("main", "replicas", "budget", "locality", "slow link", "step size")
 Row = dict[str, Any]
 
 
 def jobs_of(data: Path | None, seeds: tuple[int, ...]) -> list[JointCell]:
-    """All that is to be run, the longest first."""
+    """All cells, the longest first."""
     names = [name for name in LOADS if name == SYNTHETIC or data is not None]
     return [
         JointCell(name, LOADS[name], seed)
@@ -120,7 +120,7 @@ def _in_chain(served: Served) -> bool:
 
 
 def _step(found: Found, served: Served, configuration: str) -> Served:
-    """That step of the chain that a row is compared with: its own part's, else the published one."""
+    """The step of the chain that a row is compared with: of its own part, else of the published chain."""
     if served.part == "step size":
         return Served(served.part, STANDARD, served.router, tokens=served.tokens)
     part = "slow link" if served.part == "slow link" else "main"
@@ -128,7 +128,7 @@ def _step(found: Found, served: Served, configuration: str) -> Served:
 
 
 def _savings(prefix: str, served: Served, base: Served, runs: Sequence[Found]) -> Row:
-    """Per cent, each seed compared with itself, with 95% intervals."""
+    """Percent, paired by seed, with 95% intervals."""
     row: Row = {}
     for key, field in SAVINGS.items():
         gains = [100.0 * (1.0 - getattr(run[served], field) / getattr(run[base], field)) for run in runs]

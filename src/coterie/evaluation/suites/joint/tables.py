@@ -19,7 +19,7 @@ def _number(key: str, digits: int) -> Callable[[Row], str]:
 
 
 def _beside(key: str, digits: int) -> Callable[[Row], str]:
-    """Ours, and in brackets the published one."""
+    """Our value, with the published one in brackets."""
 
     def value(row: Row) -> str:
         ours = f"{row[key]:.{digits}f}"

@@ -40,34 +40,34 @@ MODEL = "glm-5.2"
 class DomainSetting:
     windows: int = 40
     steps: int = 100
-    """Of a window."""
+    """Steps per window."""
     stay: int = 4
     """Windows until the next domain leads."""
     base: float = 0.2
-    """Share of the traffic that is of all domains alike."""
+    """Share of the traffic drawn evenly from all domains."""
     ranks: int = 8
     slots: int = 288
     tokens: tuple[tuple[str, int], ...] = (("prefill", 16_384), ("decode", 1_024))
-    """Of a step over all ranks."""
+    """Tokens per step, summed over all ranks."""
     context: int = 4_096
     """Tokens cached by each decoding request."""
 
 
 class Served(NamedTuple):
-    """One policy over all windows but the first, which nothing is known of."""
+    """One policy over all windows but the first, which has no load to plan on."""
 
     step_s: Array
-    """[window] of the whole step, by the calibrated model."""
+    """[window] seconds of the whole step, by the calibrated model."""
     moe_s: Array
-    """[window] of it, the slowest rank's experts."""
+    """[window] part of it spent on the slowest rank's experts."""
     cost_s: Array
-    """[window] planning and movement that the window begins with."""
+    """[window] seconds of planning and movement at its start."""
     balance: Array
     """[window]"""
     moves: list[int]
-    """Of each round that moved something."""
+    """Moves of each round that moved something."""
     planning_s: float
-    """Of a plan: measured beforehand, charged for each, and known to the planner."""
+    """Seconds of one plan: measured beforehand, charged per plan, known to the planner."""
     last: Placement
 
 
@@ -78,7 +78,7 @@ class RankShare(NamedTuple):
     """[rank]"""
     communication_s: Array
     wait_s: Array
-    """For the slowest."""
+    """Seconds of waiting for the slowest rank."""
 
 
 def domain_loads(path: Path) -> dict[str, Array]:
@@ -118,7 +118,7 @@ def _shares(tokens: Array) -> Array:
 
 
 class Fleet(NamedTuple):
-    """What serves: one phase."""
+    """The serving setup of one phase."""
 
     model: StepModel
     objective: Objective
@@ -170,7 +170,7 @@ def _planner(policy: str, objective: Objective) -> Planner:
 
 
 def _planning_s(planner: Planner, load: Load, placement: Placement, fleet: Fleet) -> float:
-    """The least of a few: a busy machine is not the planner's doing."""
+    """Minimum of a few runs, to exclude other load on the machine."""
     return min(planner.plan(load, fleet.model.topology, placement).planning_s for _ in range(4))
 
 
@@ -206,7 +206,7 @@ def _score(served: Served, window: int, share: Array, placement: Placement, flee
 
 
 def rank_shares(share: Array, placement: Placement, layer: int, fleet: Fleet) -> RankShare:
-    """Of one layer under one window."""
+    """Rank times of one layer in one window."""
     load, topology = Load(share * fleet.rows), fleet.model.topology
     both = fleet.objective.problem(load, topology, placement).rank_s(placement.slot_experts)[layer]
     alone = replace(fleet.objective, row_bytes=0.0).problem(load, topology, placement)
@@ -259,7 +259,7 @@ def _row(phase: str, tokens: int, policy: str, found: dict[str, Served], setting
 
 
 def _rank_rows(share: Array, found: dict[str, Served], fleet: Fleet) -> list[dict[str, Any]]:
-    """Of the layer whose kept map is of median balance, in the last window."""
+    """Rows of the layer with median balance under the kept map, in the last window."""
     kept = found["kept"].last.rank_load(share)
     layer = int(np.argsort(kept.max(axis=1) / kept.mean(axis=1))[len(kept) // 2])
     rows = []

@@ -33,7 +33,7 @@ Array = NDArray[np.float64]
 
 NAME = "latency-optimal"
 SEEDS = (100, 101, 102, 103, 104, 105)
-"""Not those (0 to 5) on which the load was fitted and the automatic interval was worked out."""
+"""Seeds; 0 to 5 were used to fit the load and the automatic interval."""
 INTERVALS = (1, 10, 100, 1000)
 EPLB_S, HEURISTIC_S, OURS_S = 0.26, 0.17, 0.025
 """Planning of 58 layers: both as published, and the bar for ours (the balance part prints what it takes here)."""

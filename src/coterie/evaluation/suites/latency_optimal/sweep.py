@@ -41,7 +41,7 @@ class DriftSetting:
     experts: int = 256
     top_k: int = 8
     tokens: int = 8192
-    """Of one iteration: SGLang's default size of a chunk of prefill."""
+    """Tokens per iteration: SGLang's default prefill chunk."""
     half_life: float = 450.0
     """Iterations until the slow part correlates with itself by half."""
     slow: float = 1.75
@@ -81,15 +81,15 @@ class SweepSetting:
     ranks: int = 8
     model_layers: int = 58
     layers: int = 4
-    """That are simulated; planning takes this share of its time. Layers are alike, so the shares do not change."""
+    """Layers simulated; planning is charged in proportion. Layers are alike, so shares do not change."""
     warm_up: int = 1000
-    """Iterations before those that count."""
+    """Warm-up iterations."""
     iterations: int = 3000
-    """That count."""
+    """Measured iterations."""
     short: int = 100
-    """That count where every iteration is followed by a round."""
+    """Measured iterations where a round follows every iteration."""
     fixed_s: float = 1.55e-3
-    """Of a layer, whatever its balance: fitted to the published gain of ideal balance, 25%."""
+    """Fixed time per layer: fitted to the published gain of ideal balance, 25%."""
     objective: Objective = field(default=Objective())
     """Its default prices are DeepSeek-V3's: 88 Mflop a row at 590 Tflop/s, 44 MB an expert."""
     link: Link = XGMI
@@ -110,13 +110,13 @@ class SweepSetting:
 
 class Policy(NamedTuple):
     planner: str
-    """Name in the registry."""
+    """Planner's name in the registry."""
     interval: int | None
-    """Iterations; None is automatic."""
+    """Iterations between rounds; None is automatic."""
     planning_s: float
-    """Of all layers of the model."""
+    """Planning seconds for all layers of the model."""
     unconditional: bool = False
-    """Rebalances even where that cannot pay."""
+    """Rebalance even where that cannot pay."""
     by_start: bool = False
     """Whether a round may pay is judged by the map of the start, as one who sets n once would; else by the map as it
     is, which spares planning where the last round still holds."""
@@ -128,17 +128,17 @@ class Outcome(NamedTuple):
     processing_gain: float
     """The same without planning and movement."""
     moves: float
-    """Of a round that moved something, over all layers of the model."""
+    """Mean moves per round that moved something, over all layers of the model."""
     rounds: int
-    """That moved something."""
+    """Rounds that moved something."""
     planned: int
-    """Times a planner ran."""
+    """Number of plans made."""
     interval: float
     """Mean iterations between rounds."""
 
 
 class _Run:
-    """What one policy did to one series."""
+    """Simulate one policy on one series of loads."""
 
     def __init__(self, loads: NDArray[np.float32], setting: SweepSetting, begin: int, end: int) -> None:
         self.loads, self.setting = loads, setting

@@ -52,23 +52,23 @@ NAME = "regimes"
 ROUTING = {"gpt-oss-20b": "gpt-oss-20b/routing.npz", "deepseek-v2-lite": "deepseek-v2-lite/routing_tokens.npz"}
 ARRIVALS = {"azure": "azure-2023/AzureLLMInferenceTrace_code.csv", "mooncake": "mooncake/conversation_trace.jsonl"}
 ORDERS = ("mixed", "bursts")
-"""Who follows whom: anyone, or requests that use like experts, in bursts."""
+"""Orders of requests: random, or bursts of requests with similar experts."""
 BURST, CLUSTERS = 32, 8
-"""Requests of a burst, and kinds of them: clusters of what was predicted, found on the calibration requests."""
+"""Requests per burst, and number of kinds: clusters of predictions, fitted on the calibration requests."""
 LOADS = (0.8, 1.3)
-"""Rates, as shares of what the server can do in order of arrival: one it keeps up with, and an overload."""
+"""Rates as shares of the fcfs capacity: one the server keeps up with, and an overload."""
 SEEDS = (0, 1, 2, 3)
 ALL = "all"
-"""In a row over all models, arrivals and loads of a regime and an order."""
+"""Value of a row's model, arrivals and load if the row is the mean over all of them."""
 MOST_LOAD = 10.0
 REQUESTS = 400
 LONGEST_PROMPT = 8192
 MIN_TOKENS = 16
-"""Of a recorded request, to have a first half and something to replay."""
+"""Smallest number of tokens of a recorded request."""
 TRUST_REQUESTS = 600
-"""Calibration requests, some of them several times, on which latency_aware's predictions are tried."""
+"""Calibration requests (with repeats) on which the trust in predictions is measured."""
 CALIBRATION = 0.3
-"""Share of the recorded requests that the predictor is fitted on, and that are not replayed."""
+"""Share of the recorded requests that the predictor is fitted on; they are not replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Regime:
     phase: str
     ranks: int
     places: int
-    """Requests of a batch, or that run at once."""
+    """Largest number of requests in a batch."""
 
 
 REGIMES = {
@@ -173,13 +173,13 @@ class Drawn(NamedTuple):
     """Requests of one run, at rate 1."""
 
     recorded: NDArray[np.int64]
-    """[request] which recorded one it replays."""
+    """[request] index of the recorded request it replays."""
     arrival_s: NDArray[np.float64]
     prompt_tokens: NDArray[np.int64]
 
 
 def draw_order(kind: NDArray[np.int64], order: str, requests: int, rng: Generator) -> NDArray[np.int64]:
-    """[request] which recorded one each is."""
+    """[request] index of the recorded request to replay."""
     if order == "mixed":
         return rng.integers(len(kind), size=requests)
     bursts = rng.choice(kind, size=-(-requests // BURST))  # a kind as often as it was recorded
@@ -213,7 +213,7 @@ class Bench:
         order: str,
         prior_tokens: NDArray[np.int64],
     ) -> None:
-        """`prior_tokens` are prompt lengths of other requests: latency_aware is told those, and the `order`."""
+        """`prior_tokens`: prompt lengths of other requests, which latency_aware sees along with `order`."""
         self.regime, self.recording, self.drawn, self.order = regime, recording, drawn, order
         self.prior_tokens = prior_tokens
         spec = get_model(model)
@@ -374,7 +374,7 @@ def _overall(regime: str, order: str, name: str, by_seed: list[list[dict[str, Su
 
 
 def verdict(row: Row) -> str:
-    """In one word, by the 95% interval of the P99 gain: less than 1% either way is nothing."""
+    """Verdict by the 95% interval of the P99 gain; less than 1% either way is nothing."""
     low, high = row["p99_reduction_low"], row["p99_reduction_high"]
     if low > 0.0 and high > 1.0:
         return "helps"
