@@ -157,7 +157,7 @@ def calibrate(trace: ActivationTrace, requests: NDArray[np.integer] | None, phas
             total += footprint(ids, trace.meta.num_experts) / len(ids)
             count += 1
     if not count:
-        raise ConfigError(f"no token to fit on: the requests chosen of {trace.num_requests} have none of phase {phase}")
+        raise ConfigError(f"no token to fit on: the requests chosen of {trace.num_requests} have none (phase={phase})")
     return Popularity(total / count, trace.meta.top_k)
 
 

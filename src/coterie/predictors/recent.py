@@ -147,7 +147,7 @@ def arrived(trace: ActivationTrace, requests: NDArray[np.integer] | None, phase:
             found = True
             yield Arrived(int(index), footprint(ids, trace.meta.num_experts), len(ids))
     if not found:
-        raise ConfigError(f"no token to fit on: the requests chosen of {trace.num_requests} have none of phase {phase}")
+        raise ConfigError(f"no token to fit on: the requests chosen of {trace.num_requests} have none (phase={phase})")
 
 
 def _nothing(like: Load) -> _Mean:
