@@ -25,7 +25,7 @@ from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning.eplb import Eplb
 from coterie.placement.planning.packing import living_ranks
-from coterie.placement.planning.search.layers import CHANGED, KEPT, REACHED, REPAIRED, search, spend
+from coterie.placement.planning.search.layers import AT_TARGET, CHANGED, KEPT, REPAIRED, search, spend
 from coterie.registry import needs
 from coterie.types import Placement, Topology
 
@@ -176,7 +176,7 @@ class LatencyOptimal:
         outcomes, planning = found.outcomes, self.objective.planning_s
         if (outcomes == REPAIRED).any():
             return None
-        if (outcomes == REACHED).all():
+        if (outcomes == AT_TARGET).all():
             return f"every layer has at least {self.objective.target_balance:.1%} of the best balance there is"
         gain = float(found.saved_s.sum())
         if not (outcomes == CHANGED).any():
@@ -190,7 +190,7 @@ class LatencyOptimal:
 
 
 def _reason(outcome: int, saved_s: float) -> str:
-    if outcome == REACHED:
+    if outcome == AT_TARGET:
         return "even enough"
     if outcome == REPAIRED:
         return f"repaired; saves {saved_s:.3g} s over the horizon"

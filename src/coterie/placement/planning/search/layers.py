@@ -54,7 +54,7 @@ take seconds."""
 CLOSE = 1e-3
 """Share of the floor: the search stops this close to it."""
 
-REACHED, KEPT, CHANGED, REPAIRED = 0, 1, 2, 3
+AT_TARGET, KEPT, CHANGED, REPAIRED = 0, 1, 2, 3
 """Outcomes of a layer's search."""
 
 
@@ -121,7 +121,7 @@ def search(
         kept[at] = 0
         note(layer, state, best, prices)
         first, peak = totals[at, 0], slowest(state.busy)
-        outcomes[at] = REPAIRED if repaired else REACHED
+        outcomes[at] = REPAIRED if repaired else AT_TARGET
         if peak <= low * (1.0 + TINY):
             continue
         cheapest = prices.exposed * fastest * (1.0 + prices.move_price)  # of a move
