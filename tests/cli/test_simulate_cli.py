@@ -101,8 +101,8 @@ def test_names_in_brackets_are_names(trace, tmp_path):
 def listed_predictors():
     """As help lists them."""
     text = " ".join(word for line in run("--help").splitlines() for word in line.strip("│ ").split())
-    names = text.split("have the load from: ")[1].split(". Else recorded")[0]
-    return names.replace("with a model ", "").split(", ")
+    names = text.split("loads that strategies see: ")[1].split(". Default: recorded")[0]
+    return names.replace("; with --with-model also ", ", ").split(", ")
 
 
 def test_help_lists_the_predictors_of_the_registry(monkeypatch):
