@@ -143,6 +143,7 @@ def test_a_suite_is_given_the_options_it_reads_and_no_others(suite, monkeypatch,
         "seeds": (1, 2),
         "rates": (0.5,),
         "strategies": ("lpt", "fcfs"),
+        "routers": ("joint",),
     }
     assert {name: getattr(heard[0], name) for name in reads} == {name: values[name] for name in reads}
 
