@@ -149,14 +149,13 @@ def load_recording(path: Path) -> Recording:
     first = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     counts = np.array([footprint(one, experts) for one in ids], dtype=np.int64)
     predicted = np.array([predicted for predicted, _ in halves[1]])
-    kind = vq(predicted.reshape(len(predicted), -1), centres)[0].astype(np.int64)
     return Recording(
         predicted=predicted,
         expert_ids=np.concatenate(ids),
         first=first,
         tokens=lengths,
         counts=counts,
-        kind=kind,
+        kind=vq(predicted.reshape(len(predicted), -1), centres)[0].astype(np.int64),
         calibration=calibration,
     )
 
@@ -214,8 +213,8 @@ class Bench:
         prior_tokens: NDArray[np.int64],
     ) -> None:
         """`prior_tokens`: prompt lengths of other requests, which latency_aware sees along with `order`."""
-        self.regime, self.recording, self.drawn, self.order = regime, recording, drawn, order
-        self.prior_tokens = prior_tokens
+        self.regime, self.recording, self.drawn = regime, recording, drawn
+        self.order, self.prior_tokens = order, prior_tokens
         spec = get_model(model)
         ranks = regime.ranks
         topology = Topology(ranks)
