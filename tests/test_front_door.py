@@ -119,7 +119,7 @@ def test_wrong_calls_fail_loudly(trace: ActivationTrace, fitted: RouterFit, tmp_
         coterie.fit_router(requests, workers=2)
     with pytest.raises(ConfigError, match="a fleet replays activations; this is a RequestTrace"):
         coterie.simulate(requests, model=model)
-    with pytest.raises(ConfigError, match="router 'latency_aware' needs fitted: what was learned from a trace"):
+    with pytest.raises(ConfigError, match="router 'latency_aware' needs fitted: a fit to a trace"):
         routers.make("latency_aware")
     with pytest.raises(ConfigError, match=r"needs cost: the prices of a decode step; make them with StepPrices\.of"):
         routers.make("latency_aware", {"fitted": fitted})
