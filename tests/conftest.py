@@ -21,7 +21,7 @@ settings.load_profile("coterie")
 
 # Commands that tests start would otherwise read every source file of Coterie anew: half the time that most take.
 sys.dont_write_bytecode = False
-# Started in the background, a shell has its commands ignore SIGINT, and they would pass that on to what tests interrupt.
+# A shell makes commands in the background ignore SIGINT, and they would pass that on to what tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
