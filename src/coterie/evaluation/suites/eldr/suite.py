@@ -20,7 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, UnavailableError
 from coterie.evaluation.fleets import REQUESTS, ROUTERS, TRACES
 from coterie.evaluation.runs import in_parallel
 from coterie.evaluation.suites.base import Report, Suite, SuiteOptions, SuiteResult, suites
@@ -108,6 +108,8 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     names = tuple(dict.fromkeys((*ROUTERS, *(options.routers or ()))))
     for name in names:
         routers.check(name)
+    if options.routers and data is None:
+        raise UnavailableError("--routers needs recorded routing: set COTERIE_DATA to a folder of it (docs/data.md)")
     found: dict[Job, Any] = {}
     report("Serving", 0, len(jobs))
     for job, result in in_parallel(partial(run_job, data=data, requests=requests, names=names), jobs):
