@@ -23,6 +23,7 @@ from coterie.gateway.proxy import FleetCounts, RoutedFleet, Served
 from coterie.net.http_client import Client
 from coterie.prompts import load_prompts, take_in_turn
 from coterie.routing import RoundRobin
+from coterie.routing.fleet import Fleet as Workers
 from vllm_checks import Listener, Truth, event_of, sequence
 from vllm_servers import MODEL, Fleet, Server, needs_vllm
 
@@ -61,7 +62,7 @@ def through_proxy(
 
     async def run() -> tuple[list[Served], FleetCounts]:
         async with Client(trio[0].url) as first, Client(trio[1].url) as a, Client(trio[2].url) as b:
-            proxy, gate = RoutedFleet([first], [a, b], RoundRobin()), asyncio.Semaphore(in_flight)
+            proxy, gate = RoutedFleet([first], [a, b], RoundRobin(), Workers([16, 16])), asyncio.Semaphore(in_flight)
 
             async def one(number: int, asked: dict[str, Any]) -> Served:
                 async with gate:
