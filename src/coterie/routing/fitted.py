@@ -261,13 +261,13 @@ class RouterFit:
 
     def check_fleet(self, fleet: Fleet) -> None:
         """Refuse a fleet that tracks no experts, or those of another model."""
-        size = self.num_layers * self.num_experts
-        if not fleet.tracks_experts:
+        learned, tracked = self.learned, fleet.missed.shape[1]
+        size = learned.num_layers * learned.num_experts
+        if tracked == size:
+            return
+        if not tracked:
             raise ConfigError("the fleet tracks no experts: make it with fitted.fleet(places)")
-        if fleet.missed.shape[1] != size:
-            raise ConfigError(
-                f"{self.model} was fitted for {size} expert indices; the fleet has {fleet.missed.shape[1]}"
-            )
+        raise ConfigError(f"{learned.model} was fitted for {size} expert indices; the fleet has {tracked}")
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, replacing an older one atomically; the same values give the same bytes."""
