@@ -157,7 +157,7 @@ def test_other_signatures_and_clusters_are_routed_by(source, bench: Bench):
     halves = split(source, 0)
     for weighting in ("gate", "binary"):
         other = with_clusters(bench, source.counts, halves, weighting)
-        assert other.fitted.signature.weighting == weighting
+        assert other.fitted.learned.signature.weighting == weighting
         assert np.isfinite(other.serve(LocalityBand(other.fitted)).finish_s).all()
     gates = with_clusters(bench, source.counts, halves, "gate").requests.recordings.footprint
     assert gates is not None
