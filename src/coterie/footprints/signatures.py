@@ -118,10 +118,11 @@ class Signature:
 
     def transform(self, counts: Counts) -> NDArray[np.float32]:
         """[index in kept layers] of one request's counts [layer, expert]; all 0 where the weighted counts are."""
-        if counts.shape != self.weights.shape:
-            raise ConfigError(f"footprint has shape {counts.shape}; the signature was fitted for {self.weights.shape}")
-        out = np.empty(self.size, np.float32)
-        _transform(np.asarray(counts, np.float32), self.weights, self.layers, self.weighting == "binary", out)
+        weights, layers = require_fitted(self.kept_, "the signature")
+        if counts.shape != weights.shape:
+            raise ConfigError(f"footprint has shape {counts.shape}; the signature was fitted for {weights.shape}")
+        out = np.empty(len(layers) * weights.shape[1], np.float32)
+        _transform(np.asarray(counts, np.float32), weights, layers, self.weighting == "binary", out)
         return out
 
     def transform_all(self, counts: Counts) -> NDArray[np.float32]:

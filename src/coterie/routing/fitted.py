@@ -52,6 +52,8 @@ class Learned(NamedTuple):
     """Name of the model whose routing was learned."""
     num_layers: int
     num_experts: int
+    shape: tuple[int, ...]
+    """Of a footprint: layers and experts."""
     top_k: int
     signature: Signature
     centroids: NDArray[np.float32]
@@ -107,6 +109,7 @@ class Learned(NamedTuple):
             model=model,
             num_layers=num_layers,
             num_experts=num_experts,
+            shape=(num_layers, num_experts),
             top_k=top_k,
             signature=signature,
             centroids=centroids,
@@ -247,27 +250,25 @@ class RouterFit:
     def profile(self, footprint: Counts) -> NDArray[np.float32]:
         """[expert index] activation probabilities forecast for decode, from prefill counts; the mean if all are 0."""
         learned = self.learned
-        self.check_footprint(footprint)
-        counts: NDArray[Any] = np.ascontiguousarray(footprint).reshape(-1)
-        tokens = _total(counts) / (learned.num_layers * learned.top_k)
-        return learned.forecast.predict(counts, tokens)
+        if footprint.shape != learned.shape:
+            raise ConfigError(f"footprint has shape {footprint.shape}; {learned.model} was fitted for {learned.shape}")
+        profile, total = learned.forecast.read(footprint)
+        learned.forecast.apply(profile, total / (learned.num_layers * learned.top_k))
+        return profile
 
-    def check_footprint(self, footprint: Counts) -> None:
-        """Refuse a footprint of another model."""
+    def for_fleet(self, footprint: Counts | None, fleet: Fleet) -> Learned:
+        """Fitted values; refuses a footprint of another model, and a fleet that does not track its experts."""
         learned = self.learned
-        shape = (learned.num_layers, learned.num_experts)
-        if footprint.shape != shape:
-            raise ConfigError(f"footprint has shape {footprint.shape}; {learned.model} was fitted for {shape}")
-
-    def check_fleet(self, fleet: Fleet) -> None:
-        """Refuse a fleet that tracks no experts, or those of another model."""
-        learned, tracked = self.learned, fleet.missed.shape[1]
-        size = learned.num_layers * learned.num_experts
-        if tracked == size:
-            return
+        if footprint is None:
+            return learned
+        if footprint.shape != learned.shape:
+            raise ConfigError(f"footprint has shape {footprint.shape}; {learned.model} was fitted for {learned.shape}")
+        tracked = fleet.missed.shape[1]
+        if tracked == footprint.size:
+            return learned
         if not tracked:
             raise ConfigError("the fleet tracks no experts: make it with fitted.fleet(places)")
-        raise ConfigError(f"{learned.model} was fitted for {size} expert indices; the fleet has {tracked}")
+        raise ConfigError(f"{learned.model} was fitted for {footprint.size} expert indices; the fleet has {tracked}")
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, replacing an older one atomically; the same values give the same bytes."""
@@ -399,15 +400,6 @@ def _follow(labels: Labels, leading: Labels, workers: int, speeds: NDArray[np.fl
     if speeds is not None:
         shared[np.not_equal.outer(np.asarray(speeds), np.asarray(speeds))] = -float(len(labels))
     return np.asarray(linear_sum_assignment(shared, maximize=True)[1][labels], np.int64)
-
-
-@njit(fastmath=True)
-def _total(counts: NDArray[Any]) -> float:
-    """A third of the time of NumPy's sum at 6,144 expert indices."""
-    total = np.float32(0.0)
-    for index in range(len(counts)):
-        total += np.float32(counts[index])
-    return np.float64(total)
 
 
 @njit(fastmath=True)

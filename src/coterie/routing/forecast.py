@@ -150,10 +150,14 @@ class Forecast:
 
     def predict(self, counts: NDArray[np.integer] | NDArray[np.floating], tokens: float) -> NDArray[np.float32]:
         """[expert index] activation probabilities in decode, from `counts` of a prefill of `tokens` tokens."""
-        learned = self.map
         profile, _ = self.read(counts)
-        turn_to_forecast(profile, float(tokens), learned.own, learned.noise, learned.rows, learned.prior)
+        self.apply(profile, tokens)
         return profile
+
+    def apply(self, profile: NDArray[np.float32], tokens: float) -> None:
+        """Turn counts of :meth:`read` into probabilities, in place."""
+        learned = self.map
+        turn_to_forecast(profile, float(tokens), learned.own, learned.noise, learned.rows, learned.prior)
 
     def read(self, counts: NDArray[np.integer] | NDArray[np.floating]) -> tuple[NDArray[np.float32], float]:
         """[expert index] counts as :func:`turn_to_forecast` takes them, and their sum."""

@@ -42,11 +42,9 @@ class LatencyAware:
     cost: StepPrices = needs("the prices of a decode step; make them with StepPrices.of(step_model)")
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
-        workers, learned = len(fleet.places), self.fitted.learned
+        workers, learned = len(fleet.places), self.fitted.for_fleet(request.footprint, fleet)
         forecast, profile, tokens = learned.forecast.map, UNKNOWN, 0.0
         if request.footprint is not None:
-            self.fitted.check_footprint(request.footprint)
-            self.fitted.check_fleet(fleet)
             profile, total = learned.forecast.read(request.footprint)
             tokens = total / (learned.num_layers * learned.top_k)
         added, scores = np.empty(workers, np.float32), np.empty(workers)

@@ -35,11 +35,12 @@ class LocalityBand:
             raise ConfigError(f"band={self.band} must be in 0 … 1")
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
+        workers = len(fleet.places)
         if request.footprint is None:
             worker, scores = best((fleet.running + 1) / fleet.speeds, fleet)
             return Decision(worker, scores, "no footprint: the shortest queue")
-        self.fitted.check_workers(len(fleet))
-        similarity, scores = self.fitted.similarities(request.footprint), np.empty(len(fleet))
+        self.fitted.check_workers(workers)
+        similarity, scores = self.fitted.similarities(request.footprint), np.empty(workers)
         found, inside = _least_loaded(
             similarity,
             self.band,
@@ -47,7 +48,7 @@ class LocalityBand:
             fleet.running,
             fleet.places,
             fleet.speeds,
-            fleet.routed % len(fleet),
+            fleet.routed % workers,
             scores,
         )
         worker = chosen(found, fleet)

@@ -37,7 +37,7 @@ class Pressure:
     def route(self, request: Request, fleet: Fleet) -> Decision:
         profile, experts, scores = None, 0.0, np.empty(len(fleet))
         if request.footprint is not None:
-            self.fitted.check_fleet(fleet)
+            self.fitted.for_fleet(request.footprint, fleet)
             profile = self.fitted.profile(request.footprint)  # the fleet tracks experts by profiles
             experts = self.experts
         found = _least_pressed(
