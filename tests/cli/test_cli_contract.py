@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from coterie.cli.main import app, main
+from command_line import Ran
+from coterie.cli.main import app
 from coterie.traces import ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
 
 META = TraceMeta("demo", num_experts=8, num_layers=2, top_k=2)
@@ -40,27 +41,6 @@ def leaves(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 VERBS = dict(leaves(typer.main.get_command(app)))
 every_verb = pytest.mark.parametrize("words", VERBS, ids=" ".join)
-
-
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    """Call the entry point as the shell does: arguments in, exit code and both streams out."""
-
-    def call(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["coterie", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        code = stopped.value.code
-        return Ran(0 if code is None else int(code), *capsys.readouterr())
-
-    return call
 
 
 def shell(*arguments: object) -> subprocess.CompletedProcess[str]:

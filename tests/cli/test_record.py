@@ -9,42 +9,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
-from coterie.cli.main import main
+from command_line import Run, refused, runner
 from coterie.engines.recording import Sending
 from coterie.prompts import Prompt, load_prompts
 from coterie.traces import ActivationTrace, ActivationWriter, LoadTable, TraceMeta
 
 
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    def call(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["coterie", "record", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        code = stopped.value.code
-        return Ran(0 if code is None else int(code), *capsys.readouterr())
-
-    return call
-
-
-def refused(ran: Ran, *words: str) -> None:
-    assert (ran.code, ran.out) == (2, ""), ran.err
-    assert ran.err.startswith("error: ")
-    assert ran.err.count("\n") == 1, ran.err
-    for word in words:
-        assert word in ran.err
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner(monkeypatch, capsys, "record")
 
 
 # Without an engine ---------------------------------------------------------------------------------------------------

@@ -9,15 +9,13 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,166 +28,40 @@ import zmq
 
 pytestmark = pytest.mark.torch
 
-import torch  # noqa: E402
 
 import transformers_models as models  # noqa: E402
-from coterie.cli.main import main  # noqa: E402
-from coterie.engines.transformers.capture import ExpertCapture  # noqa: E402
+from command_line import runner  # noqa: E402
 from coterie.footprints import footprint  # noqa: E402
-from coterie.net.processes import ServerProcess, free_port  # noqa: E402
+from coterie.net.processes import free_port  # noqa: E402
 from coterie.wire.expert_events import ExpertLoad, RequestExperts, decode_expert_events  # noqa: E402
 from coterie.wire.footprints import footprint_of, without_footprint  # noqa: E402
 from coterie.wire.framing import Gaps, from_frames  # noqa: E402
 from coterie.wire.handoff import decode_body, prefill_body  # noqa: E402
 from coterie.wire.kv_events import BlockStored, decode_kv_events  # noqa: E402
+from worker_servers import (  # noqa: E402
+    BAD,
+    FAMILY,
+    FIELDS,
+    LIMIT,
+    Worker,
+    asking,
+    prefill,
+    prompts,
+    serving,
+    subscribe,
+    tokens_of,
+    until,
+    values,
+)
 
-FAMILY = "qwen3_moe"
-LIMIT = 256
-TTL_S = {"prefill": 600.0, "both": 3.0, "decode": 600.0}
-"""Long where a test fetches KV, however slow the machine is."""
-COMMAND = [sys.executable, "-c", "from coterie.cli.main import main; main()", "worker"]
 DECODERS = ("both", "decode")
 TEXTS = ["experts", "a small text about routers", "the tokens they share, and the tokens they do not", "and " * 30, "q"]
 
 
-class Answered(NamedTuple):
-    status: int
-    body: Any
-
-
-class Worker(NamedTuple):
-    process: ServerProcess
-    port: int
-    kv_port: int
-    expert_port: int
-
-    def send(
-        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
-    ) -> Answered:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        try:
-            connection.request(method, path, body, headers or {})
-            response = connection.getresponse()
-            data = response.read()
-            kind = response.headers.get_content_type()
-            return Answered(response.status, json.loads(data) if kind == "application/json" else data)
-        finally:
-            connection.close()
-
-    def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> Answered:
-        return self.send("POST", path, json.dumps(body).encode(), headers)
-
-    def complete(self, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
-        status, answer = self.post(body, path)
-        assert status == 200, answer
-        assert isinstance(answer, dict)
-        return answer
-
-    def stream(self, body: dict[str, Any], path: str = "/v1/completions") -> list[dict[str, Any]]:
-        status, data = self.post({**body, "stream": True}, path)
-        assert status == 200, data
-        lines = [line for line in data.decode().split("\n\n") if line]
-        assert lines[-1] == "data: [DONE]"
-        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-    def count(self, name: str, **labels: str) -> float:
-        """One series of /metrics."""
-        text = self.send("GET", "/metrics").body.decode()
-        want = "".join(f'(?=.*{key}="{value}")' for key, value in labels.items())
-        found = re.findall(rf"^coterie_worker_{name}{{{want}[^}}]*}} (\S+)$", text, re.MULTILINE)
-        assert len(found) == 1, (name, labels, found)
-        return float(found[0])
-
-
-def until(condition: Callable[[], bool], within_s: float = 120.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
-    folder = tmp_path_factory.mktemp("fleet")
-    model = models.save(FAMILY, folder / "model")
-    env = {"OMP_NUM_THREADS": "1"}
-    running: dict[str, Worker] = {}
-    with contextlib.ExitStack() as stack:
-        for name, role in (("prefill", "prefill"), ("both", "both"), ("decode", "decode")):
-            port, kv_port, expert_port = (free_port() for _ in range(3))
-            options: list[str | Path] = [
-                "--model",
-                model,
-                "--role",
-                role,
-                "--port",
-                str(port),
-                "--served-model-name",
-                "tiny",
-                "--block-size",
-                "8",
-                "--kv-ttl",
-                str(TTL_S[name]),
-                "--kv-events",
-                f"tcp://127.0.0.1:{kv_port}",
-                "--expert-events",
-                f"tcp://127.0.0.1:{expert_port}",
-            ]
-            process = ServerProcess([*COMMAND, *options], f"http://127.0.0.1:{port}", folder / f"{name}.log", env)
-            stack.callback(process.launch().stop)
-            running[name] = Worker(process, port, kv_port, expert_port)
-        for worker in running.values():
-            worker.process.wait_ready(120)
+    with serving(tmp_path_factory.mktemp("fleet")) as running:
         yield running
-        for name, worker in running.items():
-            assert "Traceback" not in worker.process.log_text(), name
-
-
-def prompts(count: int, seed: int) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(3, models.VOCAB, rng.integers(1, 60)).tolist() for _ in range(count)]
-
-
-def captured(tokens: list[int]) -> np.ndarray:
-    with torch.inference_mode(), ExpertCapture(models.build(FAMILY)) as capture:
-        models.build(FAMILY)(torch.tensor([tokens]), use_cache=False)
-        return capture.take().expert_ids
-
-
-def generated(prompt: list[int], count: int) -> list[int]:
-    model = models.build(FAMILY)
-    with torch.inference_mode():
-        out = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=count,
-            do_sample=False,
-            eos_token_id=None,
-        )
-    return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
-
-
-def asking(prompt: Any, count: int = 12, **more: Any) -> dict[str, Any]:
-    return {
-        "model": "tiny",
-        "prompt": prompt,
-        "max_tokens": count,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **more,
-    }
-
-
-def tokens_of(answer: dict[str, Any]) -> list[int]:
-    tokens: list[int] = answer["choices"][0]["token_ids"]
-    return tokens
-
-
-def prefill(workers: dict[str, Worker], body: dict[str, Any]) -> dict[str, Any]:
-    params = workers["prefill"].complete(prefill_body(body))["kv_transfer_params"]
-    assert isinstance(params, dict)
-    return params
 
 
 # --------------------------------------------------------------------------------------------------------- the handoff
@@ -197,7 +69,7 @@ def prefill(workers: dict[str, Worker], body: dict[str, Any]) -> dict[str, Any]:
 
 def test_one_prefill_and_two_decode_workers_give_the_tokens_of_one(workers: dict[str, Worker]):
     asked = [*prompts(10, seed=1), [7]]
-    alone = [generated(prompt, 12) for prompt in asked]
+    alone = [models.generated(FAMILY, prompt, 12) for prompt in asked]
     results: dict[int, list[int]] = {}
 
     def one(index: int) -> None:
@@ -210,7 +82,7 @@ def test_one_prefill_and_two_decode_workers_give_the_tokens_of_one(workers: dict
         worker = workers[DECODERS[index % 2]]
         results[index] = tokens_of(worker.complete(decode_body(body, without_footprint(params))))
 
-    expected = [captured(prompt) for prompt in asked]
+    expected = [models.captured(FAMILY, prompt) for prompt in asked]
     threads = [threading.Thread(target=one, args=(index,)) for index in range(len(asked))]
     for thread in threads:
         thread.start()
@@ -230,7 +102,7 @@ def test_one_prefill_and_two_decode_workers_give_the_tokens_of_one(workers: dict
 
 def test_kv_that_is_gone_is_computed_anew_with_the_same_tokens(workers: dict[str, Worker]):
     body = asking(prompts(3, seed=2)[2])
-    right = generated(body["prompt"], 12)
+    right = models.generated(FAMILY, body["prompt"], 12)
     worker = workers["decode"]
     params = prefill(workers, body)
     path = f"/kv/{params['remote_request_id']}"
@@ -367,29 +239,6 @@ def test_models_lists_the_one(workers: dict[str, Worker]):
     assert (card["id"], card["max_model_len"]) == ("tiny", LIMIT)
 
 
-BAD: dict[str, tuple[dict[str, Any], int, str]] = {
-    "no prompt": ({"prompt": None}, 400, "prompt must be a text or a list of token ids"),
-    "two prompts": ({"prompt": ["a", "b"]}, 400, "one a request"),
-    "empty": ({"prompt": []}, 400, "at least one"),
-    "a token past the vocabulary": ({"prompt": [models.VOCAB]}, 400, f"0 … {models.VOCAB - 1}"),
-    "too long": ({"prompt": [5] * LIMIT}, 400, f"fit {LIMIT}"),
-    "no room": ({"prompt": [5] * 200, "max_tokens": 57}, 400, "max_tokens=57 must be at most 56"),
-    "another model": ({"model": "big"}, 404, "'tiny'"),
-    "n": ({"n": 2}, 400, "give 1"),
-    "temperature": ({"temperature": -1}, 400, "0 … 100"),
-    "nan": ({"temperature": float("nan")}, 400, "must be a number"),
-    "top_p": ({"top_p": 0}, 400, "greater than 0"),
-    "max_tokens": ({"max_tokens": 0}, 400, "1 … "),
-    "max_tokens of a text": ({"max_tokens": "many"}, 400, "whole number"),
-    "stop": ({"stop": [""]}, 400, "none empty"),
-    "stream_options": ({"stream_options": {"include_usage": True}}, 400, "needs stream=true"),
-    "logprobs": ({"logprobs": 5}, 400, "leave it out"),
-    "surrogate": ({"prompt": "\ud800"}, 400, "surrogate"),
-    "both ways": ({"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": True}}, 400, "not both"),
-    "no host": ({"kv_transfer_params": {"do_remote_prefill": True}}, 400, "remote_host"),
-}
-
-
 @pytest.mark.parametrize("wrong", BAD)
 def test_bad_input_says_what_would_be_right(workers: dict[str, Worker], wrong: str):
     change, status, words = BAD[wrong]
@@ -408,37 +257,6 @@ def test_what_is_no_object_is_refused(workers: dict[str, Worker], body: bytes):
     status, answer = workers["both"].send("POST", "/v1/completions", body)
     assert status == 400
     assert answer["error"]["message"]
-
-
-values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from([1 << 70, -1, 1e308]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=6,
-)
-FIELDS = (
-    "prompt",
-    "messages",
-    "model",
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "n",
-    "stream",
-    "stream_options",
-    "return_token_ids",
-    "kv_transfer_params",
-    "logprobs",
-)
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -504,15 +322,6 @@ def test_a_client_that_goes_away_frees_its_blocks(workers: dict[str, Worker], st
 # ------------------------------------------------------------------------------------------------------------- events
 
 
-def subscribe(context: Any, port: int, topic: bytes) -> Any:
-    subscriber = context.socket(zmq.SUB)
-    subscriber.setsockopt(zmq.LINGER, 0)
-    subscriber.setsockopt(zmq.RCVTIMEO, 120_000)
-    subscriber.setsockopt(zmq.SUBSCRIBE, topic)
-    subscriber.connect(f"tcp://127.0.0.1:{port}")
-    return subscriber
-
-
 def test_events_of_a_handoff_tell_experts_and_blocks(workers: dict[str, Worker]):
     context = zmq.Context()
     worker = workers["decode"]
@@ -535,7 +344,7 @@ def test_events_of_a_handoff_tell_experts_and_blocks(workers: dict[str, Worker])
         event = next(event for event in seen if isinstance(event, RequestExperts))
         assert event.tokens().tolist() in [tokens[:-1] for tokens in sent], "the last was never fed back"
         assert (event.model, event.finish, event.prompt_tokens, event.output_tokens) == ("tiny", "length", 20, 8)
-        np.testing.assert_array_equal(event.ids(), captured(event.tokens().tolist()))
+        np.testing.assert_array_equal(event.ids(), models.captured(FAMILY, event.tokens().tolist()))
         assert event.seen().all(), "those fetched from the prefill worker too"
         while not any(isinstance(event, ExpertLoad) for event in seen):
             seen += decode_expert_events(from_frames(experts.recv_multipart()).payload).events
@@ -558,20 +367,15 @@ def test_events_of_a_handoff_tell_experts_and_blocks(workers: dict[str, Worker])
 # ------------------------------------------------------------------------------------------- wrong starts, and endings
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["coterie", "worker", *options])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    out, err = capsys.readouterr()
-    assert (stopped.value.code, out, err.count("\n")) == (2, "", 1), err
-    return err
-
-
 def test_a_wrong_start_is_one_line(
     workers: dict[str, Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    run = runner(monkeypatch, capsys, "worker")
+
     def fail(*options: str) -> str:
-        return failing(monkeypatch, capsys, *options)
+        ran = run(*options)
+        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1), ran.err
+        return ran.err
 
     model = str(workers["both"].process.argv[workers["both"].process.argv.index("--model") + 1])
     used = str(workers["both"].port)
@@ -592,7 +396,7 @@ def test_a_wrong_start_is_one_line(
 def test_a_worker_killed_in_a_prefill_costs_only_time(workers: dict[str, Worker]):
     """It holds one request it never answers and KV nobody can fetch any more; decode workers compute both."""
     bodies = [asking(prompt) for prompt in prompts(2, seed=30)]
-    right = [generated(body["prompt"], 12) for body in bodies]
+    right = [models.generated(FAMILY, body["prompt"], 12) for body in bodies]
     params = prefill(workers, bodies[0])
     victim = workers["prefill"]
     failures: list[BaseException] = []
@@ -620,7 +424,7 @@ def test_a_worker_killed_in_a_prefill_costs_only_time(workers: dict[str, Worker]
 def test_sigterm_lets_requests_end_and_takes_no_new_ones(workers: dict[str, Worker]):
     worker = workers["decode"]
     body = asking([5, 6, 7], 120)
-    right = generated(body["prompt"], 120)
+    right = models.generated(FAMILY, body["prompt"], 120)
     answers: list[dict[str, Any]] = []
     caller = threading.Thread(target=lambda: answers.append(worker.complete(body)))
     caller.start()
