@@ -19,7 +19,7 @@ def load(tmp_path: Path) -> Path:
     return save_load(tmp_path / "load")
 
 
-def test_inspecting_a_map(run: Run, load: Path, tmp_path: Path):
+def test_inspecting_a_map(run: Run, load: Path, tmp_path: Path) -> None:
     rows = np.tile(np.concatenate([np.arange(32), [0, 0, 1, 31] * 2]).astype(np.int32), (LAYERS, 1))
     maps.write_map(tmp_path / "m", maps.PlacementMap(Placement(rows, 4, 32), MODEL.name))
     ran = run("place", "inspect", tmp_path / "m", "--load", load, "--nodes", 2, "--out", tmp_path / "m.png")
@@ -47,7 +47,7 @@ def test_inspecting_a_map(run: Run, load: Path, tmp_path: Path):
     refused(run("place", "inspect", tmp_path / "gone"), "does not exist")
 
 
-def test_inspecting_shares(run: Run, load: Path, tmp_path: Path):
+def test_inspecting_shares(run: Run, load: Path, tmp_path: Path) -> None:
     rows = np.tile(np.concatenate([np.arange(32), np.arange(8)]).astype(np.int32), (LAYERS, 1))
     shares = np.where(np.arange(40) < 8, 0.25, np.where(np.arange(40) < 32, 1.0, 0.75)) * np.ones((LAYERS, 1))
     maps.write_map(tmp_path / "m", maps.PlacementMap(Placement(rows, 4, 32), MODEL.name, None, shares))
@@ -57,7 +57,7 @@ def test_inspecting_shares(run: Run, load: Path, tmp_path: Path):
     assert np.array(found["rank_load"])[:, 0] == pytest.approx(first)
 
 
-def test_published_placements_are_shown(run: Run, data_dir: Path):
+def test_published_placements_are_shown(run: Run, data_dir: Path) -> None:
     file = data_dir / "placements/deepseek-v3/placements_rank_layer_expert.npz"
     ran = run(
         "place", "inspect", f"{file}#DSV3_baseline_16_devices_58_MoE_Layers", "--model", "deepseek-v3", "--nodes", 2

@@ -49,7 +49,7 @@ def put(value: float) -> Callable[[list[Any]], None]:
 ASK = ("--ranks", "4", "--slots", "40", "--planner", "eplb")
 
 
-def test_a_plan_on_a_page(run: Run, load: Path, tmp_path: Path):
+def test_a_plan_on_a_page(run: Run, load: Path, tmp_path: Path) -> None:
     ran = run("plan", load, *ASK, "-o", tmp_path / "map.json")
     assert (ran.code, ran.err) == (0, "")
     assert "gpt-oss-20b: 24 MoE layers of 32 experts, 40 slots on 4 ranks" in ran.out
@@ -71,7 +71,7 @@ def expected(tokens: np.ndarray) -> Placement:
     return eplb.Eplb(Objective()).plan(Load(tokens.astype(float)), Topology(4), current).placement
 
 
-def test_json_holds_what_the_page_says(run: Run, load: Path):
+def test_json_holds_what_the_page_says(run: Run, load: Path) -> None:
     ran = run("plan", load, *ASK, "--nodes", 2, "--json")
     assert ran.out.count("\n") == 1
     found = json.loads(ran.out)
@@ -88,7 +88,7 @@ def test_json_holds_what_the_page_says(run: Run, load: Path):
 
 
 @pytest.mark.parametrize("to", ["sglang", "vllm", "tensorrt-llm", "ascend", "native"])
-def test_what_is_written_is_the_next_current_and_is_kept(run: Run, load: Path, tmp_path: Path, to: str):
+def test_what_is_written_is_the_next_current_and_is_kept(run: Run, load: Path, tmp_path: Path, to: str) -> None:
     first = tmp_path / "first"
     assert run("plan", load, *ASK, "--to", to, "-o", first).code == 0
     ran = run(
@@ -102,7 +102,7 @@ def test_what_is_written_is_the_next_current_and_is_kept(run: Run, load: Path, t
     assert (found["moves"], found["keep"], found["break_even_steps"], found["slots"]) == (0, True, 0.0, 40)
 
 
-def test_windows(run: Run, load: Path, tmp_path: Path):
+def test_windows(run: Run, load: Path, tmp_path: Path) -> None:
     def planned(*window: str) -> np.ndarray:
         path = tmp_path / f"m{len(list(tmp_path.iterdir()))}"
         assert run("plan", load, *ASK, *window, "-o", path).code == 0
@@ -117,7 +117,7 @@ def test_windows(run: Run, load: Path, tmp_path: Path):
         assert np.array_equal(planned("--window", window), second)
 
 
-def test_windows_that_are_sums_of_others_are_taken_only_by_name(run: Run, tmp_path: Path):
+def test_windows_that_are_sums_of_others_are_taken_only_by_name(run: Run, tmp_path: Path) -> None:
     parts = counts(3)
     table = np.concatenate([parts.sum(axis=0)[None], parts[:2].sum(axis=0)[None], parts])
     labels = ["merged_all", "merged_code", "code/0", "code/1", "law"]
@@ -133,7 +133,7 @@ def test_windows_that_are_sums_of_others_are_taken_only_by_name(run: Run, tmp_pa
     assert json.loads(run("plan", tmp_path / "one", *ASK, "--json").out)["load"] == "one"
 
 
-def test_real_loads_count_their_tokens_once(data_dir: Path):
+def test_real_loads_count_their_tokens_once(data_dir: Path) -> None:
     from coterie.evaluation.placement.plans import read_load
 
     path = data_dir / "activations/glm-5.2/expert_counts.npz"
@@ -143,7 +143,7 @@ def test_real_loads_count_their_tokens_once(data_dir: Path):
     assert "83 of 94 windows" in found.what
 
 
-def test_shares_in_force_are_what_is_before(run: Run, load: Path, tmp_path: Path):
+def test_shares_in_force_are_what_is_before(run: Run, load: Path, tmp_path: Path) -> None:
     """A map planned with an optimal split is read back with its shares: before is then what after was."""
     ask = ("plan", load, "--ranks", 4, "--split", "optimal", "--json")
     first = json.loads(run(*ask, "--slots", 40, "-o", tmp_path / "m").out)
@@ -163,7 +163,7 @@ def sourced(path: Path) -> np.ndarray:
     return np.load(path)
 
 
-def test_sources_make_the_plan_mind_the_traffic(run: Run, load: Path, tmp_path: Path):
+def test_sources_make_the_plan_mind_the_traffic(run: Run, load: Path, tmp_path: Path) -> None:
     sources = sourced(tmp_path / "sources.npy")
     ask = ("plan", load, "--ranks", 4, "--nodes", 4, "--json")
     found = json.loads(run(*ask, "--sources", tmp_path / "sources.npy", "-o", tmp_path / "m").out)
@@ -178,7 +178,7 @@ def test_sources_make_the_plan_mind_the_traffic(run: Run, load: Path, tmp_path: 
     assert found["after_s"] < plain["after_s"]
 
 
-def test_sources_of_tensorrt_statistics(run: Run, tmp_path: Path):
+def test_sources_of_tensorrt_statistics(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "stats"
     folder.mkdir()
     (folder / "meta_info.json").write_text(json.dumps({"num_experts": EXPERTS, "num_experts_per_token": 4}))
@@ -204,12 +204,12 @@ def test_sources_of_tensorrt_statistics(run: Run, tmp_path: Path):
         (lambda sources: sources.astype(str), "must be an .npy array of numbers"),
     ],
 )
-def test_sources_that_cannot_be_are_refused(run: Run, load: Path, tmp_path: Path, change: Any, said: str):
+def test_sources_that_cannot_be_are_refused(run: Run, load: Path, tmp_path: Path, change: Any, said: str) -> None:
     np.save(tmp_path / "bad.npy", change(sourced(tmp_path / "sources.npy")))
     refused(run("plan", load, *ASK, "--sources", tmp_path / "bad.npy"), said)
 
 
-def test_the_ilp_says_what_it_proves(run: Run, load: Path, tmp_path: Path):
+def test_the_ilp_says_what_it_proves(run: Run, load: Path, tmp_path: Path) -> None:
     LoadTable(counts(1)[:, :3], model=MODEL.name, layer_ids=np.arange(3)).save(tmp_path / "small")
     ask = ("plan", tmp_path / "small", "--ranks", 2, "--planner", "latency_optimal_ilp", "--time-limit", 5)
     proof = json.loads(run(*ask, "--json").out)["proof"]
@@ -223,7 +223,7 @@ def test_the_ilp_says_what_it_proves(run: Run, load: Path, tmp_path: Path):
     assert json.loads(run("plan", load, *ASK, "--json").out)["proof"] is None
 
 
-def test_an_ilp_that_is_interrupted_writes_nothing(tmp_path: Path):
+def test_an_ilp_that_is_interrupted_writes_nothing(tmp_path: Path) -> None:
     """The bar shows which layer it is at; Ctrl-C there ends it, whatever the solver is doing."""
     spec = get_model("deepseek-v3")
     LoadTable(counts(1, spec.num_moe_layers, spec.num_experts), model=spec.name).save(tmp_path / "load")
@@ -245,7 +245,7 @@ def test_an_ilp_that_is_interrupted_writes_nothing(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["load"]
 
 
-def test_one_move_and_one_step_are_singular(run: Run, tmp_path: Path):
+def test_one_move_and_one_step_are_singular(run: Run, tmp_path: Path) -> None:
     even = np.full((1, LAYERS, EXPERTS), 1000, np.uint64)
     even[0, 5, 20] = 9000  # one hot expert, which a spare slot helps
     LoadTable(even, model=MODEL.name).save(tmp_path / "load")
@@ -259,7 +259,7 @@ def test_one_move_and_one_step_are_singular(run: Run, tmp_path: Path):
     assert f"paid for after {steps:,} step{'s' if steps > 1 else ''}, " in ran.out
 
 
-def test_activations_are_counted(run: Run, tmp_path: Path):
+def test_activations_are_counted(run: Run, tmp_path: Path) -> None:
     ids = np.random.default_rng(1).integers(0, EXPERTS, (50, LAYERS, 4)).astype(np.uint8)
     with ActivationWriter(tmp_path / "t", TraceMeta(MODEL.name, EXPERTS, LAYERS, 4)) as out:
         out.append(ids, [0] * 50)
@@ -269,7 +269,7 @@ def test_activations_are_counted(run: Run, tmp_path: Path):
     assert np.array_equal(maps.read_map(tmp_path / "m").placement.slot_experts, expected(load).slot_experts)
 
 
-def test_dense_layers(run: Run, tmp_path: Path):
+def test_dense_layers(run: Run, tmp_path: Path) -> None:
     whole = counts(1, DENSE.num_layers, DENSE.num_experts)
     whole[:, 0] = 0
     LoadTable(whole, model=DENSE.name).save(tmp_path / "whole")
@@ -296,7 +296,7 @@ def test_dense_layers(run: Run, tmp_path: Path):
     assert "layer 0, which is dense" in run("plan", tmp_path / "odd", "--planner", "eplb").err
 
 
-def test_a_rank_that_is_gone_and_settings_that_are_heeded(run: Run, load: Path):
+def test_a_rank_that_is_gone_and_settings_that_are_heeded(run: Run, load: Path) -> None:
     found = json.loads(
         run(
             "plan",
@@ -351,7 +351,7 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_one_line_and_writes_nothing(run: Run, load: Path, tmp_path: Path, what: str):
+def test_bad_input_is_one_line_and_writes_nothing(run: Run, load: Path, tmp_path: Path, what: str) -> None:
     arguments, said = BAD[what]
     before = sorted(tmp_path.rglob("*"))
     planner = () if "--planner" in arguments else ("--planner", "eplb")
@@ -368,14 +368,16 @@ def test_bad_input_is_one_line_and_writes_nothing(run: Run, load: Path, tmp_path
         (lambda rows: rows.pop(), "layers"),
     ],
 )
-def test_a_load_that_cannot_be_is_refused(run: Run, tmp_path: Path, change: Callable[[list[Any]], None], said: str):
+def test_a_load_that_cannot_be_is_refused(
+    run: Run, tmp_path: Path, change: Callable[[list[Any]], None], said: str
+) -> None:
     path = history(tmp_path / "history.json", change)
     refused(run("plan", path, "--model", MODEL.name, *ASK, "-o", tmp_path / "map"), said)
     refused(run("plan", history(tmp_path / "fine.json"), *ASK), "model 'unknown', which is not known")
     assert not (tmp_path / "map").exists()
 
 
-def test_a_map_for_something_else_is_refused(run: Run, load: Path, tmp_path: Path):
+def test_a_map_for_something_else_is_refused(run: Run, load: Path, tmp_path: Path) -> None:
     other = Placement.linear(26, 64, 4)
     maps.write_map(tmp_path / "other", maps.PlacementMap(other, DENSE.name, DENSE.moe_layer_ids))
     refused(run("plan", load, "--ranks", 4, "--planner", "eplb", "--current", tmp_path / "other"), "'deepseek-v2-lite'")

@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from simulate_traces import make_trace, quiet, rng
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved(tmp_path: Path):
     make_trace(times=True).save(tmp_path / "trace")
     return tmp_path / "trace"
 
@@ -42,7 +43,7 @@ def config_file(folder, **scheduler):
     return folder / "caps.json"
 
 
-def test_one_by_one_it_is_the_queue_of_theory(tmp_path):
+def test_one_by_one_it_is_the_queue_of_theory(tmp_path: Path) -> None:
     """M/D/1: a mean wait of rho / (2 (1 - rho)) services."""
     config = config_file(tmp_path, strategy="fcfs", max_batch_size=1, window_size=1, min_batch_trigger=1)
     options = SimulateOptions(config=config, base_ms=10.0, sensitivity=0.0, rate=60.0, requests=12_000, seed=3)
@@ -55,7 +56,7 @@ def test_one_by_one_it_is_the_queue_of_theory(tmp_path):
     assert row["imbalance"] == 1.0
 
 
-def test_a_run_is_what_its_parts_give(tmp_path):
+def test_a_run_is_what_its_parts_give(tmp_path: Path) -> None:
     """The same numbers from the pieces of the library, and every number of a row."""
     config = config_file(tmp_path, strategy="greedy_variance", max_skips=None)
     found = simulate(SimulateOptions(config=config, rate=150.0, requests=300, seed=4), quiet)
@@ -73,7 +74,7 @@ def test_a_run_is_what_its_parts_give(tmp_path):
     assert base["p99_reduction_pct"] == base["throughput_gain_pct"] == 0.0
 
 
-def test_published_gains_in_overload():
+def test_published_gains_in_overload() -> None:
     """Bursty, 150 requests a second: throughput of the greedy strategies +12.7% as published, within 3 points."""
     names = ("greedy_variance", "random")
     options = SimulateOptions(arrivals="bursty", rate=150.0, requests=1500, strategies=names, seed=42)
@@ -94,7 +95,7 @@ def gpt_oss():
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_every_strategy_serves_everyone_under_the_step_model(gpt_oss, phase, ranks):
+def test_every_strategy_serves_everyone_under_the_step_model(gpt_oss, phase, ranks) -> None:
     spec = get_model("gpt-oss-20b")
     placement = Placement.linear(spec.num_moe_layers, spec.num_experts, ranks) if ranks > 1 else None
     model = step_model(spec, "h200", None, Topology(ranks))
@@ -111,7 +112,7 @@ def test_every_strategy_serves_everyone_under_the_step_model(gpt_oss, phase, ran
             assert (run.imbalance == 1.0).all()
 
 
-def test_the_fitting_cost_goes_to_latency_aware(gpt_oss):
+def test_the_fitting_cost_goes_to_latency_aware(gpt_oss) -> None:
     model = step_model(get_model("gpt-oss-20b"), "h200")
     requests = recorded(gpt_oss, "made", "decode", "recorded", rng())
     row = np.arange(len(requests.counts))
@@ -126,7 +127,7 @@ def test_the_fitting_cost_goes_to_latency_aware(gpt_oss):
     assert make_strategy("latency_aware", spread).cost == SpreadCost(0.5)
 
 
-def test_a_cost_of_several_ranks_is_of_one_ranks_share():
+def test_a_cost_of_several_ranks_is_of_one_ranks_share() -> None:
     spec = get_model("gpt-oss-20b")
     placement = Placement.linear(spec.num_moe_layers, spec.num_experts, 4)
     one = StepCost.for_phase(step_model(spec, "h200"), "decode", 8, 100)
@@ -139,7 +140,7 @@ def test_a_cost_of_several_ranks_is_of_one_ranks_share():
 # ------------------------------------------------------------------------------------------------- the whole
 
 
-def test_the_execution_follows_the_trace(tmp_path, gpt_oss):
+def test_the_execution_follows_the_trace(tmp_path: Path, gpt_oss) -> None:
     gpt_oss.save(tmp_path / "known")
     make_trace().save(tmp_path / "unknown")
     make_trace(meta=TraceMeta("gpt-oss-20b", 32, 2, 4)).save(tmp_path / "part")
@@ -154,7 +155,7 @@ def test_the_execution_follows_the_trace(tmp_path, gpt_oss):
     assert simulate(named, quiet).settings["ranks"] == 2
 
 
-def test_the_weights_of_a_config_are_timed(tmp_path, gpt_oss):
+def test_the_weights_of_a_config_are_timed(tmp_path: Path, gpt_oss) -> None:
     gpt_oss.save(tmp_path / "known")
     (tmp_path / "c.json").write_text('{"quantization": "bf16", "scheduler": {"strategy": "lpt"}}')
     found = simulate(SimulateOptions(trace=tmp_path / "known", config=tmp_path / "c.json", requests=20), quiet)
@@ -163,7 +164,7 @@ def test_the_weights_of_a_config_are_timed(tmp_path, gpt_oss):
     assert found.settings["experts"] == 32, "a config that does not say how many experts claims nothing"
 
 
-def test_times_of_another_trace(tmp_path, saved):
+def test_times_of_another_trace(tmp_path: Path, saved) -> None:
     RequestTrace(np.ones(4, int), np.ones(4, int), np.array([0.0, 1.0, 1.0, 5.0])).save(tmp_path / "times")
     for options in (
         SimulateOptions(trace=saved, arrivals=str(tmp_path / "times"), requests=4),
@@ -176,7 +177,7 @@ def test_times_of_another_trace(tmp_path, saved):
         np.testing.assert_allclose(simulate(faster, quiet).runs["fcfs"].arrival_s, [0.0, 0.1, 0.1, 0.5])
 
 
-def test_the_same_seed_is_the_same_run(saved):
+def test_the_same_seed_is_the_same_run(saved) -> None:
     options = SimulateOptions(trace=saved, requests=50, strategies=("all",), predictor="domain")
     one, two = (simulate(options, quiet).to_json() for _ in range(2))
     assert one == two
@@ -185,14 +186,14 @@ def test_the_same_seed_is_the_same_run(saved):
     assert [row["strategy"] for row in one["rows"]] == ["fcfs", *(n for n in strategies.names() if n != "fcfs")]
 
 
-def test_one_request_is_enough():
+def test_one_request_is_enough() -> None:
     found = simulate(SimulateOptions(requests=1), quiet)
     assert found.rows[0]["requests"] == 1
     assert found.settings["rate"] is None
     json.dumps(found.to_json(), allow_nan=False)
 
 
-def test_progress_reaches_its_end():
+def test_progress_reaches_its_end() -> None:
     seen = []
     simulate(SimulateOptions(requests=40), lambda *heard: seen.append(heard))
     dones = [done for _, done, _ in seen]
@@ -200,7 +201,7 @@ def test_progress_reaches_its_end():
     assert seen[-1][1] == seen[-1][2] == 3 * 40
 
 
-def test_what_is_written_gives_the_table_again(tmp_path, saved):
+def test_what_is_written_gives_the_table_again(tmp_path: Path, saved) -> None:
     found = simulate(SimulateOptions(trace=saved, requests=60), quiet)
     write(tmp_path / "new" / "out", found)
     assert json.loads((tmp_path / "new" / "out" / "simulate.json").read_text()) == found.to_json()
@@ -237,7 +238,7 @@ def test_what_is_written_gives_the_table_again(tmp_path, saved):
         ({"requests": 1 + MAX_BYTES // 480}, "must be at most 2048"),
     ],
 )
-def test_bad_settings(change, said):
+def test_bad_settings(change, said) -> None:
     with pytest.raises(InputError, match=re.escape(said)) as raised:
         simulate(SimulateOptions(**change), quiet)
     assert "\n" not in str(raised.value)
@@ -253,17 +254,17 @@ def test_bad_settings(change, said):
         ({"base_ms": -1.0}, "base_ms=-1.0"),
     ],
 )
-def test_bad_settings_for_a_trace(saved, change, said):
+def test_bad_settings_for_a_trace(saved, change, said) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
         simulate(SimulateOptions(trace=saved, requests=5, **change), quiet)
 
 
-def test_a_config_of_other_experts(tmp_path, saved):
+def test_a_config_of_other_experts(tmp_path: Path, saved) -> None:
     with pytest.raises(ConfigError, match=r"caps.json: num_experts=60 must equal 12, that of .*trace"):
         simulate(SimulateOptions(trace=saved, config=config_file(tmp_path)), quiet)
 
 
-def test_traces_that_lack_what_is_asked(tmp_path):
+def test_traces_that_lack_what_is_asked(tmp_path: Path) -> None:
     LoadTable(np.ones((1, 2, 8), np.uint64)).save(tmp_path / "load")
     RequestTrace(np.ones(3, int), np.ones(3, int)).save(tmp_path / "untimed")
     RequestTrace(np.ones(3, int), np.ones(3, int), np.zeros(3)).save(tmp_path / "at-once")

@@ -26,7 +26,7 @@ def count(ids):
 
 
 @pytest.mark.parametrize(("execution", "phase"), [("prefill", PREFILL), ("spread", PREFILL), ("decode", DECODE)])
-def test_the_part_that_runs_is_counted_exactly(execution, phase):
+def test_the_part_that_runs_is_counted_exactly(execution, phase) -> None:
     trace = make_trace()
     found = recorded(trace, "made", execution, "recorded", rng())
     for row in range(trace.num_requests):
@@ -42,7 +42,7 @@ def test_the_part_that_runs_is_counted_exactly(execution, phase):
     assert found.calibration == 0
 
 
-def test_of_one_phase_its_tokens_stand_for_the_other():
+def test_of_one_phase_its_tokens_stand_for_the_other() -> None:
     only_answers, only_prompts = make_trace(prompt=0), make_trace(output=0)
     for trace, execution, said in ((only_answers, "prefill", "answers only"), (only_prompts, "decode", "prompts only")):
         found = recorded(trace, "made", execution, "recorded", rng())
@@ -51,7 +51,7 @@ def test_of_one_phase_its_tokens_stand_for_the_other():
     assert not found.context.any()
 
 
-def test_a_prompt_that_was_not_recorded_is_context_all_the_same():
+def test_a_prompt_that_was_not_recorded_is_context_all_the_same() -> None:
     trace = make_trace(prompt=0)
     table = RequestTrace(np.full(trace.num_requests, 77), trace.requests.output_tokens)
     tokens, offsets = trace.arrays()
@@ -60,7 +60,7 @@ def test_a_prompt_that_was_not_recorded_is_context_all_the_same():
     assert recorded(trace, "made", "decode", "prefix", rng()).context.min() >= 77
 
 
-def test_prefix_sees_the_first_half_and_the_second_runs():
+def test_prefix_sees_the_first_half_and_the_second_runs() -> None:
     trace = make_trace(prompt=0, output=9, token_ids=False)
     found = recorded(trace, "made", "decode", "prefix", rng())
     halves = [count(trace.request(r).expert_ids[trace.lengths[r] // 2 :]) for r in range(trace.num_requests)]
@@ -70,7 +70,7 @@ def test_prefix_sees_the_first_half_and_the_second_runs():
     assert found.predicted.max() <= 1.0
 
 
-def test_a_long_recording_is_drawn_from(monkeypatch):
+def test_a_long_recording_is_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coterie.evaluation.simulate.requests.MAX_RECORDED", 60)
     found = recorded(make_trace(requests=65, prompt=2, output=0), "made", "prefill", "recorded", rng())
     assert len(found.counts) == 60
@@ -82,7 +82,7 @@ def test_a_long_recording_is_drawn_from(monkeypatch):
 
 @pytest.mark.parametrize("predictor", ["popularity", "domain", "prefix", "token_table", "similar_prefix"])
 @pytest.mark.parametrize("execution", ["prefill", "decode"])
-def test_no_prediction_knows_the_experts_it_predicts(execution, predictor):
+def test_no_prediction_knows_the_experts_it_predicts(execution, predictor) -> None:
     """Other experts for the tokens that run, in the requests that run, leave every prediction as it was."""
     trace = make_trace(requests=40)
     before = recorded(trace, "made", execution, predictor, rng(5))
@@ -117,7 +117,7 @@ def _holds(found, trace, row, execution, predictor):
     return [(mine == one).all() for one in found.counts]
 
 
-def test_better_informed_is_nearer():
+def test_better_informed_is_nearer() -> None:
     trace = make_trace(requests=200, prompt=40, output=30)
     names = ("popularity", "domain", "token_table")
     by = {name: recorded(trace, "made", "prefill", name, rng(1)).cosine for name in names}
@@ -126,7 +126,7 @@ def test_better_informed_is_nearer():
 
 
 @pytest.mark.parametrize("execution", ["prefill", "decode"])
-def test_prompts_that_begin_alike_are_found_whatever_runs(execution):
+def test_prompts_that_begin_alike_are_found_whatever_runs(execution) -> None:
     """Each request again with a last prompt token of its own: not the same prompt, but all the rest of it is."""
     trace = make_trace(requests=12, prompt=10, output=6)
     tokens, offsets = trace.arrays()
@@ -145,7 +145,7 @@ def test_prompts_that_begin_alike_are_found_whatever_runs(execution):
     assert similar > usual + 0.05
 
 
-def test_requests_with_one_prompt_stay_on_one_side():
+def test_requests_with_one_prompt_stay_on_one_side() -> None:
     """Each prompt twice: were they apart, a table of tokens would have seen what it predicts."""
     trace = make_trace(requests=12, output=0)
     tokens, offsets = trace.arrays()
@@ -165,7 +165,7 @@ def test_requests_with_one_prompt_stay_on_one_side():
 # ------------------------------------------------------------------------------------------------- arrivals
 
 
-def test_recorded_times_keep_their_requests_and_go_on_in_laps():
+def test_recorded_times_keep_their_requests_and_go_on_in_laps() -> None:
     trace = make_trace(requests=5, times=True)
     found = recorded(trace, "made", "prefill", "recorded", rng())
     drawn = arrive(found, None, 12, rng())
@@ -175,7 +175,7 @@ def test_recorded_times_keep_their_requests_and_go_on_in_laps():
     assert (np.diff(drawn.arrival_s) >= 0).all()
 
 
-def test_bursts_are_of_one_domain():
+def test_bursts_are_of_one_domain() -> None:
     found = recorded(make_trace(requests=90), "made", "prefill", "recorded", rng())
     names = np.array(found.domains)
 
@@ -188,7 +188,7 @@ def test_bursts_are_of_one_domain():
 
 @given(st.floats(0.01, 1e4), st.integers(2, 50), st.integers(0, 99))
 @settings(max_examples=30)
-def test_a_rate_is_that_of_the_gaps(rate, requests, seed):
+def test_a_rate_is_that_of_the_gaps(rate, requests, seed) -> None:
     times = np.sort(rng(seed).random(requests))
     scaled = Arrived(times, np.arange(requests)).at(rate)
     assert (requests - 1) / (scaled[-1] - scaled[0]) == pytest.approx(rate)

@@ -112,7 +112,7 @@ def table_us(requests: FleetRequests, config: FleetConfig) -> StepTime:
 
 
 @given(cases())
-def test_equals_the_plain_simulator(case: tuple[FleetRequests, FleetConfig, int, str]):
+def test_equals_the_plain_simulator(case: tuple[FleetRequests, FleetConfig, int, str]) -> None:
     """Every time, worker and count, to the last bit."""
     requests, config, in_flight, duplicates = case
     run = run_fleet(requests, MODEL, Emptiest(), config, in_flight=in_flight or None, duplicates=duplicates, check=True)  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def seconds(model: StepModel, requests: FleetRequests, rows: list[int], batch: B
     return model.step(load, batch).total_s
 
 
-def test_one_request_by_hand():
+def test_one_request_by_hand() -> None:
     """10 prompt tokens in chunks of 6, KV over the link, 3 decode steps."""
     requests = one_request(10, 3)
     made = requests.recordings
@@ -166,7 +166,7 @@ def test_one_request_by_hand():
     assert summarise_fleet(run, Limits(ttft_s=10.0)).within_limits == 1.0
 
 
-def test_a_worker_of_both_roles_gives_the_first_token_with_the_prompt():
+def test_a_worker_of_both_roles_gives_the_first_token_with_the_prompt() -> None:
     requests = one_request(10, 3)
     run = run_fleet(requests, MODEL, Emptiest(), FleetConfig(both=True, chunk_tokens=256), check=True)
     assert run.first_token_s[0] == run.prefill_end_s[0]
@@ -174,7 +174,7 @@ def test_a_worker_of_both_roles_gives_the_first_token_with_the_prompt():
     assert run.decoded[0] == 2
 
 
-def test_a_shared_prefix_is_computed_once():
+def test_a_shared_prefix_is_computed_once() -> None:
     made = recordings(np.random.default_rng(0), 2)
     requests = FleetRequests(
         made,
@@ -192,7 +192,7 @@ def test_a_shared_prefix_is_computed_once():
     assert run.step_prefill.sum() == 32 + 8
 
 
-def test_prompts_that_begin_alike_do_not_all_queue_at_one_worker():
+def test_prompts_that_begin_alike_do_not_all_queue_at_one_worker() -> None:
     """One block of 16 tokens in common, 48 of their own: a cache is worth its tokens, and no more."""
     count = 40
     own = 1 + np.arange(3 * count).reshape(count, 3)
@@ -221,7 +221,7 @@ def closed(count: int, places: int, number: int = 40) -> tuple[FleetRequests, Fl
     return requests, FleetConfig(decode_workers=3, places=places)
 
 
-def test_no_recording_is_in_flight_twice():
+def test_no_recording_is_in_flight_twice() -> None:
     requests, config = closed(200, 4)
     run = run_fleet(requests, MODEL, Emptiest(), config, in_flight=12, check=True)
     assert np.isfinite(run.finish_s).all()
@@ -236,14 +236,14 @@ def test_no_recording_is_in_flight_twice():
     assert np.isfinite(run.finish_s).all()
 
 
-def test_the_same_run_twice_has_the_same_bytes():
+def test_the_same_run_twice_has_the_same_bytes() -> None:
     requests, config = closed(150, 4)
     runs = [run_fleet(requests, MODEL, Emptiest(), config, in_flight=12) for _ in range(2)]
     for one, other in zip(*runs, strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-def test_littles_law():
+def test_littles_law() -> None:
     """Mean in flight = rate x mean time, of the fleet and of every decoder."""
     requests, config = closed(400, 4)
     run = run_fleet(requests, MODEL, Emptiest(), config, in_flight=12)
@@ -256,7 +256,7 @@ def test_littles_law():
     assert full.mean_batch == pytest.approx(4, rel=0.02)
 
 
-def test_waits_at_a_prefill_worker_are_those_of_md1():
+def test_waits_at_a_prefill_worker_are_those_of_md1() -> None:
     """Equal prompts one at a time: Pollaczek-Khinchine, within three standard errors of batch means."""
     made = recordings(np.random.default_rng(0), 1)
     count, rng, load = 30_000, np.random.default_rng(3), 0.6
@@ -276,7 +276,7 @@ def test_waits_at_a_prefill_worker_are_those_of_md1():
     assert abs(waits.mean() - theory) < 3 * error
 
 
-def test_until_counts_who_is_left():
+def test_until_counts_who_is_left() -> None:
     requests, config = closed(300, 4)
     whole = run_fleet(requests, MODEL, Emptiest(), config, in_flight=12)
     cut = run_fleet(requests, MODEL, Emptiest(), config, in_flight=12, until_s=whole.end_s / 2, check=True)
@@ -287,7 +287,7 @@ def test_until_counts_who_is_left():
     np.testing.assert_array_equal(cut.finish_s[done], whole.finish_s[done])
 
 
-def test_a_faster_decoder_is_faster_and_a_request_too_large_is_dropped():
+def test_a_faster_decoder_is_faster_and_a_request_too_large_is_dropped() -> None:
     requests = one_request(10, 3)
     slow = run_fleet(requests, MODEL, Emptiest(), FleetConfig())
     fast = run_fleet(requests, MODEL, Emptiest(), FleetConfig(speeds=(2.0,)))
@@ -310,7 +310,7 @@ EVEN = np.full((3, SPEC.num_moe_layers * SPEC.num_experts), SPEC.top_k / SPEC.nu
 """[worker, expert index] the prior of workers that get any request."""
 
 
-def test_profiles_are_kept_and_refined_and_let_go():
+def test_profiles_are_kept_and_refined_and_let_go() -> None:
     requests, config = closed(60, 4)
     seen = []
     for refine in (0, 2):
@@ -332,7 +332,7 @@ class Astray:
         return Decision(7, np.zeros(len(fleet)), "nowhere")
 
 
-def test_bad_input_is_named():
+def test_bad_input_is_named() -> None:
     requests, config = closed(10, 4)
     with pytest.raises(ConfigError, match="the router chose worker 7; it must be in 0 … 2"):
         run_fleet(requests, MODEL, Astray(), config, in_flight=2)

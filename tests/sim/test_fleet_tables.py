@@ -28,7 +28,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tables_give_the_times_of_the_step_model(name: str):
+def test_tables_give_the_times_of_the_step_model(name: str) -> None:
     model_name, preset, ranks, options = MODELS[name]
     rng, spec = np.random.default_rng(0), get_model(model_name)
     model = step_model(spec, preset, "bf16", Topology(ranks), options)
@@ -54,7 +54,7 @@ def test_tables_give_the_times_of_the_step_model(name: str):
 
 
 @given(st.integers(0, 2**32), st.integers(1, MOST_DECODING), st.sampled_from([5, 12, 32, 60, 64, 100, 128]))
-def test_bits_count_as_plain_counting_does(seed: int, tokens: int, experts: int):
+def test_bits_count_as_plain_counting_does(seed: int, tokens: int, experts: int) -> None:
     """Any number of tokens, and layers whose experts begin anywhere in a word."""
     rng = np.random.default_rng(seed)
     layers, top_k = int(rng.integers(1, 5)), int(rng.integers(1, 5))

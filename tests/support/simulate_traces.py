@@ -10,7 +10,7 @@ from coterie.types import DECODE, PREFILL
 EXPERTS, LAYERS, TOP_K = 12, 2, 3
 
 
-def quiet(*_):
+def quiet(*_) -> None:
     pass
 
 

@@ -26,7 +26,7 @@ OURS = ("npz", "routed-experts", "trtllm", "load-history")
 # ------------------------------------------------------------------------------------------------------------ real data
 
 
-def test_gpt_oss(data_dir):
+def test_gpt_oss(data_dir: Path) -> None:
     trace = read_trace(data_dir / "activations" / "gpt-oss-20b")
     assert isinstance(trace, ActivationTrace)
     assert (trace.num_requests, trace.num_tokens) == (410, 126_853)
@@ -48,7 +48,7 @@ def test_gpt_oss(data_dir):
     assert sorted(int(a) - b for a, b in zip(counted, listed, strict=True)) == [-1] + [0] * 353 + [1]
 
 
-def test_gpt_oss_rows_are_the_generated_tokens(data_dir):
+def test_gpt_oss_rows_are_the_generated_tokens(data_dir: Path) -> None:
     """Equal tokens choose equal experts in layer 0 (which has seen little context) only if aligned."""
     trace = read_trace(data_dir / "activations" / "gpt-oss-20b" / "routing.npz")
     assert isinstance(trace, ActivationTrace)
@@ -67,7 +67,7 @@ def test_gpt_oss_rows_are_the_generated_tokens(data_dir):
     assert agree[0] > 2 * agree[1]
 
 
-def test_deepseek_v2_lite(data_dir):
+def test_deepseek_v2_lite(data_dir: Path) -> None:
     trace = read_trace(data_dir / "activations" / "deepseek-v2-lite")
     assert isinstance(trace, ActivationTrace)
     assert (trace.num_requests, trace.num_tokens) == (213, 33_279)
@@ -90,7 +90,7 @@ def test_deepseek_v2_lite(data_dir):
     assert len(starts) == 1
 
 
-def test_glm(data_dir):
+def test_glm(data_dir: Path) -> None:
     table = read_trace(data_dir / "activations" / "glm-5.2")
     assert isinstance(table, LoadTable)
     assert table.counts.shape == (94, 75, 256)
@@ -106,7 +106,7 @@ def test_glm(data_dir):
     np.testing.assert_array_equal(table.counts[shards].sum(axis=0), table.counts[labels.index("merged_books")])
 
 
-def test_olmoe_and_mixtral(data_dir):
+def test_olmoe_and_mixtral(data_dir: Path) -> None:
     folder = data_dir / "activations" / "olmoe-mixtral"
     for model, experts, top_k, windows in (("olmoe", 64, 8, 6), ("mixtral-8x7b", 8, 2, 5), ("olmoe-sft", 64, 8, 1)):
         table = read_trace(folder, options=ReadOptions(model=model))
@@ -122,14 +122,14 @@ def test_olmoe_and_mixtral(data_dir):
         read_trace(folder)
 
 
-def test_token_tables_are_no_trace(data_dir):
+def test_token_tables_are_no_trace(data_dir: Path) -> None:
     path = data_dir / "activations" / "olmoe-mixtral" / "eid2token_coo.npz"
     assert not readers["npz"].sniff(path)
     with pytest.raises(TraceError, match="not a layout of traces"):
         read_trace(path, "npz")
 
 
-def test_placements(data_dir):
+def test_placements(data_dir: Path) -> None:
     path = data_dir / "placements" / "deepseek-v3" / "placements_rank_layer_expert.npz"
     found = read_placements(path)
     assert sorted(array.shape for array in found.values()) == [(16, 58, 256)] * 3 + [(32, 58, 256)]
@@ -137,7 +137,7 @@ def test_placements(data_dir):
     assert not readers["npz"].sniff(path.parent)
 
 
-def test_each_real_file_is_claimed_by_its_own_reader(data_dir):
+def test_each_real_file_is_claimed_by_its_own_reader(data_dir: Path) -> None:
     claimed = {
         str(path.relative_to(data_dir)): [name for name in OURS if readers[name].sniff(path)]
         for path in sorted(data_dir.rglob("*"))
@@ -183,7 +183,7 @@ def gpt_oss(folder: Path, rng: np.random.Generator) -> Path:
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_own_npz(tmp_path, rng, save):
+def test_own_npz(tmp_path: Path, rng: np.random.Generator, save) -> None:
     arrays = own(rng)
     save(tmp_path / "t.npz", **arrays, layer_ids=np.array([3, 5]))
     for path in (tmp_path / "t.npz", tmp_path):
@@ -197,7 +197,7 @@ def test_own_npz(tmp_path, rng, save):
         assert trace.requests.output_tokens.tolist() == [1, 0, 2]
 
 
-def test_own_npz_with_the_least(tmp_path, rng):
+def test_own_npz_with_the_least(tmp_path: Path, rng: np.random.Generator) -> None:
     arrays = own(rng)
     np.savez(tmp_path / "t.npz", expert_ids=arrays["expert_ids"], offsets=arrays["offsets"])
     with pytest.raises(TraceError, match=r"num_experts: is not in the file; give --num-experts or a known --model"):
@@ -211,7 +211,7 @@ def test_own_npz_with_the_least(tmp_path, rng):
     assert known.meta.num_experts == 32
 
 
-def test_own_counts(tmp_path):
+def test_own_counts(tmp_path: Path) -> None:
     counts = np.arange(12, dtype=np.uint64).reshape(2, 2, 3)
     np.savez(tmp_path / "t.npz", counts=counts, tokens=np.array([4, 5]), layer_ids=np.array([1, 2]))
     table = read_trace(tmp_path / "t.npz", options=ReadOptions(model="m", num_experts=3))
@@ -222,7 +222,7 @@ def test_own_counts(tmp_path):
         read_trace(tmp_path, options=ReadOptions(num_experts=4))
 
 
-def test_gpt_oss_layout(tmp_path, rng):
+def test_gpt_oss_layout(tmp_path: Path, rng: np.random.Generator) -> None:
     folder = tmp_path / "gpt-oss-20b"
     folder.mkdir()
     trace = read_trace(gpt_oss(folder, rng))
@@ -284,7 +284,7 @@ def put(where: tuple[int, ...], value: Any) -> Callable[[np.ndarray], np.ndarray
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*pickl.*")
-def test_npz_that_is_wrong(tmp_path, rng, change, problem):
+def test_npz_that_is_wrong(tmp_path: Path, rng: np.random.Generator, change, problem) -> None:
     arrays = own(rng)
     change(arrays)
     np.savez(tmp_path / "t.npz", **arrays)  # type: ignore[arg-type]
@@ -295,14 +295,14 @@ def test_npz_that_is_wrong(tmp_path, rng, change, problem):
     assert "\n" not in str(caught.value)
 
 
-def test_stated_and_given_experts_must_agree(tmp_path, rng):
+def test_stated_and_given_experts_must_agree(tmp_path: Path, rng: np.random.Generator) -> None:
     np.savez(tmp_path / "t.npz", **own(rng))
     with pytest.raises(TraceError, match="num_experts: is 8, --num-experts says 9"):
         read_trace(tmp_path, options=ReadOptions(num_experts=9))
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"hello" * 9])
-def test_not_a_zip(tmp_path, data):
+def test_not_a_zip(tmp_path: Path, data) -> None:
     (tmp_path / "t.npz").write_bytes(data)
     assert not readers["npz"].sniff(tmp_path / "t.npz")
     with pytest.raises(TraceError, match=r"t\.npz: file: is not a \.npz archive, or is cut"):
@@ -311,7 +311,7 @@ def test_not_a_zip(tmp_path, data):
         read_trace(tmp_path, "npz")
 
 
-def test_missing_or_several_files(tmp_path, rng):
+def test_missing_or_several_files(tmp_path: Path, rng: np.random.Generator) -> None:
     with pytest.raises(TraceError, match="does not exist"):
         read_trace(tmp_path / "t.npz", "npz")
     with pytest.raises(TraceError, match=r"folder: holds no \.npz file"):
@@ -325,7 +325,7 @@ def test_missing_or_several_files(tmp_path, rng):
         read_trace(tmp_path / "single.npy", "npz")
 
 
-def test_members_that_are_no_arrays(tmp_path):
+def test_members_that_are_no_arrays(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "t.npz", "w") as archive:
         for name in ("expert_ids.npy", "offsets.npy"):
             archive.writestr(name, "text")
@@ -346,7 +346,7 @@ def test_members_that_are_no_arrays(tmp_path):
         (lambda rows: [[], *rows[1:]], "line 1: must be a JSON object"),
     ],
 )
-def test_sidecar_that_does_not_fit(tmp_path, rng, edit, problem):
+def test_sidecar_that_does_not_fit(tmp_path: Path, rng: np.random.Generator, edit, problem) -> None:
     file = gpt_oss(tmp_path, rng)
     path = tmp_path / "requests.jsonl.gz"
     rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
@@ -357,7 +357,7 @@ def test_sidecar_that_does_not_fit(tmp_path, rng, edit, problem):
     assert caught.value.path == path
 
 
-def test_sidecar_missing_or_cut(tmp_path, rng):
+def test_sidecar_missing_or_cut(tmp_path: Path, rng: np.random.Generator) -> None:
     file = gpt_oss(tmp_path, rng)
     path = tmp_path / "requests.jsonl.gz"
     data = path.read_bytes()
@@ -370,7 +370,7 @@ def test_sidecar_missing_or_cut(tmp_path, rng):
         read_trace(file, options=ReadOptions(num_experts=8))
 
 
-def test_index_that_does_not_fit(tmp_path):
+def test_index_that_does_not_fit(tmp_path: Path) -> None:
     np.savez(tmp_path / "t.npz", counts=np.ones((2, 1, 3), np.uint32), layer_ids=np.array([3]))
     index = tmp_path / "index.jsonl"
     row = {"domain": "books", "chunk": 0, "tokens": 1}
@@ -383,7 +383,9 @@ def test_index_that_does_not_fit(tmp_path):
 
 @pytest.mark.parametrize("compressed", [False, True])
 @given(at=st.integers(0, 10**6), byte=st.integers(0, 255), cut=st.booleans())
-def test_damaged_npz_is_refused_or_read_alike(tmp_path_factory, compressed, at, byte, cut):
+def test_damaged_npz_is_refused_or_read_alike(
+    tmp_path_factory: pytest.TempPathFactory, compressed, at, byte, cut
+) -> None:
     stream = io.BytesIO()
     arrays = own(np.random.default_rng(0))
     (np.savez_compressed if compressed else np.savez)(stream, **arrays)
@@ -408,7 +410,7 @@ def test_damaged_npz_is_refused_or_read_alike(tmp_path_factory, compressed, at, 
     assert trace.meta.num_experts == 8
 
 
-def test_damaged_placements(tmp_path):
+def test_damaged_placements(tmp_path: Path) -> None:
     path = tmp_path / "t.npz"
     held = np.ones((2, 1, 3), np.uint8)
     for change, problem in (
@@ -422,7 +424,7 @@ def test_damaged_placements(tmp_path):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_sniffing_never_raises(tmp_path, name):
+def test_sniffing_never_raises(tmp_path: Path, name) -> None:
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "noise").write_bytes(bytes(range(256)) * 8)
     (tmp_path / "long").write_bytes(b"x" * (5 << 20))

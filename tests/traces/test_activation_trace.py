@@ -22,7 +22,9 @@ ragged = st.lists(st.integers(0, 7), min_size=1, max_size=12)
 
 
 @given(ragged, st.integers(0, 2**32), st.booleans(), st.integers(1, 12))
-def test_round_trip_of_ragged_requests(tmp_path_factory, lengths, seed, optional, flush_tokens):
+def test_round_trip_of_ragged_requests(
+    tmp_path_factory: pytest.TempPathFactory, lengths, seed, optional, flush_tokens
+) -> None:
     trace = make(np.random.default_rng(seed), lengths, optional)
     folder = tmp_path_factory.mktemp("trace")
     trace.save(folder / "saved")
@@ -44,7 +46,9 @@ def test_round_trip_of_ragged_requests(tmp_path_factory, lengths, seed, optional
 
 
 @given(ragged, st.integers(1, 30), st.integers(1, 12))
-def test_segments_chunks_and_requests_tell_the_same(tmp_path_factory, lengths, max_tokens, flush_tokens):
+def test_segments_chunks_and_requests_tell_the_same(
+    tmp_path_factory: pytest.TempPathFactory, lengths, max_tokens, flush_tokens
+) -> None:
     trace = make(np.random.default_rng(0), lengths)
     folder = tmp_path_factory.mktemp("trace") / "t"
     out = ActivationWriter(folder, META, flush_tokens)
@@ -67,7 +71,7 @@ def test_segments_chunks_and_requests_tell_the_same(tmp_path_factory, lengths, m
         assert seen == trace.num_requests
 
 
-def test_requests_are_views_of_the_mapped_file(tmp_path, rng):
+def test_requests_are_views_of_the_mapped_file(tmp_path: Path, rng: np.random.Generator) -> None:
     make(rng, [3, 4]).save(tmp_path / "t")
     trace = ActivationTrace.open(tmp_path / "t")
     whole = trace.arrays()[0]
@@ -79,14 +83,14 @@ def test_requests_are_views_of_the_mapped_file(tmp_path, rng):
     assert trace.nbytes == 7 * 2 * 3 * 2, "300 experts need two bytes"
 
 
-def test_the_narrowest_dtype_is_stored(tmp_path, rng):
+def test_the_narrowest_dtype_is_stored(tmp_path: Path, rng: np.random.Generator) -> None:
     for experts, dtype in ((256, np.uint8), (257, np.uint16)):
         meta = TraceMeta("demo", num_experts=experts, num_layers=2, top_k=3)
         make(rng, [5], meta=meta).save(tmp_path / str(experts))
         assert load_file(tmp_path / str(experts) / "activations.safetensors")["expert_ids"].dtype == dtype
 
 
-def test_phase_splits_prompt_from_output(tmp_path):
+def test_phase_splits_prompt_from_output(tmp_path: Path) -> None:
     with ActivationWriter(tmp_path / "t", TraceMeta("demo", 4, 1, 1)) as out:
         out.append(np.array([[[0]], [[1]], [[3]]]), [PREFILL, PREFILL, DECODE], id="a", arrival_s=0.5, domain="law")
     trace = ActivationTrace.open(tmp_path / "t")
@@ -95,7 +99,7 @@ def test_phase_splits_prompt_from_output(tmp_path):
     assert trace.requests.ids == ["a"]
 
 
-def test_optional_arrays_are_for_all_or_for_none(tmp_path, rng):
+def test_optional_arrays_are_for_all_or_for_none(tmp_path: Path, rng: np.random.Generator) -> None:
     with ActivationWriter(tmp_path / "t", META) as out:
         whole, bare = make(rng, [2]), make(rng, [3], optional=False)
         out.append_many(*whole.arrays(), whole.requests)
@@ -107,7 +111,7 @@ def test_optional_arrays_are_for_all_or_for_none(tmp_path, rng):
     assert found.request(0).gate_weights is not None, "what was recorded is not lost to a later request"
 
 
-def test_an_empty_recording_reads_as_empty(tmp_path):
+def test_an_empty_recording_reads_as_empty(tmp_path: Path) -> None:
     ActivationWriter(tmp_path / "t", META).close()
     trace = ActivationTrace.open(tmp_path / "t")
     assert (trace.num_requests, trace.num_tokens, len(trace.requests)) == (0, 0, 0)
@@ -118,7 +122,7 @@ def test_an_empty_recording_reads_as_empty(tmp_path):
     assert ActivationTrace.open(tmp_path / "again").num_tokens == 0
 
 
-def test_a_recording_without_flush_reads_as_empty(tmp_path, rng):
+def test_a_recording_without_flush_reads_as_empty(tmp_path: Path, rng: np.random.Generator) -> None:
     """The first commit is made before the first request."""
     writer = ActivationWriter(tmp_path / "t", META)
     tokens, offsets = make(rng, [4]).arrays()
@@ -130,7 +134,7 @@ def test_a_recording_without_flush_reads_as_empty(tmp_path, rng):
 
 
 @pytest.mark.parametrize("bad", ["id", "negative", "shape", "rows", "gates", "phase"])
-def test_append_after_error(tmp_path, rng, bad):
+def test_append_after_error(tmp_path: Path, rng: np.random.Generator, bad) -> None:
     """What is refused leaves nothing behind, and the writer goes on."""
     good = make(rng, [3])
     tokens, offsets = good.arrays()
@@ -159,7 +163,7 @@ def test_append_after_error(tmp_path, rng, bad):
     assert found.num_requests == 2
 
 
-def test_an_error_while_recording_keeps_what_came_before(tmp_path, rng):
+def test_an_error_while_recording_keeps_what_came_before(tmp_path: Path, rng: np.random.Generator) -> None:
     trace = make(rng, [3, 2])
     with contextlib.suppress(ZeroDivisionError), ActivationWriter(tmp_path / "t", META) as out:
         out.append_many(*trace.arrays(), trace.requests)
@@ -167,7 +171,7 @@ def test_an_error_while_recording_keeps_what_came_before(tmp_path, rng):
     assert_same(ActivationTrace.open(tmp_path / "t"), trace)
 
 
-def test_refuses_to_overwrite(tmp_path, rng):
+def test_refuses_to_overwrite(tmp_path: Path, rng: np.random.Generator) -> None:
     trace = make(rng, [2])
     trace.save(tmp_path / "t")
     before = {path: path.read_bytes() for path in (tmp_path / "t").iterdir()}
@@ -211,7 +215,7 @@ def test_what_was_appended_does_not_change_with_the_callers_buffers(tmp_path: Pa
         (np.array([[[1]]]), [0], {}, "domains: given for some requests and not for others"),
     ],
 )
-def test_a_request_unlike_the_others_is_refused_and_nothing_is_lost(tmp_path, ids, phase, extra, message) -> None:
+def test_a_request_unlike_the_others_is_refused_and_nothing_is_lost(tmp_path: Path, ids, phase, extra, message) -> None:
     meta = TraceMeta("m", num_experts=4, num_layers=1, top_k=1)
     with ActivationWriter(tmp_path / "t", meta) as out:
         out.append(np.array([[[3]]]), phase=[0], domain="law")

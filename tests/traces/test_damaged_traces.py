@@ -20,7 +20,7 @@ from coterie.traces import ActivationTrace, ActivationWriter
 
 @pytest.mark.parametrize("segment", [0, 1])
 @pytest.mark.parametrize("name", ["activations", "requests"])
-def test_missing_and_cut_segments(tmp_path, rng, name, segment):
+def test_missing_and_cut_segments(tmp_path: Path, rng: np.random.Generator, name, segment) -> None:
     out = ActivationWriter(tmp_path / "t", META, flush_tokens=1)
     for _ in range(2):
         part = make(rng, [4])
@@ -36,7 +36,7 @@ def test_missing_and_cut_segments(tmp_path, rng, name, segment):
         ActivationTrace.open(tmp_path / "t").requests  # noqa: B018
 
 
-def test_a_table_with_other_rows_is_refused(tmp_path, rng):
+def test_a_table_with_other_rows_is_refused(tmp_path: Path, rng: np.random.Generator) -> None:
     make(rng, [1, 2]).save(tmp_path / "two")
     make(rng, [3]).save(tmp_path / "one")
     shutil.copy(tmp_path / "one" / "requests.parquet", tmp_path / "two" / "requests.parquet")
@@ -68,7 +68,7 @@ def test_a_table_with_other_rows_is_refused(tmp_path, rng):
         ("segments", ..., "segments"),
     ],
 )
-def test_wrong_meta(tmp_path, rng, key, value, field):
+def test_wrong_meta(tmp_path: Path, rng: np.random.Generator, key, value, field) -> None:
     make(rng, [2, 3]).save(tmp_path / "t")
     path = tmp_path / "t" / "meta.json"
     meta = json.loads(path.read_text())
@@ -83,7 +83,7 @@ def test_wrong_meta(tmp_path, rng, key, value, field):
     assert str(tmp_path) in str(caught.value)
 
 
-def test_wrong_token_count_in_meta(tmp_path, rng):
+def test_wrong_token_count_in_meta(tmp_path: Path, rng: np.random.Generator) -> None:
     make(rng, [2, 3]).save(tmp_path / "t")
     path = tmp_path / "t" / "meta.json"
     path.write_text(path.read_text().replace('"num_tokens": 5', '"num_tokens": 6'))
@@ -91,7 +91,7 @@ def test_wrong_token_count_in_meta(tmp_path, rng):
         ActivationTrace.open(tmp_path / "t")
 
 
-def test_validate_names_the_first_bad_id(tmp_path, rng):
+def test_validate_names_the_first_bad_id(tmp_path: Path, rng: np.random.Generator) -> None:
     make(rng, [2, 3]).save(tmp_path / "t")
     path = tmp_path / "t" / "meta.json"
     trace = ActivationTrace.open(tmp_path / "t")
@@ -104,7 +104,7 @@ def test_validate_names_the_first_bad_id(tmp_path, rng):
     assert f"expert_ids{where}={highest} must be in 0 … {highest - 1}" in str(caught.value)
 
 
-def test_validate_finds_offsets_that_fall(tmp_path, rng):
+def test_validate_finds_offsets_that_fall(tmp_path: Path, rng: np.random.Generator) -> None:
     make(rng, [2, 3]).save(tmp_path / "t")
     file = tmp_path / "t" / "activations.safetensors"
     good = np.array([0, 2, 5], np.int64).tobytes()
@@ -115,7 +115,7 @@ def test_validate_finds_offsets_that_fall(tmp_path, rng):
 
 
 @pytest.mark.parametrize("offsets", [[0, 3], [0, 9], [-1, 5], [1, 5], [0, 3, 2, 5], [0], []])
-def test_offsets_that_do_not_match(rng, offsets):
+def test_offsets_that_do_not_match(rng: np.random.Generator, offsets) -> None:
     tokens, _ = make(rng, [5]).arrays()
     with pytest.raises(InputError):
         ActivationTrace.from_arrays(META, tokens.expert_ids, np.array(offsets, np.int64), phase=tokens.phase)
@@ -136,7 +136,7 @@ for index in range(100_000):
 
 
 @pytest.mark.parametrize("lines", [1, 3, 8])
-def test_a_killed_recording_reads_up_to_its_last_flush(tmp_path, lines):
+def test_a_killed_recording_reads_up_to_its_last_flush(tmp_path: Path, lines) -> None:
     """SIGKILL gives no chance to tidy up; the process says after each flush how many requests are safe."""
     child = subprocess.Popen([sys.executable, "-c", RECORDER, str(tmp_path / "t")], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
@@ -164,7 +164,9 @@ CRASH_POINTS += ["pathlib.Path.replace", "pathlib.Path.unlink"]
 @pytest.mark.parametrize(
     ("point", "closing"), [*((point, True) for point in CRASH_POINTS), *((point, False) for point in CRASH_POINTS[:-1])]
 )
-def test_a_crash_at_any_step_loses_no_flushed_request(tmp_path, rng, monkeypatch, point, closing):
+def test_a_crash_at_any_step_loses_no_flushed_request(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, point, closing
+) -> None:
     """Stop at the n-th call of everything that touches the disk, for every n until the step completes."""
     first, second = make(rng, [3, 2]), make(rng, [4])
     for attempt in range(1, 20):

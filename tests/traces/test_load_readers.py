@@ -34,7 +34,7 @@ def statistics(rng: np.random.Generator, tokens: int = 3) -> dict[str, np.ndarra
     }
 
 
-def test_trtllm(tmp_path, rng):
+def test_trtllm(tmp_path: Path, rng: np.random.Generator) -> None:
     ranks = [statistics(rng), statistics(rng, tokens=2)]
     path = trtllm(tmp_path / "s", ranks, ep_size=2)
     assert detect(path) == "trtllm"
@@ -46,7 +46,7 @@ def test_trtllm(tmp_path, rng):
     np.testing.assert_array_equal(table.counts[1, 0], ranks[0]["101_3"] + ranks[1]["101_3"])
 
 
-def test_trtllm_without_even_choices(tmp_path, rng):
+def test_trtllm_without_even_choices(tmp_path: Path, rng: np.random.Generator) -> None:
     arrays = statistics(rng)
     arrays["100_3"][0] += 1
     table = read_trace(trtllm(tmp_path / "s", [arrays]))
@@ -68,7 +68,7 @@ def test_trtllm_without_even_choices(tmp_path, rng):
         ({}, {"ep_size": 4}, "found 1 files, meta_info.json says ep_size=4"),
     ],
 )
-def test_trtllm_that_is_wrong(tmp_path, rng, change, meta, problem):
+def test_trtllm_that_is_wrong(tmp_path: Path, rng: np.random.Generator, change, meta, problem) -> None:
     arrays = {name: value for name, value in (statistics(rng) | change).items() if value is not None}
     path = trtllm(tmp_path / "s", [arrays], **meta)
     with pytest.raises(TraceError) as caught:
@@ -76,7 +76,7 @@ def test_trtllm_that_is_wrong(tmp_path, rng, change, meta, problem):
     assert problem in str(caught.value)
 
 
-def test_trtllm_files_missing_or_cut(tmp_path, rng):
+def test_trtllm_files_missing_or_cut(tmp_path: Path, rng: np.random.Generator) -> None:
     path = trtllm(tmp_path / "s", [statistics(rng)] * 3)
     data = (path / "rank0.safetensors").read_bytes()
     for length in range(0, len(data), 9):
@@ -103,7 +103,7 @@ def history(*loads: Any) -> dict[str, Any]:
     return {"load_history": [{"logical_expert_load": load} for load in loads]}
 
 
-def test_load_history(tmp_path):
+def test_load_history(tmp_path: Path) -> None:
     path = tmp_path / "history.json"
     path.write_text(json.dumps(history([[1, 2, 3], [4, 5, 6]], [[0, 0, 2.0], [1, 1, 0]])))
     assert detect(path) == "load-history"
@@ -136,7 +136,7 @@ def test_load_history(tmp_path):
         (history([[2**70]]), "expected numbers"),
     ],
 )
-def test_load_history_that_is_wrong(tmp_path, value, problem):
+def test_load_history_that_is_wrong(tmp_path: Path, value, problem) -> None:
     path = tmp_path / "history.json"
     path.write_text(json.dumps(value))
     with pytest.raises(TraceError) as caught:

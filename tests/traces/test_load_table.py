@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from coterie.traces import LoadTable
 from coterie.traces.readers import read_trace
 
 
-def test_load_table_round_trip(tmp_path, rng):
+def test_load_table_round_trip(tmp_path: Path, rng: np.random.Generator) -> None:
     table = LoadTable(
         rng.integers(0, 2**40, (3, 2, 5)).astype(np.uint64),
         "demo",
@@ -35,7 +36,7 @@ def test_load_table_round_trip(tmp_path, rng):
     assert LoadTable.open(tmp_path / "bare").labels is None
 
 
-def test_damaged_load_tables(tmp_path, rng):
+def test_damaged_load_tables(tmp_path: Path, rng: np.random.Generator) -> None:
     for counts in (np.ones((2, 2)), np.ones((0, 1, 1)), np.ones((1, 1, 0))):
         with pytest.raises(ConfigError, match="counts has shape"):
             LoadTable(counts.astype(np.uint64))

@@ -29,7 +29,7 @@ def write_lines(path: Path, bodies: list[Any]) -> Path:
     return path
 
 
-def test_vllm_answers(tmp_path, rng):
+def test_vllm_answers(tmp_path: Path, rng: np.random.Generator) -> None:
     ids = [distinct_experts(rng, n, 3, 4) for n in (5, 3, 4)]
     bodies = [vllm_answer(ids[0], 2), vllm_answer(ids[1], 3, prompt_token_ids=[1, 2, 3])]
     two = vllm_answer(ids[2], 2)
@@ -49,7 +49,7 @@ def test_vllm_answers(tmp_path, rng):
     assert trace.request(0).token_ids is None, "one of the answers does not list its tokens"
 
 
-def test_token_ids_where_listed(tmp_path, rng):
+def test_token_ids_where_listed(tmp_path: Path, rng: np.random.Generator) -> None:
     body = vllm_answer(distinct_experts(rng, 4, 2, 2), 3, prompt_token_ids=[5, 6, 7])
     body["choices"][0]["token_ids"] = [8, 9]
     trace = read_trace(write_lines(tmp_path / "a.jsonl", [body]), options=ReadOptions(num_experts=128))
@@ -57,7 +57,7 @@ def test_token_ids_where_listed(tmp_path, rng):
     assert np.asarray(trace.request(0).token_ids).tolist() == [5, 6, 7, 8]
 
 
-def test_dense_layers_are_dropped(tmp_path, rng):
+def test_dense_layers_are_dropped(tmp_path: Path, rng: np.random.Generator) -> None:
     """DeepSeek-V2-Lite counts 27 layers, of which the first is dense and all zero."""
     ids = np.concatenate([np.zeros((5, 1, 6), int), distinct_experts(rng, 5, 26, 6, 64)], axis=1)
     path = write_lines(tmp_path / "a.jsonl", [vllm_answer(ids, 2)])
@@ -70,7 +70,7 @@ def test_dense_layers_are_dropped(tmp_path, rng):
 
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("dtype", [None, "uint8"])
-def test_sglang_answers(tmp_path, rng, dense, dtype):
+def test_sglang_answers(tmp_path: Path, rng: np.random.Generator, dense, dtype) -> None:
     moe = distinct_experts(rng, 5, 26, 6, 64)
     ids = np.concatenate([np.zeros((5, 1, 6), int), moe], axis=1) if dense else moe
     payload = {"routed_experts": encode_sglang(ids, dtype or "int32")}
@@ -135,7 +135,7 @@ def answer_without(*keys: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_answers_that_are_wrong(tmp_path, body, problem):
+def test_answers_that_are_wrong(tmp_path: Path, body, problem) -> None:
     path = write_lines(tmp_path / "a.jsonl", [body])
     with pytest.raises(TraceError) as caught:
         read_trace(path, "routed-experts", ReadOptions(num_experts=64))
@@ -143,7 +143,7 @@ def test_answers_that_are_wrong(tmp_path, body, problem):
     assert str(path) in str(caught.value)
 
 
-def test_answers_of_another_shape(tmp_path, rng):
+def test_answers_of_another_shape(tmp_path: Path, rng: np.random.Generator) -> None:
     bodies = [vllm_answer(distinct_experts(rng, 4, 2, 2), 2), vllm_answer(distinct_experts(rng, 4, 3, 2), 2)]
     path = write_lines(tmp_path / "a.jsonl", bodies)
     with pytest.raises(TraceError, match=r"has \[layer, k\] of \(2, 2\) and \(3, 2\): not one model"):
@@ -159,7 +159,7 @@ def test_answers_of_another_shape(tmp_path, rng):
 @pytest.mark.parametrize(
     ("text", "problem"), [("", "answers: found 0"), ('{"a": "routed_experts"', "line 1: is not JSON")]
 )
-def test_files_without_answers(tmp_path, text, problem):
+def test_files_without_answers(tmp_path: Path, text, problem) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(text)
     with pytest.raises(TraceError, match=problem):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -31,7 +33,7 @@ def timed(step_us: dict[str, dict[str, list[float]]]) -> Measured:
     )
 
 
-def test_report_of_known_times(batches):
+def test_report_of_known_times(batches) -> None:
     model = step_model(SPEC, dtype="bf16")
     predicted = {g: {r: predict_us(s, model) for r, s in one.items()} for g, one in batches.groups.items()}
     base = predicted["low"]["round_robin"] * 1.25
@@ -60,7 +62,7 @@ def test_report_of_known_times(batches):
     assert third.bias_pct == pytest.approx(100 * (0.25 - 0.2) / 2)
 
 
-def test_prediction_is_the_sum_of_its_layers(batches):
+def test_prediction_is_the_sum_of_its_layers(batches) -> None:
     model = step_model(SPEC, dtype="bf16")
     steps = batches.groups["low"]["clusters"]
     for ids, us in zip(steps, predict_us(steps, model), strict=True):
@@ -68,7 +70,7 @@ def test_prediction_is_the_sum_of_its_layers(batches):
         assert us == pytest.approx(sum(model.experts_us(row, len(ids)) for row in rows))
 
 
-def test_intervals_cover_the_truth():
+def test_intervals_cover_the_truth() -> None:
     rng = np.random.default_rng(3)
     hits, widths = 0, {True: 0.0, False: 0.0}
     for _ in range(100):
@@ -82,7 +84,7 @@ def test_intervals_cover_the_truth():
     assert widths[True] < widths[False] / 3, "steps that vary together cancel"
 
 
-def test_neighbours_alike_widen_the_interval():
+def test_neighbours_alike_widen_the_interval() -> None:
     rng = np.random.default_rng(1)
     slow = np.repeat(rng.normal(1000, 100, 25), 8)
     mixed = rng.permutation(slow)
@@ -91,13 +93,13 @@ def test_neighbours_alike_widen_the_interval():
     assert width[0] > 1.5 * width[1]
 
 
-def test_times_of_other_batches(batches):
+def test_times_of_other_batches(batches) -> None:
     model = step_model(SPEC, dtype="bf16")
     with pytest.raises(ConfigError, match="times of other batches"):
         replay_rows(batches, timed({"low": {"round_robin": [1.0]}}), model, np.random.default_rng(0))
 
 
-def test_times_survive_their_file(tmp_path):
+def test_times_survive_their_file(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     measured = timed({"g": {"r": [1.0, 2.5]}})
     path.write_bytes(msgspec.json.encode({"rows": [], "measured": measured}))

@@ -17,7 +17,7 @@ EXPERTS, LAYERS = 5, 3
 IDENTITY = np.tile(np.arange(EXPERTS), (LAYERS, 1))
 
 
-def test_the_recorder_is_never_touched_where_it_is_not_configured(tmp_path: Path):
+def test_the_recorder_is_never_touched_where_it_is_not_configured(tmp_path: Path) -> None:
     """Starting one that is not there raises inside the scheduler, up to some version."""
     for info in ({}, {"expert_distribution_recorder_mode": ""}):
         with Running(Peer(info=info)) as peer:
@@ -32,26 +32,26 @@ def configured(mode: str, **more: Any) -> Peer:
     return Peer(info={"expert_distribution_recorder_mode": mode, **more.pop("info", {})}, **more)
 
 
-def test_a_dump_folder_that_is_not_here(tmp_path: Path):
+def test_a_dump_folder_that_is_not_here(tmp_path: Path) -> None:
     with Running(configured("stat")) as peer, pytest.raises(ConfigError, match="is no folder here"):
         record(peer, tmp_path / "t", mode="recorder", dump_dir=tmp_path / "nowhere")
     assert set(peer.calls) == {"/server_info"}
 
 
-def test_a_recorder_that_does_not_start(tmp_path: Path):
+def test_a_recorder_that_does_not_start(tmp_path: Path) -> None:
     peer = configured("stat", recorder_status=400)
     with Running(peer), pytest.raises(UnavailableError, match="does not start its recorder: HTTP 400"):
         record(peer, tmp_path / "t", mode="recorder", dump_dir=tmp_path)
 
 
-def test_no_dump_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_dump_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coterie.engines.sglang.dumps.DUMP_WAIT_S", 0.3)
     with Running(configured("stat")) as peer, pytest.raises(UnavailableError, match="no new dump appeared"):
         record(peer, tmp_path / "t", mode="recorder", dump_dir=tmp_path)
     assert not (tmp_path / "t").exists()
 
 
-def test_an_interrupted_recording_stops_the_recorder(tmp_path: Path):
+def test_an_interrupted_recording_stops_the_recorder(tmp_path: Path) -> None:
     def interrupt(what: str, done: int, _: int) -> None:
         if "Recording" in what and done == 2:
             raise KeyboardInterrupt
@@ -91,7 +91,7 @@ def token_dump(first_token: int, length: int, rank: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.torch
-def test_listening_to_a_server_per_token(tmp_path: Path):
+def test_listening_to_a_server_per_token(tmp_path: Path) -> None:
     """No prompts: the recorder is started, time passes, its dump is read; an older dump in the folder is not."""
     pytest.importorskip("torch")
     dumps = tmp_path / "dumps"
@@ -120,7 +120,7 @@ def test_listening_to_a_server_per_token(tmp_path: Path):
 
 
 @pytest.mark.torch
-def test_ranks_that_share_their_tokens_are_read_once(tmp_path: Path):
+def test_ranks_that_share_their_tokens_are_read_once(tmp_path: Path) -> None:
     pytest.importorskip("torch")
 
     def dump() -> None:
@@ -136,7 +136,7 @@ def test_ranks_that_share_their_tokens_are_read_once(tmp_path: Path):
 
 
 @pytest.mark.torch
-def test_data_parallel_attention_adds_the_ranks_up(tmp_path: Path):
+def test_data_parallel_attention_adds_the_ranks_up(tmp_path: Path) -> None:
     """Four ranks in two groups: 0 and 1 share tokens, 2 and 3 share others."""
     pytest.importorskip("torch")
 
@@ -155,7 +155,7 @@ def test_data_parallel_attention_adds_the_ranks_up(tmp_path: Path):
 
 
 @pytest.mark.torch
-def test_coarser_modes_give_a_load_table(tmp_path: Path):
+def test_coarser_modes_give_a_load_table(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     counts = torch.arange(2 * LAYERS * EXPERTS).reshape(2, LAYERS, EXPERTS)
     peer = configured("stat", on_dump=lambda: save(tmp_path, "1700000000.25", {"rank": 0, "logical_count": counts}))
@@ -166,7 +166,7 @@ def test_coarser_modes_give_a_load_table(tmp_path: Path):
 
 
 @pytest.mark.torch
-def test_per_pass_sums_the_ranks(tmp_path: Path):
+def test_per_pass_sums_the_ranks(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
 
     def one(rank: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from sglang_recordings import PROMPTS, check, record
 # -------------------------------------------------------------------------------------------------------------- routed
 
 
-def test_every_token_of_every_prompt_in_the_order_sent(tmp_path: Path):
+def test_every_token_of_every_prompt_in_the_order_sent(tmp_path: Path) -> None:
     """Answers come back in the reverse of the order sent, four at a time."""
     seen: list[tuple[str, int, int]] = []
     together = {"may_answer": lambda peer, _: peer.most_in_flight > 1}
@@ -51,7 +51,7 @@ def test_every_token_of_every_prompt_in_the_order_sent(tmp_path: Path):
 
 
 @pytest.mark.parametrize("form", ["sglext", "sgl_ext", "choice"])
-def test_chat(tmp_path: Path, form: str):
+def test_chat(tmp_path: Path, form: str) -> None:
     with Running(Peer(form=form)) as peer:
         found = record(peer, tmp_path / "t", chat=True)
     assert isinstance(found.trace, ActivationTrace)
@@ -62,21 +62,21 @@ def test_chat(tmp_path: Path, form: str):
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_version_that_lists_no_token_ids(tmp_path: Path, chat: bool):
+def test_a_version_that_lists_no_token_ids(tmp_path: Path, chat: bool) -> None:
     with Running(Peer(lists_tokens=False)) as peer:
         found = record(peer, tmp_path / "t", chat=chat)
     assert isinstance(found.trace, ActivationTrace)
     check(found.trace, PROMPTS, tokens=False)
 
 
-def test_an_older_server_and_one_that_counts_moe_layers_only(tmp_path: Path):
+def test_an_older_server_and_one_that_counts_moe_layers_only(tmp_path: Path) -> None:
     with Running(Peer(info_path="/get_server_info", layers="moe")) as peer:
         found = record(peer, tmp_path / "t")
     assert isinstance(found.trace, ActivationTrace)
     check(found.trace, PROMPTS)
 
 
-def test_prompts_without_domains(tmp_path: Path):
+def test_prompts_without_domains(tmp_path: Path) -> None:
     plain = [prompt._replace(domain="") for prompt in PROMPTS[:2]]
     with Running(Peer()) as peer:
         assert record(peer, tmp_path / "t", prompts=plain).trace.requests.domains is None  # type: ignore[union-attr]
@@ -93,7 +93,7 @@ def wrong(**meta: Any) -> dict[str, Any]:
     return {"output_ids": [4], "prompt_token_ids": [1, 2, 3], "meta_info": fields}
 
 
-def test_requests_that_fail_are_counted_and_left_out(tmp_path: Path):
+def test_requests_that_fail_are_counted_and_left_out(tmp_path: Path) -> None:
     texts = [prompt.prompt for prompt in PROMPTS]
     hole = with_dense_layers(routing([1, 2, 3]))
     hole[1, 5] = 0
@@ -115,7 +115,7 @@ def test_requests_that_fail_are_counted_and_left_out(tmp_path: Path):
     assert len(peer.bodies) == 9, "no retry"
 
 
-def test_a_first_answer_with_token_ids_and_a_later_one_without(tmp_path: Path):
+def test_a_first_answer_with_token_ids_and_a_later_one_without(tmp_path: Path) -> None:
     bare = {k: v for k, v in wrong().items() if k == "meta_info"}
     with Running(Peer(special={PROMPTS[4].prompt: lambda: bare})) as peer:
         found = record(peer, tmp_path / "t", concurrency=1)
@@ -124,7 +124,7 @@ def test_a_first_answer_with_token_ids_and_a_later_one_without(tmp_path: Path):
     check(found.trace, PROMPTS[:4] + PROMPTS[5:])
 
 
-def test_time_ends_the_sending(tmp_path: Path):
+def test_time_ends_the_sending(tmp_path: Path) -> None:
     with Running(Peer(delay=lambda _: 0.2)) as peer:
         found = record(peer, tmp_path / "t", concurrency=1, duration_s=1)
     assert isinstance(found.trace, ActivationTrace)
@@ -132,7 +132,7 @@ def test_time_ends_the_sending(tmp_path: Path):
     check(found.trace, PROMPTS[: found.trace.num_requests])
 
 
-def test_an_interrupted_recording_keeps_what_it_has(tmp_path: Path):
+def test_an_interrupted_recording_keeps_what_it_has(tmp_path: Path) -> None:
     def interrupt(_: str, done: int, __: int) -> None:
         if done == 5:
             raise KeyboardInterrupt
@@ -147,7 +147,7 @@ def test_an_interrupted_recording_keeps_what_it_has(tmp_path: Path):
 # ---------------------------------------------------------------------------------------------------- refused, in words
 
 
-def test_a_server_that_is_not_there(tmp_path: Path):
+def test_a_server_that_is_not_there(tmp_path: Path) -> None:
     with Running(Peer()) as peer:
         pass
     with pytest.raises(UnavailableError, match="does not answer"):
@@ -155,7 +155,7 @@ def test_a_server_that_is_not_there(tmp_path: Path):
     assert not (tmp_path / "t").exists()
 
 
-def test_a_server_that_returns_no_experts_is_not_asked_to_generate(tmp_path: Path):
+def test_a_server_that_returns_no_experts_is_not_asked_to_generate(tmp_path: Path) -> None:
     with Running(Peer(info={"enable_return_routed_experts": False})) as peer:
         with pytest.raises(ConfigError, match="start it with --enable-return-routed-experts or --expert-distribution"):
             record(peer, tmp_path / "t")
@@ -165,7 +165,7 @@ def test_a_server_that_returns_no_experts_is_not_asked_to_generate(tmp_path: Pat
     assert not (tmp_path / "t").exists()
 
 
-def test_answers_without_experts_end_the_run_at_once(tmp_path: Path):
+def test_answers_without_experts_end_the_run_at_once(tmp_path: Path) -> None:
     """As behind a router that drops them: the server's settings say yes."""
     bare = {"output_ids": [1], "meta_info": {"prompt_tokens": 3, "completion_tokens": 1}}
     special = {prompt.prompt: lambda: bare for prompt in PROMPTS}
@@ -175,7 +175,7 @@ def test_answers_without_experts_end_the_run_at_once(tmp_path: Path):
     assert not (tmp_path / "t").exists()
 
 
-def test_nothing_but_failures(tmp_path: Path):
+def test_nothing_but_failures(tmp_path: Path) -> None:
     special = {prompt.prompt: lambda: web.Response(status=500, text="broken") for prompt in PROMPTS}
     with Running(Peer(special=special)) as peer, pytest.raises(UnavailableError) as caught:
         record(peer, tmp_path / "t")
@@ -183,7 +183,7 @@ def test_nothing_but_failures(tmp_path: Path):
     assert not (tmp_path / "t").exists()
 
 
-def test_the_shape_must_be_known_and_may_be_given(tmp_path: Path):
+def test_the_shape_must_be_known_and_may_be_given(tmp_path: Path) -> None:
     with Running(Peer(info={"model_path": "/models/my-own"})) as peer:
         with pytest.raises(ConfigError, match="model '/models/my-own' has no known shape"):
             record(peer, tmp_path / "t")
@@ -218,12 +218,12 @@ def test_the_shape_must_be_known_and_may_be_given(tmp_path: Path):
         check(trace, PROMPTS)
 
 
-def test_another_shape_than_the_servers(tmp_path: Path):
+def test_another_shape_than_the_servers(tmp_path: Path) -> None:
     with Running(Peer()) as peer, pytest.raises(UnavailableError, match=r"nothing was recorded.*routed_experts has"):
         record(peer, tmp_path / "t", model="qwen3-30b-a3b")
 
 
-def test_not_an_sglang_server(tmp_path: Path):
+def test_not_an_sglang_server(tmp_path: Path) -> None:
     with Running(Peer(info_path=None)) as peer, pytest.raises(ConfigError, match="is it an SGLang server"):
         record(peer, tmp_path / "t")
     assert peer.calls == ["/server_info", "/get_server_info"]
@@ -239,14 +239,14 @@ def test_not_an_sglang_server(tmp_path: Path):
         ({"prompts": []}, "give prompts to send"),
     ],
 )
-def test_settings_that_cannot_work(tmp_path: Path, change: dict[str, Any], problem: str):
+def test_settings_that_cannot_work(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         record(Peer(url="http://localhost:1"), tmp_path / "t", **change)
     assert problem in str(caught.value)
     assert not (tmp_path / "t").exists()
 
 
-def test_a_folder_in_use_is_refused_before_the_server_is_asked(tmp_path: Path):
+def test_a_folder_in_use_is_refused_before_the_server_is_asked(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with Running(Peer()) as peer, pytest.raises(ConfigError, match="is not empty"):
         record(peer, tmp_path)
@@ -256,7 +256,7 @@ def test_a_folder_in_use_is_refused_before_the_server_is_asked(tmp_path: Path):
 # ---------------------------------------------------------------------------------------------------------- any answer
 
 
-def test_an_answer_without_experts_is_told_from_a_wrong_one():
+def test_an_answer_without_experts_is_told_from_a_wrong_one() -> None:
     with pytest.raises(NotReturnedError):
         parse_answer(wrong(routed_experts=None), SPEC)
 
@@ -278,7 +278,7 @@ def test_an_answer_without_experts_is_told_from_a_wrong_one():
         (wrong(routed_experts=encode_sglang(with_dense_layers(routing([1, 2, 3])) - 1)), "from -1"),
     ],
 )
-def test_answers_that_are_wrong(body: dict[str, Any], problem: str):
+def test_answers_that_are_wrong(body: dict[str, Any], problem: str) -> None:
     with pytest.raises(InputError) as caught:
         parse_answer(body, SPEC)
     assert problem in str(caught.value)
@@ -286,7 +286,7 @@ def test_answers_that_are_wrong(body: dict[str, Any], problem: str):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "int32"])
-def test_a_named_dtype(dtype: str):
+def test_a_named_dtype(dtype: str) -> None:
     text = encode_sglang(with_dense_layers(routing([1, 2, 3])), dtype)
     found = parse_answer(wrong(routed_experts=text, routed_experts_dtype=dtype), SPEC)
     np.testing.assert_array_equal(found.expert_ids, routing([1, 2, 3]))
@@ -304,7 +304,7 @@ def test_a_named_dtype(dtype: str):
         {"prompt_token_ids": [1, 2, 2**31]},
     ],
 )
-def test_token_ids_that_do_not_fit_are_left_out(change: dict[str, Any]):
+def test_token_ids_that_do_not_fit_are_left_out(change: dict[str, Any]) -> None:
     assert parse_answer({**wrong(), **change}, SPEC).token_ids is None
     assert parse_answer(wrong(), SPEC).token_ids is not None
 
@@ -334,6 +334,6 @@ nested = st.dictionaries(names, values | st.dictionaries(names, values, max_size
 
 
 @given(nested | st.builds(lambda inner: {"choices": [inner]}, nested) | st.builds(lambda m: wrong(**m), nested))
-def test_any_answer_raises_only_input_errors(body: dict[str, Any]):
+def test_any_answer_raises_only_input_errors(body: dict[str, Any]) -> None:
     with suppress(InputError):
         assert parse_answer(body, SPEC).expert_ids.shape[1:] == (26, 6)

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_every_family_generates_what_transformers_does(family: str, tmp_path: Path):
+def test_every_family_generates_what_transformers_does(family: str, tmp_path: Path) -> None:
     """Prompts of many lengths together in small chunks: greedy tokens and experts are those of each alone."""
     driver = Driver(models.save(family, tmp_path), max_step_tokens=16, max_batch=8)
     asked = prompts(6)
@@ -46,7 +46,7 @@ def test_every_family_generates_what_transformers_does(family: str, tmp_path: Pa
     assert driver.engine.blocks.used == 0
 
 
-def test_tokens_do_not_depend_on_who_else_is_in_the_batch(folder: Path):
+def test_tokens_do_not_depend_on_who_else_is_in_the_batch(folder: Path) -> None:
     rng = np.random.default_rng(1)
     driver = Driver(folder, max_batch=5, kv_blocks=256)
     asked = prompts(16, seed=2)
@@ -61,7 +61,7 @@ def test_tokens_do_not_depend_on_who_else_is_in_the_batch(folder: Path):
     check_experts(driver)
 
 
-def test_prefix_hits_are_not_computed_again_and_keep_their_experts(folder: Path):
+def test_prefix_hits_are_not_computed_again_and_keep_their_experts(folder: Path) -> None:
     driver = Driver(folder)
     prompt = prompts(1, 60, seed=5)[0] * 3
     prompt = prompt[:31]
@@ -81,7 +81,7 @@ def test_prefix_hits_are_not_computed_again_and_keep_their_experts(folder: Path)
     check_experts(driver)
 
 
-def test_a_whole_prompt_in_the_cache_still_computes_its_last_token(folder: Path):
+def test_a_whole_prompt_in_the_cache_still_computes_its_last_token(folder: Path) -> None:
     driver = Driver(folder)
     prompt = prompts(1, seed=6)[0][:8] or [5] * 8
     prompt = (prompt * 8)[:8]  # two full blocks
@@ -94,7 +94,7 @@ def test_a_whole_prompt_in_the_cache_still_computes_its_last_token(folder: Path)
     check_experts(driver)
 
 
-def test_generated_tokens_are_found_again_too(folder: Path):
+def test_generated_tokens_are_found_again_too(folder: Path) -> None:
     driver = Driver(folder)
     prompt = prompts(1, seed=7)[0]
     first = driver.submit(prompt, 20)
@@ -108,7 +108,7 @@ def test_generated_tokens_are_found_again_too(folder: Path):
     check_experts(driver)
 
 
-def test_preemption_changes_no_token_and_no_expert(folder: Path):
+def test_preemption_changes_no_token_and_no_expert(folder: Path) -> None:
     """16 blocks of 4 for four requests that want 10 each: they are computed in turns."""
     driver = Driver(folder, kv_blocks=16)
     asked = [prompt[:12] for prompt in prompts(4, 40, seed=8)]
@@ -121,7 +121,7 @@ def test_preemption_changes_no_token_and_no_expert(folder: Path):
     assert driver.engine.blocks.used == 0
 
 
-def test_abort_frees_blocks_wherever_the_request_is(folder: Path):
+def test_abort_frees_blocks_wherever_the_request_is(folder: Path) -> None:
     driver = Driver(folder, max_batch=2)
     running, also, waiting = (driver.submit(prompt, 50) for prompt in prompts(3, seed=9))
     staged = driver.submit([1, 2, 3, 4, 5], 1, hand_over=True)
@@ -143,7 +143,7 @@ def test_abort_frees_blocks_wherever_the_request_is(folder: Path):
         np.testing.assert_array_equal(event.ids(), models.captured(FAMILY, event.tokens().tolist()))
 
 
-def test_a_step_that_fails_ends_its_requests_and_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_that_fails_ends_its_requests_and_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(folder)
     failing = driver.submit([5, 6, 7], 5)
     with monkeypatch.context() as patch:
@@ -159,7 +159,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_more(folder: Path, monkeypat
 
 def test_a_bug_in_the_loop_ends_the_thread_and_every_request(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     driver = Driver(folder)
     ended = threading.Event()
     monkeypatch.setattr(driver.engine, "_schedule", lambda: [][0])
@@ -173,7 +173,7 @@ def test_a_bug_in_the_loop_ends_the_thread_and_every_request(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_the_thread_serves_and_closes(folder: Path):
+def test_the_thread_serves_and_closes(folder: Path) -> None:
     driver = Driver(folder)
     driver.engine.start()
     done, endless = driver.submit([5, 6, 7], 5), driver.submit([5, 6, 8], 200)
@@ -194,7 +194,7 @@ def test_the_thread_serves_and_closes(folder: Path):
 # ------------------------------------------------------------------------------------------------------------ handoff
 
 
-def test_handoff_gives_the_same_tokens_footprint_and_experts(folder: Path):
+def test_handoff_gives_the_same_tokens_footprint_and_experts(folder: Path) -> None:
     prefill, decode = Driver(folder), Driver(folder, copy=1)
     for index, prompt in enumerate([[7], *prompts(6, 40, seed=10)]):
         given = prefill.submit(prompt, 1, hand_over=True)
@@ -226,7 +226,7 @@ def test_handoff_gives_the_same_tokens_footprint_and_experts(folder: Path):
     assert prefill.engine.blocks.used == decode.engine.blocks.used == 0
 
 
-def test_a_handoff_uses_what_the_decode_worker_has_already(folder: Path):
+def test_a_handoff_uses_what_the_decode_worker_has_already(folder: Path) -> None:
     prefill, decode = Driver(folder), Driver(folder, copy=1)
     prompt = (prompts(1, 40, seed=11)[0] * 30)[:30]
     decode.submit(prompt[:17], 2)
@@ -243,7 +243,7 @@ def test_a_handoff_uses_what_the_decode_worker_has_already(folder: Path):
     check_experts(decode)
 
 
-def test_kv_of_another_prompt_or_model_is_refused(folder: Path):
+def test_kv_of_another_prompt_or_model_is_refused(folder: Path) -> None:
     driver = Driver(folder)
     given = driver.submit([5, 6, 7, 8, 9], 1, hand_over=True)
     driver.run()
@@ -264,7 +264,7 @@ def test_kv_of_another_prompt_or_model_is_refused(folder: Path):
         driver.engine.check_prefilled(good._replace(expert_ids=good.expert_ids + 8), [5, 6, 7, 8, 9])
 
 
-def test_damaged_kv_is_one_line(folder: Path):
+def test_damaged_kv_is_one_line(folder: Path) -> None:
     driver = Driver(folder)
     given = driver.submit([5, 6, 7], 1, hand_over=True)
     driver.run()
@@ -282,7 +282,7 @@ def test_damaged_kv_is_one_line(folder: Path):
             from_bytes(bytes(broken))
 
 
-def test_staged_kv_expires_and_makes_room(folder: Path):
+def test_staged_kv_expires_and_makes_room(folder: Path) -> None:
     driver = Driver(folder, kv_ttl_s=600.0, kv_blocks=8)
     staged = [driver.submit([token] * 12, 1, hand_over=True) for token in (11, 12)]
     driver.run()
@@ -309,7 +309,7 @@ def test_staged_kv_expires_and_makes_room(folder: Path):
 # ------------------------------------------------------------------------------------------------------------- events
 
 
-def test_kv_events_tell_exactly_what_is_held(folder: Path):
+def test_kv_events_tell_exactly_what_is_held(folder: Path) -> None:
     """A directory that follows the events predicts every prefix hit, evictions included."""
     driver = Driver(folder, kv_blocks=24, max_batch=3)
     held: dict[int, tuple[int | None, tuple[int, ...]]] = {}
@@ -348,7 +348,7 @@ def test_kv_events_tell_exactly_what_is_held(folder: Path):
     assert driver.count("prefix_blocks_total", "hit") > 20
 
 
-def test_the_cache_is_not_cleared_under_a_request(folder: Path):
+def test_the_cache_is_not_cleared_under_a_request(folder: Path) -> None:
     driver = Driver(folder)
     driver.submit([5, 6, 7], 20)
     driver.engine.step()
@@ -359,7 +359,7 @@ def test_the_cache_is_not_cleared_under_a_request(folder: Path):
 # ----------------------------------------------------------------------------------------------------------- sampling
 
 
-def test_a_seed_means_the_same_in_any_batch(folder: Path):
+def test_a_seed_means_the_same_in_any_batch(folder: Path) -> None:
     alone, together = Driver(folder), Driver(folder, copy=1)
     prompt = prompts(1, seed=12)[0]
     settings = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
@@ -374,7 +374,7 @@ def test_a_seed_means_the_same_in_any_batch(folder: Path):
     assert alone.tokens(one) != together.tokens(three)
 
 
-def test_ends_at_the_models_end_token_unless_told_not_to(folder: Path, tmp_path: Path):
+def test_ends_at_the_models_end_token_unless_told_not_to(folder: Path, tmp_path: Path) -> None:
     prompt = prompts(1, seed=14)[0]
     free = models.generated(FAMILY, prompt, 20)
     end = next(token for token in free[4:] if token not in free[:4])

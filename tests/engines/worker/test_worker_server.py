@@ -67,7 +67,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Work
 # --------------------------------------------------------------------------------------------------------- the handoff
 
 
-def test_one_prefill_and_two_decode_workers_give_the_tokens_of_one(workers: dict[str, Worker]):
+def test_one_prefill_and_two_decode_workers_give_the_tokens_of_one(workers: dict[str, Worker]) -> None:
     asked = [*prompts(10, seed=1), [7]]
     alone = [models.generated(FAMILY, prompt, 12) for prompt in asked]
     results: dict[int, list[int]] = {}
@@ -100,7 +100,7 @@ def test_one_prefill_and_two_decode_workers_give_the_tokens_of_one(workers: dict
     assert again == alone, "and those of one worker that does it all"
 
 
-def test_kv_that_is_gone_is_computed_anew_with_the_same_tokens(workers: dict[str, Worker]):
+def test_kv_that_is_gone_is_computed_anew_with_the_same_tokens(workers: dict[str, Worker]) -> None:
     body = asking(prompts(3, seed=2)[2])
     right = models.generated(FAMILY, body["prompt"], 12)
     worker = workers["decode"]
@@ -123,7 +123,7 @@ def test_kv_that_is_gone_is_computed_anew_with_the_same_tokens(workers: dict[str
     assert workers["prefill"].count("kv_released_total", why="dropped") == 1
 
 
-def test_kv_nobody_fetches_is_let_go_in_time(workers: dict[str, Worker]):
+def test_kv_nobody_fetches_is_let_go_in_time(workers: dict[str, Worker]) -> None:
     worker = workers["both"]
     until(lambda: worker.count("kv_staged") == 0)
     before = worker.count("kv_released_total", why="expired"), worker.count("kv_staged_total")
@@ -134,7 +134,7 @@ def test_kv_nobody_fetches_is_let_go_in_time(workers: dict[str, Worker]):
     until(lambda: worker.count("kv_blocks", state="used") == 0)
 
 
-def test_a_client_that_goes_while_kv_is_fetched_has_it_dropped(workers: dict[str, Worker]):
+def test_a_client_that_goes_while_kv_is_fetched_has_it_dropped(workers: dict[str, Worker]) -> None:
     """The prefill worker is a socket here that never answers; it must be told to let go."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         params = {
@@ -157,7 +157,7 @@ def test_a_client_that_goes_while_kv_is_fetched_has_it_dropped(workers: dict[str
     assert workers["decode"].count("kv_blocks", state="used") == 0
 
 
-def test_roles_are_kept(workers: dict[str, Worker]):
+def test_roles_are_kept(workers: dict[str, Worker]) -> None:
     status, answer = workers["prefill"].post(asking([5]))
     assert (status, "role prefill" in answer["error"]["message"]) == (400, True)
     status, answer = workers["decode"].post(prefill_body(asking([5])))
@@ -170,7 +170,7 @@ def test_roles_are_kept(workers: dict[str, Worker]):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_streamed_pieces_are_the_whole_answer(workers: dict[str, Worker], text: str):
+def test_streamed_pieces_are_the_whole_answer(workers: dict[str, Worker], text: str) -> None:
     worker = workers["both"]
     body = asking(text, 20)
     whole = worker.complete(body)
@@ -186,7 +186,7 @@ def test_streamed_pieces_are_the_whole_answer(workers: dict[str, Worker], text: 
     assert whole["choices"][0]["text"] == decoded
 
 
-def test_chat(workers: dict[str, Worker]):
+def test_chat(workers: dict[str, Worker]) -> None:
     parts = [{"type": "text", "text": "a small"}, {"type": "text", "text": " text"}]
     body = {
         "messages": [{"role": "user", "content": parts}],
@@ -208,7 +208,7 @@ def test_chat(workers: dict[str, Worker]):
     assert "".join(pieces) == whole["choices"][0]["message"]["content"]
 
 
-def test_stop_strings_end_the_answer_before_them(workers: dict[str, Worker]):
+def test_stop_strings_end_the_answer_before_them(workers: dict[str, Worker]) -> None:
     text = workers["both"].complete(asking(TEXTS[1], 30))["choices"][0]["text"]
     stop = text[5:8]
     body = asking(TEXTS[1], 30, stop=[stop, "no such words"])
@@ -218,7 +218,7 @@ def test_stop_strings_end_the_answer_before_them(workers: dict[str, Worker]):
     assert "".join(chunk["choices"][0]["text"] for chunk in workers["both"].stream(body)) == choice["text"]
 
 
-def test_prefix_hits_are_counted_in_the_answer(workers: dict[str, Worker]):
+def test_prefix_hits_are_counted_in_the_answer(workers: dict[str, Worker]) -> None:
     prompt = (prompts(1, seed=20)[0] * 40)[:33]
     first, second = (workers["both"].complete(asking(prompt)) for _ in range(2))
     assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
@@ -229,18 +229,18 @@ def test_prefix_hits_are_counted_in_the_answer(workers: dict[str, Worker]):
     assert third["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-def test_the_request_id_comes_back(workers: dict[str, Worker]):
+def test_the_request_id_comes_back(workers: dict[str, Worker]) -> None:
     status, answer = workers["both"].post(asking([5], 1), **{"X-Request-Id": "my-own"})
     assert (status, answer["id"]) == (200, "cmpl-my-own")
 
 
-def test_models_lists_the_one(workers: dict[str, Worker]):
+def test_models_lists_the_one(workers: dict[str, Worker]) -> None:
     (card,) = workers["both"].send("GET", "/v1/models").body["data"]
     assert (card["id"], card["max_model_len"]) == ("tiny", LIMIT)
 
 
 @pytest.mark.parametrize("wrong", BAD)
-def test_bad_input_says_what_would_be_right(workers: dict[str, Worker], wrong: str):
+def test_bad_input_says_what_would_be_right(workers: dict[str, Worker], wrong: str) -> None:
     change, status, words = BAD[wrong]
     answered = workers["both"].post({**asking([5, 6, 7]), **change})
     assert answered.status == status
@@ -253,7 +253,7 @@ def test_bad_input_says_what_would_be_right(workers: dict[str, Worker], wrong: s
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"prompt": "x"}' + b"\0", b'"' + b"a" * 100]
 )
-def test_what_is_no_object_is_refused(workers: dict[str, Worker], body: bytes):
+def test_what_is_no_object_is_refused(workers: dict[str, Worker], body: bytes) -> None:
     status, answer = workers["both"].send("POST", "/v1/completions", body)
     assert status == 400
     assert answer["error"]["message"]
@@ -274,7 +274,9 @@ def test_what_is_no_object_is_refused(workers: dict[str, Worker], body: bytes):
     ),
     chat=st.booleans(),
 )
-def test_no_body_makes_the_worker_fail(workers: dict[str, Worker], change: dict[str, Any], params: Any, chat: bool):
+def test_no_body_makes_the_worker_fail(
+    workers: dict[str, Worker], change: dict[str, Any], params: Any, chat: bool
+) -> None:
     body: dict[str, Any] = {"prompt": [5, 6, 7], "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     if params is not None:
         body["kv_transfer_params"] = params
@@ -283,7 +285,7 @@ def test_no_body_makes_the_worker_fail(workers: dict[str, Worker], change: dict[
     assert status in (200, 400, 404), (body, change)
 
 
-def test_after_all_that_nothing_is_left_over(workers: dict[str, Worker]):
+def test_after_all_that_nothing_is_left_over(workers: dict[str, Worker]) -> None:
     worker = workers["both"]
     until(lambda: worker.count("kv_staged") == 0)
     until(lambda: worker.count("kv_blocks", state="used") == 0)
@@ -298,7 +300,7 @@ def test_after_all_that_nothing_is_left_over(workers: dict[str, Worker]):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_blocks(workers: dict[str, Worker], stream: bool):
+def test_a_client_that_goes_away_frees_its_blocks(workers: dict[str, Worker], stream: bool) -> None:
     worker = workers["both"]
 
     def ended(outcome: str) -> float:
@@ -322,7 +324,7 @@ def test_a_client_that_goes_away_frees_its_blocks(workers: dict[str, Worker], st
 # ------------------------------------------------------------------------------------------------------------- events
 
 
-def test_events_of_a_handoff_tell_experts_and_blocks(workers: dict[str, Worker]):
+def test_events_of_a_handoff_tell_experts_and_blocks(workers: dict[str, Worker]) -> None:
     context = zmq.Context()
     worker = workers["decode"]
     experts, kv = subscribe(context, worker.expert_port, b"experts"), subscribe(context, worker.kv_port, b"kv")
@@ -369,7 +371,7 @@ def test_events_of_a_handoff_tell_experts_and_blocks(workers: dict[str, Worker])
 
 def test_a_wrong_start_is_one_line(
     workers: dict[str, Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     run = runner(monkeypatch, capsys, "worker")
 
     def fail(*options: str) -> str:
@@ -393,7 +395,7 @@ def test_a_wrong_start_is_one_line(
     assert "host" in fail("--model", model, "--host", "no.such.host.invalid")
 
 
-def test_a_worker_killed_in_a_prefill_costs_only_time(workers: dict[str, Worker]):
+def test_a_worker_killed_in_a_prefill_costs_only_time(workers: dict[str, Worker]) -> None:
     """It holds one request it never answers and KV nobody can fetch any more; decode workers compute both."""
     bodies = [asking(prompt) for prompt in prompts(2, seed=30)]
     right = [models.generated(FAMILY, body["prompt"], 12) for body in bodies]
@@ -421,7 +423,7 @@ def test_a_worker_killed_in_a_prefill_costs_only_time(workers: dict[str, Worker]
     assert tokens_of(worker.complete(bodies[1])) == right[1]
 
 
-def test_sigterm_lets_requests_end_and_takes_no_new_ones(workers: dict[str, Worker]):
+def test_sigterm_lets_requests_end_and_takes_no_new_ones(workers: dict[str, Worker]) -> None:
     worker = workers["decode"]
     body = asking([5, 6, 7], 120)
     right = models.generated(FAMILY, body["prompt"], 120)
