@@ -38,7 +38,7 @@ NAMES = [
 MODEL = "gpt-oss-20b"
 
 
-def test_what_it_offers():
+def test_what_it_offers() -> None:
     assert coterie.__all__ == NAMES
     assert dir(coterie) == NAMES
     for name in NAMES:
@@ -47,7 +47,7 @@ def test_what_it_offers():
         coterie.routers  # noqa: B018
 
 
-def test_importing_is_quick():
+def test_importing_is_quick() -> None:
     """Neither numba nor torch is imported, nor what they bring."""
     source = "import sys, coterie; print(*sorted({'numba', 'torch', 'scipy', 'matplotlib'} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
@@ -75,7 +75,7 @@ def fitted(trace: ActivationTrace) -> RouterFit:
     return coterie.fit_router(trace, workers=3)
 
 
-def test_the_example_routes(trace: ActivationTrace, fitted: RouterFit, tmp_path: Path):
+def test_the_example_routes(trace: ActivationTrace, fitted: RouterFit, tmp_path: Path) -> None:
     model = coterie.step_model(MODEL, device="h200")
     fitted.save(tmp_path / "router.safetensors")
     loaded = coterie.load_router(tmp_path / "router.safetensors", model=MODEL, workers=3)
@@ -89,7 +89,7 @@ def test_the_example_routes(trace: ActivationTrace, fitted: RouterFit, tmp_path:
     np.testing.assert_array_equal(choices[0].scores, choices[1].scores)
 
 
-def test_the_example_plans(trace: ActivationTrace):
+def test_the_example_plans(trace: ActivationTrace) -> None:
     load = sum(footprint(trace.request(n).expert_ids, trace.meta.num_experts) for n in range(trace.num_requests))
     assert isinstance(load, np.ndarray)
     model, topology = coterie.step_model(MODEL, device="h200"), coterie.Topology(4)
@@ -103,7 +103,7 @@ def test_the_example_plans(trace: ActivationTrace):
     assert kept.skip_reason
 
 
-def test_the_example_simulates(trace: ActivationTrace):
+def test_the_example_simulates(trace: ActivationTrace) -> None:
     report = coterie.simulate(
         trace, decoders=2, in_flight=4, model=coterie.step_model(MODEL, device="h200"), splits=2, requests=48
     )
@@ -112,7 +112,7 @@ def test_the_example_simulates(trace: ActivationTrace):
     assert "less time per output token" in report.verdict
 
 
-def test_wrong_calls_fail_loudly(trace: ActivationTrace, fitted: RouterFit, tmp_path: Path):
+def test_wrong_calls_fail_loudly(trace: ActivationTrace, fitted: RouterFit, tmp_path: Path) -> None:
     model = coterie.step_model(MODEL)
     requests = RequestTrace(np.array([3, 4]), np.array([1, 1]))
     with pytest.raises(ConfigError, match="a router is fitted on activations; this is a RequestTrace"):

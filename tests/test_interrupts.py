@@ -17,12 +17,12 @@ ENGINE = cpu_target.target_context.codegen()._engine._ee
 
 
 @pytest.fixture
-def compiler_interrupts(monkeypatch):
+def compiler_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C as soon as LLVM hands over machine code for the first time, in a process that is the command's."""
     handle_interrupts()
     notify = ENGINE._object_cache_notify
 
-    def interrupt(module, buffer):
+    def interrupt(module, buffer) -> None:
         monkeypatch.setattr(ENGINE, "_object_cache_notify", notify)
         signal.raise_signal(signal.SIGINT)
         notify(module, buffer)
@@ -39,16 +39,16 @@ def interrupted(compiler_interrupts):
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_interrupt_in_a_callback_of_the_compiler_is_raised_after_it():
+def test_interrupt_in_a_callback_of_the_compiler_is_raised_after_it() -> None:
     with pytest.raises(KeyboardInterrupt):
         numba.njit(lambda number: number + 1)(1)
     assert numba.njit(lambda number: number + 2)(1) == 3, "heard once"
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_loops_on_several_cores_compile_where_an_interrupt_is_heard(monkeypatch):
+def test_loops_on_several_cores_compile_where_an_interrupt_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     @numba.njit(nogil=True)
-    def double(indices, out):
+    def double(indices, out) -> None:
         for index in indices:
             out[index] *= 2
 
@@ -58,7 +58,7 @@ def test_loops_on_several_cores_compile_where_an_interrupt_is_heard(monkeypatch)
 
 
 @pytest.mark.usefixtures("compiler_interrupts")
-def test_handlers_of_others_stay_while_it_compiles():
+def test_handlers_of_others_stay_while_it_compiles() -> None:
     heard = []
     handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     try:
@@ -68,7 +68,7 @@ def test_handlers_of_others_stay_while_it_compiles():
     assert heard == [signal.SIGINT]
 
 
-def test_other_threads_compile_as_before():
+def test_other_threads_compile_as_before() -> None:
     results = []
     thread = threading.Thread(target=lambda: results.append(numba.njit(lambda number: number * 3)(2)))
     thread.start()
@@ -76,11 +76,11 @@ def test_other_threads_compile_as_before():
     assert results == [6]
 
 
-def test_work_still_waiting_is_dropped_when_a_part_fails(monkeypatch):
+def test_work_still_waiting_is_dropped_when_a_part_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba, "get_num_threads", lambda: 2)
     calls, release = [], threading.Event()
 
-    def work(indices):
+    def work(indices) -> None:
         if len(indices) == 0:
             return
         calls.append(indices[0])
@@ -100,7 +100,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", begin + code], capture_output=True, text=True, timeout=300)
 
 
-def test_the_command_ends_when_interrupted_in_the_compiler():
+def test_the_command_ends_when_interrupted_in_the_compiler() -> None:
     done = python("""
 import sys
 from coterie.cli import main as cli
@@ -126,7 +126,7 @@ cli.main()
     assert (done.returncode, done.stdout) == (130, ""), done.stderr
 
 
-def test_importing_and_compiling_leaves_handlers_and_events_alone():
+def test_importing_and_compiling_leaves_handlers_and_events_alone() -> None:
     """As inside vLLM: only the command installs anything."""
     done = python("""
 import coterie, coterie.routing, coterie.placement, coterie.cli.main

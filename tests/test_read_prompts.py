@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from coterie.errors import TraceError
 from coterie.prompts import Prompt, load_prompts, read_prompts, take_in_turn
 
 
-def test_txt_is_one_a_line(tmp_path):
+def test_txt_is_one_a_line(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("first\n\n  second, ünï\u2028code \r\nthird")
     assert read_prompts(tmp_path / "own.txt") == [
         Prompt("own-1", "", "", "first"),
@@ -20,13 +21,13 @@ def test_txt_is_one_a_line(tmp_path):
     ]
 
 
-def test_jsonl(tmp_path):
+def test_jsonl(tmp_path: Path) -> None:
     rows = [{"prompt": "a\nb", "id": 7, "domain": "law"}, {"prompt": "c", "lang": "de", "other": [1]}]
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     assert read_prompts(tmp_path / "own.jsonl") == [Prompt("7", "law", "", "a\nb"), Prompt("own-2", "", "de", "c")]
 
 
-def test_csv_is_as_the_shipped_file(tmp_path):
+def test_csv_is_as_the_shipped_file(tmp_path: Path) -> None:
     (tmp_path / "own.csv").write_text('id,domain,lang,prompt\nx-1,law,en,"two\nlines, one prompt"\n')
     assert read_prompts(tmp_path / "own.csv") == [Prompt("x-1", "law", "en", "two\nlines, one prompt")]
 
@@ -46,18 +47,18 @@ def test_csv_is_as_the_shipped_file(tmp_path):
         ("a.csv", b"id,text\n1,x\n", "line 2: prompt=None"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path, name, content, message):
+def test_what_is_wrong_is_named(tmp_path: Path, name, content, message) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TraceError, match=message):
         read_prompts(tmp_path / name)
 
 
-def test_a_missing_file(tmp_path):
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="does not exist"):
         read_prompts(tmp_path / "none.txt")
 
 
-def test_a_few_are_taken_from_all_domains():
+def test_a_few_are_taken_from_all_domains() -> None:
     prompts = load_prompts()
     domains = {p.domain for p in prompts}
     few = take_in_turn(prompts, 2 * len(domains))

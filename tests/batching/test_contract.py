@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("name", strategies.names())
-def test_every_strategy_keeps_the_contract(name: str):
+def test_every_strategy_keeps_the_contract(name: str) -> None:
     check_strategy(lambda: strategies.make(name, {"cost": SpreadCost()}))
     check_strategy(lambda: strategies.make(name, {"cost": SpreadCost()}, max_skips=None))
     check_strategy(lambda: strategies.make(name, {"cost": SpreadCost()}, max_skips=1), seed=1)
@@ -42,7 +42,7 @@ class Altered:
         return Selection(self.change(order, window, running, size, rng), self.said)
 
 
-def test_the_unaltered_one_passes():
+def test_the_unaltered_one_passes() -> None:
     check_strategy(lambda: Altered(lambda order, *_: order))
     check_strategy(lambda: Altered(lambda order, *_: order, max_skips=None))
 
@@ -110,7 +110,7 @@ def not_the_oldest_overdue(order, window, _running, size, _rng):
         (lambda order, w, *_: order if len(w.loads) else order[0], "an empty window.*IndexError"),
     ],
 )
-def test_each_way_to_break_the_contract_is_found(change: Change, message: str):
+def test_each_way_to_break_the_contract_is_found(change: Change, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         check_strategy(lambda: Altered(change))
 
@@ -161,11 +161,11 @@ class Silent:
         (lambda: Altered(lambda order, *_: order, said=""), "reason='' must be words"),
     ],
 )
-def test_state_and_wrong_shapes_of_a_strategy_are_found(make: Callable[[], Strategy], message: str):
+def test_state_and_wrong_shapes_of_a_strategy_are_found(make: Callable[[], Strategy], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         check_strategy(make)
 
 
-def test_the_page_lists_every_strategy():
+def test_the_page_lists_every_strategy() -> None:
     page = (DOCS / "batching.md").read_text()
     assert [name for name in strategies if f"`{name}`" not in page] == []

@@ -44,14 +44,14 @@ def kinds(order: np.ndarray, each: int) -> list[int]:
     return [int((order < each).sum()), int((order >= each).sum())]
 
 
-def test_mixes_the_unlike_where_the_slowest_rank_decides(rng: np.random.Generator):
+def test_mixes_the_unlike_where_the_slowest_rank_decides(rng: np.random.Generator) -> None:
     loads = two_kinds(12, 10.0)
     chosen = LatencyAware(cost=STRAGGLING).select(window(loads, DEEP), np.zeros((1, 8)), 8, rng)
     assert kinds(chosen.order, 12) == [4, 4]
     assert "faster" in chosen.reason
 
 
-def test_groups_the_like_where_streaming_decides(rng: np.random.Generator):
+def test_groups_the_like_where_streaming_decides(rng: np.random.Generator) -> None:
     loads = two_kinds(12, 0.9)[np.arange(24).reshape(2, 12).T.ravel()]  # in turn, so that order of arrival would mix
     chosen = LatencyAware(cost=STREAMING).select(window(loads, DEEP), np.zeros((1, 8)), 8, rng)
     assert (loads[chosen.order, 0, 0] > 0).all(), "all like the oldest"
@@ -61,7 +61,7 @@ def test_groups_the_like_where_streaming_decides(rng: np.random.Generator):
     assert (loads[joined.order[1:], 0, 4] > 0).all(), "like what runs, but for the oldest"
 
 
-def test_spread_cost_evens_out_as_the_greedy_strategy_does(rng: np.random.Generator):
+def test_spread_cost_evens_out_as_the_greedy_strategy_does(rng: np.random.Generator) -> None:
     loads = rng.integers(0, 20, (32, 1, 60)).astype(float)
     ours = LatencyAware(max_skips=None, cost=SpreadCost(), trust=1.0).select(
         window(loads, DEEP), np.zeros((1, 60)), 8, rng
@@ -71,14 +71,14 @@ def test_spread_cost_evens_out_as_the_greedy_strategy_does(rng: np.random.Genera
 
 
 @pytest.mark.parametrize("cost", [SpreadCost(), STREAMING, STRAGGLING])
-def test_a_shallow_queue_stays_in_order(cost: SpreadCost | StepCost, rng: np.random.Generator):
+def test_a_shallow_queue_stays_in_order(cost: SpreadCost | StepCost, rng: np.random.Generator) -> None:
     loads = rng.random((9, 1, 8))
     chosen = LatencyAware(cost=cost, trust=0.1).select(window(loads, 9), np.zeros((1, 8)), 8, rng)
     assert chosen.order.tolist() == list(range(8))
     assert "would not pay" in chosen.reason
 
 
-def test_without_trust_or_sensitivity_it_is_first_come_first_served(rng: np.random.Generator):
+def test_without_trust_or_sensitivity_it_is_first_come_first_served(rng: np.random.Generator) -> None:
     loads = two_kinds(12, 10.0)
     ways = [
         LatencyAware(cost=SpreadCost(), trust=0.0),
@@ -92,7 +92,7 @@ def test_without_trust_or_sensitivity_it_is_first_come_first_served(rng: np.rand
 
 @settings(max_examples=60)
 @given(queued=st.integers(32, 400), seed=st.integers(0, 999), trust=st.floats(0.05, 1.0))
-def test_nobody_is_passed_over_more_often_than_it_saves(queued: int, seed: int, trust: float):
+def test_nobody_is_passed_over_more_often_than_it_saves(queued: int, seed: int, trust: float) -> None:
     """Whoever has been passed over as often as the whole of `queued x trust` allows is taken, oldest first."""
     rng = np.random.default_rng(seed)
     loads = rng.integers(0, 9, (32, 1, 12)).astype(float)
@@ -108,14 +108,14 @@ def test_nobody_is_passed_over_more_often_than_it_saves(queued: int, seed: int, 
 
 
 @pytest.mark.parametrize("trust", [-0.1, 1.1, float("nan")])
-def test_bad_trust(trust: float):
+def test_bad_trust(trust: float) -> None:
     with pytest.raises(ConfigError, match="trust="):
         LatencyAware(cost=SpreadCost(), trust=trust)
 
 
 @pytest.mark.parametrize(("model", "ranks"), [("gpt-oss-20b", 1), ("gpt-oss-20b", 8), ("deepseek-v2-lite", 4)])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_step_cost_follows_the_whole_model(model: str, ranks: int, phase: str, rng: np.random.Generator):
+def test_step_cost_follows_the_whole_model(model: str, ranks: int, phase: str, rng: np.random.Generator) -> None:
     """Predicted by the linearised cost from whole loads, timed by the whole model: alike in size and in rank."""
     spec = get_model(model)
     placement = Placement.linear(spec.num_moe_layers, spec.num_experts, ranks) if ranks > 1 else None
@@ -148,7 +148,7 @@ def _predicted(cost: StepCost, load: np.ndarray) -> float:
     return cost.fixed_us + float(experts.max(axis=1).sum() + slots.sum(axis=2).max(axis=1).sum() * cost.arrival_us)
 
 
-def test_step_cost_of_a_placement_with_replicas(rng: np.random.Generator):
+def test_step_cost_of_a_placement_with_replicas(rng: np.random.Generator) -> None:
     spec = get_model("gpt-oss-20b")
     slots = np.stack([np.r_[rng.permutation(32), rng.choice(32, 8, replace=False)] for _ in range(24)])
     placement = Placement(slots.astype(np.int32), 4, 32)
@@ -162,7 +162,7 @@ def test_step_cost_of_a_placement_with_replicas(rng: np.random.Generator):
     assert len(set(chosen.order.tolist())) == 4
 
 
-def test_trust_is_high_where_bursts_are_known_and_none_where_predictions_are_noise(rng: np.random.Generator):
+def test_trust_is_high_where_bursts_are_known_and_none_where_predictions_are_noise(rng: np.random.Generator) -> None:
     truth = np.zeros((240, 1, 8))
     truth[np.arange(240), 0, (np.arange(240) // 24) % 8] = 10.0  # bursts of 24, each on an expert of its own
     stream = np.arange(240)
@@ -174,7 +174,7 @@ def test_trust_is_high_where_bursts_are_known_and_none_where_predictions_are_noi
     assert measure_trust(SpreadCost(), alike, alike, stream) == 0.0, "nothing could be saved"
 
 
-def test_trust_needs_a_stream():
+def test_trust_needs_a_stream() -> None:
     loads = np.ones((10, 1, 4))
     with pytest.raises(ConfigError, match="the stream has 10 requests; it must have 40 or more"):
         measure_trust(SpreadCost(), loads, loads, np.arange(10))

@@ -124,7 +124,7 @@ def scheduler_of(strategy: Any, count: int, **how: Any) -> Scheduler:
     return found
 
 
-def test_nothing_is_kept_of_requests_that_left():
+def test_nothing_is_kept_of_requests_that_left() -> None:
     scheduler = scheduler_of(strategies.make("fcfs"), 800)
     for first in range(0, 800, 8):
         assert scheduler.next_batch(RUNNING).items == list(range(first, first + 8))
@@ -132,7 +132,7 @@ def test_nothing_is_kept_of_requests_that_left():
     assert len(scheduler._waiting._handed_out) == 8, "the last batch may be put back"
 
 
-def test_loads_of_any_kind_are_shown_as_contiguous_floats():
+def test_loads_of_any_kind_are_shown_as_contiguous_floats() -> None:
     spy = Spy()
     loads = np.arange(24, dtype=np.int32).reshape(3, 2, 4).transpose(2, 1, 0)  # [request, layer, expert]
     scheduler = Scheduler(SchedulerConfig(), spy, loads, np.random.default_rng(0))
@@ -159,7 +159,7 @@ class Picks:
 @pytest.mark.parametrize(
     "picked", [[0, 0, 0], [0, 1], [0, 1, 2, 3], [1, 2, 3], [0, 1, 10], [0, -1, 1], [0.0, 1.0, 2.0], [[0, 1, 2]], []]
 )
-def test_a_broken_strategy_loses_nobody(picked: Any):
+def test_a_broken_strategy_loses_nobody(picked: Any) -> None:
     """The queue is as it was before, so that whoever catches the error can go on."""
     scheduler = scheduler_of(Picks(picked), 10, max_batch_size=3)
     with pytest.raises(ConfigError) as raised:
@@ -172,7 +172,7 @@ def test_a_broken_strategy_loses_nobody(picked: Any):
     assert all(batch.skipped == [0] * len(batch.items) for batch in taken)
 
 
-def test_a_strategy_that_leaves_out_who_must_be_taken_is_refused():
+def test_a_strategy_that_leaves_out_who_must_be_taken_is_refused() -> None:
     scheduler = scheduler_of(Picks([0, 2, 3], max_skips=2), 12, max_batch_size=3)
     assert scheduler.next_batch(RUNNING).items == [0, 2, 3]
     assert scheduler.chooser.counters.moved == 2, "2 and 3, while 1 stays"
@@ -184,7 +184,7 @@ def test_a_strategy_that_leaves_out_who_must_be_taken_is_refused():
         scheduler.next_batch(RUNNING)
 
 
-def test_an_empty_queue_gives_an_empty_batch():
+def test_an_empty_queue_gives_an_empty_batch() -> None:
     for name in strategies.names():
         scheduler = scheduler_of(strategies.make(name, {"cost": SpreadCost()}), 0)
         assert scheduler.next_batch(RUNNING).items == []
@@ -214,7 +214,7 @@ def written(folder: Path, text: str | bytes) -> Path:
     return path
 
 
-def test_the_published_file_reads_and_is_the_default(tmp_path: Path):
+def test_the_published_file_reads_and_is_the_default(tmp_path: Path) -> None:
     found = CapsConfig.read(written(tmp_path, PUBLISHED))
     assert found.model_name == "Qwen/Qwen1.5-MoE-A2.7B-Chat"
     assert found.quantization == "nf4"
@@ -239,12 +239,12 @@ def test_the_published_file_reads_and_is_the_default(tmp_path: Path):
         ),
     )
 )
-def test_a_configuration_survives_its_file(tmp_path_factory: pytest.TempPathFactory, config: CapsConfig):
+def test_a_configuration_survives_its_file(tmp_path_factory: pytest.TempPathFactory, config: CapsConfig) -> None:
     path = written(tmp_path_factory.mktemp("c"), json.dumps(config.to_json()))
     assert CapsConfig.read(path) == config
 
 
-def test_the_cap_on_skips_reaches_the_strategy():
+def test_the_cap_on_skips_reaches_the_strategy() -> None:
     assert SchedulerConfig(max_skips=None).make().max_skips is None
     assert SchedulerConfig(strategy="power_of_d", max_skips=3).make({"d": 2}).max_skips == 3
     with pytest.raises(UnknownNameError, match="Did you mean 'greedy_variance'"):
@@ -262,7 +262,7 @@ BAD_SCHEDULERS = [
 
 
 @pytest.mark.parametrize(("setting", "message"), BAD_SCHEDULERS)
-def test_bad_settings_are_named_in_code_and_in_a_file(tmp_path: Path, setting: dict[str, Any], message: str):
+def test_bad_settings_are_named_in_code_and_in_a_file(tmp_path: Path, setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         SchedulerConfig(**setting)
     assert str(raised.value) == message
@@ -273,13 +273,13 @@ def test_bad_settings_are_named_in_code_and_in_a_file(tmp_path: Path, setting: d
 
 
 @pytest.mark.parametrize("interval", [math.nan, math.inf])
-def test_an_interval_that_is_no_number_is_refused(interval: float):
+def test_an_interval_that_is_no_number_is_refused(interval: float) -> None:
     with pytest.raises(ConfigError, match=f"scheduling_interval_ms={interval} must be a number of at least 0"):
         SchedulerConfig(scheduling_interval_ms=interval)
 
 
 @pytest.mark.parametrize("experts", [0, 3])
-def test_more_experts_a_token_than_there_are_is_refused(experts: int):
+def test_more_experts_a_token_than_there_are_is_refused(experts: int) -> None:
     with pytest.raises(ConfigError, match=f"^top_k_experts=4 must be in 1 … num_experts={experts}$"):
         CapsConfig(num_experts=experts)
 
@@ -309,7 +309,7 @@ def test_more_experts_a_token_than_there_are_is_refused(experts: int):
         (b"\xff\xfe{", "malformed"),
     ],
 )
-def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: str | bytes, named: str):
+def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: str | bytes, named: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError) as raised:
         CapsConfig.read(path)
@@ -319,7 +319,7 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: str | bytes,
     assert "\n" not in line
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.json"):
         with pytest.raises(ConfigError, match=rf"^{path}: cannot be read: \w+"):
             CapsConfig.read(path)
@@ -327,7 +327,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
 
 @given(st.integers(0, len(PUBLISHED)), st.binary(max_size=6), st.integers(0, 6))
 @settings(max_examples=300)
-def test_a_damaged_file_reads_or_is_one_line(tmp_path_factory: pytest.TempPathFactory, at: int, put: bytes, cut: int):
+def test_a_damaged_file_reads_or_is_one_line(
+    tmp_path_factory: pytest.TempPathFactory, at: int, put: bytes, cut: int
+) -> None:
     whole = PUBLISHED.encode()
     path = written(tmp_path_factory.getbasetemp(), whole[:at] + put + whole[at + cut :])
     line = f"{path}: "

@@ -159,7 +159,7 @@ def reference(kind: type[Strategy], given: Snapshot) -> list[int]:
 # The registry ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_published_names_are_registered_and_public():
+def test_the_published_names_are_registered_and_public() -> None:
     assert {name: strategies[name] for name in PUBLISHED} == PUBLISHED
     assert {kind.__name__ for kind in PUBLISHED.values()} <= set(batching.__all__)
     assert all(hasattr(batching, name) for name in batching.__all__)
@@ -167,13 +167,13 @@ def test_the_published_names_are_registered_and_public():
 
 @pytest.mark.parametrize("kind", PUBLISHED.values())
 @pytest.mark.parametrize("max_skips", [0, -1, 2.5, True, "many"])
-def test_a_bad_limit_is_refused(kind: type[Strategy], max_skips: Any):
+def test_a_bad_limit_is_refused(kind: type[Strategy], max_skips: Any) -> None:
     with pytest.raises(ConfigError, match=r"max_skips=.* must be a whole number of at least 1"):
         kind(max_skips=max_skips)
 
 
 @pytest.mark.parametrize("kind", [PowerOfD, PowerOfDDot])
-def test_bad_samples_are_refused(kind: type[Strategy]):
+def test_bad_samples_are_refused(kind: type[Strategy]) -> None:
     with pytest.raises(ConfigError, match="d=0 must be"):
         kind(d=0)
     with pytest.raises(ConfigError, match="max_skips=0 must be"):
@@ -182,7 +182,7 @@ def test_bad_samples_are_refused(kind: type[Strategy]):
 
 
 @pytest.mark.parametrize("kind", PUBLISHED.values())
-def test_a_snapshot_that_does_not_fit_together_is_refused(kind: type[Strategy], rng: np.random.Generator):
+def test_a_snapshot_that_does_not_fit_together_is_refused(kind: type[Strategy], rng: np.random.Generator) -> None:
     window, running, _ = snapshot(np.ones((3, 2, 4)), 2)
     with pytest.raises(ConfigError, match=r"running has shape \(4,\)"):
         kind().select(window, running[0], 2, rng)
@@ -198,7 +198,7 @@ def test_a_snapshot_that_does_not_fit_together_is_refused(kind: type[Strategy], 
 
 
 @pytest.mark.parametrize("kind", PUBLISHED.values())
-def test_the_oldest_and_the_overdue_come_first(kind: type[Strategy], rng: np.random.Generator):
+def test_the_oldest_and_the_overdue_come_first(kind: type[Strategy], rng: np.random.Generator) -> None:
     skipped = np.array([0, 9, 2, 3, 0, 0, 8, 0])
     given = snapshot(rng.integers(0, 9, (8, 6)), 6, skipped=skipped)
     selection = kind(max_skips=3).select(*given, rng)
@@ -208,7 +208,7 @@ def test_the_oldest_and_the_overdue_come_first(kind: type[Strategy], rng: np.ran
 
 
 @pytest.mark.parametrize("max_skips", [None, 1001])
-def test_without_a_limit_nobody_is_forced(max_skips: int | None):
+def test_without_a_limit_nobody_is_forced(max_skips: int | None) -> None:
     given = snapshot([[5, 5], [0, 0], [0, 1], [9, 9]], 2, skipped=[0, 1000, 1000, 0])
     assert picks(Lpt(max_skips=max_skips), given) == [0, 3]
     assert picks(Lpt(max_skips=1000), given) == [0, 1]
@@ -219,13 +219,13 @@ def test_without_a_limit_nobody_is_forced(max_skips: int | None):
 
 @pytest.mark.parametrize("kind", GREEDY)
 @given(given=snapshots())
-def test_greedy_equals_the_definition(kind: type[Strategy], given: Snapshot):
+def test_greedy_equals_the_definition(kind: type[Strategy], given: Snapshot) -> None:
     assert picks(kind(max_skips=MAX_SKIPS), given) == reference(kind, given)
 
 
 @pytest.mark.parametrize("kind", GREEDY)
 @pytest.mark.parametrize("top", [3, 200, 40_000, 3_000_000])
-def test_large_batches_equal_the_definition(kind: type[Strategy], top: int, rng: np.random.Generator):
+def test_large_batches_equal_the_definition(kind: type[Strategy], top: int, rng: np.random.Generator) -> None:
     """From 16 picks on small whole numbers take another loop; the larger ones do not fit it."""
     given = snapshot(rng.integers(0, top, (40, 2, 5)), 24, rng.integers(0, 5 * top, (2, 5)))
     assert picks(kind(max_skips=MAX_SKIPS), given) == reference(kind, given)
@@ -233,7 +233,7 @@ def test_large_batches_equal_the_definition(kind: type[Strategy], top: int, rng:
 
 @pytest.mark.parametrize("kind", GREEDY)
 @pytest.mark.parametrize("size", [8, 40])
-def test_scale_changes_nothing(kind: type[Strategy], size: int, rng: np.random.Generator):
+def test_scale_changes_nothing(kind: type[Strategy], size: int, rng: np.random.Generator) -> None:
     window, running, _ = snapshot(rng.integers(0, 99, (48, 3, 7)), size, rng.integers(0, 99, (3, 7)))
     plain = picks(kind(), (window, running, size))
     for scale in (0.25, 2.0**-12, 2.0**12):
@@ -242,7 +242,7 @@ def test_scale_changes_nothing(kind: type[Strategy], size: int, rng: np.random.G
 
 @pytest.mark.parametrize("kind", GREEDY)
 @given(given=snapshots(), seed=st.integers(0, 99))
-def test_which_column_is_which_changes_nothing(kind: type[Strategy], given: Snapshot, seed: int):
+def test_which_column_is_which_changes_nothing(kind: type[Strategy], given: Snapshot, seed: int) -> None:
     window, running, size = given
     shuffle = np.random.default_rng(seed).permutation(running.size)
     flat = window.loads.reshape(len(window.loads), -1)
@@ -251,30 +251,30 @@ def test_which_column_is_which_changes_nothing(kind: type[Strategy], given: Snap
 
 
 @given(given=snapshots(same_total=True))
-def test_with_one_total_variance_norm_and_best_fit_agree_and_so_do_dot_and_differencing(given: Snapshot):
+def test_with_one_total_variance_norm_and_best_fit_agree_and_so_do_dot_and_differencing(given: Snapshot) -> None:
     flat = [picks(kind(), given) for kind in (GreedyVariance, NormMinimizing, BestFit, LptBalanced)]
     assert flat == flat[:1] * 4
     assert picks(GreedyDotProduct(), given) == picks(Differencing(), given)
 
 
 @given(given=snapshots(same_norm=True))
-def test_with_one_total_and_one_norm_all_six_agree(given: Snapshot):
+def test_with_one_total_and_one_norm_all_six_agree(given: Snapshot) -> None:
     assert len({tuple(picks(kind(), given)) for kind in GREEDY}) == 1
 
 
-def test_dot_and_differencing_do_not_see_a_spike_of_the_candidate_itself():
+def test_dot_and_differencing_do_not_see_a_spike_of_the_candidate_itself() -> None:
     given = snapshot([[1, 1, 1, 1], [4, 0, 0, 0], [1, 1, 1, 1]], 2)
     assert [picks(kind(), given)[1] for kind in (GreedyVariance, NormMinimizing, BestFit)] == [2, 2, 2]
     assert [picks(kind(), given)[1] for kind in (GreedyDotProduct, Differencing)] == [1, 1]
 
 
-def test_of_two_as_uneven_lpt_balanced_takes_the_heavier():
+def test_of_two_as_uneven_lpt_balanced_takes_the_heavier() -> None:
     given = snapshot([[4, 0, 0, 0], [0, 1, 1, 1], [0, 2, 2, 2]], 2)
     assert picks(LptBalanced(), given)[1] == 2
     assert picks(GreedyDotProduct(), given)[1] == 1
 
 
-def test_norm_and_dot_prefer_the_light_and_variance_what_fills_the_valley():
+def test_norm_and_dot_prefer_the_light_and_variance_what_fills_the_valley() -> None:
     given = snapshot([[6, 2], [0, 5], [1, 0]], 2)
     assert [picks(kind(), given)[1] for kind in (GreedyVariance, BestFit, Differencing)] == [1, 1, 1]
     assert [picks(kind(), given)[1] for kind in (NormMinimizing, GreedyDotProduct)] == [2, 2]
@@ -282,7 +282,9 @@ def test_norm_and_dot_prefer_the_light_and_variance_what_fills_the_valley():
 
 @pytest.mark.parametrize("kind", [GreedyVariance, BestFit, Differencing])
 @given(given=snapshots(), level=st.integers(0, 50))
-def test_an_even_load_below_changes_nothing_for_measures_of_evenness(kind: type[Strategy], given: Snapshot, level: int):
+def test_an_even_load_below_changes_nothing_for_measures_of_evenness(
+    kind: type[Strategy], given: Snapshot, level: int
+) -> None:
     window, running, size = given
     assert picks(kind(), (window, running + level, size)) == picks(kind(), given)
 
@@ -292,14 +294,14 @@ def test_an_even_load_below_changes_nothing_for_measures_of_evenness(kind: type[
 
 @pytest.mark.parametrize(("sampled", "whole"), [(PowerOfD, GreedyVariance), (PowerOfDDot, GreedyDotProduct)])
 @given(given=snapshots(), seed=st.integers(0, 99))
-def test_looking_at_all_is_greedy(sampled: type[Strategy], whole: type[Strategy], given: Snapshot, seed: int):
+def test_looking_at_all_is_greedy(sampled: type[Strategy], whole: type[Strategy], given: Snapshot, seed: int) -> None:
     for d in (len(given[0].loads), 99):
         assert picks(sampled(d=d, max_skips=3), given, seed) == picks(whole(max_skips=3), given)
 
 
 @pytest.mark.parametrize("kind", [PowerOfD, PowerOfDDot])
 @pytest.mark.parametrize("d", [1, 3])
-def test_the_best_of_d_has_the_rank_that_counting_gives(kind: type[Strategy], d: int, rng: np.random.Generator):
+def test_the_best_of_d_has_the_rank_that_counting_gives(kind: type[Strategy], d: int, rng: np.random.Generator) -> None:
     """Of m candidates the one of rank k is taken if it is drawn and no better one is: C(m-1-k, d-1) / C(m, d)."""
     m, trials = 9, 8000
     ranks = rng.permutation(m)
@@ -316,7 +318,7 @@ def test_the_best_of_d_has_the_rank_that_counting_gives(kind: type[Strategy], d:
 # Random ---------------------------------------------------------------------------------------------------------------
 
 
-def test_random_takes_every_ordered_sample_equally_often(rng: np.random.Generator):
+def test_random_takes_every_ordered_sample_equally_often(rng: np.random.Generator) -> None:
     given, strategy, trials = snapshot(np.zeros((7, 2)), 4), RandomSample(), 24_000
     seen = Counter(tuple(strategy.select(*given, rng).order.tolist()) for _ in range(trials))
     expected = {(0, *rest) for rest in permutations(range(1, 7), 3)}
@@ -328,7 +330,7 @@ def test_random_takes_every_ordered_sample_equally_often(rng: np.random.Generato
 
 
 @given(given=snapshots())
-def test_fcfs_takes_the_oldest(given: Snapshot):
+def test_fcfs_takes_the_oldest(given: Snapshot) -> None:
     due, count = forced(given), min(given[2], len(given[0].loads))
     rest = [r for r in range(len(given[0].loads)) if r not in due]
     assert picks(Fcfs(max_skips=MAX_SKIPS), given) == [*due, *rest][:count]
@@ -336,7 +338,7 @@ def test_fcfs_takes_the_oldest(given: Snapshot):
 
 
 @given(given=snapshots())
-def test_lpt_takes_the_heaviest(given: Snapshot):
+def test_lpt_takes_the_heaviest(given: Snapshot) -> None:
     window, _, size = given
     totals, due = window.loads.sum(axis=(1, 2)), forced(given)
     rest = sorted((r for r in range(len(totals)) if r not in due), key=lambda r: (-totals[r], r))
@@ -392,12 +394,12 @@ def left_over(totals: list[int]) -> int:
     ("totals", "leaves"),
     [([8, 7, 6, 5, 4], 2), ([4, 5, 6, 7, 8], 2), ([10, 8, 7, 6, 5], 2), ([5, 5], 0), ([7], 7), ([9, 1, 1, 1], 6)],
 )
-def test_classic_cases(totals: list[int], leaves: int):
+def test_classic_cases(totals: list[int], leaves: int) -> None:
     assert left_over(totals) == leaves
 
 
 @given(totals=st.lists(st.integers(0, 40), min_size=1, max_size=10))
-def test_sides_differ_by_what_differencing_leaves_and_never_by_less_than_the_best_split(totals: list[int]):
+def test_sides_differ_by_what_differencing_leaves_and_never_by_less_than_the_best_split(totals: list[int]) -> None:
     assert sides(totals) == differencing_sides(totals)
     assert left_over(totals) == differencing_value(totals)
     splits = (sum(part) for k in range(len(totals) + 1) for part in combinations(totals, k))
@@ -405,7 +407,7 @@ def test_sides_differ_by_what_differencing_leaves_and_never_by_less_than_the_bes
 
 
 @given(given=snapshots())
-def test_karmarkar_karp_takes_the_side_of_the_oldest(given: Snapshot):
+def test_karmarkar_karp_takes_the_side_of_the_oldest(given: Snapshot) -> None:
     window, _, size = given
     totals, due = [int(x) for x in window.loads.sum(axis=(1, 2))], forced(given)
     mine, waiting = differencing_sides(totals), range(len(totals))
@@ -414,6 +416,6 @@ def test_karmarkar_karp_takes_the_side_of_the_oldest(given: Snapshot):
     assert picks(KarmarkarKarp(max_skips=MAX_SKIPS), given) == [*due, *same, *rest][: min(size, len(totals))]
 
 
-def test_two_hundred_requests_split_as_the_reference_does(rng: np.random.Generator):
+def test_two_hundred_requests_split_as_the_reference_does(rng: np.random.Generator) -> None:
     totals = rng.integers(0, 5000, 200).tolist()
     assert sides(totals) == differencing_sides(totals)

@@ -23,14 +23,14 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("arguments", [["bench"], ["bench", "--help"]])
-def test_every_group_is_listed(groups: list[str], arguments: list[str]):
+def test_every_group_is_listed(groups: list[str], arguments: list[str]) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert [name for name in groups if name not in result.output] == []
     assert "A plugin's group." in result.output
 
 
-def test_groups_as_json(groups: list[str]):
+def test_groups_as_json(groups: list[str]) -> None:
     result = CliRunner().invoke(app, ["bench", "--json"])
     listed = json.loads(result.output)["groups"]
     assert [row["group"] for row in listed] == groups
@@ -38,6 +38,6 @@ def test_groups_as_json(groups: list[str]):
 
 
 @pytest.mark.usefixtures("groups")
-def test_one_group_runs():
+def test_one_group_runs() -> None:
     result = CliRunner().invoke(app, ["bench", "zz-plugin", "--json"])
     assert json.loads(result.output) == {"rows": [{"group": "zz-plugin", "name": "nothing", "median_us": 1.0}]}

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from coterie.cli.main import app, main
+from command_line import Ran
+from coterie.cli.main import app
 from coterie.traces import ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
 
 META = TraceMeta("demo", num_experts=8, num_layers=2, top_k=2)
@@ -42,34 +43,13 @@ VERBS = dict(leaves(typer.main.get_command(app)))
 every_verb = pytest.mark.parametrize("words", VERBS, ids=" ".join)
 
 
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    """Call the entry point as the shell does: arguments in, exit code and both streams out."""
-
-    def call(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["coterie", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        code = stopped.value.code
-        return Ran(0 if code is None else int(code), *capsys.readouterr())
-
-    return call
-
-
 def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
     script = Path(sys.executable).with_name("coterie")
     return subprocess.run([script, *map(str, arguments)], capture_output=True, text=True, timeout=120)
 
 
 @every_verb
-def test_help_describes_the_verb_and_every_argument(words: tuple[str, ...]):
+def test_help_describes_the_verb_and_every_argument(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*words, "--help"])
     assert result.exit_code == 0, result.output
     assert (VERBS[words].help or "").strip(), "a docstring is the description"
@@ -78,20 +58,20 @@ def test_help_describes_the_verb_and_every_argument(words: tuple[str, ...]):
 
 
 @every_verb
-def test_takes_json(words: tuple[str, ...]):
+def test_takes_json(words: tuple[str, ...]) -> None:
     flags = [option for parameter in VERBS[words].params for option in parameter.opts]
     assert "--json" in flags
 
 
 @every_verb
-def test_an_unknown_option_exits_with_2(run: Callable[..., Ran], words: tuple[str, ...]):
+def test_an_unknown_option_exits_with_2(run: Callable[..., Ran], words: tuple[str, ...]) -> None:
     ran = run(*words, "--no-such-option")
     assert ran.code == 2
     assert "--no-such-option" in ran.err
     assert ran.out == ""
 
 
-def test_an_unknown_verb_exits_with_2(run: Callable[..., Ran]):
+def test_an_unknown_verb_exits_with_2(run: Callable[..., Ran]) -> None:
     check_one_line(run("conjure"), "conjure")
 
 
@@ -213,7 +193,7 @@ def check_one_line(ran: Ran, *words: str) -> None:
 @pytest.mark.parametrize("wrong", BAD)
 def test_bad_input_is_one_line_and_writes_nothing(
     run: Callable[..., Ran], tmp_path: Path, wrong: str, verb: str, json_flag: tuple[str, ...]
-):
+) -> None:
     make, file, field = BAD[wrong]
     path = make(tmp_path)
     check_one_line(run(*VERBS_THAT_READ[verb](path, tmp_path / "out"), *json_flag), f"/{file}: ", field)
@@ -221,14 +201,14 @@ def test_bad_input_is_one_line_and_writes_nothing(
 
 
 @pytest.mark.parametrize("verb", ["inspect", "like", "simulate"])
-def test_an_empty_recording_has_nothing_to_show_or_imitate(run: Callable[..., Ran], tmp_path: Path, verb: str):
+def test_an_empty_recording_has_nothing_to_show_or_imitate(run: Callable[..., Ran], tmp_path: Path, verb: str) -> None:
     arguments = VERBS_THAT_READ[verb](empty_recording(tmp_path), tmp_path / "out")
     check_one_line(run(*arguments))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("verb", ["convert", "inspect", "like", "simulate"])
-def test_a_recording_with_a_nan_time(run: Callable[..., Ran], tmp_path: Path, verb: str):
+def test_a_recording_with_a_nan_time(run: Callable[..., Ran], tmp_path: Path, verb: str) -> None:
     path = nan_recording(tmp_path)
     check_one_line(
         run(*VERBS_THAT_READ[verb](path, tmp_path / "out")), f"{path}/requests.parquet: ", "arrival_s[0]=nan"
@@ -237,13 +217,13 @@ def test_a_recording_with_a_nan_time(run: Callable[..., Ran], tmp_path: Path, ve
 
 
 @pytest.mark.parametrize("verb", ["convert", "inspect", "like", "simulate"])
-def test_a_recording_with_an_id_that_is_no_expert(run: Callable[..., Ran], tmp_path: Path, verb: str):
+def test_a_recording_with_an_id_that_is_no_expert(run: Callable[..., Ran], tmp_path: Path, verb: str) -> None:
     path = bad_id_in_a_recording(tmp_path)
     check_one_line(run(*VERBS_THAT_READ[verb](path, tmp_path / "out")), f"{path}/", "expert_ids", "0 … 6")
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unknown_name_lists_the_known(run: Callable[..., Ran], tmp_path: Path):
+def test_an_unknown_name_lists_the_known(run: Callable[..., Ran], tmp_path: Path) -> None:
     path = own_npz(tmp_path)
     check_one_line(run("convert", path, tmp_path / "out", "--to", "npy"), "Did you mean 'npz'?", "Known: ")
     check_one_line(run("convert", path, tmp_path / "out", "--from", "np"), "Did you mean 'npz'?", "Known: ")
@@ -253,12 +233,12 @@ def test_an_unknown_name_lists_the_known(run: Callable[..., Ran], tmp_path: Path
 # ------------------------------------------------------------------------------------------------- as a real process
 
 
-def test_the_installed_command_ends_with_2_on_bad_input(tmp_path: Path):
+def test_the_installed_command_ends_with_2_on_bad_input(tmp_path: Path) -> None:
     ran = shell("convert", cut_npz(tmp_path), tmp_path / "out", "--from", "npz", "--json")
     check_one_line(Ran(ran.returncode, ran.stdout, ran.stderr), "routing.npz: file: ")
 
 
-def test_the_installed_command_prints_one_object_and_nothing_else(tmp_path: Path):
+def test_the_installed_command_prints_one_object_and_nothing_else(tmp_path: Path) -> None:
     ran = shell("convert", recorded(tmp_path), tmp_path / "copy", "--json")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert json.loads(ran.stdout)["tokens"] == 3
@@ -266,7 +246,7 @@ def test_the_installed_command_prints_one_object_and_nothing_else(tmp_path: Path
     assert ActivationTrace.open(tmp_path / "copy").num_tokens == 3
 
 
-def test_interrupt_ends_with_130_and_prints_no_result(tmp_path: Path):
+def test_interrupt_ends_with_130_and_prints_no_result(tmp_path: Path) -> None:
     script = Path(sys.executable).with_name("coterie")
     process = subprocess.Popen(
         [script, "generate", tmp_path / "t", "--size", "8GB", "--json"],
@@ -291,7 +271,7 @@ def test_interrupt_ends_with_130_and_prints_no_result(tmp_path: Path):
     assert not list(tmp_path.iterdir()), "an interruption leaves nothing behind"
 
 
-def test_a_request_trace_is_no_activation_trace(run: Callable[..., Ran], tmp_path: Path):
+def test_a_request_trace_is_no_activation_trace(run: Callable[..., Ran], tmp_path: Path) -> None:
     RequestTrace(np.array([1]), np.array([1]), np.array([0.0])).save(tmp_path / "requests")
     check_one_line(run("generate", tmp_path / "out", "--like", tmp_path / "requests"), "must be an activation trace")
 
@@ -308,12 +288,12 @@ def test_a_request_trace_is_no_activation_trace(run: Callable[..., Ran], tmp_pat
 )
 def test_what_the_system_refuses_is_one_line_too(
     run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pyproject.toml").touch()
     check_one_line(run(*arguments))
 
 
-def test_a_reader_that_has_enough_is_no_failure():
+def test_a_reader_that_has_enough_is_no_failure() -> None:
     pipe = f"set -o pipefail; {sys.executable} -c 'from coterie.cli.main import main; main()' models --json | true"
     assert subprocess.run(["bash", "-c", pipe], check=False).returncode == 0

@@ -22,7 +22,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def test_default_is_a_coterie_folder_and_a_table(tmp_path: Path, source: Path):
+def test_default_is_a_coterie_folder_and_a_table(tmp_path: Path, source: Path) -> None:
     result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert "mooncake" in result.stdout
@@ -33,7 +33,7 @@ def test_default_is_a_coterie_folder_and_a_table(tmp_path: Path, source: Path):
     assert source.read_text() == LINE % 0 + LINE % 1500
 
 
-def test_json_is_one_object(tmp_path: Path, source: Path):
+def test_json_is_one_object(tmp_path: Path, source: Path) -> None:
     target = tmp_path / "out.csv"
     result = CliRunner().invoke(app, ["convert", str(source), str(target), "--to", "csv", "--json"])
     assert result.exit_code == 0, result.output
@@ -52,12 +52,12 @@ def test_json_is_one_object(tmp_path: Path, source: Path):
     assert target.read_text().splitlines()[1] == "0.0,600,5"
 
 
-def test_what_is_left_out_is_said(tmp_path: Path, source: Path):
+def test_what_is_left_out_is_said(tmp_path: Path, source: Path) -> None:
     result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "o"), "--to", "csv"])
     assert "left out" in result.stdout
 
 
-def test_load_and_activations(tmp_path: Path):
+def test_load_and_activations(tmp_path: Path) -> None:
     history = tmp_path / "h.json"
     history.write_text(json.dumps({"load_history": [{"logical_expert_load": [[1, 2, 3]]}]}))
     result = CliRunner().invoke(app, ["convert", str(history), str(tmp_path / "l"), "--model", "demo", "--json"])
@@ -66,7 +66,7 @@ def test_load_and_activations(tmp_path: Path):
     assert (summary["kind"], summary["model"], summary["windows"], summary["activations"]) == ("load", "demo", 1, 6)
 
 
-def test_real_activations(tmp_path: Path, data_dir: Path):
+def test_real_activations(tmp_path: Path, data_dir: Path) -> None:
     file = data_dir / "activations/deepseek-v2-lite/routing_tokens.npz"
     result = CliRunner().invoke(app, ["convert", str(file), str(tmp_path / "a"), "--json"])
     assert result.exit_code == 0, result.output
@@ -93,7 +93,7 @@ def test_errors_are_one_line_and_exit_2(
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     message: str,
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["coterie", "convert", *arguments])
     with pytest.raises(SystemExit) as exit_info:

@@ -36,12 +36,12 @@ GIVEN = {
 
 
 @pytest.fixture(autouse=True)
-def no_data(monkeypatch):
+def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COTERIE_DATA", raising=False)
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory):
+def trace(tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("evaluate") / "[bold]t"
     ids = np.random.default_rng(0).random((300, 2, 32)).argpartition(3, axis=2)[:, :, :4]
     meta = TraceMeta("gpt-oss-20b", 32, 2, 4)
@@ -55,7 +55,7 @@ def run(*args):
     return result.stdout
 
 
-def test_tables_and_notes_fit(trace):
+def test_tables_and_notes_fit(trace) -> None:
     output = run("all-to-all", "--trace", trace)
     assert max(map(len, output.splitlines())) <= 110
     assert "…" not in output, "nothing is cut off"
@@ -63,7 +63,7 @@ def test_tables_and_notes_fit(trace):
         assert text in output
 
 
-def test_json_is_one_object_with_the_promised_rows(trace, tmp_path):
+def test_json_is_one_object_with_the_promised_rows(trace, tmp_path: Path) -> None:
     output = run("all-to-all", "--trace", trace, "--json", "--out", tmp_path / "new" / "out")
     found = json.loads(output, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     assert list(found) == ["suite", "rows", "notes"]
@@ -73,21 +73,21 @@ def test_json_is_one_object_with_the_promised_rows(trace, tmp_path):
     assert json.loads((tmp_path / "new" / "out" / "all-to-all.json").read_text()) == found
 
 
-def test_a_pipe_gets_the_object_and_stderr_nothing(trace):
+def test_a_pipe_gets_the_object_and_stderr_nothing(trace) -> None:
     command = [*MAIN, "evaluate", "all-to-all", "--trace", str(trace), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["suite"] == "all-to-all"
     assert done.stderr == ""
 
 
-def test_batch_and_data_folder_are_heeded(monkeypatch, tmp_path):
+def test_batch_and_data_folder_are_heeded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     small, large = (json.loads(run("all-to-all", "--json", "--batch", n)) for n in (64, 128))
     assert small["rows"][0]["bytes_per_layer"] * 2 == large["rows"][0]["bytes_per_layer"]
     monkeypatch.setenv("COTERIE_DATA", str(tmp_path))
     assert any(str(tmp_path) in note for note in json.loads(run("all-to-all", "--json"))["notes"])
 
 
-def test_a_users_own_suite_prints_without_tables(monkeypatch):
+def test_a_users_own_suite_prints_without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"name": "[x]", "ours": 1.5, "published": {"a": 1}}, {"name": "y", "ours": None, "published": None}]
     mine = Suite("Mine.", lambda options, _: SuiteResult("mine", rows, [f"batch {options.batch}"]))
     monkeypatch.setitem(suites._items, "mine", mine)
@@ -97,7 +97,7 @@ def test_a_users_own_suite_prints_without_tables(monkeypatch):
     assert "- batch 3" in output
 
 
-def listening(monkeypatch, name, suite=None):
+def listening(monkeypatch: pytest.MonkeyPatch, name, suite=None):
     """The suite keeps the options that reach it, and does nothing with them."""
     heard = []
 
@@ -109,7 +109,7 @@ def listening(monkeypatch, name, suite=None):
     return heard
 
 
-def refused(monkeypatch, capsys, *arguments):
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments):
     monkeypatch.setattr(sys, "argv", ["coterie", "evaluate", *map(str, arguments)])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -118,12 +118,14 @@ def refused(monkeypatch, capsys, *arguments):
     return printed.err
 
 
-def test_every_option_can_be_given():
+def test_every_option_can_be_given() -> None:
     assert tuple(GIVEN) == CHOICES
 
 
 @pytest.mark.parametrize("suite", BUILT_IN)
-def test_a_suite_is_given_the_options_it_reads_and_no_others(suite, monkeypatch, capsys, tmp_path):
+def test_a_suite_is_given_the_options_it_reads_and_no_others(
+    suite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     heard, reads = listening(monkeypatch, suite), BUILT_IN[suite].reads
     own = ", ".join(GIVEN[name][0] for name in CHOICES if name in reads)
     for name in set(CHOICES) - set(reads):
@@ -148,13 +150,15 @@ def test_a_suite_is_given_the_options_it_reads_and_no_others(suite, monkeypatch,
     assert {name: getattr(heard[0], name) for name in reads} == {name: values[name] for name in reads}
 
 
-def test_a_format_without_a_trace_is_refused(monkeypatch, capsys):
+def test_a_format_without_a_trace_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = refused(monkeypatch, capsys, "all-to-all", "--from", "npz", "--json")
     assert said == "error: --from=npz is the format of --trace, which is not given\n"
 
 
 @pytest.mark.parametrize("suite", BUILT_IN)
-def test_a_suite_says_what_its_source_reads(suite):
+def test_a_suite_says_what_its_source_reads(suite) -> None:
     module, reads = BUILT_IN[suite]
     files = list(Path(coterie.evaluation.__path__[0], "suites", module).glob("*.py"))
     assert files
@@ -168,12 +172,16 @@ def test_a_suite_says_what_its_source_reads(suite):
     assert suite in load_suites()
 
 
-def test_several_options_that_are_not_read_are_named_together(monkeypatch, capsys):
+def test_several_options_that_are_not_read_are_named_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = refused(monkeypatch, capsys, "latency-optimal", "--rates", 1, 2, "--batch", 64, "--seeds", 1)
     assert "does not read --batch, --rates; it reads --seed, --seeds, beside" in said
 
 
-def test_a_users_own_suite_says_what_it_reads(monkeypatch, capsys):
+def test_a_users_own_suite_says_what_it_reads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     mine = Suite("Mine.", lambda *_: SuiteResult("mine", [], []), reads=("seed",))
     heard = listening(monkeypatch, "mine", mine)
     run("mine", "--seed", 3)
@@ -189,7 +197,7 @@ def test_a_users_own_suite_says_what_it_reads(monkeypatch, capsys):
         replace(mine, reads=("request",))
 
 
-def test_help_shows_which_suite_reads_what(monkeypatch):
+def test_help_shows_which_suite_reads_what(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Suite("Mine.", lambda *_: SuiteResult("mine", [], []), reads=("model", "batch"))
     monkeypatch.setitem(suites._items, "[mine]", mine)
     lines = run("--help").splitlines()
@@ -199,19 +207,21 @@ def test_help_shows_which_suite_reads_what(monkeypatch):
         assert shown.strip("│ ").split()[2:] == [GIVEN[option][0] for option in options]
 
 
-def test_the_program_starts_without_a_compiler():
+def test_the_program_starts_without_a_compiler() -> None:
     code = "import sys, coterie.cli.main; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
-def test_help_imports_no_suite():
+def test_help_imports_no_suite() -> None:
     code = "import sys; from coterie.cli.main import app; app(['evaluate', '--help'], standalone_mode=False); "
     code += "sys.exit(any(f'coterie.evaluation.{b.module}' in sys.modules for b in "
     code += "sys.modules['coterie.evaluation.suites.base'].BUILT_IN.values()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
-def test_bad_input_exits_with_2_and_one_line(tmp_path, monkeypatch, capsys):
+def test_bad_input_exits_with_2_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     LoadTable(np.ones((1, 2, 8), np.uint64)).save(tmp_path / "load")
     (tmp_path / "noise").write_bytes(bytes(range(256)))
     odd = TraceMeta("demo", 7, 1, 1)

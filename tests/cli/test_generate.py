@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -22,7 +23,7 @@ def run(*args, code=0):
     return result
 
 
-def test_json_is_one_object_that_describes_the_trace(tmp_path):
+def test_json_is_one_object_that_describes_the_trace(tmp_path: Path) -> None:
     result = run(tmp_path / "t", "--preset", "bursty", "--requests", "20", "--seed", "3", "--json")
     summary = json.loads(result.stdout)
     trace = ActivationTrace.open(tmp_path / "t")
@@ -33,14 +34,14 @@ def test_json_is_one_object_that_describes_the_trace(tmp_path):
     assert set(trace.requests.domains) <= set(summary["domains"])
 
 
-def test_table_and_seed(tmp_path):
+def test_table_and_seed(tmp_path: Path) -> None:
     for name in ("one", "two"):
         assert "2,000" in run(tmp_path / name, "--tokens", "2000").stdout
     first, second = ((tmp_path / n / "activations.safetensors").read_bytes() for n in ("one", "two"))
     assert first == second
 
 
-def test_size_and_rate(tmp_path):
+def test_size_and_rate(tmp_path: Path) -> None:
     args = ("--size", "1MB", "--rate", "50", "--json")
     summary = json.loads(run(tmp_path / "t", *args).stdout)
     assert summary["bytes"] == pytest.approx(1e6, rel=0.05)
@@ -48,7 +49,7 @@ def test_size_and_rate(tmp_path):
     assert slow["duration_s"] == pytest.approx(10 * summary["duration_s"])
 
 
-def test_model_gives_the_shape_and_like_the_routing(tmp_path):
+def test_model_gives_the_shape_and_like_the_routing(tmp_path: Path) -> None:
     shaped = json.loads(run(tmp_path / "t", "--model", "gpt-oss-20b", "--requests", "30", "--json").stdout)
     assert (shaped["layers"], shaped["experts"], shaped["top_k"]) == (24, 32, 4)
     like = json.loads(run(tmp_path / "u", "--like", tmp_path / "t", "--requests", "5", "--json").stdout)
@@ -56,7 +57,7 @@ def test_model_gives_the_shape_and_like_the_routing(tmp_path):
     assert like["domains"] == sorted(shaped["domains"])
 
 
-def test_bad_input_writes_nothing(tmp_path):
+def test_bad_input_writes_nothing(tmp_path: Path) -> None:
     for args, error, message in (
         (("--preset", "burst"), UnknownNameError, "Did you mean 'bursty'"),
         (("--tokens", "5", "--requests", "5"), ConfigError, "exclude each other"),
@@ -73,16 +74,16 @@ def test_bad_input_writes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"), [("10GB", 10**10), ("1.5 MB", 1_500_000), ("2GiB", 2 << 30), ("4096", 4096), ("7b", 7)]
 )
-def test_parse_size(text, expected):
+def test_parse_size(text, expected) -> None:
     assert parse_size(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "GB", "0GB", "-1MB", "3 parsecs", "9" * 400])
-def test_parse_size_refuses(text):
+def test_parse_size_refuses(text) -> None:
     with pytest.raises(ConfigError, match="must be a number above 0 and a unit"):
         parse_size(text)
 
 
-def test_rate_keeps_the_shape_of_bursts():
+def test_rate_keeps_the_shape_of_bursts() -> None:
     assert at_rate(BurstyArrivals(rate=10, burst_rate=100, burst_size=8), 20) == BurstyArrivals(20, 8, 200.0)
     assert at_rate(PoissonArrivals(1.0), 3.0) == PoissonArrivals(3.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from coterie.traces.synthetic import SyntheticSettings, generate_to
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory):
+def trace(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("inspect") / "t"
     settings = SyntheticSettings(num_layers=30, lengths=LognormalLengths(prompt_mean=20, output_mean=10))
     generate_to(folder, settings, np.random.default_rng(0), requests=150)
@@ -31,7 +32,7 @@ def run(*args):
     return result
 
 
-def test_tables_fit_and_do_not_list_every_layer(trace):
+def test_tables_fit_and_do_not_list_every_layer(trace) -> None:
     output = run(trace).stdout
     assert max(len(line) for line in output.splitlines() if str(trace) not in line) <= 100
     assert len(output.splitlines()) < 150
@@ -40,7 +41,7 @@ def test_tables_fit_and_do_not_list_every_layer(trace):
     assert "No prefix sharing" in output
 
 
-def test_json_is_one_object_and_the_seed_decides(trace):
+def test_json_is_one_object_and_the_seed_decides(trace) -> None:
     first, again, other = (run(trace, "--json", "--seed", s).stdout for s in (1, 1, 2))
     found = json.loads(first, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     assert found["kind"] == "activations"
@@ -52,7 +53,7 @@ def test_json_is_one_object_and_the_seed_decides(trace):
     assert first != other
 
 
-def test_out_writes_a_report_once_more_but_not_over_other_files(trace, tmp_path):
+def test_out_writes_a_report_once_more_but_not_over_other_files(trace, tmp_path: Path) -> None:
     few = tmp_path / "few"
     RequestTrace(np.array([5, 9]), np.array([1, 2]), np.array([0.0, 3.0])).save(few)
     for _ in range(2):
@@ -66,14 +67,14 @@ def test_out_writes_a_report_once_more_but_not_over_other_files(trace, tmp_path)
     assert [p.name for p in (tmp_path / "other").iterdir()] == ["thesis.tex"]
 
 
-def test_request_trace_with_odd_names(tmp_path):
+def test_request_trace_with_odd_names(tmp_path: Path) -> None:
     RequestTrace(np.array([5, 9]), np.array([1, 2]), np.array([0.0, 3.0])).save(tmp_path / "[bold]x")
     output = run(tmp_path / "[bold]x").stdout
     assert "[bold]x" in output
     assert "Lengths" in output
 
 
-def test_an_empty_trace_is_refused(tmp_path):
+def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
     """The exit code and the single line are the contract's: test_cli_contract.py."""
     ActivationWriter(tmp_path / "t", TraceMeta("m", 4, 1, 2)).close()
     with pytest.raises(TraceError, match="empty"):

@@ -27,7 +27,7 @@ def rows(*arguments: str) -> list[dict[str, Any]]:
     return answer["rows"]
 
 
-def test_json_has_a_row_for_every_shape_dtype_and_block_size():
+def test_json_has_a_row_for_every_shape_dtype_and_block_size() -> None:
     found = {(row["model"], row["kv_dtype"], row["block_size"]): row for row in rows()}
     assert set(found) == {(name, dtype, block) for name in models() for dtype in ("bf16", "fp8") for block in (16, 128)}
     for (name, dtype, block), row in found.items():
@@ -38,7 +38,7 @@ def test_json_has_a_row_for_every_shape_dtype_and_block_size():
         assert row["device_bytes"] == 141e9
 
 
-def test_the_table_fits_80_columns_and_marks_what_is_over_the_bar():
+def test_the_table_fits_80_columns_and_marks_what_is_over_the_bar() -> None:
     shown = run()
     assert max(map(len, shown.splitlines())) <= 80
     marked = [line for line in shown.splitlines() if "!" in line and "│" in line]
@@ -47,7 +47,7 @@ def test_the_table_fits_80_columns_and_marks_what_is_over_the_bar():
     assert "1.33 !" in shown
 
 
-def test_one_model_and_a_config(tmp_path: Path):
+def test_one_model_and_a_config(tmp_path: Path) -> None:
     assert {row["model"] for row in rows("Qwen/Qwen3-30B-A3B")} == {"qwen3-30b-a3b"}
     config = {
         "model_type": "mixtral",

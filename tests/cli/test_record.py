@@ -9,48 +9,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
-from coterie.cli.main import main
+from command_line import Run, refused, runner
 from coterie.engines.recording import Sending
 from coterie.prompts import Prompt, load_prompts
 from coterie.traces import ActivationTrace, ActivationWriter, LoadTable, TraceMeta
 
 
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    def call(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["coterie", "record", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        code = stopped.value.code
-        return Ran(0 if code is None else int(code), *capsys.readouterr())
-
-    return call
-
-
-def refused(ran: Ran, *words: str) -> None:
-    assert (ran.code, ran.out) == (2, ""), ran.err
-    assert ran.err.startswith("error: ")
-    assert ran.err.count("\n") == 1, ran.err
-    for word in words:
-        assert word in ran.err
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner(monkeypatch, capsys, "record")
 
 
 # Without an engine ---------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_engine_lists_the_known(run, tmp_path):
+def test_an_unknown_engine_lists_the_known(run, tmp_path: Path) -> None:
     ran = run("--engine", "vlm", "-o", tmp_path / "t")
     refused(ran, "Unknown engine 'vlm'. Did you mean 'vllm'?", "Known: sglang, transformers, vllm")
 
@@ -69,7 +47,7 @@ def test_an_unknown_engine_lists_the_known(run, tmp_path):
         (["--engine", "sglang"], ["engine sglang needs --url"]),
     ],
 )
-def test_refusals_write_nothing(run, tmp_path, monkeypatch, arguments, words):
+def test_refusals_write_nothing(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments, words) -> None:
     if arguments[:1] == ["--engine"]:
         serve(monkeypatch, arguments[1], lambda *_, **__: pytest.fail("called"))
     monkeypatch.chdir(tmp_path)
@@ -77,7 +55,7 @@ def test_refusals_write_nothing(run, tmp_path, monkeypatch, arguments, words):
     assert not (tmp_path / "t").exists()
 
 
-def test_the_shipped_model_is_found_or_its_absence_said(run, tmp_path):
+def test_the_shipped_model_is_found_or_its_absence_said(run, tmp_path: Path) -> None:
     from coterie.engines.tiny import tiny_model_path
     from coterie.errors import UnavailableError
 
@@ -99,7 +77,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, engine: str, function: Callable[..., 
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_servers_recorder_gets_what_was_asked(run, tmp_path, monkeypatch, engine):
+def test_a_servers_recorder_gets_what_was_asked(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine) -> None:
     """Only the seam to the other engines' functions; they have tests of their own."""
     asked: dict[str, Any] = {}
 
@@ -133,7 +111,7 @@ def test_a_servers_recorder_gets_what_was_asked(run, tmp_path, monkeypatch, engi
         refused(run("--engine", engine, "--url", "u", "-o", tmp_path / "c", *events), "SGLang publishes no expert")
 
 
-def test_a_recording_of_loads_is_summed_up(run, tmp_path, monkeypatch):
+def test_a_recording_of_loads_is_summed_up(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def recorder(_: str, out: Path, __: Sending) -> Any:
         LoadTable(np.full((2, 3, 4), 5, np.uint64), "served").save(out)
         return SimpleNamespace(trace=LoadTable.open(out), tally=SimpleNamespace(failed=0))
@@ -196,7 +174,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.torch
-def test_records_and_prints_one_object(run, model, prompts, tmp_path):
+def test_records_and_prints_one_object(run, model, prompts, tmp_path: Path) -> None:
     out = tmp_path / "t"
     ran = run(
         "--engine",
@@ -235,7 +213,9 @@ def test_records_and_prints_one_object(run, model, prompts, tmp_path):
 
 
 @pytest.mark.torch
-def test_interrupted_it_says_how_to_go_on_and_does(run, model, prompts, tmp_path, monkeypatch):
+def test_interrupted_it_says_how_to_go_on_and_does(
+    run, model, prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A real signal, while the fourth batch is under way."""
     from coterie.engines.transformers import recording
 

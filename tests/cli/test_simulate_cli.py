@@ -24,7 +24,7 @@ MAIN = [sys.executable, "-c", "from coterie.cli.main import main; main()"]
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory):
+def trace(tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("simulate") / "[bold]t"
     draw = np.random.default_rng(0)
     ids = draw.random((400, 24, 32)).argpartition(3, axis=2)[:, :, :4]
@@ -35,7 +35,7 @@ def trace(tmp_path_factory):
 
 
 @pytest.fixture
-def config(tmp_path):
+def config(tmp_path: Path):
     path = tmp_path / "caps.json"
     scheduler = {"strategy": "best_fit", "max_batch_size": 4, "window_size": 16, "scheduling_interval_ms": 50}
     path.write_text(json.dumps({"num_experts": 16, "top_k_experts": 2, "scheduler": scheduler}))
@@ -48,7 +48,7 @@ def run(*args):
     return result.stdout
 
 
-def test_tables_and_notes_fit(trace):
+def test_tables_and_notes_fit(trace) -> None:
     output = run(trace, "--requests", 30, "--strategy", "lpt", "--strategy", "latency_aware")
     assert max(map(len, output.splitlines())) <= 110
     assert "…" not in output, "nothing is cut off"
@@ -65,7 +65,7 @@ def test_tables_and_notes_fit(trace):
         assert text in output
 
 
-def test_json_is_one_object_with_rows_and_settings(config, tmp_path):
+def test_json_is_one_object_with_rows_and_settings(config, tmp_path: Path) -> None:
     output = run("--config", config, "--requests", 40, "--rate", 90, "--json", "--out", tmp_path / "new" / "out")
     found = json.loads(output, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     assert list(found) == ["settings", "rows", "notes"]
@@ -92,7 +92,7 @@ def test_json_is_one_object_with_rows_and_settings(config, tmp_path):
     assert len((tmp_path / "new" / "out" / "requests.csv").read_text().splitlines()) == 1 + 2 * 40
 
 
-def test_names_in_brackets_are_names(trace, tmp_path):
+def test_names_in_brackets_are_names(trace, tmp_path: Path) -> None:
     output = run(trace, "--requests", 12, "--arrivals", "bursty", "--rate", 50, "--out", tmp_path / "[red]o")
     assert "[red]o" in output.replace("\n", "")
     assert (tmp_path / "[red]o" / "simulate.json").is_file()
@@ -105,14 +105,14 @@ def listed_predictors():
     return names.replace("; with --with-model also ", ", ").split(", ")
 
 
-def test_help_lists_the_predictors_of_the_registry(monkeypatch):
+def test_help_lists_the_predictors_of_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(listed_predictors()) == sorted([*predictors.names(), "dry_run"])
     monkeypatch.setitem(predictors._items, "[mine]", PopularityPredictor)
     assert "[mine]" in listed_predictors(), "a name in brackets is a name"
     assert listed_predictors().count("dry_run") == 1
 
 
-def test_every_predictor_that_help_lists_can_be_chosen(tmp_path, monkeypatch):
+def test_every_predictor_that_help_lists_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(predictors._items, "mine", PopularityPredictor)
     draw = np.random.default_rng(0)
     ids = draw.random((400, 2, 8)).argpartition(1, axis=2)[:, :, :2]
@@ -128,12 +128,12 @@ def test_every_predictor_that_help_lists_can_be_chosen(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", ["predictors.md", "simulate.md"])
-def test_the_pages_name_every_predictor(page):
+def test_the_pages_name_every_predictor(page) -> None:
     text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
     assert [name for name in predictors.names() if f"`{name}`" not in text] == []
 
 
-def test_a_pipe_gets_the_object_and_stderr_nothing(monkeypatch, capfd):
+def test_a_pipe_gets_the_object_and_stderr_nothing(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.setattr(sys, "argv", ["coterie", "simulate", "--requests", "20", "--json"])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -144,7 +144,9 @@ def test_a_pipe_gets_the_object_and_stderr_nothing(monkeypatch, capfd):
     assert err == ""
 
 
-def test_bad_input_exits_with_2_and_one_line(trace, config, tmp_path, monkeypatch, capsys):
+def test_bad_input_exits_with_2_and_one_line(
+    trace, config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "typo.json").write_text('{"scheduler": {"max_batch": 3}}')
     (tmp_path / "cut.json").write_text('{"scheduler": ')
     (tmp_path / "name.json").write_text('{"scheduler": {"strategy": "greedy_varianse"}}')
@@ -181,7 +183,7 @@ def test_bad_input_exits_with_2_and_one_line(trace, config, tmp_path, monkeypatc
         assert said in printed.err, arguments
 
 
-def test_interrupt_ends_with_130_and_prints_no_result(tmp_path):
+def test_interrupt_ends_with_130_and_prints_no_result(tmp_path: Path) -> None:
     """Stopped while it simulates, which its progress bar on a terminal shows."""
     screen, terminal = pty.openpty()
     command = [*MAIN, "simulate", "--requests", "30000", "--json", "--out", str(tmp_path / "out")]

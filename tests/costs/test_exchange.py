@@ -58,7 +58,7 @@ def shapes(draw):
 
 
 @given(shapes())
-def test_expectation_is_the_mean_over_all_subsets(shape):
+def test_expectation_is_the_mean_over_all_subsets(shape) -> None:
     experts, k, topology = shape
     assert uniform_locality(experts, k, topology) == pytest.approx(enumerated(experts, k, topology), abs=1e-12)
 
@@ -67,13 +67,13 @@ def test_expectation_is_the_mean_over_all_subsets(shape):
     ("experts", "k", "ranks", "per_node"),
     [(8, 2, 8, 8), (8, 2, 4, 2), (12, 4, 4, 8), (12, 3, 6, 4), (10, 3, 4, 3), (7, 2, 3, 2)],
 )
-def test_expectation_on_chosen_shapes_with_uneven_ranks_and_nodes(experts, k, ranks, per_node):
+def test_expectation_on_chosen_shapes_with_uneven_ranks_and_nodes(experts, k, ranks, per_node) -> None:
     topology = Topology(ranks, per_node)
     assert uniform_locality(experts, k, topology) == pytest.approx(enumerated(experts, k, topology), abs=1e-12)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(8, 8), (32, 8), (12, 8), (64, 4)])
-def test_expectation_agrees_with_sampling(ranks, per_node, rng):
+def test_expectation_agrees_with_sampling(ranks, per_node, rng: np.random.Generator) -> None:
     topology, tokens = Topology(ranks, per_node), 6000
     spec = replace(SPEC, num_experts=192)
     ids = rng.random((tokens, 1, 192)).argpartition(7, axis=2)[:, :, :8]
@@ -84,7 +84,7 @@ def test_expectation_agrees_with_sampling(ranks, per_node, rng):
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 300), st.integers(1, 320))
-def test_expectation_obeys_its_bounds(experts, k, ranks, per_node):
+def test_expectation_obeys_its_bounds(experts, k, ranks, per_node) -> None:
     k, ranks = min(k, experts), min(ranks, experts)
     found = uniform_locality(experts, k, Topology(ranks, per_node))
     assert found.local + found.remote == pytest.approx(k)
@@ -96,7 +96,7 @@ def test_expectation_obeys_its_bounds(experts, k, ranks, per_node):
         assert found.inter_node == found.remote, "every other rank is another node"
 
 
-def test_one_rank_or_a_single_choice():
+def test_one_rank_or_a_single_choice() -> None:
     assert uniform_locality(8, 2, Topology(1)) == Locality(2.0, 0.0, 0.0, 0.0)
     assert uniform_locality(4, 4, Topology(4)) == pytest.approx(Locality(1.0, 3.0, 3.0, 0.0))
     with pytest.raises(ConfigError, match="num_ranks=9 must be at most num_experts=8"):
@@ -118,7 +118,7 @@ def counts(draw):
 
 
 @given(counts())
-def test_count_matches_a_plain_loop(case):
+def test_count_matches_a_plain_loop(case) -> None:
     ids, placement, topology = case
     rank_of = [
         [list(row).index(expert) // placement.slots_per_rank for expert in range(placement.num_experts)]
@@ -129,7 +129,7 @@ def test_count_matches_a_plain_loop(case):
     assert counted_locality(ids, placement, topology) == looped(ids.tolist(), rank_of, homes, topology)
 
 
-def test_count_refuses_what_does_not_fit():
+def test_count_refuses_what_does_not_fit() -> None:
     ids, placement = np.zeros((4, 2, 1), np.uint8), Placement.linear(2, 8, 4)
     with pytest.raises(ConfigError, match=r"expected \[token, 3, k\]"):
         counted_locality(ids, Placement.linear(3, 8, 4), Topology(4))
@@ -139,7 +139,7 @@ def test_count_refuses_what_does_not_fit():
         counted_locality(ids[:0], placement, Topology(4))
 
 
-def test_time_by_hand():
+def test_time_by_hand() -> None:
     topology = Topology(8)
     traffic = Traffic.expected(SPEC, 16, topology)
     assert traffic == Traffic(16 * 7 * 7168 * 2, 0.0)
@@ -152,14 +152,14 @@ def test_time_by_hand():
     assert all_to_all_us(Traffic.expected(SPEC, 4, Topology(1)), Topology(1)) == 0.0
 
 
-def test_a_node_of_any_size_pays_no_latency_between_nodes():
+def test_a_node_of_any_size_pays_no_latency_between_nodes() -> None:
     spec = replace(SPEC, num_experts=49 * 4)  # 49 x (1 / 49) is not 1 in floating point
     times = [all_to_all_us(Traffic.expected(spec, 1, t), t) for t in (Topology(49, 49), Topology(49, 64))]
     assert times[0] == times[1] < 2 * INFINIBAND_400G.latency_s * 1e6
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 500), st.floats(0.5, 4.0))
-def test_traffic_adds_up_and_time_grows_with_it(ranks, per_node, tokens, width):
+def test_traffic_adds_up_and_time_grows_with_it(ranks, per_node, tokens, width) -> None:
     topology = Topology(ranks, per_node)
     found = expected_locality(SPEC, topology)
     one, two = (Traffic.of(found, SPEC, t, width) for t in (tokens, 2 * tokens))

@@ -42,34 +42,34 @@ def spread(tokens: int, active: int, experts: int = 128, k: int = 8):
     return counts
 
 
-def test_no_tokens_cost_nothing():
+def test_no_tokens_cost_nothing() -> None:
     assert time_of(params(), np.zeros(128), tokens=0) == 0.0
 
 
-def test_decode_is_set_by_distinct_experts_and_not_by_tokens():
+def test_decode_is_set_by_distinct_experts_and_not_by_tokens() -> None:
     few, many = time_of(params(), spread(64, 16)), time_of(params(), spread(64, 128))
     assert many > 4 * few
     same = [time_of(params(token_us=1e-6), spread(tokens, 128), tokens) for tokens in (16, 64, 256)]
     assert max(same) < 1.25 * min(same)
 
 
-def test_prefill_is_set_by_tokens():
+def test_prefill_is_set_by_tokens() -> None:
     assert time_of(params(), spread(8192, 128), 8192) > 1.7 * time_of(params(), spread(4096, 128), 4096)
 
 
-def test_streaming_follows_bytes():
+def test_streaming_follows_bytes() -> None:
     p = params(overhead_us=0.01, token_us=1e-6, row_us=1e-7)
     counts = spread(16, 128)
     full, half = time_of(p, counts), time_of(p, counts, nbytes=NBYTES / 2)
     assert half < full / 1.4, "halving the weight dtype must pay where weights are streamed"
 
 
-def test_a_partly_filled_tile_costs_at_least_a_full_one():
+def test_a_partly_filled_tile_costs_at_least_a_full_one() -> None:
     p = params(overlap=0.0, fill_penalty=1e-4)
     assert time_of(p, [129.0, 0.0], 129) > time_of(p, [128.0, 0.0], 128) + 0.99 * 128 * FLOPS / 5e8
 
 
-def test_residency_pays_only_what_fits():
+def test_residency_pays_only_what_fits() -> None:
     p = params(tile_flops_per_us=(5e9, 5e9))
     small, large = spread(4, 8), spread(64, 128)
     assert time_of(p, small, 4, nbytes=5e6, resident=True) < time_of(p, small, 4, nbytes=5e6) - 5
@@ -77,7 +77,7 @@ def test_residency_pays_only_what_fits():
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=24), st.integers(0, 23), st.integers(1, 100))
-def test_another_active_expert_is_never_free(counts, where, rows):
+def test_another_active_expert_is_never_free(counts, where, rows) -> None:
     p = params(switch_rows=1e9)  # one tile size: changing over may be faster
     counts = np.array(counts, float)
     where %= len(counts)
@@ -89,7 +89,7 @@ def test_another_active_expert_is_never_free(counts, where, rows):
 
 
 @given(st.permutations(list(range(12))))
-def test_the_order_of_experts_does_not_matter(order):
+def test_the_order_of_experts_does_not_matter(order) -> None:
     counts = np.array([0, 1, 5, 17, 128, 129, 300, 0, 2, 2, 64, 9], float)
     np.testing.assert_allclose(time_of(params(), counts[order]), time_of(params(), counts), rtol=1e-12)
 
@@ -104,7 +104,7 @@ def test_the_order_of_experts_does_not_matter(order):
     tiles=st.sampled_from([(16, 64), (128, 256), (128, 512)]),
     switch=st.sampled_from([2.0, 128.0]),
 )
-def test_a_fit_predicts_cells_by_the_law(tokens, share, zipf, warm, overlap, sharpness, tiles, switch):
+def test_a_fit_predicts_cells_by_the_law(tokens, share, zipf, warm, overlap, sharpness, tiles, switch) -> None:
     k, experts = 4, 32
     active = int(k + share * (min(experts, tokens * k) - k))
     p = params(overlap=overlap, sharpness=sharpness, tile_rows=tiles, switch_rows=switch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.models import get_model, models
 
 
-def test_h200_was_measured_for_every_shipped_shape_in_both_dtypes():
+def test_h200_was_measured_for_every_shipped_shape_in_both_dtypes() -> None:
     preset = load_preset("h200")
     assert set(preset.fits) == set(models())
     assert all(set(fit.moe) == {"bf16", "fp8"} for fit in preset.fits.values())
@@ -38,7 +39,7 @@ def test_h200_was_measured_for_every_shipped_shape_in_both_dtypes():
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_held_out_error_is_within_the_bar(name):
+def test_held_out_error_is_within_the_bar(name) -> None:
     worst = {}
     for model, fit in load_preset(name).fits.items():
         for dtype, moe in fit.moe.items():
@@ -58,7 +59,7 @@ def test_held_out_error_is_within_the_bar(name):
         pytest.param("h200", "gpt-oss-20b", "fp8", marks=pytest.mark.long),
     ],
 )
-def test_the_stored_fit_follows_from_the_stored_cells(name, model, dtype):
+def test_the_stored_fit_follows_from_the_stored_cells(name, model, dtype) -> None:
     preset = load_preset(name)
     shape = next(s for s in preset.measurement.shapes if s.model == model)
     table = next(t for t in shape.moe if t.dtype == dtype)
@@ -67,7 +68,7 @@ def test_the_stored_fit_follows_from_the_stored_cells(name, model, dtype):
     assert again.params.tile_rows == preset.fits[model].moe[dtype].params.tile_rows
 
 
-def test_distinct_experts_set_decode_time_on_an_h200():
+def test_distinct_experts_set_decode_time_on_an_h200() -> None:
     """Measured there at batch 64: 16 → 128 active experts, 76 → 423 us for the experts alone."""
     model = step_model(get_model("qwen3-30b-a3b"))
     times = {}
@@ -87,7 +88,7 @@ def test_distinct_experts_set_decode_time_on_an_h200():
     assert times[128] / times[16] == pytest.approx(cells[64, 128] / cells[64, 16], rel=0.1)
 
 
-def test_weight_dtype_is_first_class():
+def test_weight_dtype_is_first_class() -> None:
     spec = get_model("gpt-oss-120b")
     counts = np.full(128, 2.0)
     times = {dtype: step_model(spec, dtype=dtype).experts_us(counts, 64) for dtype in ("bf16", "fp8", "mxfp4")}
@@ -96,14 +97,14 @@ def test_weight_dtype_is_first_class():
     assert not step_model(spec).measured, "mxfp4 was not measured and must say so"
 
 
-def test_an_unmeasured_shape_takes_the_nearest_rates_and_says_so():
+def test_an_unmeasured_shape_takes_the_nearest_rates_and_says_so() -> None:
     mine = replace(get_model("qwen3-30b-a3b"), name="mine", expert_intermediate_size=760)
     preset = load_preset("h200")
     assert nearest_shape(preset, mine) == "qwen3-30b-a3b"
     assert not step_model(mine).measured
 
 
-def test_a_shape_left_out_is_predicted_from_another():
+def test_a_shape_left_out_is_predicted_from_another() -> None:
     preset = load_preset("h200")
     others = msgspec.structs.replace(preset, fits={n: f for n, f in preset.fits.items() if n != "gpt-oss-120b"})
     assert nearest_shape(others, get_model("gpt-oss-120b")) == "gpt-oss-20b"
@@ -111,7 +112,7 @@ def test_a_shape_left_out_is_predicted_from_another():
 
 @pytest.mark.parametrize("name", sorted(models()))
 @pytest.mark.parametrize("dtype", ["bf16", "fp8", "mxfp4"])
-def test_predictions_stay_sane_between_and_past_the_measured_cells(name, dtype):
+def test_predictions_stay_sane_between_and_past_the_measured_cells(name, dtype) -> None:
     """Within a factor of a plain roofline at every size, and no cliff where tokens grow a little."""
     spec = get_model(name)
     model = step_model(spec, dtype=dtype)
@@ -129,12 +130,12 @@ def test_predictions_stay_sane_between_and_past_the_measured_cells(name, dtype):
         before = us
 
 
-def test_unknown_preset_is_refused_with_a_hint():
+def test_unknown_preset_is_refused_with_a_hint() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'h200'"):
         load_preset("h20")
 
 
-def test_a_broken_preset_file_names_itself(tmp_path):
+def test_a_broken_preset_file_names_itself(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text('{"name": "mine"}')
     with pytest.raises(TraceError, match=r"mine\.json: preset: .*version"):
@@ -145,7 +146,7 @@ def test_a_broken_preset_file_names_itself(tmp_path):
         load_preset(str(path2))
 
 
-def test_saving_never_replaces_and_reads_back(tmp_path):
+def test_saving_never_replaces_and_reads_back(tmp_path: Path) -> None:
     preset = load_preset("rtx-pro-6000")
     path = tmp_path / "copy.json"
     save_preset(preset, path)
@@ -154,7 +155,7 @@ def test_saving_never_replaces_and_reads_back(tmp_path):
         save_preset(preset, path)
 
 
-def test_cells_of_another_harness_on_an_h200_follow_the_model(data_dir):
+def test_cells_of_another_harness_on_an_h200_follow_the_model(data_dir: Path) -> None:
     """Measured with the gather and the sum included: a constant apart, slopes agree."""
     rows = json.loads((data_dir / "kernels/h200/moe_layer.json").read_text())
     model = step_model(get_model("qwen3-30b-a3b"))
@@ -172,7 +173,7 @@ def test_cells_of_another_harness_on_an_h200_follow_the_model(data_dir):
         assert ours[128] - ours[16] == pytest.approx(slope, rel=0.08)
 
 
-def test_calibrated_collectives_become_a_link():
+def test_calibrated_collectives_become_a_link() -> None:
     preset = load_preset("rtx-pro-6000")
     with pytest.raises(ConfigError, match="holds no collectives"):
         measured_link(preset)

@@ -26,7 +26,7 @@ def even_load(tokens: int) -> np.ndarray:
     return np.full((SPEC.num_moe_layers, 128), tokens * 8 // 128)
 
 
-def test_parts_add_up_and_grow():
+def test_parts_add_up_and_grow() -> None:
     short = MODEL.step(even_load(64), Batch(decode_requests=64, decode_context=64 * 128))
     long = MODEL.step(even_load(64), Batch(decode_requests=64, decode_context=64 * 8192))
     assert short.total_s == pytest.approx(
@@ -37,7 +37,7 @@ def test_parts_add_up_and_grow():
     assert short.all_to_all_s.sum() == 0.0, "one device exchanges nothing"
 
 
-def test_the_slowest_rank_decides():
+def test_the_slowest_rank_decides() -> None:
     even = even_load(4096)
     skewed = even.copy()
     skewed[:, :16] *= 4
@@ -48,7 +48,7 @@ def test_the_slowest_rank_decides():
     assert spread.step(skewed, batch, placement).total_s > 1.2 * spread.step(even, batch, placement).total_s
 
 
-def test_graph_padding_counts_the_batch_that_runs():
+def test_graph_padding_counts_the_batch_that_runs() -> None:
     padded = replace(MODEL, options=CostOptions(graph_sizes=(1, 8, 64, 256)))
     assert padded.options.padded(65) == 256
     assert padded.options.padded(257) == 257
@@ -57,7 +57,7 @@ def test_graph_padding_counts_the_batch_that_runs():
     assert MODEL.step(even_load(64), batch).dense_s == MODEL.dense_s(65, 65)
 
 
-def test_overlap_hides_the_exchange_behind_the_experts():
+def test_overlap_hides_the_exchange_behind_the_experts() -> None:
     placement = Placement.linear(SPEC.num_moe_layers, 128, 8)
     batch = Batch(prefill_tokens=512)
     times = []
@@ -67,7 +67,7 @@ def test_overlap_hides_the_exchange_behind_the_experts():
     assert times[0] > times[1] >= times[2] >= 0.0
 
 
-def test_prompts_attend_to_themselves_alone():
+def test_prompts_attend_to_themselves_alone() -> None:
     one = MODEL.attention_s(Batch(prefill_tokens=16384))
     many = MODEL.attention_s(Batch(prefill_tokens=16384, prefill_requests=32))
     assert many < one / 4
@@ -76,11 +76,11 @@ def test_prompts_attend_to_themselves_alone():
     )
 
 
-def test_only_outputs_pass_the_head():
+def test_only_outputs_pass_the_head() -> None:
     assert MODEL.dense_s(16384, 32) < MODEL.dense_s(16384) - 0.005
 
 
-def test_nothing_to_do_takes_no_time():
+def test_nothing_to_do_takes_no_time() -> None:
     assert MODEL.step(np.zeros((48, 128), int), Batch()).total_s == 0.0
 
 
@@ -92,12 +92,12 @@ def test_nothing_to_do_takes_no_time():
         (np.ones((48, 128), int), Placement.linear(48, 128, 8), "num_ranks=8 must equal topology.num_ranks=1"),
     ],
 )
-def test_what_does_not_belong_together_is_refused(load, placement, message):
+def test_what_does_not_belong_together_is_refused(load, placement, message) -> None:
     with pytest.raises(ConfigError, match=message):
         MODEL.step(load, Batch(decode_requests=8), placement)
 
 
-def test_a_busier_rank_makes_the_exchange_longer():
+def test_a_busier_rank_makes_the_exchange_longer() -> None:
     placement = Placement.linear(48, 128, 8)
     model = replace(MODEL, topology=Topology(8))
     skewed = even_load(4096)
@@ -107,14 +107,14 @@ def test_a_busier_rank_makes_the_exchange_longer():
     assert (model.step(skewed, batch, placement).all_to_all_s > 1.5 * even).all()
 
 
-def test_given_traffic_is_used():
+def test_given_traffic_is_used() -> None:
     placement = Placement.linear(SPEC.num_moe_layers, 128, 8)
     model = replace(MODEL, topology=Topology(8))
     step = model.step(even_load(64), Batch(decode_requests=8), placement, Traffic(45e6, 0.0))
     assert step.all_to_all_s[0] == pytest.approx(2 * (NVLINK4.latency_s + 45e6 / NVLINK4.bytes_per_s))
 
 
-def test_moving_experts_and_handing_over_caches():
+def test_moving_experts_and_handing_over_caches() -> None:
     assert MODEL.move_s(NVLINK4) == pytest.approx(2e-6 + 3 * 2048 * 768 * 2 / 450e9)
     assert MODEL.move_s("host-to-device", experts=2) > MODEL.move_s("host-to-device") > MODEL.move_s("device")
     assert MODEL.kv_transfer_s(1000, NVLINK4) == pytest.approx(2e-6 + 1000 * SPEC.kv_bytes_per_token / 450e9)
@@ -130,18 +130,18 @@ def test_moving_experts_and_handing_over_caches():
         ({"graph_sizes": (0, 4)}, "must rise from at least 1"),
     ],
 )
-def test_bad_options_are_refused(options, message):
+def test_bad_options_are_refused(options, message) -> None:
     with pytest.raises(ConfigError, match=message):
         CostOptions(**options)
 
 
-def test_load_of_another_model_is_refused():
+def test_load_of_another_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"load has shape \(48, 64\); expected \[layer, 128\]"):
         MODEL.moe_s(np.ones((48, 64), int), 8)
 
 
 @given(hnp.arrays(np.int64, (2, 6), elements=st.integers(0, 1000)), st.permutations([0, 1, 2, 3, 4, 5, 0, 3, 3]))
-def test_replicas_share_every_token_once(load, slots):
+def test_replicas_share_every_token_once(load, slots) -> None:
     placement = Placement(np.array([slots, slots[::-1]], np.int32), 3, 6)
     shared = slot_tokens(load, placement)
     back = np.zeros(load.shape)

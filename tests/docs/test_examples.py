@@ -16,7 +16,7 @@ EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(routers, "_items", dict(routers._items))  # what it registers must not stay
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
@@ -29,7 +29,7 @@ def test_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_uses_public_names_alone(name: str):
+def test_uses_public_names_alone(name: str) -> None:
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -40,7 +40,7 @@ def test_uses_public_names_alone(name: str):
     assert ast.get_docstring(tree)
 
 
-def test_the_list_is_whole():
+def test_the_list_is_whole() -> None:
     listed = re.findall(r"^\| \[(\w+)\.py\]", (FOLDER / "README.md").read_text(), re.M)
     assert sorted(listed) == EXAMPLES
     assert len(listed) == 5

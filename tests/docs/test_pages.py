@@ -80,7 +80,7 @@ def scripts() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("page", "need"), list(scripts()))
-def test_python_runs(page: str, need: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_python_runs(page: str, need: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in NEEDS[need] if need else ():
         pytest.importorskip(package)
     code = compile(script(page, need), str(PAGES[page]), "exec")
@@ -96,7 +96,7 @@ def test_python_runs(page: str, need: str | None, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str):
+def test_links_lead_somewhere(page: str) -> None:
     text = BLOCK.sub("", PAGES[page].read_text())
     broken = []
     for link in LINK.findall(text):
@@ -117,7 +117,7 @@ def headings(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_and_options_exist(page: str):
+def test_commands_and_options_exist(page: str) -> None:
     wrong = []
     for words in commands(PAGES[page].read_text()):
         if re.fullmatch("[A-Z]+", words[0]):  # VERB stands for any
@@ -134,7 +134,7 @@ def test_commands_and_options_exist(page: str):
     assert wrong == []
 
 
-def test_commands_are_found_in_code_alone():
+def test_commands_are_found_in_code_alone() -> None:
     page = """Use `coterie plan --load x`, coterie inspect --prose, `coterie.testing` or
 ```
 $ coterie fit trace --workers 8 \\
@@ -156,7 +156,7 @@ def commands(text: str) -> Iterator[list[str]]:
             yield found[1].split()
 
 
-def test_the_architecture_page_has_every_layer_in_order():
+def test_the_architecture_page_has_every_layer_in_order() -> None:
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
     layers = [
         re.sub(r"\(\w+\)", "", layer).replace("|", " ").split() for layer in contract["layers"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from coterie.evaluation.simulate.what_if import simulate  # noqa: E402
 from coterie.prompts import load_prompts, read_prompts, take_in_turn  # noqa: E402
 
 
-def quiet(*_):
+def quiet(*_) -> None:
     pass
 
 
@@ -37,7 +38,7 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
+def prompts(tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
     short = [prompt for prompt in load_prompts() if len(prompt.prompt) < 300]
     path.write_text("".join(json.dumps(p._asdict()) + "\n" for p in take_in_turn(short, 12)))
@@ -49,7 +50,7 @@ def routed(prompts):
     return route_prompts(tiny_model_path(), "float32", "cpu", read_prompts(prompts), 0, quiet)
 
 
-def test_what_runs_is_the_routing_that_a_recording_has(routed, prompts, tmp_path):
+def test_what_runs_is_the_routing_that_a_recording_has(routed, prompts, tmp_path: Path) -> None:
     settings = RecordingSettings(max_tokens=1, batch_size=1)
     whole = record(tiny_model_path(), read_prompts(prompts), tmp_path / "trace", settings).trace
     ids = list(whole.requests.ids)
@@ -61,14 +62,14 @@ def test_what_runs_is_the_routing_that_a_recording_has(routed, prompts, tmp_path
         assert (np.sort(ours.expert_ids) == np.sort(theirs.expert_ids)).mean() > 0.995
 
 
-def test_what_is_seen_is_the_dry_run(routed):
+def test_what_is_seen_is_the_dry_run(routed) -> None:
     loaded = load_model(tiny_model_path())
     tokens = [routed.trace.request(row).token_ids.tolist() for row in range(routed.trace.num_requests)]
     for row, run in enumerate(dry_run(loaded.model, tokens)):
         np.testing.assert_array_equal(routed.dry_run[row], run.footprint)
 
 
-def test_the_whole_says_how_near_it_came(routed, prompts, tmp_path):
+def test_the_whole_says_how_near_it_came(routed, prompts, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["simulate", "--with-model", tiny_model_path(), "--prompts", prompts, "--requests", 60, "--json"]
     result = CliRunner().invoke(app, [*map(str, arguments), "--out", str(out)])
@@ -86,7 +87,7 @@ def test_the_whole_says_how_near_it_came(routed, prompts, tmp_path):
     assert (out / "simulate.json").is_file()
 
 
-def test_the_truth_runs_whatever_is_predicted(prompts):
+def test_the_truth_runs_whatever_is_predicted(prompts) -> None:
     """fcfs does not look at loads: with the dry run and with the exact load its run is the same."""
     options = {"with_model": tiny_model_path(), "prompts": prompts, "requests": 80, "rate": 100.0}
     seen, exact = (simulate(SimulateOptions(**options, predictor=name), quiet) for name in (None, "recorded"))
@@ -95,7 +96,7 @@ def test_the_truth_runs_whatever_is_predicted(prompts):
     assert seen.settings["cosine"] < 0.999
 
 
-def test_prefill_is_timed_by_the_models_own_shape(prompts):
+def test_prefill_is_timed_by_the_models_own_shape(prompts) -> None:
     options = SimulateOptions(with_model=tiny_model_path(), prompts=prompts, requests=40, execution="prefill")
     found = simulate(options, quiet)
     assert found.settings["execution"] == "prefill"
@@ -103,7 +104,7 @@ def test_prefill_is_timed_by_the_models_own_shape(prompts):
     assert found.settings["cosine"] < 1
 
 
-def test_the_config_must_agree_and_gives_the_precision(prompts, tmp_path):
+def test_the_config_must_agree_and_gives_the_precision(prompts, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
 
     def run(**config):
@@ -126,12 +127,12 @@ def test_the_config_must_agree_and_gives_the_precision(prompts, tmp_path):
             run(quantization="nf4")
 
 
-def test_no_answers_to_decode(prompts):
+def test_no_answers_to_decode(prompts) -> None:
     with pytest.raises(ConfigError, match="runs prompts, no answers"):
         simulate(SimulateOptions(with_model=tiny_model_path(), prompts=prompts, execution="decode"), quiet)
 
 
-def test_prompts_that_do_not_fit_are_left_out(tmp_path):
+def test_prompts_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_text("word " * 3000 + "\n" + "a short one\n")
     found = route_prompts(tiny_model_path(), "float32", "cpu", read_prompts(path), 0, quiet)

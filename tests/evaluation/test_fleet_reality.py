@@ -10,7 +10,7 @@ from fleet_reality import TIMELINE, read_timeline, simulate_timeline, vllm_timel
 
 
 @pytest.mark.long
-def test_vllms_timeline_within_ten_percent(data_dir: Path):
+def test_vllms_timeline_within_ten_percent(data_dir: Path) -> None:
     rows = {row["name"]: row for row in vllm_timeline_rows(data_dir)}
     held_out = rows["chosen on the other half"]
     for name in ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99"):
@@ -19,14 +19,14 @@ def test_vllms_timeline_within_ten_percent(data_dir: Path):
     assert rows["no scheduling ahead"]["worst_error_pct"] > 10.0, "so does when a request may join"
 
 
-def test_the_simulated_timeline_keeps_its_rules(data_dir: Path):
+def test_the_simulated_timeline_keeps_its_rules(data_dir: Path) -> None:
     timeline = read_timeline(data_dir / TIMELINE)
     first = timeline._replace(**{name: column[:40] for name, column in timeline._asdict().items()})
     run = simulate_timeline(first, 2.0, check=True)
     assert np.isfinite(run.finish_s).all()
 
 
-def test_a_bad_timeline_is_named(tmp_path: Path):
+def test_a_bad_timeline_is_named(tmp_path: Path) -> None:
     file = tmp_path / "timeline.jsonl"
     with pytest.raises(UnavailableError, match="does not exist"):
         read_timeline(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -47,13 +48,13 @@ def tiny(ids, lengths, phase=None, experts=4, **columns):
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any))
-def test_gini_is_the_mean_difference(values):
+def test_gini_is_the_mean_difference(values) -> None:
     x = np.array(values, float)
     pairs = np.abs(x[:, None] - x[None]).mean()
     assert gini(x[None])[0] == pytest.approx(pairs / (2 * x.mean()), abs=1e-12)
 
 
-def test_load_statistics_by_hand():
+def test_load_statistics_by_hand() -> None:
     even, one, none = layer_loads(np.array([[5, 5, 5, 5], [0, 8, 0, 0], [0, 0, 0, 0]]), [3, 4, 5])
     assert (even.layer, even.max_over_mean, even.gini, even.cv) == (3, 1.0, 0.0, 0.0)
     assert (one.max_over_mean, one.gini, one.cv) == (4.0, 0.75, pytest.approx(np.sqrt(3)))
@@ -61,7 +62,7 @@ def test_load_statistics_by_hand():
     assert (none.max_over_mean, none.gini, none.cv, none.hot) == (None, None, None, [])
 
 
-def test_one_pass_counts_what_counting_counts():
+def test_one_pass_counts_what_counting_counts() -> None:
     trace = generate(SMALL, seeded(), requests=200)
     found = inspect(trace)
     load = footprint(trace.arrays()[0].expert_ids, 16)
@@ -77,7 +78,7 @@ def test_one_pass_counts_what_counting_counts():
     assert found.decode_tokens == trace.requests.output_tokens.sum()
 
 
-def test_rank_imbalance_of_a_known_load():
+def test_rank_imbalance_of_a_known_load() -> None:
     load = np.ones((1, 1, 8), np.uint64)
     load[0, 0, 0] = 9  # ranks of 4 experts carry 12 and 4
     two, four, eight = inspect(LoadTable(load)).rank_imbalance
@@ -86,7 +87,7 @@ def test_rank_imbalance_of_a_known_load():
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
-def test_drift_of_known_half_life(seed):
+def test_drift_of_known_half_life(seed) -> None:
     # Four half-lives of trace: there 19 of 20 other seeds came within 25%, in shorter ones fewer (docs/inspect.md).
     settings = SyntheticSettings(num_layers=6, drift=SlowDrift(100.0), lengths=SHORT, arrivals=PoissonArrivals(2.5))
     drift = inspect(generate(settings, seeded(seed), requests=1000)).drift
@@ -96,7 +97,7 @@ def test_drift_of_known_half_life(seed):
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
-def test_stationary_load_does_not_drift(seed):
+def test_stationary_load_does_not_drift(seed) -> None:
     settings = dataclasses.replace(presets["balanced"], num_layers=6, lengths=SHORT)
     drift = inspect(generate(settings, seeded(seed), requests=800)).drift
     assert drift.half_life is None
@@ -104,7 +105,7 @@ def test_stationary_load_does_not_drift(seed):
     assert np.mean(drift.similarity) == pytest.approx(1, abs=0.15)
 
 
-def test_wandering_load_table_drifts_in_windows():
+def test_wandering_load_table_drifts_in_windows() -> None:
     rng, keep = seeded(1), 2 ** (-1 / 12)
     x = [rng.normal(size=(8, 64))]
     for _ in range(95):
@@ -121,14 +122,14 @@ def test_wandering_load_table_drifts_in_windows():
     assert sorted(labelled.domains.domains) == ["d0", "d1", "d2"]
 
 
-def test_drift_needs_windows_and_shape():
+def test_drift_needs_windows_and_shape() -> None:
     few = measure_drift(np.ones((3, 2, 1, 4), np.int64), 1.0, "s", seeded())
     assert "3 windows" in few.reason
     even = measure_drift(np.ones((16, 2, 1, 4), np.int64), 1.0, "s", seeded())
     assert "even" in even.reason
 
 
-def test_halves_of_windows_are_balanced():
+def test_halves_of_windows_are_balanced() -> None:
     trace = generate(SMALL, seeded(), requests=320)
     windows = cut_windows(trace, seeded())
     assert windows.total == 20
@@ -137,7 +138,7 @@ def test_halves_of_windows_are_balanced():
     assert (np.diff(windows.window) >= 0).all()
 
 
-def test_distinct_experts_against_theory():
+def test_distinct_experts_against_theory() -> None:
     # Even routing without preference: the closed form for random experts is exact up to the draws' noise.
     flat = dataclasses.replace(SMALL, zipf_exponent=0.0, specialisation=0.0, concentration=np.inf, domains=("one",))
     for step in inspect(generate(flat, seeded(), requests=300)).distinct_experts:
@@ -147,7 +148,7 @@ def test_distinct_experts_against_theory():
         assert step.mixed == pytest.approx(np.mean(step.mixed_per_layer))
 
 
-def test_distinct_experts_of_domains_that_share_none():
+def test_distinct_experts_of_domains_that_share_none() -> None:
     # Two domains with two experts each: a batch of one domain touches 2, a mixed one nearly always 4.
     ids = np.repeat([[[0, 1]], [[2, 3]]], [40, 40], axis=0)
     found = inspect(tiny(ids, [1] * 80, domains=["a"] * 40 + ["b"] * 40)).distinct_experts
@@ -159,7 +160,7 @@ def test_distinct_experts_of_domains_that_share_none():
     assert by_batch[2].mixed == pytest.approx(3, abs=0.2)
 
 
-def test_phase_correlation():
+def test_phase_correlation() -> None:
     same = [[[0, 1]], [[0, 2]], [[0, 1]], [[0, 2]]]
     opposite = [[[0, 1]], [[0, 1]], [[2, 3]], [[2, 3]]]
     phase = [PREFILL, PREFILL, DECODE, DECODE]
@@ -170,7 +171,7 @@ def test_phase_correlation():
     assert every.pearson is None, "constant counts have no correlation"
 
 
-def test_generated_phase_correlation_follows_the_setting():
+def test_generated_phase_correlation_follows_the_setting() -> None:
     high, low = (
         inspect(generate(dataclasses.replace(SMALL, phase_correlation=c, concentration=5.0), seeded(), requests=200))
         for c in (1.0, 0.0)
@@ -178,7 +179,7 @@ def test_generated_phase_correlation_follows_the_setting():
     assert high.phase_correlation.pearson > low.phase_correlation.pearson + 0.2
 
 
-def test_arrivals():
+def test_arrivals() -> None:
     times = np.repeat(np.arange(0, 100, 10.0), 10)  # ten at once, every ten seconds
     rate = arrival_rate(RequestTrace(np.ones(100, np.int64), np.ones(100, np.int64), times))
     assert rate.mean == pytest.approx(99 / 90)
@@ -189,7 +190,7 @@ def test_arrivals():
     assert arrival_rate(poisson).dispersion[0].index == pytest.approx(1, abs=0.25)
 
 
-def test_prefix_blocks_seen_before():
+def test_prefix_blocks_seen_before() -> None:
     blocks = [np.array([1, 2, 3]), np.array([1, 2, 4]), np.array([1, 2, 3, 5])]
     table = RequestTrace(np.full(3, 9), np.full(3, 1), prefix_blocks=blocks, block_tokens=4)
     assert inspect(table).prefix_sharing.seen_before == pytest.approx(5 / 10)
@@ -208,7 +209,7 @@ TRACES = {
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_small_traces_have_reasons_and_no_nan(name):
+def test_small_traces_have_reasons_and_no_nan(name) -> None:
     found = inspect(TRACES[name]())
     plain = msgspec.to_builtins(found)
     json.dumps(plain, allow_nan=False)
@@ -240,12 +241,12 @@ def test_small_traces_have_reasons_and_no_nan(name):
         RequestTrace(np.empty(0, np.int64), np.empty(0, np.int64)),
     ],
 )
-def test_empty_traces_are_bad_input(trace):
+def test_empty_traces_are_bad_input(trace) -> None:
     with pytest.raises(TraceError, match=r"^t: .*the trace is empty"):
         inspect(trace)
 
 
-def test_bad_ids_name_file_and_field(tmp_path):
+def test_bad_ids_name_file_and_field(tmp_path: Path) -> None:
     generate(dataclasses.replace(SMALL, num_experts=12), seeded(), requests=20).save(tmp_path / "t")
     file = tmp_path / "t" / "activations.safetensors"
     clean = file.read_bytes()
@@ -262,7 +263,7 @@ def test_bad_ids_name_file_and_field(tmp_path):
         assert str(value) in caught.value.problem
 
 
-def test_same_seed_same_numbers_and_progress_ends_at_all():
+def test_same_seed_same_numbers_and_progress_ends_at_all() -> None:
     trace = generate(SMALL, seeded(), requests=60)
     calls = []
     first = inspect_trace(trace, "t", seeded(3), lambda done, total: calls.append((done, total)))
@@ -270,11 +271,11 @@ def test_same_seed_same_numbers_and_progress_ends_at_all():
     assert calls[-1] == (trace.num_tokens, trace.num_tokens)
 
 
-def test_interruption_stops_between_chunks(monkeypatch):
+def test_interruption_stops_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coterie.evaluation.inspect.one_pass.CHUNK_BYTES", 1 << 12)
     seen = []
 
-    def stop(done, total):
+    def stop(done, total) -> None:
         seen.append(done)
         if done > total / 2:
             raise KeyboardInterrupt
@@ -286,7 +287,7 @@ def test_interruption_stops_between_chunks(monkeypatch):
     assert seen[-1] < trace.num_tokens
 
 
-def test_chunks_do_not_change_the_load(monkeypatch):
+def test_chunks_do_not_change_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = generate(SMALL, seeded(), requests=60)
     whole = inspect(trace)
     monkeypatch.setattr("coterie.evaluation.inspect.one_pass.CHUNK_BYTES", 1 << 12)
@@ -295,7 +296,7 @@ def test_chunks_do_not_change_the_load(monkeypatch):
     assert parts.phase_correlation == whole.phase_correlation
 
 
-def test_real_activations(data_dir):
+def test_real_activations(data_dir: Path) -> None:
     found = inspect(read_trace(data_dir / "activations" / "gpt-oss-20b"))
     steps = {step.batch: step for step in found.distinct_experts}
     assert steps[1].mixed == 4.0
@@ -310,7 +311,7 @@ def test_real_activations(data_dir):
     assert len(glm.domains.domains) == 12
 
 
-def test_real_requests(data_dir):
+def test_real_requests(data_dir: Path) -> None:
     found = inspect(read_trace(data_dir / "requests" / "mooncake" / "conversation_trace.jsonl"))
     assert found.requests == 12_031
     assert found.prefix_sharing.block_tokens == 512

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,27 +38,27 @@ def request_only():
 
 
 @pytest.fixture(scope="module")
-def report(found, tmp_path_factory):
+def report(found, tmp_path_factory: pytest.TempPathFactory):
     return write_report(found, tmp_path_factory.mktemp("report") / "r")
 
 
 class Page(HTMLParser):
-    def __init__(self, text):
+    def __init__(self, text) -> None:
         super().__init__()
         self.tags, self.urls, self.open = [], [], []
         self.feed(text)
 
-    def handle_starttag(self, tag, attrs):
+    def handle_starttag(self, tag, attrs) -> None:
         self.tags.append((tag, dict(attrs)))
         self.urls += [v for k, v in attrs if k in ("src", "srcset", "href")]
         if tag not in ("meta", "img", "source"):
             self.open.append(tag)
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag) -> None:
         assert self.open.pop() == tag
 
 
-def test_page_is_whole_and_self_contained(report):
+def test_page_is_whole_and_self_contained(report) -> None:
     text = report.page.read_text()
     page = Page(text)
     assert page.open == [], "every element is closed"
@@ -75,7 +76,7 @@ def test_page_is_whole_and_self_contained(report):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in report.figures)
 
 
-def test_same_numbers_same_bytes_and_only_own_files_are_replaced(found, report, request_only, tmp_path):
+def test_same_numbers_same_bytes_and_only_own_files_are_replaced(found, report, request_only, tmp_path: Path) -> None:
     first = write_report(request_only, tmp_path / "first").page.read_bytes()
     folder = tmp_path / "r"
     shutil.copytree(report.page.parent, folder)  # an earlier report with more figures
@@ -90,7 +91,7 @@ def test_same_numbers_same_bytes_and_only_own_files_are_replaced(found, report, 
     assert (folder / "load.png").read_text() == "mine too"
 
 
-def test_foreign_folders_are_refused(request_only, tmp_path):
+def test_foreign_folders_are_refused(request_only, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="not empty"):
         write_report(request_only, tmp_path)
@@ -107,7 +108,7 @@ def test_foreign_folders_are_refused(request_only, tmp_path):
     assert (tmp_path / "file").exists(), "a marker does not reach outside its folder"
 
 
-def test_sections_without_data_are_left_out(request_only):
+def test_sections_without_data_are_left_out(request_only) -> None:
     assert [s.key for s in sections(request_only)] == ["arrivals", "lengths"]
     load = inspect_trace(LoadTable(np.array([[[3, 1], [0, 0]]], np.uint64)), "l", np.random.default_rng(0))
     assert [s.key for s in sections(load)] == ["load", "gini", "ranks", "drift"]
@@ -119,5 +120,5 @@ def test_sections_without_data_are_left_out(request_only):
 @pytest.mark.parametrize(
     ("cell", "text"), [(None, "–"), (1234567, "1,234,567"), (0.12345, "0.123"), (12345.6, "12,346"), ("a", "a")]
 )
-def test_cell_text(cell, text):
+def test_cell_text(cell, text) -> None:
     assert cell_text(cell) == text

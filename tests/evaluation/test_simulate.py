@@ -1,4 +1,4 @@
-"""What-if runs: against queueing theory and plain counting, and that no prediction knows what it predicts."""
+"""What-if runs: against queueing theory and plain counting, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import csv
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from coterie.batching import LatencyAware, strategies
 from coterie.batching.costs import SpreadCost
@@ -19,252 +18,21 @@ from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError
 from coterie.evaluation.simulate.options import SimulateOptions
-from coterie.evaluation.simulate.requests import Arrived, arrive, recorded, synthetic
+from coterie.evaluation.simulate.requests import arrive, recorded, synthetic
 from coterie.evaluation.simulate.servers import SpreadServer, StepServer, make_strategy
 from coterie.evaluation.simulate.what_if import MAX_BYTES, simulate, write
 from coterie.evaluation.suites.caps.suite import SETTING
 from coterie.models import get_model
 from coterie.sim.metrics import summarise
-from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
-from coterie.types import DECODE, PREFILL, Placement, Topology
-
-EXPERTS, LAYERS, TOP_K = 12, 2, 3
-
-
-def quiet(*_):
-    pass
-
-
-def rng(seed=0):
-    return np.random.default_rng(seed)
-
-
-def make_trace(
-    requests=20,
-    prompt=10,
-    output=6,
-    token_ids=True,
-    domains=True,
-    times=False,
-    seed=0,
-    vocabulary=30,
-    meta=TraceMeta("made", EXPERTS, LAYERS, TOP_K),  # noqa: B008
-):
-    """Experts by token id and domain, with some noise."""
-    draw = rng(seed)
-    lengths = [draw.integers(1, (n or 1) + 1, requests) * bool(n) for n in (prompt, output)]
-    domain = draw.integers(3, size=requests)
-    taste = draw.random((3, vocabulary, meta.num_layers, meta.num_experts))
-    ids, phase, tokens = [], [], []
-    for row in range(requests):
-        count = int(lengths[0][row] + lengths[1][row])
-        own = draw.integers(vocabulary, size=count)
-        scores = taste[domain[row], own] + 0.3 * draw.random((count, meta.num_layers, meta.num_experts))
-        ids.append(np.argsort(-scores, axis=-1)[..., : meta.top_k])
-        phase.append(np.repeat([PREFILL, DECODE], [lengths[0][row], lengths[1][row]]))
-        tokens.append(own)
-    table = RequestTrace(
-        lengths[0],
-        lengths[1],
-        np.sort(draw.random(requests))[::-1] * 10 if times else None,
-        domains=[f"d{n}" for n in domain] if domains else None,
-    )
-    return ActivationTrace.from_arrays(
-        meta,
-        np.concatenate(ids),
-        np.cumsum([0, *map(len, ids)]),
-        table,
-        np.concatenate(phase).astype(np.uint8),
-        np.concatenate(tokens).astype(np.int32) if token_ids else None,
-    )
-
-
-def count(ids):
-    out = np.zeros((ids.shape[1], EXPERTS), int)
-    for token in ids:
-        for layer, chosen in enumerate(token):
-            for expert in chosen:
-                out[layer, expert] += 1
-    return out
+from coterie.traces import LoadTable, RequestTrace, TraceMeta
+from coterie.types import Placement, Topology
+from simulate_traces import make_trace, quiet, rng
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved(tmp_path: Path):
     make_trace(times=True).save(tmp_path / "trace")
     return tmp_path / "trace"
-
-
-# ------------------------------------------------------------------------------------------------- what runs
-
-
-@pytest.mark.parametrize(("execution", "phase"), [("prefill", PREFILL), ("spread", PREFILL), ("decode", DECODE)])
-def test_the_part_that_runs_is_counted_exactly(execution, phase):
-    trace = make_trace()
-    found = recorded(trace, "made", execution, "recorded", rng())
-    for row in range(trace.num_requests):
-        request = trace.request(row)
-        ids = request.only(phase)
-        np.testing.assert_array_equal(found.counts[row], count(ids))
-        first = found.first[row]
-        np.testing.assert_array_equal(found.expert_ids[first : first + found.tokens[row]], ids)
-        assert found.context[row] == (0 if phase == PREFILL else (request.phase == PREFILL).sum())
-    steps = found.tokens[:, None, None] if execution == "decode" else 1
-    np.testing.assert_allclose(found.predicted, found.counts / steps)
-    assert found.cosine == pytest.approx(1.0)
-    assert found.calibration == 0
-
-
-def test_of_one_phase_its_tokens_stand_for_the_other():
-    only_answers, only_prompts = make_trace(prompt=0), make_trace(output=0)
-    for trace, execution, said in ((only_answers, "prefill", "answers only"), (only_prompts, "decode", "prompts only")):
-        found = recorded(trace, "made", execution, "recorded", rng())
-        np.testing.assert_array_equal(found.tokens, trace.lengths)
-        assert said in found.notes[0]
-    assert not found.context.any()
-
-
-def test_a_prompt_that_was_not_recorded_is_context_all_the_same():
-    trace = make_trace(prompt=0)
-    table = RequestTrace(np.full(trace.num_requests, 77), trace.requests.output_tokens)
-    tokens, offsets = trace.arrays()
-    trace = ActivationTrace.from_arrays(trace.meta, tokens.expert_ids, offsets, table, tokens.phase)
-    assert (recorded(trace, "made", "decode", "recorded", rng()).context == 77).all()
-    assert recorded(trace, "made", "decode", "prefix", rng()).context.min() >= 77
-
-
-def test_prefix_sees_the_first_half_and_the_second_runs():
-    trace = make_trace(prompt=0, output=9, token_ids=False)
-    found = recorded(trace, "made", "decode", "prefix", rng())
-    halves = [count(trace.request(r).expert_ids[trace.lengths[r] // 2 :]) for r in range(trace.num_requests)]
-    assert found.calibration + len(found.counts) == trace.num_requests
-    assert all(any((half == one).all() for half in halves) for one in found.counts)
-    np.testing.assert_allclose(found.predicted.sum(axis=2), TOP_K)  # of a step
-    assert found.predicted.max() <= 1.0
-
-
-def test_a_long_recording_is_drawn_from(monkeypatch):
-    monkeypatch.setattr("coterie.evaluation.simulate.requests.MAX_RECORDED", 60)
-    found = recorded(make_trace(requests=65, prompt=2, output=0), "made", "prefill", "recorded", rng())
-    assert len(found.counts) == 60
-    assert "60 of 65" in found.notes[0]
-
-
-# ------------------------------------------------------------------------------------------------- what is predicted
-
-
-@pytest.mark.parametrize("predictor", ["popularity", "domain", "prefix", "token_table", "similar_prefix"])
-@pytest.mark.parametrize("execution", ["prefill", "decode"])
-def test_no_prediction_knows_the_experts_it_predicts(execution, predictor):
-    """Other experts for the tokens that run, in the requests that run, leave every prediction as it was."""
-    trace = make_trace(requests=40)
-    before = recorded(trace, "made", execution, predictor, rng(5))
-    tokens, offsets = trace.arrays()
-    ids = tokens.expert_ids.copy()
-    run = [r for r in range(trace.num_requests) if any(_holds(before, trace, r, execution, predictor))]
-    assert len(run) >= len(before.counts)
-    changed = 0
-    for row in range(trace.num_requests):
-        if row not in run:
-            continue
-        span = slice(offsets[row], offsets[row + 1])
-        runs = np.flatnonzero(tokens.phase[span] == (DECODE if execution == "decode" else PREFILL))
-        if predictor == "prefix" and execution == "prefill":
-            runs = runs[len(runs) // 2 :]
-        ids[offsets[row] + runs] = (ids[offsets[row] + runs] + 5) % EXPERTS
-        changed += len(runs)
-    assert changed
-    other = ActivationTrace.from_arrays(trace.meta, ids, offsets, trace.requests, tokens.phase, tokens.token_ids)
-    after = recorded(other, "made", execution, predictor, rng(5))
-    np.testing.assert_array_equal(after.predicted, before.predicted)
-    assert not np.array_equal(after.counts, before.counts)
-    assert before.calibration + len(before.counts) == trace.num_requests
-
-
-def _holds(found, trace, row, execution, predictor):
-    """Whether a request's part that runs is among those that do."""
-    ids = trace.request(row).only(DECODE if execution == "decode" else PREFILL)
-    if predictor == "prefix" and execution == "prefill":
-        ids = ids[len(ids) // 2 :]
-    mine = count(ids)
-    return [(mine == one).all() for one in found.counts]
-
-
-def test_better_informed_is_nearer():
-    trace = make_trace(requests=200, prompt=40, output=30)
-    names = ("popularity", "domain", "token_table")
-    by = {name: recorded(trace, "made", "prefill", name, rng(1)).cosine for name in names}
-    assert by["popularity"] < by["domain"] < 1.0
-    assert by["popularity"] < by["token_table"] < 1.0
-
-
-@pytest.mark.parametrize("execution", ["prefill", "decode"])
-def test_prompts_that_begin_alike_are_found_whatever_runs(execution):
-    """Each request again with a last prompt token of its own: not the same prompt, but all the rest of it is."""
-    trace = make_trace(requests=12, prompt=10, output=6)
-    tokens, offsets = trace.arrays()
-    lengths = np.diff(offsets)
-    prompts = np.asarray(trace.requests.prompt_tokens)
-    ids = np.concatenate([tokens.token_ids] * 8)
-    for copy in range(8):
-        ids[copy * offsets[-1] + offsets[:-1] + prompts - 1] = 1000 + 12 * copy + np.arange(12)
-    ends = np.concatenate([[0], np.cumsum(np.tile(lengths, 8))])
-    table = RequestTrace(np.tile(prompts, 8), np.tile(np.asarray(trace.requests.output_tokens), 8))
-    alike = ActivationTrace.from_arrays(
-        trace.meta, np.concatenate([tokens.expert_ids] * 8), ends, table, np.concatenate([tokens.phase] * 8), ids
-    )
-    names = ("recent_popularity", "similar_prefix")
-    usual, similar = (recorded(alike, "made", execution, name, rng()).cosine for name in names)
-    assert similar > usual + 0.05
-
-
-def test_requests_with_one_prompt_stay_on_one_side():
-    """Each prompt twice: were they apart, a table of tokens would have seen what it predicts."""
-    trace = make_trace(requests=12, output=0)
-    tokens, offsets = trace.arrays()
-    twice = ActivationTrace.from_arrays(
-        trace.meta,
-        np.concatenate([tokens.expert_ids] * 2),
-        np.concatenate([offsets, offsets[-1] + offsets[1:]]),
-        None,
-        np.concatenate([tokens.phase] * 2),
-        np.concatenate([tokens.token_ids] * 2),
-    )
-    found = recorded(twice, "made", "prefill", "token_table", rng())
-    same = (found.counts[:, None] == found.counts[None]).all(axis=(2, 3)).sum(axis=1)
-    assert (same >= 2).all()
-
-
-# ------------------------------------------------------------------------------------------------- arrivals
-
-
-def test_recorded_times_keep_their_requests_and_go_on_in_laps():
-    trace = make_trace(requests=5, times=True)
-    found = recorded(trace, "made", "prefill", "recorded", rng())
-    drawn = arrive(found, None, 12, rng())
-    by_time = np.argsort(trace.requests.arrival_s, kind="stable")
-    assert drawn.row.tolist() == [int(by_time[i % 5]) for i in range(12)]
-    np.testing.assert_allclose(np.diff(drawn.arrival_s[:5]), np.diff(trace.requests.arrival_s[by_time]))
-    assert (np.diff(drawn.arrival_s) >= 0).all()
-
-
-def test_bursts_are_of_one_domain():
-    found = recorded(make_trace(requests=90), "made", "prefill", "recorded", rng())
-    names = np.array(found.domains)
-
-    def repeats(arrivals):
-        of = names[arrive(found, arrivals, 2000, rng()).row]
-        return (of[1:] == of[:-1]).mean()
-
-    assert repeats("bursty") > repeats("poisson") + 0.1
-
-
-@given(st.floats(0.01, 1e4), st.integers(2, 50), st.integers(0, 99))
-@settings(max_examples=30)
-def test_a_rate_is_that_of_the_gaps(rate, requests, seed):
-    times = np.sort(rng(seed).random(requests))
-    scaled = Arrived(times, np.arange(requests)).at(rate)
-    assert (requests - 1) / (scaled[-1] - scaled[0]) == pytest.approx(rate)
-    np.testing.assert_allclose(np.diff(scaled) * np.ptp(times), np.diff(times) * np.ptp(scaled))
 
 
 # ------------------------------------------------------------------------------------------------- the servers
@@ -275,7 +43,7 @@ def config_file(folder, **scheduler):
     return folder / "caps.json"
 
 
-def test_one_by_one_it_is_the_queue_of_theory(tmp_path):
+def test_one_by_one_it_is_the_queue_of_theory(tmp_path: Path) -> None:
     """M/D/1: a mean wait of rho / (2 (1 - rho)) services."""
     config = config_file(tmp_path, strategy="fcfs", max_batch_size=1, window_size=1, min_batch_trigger=1)
     options = SimulateOptions(config=config, base_ms=10.0, sensitivity=0.0, rate=60.0, requests=12_000, seed=3)
@@ -288,7 +56,7 @@ def test_one_by_one_it_is_the_queue_of_theory(tmp_path):
     assert row["imbalance"] == 1.0
 
 
-def test_a_run_is_what_its_parts_give(tmp_path):
+def test_a_run_is_what_its_parts_give(tmp_path: Path) -> None:
     """The same numbers from the pieces of the library, and every number of a row."""
     config = config_file(tmp_path, strategy="greedy_variance", max_skips=None)
     found = simulate(SimulateOptions(config=config, rate=150.0, requests=300, seed=4), quiet)
@@ -306,7 +74,7 @@ def test_a_run_is_what_its_parts_give(tmp_path):
     assert base["p99_reduction_pct"] == base["throughput_gain_pct"] == 0.0
 
 
-def test_published_gains_in_overload():
+def test_published_gains_in_overload() -> None:
     """Bursty, 150 requests a second: throughput of the greedy strategies +12.7% as published, within 3 points."""
     names = ("greedy_variance", "random")
     options = SimulateOptions(arrivals="bursty", rate=150.0, requests=1500, strategies=names, seed=42)
@@ -327,7 +95,7 @@ def gpt_oss():
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_every_strategy_serves_everyone_under_the_step_model(gpt_oss, phase, ranks):
+def test_every_strategy_serves_everyone_under_the_step_model(gpt_oss, phase, ranks) -> None:
     spec = get_model("gpt-oss-20b")
     placement = Placement.linear(spec.num_moe_layers, spec.num_experts, ranks) if ranks > 1 else None
     model = step_model(spec, "h200", None, Topology(ranks))
@@ -344,7 +112,7 @@ def test_every_strategy_serves_everyone_under_the_step_model(gpt_oss, phase, ran
             assert (run.imbalance == 1.0).all()
 
 
-def test_the_fitting_cost_goes_to_latency_aware(gpt_oss):
+def test_the_fitting_cost_goes_to_latency_aware(gpt_oss) -> None:
     model = step_model(get_model("gpt-oss-20b"), "h200")
     requests = recorded(gpt_oss, "made", "decode", "recorded", rng())
     row = np.arange(len(requests.counts))
@@ -359,7 +127,7 @@ def test_the_fitting_cost_goes_to_latency_aware(gpt_oss):
     assert make_strategy("latency_aware", spread).cost == SpreadCost(0.5)
 
 
-def test_a_cost_of_several_ranks_is_of_one_ranks_share():
+def test_a_cost_of_several_ranks_is_of_one_ranks_share() -> None:
     spec = get_model("gpt-oss-20b")
     placement = Placement.linear(spec.num_moe_layers, spec.num_experts, 4)
     one = StepCost.for_phase(step_model(spec, "h200"), "decode", 8, 100)
@@ -372,7 +140,7 @@ def test_a_cost_of_several_ranks_is_of_one_ranks_share():
 # ------------------------------------------------------------------------------------------------- the whole
 
 
-def test_the_execution_follows_the_trace(tmp_path, gpt_oss):
+def test_the_execution_follows_the_trace(tmp_path: Path, gpt_oss) -> None:
     gpt_oss.save(tmp_path / "known")
     make_trace().save(tmp_path / "unknown")
     make_trace(meta=TraceMeta("gpt-oss-20b", 32, 2, 4)).save(tmp_path / "part")
@@ -387,7 +155,7 @@ def test_the_execution_follows_the_trace(tmp_path, gpt_oss):
     assert simulate(named, quiet).settings["ranks"] == 2
 
 
-def test_the_weights_of_a_config_are_timed(tmp_path, gpt_oss):
+def test_the_weights_of_a_config_are_timed(tmp_path: Path, gpt_oss) -> None:
     gpt_oss.save(tmp_path / "known")
     (tmp_path / "c.json").write_text('{"quantization": "bf16", "scheduler": {"strategy": "lpt"}}')
     found = simulate(SimulateOptions(trace=tmp_path / "known", config=tmp_path / "c.json", requests=20), quiet)
@@ -396,7 +164,7 @@ def test_the_weights_of_a_config_are_timed(tmp_path, gpt_oss):
     assert found.settings["experts"] == 32, "a config that does not say how many experts claims nothing"
 
 
-def test_times_of_another_trace(tmp_path, saved):
+def test_times_of_another_trace(tmp_path: Path, saved) -> None:
     RequestTrace(np.ones(4, int), np.ones(4, int), np.array([0.0, 1.0, 1.0, 5.0])).save(tmp_path / "times")
     for options in (
         SimulateOptions(trace=saved, arrivals=str(tmp_path / "times"), requests=4),
@@ -409,7 +177,7 @@ def test_times_of_another_trace(tmp_path, saved):
         np.testing.assert_allclose(simulate(faster, quiet).runs["fcfs"].arrival_s, [0.0, 0.1, 0.1, 0.5])
 
 
-def test_the_same_seed_is_the_same_run(saved):
+def test_the_same_seed_is_the_same_run(saved) -> None:
     options = SimulateOptions(trace=saved, requests=50, strategies=("all",), predictor="domain")
     one, two = (simulate(options, quiet).to_json() for _ in range(2))
     assert one == two
@@ -418,14 +186,14 @@ def test_the_same_seed_is_the_same_run(saved):
     assert [row["strategy"] for row in one["rows"]] == ["fcfs", *(n for n in strategies.names() if n != "fcfs")]
 
 
-def test_one_request_is_enough():
+def test_one_request_is_enough() -> None:
     found = simulate(SimulateOptions(requests=1), quiet)
     assert found.rows[0]["requests"] == 1
     assert found.settings["rate"] is None
     json.dumps(found.to_json(), allow_nan=False)
 
 
-def test_progress_reaches_its_end():
+def test_progress_reaches_its_end() -> None:
     seen = []
     simulate(SimulateOptions(requests=40), lambda *heard: seen.append(heard))
     dones = [done for _, done, _ in seen]
@@ -433,7 +201,7 @@ def test_progress_reaches_its_end():
     assert seen[-1][1] == seen[-1][2] == 3 * 40
 
 
-def test_what_is_written_gives_the_table_again(tmp_path, saved):
+def test_what_is_written_gives_the_table_again(tmp_path: Path, saved) -> None:
     found = simulate(SimulateOptions(trace=saved, requests=60), quiet)
     write(tmp_path / "new" / "out", found)
     assert json.loads((tmp_path / "new" / "out" / "simulate.json").read_text()) == found.to_json()
@@ -470,7 +238,7 @@ def test_what_is_written_gives_the_table_again(tmp_path, saved):
         ({"requests": 1 + MAX_BYTES // 480}, "must be at most 2048"),
     ],
 )
-def test_bad_settings(change, said):
+def test_bad_settings(change, said) -> None:
     with pytest.raises(InputError, match=re.escape(said)) as raised:
         simulate(SimulateOptions(**change), quiet)
     assert "\n" not in str(raised.value)
@@ -486,17 +254,17 @@ def test_bad_settings(change, said):
         ({"base_ms": -1.0}, "base_ms=-1.0"),
     ],
 )
-def test_bad_settings_for_a_trace(saved, change, said):
+def test_bad_settings_for_a_trace(saved, change, said) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
         simulate(SimulateOptions(trace=saved, requests=5, **change), quiet)
 
 
-def test_a_config_of_other_experts(tmp_path, saved):
+def test_a_config_of_other_experts(tmp_path: Path, saved) -> None:
     with pytest.raises(ConfigError, match=r"caps.json: num_experts=60 must equal 12, that of .*trace"):
         simulate(SimulateOptions(trace=saved, config=config_file(tmp_path)), quiet)
 
 
-def test_traces_that_lack_what_is_asked(tmp_path):
+def test_traces_that_lack_what_is_asked(tmp_path: Path) -> None:
     LoadTable(np.ones((1, 2, 8), np.uint64)).save(tmp_path / "load")
     RequestTrace(np.ones(3, int), np.ones(3, int)).save(tmp_path / "untimed")
     RequestTrace(np.ones(3, int), np.ones(3, int), np.zeros(3)).save(tmp_path / "at-once")

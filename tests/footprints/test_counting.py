@@ -27,7 +27,7 @@ def brute_load(ids, experts):
 
 
 @given(activations())
-def test_footprint_and_distinct_match_brute_force(case):
+def test_footprint_and_distinct_match_brute_force(case) -> None:
     ids, experts = case
     assert np.array_equal(footprint(ids, experts), brute_load(ids, experts))
     assert footprint(ids, experts).dtype == np.uint32
@@ -36,7 +36,7 @@ def test_footprint_and_distinct_match_brute_force(case):
 
 
 @given(activations(), st.lists(st.integers(0, 20), max_size=5))
-def test_footprints_split_by_request(case, cuts):
+def test_footprints_split_by_request(case, cuts) -> None:
     ids, experts = case
     offsets = np.array([0, *sorted(min(c, len(ids)) for c in cuts), len(ids)])
     counts = footprints(ids, offsets, experts)
@@ -45,7 +45,7 @@ def test_footprints_split_by_request(case, cuts):
     assert np.array_equal(counts.sum(axis=0), footprint(ids, experts))
 
 
-def test_accumulate_adds_in_place_to_any_dtype(rng):
+def test_accumulate_adds_in_place_to_any_dtype(rng: np.random.Generator) -> None:
     ids = rng.integers(0, 8, (50, 3, 2)).astype(np.uint8)
     for dtype in (np.uint64, np.float64):
         out = np.ones((3, 8), dtype)
@@ -54,7 +54,7 @@ def test_accumulate_adds_in_place_to_any_dtype(rng):
         assert np.array_equal(out, 1 + brute_load(ids, 8))
 
 
-def test_bad_ids_and_shapes_are_named():
+def test_bad_ids_and_shapes_are_named() -> None:
     ids = np.array([[[0, 1]], [[1, 9]]], np.uint8)
     for count in (footprint, distinct_experts):
         with pytest.raises(ConfigError, match="token 1 activates expert 9; it must be in 0 … 7"):
@@ -69,5 +69,5 @@ def test_bad_ids_and_shapes_are_named():
         footprints(ids, np.array([0, 3]), 16)
 
 
-def test_public_surface():
+def test_public_surface() -> None:
     assert {name for name in package.__all__ if not hasattr(package, name)} == set()

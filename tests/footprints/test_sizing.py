@@ -42,7 +42,9 @@ def spec(**change: int) -> ModelSpec:
     st.integers(1, 2),
     st.integers(1, 10_000),
 )
-def test_is_what_the_store_allocates(layers: int, first: int, step: int, experts: int, top_k: int, positions: int):
+def test_is_what_the_store_allocates(
+    layers: int, first: int, step: int, experts: int, top_k: int, positions: int
+) -> None:
     """Position by position: the store's bytes grow by position_bytes, but for the header that does not grow."""
     model = spec(
         num_layers=layers, first_moe_layer=min(first, layers - 1), moe_layer_step=step, num_experts=experts, top_k=top_k
@@ -52,7 +54,7 @@ def test_is_what_the_store_allocates(layers: int, first: int, step: int, experts
     assert twice.nbytes - store.nbytes == 8 * positions * position_bytes(model)
 
 
-def test_by_hand():
+def test_by_hand() -> None:
     """DeepSeek-V3: 58 layers of 8 one-byte ids; 61 layers of a 512-wide latent and a 64-wide rotary part."""
     size = store_size(get_model("deepseek-v3"), "bf16", 16)
     assert size.position_bytes == 58 * 8 + EPOCH_BYTES
@@ -63,14 +65,14 @@ def test_by_hand():
     assert store_size(get_model("deepseek-v3"), "fp8").kv_bytes == 61 * 576
 
 
-def test_ids_of_more_than_256_experts_take_two_bytes():
+def test_ids_of_more_than_256_experts_take_two_bytes() -> None:
     assert position_bytes(spec(num_experts=257)) - EPOCH_BYTES == 2 * (
         position_bytes(spec(num_experts=256)) - EPOCH_BYTES
     )
 
 
 @given(st.integers(1, 300))
-def test_the_largest_count_of_a_block_decides_exactness(block: int):
+def test_the_largest_count_of_a_block_decides_exactness(block: int) -> None:
     """The worst block there is: every token chooses expert 0. k does not matter, an expert is chosen once a token."""
     choices = np.tile(np.arange(2), (block, 1))  # [token, k]
     largest = int(np.bincount(choices.ravel()).max())
@@ -80,18 +82,18 @@ def test_the_largest_count_of_a_block_decides_exactness(block: int):
 
 
 @pytest.mark.parametrize("name", list(models()))
-def test_every_shape_with_16_bit_kv_stays_under_the_bar(name: str):
+def test_every_shape_with_16_bit_kv_stays_under_the_bar(name: str) -> None:
     assert store_size(get_model(name), "bf16").share_of_kv < 0.01
 
 
-def test_the_shapes_over_the_bar_with_8_bit_kv_are_those_said():
+def test_the_shapes_over_the_bar_with_8_bit_kv_are_those_said() -> None:
     over = {name for name, model in models().items() if not store_size(model, "fp8").within_bar}
     assert over == {"deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm-5.2"}
     assert all(models()[name].kv_lora_rank for name in over)
 
 
 @given(st.sampled_from(list(models())), st.sampled_from(["bf16", "fp8"]), st.integers(1, 512))
-def test_a_device_is_filled_exactly(name: str, kv_dtype: str, block: int):
+def test_a_device_is_filled_exactly(name: str, kv_dtype: str, block: int) -> None:
     size = store_size(get_model(name), kv_dtype, block)  # type: ignore[arg-type]
     store = size.bytes_beside_kv()
     tokens = store / size.position_bytes
@@ -107,7 +109,7 @@ def test_a_device_is_filled_exactly(name: str, kv_dtype: str, block: int):
     ("arguments", "problem"),
     [(("int4", 16), "kv_dtype='int4' must be one of bf16, fp8"), (("bf16", 0), "block_size=0 must be at least 1")],
 )
-def test_bad_input(arguments: tuple[str, int], problem: str):
+def test_bad_input(arguments: tuple[str, int], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         store_size(spec(), *arguments)  # type: ignore[arg-type]
 
@@ -116,7 +118,7 @@ def _memory_section() -> list[str]:
     return DOCS.read_text().partition("## Memory")[2].splitlines()
 
 
-def test_the_table_in_the_docs_is_this():
+def test_the_table_in_the_docs_is_this() -> None:
     rows = [line.strip("| ").split(" | ") for line in _memory_section() if line.startswith("| ")]
     assert [row[0] for row in rows[1:]] == list(models())
     for name, store, kv, share, half_share, beside, half_beside, *counts in rows[1:]:
@@ -131,7 +133,7 @@ def test_the_table_in_the_docs_is_this():
         assert counts == [f"{100 * sizes[key].counts_share_of_kv:.2f} %" for key in order]
 
 
-def test_the_windowed_shares_in_the_docs():
+def test_the_windowed_shares_in_the_docs() -> None:
     """Contexts much longer than the window: only full layers hold KV. From the shapes' own notes on their windows."""
     text = " ".join(DOCS.read_text().split())
     for name in ("gpt-oss-120b", "gpt-oss-20b"):

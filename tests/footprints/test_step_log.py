@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from coterie.footprints.step_log import COLUMNS, DISTINCT, ENDED_S, ROWS, StepLo
 
 
 @given(size=st.integers(1, 9), steps=st.integers(0, 30), data=st.data())
-def test_reads_the_last_steps_in_order(size, steps, data):
+def test_reads_the_last_steps_in_order(size, steps, data) -> None:
     log = StepLog(np.zeros((size, len(COLUMNS))))
     told = [(float(step), step % 5, step / 3, 0.5) for step in range(steps)]
     for row in told:
@@ -28,7 +30,7 @@ def test_reads_the_last_steps_in_order(size, steps, data):
             log.read(wrong)
 
 
-def test_a_store_logs_its_steps(tmp_path, rng):
+def test_a_store_logs_its_steps(tmp_path: Path, rng: np.random.Generator) -> None:
     path = tmp_path / "a.slots"
     store = PositionStore.create(PositionShape(64, 3, 2, 8), path)
     ids = rng.integers(0, 8, (5, 3, 2))

@@ -55,7 +55,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 # The documents ------------------------------------------------------------------------------------------------------
 
 
-def test_every_invariant_names_tests_that_exist():
+def test_every_invariant_names_tests_that_exist() -> None:
     page = (ROOT / "docs/invariants.md").read_text()
     sections = re.split(r"^## (?=INV-)", page, flags=re.MULTILINE)[1:]
     assert [section.split(":")[0] for section in sections] == [f"INV-{n}" for n in range(1, len(sections) + 1)]
@@ -69,7 +69,7 @@ def test_every_invariant_names_tests_that_exist():
 # INV-1: a trace reads whole or raises ------------------------------------------------------------------------------
 
 
-def test_every_file_of_a_folder_is_needed(tmp_path: Path, rng: np.random.Generator):
+def test_every_file_of_a_folder_is_needed(tmp_path: Path, rng: np.random.Generator) -> None:
     for name, trace in (("a", activations(rng)), ("l", LoadTable(np.ones((1, 2, 3), np.uint64))), ("r", requests())):
         trace.save(tmp_path / name)
         for file in list((tmp_path / name).iterdir()):
@@ -98,7 +98,7 @@ def whole(trace: Trace) -> None:
 # INV-3: recording only adds ----------------------------------------------------------------------------------------
 
 
-def test_a_reader_beside_the_recording_sees_a_growing_beginning(tmp_path: Path, rng: np.random.Generator):
+def test_a_reader_beside_the_recording_sees_a_growing_beginning(tmp_path: Path, rng: np.random.Generator) -> None:
     source = activations(rng, (2, 3, 1, 4, 2))
     expected, _ = source.arrays()
     opened = []
@@ -118,7 +118,7 @@ def test_a_reader_beside_the_recording_sees_a_growing_beginning(tmp_path: Path, 
 # INV-6: one trace, one sequence of bytes ---------------------------------------------------------------------------
 
 
-def test_the_same_seed_gives_the_same_files_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_same_seed_gives_the_same_files_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the order of sets, nor the number of threads, nor the clock may show in any file."""
     arguments = ["generate", "t", "--requests", "20", "--seed", "7"]
     for name in ("one", "two"):
@@ -133,14 +133,14 @@ def test_the_same_seed_gives_the_same_files_in_another_process(tmp_path: Path, m
     assert one == two
 
 
-def test_a_copy_of_a_copy_has_the_same_bytes(tmp_path: Path, rng: np.random.Generator):
+def test_a_copy_of_a_copy_has_the_same_bytes(tmp_path: Path, rng: np.random.Generator) -> None:
     for name, trace in (("a", activations(rng)), ("l", LoadTable(np.ones((1, 2, 3), np.uint64))), ("r", requests())):
         trace.save(tmp_path / name)
         write_trace(read_trace(tmp_path / name), tmp_path / f"{name}-copy")
         assert bytes_of(tmp_path / name) == bytes_of(tmp_path / f"{name}-copy")
 
 
-def test_how_it_was_recorded_does_not_show(tmp_path: Path, rng: np.random.Generator):
+def test_how_it_was_recorded_does_not_show(tmp_path: Path, rng: np.random.Generator) -> None:
     trace = activations(rng)
     for name, flush_tokens in (("often", 1), ("once", 1000)):
         with ActivationWriter(tmp_path / name, META, flush_tokens) as out:
@@ -191,14 +191,14 @@ SAMPLES |= {name: written(name) for name in writers}
 
 
 @pytest.mark.parametrize("format", SAMPLES)
-def test_exactly_one_reader_claims_a_file(tmp_path: Path, format: str):
+def test_exactly_one_reader_claims_a_file(tmp_path: Path, format: str) -> None:
     SAMPLES[format](tmp_path / "sample")
     assert [name for name in readers if readers[name].sniff(tmp_path / "sample")] == [format]
     assert detect(tmp_path / "sample") == format
     read_trace(tmp_path / "sample")
 
 
-def test_every_reader_has_a_sample_here_or_a_test_of_its_own():
+def test_every_reader_has_a_sample_here_or_a_test_of_its_own() -> None:
     own = {"routed-experts", "sglang-recorder"}  # whole answers of an engine, and files that only torch writes
     assert set(readers) == set(SAMPLES) | own
 
@@ -206,7 +206,7 @@ def test_every_reader_has_a_sample_here_or_a_test_of_its_own():
 # INV-8: reading changes nothing ------------------------------------------------------------------------------------
 
 
-def test_reading_leaves_every_file_as_it_was(tmp_path: Path, rng: np.random.Generator):
+def test_reading_leaves_every_file_as_it_was(tmp_path: Path, rng: np.random.Generator) -> None:
     activations(rng).save(tmp_path / "t")
     before, times = bytes_of(tmp_path), {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     trace = ActivationTrace.open(tmp_path / "t")
@@ -221,7 +221,7 @@ def test_reading_leaves_every_file_as_it_was(tmp_path: Path, rng: np.random.Gene
 
 
 @pytest.mark.parametrize("format", [name for name in writers if ActivationTrace in writers[name].kinds])
-def test_no_activation_is_lost_or_made(tmp_path: Path, rng: np.random.Generator, format: str):
+def test_no_activation_is_lost_or_made(tmp_path: Path, rng: np.random.Generator, format: str) -> None:
     trace = activations(rng)
     expected = footprint(trace.arrays()[0].expert_ids, 8)  # [layer, expert] tokens
     assert expected.sum() == 8 * 2 * 2, "tokens x layers x top-k"

@@ -29,11 +29,11 @@ def directory(num_workers: int = 2, **settings: Any) -> KVDirectory:
     return KVDirectory(num_workers, block_size=SIZE, rng=np.random.default_rng(0), **settings)
 
 
-def test_public_names():
+def test_public_names() -> None:
     assert sorted(kvindex.__all__) == ["Counters", "Follower", "Held", "KVDirectory", "Replay"]
 
 
-def test_each_workers_own_run():
+def test_each_workers_own_run() -> None:
     blocks = directory(3)
     blocks.stored(0, stored([10, 11, 12], [1, 2, 3, 4, 5, 6]))
     blocks.stored(1, stored([10], [1, 2]))
@@ -45,14 +45,14 @@ def test_each_workers_own_run():
 
 
 @pytest.mark.parametrize("prompt", [[], [1]])
-def test_prompt_shorter_than_a_block(prompt):
+def test_prompt_shorter_than_a_block(prompt) -> None:
     blocks = directory()
     blocks.stored(0, stored([10], [1, 2]))
     assert blocks.match_tokens(prompt).tolist() == [0, 0]
     assert blocks.match([]).tolist() == [0, 0]
 
 
-def test_workers_that_hash_differently_share_content():
+def test_workers_that_hash_differently_share_content() -> None:
     blocks = directory()
     blocks.stored(0, stored([10, 11], [1, 2, 3, 4]))
     blocks.stored(1, stored([b"x" * 32, b"y" * 32], [1, 2, 3, 4]))
@@ -62,7 +62,7 @@ def test_workers_that_hash_differently_share_content():
     assert blocks.match([b"x" * 32]).tolist() == [0, 1]
 
 
-def test_one_hash_for_different_content_on_two_workers():
+def test_one_hash_for_different_content_on_two_workers() -> None:
     blocks = directory()
     blocks.stored(0, stored([10], [1, 2]))
     blocks.stored(1, stored([10], [7, 8]))
@@ -71,7 +71,7 @@ def test_one_hash_for_different_content_on_two_workers():
     assert blocks.match([10]).tolist() == [0, 1]
 
 
-def test_child_without_its_parent_is_no_hit_until_the_parent_returns():
+def test_child_without_its_parent_is_no_hit_until_the_parent_returns() -> None:
     blocks = directory()
     blocks.stored(0, stored([10, 11], [1, 2, 3, 4]))
     blocks.removed(0, removed([10]))
@@ -81,7 +81,7 @@ def test_child_without_its_parent_is_no_hit_until_the_parent_returns():
     assert blocks.match([10, 11])[0] == 2
 
 
-def test_unknown_parent_is_counted_and_joins_later():
+def test_unknown_parent_is_counted_and_joins_later() -> None:
     blocks = directory()
     blocks.stored(0, stored([12, 13], [5, 6, 7, 8], parent=11))
     assert blocks.counters.unknown_parents == 2
@@ -93,7 +93,7 @@ def test_unknown_parent_is_counted_and_joins_later():
     assert blocks.held(0).waiting == 0
 
 
-def test_other_media_groups_and_places_are_apart():
+def test_other_media_groups_and_places_are_apart() -> None:
     blocks = directory()
     first = ([10], [1, 2])
     for fields in ({"medium": "CPU"}, {"group_idx": 1}, {"locality": "REMOTE"}, {"kv_cache_spec_kind": "mamba"}):
@@ -111,7 +111,7 @@ def test_other_media_groups_and_places_are_apart():
     assert blocks.held(0).apart[("CPU", None, "LOCAL")] == 1
 
 
-def test_an_engine_that_names_its_groups_corrects_the_assumption():
+def test_an_engine_that_names_its_groups_corrects_the_assumption() -> None:
     blocks = directory()
     blocks.stored(0, stored([10], [1, 2], group_idx=0))
     blocks.stored(0, stored([10], [], block_size=0, medium="CPU", group_idx=0, kv_cache_spec_kind="sliding_window"))
@@ -124,7 +124,7 @@ def test_an_engine_that_names_its_groups_corrects_the_assumption():
     assert directory(group=1).group == 1
 
 
-def test_salt_lora_and_extra_keys_separate():
+def test_salt_lora_and_extra_keys_separate() -> None:
     blocks = directory()
     blocks.stored(0, stored([10, 11], [1, 2, 3, 4], extra_keys=[["salt"], None]))  # vLLM
     blocks.stored(1, stored([20, 21], [1, 2, 3, 4], cache_salt="salt"))  # SGLang
@@ -141,7 +141,7 @@ def test_salt_lora_and_extra_keys_separate():
     assert blocks.match_tokens([1, 2, 3, 4], extra_keys=[None, [("image", 3)]]).tolist() == [4, 0]
 
 
-def test_second_hash_for_one_content_is_no_hit_by_tokens():
+def test_second_hash_for_one_content_is_no_hit_by_tokens() -> None:
     blocks = directory()
     blocks.stored(0, stored([10], [1, 2]))
     blocks.stored(0, stored([10], [1, 2]))
@@ -163,7 +163,7 @@ def test_second_hash_for_one_content_is_no_hit_by_tokens():
     "fields",
     [{"block_size": 4}, {"token_ids": [1]}, {"token_ids": [1, 2**63]}, {"extra_keys": [1, 2, 3]}, {"extra_keys": "no"}],
 )
-def test_blocks_of_unknown_content_are_known_by_hash_alone(fields):
+def test_blocks_of_unknown_content_are_known_by_hash_alone(fields) -> None:
     blocks = directory()
     event = stored([10], [1, 2])
     for name, value in fields.items():
@@ -176,14 +176,14 @@ def test_blocks_of_unknown_content_are_known_by_hash_alone(fields):
     assert len(blocks) == blocks.match([10])[0] == 0
 
 
-def test_unknown_removals_are_counted():
+def test_unknown_removals_are_counted() -> None:
     blocks = directory()
     blocks.removed(0, removed([1, 2]))
     blocks.removed(0, removed([1], medium="CPU"))
     assert blocks.counters.unknown_removals == 3
 
 
-def test_hashes_of_every_form_stay_apart():
+def test_hashes_of_every_form_stay_apart() -> None:
     numbers = [0, 1, -1, 2**64 - 1, 2**64, -(2**63)]
     forms: list[Any] = [*numbers, b"", b"\0", b"\0" * 8, b"\1" + b"\0" * 7, b"\0" * 16, b"\1"]
     blocks = directory(1)
@@ -198,7 +198,7 @@ def test_hashes_of_every_form_stay_apart():
 
 
 @pytest.mark.parametrize("num_workers", [1, 63, 64, 65, 130])
-def test_many_workers(num_workers):
+def test_many_workers(num_workers) -> None:
     blocks = directory(num_workers)
     tokens = list(range(2 * num_workers))
     for worker in range(num_workers):
@@ -213,7 +213,7 @@ def test_many_workers(num_workers):
     blocks.check_integrity()
 
 
-def test_grows_and_empties():
+def test_grows_and_empties() -> None:
     blocks, rng = directory(3), np.random.default_rng(1)
     hashes = rng.integers(0, 1 << 64, 5000, np.uint64).tolist()
     tokens = rng.integers(0, 1000, 10_000).tolist()
@@ -231,7 +231,7 @@ def test_grows_and_empties():
     blocks.check_integrity()
 
 
-def test_wrong_settings_and_arguments():
+def test_wrong_settings_and_arguments() -> None:
     for wrong in ({"num_workers": 0}, {"num_workers": 1, "block_size": 0}, {"num_workers": 1, "group": -1}):
         with pytest.raises(ConfigError, match="must be at least"):
             KVDirectory(**wrong)
@@ -248,7 +248,7 @@ def test_wrong_settings_and_arguments():
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 65]), events()), max_size=25), st.integers(0, 2**32 - 1))
-def test_same_answers_as_dictionaries_and_sets(history, seed):
+def test_same_answers_as_dictionaries_and_sets(history, seed) -> None:
     blocks = KVDirectory(66, block_size=SIZE, rng=np.random.default_rng(seed))
     reference = ReferenceDirectory(66, SIZE)
     for worker, event in history:

@@ -60,7 +60,7 @@ def held(stream: Follower) -> list[int]:
     return [name for name in (10, 11, 12) if stream.directory.match([name])[0]]
 
 
-def test_in_order():
+def test_in_order() -> None:
     stream = follower()
     for seq, message in enumerate(MESSAGES):
         assert not stream.missing(0, seq)
@@ -69,7 +69,7 @@ def test_in_order():
     assert stream.directory.counters.gaps == stream.directory.counters.forgotten == 0
 
 
-def test_gap_is_replayed():
+def test_gap_is_replayed() -> None:
     asked = []
 
     def replay(worker: int, start: int) -> Iterator[Frame]:
@@ -85,7 +85,7 @@ def test_gap_is_replayed():
     assert (counters.gaps, counters.replayed, counters.lost, counters.forgotten) == (1, 2, 0, 0)
 
 
-def test_fetched_frames_may_be_handed_in():
+def test_fetched_frames_may_be_handed_in() -> None:
     stream = follower()
     stream.apply_payload(0, 0, MESSAGES[0])
     assert stream.missing(0, 3) == range(1, 3)
@@ -94,7 +94,7 @@ def test_fetched_frames_may_be_handed_in():
 
 
 @pytest.mark.parametrize("error", [UnavailableError("no replay endpoint"), TimeoutError()])
-def test_gap_that_cannot_be_replayed_forgets(error):
+def test_gap_that_cannot_be_replayed_forgets(error) -> None:
     def broken(*_: int) -> Iterator[Frame]:
         raise error
 
@@ -112,7 +112,7 @@ def test_gap_that_cannot_be_replayed_forgets(error):
         assert stream.directory.match_tokens([1, 2, 5, 6]).tolist() == [4, 2], "told again, and its child joins"
 
 
-def test_partial_replay_starts_from_what_is_there():
+def test_partial_replay_starts_from_what_is_there() -> None:
     stream = follower(lambda *_: frames(2))
     stream.apply_payload(0, 0, MESSAGES[0])
     stream.apply_payload(0, 3, MESSAGES[3])
@@ -121,7 +121,7 @@ def test_partial_replay_starts_from_what_is_there():
     assert (counters.replayed, counters.lost, counters.unknown_removals) == (1, 1, 1)
 
 
-def test_fault_in_the_callback_forgets_and_is_raised():
+def test_fault_in_the_callback_forgets_and_is_raised() -> None:
     def faulty(*_: int) -> Iterator[Frame]:
         raise KeyError("a bug")
 
@@ -132,7 +132,7 @@ def test_fault_in_the_callback_forgets_and_is_raised():
     assert held(stream) == []
 
 
-def test_first_message_replays_the_past():
+def test_first_message_replays_the_past() -> None:
     stream = follower(lambda _, start: frames(start))
     stream.apply_payload(0, 3, MESSAGES[3])
     assert held(stream) == [10, 12]
@@ -142,7 +142,7 @@ def test_first_message_replays_the_past():
     assert held(late) == [10]
 
 
-def test_restart_forgets():
+def test_restart_forgets() -> None:
     stream = follower()
     for seq, message in enumerate(MESSAGES):
         stream.apply_payload(0, seq, message)
@@ -157,7 +157,7 @@ def test_restart_forgets():
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xc1", msgspec.msgpack.encode([0.0, [{"type": "BlockMoved"}], 0])])
-def test_unreadable_message_forgets(damage):
+def test_unreadable_message_forgets(damage) -> None:
     stream = follower()
     stream.apply_payload(0, 0, MESSAGES[0])
     stream.apply_payload(0, 1, damage)
@@ -168,7 +168,7 @@ def test_unreadable_message_forgets(damage):
     assert stream.directory.counters.gaps == 0
 
 
-def test_wrong_arguments():
+def test_wrong_arguments() -> None:
     with pytest.raises(InputError, match="worker=2 must be"):
         follower().apply_payload(2, 0, MESSAGES[0])
     for seq in (-1, REPLAY_END):
@@ -178,7 +178,7 @@ def test_wrong_arguments():
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_lossy_stream_never_promises_a_block_that_is_gone(data):
+def test_a_lossy_stream_never_promises_a_block_that_is_gone(data) -> None:
     """Two workers in either encoding; messages get lost, some can be replayed, workers restart."""
     stream = follower(lambda worker, start: log[worker][start:] if served[worker] else [])
     truth, healed = ReferenceDirectory(2, SIZE), [True, True]
@@ -259,7 +259,7 @@ class Engine:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_truthful_engines_on_a_lossy_wire(data):
+def test_truthful_engines_on_a_lossy_wire(data) -> None:
     """Exact as long as losses can be replayed; after one that cannot, never a token too many."""
     engines, log = [Engine(0), Engine(1)], [[], []]
     replayable = data.draw(st.booleans())
@@ -296,7 +296,7 @@ MAPS = payload(BlockStored(block_hashes=[1, 2], token_ids=[1, 0, 1, 1], block_si
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_fuzzed_bytes_are_counted_and_raise_nothing(data):
+def test_fuzzed_bytes_are_counted_and_raise_nothing(data) -> None:
     stream, sound = follower(), [MAPS, MESSAGES[1], MESSAGES[2], as_arrays(*decode_kv_events(MAPS).events)]
     stream.apply_payload(0, 0, MESSAGES[0])
     for seq in range(1, 4):
@@ -313,7 +313,7 @@ def test_fuzzed_bytes_are_counted_and_raise_nothing(data):
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes(raw):
+def test_any_bytes(raw) -> None:
     stream = follower()
     stream.apply_payload(0, 0, raw)
     assert stream.directory.counters.undecodable <= 1
@@ -332,7 +332,7 @@ def test_any_bytes(raw):
         max_leaves=6,
     )
 )
-def test_any_extra_keys(keys: Any):
+def test_any_extra_keys(keys: Any) -> None:
     stream = follower()
     stream.apply_payload(0, 0, payload(BlockStored(block_hashes=[7], token_ids=[1, 2], block_size=2, extra_keys=keys)))
     plain = keys is None or keys in ([], [None], [[]])

@@ -44,7 +44,7 @@ def test_answers_come_in_order_of_completion() -> None:
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 50])
-def test_no_more_in_flight_than_asked_and_every_body_once(concurrency: int):
+def test_no_more_in_flight_than_asked_and_every_body_once(concurrency: int) -> None:
     texts = [f"{n:02d}" for n in range(20)]
     with Running(Peer(delay=lambda text: 0.001 * (int(text) % 7))) as peer:
         found = asyncio.run(collect(peer.url, bodies(*texts), concurrency))
@@ -56,7 +56,7 @@ def test_no_more_in_flight_than_asked_and_every_body_once(concurrency: int):
     assert sent == sorted(sent), "bodies are taken in their order"
 
 
-def test_bodies_are_taken_as_they_are_needed():
+def test_bodies_are_taken_as_they_are_needed() -> None:
     """A million prompts need not be held as bodies."""
     taken = 0
 
@@ -76,7 +76,7 @@ def test_bodies_are_taken_as_they_are_needed():
         assert asyncio.run(first(peer.url)) == 2
 
 
-def test_failures_are_answers():
+def test_failures_are_answers() -> None:
     special: dict[str, Any] = {
         "reset": lambda: "reset",
         "openai": lambda: web.json_response({"error": {"message": "too\n  long", "code": 400}}, status=400),
@@ -111,14 +111,14 @@ def test_failures_are_answers():
     assert len(peer.bodies) == 9, "nothing is sent twice"
 
 
-def test_after_the_time_no_further_body_is_sent_and_those_in_flight_are_waited_for():
+def test_after_the_time_no_further_body_is_sent_and_those_in_flight_are_waited_for() -> None:
     with Running(Peer(delay=lambda _: 0.15)) as peer:
         found = asyncio.run(collect(peer.url, bodies(*map(str, range(100))), 2, duration_s=0.4))
     assert len(found) <= 8
     assert len(peer.bodies) == len(found)
 
 
-def test_leaving_early_cancels_what_is_in_flight():
+def test_leaving_early_cancels_what_is_in_flight() -> None:
     async def leave(peer: Peer) -> None:
         sent = bodies("fast", "slow")
         async with Client(peer.url) as client, aclosing(client.send("/generate", sent, 2)) as answers:
@@ -136,7 +136,7 @@ def test_leaving_early_cancels_what_is_in_flight():
         assert time.monotonic() - begun < 300, "the slow one is not waited for"
 
 
-def test_a_server_that_is_not_there():
+def test_a_server_that_is_not_there() -> None:
     async def call(url: str) -> None:
         async with Client(url) as client:
             await client.call("GET", "/server_info")
@@ -151,7 +151,7 @@ def test_a_server_that_is_not_there():
     assert answer.problem is not None
 
 
-def test_a_client_that_is_not_open():
+def test_a_client_that_is_not_open() -> None:
     with pytest.raises(ConfigError, match="is not open"):
         asyncio.run(Client("http://localhost:1").call("GET", "/health"))
 
@@ -165,22 +165,22 @@ def test_a_client_that_is_not_open():
         ("http://host/prefix/v1", "http://host/prefix"),
     ],
 )
-def test_addresses(given: str, expected: str):
+def test_addresses(given: str, expected: str) -> None:
     assert server_url(given) == expected
 
 
 @pytest.mark.parametrize("given", ["host:30000", "localhost", "", "ftp://host", "http://", "tcp://host:1"])
-def test_what_is_no_address(given: str):
+def test_what_is_no_address(given: str) -> None:
     with pytest.raises(ConfigError, match="must be http://HOST:PORT"):
         server_url(given)
 
 
-def test_concurrency_must_be_positive():
+def test_concurrency_must_be_positive() -> None:
     with pytest.raises(ConfigError, match="concurrency=0"):
         asyncio.run(collect("http://localhost:1", [], 0))
 
 
-def test_bodies_for_openais_endpoints():
+def test_bodies_for_openais_endpoints() -> None:
     assert completion_path(True) == "/v1/chat/completions"
     assert completion_path(False) == "/v1/completions"
     chat = completion_body(PROMPT, "m", 5, True, extra=1)
@@ -189,7 +189,7 @@ def test_bodies_for_openais_endpoints():
     assert completion_body(PROMPT, "m", 5, False)["prompt"] == "1 + 1"
 
 
-def test_a_tally_names_the_most_frequent_problem():
+def test_a_tally_names_the_most_frequent_problem() -> None:
     tally = Tally(3)
     assert tally.summary == "3 requests, none failed"
     tally.problems.update({"rare": 1, "often": 4})

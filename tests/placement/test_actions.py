@@ -51,7 +51,7 @@ def cases(draw):
 
 @given(cases())
 @settings(deadline=None, max_examples=150)
-def test_savings_are_real_and_limits_hold(case):
+def test_savings_are_real_and_limits_hold(case) -> None:
     manager, demand, held = case
     chosen, before = manager.settings, held.copy()
     found = manager.cycle(demand, held, at_s=60.0)
@@ -82,7 +82,7 @@ def test_savings_are_real_and_limits_hold(case):
 
 @given(cases())
 @settings(deadline=None, max_examples=60)
-def test_rebalancing_is_the_best_single_home(case):
+def test_rebalancing_is_the_best_single_home(case) -> None:
     manager, demand, held = case
     found = manager.rebalance(demand, held)
     cost = total_cost(manager, demand, found.held)
@@ -98,7 +98,7 @@ def test_rebalancing_is_the_best_single_home(case):
         assert not [event for event in again.actions if event.kind == "swap"], "no swap is left that pays"
 
 
-def test_a_swap_counts_what_the_partner_loses():
+def test_a_swap_counts_what_the_partner_loses() -> None:
     """Rank 0 wants expert 1 a little more than what it has; rank 1, which has it, wants it far more."""
     held = held_by(Placement.linear(1, 2, 2))
     demand = np.array([[[10.0, 30.0]], [[0.0, 500.0]]])
@@ -113,7 +113,7 @@ def test_a_swap_counts_what_the_partner_loses():
     assert swap.saving_s == pytest.approx((30 - 10 + 25 - 20) * 2e-9 / 100)
 
 
-def test_every_skip_has_its_reason(rng):
+def test_every_skip_has_its_reason(rng: np.random.Generator) -> None:
     held = held_by(Placement.linear(1, 8, 2))
     demand = np.zeros((2, 1, 8))
     demand[0, 0, :4] = 95.0
@@ -146,7 +146,7 @@ def test_every_skip_has_its_reason(rng):
     ), "ranks that ask for the same have nothing to swap"
 
 
-def test_the_published_settings():
+def test_the_published_settings() -> None:
     chosen = PUBLISHED
     assert (chosen.decay, chosen.min_mismatch, chosen.replicate_top, chosen.swap_top) == (0.99, 0.1, 5, 3)
     assert (chosen.max_copies, chosen.extra_slots, chosen.interval_s, chosen.max_actions) == (3, 8, 60.0, 4)
@@ -162,7 +162,7 @@ def test_the_published_settings():
     assert remote_share(demand, single.held) < remote_share(demand, whole.held) < remote_share(demand, held)
 
 
-def test_what_a_cycle_decides_can_be_migrated(rng):
+def test_what_a_cycle_decides_can_be_migrated(rng: np.random.Generator) -> None:
     held = held_by(Placement.linear(2, 16, 4))
     found = ActionManager(Topology(4), settings=EAGER).cycle(rng.gamma(0.3, 100.0, (4, 2, 16)), held)
     current, target = placement_of(held, 12), placement_of(found.held, 12, placement_of(held, 12))
@@ -174,7 +174,7 @@ def test_what_a_cycle_decides_can_be_migrated(rng):
         placement_of(held, 3)
 
 
-def test_bad_input():
+def test_bad_input() -> None:
     manager, held = ActionManager(Topology(2)), held_by(Placement.linear(1, 4, 2))
     demand = np.ones((2, 1, 4))
     with pytest.raises(ConfigError, match=r"both must be \[rank, layer, expert\]"):

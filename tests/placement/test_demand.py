@@ -30,7 +30,7 @@ def decayed(counts: list[np.ndarray], decay: float) -> np.ndarray:
 
 @settings(deadline=None, max_examples=60)
 @given(histories(), st.floats(0.05, 1.0))
-def test_decayed_demand_is_the_decayed_sum(history, decay):
+def test_decayed_demand_is_the_decayed_sum(history, decay) -> None:
     tracker = DemandTracker(LAYERS, EXPERTS, WORKERS, decay=decay)
     for worker, counts, request in history:
         tracker.record(worker, counts, request)
@@ -46,7 +46,7 @@ def test_decayed_demand_is_the_decayed_sum(history, decay):
             np.testing.assert_allclose(found, decayed(own, decay), rtol=1e-9)
 
 
-def test_scale_never_overflows():
+def test_scale_never_overflows() -> None:
     tracker = DemandTracker(1, 1, 1, decay=0.5)
     for _ in range(3000):  # 0.5^-3000 is past the largest float
         tracker.record(0, np.ones((1, 1)))
@@ -56,7 +56,7 @@ def test_scale_never_overflows():
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(histories(), min_size=1, max_size=5), st.integers(1, 4))
-def test_windows_are_plain_sums(rounds, windows):
+def test_windows_are_plain_sums(rounds, windows) -> None:
     tracker = WindowTracker(LAYERS, EXPERTS, WORKERS, windows=windows)
     for number, history in enumerate(rounds):
         if number:
@@ -80,7 +80,7 @@ def test_windows_are_plain_sums(rounds, windows):
 
 
 @pytest.mark.parametrize("kind", [DemandTracker, WindowTracker])
-def test_the_request_recorded_longest_ago_is_forgotten(kind):
+def test_the_request_recorded_longest_ago_is_forgotten(kind) -> None:
     tracker = kind(1, 1, 1, max_requests=2)
     one = np.ones((1, 1))
     for request in ("a", "b", "a", "c"):
@@ -95,7 +95,7 @@ def test_the_request_recorded_longest_ago_is_forgotten(kind):
 
 @settings(deadline=None, max_examples=80)
 @given(st.integers(0, 2**32 - 1), st.floats(0, 1))
-def test_mismatch_by_loops(seed, held_share):
+def test_mismatch_by_loops(seed, held_share) -> None:
     rng = np.random.default_rng(seed)
     demand = rng.integers(0, 4, (3, 6)).astype(np.float64)
     held = rng.random((3, 6)) < held_share
@@ -110,7 +110,7 @@ def test_mismatch_by_loops(seed, held_share):
     assert [tuple(at) for at in found.underused] == [at for _, at in spare]
 
 
-def test_bad_input_is_named():
+def test_bad_input_is_named() -> None:
     with pytest.raises(ConfigError, match="decay=0 must be above 0"):
         DemandTracker(1, 1, 1, decay=0)
     with pytest.raises(ConfigError, match="windows=0"):

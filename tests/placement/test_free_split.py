@@ -64,7 +64,7 @@ def check(problem: Problem, found: FreeSplit) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32), st.one_of(st.none(), st.integers(0, 8)))
-def test_any_result_is_a_map_no_worse_than_the_split_alone(seed: int, max_moves: int | None):
+def test_any_result_is_a_map_no_worse_than_the_split_alone(seed: int, max_moves: int | None) -> None:
     problem = random_problem(seed)
     found = improve(problem, max_moves)
     check(problem, found)
@@ -80,7 +80,7 @@ def test_any_result_is_a_map_no_worse_than_the_split_alone(seed: int, max_moves:
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**32))
-def test_experts_of_a_rank_that_is_gone_are_loaded_elsewhere(seed: int):
+def test_experts_of_a_rank_that_is_gone_are_loaded_elsewhere(seed: int) -> None:
     problem = random_problem(seed, gone=True)
     check(problem, improve(problem))
     check(problem, improve(problem, 0))
@@ -94,7 +94,7 @@ def every_map(ranks: int, each: int, experts: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["alike", "mixed speeds", "two nodes"])
-def test_close_to_the_best_of_all_maps(kind: str):
+def test_close_to_the_best_of_all_maps(kind: str) -> None:
     ranks, each, experts = 3, 2, 4
     maps = every_map(ranks, each, experts)
     speeds = (1.0, 0.5, 2.0) if kind == "mixed speeds" else ()
@@ -117,7 +117,7 @@ def test_close_to_the_best_of_all_maps(kind: str):
     assert np.max(ratios) < 1.25
 
 
-def test_one_link_out_of_the_bottleneck_is_one_move():
+def test_one_link_out_of_the_bottleneck_is_one_move() -> None:
     """Ranks 0 and 1 share expert 0, 2 and 3 share expert 3; one move joins them, and expert 3 makes room."""
     rows = [[0, 1, 4, 0, 2, 5, 3, 6, 7, 3, 6, 7]]
     tokens = [[7.0, 1.0, 1.0, 3.0, 0.0, 0.0, 0.0, 0.0]]
@@ -128,14 +128,14 @@ def test_one_link_out_of_the_bottleneck_is_one_move():
     assert found.reasons[0].startswith("1 moves and re-split")
 
 
-def test_experts_change_places_where_no_slot_is_spare():
+def test_experts_change_places_where_no_slot_is_spare() -> None:
     problem = problem_of([[0, 1, 2, 3]], [[4.0, 4.0, 1.0, 1.0]], 2, Objective(row_s=1.0))
     found = improve(problem)
     assert len(problem.moves(found.slot_experts)) == 2
     np.testing.assert_allclose(problem.rank_s(found.slot_experts, found.shares), [[5.0, 5.0]])
 
 
-def test_nothing_moves_where_the_split_is_enough_or_moves_cost_too_much():
+def test_nothing_moves_where_the_split_is_enough_or_moves_cost_too_much() -> None:
     rows, tokens = [[0, 1, 0, 2]], [[6.0, 3.0, 1.0]]
     assert np.array_equal(improve(problem_of(rows, tokens, 2, Objective())).slot_experts, rows)
     dear = problem_of([[0, 1, 2, 3]], [[4.0, 4.0, 1.0, 1.0]], 2, Objective(horizon=1.0))
@@ -144,7 +144,7 @@ def test_nothing_moves_where_the_split_is_enough_or_moves_cost_too_much():
     assert "no move pays" in found.reasons[0]
 
 
-def test_few_moves_go_where_they_save_most():
+def test_few_moves_go_where_they_save_most() -> None:
     rows = np.tile([0, 1, 2, 3, 0, 2], (2, 1))
     tokens = [[1.0, 3.0, 1.0, 1.0], [10.0, 90.0, 1.0, 1.0]]
     problem = problem_of(rows, tokens, 3, Objective(row_s=1.0))
@@ -155,7 +155,7 @@ def test_few_moves_go_where_they_save_most():
         improve(problem, -1)
 
 
-def test_a_drifted_load_needs_few_moves():
+def test_a_drifted_load_needs_few_moves() -> None:
     drift = zipf_drift(8, 256, np.random.default_rng(0))
     rows = rebalance(drift.before, 288, 32)
     problem = problem_of(rows, drift.after, 32, Objective(target_balance=0.984))

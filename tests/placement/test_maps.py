@@ -49,7 +49,7 @@ def same(a: PlacementMap, b: PlacementMap) -> bool:
 
 
 @pytest.mark.parametrize("format", WRITTEN)
-def test_what_is_written_reads_back(tmp_path: Path, format: str):
+def test_what_is_written_reads_back(tmp_path: Path, format: str) -> None:
     for seed, shares in ((0, False), (1, True)):
         path, given_map = tmp_path / f"map{seed}", some_map(seed, shares)
         written = write_map(path, given_map, format)
@@ -64,7 +64,7 @@ def test_what_is_written_reads_back(tmp_path: Path, format: str):
         path.unlink()
 
 
-def test_own_formats_say_all_by_themselves(tmp_path: Path):
+def test_own_formats_say_all_by_themselves(tmp_path: Path) -> None:
     for format in CHECKED:
         write_map(tmp_path / format, some_map(), format)
         found = read_map(tmp_path / format)
@@ -72,7 +72,7 @@ def test_own_formats_say_all_by_themselves(tmp_path: Path):
         assert found.layer_ids == MODEL.moe_layer_ids
 
 
-def test_sglang_has_one_key_and_a_row_for_every_layer(tmp_path: Path):
+def test_sglang_has_one_key_and_a_row_for_every_layer(tmp_path: Path) -> None:
     given_map = some_map()
     write_map(tmp_path / "m", given_map, "sglang")
     value = json.loads((tmp_path / "m").read_text())
@@ -87,7 +87,7 @@ def test_sglang_has_one_key_and_a_row_for_every_layer(tmp_path: Path):
     assert same(read_map(tmp_path / "moe-only", model=MODEL, num_ranks=RANKS), given_map)
 
 
-def test_ascend_and_tensorrt_by_the_letter(tmp_path: Path):
+def test_ascend_and_tensorrt_by_the_letter(tmp_path: Path) -> None:
     placement = Placement(np.array([[0, 1, 2, 0], [2, 1, 0, 1]], np.int32), 2, 3)
     write_map(tmp_path / "a", PlacementMap(placement), "ascend")
     assert json.loads((tmp_path / "a").read_text()) == {
@@ -116,7 +116,7 @@ def test_ascend_and_tensorrt_by_the_letter(tmp_path: Path):
         "num_slots: 2\nlayer_updates_per_iter: 1 # a layer\ninitial_global_assignments:\n 3: [0, 1]\n 5: [1,\n   0]\n",
     ],
 )
-def test_yaml_in_the_styles_of_others(tmp_path: Path, text: str):
+def test_yaml_in_the_styles_of_others(tmp_path: Path, text: str) -> None:
     (tmp_path / "m.yaml").write_text(text)
     found = read_map(tmp_path / "m.yaml", num_ranks=2)
     assert found.placement.slot_experts.tolist() == [[0, 1], [1, 0]]
@@ -182,7 +182,7 @@ ASCEND = {
         (json.dumps(ASCEND).replace('"layer_id": 0', '"layer_id": 1'), "layer_list[0].layer_id: is 1, expected 0"),
     ],
 )
-def test_damage_is_named(tmp_path: Path, content: str | dict, said: str):
+def test_damage_is_named(tmp_path: Path, content: str | dict, said: str) -> None:
     path = tmp_path / "map"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(TraceError, match=re.escape(said)) as error:
@@ -190,7 +190,7 @@ def test_damage_is_named(tmp_path: Path, content: str | dict, said: str):
     assert str(error.value).startswith(str(path))
 
 
-def test_a_map_for_something_else_is_refused(tmp_path: Path):
+def test_a_map_for_something_else_is_refused(tmp_path: Path) -> None:
     for format in WRITTEN:
         write_map(tmp_path / format, some_map(), format)
         with pytest.raises(TraceError, match=r"model|slots|layers|expert"):
@@ -207,7 +207,7 @@ def test_a_map_for_something_else_is_refused(tmp_path: Path):
         read_map(tmp_path / "sglang", "sglan")
 
 
-def test_engines_need_every_layer(tmp_path: Path):
+def test_engines_need_every_layer(tmp_path: Path) -> None:
     whole = some_map()
     part = PlacementMap(Placement(whole.placement.slot_experts[:3], RANKS, 64), MODEL.name, (1, 2, 3))
     for format in ("sglang", "tensorrt-llm", "ascend"):
@@ -220,7 +220,7 @@ def test_engines_need_every_layer(tmp_path: Path):
     assert read_map(tmp_path / "m", model=MODEL).layer_ids == (1, 2, 3)
 
 
-def test_writing_never_replaces(tmp_path: Path):
+def test_writing_never_replaces(tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_text("mine")
     for format in WRITTEN:
@@ -234,7 +234,7 @@ def test_writing_never_replaces(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
-def test_a_value_checks_itself():
+def test_a_value_checks_itself() -> None:
     placement = some_map().placement
     with pytest.raises(ConfigError, match="26 numbers that rise"):
         PlacementMap(placement, layer_ids=(0, 1))
@@ -262,7 +262,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @given(st.sampled_from(WRITTEN), st.integers(0, 10**6), st.integers(0, 255), st.booleans(), st.booleans())
 def test_damaged_bytes_are_refused_or_mean_the_same(
     files: dict[str, Path], format: str, at: int, byte: int, cut: bool, named: bool
-):
+) -> None:
     data = bytearray(files[format].read_bytes())
     at %= len(data)
     if cut:
@@ -282,7 +282,7 @@ def test_damaged_bytes_are_refused_or_mean_the_same(
     assert found.placement.slot_experts.shape == (3, 16)
 
 
-def test_any_cut_is_refused_or_means_the_same(files: dict[str, Path]):
+def test_any_cut_is_refused_or_means_the_same(files: dict[str, Path]) -> None:
     for format, file in files.items():
         data, path = file.read_bytes(), file.with_name("cut")
         for length in (*range(0, len(data), 7), *(at + 1 for at in range(len(data)) if data[at] in b"\n]}")):
@@ -294,7 +294,7 @@ def test_any_cut_is_refused_or_means_the_same(files: dict[str, Path]):
             assert same(found, SMALL), (format, length)
 
 
-def test_published_placements(data_dir: Path):
+def test_published_placements(data_dir: Path) -> None:
     file = data_dir / "placements/deepseek-v3/placements_rank_layer_expert.npz"
     with pytest.raises(TraceError, match="name one as"):
         read_map(file)

@@ -11,7 +11,7 @@ from coterie.models import get_model
 from coterie.placement.migration.memory import PUBLISHED_BUDGET, PUBLISHED_STEP_S, MemoryBudget, published_step_s
 
 
-def test_the_published_cache_column_is_exact_and_its_throughput_is_not():
+def test_the_published_cache_column_is_exact_and_its_throughput_is_not() -> None:
     counts = (0, 4, 8, 12, 16)
     assert [round(PUBLISHED_BUDGET.kv_bytes(n) / 1e9, 1) for n in counts] == [163.7, 120.9, 78.1, 35.3, 0.0]
     assert [round(PUBLISHED_BUDGET.fitting_sessions(n), 1) for n in counts] == [5.0, 3.7, 2.4, 1.1, 0.0]
@@ -24,7 +24,7 @@ def test_the_published_cache_column_is_exact_and_its_throughput_is_not():
     assert PUBLISHED_BUDGET.best(published_step_s).replicas == 0
 
 
-def test_real_sizes_of_the_published_model():
+def test_real_sizes_of_the_published_model() -> None:
     spec = get_model("deepseek-v3")
     budget = MemoryBudget.of(spec, 163.7e9, 131_072)
     assert budget.replica_bytes == pytest.approx(2.554e9, rel=1e-3), "fp8, 58 layers"
@@ -40,7 +40,9 @@ def test_real_sizes_of_the_published_model():
     st.floats(1e-3, 1),
     st.floats(0, 0.2),
 )
-def test_best_is_the_best_of_all_and_only_unused_memory_is_free(available, replica, session, at_hand, base, gain):
+def test_best_is_the_best_of_all_and_only_unused_memory_is_free(
+    available, replica, session, at_hand, base, gain
+) -> None:
     budget = MemoryBudget(available, replica, session, at_hand)
 
     def step_s(replicas, sessions):
@@ -55,7 +57,7 @@ def test_best_is_the_best_of_all_and_only_unused_memory_is_free(available, repli
         assert best.replicas >= max(free), "what no request uses is given to replicas, where they help at all"
 
 
-def test_bad_input():
+def test_bad_input() -> None:
     with pytest.raises(ConfigError, match="replica_bytes=0 must be above 0"):
         MemoryBudget(1.0, 0, 1.0)
     with pytest.raises(ConfigError, match="replicas=-1 must be at least 0"):

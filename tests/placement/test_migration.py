@@ -59,20 +59,20 @@ def random_schedule(rng):
 class Run:
     """A machine and its ledger, side by side."""
 
-    def __init__(self, migrator):
+    def __init__(self, migrator) -> None:
         self.migrator, self.ledger = migrator, Ledger(migrator.schedule)
         self.steps = 0
         self.in_flight: set[int] = set()
         self.take(migrator.start())
 
-    def take(self, outcome: Outcome):
+    def take(self, outcome: Outcome) -> None:
         self.state = outcome.state
         for command in outcome.commands:
             self.ledger.told(command)
             if isinstance(command, BeginTransfer):
                 self.in_flight.add(command.transfer.id)
 
-    def feed(self, event):
+    def feed(self, event) -> None:
         self.ledger.saw(event)
         if isinstance(event, (TransferDone, TransferFailed)):
             self.in_flight.discard(event.id)
@@ -101,7 +101,7 @@ class Run:
         self.steps += 1
         return StartStep(self.steps)
 
-    def settle(self, rng):
+    def settle(self, rng) -> None:
         """No more faults: whatever is in flight ends, every step ends."""
         while self.in_flight or self.state.running:
             if self.in_flight:
@@ -110,7 +110,7 @@ class Run:
                 self.feed(EndStep(self.state.running[0].step))
         self.ledger.check_rest()
 
-    def check_reach(self):
+    def check_reach(self) -> None:
         """Live where the ledger has a copy on a living rank, else on the host, and never nowhere."""
         reload = set(self.migrator.to_reload(self.state))
         current = self.migrator.schedule.current
@@ -146,7 +146,7 @@ def run_faults(make, schedules, seed=0, events=12):
 
 
 @pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.long)])
-def test_random_fault_schedules(count: int):
+def test_random_fault_schedules(count: int) -> None:
     outcomes = run_faults(Migrator, count)
     assert min(outcomes[kind] for kind in ("done", "died", "cancelled", "rolled back", "in part")) > count / 50, (
         outcomes
@@ -209,7 +209,7 @@ def _branch(run):
     return other
 
 
-def test_every_interleaving_of_a_small_migration():
+def test_every_interleaving_of_a_small_migration() -> None:
     schedule = small_schedule()
     assert [switch.layer for switch in schedule.switches] == [0, 1]
     assert len(schedule.transfers) == 6
@@ -299,12 +299,12 @@ class ForgetsTheMap(Migrator):
         (ForgetsTheMap, "INV-22"),
     ],
 )
-def test_a_broken_machine_is_caught(broken, rule):
+def test_a_broken_machine_is_caught(broken, rule) -> None:
     with pytest.raises(BrokenMigration, match=rule):
         run_faults(broken, 400)
 
 
-def test_a_schedule_that_takes_the_last_copy_is_caught():
+def test_a_schedule_that_takes_the_last_copy_is_caught() -> None:
     """The machine trusts its schedule; the ledger does not."""
     current, target = placement([[0, 1, 2, 3]], 2, 4), placement([[2, 1, 0, 3]], 2, 4)
     whole = schedule_moves(current, target, Topology(2), Limits(EXPERT))
@@ -319,7 +319,7 @@ def test_a_schedule_that_takes_the_last_copy_is_caught():
 # ------------------------------------------------------------------------------------------------------- what it says
 
 
-def test_a_running_step_keeps_its_map_and_the_next_has_the_new_one():
+def test_a_running_step_keeps_its_map_and_the_next_has_the_new_one() -> None:
     schedule = small_schedule()
     migrator = Migrator(schedule)
     state, begun = migrator.start()
@@ -339,7 +339,7 @@ def test_a_running_step_keeps_its_map_and_the_next_has_the_new_one():
     assert [type(c) for c in commands[1:]] == [BeginTransfer] * 3
 
 
-def test_a_failed_transfer_rolls_its_layer_back_and_the_next_goes_on():
+def test_a_failed_transfer_rolls_its_layer_back_and_the_next_goes_on() -> None:
     old, ring = [0, 1, 2, 3, 4, 0], [0, 4, 1, 3, 2, 0]
     schedule = schedule_moves(placement([old] * 2, 3, 5), placement([ring] * 2, 3, 5), Topology(3), Limits(EXPERT))
     migrator = Migrator(schedule)
@@ -358,7 +358,7 @@ def test_a_failed_transfer_rolls_its_layer_back_and_the_next_goes_on():
     assert migrator.handle(state, TransferDone(first)) == (state, []), "a late report changes nothing"
 
 
-def test_after_a_death_a_plan_without_the_rank_brings_everything_back():
+def test_after_a_death_a_plan_without_the_rank_brings_everything_back() -> None:
     schedule = small_schedule()
     run = Run(Migrator(schedule))
     run.feed(TransferDone(min(run.in_flight)))
@@ -381,7 +381,7 @@ def test_after_a_death_a_plan_without_the_rank_brings_everything_back():
     again.check_reach()
 
 
-def test_with_two_copies_on_two_ranks_any_single_death_leaves_every_expert_live():
+def test_with_two_copies_on_two_ranks_any_single_death_leaves_every_expert_live() -> None:
     old = placement([[0, 1, 2, 3, 0, 1, 2, 3]] * 2, 4, 4)
     new = placement([[0, 2, 1, 3, 0, 2, 1, 3]] * 2, 4, 4)
     schedule = schedule_moves(old, new, Topology(4), Limits(EXPERT, EXPERT))
@@ -396,7 +396,7 @@ def test_with_two_copies_on_two_ranks_any_single_death_leaves_every_expert_live(
             run.check_reach()
 
 
-def test_bad_events():
+def test_bad_events() -> None:
     migrator = Migrator(small_schedule())
     state, _ = migrator.start()
     for event, words in (

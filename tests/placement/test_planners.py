@@ -27,7 +27,7 @@ EXACT = {"gap": 0.5}
 
 
 @pytest.mark.parametrize("name", planners.names())
-def test_every_planner_keeps_the_contract(name: str):
+def test_every_planner_keeps_the_contract(name: str) -> None:
     settings = EXACT if name == "latency_optimal_ilp" else {}
     priced = Objective(touch_s=1e-5, row_bytes=14336.0, horizon=100.0)
     check_planner(lambda: planners.make(name, {"objective": Objective()}, **settings))
@@ -36,7 +36,7 @@ def test_every_planner_keeps_the_contract(name: str):
 
 
 @pytest.mark.parametrize("split", ["weighted", "optimal"])
-def test_other_splits_keep_the_contract(split: str):
+def test_other_splits_keep_the_contract(split: str) -> None:
     check_planner(lambda: planners.make("latency_optimal", {"objective": Objective()}, split=split))
     check_planner(
         lambda: planners.make(
@@ -48,7 +48,7 @@ def test_other_splits_keep_the_contract(split: str):
     )
 
 
-def test_the_exact_planner_keeps_the_contract_with_its_own_split():
+def test_the_exact_planner_keeps_the_contract_with_its_own_split() -> None:
     check_planner(lambda: planners.make("latency_optimal_ilp", {"objective": Objective()}, split="optimal", **EXACT))
 
 
@@ -59,12 +59,12 @@ class Doubled(Objective):
         return 2.0 * Objective._slot_s(self, tokens)
 
 
-def test_the_suite_prices_plans_itself():
+def test_the_suite_prices_plans_itself() -> None:
     with pytest.raises(AssertionError, match="by the definition of the objective it is"):
         check_planner(lambda: Linear(objective=Doubled()))
 
 
-def test_the_suite_shows_a_planner_the_shares_in_force():
+def test_the_suite_shows_a_planner_the_shares_in_force() -> None:
     @dataclass(frozen=True)
     class Forgets:
         objective: Objective = field(default=Objective())
@@ -167,12 +167,12 @@ def fails(*_: object) -> Plan:
         (lambda plan, *_: replace(plan, planning_s=np.nan), "planning_s=nan must be"),
     ],
 )
-def test_what_breaks_the_contract_is_found(change: object, said: str):
+def test_what_breaks_the_contract_is_found(change: object, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         check_planner(lambda: Altered(change))
 
 
-def test_the_unaltered_one_passes():
+def test_the_unaltered_one_passes() -> None:
     check_planner(lambda: Altered(lambda plan, *_: plan))
     with pytest.raises(AssertionError, match="has no plan"):
         check_planner(object)  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def sizes(most_ranks: int = 8) -> st.SearchStrategy[tuple[int, int, int]]:
 
 
 @given(sizes())
-def test_dealt_cards(size: tuple[int, int, int]):
+def test_dealt_cards(size: tuple[int, int, int]) -> None:
     experts, ranks, per_rank = size
     placement = Placement(deal(experts, ranks, per_rank)[None, :], ranks, experts)
     assert placement.duplicates == 0
@@ -203,7 +203,7 @@ def test_dealt_cards(size: tuple[int, int, int]):
 
 
 @given(sizes(), st.integers(0, 10**6), st.sampled_from([0.0, 0.5, 2.0]))
-def test_packing_never_holds_an_expert_twice(size: tuple[int, int, int], seed: int, sigma: float):
+def test_packing_never_holds_an_expert_twice(size: tuple[int, int, int], seed: int, sigma: float) -> None:
     experts, ranks, per_rank = size
     tokens = np.round(np.random.default_rng(seed).lognormal(2.0, sigma, (2, experts)) * (seed % 7 > 0))
     current = Placement.linear(2, experts, ranks, ranks * per_rank)
@@ -230,7 +230,7 @@ def reference_eplb(weight: list[float], slots: int, ranks: int) -> list[list[int
 
 @settings(max_examples=100)
 @given(sizes(6), st.integers(0, 10**6))
-def test_eplb_is_the_published_algorithm(size: tuple[int, int, int], seed: int):
+def test_eplb_is_the_published_algorithm(size: tuple[int, int, int], seed: int) -> None:
     """Wherever that puts no expert twice on a rank."""
     experts, ranks, per_rank = size
     tokens = np.random.default_rng(seed).integers(1, 1000, experts).astype(float)
@@ -240,7 +240,7 @@ def test_eplb_is_the_published_algorithm(size: tuple[int, int, int], seed: int):
         assert found.tolist() == packs
 
 
-def test_hierarchical_eplb_keeps_groups_on_their_node():
+def test_hierarchical_eplb_keeps_groups_on_their_node() -> None:
     tokens = np.random.default_rng(0).lognormal(3, 1, (4, 32))
     current, topology = Placement.linear(4, 32, 4, 40), Topology(4, ranks_per_node=2)
     plan = Eplb(Objective(), num_groups=8).plan(Load(tokens), topology, current)
@@ -265,7 +265,7 @@ def test_hierarchical_eplb_keeps_groups_on_their_node():
         )
 
 
-def test_eplb_refuses_what_it_cannot_do():
+def test_eplb_refuses_what_it_cannot_do() -> None:
     load, topology = Load(np.ones((1, 6))), Topology(4, ranks_per_node=2)
     with pytest.raises(ConfigError, match="num_experts=6 must be a multiple of num_groups=4"):
         Eplb(Objective(), num_groups=4).plan(load, topology, Placement.linear(1, 6, 4, 8))
@@ -278,7 +278,7 @@ def test_eplb_refuses_what_it_cannot_do():
             planners.make(name, {"objective": Objective()}).plan(load, Topology(2), Placement.linear(1, 6, 2, 16))
 
 
-def test_eplb_on_the_drift_is_as_even_as_published_and_has_no_duplicates():
+def test_eplb_on_the_drift_is_as_even_as_published_and_has_no_duplicates() -> None:
     """Published (vLLM): .994 at 32 ranks and .9997 at 8, with 39 and 396 duplicates."""
     drift = zipf_drift(8, 256, np.random.default_rng(0))
     for ranks, even in ((32, 0.99), (8, 0.999)):
@@ -288,7 +288,7 @@ def test_eplb_on_the_drift_is_as_even_as_published_and_has_no_duplicates():
 
 
 @given(st.integers(1, 6), st.integers(0, 10**6))
-def test_popularity_is_within_twice_the_least_and_even_where_all_is_everywhere(ranks: int, seed: int):
+def test_popularity_is_within_twice_the_least_and_even_where_all_is_everywhere(ranks: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     experts = ranks * int(rng.integers(2, 5))
     tokens = rng.integers(1, 100, (1, experts)).astype(float)
@@ -299,7 +299,7 @@ def test_popularity_is_within_twice_the_least_and_even_where_all_is_everywhere(r
     assert lone.rank_load(tokens).max() <= 2 * max(tokens.sum() / ranks, tokens.max())
 
 
-def test_popularity_heeds_speeds_and_gives_the_hottest_replicas():
+def test_popularity_heeds_speeds_and_gives_the_hottest_replicas() -> None:
     tokens = np.array([[100.0, 90.0, 1.0, 1.0]])
     plan = Popularity(Objective()).plan(Load(tokens), Topology(2), Placement.linear(1, 4, 2, 6))
     assert np.bincount(plan.placement.slot_experts[0]).tolist() == [2, 2, 1, 1]
@@ -314,7 +314,7 @@ def test_popularity_heeds_speeds_and_gives_the_hottest_replicas():
     assert set(fast.placement.slot_experts[0, 2:]) == {0, 1}, "the hot ones go to the fast rank"
 
 
-def test_a_rank_that_is_gone_is_left_alone():
+def test_a_rank_that_is_gone_is_left_alone() -> None:
     tokens = np.random.default_rng(0).lognormal(3, 1, (2, 12))
     current = Placement.linear(2, 12, 4, 16)
     for name in ("linear", "round_robin", "popularity", "eplb"):
@@ -328,7 +328,7 @@ def test_a_rank_that_is_gone_is_left_alone():
         assert (plan.moves.source == HOST).any(), "what only it had comes from the host"
 
 
-def test_planning_again_moves_nothing():
+def test_planning_again_moves_nothing() -> None:
     tokens = np.random.default_rng(1).lognormal(3, 1, (3, 16))
     for name in ("linear", "round_robin", "popularity", "eplb"):
         once = (
@@ -344,7 +344,7 @@ def test_planning_again_moves_nothing():
 # ----------------------------------------------------------------------------------------------------------- the page
 
 
-def test_the_page_lists_every_planner_and_format():
+def test_the_page_lists_every_planner_and_format() -> None:
     from coterie.placement.maps.formats import map_formats
 
     page = (DOCS / "placement.md").read_text()

@@ -58,7 +58,7 @@ def drive(one: Rebalancer, windows: np.ndarray) -> list[int]:
     return acted
 
 
-def test_faster_drift_and_cheaper_rounds_shorten_the_interval():
+def test_faster_drift_and_cheaper_rounds_shorten_the_interval() -> None:
     def settled(half_life: float, planning_s: float) -> float:
         one = rebalancer(planning_s=planning_s)
         drive(one, loads(50, half_life))
@@ -68,7 +68,7 @@ def test_faster_drift_and_cheaper_rounds_shorten_the_interval():
     assert settled(15.0, 5e-4) < settled(15.0, 8e-3)
 
 
-def test_a_steady_load_is_balanced_once_and_left_alone():
+def test_a_steady_load_is_balanced_once_and_left_alone() -> None:
     steady = np.tile(loads(1, 1e9), (40, 1, 1))
     rng = np.random.default_rng(1)
     one = rebalancer()
@@ -77,7 +77,7 @@ def test_a_steady_load_is_balanced_once_and_left_alone():
     assert len(acted) <= 3, "sampling noise is no reason to move"
 
 
-def test_no_planning_where_an_even_load_would_not_pay_for_it():
+def test_no_planning_where_an_even_load_would_not_pay_for_it() -> None:
     one = rebalancer(planning_s=100.0)
     decisions = [one.observe(Load(window, STEPS)) for window in loads(20, 5.0)]
     assert not any(decision.planned for decision in decisions)
@@ -85,7 +85,7 @@ def test_no_planning_where_an_even_load_would_not_pay_for_it():
     assert one.placement.slot_experts.tolist() == Placement.linear(LAYERS, EXPERTS, RANKS).slot_experts.tolist()
 
 
-def test_moves_that_cost_more_than_they_bring_are_not_made():
+def test_moves_that_cost_more_than_they_bring_are_not_made() -> None:
     dear = rebalancer(slow_link(1e6))  # 44 s an expert
     assert drive(dear, loads(30, 5.0)) == []
 
@@ -102,7 +102,7 @@ class Flapping:
         return Eplb(objective=self.objective).plan(load, topology, current, shares)
 
 
-def test_the_margin_holds_back_rounds_that_gain_little():
+def test_the_margin_holds_back_rounds_that_gain_little() -> None:
     def rounds(margin: float) -> int:
         one = Rebalancer(
             Flapping,
@@ -116,7 +116,7 @@ def test_the_margin_holds_back_rounds_that_gain_little():
     assert rounds(0.0) > rounds(3.0)
 
 
-def test_the_interval_changes_by_bounded_factors():
+def test_the_interval_changes_by_bounded_factors() -> None:
     one = rebalancer(factor=1.5)
     before = one.interval
     for window in loads(40, 8.0):
@@ -126,7 +126,7 @@ def test_the_interval_changes_by_bounded_factors():
         before = one.interval
 
 
-def test_no_round_while_the_last_one_moves_and_what_is_left_over_is_measured():
+def test_no_round_while_the_last_one_moves_and_what_is_left_over_is_measured() -> None:
     one = rebalancer(first_interval=20.0)
     windows = iter(loads(40, 5.0))
     first = one.observe(Load(next(windows), STEPS))
@@ -147,7 +147,7 @@ def test_no_round_while_the_last_one_moves_and_what_is_left_over_is_measured():
         one.landed(1)
 
 
-def test_plans_are_scored_on_the_windows_after_their_own():
+def test_plans_are_scored_on_the_windows_after_their_own() -> None:
     """The saving of the first round, by hand, on the window after it."""
     one = rebalancer(urgent=1e9)
     windows = loads(3, 5.0)
@@ -164,7 +164,7 @@ def test_plans_are_scored_on_the_windows_after_their_own():
     assert one.rounds[-1].predicted_s == pytest.approx(plan.saving_s * STEPS), "no drift is known yet"
 
 
-def test_trust_falls_where_plans_do_not_hold():
+def test_trust_falls_where_plans_do_not_hold() -> None:
     """Every window is another load: what a plan promises does not come."""
     rng = np.random.default_rng(0)
     one = rebalancer(first_interval=10.0)
@@ -176,7 +176,7 @@ def test_trust_falls_where_plans_do_not_hold():
     assert sum(r.realised_s for r in one.rounds) < 0.6 * sum(r.predicted_s for r in one.rounds)
 
 
-def test_a_jump_is_met_before_the_interval_is_over():
+def test_a_jump_is_met_before_the_interval_is_over() -> None:
     """Steady under a long interval; then another load."""
 
     def after_the_jump(urgent: float) -> list[int]:
@@ -189,7 +189,7 @@ def test_a_jump_is_met_before_the_interval_is_over():
     assert after_the_jump(1e9) == []
 
 
-def test_a_dead_rank_is_planned_around_whatever_it_saves():
+def test_a_dead_rank_is_planned_around_whatever_it_saves() -> None:
     topology = Topology(RANKS)
     placement = Placement.linear(LAYERS, EXPERTS, RANKS, 48)
     one = Rebalancer(LatencyOptimal, Objective(planning_s=1e3), topology, placement)
@@ -204,7 +204,7 @@ def test_a_dead_rank_is_planned_around_whatever_it_saves():
 
 
 @pytest.mark.parametrize("touch_s", [0.0, 1e-4])
-def test_shares_on_a_constant_load_are_changed_once(touch_s: float):
+def test_shares_on_a_constant_load_are_changed_once(touch_s: float) -> None:
     """What is gained is gained against the shares in force, so the next rounds find nothing."""
     objective = Objective(planning_s=1e-6, touch_s=touch_s)
     window, earlier = loads(1, 1e9)[0], Load(loads(1, 1e9, seed=1)[0])
@@ -224,7 +224,7 @@ def test_shares_on_a_constant_load_are_changed_once(touch_s: float):
     assert sum(decision.planned for decision in decisions) > 1, "the planner was asked again"
 
 
-def test_a_constant_load_is_moved_once_and_shared_once():
+def test_a_constant_load_is_moved_once_and_shared_once() -> None:
     one = Rebalancer(
         lambda objective: LatencyOptimal(objective, split="optimal"),
         Objective(planning_s=1e-6, target_balance=0.98),
@@ -235,7 +235,7 @@ def test_a_constant_load_is_moved_once_and_shared_once():
     assert drive(one, np.tile(loads(1, 1e9), (30, 1, 1))) == [0]
 
 
-def test_where_tokens_come_from_is_forecast():
+def test_where_tokens_come_from_is_forecast() -> None:
     """All of an expert's tokens come from the node that it is not on; without sources nobody would know."""
     objective = Objective(row_s=1e-9, row_bytes=14336.0)
     two_nodes = Topology(2, ranks_per_node=1)
@@ -253,7 +253,7 @@ def test_where_tokens_come_from_is_forecast():
     assert set(moved(False).slot_experts[0, :2]) == {0, 1}
 
 
-def test_the_same_windows_give_the_same_decisions():
+def test_the_same_windows_give_the_same_decisions() -> None:
     one, other = rebalancer(), rebalancer()
     for window in loads(20, 6.0):
         a, b = one.observe(Load(window, STEPS)), other.observe(Load(window, STEPS))
@@ -263,7 +263,7 @@ def test_the_same_windows_give_the_same_decisions():
     assert one.placement.slot_experts.tobytes() == other.placement.slot_experts.tobytes()
 
 
-def test_bad_settings_are_named():
+def test_bad_settings_are_named() -> None:
     with pytest.raises(ConfigError, match="min_interval=10"):
         RebalancingSettings(min_interval=10, first_interval=5)
     with pytest.raises(ConfigError, match="factor=1"):

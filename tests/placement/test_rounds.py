@@ -50,7 +50,7 @@ def migrations(draw, dead_ranks=True):
 
 @given(st.lists(st.tuples(st.integers(-1, 6), st.integers(0, 6)), max_size=60))
 @settings(deadline=None, max_examples=300)
-def test_as_many_rounds_as_the_busiest_rank_has_moves(pairs):
+def test_as_many_rounds_as_the_busiest_rank_has_moves(pairs) -> None:
     senders, receivers = [s for s, _ in pairs], [r for _, r in pairs]
     found = edge_rounds(senders, receivers)
     over_links = [(s, r, n) for s, r, n in zip(senders, receivers, found, strict=True) if s != r]
@@ -63,7 +63,7 @@ def test_as_many_rounds_as_the_busiest_rank_has_moves(pairs):
 
 @given(migrations())
 @settings(deadline=None, max_examples=300)
-def test_every_map_on_the_way_is_safe_and_within_memory(case):
+def test_every_map_on_the_way_is_safe_and_within_memory(case) -> None:
     current, target, topology, limits = case
     schedule = schedule_moves(current, target, topology, limits)
     alive = topology.rank_speeds > 0
@@ -101,7 +101,7 @@ def test_every_map_on_the_way_is_safe_and_within_memory(case):
         assert len({s.layer for s in schedule.switches}) == len(schedule.switches), "and a whole rank of it for one go"
 
 
-def test_swaps_and_rings_with_little_staging():
+def test_swaps_and_rings_with_little_staging() -> None:
     topology = Topology(2)
     current = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
     both = Placement(np.array([[2, 3, 0, 1]], np.int32), 2, 4)
@@ -118,7 +118,7 @@ def test_swaps_and_rings_with_little_staging():
     assert len(schedule_moves(current, ring, topology, Limits(10.0, 20.0)).switches) == 1
 
 
-def test_a_ring_that_ends_inside_a_rank_is_refused_with_one_expert_of_staging():
+def test_a_ring_that_ends_inside_a_rank_is_refused_with_one_expert_of_staging() -> None:
     current = Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
     inside = Placement(np.array([[1, 0, 2, 3]], np.int32), 2, 4)
     refused = schedule_moves(current, inside, Topology(2), Limits(10.0, 10.0))
@@ -128,7 +128,7 @@ def test_a_ring_that_ends_inside_a_rank_is_refused_with_one_expert_of_staging():
     assert schedule_moves(current, inside, Topology(2), Limits(10.0, 20.0)).moved_bytes == 0, "copies inside a rank"
 
 
-def test_replicas_are_fetched_from_those_that_send_least():
+def test_replicas_are_fetched_from_those_that_send_least() -> None:
     current = Placement(np.array([[0, 1, 0, 2, 3, 1, 4, 2]], np.int32), 4, 5)  # 0 on ranks 0 and 1
     target = Placement(np.array([[0, 1, 0, 2, 3, 0, 4, 0]], np.int32), 4, 5)
     schedule = schedule_moves(current, target, Topology(4))
@@ -136,7 +136,7 @@ def test_replicas_are_fetched_from_those_that_send_least():
     assert schedule.num_rounds == 1, "from one of them alone it would take two"
 
 
-def test_the_sources_are_the_plans():
+def test_the_sources_are_the_plans() -> None:
     current = Placement(np.array([[0, 1, 0, 2, 3, 1, 4, 2]], np.int32), 4, 5)
     target = Placement(np.array([[0, 1, 0, 2, 3, 0, 4, 0]], np.int32), 4, 5)
     moves = moves_between(current, target.slot_experts, Topology(4), 44e6)
@@ -150,7 +150,7 @@ def test_the_sources_are_the_plans():
 
 @given(migrations())
 @settings(deadline=None, max_examples=100)
-def test_sources_are_near_and_send_alike(case):
+def test_sources_are_near_and_send_alike(case) -> None:
     """Against the choice as it is said, written out."""
     current, target, topology, _ = case
     moves, per_rank = moves_between(current, target.slot_experts, topology, 10.0), current.slots_per_rank
@@ -179,7 +179,7 @@ def test_sources_are_near_and_send_alike(case):
     assert found == expected
 
 
-def test_a_plan_of_eplb_is_scheduled_whole(rng):
+def test_a_plan_of_eplb_is_scheduled_whole(rng: np.random.Generator) -> None:
     layers, experts, ranks = 6, 32, 8
     load = Load(rng.gamma(0.5, 100.0, (layers, experts)))
     topology, current = Topology(ranks, 4), Placement.linear(layers, experts, ranks, 40)
@@ -196,7 +196,7 @@ def test_a_plan_of_eplb_is_scheduled_whole(rng):
     assert plan.movement_s <= schedule.timing().movement_s <= 3 * plan.movement_s
 
 
-def test_what_hides_behind_steps_is_not_exposed():
+def test_what_hides_behind_steps_is_not_exposed() -> None:
     current = Placement.linear(2, 4, 2)
     target = Placement(np.array([[2, 1, 0, 3], [2, 3, 0, 1]], np.int32), 2, 4)
     schedule = schedule_moves(current, target, Topology(2), Limits(450e9 * 1e-3))  # 1 ms a move, and 2 us
@@ -218,14 +218,14 @@ def test_what_hides_behind_steps_is_not_exposed():
         assert timing.ready_s[-1] >= timing.movement_s - 1e-12
 
 
-def test_nothing_to_move():
+def test_nothing_to_move() -> None:
     current = Placement.linear(2, 4, 2)
     schedule = schedule_moves(current, current, Topology(2))
     assert (schedule.switches, schedule.refusals, schedule.peak_staging_bytes) == ((), (), 0)
     assert schedule.timing().exposed == 0.0
 
 
-def test_bad_input():
+def test_bad_input() -> None:
     current = Placement.linear(1, 4, 2)
     with pytest.raises(ConfigError, match=r"staging_bytes=9 must hold at least one expert of 10 bytes"):
         Limits(10.0, 9.0)

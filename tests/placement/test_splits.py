@@ -69,7 +69,7 @@ def check_shares(problem: Problem, rows: NDArray[np.integer], shares: NDArray[np
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32), st.booleans(), st.booleans(), st.booleans())
-def test_optimal_matches_a_linear_program(seed: int, gone: bool, mixed: bool, sourced: bool):
+def test_optimal_matches_a_linear_program(seed: int, gone: bool, mixed: bool, sourced: bool) -> None:
     problem = make(seed, gone=gone, mixed=mixed, sourced=sourced)
     rows = problem.current.slot_experts
     shares = optimal_shares(problem, rows)
@@ -84,7 +84,7 @@ def test_optimal_matches_a_linear_program(seed: int, gone: bool, mixed: bool, so
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**32), st.booleans(), st.floats(1e-6, 1e6))
-def test_the_unit_of_tokens_does_not_matter(seed: int, sourced: bool, factor: float):
+def test_the_unit_of_tokens_does_not_matter(seed: int, sourced: bool, factor: float) -> None:
     problem = make(seed, sourced=sourced)
     rows = problem.current.slot_experts
     scaled = replace(problem, unit=problem.unit * factor)
@@ -92,13 +92,13 @@ def test_the_unit_of_tokens_does_not_matter(seed: int, sourced: bool, factor: fl
     np.testing.assert_allclose(problem.rank_s(rows, optimal_shares(scaled, rows)).max(axis=1), slowest, rtol=1e-9)
 
 
-def test_an_even_map_is_left_alone():
+def test_an_even_map_is_left_alone() -> None:
     placement = Placement(np.array([[0, 1, 1, 0]], np.int32), 2, 2)
     problem = Objective().problem(Load(np.array([[5.0, 9.0]])), Topology(2), placement)
     np.testing.assert_array_equal(optimal_shares(problem, placement.slot_experts), [[0.5, 0.5, 0.5, 0.5]])
 
 
-def test_a_chain_of_replicas_carries_what_no_single_one_could():
+def test_a_chain_of_replicas_carries_what_no_single_one_could() -> None:
     """Rank 0 shares with 1 alone, 1 with 2 alone: what is too much on 0 goes to 1, and 1's own goes on to 2."""
     placement = Placement(np.array([[0, 1, 1, 2, 2, 3]], np.int32), 3, 4)
     problem = Objective(row_s=1.0).problem(Load(np.array([[4.0, 4.0, 4.0, 0.0]])), Topology(3), placement)
@@ -107,7 +107,7 @@ def test_a_chain_of_replicas_carries_what_no_single_one_could():
     assert problem.rank_s(rows).max() == 6.0
 
 
-def test_slow_ranks_get_less():
+def test_slow_ranks_get_less() -> None:
     placement = Placement(np.array([[0, 1, 0, 1]], np.int32), 2, 2)
     problem = Objective(row_s=1.0).problem(Load(np.array([[9.0, 0.0]])), Topology(2, speeds=(2.0, 1.0)), placement)
     shares = optimal_shares(problem, placement.slot_experts)
@@ -115,13 +115,13 @@ def test_slow_ranks_get_less():
     np.testing.assert_allclose(problem.rank_s(placement.slot_experts, shares), [[3.0, 3.0]])
 
 
-def test_of_two_slots_on_one_rank_one_computes():
+def test_of_two_slots_on_one_rank_one_computes() -> None:
     placement = Placement(np.array([[0, 0, 0, 1]], np.int32), 2, 2)
     problem = Objective().problem(Load(np.array([[4.0, 4.0]])), Topology(2), placement)
     np.testing.assert_allclose(optimal_shares(problem, placement.slot_experts), [[0.0, 1.0, 0.0, 1.0]])
 
 
-def test_weights_of_an_earlier_window_may_be_worse_than_equal_shares():
+def test_weights_of_an_earlier_window_may_be_worse_than_equal_shares() -> None:
     placement = Placement(np.array([[0, 1, 0, 2]], np.int32), 2, 3)
     windows = [
         Objective().problem(Load(np.array([tokens])), Topology(2), placement)
@@ -137,7 +137,7 @@ def test_weights_of_an_earlier_window_may_be_worse_than_equal_shares():
     assert slowest["optimal"] < slowest["equal"] < slowest["weighted"], "what was right then is wrong now"
 
 
-def test_bad_input_is_named():
+def test_bad_input_is_named() -> None:
     problem = make(0)
     with pytest.raises(ConfigError, match="slot_experts has shape"):
         optimal_shares(problem, problem.current.slot_experts[:, :-1])

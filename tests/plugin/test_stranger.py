@@ -150,7 +150,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_every_name_is_known(coterie: Coterie):
+def test_every_name_is_known(coterie: Coterie) -> None:
     names = coterie.python(
         "from coterie.batching import strategies\n"
         "from coterie.placement import planners\n"
@@ -166,7 +166,7 @@ def test_every_name_is_known(coterie: Coterie):
     assert names[-1] == "{'fitted': True, 'cost': True}"
 
 
-def test_contracts(coterie: Coterie, trace: Path, log: Path):
+def test_contracts(coterie: Coterie, trace: Path, log: Path) -> None:
     coterie.python(
         "from pathlib import Path\n"
         "import coterie\n"
@@ -188,7 +188,7 @@ def test_contracts(coterie: Coterie, trace: Path, log: Path):
     )
 
 
-def test_what_a_policy_lacks_is_said(coterie: Coterie):
+def test_what_a_policy_lacks_is_said(coterie: Coterie) -> None:
     said = coterie.python(
         "from coterie.errors import ConfigError\n"
         "from coterie.routing import routers\n"
@@ -197,26 +197,26 @@ def test_what_a_policy_lacks_is_said(coterie: Coterie):
     assert said == f"router '{ROUTER}' needs fitted: what was learned from a trace\n"
 
 
-def test_simulate_a_strategy(coterie: Coterie):
+def test_simulate_a_strategy(coterie: Coterie) -> None:
     found = coterie.run("simulate", "--strategy", STRATEGY, "--requests", "64")
     assert [row["strategy"] for row in found["rows"]] == ["fcfs", STRATEGY]
     assert found["rows"][1] | {"strategy": ""} != found["rows"][0] | {"strategy": ""}, "it chose otherwise"
 
 
-def test_simulate_a_predictor(coterie: Coterie, trace: Path):
+def test_simulate_a_predictor(coterie: Coterie, trace: Path) -> None:
     asked = ("--predictor", PREDICTOR, "--strategy", STRATEGY, "--requests", "24", "--places", "4")
     found = coterie.run("simulate", trace, *asked)
     assert found["settings"]["predictor"] == PREDICTOR
     assert found["settings"]["calibration_requests"] > 0
 
 
-def test_evaluate_caps(coterie: Coterie, tmp_path: Path):
+def test_evaluate_caps(coterie: Coterie, tmp_path: Path) -> None:
     few = ("--requests", "64", "--seeds", "42", "--rates", "300")
     found = coterie.run("evaluate", "caps", "--strategies", STRATEGY, *few, "--out", tmp_path)
     assert {row["strategy"] for row in found["rows"]} == {"fcfs", STRATEGY}
 
 
-def test_evaluate_eldr(coterie: Coterie, trace: Path, tmp_path: Path):
+def test_evaluate_eldr(coterie: Coterie, trace: Path, tmp_path: Path) -> None:
     """One cell of the suite, on a generated trace in the place of the recorded one."""
     coterie.python(
         "import os\n"
@@ -233,14 +233,14 @@ def test_evaluate_eldr(coterie: Coterie, trace: Path, tmp_path: Path):
     assert 0 < row["active_experts"] <= 64
 
 
-def test_evaluate_predictors(coterie: Coterie, trace: Path):
+def test_evaluate_predictors(coterie: Coterie, trace: Path) -> None:
     found = coterie.run("evaluate", "predictors", "--trace", trace)
     rows = [row for row in found["rows"] if row["predictor"] == PREDICTOR]
     assert rows
     assert all(0 < row["cosine"] <= 1 for row in rows)
 
 
-def test_bench(coterie: Coterie):
+def test_bench(coterie: Coterie) -> None:
     coterie.python(
         "from coterie.evaluation.bench import batching, kvindex, routing\n"
         "batching.SIZES, batching.REPEATS = ((8, 2, 8, 2),), 3\n"
@@ -253,14 +253,14 @@ def test_bench(coterie: Coterie):
     assert [row["median_us"] > 0 for row in rows if row.get("router") == ROUTER] == [True]
 
 
-def test_plan(coterie: Coterie, trace: Path, tmp_path: Path):
+def test_plan(coterie: Coterie, trace: Path, tmp_path: Path) -> None:
     found = coterie.run("plan", trace, "--planner", PLANNER, "--ranks", "4", "--horizon", "1e9", "-o", tmp_path / "map")
     assert found["planner"] == PLANNER
     assert found["moves"]
     assert found["after_s"] < found["before_s"]
 
 
-def test_read_its_format(coterie: Coterie, log: Path, tmp_path: Path):
+def test_read_its_format(coterie: Coterie, log: Path, tmp_path: Path) -> None:
     found = coterie.run("convert", log, tmp_path / "named", "--from", FORMAT)
     assert (found["from"], found["requests"], found["tokens"], found["layers"]) == (FORMAT, 6, 54, LAYERS)
     found = coterie.run("convert", log, tmp_path / "recognised")
@@ -268,7 +268,7 @@ def test_read_its_format(coterie: Coterie, log: Path, tmp_path: Path):
     assert coterie.run("inspect", log)["trace"] == str(log)
 
 
-def test_in_a_process_of_its_own(installed: Path, log: Path, tmp_path: Path):
+def test_in_a_process_of_its_own(installed: Path, log: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "coterie", "convert", str(log), str(tmp_path / "trace"), "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(installed))
     assert ran.returncode == 0, ran.stderr
@@ -276,7 +276,7 @@ def test_in_a_process_of_its_own(installed: Path, log: Path, tmp_path: Path):
 
 
 @pytest.mark.long
-def test_demo(coterie: Coterie, tmp_path: Path):
+def test_demo(coterie: Coterie, tmp_path: Path) -> None:
     """Real workers, which compute coterie-tiny, under the stranger's router."""
     coterie.python("from coterie.evaluation.demo import run\nrun.MAX_TOKENS = 12\n")
     found = coterie.run("demo", "--router", ROUTER, "--requests", "24", "--out", tmp_path)
@@ -286,7 +286,7 @@ def test_demo(coterie: Coterie, tmp_path: Path):
 
 @pytest.mark.vllm
 @needs_vllm
-def test_orders_the_waiting_requests_of_vllm(installed: Path, tmp_path: Path):
+def test_orders_the_waiting_requests_of_vllm(installed: Path, tmp_path: Path) -> None:
     """A real server whose scheduler is told the strategy's name."""
     from coterie.engines.transformers import load_model
     from coterie.engines.transformers.predictor import dry_run_table

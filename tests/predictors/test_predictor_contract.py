@@ -13,7 +13,7 @@ from coterie.testing import check_predictor
 
 
 @pytest.mark.parametrize("name", predictors.names())
-def test_built_in(name: str):
+def test_built_in(name: str) -> None:
     check_predictor(lambda: predictors.make(name))
 
 
@@ -82,6 +82,6 @@ class TakesAll(PopularityPredictor):
         (TakesAll, "a footprint of another model must be refused; it raised nothing"),
     ],
 )
-def test_what_is_wrong_is_said(kind: Any, words: str):
+def test_what_is_wrong_is_said(kind: Any, words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         check_predictor(kind)

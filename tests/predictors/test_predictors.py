@@ -50,7 +50,7 @@ def counts(trace, index, phase=None) -> np.ndarray:
     return footprint(tokens.expert_ids if phase is None else tokens.only(phase), EXPERTS)
 
 
-def test_all_are_registered():
+def test_all_are_registered() -> None:
     assert set(predictors.names()) >= {"domain", "popularity", "prefix", "recorded", "token_table"}
     with pytest.raises(UnknownNameError, match="Did you mean 'token_table'"):
         predictors["token_tabel"]
@@ -62,7 +62,7 @@ def test_all_are_registered():
 @every_predictor
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**20))
-def test_contract(name, seed):
+def test_contract(name, seed) -> None:
     """A layer sums to tokens x top_k, nothing is negative, and neither input nor fit is changed by predicting."""
     trace = make_trace(seed)
     made = predictors.make(name)
@@ -91,7 +91,7 @@ def test_contract(name, seed):
 
 
 @every_predictor
-def test_contract_errors(name):
+def test_contract_errors(name) -> None:
     trace = make_trace()
     made = predictors.make(name)
     for use in (lambda: made.predict(PredictRequest()), lambda: made.num_layers, lambda: made.num_experts):
@@ -113,14 +113,14 @@ def test_contract_errors(name):
     np.testing.assert_array_equal(once, twice, "a request named twice counts once")
 
 
-def test_popularity_counts_every_request_alike():
+def test_popularity_counts_every_request_alike() -> None:
     trace = make_trace()
     shares = [counts(trace, r, DECODE) / (LENGTHS[r] // 2) for r in (0, 1, 3)]
     made = PopularityPredictor().fit(trace, np.array([0, 1, 3]), DECODE)
     np.testing.assert_allclose(made.predict(PredictRequest(num_tokens=7)), 7 * np.mean(shares, axis=0))
 
 
-def test_domain_is_the_mean_of_its_own():
+def test_domain_is_the_mean_of_its_own() -> None:
     trace = make_trace()
     made = DomainPredictor().fit(trace, np.array([0, 1, 2]))
     code = np.mean([counts(trace, r) / LENGTHS[r] for r in (0, 2)], axis=0)
@@ -134,7 +134,7 @@ def test_domain_is_the_mean_of_its_own():
         DomainPredictor().fit(bare)
 
 
-def test_recorded_gives_back_what_was_recorded():
+def test_recorded_gives_back_what_was_recorded() -> None:
     trace = make_trace()
     made = Recorded().fit(trace, np.array([0, 1]))
     for index, name in enumerate("ab"):
@@ -147,7 +147,7 @@ def test_recorded_gives_back_what_was_recorded():
     np.testing.assert_allclose(halved, own / 2)
 
 
-def test_recorded_goes_by_index_where_there_are_no_ids():
+def test_recorded_goes_by_index_where_there_are_no_ids() -> None:
     trace = make_trace(with_ids=False)
     made = Recorded().fit(trace, phase=DECODE)
     np.testing.assert_array_equal(made.predict(PredictRequest(id="2")), counts(trace, 2, DECODE))
@@ -158,7 +158,7 @@ def test_recorded_goes_by_index_where_there_are_no_ids():
         Recorded().fit(again)
 
 
-def test_prefix_by_hand():
+def test_prefix_by_hand() -> None:
     trace = make_trace()
     made = Prefix(smoothing=6.0).fit(trace, np.array([0, 1, 2]))
     before, after = (PopularityPredictor().fit(trace, np.array([0, 1, 2]), p).predict(PredictRequest()) for p in (0, 1))
@@ -169,7 +169,7 @@ def test_prefix_by_hand():
     np.testing.assert_allclose(made.predict(PredictRequest()), after)
 
 
-def test_prefix_limits():
+def test_prefix_limits() -> None:
     """Theory: all smoothing is popularity; none, where both phases are spread alike, is the prefix itself."""
     trace = make_trace()
     own = counts(trace, 3, PREFILL)
@@ -184,7 +184,7 @@ def test_prefix_limits():
             Prefix(value)
 
 
-def test_per_step_is_a_probability():
+def test_per_step_is_a_probability() -> None:
     trace = make_trace()
     load = Recorded().fit(trace).predict(PredictRequest(id="b"))
     step = per_step(load, 8)
@@ -195,7 +195,7 @@ def test_per_step_is_a_probability():
             per_step(load, tokens)
 
 
-def test_constructors_do_no_work():
+def test_constructors_do_no_work() -> None:
     for kind in (PopularityPredictor, DomainPredictor, Recorded, Prefix, TokenTable):
         fields = {name: getattr(kind(), name) for name in kind.__dataclass_fields__ if name.endswith("_")}
         assert fields

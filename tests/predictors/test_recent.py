@@ -55,7 +55,7 @@ def counts(trace, index, phase=None) -> np.ndarray:
     st.floats(0.01, 1.0),
     st.integers(0, 2**20),
 )
-def test_it_is_the_decayed_mean_of_all_and_of_each_worker(drawn, decay, seed):
+def test_it_is_the_decayed_mean_of_all_and_of_each_worker(drawn, decay, seed) -> None:
     rng = np.random.default_rng(seed)
     made = RecentPopularity(decay)
     records = [(some(rng, tokens), tokens, worker) for tokens, worker in drawn]
@@ -72,7 +72,7 @@ def test_it_is_the_decayed_mean_of_all_and_of_each_worker(drawn, decay, seed):
 
 
 @pytest.mark.parametrize("decay", [1e-300, 0.5, 0.99, 1.0])
-def test_nothing_overflows_and_nothing_wears_off(decay):
+def test_nothing_overflows_and_nothing_wears_off(decay) -> None:
     """Theory: 6,000 records in a cycle of three leave the geometric series of that cycle."""
     rng = np.random.default_rng(0)
     cycle = [some(rng, 4) / 4 for _ in range(3)]
@@ -88,7 +88,7 @@ def test_nothing_overflows_and_nothing_wears_off(decay):
         assert found.min() >= 0
 
 
-def test_without_decay_it_is_popularity():
+def test_without_decay_it_is_popularity() -> None:
     trace = make_trace()
     for phase in (None, PREFILL, DECODE):
         mean = PopularityPredictor().fit(trace, np.array([0, 1, 3]), phase).predict(PredictRequest(num_tokens=7))
@@ -96,7 +96,7 @@ def test_without_decay_it_is_popularity():
         np.testing.assert_allclose(made.predict(PredictRequest(num_tokens=7)), mean)
 
 
-def test_fit_follows_arrival_and_forgets_what_was_before():
+def test_fit_follows_arrival_and_forgets_what_was_before() -> None:
     listed, late_first = make_trace(), make_trace(np.array([3.0, 1.0, 2.0, 0.0]))
     for trace, order in ((listed, [0, 1, 2, 3]), (late_first, [3, 1, 2, 0])):
         records = [(counts(trace, r, DECODE), LENGTHS[r] // 2) for r in order]
@@ -108,7 +108,7 @@ def test_fit_follows_arrival_and_forgets_what_was_before():
         np.testing.assert_allclose(made.of_worker("w").predict(PredictRequest()), expected)
 
 
-def test_a_fit_that_fails_leaves_the_last_one():
+def test_a_fit_that_fails_leaves_the_last_one() -> None:
     trace = make_trace()
     made = RecentPopularity().fit(trace)
     before = made.predict(PredictRequest())
@@ -119,7 +119,7 @@ def test_a_fit_that_fails_leaves_the_last_one():
     np.testing.assert_array_equal(made.predict(PredictRequest()), before)
 
 
-def test_contract():
+def test_contract() -> None:
     assert predictors["recent_popularity"] is RecentPopularity
     made = RecentPopularity()
     view = made.of_worker(0)
@@ -147,7 +147,7 @@ def test_contract():
             use.predict(PredictRequest(footprint=np.ones((1, 6)), id="q"))
 
 
-def test_what_was_predicted_stays_as_it_was():
+def test_what_was_predicted_stays_as_it_was() -> None:
     """A snapshot taken by one reader does not move when another record comes."""
     rng = np.random.default_rng(0)
     made = RecentPopularity()
@@ -159,7 +159,7 @@ def test_what_was_predicted_stays_as_it_was():
     np.testing.assert_array_equal(snapshot, copied)
 
 
-def test_a_worker_that_is_gone_is_forgotten():
+def test_a_worker_that_is_gone_is_forgotten() -> None:
     rng = np.random.default_rng(0)
     made = RecentPopularity()
     made.observe(some(rng, 3), 3, "a")
@@ -171,7 +171,7 @@ def test_a_worker_that_is_gone_is_forgotten():
     np.testing.assert_array_equal(made.predict(PredictRequest()), overall)
 
 
-def test_bad_input_is_refused_and_changes_nothing():
+def test_bad_input_is_refused_and_changes_nothing() -> None:
     for decay in (0.0, -1.0, 1.01, float("nan")):
         with pytest.raises(ConfigError, match=f"decay={decay} must be above 0 and at most 1"):
             RecentPopularity(decay)

@@ -53,7 +53,7 @@ def brute_recall(predicted, truth, k):
 
 
 @given(loads())
-def test_measures_are_brute_force(drawn):
+def test_measures_are_brute_force(drawn) -> None:
     predicted, truth, k = drawn
     experts = truth.shape[2]
     found = scored(predicted, truth, k)
@@ -75,13 +75,13 @@ def test_measures_are_brute_force(drawn):
 
 @settings(max_examples=20)
 @given(loads(), st.floats(0.01, 100))
-def test_the_truth_scores_one_at_any_scale(drawn, scale):
+def test_the_truth_scores_one_at_any_scale(drawn, scale) -> None:
     _, truth, k = drawn
     for measure in scored(truth * scale, truth, k)[1:]:
         np.testing.assert_allclose([*measure.over_requests, *measure.by_layer], 1.0)
 
 
-def test_by_hand():
+def test_by_hand() -> None:
     truth = np.array([[[5, 4, 1, 0]]])
     assert recall(np.array([[[1, 0, 9, 8]]]), truth, 2)[0, 0] == 0
     assert recall(np.array([[[9, 0, 8, 1]]]), truth, 2)[0, 0] == 0.5
@@ -91,7 +91,7 @@ def test_by_hand():
     np.testing.assert_allclose(cosine(np.array([[[3, 4]]]), np.array([[[4, 3]]])), 24 / 25)
 
 
-def test_sixteen_are_sixteen_whatever_top_k_is():
+def test_sixteen_are_sixteen_whatever_top_k_is() -> None:
     """Of 20 experts used, falling, the last 16 are predicted: 12 of the first 16 are among them."""
     truth = np.arange(20, 0, -1).reshape(1, 1, 20)
     for top_k in (1, 2, 20):
@@ -99,7 +99,7 @@ def test_sixteen_are_sixteen_whatever_top_k_is():
         assert found.recall_16.over_requests.mean == 12 / 16
 
 
-def test_interval_is_the_bootstraps():
+def test_interval_is_the_bootstraps() -> None:
     """Theory: means of n values drawn anew have the standard deviation of the values over the root of n."""
     rng = np.random.default_rng(1)
     angle = rng.uniform(0, np.pi / 2, 400)
@@ -111,7 +111,7 @@ def test_interval_is_the_bootstraps():
     assert found == scored(predicted, truth, 1).cosine.over_requests, "the same seed gives the same interval"
 
 
-def test_copies_of_a_request_add_no_certainty():
+def test_copies_of_a_request_add_no_certainty() -> None:
     """Theory: with every request ten times, groups give the interval of the requests once."""
     rng = np.random.default_rng(2)
     predicted, truth = rng.random((30, 2, 8)), rng.integers(1, 9, (30, 2, 8))
@@ -123,7 +123,7 @@ def test_copies_of_a_request_add_no_certainty():
     assert alone.high - alone.low < 0.5 * (once.high - once.low)
 
 
-def test_bad_input_is_refused():
+def test_bad_input_is_refused() -> None:
     truth = np.ones((2, 1, 3))
     with pytest.raises(ConfigError, match=r"truth has shape \(2, 1, 3\); expected .* = \(1, 1, 3\)"):
         scored(truth[:1], truth, 1)

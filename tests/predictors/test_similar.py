@@ -54,7 +54,7 @@ sequences = st.lists(st.integers(0, 2), max_size=5)
         max_size=60,
     )
 )
-def test_the_index_is_brute_force(steps):
+def test_the_index_is_brute_force(steps) -> None:
     index, held = PrefixIndex(), {}
     added = 0
     for what, tokens in steps:
@@ -78,7 +78,7 @@ def test_the_index_is_brute_force(steps):
         index.forget_oldest()
 
 
-def test_a_sequence_that_ends_where_others_go_on():
+def test_a_sequence_that_ends_where_others_go_on() -> None:
     """The latest ends after its first token: what goes on below it is another, and stays apart."""
     index = PrefixIndex()
     for tokens in ([0, 1], [0, 2], [0]):
@@ -90,13 +90,13 @@ def test_a_sequence_that_ends_where_others_go_on():
     assert index.longest(np.array([0, 2])) == (2, 1)
 
 
-def test_a_tree_that_forgets_does_not_grow():
+def test_a_tree_that_forgets_does_not_grow() -> None:
     """A shared opening of 400 tokens, ever new endings: memory is that of what is held."""
     rng = np.random.default_rng(0)
     opening = rng.integers(0, 1000, 400)
     index = PrefixIndex()
 
-    def serve(count):
+    def serve(count) -> None:
         for _ in range(count):
             cut = int(rng.integers(1, 400))
             index.add(np.concatenate([opening[:cut], rng.integers(0, 1000, 400 - cut)]).astype(np.int32))
@@ -116,7 +116,7 @@ def test_a_tree_that_forgets_does_not_grow():
 
 @settings(max_examples=100)
 @given(st.data())
-def test_it_is_brute_force_over_all_earlier_requests(data):
+def test_it_is_brute_force_over_all_earlier_requests(data) -> None:
     """Each request is predicted before it is observed: what the latest with the longest prefix did, else popularity."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**20)))
     alike = data.draw(st.sampled_from([0.3, 0.5, 0.8, 1.0]))
@@ -152,7 +152,7 @@ def test_it_is_brute_force_over_all_earlier_requests(data):
     assert made.nbytes_ == size * len(made.profiles_) == size * min(room, len(prompts))
 
 
-def test_the_share_is_of_the_request_asked():
+def test_the_share_is_of_the_request_asked() -> None:
     """8 of 10 tokens are enough, 7 are not; a longer earlier one does not count against it."""
     rng = np.random.default_rng(0)
     made = SimilarPrefix()
@@ -190,7 +190,7 @@ def make_trace(token_ids=True, arrival_s=None) -> ActivationTrace:
     )
 
 
-def test_fit_remembers_prompt_and_answer():
+def test_fit_remembers_prompt_and_answer() -> None:
     trace = make_trace()
     made = SimilarPrefix().fit(trace, np.array([0, 1]), DECODE)
     for turn in (0, 1):
@@ -204,7 +204,7 @@ def test_fit_remembers_prompt_and_answer():
         np.testing.assert_array_equal(made.predict(asked), floor.predict(asked))
 
 
-def test_of_equal_ones_the_one_that_arrived_last():
+def test_of_equal_ones_the_one_that_arrived_last() -> None:
     rng = np.random.default_rng(0)
     experts = np.argsort(rng.random((12, LAYERS, EXPERTS)), axis=-1)[..., :TOP_K]
     for arrival_s, last in ((None, 2), (np.array([1.0, 9.0, 5.0]), 1)):
@@ -220,7 +220,7 @@ def test_of_equal_ones_the_one_that_arrived_last():
         np.testing.assert_allclose(found, footprint(trace.request(last).expert_ids, EXPERTS))
 
 
-def test_answers_without_their_prompt_are_no_prefix():
+def test_answers_without_their_prompt_are_no_prefix() -> None:
     whole = make_trace()
     tokens, offsets = whole.arrays()
     answers = ActivationTrace.from_arrays(whole.meta, tokens.expert_ids, offsets, token_ids=tokens.token_ids)
@@ -230,7 +230,7 @@ def test_answers_without_their_prompt_are_no_prefix():
     np.testing.assert_array_equal(made.predict(asked), RecentPopularity().fit(answers).predict(asked))
 
 
-def test_a_request_too_large_to_keep_counts_for_popularity():
+def test_a_request_too_large_to_keep_counts_for_popularity() -> None:
     rng = np.random.default_rng(0)
     made = SimilarPrefix(max_bytes=200)
     small, large = some(rng, 3), some(rng, 5)
@@ -244,7 +244,7 @@ def test_a_request_too_large_to_keep_counts_for_popularity():
     np.testing.assert_array_equal(made.predict(PredictRequest()), floor.predict(PredictRequest()))
 
 
-def test_what_is_observed_is_copied():
+def test_what_is_observed_is_copied() -> None:
     rng = np.random.default_rng(0)
     for counts in (some(rng, 3), some(rng, 300), some(rng, 3) / 3):
         made = SimilarPrefix()
@@ -254,7 +254,7 @@ def test_what_is_observed_is_copied():
         np.testing.assert_allclose(made.predict(PredictRequest(np.arange(10), num_tokens=1)), counts / tokens)
 
 
-def test_contract():
+def test_contract() -> None:
     assert predictors["similar_prefix"] is SimilarPrefix
     made = SimilarPrefix()
     for use in (lambda: made.predict(PredictRequest()), lambda: made.num_layers, lambda: made.num_experts):
@@ -288,7 +288,7 @@ def test_contract():
     assert again.similar(known.token_ids) is None, "fitted anew, it has forgotten"
 
 
-def test_bad_settings_are_refused():
+def test_bad_settings_are_refused() -> None:
     for alike in (0.0, 1.1, float("nan")):
         with pytest.raises(ConfigError, match=f"similarity={alike} must be above 0 and at most 1"):
             SimilarPrefix(alike)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ def reference(trace, requests, asked, smoothing):
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**20), smoothing=st.sampled_from([0.0, 0.5, 3.0]))
-def test_it_is_the_plain_reference(seed, smoothing):
+def test_it_is_the_plain_reference(seed, smoothing) -> None:
     rng = np.random.default_rng(seed)
     trace = random_trace(rng)
     chosen = rng.permutation(trace.num_requests)[: int(rng.integers(1, 12))]
@@ -75,7 +76,7 @@ def test_it_is_the_plain_reference(seed, smoothing):
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**20))
-def test_where_the_token_decides_it_is_exact(seed):
+def test_where_the_token_decides_it_is_exact(seed) -> None:
     """Theory: experts are a function of the token id, so one occurrence tells all."""
     rng = np.random.default_rng(seed)
     function = distinct(rng, 40)
@@ -88,7 +89,7 @@ def test_where_the_token_decides_it_is_exact(seed):
     np.testing.assert_array_equal(table.predict(PredictRequest(asked)), footprint(function[asked], EXPERTS))
 
 
-def test_smoothing_runs_from_the_tokens_own_to_popularity(rng):
+def test_smoothing_runs_from_the_tokens_own_to_popularity(rng: np.random.Generator) -> None:
     trace = random_trace(rng)
     token = int(trace.request(0).token_ids[0])
     asked = PredictRequest(np.array([token] * 5))
@@ -103,7 +104,7 @@ def test_smoothing_runs_from_the_tokens_own_to_popularity(rng):
     assert np.abs(own - popular).max() == away[0] > 0
 
 
-def test_a_token_seen_often_is_trusted_more(rng):
+def test_a_token_seen_often_is_trusted_more(rng: np.random.Generator) -> None:
     ids = distinct(rng, 11)
     ids[1:] = ids[1]
     trace = trace_of(ids, [7] + [8] * 10, [11])
@@ -114,7 +115,7 @@ def test_a_token_seen_often_is_trusted_more(rng):
         np.testing.assert_allclose(table.predict(PredictRequest(np.array([token]))), expected)
 
 
-def test_without_tokens_it_is_popularity_scaled(rng):
+def test_without_tokens_it_is_popularity_scaled(rng: np.random.Generator) -> None:
     trace = random_trace(rng)
     table, floor = TokenTable().fit(trace), PopularityPredictor().fit(trace)
     before = footprint(trace.request(3).expert_ids, EXPERTS)
@@ -129,7 +130,7 @@ def test_without_tokens_it_is_popularity_scaled(rng):
         np.testing.assert_allclose(table.predict(request).sum(axis=1), tokens * TOP_K)
 
 
-def test_num_tokens_scales_and_the_input_stays(rng):
+def test_num_tokens_scales_and_the_input_stays(rng: np.random.Generator) -> None:
     trace = random_trace(rng)
     asked = np.array([3, 3, 1], np.int64)
     table = TokenTable().fit(trace)
@@ -138,7 +139,7 @@ def test_num_tokens_scales_and_the_input_stays(rng):
     assert asked.tolist() == [3, 3, 1]
 
 
-def test_what_is_cut_off_goes_by_popularity():
+def test_what_is_cut_off_goes_by_popularity() -> None:
     """Of a token with experts a (always), b and c (half the time each), two kept leave half an activation."""
     ids = np.array([[[0, 1]], [[0, 2]], [[5, 6]], [[5, 6]]])
     trace = trace_of(ids, [4, 4, 9, 9], [4])
@@ -151,7 +152,7 @@ def test_what_is_cut_off_goes_by_popularity():
     assert TokenTable().fit(trace).rows.experts.shape == (2, 1, 2 * TOP_K)
 
 
-def test_past_max_bytes_the_rarest_tokens_go(rng):
+def test_past_max_bytes_the_rarest_tokens_go(rng: np.random.Generator) -> None:
     token_ids = np.repeat(np.arange(50), np.arange(50) + 1)
     trace = trace_of(distinct(rng, len(token_ids)), token_ids, [len(token_ids)])
     whole = TokenTable().fit(trace)
@@ -165,7 +166,7 @@ def test_past_max_bytes_the_rarest_tokens_go(rng):
         np.testing.assert_allclose(small.predict(asked), expected.predict(asked))
 
 
-def test_only_the_phase_and_the_requests_asked_for_count(rng):
+def test_only_the_phase_and_the_requests_asked_for_count(rng: np.random.Generator) -> None:
     ids, token_ids = distinct(rng, 12), np.array([1, 2, 3, 1, 2, 3, 1, 2, 3, 4, 4, 4])
     phase = np.array([PREFILL, PREFILL, DECODE] * 4, np.uint8)
     trace = trace_of(ids, token_ids, [6, 3, 3], phase)
@@ -176,7 +177,7 @@ def test_only_the_phase_and_the_requests_asked_for_count(rng):
     np.testing.assert_allclose(table.rows.popularity.per_token, pre.mean(axis=0))
 
 
-def test_a_trace_that_repeats_an_id_stays_within_bounds():
+def test_a_trace_that_repeats_an_id_stays_within_bounds() -> None:
     trace = trace_of(np.array([[[3, 3]]]), [0], [1])
     found = TokenTable().fit(trace).predict(PredictRequest(np.array([0])))
     np.testing.assert_allclose(found, 2 * (np.arange(EXPERTS) == 3)[None])
@@ -185,13 +186,13 @@ def test_a_trace_that_repeats_an_id_stays_within_bounds():
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def test_not_fitted_says_so():
+def test_not_fitted_says_so() -> None:
     for use in (lambda t: t.predict(PredictRequest()), lambda t: t.num_layers, lambda t: t.save("x")):
         with pytest.raises(ConfigError, match="'token_table' is not fitted: call fit"):
             use(TokenTable())
 
 
-def test_bad_input_is_refused(rng):
+def test_bad_input_is_refused(rng: np.random.Generator) -> None:
     trace = random_trace(rng)
     without = ActivationTrace.from_arrays(trace.meta, distinct(rng, 4), np.array([0, 4]))
     with pytest.raises(ConfigError, match="has no token_ids"):
@@ -220,13 +221,13 @@ def test_bad_input_is_refused(rng):
 
 
 @pytest.fixture
-def saved(rng, tmp_path):
+def saved(rng: np.random.Generator, tmp_path: Path):
     table = TokenTable(smoothing=0.5, experts_kept=5).fit(random_trace(rng))
     table.save(tmp_path / "table.safetensors")
     return table, tmp_path / "table.safetensors"
 
 
-def test_round_trip_is_exact(saved, tmp_path, rng):
+def test_round_trip_is_exact(saved, tmp_path: Path, rng: np.random.Generator) -> None:
     table, file = saved
     again = TokenTable.load(file)
     assert (again.smoothing, again.experts_kept, again.max_bytes) == (0.5, 5, table.max_bytes)
@@ -241,13 +242,13 @@ def test_round_trip_is_exact(saved, tmp_path, rng):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "table.safetensors"]
 
 
-def test_nothing_is_replaced(saved):
+def test_nothing_is_replaced(saved) -> None:
     table, file = saved
     with pytest.raises(ConfigError, match="exists; choose another name"):
         table.save(file)
 
 
-def test_a_cut_file_is_refused_wherever_it_is_cut(saved, tmp_path):
+def test_a_cut_file_is_refused_wherever_it_is_cut(saved, tmp_path: Path) -> None:
     data = saved[1].read_bytes()
     for length in [0, 4, 8, 100, *range(200, len(data), 97), len(data) - 1]:
         (tmp_path / "part").write_bytes(data[:length])
@@ -292,20 +293,20 @@ def rewritten(file, about=None, drop=(), **changed):
         ({"experts_kept": 0}, "metadata: experts_kept=0"),
     ],
 )
-def test_wrong_metadata_is_named(saved, about, field):
+def test_wrong_metadata_is_named(saved, about, field) -> None:
     file = rewritten(saved[1], about)
     with pytest.raises(TraceError, match=f"table.safetensors: {field}"):
         TokenTable.load(file)
 
 
 @pytest.mark.parametrize("name", ["top_k", "smoothing", "experts_kept", "model", "layer_ids", "max_bytes"])
-def test_missing_metadata_is_named(saved, name):
+def test_missing_metadata_is_named(saved, name) -> None:
     with pytest.raises(TraceError, match=f"metadata {name}: is missing"):
         TokenTable.load(rewritten(saved[1], drop=(name,)))
 
 
 @pytest.mark.parametrize("name", ["token_ids", "counts", "experts", "weights", "popularity"])
-def test_missing_or_misshapen_arrays_are_named(saved, name):
+def test_missing_or_misshapen_arrays_are_named(saved, name) -> None:
     table, file = saved
     whole = file.read_bytes()
     array = load_safetensors(whole)[name]
@@ -333,14 +334,14 @@ def test_missing_or_misshapen_arrays_are_named(saved, name):
         ("popularity", lambda a: a - 1, "must not be negative"),
     ],
 )
-def test_damaged_values_are_named(saved, name, change, problem):
+def test_damaged_values_are_named(saved, name, change, problem) -> None:
     file = saved[1]
     changed = np.ascontiguousarray(change(load_safetensors(file.read_bytes())[name]))
     with pytest.raises(TraceError, match=f"{name}: .*{problem}"):
         TokenTable.load(rewritten(file, **{name: changed}))
 
 
-def test_another_safetensors_file_is_refused(tmp_path):
+def test_another_safetensors_file_is_refused(tmp_path: Path) -> None:
     for meta in (None, {"coterie": "x"}, {"coterie": "[1]"}, {"format": "pt"}):
         (tmp_path / "other").write_bytes(save_safetensors({"a": np.zeros(3)}, meta))
         with pytest.raises(TraceError, match="other: metadata: is not that of a coterie-token-table file"):

@@ -57,7 +57,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, SchedulerConfig, lis
 
 @given(cases())
 @settings(max_examples=120)
-def test_any_strategy_and_setting(case: tuple[np.ndarray, np.ndarray, SchedulerConfig, list[float], int]):
+def test_any_strategy_and_setting(case: tuple[np.ndarray, np.ndarray, SchedulerConfig, list[float], int]) -> None:
     arrival_s, loads, config, seconds, seed = case
     recorder, done = Recorder(seconds), []
     rng = np.random.default_rng(seed)
@@ -105,7 +105,7 @@ def skips_again(batches: list[list[int]], count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", strategies.names())
-def test_the_same_seed_gives_the_same_bytes(name: str):
+def test_the_same_seed_gives_the_same_bytes(name: str) -> None:
     def run() -> Run:
         rng = np.random.default_rng(5)
         arrival_s = np.cumsum(rng.exponential(0.005, 400))
@@ -119,7 +119,7 @@ def test_the_same_seed_gives_the_same_bytes(name: str):
     assert [column.tobytes() for column in one] == [column.tobytes() for column in two]
 
 
-def test_checking_changes_nothing():
+def test_checking_changes_nothing() -> None:
     arrival_s, loads = np.arange(50) / 8, np.eye(50)[:, None, :]
     config = SchedulerConfig(strategy="power_of_d")
     execution = SpreadExecution(loads, 0.4, 1.0)
@@ -147,7 +147,7 @@ def test_checking_changes_nothing():
         ([1.0], np.full((1, 1, 2), -1.0), "predicted holds -1.0; loads must be finite and at least 0"),
     ],
 )
-def test_requests_that_cannot_be_served_are_refused(arrival_s: list[float], loads: np.ndarray, message: str):
+def test_requests_that_cannot_be_served_are_refused(arrival_s: list[float], loads: np.ndarray, message: str) -> None:
     config = SchedulerConfig()
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         run_batches(np.array(arrival_s), loads, Recorder([1.0]), config, config.make(OFFERED), np.random.default_rng(0))

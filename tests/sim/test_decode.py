@@ -29,7 +29,7 @@ def fresh() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-def test_two_places_and_three_requests_by_hand():
+def test_two_places_and_three_requests_by_hand() -> None:
     """A step takes a second for each token in it.
 
     0.0  A comes (3 tokens) and runs alone
@@ -84,7 +84,7 @@ def test_two_places_and_three_requests_by_hand():
     ]
 
 
-def test_ranks_share_the_requests_of_a_step():
+def test_ranks_share_the_requests_of_a_step() -> None:
     requests = DecodeRequests(
         np.zeros(5), np.full(5, 100), np.arange(5), np.ones(5, np.int64), np.zeros((5, 1, 1), np.uint8)
     )
@@ -111,7 +111,7 @@ class Shown:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_strategy_is_shown_the_load_that_runs(size: int, rng: np.random.Generator):
+def test_a_strategy_is_shown_the_load_that_runs(size: int, rng: np.random.Generator) -> None:
     """Named `size` at once while a queue lasts, so each choice is shown those of earlier ones who still run."""
     count = 40
     tokens, predicted = rng.integers(1, 6, count), rng.random((count, 2, 5))
@@ -157,7 +157,9 @@ def cases(draw: st.DrawFn) -> tuple[DecodeRequests, np.ndarray, SchedulerConfig,
 
 @given(cases())
 @settings(max_examples=50)
-def test_every_token_is_replayed_once_in_order(case: tuple[DecodeRequests, np.ndarray, SchedulerConfig, int, int]):
+def test_every_token_is_replayed_once_in_order(
+    case: tuple[DecodeRequests, np.ndarray, SchedulerConfig, int, int],
+) -> None:
     requests, predicted, config, places, seed = case
     loads, batches = [], []
 
@@ -206,7 +208,7 @@ def timer() -> StepTimer:
 
 
 @pytest.mark.parametrize("name", ["fcfs", "random", "greedy_variance", "latency_aware", "karmarkar_karp"])
-def test_calibrated_steps_and_the_same_seed_give_the_same_bytes(name: str, timer: StepTimer):
+def test_calibrated_steps_and_the_same_seed_give_the_same_bytes(name: str, timer: StepTimer) -> None:
     spec = timer.model.spec
 
     def run() -> Run:
@@ -249,14 +251,14 @@ Change = Callable[[DecodeRequests], DecodeRequests]
         (lambda r: r._replace(expert_ids=np.full((3, 2, 2), -1)), "expert_ids holds -1; ids must be in 0 … 3"),
     ],
 )
-def test_requests_that_cannot_be_replayed_are_refused(change: Change, message: str):
+def test_requests_that_cannot_be_replayed_are_refused(change: Change, message: str) -> None:
     step = Execution(1.0, 1.0, 1.0)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         run_decode(change(GOOD), np.zeros((2, 2, 4)), lambda *_: step, 2, ONE_BY_ONE, ONE_BY_ONE.make(OFFERED), fresh())
 
 
 @pytest.mark.parametrize("setting", ["places", "ranks"])
-def test_no_places_and_no_ranks_are_refused(setting: str):
+def test_no_places_and_no_ranks_are_refused(setting: str) -> None:
     step, given_ = Execution(1.0, 1.0, 1.0), {"places": 1, "ranks": 1, setting: 0}
     with pytest.raises(ConfigError, match=f"^{setting}=0 must be at least 1$"):
         run_decode(

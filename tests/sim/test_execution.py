@@ -25,7 +25,7 @@ LAYERS, EXPERTS = SPEC.num_moe_layers, SPEC.num_experts
 
 
 @given(st.integers(0, 1000), st.integers(1, 3), st.integers(1, 20), st.floats(0, 5))
-def test_caps_model_is_base_times_one_plus_cv(seed: int, layers: int, experts: int, sensitivity: float):
+def test_caps_model_is_base_times_one_plus_cv(seed: int, layers: int, experts: int, sensitivity: float) -> None:
     rng = np.random.default_rng(seed)
     loads = rng.integers(0, 6, (12, layers, experts)).astype(np.float64) * rng.integers(0, 2)
     rows = rng.choice(12, rng.integers(1, 13), replace=False)
@@ -48,13 +48,13 @@ def test_caps_model_is_base_times_one_plus_cv(seed: int, layers: int, experts: i
         ({"loads": np.zeros((3, 4))}, "loads has shape (3, 4); expected [request, layer, expert]"),
     ],
 )
-def test_bad_settings_of_caps_model_are_named(setting: dict[str, float], message: str):
+def test_bad_settings_of_caps_model_are_named(setting: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         SpreadExecution(**({"loads": np.zeros((3, 1, 4)), "base_s": 1.0, "sensitivity": 1.0} | setting))
 
 
 @pytest.mark.parametrize("row", [3, -1])
-def test_a_request_without_a_load_is_refused(row: int):
+def test_a_request_without_a_load_is_refused(row: int) -> None:
     with pytest.raises(IndexError, match="a request has no load"):
         SpreadExecution(np.zeros((3, 1, 4)), 1.0, 1.0)(np.array([0, row]))
 
@@ -95,7 +95,7 @@ def steps(draw: st.DrawFn) -> tuple[StepModel, Placement | None, np.ndarray, Bat
 
 @given(steps())
 @settings(max_examples=100)
-def test_the_timer_is_the_step_model(step: tuple[StepModel, Placement | None, np.ndarray, Batch]):
+def test_the_timer_is_the_step_model(step: tuple[StepModel, Placement | None, np.ndarray, Batch]) -> None:
     model, placement, load, batch = step
     timer = StepTimer(model, placement)
     ran = timer(load, batch)
@@ -111,12 +111,12 @@ def test_the_timer_is_the_step_model(step: tuple[StepModel, Placement | None, np
         assert ran.imbalance == pytest.approx(expected.mean(), rel=1e-12)
 
 
-def test_a_step_of_nothing_takes_no_time():
+def test_a_step_of_nothing_takes_no_time() -> None:
     nothing = np.zeros((LAYERS, EXPERTS), np.int64)
     assert StepTimer(MODEL)(nothing, Batch()).seconds == MODEL.step(nothing, Batch()).total_s == 0.0
 
 
-def test_the_timer_refuses_what_does_not_fit_its_model():
+def test_the_timer_refuses_what_does_not_fit_its_model() -> None:
     with pytest.raises(ConfigError, match=r"load has shape \(2, 32\); expected \[24, 32\]"):
         StepTimer(MODEL)(np.zeros((2, 32), np.int64), Batch(1))
     with pytest.raises(ConfigError, match=r"placement\.num_ranks=4 must equal 8 of the model"):
@@ -128,7 +128,7 @@ def test_the_timer_refuses_what_does_not_fit_its_model():
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_prompts_of_a_batch_are_one_step(ranks: int, rng: np.random.Generator):
+def test_prompts_of_a_batch_are_one_step(ranks: int, rng: np.random.Generator) -> None:
     placement = Placement.linear(LAYERS, EXPERTS, ranks) if ranks > 1 else None
     model = replace(MODEL, topology=Topology(ranks))
     loads = rng.integers(0, 50, (10, LAYERS, EXPERTS))
@@ -141,7 +141,7 @@ def test_prompts_of_a_batch_are_one_step(ranks: int, rng: np.random.Generator):
         assert execution(rows).seconds == pytest.approx(expected, rel=1e-12)
 
 
-def test_prefill_refuses_prompts_without_loads_and_no_ranks():
+def test_prefill_refuses_prompts_without_loads_and_no_ranks() -> None:
     timer = StepTimer(MODEL)
     with pytest.raises(ConfigError, match=r"2 loads must be as many as prompt_tokens \(3\)"):
         PrefillExecution(timer, np.zeros((2, LAYERS, EXPERTS), np.int64), np.ones(3, np.int64))

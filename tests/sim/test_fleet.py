@@ -10,38 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.costs.presets import step_model
-from coterie.costs.step import Batch, CostOptions, StepModel
+from coterie.costs.step import Batch, StepModel
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.routing.base import Decision, Request
 from coterie.routing.fleet import Fleet
-from coterie.sim.execution import StepTimer
-from coterie.sim.fleet._bits import decode_us, fill_bits
 from coterie.sim.fleet._steps import step_us
-from coterie.sim.fleet._tables import MOST_DECODING, StepTables, step_tables
+from coterie.sim.fleet._tables import MOST_DECODING, step_tables
 from coterie.sim.fleet.metrics import FleetRun, Limits, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
-from coterie.types import Link, ModelSpec, Placement, Topology
+from coterie.types import Link, ModelSpec
 from fleet_reference import Reference, StepTime
+from fleet_steps import COUNTED, SPEC, by_bits
 
-SPEC = ModelSpec(
-    "small",
-    num_layers=4,
-    num_experts=12,
-    top_k=3,
-    hidden_size=512,
-    expert_intermediate_size=256,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    vocab_size=1000,
-    first_moe_layer=1,
-)
 MODEL = step_model(SPEC, "h200")
 LINK = Link("slow", 2e9, 3e-4)
-COUNTED = StepTables._fields.index("spans")
-"""Tables that `step_us` takes."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +112,7 @@ def table_us(requests: FleetRequests, config: FleetConfig) -> StepTime:
 
 
 @given(cases())
-def test_equals_the_plain_simulator(case: tuple[FleetRequests, FleetConfig, int, str]):
+def test_equals_the_plain_simulator(case: tuple[FleetRequests, FleetConfig, int, str]) -> None:
     """Every time, worker and count, to the last bit."""
     requests, config, in_flight, duplicates = case
     run = run_fleet(requests, MODEL, Emptiest(), config, in_flight=in_flight or None, duplicates=duplicates, check=True)  # type: ignore[arg-type]
@@ -143,85 +127,6 @@ def test_equals_the_plain_simulator(case: tuple[FleetRequests, FleetConfig, int,
     assert run.dropped.tolist() == [one.dropped for one in plain.asked]
 
 
-MODELS = {
-    "gpt-oss-20b": ("gpt-oss-20b", "h200", 1, CostOptions()),
-    "padded": ("qwen3-30b-a3b", "h200", 1, CostOptions(graph_sizes=(1, 2, 4, 8, 16, 32, 64, 128))),
-    "another device": ("qwen3-30b-a3b", "rtx-pro-6000", 1, CostOptions()),
-    "latent attention": ("deepseek-v2-lite", "h200", 1, CostOptions()),
-    "4 ranks with replicas": ("gpt-oss-20b", "h200", 4, CostOptions(overlap=0.3)),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_tables_give_the_times_of_the_step_model(name: str):
-    model_name, preset, ranks, options = MODELS[name]
-    rng, spec = np.random.default_rng(0), get_model(model_name)
-    model = step_model(spec, preset, "bf16", Topology(ranks), options)
-    layers, experts = spec.num_moe_layers, spec.num_experts
-    placement = Placement.linear(layers, experts, ranks, experts + 8) if ranks > 1 else None
-    tables, timer = step_tables(model, 3000, placement), StepTimer(model, placement)
-    for decoding, prefill, prompts in ((1, 0, 1), (16, 0, 1), (61, 0, 1), (0, 1, 1), (7, 300, 2), (0, 2900, 3)):
-        tokens = rng.random((decoding + prefill, layers, experts)).argpartition(spec.top_k, axis=2)[:, :, : spec.top_k]
-        load = np.zeros((layers, experts), np.int64)
-        for layer in range(layers):
-            np.add.at(load[layer], tokens[:, layer].ravel(), 1)
-        context, before = 1000 * decoding, 17 * prefill
-        batch = Batch(
-            -(-decoding // ranks), context // ranks, -(-prefill // ranks), before // ranks, -(-prompts // ranks)
-        )
-        expected = timer(load, batch)
-        counts = load.astype(np.uint32)
-        us, distinct = step_us(*tables[:COUNTED], counts, decoding, context, prefill, before, prompts)
-        assert us * 1e-6 == pytest.approx(expected.seconds, rel=1e-7)
-        assert distinct == expected.distinct
-        if not prefill and ranks == 1 and decoding <= min(MOST_DECODING, tables.layer[5]):
-            assert by_bits(tables, tokens, experts, context) == (pytest.approx(us, rel=1e-9), distinct)
-
-
-def by_bits(tables: StepTables, tokens: np.ndarray, experts: int, context: int) -> tuple[float, float]:
-    """The step counted 64 cells at a time; tokens [token, layer, k]."""
-    cells = (tokens + np.arange(tokens.shape[1])[None, :, None] * experts).reshape(len(tokens), -1).astype(np.uint16)
-    bits = np.zeros((len(tokens) + 1, len(tables.union)), np.uint64)
-    fill_bits(cells, bits)
-    starts = np.full(len(tokens) + 8, len(tokens) * bits.shape[1], np.uint64)
-    starts[: len(tokens)] = np.arange(len(tokens)) * bits.shape[1]
-    t = tables
-    return decode_us(
-        t.shape,
-        t.layer,
-        t.experts,
-        t.dense,
-        t.padded,
-        t.attention,
-        t.blend,
-        t.spans,
-        t.union,
-        t.having,
-        bits.ravel(),
-        starts,
-        tokens.shape[2],
-        len(tokens),
-        context,
-    )
-
-
-@given(st.integers(0, 2**32), st.integers(1, MOST_DECODING), st.sampled_from([5, 12, 32, 60, 64, 100, 128]))
-def test_bits_count_as_plain_counting_does(seed: int, tokens: int, experts: int):
-    """Any number of tokens, and layers whose experts begin anywhere in a word."""
-    rng = np.random.default_rng(seed)
-    layers, top_k = int(rng.integers(1, 5)), int(rng.integers(1, 5))
-    popular = rng.dirichlet(np.full(experts, 0.3), size=layers) + 1e-9
-    keys = rng.exponential(size=(tokens, layers, experts)) / popular
-    ids = keys.argsort(axis=2)[:, :, :top_k]
-    spec = replace(SPEC, num_layers=layers, first_moe_layer=0, num_experts=experts, top_k=top_k)
-    tables = step_tables(step_model(spec, "h200"), 64)
-    load = np.zeros((layers, experts), np.uint32)
-    for layer in range(layers):
-        np.add.at(load[layer], ids[:, layer].ravel(), 1)
-    us, distinct = step_us(*tables[:COUNTED], load, tokens, 100 * tokens, 0, 0, 1)
-    assert by_bits(tables, ids, experts, 100 * tokens) == (pytest.approx(us, rel=1e-9), distinct)
-
-
 def one_request(prompt: int, output: int) -> FleetRequests:
     made = recordings(np.random.default_rng(0), 1)
     return FleetRequests(made, np.zeros(1, np.int64), np.array([prompt]), np.array([output]), np.array([0.5]))
@@ -234,7 +139,7 @@ def seconds(model: StepModel, requests: FleetRequests, rows: list[int], batch: B
     return model.step(load, batch).total_s
 
 
-def test_one_request_by_hand():
+def test_one_request_by_hand() -> None:
     """10 prompt tokens in chunks of 6, KV over the link, 3 decode steps."""
     requests = one_request(10, 3)
     made = requests.recordings
@@ -261,7 +166,7 @@ def test_one_request_by_hand():
     assert summarise_fleet(run, Limits(ttft_s=10.0)).within_limits == 1.0
 
 
-def test_a_worker_of_both_roles_gives_the_first_token_with_the_prompt():
+def test_a_worker_of_both_roles_gives_the_first_token_with_the_prompt() -> None:
     requests = one_request(10, 3)
     run = run_fleet(requests, MODEL, Emptiest(), FleetConfig(both=True, chunk_tokens=256), check=True)
     assert run.first_token_s[0] == run.prefill_end_s[0]
@@ -269,7 +174,7 @@ def test_a_worker_of_both_roles_gives_the_first_token_with_the_prompt():
     assert run.decoded[0] == 2
 
 
-def test_a_shared_prefix_is_computed_once():
+def test_a_shared_prefix_is_computed_once() -> None:
     made = recordings(np.random.default_rng(0), 2)
     requests = FleetRequests(
         made,
@@ -287,7 +192,7 @@ def test_a_shared_prefix_is_computed_once():
     assert run.step_prefill.sum() == 32 + 8
 
 
-def test_prompts_that_begin_alike_do_not_all_queue_at_one_worker():
+def test_prompts_that_begin_alike_do_not_all_queue_at_one_worker() -> None:
     """One block of 16 tokens in common, 48 of their own: a cache is worth its tokens, and no more."""
     count = 40
     own = 1 + np.arange(3 * count).reshape(count, 3)
@@ -316,7 +221,7 @@ def closed(count: int, places: int, number: int = 40) -> tuple[FleetRequests, Fl
     return requests, FleetConfig(decode_workers=3, places=places)
 
 
-def test_no_recording_is_in_flight_twice():
+def test_no_recording_is_in_flight_twice() -> None:
     requests, config = closed(200, 4)
     run = run_fleet(requests, MODEL, Emptiest(), config, in_flight=12, check=True)
     assert np.isfinite(run.finish_s).all()
@@ -331,14 +236,14 @@ def test_no_recording_is_in_flight_twice():
     assert np.isfinite(run.finish_s).all()
 
 
-def test_the_same_run_twice_has_the_same_bytes():
+def test_the_same_run_twice_has_the_same_bytes() -> None:
     requests, config = closed(150, 4)
     runs = [run_fleet(requests, MODEL, Emptiest(), config, in_flight=12) for _ in range(2)]
     for one, other in zip(*runs, strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-def test_littles_law():
+def test_littles_law() -> None:
     """Mean in flight = rate x mean time, of the fleet and of every decoder."""
     requests, config = closed(400, 4)
     run = run_fleet(requests, MODEL, Emptiest(), config, in_flight=12)
@@ -351,7 +256,7 @@ def test_littles_law():
     assert full.mean_batch == pytest.approx(4, rel=0.02)
 
 
-def test_waits_at_a_prefill_worker_are_those_of_md1():
+def test_waits_at_a_prefill_worker_are_those_of_md1() -> None:
     """Equal prompts one at a time: Pollaczek-Khinchine, within three standard errors of batch means."""
     made = recordings(np.random.default_rng(0), 1)
     count, rng, load = 30_000, np.random.default_rng(3), 0.6
@@ -371,7 +276,7 @@ def test_waits_at_a_prefill_worker_are_those_of_md1():
     assert abs(waits.mean() - theory) < 3 * error
 
 
-def test_until_counts_who_is_left():
+def test_until_counts_who_is_left() -> None:
     requests, config = closed(300, 4)
     whole = run_fleet(requests, MODEL, Emptiest(), config, in_flight=12)
     cut = run_fleet(requests, MODEL, Emptiest(), config, in_flight=12, until_s=whole.end_s / 2, check=True)
@@ -382,7 +287,7 @@ def test_until_counts_who_is_left():
     np.testing.assert_array_equal(cut.finish_s[done], whole.finish_s[done])
 
 
-def test_a_faster_decoder_is_faster_and_a_request_too_large_is_dropped():
+def test_a_faster_decoder_is_faster_and_a_request_too_large_is_dropped() -> None:
     requests = one_request(10, 3)
     slow = run_fleet(requests, MODEL, Emptiest(), FleetConfig())
     fast = run_fleet(requests, MODEL, Emptiest(), FleetConfig(speeds=(2.0,)))
@@ -405,7 +310,7 @@ EVEN = np.full((3, SPEC.num_moe_layers * SPEC.num_experts), SPEC.top_k / SPEC.nu
 """[worker, expert index] the prior of workers that get any request."""
 
 
-def test_profiles_are_kept_and_refined_and_let_go():
+def test_profiles_are_kept_and_refined_and_let_go() -> None:
     requests, config = closed(60, 4)
     seen = []
     for refine in (0, 2):
@@ -427,7 +332,7 @@ class Astray:
         return Decision(7, np.zeros(len(fleet)), "nowhere")
 
 
-def test_bad_input_is_named():
+def test_bad_input_is_named() -> None:
     requests, config = closed(10, 4)
     with pytest.raises(ConfigError, match="the router chose worker 7; it must be in 0 … 2"):
         run_fleet(requests, MODEL, Astray(), config, in_flight=2)

@@ -85,7 +85,7 @@ def check(run: FleetRun, requests: FleetRequests) -> None:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_run_is_caught(name: str, served: tuple[FleetRun, FleetRequests]):
+def test_a_broken_run_is_caught(name: str, served: tuple[FleetRun, FleetRequests]) -> None:
     run, requests = served
     check(run, requests)
     rule, breaking = BROKEN[name]
@@ -93,7 +93,7 @@ def test_a_broken_run_is_caught(name: str, served: tuple[FleetRun, FleetRequests
         check(breaking(run), requests)
 
 
-def test_a_recording_twice_in_flight_is_caught(served: tuple[FleetRun, FleetRequests]):
+def test_a_recording_twice_in_flight_is_caught(served: tuple[FleetRun, FleetRequests]) -> None:
     run, requests = served
     overlapping = np.flatnonzero(run.arrival_s[1:] < run.finish_s[:-1])[0]
     recorded = requests.recorded.copy()

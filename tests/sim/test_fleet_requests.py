@@ -22,7 +22,7 @@ def trace() -> ActivationTrace:
 
 
 @given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 1000))
-def test_uses_of_a_recording_lie_apart(recordings: int, requests: int, seed: int):
+def test_uses_of_a_recording_lie_apart(recordings: int, requests: int, seed: int) -> None:
     order = order_apart(recordings, requests, np.random.default_rng(seed))
     assert len(order) == requests
     apart = max(1, recordings // 2)
@@ -32,14 +32,14 @@ def test_uses_of_a_recording_lie_apart(recordings: int, requests: int, seed: int
     assert sorted(every[:recordings].tolist()) == list(range(recordings))
 
 
-def test_apart_is_checked():
+def test_apart_is_checked() -> None:
     with pytest.raises(ConfigError, match=r"apart=9 must be in 1 … recordings=4"):
         order_apart(4, 10, np.random.default_rng(0), apart=9)
     with pytest.raises(ConfigError, match="recordings=0 must be at least 1"):
         order_apart(0, 10, np.random.default_rng(0))
 
 
-def test_a_split_recording_shows_its_first_part_and_decodes_the_rest(trace: ActivationTrace):
+def test_a_split_recording_shows_its_first_part_and_decodes_the_rest(trace: ActivationTrace) -> None:
     rows = np.array([7, 3, 11])
     made = split_recordings(trace, rows, share=0.25, least_tokens=2)
     assert len(made) == 3
@@ -57,7 +57,7 @@ def test_a_split_recording_shows_its_first_part_and_decodes_the_rest(trace: Acti
         split_recordings(trace, share=1.0)
 
 
-def test_phases_are_as_they_were_recorded(trace: ActivationTrace):
+def test_phases_are_as_they_were_recorded(trace: ActivationTrace) -> None:
     made = phase_recordings(trace)
     requests = trace.requests
     np.testing.assert_array_equal(made.prompt_rows, requests.prompt_tokens)
@@ -72,7 +72,7 @@ def arrivals() -> RequestTrace:
     )
 
 
-def test_arrivals_lengths_and_prefixes_come_from_the_other_trace(trace: ActivationTrace):
+def test_arrivals_lengths_and_prefixes_come_from_the_other_trace(trace: ActivationTrace) -> None:
     made = phase_recordings(trace)
     drawn = draw_requests(made, 3, np.random.default_rng(0), arrivals(), rate=2.0)
     assert drawn.prompt_tokens.tolist() == [40, 32, 3]
@@ -89,7 +89,7 @@ def test_arrivals_lengths_and_prefixes_come_from_the_other_trace(trace: Activati
     assert cut.block_offsets.tolist() == [0, 1, 2, 3], "a block that is cut is no longer the one that was hashed"
 
 
-def test_without_arrivals_lengths_are_the_recordings_own(trace: ActivationTrace):
+def test_without_arrivals_lengths_are_the_recordings_own(trace: ActivationTrace) -> None:
     made = phase_recordings(trace)
     drawn = draw_requests(made, 50, np.random.default_rng(0))
     assert drawn.arrival_s is None

@@ -16,7 +16,7 @@ TIMES = st.lists(st.integers(0, 5).map(float) | st.floats(0, 5), max_size=40)
 
 
 @given(TIMES)
-def test_events_run_in_the_order_of_a_stable_sort(times: list[float]):
+def test_events_run_in_the_order_of_a_stable_sort(times: list[float]) -> None:
     sim, seen = Simulation(), []
     for number, time_s in enumerate(times):
         sim.at(time_s, lambda number=number: seen.append((sim.now_s, number)))
@@ -28,7 +28,7 @@ def test_events_run_in_the_order_of_a_stable_sort(times: list[float]):
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), max_size=3)), max_size=20))
-def test_events_asked_for_by_events_take_their_turn(plan: list[tuple[int, list[int]]]):
+def test_events_asked_for_by_events_take_their_turn(plan: list[tuple[int, list[int]]]) -> None:
     """The reference keeps a plain list, and always runs the first of the earliest."""
     sim, seen = Simulation(), []
     waiting: list[tuple[float, int, list[int]]] = []
@@ -57,7 +57,7 @@ def test_events_asked_for_by_events_take_their_turn(plan: list[tuple[int, list[i
 
 
 @given(TIMES, st.floats(0, 6))
-def test_run_until_stops_after_the_events_of_that_time_and_goes_on(times: list[float], until_s: float):
+def test_run_until_stops_after_the_events_of_that_time_and_goes_on(times: list[float], until_s: float) -> None:
     sim, seen = Simulation(), []
     for time_s in times:
         sim.at(time_s, lambda time_s=time_s: seen.append(time_s))
@@ -69,7 +69,7 @@ def test_run_until_stops_after_the_events_of_that_time_and_goes_on(times: list[f
     assert seen == sorted(times)
 
 
-def test_an_event_at_this_very_moment_runs_after_those_asked_for_before():
+def test_an_event_at_this_very_moment_runs_after_those_asked_for_before() -> None:
     sim, seen = Simulation(), []
     sim.at(1.0, lambda: (seen.append("first"), sim.after(0.0, lambda: seen.append("third"))))
     sim.at(1.0, lambda: seen.append("second"))
@@ -77,7 +77,7 @@ def test_an_event_at_this_very_moment_runs_after_those_asked_for_before():
     assert seen == ["first", "second", "third"]
 
 
-def test_the_example_of_the_module():
+def test_the_example_of_the_module() -> None:
     sim, seen = Simulation(), []
     sim.at(2.0, lambda: seen.append("b"))
     sim.at(1.0, lambda: sim.after(1.0, lambda: seen.append("c")))
@@ -86,7 +86,7 @@ def test_the_example_of_the_module():
 
 
 @pytest.mark.parametrize("time_s", [-1.0, 0.999, -math.inf, math.inf, math.nan])
-def test_a_time_that_is_past_or_no_time_is_refused(time_s: float):
+def test_a_time_that_is_past_or_no_time_is_refused(time_s: float) -> None:
     sim = Simulation()
     sim.at(1.0, lambda: None)
     sim.run()
@@ -98,7 +98,7 @@ def test_a_time_that_is_past_or_no_time_is_refused(time_s: float):
     assert (sim.now_s, sim.events) == (1.0, 1), "what was refused never runs"
 
 
-def test_a_negative_delay_is_refused_where_the_clock_would_round_it_away():
+def test_a_negative_delay_is_refused_where_the_clock_would_round_it_away() -> None:
     sim = Simulation()
     sim.at(1e9, lambda: None)
     sim.run()
@@ -108,7 +108,7 @@ def test_a_negative_delay_is_refused_where_the_clock_would_round_it_away():
 
 
 @pytest.mark.parametrize("until_s", [0.5, math.nan, -math.inf])
-def test_running_until_a_time_that_is_past_is_refused(until_s: float):
+def test_running_until_a_time_that_is_past_is_refused(until_s: float) -> None:
     sim = Simulation()
     sim.at(1.0, lambda: None)
     sim.run(1.0)

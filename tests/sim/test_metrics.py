@@ -21,7 +21,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 1000))
-def test_summaries_are_the_plain_formulas(requests: int, batches: int, seed: int):
+def test_summaries_are_the_plain_formulas(requests: int, batches: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     arrival = np.sort(rng.uniform(5, 9, requests))
     start = arrival + rng.exponential(1.0, requests)
@@ -46,6 +46,6 @@ def test_summaries_are_the_plain_formulas(requests: int, batches: int, seed: int
     assert all(type(value) in (int, float) for value in found), "plain numbers, for JSON"
 
 
-def test_a_run_that_took_no_time():
+def test_a_run_that_took_no_time() -> None:
     one, zero = np.ones(1), np.zeros(1, np.int64)
     assert summarise(Run(one, one, one, zero, np.zeros(1), zero + 1, one, one)).throughput == math.inf

@@ -60,7 +60,7 @@ BOTH = pytest.mark.parametrize(("run", "module"), [(batches, server), (decoded, 
 
 
 @EACH
-def test_the_unbroken_run_passes(run: Callable[..., Run]):
+def test_the_unbroken_run_passes(run: Callable[..., Run]) -> None:
     assert len(run().start_s) == COUNT
 
 
@@ -119,7 +119,7 @@ class Forgetful(Simulation):
 )
 def test_a_broken_kernel_is_caught(
     run: Callable[..., Run], module: Any, kernel: type[Simulation], message: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(module, "Simulation", kernel)
     with pytest.raises(InvariantError, match=message):
         run()
@@ -170,13 +170,13 @@ class Late(Scheduler):
 )
 def test_a_broken_scheduler_is_caught(
     run: Callable[..., Run], module: Any, scheduler: type, message: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(module, "Scheduler", scheduler)
     with pytest.raises(InvariantError, match=message):
         run()
 
 
-def test_a_batch_that_starts_late_is_caught(monkeypatch: pytest.MonkeyPatch):
+def test_a_batch_that_starts_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "Scheduler", Late)
     with pytest.raises(InvariantError, match=r"^INV-21 broken: idle for 0\.0\d* s while a batch was due$"):
         batches()
@@ -193,7 +193,7 @@ class Drowsy(server._BatchServer):
             self.sim.after(0.5, lambda: None if self.busy else self.start_if_due())
 
 
-def test_a_trigger_that_is_overlooked_is_caught(monkeypatch: pytest.MonkeyPatch):
+def test_a_trigger_that_is_overlooked_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_BatchServer", Drowsy)
     with pytest.raises(InvariantError, match=r"^INV-21 broken: idle for .* s while a batch was due$"):
         batches()
@@ -210,13 +210,13 @@ class Asleep(decode._Decoder):
             self.sim.after(0.02, lambda: None if self.stepping else self.step())
 
 
-def test_an_idle_decoder_is_caught(monkeypatch: pytest.MonkeyPatch):
+def test_an_idle_decoder_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_Decoder", Asleep)
     with pytest.raises(InvariantError, match=r"^INV-21 broken: idle for 0\.0\d* s while a batch was due$"):
         decoded()
 
 
-def test_a_token_that_is_not_decoded_is_caught(monkeypatch: pytest.MonkeyPatch):
+def test_a_token_that_is_not_decoded_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     class Cut(decode._Decoder):
         def end_step(self) -> None:
             super().end_step()
@@ -231,7 +231,7 @@ def test_a_token_that_is_not_decoded_is_caught(monkeypatch: pytest.MonkeyPatch):
 # The rules themselves -----------------------------------------------------------------------------------------------
 
 
-def test_the_rules_on_plain_numbers():
+def test_the_rules_on_plain_numbers() -> None:
     check_clock(1.0, 1.0)
     check_once(np.ones(3, np.int64), 0)
     check_tokens(np.array([1, 2]), np.array([1, 2]))
@@ -256,7 +256,7 @@ def test_the_rules_on_plain_numbers():
             check()
 
 
-def test_a_late_clock_may_round_but_no_more():
+def test_a_late_clock_may_round_but_no_more() -> None:
     """Counted from 1970, a clock tells a quarter of a microsecond apart."""
     check_work(1.0 + 1e-5, np.full(100, 0.01), 0.0, 1.7e9)
     with pytest.raises(InvariantError, match="INV-21"):
@@ -297,7 +297,7 @@ class Picks:
 )
 def test_a_strategy_that_breaks_its_contract_is_named(
     run: Callable[..., Run], check: bool, change: Callable[[np.ndarray, int], np.ndarray]
-):
+) -> None:
     message = r"^strategy Picks picked \[.*\]; expected \d different indices of 0 … \d, with 0 among them$"
     with pytest.raises(ConfigError, match=message):
         run(Picks(change), check=check)
@@ -306,7 +306,7 @@ def test_a_strategy_that_breaks_its_contract_is_named(
 @EACH
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("seconds", [math.nan, -0.1, -1e-300, math.inf, -math.inf])
-def test_a_time_that_no_batch_takes_is_refused(run: Callable[..., Run], check: bool, seconds: float):
+def test_a_time_that_no_batch_takes_is_refused(run: Callable[..., Run], check: bool, seconds: float) -> None:
     message = rf"^execution model: seconds={seconds} of a batch of \d must be a finite number of at least 0$"
     with pytest.raises(ConfigError, match=message):
         run(seconds=seconds, check=check)

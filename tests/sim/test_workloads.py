@@ -17,7 +17,7 @@ from coterie.traces.arrivals import BurstyArrivals, PoissonArrivals
 
 
 @given(st.integers(1, 70), st.integers(1, 30), st.data())
-def test_profiles_are_shares_with_an_arc_of_the_ring_each(experts: int, domains: int, data: st.DataObject):
+def test_profiles_are_shares_with_an_arc_of_the_ring_each(experts: int, domains: int, data: st.DataObject) -> None:
     hot = data.draw(st.integers(1, experts))
     strength = data.draw(st.floats(0, 1))
     loads = SemanticLoads(num_experts=experts, top_k=1, domains=domains, hot=hot, strength=strength)
@@ -32,7 +32,7 @@ def test_profiles_are_shares_with_an_arc_of_the_ring_each(experts: int, domains:
         np.testing.assert_allclose(profile, expected, atol=1e-15)
 
 
-def test_domains_lie_evenly_on_the_ring():
+def test_domains_lie_evenly_on_the_ring() -> None:
     """Arcs as long as their distance cover each expert once; twice as long, twice."""
     for hot, covered in ((3, 1), (6, 2)):
         profiles = SemanticLoads(num_experts=60, domains=20, hot=hot).profiles()
@@ -40,7 +40,7 @@ def test_domains_lie_evenly_on_the_ring():
         np.testing.assert_allclose(profiles.mean(axis=0), 1 / 60)
 
 
-def test_draws_have_the_shares_tokens_and_likeness_asked_for(rng: np.random.Generator):
+def test_draws_have_the_shares_tokens_and_likeness_asked_for(rng: np.random.Generator) -> None:
     loads = SemanticLoads(num_experts=12, top_k=2, domains=3, hot=4, strength=0.6, likeness=30.0, tokens=50.0)
     domain = np.repeat(np.arange(3), 8000)
     drawn = loads.draw(domain, rng)
@@ -59,7 +59,7 @@ def test_draws_have_the_shares_tokens_and_likeness_asked_for(rng: np.random.Gene
         np.testing.assert_allclose(shares[domain == one].var(axis=0), expected, rtol=0.1)
 
 
-def test_a_domain_without_strangers_uses_its_own_experts_alone(rng: np.random.Generator):
+def test_a_domain_without_strangers_uses_its_own_experts_alone(rng: np.random.Generator) -> None:
     drawn = SemanticLoads(num_experts=10, top_k=1, domains=2, hot=5, strength=1.0).draw(np.array([0, 1]), rng)[:, 0]
     assert drawn[0, 5:].sum() == 0
     assert drawn[1, :5].sum() == 0
@@ -83,19 +83,19 @@ def test_a_domain_without_strangers_uses_its_own_experts_alone(rng: np.random.Ge
         ({"tokens_sigma": math.nan}, "tokens_sigma=nan must be in 0 … 10"),
     ],
 )
-def test_bad_settings_are_named(setting: dict[str, float], message: str):
+def test_bad_settings_are_named(setting: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         SemanticLoads(**setting)
 
 
 @pytest.mark.parametrize("domain", [-1, 20])
-def test_a_domain_that_does_not_exist_is_refused(domain: int, rng: np.random.Generator):
+def test_a_domain_that_does_not_exist_is_refused(domain: int, rng: np.random.Generator) -> None:
     with pytest.raises(ConfigError, match=r"domain holds .* it must be in 0 … 19"):
         SemanticLoads().draw(np.array([3, domain]), rng)
 
 
 @pytest.mark.parametrize("arrivals", [PoissonArrivals(100.0), BurstyArrivals(100.0, burst_rate=1000.0)])
-def test_a_workload_is_the_same_for_the_same_seed(arrivals: PoissonArrivals | BurstyArrivals):
+def test_a_workload_is_the_same_for_the_same_seed(arrivals: PoissonArrivals | BurstyArrivals) -> None:
     one, two, other = (draw_workload(arrivals, SemanticLoads(), 500, np.random.default_rng(seed)) for seed in (1, 1, 2))
     assert [array.tobytes() for array in one] == [array.tobytes() for array in two]
     assert not np.array_equal(one.loads, other.loads)
@@ -107,7 +107,7 @@ def test_a_workload_is_the_same_for_the_same_seed(arrivals: PoissonArrivals | Bu
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_even_rate_keeps_who_follows_whom_and_evens_out_the_times(share: float):
+def test_even_rate_keeps_who_follows_whom_and_evens_out_the_times(share: float) -> None:
     mix = np.full(20, 1 / 20)
     bursty = BurstyArrivals(rate=50.0, burst_size=32, burst_rate=1000.0, share=share)
     even = BurstyArrivals(rate=50.0, burst_size=32, burst_rate=1000.0, share=share, even_rate=True)

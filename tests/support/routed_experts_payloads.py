@@ -22,3 +22,8 @@ def encode_vllm(expert_ids: NDArray[np.integer], num_experts: int) -> str:
 def encode_sglang(expert_ids: NDArray[np.integer], dtype: str = "int32") -> str:
     """[token, layer, k] → what SGLang sends."""
     return base64.b64encode(expert_ids.astype(SGLANG_DTYPES[dtype]).tobytes()).decode("ascii")
+
+
+def distinct_experts(rng: np.random.Generator, tokens: int, layers: int, k: int, experts: int = 128) -> np.ndarray:
+    """[token, layer, k] expert ids, different ones for a token in a layer."""
+    return np.argsort(rng.random((tokens, layers, experts)), axis=2)[:, :, :k]

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import transformers
 
+from coterie.engines.transformers.capture import ExpertCapture
+
 EXPERTS, TOP_K, VOCAB = 8, 2, 320
 END = 1
 
@@ -125,3 +127,25 @@ def tokenizer() -> Any:
     )
     inner.train_from_iterator(["a small text about experts and routers, and the tokens they share"] * 3, trainer)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>")
+
+
+def generated(family: str, prompt: list[int], count: int, eos: int | None = None) -> list[int]:
+    """The tokens that ``generate`` gives."""
+    model = build(family)
+    with torch.inference_mode():
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=eos,
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+def captured(family: str, tokens: list[int]) -> np.ndarray:
+    """The experts of one forward pass over all tokens, [token, layer, k]."""
+    model = build(family)
+    with torch.inference_mode(), ExpertCapture(model) as capture:
+        model(torch.tensor([tokens]), use_cache=False)
+        return capture.take().expert_ids

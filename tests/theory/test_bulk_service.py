@@ -54,7 +54,7 @@ def simulate(arrival_s: np.ndarray, trigger: int, size: int, strategy: str) -> R
     return run_batches(arrival_s, loads, lambda _: timed, config, config.make(), rng)
 
 
-def test_the_formula_is_md1_for_batches_of_one():
+def test_the_formula_is_md1_for_batches_of_one() -> None:
     for load in (0.3, 0.5, 0.8):
         assert mean_wait_s(load / SERVICE_S, 1, 1) == pytest.approx(load / (2 * (1 - load)) * SERVICE_S, rel=1e-6)
 
@@ -71,7 +71,7 @@ def test_the_formula_is_md1_for_batches_of_one():
         (16, 8, 0.5, "random"),
     ],
 )
-def test_waits_are_those_of_bulk_service(trigger: int, size: int, load: float, strategy: str):
+def test_waits_are_those_of_bulk_service(trigger: int, size: int, load: float, strategy: str) -> None:
     rate = load * size / SERVICE_S
     run = simulate(np.cumsum(np.random.default_rng(11).exponential(1 / rate, 40_000)), trigger, size, strategy)
     waits = (run.start_s - run.arrival_s)[: -4 * trigger]  # the last ones wait for others who never come

@@ -42,7 +42,7 @@ def controlled(waits: np.ndarray, gaps: np.ndarray, mean_gap: float) -> Estimate
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8])
-def test_waits_are_those_of_md1(load: float):
+def test_waits_are_those_of_md1(load: float) -> None:
     mean_gap = SERVICE_S / load
     gaps = np.random.default_rng(2026).exponential(mean_gap, 60_000)
     arrival_s, service_s = np.cumsum(gaps), np.full(len(gaps), SERVICE_S)
@@ -56,7 +56,7 @@ def test_waits_are_those_of_md1(load: float):
     assert found.mean == pytest.approx(theory, rel=0.02)
 
 
-def test_a_server_that_is_3_percent_slow_is_told_apart():
+def test_a_server_that_is_3_percent_slow_is_told_apart() -> None:
     """The bar of 2 % means something: the estimate that passes above fails on a queue that is only a little wrong."""
     load, mean_gap = 0.8, SERVICE_S / 0.8
     gaps = np.random.default_rng(2026).exponential(mean_gap, 60_000)
@@ -65,7 +65,7 @@ def test_a_server_that_is_3_percent_slow_is_told_apart():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_wait_follows_lindley_for_any_service_times(seed: int):
+def test_every_wait_follows_lindley_for_any_service_times(seed: int) -> None:
     """Ties, idle spells and rushes: arrivals on a grid, service times from none to long."""
     rng = np.random.default_rng(seed)
     arrival_s = np.sort(rng.integers(0, 600, 1000) / 10)

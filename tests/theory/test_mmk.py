@@ -84,7 +84,7 @@ def kiefer_wolfowitz(arrival_s: np.ndarray, service_s: np.ndarray, servers: int)
 
 
 @pytest.mark.parametrize(("servers", "load"), [(1, 0.8), (2, 0.5), (4, 0.8), (8, 0.8)])
-def test_the_kernel_gives_the_waits_of_mmk(servers: int, load: float):
+def test_the_kernel_gives_the_waits_of_mmk(servers: int, load: float) -> None:
     """Service of mean 1. Whatever function of the number in the system one takes, its mean drift is 0 in balance."""
     rng, count, rate = np.random.default_rng(2026), 100_000, servers * load
     arrival_s, service_s = np.cumsum(rng.exponential(1 / rate, count)), rng.exponential(1.0, count)
@@ -102,7 +102,7 @@ def test_the_kernel_gives_the_waits_of_mmk(servers: int, load: float):
     assert found.mean == pytest.approx(theory, rel=0.02)
 
 
-def test_erlang_c_has_its_known_values():
+def test_erlang_c_has_its_known_values() -> None:
     assert erlang_wait(1, 0.8) == pytest.approx(4.0)
     assert erlang_wait(2, 0.5) == pytest.approx(1 / 3)
     assert erlang_wait(2, 0.75) == pytest.approx(0.75**2 / (1 - 0.75**2))
@@ -138,7 +138,7 @@ def decode_wait(places: int, load: float, mean_tokens: float, largest: int = 120
 
 
 @pytest.mark.parametrize(("places", "load"), [(1, 0.6), (4, 0.8), (8, 0.7)])
-def test_short_steps_turn_the_chain_of_decode_into_mmk(places: int, load: float):
+def test_short_steps_turn_the_chain_of_decode_into_mmk(places: int, load: float) -> None:
     exact = erlang_wait(places, load)
     apart = [decode_wait(places, load, tokens) / exact - 1 for tokens in (20, 200)]
     assert abs(apart[1]) < 0.02
@@ -178,7 +178,7 @@ def draw(places: int, load: float, mean_tokens: float, count: int) -> tuple[np.n
 
 
 @pytest.mark.parametrize(("places", "load", "mean_tokens"), CASES)
-def test_decode_runs_by_the_rule_of_its_chain(places: int, load: float, mean_tokens: float):
+def test_decode_runs_by_the_rule_of_its_chain(places: int, load: float, mean_tokens: float) -> None:
     """Every start of the decoder is that of the rule, and a long run of the rule waits as the chain says."""
     arrival_s, tokens = draw(places, load, mean_tokens, 4000)
     requests = DecodeRequests(

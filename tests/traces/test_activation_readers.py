@@ -1,4 +1,4 @@
-"""Readers of activations and loads: real data in full, small files of every layout, and damage of every kind."""
+"""Readers of npz files: real data in full, small files of every layout, and damage of every kind."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
 
 from coterie.errors import TraceError
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.readers import ReadOptions, detect, read_trace, readers
 from coterie.traces.readers.npz import read_placements
 from coterie.types import DECODE, PREFILL
-from routed_experts_payloads import encode_sglang, encode_vllm
 
 OURS = ("npz", "routed-experts", "trtllm", "load-history")
 
 # ------------------------------------------------------------------------------------------------------------ real data
 
 
-def test_gpt_oss(data_dir):
+def test_gpt_oss(data_dir: Path) -> None:
     trace = read_trace(data_dir / "activations" / "gpt-oss-20b")
     assert isinstance(trace, ActivationTrace)
     assert (trace.num_requests, trace.num_tokens) == (410, 126_853)
@@ -50,7 +48,7 @@ def test_gpt_oss(data_dir):
     assert sorted(int(a) - b for a, b in zip(counted, listed, strict=True)) == [-1] + [0] * 353 + [1]
 
 
-def test_gpt_oss_rows_are_the_generated_tokens(data_dir):
+def test_gpt_oss_rows_are_the_generated_tokens(data_dir: Path) -> None:
     """Equal tokens choose equal experts in layer 0 (which has seen little context) only if aligned."""
     trace = read_trace(data_dir / "activations" / "gpt-oss-20b" / "routing.npz")
     assert isinstance(trace, ActivationTrace)
@@ -69,7 +67,7 @@ def test_gpt_oss_rows_are_the_generated_tokens(data_dir):
     assert agree[0] > 2 * agree[1]
 
 
-def test_deepseek_v2_lite(data_dir):
+def test_deepseek_v2_lite(data_dir: Path) -> None:
     trace = read_trace(data_dir / "activations" / "deepseek-v2-lite")
     assert isinstance(trace, ActivationTrace)
     assert (trace.num_requests, trace.num_tokens) == (213, 33_279)
@@ -92,7 +90,7 @@ def test_deepseek_v2_lite(data_dir):
     assert len(starts) == 1
 
 
-def test_glm(data_dir):
+def test_glm(data_dir: Path) -> None:
     table = read_trace(data_dir / "activations" / "glm-5.2")
     assert isinstance(table, LoadTable)
     assert table.counts.shape == (94, 75, 256)
@@ -108,7 +106,7 @@ def test_glm(data_dir):
     np.testing.assert_array_equal(table.counts[shards].sum(axis=0), table.counts[labels.index("merged_books")])
 
 
-def test_olmoe_and_mixtral(data_dir):
+def test_olmoe_and_mixtral(data_dir: Path) -> None:
     folder = data_dir / "activations" / "olmoe-mixtral"
     for model, experts, top_k, windows in (("olmoe", 64, 8, 6), ("mixtral-8x7b", 8, 2, 5), ("olmoe-sft", 64, 8, 1)):
         table = read_trace(folder, options=ReadOptions(model=model))
@@ -124,14 +122,14 @@ def test_olmoe_and_mixtral(data_dir):
         read_trace(folder)
 
 
-def test_token_tables_are_no_trace(data_dir):
+def test_token_tables_are_no_trace(data_dir: Path) -> None:
     path = data_dir / "activations" / "olmoe-mixtral" / "eid2token_coo.npz"
     assert not readers["npz"].sniff(path)
     with pytest.raises(TraceError, match="not a layout of traces"):
         read_trace(path, "npz")
 
 
-def test_placements(data_dir):
+def test_placements(data_dir: Path) -> None:
     path = data_dir / "placements" / "deepseek-v3" / "placements_rank_layer_expert.npz"
     found = read_placements(path)
     assert sorted(array.shape for array in found.values()) == [(16, 58, 256)] * 3 + [(32, 58, 256)]
@@ -139,7 +137,7 @@ def test_placements(data_dir):
     assert not readers["npz"].sniff(path.parent)
 
 
-def test_each_real_file_is_claimed_by_its_own_reader(data_dir):
+def test_each_real_file_is_claimed_by_its_own_reader(data_dir: Path) -> None:
     claimed = {
         str(path.relative_to(data_dir)): [name for name in OURS if readers[name].sniff(path)]
         for path in sorted(data_dir.rglob("*"))
@@ -185,7 +183,7 @@ def gpt_oss(folder: Path, rng: np.random.Generator) -> Path:
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_own_npz(tmp_path, rng, save):
+def test_own_npz(tmp_path: Path, rng: np.random.Generator, save) -> None:
     arrays = own(rng)
     save(tmp_path / "t.npz", **arrays, layer_ids=np.array([3, 5]))
     for path in (tmp_path / "t.npz", tmp_path):
@@ -199,7 +197,7 @@ def test_own_npz(tmp_path, rng, save):
         assert trace.requests.output_tokens.tolist() == [1, 0, 2]
 
 
-def test_own_npz_with_the_least(tmp_path, rng):
+def test_own_npz_with_the_least(tmp_path: Path, rng: np.random.Generator) -> None:
     arrays = own(rng)
     np.savez(tmp_path / "t.npz", expert_ids=arrays["expert_ids"], offsets=arrays["offsets"])
     with pytest.raises(TraceError, match=r"num_experts: is not in the file; give --num-experts or a known --model"):
@@ -213,7 +211,7 @@ def test_own_npz_with_the_least(tmp_path, rng):
     assert known.meta.num_experts == 32
 
 
-def test_own_counts(tmp_path):
+def test_own_counts(tmp_path: Path) -> None:
     counts = np.arange(12, dtype=np.uint64).reshape(2, 2, 3)
     np.savez(tmp_path / "t.npz", counts=counts, tokens=np.array([4, 5]), layer_ids=np.array([1, 2]))
     table = read_trace(tmp_path / "t.npz", options=ReadOptions(model="m", num_experts=3))
@@ -224,7 +222,7 @@ def test_own_counts(tmp_path):
         read_trace(tmp_path, options=ReadOptions(num_experts=4))
 
 
-def test_gpt_oss_layout(tmp_path, rng):
+def test_gpt_oss_layout(tmp_path: Path, rng: np.random.Generator) -> None:
     folder = tmp_path / "gpt-oss-20b"
     folder.mkdir()
     trace = read_trace(gpt_oss(folder, rng))
@@ -286,7 +284,7 @@ def put(where: tuple[int, ...], value: Any) -> Callable[[np.ndarray], np.ndarray
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*pickl.*")
-def test_npz_that_is_wrong(tmp_path, rng, change, problem):
+def test_npz_that_is_wrong(tmp_path: Path, rng: np.random.Generator, change, problem) -> None:
     arrays = own(rng)
     change(arrays)
     np.savez(tmp_path / "t.npz", **arrays)  # type: ignore[arg-type]
@@ -297,14 +295,14 @@ def test_npz_that_is_wrong(tmp_path, rng, change, problem):
     assert "\n" not in str(caught.value)
 
 
-def test_stated_and_given_experts_must_agree(tmp_path, rng):
+def test_stated_and_given_experts_must_agree(tmp_path: Path, rng: np.random.Generator) -> None:
     np.savez(tmp_path / "t.npz", **own(rng))
     with pytest.raises(TraceError, match="num_experts: is 8, --num-experts says 9"):
         read_trace(tmp_path, options=ReadOptions(num_experts=9))
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"hello" * 9])
-def test_not_a_zip(tmp_path, data):
+def test_not_a_zip(tmp_path: Path, data) -> None:
     (tmp_path / "t.npz").write_bytes(data)
     assert not readers["npz"].sniff(tmp_path / "t.npz")
     with pytest.raises(TraceError, match=r"t\.npz: file: is not a \.npz archive, or is cut"):
@@ -313,7 +311,7 @@ def test_not_a_zip(tmp_path, data):
         read_trace(tmp_path, "npz")
 
 
-def test_missing_or_several_files(tmp_path, rng):
+def test_missing_or_several_files(tmp_path: Path, rng: np.random.Generator) -> None:
     with pytest.raises(TraceError, match="does not exist"):
         read_trace(tmp_path / "t.npz", "npz")
     with pytest.raises(TraceError, match=r"folder: holds no \.npz file"):
@@ -327,7 +325,7 @@ def test_missing_or_several_files(tmp_path, rng):
         read_trace(tmp_path / "single.npy", "npz")
 
 
-def test_members_that_are_no_arrays(tmp_path):
+def test_members_that_are_no_arrays(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "t.npz", "w") as archive:
         for name in ("expert_ids.npy", "offsets.npy"):
             archive.writestr(name, "text")
@@ -348,7 +346,7 @@ def test_members_that_are_no_arrays(tmp_path):
         (lambda rows: [[], *rows[1:]], "line 1: must be a JSON object"),
     ],
 )
-def test_sidecar_that_does_not_fit(tmp_path, rng, edit, problem):
+def test_sidecar_that_does_not_fit(tmp_path: Path, rng: np.random.Generator, edit, problem) -> None:
     file = gpt_oss(tmp_path, rng)
     path = tmp_path / "requests.jsonl.gz"
     rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
@@ -359,7 +357,7 @@ def test_sidecar_that_does_not_fit(tmp_path, rng, edit, problem):
     assert caught.value.path == path
 
 
-def test_sidecar_missing_or_cut(tmp_path, rng):
+def test_sidecar_missing_or_cut(tmp_path: Path, rng: np.random.Generator) -> None:
     file = gpt_oss(tmp_path, rng)
     path = tmp_path / "requests.jsonl.gz"
     data = path.read_bytes()
@@ -372,7 +370,7 @@ def test_sidecar_missing_or_cut(tmp_path, rng):
         read_trace(file, options=ReadOptions(num_experts=8))
 
 
-def test_index_that_does_not_fit(tmp_path):
+def test_index_that_does_not_fit(tmp_path: Path) -> None:
     np.savez(tmp_path / "t.npz", counts=np.ones((2, 1, 3), np.uint32), layer_ids=np.array([3]))
     index = tmp_path / "index.jsonl"
     row = {"domain": "books", "chunk": 0, "tokens": 1}
@@ -385,7 +383,9 @@ def test_index_that_does_not_fit(tmp_path):
 
 @pytest.mark.parametrize("compressed", [False, True])
 @given(at=st.integers(0, 10**6), byte=st.integers(0, 255), cut=st.booleans())
-def test_damaged_npz_is_refused_or_read_alike(tmp_path_factory, compressed, at, byte, cut):
+def test_damaged_npz_is_refused_or_read_alike(
+    tmp_path_factory: pytest.TempPathFactory, compressed, at, byte, cut
+) -> None:
     stream = io.BytesIO()
     arrays = own(np.random.default_rng(0))
     (np.savez_compressed if compressed else np.savez)(stream, **arrays)
@@ -410,7 +410,7 @@ def test_damaged_npz_is_refused_or_read_alike(tmp_path_factory, compressed, at, 
     assert trace.meta.num_experts == 8
 
 
-def test_damaged_placements(tmp_path):
+def test_damaged_placements(tmp_path: Path) -> None:
     path = tmp_path / "t.npz"
     held = np.ones((2, 1, 3), np.uint8)
     for change, problem in (
@@ -423,295 +423,8 @@ def test_damaged_placements(tmp_path):
             read_placements(path)
 
 
-# ------------------------------------------------------------------------------------------------------- routed experts
-
-
-def vllm_answer(ids: np.ndarray, prompt: int, experts: int = 128, **more: Any) -> dict[str, Any]:
-    usage = {"prompt_tokens": prompt, "completion_tokens": len(ids) + 1 - prompt}
-    choice = {"index": 0, "text": "…", "routed_experts": encode_vllm(ids, experts)}
-    return {"id": "r", "model": "any", "choices": [choice], "usage": usage, **more}
-
-
-def distinct(rng: np.random.Generator, tokens: int, layers: int, k: int, experts: int = 128) -> np.ndarray:
-    return np.argsort(rng.random((tokens, layers, experts)), axis=2)[:, :, :k]
-
-
-def write_lines(path: Path, bodies: list[Any]) -> Path:
-    path.write_text("\n".join(json.dumps(body) for body in bodies) + "\n\n")
-    return path
-
-
-def test_vllm_answers(tmp_path, rng):
-    ids = [distinct(rng, n, 3, 4) for n in (5, 3, 4)]
-    bodies = [vllm_answer(ids[0], 2), vllm_answer(ids[1], 3, prompt_token_ids=[1, 2, 3])]
-    two = vllm_answer(ids[2], 2)
-    two["choices"].append({"routed_experts": encode_vllm(ids[2][:3], 128)})
-    two["usage"]["completion_tokens"] = 3 + 2
-    path = write_lines(tmp_path / "answers.jsonl", [*bodies, two])
-    assert detect(path) == "routed-experts"
-    trace = read_trace(path, options=ReadOptions(num_experts=128))
-    assert isinstance(trace, ActivationTrace)
-    for index, expected in enumerate([*ids, ids[2][:3]]):
-        np.testing.assert_array_equal(trace.request(index).expert_ids, expected)
-    assert trace.request(0).phase.tolist() == [PREFILL] * 2 + [DECODE] * 3
-    assert trace.requests.prompt_tokens.tolist() == [2, 3, 2, 2]
-    assert trace.requests.output_tokens.tolist() == [4, 1, 3, 2], "the last token has no row but was generated"
-    assert trace.requests.ids == ["r", "r", "r/0", "r/1"]
-    assert (trace.meta.model, trace.meta.layer_ids) == ("any", (0, 1, 2))
-    assert trace.request(0).token_ids is None, "one of the answers does not list its tokens"
-
-
-def test_token_ids_where_listed(tmp_path, rng):
-    body = vllm_answer(distinct(rng, 4, 2, 2), 3, prompt_token_ids=[5, 6, 7])
-    body["choices"][0]["token_ids"] = [8, 9]
-    trace = read_trace(write_lines(tmp_path / "a.jsonl", [body]), options=ReadOptions(num_experts=128))
-    assert isinstance(trace, ActivationTrace)
-    assert np.asarray(trace.request(0).token_ids).tolist() == [5, 6, 7, 8]
-
-
-def test_dense_layers_are_dropped(tmp_path, rng):
-    """DeepSeek-V2-Lite counts 27 layers, of which the first is dense and all zero."""
-    ids = np.concatenate([np.zeros((5, 1, 6), int), distinct(rng, 5, 26, 6, 64)], axis=1)
-    path = write_lines(tmp_path / "a.jsonl", [vllm_answer(ids, 2)])
-    for options in (ReadOptions(model="deepseek-v2-lite"), ReadOptions(num_experts=64)):
-        trace = read_trace(path, options=options)
-        assert isinstance(trace, ActivationTrace)
-        assert (trace.meta.num_experts, trace.meta.layer_ids) == (64, tuple(range(1, 27)))
-        np.testing.assert_array_equal(trace.request(0).expert_ids, ids[:, 1:])
-
-
-@pytest.mark.parametrize("dense", [True, False])
-@pytest.mark.parametrize("dtype", [None, "uint8"])
-def test_sglang_answers(tmp_path, rng, dense, dtype):
-    moe = distinct(rng, 5, 26, 6, 64)
-    ids = np.concatenate([np.zeros((5, 1, 6), int), moe], axis=1) if dense else moe
-    payload = {"routed_experts": encode_sglang(ids, dtype or "int32")}
-    if dtype:
-        payload["routed_experts_dtype"] = dtype
-    counts = {"prompt_tokens": 4, "completion_tokens": 2}
-    bodies = [
-        [{"text": "…", "meta_info": {"id": "x", **counts, **payload}}],
-        {"id": "y", "choices": [{"text": "…"}], "usage": counts, "sglext": payload},
-        {"id": "z", "choices": [{"text": "…", "sglext": payload}], "usage": counts},
-    ]
-    path = write_lines(tmp_path / "a.jsonl", bodies)
-    assert detect(path) == "routed-experts"
-    trace = read_trace(path, options=ReadOptions(model="deepseek-v2-lite"))
-    assert isinstance(trace, ActivationTrace)
-    assert trace.requests.ids == ["x", "y", "z"]
-    assert trace.requests.output_tokens.tolist() == [2, 2, 2]
-    for index in range(3):
-        np.testing.assert_array_equal(trace.request(index).expert_ids, moe)
-        assert trace.request(index).phase.tolist() == [PREFILL] * 4 + [DECODE]
-    with pytest.raises(TraceError, match="line 1: routed_experts: has no shape in SGLang's form; give a known --model"):
-        read_trace(path)
-
-
-def answer_without(*keys: str) -> dict[str, Any]:
-    body: Any = vllm_answer(distinct(np.random.default_rng(0), 4, 2, 2), 2)
-    place = body
-    for key in keys[:-1]:
-        place = place[int(key)] if isinstance(place, list) else place[key]
-    del place[keys[-1]]
-    return dict(body)
-
-
-@pytest.mark.parametrize(
-    ("body", "problem"),
-    [
-        (answer_without("usage"), "line 1: usage.prompt_tokens: is None"),
-        (answer_without("choices"), "line 1: choices: is missing"),
-        (answer_without("choices", "0", "routed_experts"), "line 1: routed_experts: is missing"),
-        ({"choices": []}, "line 1: choices: is missing"),
-        (7, "line 1: answer: must be a JSON object"),
-        ({"meta_info": {"prompt_tokens": 1, "completion_tokens": 1}}, "line 1: routed_experts: is missing"),
-        ({"meta_info": {"prompt_tokens": True, "completion_tokens": 1}}, "meta_info.prompt_tokens: is True"),
-        (
-            vllm_answer(np.full((4, 2, 2), 1), 2) | {"usage": {"prompt_tokens": 2, "completion_tokens": 9}},
-            "describes 3 generated tokens, usage.completion_tokens is 9",
-        ),
-        (vllm_answer(np.full((4, 2, 2), 100), 2), "expert_ids[0, 0, 0]=100 must be in 0 … 63"),
-        (vllm_answer(np.full((4, 2, 2), 0), 2), "is all zero"),
-        (vllm_answer(put((2, 1), 0)(np.full((4, 2, 2), 5)), 2), "routed_experts[2, 1]: is all zero"),
-        (
-            {"choices": [{"routed_experts": "!"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}},
-            "choices[0].routed_experts: is not base64",
-        ),
-        (
-            {"choices": [{"routed_experts": None}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}},
-            "choices[0].routed_experts: is missing",
-        ),
-    ],
-)
-def test_answers_that_are_wrong(tmp_path, body, problem):
-    path = write_lines(tmp_path / "a.jsonl", [body])
-    with pytest.raises(TraceError) as caught:
-        read_trace(path, "routed-experts", ReadOptions(num_experts=64))
-    assert problem in str(caught.value)
-    assert str(path) in str(caught.value)
-
-
-def test_answers_of_another_shape(tmp_path, rng):
-    bodies = [vllm_answer(distinct(rng, 4, 2, 2), 2), vllm_answer(distinct(rng, 4, 3, 2), 2)]
-    path = write_lines(tmp_path / "a.jsonl", bodies)
-    with pytest.raises(TraceError, match=r"has \[layer, k\] of \(2, 2\) and \(3, 2\): not one model"):
-        read_trace(path, options=ReadOptions(num_experts=128))
-    with pytest.raises(TraceError, match=r"has 2 layers; gpt-oss-20b has 24, 24 of them MoE"):
-        read_trace(write_lines(path, bodies[:1]), options=ReadOptions(model="gpt-oss-20b"))
-    payload = {"routed_experts": encode_sglang(distinct(rng, 9, 24, 4, 32))}
-    body = {"meta_info": {"prompt_tokens": 4, "completion_tokens": 2, **payload}}
-    with pytest.raises(TraceError, match=r"has 9 rows of 24 layers; 4 \+ 2 tokens have one row fewer"):
-        read_trace(write_lines(path, [body]), options=ReadOptions(model="gpt-oss-20b"))
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"), [("", "answers: found 0"), ('{"a": "routed_experts"', "line 1: is not JSON")]
-)
-def test_files_without_answers(tmp_path, text, problem):
-    path = tmp_path / "a.jsonl"
-    path.write_text(text)
-    with pytest.raises(TraceError, match=problem):
-        read_trace(path, "routed-experts", ReadOptions(num_experts=64))
-    with pytest.raises(TraceError, match="file: "):
-        read_trace(tmp_path, "routed-experts", ReadOptions(num_experts=64))
-
-
-# ------------------------------------------------------------------------------------------- TensorRT-LLM, load-history
-
-
-def trtllm(folder: Path, ranks: list[dict[str, np.ndarray]], **meta: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "meta_info.json").write_text(json.dumps({"num_experts": 4, "num_experts_per_token": 2, **meta}))
-    for rank, arrays in enumerate(ranks):
-        save_file(arrays, folder / f"rank{rank}.safetensors")
-    return folder
-
-
-def statistics(rng: np.random.Generator, tokens: int = 3) -> dict[str, np.ndarray]:
-    return {
-        f"{step}_{layer}": np.bincount(distinct(rng, tokens, 1, 2, 4).ravel(), minlength=4)
-        for step in (100, 101)
-        for layer in (3, 10)
-    }
-
-
-def test_trtllm(tmp_path, rng):
-    ranks = [statistics(rng), statistics(rng, tokens=2)]
-    path = trtllm(tmp_path / "s", ranks, ep_size=2)
-    assert detect(path) == "trtllm"
-    table = read_trace(path, options=ReadOptions(model="m"))
-    assert isinstance(table, LoadTable)
-    assert (table.counts.shape, table.labels, table.model) == ((2, 2, 4), ["100", "101"], "m")
-    assert np.asarray(table.layer_ids).tolist() == [3, 10], "by number, not by text"
-    assert np.asarray(table.tokens).tolist() == [5, 5]
-    np.testing.assert_array_equal(table.counts[1, 0], ranks[0]["101_3"] + ranks[1]["101_3"])
-
-
-def test_trtllm_without_even_choices(tmp_path, rng):
-    arrays = statistics(rng)
-    arrays["100_3"][0] += 1
-    table = read_trace(trtllm(tmp_path / "s", [arrays]))
-    assert isinstance(table, LoadTable)
-    assert table.tokens is None
-
-
-@pytest.mark.parametrize(
-    ("change", "meta", "problem"),
-    [
-        ({"100_3": None}, {}, "100_3: is in no rank's file"),
-        ({"103_3": np.ones(4, int), "103_10": np.ones(4, int)}, {}, "102_3: is in no rank's file"),
-        ({"x": np.ones(4, int)}, {}, "x: is not a key of the form {iteration}_{layer}"),
-        ({"100_3": np.ones(5, int)}, {}, "100_3: is int64 (5,), expected integers (4,)"),
-        ({"100_3": np.ones(4)}, {}, "100_3: is float64 (4,)"),
-        ({"100_3": np.array([1, -2, 0, 0])}, {}, "100_3[1]: is -2"),
-        ({}, {"num_experts": None}, "num_experts: is None"),
-        ({}, {"num_experts_per_token": 0}, "num_experts_per_token: is 0"),
-        ({}, {"ep_size": 4}, "found 1 files, meta_info.json says ep_size=4"),
-    ],
-)
-def test_trtllm_that_is_wrong(tmp_path, rng, change, meta, problem):
-    arrays = {name: value for name, value in (statistics(rng) | change).items() if value is not None}
-    path = trtllm(tmp_path / "s", [arrays], **meta)
-    with pytest.raises(TraceError) as caught:
-        read_trace(path)
-    assert problem in str(caught.value)
-
-
-def test_trtllm_files_missing_or_cut(tmp_path, rng):
-    path = trtllm(tmp_path / "s", [statistics(rng)] * 3)
-    data = (path / "rank0.safetensors").read_bytes()
-    for length in range(0, len(data), 9):
-        (path / "rank0.safetensors").write_bytes(data[:length])
-        with pytest.raises(TraceError, match=r"rank0\.safetensors"):
-            read_trace(path)
-    (path / "rank0.safetensors").write_bytes(data)
-    (path / "rank1.safetensors").unlink()
-    with pytest.raises(TraceError, match=r"rank1\.safetensors: is missing; there is a rank2"):
-        read_trace(path)
-    for rank in (0, 2):
-        (path / f"rank{rank}.safetensors").unlink()
-    assert not readers["trtllm"].sniff(path)
-    with pytest.raises(TraceError, match=r"rank\*\.safetensors: is missing"):
-        read_trace(path, "trtllm")
-    (path / "meta_info.json").unlink()
-    with pytest.raises(TraceError, match="does not exist"):
-        read_trace(path, "trtllm")
-    with pytest.raises(TraceError, match="hold no statistics"):
-        read_trace(trtllm(tmp_path / "none", [{}]))
-
-
-def history(*loads: Any) -> dict[str, Any]:
-    return {"load_history": [{"logical_expert_load": load} for load in loads]}
-
-
-def test_load_history(tmp_path):
-    path = tmp_path / "history.json"
-    path.write_text(json.dumps(history([[1, 2, 3], [4, 5, 6]], [[0, 0, 2.0], [1, 1, 0]])))
-    assert detect(path) == "load-history"
-    table = read_trace(path, options=ReadOptions(model="m", num_experts=3))
-    assert isinstance(table, LoadTable)
-    assert table.counts.tolist() == [[[1, 2, 3], [4, 5, 6]], [[0, 0, 2], [1, 1, 0]]]
-    assert (table.model, table.counts.dtype) == ("m", np.uint64)
-    with pytest.raises(TraceError, match="has 3 experts, --num-experts says 4"):
-        read_trace(path, options=ReadOptions(num_experts=4))
-
-
-@pytest.mark.parametrize(
-    ("value", "problem"),
-    [
-        ({}, "load_history: must be a list"),
-        (history(), "at least one window"),
-        ([], "JSON: must be an object"),
-        ({"load_history": [{}]}, "load_history[0].logical_expert_load: is missing"),
-        ({"load_history": [3]}, "load_history[0].logical_expert_load: is missing"),
-        (history([[1, 2], [3]]), "rows of different lengths"),
-        (history([]), "expected numbers [layer][expert]"),
-        (history([[1]], [[1, 2]]), "load_history[1]: has shape (1, 2), the first window (1, 1)"),
-        (history([["a"]]), "expected numbers"),
-        (history([[True]]), "expected numbers"),
-        (history([[None]]), "expected numbers"),
-        (history([[1, -2]]), "[0][1]: is -2"),
-        (history([[1, 0.5]]), "[0][1]: is 0.5"),
-        (history([[1], [float("nan")]]), "[1][0]: is nan"),
-        (history([[float("inf")]]), "[0][0]: is inf"),
-        (history([[2**70]]), "expected numbers"),
-    ],
-)
-def test_load_history_that_is_wrong(tmp_path, value, problem):
-    path = tmp_path / "history.json"
-    path.write_text(json.dumps(value))
-    with pytest.raises(TraceError) as caught:
-        read_trace(path, "load-history")
-    assert problem in str(caught.value)
-    text = json.dumps(history([[1, 2]]))
-    for length in range(len(text)):
-        path.write_text(text[:length])
-        with pytest.raises(TraceError, match=r"history\.json: JSON: cannot be parsed"):
-            read_trace(path, "load-history")
-
-
 @pytest.mark.parametrize("name", OURS)
-def test_sniffing_never_raises(tmp_path, name):
+def test_sniffing_never_raises(tmp_path: Path, name) -> None:
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "noise").write_bytes(bytes(range(256)) * 8)
     (tmp_path / "long").write_bytes(b"x" * (5 << 20))

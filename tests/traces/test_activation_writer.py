@@ -63,8 +63,8 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     st.lists(st.integers(0, 6), min_size=1, max_size=10), st.lists(st.integers(0, 10), max_size=4), st.integers(1, 12)
 )
 def test_a_resumed_recording_has_the_bytes_of_one_that_was_not_interrupted(
-    tmp_path_factory, lengths, stops, flush_tokens
-):
+    tmp_path_factory: pytest.TempPathFactory, lengths, stops, flush_tokens
+) -> None:
     trace = make(lengths)
     folder = tmp_path_factory.mktemp("trace")
     trace.save(folder / "whole")
@@ -94,7 +94,9 @@ def short_collections():
 @pytest.mark.parametrize("step", ["flush", "close"])
 @pytest.mark.parametrize("point", CRASH_POINTS)
 @pytest.mark.usefixtures("short_collections")
-def test_after_a_crash_at_any_step_the_recording_goes_on_and_nothing_shows(tmp_path, monkeypatch, point, step):
+def test_after_a_crash_at_any_step_the_recording_goes_on_and_nothing_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point, step
+) -> None:
     """Stop at the n-th call of everything that touches the disk; resume; the files are as if nothing had happened."""
     trace = make([3, 2, 4, 1])
     trace.save(tmp_path / "whole")
@@ -125,7 +127,7 @@ def test_after_a_crash_at_any_step_the_recording_goes_on_and_nothing_shows(tmp_p
         pytest.fail("the step never completed")
 
 
-def _stops(monkeypatch, point, attempt, action) -> bool:
+def _stops(monkeypatch: pytest.MonkeyPatch, point, attempt, action) -> bool:
     module, _, name = point.rpartition(".")
     owner = Path if module == "pathlib.Path" else __import__(module, fromlist=[name])
     real, calls = getattr(owner, name), 0
@@ -147,7 +149,7 @@ def _stops(monkeypatch, point, attempt, action) -> bool:
 
 
 @pytest.mark.parametrize("point", ["pathlib.Path.unlink", "json.dump", "os.fsync"])
-def test_a_crash_while_resuming_loses_nothing(tmp_path, monkeypatch, point):
+def test_a_crash_while_resuming_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point) -> None:
     trace = make([3, 2])
     out = ActivationWriter(tmp_path / "t", META)
     add(out, trace, 0)
@@ -168,7 +170,7 @@ def test_a_crash_while_resuming_loses_nothing(tmp_path, monkeypatch, point):
     assert bytes_of(tmp_path / "t") == bytes_of(tmp_path / "whole")
 
 
-def test_an_error_suspends_and_the_recording_goes_on(tmp_path):
+def test_an_error_suspends_and_the_recording_goes_on(tmp_path: Path) -> None:
     trace = make([3, 2])
     with contextlib.suppress(_Stopped), ActivationWriter(tmp_path / "t", META) as out:
         add(out, trace, 0)
@@ -180,7 +182,7 @@ def test_an_error_suspends_and_the_recording_goes_on(tmp_path):
     assert ActivationTrace.open(tmp_path / "t").requests.ids == ["r0", "r1"]
 
 
-def test_a_recording_of_nothing_is_resumed_too(tmp_path):
+def test_a_recording_of_nothing_is_resumed_too(tmp_path: Path) -> None:
     ActivationWriter(tmp_path / "t", META).suspend()
     trace = make([2])
     with ActivationWriter.resume(tmp_path / "t", META) as out:
@@ -188,7 +190,7 @@ def test_a_recording_of_nothing_is_resumed_too(tmp_path):
     assert ActivationTrace.open(tmp_path / "t").num_tokens == 2
 
 
-def test_a_closed_trace_is_refused(tmp_path):
+def test_a_closed_trace_is_refused(tmp_path: Path) -> None:
     make([2]).save(tmp_path / "t")
     ActivationWriter(tmp_path / "empty", META).close()
     for name in ("t", "empty"):
@@ -208,14 +210,14 @@ def test_a_closed_trace_is_refused(tmp_path):
         ({"source": {"seed": 7}}, r"shape=\[1, 2\], not None"),
     ],
 )
-def test_other_meta_is_refused_and_named(tmp_path, change, message):
+def test_other_meta_is_refused_and_named(tmp_path: Path, change, message) -> None:
     ActivationWriter(tmp_path / "t", META).suspend()
     with pytest.raises(ConfigError, match=message):
         ActivationWriter.resume(tmp_path / "t", replace(META, **change))
     ActivationWriter.resume(tmp_path / "t", META).close()  # a refusal leaves it as it was, and unlocked
 
 
-def test_what_is_no_unfinished_trace_is_named(tmp_path):
+def test_what_is_no_unfinished_trace_is_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="does not exist"):
         ActivationWriter.resume(tmp_path / "none", META)
     make([1]).requests.save(tmp_path / "requests")
@@ -229,7 +231,7 @@ def test_what_is_no_unfinished_trace_is_named(tmp_path):
         ActivationWriter.resume(tmp_path / "t", META)
 
 
-def test_columns_are_for_all_requests_across_a_resume(tmp_path):
+def test_columns_are_for_all_requests_across_a_resume(tmp_path: Path) -> None:
     trace = make([2, 3])
     out = ActivationWriter(tmp_path / "t", META)
     add(out, trace, 0)
@@ -243,7 +245,7 @@ def test_columns_are_for_all_requests_across_a_resume(tmp_path):
     assert ActivationTrace.open(tmp_path / "t").requests.extra["note"] == [0.0, 0.5]
 
 
-def test_two_writers_cannot_have_one_folder(tmp_path):
+def test_two_writers_cannot_have_one_folder(tmp_path: Path) -> None:
     out = ActivationWriter(tmp_path / "t", META)
     for _ in range(2):
         with pytest.raises(ConfigError, match="t is being recorded by another process"):
@@ -265,7 +267,7 @@ time.sleep(100)
 """
 
 
-def test_a_living_recorder_keeps_its_folder_and_a_killed_one_does_not(tmp_path):
+def test_a_living_recorder_keeps_its_folder_and_a_killed_one_does_not(tmp_path: Path) -> None:
     meta = TraceMeta("demo", 64, 2, 2)
     child = subprocess.Popen([sys.executable, "-c", RECORDER, str(tmp_path / "t")], stdout=subprocess.PIPE, text=True)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ SMALL = SyntheticSettings(
 )
 
 
-def test_recovers_what_generated_the_trace(rng):
+def test_recovers_what_generated_the_trace(rng: np.random.Generator) -> None:
     truth = draw_preferences(SMALL, rng)
     fitted = fit_synthetic(generate(SMALL, rng, requests=600, preferences=truth), rng)
     assert fitted.domains == ("a", "b")
@@ -40,14 +41,14 @@ def test_recovers_what_generated_the_trace(rng):
     assert fitted.arrivals.rate == pytest.approx(10.0, rel=0.15)
 
 
-def test_requests_that_are_alike_fit_a_large_concentration(rng):
+def test_requests_that_are_alike_fit_a_large_concentration(rng: np.random.Generator) -> None:
     alike = fit_synthetic(generate(replace(SMALL, concentration=float("inf")), rng, requests=200), rng)
     assert min(alike.concentration) > 400
     one = fit_synthetic(generate(replace(SMALL, domains=("a",), mix=None), rng, requests=1), rng)
     assert set(one.concentration) == {float("inf")}, "one request says nothing of how far others would lie"
 
 
-def test_base_gives_arrivals_and_drift_and_unlabelled_is_one_domain(rng):
+def test_base_gives_arrivals_and_drift_and_unlabelled_is_one_domain(rng: np.random.Generator) -> None:
     trace = generate(SMALL, rng, requests=20)
     tokens, offsets = trace.arrays()
     bare = ActivationTrace.from_arrays(trace.meta, tokens.expert_ids, offsets)
@@ -60,7 +61,7 @@ def test_base_gives_arrivals_and_drift_and_unlabelled_is_one_domain(rng):
         fit_synthetic(empty, rng)
 
 
-def recorded(data_dir, name):
+def recorded(data_dir: Path, name):
     """gpt-oss requests are labelled by dataset: its 88 categories hold 5 requests each, too few for a batch."""
     folder = data_dir / "activations" / name
     if name == "gpt-oss-20b":
@@ -96,7 +97,7 @@ def union(trace, batch, rng, domain=None, steps=150):
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", pytest.param("deepseek-v2-lite", marks=pytest.mark.long)])
-def test_like_real_traces_in_skew_and_batch_unions(data_dir, name, rng):
+def test_like_real_traces_in_skew_and_batch_unions(data_dir: Path, name, rng: np.random.Generator) -> None:
     real = recorded(data_dir, name)
     synthetic = generate(fit_synthetic(real, rng), rng, requests=3 * real.num_requests)
     assert np.abs(gini(real) - gini(synthetic)).mean() <= 0.02

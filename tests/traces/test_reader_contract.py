@@ -94,23 +94,23 @@ COUNTED: dict[str, tuple[Callable[[Path], Path], ...]] = {
 }
 
 
-def test_all_built_in_formats_are_here():
+def test_all_built_in_formats_are_here() -> None:
     elsewhere = {"sglang-recorder"}  # needs torch: tests/engines/test_torch_files.py
     assert {*LINES, *COUNTED, "routed-experts"} | elsewhere >= set(readers.names())
 
 
 @pytest.mark.parametrize(("name", "make"), [(name, make) for name, all_of in COUNTED.items() for make in all_of])
-def test_formats_that_say_how_much_they_hold(name: str, make: Callable[[Path], Path], tmp_path: Path):
+def test_formats_that_say_how_much_they_hold(name: str, make: Callable[[Path], Path], tmp_path: Path) -> None:
     check_reader(readers[name], make(tmp_path))
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_formats_of_lines(name: str, tmp_path: Path):
+def test_formats_of_lines(name: str, tmp_path: Path) -> None:
     (tmp_path / "lines").write_text(LINES[name])
     check_reader(readers[name], tmp_path / "lines", counted=False)
 
 
-def test_answers_of_servers(tmp_path: Path):
+def test_answers_of_servers(tmp_path: Path) -> None:
     check_reader(readers["routed-experts"], answers(tmp_path), ReadOptions(num_experts=8), counted=False)
 
 
@@ -172,7 +172,7 @@ GOOD = Reader(read_numbers, sniff_numbers, "whole numbers, of nobody")
         (Reader(read_numbers, sniff_numbers, ""), "help='' must be one line"),
     ],
 )
-def test_what_is_wrong_is_said(reader: Reader, words: str | None, tmp_path: Path):
+def test_what_is_wrong_is_said(reader: Reader, words: str | None, tmp_path: Path) -> None:
     (tmp_path / "numbers").write_text("6\n1\n2\n3\n4\n5\n6")
     if words is None:
         check_reader(reader, tmp_path / "numbers")

@@ -39,7 +39,7 @@ def read(folder: Path, text: str, name: str = "file") -> RequestTrace:
 # ------------------------------------------------------------------------------------------------------ real files
 
 
-def test_mooncake_conversations(data_dir: Path):
+def test_mooncake_conversations(data_dir: Path) -> None:
     trace = read_trace(data_dir / "requests/mooncake/conversation_trace.jsonl")
     assert len(trace) == 12_031
     assert trace.block_tokens == 512
@@ -48,7 +48,7 @@ def test_mooncake_conversations(data_dir: Path):
     assert 3500 < trace.duration_s < 3600
 
 
-def test_azure_code_has_its_last_line_though_no_newline_ends_it(data_dir: Path):
+def test_azure_code_has_its_last_line_though_no_newline_ends_it(data_dir: Path) -> None:
     path = data_dir / "requests/azure-2023/AzureLLMInferenceTrace_code.csv"
     assert not path.read_bytes().endswith(b"\n")
     trace = read_trace(path)
@@ -57,7 +57,7 @@ def test_azure_code_has_its_last_line_though_no_newline_ends_it(data_dir: Path):
     assert trace.arrival_s[1] == pytest.approx(0.052, abs=1e-12)
 
 
-def test_servegen_clients_and_the_hour_drawn_from_them(data_dir: Path):
+def test_servegen_clients_and_the_hour_drawn_from_them(data_dir: Path) -> None:
     path = data_dir / "requests/servegen-deepseek-r1/deepseek-r1.tar.gz"
     clients = read_servegen_clients(path)
     assert len(clients) == 73
@@ -73,7 +73,7 @@ def test_servegen_clients_and_the_hour_drawn_from_them(data_dir: Path):
     assert drawn.mean() == pytest.approx(mean, rel=0.1)
 
 
-def test_every_real_file_has_at_most_one_reader(data_dir: Path):
+def test_every_real_file_has_at_most_one_reader(data_dir: Path) -> None:
     found = {}
     for path in sorted(data_dir.rglob("*")):
         names = [name for name in readers if readers[name].sniff(path)]
@@ -89,7 +89,7 @@ def test_every_real_file_has_at_most_one_reader(data_dir: Path):
 # ----------------------------------------------------------------------------------------------------- small files
 
 
-def test_mooncake_sorts_and_counts_from_the_first(tmp_path: Path):
+def test_mooncake_sorts_and_counts_from_the_first(tmp_path: Path) -> None:
     early = '{"timestamp": 1000, "input_length": 512, "output_length": 9, "hash_ids": [7], "user": "a"}\n'
     trace = read(tmp_path, MOONCAKE + early)
     assert trace.arrival_s.tolist() == [0.0, 2.0]
@@ -99,14 +99,14 @@ def test_mooncake_sorts_and_counts_from_the_first(tmp_path: Path):
     assert trace.source == {"format": "mooncake", "file": "file"}
 
 
-def test_azure_zones_and_fractions(tmp_path: Path):
+def test_azure_zones_and_fractions(tmp_path: Path) -> None:
     rows = "2024-05-10 00:00:00.0099301+00:00,10,1\n2024-05-10 02:00:00.509931+02:00,20,2\r\n2024-05-10T00:00:02Z,30,3"
     trace = read(tmp_path, AZURE + rows)
     assert trace.arrival_s.tolist() == [0.0, 0.5000009, 1.9900699]
     assert trace.prompt_tokens.tolist() == [10, 20, 30]
 
 
-def test_burstgpt_with_and_without_sessions(tmp_path: Path):
+def test_burstgpt_with_and_without_sessions(tmp_path: Path) -> None:
     trace = read(tmp_path, BURST + "45,ChatGPT,1087,230,1317,Conversation log\n5,GPT-4,472,0,472,API log\n", "one")
     assert trace.arrival_s.tolist() == [0.0, 40.0]
     assert trace.output_tokens.tolist() == [0, 230], "a failed request is kept"
@@ -117,7 +117,7 @@ def test_burstgpt_with_and_without_sessions(tmp_path: Path):
     assert trace.source["format"] == "burstgpt"
 
 
-def test_plain_tables(tmp_path: Path):
+def test_plain_tables(tmp_path: Path) -> None:
     rows = "b,9,1,2,x,code\na,4,3,4,y,math\n"
     trace = read(tmp_path, "id,timestamp,prompt_tokens,output_tokens,tenant,domain\n" + rows, "c")
     assert (trace.ids, trace.domains, trace.extra) == (["a", "b"], ["math", "code"], {"tenant": ["y", "x"]})
@@ -129,13 +129,13 @@ def test_plain_tables(tmp_path: Path):
     assert trace.extra == {"n": [3]}
 
 
-def test_gzip_is_read_as_the_file_in_it(tmp_path: Path):
+def test_gzip_is_read_as_the_file_in_it(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl.gz").write_bytes(gzip.compress(MOONCAKE.encode()))
     assert detect(tmp_path / "m.jsonl.gz") == "mooncake"
     assert len(read_trace(tmp_path / "m.jsonl.gz")) == 1
 
 
-def test_model_option_is_recorded(tmp_path: Path):
+def test_model_option_is_recorded(tmp_path: Path) -> None:
     (tmp_path / "m").write_text(MOONCAKE)
     assert read_trace(tmp_path / "m", options=ReadOptions(model="kimi")).source["model"] == "kimi"
 
@@ -193,14 +193,14 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("format", "text", "message"), DAMAGED)
-def test_damage_is_named_with_file_line_and_field(tmp_path: Path, format: str, text: str, message: str):
+def test_damage_is_named_with_file_line_and_field(tmp_path: Path, format: str, text: str, message: str) -> None:
     (tmp_path / "file").write_text(text, newline="")
     with pytest.raises(TraceError, match=f"file: {message}"):
         read_trace(tmp_path / "file", format)
 
 
 @pytest.mark.parametrize("format", REQUEST_FORMATS)
-def test_missing_file_foreign_bytes_and_cut_gzip(tmp_path: Path, format: str):
+def test_missing_file_foreign_bytes_and_cut_gzip(tmp_path: Path, format: str) -> None:
     with pytest.raises(TraceError, match="does not exist"):
         read_trace(tmp_path / "none", format)
     (tmp_path / "bytes").write_bytes(bytes(range(128, 256)) * 20)
@@ -213,7 +213,7 @@ def test_missing_file_foreign_bytes_and_cut_gzip(tmp_path: Path, format: str):
 
 
 @given(st.binary(max_size=300))
-def test_no_bytes_make_a_sniff_raise(tmp_path_factory: pytest.TempPathFactory, data: bytes):
+def test_no_bytes_make_a_sniff_raise(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("sniff") / "file"
     for content in (data, b"\x1f\x8b" + data, gzip.compress(data)):
         path.write_bytes(content)
@@ -221,7 +221,7 @@ def test_no_bytes_make_a_sniff_raise(tmp_path_factory: pytest.TempPathFactory, d
 
 
 @given(cut=st.integers(0, 10_000))
-def test_a_cut_mooncake_file_is_never_a_wrong_trace(tmp_path_factory: pytest.TempPathFactory, cut: int):
+def test_a_cut_mooncake_file_is_never_a_wrong_trace(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     lines = [
         json.dumps({"timestamp": 1000 * i, "input_length": 600 + i, "output_length": i, "hash_ids": [i, i + 1]}) + "\n"
         for i in range(100)
@@ -262,7 +262,7 @@ def packed(folder: Path, target: Path) -> bytes:
     return target.read_bytes()
 
 
-def test_servegen_folder_and_tar_are_the_same_clients(tmp_path: Path):
+def test_servegen_folder_and_tar_are_the_same_clients(tmp_path: Path) -> None:
     folder = service(tmp_path / "s")
     packed(folder, tmp_path / "s.tar.gz")
     assert detect(folder) == detect(tmp_path / "s.tar.gz") == "servegen"
@@ -274,7 +274,7 @@ def test_servegen_folder_and_tar_are_the_same_clients(tmp_path: Path):
     assert one.source["clients"] == 2
 
 
-def test_servegen_rate_window_and_seed(tmp_path: Path):
+def test_servegen_rate_window_and_seed(tmp_path: Path) -> None:
     clients = read_servegen_clients(service(tmp_path / "s"))
 
     def draw(seed: int, start_s: float, duration_s: float, rate_scale: float = 1.0) -> RequestTrace:
@@ -295,7 +295,7 @@ def test_servegen_rate_window_and_seed(tmp_path: Path):
         draw(1, 0, 60, rate_scale=0)
 
 
-def test_servegen_gaps_have_the_family_and_shape_of_the_file(tmp_path: Path):
+def test_servegen_gaps_have_the_family_and_shape_of_the_file(tmp_path: Path) -> None:
     """Many windows of one client: the gaps' CV is that of the distribution they are drawn from."""
     folder = service(tmp_path / "s", clients=1)
     (folder / "chunk-0-trace.csv").write_text("0,10,2,Gamma,0.25,0.4\n6000,10,2,Gamma,0.25,0.4\n", newline="")
@@ -306,7 +306,7 @@ def test_servegen_gaps_have_the_family_and_shape_of_the_file(tmp_path: Path):
     assert gaps.mean() == pytest.approx(0.1, rel=0.01)
 
 
-def test_servegen_shape_so_small_that_every_gap_underflows(tmp_path: Path):
+def test_servegen_shape_so_small_that_every_gap_underflows(tmp_path: Path) -> None:
     folder = service(tmp_path / "s", clients=1)
     (folder / "chunk-0-trace.csv").write_text("0,0.1,99,Gamma,0.00001,1\n60,0.1,99,Gamma,0.00001,1\n", newline="")
     trace = sample_servegen(read_servegen_clients(folder), np.random.default_rng(0), 0, 120)
@@ -341,12 +341,12 @@ def damaged_service(tmp_path: Path, name: str, text: str) -> list[Client]:
         ("chunk-2-trace.csv", TRACE, "chunk-2-dataset.json: is missing"),
     ],
 )
-def test_damaged_servegen_files_are_named(tmp_path: Path, name: str, text: str, message: str):
+def test_damaged_servegen_files_are_named(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         damaged_service(tmp_path, name, text)
 
 
-def test_every_cut_of_a_servegen_tar_is_an_error(tmp_path: Path):
+def test_every_cut_of_a_servegen_tar_is_an_error(tmp_path: Path) -> None:
     whole = packed(service(tmp_path / "s"), tmp_path / "s.tar.gz")
     for size in range(0, len(whole), 23):
         (tmp_path / "cut.tar.gz").write_bytes(whole[:size])
@@ -359,7 +359,7 @@ def test_every_cut_of_a_servegen_tar_is_an_error(tmp_path: Path):
             read_servegen_clients(tmp_path / "cut.tar.gz")
 
 
-def test_a_tar_of_two_services_is_refused(tmp_path: Path):
+def test_a_tar_of_two_services_is_refused(tmp_path: Path) -> None:
     folder = service(tmp_path / "s")
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:

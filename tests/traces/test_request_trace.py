@@ -26,7 +26,7 @@ def example() -> RequestTrace:
     )
 
 
-def test_order_of_arrival_moves_every_column_and_keeps_ties():
+def test_order_of_arrival_moves_every_column_and_keeps_ties() -> None:
     ordered = example().in_order()
     assert ordered.ids == ["b", "a", "c"]
     assert ordered.prompt_tokens.tolist() == [600, 5, 7]
@@ -38,13 +38,13 @@ def test_order_of_arrival_moves_every_column_and_keeps_ties():
     assert ordered.duration_s == 1.5
 
 
-def test_without_arrivals_order_and_duration_stay():
+def test_without_arrivals_order_and_duration_stay() -> None:
     trace = RequestTrace(prompt_tokens=np.array([3, 1]), output_tokens=np.array([0, 0]))
     assert trace.in_order() is trace
     assert trace.duration_s == 0.0
 
 
-def test_take_a_slice():
+def test_take_a_slice() -> None:
     part = example().take(slice(1, 3))
     assert len(part) == 2
     assert part.ids == ["b", "c"]
@@ -61,13 +61,13 @@ def test_take_a_slice():
         ({"block_tokens": 16}, "prefix_blocks and block_tokens must be given together"),
     ],
 )
-def test_refuses_columns_that_do_not_fit(columns, message):
+def test_refuses_columns_that_do_not_fit(columns, message) -> None:
     given = {"prompt_tokens": np.array([1, 2]), "output_tokens": np.array([1, 2]), **columns}
     with pytest.raises(ConfigError, match=message):
         RequestTrace(**given)
 
 
-def test_folder_round_trip_keeps_order_and_every_column(tmp_path: Path):
+def test_folder_round_trip_keeps_order_and_every_column(tmp_path: Path) -> None:
     trace = example()
     trace.save(tmp_path / "t")
     again = RequestTrace.open(tmp_path / "t")
@@ -80,7 +80,7 @@ def test_folder_round_trip_keeps_order_and_every_column(tmp_path: Path):
     assert [b.tolist() for b in again.prefix_blocks] == [[1], [1, 2], []]
 
 
-def test_folder_is_never_written_over_and_a_lost_row_is_seen(tmp_path: Path):
+def test_folder_is_never_written_over_and_a_lost_row_is_seen(tmp_path: Path) -> None:
     example().save(tmp_path / "t")
     with pytest.raises(ConfigError, match="holds a trace already"):
         example().save(tmp_path / "t")
@@ -101,7 +101,7 @@ def test_folder_is_never_written_over_and_a_lost_row_is_seen(tmp_path: Path):
         ("arrival_s", [0.0, float("nan")], "must be a finite time"),
     ],
 )
-def test_a_table_with_wrong_columns_is_refused(tmp_path, column, values, message):
+def test_a_table_with_wrong_columns_is_refused(tmp_path: Path, column, values, message) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -112,7 +112,7 @@ def test_a_table_with_wrong_columns_is_refused(tmp_path, column, values, message
         RequestTrace.open(tmp_path / "t")
 
 
-def test_columns_that_mix_kinds_are_refused_before_anything_is_written(tmp_path):
+def test_columns_that_mix_kinds_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     trace = RequestTrace(np.array([1, 2]), np.array([3, 4]), extra={"x": [1, "a"]})
     with pytest.raises(ConfigError, match="column 'x' mixes kinds"):
         trace.save(tmp_path / "t")

@@ -36,7 +36,7 @@ some_arrays = st.dictionaries(
 
 
 @given(some_arrays)
-def test_the_library_reads_ours_and_we_read_its(tmp_path_factory, some):
+def test_the_library_reads_ours_and_we_read_its(tmp_path_factory: pytest.TempPathFactory, some) -> None:
     folder = tmp_path_factory.mktemp("arrays")
     write_arrays(folder / "ours", some)
     save_file(some, folder / "theirs")
@@ -49,13 +49,13 @@ def test_the_library_reads_ours_and_we_read_its(tmp_path_factory, some):
             assert found.tobytes() == array.tobytes()
 
 
-def test_every_array_starts_on_a_multiple_of_its_item_size(tmp_path):
+def test_every_array_starts_on_a_multiple_of_its_item_size(tmp_path: Path) -> None:
     write_arrays(tmp_path / "f", sample())
     file = ArrayFile(tmp_path / "f")
     assert all(file[name].flags.aligned for name in file.names())
 
 
-def test_reading_maps_and_cannot_write(tmp_path):
+def test_reading_maps_and_cannot_write(tmp_path: Path) -> None:
     write_arrays(tmp_path / "f", sample())
     file = ArrayFile(tmp_path / "f")
     assert file["ids"].base is not None
@@ -67,7 +67,7 @@ def test_reading_maps_and_cannot_write(tmp_path):
     np.testing.assert_array_equal(file["ids"], before, "pages let go are read again")
 
 
-def test_rows_may_come_in_parts(tmp_path):
+def test_rows_may_come_in_parts(tmp_path: Path) -> None:
     array = np.arange(30, dtype=np.int32).reshape(10, 3)
     with ArrayFileWriter(tmp_path / "f", {"a": ArraySpec(array.dtype, array.shape)}) as out:
         out.append("a", array[:1])
@@ -80,7 +80,7 @@ def test_rows_may_come_in_parts(tmp_path):
 @pytest.mark.parametrize(
     "rows", [np.zeros((3, 3), np.int32), np.zeros((1, 2), np.int32), np.zeros((2, 3, 1), np.int32)]
 )
-def test_rows_that_do_not_fit(tmp_path, rows):
+def test_rows_that_do_not_fit(tmp_path: Path, rows) -> None:
     out = ArrayFileWriter(tmp_path / "f", {"a": ArraySpec(np.dtype(np.int32), (2, 3))})
     with pytest.raises(TraceError, match=r"f: a: rows of shape .* at row 0 do not fit \(2, 3\)"):
         out.append("a", rows)
@@ -88,7 +88,7 @@ def test_rows_that_do_not_fit(tmp_path, rows):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_rows_leave_no_file(tmp_path):
+def test_missing_rows_leave_no_file(tmp_path: Path) -> None:
     out = ArrayFileWriter(tmp_path / "f", {"a": ArraySpec(np.dtype(np.int32), (2,))})
     out.append("a", np.zeros(1, np.int32))
     with pytest.raises(TraceError, match="a: has 1 of 2 rows"):
@@ -96,20 +96,20 @@ def test_missing_rows_leave_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_inside_leaves_no_file(tmp_path):
+def test_an_error_inside_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(KeyError), ArrayFileWriter(tmp_path / "f", {"a": ArraySpec(np.dtype(np.int32), (2,))}) as out:
         out.append("b", np.zeros(1, np.int32))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_leftover_of_a_crash_is_written_over(tmp_path):
+def test_a_leftover_of_a_crash_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "f.tmp").write_bytes(b"half of something" * 100)
     write_arrays(tmp_path / "f", sample())
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
     np.testing.assert_array_equal(ArrayFile(tmp_path / "f")["offsets"], [0, 1, 4])
 
 
-def test_every_cut_is_refused(tmp_path):
+def test_every_cut_is_refused(tmp_path: Path) -> None:
     write_arrays(tmp_path / "f", sample())
     data = (tmp_path / "f").read_bytes()
     for length in range(len(data)):
@@ -122,7 +122,7 @@ def test_every_cut_is_refused(tmp_path):
 
 
 @given(st.integers(0, 10**6), st.integers(0, 255))
-def test_a_damaged_header_is_refused_or_harmless(tmp_path_factory, at, byte):
+def test_a_damaged_header_is_refused_or_harmless(tmp_path_factory: pytest.TempPathFactory, at, byte) -> None:
     path = tmp_path_factory.mktemp("damaged") / "f"
     write_arrays(path, sample())
     data = bytearray(path.read_bytes())
@@ -158,14 +158,14 @@ def test_a_damaged_header_is_refused_or_harmless(tmp_path_factory, at, byte):
         "[" * 100_000,
     ],
 )
-def test_headers_that_lie(tmp_path, header):
+def test_headers_that_lie(tmp_path: Path, header) -> None:
     path = tmp_path / "f"
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + b"\0" * 4)
     with pytest.raises(TraceError):
         ArrayFile(path)
 
 
-def test_missing_file_array_and_folder(tmp_path):
+def test_missing_file_array_and_folder(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="nothing: file: does not exist"):
         ArrayFile(tmp_path / "nothing")
     with pytest.raises(TraceError, match="file: "):
@@ -177,7 +177,7 @@ def test_missing_file_array_and_folder(tmp_path):
         file["c"]
 
 
-def test_json_is_replaced_whole(tmp_path):
+def test_json_is_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "meta.json"
     write_json(path, {"a": 1})
     write_json(path, {"a": 2})
@@ -189,13 +189,13 @@ def test_json_is_replaced_whole(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", "\udcff", "[" * 100_000])
-def test_json_that_is_none(tmp_path: Path, text: str):
+def test_json_that_is_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "meta.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(TraceError, match=r"meta\.json: JSON: "):
         read_json(path)
 
 
-def test_json_missing(tmp_path):
+def test_json_missing(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="file: does not exist"):
         read_json(tmp_path / "meta.json")

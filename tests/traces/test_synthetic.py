@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -62,7 +63,7 @@ def cosine(a, b):
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 7, 8])
-def test_inclusion_is_plackett_luce(rng, k):
+def test_inclusion_is_plackett_luce(rng: np.random.Generator, k) -> None:
     settings = replace(SMALL, top_k=k, domains=("a",), zipf_exponent=1.5)
     truth = draw_preferences(settings, rng)
     seen = inclusion(generate(settings, rng, tokens=60_000, preferences=truth))
@@ -71,7 +72,7 @@ def test_inclusion_is_plackett_luce(rng, k):
     assert np.abs(seen - expected).max() < 5 * np.sqrt(0.25 / 60_000)
 
 
-def test_first_expert_follows_the_preferences_and_second_the_rest(rng):
+def test_first_expert_follows_the_preferences_and_second_the_rest(rng: np.random.Generator) -> None:
     settings = replace(
         SMALL, domains=("a",), num_layers=1, preferences=np.array([[[0.7, 0.1, 0.1, 0.04, 0.03, 0.01, 0.01, 0.01]]])
     )
@@ -81,7 +82,7 @@ def test_first_expert_follows_the_preferences_and_second_the_rest(rng):
     assert np.mean(after_first == 1) == pytest.approx(0.1 / 0.3, abs=0.015)
 
 
-def test_nearly_all_weight_on_one_expert_still_gives_distinct_ids(rng):
+def test_nearly_all_weight_on_one_expert_still_gives_distinct_ids(rng: np.random.Generator) -> None:
     q = np.full((1, 3, 8), 1e-7)
     q[:, :, 5] = 1.0
     trace = generate(replace(SMALL, domains=("a",), preferences=q, top_k=3), rng, tokens=3000)
@@ -98,7 +99,7 @@ def test_nearly_all_weight_on_one_expert_still_gives_distinct_ids(rng):
     concentration=st.sampled_from([0.01, 1.0, 50.0, float("inf")]),
     data=st.data(),
 )
-def test_ids_are_distinct_and_sizes_exact(experts, layers, tokens, concentration, data):
+def test_ids_are_distinct_and_sizes_exact(experts, layers, tokens, concentration, data) -> None:
     k = data.draw(st.integers(1, min(experts, 8)))
     settings = replace(SMALL, num_experts=experts, num_layers=layers, top_k=k, concentration=concentration)
     trace = generate(settings, np.random.default_rng(tokens), tokens=tokens)
@@ -111,7 +112,7 @@ def test_ids_are_distinct_and_sizes_exact(experts, layers, tokens, concentration
     assert [int((trace.request(i).phase == PREFILL).sum()) for i in range(len(table))] == table.prompt_tokens.tolist()
 
 
-def test_large_concentration_makes_requests_alike_and_small_unlike(rng):
+def test_large_concentration_makes_requests_alike_and_small_unlike(rng: np.random.Generator) -> None:
     settings = replace(SMALL, domains=("a",), zipf_exponent=1.0, lengths=LognormalLengths(1000, 0, 1000, 0))
 
     def scatter(concentration):
@@ -124,7 +125,7 @@ def test_large_concentration_makes_requests_alike_and_small_unlike(rng):
     assert scatter(1e6) == pytest.approx(scatter(float("inf")), rel=0.5)
 
 
-def test_dirichlet_has_the_stated_variance(rng):
+def test_dirichlet_has_the_stated_variance(rng: np.random.Generator) -> None:
     """With k = 1 a request's inclusion is its preference: Var = q (1 - q) / (c + 1)."""
     settings = replace(
         SMALL,
@@ -145,7 +146,7 @@ def test_dirichlet_has_the_stated_variance(rng):
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 1.0])
-def test_phases_of_a_request_correlate_as_stated(rng, correlation):
+def test_phases_of_a_request_correlate_as_stated(rng: np.random.Generator, correlation) -> None:
     settings = replace(
         SMALL,
         num_experts=32,
@@ -166,7 +167,7 @@ def test_phases_of_a_request_correlate_as_stated(rng, correlation):
     assert seen == pytest.approx(correlation, abs=0.06)
 
 
-def test_specialisation_sets_how_alike_domains_are(rng):
+def test_specialisation_sets_how_alike_domains_are(rng: np.random.Generator) -> None:
     def likeness(specialisation):
         settings = replace(SMALL, num_experts=64, zipf_exponent=1.0, specialisation=specialisation)
         trace = generate(settings, rng, requests=400)
@@ -181,7 +182,7 @@ def test_specialisation_sets_how_alike_domains_are(rng):
     assert unlike < 0.7
 
 
-def test_half_life_is_recovered_from_loads(rng):
+def test_half_life_is_recovered_from_loads(rng: np.random.Generator) -> None:
     settings = replace(
         SMALL,
         num_experts=32,
@@ -207,7 +208,7 @@ def test_half_life_is_recovered_from_loads(rng):
     assert -1 / slope == pytest.approx(100.0, rel=0.2)
 
 
-def test_abrupt_drift_shows_at_its_time(rng):
+def test_abrupt_drift_shows_at_its_time(rng: np.random.Generator) -> None:
     settings = replace(
         SMALL, num_experts=32, zipf_exponent=1.0, drift=AbruptDrift((50.0, 80.0)), arrivals=PoissonArrivals(20.0)
     )
@@ -224,7 +225,7 @@ def digest(folder):
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
 
 
-def test_same_seed_same_bytes_for_any_threads_and_chunks(tmp_path, monkeypatch):
+def test_same_seed_same_bytes_for_any_threads_and_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(presets["bursty"], num_layers=6, lengths=LognormalLengths(50, 1, 50, 1))
     threads = numba.get_num_threads()
     digests = []
@@ -242,7 +243,7 @@ def test_same_seed_same_bytes_for_any_threads_and_chunks(tmp_path, monkeypatch):
     assert digest(tmp_path / "other")["activations.safetensors"] != digests[0]["activations.safetensors"]
 
 
-def test_written_and_in_memory_traces_agree_and_meta_matches_the_writer(tmp_path):
+def test_written_and_in_memory_traces_agree_and_meta_matches_the_writer(tmp_path: Path) -> None:
     kept = generate(SMALL, np.random.default_rng(3), requests=30)
     kept.save(tmp_path / "saved")
     done = []
@@ -256,15 +257,15 @@ def test_written_and_in_memory_traces_agree_and_meta_matches_the_writer(tmp_path
     json.dumps(written.meta.source, allow_nan=False)
 
 
-def test_nbytes_is_the_size_on_disk(tmp_path):
+def test_nbytes_is_the_size_on_disk(tmp_path: Path) -> None:
     generate_to(tmp_path / "t", SMALL, np.random.default_rng(0), nbytes=200_000)
     size = (tmp_path / "t" / "activations.safetensors").stat().st_size
     assert size == pytest.approx(200_000, rel=0.05)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_interruption_leaves_nothing(tmp_path, error):
-    def stop(_done, _total):
+def test_interruption_leaves_nothing(tmp_path: Path, error) -> None:
+    def stop(_done, _total) -> None:
         raise error
 
     with pytest.raises(error):
@@ -278,7 +279,7 @@ def test_interruption_leaves_nothing(tmp_path, error):
     assert [file.name for file in tmp_path.iterdir()] == ["mine"], "no temporary folder stays"
 
 
-def test_a_trace_is_never_written_over(tmp_path):
+def test_a_trace_is_never_written_over(tmp_path: Path) -> None:
     generate_to(tmp_path / "t", SMALL, np.random.default_rng(0), requests=5)
     before = digest(tmp_path / "t")
     with pytest.raises(ConfigError, match="holds a trace already"):
@@ -286,7 +287,7 @@ def test_a_trace_is_never_written_over(tmp_path):
     assert digest(tmp_path / "t") == before
 
 
-def test_a_full_disk_is_refused_before_writing(tmp_path, monkeypatch):
+def test_a_full_disk_is_refused_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
         free = 10
 
@@ -297,7 +298,7 @@ def test_a_full_disk_is_refused_before_writing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["balanced", "bursty", "drifting"])
-def test_presets_generate(name, rng):
+def test_presets_generate(name, rng: np.random.Generator) -> None:
     trace = generate(replace(presets[name], num_layers=2), rng, requests=20)
     assert isinstance(trace, ActivationTrace)
     assert trace.num_requests == 20
@@ -305,7 +306,7 @@ def test_presets_generate(name, rng):
         presets["burst"]
 
 
-def test_shape_comes_from_a_model_and_wide_ids_fit(rng):
+def test_shape_comes_from_a_model_and_wide_ids_fit(rng: np.random.Generator) -> None:
     spec = ModelSpec(
         "wide",
         num_layers=4,
@@ -339,12 +340,12 @@ def test_shape_comes_from_a_model_and_wide_ids_fit(rng):
         ({"preferences": np.ones((1, 3, 8))}, r"expected \(2, 3, 8\)"),
     ],
 )
-def test_bad_settings_quote_the_value(change, message):
+def test_bad_settings_quote_the_value(change, message) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(SMALL, **change)
 
 
-def test_bad_amounts_and_drifts(rng, tmp_path):
+def test_bad_amounts_and_drifts(rng: np.random.Generator, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="either a number of requests or a number of tokens"):
         generate(SMALL, rng)
     with pytest.raises(ConfigError, match="requests=0 must be at least 1"):

@@ -76,22 +76,24 @@ def round_trip(folder: Path, trace: Any, format: str) -> Any:
 
 
 @given(requests(values=JSON_VALUES))
-def test_jsonl_holds_everything(tmp_path_factory: pytest.TempPathFactory, trace: RequestTrace):
+def test_jsonl_holds_everything(tmp_path_factory: pytest.TempPathFactory, trace: RequestTrace) -> None:
     check_same(trace, round_trip(tmp_path_factory.mktemp("jsonl"), trace, "jsonl"))
 
 
 @given(requests())
-def test_csv_holds_everything_but_blocks(tmp_path_factory: pytest.TempPathFactory, trace: RequestTrace):
+def test_csv_holds_everything_but_blocks(tmp_path_factory: pytest.TempPathFactory, trace: RequestTrace) -> None:
     check_same(trace, round_trip(tmp_path_factory.mktemp("csv"), trace, "csv"), without=("prefix_blocks",))
 
 
 @given(requests(mooncake=True))
-def test_mooncake_holds_arrivals_lengths_and_blocks(tmp_path_factory: pytest.TempPathFactory, trace: RequestTrace):
+def test_mooncake_holds_arrivals_lengths_and_blocks(
+    tmp_path_factory: pytest.TempPathFactory, trace: RequestTrace
+) -> None:
     check_same(trace, round_trip(tmp_path_factory.mktemp("mooncake"), trace, "mooncake"), without=("ids", "domains"))
 
 
 @given(requests())
-def test_coterie_holds_everything(tmp_path_factory: pytest.TempPathFactory, trace: RequestTrace):
+def test_coterie_holds_everything(tmp_path_factory: pytest.TempPathFactory, trace: RequestTrace) -> None:
     check_same(trace, round_trip(tmp_path_factory.mktemp("coterie"), trace, "coterie"))
 
 
@@ -104,7 +106,7 @@ def activations(rng: np.random.Generator, **optional: Any) -> ActivationTrace:
 
 @pytest.mark.parametrize("format", ["coterie", "npz"])
 @pytest.mark.parametrize("full", [True, False])
-def test_activations_round_trip(tmp_path: Path, rng: np.random.Generator, format: str, full: bool):
+def test_activations_round_trip(tmp_path: Path, rng: np.random.Generator, format: str, full: bool) -> None:
     optional = {
         "token_ids": rng.integers(0, 1000, 10).astype(np.int32),
         "gate_weights": rng.random((10, 3, 2)).astype(np.float16),
@@ -125,12 +127,12 @@ def load(rng: np.random.Generator) -> LoadTable:
 
 
 @pytest.mark.parametrize("format", ["coterie", "load-history"])
-def test_load_round_trip(tmp_path: Path, rng: np.random.Generator, format: str):
+def test_load_round_trip(tmp_path: Path, rng: np.random.Generator, format: str) -> None:
     again = round_trip(tmp_path, load(rng), format)
     np.testing.assert_array_equal(again.counts, load(np.random.default_rng(0)).counts)
 
 
-def test_load_as_arrays(tmp_path: Path, rng: np.random.Generator):
+def test_load_as_arrays(tmp_path: Path, rng: np.random.Generator) -> None:
     table = load(rng)
     assert write_trace(table, tmp_path / "x", "npz").left_out == ("labels", "model")
     with np.load(tmp_path / "x") as arrays:
@@ -138,7 +140,7 @@ def test_load_as_arrays(tmp_path: Path, rng: np.random.Generator):
         np.testing.assert_array_equal(arrays["counts"], table.counts)
 
 
-def test_load_history_is_the_documented_json(tmp_path: Path):
+def test_load_history_is_the_documented_json(tmp_path: Path) -> None:
     table = LoadTable(np.array([[[1, 2]], [[3, 4]]], np.uint64))
     assert write_trace(table, tmp_path / "x.json", "load-history").left_out == ()
     history = [{"logical_expert_load": [[1, 2]]}, {"logical_expert_load": [[3, 4]]}]
@@ -150,7 +152,7 @@ def small(**columns: Any) -> RequestTrace:
     return RequestTrace(**{**given, **columns})
 
 
-def test_what_a_format_has_no_place_for_is_named(tmp_path: Path):
+def test_what_a_format_has_no_place_for_is_named(tmp_path: Path) -> None:
     trace = small(ids=["a"], domains=["b"], extra={"user": [1]}, prefix_blocks=[np.array([1, 2])], block_tokens=512)
     assert write_trace(trace, tmp_path / "a", "coterie").left_out == ()
     assert write_trace(trace, tmp_path / "b", "jsonl").left_out == ()
@@ -158,7 +160,7 @@ def test_what_a_format_has_no_place_for_is_named(tmp_path: Path):
     assert write_trace(trace, tmp_path / "d", "mooncake").left_out == ("ids", "domains", "extra.user")
 
 
-def test_mooncake_writes_whole_milliseconds_and_does_not_round(tmp_path: Path):
+def test_mooncake_writes_whole_milliseconds_and_does_not_round(tmp_path: Path) -> None:
     blocks = [np.array([1, 2])] * 3
     trace = RequestTrace(
         prompt_tokens=np.full(3, 600),
@@ -190,14 +192,14 @@ def test_mooncake_writes_whole_milliseconds_and_does_not_round(tmp_path: Path):
         (small(extra={"block_tokens": [1]}), "jsonl", "extra column 'block_tokens'"),
     ],
 )
-def test_refusals_leave_nothing_behind(tmp_path: Path, trace: Any, format: str, message: str):
+def test_refusals_leave_nothing_behind(tmp_path: Path, trace: Any, format: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         write_trace(trace, tmp_path / "x", format)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("format", list(writers))
-def test_an_existing_name_is_never_replaced(tmp_path: Path, format: str):
+def test_an_existing_name_is_never_replaced(tmp_path: Path, format: str) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
@@ -207,24 +209,24 @@ def test_an_existing_name_is_never_replaced(tmp_path: Path, format: str):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path):
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match="file/x cannot be written: "):
         write_trace(small(), tmp_path / "file/x", "csv")
 
 
-def test_unknown_format_suggests(tmp_path: Path):
+def test_unknown_format_suggests(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match=r"Unknown output format 'jsonx'. Did you mean 'jsonl'\?"):
         write_trace(small(), tmp_path / "x", "jsonx")
 
 
-def test_parent_folders_are_made_and_kinds_are_named(tmp_path: Path, rng: np.random.Generator):
+def test_parent_folders_are_made_and_kinds_are_named(tmp_path: Path, rng: np.random.Generator) -> None:
     assert write_trace(small(), tmp_path / "a/b/c").format == "coterie"
     assert len(read_trace(tmp_path / "a/b/c")) == 1
     assert [kind_of(t) for t in (small(), load(rng), activations(rng))] == ["requests", "load", "activations"]
 
 
-def test_real_mooncake_trace_goes_out_as_it_came_in(tmp_path: Path, data_dir: Path):
+def test_real_mooncake_trace_goes_out_as_it_came_in(tmp_path: Path, data_dir: Path) -> None:
     path = data_dir / "requests/mooncake/conversation_trace.jsonl"
     write_trace(read_trace(path), tmp_path / "x", "mooncake")
     assert (tmp_path / "x").read_bytes() == path.read_bytes()

@@ -45,7 +45,7 @@ sizes = st.integers(1, 4)
 
 
 @given(st.integers(0, 20), sizes, sizes, st.sampled_from([4, 256, 257, 65536]), st.integers(0, 99))
-def test_a_request_round_trips(tokens: int, layers: int, top_k: int, experts: int, seed: int):
+def test_a_request_round_trips(tokens: int, layers: int, top_k: int, experts: int, seed: int) -> None:
     sent, ids, token_ids, known = event(tokens, layers, top_k, experts, seed)
     (found,) = travel(sent)
     assert found == sent
@@ -56,7 +56,7 @@ def test_a_request_round_trips(tokens: int, layers: int, top_k: int, experts: in
     assert found.ids().dtype.itemsize == (1 if experts <= 256 else 2)
 
 
-def test_a_message_keeps_its_time_rank_and_order():
+def test_a_message_keeps_its_time_rank_and_order() -> None:
     first, second = event(seed=1)[0], event(seed=2, known=np.ones(5, bool))[0]
     load = ExpertLoad(
         model="m",
@@ -73,7 +73,7 @@ def test_a_message_keeps_its_time_rank_and_order():
     np.testing.assert_array_equal(load.load(), [[0, 1, 2], [3, 4, 5]])
 
 
-def test_an_event_is_a_map_with_its_type():
+def test_an_event_is_a_map_with_its_type() -> None:
     """So that a reader in another language needs no position of a field."""
     sent = event()[0]
     raw = msgspec.msgpack.decode(encode_expert_events(ExpertEvents(1.5, [sent])))
@@ -83,7 +83,7 @@ def test_an_event_is_a_map_with_its_type():
     assert "cached_tokens" not in raw[1][0], "a default is not sent"
 
 
-def test_a_newer_sender_may_add_fields():
+def test_a_newer_sender_may_add_fields() -> None:
     raw = msgspec.msgpack.decode(encode_expert_events(ExpertEvents(1.5, [event()[0]])))
     raw[1][0]["added_later"] = {"a": [1]}
     raw.append("also later")
@@ -101,13 +101,13 @@ def test_a_newer_sender_may_add_fields():
         ((np.full((2, 1, 1), 264), np.zeros(2), np.ones(2, bool)), "to 264"),
     ],
 )
-def test_arrays_that_do_not_fit_are_not_packed(arrays: tuple[np.ndarray, ...], problem: str):
+def test_arrays_that_do_not_fit_are_not_packed(arrays: tuple[np.ndarray, ...], problem: str) -> None:
     with pytest.raises(InputError) as caught:
         RequestExperts.pack(*arrays, 8, request_id="r", model="m", layer_ids=[0], prompt_tokens=2)
     assert problem in str(caught.value)
 
 
-def test_garbage_of_unseen_tokens_is_not_an_expert():
+def test_garbage_of_unseen_tokens_is_not_an_expert() -> None:
     ids = np.array([[[3]], [[255]]])
     packed = RequestExperts.pack(
         ids, np.zeros(2), np.array([True, False]), 8, request_id="r", model="m", layer_ids=[0], prompt_tokens=2
@@ -133,7 +133,7 @@ def test_garbage_of_unseen_tokens_is_not_an_expert():
         ({"known": b"12"}, "seen", "2 bytes for 5 tokens, expected 1"),
     ],
 )
-def test_an_event_that_contradicts_itself(change: dict[str, Any], read: str, problem: str):
+def test_an_event_that_contradicts_itself(change: dict[str, Any], read: str, problem: str) -> None:
     (found,) = travel(msgspec.structs.replace(event()[0], **change))
     with pytest.raises(InputError) as caught:
         getattr(found, read)()
@@ -142,7 +142,7 @@ def test_an_event_that_contradicts_itself(change: dict[str, Any], read: str, pro
 
 
 @given(st.lists(st.integers(), max_size=3), st.integers(-2, 2**63), st.binary(max_size=30))
-def test_a_load_is_an_array_of_its_shape_or_an_error(layers: list[int], experts: int, counts: bytes):
+def test_a_load_is_an_array_of_its_shape_or_an_error(layers: list[int], experts: int, counts: bytes) -> None:
     load = ExpertLoad(model="m", layer_ids=layers, num_experts=experts, seconds=1.0, steps=1, tokens=1, counts=counts)
     try:
         found = load.load()
@@ -173,7 +173,7 @@ FIELDS = st.fixed_dictionaries(
 
 
 @given(FIELDS)
-def test_well_typed_nonsense_raises_only_input_errors(fields: dict[str, Any]):
+def test_well_typed_nonsense_raises_only_input_errors(fields: dict[str, Any]) -> None:
     (found,) = decode_expert_events(msgspec.msgpack.encode([0.0, [fields], 0])).events
     for read in ("load",) if isinstance(found, ExpertLoad) else ("ids", "tokens", "seen"):
         with suppress(InputError):
@@ -194,14 +194,14 @@ def test_well_typed_nonsense_raises_only_input_errors(fields: dict[str, Any]):
         b"\x92\x01\x91\x81\xa4type\xa1\xff",
     ],
 )
-def test_what_is_no_message(payload: bytes):
+def test_what_is_no_message(payload: bytes) -> None:
     with pytest.raises(InputError, match="is not an expert event") as caught:
         decode_expert_events(payload)
     assert "\n" not in str(caught.value)
 
 
 @given(st.integers(0, 1000), st.integers(0, 255), st.booleans())
-def test_any_damage_is_an_input_error_or_an_event(at: int, byte: int, cut: bool):
+def test_any_damage_is_an_input_error_or_an_event(at: int, byte: int, cut: bool) -> None:
     data = encode_expert_events(ExpertEvents(1.5, [event()[0]], 3))
     at %= len(data)
     damaged = data[:at] if cut else data[:at] + bytes([byte]) + data[at + 1 :]
@@ -212,6 +212,6 @@ def test_any_damage_is_an_input_error_or_an_event(at: int, byte: int, cut: bool)
 
 
 @given(st.binary(max_size=40))
-def test_any_bytes_are_an_input_error_or_empty(data: bytes):
+def test_any_bytes_are_an_input_error_or_empty(data: bytes) -> None:
     with suppress(InputError):
         assert decode_expert_events(data).events == []

@@ -39,14 +39,14 @@ def same(left: WireFootprint, right: WireFootprint) -> bool:
 
 
 @given(all_counts, st.integers(0, 2**40), st.integers(0, 2**40), st.booleans())
-def test_round_trip(counts: np.ndarray, tokens: int, missing: int, deflate: bool):
+def test_round_trip(counts: np.ndarray, tokens: int, missing: int, deflate: bool) -> None:
     sent = WireFootprint(counts, tuple(range(3, 3 + 2 * len(counts), 2)), tokens, missing)
     found = decode_footprint(encode_footprint(sent, deflate))
     assert same(found, sent)
     assert found.counts.dtype == np.min_scalar_type(int(counts.max())), "the narrowest that holds them"
 
 
-def test_any_integer_dtype_and_order_sends_the_same():
+def test_any_integer_dtype_and_order_sends_the_same() -> None:
     expected = encode_footprint(SMALL)
     for counts in (
         SMALL.counts.astype(np.int64),
@@ -72,7 +72,7 @@ def test_any_integer_dtype_and_order_sends_the_same():
         ({"missing": -1}, "-1 missing"),
     ],
 )
-def test_what_could_not_be_read_is_not_sent(change: dict[str, Any], problem: str):
+def test_what_could_not_be_read_is_not_sent(change: dict[str, Any], problem: str) -> None:
     with pytest.raises(InputError) as caught:
         encode_footprint(SMALL._replace(**change))
     assert problem in str(caught.value)
@@ -98,7 +98,7 @@ def routed(tokens: int, rng: np.random.Generator) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("tokens", "kilobytes"), [(16, 4), (1024, 20), (32_768, 30)])
-def test_sizes_are_as_the_docstring_says(tokens: int, kilobytes: int, rng: np.random.Generator):
+def test_sizes_are_as_the_docstring_says(tokens: int, kilobytes: int, rng: np.random.Generator) -> None:
     counts = routed(tokens, rng)
     assert (counts.sum(axis=1) == 8 * tokens).all()
     sent = WireFootprint(counts, tuple(range(3, 61)), tokens)
@@ -126,7 +126,7 @@ def packed(**change: Any) -> str:
     return base64.b64encode(msgspec.msgpack.encode(list(fields.values()))).decode()
 
 
-def test_any_deflate_stream_is_read():
+def test_any_deflate_stream_is_read() -> None:
     assert same(decode_footprint(packed()), SMALL)
 
 
@@ -154,14 +154,14 @@ def test_any_deflate_stream_is_read():
         (packed(counts=zlib.compress(bytes(6)) + b"x"), "no more"),
     ],
 )
-def test_damaged(text: str, problem: str):
+def test_damaged(text: str, problem: str) -> None:
     with pytest.raises(InputError) as caught:
         decode_footprint(text)
     assert problem in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_decompression_bomb_is_refused_without_inflating_it():
+def test_a_decompression_bomb_is_refused_without_inflating_it() -> None:
     """200 MB of zeros in 200 KB, behind a small header and behind the largest one that is let through."""
     bomb = zlib.compress(bytes(200_000_000), 9)
     for shape in ({}, {"layers": 2, "experts": MAX_COUNTS // 2, "itemsize": 8}):
@@ -177,7 +177,7 @@ def test_a_decompression_bomb_is_refused_without_inflating_it():
 
 
 @given(st.integers(0, 400), st.integers(0, 255), st.booleans())
-def test_any_damage_is_an_input_error_or_a_footprint(at: int, byte: int, cut: bool):
+def test_any_damage_is_an_input_error_or_a_footprint(at: int, byte: int, cut: bool) -> None:
     data = bytearray(base64.b64decode(encode_footprint(SMALL)))
     at %= len(data)
     damaged = bytes(data[:at]) if cut else bytes(data[:at]) + bytes([byte]) + bytes(data[at + 1 :])
@@ -189,7 +189,7 @@ def test_any_damage_is_an_input_error_or_a_footprint(at: int, byte: int, cut: bo
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_an_input_error(data: bytes):
+def test_any_bytes_are_an_input_error(data: bytes) -> None:
     with pytest.raises(InputError):
         decode_footprint(data)
 
@@ -197,7 +197,7 @@ def test_any_bytes_are_an_input_error(data: bytes):
 # -------------------------------------------------------------------------------------------------- kv_transfer_params
 
 
-def test_travels_beside_a_connectors_own_parameters():
+def test_travels_beside_a_connectors_own_parameters() -> None:
     params: dict[str, Any] = {"remote_engine_id": "a", "remote_block_ids": [1, 2]}
     before = dict(params)
     attach_footprint(params, SMALL)
@@ -209,7 +209,7 @@ def test_travels_beside_a_connectors_own_parameters():
     assert KEY in params, "a copy: the answer itself is left as it was"
 
 
-def test_an_answer_without_one():
+def test_an_answer_without_one() -> None:
     assert footprint_of(None) is None
     assert footprint_of({}) is None
     assert footprint_of({KEY: None}) is None

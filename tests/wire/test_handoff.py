@@ -22,7 +22,7 @@ bodies = st.dictionaries(st.sampled_from([*sorted(CHANGED), "model", "prompt", "
 
 
 @given(bodies)
-def test_prefill_asks_for_one_token_and_changes_nothing_else(body: dict[str, Any]):
+def test_prefill_asks_for_one_token_and_changes_nothing_else(body: dict[str, Any]) -> None:
     before = copy.deepcopy(body)
     sent = prefill_body(body)
     assert body == before, "the client's body is needed again, for the decode worker"
@@ -35,20 +35,22 @@ def test_prefill_asks_for_one_token_and_changes_nothing_else(body: dict[str, Any
     json.dumps(sent)
 
 
-def test_the_request_for_a_remote_decode_is_vllms():
+def test_the_request_for_a_remote_decode_is_vllms() -> None:
     assert json.dumps(REMOTE_DECODE) == (
         '{"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null, "remote_block_ids": null, '
         '"remote_host": null, "remote_port": null}'
     )
 
 
-def test_bodies_do_not_share_the_parameters():
+def test_bodies_do_not_share_the_parameters() -> None:
     prefill_body({})["kv_transfer_params"]["remote_host"] = "elsewhere"
     assert REMOTE_DECODE["remote_host"] is None
 
 
 @given(bodies, st.none() | st.dictionaries(st.text(max_size=8), values, max_size=4))
-def test_decode_is_the_clients_body_with_the_answers_parameters(body: dict[str, Any], params: dict[str, Any] | None):
+def test_decode_is_the_clients_body_with_the_answers_parameters(
+    body: dict[str, Any], params: dict[str, Any] | None
+) -> None:
     before = copy.deepcopy((body, params))
     sent = decode_body(body, params)
     assert (body, params) == before

@@ -72,13 +72,13 @@ def only(payload: bytes) -> Any:
     return event
 
 
-def test_vllms_bytes():
+def test_vllms_bytes() -> None:
     batch = decode_kv_events(VLLM_0_32)
     assert (batch.timestamp, batch.rank) == (1700000000.25, 2)
     assert batch.events == VLLM_EVENTS
 
 
-def test_a_message_without_a_rank():
+def test_a_message_without_a_rank() -> None:
     """vLLM before data parallelism, and SGLang then, sent two elements."""
     assert decode_kv_events(msgspec.msgpack.encode([1.5, []])) == KVEvents(1.5, [], None)
     unset = bytes.fromhex("93cb00000000000000009181a474797065b0416c6c426c6f636b73436c6561726564c0")
@@ -86,7 +86,7 @@ def test_a_message_without_a_rank():
 
 
 @pytest.mark.torch
-def test_vllm_reads_what_is_written_here():
+def test_vllm_reads_what_is_written_here() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = pytest.importorskip("vllm.distributed.kv_events")
@@ -101,7 +101,7 @@ def test_vllm_reads_what_is_written_here():
     assert again.events == sent.events
 
 
-def test_every_field_is_written():
+def test_every_field_is_written() -> None:
     """vLLM's structs give no default to parent_block_hash, lora_id, medium and others: a gap is an error there."""
     sent = KVEvents(1.5, [BlockStored(block_hashes=[1]), BlockRemoved(block_hashes=[1])])
     raw = msgspec.msgpack.decode(encode_kv_events(sent))
@@ -144,18 +144,18 @@ def test_every_field_is_written():
         (["AllBlocksCleared", "later"], AllBlocksCleared()),
     ],
 )
-def test_the_array_form(array: list[Any], expected: Any):
+def test_the_array_form(array: list[Any], expected: Any) -> None:
     assert only(message(array)) == expected
 
 
-def test_both_forms_in_one_message():
+def test_both_forms_in_one_message() -> None:
     assert decode_kv_events(message(["BlockRemoved", [1]], {"type": "AllBlocksCleared"})).events == [
         BlockRemoved(block_hashes=[1]),
         AllBlocksCleared(),
     ]
 
 
-def test_sglangs_salt_in_both_forms():
+def test_sglangs_salt_in_both_forms() -> None:
     """A block of a salted prompt must not pass for one of the plain prompt."""
     expected = BlockStored(block_hashes=[-7], token_ids=[5], block_size=1, medium="GPU", cache_salt="tenant")
     assert only(message(["BlockStored", [-7], None, [5], 1, None, "GPU", {"cache_salt": "tenant"}])) == expected
@@ -173,14 +173,14 @@ def test_sglangs_salt_in_both_forms():
     assert only(message(as_map)) == expected
 
 
-def test_sglangs_pairs_of_tokens():
+def test_sglangs_pairs_of_tokens() -> None:
     """With EAGLE a page lists each token beside the next; the page's tokens are the first of each."""
     pairs = [[5, 6], [6, 7], [7, 8]]
     assert only(message(["BlockStored", [1], None, pairs, 3, None, "GPU"])).token_ids == [5, 6, 7]
     assert only(message({"type": "BlockStored", "block_hashes": [1], "token_ids": pairs})).token_ids == [5, 6, 7]
 
 
-def test_a_newer_map_may_have_more_fields_and_fewer():
+def test_a_newer_map_may_have_more_fields_and_fewer() -> None:
     assert only(message({"type": "BlockRemoved", "block_hashes": [1], "added_later": {"x": 1}})) == BlockRemoved(
         block_hashes=[1]
     )
@@ -216,12 +216,12 @@ batches = st.builds(KVEvents, st.floats(allow_nan=False), st.lists(events, max_s
 
 
 @given(batches)
-def test_round_trip(batch: KVEvents):
+def test_round_trip(batch: KVEvents) -> None:
     assert decode_kv_events(encode_kv_events(batch)) == batch
 
 
 @given(batches)
-def test_the_array_form_of_any_batch(batch: KVEvents):
+def test_the_array_form_of_any_batch(batch: KVEvents) -> None:
     """As an engine before the maps would have sent it: without the fields that came with them."""
     fields = {"BlockStored": 9, "BlockRemoved": 3, "AllBlocksCleared": 0}
     arrays, expected = [], []
@@ -264,7 +264,7 @@ def test_the_array_form_of_any_batch(batch: KVEvents):
         (b"\x92\x01\x91\x81\xa4type\xa1\xff", "is not a batch"),
     ],
 )
-def test_what_is_refused(payload: bytes, problem: str):
+def test_what_is_refused(payload: bytes, problem: str) -> None:
     with pytest.raises(InputError) as caught:
         decode_kv_events(payload)
     assert problem in str(caught.value)
@@ -275,7 +275,7 @@ ARRAYS = message(["BlockStored", [1, b"ab"], None, [[5, 6]], 1, None, "GPU"], ["
 
 
 @given(st.sampled_from([VLLM_0_32, ARRAYS]), st.integers(0, 10_000), st.integers(0, 255), st.booleans())
-def test_any_damage_is_an_input_error_or_events(data: bytes, at: int, byte: int, cut: bool):
+def test_any_damage_is_an_input_error_or_events(data: bytes, at: int, byte: int, cut: bool) -> None:
     at %= len(data)
     damaged = data[:at] if cut else data[:at] + bytes([byte]) + data[at + 1 :]
     with suppress(InputError):
@@ -294,7 +294,7 @@ kinds = st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "Oth
 
 
 @given(kinds, st.lists(plain, max_size=9), plain)
-def test_any_values_raise_only_input_errors(name: str, values: list[Any], more: Any):
+def test_any_values_raise_only_input_errors(name: str, values: list[Any], more: Any) -> None:
     named = dict(zip(BlockStored.__struct_fields__, values, strict=False))
     for event in ([name, *values], {"type": name, **named}, more):
         with suppress(InputError):

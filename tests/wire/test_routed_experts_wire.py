@@ -21,24 +21,24 @@ payloads = arrays(np.int64, array_shapes(min_dims=3, max_dims=3, max_side=5), el
 
 
 @given(payloads)
-def test_vllm_round_trip(ids):
+def test_vllm_round_trip(ids) -> None:
     decoded = decode_vllm(encode_vllm(ids, 300))
     assert decoded.dtype == np.uint16
     np.testing.assert_array_equal(decoded, ids)
 
 
 @given(payloads, st.sampled_from([None, "int32", "int16", "uint16"]))
-def test_sglang_round_trip(ids, dtype):
+def test_sglang_round_trip(ids, dtype) -> None:
     text = encode_sglang(ids, dtype or "int32")
     np.testing.assert_array_equal(decode_sglang(text, ids.shape[1], ids.shape[2], dtype), ids)
 
 
-def test_vllm_is_one_byte_up_to_256_experts():
+def test_vllm_is_one_byte_up_to_256_experts() -> None:
     assert decode_vllm(encode_vllm(IDS, 256)).dtype == np.uint8
     assert decode_vllm(encode_vllm(IDS, 257)).dtype == np.uint16
 
 
-def test_vllm_reads_what_numpy_saves():
+def test_vllm_reads_what_numpy_saves() -> None:
     """vLLM calls np.save on a [token, layer, k] array, which need not be C-ordered."""
     for array in (IDS.astype(np.uint8), np.asfortranarray(IDS.astype(np.uint16))):
         stream = io.BytesIO()
@@ -46,11 +46,11 @@ def test_vllm_reads_what_numpy_saves():
         np.testing.assert_array_equal(decode_vllm(base64.b64encode(stream.getvalue())), IDS)
 
 
-def test_sglang_is_plain_int32():
+def test_sglang_is_plain_int32() -> None:
     assert base64.b64decode(encode_sglang(IDS)) == IDS.astype("<i4").tobytes()
 
 
-def test_dense_layers_are_zero_rows():
+def test_dense_layers_are_zero_rows() -> None:
     ids = np.array([[[0, 0], [0, 1], [2, 3]], [[0, 0], [0, 3], [1, 0]]])
     assert routed_layers(ids).tolist() == [1, 2]
     assert routed_layers(np.zeros((2, 3, 1), int)).tolist() == [0, 1, 2], "one choice of expert 0 is a choice"
@@ -77,14 +77,14 @@ def npy(array: np.ndarray) -> str:
         ),
     ],
 )
-def test_damaged_vllm(payload, problem):
+def test_damaged_vllm(payload, problem) -> None:
     with pytest.raises(InputError) as caught:
         decode_vllm(payload)
     assert problem in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_header_that_claims_terabytes_allocates_nothing():
+def test_a_header_that_claims_terabytes_allocates_nothing() -> None:
     data = base64.b64decode(npy(IDS)).replace(b"(2, 3, 4)", b"(2, 3, 9)")
     with pytest.raises(InputError, match="needs 432"):
         decode_npy(data)
@@ -93,7 +93,7 @@ def test_a_header_that_claims_terabytes_allocates_nothing():
         decode_npy(huge)
 
 
-def test_damaged_sglang():
+def test_damaged_sglang() -> None:
     with pytest.raises(InputError, match=r"has 96 bytes, not a multiple of 5 layers x 4 int32"):
         decode_sglang(encode_sglang(IDS), 5, 4)
     with pytest.raises(InputError, match="dtype 'float8', expected one of uint8"):
@@ -103,7 +103,7 @@ def test_damaged_sglang():
 
 
 @given(st.integers(0, 400), st.integers(0, 255), st.booleans())
-def test_any_damage_is_an_input_error_or_an_array(at, byte, cut):
+def test_any_damage_is_an_input_error_or_an_array(at, byte, cut) -> None:
     data = bytearray(base64.b64decode(npy(IDS.astype(np.uint8))))
     at %= len(data)
     damaged = bytes(data[:at]) if cut else bytes(data[:at]) + bytes([byte]) + bytes(data[at + 1 :])

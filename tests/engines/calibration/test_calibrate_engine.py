@@ -64,7 +64,7 @@ def measured() -> Iterator[Measurement]:
         yield calibrate([GROUPED, LATENT], QUICK, "cpu")
 
 
-def test_every_time_is_positive_and_finite(measured):
+def test_every_time_is_positive_and_finite(measured) -> None:
     cells = list(measured.copies)
     for shape in measured.shapes:
         cells += [*shape.routing, *shape.gemm, *shape.attention, *(cell for table in shape.moe for cell in table.cells)]
@@ -72,7 +72,7 @@ def test_every_time_is_positive_and_finite(measured):
     assert all(math.isfinite(cell.us) and cell.us > 0 for cell in cells)
 
 
-def test_measures_what_the_grid_says(measured):
+def test_measures_what_the_grid_says(measured) -> None:
     assert measured.note == ""
     for spec, shape in zip((GROUPED, LATENT), measured.shapes, strict=True):
         assert shape.model == spec.name
@@ -85,26 +85,26 @@ def test_measures_what_the_grid_says(measured):
         assert {cell.context for cell in shape.attention if cell.query == 1} == set(QUICK.contexts)
 
 
-def test_copies_take_longer_for_more_bytes(measured):
+def test_copies_take_longer_for_more_bytes(measured) -> None:
     assert {cell.path for cell in measured.copies} == {"device"}
     by_size = sorted((cell.nbytes, cell.us) for cell in measured.copies)
     assert by_size[-1][1] > 10 * by_size[0][1], "4,096 times the bytes"
 
 
-def test_survives_json(measured):
+def test_survives_json(measured) -> None:
     assert msgspec.json.decode(msgspec.json.encode(measured), type=Measurement) == measured
     assert str(measured.hardware["device"]).startswith("CPU")
     assert measured.software["torch"] == torch.__version__
 
 
-def test_shared_and_dense_projections_are_measured():
+def test_shared_and_dense_projections_are_measured() -> None:
     assert {(2 * 20, 24), (24, 20), (2 * 48, 24), (24, 48)} <= set(gemm_shapes(LATENT))
     assert (16 + 4, 24) in gemm_shapes(LATENT), "the latent and its rotary part"
     assert (2 * 2 * 8, 32) in gemm_shapes(GROUPED), "keys and values of the grouped heads"
 
 
 @pytest.mark.parametrize("spec", [GROUPED, LATENT], ids=lambda spec: spec.name)
-def test_grid_is_feasible_and_has_no_cell_twice(spec):
+def test_grid_is_feasible_and_has_no_cell_twice(spec) -> None:
     grid = list(moe_grid(spec, QUICK))
     assert len({(cell.tokens, cell.active, cell.zipf, cell.warm) for cell in grid}) == len(grid)
     for cell in grid:
@@ -116,7 +116,7 @@ def test_grid_is_feasible_and_has_no_cell_twice(spec):
 
 @given(st.data(), st.sampled_from([GROUPED, LATENT]))
 @settings(max_examples=30)
-def test_experts_equal_a_dense_layer(data, spec):
+def test_experts_equal_a_dense_layer(data, spec) -> None:
     counts = data.draw(st.lists(st.integers(0, 5), min_size=spec.num_experts, max_size=spec.num_experts))
     copies = data.draw(st.integers(1, 2))
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
@@ -133,7 +133,7 @@ def test_experts_equal_a_dense_layer(data, spec):
     torch.testing.assert_close(found.double(), every[own, torch.arange(len(own))], rtol=1e-4, atol=1e-7)
 
 
-def test_copies_of_a_layer_differ():
+def test_copies_of_a_layer_differ() -> None:
     first, second = Experts(GROUPED, "fp32", torch.device("cpu"), 2).layers
     assert not torch.equal(first[0], second[0])
     assert first[0].shape == (8, 32, 2 * 16)
@@ -148,7 +148,7 @@ def cells(draw):
 
 
 @given(cells())
-def test_expert_tokens(cell):
+def test_expert_tokens(cell) -> None:
     tokens, top_k, active, zipf = cell
     counts = expert_tokens(tokens, top_k, active, zipf)
     assert counts.shape == (active,)
@@ -162,12 +162,12 @@ def test_expert_tokens(cell):
 
 
 @pytest.mark.parametrize("active", [1, 9])
-def test_expert_tokens_rejects_what_cannot_be(active):
+def test_expert_tokens_rejects_what_cannot_be(active) -> None:
     with pytest.raises(ConfigError, match=f"active={active} must be between top_k=2 and tokens x top_k=8"):
         expert_tokens(4, 2, active)
 
 
-def test_timer_takes_turns_and_the_median():
+def test_timer_takes_turns_and_the_median() -> None:
     order: list[int] = []
 
     def call(name: int) -> None:
@@ -181,26 +181,26 @@ def test_timer_takes_turns_and_the_median():
 
 
 @pytest.mark.parametrize("tokens", [(), (4, 0), (-1,)])
-def test_bad_settings(tokens):
+def test_bad_settings(tokens) -> None:
     with pytest.raises(ConfigError, match=r"tokens=.* must be at least"):
         CalibrationSettings(tokens=tokens)
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp16", "mxfp4"])
-def test_dtype_the_cpu_cannot_measure(dtype):
+def test_dtype_the_cpu_cannot_measure(dtype) -> None:
     with pytest.raises(ConfigError, match=f"dtype '{dtype}' cannot be measured on cpu; it must be fp32 or bf16"):
         calibrate([GROUPED], CalibrationSettings(dtypes=("fp32", dtype)), "cpu")
 
 
 @without_cuda
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_cuda_where_there_is_none(device):
+def test_cuda_where_there_is_none(device) -> None:
     with pytest.raises(UnavailableError, match=f"device '{device}' was asked for, but torch sees no CUDA device"):
         calibrate([GROUPED], QUICK, device)
 
 
 @without_cuda
-def test_auto_takes_the_cpu_and_reports():
+def test_auto_takes_the_cpu_and_reports() -> None:
     seen: list[tuple[int, int]] = []
     few = CalibrationSettings(dtypes=("fp32",), tokens=(2,), contexts=(16,), cell_ms=0, passes=2, min_repeats=1)
     found = calibrate([GROUPED], few, report=lambda what, done, total: seen.append((done, total)))  # noqa: ARG005
@@ -211,7 +211,7 @@ def test_auto_takes_the_cpu_and_reports():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_measures_on_cuda(dtype):
+def test_measures_on_cuda(dtype) -> None:
     if dtype == "fp8" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("fp8 grouped GEMM needs compute capability 9.0")
     spec = ModelSpec(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def signal_in_the_middle(rank: int, number: signal.Signals) -> Callable[[str, in
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_measures_real_transfers(processes):
+def test_measures_real_transfers(processes) -> None:
     seen: list[tuple[str, int, int]] = []
     found = measure_collectives(
         processes, "gloo", FEW, lambda what, done, total: seen.append((what, done, total)), repeats=9
@@ -63,7 +64,7 @@ def test_measures_real_transfers(processes):
     assert not workers(), "no process outlives the measurement"
 
 
-def test_killed_rank_is_named():
+def test_killed_rank_is_named() -> None:
     with pytest.raises(UnavailableError, match=r"rank 1 was ended by SIGKILL at all-to-all of") as caught:
         measure_collectives(3, "gloo", SIZES, signal_in_the_middle(1, signal.SIGKILL), repeats=200)
     assert "\n" not in str(caught.value)
@@ -71,14 +72,14 @@ def test_killed_rank_is_named():
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes cannot be stopped here")
-def test_stopped_rank_is_named_within_the_timeout():
+def test_stopped_rank_is_named_within_the_timeout() -> None:
     """Half of the timeout after it stopped, the other rank gives up. The start must fit in, on a busy machine too."""
     with pytest.raises(UnavailableError, match=r"rank 1 gave no answer in time, at all-to-all of"):
         measure_collectives(2, "gloo", SIZES, signal_in_the_middle(1, signal.SIGSTOP), repeats=200, timeout_s=120)
     assert not workers()
 
 
-def test_error_in_the_caller_ends_the_workers():
+def test_error_in_the_caller_ends_the_workers() -> None:
     def report(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -87,7 +88,7 @@ def test_error_in_the_caller_ends_the_workers():
     assert not workers()
 
 
-def test_script_without_main_guard_is_told(tmp_path):
+def test_script_without_main_guard_is_told(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(
         "from coterie.engines.calibration.collectives import measure_collectives\nmeasure_collectives(2, 'gloo')\n"
@@ -100,7 +101,7 @@ def test_script_without_main_guard_is_told(tmp_path):
 
 
 @given(st.data(), st.integers(2, 64), st.integers(2, 600))
-def test_payload_tells_sender_receiver_and_place(data, ranks, nbytes):
+def test_payload_tells_sender_receiver_and_place(data, ranks, nbytes) -> None:
     routes = st.tuples(st.integers(0, ranks - 1), st.integers(0, ranks - 1))
     one, other = data.draw(st.tuples(routes, routes))
     sent = payload(*one, nbytes)
@@ -110,7 +111,7 @@ def test_payload_tells_sender_receiver_and_place(data, ranks, nbytes):
 
 
 @given(st.integers(1, 300), st.data())
-def test_one_wrong_byte_raises(nbytes, data):
+def test_one_wrong_byte_raises(nbytes, data) -> None:
     expected = payload(1, 0, nbytes)
     check_received(expected.clone(), expected)
     at = data.draw(st.integers(0, nbytes - 1))
@@ -132,24 +133,24 @@ def test_one_wrong_byte_raises(nbytes, data):
         ({"timeout_s": float("nan")}, "timeout_s=nan must be positive"),
     ],
 )
-def test_bad_settings(settings, problem):
+def test_bad_settings(settings, problem) -> None:
     with pytest.raises(ConfigError, match=problem):
         measure_collectives(**{"processes": 2, **settings})
 
 
-def test_nccl_needs_a_device_for_each_rank():
+def test_nccl_needs_a_device_for_each_rank() -> None:
     ranks = torch.cuda.device_count() + 2
     with pytest.raises(UnavailableError, match=f"backend 'nccl' needs {ranks} CUDA devices"):
         measure_collectives(ranks, "nccl")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
-def test_auto_takes_nccl_where_there_are_devices():
+def test_auto_takes_nccl_where_there_are_devices() -> None:
     found = measure_collectives(2, "auto", FEW)
     assert found.backend == "nccl"
     assert all(cell.us > 0 for cell in itertools.chain(found.cells, found.peers))
 
 
-def test_default_sizes_span_4_kb_to_16_mb():
+def test_default_sizes_span_4_kb_to_16_mb() -> None:
     assert (SIZES[0], SIZES[-1]) == (4_096, 16 * 1_024**2)
     assert list(SIZES) == sorted(set(SIZES))

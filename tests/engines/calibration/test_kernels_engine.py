@@ -53,7 +53,7 @@ def check_quantized(found: Any, scale: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11), (torch.float32, 1e-5)], ids=str
 )
-def test_silu_mul(rows, inner, dtype, rtol):
+def test_silu_mul(rows, inner, dtype, rtol) -> None:
     gate_up = random(rows, 2 * inner, dtype, scale=0.1)  # so that no product leaves float16
     found = silu_mul(gate_up)
     assert found.dtype == dtype
@@ -62,19 +62,19 @@ def test_silu_mul(rows, inner, dtype, rtol):
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("inner", WIDTHS)
-def test_silu_mul_quantize(rows, inner):
+def test_silu_mul_quantize(rows, inner) -> None:
     gate_up = random(rows, 2 * inner)
     check_quantized(*silu_mul_quantize(gate_up), gated(gate_up))
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_quantize_rows(rows, width):
+def test_quantize_rows(rows, width) -> None:
     x = random(rows, width)
     check_quantized(*quantize_rows(x), x.double())
 
 
-def test_rows_of_zeros_stay_zero_and_finite():
+def test_rows_of_zeros_stay_zero_and_finite() -> None:
     zeros = torch.zeros(2, 96, device="cuda")
     for found, scale in (quantize_rows(zeros), silu_mul_quantize(zeros)):
         assert bool((found.float() == 0).all())
@@ -82,6 +82,6 @@ def test_rows_of_zeros_stay_zero_and_finite():
         assert bool((scale > 0).all())
 
 
-def test_largest_of_each_row_uses_the_whole_range():
+def test_largest_of_each_row_uses_the_whole_range() -> None:
     found, _ = quantize_rows(random(257, 768))
     assert bool((found.float().abs().amax(dim=1) == LARGEST).all())

@@ -1,64 +1,28 @@
-"""Replay: batches on disk, layers against dense ones, the report against known times; all on the CPU."""
+"""Replay: batches on disk, and layers against dense ones; all on the CPU."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.cli.main import main
 from coterie.costs.presets import step_model
 from coterie.engines.replay.batches import ReplayBatches, read_batches, step_load, write_batches
-from coterie.engines.replay.report import predict_us, read_measured, replay_notes, replay_rows, saving_interval
-from coterie.engines.replay.run import Layers, Measured, _turns, layers_that_fit, measure_batches
+from coterie.engines.replay.report import replay_notes
+from coterie.engines.replay.run import Layers, _turns, layers_that_fit, measure_batches
 from coterie.errors import ConfigError, TraceError, UnavailableError
 from coterie.types import ModelSpec
+from replay_cases import SPEC, draw_ids, small
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-SPEC = ModelSpec(
-    "tiny",
-    num_layers=4,
-    num_experts=8,
-    top_k=2,
-    hidden_size=32,
-    expert_intermediate_size=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=100,
-    first_moe_layer=1,
-)
+
 CPU = torch.device("cpu")
-
-
-def draw_ids(rng: np.random.Generator, tokens: int, spec: ModelSpec = SPEC, experts: int | None = None) -> np.ndarray:
-    """[token, layer, k] different experts, the first `experts` of them only."""
-    order = rng.permuted(np.tile(np.arange(experts or spec.num_experts), (tokens, spec.num_moe_layers, 1)), axis=2)
-    return order[:, :, : spec.top_k].astype(np.uint8)
-
-
-def small(steps: int = 6, tokens: int = 4) -> dict[str, dict[str, list[np.ndarray]]]:
-    rng = np.random.default_rng(5)
-    return {
-        name: {
-            "round_robin": [draw_ids(rng, tokens) for _ in range(steps)],
-            "clusters": [draw_ids(rng, tokens, experts=3) for _ in range(steps)],
-        }
-        for name in ("low", "high")
-    }
-
-
-@pytest.fixture
-def batches() -> ReplayBatches:
-    return ReplayBatches("tiny", {g: {r: tuple(s) for r, s in one.items()} for g, one in small().items()})
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -66,7 +30,7 @@ def batches() -> ReplayBatches:
 
 @given(st.data())
 @settings(max_examples=25)
-def test_a_file_gives_back_what_was_written(tmp_path_factory, data):
+def test_a_file_gives_back_what_was_written(tmp_path_factory: pytest.TempPathFactory, data) -> None:
     seed, largest = data.draw(st.integers(0, 2**16)), data.draw(st.sampled_from([7, 255, 256, 600]))
     sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     rng = np.random.default_rng(seed)
@@ -87,7 +51,7 @@ def test_a_file_gives_back_what_was_written(tmp_path_factory, data):
                 np.testing.assert_array_equal(wrote, read)
 
 
-def test_a_file_is_small_and_never_replaced(tmp_path):
+def test_a_file_is_small_and_never_replaced(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     wide = ModelSpec(
         "wide",
@@ -122,7 +86,7 @@ def test_a_file_is_small_and_never_replaced(tmp_path):
         ({"a": {"x": [np.zeros((1, 2, 1), int), np.zeros((1, 3, 1), int)]}}, r"step 1: .layer, k. is \(3, 1\)"),
     ],
 )
-def test_batches_that_cannot_be(tmp_path, groups, problem):
+def test_batches_that_cannot_be(tmp_path: Path, groups, problem) -> None:
     with pytest.raises(ConfigError, match=problem):
         write_batches(tmp_path / "batches.npz", "tiny", groups)
     assert not list(tmp_path.iterdir())
@@ -151,7 +115,7 @@ GOOD = {"header": header(), "ids_0_0": np.zeros((3, 2, 1), np.uint8), "tokens_0_
         ({"ids_0_0": np.zeros((0, 2, 1), np.uint8), "tokens_0_0": np.array([], int)}, "there are no steps"),
     ],
 )
-def test_a_bad_file_says_what_is_wrong(tmp_path, change, problem):
+def test_a_bad_file_says_what_is_wrong(tmp_path: Path, change, problem) -> None:
     path = tmp_path / "bad.npz"
     np.savez(path, **{name: array for name, array in {**GOOD, **change}.items() if array is not None})
     with pytest.raises(TraceError, match=problem) as caught:
@@ -160,7 +124,7 @@ def test_a_bad_file_says_what_is_wrong(tmp_path, change, problem):
     assert "\n" not in str(caught.value)
 
 
-def test_no_npz_at_all(tmp_path):
+def test_no_npz_at_all(tmp_path: Path) -> None:
     path = tmp_path / "bad.npz"
     with pytest.raises(TraceError, match="not found"):
         read_batches(path)
@@ -172,7 +136,7 @@ def test_no_npz_at_all(tmp_path):
             read_batches(path)
 
 
-def test_batches_of_another_model(batches):
+def test_batches_of_another_model(batches) -> None:
     batches.check(SPEC)
     twice = {"g": {"r": (np.ones((2, 3, 2), np.uint8),)}}
     for other, problem in (
@@ -189,7 +153,7 @@ def test_batches_of_another_model(batches):
 
 @given(st.integers(1, 7), st.integers(0, 2**16), st.sampled_from([2, 3, 8]))
 @settings(max_examples=30)
-def test_a_step_equals_dense_layers(tokens, seed, experts):
+def test_a_step_equals_dense_layers(tokens, seed, experts) -> None:
     torch.manual_seed(seed)
     ids = draw_ids(np.random.default_rng(seed), tokens, experts=experts)
     layers = Layers(SPEC, "fp32", CPU, tokens)
@@ -211,7 +175,7 @@ def test_a_step_equals_dense_layers(tokens, seed, experts):
 
 
 @given(st.integers(1, 9), st.integers(0, 2**16))
-def test_load_counts_tokens(tokens, seed):
+def test_load_counts_tokens(tokens, seed) -> None:
     ids = draw_ids(np.random.default_rng(seed), tokens)
     load = step_load(ids, SPEC.num_experts)
     for layer in range(ids.shape[1]):
@@ -219,7 +183,7 @@ def test_load_counts_tokens(tokens, seed):
             assert load[layer, expert] == (ids[:, layer] == expert).sum()
 
 
-def test_a_wrong_kernel_is_not_timed(batches, monkeypatch):
+def test_a_wrong_kernel_is_not_timed(batches, monkeypatch: pytest.MonkeyPatch) -> None:
     from coterie.engines.calibration.calibrate import Experts
 
     right = Experts.forward
@@ -228,7 +192,7 @@ def test_a_wrong_kernel_is_not_timed(batches, monkeypatch):
         measure_batches(batches, SPEC, "cpu")
 
 
-def test_layers_that_do_not_fit_are_used_in_turn(batches, monkeypatch):
+def test_layers_that_do_not_fit_are_used_in_turn(batches, monkeypatch: pytest.MonkeyPatch) -> None:
     one = SPEC.num_experts * SPEC.expert_bytes("fp32")
     assert [layers_that_fit(SPEC, "fp32", free * one) for free in (1.2, 2.3, 1e6)] == [1, 2, 3]
     with pytest.raises(UnavailableError, match=r"one MoE layer of tiny in fp32 takes 0\.0 GB"):
@@ -240,7 +204,7 @@ def test_layers_that_do_not_fit_are_used_in_turn(batches, monkeypatch):
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-def test_routers_take_turns(steps):
+def test_routers_take_turns(steps) -> None:
     turns = _turns(steps)
     assert sorted(turns) == [(router, step) for router, many in enumerate(steps) for step in range(many)]
     assert [step for _, step in turns] == sorted(step for _, step in turns), "no router runs ahead"
@@ -250,7 +214,7 @@ def test_routers_take_turns(steps):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_measures_every_step(batches, dtype):
+def test_measures_every_step(batches, dtype) -> None:
     seen: list[tuple[str, int, int]] = []
     measured = measure_batches(batches, SPEC, "cpu", dtype, 2, lambda *what: seen.append(what))
     assert {g: {r: len(t) for r, t in one.items()} for g, one in measured.step_us.items()} == {
@@ -261,7 +225,7 @@ def test_measures_every_step(batches, dtype):
     assert seen == [("weights", 0, 1), *((group, done, 2) for group in ("low", "high") for done in (0, 1))]
 
 
-def test_fewer_experts_take_less_time_on_a_cpu():
+def test_fewer_experts_take_less_time_on_a_cpu() -> None:
     """One product per expert: 2 of 16 experts against all of them, whatever the machine."""
     spec = ModelSpec(
         "mid",
@@ -294,19 +258,19 @@ def test_fewer_experts_take_less_time_on_a_cpu():
         ({"repeats": 0}, ConfigError, "repeats=0 must be at least 1"),
     ],
 )
-def test_bad_settings(batches, arguments, error, problem):
+def test_bad_settings(batches, arguments, error, problem) -> None:
     with pytest.raises(error, match=problem):
         measure_batches(batches, SPEC, **{"device": "cpu", **arguments})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_cuda_where_there_is_none(batches):
+def test_cuda_where_there_is_none(batches) -> None:
     with pytest.raises(UnavailableError, match="device 'cuda' was asked for, but torch sees no CUDA device"):
         measure_batches(batches, SPEC, "cuda")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_graph_follows_its_step_on_cuda():
+def test_a_graph_follows_its_step_on_cuda() -> None:
     spec = ModelSpec(
         "small",
         num_layers=2,
@@ -324,175 +288,3 @@ def test_a_graph_follows_its_step_on_cuda():
         layers = Layers(spec, "bf16", torch.device("cuda"), 16)
         for tokens, experts in ((16, 8), (16, 2), (3, 8), (16, 5)):
             assert layers.error(layers.plan(draw_ids(rng, tokens, spec, experts))) < 2e-2
-
-
-# -------------------------------------------------------------------------------------------------------------- report
-
-
-def timed(step_us: dict[str, dict[str, list[float]]]) -> Measured:
-    return Measured(
-        model="tiny",
-        dtype="bf16",
-        kernel="k",
-        hardware={"device": "d"},
-        software={},
-        layers_held=3,
-        repeats=1,
-        output_error=0.0,
-        spread_pct=0.0,
-        step_us=step_us,
-    )
-
-
-def test_report_of_known_times(batches):
-    model = step_model(SPEC, dtype="bf16")
-    predicted = {g: {r: predict_us(s, model) for r, s in one.items()} for g, one in batches.groups.items()}
-    base = predicted["low"]["round_robin"] * 1.25
-    times = {
-        "low": {"round_robin": base.tolist(), "clusters": (base * 0.9).tolist()},
-        "high": {r: (us * np.where(np.arange(6) % 2, 0.8, 1 / 0.8)).tolist() for r, us in predicted["high"].items()},
-    }
-    rows = {(r.group, r.router): r for r in replay_rows(batches, timed(times), model, np.random.default_rng(0))}
-    assert list(rows) == [(g, r) for g in ("low", "high") for r in ("round_robin", "clusters")]
-    first, second = rows["low", "round_robin"], rows["low", "clusters"]
-    assert (first.saving_pct, first.saving_low_pct, first.saving_high_pct, first.predicted_saving_pct) == (0, 0, 0, 0)
-    assert (first.mape_pct, first.bias_pct) == (20.0, -20.0), "predicted is 0.8 of measured"
-    assert (second.saving_pct, second.saving_low_pct, second.saving_high_pct) == (10.0, 10.0, 10.0)
-    assert second.paired
-    assert second.mean_us == pytest.approx(0.9 * base.mean(), abs=1e-3)
-    assert second.median_us == pytest.approx(0.9 * np.median(base), abs=1e-3)
-    assert second.predicted_us == pytest.approx(predicted["low"]["clusters"].mean(), abs=1e-3)
-    low = predicted["low"]
-    assert second.predicted_saving_pct == pytest.approx(
-        100 * (1 - low["clusters"].mean() / low["round_robin"].mean()), abs=1e-3
-    )
-    assert second.active_experts == 3.0
-    assert (second.steps, second.tokens) == (6, 4.0)
-    third = rows["high", "round_robin"]
-    assert third.mape_pct == pytest.approx(100 * (0.25 + 0.2) / 2)
-    assert third.bias_pct == pytest.approx(100 * (0.25 - 0.2) / 2)
-
-
-def test_prediction_is_the_sum_of_its_layers(batches):
-    model = step_model(SPEC, dtype="bf16")
-    steps = batches.groups["low"]["clusters"]
-    for ids, us in zip(steps, predict_us(steps, model), strict=True):
-        rows = np.array([[float((ids[:, layer] == e).sum()) for e in range(8)] for layer in range(3)])
-        assert us == pytest.approx(sum(model.experts_us(row, len(ids)) for row in rows))
-
-
-def test_intervals_cover_the_truth():
-    rng = np.random.default_rng(3)
-    hits, widths = 0, {True: 0.0, False: 0.0}
-    for _ in range(100):
-        shared = rng.normal(1000, 100, 120)
-        base, other = shared + rng.normal(0, 10, 120), 0.9 * shared + rng.normal(0, 10, 120)
-        for paired in (True, False):
-            low, high = saving_interval(base, other, paired, rng, draws=300)
-            widths[paired] += high - low
-            hits += paired and low <= 0.1 <= high
-    assert 85 <= hits <= 100
-    assert widths[True] < widths[False] / 3, "steps that vary together cancel"
-
-
-def test_neighbours_alike_widen_the_interval():
-    rng = np.random.default_rng(1)
-    slow = np.repeat(rng.normal(1000, 100, 25), 8)
-    mixed = rng.permutation(slow)
-    base = np.full(200, 1000.0)
-    width = [np.diff(saving_interval(base, us, False, np.random.default_rng(0)))[0] for us in (slow, mixed)]
-    assert width[0] > 1.5 * width[1]
-
-
-def test_times_of_other_batches(batches):
-    model = step_model(SPEC, dtype="bf16")
-    with pytest.raises(ConfigError, match="times of other batches"):
-        replay_rows(batches, timed({"low": {"round_robin": [1.0]}}), model, np.random.default_rng(0))
-
-
-def test_times_survive_their_file(tmp_path):
-    path = tmp_path / "out.json"
-    measured = timed({"g": {"r": [1.0, 2.5]}})
-    path.write_bytes(msgspec.json.encode({"rows": [], "measured": measured}))
-    assert read_measured(path) == measured
-    for content, problem in ((b"{}", "missing required field `measured`"), (b"words", "malformed")):
-        path.write_bytes(content)
-        with pytest.raises(TraceError, match=f"out.json: measured: .*{problem}"):
-            read_measured(path)
-    path.write_bytes(msgspec.json.encode({"measured": timed({"g": {"r": [0.0]}})}))
-    with pytest.raises(TraceError, match="g, r: every step_us must be above 0"):
-        read_measured(path)
-
-
-# -------------------------------------------------------------------------------------------------------- command line
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["coterie", "replay", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        return (int(stopped.value.code or 0), *capsys.readouterr())
-
-    return call
-
-
-CONFIG = {
-    "model_type": "olmoe",
-    "num_hidden_layers": 3,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "hidden_size": 32,
-    "intermediate_size": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-}
-
-
-@pytest.fixture
-def small_model(tmp_path) -> tuple[Path, Path]:
-    """Batches, and the config.json of the shape they belong to."""
-    folder = tmp_path / "small-model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    write_batches(tmp_path / "batches.npz", "small-model", small())
-    return tmp_path / "batches.npz", folder / "config.json"
-
-
-def test_command_measures_writes_and_reports_again(run, small_model, tmp_path):
-    (path, config), out = small_model, tmp_path / "out.json"
-    code, printed, _ = run(path, "--config", config, "--device", "cpu", "--repeats", 2, "-o", out, "--json")
-    assert code == 0
-    result = json.loads(printed)
-    assert result == json.loads(out.read_text())
-    assert [(row["group"], row["router"]) for row in result["rows"]] == [
-        (group, router) for group in ("low", "high") for router in ("round_robin", "clusters")
-    ]
-    assert any("rates of the nearest shape" in note for note in result["notes"])
-    again = json.loads(run(path, "--config", config, "--times", out, "--json")[1])
-    assert again["rows"] == result["rows"]
-    code, table, _ = run(path, "--config", config, "--times", out)
-    assert code == 0
-    assert "in fp32" in table
-
-
-def test_command_refuses_in_one_line(run, small_model, tmp_path):
-    (path, config), out = small_model, tmp_path / "out.json"
-    shape = (path, "--config", config)
-    assert run(*shape, "--device", "cpu", "--repeats", 1, "-o", out)[0] == 0
-    for arguments, problem in (
-        ((*shape, "-o", out), "exists already"),
-        ((*shape, "-o", tmp_path / "none" / "out.json"), "is not a folder"),
-        ((*shape, "--times", out, "--dtype", "bf16"), "in fp32; asked for"),
-        ((*shape, "--preset", "h2000"), "Unknown preset 'h2000'. Did you mean 'h200'?"),
-        ((*shape, "--dtype", "int3"), "weight_dtype='int3' must be one of"),
-        ((*shape, "--model", "gpt-oss-20b"), "only one of them"),
-        ((path,), "Unknown model 'small-model'"),
-        ((path, "--model", "gpt-oss-20b", "--device", "cpu"), "gpt-oss-20b has (24, 4)"),
-        ((tmp_path / "none.npz",), "not found"),
-    ):
-        code, printed, message = run(*arguments)
-        assert (code, printed) == (2, "")
-        assert problem in " ".join(message.split())

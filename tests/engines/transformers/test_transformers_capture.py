@@ -81,7 +81,7 @@ def run(model, ids, gate_weights=True):
         for layer in capture.layers:
             block = model.get_submodule(layer.path.removesuffix(".experts"))
 
-            def note(_, args, at=layer.layer_id):
+            def note(_, args, at=layer.layer_id) -> None:
                 seen[at] = args[0].detach().double().reshape(-1, args[0].shape[-1]).numpy()
 
             handles.append(block.register_forward_pre_hook(note))
@@ -94,7 +94,7 @@ def run(model, ids, gate_weights=True):
 
 
 @every_family
-def test_ids_and_weights_follow_from_the_hidden_states(family):
+def test_ids_and_weights_follow_from_the_hidden_states(family) -> None:
     model = models.build(family)
     ids = tokens()
     capture, step, seen, _ = run(model, ids)
@@ -117,7 +117,7 @@ def test_ids_and_weights_follow_from_the_hidden_states(family):
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gpt_oss"])
-def test_ids_are_the_best_of_the_librarys_own_router_logits(family):
+def test_ids_are_the_best_of_the_librarys_own_router_logits(family) -> None:
     """Rows are batch x sequence flattened, and layers come in order: the library's logits are laid out so too."""
     model, ids = models.build(family), tokens(rows=2)
     with ExpertCapture(model) as capture, torch.no_grad():
@@ -133,7 +133,7 @@ def test_ids_are_the_best_of_the_librarys_own_router_logits(family):
 
 
 @pytest.mark.parametrize("family", [*models.FAMILIES, *models.ALIKE])
-def test_outputs_are_the_same_bits_and_nothing_stays_behind(family):
+def test_outputs_are_the_same_bits_and_nothing_stays_behind(family) -> None:
     model, ids = models.build(family), tokens()
     with torch.no_grad():
         before = model(ids).logits
@@ -152,7 +152,7 @@ def test_outputs_are_the_same_bits_and_nothing_stays_behind(family):
 
 
 @every_family
-def test_every_kernel_of_the_library_is_captured_alike(family):
+def test_every_kernel_of_the_library_is_captured_alike(family) -> None:
     model, ids = models.build(family), tokens(rows=1)
     found = []
     kept = model.config._experts_implementation
@@ -176,15 +176,15 @@ def test_every_kernel_of_the_library_is_captured_alike(family):
         ("olmoe", (0, 1, 2)),
     ],
 )
-def test_dense_layers_are_left_out_and_the_others_keep_their_index(family, expected):
+def test_dense_layers_are_left_out_and_the_others_keep_their_index(family, expected) -> None:
     assert ExpertCapture(models.build(family)).layer_ids == expected
 
 
-def test_families_that_are_promised_are_tested():
+def test_families_that_are_promised_are_tested() -> None:
     assert set(FAMILIES) == set(models.FAMILIES)
 
 
-def test_the_experts_named_are_the_ones_that_computed():
+def test_the_experts_named_are_the_ones_that_computed() -> None:
     """The adversary: break every expert but those captured, token by token, and the output must not move."""
     model, ids = models.build("qwen3_moe"), tokens(rows=1, length=1, seed=5)
     capture, step, _, out = run(model, ids)
@@ -203,7 +203,7 @@ def test_the_experts_named_are_the_ones_that_computed():
                 weights.copy_(before)
 
 
-def test_passes_not_taken_apart_come_in_order():
+def test_passes_not_taken_apart_come_in_order() -> None:
     model = models.build("mixtral")
     first, second = tokens(rows=1, length=4), tokens(rows=2, length=3, seed=1)
     apart = [run(model, ids)[1].expert_ids for ids in (first, second)]
@@ -213,10 +213,10 @@ def test_passes_not_taken_apart_come_in_order():
         np.testing.assert_array_equal(capture.take().expert_ids, np.concatenate(apart))
 
 
-def test_a_pass_that_failed_half_way_is_not_taken_for_a_whole_one():
+def test_a_pass_that_failed_half_way_is_not_taken_for_a_whole_one() -> None:
     model = models.build("mixtral")
 
-    def fail(*_):
+    def fail(*_) -> None:
         raise RuntimeError("a kernel died")
 
     with ExpertCapture(model) as capture, torch.no_grad():
@@ -230,7 +230,7 @@ def test_a_pass_that_failed_half_way_is_not_taken_for_a_whole_one():
         assert len(capture.take().expert_ids) == 51, "what came before is forgotten"
 
 
-def test_a_layer_that_goes_around_its_experts_is_noticed():
+def test_a_layer_that_goes_around_its_experts_is_noticed() -> None:
     model = models.build("mixtral")
     block = model.model.layers[2].mlp
     block.forward = lambda hidden_states: hidden_states  # what a fused kernel does to a hook
@@ -243,7 +243,7 @@ def test_a_layer_that_goes_around_its_experts_is_noticed():
         del block.forward
 
 
-def test_two_captures_see_the_same_and_one_cannot_be_attached_twice():
+def test_two_captures_see_the_same_and_one_cannot_be_attached_twice() -> None:
     model = models.build("olmoe")
     with ExpertCapture(model) as one, ExpertCapture(model) as other, torch.no_grad():
         model(tokens())
@@ -252,7 +252,7 @@ def test_two_captures_see_the_same_and_one_cannot_be_attached_twice():
             pass
 
 
-def test_hooks_are_removed_when_the_block_fails():
+def test_hooks_are_removed_when_the_block_fails() -> None:
     model = models.build("olmoe")
     with pytest.raises(ZeroDivisionError), ExpertCapture(model):
         1 / 0  # noqa: B018
@@ -260,7 +260,7 @@ def test_hooks_are_removed_when_the_block_fails():
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama4_text"])
-def test_a_model_without_the_seam_is_named_with_the_families_that_have_it(kind):
+def test_a_model_without_the_seam_is_named_with_the_families_that_have_it(kind) -> None:
     config = transformers.AutoConfig.for_model(
         kind,
         vocab_size=50,
@@ -279,7 +279,7 @@ def test_a_model_without_the_seam_is_named_with_the_families_that_have_it(kind):
         ExpertCapture(model)
 
 
-def test_layers_of_different_width_are_refused():
+def test_layers_of_different_width_are_refused() -> None:
     model = models.build("olmoe")
     experts = model.model.layers[1].mlp.experts
     experts.num_experts = 7

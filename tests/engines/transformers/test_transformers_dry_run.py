@@ -30,7 +30,7 @@ def used(model, request) -> np.ndarray:
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_it_is_embedding_norm_and_gate(family):
+def test_it_is_embedding_norm_and_gate(family) -> None:
     """What the general mechanism finds, spelled out with the names these families happen to use."""
     model = models.build(family)
     for request, run in zip(REQUESTS, dry_run(model, REQUESTS), strict=True):
@@ -45,7 +45,7 @@ def test_it_is_embedding_norm_and_gate(family):
 
 
 @every_family
-def test_it_is_exact_where_attention_and_experts_add_nothing(family):
+def test_it_is_exact_where_attention_and_experts_add_nothing(family) -> None:
     """Theory: with every layer's contribution at zero the gates see the embeddings and nothing else."""
     model = copy.deepcopy(models.build(family))
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_it_is_exact_where_attention_and_experts_add_nothing(family):
 
 
 @every_family
-def test_neither_experts_nor_attention_run(family):
+def test_neither_experts_nor_attention_run(family) -> None:
     """Once one token has shown the way, no expert and no attention is called, and no hook stays behind."""
     model = models.build(family)
     dry_run(model, [[1]])  # the library puts hooks of its own where it first runs
@@ -87,7 +87,7 @@ def hooks(model) -> list[tuple[int, int]]:
     return [(len(module._forward_pre_hooks), len(module._forward_hooks)) for module in model.modules()]
 
 
-def test_the_same_request_gives_the_same_whatever_stands_beside_it():
+def test_the_same_request_gives_the_same_whatever_stands_beside_it() -> None:
     model = models.build("qwen3_moe")
     together = dry_run(model, REQUESTS)
     for request, run in zip(REQUESTS, together, strict=True):
@@ -96,7 +96,7 @@ def test_the_same_request_gives_the_same_whatever_stands_beside_it():
     np.testing.assert_array_equal(np.sort(backwards[::-1]), np.sort(together[1].expert_ids))  # context plays no part
 
 
-def test_an_empty_request_is_refused():
+def test_an_empty_request_is_refused() -> None:
     with pytest.raises(ConfigError, match="without tokens"):
         dry_run(models.build("olmoe"), [[1], []])
 
@@ -104,7 +104,7 @@ def test_an_empty_request_is_refused():
 # The score, by hand --------------------------------------------------------------------------------------------------
 
 
-def test_score_by_hand():
+def test_score_by_hand() -> None:
     run = DryRun(np.array([[[0, 1]], [[0, 2]]]), 4, (5,))
     np.testing.assert_array_equal(run.footprint, [[2, 1, 1, 0]])
     score = score_dry_run(run, np.array([[[1, 0]], [[3, 0]]]))  # order within a token means nothing
@@ -112,7 +112,7 @@ def test_score_by_hand():
     np.testing.assert_allclose(score.recall, [0.75])
 
 
-def test_other_tokens_have_footprints_but_no_recall():
+def test_other_tokens_have_footprints_but_no_recall() -> None:
     run = DryRun(np.array([[[0, 1]], [[0, 2]]]), 4, (5,))
     score = score_dry_run(run, np.array([[[3, 2]]]))
     assert score.recall is None
@@ -122,6 +122,6 @@ def test_other_tokens_have_footprints_but_no_recall():
 
 
 @pytest.mark.parametrize("shape", [(0, 1, 2), (2, 2, 2), (2, 1, 3), (2, 2)])
-def test_truth_of_another_shape_is_refused(shape):
+def test_truth_of_another_shape_is_refused(shape) -> None:
     with pytest.raises(ConfigError, match=r"expected \[token, 1, 2\]"):
         score_dry_run(DryRun(np.array([[[0, 1]], [[0, 2]]]), 4, (5,)), np.zeros(shape, int))

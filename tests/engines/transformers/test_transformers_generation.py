@@ -26,7 +26,7 @@ def some_prompts(seed: int = 0) -> list[list[int]]:
 
 
 @every_family
-def test_a_batch_gives_each_request_what_it_gets_alone(family):
+def test_a_batch_gives_each_request_what_it_gets_alone(family) -> None:
     model = models.build(family)
     with ExpertCapture(model, gate_weights=True) as capture:
         together = generate_batch(model, capture, some_prompts(), 6, frozenset([models.END]))
@@ -41,7 +41,7 @@ def test_a_batch_gives_each_request_what_it_gets_alone(family):
 
 
 @every_family
-def test_tokens_are_the_librarys_and_experts_those_of_a_pass_without_a_cache(family):
+def test_tokens_are_the_librarys_and_experts_those_of_a_pass_without_a_cache(family) -> None:
     """Two other ways to the same numbers: ``generate``, and the whole text at once."""
     model = models.build(family)
     for prompt in some_prompts()[:2]:
@@ -55,7 +55,7 @@ def test_tokens_are_the_librarys_and_experts_those_of_a_pass_without_a_cache(fam
             assert same_routes(one.expert_ids, capture.take().expert_ids) == 1.0
 
 
-def test_requests_that_end_early_keep_their_own_rows_only():
+def test_requests_that_end_early_keep_their_own_rows_only() -> None:
     """Make a token that some request generates early its end: the others must not notice."""
     model = models.build("qwen3_moe")
     with ExpertCapture(model) as capture:
@@ -71,7 +71,7 @@ def test_requests_that_end_early_keep_their_own_rows_only():
     assert len({len(one.output_ids) for one in ended}) > 1
 
 
-def test_one_token_has_no_decode_row():
+def test_one_token_has_no_decode_row() -> None:
     model = models.build("mixtral")
     with ExpertCapture(model) as capture:
         for one in generate_batch(model, capture, some_prompts(), 1, frozenset()):
@@ -79,7 +79,7 @@ def test_one_token_has_no_decode_row():
             assert len(one.expert_ids) == len(one.prompt_ids)
 
 
-def test_sampling_follows_the_model_and_each_requests_own_generator():
+def test_sampling_follows_the_model_and_each_requests_own_generator() -> None:
     model = models.build("mixtral")
     prompt = some_prompts()[0]
     with torch.no_grad():

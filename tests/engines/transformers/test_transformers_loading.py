@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -19,12 +20,12 @@ from coterie.errors import ConfigError, TraceError, UnavailableError  # noqa: E4
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory):
     return models.save("qwen3_moe", tmp_path_factory.mktemp("models") / "small")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_loads_in_the_precision_asked(folder, dtype):
+def test_loads_in_the_precision_asked(folder, dtype) -> None:
     loaded = load_model(folder, dtype)
     assert {p.dtype for p in loaded.model.parameters()} == {getattr(torch, dtype)}
     assert not loaded.model.training
@@ -35,7 +36,7 @@ def test_loads_in_the_precision_asked(folder, dtype):
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_every_family_survives_the_round_trip_through_a_checkpoint(family, tmp_path):
+def test_every_family_survives_the_round_trip_through_a_checkpoint(family, tmp_path: Path) -> None:
     """The library splits and joins the experts' weights on the way: the same logits come back."""
     model = models.build(family)
     loaded = load_model(models.save(family, tmp_path / family)).model
@@ -45,8 +46,8 @@ def test_every_family_survives_the_round_trip_through_a_checkpoint(family, tmp_p
     assert ExpertCapture(loaded).layer_ids == ExpertCapture(model).layer_ids
 
 
-def test_no_network_is_touched(folder, monkeypatch):
-    def refuse(*_, **__):
+def test_no_network_is_touched(folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_, **__) -> None:
         raise AssertionError("a connection was opened")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
@@ -56,7 +57,7 @@ def test_no_network_is_touched(folder, monkeypatch):
         load_model("Qwen/Qwen3-30B-A3B")
 
 
-def test_what_is_no_checkpoint_is_named(tmp_path):
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(TraceError, match="file: model: is a file; a model is a folder"):
         load_model(tmp_path / "file")
@@ -69,7 +70,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_without_weights_or_tokenizer_is_named(tmp_path):
+def test_a_checkpoint_without_weights_or_tokenizer_is_named(tmp_path: Path) -> None:
     models.build("qwen3_moe").config.save_pretrained(tmp_path / "bare")
     with pytest.raises(UnavailableError, match="bare: transformers cannot load it"):
         load_model(tmp_path / "bare")
@@ -78,7 +79,7 @@ def test_a_checkpoint_without_weights_or_tokenizer_is_named(tmp_path):
         load_model(tmp_path / "bare")
 
 
-def test_wrong_settings(folder):
+def test_wrong_settings(folder) -> None:
     with pytest.raises(ConfigError, match="dtype='int3' must be one of float32, float16, bfloat16, nf4"):
         load_model(folder, "int3")
     with pytest.raises(ConfigError, match="device='toaster' must be cpu, cuda or cuda:N"):
@@ -87,7 +88,7 @@ def test_wrong_settings(folder):
         load_model(folder, device="cuda:99")
 
 
-def test_nf4_says_what_to_install(folder, monkeypatch):
+def test_nf4_says_what_to_install(folder, monkeypatch: pytest.MonkeyPatch) -> None:
     import coterie.engines.transformers.loading as loading
 
     monkeypatch.setattr(loading, "find_spec", lambda _: None)  # as on a machine without it
@@ -95,7 +96,7 @@ def test_nf4_says_what_to_install(folder, monkeypatch):
         load_model(folder, "nf4")
 
 
-def test_nf4_quantises_the_experts_too(tmp_path):
+def test_nf4_quantises_the_experts_too(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("accelerate")
     folder = models.save("qwen3_moe", tmp_path / "small", width=64)
@@ -113,7 +114,7 @@ def test_nf4_quantises_the_experts_too(tmp_path):
         assert capture.take().expert_ids.shape == (17, 2, models.TOP_K)
 
 
-def test_nf4_that_does_not_give_the_weights_back_is_refused(tmp_path):
+def test_nf4_that_does_not_give_the_weights_back_is_refused(tmp_path: Path) -> None:
     """Rows of 32 are shorter than a block of 64, which not every version of bitsandbytes gets right on every device."""
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("accelerate")
@@ -128,7 +129,7 @@ def test_nf4_that_does_not_give_the_weights_back_is_refused(tmp_path):
         assert "% off; NF4 is 9%" in refusal or 0 < (found - original).abs().mean() < 0.1 * original.abs().mean()
 
 
-def test_a_digest_tells_checkpoints_apart(folder, tmp_path):
+def test_a_digest_tells_checkpoints_apart(folder, tmp_path: Path) -> None:
     again = models.save("qwen3_moe", tmp_path / "again")
     assert model_digest(again) == model_digest(folder)
     data = bytearray((again / "model.safetensors").read_bytes())

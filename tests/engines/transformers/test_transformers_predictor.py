@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -45,7 +47,7 @@ def requests(vocabulary):
     return [rng.integers(0, vocabulary, n).tolist() for n in (1, 7, 40, 200)]
 
 
-def test_it_is_the_dry_run_of_real_prompts_exactly(tiny, table, tmp_path):
+def test_it_is_the_dry_run_of_real_prompts_exactly(tiny, table, tmp_path: Path) -> None:
     """Also through a file, which needs neither torch nor the model."""
     table.save(tmp_path / "table")
     read = TokenTable.load(tmp_path / "table")
@@ -55,7 +57,7 @@ def test_it_is_the_dry_run_of_real_prompts_exactly(tiny, table, tmp_path):
             np.testing.assert_array_equal(each.predict(PredictRequest(np.array(prompt))), one.footprint)
 
 
-def test_it_says_what_it_is_of(tiny, table):
+def test_it_says_what_it_is_of(tiny, table) -> None:
     config = tiny.model.config
     rows = table.rows
     assert rows.model == "coterie-tiny"
@@ -66,7 +68,7 @@ def test_it_says_what_it_is_of(tiny, table):
 
 
 @pytest.mark.parametrize("family", [*models.FAMILIES, *models.ALIKE])
-def test_every_family(family):
+def test_every_family(family) -> None:
     model = models.build(family)
     table = dry_run_table(model)
     assert table.rows.model == family
@@ -75,7 +77,7 @@ def test_every_family(family):
         np.testing.assert_array_equal(table.predict(PredictRequest(np.array(tokens))), one.footprint)
 
 
-def test_a_vocabulary_in_parts_is_the_same(monkeypatch):
+def test_a_vocabulary_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build("mixtral")
     whole = dry_run_table(model)
     monkeypatch.setattr(predictor, "CHUNK_TOKENS", 50)  # 320 tokens: the last part is shorter
@@ -83,7 +85,7 @@ def test_a_vocabulary_in_parts_is_the_same(monkeypatch):
     np.testing.assert_array_equal(whole.rows.experts, parts.rows.experts)
 
 
-def test_positions_in_the_embedding_are_refused():
+def test_positions_in_the_embedding_are_refused() -> None:
     model = models.build("olmoe")
     places = torch.linspace(-3, 3, 256)[:, None] * torch.linspace(1, -1, 32)
 
@@ -99,7 +101,7 @@ def test_positions_in_the_embedding_are_refused():
     dry_run_table(model)
 
 
-def test_the_suite_scores_a_model(tiny):
+def test_the_suite_scores_a_model(tiny) -> None:
     result = run(SuiteOptions(model=tiny_model_path(), requests=10), lambda *_: None)
     first, second = (
         {(row["predicts"], row["predictor"], row["knows"]): row for row in result.rows if row["trace"] == name}

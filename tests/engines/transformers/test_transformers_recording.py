@@ -33,12 +33,12 @@ SETTINGS = RecordingSettings(max_tokens=5, batch_size=3, gate_weights=True)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.save("qwen3_moe", tmp_path_factory.mktemp("models") / "small-qwen")
 
 
 @pytest.fixture(scope="module")
-def whole(folder, tmp_path_factory) -> Path:
+def whole(folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "t"
     record(folder, PROMPTS, out, SETTINGS)
     return out
@@ -48,7 +48,7 @@ def bytes_of(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-def test_a_recording_holds_every_prompt_and_what_each_token_used(whole):
+def test_a_recording_holds_every_prompt_and_what_each_token_used(whole) -> None:
     trace = ActivationTrace.open(whole)
     trace.validate()
     table = trace.requests
@@ -76,7 +76,7 @@ def test_a_recording_holds_every_prompt_and_what_each_token_used(whole):
         assert len(answer) == output == (answer.index(models.END) + 1 if ended else 5)
 
 
-def test_batch_size_changes_the_order_of_requests_and_nothing_else(folder, whole, tmp_path):
+def test_batch_size_changes_the_order_of_requests_and_nothing_else(folder, whole, tmp_path: Path) -> None:
     record(folder, PROMPTS, tmp_path / "t", RecordingSettings(max_tokens=5, batch_size=1, gate_weights=True))
     one, other = ActivationTrace.open(whole), ActivationTrace.open(tmp_path / "t")
     place = {name: index for index, name in enumerate(other.requests.ids)}
@@ -86,7 +86,7 @@ def test_batch_size_changes_the_order_of_requests_and_nothing_else(folder, whole
         assert same_routes(mine.expert_ids, theirs.expert_ids) == 1.0
 
 
-def test_no_chat_records_the_bare_prompt_and_a_missing_domain_is_not_made_up(folder, tmp_path):
+def test_no_chat_records_the_bare_prompt_and_a_missing_domain_is_not_made_up(folder, tmp_path: Path) -> None:
     prompts = [Prompt("a", "", "", "bare text"), Prompt("b", "", "", "more")]
     trace = record(folder, prompts, tmp_path / "t", RecordingSettings(max_tokens=1, chat=False)).trace
     row = trace.request(trace.requests.ids.index("a"))
@@ -98,7 +98,7 @@ def test_no_chat_records_the_bare_prompt_and_a_missing_domain_is_not_made_up(fol
     assert sorted(trace.requests.domains) == ["law", "unknown"]
 
 
-def test_progress_counts_requests_up_to_all(folder, tmp_path):
+def test_progress_counts_requests_up_to_all(folder, tmp_path: Path) -> None:
     seen = []
     record(folder, PROMPTS, tmp_path / "t", SETTINGS, on_progress=lambda *now: seen.append(now))
     assert [what for what, _, _ in seen] == ["Loading the model", *["Recording requests"] * 5]
@@ -127,7 +127,7 @@ def interrupted(folder: Path, out: Path, at: int, **change) -> None:
 
 
 @pytest.mark.parametrize("at", [[1], [2], [4], [2, 2, 1]])
-def test_a_resumed_recording_ends_with_the_same_bytes(folder, whole, tmp_path, at):
+def test_a_resumed_recording_ends_with_the_same_bytes(folder, whole, tmp_path: Path, at) -> None:
     interrupted(folder, tmp_path / "t", at[0])
     for again in at[1:]:
         interrupted(folder, tmp_path / "t", again, resume=True)
@@ -138,7 +138,7 @@ def test_a_resumed_recording_ends_with_the_same_bytes(folder, whole, tmp_path, a
     assert bytes_of(tmp_path / "t") == bytes_of(whole)
 
 
-def test_what_was_recorded_is_not_run_again(folder, tmp_path, monkeypatch):
+def test_what_was_recorded_is_not_run_again(folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(folder, tmp_path / "t", 3)
     kept = ActivationTrace.open(tmp_path / "t").requests.ids
     ran = []
@@ -149,7 +149,9 @@ def test_what_was_recorded_is_not_run_again(folder, tmp_path, monkeypatch):
     assert sum(ran) == len(PROMPTS) - len(kept)
 
 
-def test_a_crash_loses_only_what_was_not_flushed(folder, whole, tmp_path, monkeypatch):
+def test_a_crash_loses_only_what_was_not_flushed(
+    folder, whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As if the process had died in its third batch: no tidying up, only what earlier flushes wrote."""
     monkeypatch.setattr(recording, "FLUSH_S", 0.0)
     real, folders = recording.generate_batch, []
@@ -189,7 +191,7 @@ def other_weights(folder: Path, to: Path) -> Path:
         ({"dtype": "float16"}, "dtype='float32', not 'float16'"),
     ],
 )
-def test_other_settings_are_refused(folder, tmp_path, change, message):
+def test_other_settings_are_refused(folder, tmp_path: Path, change, message) -> None:
     interrupted(folder, tmp_path / "t", 2)
     before = bytes_of(tmp_path / "t")
     values = {name: getattr(SETTINGS, name) for name in SETTINGS.__slots__}
@@ -198,7 +200,7 @@ def test_other_settings_are_refused(folder, tmp_path, change, message):
     assert bytes_of(tmp_path / "t") == before
 
 
-def test_another_model_or_other_prompts_are_refused(folder, tmp_path):
+def test_another_model_or_other_prompts_are_refused(folder, tmp_path: Path) -> None:
     interrupted(folder, tmp_path / "t", 2)
     with pytest.raises(ConfigError, match=r"recorded with model_digest='.*', not '.*'$"):
         record(other_weights(folder, tmp_path / "other"), PROMPTS, tmp_path / "t", SETTINGS, resume=True)
@@ -209,7 +211,7 @@ def test_another_model_or_other_prompts_are_refused(folder, tmp_path):
         record(folder, PROMPTS[:-1], tmp_path / "t", SETTINGS, resume=True)
 
 
-def test_a_finished_or_missing_recording_is_refused_before_the_model_is_loaded(whole, tmp_path):
+def test_a_finished_or_missing_recording_is_refused_before_the_model_is_loaded(whole, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is closed: its recording was finished"):
         record(tmp_path / "no model", PROMPTS, whole, SETTINGS, resume=True)
     with pytest.raises(TraceError, match="does not exist"):
@@ -221,7 +223,7 @@ def test_a_finished_or_missing_recording_is_refused_before_the_model_is_loaded(w
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_that_cannot_be_recorded_are_named_before_anything_is_written(folder, tmp_path):
+def test_prompts_that_cannot_be_recorded_are_named_before_anything_is_written(folder, tmp_path: Path) -> None:
     long = Prompt("long", "", "", "word " * 300)
     with pytest.raises(ConfigError, match=r"prompt 'long' has \d+ tokens; with max_tokens=64 .* the model's 256"):
         record(folder, [PROMPTS[0], long], tmp_path / "t")
@@ -236,12 +238,14 @@ def test_prompts_that_cannot_be_recorded_are_named_before_anything_is_written(fo
 
 
 @pytest.mark.parametrize("change", [{"max_tokens": 0}, {"batch_size": 0}, {"temperature": -1.0}, {"seed": -1}])
-def test_settings_check_themselves(change):
+def test_settings_check_themselves(change) -> None:
     with pytest.raises(ConfigError):
         RecordingSettings(**change)
 
 
-def test_running_out_of_memory_is_one_line_and_keeps_what_there_is(folder, tmp_path, monkeypatch):
+def test_running_out_of_memory_is_one_line_and_keeps_what_there_is(
+    folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = recording.generate_batch
     calls = []
 
@@ -257,7 +261,7 @@ def test_running_out_of_memory_is_one_line_and_keeps_what_there_is(folder, tmp_p
     assert ActivationTrace.open(tmp_path / "t").num_requests in (2, 3)
 
 
-def test_the_trace_says_how_it_was_made(whole):
+def test_the_trace_says_how_it_was_made(whole) -> None:
     source = json.loads((whole / "meta.json").read_text())["source"]
     assert source.keys() >= {"engine", "version", "model_digest", "prompts_digest", "seed", "dtype", "chat"}
     assert (source["engine"], source["chat"], source["prompts"]) == ("transformers", True, 11)

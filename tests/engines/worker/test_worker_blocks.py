@@ -14,7 +14,7 @@ from coterie.wire.kv_events import KVEvents as Batch
 SIZE = 2
 
 
-def test_a_hash_covers_all_before_it():
+def test_a_hash_covers_all_before_it() -> None:
     one, other = block_digests([1, 2, 3, 4, 5], SIZE), block_digests([9, 2, 3, 4], SIZE)
     assert len(one) == 2, "full blocks alone"
     assert set(one).isdisjoint(other), "the same second block after another first is another prefix"
@@ -24,7 +24,7 @@ def test_a_hash_covers_all_before_it():
     assert 0 <= wire_hash(one[0]) < 1 << 64
 
 
-def test_the_end_of_a_prefix_goes_before_its_beginning():
+def test_the_end_of_a_prefix_goes_before_its_beginning() -> None:
     table = BlockTable(3, SIZE)
     tokens = [1, 2, 3, 4, 5, 6]
     digests = block_digests(tokens, SIZE)
@@ -42,7 +42,7 @@ def test_the_end_of_a_prefix_goes_before_its_beginning():
     assert table.take_events() == []
 
 
-def test_all_or_none():
+def test_all_or_none() -> None:
     table = BlockTable(4, SIZE)
     table.take(3)
     with pytest.raises(OutOfBlocksError, match="2 KV blocks are wanted; 1 of 4"):
@@ -51,7 +51,7 @@ def test_all_or_none():
     table.check_integrity()
 
 
-def test_a_prefix_is_stored_once():
+def test_a_prefix_is_stored_once() -> None:
     table = BlockTable(8, SIZE)
     tokens = [1, 2, 3, 4, 5, 6]
     digests = block_digests(tokens, SIZE)
@@ -68,7 +68,7 @@ def test_a_prefix_is_stored_once():
     table.check_integrity()
 
 
-def test_clear():
+def test_clear() -> None:
     table = BlockTable(4, SIZE)
     blocks = table.take(1)
     table.store(blocks, block_digests([1, 2], SIZE), [1, 2], 0)
@@ -83,7 +83,7 @@ def test_clear():
 
 @settings(max_examples=80)
 @given(st.data())
-def test_any_sequence_keeps_its_promises(data: st.DataObject):
+def test_any_sequence_keeps_its_promises(data: st.DataObject) -> None:
     """Requests come, share prefixes, end in any order: what is found was stored and not removed since."""
     table = BlockTable(data.draw(st.integers(1, 10)), SIZE)
     held: dict[int, None] = {}  # what a directory that follows the events believes

@@ -25,17 +25,17 @@ def chat(text: str) -> str:
 
 
 @given(st.text())
-def test_decoding_gives_the_text_back(text: str):
+def test_decoding_gives_the_text_back(text: str) -> None:
     assert PAIRS.decode(PAIRS.encode(text), skip_special_tokens=False) == text
 
 
-def test_special_tokens_are_single_and_may_be_skipped():
+def test_special_tokens_are_single_and_may_be_skipped() -> None:
     ids = PAIRS.encode("<|im_start|>user\n17<|im_end|>")
     assert (ids[0], ids[-1]) == (1, 2)
     assert PAIRS.decode(ids) == "user\n17"
 
 
-def test_a_step_does_not_depend_on_chunks_or_company():
+def test_a_step_does_not_depend_on_chunks_or_company() -> None:
     """A prompt in one pass, in two chunks, and beside another: the same experts, logits up to rounding."""
     one, two = (PAIRS.encode(chat(text)) for text in ("How many ducks are there?", "2 + 2"))
     blocks, others = [3, 7, 9, 11], [1, 2, 4, 5]
@@ -49,7 +49,7 @@ def test_a_step_does_not_depend_on_chunks_or_company():
     )
 
 
-def test_kv_travels_and_what_does_not_fit_is_refused():
+def test_kv_travels_and_what_does_not_fit_is_refused() -> None:
     prompt = PAIRS.encode(chat("Name three rivers of Europe."))
     ids = MODEL.step([Rows(prompt, 0, [30, 31, 32], True)]).expert_ids
     sent = Prefilled(MODEL.identity, np.asarray(prompt, np.int32), ids, MODEL.store.pack([30, 31, 32], len(prompt)))
@@ -67,7 +67,7 @@ def test_kv_travels_and_what_does_not_fit_is_refused():
 
 
 @pytest.mark.torch
-def test_the_tokenizer_is_the_librarys():
+def test_the_tokenizer_is_the_librarys() -> None:
     tokenizers = pytest.importorskip("tokenizers")
     theirs = tokenizers.Tokenizer.from_file(str(tiny_model_path() / "tokenizer.json"))
     texts = [chat(prompt.prompt) for prompt in load_prompts()]
@@ -77,7 +77,7 @@ def test_the_tokenizer_is_the_librarys():
 
 
 @pytest.mark.torch
-def test_steps_are_those_of_torch():
+def test_steps_are_those_of_torch() -> None:
     pytest.importorskip("torch")
     from coterie.engines.worker.model import PackedModel
 

@@ -7,9 +7,7 @@ import json
 import shutil
 import threading
 import time
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,22 +16,14 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5")
 pytestmark = pytest.mark.torch
 
-import torch  # noqa: E402
 
 import transformers_models as models  # noqa: E402
-from coterie.engines.transformers.capture import ExpertCapture  # noqa: E402
-from coterie.engines.worker.config import WorkerConfig  # noqa: E402
-from coterie.engines.worker.engine import Engine  # noqa: E402
-from coterie.engines.worker.model import PackedModel  # noqa: E402
-from coterie.engines.worker.requests import Output, Request, Sampling, Text  # noqa: E402
-from coterie.engines.worker.transfer import Prefilled, from_bytes, to_bytes  # noqa: E402
+from coterie.engines.worker.transfer import from_bytes, to_bytes  # noqa: E402
 from coterie.errors import ConfigError, InputError  # noqa: E402
 from coterie.footprints import footprint  # noqa: E402
-from coterie.wire.expert_events import RequestExperts, decode_expert_events  # noqa: E402
 from coterie.wire.footprints import footprint_of  # noqa: E402
-from coterie.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, decode_kv_events  # noqa: E402
-
-FAMILY = "qwen3_moe"
+from coterie.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored  # noqa: E402
+from worker_driver import FAMILY, Driver, check_experts, prompts  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -41,112 +31,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.save(FAMILY, tmp_path_factory.mktemp("model"))
 
 
-@cache
-def loaded(folder: Path, kv_blocks: int, copy: int) -> PackedModel:
-    """Loading takes longer than most tests. Two engines at once need two copies: blocks of one are not the other's."""
-    del copy
-    return PackedModel(folder, "float32", "cpu", kv_blocks, 4)
-
-
-class Driver:
-    """An engine stepped by hand, and what it gave each request."""
-
-    def __init__(self, folder: Path, copy: int = 0, **settings: Any) -> None:
-        self.config = WorkerConfig(folder, **{"block_size": 4, "kv_blocks": 64, **settings})
-        self.engine = Engine(loaded(folder, self.config.kv_blocks, copy), self.config, self, self)  # type: ignore[arg-type]
-        self.outputs: dict[str, list[Output]] = {}
-        self.events: list[RequestExperts] = []
-        self.kv: list[Any] = []
-        self.published = self.dropped = 0
-
-    def publish(self, payload: bytes) -> None:
-        try:
-            self.events += [e for e in decode_expert_events(payload).events if isinstance(e, RequestExperts)]
-        except InputError:
-            self.kv += decode_kv_events(payload).events
-
-    def submit(
-        self,
-        prompt: list[int],
-        count: int = 8,
-        hand_over: bool = False,
-        prefilled: Prefilled | None = None,
-        **sampling: Any,
-    ) -> str:
-        key = f"r{len(self.outputs)}"
-        got = self.outputs.setdefault(key, [])
-        settings = Sampling(**{"max_tokens": count, "temperature": 0.0, "ignore_eos": True, **sampling})
-        text = Text(lambda ids: self.engine.model.tokenizer.decode(ids, skip_special_tokens=True), settings.stop)
-        self.engine.submit(Request(key, f"client-{key}", prompt, settings, text, got.append, hand_over, prefilled))
-        return key
-
-    def run(self) -> None:
-        for _ in range(10_000):
-            if not self.engine.step() and self.engine.idle:
-                break
-        else:
-            raise AssertionError("it never ends")
-        self.engine.blocks.check_integrity()
-
-    def tokens(self, key: str) -> list[int]:
-        return [token for output in self.outputs[key] for token in output.token_ids]
-
-    def count(self, name: str, label: str = "") -> float:
-        return self.engine.metrics.get(name, label)
-
-
-def generated(family: str, prompt: list[int], count: int, eos: int | None = None) -> list[int]:
-    model = models.build(family)
-    with torch.inference_mode():
-        out = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=count,
-            do_sample=False,
-            eos_token_id=eos,
-        )
-    return out[0, len(prompt) :].tolist()
-
-
-def captured(family: str, tokens: list[int]) -> np.ndarray:
-    model = models.build(family)
-    with torch.inference_mode(), ExpertCapture(model) as capture:
-        model(torch.tensor([tokens]), use_cache=False)
-        return capture.take().expert_ids
-
-
-def prompts(count: int, longest: int = 30, seed: int = 0) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(3, models.VOCAB, rng.integers(1, longest)).tolist() for _ in range(count)]
-
-
-def check_experts(driver: Driver, family: str = FAMILY) -> None:
-    """Every published request against one forward pass over all its tokens."""
-    for event in driver.events:
-        if event.finish == "abort":
-            continue
-        key = event.request_id.removeprefix("client-")
-        assert event.output_tokens == len(driver.tokens(key))
-        assert len(event.tokens()) == event.prompt_tokens + event.output_tokens - 1, "the last was never fed back"
-        np.testing.assert_array_equal(event.ids(), captured(family, event.tokens().tolist()))
-
-
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_every_family_generates_what_transformers_does(family: str, tmp_path: Path):
+def test_every_family_generates_what_transformers_does(family: str, tmp_path: Path) -> None:
     """Prompts of many lengths together in small chunks: greedy tokens and experts are those of each alone."""
     driver = Driver(models.save(family, tmp_path), max_step_tokens=16, max_batch=8)
     asked = prompts(6)
     keys = [driver.submit(prompt, 5 + 3 * index) for index, prompt in enumerate(asked)]
     driver.run()
     for index, (key, prompt) in enumerate(zip(keys, asked, strict=True)):
-        assert driver.tokens(key) == generated(family, prompt, 5 + 3 * index)
+        assert driver.tokens(key) == models.generated(family, prompt, 5 + 3 * index)
         assert driver.outputs[key][-1].finish == "length"
     assert len(driver.events) == len(asked)
     check_experts(driver, family)
     assert driver.engine.blocks.used == 0
 
 
-def test_tokens_do_not_depend_on_who_else_is_in_the_batch(folder: Path):
+def test_tokens_do_not_depend_on_who_else_is_in_the_batch(folder: Path) -> None:
     rng = np.random.default_rng(1)
     driver = Driver(folder, max_batch=5, kv_blocks=256)
     asked = prompts(16, seed=2)
@@ -157,11 +57,11 @@ def test_tokens_do_not_depend_on_who_else_is_in_the_batch(folder: Path):
             driver.engine.step()
     driver.run()
     for key, prompt in zip(keys, asked, strict=True):
-        assert driver.tokens(key) == generated(FAMILY, prompt, 10)
+        assert driver.tokens(key) == models.generated(FAMILY, prompt, 10)
     check_experts(driver)
 
 
-def test_prefix_hits_are_not_computed_again_and_keep_their_experts(folder: Path):
+def test_prefix_hits_are_not_computed_again_and_keep_their_experts(folder: Path) -> None:
     driver = Driver(folder)
     prompt = prompts(1, 60, seed=5)[0] * 3
     prompt = prompt[:31]
@@ -172,8 +72,8 @@ def test_prefix_hits_are_not_computed_again_and_keep_their_experts(folder: Path)
     second = driver.submit(prompt, 6)
     longer = driver.submit([*prompt, 7, 8, 9], 6)
     driver.run()
-    assert driver.tokens(first) == driver.tokens(second) == generated(FAMILY, prompt, 6)
-    assert driver.tokens(longer) == generated(FAMILY, [*prompt, 7, 8, 9], 6)
+    assert driver.tokens(first) == driver.tokens(second) == models.generated(FAMILY, prompt, 6)
+    assert driver.tokens(longer) == models.generated(FAMILY, [*prompt, 7, 8, 9], 6)
     assert driver.count("prompt_tokens_total", "prefix_cache") == 28 + 28, "7 full blocks of 4 tokens, twice"
     assert driver.count("step_rows_total", "prefill") - rows == 3 + 6, "what was found was not computed"
     assert driver.outputs[second][-1].cached_tokens == 28
@@ -181,7 +81,7 @@ def test_prefix_hits_are_not_computed_again_and_keep_their_experts(folder: Path)
     check_experts(driver)
 
 
-def test_a_whole_prompt_in_the_cache_still_computes_its_last_token(folder: Path):
+def test_a_whole_prompt_in_the_cache_still_computes_its_last_token(folder: Path) -> None:
     driver = Driver(folder)
     prompt = prompts(1, seed=6)[0][:8] or [5] * 8
     prompt = (prompt * 8)[:8]  # two full blocks
@@ -194,7 +94,7 @@ def test_a_whole_prompt_in_the_cache_still_computes_its_last_token(folder: Path)
     check_experts(driver)
 
 
-def test_generated_tokens_are_found_again_too(folder: Path):
+def test_generated_tokens_are_found_again_too(folder: Path) -> None:
     driver = Driver(folder)
     prompt = prompts(1, seed=7)[0]
     first = driver.submit(prompt, 20)
@@ -202,13 +102,13 @@ def test_generated_tokens_are_found_again_too(folder: Path):
     turn = prompt + driver.tokens(first) + [9, 9]  # the next turn of a conversation
     second = driver.submit(turn, 4)
     driver.run()
-    assert driver.tokens(second) == generated(FAMILY, turn, 4)
+    assert driver.tokens(second) == models.generated(FAMILY, turn, 4)
     known = (len(prompt) + 19) // 4 * 4
     assert driver.outputs[second][-1].cached_tokens == known
     check_experts(driver)
 
 
-def test_preemption_changes_no_token_and_no_expert(folder: Path):
+def test_preemption_changes_no_token_and_no_expert(folder: Path) -> None:
     """16 blocks of 4 for four requests that want 10 each: they are computed in turns."""
     driver = Driver(folder, kv_blocks=16)
     asked = [prompt[:12] for prompt in prompts(4, 40, seed=8)]
@@ -216,12 +116,12 @@ def test_preemption_changes_no_token_and_no_expert(folder: Path):
     driver.run()
     assert driver.count("preemptions_total") > 0
     for key, prompt in zip(keys, asked, strict=True):
-        assert driver.tokens(key) == generated(FAMILY, prompt, 28)
+        assert driver.tokens(key) == models.generated(FAMILY, prompt, 28)
     check_experts(driver)
     assert driver.engine.blocks.used == 0
 
 
-def test_abort_frees_blocks_wherever_the_request_is(folder: Path):
+def test_abort_frees_blocks_wherever_the_request_is(folder: Path) -> None:
     driver = Driver(folder, max_batch=2)
     running, also, waiting = (driver.submit(prompt, 50) for prompt in prompts(3, seed=9))
     staged = driver.submit([1, 2, 3, 4, 5], 1, hand_over=True)
@@ -240,10 +140,10 @@ def test_abort_frees_blocks_wherever_the_request_is(folder: Path):
     aborted = [event for event in driver.events if event.finish == "abort"]
     assert len(aborted) == 2, "the one that waited had no experts"
     for event in aborted:
-        np.testing.assert_array_equal(event.ids(), captured(FAMILY, event.tokens().tolist()))
+        np.testing.assert_array_equal(event.ids(), models.captured(FAMILY, event.tokens().tolist()))
 
 
-def test_a_step_that_fails_ends_its_requests_and_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_that_fails_ends_its_requests_and_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(folder)
     failing = driver.submit([5, 6, 7], 5)
     with monkeypatch.context() as patch:
@@ -252,14 +152,14 @@ def test_a_step_that_fails_ends_its_requests_and_no_more(folder: Path, monkeypat
     assert driver.outputs[failing][-1].error == "ZeroDivisionError: division by zero"
     after = driver.submit([5, 6, 7], 5)
     driver.run()
-    assert driver.tokens(after) == generated(FAMILY, [5, 6, 7], 5)
+    assert driver.tokens(after) == models.generated(FAMILY, [5, 6, 7], 5)
     assert driver.engine.blocks.used == 0
     assert driver.count("step_failures_total") == 1
 
 
 def test_a_bug_in_the_loop_ends_the_thread_and_every_request(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     driver = Driver(folder)
     ended = threading.Event()
     monkeypatch.setattr(driver.engine, "_schedule", lambda: [][0])
@@ -273,7 +173,7 @@ def test_a_bug_in_the_loop_ends_the_thread_and_every_request(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_the_thread_serves_and_closes(folder: Path):
+def test_the_thread_serves_and_closes(folder: Path) -> None:
     driver = Driver(folder)
     driver.engine.start()
     done, endless = driver.submit([5, 6, 7], 5), driver.submit([5, 6, 8], 200)
@@ -281,7 +181,7 @@ def test_the_thread_serves_and_closes(folder: Path):
     while not (driver.outputs[done] and driver.outputs[done][-1].finish and driver.outputs[endless]):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert driver.tokens(done) == generated(FAMILY, [5, 6, 7], 5)
+    assert driver.tokens(done) == models.generated(FAMILY, [5, 6, 7], 5)
     assert driver.engine.call(lambda: 3).result(120) == 3
     with pytest.raises(ConfigError, match="in use"):
         driver.engine.call(driver.engine.clear_cache).result(120)
@@ -294,7 +194,7 @@ def test_the_thread_serves_and_closes(folder: Path):
 # ------------------------------------------------------------------------------------------------------------ handoff
 
 
-def test_handoff_gives_the_same_tokens_footprint_and_experts(folder: Path):
+def test_handoff_gives_the_same_tokens_footprint_and_experts(folder: Path) -> None:
     prefill, decode = Driver(folder), Driver(folder, copy=1)
     for index, prompt in enumerate([[7], *prompts(6, 40, seed=10)]):
         given = prefill.submit(prompt, 1, hand_over=True)
@@ -307,7 +207,7 @@ def test_handoff_gives_the_same_tokens_footprint_and_experts(folder: Path):
         wire = footprint_of(params)
         assert wire is not None
         assert (wire.tokens, wire.missing, wire.layer_ids) == (len(prompt), 0, prefill.engine.model.capture.layer_ids)
-        np.testing.assert_array_equal(wire.counts, footprint(captured(FAMILY, prompt), models.EXPERTS))
+        np.testing.assert_array_equal(wire.counts, footprint(models.captured(FAMILY, prompt), models.EXPERTS))
 
         data = prefill.engine.export(given)
         assert data is not None
@@ -316,7 +216,7 @@ def test_handoff_gives_the_same_tokens_footprint_and_experts(folder: Path):
         before = decode.count("step_rows_total", "prefill")
         key = decode.submit(prompt, 9, prefilled=prefilled)
         decode.run()
-        assert decode.tokens(key) == generated(FAMILY, prompt, 9), index
+        assert decode.tokens(key) == models.generated(FAMILY, prompt, 9), index
         assert decode.count("step_rows_total", "prefill") - before == 1, "the last token alone, for its logits"
         assert prefill.engine.release(given, "fetched")
         assert not prefill.engine.release(given, "fetched"), "once"
@@ -326,7 +226,7 @@ def test_handoff_gives_the_same_tokens_footprint_and_experts(folder: Path):
     assert prefill.engine.blocks.used == decode.engine.blocks.used == 0
 
 
-def test_a_handoff_uses_what_the_decode_worker_has_already(folder: Path):
+def test_a_handoff_uses_what_the_decode_worker_has_already(folder: Path) -> None:
     prefill, decode = Driver(folder), Driver(folder, copy=1)
     prompt = (prompts(1, 40, seed=11)[0] * 30)[:30]
     decode.submit(prompt[:17], 2)
@@ -337,13 +237,13 @@ def test_a_handoff_uses_what_the_decode_worker_has_already(folder: Path):
     assert data is not None
     key = decode.submit(prompt, 5, prefilled=from_bytes(data))
     decode.run()
-    assert decode.tokens(key) == generated(FAMILY, prompt, 5)
+    assert decode.tokens(key) == models.generated(FAMILY, prompt, 5)
     assert decode.count("prompt_tokens_total", "prefix_cache") == 16
     assert decode.count("prompt_tokens_total", "transfer") == 13
     check_experts(decode)
 
 
-def test_kv_of_another_prompt_or_model_is_refused(folder: Path):
+def test_kv_of_another_prompt_or_model_is_refused(folder: Path) -> None:
     driver = Driver(folder)
     given = driver.submit([5, 6, 7, 8, 9], 1, hand_over=True)
     driver.run()
@@ -364,7 +264,7 @@ def test_kv_of_another_prompt_or_model_is_refused(folder: Path):
         driver.engine.check_prefilled(good._replace(expert_ids=good.expert_ids + 8), [5, 6, 7, 8, 9])
 
 
-def test_damaged_kv_is_one_line(folder: Path):
+def test_damaged_kv_is_one_line(folder: Path) -> None:
     driver = Driver(folder)
     given = driver.submit([5, 6, 7], 1, hand_over=True)
     driver.run()
@@ -382,14 +282,14 @@ def test_damaged_kv_is_one_line(folder: Path):
             from_bytes(bytes(broken))
 
 
-def test_staged_kv_expires_and_makes_room(folder: Path):
+def test_staged_kv_expires_and_makes_room(folder: Path) -> None:
     driver = Driver(folder, kv_ttl_s=600.0, kv_blocks=8)
     staged = [driver.submit([token] * 12, 1, hand_over=True) for token in (11, 12)]
     driver.run()
     assert driver.engine.blocks.used == 6
     big = driver.submit([13] * 20, 4)  # 6 blocks of the 8: one staged request must go before its time
     driver.run()
-    assert driver.tokens(big) == generated(FAMILY, [13] * 20, 4)
+    assert driver.tokens(big) == models.generated(FAMILY, [13] * 20, 4)
     assert driver.count("kv_released_total", "evicted") >= 1
     assert driver.engine.export(staged[0]) is None, "the oldest"
     given = driver.submit([14] * 4, 1, hand_over=True)
@@ -409,7 +309,7 @@ def test_staged_kv_expires_and_makes_room(folder: Path):
 # ------------------------------------------------------------------------------------------------------------- events
 
 
-def test_kv_events_tell_exactly_what_is_held(folder: Path):
+def test_kv_events_tell_exactly_what_is_held(folder: Path) -> None:
     """A directory that follows the events predicts every prefix hit, evictions included."""
     driver = Driver(folder, kv_blocks=24, max_batch=3)
     held: dict[int, tuple[int | None, tuple[int, ...]]] = {}
@@ -448,7 +348,7 @@ def test_kv_events_tell_exactly_what_is_held(folder: Path):
     assert driver.count("prefix_blocks_total", "hit") > 20
 
 
-def test_the_cache_is_not_cleared_under_a_request(folder: Path):
+def test_the_cache_is_not_cleared_under_a_request(folder: Path) -> None:
     driver = Driver(folder)
     driver.submit([5, 6, 7], 20)
     driver.engine.step()
@@ -459,7 +359,7 @@ def test_the_cache_is_not_cleared_under_a_request(folder: Path):
 # ----------------------------------------------------------------------------------------------------------- sampling
 
 
-def test_a_seed_means_the_same_in_any_batch(folder: Path):
+def test_a_seed_means_the_same_in_any_batch(folder: Path) -> None:
     alone, together = Driver(folder), Driver(folder, copy=1)
     prompt = prompts(1, seed=12)[0]
     settings = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
@@ -474,9 +374,9 @@ def test_a_seed_means_the_same_in_any_batch(folder: Path):
     assert alone.tokens(one) != together.tokens(three)
 
 
-def test_ends_at_the_models_end_token_unless_told_not_to(folder: Path, tmp_path: Path):
+def test_ends_at_the_models_end_token_unless_told_not_to(folder: Path, tmp_path: Path) -> None:
     prompt = prompts(1, seed=14)[0]
-    free = generated(FAMILY, prompt, 20)
+    free = models.generated(FAMILY, prompt, 20)
     end = next(token for token in free[4:] if token not in free[:4])
     shutil.copytree(folder, tmp_path / "model")
     settings = tmp_path / "model" / "generation_config.json"
@@ -485,7 +385,7 @@ def test_ends_at_the_models_end_token_unless_told_not_to(folder: Path, tmp_path:
     stops, goes_on = driver.submit(prompt, 20, ignore_eos=False), driver.submit(prompt, 20)
     stopped = driver.submit(prompt, 20, stop_token_ids=frozenset([free[3]]))
     driver.run()
-    assert driver.tokens(stops) == free[: free.index(end) + 1] == generated(FAMILY, prompt, 20, eos=end)
+    assert driver.tokens(stops) == free[: free.index(end) + 1] == models.generated(FAMILY, prompt, 20, eos=end)
     assert (driver.outputs[stops][-1].finish, driver.outputs[stops][-1].stop_reason) == ("stop", None)
     assert driver.tokens(goes_on) == free
     assert driver.tokens(stopped) == free[: free.index(free[3]) + 1]

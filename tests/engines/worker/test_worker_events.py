@@ -53,7 +53,7 @@ def subscriber(context: Any, stream: EventStream, queue: int, buffer: int | None
     return socket
 
 
-def test_a_full_queue_drops_and_counts_and_never_waits(context: Any, publish: Callable[[int], EventStream]):
+def test_a_full_queue_drops_and_counts_and_never_waits(context: Any, publish: Callable[[int], EventStream]) -> None:
     stream = publish(50)  # a reader that keeps up is given room in halves of this
     stuck, reading = subscriber(context, stream, 1, 4096), subscriber(context, stream, 10_000)
     gaps, got = Gaps(), 0
@@ -83,14 +83,14 @@ def test_a_full_queue_drops_and_counts_and_never_waits(context: Any, publish: Ca
     reading.close(linger=0)
 
 
-def test_nobody_listening_is_no_loss(publish: Callable[[int], EventStream]):
+def test_nobody_listening_is_no_loss(publish: Callable[[int], EventStream]) -> None:
     stream = publish(2)
     for _ in range(100):
         stream.publish(PAYLOAD)
     assert (stream.published, stream.dropped) == (100, 0)
 
 
-def test_a_reader_that_leaves_is_no_loss(context: Any, publish: Callable[[int], EventStream]):
+def test_a_reader_that_leaves_is_no_loss(context: Any, publish: Callable[[int], EventStream]) -> None:
     stream = publish(2)
     subscriber(context, stream, 1).close(linger=0)
     deadline, before = time.monotonic() + 120, -1
@@ -102,7 +102,7 @@ def test_a_reader_that_leaves_is_no_loss(context: Any, publish: Callable[[int], 
     assert stream.dropped == before
 
 
-def test_an_endpoint_that_cannot_be_had(publish: Callable[[int], EventStream]):
+def test_an_endpoint_that_cannot_be_had(publish: Callable[[int], EventStream]) -> None:
     stream = publish(2)
     for endpoint in (stream.endpoint, "tcp://nowhere", "ipc:///no/such/folder/x"):
         with pytest.raises(UnavailableError, match="cannot publish there"):

@@ -47,7 +47,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_starts_answers_and_stops_with_its_own_code(tmp_path: Path):
+def test_starts_answers_and_stops_with_its_own_code(tmp_path: Path) -> None:
     one = server(tmp_path)
     with one.start():
         assert healthy(one.url)
@@ -63,14 +63,14 @@ def test_starts_answers_and_stops_with_its_own_code(tmp_path: Path):
     assert one.log.read_text().count("asked to end") == 2
 
 
-def test_one_that_ends_at_once_shows_its_log(tmp_path: Path):
+def test_one_that_ends_at_once_shows_its_log(tmp_path: Path) -> None:
     script = "import sys; print('the model is not there', file=sys.stderr); sys.exit(3)"
     one = ServerProcess([sys.executable, "-c", script], f"http://127.0.0.1:{free_port()}", tmp_path / "log")
     with pytest.raises(UnavailableError, match=r"(?s)ended with code 3 before.*the model is not there"):
         one.start()
 
 
-def test_the_first_traceback_is_shown_however_much_follows(tmp_path: Path):
+def test_the_first_traceback_is_shown_however_much_follows(tmp_path: Path) -> None:
     script = "print('Traceback (most recent call last)\\nthe cause\\n' + 'later\\n' * 200 + 'end')\nraise SystemExit(1)"
     one = ServerProcess([sys.executable, "-c", script], f"http://127.0.0.1:{free_port()}", tmp_path / "log")
     with pytest.raises(UnavailableError, match=r"(?s)the cause.*….*end$") as failed:
@@ -78,7 +78,7 @@ def test_the_first_traceback_is_shown_however_much_follows(tmp_path: Path):
     assert str(failed.value).count("later") < 100
 
 
-def test_one_that_never_answers_is_ended(tmp_path: Path):
+def test_one_that_never_answers_is_ended(tmp_path: Path) -> None:
     script = "import time; print('loading', flush=True); time.sleep(600)"
     one = ServerProcess([sys.executable, "-c", script], f"http://127.0.0.1:{free_port()}", tmp_path / "log")
     one.launch()
@@ -90,7 +90,7 @@ def test_one_that_never_answers_is_ended(tmp_path: Path):
     assert not alive(one.pid)
 
 
-def test_another_server_at_its_url_is_not_taken_for_it(tmp_path: Path):
+def test_another_server_at_its_url_is_not_taken_for_it(tmp_path: Path) -> None:
     with server(tmp_path).start() as other:
         one = ServerProcess([sys.executable, "-c", "raise SystemExit('port in use')"], other.url, tmp_path / "log")
         one.launch()
@@ -100,7 +100,7 @@ def test_another_server_at_its_url_is_not_taken_for_it(tmp_path: Path):
             one.wait_ready()
 
 
-def test_a_deaf_one_is_killed_and_so_are_children(tmp_path: Path):
+def test_a_deaf_one_is_killed_and_so_are_children(tmp_path: Path) -> None:
     one = server(tmp_path, "deaf", "parent").start()
     child = int(one.log_text().split()[1])
     assert alive(child)
@@ -111,7 +111,7 @@ def test_a_deaf_one_is_killed_and_so_are_children(tmp_path: Path):
     assert not alive(child)
 
 
-def test_children_that_outlive_a_clean_end_are_ended_too(tmp_path: Path):
+def test_children_that_outlive_a_clean_end_are_ended_too(tmp_path: Path) -> None:
     one = server(tmp_path, "parent").start()
     child = int(one.log_text().split()[1])
     assert one.stop() == 7
@@ -121,7 +121,7 @@ def test_children_that_outlive_a_clean_end_are_ended_too(tmp_path: Path):
     assert not alive(child)
 
 
-def test_what_cannot_start_says_so(tmp_path: Path):
+def test_what_cannot_start_says_so(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="no-such-command: No such file"):
         ServerProcess(["no-such-command"], "http://127.0.0.1:1", tmp_path / "log").start()
     with pytest.raises(ConfigError, match="must begin with http"):
@@ -130,7 +130,7 @@ def test_what_cannot_start_says_so(tmp_path: Path):
         _ = ServerProcess(["true"], "http://127.0.0.1:1", tmp_path / "log").pid
 
 
-def test_environment_is_added_to(tmp_path: Path):
+def test_environment_is_added_to(tmp_path: Path) -> None:
     script = "import os; print(os.environ['COTERIE_TEST'], os.environ['PATH'])"
     one = ServerProcess(
         [sys.executable, "-c", script], "http://127.0.0.1:1", tmp_path / "log", {"COTERIE_TEST": "here"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def run(tokens: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], Text]
 
 
 @given(st.text(max_size=40))
-def test_pieces_are_the_text_and_never_half_a_character(text: str):
+def test_pieces_are_the_text_and_never_half_a_character(text: str) -> None:
     pieces, _ = run(list(text.encode()))
     assert "".join(pieces) == text
     if "\ufffd" not in text:
@@ -44,19 +45,19 @@ def test_pieces_are_the_text_and_never_half_a_character(text: str):
 
 
 @given(st.lists(st.integers(0, 256), max_size=12))
-def test_any_tokens_come_out_as_one_decoding_would(tokens: list[int]):
+def test_any_tokens_come_out_as_one_decoding_would(tokens: list[int]) -> None:
     pieces, _ = run(tokens)
     assert "".join(pieces) == decode(tokens)
 
 
-def test_what_never_becomes_a_character_is_not_held_for_ever():
+def test_what_never_becomes_a_character_is_not_held_for_ever() -> None:
     text = Text(decode)
     pieces = [text.add(0x80) for _ in range(3 * MAX_HELD)]
     assert sum(map(len, pieces)) >= 2 * MAX_HELD
 
 
 @given(st.text("ab", max_size=25), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
-def test_stop_strings_against_the_whole_text(text: str, stop: list[str]):
+def test_stop_strings_against_the_whole_text(text: str, stop: list[str]) -> None:
     """Byte by byte the stop string that is complete first wins; of its text nothing is sent, at any time."""
     pieces, state = run(list(text.encode()), tuple(stop))
     ends = [(at + len(word), at, word) for word in stop if (at := text.find(word)) >= 0]
@@ -69,7 +70,7 @@ def test_stop_strings_against_the_whole_text(text: str, stop: list[str]):
     assert text.startswith("".join(pieces))
 
 
-def test_draw_follows_the_distribution():
+def test_draw_follows_the_distribution() -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
     rng = np.random.default_rng(0)
     for settings, expected in (
@@ -90,7 +91,7 @@ def test_draw_follows_the_distribution():
     st.floats(1e-12, 1),
     st.integers(-(1 << 63), (1 << 63) - 1),
 )
-def test_draw_is_always_a_token(logits: list[float], temperature: float, top_p: float, seed: int):
+def test_draw_is_always_a_token(logits: list[float], temperature: float, top_p: float, seed: int) -> None:
     settings = Sampling(1, temperature, top_p, seed)
     request = Request("k", "n", [1], settings, Text(decode), lambda _: None)
     again = Request("k", "n", [1], settings, Text(decode), lambda _: None)
@@ -100,7 +101,7 @@ def test_draw_is_always_a_token(logits: list[float], temperature: float, top_p: 
     assert token == draw(array, settings, again.rng)
 
 
-def test_tokens_of_prompt_and_output_together():
+def test_tokens_of_prompt_and_output_together() -> None:
     request = Request("k", "n", [1, 2, 3], Sampling(9), Text(decode), lambda _: None)
     request.output = [4, 5, 6]
     whole = [1, 2, 3, 4, 5, 6]
@@ -109,7 +110,7 @@ def test_tokens_of_prompt_and_output_together():
             assert request.tokens(start, end) == whole[start:end]
 
 
-def test_a_stop_string_that_shows_only_at_the_end_counts():
+def test_a_stop_string_that_shows_only_at_the_end_counts() -> None:
     """Its last byte came with the last token allowed."""
     request = Request("k", "n", [1], Sampling(3, stop=("abc",)), Text(decode, ("abc",)), lambda _: None)
     outputs: list[Output] = [request.append(byte, frozenset()) for byte in b"abc"]
@@ -124,7 +125,7 @@ def parse(body: dict, chat: bool = False, role: str = "both"):
     return parse_body(body, chat, "tiny", role)
 
 
-def test_defaults_are_openais():
+def test_defaults_are_openais() -> None:
     asked = parse({"prompt": "x"})
     assert (asked.max_tokens, asked.sampling.temperature, asked.sampling.top_p) == (16, 1.0, 1.0)
     assert not any((asked.stream, asked.hand_over, asked.return_token_ids, asked.sampling.ignore_eos))
@@ -133,7 +134,7 @@ def test_defaults_are_openais():
     assert parse({"prompt": [[1, 2]]}).prompt == [1, 2]
 
 
-def test_fields_that_change_nothing_are_let_through():
+def test_fields_that_change_nothing_are_let_through() -> None:
     body = {
         "prompt": "x",
         "n": 1,
@@ -151,7 +152,7 @@ def test_fields_that_change_nothing_are_let_through():
             parse({"prompt": "x", name: value})
 
 
-def test_where_kv_is_fetched():
+def test_where_kv_is_fetched() -> None:
     params = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 8100, "remote_request_id": "a-1"}
     assert parse({"prompt": "x", "kv_transfer_params": params}).remote == Remote("10.0.0.1", 8100, "a-1")
     assert Remote("10.0.0.1", 8100, "a").url == "http://10.0.0.1:8100/kv/a"
@@ -168,7 +169,7 @@ def test_where_kv_is_fetched():
             parse({"prompt": "x", "kv_transfer_params": {**params, **wrong}})
 
 
-def test_lengths():
+def test_lengths() -> None:
     assert check_length([1, 2], None, 10, 5) == 8
     assert check_length([1, 2], 8, 10, 5) == 8
     for prompt, count, words in (
@@ -182,7 +183,7 @@ def test_lengths():
 
 
 @given(st.binary(max_size=30))
-def test_any_bytes_are_an_object_or_refused(data: bytes):
+def test_any_bytes_are_an_object_or_refused(data: bytes) -> None:
     try:
         assert isinstance(parse_json(data), dict)
     except RequestError:
@@ -190,7 +191,7 @@ def test_any_bytes_are_an_object_or_refused(data: bytes):
             assert isinstance(json.loads(data), dict)
 
 
-def test_errors_can_always_be_sent():
+def test_errors_can_always_be_sent() -> None:
     body = error_body("half \ud800 a\n\n pair")
     assert body["error"]["message"].encode() == b"half \\ud800 a pair"
 
@@ -198,7 +199,7 @@ def test_errors_can_always_be_sent():
 # ------------------------------------------------------------------------------------------------- metrics and settings
 
 
-def test_metrics_are_prometheus_text_with_few_series():
+def test_metrics_are_prometheus_text_with_few_series() -> None:
     model = 'a "quoted"\\name'
     metrics = Metrics({"model": model, "role": "both"})
     metrics.add("requests_total", "stop")
@@ -236,12 +237,12 @@ def test_metrics_are_prometheus_text_with_few_series():
         ({"kv_events": "tcp://*:1", "expert_events": "tcp://*:1"}, "each needs its own endpoint"),
     ],
 )
-def test_settings_that_cannot_work(wrong, words, tmp_path):
+def test_settings_that_cannot_work(wrong, words, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         WorkerConfig(tmp_path, **wrong)
 
 
-def test_what_is_missing_is_named_with_the_command_that_brings_it(monkeypatch):
+def test_what_is_missing_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda name: None if name == "torch" else object())
     with pytest.raises(UnavailableError, match=re.escape("needs torch: pip install 'coterie[torch]'")):
         launch.check_requirements()

@@ -9,15 +9,13 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,174 +28,48 @@ import zmq
 
 pytestmark = pytest.mark.torch
 
-import torch  # noqa: E402
 
 import transformers_models as models  # noqa: E402
-from coterie.cli.main import main  # noqa: E402
-from coterie.engines.transformers.capture import ExpertCapture  # noqa: E402
+from command_line import runner  # noqa: E402
 from coterie.footprints import footprint  # noqa: E402
-from coterie.net.processes import ServerProcess, free_port  # noqa: E402
+from coterie.net.processes import free_port  # noqa: E402
 from coterie.wire.expert_events import ExpertLoad, RequestExperts, decode_expert_events  # noqa: E402
 from coterie.wire.footprints import footprint_of, without_footprint  # noqa: E402
 from coterie.wire.framing import Gaps, from_frames  # noqa: E402
 from coterie.wire.handoff import decode_body, prefill_body  # noqa: E402
 from coterie.wire.kv_events import BlockStored, decode_kv_events  # noqa: E402
+from worker_servers import (  # noqa: E402
+    BAD,
+    FAMILY,
+    FIELDS,
+    LIMIT,
+    Worker,
+    asking,
+    prefill,
+    prompts,
+    serving,
+    subscribe,
+    tokens_of,
+    until,
+    values,
+)
 
-FAMILY = "qwen3_moe"
-LIMIT = 256
-TTL_S = {"prefill": 600.0, "both": 3.0, "decode": 600.0}
-"""Long where a test fetches KV, however slow the machine is."""
-COMMAND = [sys.executable, "-c", "from coterie.cli.main import main; main()", "worker"]
 DECODERS = ("both", "decode")
 TEXTS = ["experts", "a small text about routers", "the tokens they share, and the tokens they do not", "and " * 30, "q"]
 
 
-class Answered(NamedTuple):
-    status: int
-    body: Any
-
-
-class Worker(NamedTuple):
-    process: ServerProcess
-    port: int
-    kv_port: int
-    expert_port: int
-
-    def send(
-        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
-    ) -> Answered:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        try:
-            connection.request(method, path, body, headers or {})
-            response = connection.getresponse()
-            data = response.read()
-            kind = response.headers.get_content_type()
-            return Answered(response.status, json.loads(data) if kind == "application/json" else data)
-        finally:
-            connection.close()
-
-    def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> Answered:
-        return self.send("POST", path, json.dumps(body).encode(), headers)
-
-    def complete(self, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
-        status, answer = self.post(body, path)
-        assert status == 200, answer
-        assert isinstance(answer, dict)
-        return answer
-
-    def stream(self, body: dict[str, Any], path: str = "/v1/completions") -> list[dict[str, Any]]:
-        status, data = self.post({**body, "stream": True}, path)
-        assert status == 200, data
-        lines = [line for line in data.decode().split("\n\n") if line]
-        assert lines[-1] == "data: [DONE]"
-        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-    def count(self, name: str, **labels: str) -> float:
-        """One series of /metrics."""
-        text = self.send("GET", "/metrics").body.decode()
-        want = "".join(f'(?=.*{key}="{value}")' for key, value in labels.items())
-        found = re.findall(rf"^coterie_worker_{name}{{{want}[^}}]*}} (\S+)$", text, re.MULTILINE)
-        assert len(found) == 1, (name, labels, found)
-        return float(found[0])
-
-
-def until(condition: Callable[[], bool], within_s: float = 120.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
-    folder = tmp_path_factory.mktemp("fleet")
-    model = models.save(FAMILY, folder / "model")
-    env = {"OMP_NUM_THREADS": "1"}
-    running: dict[str, Worker] = {}
-    with contextlib.ExitStack() as stack:
-        for name, role in (("prefill", "prefill"), ("both", "both"), ("decode", "decode")):
-            port, kv_port, expert_port = (free_port() for _ in range(3))
-            options: list[str | Path] = [
-                "--model",
-                model,
-                "--role",
-                role,
-                "--port",
-                str(port),
-                "--served-model-name",
-                "tiny",
-                "--block-size",
-                "8",
-                "--kv-ttl",
-                str(TTL_S[name]),
-                "--kv-events",
-                f"tcp://127.0.0.1:{kv_port}",
-                "--expert-events",
-                f"tcp://127.0.0.1:{expert_port}",
-            ]
-            process = ServerProcess([*COMMAND, *options], f"http://127.0.0.1:{port}", folder / f"{name}.log", env)
-            stack.callback(process.launch().stop)
-            running[name] = Worker(process, port, kv_port, expert_port)
-        for worker in running.values():
-            worker.process.wait_ready(120)
+    with serving(tmp_path_factory.mktemp("fleet")) as running:
         yield running
-        for name, worker in running.items():
-            assert "Traceback" not in worker.process.log_text(), name
-
-
-def prompts(count: int, seed: int) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(3, models.VOCAB, rng.integers(1, 60)).tolist() for _ in range(count)]
-
-
-def captured(tokens: list[int]) -> np.ndarray:
-    with torch.inference_mode(), ExpertCapture(models.build(FAMILY)) as capture:
-        models.build(FAMILY)(torch.tensor([tokens]), use_cache=False)
-        return capture.take().expert_ids
-
-
-def generated(prompt: list[int], count: int) -> list[int]:
-    model = models.build(FAMILY)
-    with torch.inference_mode():
-        out = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=count,
-            do_sample=False,
-            eos_token_id=None,
-        )
-    return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
-
-
-def asking(prompt: Any, count: int = 12, **more: Any) -> dict[str, Any]:
-    return {
-        "model": "tiny",
-        "prompt": prompt,
-        "max_tokens": count,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **more,
-    }
-
-
-def tokens_of(answer: dict[str, Any]) -> list[int]:
-    tokens: list[int] = answer["choices"][0]["token_ids"]
-    return tokens
-
-
-def prefill(workers: dict[str, Worker], body: dict[str, Any]) -> dict[str, Any]:
-    params = workers["prefill"].complete(prefill_body(body))["kv_transfer_params"]
-    assert isinstance(params, dict)
-    return params
 
 
 # --------------------------------------------------------------------------------------------------------- the handoff
 
 
-def test_one_prefill_and_two_decode_workers_give_the_tokens_of_one(workers: dict[str, Worker]):
+def test_one_prefill_and_two_decode_workers_give_the_tokens_of_one(workers: dict[str, Worker]) -> None:
     asked = [*prompts(10, seed=1), [7]]
-    alone = [generated(prompt, 12) for prompt in asked]
+    alone = [models.generated(FAMILY, prompt, 12) for prompt in asked]
     results: dict[int, list[int]] = {}
 
     def one(index: int) -> None:
@@ -210,7 +82,7 @@ def test_one_prefill_and_two_decode_workers_give_the_tokens_of_one(workers: dict
         worker = workers[DECODERS[index % 2]]
         results[index] = tokens_of(worker.complete(decode_body(body, without_footprint(params))))
 
-    expected = [captured(prompt) for prompt in asked]
+    expected = [models.captured(FAMILY, prompt) for prompt in asked]
     threads = [threading.Thread(target=one, args=(index,)) for index in range(len(asked))]
     for thread in threads:
         thread.start()
@@ -228,9 +100,9 @@ def test_one_prefill_and_two_decode_workers_give_the_tokens_of_one(workers: dict
     assert again == alone, "and those of one worker that does it all"
 
 
-def test_kv_that_is_gone_is_computed_anew_with_the_same_tokens(workers: dict[str, Worker]):
+def test_kv_that_is_gone_is_computed_anew_with_the_same_tokens(workers: dict[str, Worker]) -> None:
     body = asking(prompts(3, seed=2)[2])
-    right = generated(body["prompt"], 12)
+    right = models.generated(FAMILY, body["prompt"], 12)
     worker = workers["decode"]
     params = prefill(workers, body)
     path = f"/kv/{params['remote_request_id']}"
@@ -251,7 +123,7 @@ def test_kv_that_is_gone_is_computed_anew_with_the_same_tokens(workers: dict[str
     assert workers["prefill"].count("kv_released_total", why="dropped") == 1
 
 
-def test_kv_nobody_fetches_is_let_go_in_time(workers: dict[str, Worker]):
+def test_kv_nobody_fetches_is_let_go_in_time(workers: dict[str, Worker]) -> None:
     worker = workers["both"]
     until(lambda: worker.count("kv_staged") == 0)
     before = worker.count("kv_released_total", why="expired"), worker.count("kv_staged_total")
@@ -262,7 +134,7 @@ def test_kv_nobody_fetches_is_let_go_in_time(workers: dict[str, Worker]):
     until(lambda: worker.count("kv_blocks", state="used") == 0)
 
 
-def test_a_client_that_goes_while_kv_is_fetched_has_it_dropped(workers: dict[str, Worker]):
+def test_a_client_that_goes_while_kv_is_fetched_has_it_dropped(workers: dict[str, Worker]) -> None:
     """The prefill worker is a socket here that never answers; it must be told to let go."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         params = {
@@ -285,7 +157,7 @@ def test_a_client_that_goes_while_kv_is_fetched_has_it_dropped(workers: dict[str
     assert workers["decode"].count("kv_blocks", state="used") == 0
 
 
-def test_roles_are_kept(workers: dict[str, Worker]):
+def test_roles_are_kept(workers: dict[str, Worker]) -> None:
     status, answer = workers["prefill"].post(asking([5]))
     assert (status, "role prefill" in answer["error"]["message"]) == (400, True)
     status, answer = workers["decode"].post(prefill_body(asking([5])))
@@ -298,7 +170,7 @@ def test_roles_are_kept(workers: dict[str, Worker]):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_streamed_pieces_are_the_whole_answer(workers: dict[str, Worker], text: str):
+def test_streamed_pieces_are_the_whole_answer(workers: dict[str, Worker], text: str) -> None:
     worker = workers["both"]
     body = asking(text, 20)
     whole = worker.complete(body)
@@ -314,7 +186,7 @@ def test_streamed_pieces_are_the_whole_answer(workers: dict[str, Worker], text: 
     assert whole["choices"][0]["text"] == decoded
 
 
-def test_chat(workers: dict[str, Worker]):
+def test_chat(workers: dict[str, Worker]) -> None:
     parts = [{"type": "text", "text": "a small"}, {"type": "text", "text": " text"}]
     body = {
         "messages": [{"role": "user", "content": parts}],
@@ -336,7 +208,7 @@ def test_chat(workers: dict[str, Worker]):
     assert "".join(pieces) == whole["choices"][0]["message"]["content"]
 
 
-def test_stop_strings_end_the_answer_before_them(workers: dict[str, Worker]):
+def test_stop_strings_end_the_answer_before_them(workers: dict[str, Worker]) -> None:
     text = workers["both"].complete(asking(TEXTS[1], 30))["choices"][0]["text"]
     stop = text[5:8]
     body = asking(TEXTS[1], 30, stop=[stop, "no such words"])
@@ -346,7 +218,7 @@ def test_stop_strings_end_the_answer_before_them(workers: dict[str, Worker]):
     assert "".join(chunk["choices"][0]["text"] for chunk in workers["both"].stream(body)) == choice["text"]
 
 
-def test_prefix_hits_are_counted_in_the_answer(workers: dict[str, Worker]):
+def test_prefix_hits_are_counted_in_the_answer(workers: dict[str, Worker]) -> None:
     prompt = (prompts(1, seed=20)[0] * 40)[:33]
     first, second = (workers["both"].complete(asking(prompt)) for _ in range(2))
     assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
@@ -357,41 +229,18 @@ def test_prefix_hits_are_counted_in_the_answer(workers: dict[str, Worker]):
     assert third["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-def test_the_request_id_comes_back(workers: dict[str, Worker]):
+def test_the_request_id_comes_back(workers: dict[str, Worker]) -> None:
     status, answer = workers["both"].post(asking([5], 1), **{"X-Request-Id": "my-own"})
     assert (status, answer["id"]) == (200, "cmpl-my-own")
 
 
-def test_models_lists_the_one(workers: dict[str, Worker]):
+def test_models_lists_the_one(workers: dict[str, Worker]) -> None:
     (card,) = workers["both"].send("GET", "/v1/models").body["data"]
     assert (card["id"], card["max_model_len"]) == ("tiny", LIMIT)
 
 
-BAD: dict[str, tuple[dict[str, Any], int, str]] = {
-    "no prompt": ({"prompt": None}, 400, "prompt must be a text or a list of token ids"),
-    "two prompts": ({"prompt": ["a", "b"]}, 400, "one a request"),
-    "empty": ({"prompt": []}, 400, "at least one"),
-    "a token past the vocabulary": ({"prompt": [models.VOCAB]}, 400, f"0 … {models.VOCAB - 1}"),
-    "too long": ({"prompt": [5] * LIMIT}, 400, f"fit {LIMIT}"),
-    "no room": ({"prompt": [5] * 200, "max_tokens": 57}, 400, "max_tokens=57 must be at most 56"),
-    "another model": ({"model": "big"}, 404, "'tiny'"),
-    "n": ({"n": 2}, 400, "give 1"),
-    "temperature": ({"temperature": -1}, 400, "0 … 100"),
-    "nan": ({"temperature": float("nan")}, 400, "must be a number"),
-    "top_p": ({"top_p": 0}, 400, "greater than 0"),
-    "max_tokens": ({"max_tokens": 0}, 400, "1 … "),
-    "max_tokens of a text": ({"max_tokens": "many"}, 400, "whole number"),
-    "stop": ({"stop": [""]}, 400, "none empty"),
-    "stream_options": ({"stream_options": {"include_usage": True}}, 400, "needs stream=true"),
-    "logprobs": ({"logprobs": 5}, 400, "leave it out"),
-    "surrogate": ({"prompt": "\ud800"}, 400, "surrogate"),
-    "both ways": ({"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": True}}, 400, "not both"),
-    "no host": ({"kv_transfer_params": {"do_remote_prefill": True}}, 400, "remote_host"),
-}
-
-
 @pytest.mark.parametrize("wrong", BAD)
-def test_bad_input_says_what_would_be_right(workers: dict[str, Worker], wrong: str):
+def test_bad_input_says_what_would_be_right(workers: dict[str, Worker], wrong: str) -> None:
     change, status, words = BAD[wrong]
     answered = workers["both"].post({**asking([5, 6, 7]), **change})
     assert answered.status == status
@@ -404,41 +253,10 @@ def test_bad_input_says_what_would_be_right(workers: dict[str, Worker], wrong: s
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"prompt": "x"}' + b"\0", b'"' + b"a" * 100]
 )
-def test_what_is_no_object_is_refused(workers: dict[str, Worker], body: bytes):
+def test_what_is_no_object_is_refused(workers: dict[str, Worker], body: bytes) -> None:
     status, answer = workers["both"].send("POST", "/v1/completions", body)
     assert status == 400
     assert answer["error"]["message"]
-
-
-values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from([1 << 70, -1, 1e308]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=6,
-)
-FIELDS = (
-    "prompt",
-    "messages",
-    "model",
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "n",
-    "stream",
-    "stream_options",
-    "return_token_ids",
-    "kv_transfer_params",
-    "logprobs",
-)
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -456,7 +274,9 @@ FIELDS = (
     ),
     chat=st.booleans(),
 )
-def test_no_body_makes_the_worker_fail(workers: dict[str, Worker], change: dict[str, Any], params: Any, chat: bool):
+def test_no_body_makes_the_worker_fail(
+    workers: dict[str, Worker], change: dict[str, Any], params: Any, chat: bool
+) -> None:
     body: dict[str, Any] = {"prompt": [5, 6, 7], "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     if params is not None:
         body["kv_transfer_params"] = params
@@ -465,7 +285,7 @@ def test_no_body_makes_the_worker_fail(workers: dict[str, Worker], change: dict[
     assert status in (200, 400, 404), (body, change)
 
 
-def test_after_all_that_nothing_is_left_over(workers: dict[str, Worker]):
+def test_after_all_that_nothing_is_left_over(workers: dict[str, Worker]) -> None:
     worker = workers["both"]
     until(lambda: worker.count("kv_staged") == 0)
     until(lambda: worker.count("kv_blocks", state="used") == 0)
@@ -480,7 +300,7 @@ def test_after_all_that_nothing_is_left_over(workers: dict[str, Worker]):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_blocks(workers: dict[str, Worker], stream: bool):
+def test_a_client_that_goes_away_frees_its_blocks(workers: dict[str, Worker], stream: bool) -> None:
     worker = workers["both"]
 
     def ended(outcome: str) -> float:
@@ -504,16 +324,7 @@ def test_a_client_that_goes_away_frees_its_blocks(workers: dict[str, Worker], st
 # ------------------------------------------------------------------------------------------------------------- events
 
 
-def subscribe(context: Any, port: int, topic: bytes) -> Any:
-    subscriber = context.socket(zmq.SUB)
-    subscriber.setsockopt(zmq.LINGER, 0)
-    subscriber.setsockopt(zmq.RCVTIMEO, 120_000)
-    subscriber.setsockopt(zmq.SUBSCRIBE, topic)
-    subscriber.connect(f"tcp://127.0.0.1:{port}")
-    return subscriber
-
-
-def test_events_of_a_handoff_tell_experts_and_blocks(workers: dict[str, Worker]):
+def test_events_of_a_handoff_tell_experts_and_blocks(workers: dict[str, Worker]) -> None:
     context = zmq.Context()
     worker = workers["decode"]
     experts, kv = subscribe(context, worker.expert_port, b"experts"), subscribe(context, worker.kv_port, b"kv")
@@ -535,7 +346,7 @@ def test_events_of_a_handoff_tell_experts_and_blocks(workers: dict[str, Worker])
         event = next(event for event in seen if isinstance(event, RequestExperts))
         assert event.tokens().tolist() in [tokens[:-1] for tokens in sent], "the last was never fed back"
         assert (event.model, event.finish, event.prompt_tokens, event.output_tokens) == ("tiny", "length", 20, 8)
-        np.testing.assert_array_equal(event.ids(), captured(event.tokens().tolist()))
+        np.testing.assert_array_equal(event.ids(), models.captured(FAMILY, event.tokens().tolist()))
         assert event.seen().all(), "those fetched from the prefill worker too"
         while not any(isinstance(event, ExpertLoad) for event in seen):
             seen += decode_expert_events(from_frames(experts.recv_multipart()).payload).events
@@ -558,20 +369,15 @@ def test_events_of_a_handoff_tell_experts_and_blocks(workers: dict[str, Worker])
 # ------------------------------------------------------------------------------------------- wrong starts, and endings
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["coterie", "worker", *options])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    out, err = capsys.readouterr()
-    assert (stopped.value.code, out, err.count("\n")) == (2, "", 1), err
-    return err
-
-
 def test_a_wrong_start_is_one_line(
     workers: dict[str, Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
+    run = runner(monkeypatch, capsys, "worker")
+
     def fail(*options: str) -> str:
-        return failing(monkeypatch, capsys, *options)
+        ran = run(*options)
+        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1), ran.err
+        return ran.err
 
     model = str(workers["both"].process.argv[workers["both"].process.argv.index("--model") + 1])
     used = str(workers["both"].port)
@@ -589,10 +395,10 @@ def test_a_wrong_start_is_one_line(
     assert "host" in fail("--model", model, "--host", "no.such.host.invalid")
 
 
-def test_a_worker_killed_in_a_prefill_costs_only_time(workers: dict[str, Worker]):
+def test_a_worker_killed_in_a_prefill_costs_only_time(workers: dict[str, Worker]) -> None:
     """It holds one request it never answers and KV nobody can fetch any more; decode workers compute both."""
     bodies = [asking(prompt) for prompt in prompts(2, seed=30)]
-    right = [generated(body["prompt"], 12) for body in bodies]
+    right = [models.generated(FAMILY, body["prompt"], 12) for body in bodies]
     params = prefill(workers, bodies[0])
     victim = workers["prefill"]
     failures: list[BaseException] = []
@@ -617,10 +423,10 @@ def test_a_worker_killed_in_a_prefill_costs_only_time(workers: dict[str, Worker]
     assert tokens_of(worker.complete(bodies[1])) == right[1]
 
 
-def test_sigterm_lets_requests_end_and_takes_no_new_ones(workers: dict[str, Worker]):
+def test_sigterm_lets_requests_end_and_takes_no_new_ones(workers: dict[str, Worker]) -> None:
     worker = workers["decode"]
     body = asking([5, 6, 7], 120)
-    right = generated(body["prompt"], 120)
+    right = models.generated(FAMILY, body["prompt"], 120)
     answers: list[dict[str, Any]] = []
     caller = threading.Thread(target=lambda: answers.append(worker.complete(body)))
     caller.start()

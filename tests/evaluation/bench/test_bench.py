@@ -9,14 +9,14 @@ from coterie.evaluation.bench import base
 from coterie.evaluation.bench.base import _unseen_row, benches
 
 
-def test_trace_rows_have_names_sizes_and_medians(monkeypatch: pytest.MonkeyPatch):
+def test_trace_rows_have_names_sizes_and_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "TRACE_BYTES", 2_000_000)
     rows = benches["traces"](lambda *_: None)
     assert [row["name"] for row in rows] == ["generate", "open", "read one request", "count load", "copy"]
     assert all(row["tokens"] > 0 and (row.get("median_us") or row.get("median_ms")) > 0 for row in rows)
 
 
-def test_an_unseen_shape_is_predicted_from_another_one():
+def test_an_unseen_shape_is_predicted_from_another_one() -> None:
     preset = load_preset("h200")
     for shape in preset.measurement.shapes:
         for table in shape.moe:

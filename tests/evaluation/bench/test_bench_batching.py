@@ -9,7 +9,7 @@ from coterie.evaluation.bench.base import benches
 from coterie.evaluation.bench.batching import SIZES, STEP_COST, prompt_loads
 
 
-def test_a_row_for_every_strategy_and_size():
+def test_a_row_for_every_strategy_and_size() -> None:
     rows = benches["batching"](lambda *_: None)
     assert [list(row) for row in rows] == [["strategy", "window", "batch", "experts", "median_us"]] * len(rows)
     sizes = [(window, batch, experts) for window, batch, experts, _ in SIZES]
@@ -18,7 +18,7 @@ def test_a_row_for_every_strategy_and_size():
     assert all(row["median_us"] > 0 for row in rows)
 
 
-def test_loads_are_whole_tokens_of_every_prompt():
+def test_loads_are_whole_tokens_of_every_prompt() -> None:
     loads = prompt_loads(np.random.default_rng(3), 50, 60, 4)
     assert loads.shape == (50, 1, 60)
     assert (loads == loads.round()).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from coterie.evaluation.bench.kvindex import kv_directory_rows
 
 
-def test_rows():
+def test_rows() -> None:
     rows = kv_directory_rows(lambda *_: None, num_blocks=3136, num_workers=4, prompts=3)
     names = [row["name"] for row in rows]
     assert names == [

@@ -34,7 +34,7 @@ def workers_of(parent: int) -> list[int]:
     return found
 
 
-def test_the_loop_on_a_few_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_loop_on_a_few_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "MAX_TOKENS", 12)
     told: list[str] = []
     result = run_demo(requests=24, out=tmp_path / "out", report=lambda what, *_: told.append(what))
@@ -57,7 +57,7 @@ def test_the_loop_on_a_few_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_leaves_no_process(tmp_path: Path, number: signal.Signals):
+def test_interrupted_it_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     demo = subprocess.Popen(
         [*COMMAND, "--out", str(tmp_path), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -76,7 +76,7 @@ def test_interrupted_it_leaves_no_process(tmp_path: Path, number: signal.Signals
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
 
 
-def test_too_few_requests_are_refused():
+def test_too_few_requests_are_refused() -> None:
     result = CliRunner().invoke(app, ["demo", "--requests", "3"])
     assert result.exit_code == 2
     assert "--requests" in result.output

@@ -20,7 +20,7 @@ MODEL = step_model(get_model(REFERENCE_SHAPE), "h200")
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=40), max_size=12), st.integers(1, 8), st.integers(1, 2))
-def test_prompts_are_cut_to_whole_blocks(prompts, block_size, over):
+def test_prompts_are_cut_to_whole_blocks(prompts, block_size, over) -> None:
     tail = [7, 8]
     prompts = [[*prompt, *tail] for prompt in prompts]
     cut = whole_blocks(prompts, block_size, over)
@@ -33,7 +33,7 @@ def test_prompts_are_cut_to_whole_blocks(prompts, block_size, over):
             assert any(prompt[:-2] == whole[: len(prompt) - 2] for whole in prompts)
 
 
-def test_whole_blocks_by_hand():
+def test_whole_blocks_by_hand() -> None:
     one, two = [1, 2, 3, 4, 5, 6, 9], [3, 2, 1, 0, 9]
     assert whole_blocks([one, two], 4) == [[1, 2, 3, 4, 9], [3, 2, 1, 0, 9]]
     assert whole_blocks([one, two], 4, 2) == [[1, 2, 3, 4, 5, 9]]
@@ -41,7 +41,7 @@ def test_whole_blocks_by_hand():
     assert whole_blocks([], 4) == []
 
 
-def test_more_experts_and_more_requests_take_longer():
+def test_more_experts_and_more_requests_take_longer() -> None:
     few, more, most = (predicted_step_ms(distinct, 8, 100, MODEL) for distinct in (10, 10.5, 11))
     assert few < more < most
     assert more == pytest.approx((few + most) / 2)
@@ -78,7 +78,7 @@ def random_steps(rng: np.random.Generator, ids: np.ndarray, sizes: list[int]) ->
     return found
 
 
-def test_batches_at_random_save_nothing_however_uneven_they_are(rng):
+def test_batches_at_random_save_nothing_however_uneven_they_are(rng: np.random.Generator) -> None:
     """Small steps touch fewer experts; counted by steps, an uneven router would seem to save."""
     ids = np.array([rng.permutation(8)[:2] for _ in range(600)]).reshape(300, 2, 2)
     even, uneven = (run_of(random_steps(rng, ids, sizes)) for sizes in ([6] * 3000, [1, 11] * 1500))
@@ -94,7 +94,7 @@ def served_by(worker: int, start: float, end: float) -> Served:
     return Served("a", None, worker, None, "", start, 0.0, end - start)
 
 
-def test_a_line_is_found_again_and_idle_time_is_left_out():
+def test_a_line_is_found_again_and_idle_time_is_left_out() -> None:
     """Steps of 2 + rows seconds; between the two requests the worker had nothing to do."""
     ends = np.cumsum([2 + rows for rows in (1, 3, 2, 3)])
     first = [(float(end), rows, 4.0) for end, rows in zip(ends, (1, 3, 2, 3), strict=True)]
@@ -109,7 +109,7 @@ def test_a_line_is_found_again_and_idle_time_is_left_out():
     assert step_line(waited).outside_s == pytest.approx((2 * ends[-1] + 60.0 - 2 * within) / 2)
 
 
-def test_a_worker_that_is_twice_as_fast_is_found():
+def test_a_worker_that_is_twice_as_fast_is_found() -> None:
     logs, served = [], []
     for worker, seconds in enumerate((1.0, 2.0)):
         logs.append([(seconds * step, 4, 4.0) for step in range(50)])
@@ -120,7 +120,7 @@ def test_a_worker_that_is_twice_as_fast_is_found():
 
 
 @given(st.floats(1e-4, 1.0), st.floats(0.0, 0.1), st.integers(1, 20))
-def test_a_line_model_takes_what_the_line_says(fixed, row, rows):
+def test_a_line_model_takes_what_the_line_says(fixed, row, rows) -> None:
     model = line_model(get_model(REFERENCE_SHAPE), StepLine(fixed, row, (1.0,), 0.0, 2))
     load = np.zeros((model.spec.num_moe_layers, model.spec.num_experts), np.int64)
     load[:, : model.spec.top_k] = rows

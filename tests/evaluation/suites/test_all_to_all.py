@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -34,7 +36,7 @@ KEYS = {
 MB = 1e6
 
 
-def quiet(*_):
+def quiet(*_) -> None:
     pass
 
 
@@ -57,7 +59,7 @@ def save(path, ids, model="demo", experts=8):
 # ------------------------------------------------------------------------------------------- the article's arithmetic
 
 
-def test_its_bytes_and_what_they_are_made_of():
+def test_its_bytes_and_what_they_are_made_of() -> None:
     """Numbers only, without the suite: what its table must have done."""
     row = 7168 * 2
     assert 128 * 8 * row * 4 == 58_720_256  # printed 58.7 MB
@@ -75,7 +77,7 @@ def test_its_bytes_and_what_they_are_made_of():
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda p: f"{p.model}-{p.gpus}")
-def test_its_times_divide_by_8_gpus_whatever_the_row_says(published):
+def test_its_times_divide_by_8_gpus_whatever_the_row_says(published) -> None:
     for link, vendor in ((NVLINK4, 0.9), (NVLINK5, 1.8)):  # MB a microsecond, both directions
         printed = published.time_us[link.name]
         assert abs(published.bytes_per_layer / MB / (8 * vendor) - printed) <= 0.05
@@ -84,14 +86,14 @@ def test_its_times_divide_by_8_gpus_whatever_the_row_says(published):
             assert abs(published.bytes_per_layer / MB / (published.gpus * vendor) - printed) > 0.9
 
 
-def test_what_is_reconstructed_is_within_a_digit_of_the_printed():
+def test_what_is_reconstructed_is_within_a_digit_of_the_printed() -> None:
     for published in PUBLISHED:
         if published.reconstructed_bytes is not None:
             assert published.reconstructed_bytes == pytest.approx(published.bytes_per_layer, abs=0.1 * MB)
     assert [p.reconstructed_bytes is None for p in PUBLISHED] == [False, False, True, False]
 
 
-def test_its_expert_size_has_a_factor_2_too_much():
+def test_its_expert_size_has_a_factor_2_too_much() -> None:
     spec = get_model("deepseek-v3")
     assert round(2048 * 7168 * 2 * 2 * 3 / MB) == 176
     assert round(176 * 61 / 1000, 1) == 10.7
@@ -104,7 +106,7 @@ def test_its_expert_size_has_a_factor_2_too_much():
 # ------------------------------------------------------------------------------------------- our rows
 
 
-def test_rows_by_formula(rows):
+def test_rows_by_formula(rows) -> None:
     assert all(row.keys() >= KEYS for row in rows)
     assert [row["published"] is not None for row in rows].count(True) == 8, "four rows, two links"
     deepseek = one(rows, "deepseek-v3", 8)
@@ -120,7 +122,7 @@ def test_rows_by_formula(rows):
     assert (deepseek["time_us"] - 4) * 8 / 7 == pytest.approx(deepseek["published"]["reconstructed_time_us"], rel=1e-3)
 
 
-def test_more_gpus_send_more_bytes_in_less_time_until_they_span_nodes(rows):
+def test_more_gpus_send_more_bytes_in_less_time_until_they_span_nodes(rows) -> None:
     eight, many = one(rows, "deepseek-v3", 8), one(rows, "deepseek-v3", 32)
     spread = one(rows, "deepseek-v3", 32, "nvlink4+infiniband-400g")
     assert many["bytes_per_layer"] > eight["bytes_per_layer"]
@@ -135,7 +137,7 @@ def test_more_gpus_send_more_bytes_in_less_time_until_they_span_nodes(rows):
         assert row["bytes_if_deduplicated"] <= row["bytes_per_layer"]
 
 
-def test_another_batch_has_nothing_published_and_the_busiest_gpu_rounds_up():
+def test_another_batch_has_nothing_published_and_the_busiest_gpu_rounds_up() -> None:
     found = run(SuiteOptions(batch=100), quiet)
     assert all(row["published"] is None for row in found.rows)
     assert any("Nothing published for batch=100" in note for note in found.notes)
@@ -145,7 +147,7 @@ def test_another_batch_has_nothing_published_and_the_busiest_gpu_rounds_up():
         SuiteOptions(batch=0)
 
 
-def test_notes_name_what_is_reproduced_and_what_is_not():
+def test_notes_name_what_is_reproduced_and_what_is_not() -> None:
     notes = run(SuiteOptions(), quiet).notes
     for number in ("58.7 MB", "25.7 MB", "87.5%", "55.2 MB", "14.6 MB", "29.4 MB", "176 MB", "88.1 MB", "5.11 GB"):
         assert any(number in note for note in notes), number
@@ -167,7 +169,7 @@ def steps(draw):
 
 
 @given(steps())
-def test_busiest_rank_matches_a_plain_loop(case):
+def test_busiest_rank_matches_a_plain_loop(case) -> None:
     ids, experts, topology = case
     ranks, layers = topology.num_ranks, ids.shape[2]
     found = busiest_rank(ids, Placement.linear(layers, experts, ranks), topology)
@@ -194,7 +196,7 @@ def test_busiest_rank_matches_a_plain_loop(case):
         assert found.ratio is None
 
 
-def test_time_is_the_busiest_ranks():
+def test_time_is_the_busiest_ranks() -> None:
     ids = np.zeros((1, 8, 1, 1), int)  # all eight tokens choose expert 0, on rank 0
     topology = Topology(8)
     found = busiest_rank(ids, Placement.linear(1, 8, 8), topology)
@@ -203,7 +205,7 @@ def test_time_is_the_busiest_ranks():
     assert found.mean_us(4500.0, topology) == pytest.approx(2 * (2 + 7 * 0.01))
 
 
-def test_samples_are_even_and_a_step_spans_the_trace(tmp_path):
+def test_samples_are_even_and_a_step_spans_the_trace(tmp_path: Path) -> None:
     number = np.arange(1000)
     ids = np.stack([number // 100, number // 10 % 10, number % 10], axis=1)[:, None, :]  # a token's ids spell its place
     meta = TraceMeta("demo", 10, 1, 3)
@@ -221,7 +223,7 @@ def test_samples_are_even_and_a_step_spans_the_trace(tmp_path):
     assert (whole[0, :, 0] == ids[:, 0]).all(), "all of it, in one step"
 
 
-def test_uniform_draws_are_distinct_even_and_follow_the_generator(rng):
+def test_uniform_draws_are_distinct_even_and_follow_the_generator(rng: np.random.Generator) -> None:
     ids = uniform_steps(40, 128, 16, 4, rng)
     assert ids.shape == (40, 128, 1, 4)
     assert all(len(set(token)) == 4 for token in ids[0, :, 0].tolist())
@@ -230,7 +232,7 @@ def test_uniform_draws_are_distinct_even_and_follow_the_generator(rng):
     assert (first == again).all()
 
 
-def test_a_skewed_trace_has_a_busier_rank_than_chance(tmp_path, rng):
+def test_a_skewed_trace_has_a_busier_rank_than_chance(tmp_path: Path, rng: np.random.Generator) -> None:
     weight = np.arange(1, 33) ** -1.5
     ids = (rng.random((2560, 2, 32)) ** (1 / weight)).argpartition(-4, axis=2)[:, :, -4:]
     options = SuiteOptions(trace=save(tmp_path / "t", ids, "gpt-oss-20b", 32))
@@ -251,7 +253,7 @@ def test_a_skewed_trace_has_a_busier_rank_than_chance(tmp_path, rng):
         assert row["remote_experts"] == pytest.approx(formula["remote_experts"], rel=0.02)
 
 
-def test_a_trace_of_an_unknown_model_has_places_but_no_bytes(tmp_path, rng):
+def test_a_trace_of_an_unknown_model_has_places_but_no_bytes(tmp_path: Path, rng: np.random.Generator) -> None:
     path = save(tmp_path / "t", rng.integers(0, 12, (130, 2, 1)), experts=12)
     found = run(SuiteOptions(trace=path), quiet)
     mine = [row for row in found.rows if row["model"] == "demo"]
@@ -263,7 +265,7 @@ def test_a_trace_of_an_unknown_model_has_places_but_no_bytes(tmp_path, rng):
     assert all(r["time_us"] is None for r in run(SuiteOptions(trace=misnamed), quiet).rows if r["source"] == "trace")
 
 
-def test_bad_traces(tmp_path, rng):
+def test_bad_traces(tmp_path: Path, rng: np.random.Generator) -> None:
     LoadTable(np.ones((1, 2, 8), np.uint64)).save(tmp_path / "load")
     RequestTrace(np.array([1]), np.array([1])).save(tmp_path / "requests")
     for kind in ("load", "requests"):
@@ -281,7 +283,7 @@ def test_bad_traces(tmp_path, rng):
         run(SuiteOptions(trace=short, batch=20_001), quiet)
 
 
-def test_missing_real_data_is_said(tmp_path):
+def test_missing_real_data_is_said(tmp_path: Path) -> None:
     found = run(SuiteOptions(data=tmp_path), quiet)
     assert all(row["source"] == "formula" for row in found.rows)
     for name in TRACES:
@@ -289,7 +291,7 @@ def test_missing_real_data_is_said(tmp_path):
     assert any("batch=20001 is more" in note for note in run(SuiteOptions(data=tmp_path, batch=20_001), quiet).notes)
 
 
-def test_real_routing_is_near_uniform_in_place_but_not_in_load(data_dir):
+def test_real_routing_is_near_uniform_in_place_but_not_in_load(data_dir: Path) -> None:
     found = run(SuiteOptions(data=data_dir), quiet)
     counted = {(row["model"], row["gpus"]): row for row in found.rows if row["source"] == "trace"}
     assert set(counted) == {(model, gpus) for model in TRACES for gpus in (2, 4, 8, 16, 32)}
@@ -301,7 +303,7 @@ def test_real_routing_is_near_uniform_in_place_but_not_in_load(data_dir):
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_the_sample_speaks_for_the_whole_trace(data_dir, name):
+def test_the_sample_speaks_for_the_whole_trace(data_dir: Path, name) -> None:
     trace = read_trace(data_dir / "activations" / name)
     meta, topology = trace.meta, Topology(8)
     placement = Placement.linear(meta.num_layers, meta.num_experts, 8)
@@ -312,7 +314,7 @@ def test_the_sample_speaks_for_the_whole_trace(data_dir, name):
     assert part.remote_ranks == pytest.approx(whole.remote_ranks, rel=0.003)
 
 
-def test_registered_and_suggested():
+def test_registered_and_suggested() -> None:
     assert load_suites() is suites
     assert suites["all-to-all"].help.count("\n") == 0
     with pytest.raises(UnknownNameError, match=r"Unknown suite 'all2all'\. Did you mean 'all-to-all'\?"):

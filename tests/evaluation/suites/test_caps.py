@@ -35,7 +35,7 @@ def small():
     return run(SMALL, silent)
 
 
-def test_rows_have_what_is_promised(small):
+def test_rows_have_what_is_promised(small) -> None:
     keys = {
         "pattern",
         "rate",
@@ -59,11 +59,11 @@ def test_rows_have_what_is_promised(small):
     json.dumps(small.rows)
 
 
-def test_the_same_seeds_give_the_same_numbers(small):
+def test_the_same_seeds_give_the_same_numbers(small) -> None:
     assert run(SMALL, silent).rows == small.rows
 
 
-def test_gains_are_of_the_means_over_seeds():
+def test_gains_are_of_the_means_over_seeds() -> None:
     cells = {seed: run_cell(Cell("bursty", 300.0, seed), ("fcfs", "random"), 300, SETTING) for seed in (1, 2)}
     rows = run(SuiteOptions(requests=300, seeds=(1, 2), rates=(300.0,), strategies=("random",)), silent).rows
     row = next(row for row in rows if row["pattern"] == "bursty" and row["strategy"] == "random")
@@ -72,7 +72,7 @@ def test_gains_are_of_the_means_over_seeds():
     assert row["p99_reduction_low"] <= row["p99_reduction_pct"] <= row["p99_reduction_high"]
 
 
-def test_files_in_the_published_structure(tmp_path: Path):
+def test_files_in_the_published_structure(tmp_path: Path) -> None:
     options = SuiteOptions(requests=200, seeds=(1,), rates=(300.0,), strategies=("lpt",), out=tmp_path / "out")
     result = run(options, silent)
     found = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -87,12 +87,12 @@ def test_files_in_the_published_structure(tmp_path: Path):
     assert paper_results(result, 200, (1,), (300.0,), ("fcfs", "lpt"))["poisson"].keys() == {"300"}
 
 
-def test_an_unknown_strategy_is_named():
+def test_an_unknown_strategy_is_named() -> None:
     with pytest.raises(UnknownNameError, match="greedy_variance"):
         run(SuiteOptions(strategies=("greedy_varianc",)), silent)
 
 
-def test_published_figures():
+def test_published_figures() -> None:
     assert set(TOP_SIX) <= set(BURSTY) <= set(strategies.names())
     assert published("bursty", 200.0, "power_of_d")["p99_reduction_pct"] == 26.5
     assert published("bursty", 150.0, "greedy_variance")["throughput"] == 131.61
@@ -102,7 +102,7 @@ def test_published_figures():
     assert all(published("bursty", rate, "fcfs") is None for rate in RATES)
 
 
-def test_the_published_order_of_strategies():
+def test_the_published_order_of_strategies() -> None:
     """One cell of the evaluation itself: bursty, 300 requests a second."""
     names = ("fcfs", "greedy_variance", "differencing", "random", "karmarkar_karp", "lpt", "latency_aware")
     found = run_cell(Cell("bursty", 300.0, 42), names, 3000, SETTING)
@@ -112,7 +112,7 @@ def test_the_published_order_of_strategies():
     assert found["greedy_variance"].imbalance == pytest.approx(1.593, abs=0.03)
 
 
-def test_with_a_shallow_queue_latency_aware_does_not_lose():
+def test_with_a_shallow_queue_latency_aware_does_not_lose() -> None:
     names = ("fcfs", "greedy_variance", "latency_aware")
     runs = [run_cell(Cell("poisson", 150.0, seed), names, 3000, SETTING) for seed in (42, 123)]
     ours, fcfs, greedy = (np.mean([run[name].p99_ms for run in runs]) for name in ("latency_aware", *names[:2]))
@@ -123,13 +123,13 @@ def _square(value: int) -> int:
     return value * value
 
 
-def test_in_parallel_gives_every_item_with_its_result(monkeypatch: pytest.MonkeyPatch):
+def test_in_parallel_gives_every_item_with_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coterie.evaluation.runs.os.cpu_count", lambda: 2)
     assert dict(in_parallel(_square, list(range(20)))) == {value: value * value for value in range(20)}
     assert dict(in_parallel(partial(pow, 2), [3])) == {3: 8}
 
 
-def test_interval_is_students():
+def test_interval_is_students() -> None:
     found = interval([1.0, 2.0, 3.0, 4.0])
     assert found.mean == 2.5
     assert found.high - found.mean == pytest.approx(3.182446 * np.std([1, 2, 3, 4], ddof=1) / 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def contents(paths):
     return {path.name: path.read_bytes() for path in paths}
 
 
-def test_every_figure_as_pdf_and_png_with_the_same_bytes_each_time(tmp_path):
+def test_every_figure_as_pdf_and_png_with_the_same_bytes_each_time(tmp_path: Path) -> None:
     first, again = tmp_path / "a", tmp_path / "b"
     first.mkdir(), again.mkdir()
     rows = caps_rows(rates=(150.0, 200.0), patterns=("bursty",))
@@ -96,7 +97,9 @@ def test_every_figure_as_pdf_and_png_with_the_same_bytes_each_time(tmp_path):
     ],
     ids=["one seed", "a user's own", "one published range", "poisson", "only fcfs", "many", "nothing"],
 )
-def test_any_part_of_the_evaluation_can_be_drawn(rows, missing, tmp_path, monkeypatch):
+def test_any_part_of_the_evaluation_can_be_drawn(
+    rows, missing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Filled and laid out; the files are the test above."""
 
     def lay_out(fill, folder, name, height_in):
@@ -110,7 +113,7 @@ def test_any_part_of_the_evaluation_can_be_drawn(rows, missing, tmp_path, monkey
     assert sorted({path.stem for path in paths}) == sorted(set(CAPS) - set(missing))
 
 
-def test_a_loss_below_the_axis_is_written():
+def test_a_loss_below_the_axis_is_written() -> None:
     rows = caps_rows(("fcfs", "lpt", "random"))
     rows[1] |= {"p99_reduction_pct": -172.4, "p99_reduction_low": -200.0, "p99_reduction_high": -150.0}
     figure = filled(caps_figures._p99_by_rate, rows)
@@ -122,23 +125,23 @@ def test_a_loss_below_the_axis_is_written():
     assert "below the axis\nlpt at 2 rates: down to −172" in words(filled(caps_figures._p99_by_rate, rows))
 
 
-def test_predicted_rates_are_marked():
+def test_predicted_rates_are_marked() -> None:
     axes = filled(caps_figures._p99_by_rate, caps_rows(("fcfs", "random"))).axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["150", "200*", "250*", "300"]
 
 
-def test_a_lone_strategy_of_the_group_has_its_own_line():
+def test_a_lone_strategy_of_the_group_has_its_own_line() -> None:
     names = ("fcfs", "best_fit", "lpt_balanced")
     assert list(drawing.look_of(caps_rows(names))) == ["best_fit", "lpt_balanced"]
     assert set(drawing.look_of(caps_rows())) == {"latency_aware", "random", "karmarkar_karp", "lpt"}
 
 
-def test_no_two_of_twenty_strategies_look_alike():
+def test_no_two_of_twenty_strategies_look_alike() -> None:
     look = drawing.styles([f"s{number}" for number in range(20)])
     assert len(set(look.values())) == 20
 
 
-def test_every_published_number_is_compared_once():
+def test_every_published_number_is_compared_once() -> None:
     pairs = caps_figures._pairs(caps_rows())
     p99 = [pair for pair in pairs if pair.field == "p99_reduction_pct"]
     # Six strategies and four, each at four rates; three and one of which only the range over the rates is known.
@@ -158,12 +161,12 @@ def test_every_published_number_is_compared_once():
         (None, (18.0, 18.0), (15.0, 40.0), 0.0),  # one rate of a range over four
     ],
 )
-def test_distance_to_the_published_number(rate, ours, theirs, off):
+def test_distance_to_the_published_number(rate, ours, theirs, off) -> None:
     pair = caps_figures.Pair("p99_reduction_pct", "bursty", "s", rate, True, ours, ours, theirs)
     assert pair.off == pytest.approx(off)
 
 
-def test_what_is_outside_the_band_is_named():
+def test_what_is_outside_the_band_is_named() -> None:
     rows = [row for row in caps_rows() if row["published"]]
     for row in rows:  # all as published
         for field in caps_figures.NEAR:
@@ -219,7 +222,7 @@ def regime_rows():
     ]
 
 
-def test_regimes_figure_is_deterministic_and_takes_gaps(regime_rows, tmp_path):
+def test_regimes_figure_is_deterministic_and_takes_gaps(regime_rows, tmp_path: Path) -> None:
     regime_rows[1] = regime_row(*list(regime_rows[1].values())[:5], gain=None)
     rows = [row for row in regime_rows if (row["model"], row["strategy"]) != ("gpt-oss-20b", "mine")]
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
@@ -228,14 +231,14 @@ def test_regimes_figure_is_deterministic_and_takes_gaps(regime_rows, tmp_path):
     assert contents(first) == contents(regimes_figures.draw_figures(tmp_path / "b", rows))
 
 
-def test_regimes_without_a_comparison_draw_nothing(regime_rows, tmp_path):
+def test_regimes_without_a_comparison_draw_nothing(regime_rows, tmp_path: Path) -> None:
     assert regimes_figures.draw_figures(tmp_path, []) == []
     assert regimes_figures.draw_figures(tmp_path, [row for row in regime_rows if row["strategy"] == "fcfs"]) == []
     one = [row for row in regime_rows if row["strategy"] in ("fcfs", "mine") and row["load"] == 0.8][:2]
     assert len(regimes_figures.draw_figures(tmp_path, one)) == 2
 
 
-def test_a_cell_is_the_mean_over_arrivals(regime_rows):
+def test_a_cell_is_the_mean_over_arrivals(regime_rows) -> None:
     names, columns = ["lpt", "mine"], [("decode", "gpt-oss-20b"), ("ep8-decode", "deepseek-v2-lite")]
     rows = [row for row in regime_rows if row["strategy"] in names and (row["regime"], row["model"]) in columns]
     found = regimes_figures._matrix(rows, 1.3, names, columns)
@@ -257,13 +260,13 @@ def test_a_cell_is_the_mean_over_arrivals(regime_rows):
         ((5.0, 8.0), 0.0, False, False),  # one seed says nothing of the others
     ],
 )
-def test_sure_and_split_cells(gains, half, sure, split):
+def test_sure_and_split_cells(gains, half, sure, split) -> None:
     rows = [regime_row("decode", "m", kind, 0.8, "s", gain, half) for kind, gain in zip("ab", gains, strict=True)]
     found = regimes_figures._matrix(rows, 0.8, ["s"], [("decode", "m")])
     assert (found.sure[0, 0], found.split[0, 0]) == (sure, split)
 
 
-def test_colours_are_clipped_and_numbers_are_not():
+def test_colours_are_clipped_and_numbers_are_not() -> None:
     gains = {"a": -172.4, "b": CLIP_PCT + 1.2}
     rows = [regime_row("decode", model, "azure", 0.8, "s", gain) for model, gain in gains.items()]
     columns = [("decode", "a"), ("decode", "b")]
@@ -273,7 +276,7 @@ def test_colours_are_clipped_and_numbers_are_not():
     assert figure.axes[0].images[0].get_clim() == (-CLIP_PCT, CLIP_PCT)
 
 
-def test_help_and_harm_differ_in_lightness_from_nothing_and_in_hue_from_each_other():
+def test_help_and_harm_differ_in_lightness_from_nothing_and_in_hue_from_each_other() -> None:
     colors = LinearSegmentedColormap.from_list("c", list(COLORS))(np.linspace(0, 1, 61))[:, :3]
     grey = colors @ [0.3, 0.59, 0.11]
     assert grey[30] == pytest.approx(1.0, abs=0.01)

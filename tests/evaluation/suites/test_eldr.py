@@ -72,18 +72,18 @@ def outcomes(experts: float, p50: float, p99: float) -> Outcome:
 pytestmark = pytest.mark.long
 
 
-def test_the_suite_is_there():
+def test_the_suite_is_there() -> None:
     assert "eldr" in load_suites()
 
 
-def test_requests_are_fitted_on_or_served_and_never_both(source):
+def test_requests_are_fitted_on_or_served_and_never_both(source) -> None:
     halves = split(source, 3)
     assert not set(halves.fit) & set(halves.test)
     assert len(halves.fit) + len(halves.test) == source.trace.num_requests
     assert set(halves.fit) != set(split(source, 4).fit)
 
 
-def test_what_is_shown_is_the_first_half_and_what_is_decoded_the_second(source):
+def test_what_is_shown_is_the_first_half_and_what_is_decoded_the_second(source) -> None:
     halves = split(source, 0)
     recordings = split_recordings(source.trace, halves.test)
     rows = np.flatnonzero(np.isin(source.counts.requests, halves.test))
@@ -92,7 +92,7 @@ def test_what_is_shown_is_the_first_half_and_what_is_decoded_the_second(source):
     np.testing.assert_array_equal(recordings.decode_row, recordings.prompt_row + recordings.prompt_rows)
 
 
-def test_the_steady_part_is_full_and_begins_after_one_replacement(served):
+def test_the_steady_part_is_full_and_begins_after_one_replacement(served) -> None:
     window = steady(served, 16)
     for time in np.linspace(window.since_s, window.until_s, 50, endpoint=False):
         there = int(((served.arrival_s <= time) & (served.finish_s > time)).sum())
@@ -104,7 +104,7 @@ def test_the_steady_part_is_full_and_begins_after_one_replacement(served):
         steady(served, 100)
 
 
-def test_experts_of_a_run_by_steps_tokens_and_time(served):
+def test_experts_of_a_run_by_steps_tokens_and_time(served) -> None:
     window = steady(served, 16)
     found = outcome(served, window, experts_by_rows(served, window))
     inside = (served.step_start_s >= window.since_s) & (served.step_start_s < window.until_s)
@@ -117,7 +117,7 @@ def test_experts_of_a_run_by_steps_tokens_and_time(served):
     assert halved.experts_at_rows == pytest.approx(found.experts_at_rows / 2)
 
 
-def test_formed_batches_are_those_of_the_run(bench: Bench, served):
+def test_formed_batches_are_those_of_the_run(bench: Bench, served) -> None:
     """Experts counted from the batches are what the run counted in those very steps; large steps come more often."""
     window, many = Window(0.0, served.end_s), 400
     batches = formed_batches(served, bench.requests, window, many, np.random.default_rng(0))
@@ -131,7 +131,7 @@ def test_formed_batches_are_those_of_the_run(bench: Bench, served):
     assert np.mean([len(ids) for ids in batches]) == pytest.approx(by_token, rel=0.1)
 
 
-def test_batches_are_written_for_replay(data_dir: Path, tmp_path: Path):
+def test_batches_are_written_for_replay(data_dir: Path, tmp_path: Path) -> None:
     steps = replay_batches(data_dir, tmp_path / "batches.npz", steps=5, requests=120, loads=((8, 2), (4, 3)))
     found = read_batches(tmp_path / "batches.npz")
     assert steps == 5
@@ -140,20 +140,20 @@ def test_batches_are_written_for_replay(data_dir: Path, tmp_path: Path):
     assert all(len(one) == 5 for group in found.groups.values() for one in group.values())
 
 
-def test_assigned_requests_go_where_they_were_assigned(bench: Bench):
+def test_assigned_requests_go_where_they_were_assigned(bench: Bench) -> None:
     workers = np.arange(len(bench.requests), dtype=np.int64) % 4
     run = bench.serve(Assigned(workers))
     np.testing.assert_array_equal(run.decoder, workers)
 
 
-def test_the_limit_is_above_what_routers_reach(source, bench: Bench):
+def test_the_limit_is_above_what_routers_reach(source, bench: Bench) -> None:
     limit, labels = find_limit(source, split(source, 0), bench)
     assert 0 < limit.cosine <= limit.limit
     assert 0 < limit.union <= limit.limit
     assert np.bincount(labels).max() <= -(-len(labels) // 4)
 
 
-def test_other_signatures_and_clusters_are_routed_by(source, bench: Bench):
+def test_other_signatures_and_clusters_are_routed_by(source, bench: Bench) -> None:
     halves = split(source, 0)
     for weighting in ("gate", "binary"):
         other = with_clusters(bench, source.counts, halves, weighting)
@@ -164,7 +164,7 @@ def test_other_signatures_and_clusters_are_routed_by(source, bench: Bench):
     assert not np.array_equal(gates, bench.requests.recordings.footprint)
 
 
-def test_a_cell_serves_every_router_and_makes_whole_rows(data_dir: Path):
+def test_a_cell_serves_every_router_and_makes_whole_rows(data_dir: Path) -> None:
     found = [serve_cell(Cell("gpt-oss-20b", 3, 16, seed), data_dir, 260) for seed in (0, 1)]
     assert set(found[0].outcomes) == {*ROUTERS, LIMIT_ROUTER}
     rows = main_rows("gpt-oss-20b", 3, 16, [one.outcomes for one in found]) + limit_rows(3, found)
@@ -178,12 +178,12 @@ def test_a_cell_serves_every_router_and_makes_whole_rows(data_dir: Path):
     assert any("union clusters reach" in note for note in notes_of(rows))
 
 
-def test_more_in_flight_than_recordings_is_refused(source):
+def test_more_in_flight_than_recordings_is_refused(source) -> None:
     with pytest.raises(ConfigError, match="as many recordings"):
         closed_bench(source, 12, 18, 0)
 
 
-def test_savings_are_paired_and_held_against_the_best_balancer():
+def test_savings_are_paired_and_held_against_the_best_balancer() -> None:
     runs = [
         {name: outcomes(20.0 + seed, 10.0 + seed, 12.0) for name in ("round_robin", "random", "locality_band")}
         | {"join_shortest_queue": outcomes(21.0, 10.5 + seed, 11.0), "latency_aware": outcomes(18.0, 9.0 + seed, 10.0)}
@@ -198,7 +198,7 @@ def test_savings_are_paired_and_held_against_the_best_balancer():
 
 
 @pytest.mark.parametrize(("p50", "word"), [(9.0, "surely)"), (11.0, "surely not")])
-def test_notes_tell_when_latency_aware_is_not_ahead(p50: float, word: str):
+def test_notes_tell_when_latency_aware_is_not_ahead(p50: float, word: str) -> None:
     runs = [
         {name: outcomes(20.0, 10.0 + seed / 100, 12.0) for name in ROUTERS}
         | {"latency_aware": outcomes(18.0, p50 + seed / 90, 14.0)}
@@ -211,7 +211,7 @@ def test_notes_tell_when_latency_aware_is_not_ahead(p50: float, word: str):
     assert any("latency_aware's p99 is 16.7% above the shortest queue's" in note for note in notes)
 
 
-def test_unions_against_the_mean_over_all_pairs(source):
+def test_unions_against_the_mean_over_all_pairs(source) -> None:
     """Two tokens of two requests share what their probabilities say: 4 + 4 less the shared, in each layer."""
     labels = np.array(source.trace.requests.domains)
     known, counts = np.unique(labels, return_counts=True)
@@ -227,20 +227,20 @@ def test_unions_against_the_mean_over_all_pairs(source):
     assert found.same == pytest.approx(same, abs=0.03)
 
 
-def test_correlation_by_numpy(source):
+def test_correlation_by_numpy(source) -> None:
     before, after = source.counts.probabilities
     expected = np.mean([np.corrcoef(a, b)[0, 1] for a, b in zip(before, after, strict=True)])
     assert phase_correlation(source) == pytest.approx(expected, abs=1e-4)
 
 
-def test_signatures_are_scored_on_requests_they_were_not_fitted_on(data_dir: Path):
+def test_signatures_are_scored_on_requests_they_were_not_fitted_on(data_dir: Path) -> None:
     found = analyse(("deepseek-v2-lite", 0), data_dir)
     assert set(found.rho) == {"count_idf", "count", "gate", "binary"}
     assert all(0 < value < 1 for value in found.rho.values())
     assert found.rho["binary"] < found.rho["count_idf"]
 
 
-def test_synthetic_languages_are_alike_within():
+def test_synthetic_languages_are_alike_within() -> None:
     source = language_source("qwen3-30b-a3b", 0, TINY)
     assert set(source.trace.requests.domains) <= {"en", "zh", "ru", "fr", "es", "de"}
     found = serve_synthetic(SyntheticCell("topology", 2, 4, 0), TINY)
@@ -248,12 +248,12 @@ def test_synthetic_languages_are_alike_within():
     assert found.unions.same < found.unions.mixed
 
 
-def test_a_placement_spreads_decoders_over_ranks():
+def test_a_placement_spreads_decoders_over_ranks() -> None:
     whole, spread = (serve_synthetic(SyntheticCell(part, 2, 4, 0), TINY) for part in ("topology", "expert_parallel"))
     assert spread.outcomes["round_robin"].step_ms != whole.outcomes["round_robin"].step_ms
 
 
-def test_without_data_only_synthetic_parts_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_without_data_only_synthetic_parts_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("coterie.evaluation.runs.os.cpu_count", lambda: 1)
     monkeypatch.setattr(eldr, "POOLS", (8,))
     monkeypatch.setattr(
@@ -268,7 +268,7 @@ def test_without_data_only_synthetic_parts_run(monkeypatch: pytest.MonkeyPatch, 
     assert not (tmp_path / "batches.npz").exists()
 
 
-def test_jobs_that_differ_in_their_seed_alone_make_one_row(data_dir: Path):
+def test_jobs_that_differ_in_their_seed_alone_make_one_row(data_dir: Path) -> None:
     jobs = eldr.jobs_of(data_dir, (0, 1, 2, 3))
     assert len(set(jobs)) == len(jobs)
     runs = {name: outcomes(20.0, 10.0, 12.0) for name in ROUTERS}
@@ -278,7 +278,7 @@ def test_jobs_that_differ_in_their_seed_alone_make_one_row(data_dir: Path):
     assert sorted(loads) == [(4, 16, 2), (5, 3, 2)]
 
 
-def test_published_figures_are_those_of_the_paper():
+def test_published_figures_are_those_of_the_paper() -> None:
     assert eldr_published.plain(eldr_published.TOPOLOGY)[24] == {"tpot_p50": 10.2, "tpot_p99": 1.1}
     assert str(eldr_published.EXPERT_PARALLEL["tpot_p50"]) == "2.7 to 4.3"
     row = fleet_row("topology", "x", "random", 8, 16, [{name: outcomes(1.0, 1.0, 1.0) for name in ROUTERS}])

@@ -86,7 +86,7 @@ def steps(draw, ranks: int = 4):
 
 @settings(max_examples=40, deadline=None)
 @given(placements(), steps())
-def test_a_step_by_brute_force(placement: Placement, step):
+def test_a_step_by_brute_force(placement: Placement, step) -> None:
     """Who computes what, what crosses, and each part's time, token by token in plain Python."""
     (ids, home, context), model = step, small_model()
     found = Group(model, placement).step(ids, home, context)
@@ -124,7 +124,7 @@ def test_a_step_by_brute_force(placement: Placement, step):
     assert found.rest_s == pytest.approx(max(rest))
 
 
-def test_without_replicas_it_is_the_step_model():
+def test_without_replicas_it_is_the_step_model() -> None:
     """As many tokens on every rank: attention, dense, routing and experts are those of StepModel.step."""
     model, placement, rng = small_model(), Placement.linear(2, 8, 4), np.random.default_rng(0)
     ids = np.array([[rng.permutation(8)[:2] for _ in range(2)] for _ in range(32)], np.uint8)
@@ -137,7 +137,7 @@ def test_without_replicas_it_is_the_step_model():
 
 @settings(max_examples=25, deadline=None)
 @given(placements(), steps())
-def test_what_crosses_is_what_ranks_ask_for_and_lack(placement: Placement, step):
+def test_what_crosses_is_what_ranks_ask_for_and_lack(placement: Placement, step) -> None:
     group = Group(small_model(), placement)
     found = group.step(*step)
     assert group.asked.sum() == found.activations
@@ -148,7 +148,7 @@ def test_what_crosses_is_what_ranks_ask_for_and_lack(placement: Placement, step)
     assert np.bitwise_count(bits).sum() == group.held.sum()
 
 
-def test_nothing_crosses_where_all_hold_all():
+def test_nothing_crosses_where_all_hold_all() -> None:
     everywhere = Placement(np.tile(np.arange(8, dtype=np.int32), (2, 4)), 4, 8)
     rng = np.random.default_rng(1)
     ids = rng.integers(0, 8, (12, 2, 2)).astype(np.uint8)
@@ -157,7 +157,7 @@ def test_nothing_crosses_where_all_hold_all():
     assert found.all_to_all_s == 0
 
 
-def test_a_group_that_does_not_fit_is_refused():
+def test_a_group_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="has 2 of 8"):
         Group(small_model(), Placement.linear(3, 8, 4))
     with pytest.raises(ConfigError, match=r"num_ranks=2 must equal topology\.num_ranks=4"):
@@ -178,7 +178,7 @@ def bench(data_dir: Path) -> GroupBench:
     return bench_of(JointCell("deepseek-v2-lite", 4, 0), data_dir, 110)
 
 
-def test_the_loop_is_full_and_every_token_comes_once(bench: GroupBench):
+def test_the_loop_is_full_and_every_token_comes_once(bench: GroupBench) -> None:
     loop = bench.served
     run = loop.serve(bench.in_order, bench.router("round_robin"))
     assert (run.tokens == loop.in_flight).all()
@@ -197,16 +197,16 @@ def test_the_loop_is_full_and_every_token_comes_once(bench: GroupBench):
         outcome(run, len(loop.requests), RANKS)
 
 
-def test_no_recording_is_in_flight_twice(bench: GroupBench, monkeypatch: pytest.MonkeyPatch):
+def test_no_recording_is_in_flight_twice(bench: GroupBench, monkeypatch: pytest.MonkeyPatch) -> None:
     there: set[int] = set()
     admit, finish, recorded = Fleet.admit, Fleet.finish, bench.served.requests.recorded
 
-    def admitted(self, request_id, *arguments):
+    def admitted(self, request_id, *arguments) -> None:
         assert recorded[int(request_id)] not in there
         there.add(recorded[int(request_id)])
         admit(self, request_id, *arguments)
 
-    def finished(self, request_id):
+    def finished(self, request_id) -> None:
         there.remove(recorded[int(request_id)])
         finish(self, request_id)
 
@@ -216,14 +216,14 @@ def test_no_recording_is_in_flight_twice(bench: GroupBench, monkeypatch: pytest.
     assert run.arrived[-1] > 2 * bench.served.in_flight
 
 
-def test_calibration_requests_are_not_served(bench: GroupBench):
+def test_calibration_requests_are_not_served(bench: GroupBench) -> None:
     known, served = (loop.requests.recordings for loop in (bench.known, bench.served))
     rows = {row.tobytes() for row in known.footprint}
     assert not rows & {row.tobytes() for row in served.footprint}
     assert len(known) + len(served) == 213
 
 
-def test_who_is_held_back_waits_and_nobody_starves(bench: GroupBench):
+def test_who_is_held_back_waits_and_nobody_starves(bench: GroupBench) -> None:
     loop, prices = bench.served, DecodePrices(0.0, 100.0, 0.0)
     batcher = DecodeBatcher(prices, budget_us=200.0, max_skips=3)
     run = loop.serve(bench.in_order, bench.router("join_shortest_queue"), batcher)
@@ -236,13 +236,13 @@ def test_who_is_held_back_waits_and_nobody_starves(bench: GroupBench):
     assert found.tbt_p99_ms > found.tbt_mean_ms
 
 
-def test_a_wide_budget_changes_nothing(bench: GroupBench):
+def test_a_wide_budget_changes_nothing(bench: GroupBench) -> None:
     plain = bench.outcome(bench.in_order, Joint())
     wide = bench.outcome(bench.in_order, Joint(), DecodeBatcher(decode_prices(bench, bench.in_order).prices))
     assert plain == wide
 
 
-def test_prices_meet_the_calibrated_step(bench: GroupBench):
+def test_prices_meet_the_calibrated_step(bench: GroupBench) -> None:
     found = decode_prices(bench, bench.in_order)
     loop, spec = bench.known, bench.spec
     parts = loop.serve(bench.in_order, Joint()).parts
@@ -253,7 +253,7 @@ def test_prices_meet_the_calibrated_step(bench: GroupBench):
     assert found.step_us == pytest.approx(1e6 * np.mean([part.total_s for part in parts]))
 
 
-def test_a_slower_link_lengthens_the_exchange_alone(bench: GroupBench):
+def test_a_slower_link_lengthens_the_exchange_alone(bench: GroupBench) -> None:
     near, far = (one.served.serve(one.in_order, Joint()).parts for one in (bench, bench.linked(INFINIBAND_400G)))
     assert [part.remote for part in near] == [part.remote for part in far]
     assert [part.experts_s for part in near] == [part.experts_s for part in far]
@@ -263,7 +263,7 @@ def test_a_slower_link_lengthens_the_exchange_alone(bench: GroupBench):
 # --------------------------------------------------------------------------------------------------------- placement
 
 
-def test_replicas_go_to_who_asks(bench: GroupBench):
+def test_replicas_go_to_who_asks(bench: GroupBench) -> None:
     spec, asked = bench.spec, bench.known.serve(bench.in_order, Joint()).asked
     before, remote = held_by(bench.in_order), []
     for extra in (1, 2, 8):
@@ -279,7 +279,7 @@ def test_replicas_go_to_who_asks(bench: GroupBench):
     assert (clusters.sum(axis=2) == spec.num_experts // RANKS).all()
 
 
-def test_what_memory_allows():
+def test_what_memory_allows() -> None:
     v3 = get_model("deepseek-v3")
     assert slots_that_fit(v3, "bf16", 0) == 0  # its experts alone do not fit
     few, many = slots_that_fit(v3, "fp8", 0), slots_that_fit(v3, "fp8", 300_000)
@@ -287,7 +287,7 @@ def test_what_memory_allows():
     assert slots_that_fit(get_model("gpt-oss-20b"), "bf16", 0) == 28  # all that a rank lacks
 
 
-def test_too_few_recordings_are_refused(data_dir: Path):
+def test_too_few_recordings_are_refused(data_dir: Path) -> None:
     with pytest.raises(ConfigError, match="8 x 14 in flight need as many recordings"):
         bench_of(JointCell("deepseek-v2-lite", 14, 0), data_dir)
     with pytest.raises(ConfigError, match="needs the folder of real data"):
@@ -313,7 +313,7 @@ def made_cell(times: tuple[float, ...]) -> dict[Served, GroupOutcome]:
     return cell
 
 
-def test_the_suite_is_there():
+def test_the_suite_is_there() -> None:
     assert "joint" in load_suites()
 
 
@@ -324,7 +324,7 @@ def test_the_suite_is_there():
         ((10.0, 9.0, 12.0, 12.0), "not the published order; from the shortest mean TBT to the longest: + expert-aware"),
     ],
 )
-def test_steps_are_compared_with_the_one_before(times: tuple[float, ...], words: str):
+def test_steps_are_compared_with_the_one_before(times: tuple[float, ...], words: str) -> None:
     cells = {JointCell("gpt-oss-20b", 16, seed): made_cell(tuple(t + seed / 100 for t in times)) for seed in range(3)}
     rows = joint.rows_of(cells)
     chain = [row for row in rows if row["published"] is not None]
@@ -337,7 +337,7 @@ def test_steps_are_compared_with_the_one_before(times: tuple[float, ...], words:
     json.dumps(rows)
 
 
-def test_a_verdict_needs_an_interval():
+def test_a_verdict_needs_an_interval() -> None:
     def row(low: float, high: float) -> dict[str, float]:
         return {"x_low": low, "x_high": high}
 
@@ -348,7 +348,7 @@ def test_a_verdict_needs_an_interval():
     assert "one seed" in verdict(row(0.3, 0.3), "x")
 
 
-def test_published_figures_and_their_arithmetic():
+def test_published_figures_and_their_arithmetic() -> None:
     found = joint_published.published_of(REPLICATION)
     assert (found["tbt_mean_ms"], found["tbt_p99_ms"], found["all_to_all_pct"]) == (34.2, 52.8, 24.0)
     assert found["step_tbt_mean_saving_pct"] == pytest.approx(11.6, abs=0.05)
@@ -357,7 +357,7 @@ def test_published_figures_and_their_arithmetic():
 
 
 @pytest.mark.long
-def test_without_data_synthetic_routing_alone_runs(monkeypatch: pytest.MonkeyPatch):
+def test_without_data_synthetic_routing_alone_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coterie.evaluation.runs.os.cpu_count", lambda: 1)
     monkeypatch.setitem(joint_cells.DTYPES, "qwen3-30b-a3b", "bf16")
 

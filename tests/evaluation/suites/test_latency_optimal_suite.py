@@ -23,11 +23,11 @@ from coterie.types import Placement
 SMALL = SweepSetting(DriftSetting(experts=32, half_life=60.0), ranks=4, layers=2, warm_up=100, iterations=200, short=20)
 
 
-def test_the_suite_is_there():
+def test_the_suite_is_there() -> None:
     assert "latency-optimal" in load_suites()
 
 
-def test_the_drift_has_the_half_life_and_balance_it_says():
+def test_the_drift_has_the_half_life_and_balance_it_says() -> None:
     setting = DriftSetting(fast=0.0, half_life=40.0, tokens=1_000_000)
     loads = setting.draw(3, 900, np.random.default_rng(0)).astype(np.float64)
     shape = np.log(loads + 1.0)
@@ -39,14 +39,14 @@ def test_the_drift_has_the_half_life_and_balance_it_says():
     assert 1 - one < 0.003, "smooth: next to nothing is lost in one iteration, where rough drift loses 1.7%"
 
 
-def test_the_paper_s_setting_is_balanced_as_published():
+def test_the_paper_s_setting_is_balanced_as_published() -> None:
     loads = DriftSetting().draw(20, 20, np.random.default_rng(0)).sum(axis=0)
     rank_load = Placement.linear(20, 256, 8).rank_load(loads)
     found = (rank_load.mean(axis=1) / rank_load.max(axis=1)).mean()
     assert found == pytest.approx(TABLE["none"]["balance"], abs=0.06)
 
 
-def test_the_busiest_rank_by_loops():
+def test_the_busiest_rank_by_loops() -> None:
     rng = np.random.default_rng(0)
     loads = rng.integers(0, 50, (3, 2, 8)).astype(np.float32)
     placement = Placement(np.array([rng.permutation(8) for _ in range(2)], np.int32), 4, 8)
@@ -54,7 +54,7 @@ def test_the_busiest_rank_by_loops():
     np.testing.assert_allclose(busiest_rank(loads, placement), expected)
 
 
-def test_rounds_are_planned_on_the_past_and_charged():
+def test_rounds_are_planned_on_the_past_and_charged() -> None:
     """EPLB every 50: maps, costs and gain again by hand, each plan from the 50 iterations before it."""
     from coterie.placement.base import Load
     from coterie.placement.planning.eplb import Eplb
@@ -79,7 +79,7 @@ def test_rounds_are_planned_on_the_past_and_charged():
     assert (found.rounds, found.planned) == (4, 4)
 
 
-def test_every_policy_runs_and_ideal_is_the_most():
+def test_every_policy_runs_and_ideal_is_the_most() -> None:
     policies_here = (
         Policy("eplb", 1, 0.26, unconditional=True),
         Policy("latency_optimal", 20, 0.17),
@@ -94,7 +94,7 @@ def test_every_policy_runs_and_ideal_is_the_most():
     assert (never.gain, never.planned) == (0.0, 0), "what cannot pay is not even planned"
 
 
-def test_published_figures_stand_beside_the_rows_they_belong_to():
+def test_published_figures_stand_beside_the_rows_they_belong_to() -> None:
     values = np.zeros((2, 6))
     assert _sweep_row("eplb", "published", 100, values)["published"] == {"gain_pct": 8.0}
     assert _sweep_row("latency_optimal", "ours", 100, values)["published"] is None
@@ -112,7 +112,7 @@ def two_domains() -> dict[str, np.ndarray]:
     }
 
 
-def test_traffic_shifts_and_neighbours_share_no_shard():
+def test_traffic_shifts_and_neighbours_share_no_shard() -> None:
     setting = DomainSetting(windows=5, stay=2, base=0.0)
     domains = two_domains()
     shares = shifting(domains, setting)
@@ -124,7 +124,7 @@ def test_traffic_shifts_and_neighbours_share_no_shard():
     assert not np.allclose(shares[0], shares[4]), "the first domain leads again, on another shard"
 
 
-def test_plans_serve_the_window_after_their_own():
+def test_plans_serve_the_window_after_their_own() -> None:
     setting = DomainSetting(windows=3, stay=8)
     shares = shifting(two_domains(), setting)
     fleet = Fleet.of("prefill", 16_384, setting)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -18,7 +20,7 @@ from coterie.traces.activations import TraceMeta
 from coterie.traces.load import LoadTable
 
 
-def quiet(doing, done, total):
+def quiet(doing, done, total) -> None:
     pass
 
 
@@ -33,7 +35,7 @@ def save(path, rng, domains=4, requests=6, experts=16, layers=2):
     return path
 
 
-def test_ranks_take_equal_parts_of_the_traffic_in_order():
+def test_ranks_take_equal_parts_of_the_traffic_in_order() -> None:
     domains = np.eye(3)[:, None, :]  # domain d asks for expert d only
     found = by_rank(domains, np.array([2.0, 1.0, 1.0]), 4)[:, 0]
     assert found == pytest.approx(np.array([[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]]))
@@ -41,7 +43,7 @@ def test_ranks_take_equal_parts_of_the_traffic_in_order():
     assert uneven == pytest.approx(np.array([[2, 1, 0], [0, 1, 2]]) / 3)
 
 
-def test_requests_planned_on_are_not_scored_on_and_the_seed_decides(rng):
+def test_requests_planned_on_are_not_scored_on_and_the_seed_decides(rng: np.random.Generator) -> None:
     own = np.zeros((4, 1, 4))
     own[[0, 1, 2, 3], 0, [0, 1, 0, 1]] = 1.0  # every other request asks for expert 1 instead of 0
     domains = Domains("demo", {"a": own, "b": own}, 0)
@@ -55,7 +57,7 @@ def test_requests_planned_on_are_not_scored_on_and_the_seed_decides(rng):
     assert one.scored_on.sum(axis=3) == pytest.approx(1.0)
 
 
-def test_a_trace_of_ones_own(tmp_path, rng, monkeypatch):
+def test_a_trace_of_ones_own(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migration, "WINDOWS", 8)
     options = SuiteOptions(trace=save(tmp_path / "t", rng), out=tmp_path / "out")
     found = run(options, quiet)
@@ -78,7 +80,7 @@ def test_a_trace_of_ones_own(tmp_path, rng, monkeypatch):
     assert any("ublished order, demo" in note or "Same order as published, demo" in note for note in found.notes)
 
 
-def test_without_data_the_published_tables_are_still_checked(tmp_path):
+def test_without_data_the_published_tables_are_still_checked(tmp_path: Path) -> None:
     found = run(SuiteOptions(), quiet)
     assert [row["table"] for row in found.rows] == ["memory"] * 5
     for row in found.rows:
@@ -99,7 +101,7 @@ def test_without_data_the_published_tables_are_still_checked(tmp_path):
         assert 100 * (1 - time_us / 8.2) == pytest.approx(throughput, abs=0.6)
 
 
-def test_our_memory_table(rng, monkeypatch):
+def test_our_memory_table(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migration_memory, "CASES", (Case(8, 8192, None),))
     popularity = rng.gamma(2.0, 100.0, (3, 256))
     steps = Steps(popularity, Case(8, 2048, 16), seed=0)
@@ -117,7 +119,7 @@ def test_our_memory_table(rng, monkeypatch):
     assert best["throughput_ratio"] == max(row["throughput_ratio"] for row in mine)
 
 
-def test_the_published_order_on_real_routing(data_dir):
+def test_the_published_order_on_real_routing(data_dir: Path) -> None:
     domains = read_domains(data_dir / "activations" / "deepseek-v2-lite", SuiteOptions())
     assert set(domains.requests) == {"intent", "law", "summary", "translation"}
     windows = make_windows(domains, RANKS, 10, 0.6, seed=0)
@@ -129,7 +131,7 @@ def test_the_published_order_on_real_routing(data_dir):
     assert shares[4] < 0.75
 
 
-def test_bad_traces(tmp_path, rng):
+def test_bad_traces(tmp_path: Path, rng: np.random.Generator) -> None:
     with pytest.raises(TraceError, match="domains: found 1 of at least 4 requests, expected 2 or more"):
         run(SuiteOptions(trace=save(tmp_path / "one", rng, domains=1)), quiet)
     LoadTable(np.ones((4, 2, 8), np.uint64), labels=list("abcd")).save(tmp_path / "load")
@@ -137,5 +139,5 @@ def test_bad_traces(tmp_path, rng):
         run(SuiteOptions(trace=tmp_path / "load"), quiet)
 
 
-def test_registered():
+def test_registered() -> None:
     assert load_suites()["migration"].help.count("\n") == 0

@@ -41,7 +41,7 @@ RECENT = {
 EXPERTS, LAYERS, TOP_K, VOCABULARY = 16, 2, 2, 30
 
 
-def quiet(*_):
+def quiet(*_) -> None:
     pass
 
 
@@ -72,11 +72,11 @@ def make(path: Path, phases: bool = True, ids: bool = True, requests: int = 40, 
     return path
 
 
-def test_it_is_registered():
+def test_it_is_registered() -> None:
     assert "cosine" in load_suites()["predictors"].help
 
 
-def test_a_trace_of_two_phases(tmp_path):
+def test_a_trace_of_two_phases(tmp_path: Path) -> None:
     result = run(SuiteOptions(trace=make(tmp_path / "t")), quiet)
     prefill, decode = by_name(result, "prefill"), by_name(result, "decode")
     assert len(result.rows) == len(prefill) + len(decode)
@@ -109,27 +109,27 @@ def test_a_trace_of_two_phases(tmp_path):
     json.dumps(result.rows, allow_nan=False)
 
 
-def test_the_same_seed_gives_the_same_rows(tmp_path):
+def test_the_same_seed_gives_the_same_rows(tmp_path: Path) -> None:
     path = make(tmp_path / "t")
     one, same, other = (run(SuiteOptions(trace=path, seed=seed), quiet).rows for seed in (0, 0, 1))
     assert one == same
     assert one != other
 
 
-def test_a_large_trace_is_drawn_from(tmp_path):
+def test_a_large_trace_is_drawn_from(tmp_path: Path) -> None:
     result = run(SuiteOptions(trace=make(tmp_path / "t"), requests=20), quiet)
     assert "t: 20 of 40 requests, drawn by seed." in result.notes
     assert {row["requests"] for row in result.rows} == {6}
 
 
-def test_a_file_beside_the_trace_that_is_no_sidecar_is_left_alone(tmp_path):
+def test_a_file_beside_the_trace_that_is_no_sidecar_is_left_alone(tmp_path: Path) -> None:
     path = make(tmp_path / "t", ids=False)
     for data in (b"{", b"[1]", b"\xff", b'{"generated_tokens": null}'):
         (path / "requests.jsonl").write_bytes(data)
         assert run(SuiteOptions(trace=path), quiet).rows
 
 
-def test_a_trace_of_one_phase_is_asked_for_its_second_half(tmp_path):
+def test_a_trace_of_one_phase_is_asked_for_its_second_half(tmp_path: Path) -> None:
     result = run(SuiteOptions(trace=make(tmp_path / "t", phases=False)), quiet)
     assert {row["predicts"] for row in result.rows} == {"all prefill", "second half"}
     half = by_name(result, "second half")
@@ -138,7 +138,7 @@ def test_a_trace_of_one_phase_is_asked_for_its_second_half(tmp_path):
     assert ("recorded", "first half's footprint") not in by_name(result, "all prefill")
 
 
-def test_without_token_ids_there_is_no_table(tmp_path):
+def test_without_token_ids_there_is_no_table(tmp_path: Path) -> None:
     result = run(SuiteOptions(trace=make(tmp_path / "t", ids=False)), quiet)
     assert {row["predictor"] for row in result.rows} == {
         "popularity",
@@ -149,7 +149,7 @@ def test_without_token_ids_there_is_no_table(tmp_path):
     }
 
 
-def test_token_strings_beside_an_archive(tmp_path):
+def test_token_strings_beside_an_archive(tmp_path: Path) -> None:
     """The layout of gpt-oss: rows of decode, one string more than rows, prompts as text."""
     rng = np.random.default_rng(7)
     words = [f"w{i} " for i in range(20)]
@@ -205,7 +205,7 @@ def families(path: Path, arrival_s=None) -> Path:
     return path
 
 
-def test_a_prompt_that_began_alike_tells_all(tmp_path):
+def test_a_prompt_that_began_alike_tells_all(tmp_path: Path) -> None:
     """Theory: 9 of 10 tokens are shared, and families of requests do the same; the last token differs, so groups do."""
     result = run(SuiteOptions(trace=families(tmp_path / "t")), quiet)
     decode = by_name(result, "decode")
@@ -215,7 +215,7 @@ def test_a_prompt_that_began_alike_tells_all(tmp_path):
     assert floor["cosine_high"] < 0.9
 
 
-def test_recent_requests_tell_more_where_families_come_one_after_the_other(tmp_path):
+def test_recent_requests_tell_more_where_families_come_one_after_the_other(tmp_path: Path) -> None:
     listed = by_name(run(SuiteOptions(trace=families(tmp_path / "t")), quiet), "decode")
     drift = listed["recent_popularity", "before it, as listed"]
     mixed = listed["recent_popularity", "before it, shuffled"]
@@ -226,7 +226,7 @@ def test_recent_requests_tell_more_where_families_come_one_after_the_other(tmp_p
     assert mixed_times["cosine"] < drift["cosine"]
 
 
-def test_a_worker_that_serves_its_own_domains_tells_more(tmp_path):
+def test_a_worker_that_serves_its_own_domains_tells_more(tmp_path: Path) -> None:
     """Theory: three domains, each with experts and a worker of its own, are known but for the start."""
     rng = np.random.default_rng(0)
     sets = np.argsort(rng.random((3, LAYERS, EXPERTS)), axis=-1)[..., :TOP_K]
@@ -240,7 +240,7 @@ def test_a_worker_that_serves_its_own_domains_tells_more(tmp_path):
     assert rows["recent_popularity", "before it, shuffled"]["cosine_high"] < 0.9
 
 
-def test_a_test_request_is_predicted_from_those_before_it_alone(tmp_path):
+def test_a_test_request_is_predicted_from_those_before_it_alone(tmp_path: Path) -> None:
     """By hand: a trace of which every request uses one expert more than the last."""
     count = 12
     experts = np.repeat(np.arange(count), 4)[:, None, None]
@@ -251,7 +251,7 @@ def test_a_test_request_is_predicted_from_those_before_it_alone(tmp_path):
     assert row["cosine"] == 0, "its own expert was never seen"
 
 
-def test_how_often_a_service_repeats_itself_is_said(tmp_path):
+def test_how_often_a_service_repeats_itself_is_said(tmp_path: Path) -> None:
     folder = tmp_path / "requests" / "mooncake"
     folder.mkdir(parents=True)
     blocks = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 7, 8], [9], [9]]
@@ -264,7 +264,7 @@ def test_how_often_a_service_repeats_itself_is_said(tmp_path):
     assert not any("mooncake" in note for note in run(SuiteOptions(trace=make(tmp_path / "t")), quiet).notes)
 
 
-def test_longest_match():
+def test_longest_match() -> None:
     numbers = {"a": 0, "ab": 1, "abc": 2, " b": 3}
     assert longest_match("abcab bxa", numbers).tolist() == [2, 1, 3, -1, 0]
     assert longest_match("", numbers).tolist() == []
@@ -272,7 +272,7 @@ def test_longest_match():
 
 
 @given(st.lists(st.integers(0, 8), min_size=2, max_size=60).filter(lambda g: len(set(g)) > 1), st.integers(0, 99))
-def test_a_split_keeps_groups_whole(groups, seed):
+def test_a_split_keeps_groups_whole(groups, seed) -> None:
     calibration, test = split(groups, np.random.default_rng(seed))
     assert sorted([*calibration, *test]) == list(range(len(groups)))
     sides = [{groups[i] for i in side} for side in (calibration, test)]
@@ -281,7 +281,7 @@ def test_a_split_keeps_groups_whole(groups, seed):
     assert len(sides[1]) == min(len(set(groups)) - 1, max(1, round(TEST_SHARE * len(set(groups)))))
 
 
-def test_requests_with_one_prompt_cannot_be_split(tmp_path):
+def test_requests_with_one_prompt_cannot_be_split(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="2 requests share 1 prompt"):
         split(["a", "a"], np.random.default_rng(0))
     make(tmp_path / "t", requests=1)
@@ -289,7 +289,7 @@ def test_requests_with_one_prompt_cannot_be_split(tmp_path):
         run(SuiteOptions(trace=tmp_path / "t"), quiet)
 
 
-def test_requests_with_the_same_prompt_stay_together(tmp_path):
+def test_requests_with_the_same_prompt_stay_together(tmp_path: Path) -> None:
     """Ten prompts four times: 3 of them are test, 12 requests."""
     rng = np.random.default_rng(0)
     prompts = np.repeat(rng.integers(0, 99, (10, 6)), 4, axis=0)
@@ -305,7 +305,7 @@ def test_requests_with_the_same_prompt_stay_together(tmp_path):
     assert "t: 28 requests calibrate, 12 test." in result.notes
 
 
-def test_what_cannot_be_scored_is_said(tmp_path):
+def test_what_cannot_be_scored_is_said(tmp_path: Path) -> None:
     assert run(SuiteOptions(), quiet).rows == []
     assert "COTERIE_DATA" in run(SuiteOptions(), quiet).notes[0]
     assert "does not exist" in run(SuiteOptions(data=tmp_path), quiet).notes[0]
@@ -315,13 +315,13 @@ def test_what_cannot_be_scored_is_said(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("torch") is not None, reason="torch is here")
-def test_a_model_without_torch_is_one_line(tmp_path):
+def test_a_model_without_torch_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UnavailableError, match="needs torch and transformers"):
         run(SuiteOptions(model=tmp_path), quiet)
 
 
-def test_on_real_routing(data_dir):
+def test_on_real_routing(data_dir: Path) -> None:
     """The order that the documentation states."""
     result = run(SuiteOptions(data=data_dir), quiet)
     rows = {(row["trace"], row["predicts"], row["predictor"], row["knows"]): row for row in result.rows}

@@ -44,7 +44,7 @@ def recording(data_dir: Path):
     return load_recording(data_dir / "activations" / ROUTING["deepseek-v2-lite"])
 
 
-def test_second_halves_are_replayed_and_no_calibration_request_among_them(data_dir: Path, recording):
+def test_second_halves_are_replayed_and_no_calibration_request_among_them(data_dir: Path, recording) -> None:
     trace = read_trace(data_dir / "activations" / ROUTING["deepseek-v2-lite"])
     whole = [np.asarray(trace.request(number).expert_ids) for number in range(trace.num_requests)]
     halves = {tokens[len(tokens) // 2 :].tobytes() for tokens in whole}
@@ -60,7 +60,7 @@ def test_second_halves_are_replayed_and_no_calibration_request_among_them(data_d
     assert np.allclose(recording.predicted.sum(axis=2), 6.0), "a token activates top-k experts"
 
 
-def test_bursts_are_of_one_kind(recording, rng: np.random.Generator):
+def test_bursts_are_of_one_kind(recording, rng: np.random.Generator) -> None:
     rows = draw_order(recording.kind, "bursts", 5 * BURST - 3, rng)
     assert len(rows) == 5 * BURST - 3
     for start in range(0, len(rows), BURST):
@@ -69,7 +69,7 @@ def test_bursts_are_of_one_kind(recording, rng: np.random.Generator):
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_every_regime_keeps_the_invariants(regime: str, data_dir: Path, recording, rng: np.random.Generator):
+def test_every_regime_keeps_the_invariants(regime: str, data_dir: Path, recording, rng: np.random.Generator) -> None:
     arrivals = load_arrivals(data_dir / "requests" / ARRIVALS["azure"])
     drawn = draw(recording, arrivals, "bursts", 60, rng)
     assert drawn.arrival_s[0] == 0.0
@@ -83,7 +83,7 @@ def test_every_regime_keeps_the_invariants(regime: str, data_dir: Path, recordin
         assert np.isfinite(found.finish_s).all()
 
 
-def test_a_prompt_repeats_the_recorded_tokens(data_dir: Path, recording, rng: np.random.Generator):
+def test_a_prompt_repeats_the_recorded_tokens(data_dir: Path, recording, rng: np.random.Generator) -> None:
     arrivals = load_arrivals(data_dir / "requests" / ARRIVALS["mooncake"])
     drawn = draw(recording, arrivals, "mixed", 12, rng)
     bench = Bench(REGIMES["prefill"], "deepseek-v2-lite", recording, drawn, "mixed", drawn.prompt_tokens)
@@ -93,13 +93,13 @@ def test_a_prompt_repeats_the_recorded_tokens(data_dir: Path, recording, rng: np
         assert (bench.loads[row] == footprint(recording.expert_ids[at], 64)).all()
 
 
-def test_a_cell_is_the_same_twice(data_dir: Path):
+def test_a_cell_is_the_same_twice(data_dir: Path) -> None:
     cell = Cell("ep8-prefill", "deepseek-v2-lite", "azure", "bursts", 1.3, 0)
     names = ("fcfs", "random", "latency_aware")
     assert run_cell(cell, names, 40, data_dir) == run_cell(cell, names, 40, data_dir)
 
 
-def test_rows_and_notes(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_and_notes(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(ARRIVALS, "mooncake")  # test_a_prompt_repeats_the_recorded_tokens draws from it
     options = SuiteOptions(
         data=data_dir, requests=12, seeds=(0,), rates=(1.3,), strategies=("latency_aware",), out=tmp_path / "out"
@@ -130,7 +130,7 @@ def test_rows_and_notes(data_dir: Path, tmp_path: Path, monkeypatch: pytest.Monk
     json.dumps(result.rows)
 
 
-def test_verdicts_follow_the_interval():
+def test_verdicts_follow_the_interval() -> None:
     def row(low: float, high: float) -> dict[str, float]:
         return {"p99_reduction_low": low, "p99_reduction_high": high}
 
@@ -140,7 +140,7 @@ def test_verdicts_follow_the_interval():
     assert verdict(row(-9.0, 9.0)) == "unclear"
 
 
-def test_without_data_and_with_a_wrong_name(tmp_path: Path):
+def test_without_data_and_with_a_wrong_name(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="COTERIE_DATA"):
         run(SuiteOptions(), lambda *_: None)
     with pytest.raises(UnknownNameError, match="Did you mean 'lpt'"):

@@ -1,0 +1,52 @@
+"""A small model, and its steps as the compiled fleet times them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from coterie.sim.fleet._bits import decode_us, fill_bits
+from coterie.sim.fleet._tables import StepTables
+from coterie.types import ModelSpec
+
+SPEC = ModelSpec(
+    "small",
+    num_layers=4,
+    num_experts=12,
+    top_k=3,
+    hidden_size=512,
+    expert_intermediate_size=256,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=1000,
+    first_moe_layer=1,
+)
+COUNTED = StepTables._fields.index("spans")
+"""Tables that `step_us` takes."""
+
+
+def by_bits(tables: StepTables, tokens: np.ndarray, experts: int, context: int) -> tuple[float, float]:
+    """The step counted 64 cells at a time; tokens [token, layer, k]."""
+    cells = (tokens + np.arange(tokens.shape[1])[None, :, None] * experts).reshape(len(tokens), -1).astype(np.uint16)
+    bits = np.zeros((len(tokens) + 1, len(tables.union)), np.uint64)
+    fill_bits(cells, bits)
+    starts = np.full(len(tokens) + 8, len(tokens) * bits.shape[1], np.uint64)
+    starts[: len(tokens)] = np.arange(len(tokens)) * bits.shape[1]
+    t = tables
+    return decode_us(
+        t.shape,
+        t.layer,
+        t.experts,
+        t.dense,
+        t.padded,
+        t.attention,
+        t.blend,
+        t.spans,
+        t.union,
+        t.having,
+        bits.ravel(),
+        starts,
+        tokens.shape[2],
+        len(tokens),
+        context,
+    )
