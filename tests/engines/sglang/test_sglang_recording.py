@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.engines.recording import Sending
-from coterie.engines.sglang.answers import NotReturnedError, parse_answer
-from coterie.engines.sglang.recording import SGLangRecording, record_sglang
+from coterie.engines.sglang.recording import NotReturnedError, SGLangRecording, parse_answer, record_sglang
 from coterie.errors import ConfigError, InputError, UnavailableError, UnknownNameError
 from coterie.prompts import Prompt
 from coterie.traces import ActivationTrace, LoadTable

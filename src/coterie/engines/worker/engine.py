@@ -24,13 +24,11 @@ from numpy.typing import NDArray
 
 from coterie.engines.worker.blocks import BlockTable, OutOfBlocksError, block_digests
 from coterie.engines.worker.config import WorkerConfig
-from coterie.engines.worker.events import EventStream
+from coterie.engines.worker.events import EventStream, Reports
 from coterie.engines.worker.metrics import Metrics
 from coterie.engines.worker.model import PackedModel, Rows, StepResult, kv_positions_of
-from coterie.engines.worker.reports import Reports
 from coterie.engines.worker.requests import FinishReason, Output, Request, draw
-from coterie.engines.worker.staging import StagedKV
-from coterie.engines.worker.transfer import Prefilled, from_bytes, to_bytes
+from coterie.engines.worker.transfer import Prefilled, StagedKV, from_bytes, to_bytes
 from coterie.errors import ConfigError
 from coterie.footprints import footprint
 from coterie.footprints.step_log import StepLog

@@ -12,7 +12,7 @@ experts arrive there over links of one price.
 From a known placement follows that no rank of a better one is slower than `slowest`, since movement costs nothing at
 best. So an expert has at least so many replicas, and a set of ranks with more work of its own than it can do in that
 time must give some away, to at least one whole new replica outside: the cuts of
-:class:`~coterie.placement.planning.milp.cuts.Cuts`.
+:class:`~coterie.placement.planning.milp.solving.Cuts`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import highspy
 import numpy as np
+from scipy.sparse import coo_array
 
 from coterie.placement.planning.milp.layer import Array, Index, Layer, Mask
-from coterie.placement.planning.milp.rows import INF, Rows
 
 SMALL = 0.02
 """Share of an even rank's time: replica counts whose replicas take less than this are one level of the equal split."""
@@ -233,3 +233,33 @@ class Program:
         holds = np.zeros(self.layer.unit.shape, bool)
         holds[places.rank[on], places.expert[on]] = True
         return holds
+
+
+# Rows of a program for HiGHS.
+
+INF = highspy.kHighsInf
+
+
+class Rows:
+    """Rows of the program as they are collected."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._parts: list[tuple[Index, Index, Array]] = []
+        self._bounds: list[tuple[Array, Array]] = []
+
+    def add(self, row: Index, column: Index, value: Array, low: Array | float, high: Array | float, rows: int) -> None:
+        """`rows` rows at once; `row` counts from 0 among them."""
+        self._parts.append((row + self.count, column, np.broadcast_to(value, column.shape)))
+        self._bounds.append((np.broadcast_to(low, rows).astype(float), np.broadcast_to(high, rows).astype(float)))
+        self.count += rows
+
+    def into(self, lp: Any, columns: int) -> None:
+        row, column, value = (np.concatenate(part) for part in zip(*self._parts, strict=True))
+        matrix = coo_array((value, (row, column)), (self.count, columns)).tocsc()
+        lp.num_row_, lp.num_col_ = self.count, columns
+        lp.row_lower_, lp.row_upper_ = (np.concatenate(side) for side in zip(*self._bounds, strict=True))
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        lp.a_matrix_.start_ = matrix.indptr
+        lp.a_matrix_.index_ = matrix.indices
+        lp.a_matrix_.value_ = matrix.data
