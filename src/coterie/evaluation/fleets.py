@@ -22,14 +22,11 @@ from coterie.costs.step import StepModel
 from coterie.errors import ConfigError, TraceError
 from coterie.footprints.signatures import Signature, Weighting
 from coterie.models import get_model
-from coterie.routing.base import Router, routers
-from coterie.routing.calibration import Calibration, calibration
+from coterie.routing import Calibration, Router, RouterFit, calibration, routers
 from coterie.routing.clustering import cluster
 from coterie.routing.domain import share_out
-from coterie.routing.fitted import RouterFit
-from coterie.sim.fleet.metrics import FleetRun, summarise_fleet
+from coterie.sim import FleetConfig, FleetRun, run_fleet, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests, split_recordings
-from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.readers import read_trace
 from coterie.types import Placement

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_share
 
 
 class Drift(NamedTuple):
@@ -36,8 +36,7 @@ def zipf_drift(
     """`tokens` tokens a layer and window, before and after a drift."""
     if layers < 1 or experts < 1:
         raise ConfigError(f"layers={layers} and experts={experts} must be at least 1")
-    if not 0 <= shuffled <= 1:
-        raise ConfigError(f"shuffled={shuffled} must be in 0 … 1")
+    check_share(shuffled=shuffled)
     popularity = np.arange(1, experts + 1) ** -exponent
     before = rng.permuted(np.tile(popularity, (layers, 1)), axis=1)
     after = before * rng.lognormal(0.0, sigma, before.shape)

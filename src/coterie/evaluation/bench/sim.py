@@ -13,13 +13,11 @@ from coterie.costs.presets import step_model
 from coterie.evaluation.bench.base import Report, Row, benches
 from coterie.models import get_model
 from coterie.routing import Fleet, routers
-from coterie.sim.fleet.metrics import FleetRun
+from coterie.sim import FleetConfig, FleetRun, run_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests, phase_recordings, split_recordings
-from coterie.sim.fleet.run import FleetConfig, run_fleet
-from coterie.traces.activations import ActivationTrace
+from coterie.traces import ActivationTrace, RequestTrace
 from coterie.traces.arrivals import LognormalLengths
 from coterie.traces.readers import read_trace
-from coterie.traces.requests import RequestTrace
 from coterie.traces.synthetic import SyntheticSettings, generate
 from coterie.types import INFINIBAND_400G
 

@@ -27,10 +27,8 @@ from coterie.evaluation.inspect.loads import (
 from coterie.evaluation.inspect.one_pass import MAX_DOMAINS, Progress, cut_windows, run_pass
 from coterie.evaluation.inspect.samples import DistinctExperts, PhaseCorrelation
 from coterie.evaluation.inspect.values import number
-from coterie.traces.activations import ActivationTrace
-from coterie.traces.load import LoadTable
+from coterie.traces import ActivationTrace, LoadTable, RequestTrace
 from coterie.traces.readers.base import Trace
-from coterie.traces.requests import RequestTrace
 
 _UNLABELLED = "the trace names no domains"
 _OF_ACTIVATIONS = ("load", "layers", "rank_imbalance", "domains", "phase_correlation", "drift", "distinct_experts")

@@ -14,9 +14,8 @@ from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.footprints.counting import accumulate_load
 from coterie.models import get_model, model_from_config
-from coterie.placement import HOST, Load, Objective, Plan, Planner, Problem, planners
+from coterie.placement import HOST, Load, Objective, PlacementMap, Plan, Planner, Problem, planners, read_map
 from coterie.placement.base import Progress, Proof, SearchProgress
-from coterie.placement.maps.formats import PlacementMap, read_map
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.readers import ReadOptions, Trace, read_trace
 from coterie.traces.readers.trtllm import sniff_trtllm

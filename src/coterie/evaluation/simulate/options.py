@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from coterie.errors import ConfigError, UnknownNameError
+from coterie.errors import ConfigError, UnknownNameError, check_at_least
 
 EXECUTIONS = ("spread", "prefill", "decode")
 
@@ -60,8 +60,7 @@ class SimulateOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value} must be a finite number above 0")
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed} must be at least 0")
+        check_at_least(0, seed=self.seed)
         if self.with_model is None and self.prompts is not None:
             raise ConfigError(f"prompts={self.prompts} are for a model: name it with --with-model")
         if self.with_model is not None and self.trace is not None:

@@ -14,7 +14,7 @@ from coterie.costs.lines import ExpertLine, slot_s
 from coterie.costs.movement import load_s
 from coterie.costs.replicas import equal_shares
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError
+from coterie.errors import check_not_negative, check_positive_share, check_share
 from coterie.placement.base import Load, Moves, Plan
 from coterie.placement.moves import moves_between
 from coterie.placement.objective._arrays import even_share, fill, fill_sources
@@ -52,13 +52,17 @@ class Objective:
     """Share of its link time that each move costs besides what the slowest rank waits."""
 
     def __post_init__(self) -> None:
-        for name in ("row_s", "touch_s", "row_bytes", "expert_bytes", "horizon", "planning_s", "move_price"):
-            if not 0 <= getattr(self, name) < np.inf:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
-        if not 0 <= self.exposed <= 1:
-            raise ConfigError(f"exposed={self.exposed} must be in 0 … 1")
-        if not 0 < self.target_balance <= 1:
-            raise ConfigError(f"target_balance={self.target_balance} must be above 0 and at most 1")
+        check_not_negative(
+            row_s=self.row_s,
+            touch_s=self.touch_s,
+            row_bytes=self.row_bytes,
+            expert_bytes=self.expert_bytes,
+            horizon=self.horizon,
+            planning_s=self.planning_s,
+            move_price=self.move_price,
+        )
+        check_share(exposed=self.exposed)
+        check_positive_share(target_balance=self.target_balance)
 
     @classmethod
     def of(cls, model: StepModel, tokens: int, **settings: float) -> Objective:

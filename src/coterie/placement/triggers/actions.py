@@ -32,7 +32,7 @@ from scipy.optimize import linear_sum_assignment
 from coterie._numba import njit
 from coterie.costs.exchange import row_trips_s
 from coterie.costs.movement import link_between, transfer_s
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_share
 from coterie.placement.holdings import Demand, Held
 from coterie.placement.triggers.demand import mismatch
 from coterie.types import Topology
@@ -66,8 +66,7 @@ class ActionSettings:
     def __post_init__(self) -> None:
         if not 0 < self.decay < 1:
             raise ConfigError(f"decay={self.decay} must be above 0 and below 1")
-        if not 0 <= self.min_mismatch <= 1:
-            raise ConfigError(f"min_mismatch={self.min_mismatch} must be in 0 … 1")
+        check_share(min_mismatch=self.min_mismatch)
         for name, least in (
             ("replicate_top", 0),
             ("swap_top", 0),

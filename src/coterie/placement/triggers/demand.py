@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least, check_positive_share
 
 Demand = NDArray[np.float64]
 Counts = NDArray[np.integer] | NDArray[np.floating]
@@ -117,8 +117,7 @@ class DemandTracker(_Tracker):
         self, num_layers: int, num_experts: int, num_workers: int, *, decay: float = 0.99, max_requests: int = 256
     ) -> None:
         super().__init__(num_layers, num_experts, num_workers, max_requests)
-        if not 0 < decay <= 1:
-            raise ConfigError(f"decay={decay} must be above 0 and at most 1")
+        check_positive_share(decay=decay)
         self.decay = decay
         self._overall = _Decayed(self.shape)
         self._workers = [_Decayed(self.shape) for _ in range(num_workers)]
@@ -166,8 +165,7 @@ class WindowTracker(_Tracker):
         self, num_layers: int, num_experts: int, num_workers: int, *, windows: int = 8, max_requests: int = 256
     ) -> None:
         super().__init__(num_layers, num_experts, num_workers, max_requests)
-        if windows < 1:
-            raise ConfigError(f"windows={windows} must be at least 1")
+        check_at_least(1, windows=windows)
         self.windows = windows
         self._now = 0
         self._ring = np.zeros((windows, num_workers, *self.shape))

@@ -23,10 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_not_negative, check_one_of
 from coterie.footprints.counting import footprint
-from coterie.routing.base import Decision, Request, Router
-from coterie.routing.fleet import Fleet
+from coterie.routing import Decision, Fleet, Request, Router
 from coterie.sim.fleet import _state as state
 from coterie.sim.fleet._bits import fill_bits
 from coterie.sim.fleet._loop import advance
@@ -96,12 +95,8 @@ class FleetConfig:
             raise ConfigError(f"prefill_workers={self.prefill_workers} must be 0 where workers do both")
         if self.both and self.chunk_tokens < self.places:
             raise ConfigError(f"chunk_tokens={self.chunk_tokens} must be at least places={self.places}: all decode")
-        if self.prefill_policy not in get_args(PrefillPolicy):
-            raise ConfigError(
-                f"prefill_policy={self.prefill_policy!r} must be one of {', '.join(get_args(PrefillPolicy))}"
-            )
-        if not 0.0 <= self.step_overhead_s < np.inf:
-            raise ConfigError(f"step_overhead_s={self.step_overhead_s} must be a finite number of at least 0")
+        check_one_of(get_args(PrefillPolicy), prefill_policy=self.prefill_policy)
+        check_not_negative(step_overhead_s=self.step_overhead_s)
         if self.speeds is not None and len(self.speeds) != self.decode_workers:
             raise ConfigError(f"speeds has {len(self.speeds)} workers; there are {self.decode_workers} that decode")
 
@@ -129,8 +124,7 @@ def run_fleet(
     the default tracks no experts, and routers that need them refuse it.
     """
     check_requests(requests, model.spec, in_flight)
-    if duplicates not in get_args(Duplicates):
-        raise ConfigError(f"duplicates={duplicates!r} must be one of {', '.join(get_args(Duplicates))}")
+    check_one_of(get_args(Duplicates), duplicates=duplicates)
     if fleet is None:
         speeds = config.speeds
         fleet = Fleet([config.places] * config.decode_workers, speeds=None if speeds is None else list(speeds))

@@ -41,10 +41,9 @@ from coterie.models import get_model
 from coterie.routing.calibration import calibration
 from coterie.sim.fleet.requests import draw_requests, phase_recordings
 from coterie.sim.fleet.run import FleetConfig
-from coterie.traces.activations import ActivationTrace
+from coterie.traces import ActivationTrace, RequestTrace
 from coterie.traces.arrivals import LognormalLengths
 from coterie.traces.readers import read_trace
-from coterie.traces.requests import RequestTrace
 from coterie.traces.synthetic import SyntheticSettings, generate
 from coterie.types import Placement, Topology
 

@@ -39,13 +39,9 @@ from coterie.footprints.counting import footprint
 from coterie.models import get_model
 from coterie.predictors import PredictRequest, predictors
 from coterie.registry import Offers
-from coterie.sim.decode import DecodeRequests, run_decode
-from coterie.sim.execution import PrefillExecution, StepTimer
-from coterie.sim.metrics import Run, Summary, summarise
-from coterie.sim.server import run_batches
-from coterie.traces.activations import ActivationTrace
+from coterie.sim import DecodeRequests, PrefillExecution, Run, StepTimer, Summary, run_batches, run_decode, summarise
+from coterie.traces import ActivationTrace, RequestTrace
 from coterie.traces.readers import read_trace
-from coterie.traces.requests import RequestTrace
 from coterie.types import ModelSpec, Placement, Topology
 
 NAME = "regimes"
