@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check_at_least
+from coterie.errors import ConfigError, check_at_least, check_one_of
 
 WeightDtype = Literal["fp32", "bf16", "fp16", "fp8", "mxfp4"]
 
@@ -29,13 +29,20 @@ PREFILL, DECODE = 0, 1
 
 
 def check_dtype(dtype: str) -> None:
-    if dtype not in BYTES_PER_WEIGHT:
-        raise ConfigError(f"weight_dtype={dtype!r} must be one of {', '.join(get_args(WeightDtype))}")
+    check_one_of(get_args(WeightDtype), weight_dtype=dtype)
 
 
 def narrowest_uint(largest: int) -> np.dtype[np.unsignedinteger]:
     """The smallest unsigned dtype that holds 0 … largest: uint8 for 256 experts, uint16 past that."""
     return np.dtype(np.min_scalar_type(largest))
+
+
+class Interval(NamedTuple):
+    """A mean and the ends of its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True)

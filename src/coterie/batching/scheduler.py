@@ -38,12 +38,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             max_batch_size=self.max_batch_size,
             window_size=self.window_size,
             min_batch_trigger=self.min_batch_trigger,
+            max_skips=self.max_skips,
         )
         if self.window_size < self.max_batch_size:
             raise ConfigError(f"window_size={self.window_size} must be at least max_batch_size={self.max_batch_size}")
         check_not_negative(scheduling_interval_ms=self.scheduling_interval_ms)
-        if self.max_skips is not None and self.max_skips < 1:
-            raise ConfigError(f"max_skips={self.max_skips} must be at least 1, or null")
 
     def make(self, context: Mapping[str, Any] | None = None) -> Strategy:
         """The strategy with this `max_skips`; `context` holds what the server offers, such as `cost`."""

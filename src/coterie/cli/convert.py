@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from coterie.cli.options import FromOption, NumExpertsOption, TraceModelOption
-from coterie.cli.output import JsonOption, print_json, print_table
+from coterie.cli.output import FromOption, JsonOption, NumExpertsOption, TraceModelOption, print_json, print_table
 from coterie.cli.summaries import load_sizes
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.readers import ReadOptions, Trace, detect, read_trace

@@ -54,9 +54,7 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     into things: it grows without bound."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, window_size=self.window_size, batch_size=self.batch_size)
-        if self.max_skips is not None and self.max_skips < 1:
-            raise ConfigError(f"max_skips={self.max_skips} must be at least 1, or null")
+        check_at_least(1, window_size=self.window_size, batch_size=self.batch_size, max_skips=self.max_skips)
 
     @classmethod
     def parse(cls, found: object, where: str) -> OrderingSettings:

@@ -6,14 +6,13 @@ from coterie.predictors.popularity import PopularityPredictor
 from coterie.predictors.prefix import Prefix
 from coterie.predictors.recent import RecentPopularity, WorkerPopularity
 from coterie.predictors.recorded import Recorded
-from coterie.predictors.scoring import Interval, Measure, Score, score
+from coterie.predictors.scoring import Measure, Score, score
 from coterie.predictors.similar import PrefixIndex, SimilarPrefix
 from coterie.predictors.token_table import TokenTable
 
 __all__ = [
     "DomainPredictor",
     "FittablePredictor",
-    "Interval",
     "Measure",
     "PopularityPredictor",
     "PredictRequest",

@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from coterie.engines.worker.model import Rows, StepResult, kv_positions_of
+from coterie.engines.worker.model import Rows, StepResult
 from coterie.errors import ConfigError, UnavailableError
+from coterie.footprints import block_positions
 from coterie.types import narrowest_uint
 
 Array = NDArray[np.float32]
@@ -61,7 +62,7 @@ class NumpyStore:
 
     def pack(self, blocks: Sequence[int], length: int) -> dict[str, Array]:
         """Name → [layer, token, head, width]: what another worker needs."""
-        kv_positions = kv_positions_of(blocks, 0, length, self.block_size)
+        kv_positions = block_positions(blocks, self.block_size, 0, length)
         return {"keys": self.keys[:, kv_positions], "values": self.values[:, kv_positions]}
 
     def check(self, tensors: Mapping[str, Any], length: int) -> None:
@@ -112,8 +113,8 @@ class NumpyModel:
     def step(self, batch: Sequence[Rows]) -> StepResult:
         """One forward pass of rows of many requests, each attending to its own blocks."""
         size = self.store.block_size
-        kv_positions = [kv_positions_of(rows.blocks, rows.start, rows.start + len(rows.tokens), size) for rows in batch]
-        seen = [kv_positions_of(rows.blocks, 0, rows.start + len(rows.tokens), size) for rows in batch]
+        kv_positions = [block_positions(rows.blocks, size, rows.start, rows.start + len(rows.tokens)) for rows in batch]
+        seen = [block_positions(rows.blocks, size, 0, rows.start + len(rows.tokens)) for rows in batch]
         positions = np.concatenate([np.arange(rows.start, rows.start + len(rows.tokens)) for rows in batch])
         ends = np.cumsum([len(rows.tokens) for rows in batch])
         written = np.concatenate(kv_positions)

@@ -81,14 +81,9 @@ class _Decayed:
 
 class _Tracker:
     def __init__(self, num_layers: int, num_experts: int, num_workers: int, max_requests: int) -> None:
-        for name, value in (
-            ("num_layers", num_layers),
-            ("num_experts", num_experts),
-            ("num_workers", num_workers),
-            ("max_requests", max_requests),
-        ):
-            if value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
+        check_at_least(
+            1, num_layers=num_layers, num_experts=num_experts, num_workers=num_workers, max_requests=max_requests
+        )
         self.shape = (num_layers, num_experts)
         self.num_workers = num_workers
         self.max_requests = max_requests

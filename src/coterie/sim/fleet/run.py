@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError, check_not_negative, check_one_of
+from coterie.errors import ConfigError, check_at_least, check_not_negative, check_one_of
 from coterie.footprints.counting import footprint
 from coterie.routing import Decision, Fleet, Request, Router
 from coterie.sim.fleet import _state as state
@@ -77,20 +77,16 @@ class FleetConfig:
     router's profile weighs as much as one interval. 0 never."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("decode_workers", 1),
-            ("prefill_workers", 0),
-            ("places", 1),
-            ("prefill_places", 1),
-            ("chunk_tokens", 1),
-            ("refine_tokens", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
-        for name in ("kv_tokens", "prefill_kv_tokens"):
-            tokens = getattr(self, name)
-            if tokens is not None and tokens < 1:
-                raise ConfigError(f"{name}={tokens} must be at least 1, or None for no bound")
+        check_at_least(
+            1,
+            decode_workers=self.decode_workers,
+            places=self.places,
+            prefill_places=self.prefill_places,
+            chunk_tokens=self.chunk_tokens,
+            kv_tokens=self.kv_tokens,
+            prefill_kv_tokens=self.prefill_kv_tokens,
+        )
+        check_at_least(0, prefill_workers=self.prefill_workers, refine_tokens=self.refine_tokens)
         if self.both and self.prefill_workers:
             raise ConfigError(f"prefill_workers={self.prefill_workers} must be 0 where workers do both")
         if self.both and self.chunk_tokens < self.places:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.placement.objective._assessing import parts_taken
+from coterie.placement.objective._arrays import parts_taken
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
