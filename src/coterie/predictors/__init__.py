@@ -1,8 +1,7 @@
 """Predictors: estimates of a request's load before it runs, and their scores. See docs/predictors.md."""
 
 from coterie.predictors.base import FittablePredictor, Predictor, PredictRequest, per_step, predictors
-from coterie.predictors.domain import DomainPredictor
-from coterie.predictors.popularity import PopularityPredictor
+from coterie.predictors.means import DomainPredictor, PopularityPredictor
 from coterie.predictors.prefix import Prefix
 from coterie.predictors.recent import RecentPopularity, WorkerPopularity
 from coterie.predictors.recorded import Recorded

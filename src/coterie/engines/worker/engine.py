@@ -31,7 +31,7 @@ from coterie.engines.worker.requests import FinishReason, Output, Request, draw
 from coterie.engines.worker.transfer import Prefilled, StagedKV, from_bytes, to_bytes
 from coterie.errors import ConfigError
 from coterie.footprints import block_positions, footprint
-from coterie.footprints.step_log import StepLog
+from coterie.footprints.positions import StepLog
 from coterie.wire.footprints import WireFootprint, attach_footprint
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from coterie.engines.vllm.subscriber import Subscriber
 from coterie.errors import ConfigError, InputError, UnavailableError, check_at_least
 from coterie.evaluation.demo.runs import REFERENCE_SHAPE, LoopResult, RouterRun
 from coterie.footprints import PositionStore, footprint
-from coterie.footprints.step_log import COLUMNS, ROWS, Steps
+from coterie.footprints.positions import COLUMNS, ROWS, Steps
 from coterie.gateway.proxy import RoutedFleet, Served
 from coterie.models import get_model
 from coterie.net.http_client import Client, completion_path, served_model

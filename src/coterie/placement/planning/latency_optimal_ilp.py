@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, check_at_least, check_not_negative
 from coterie.placement.base import Load, Plan, Progress, Proof, SearchProgress, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
-from coterie.placement.planning.milp.layer import Array, Found, Layer, Mask
+from coterie.placement.planning.milp.program import Array, Found, Layer, Mask
 from coterie.placement.planning.milp.solving import Search, best_shares, solve
 from coterie.placement.planning.packing import living_ranks
 from coterie.registry import needs

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import highspy
 import numpy as np
 
-from coterie.placement.planning.milp.layer import Array, Found, Index, Layer, Mask
-from coterie.placement.planning.milp.program import INF, Program, Rows
+from coterie.placement.planning.milp.program import INF, Array, Found, Index, Layer, Mask, Program, Rows
 
 Tell = Callable[[float, float], bool]
 """Callback: the best excess and its bound so far, in seconds; returning False stops the search."""
