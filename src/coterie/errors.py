@@ -89,6 +89,12 @@ def check_one_of(choices: Collection[str], **values: str) -> None:
             raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
 
 
+def check_new_file(path: Path | None) -> None:
+    """Refuse to replace a file. None, where nothing is to be written, passes."""
+    if path is not None and (path.exists() or path.is_symlink()):
+        raise ConfigError(f"{path} exists already; choose another name or remove it first")
+
+
 class UnknownNameError(InputError, KeyError):
     """A name that is not registered."""
 

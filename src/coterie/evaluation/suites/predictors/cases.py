@@ -16,13 +16,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError
 from coterie.evaluation.suites.base import SuiteOptions
 from coterie.evaluation.suites.predictors.traces import MIN_TOKENS, drawn, halved, long_enough, prompt_groups, taken
 from coterie.predictors import TokenTable
 from coterie.traces.activations import ActivationTrace
-from coterie.traces.readers import read_trace
-from coterie.traces.writers import kind_of
+from coterie.traces.readers import read_as
 from coterie.types import DECODE, PREFILL
 
 TRACES = ("gpt-oss-20b", "deepseek-v2-lite")
@@ -75,9 +74,7 @@ def trace_paths(options: SuiteOptions, notes: list[str]) -> list[Path]:
 
 def trace_cases(path: Path, options: SuiteOptions, notes: list[str]) -> list[Case]:
     """One where the trace has both phases; else two, of all of a request and of its second half."""
-    trace = read_trace(path, options.trace_format)
-    if not isinstance(trace, ActivationTrace):
-        raise TraceError(path, "kind", f"found {kind_of(trace)!r}, expected 'activations'")
+    trace = read_as(ActivationTrace, path, options.trace_format)
     name = path.resolve().name if path.is_dir() else path.stem
     texts = sidecar_texts(path) if trace.arrays()[0].token_ids is None else None
     prompts = None
