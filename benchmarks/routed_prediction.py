@@ -24,7 +24,7 @@ from coterie.costs.step import StepModel
 from coterie.errors import InputError
 from coterie.evaluation.demo.loop import LoopSettings, make_router
 from coterie.evaluation.demo.runs import LoopResult, RouterRun
-from coterie.footprints.step_log import DISTINCT, ENDED_S, ROWS
+from coterie.footprints.positions import DISTINCT, ENDED_S, ROWS
 from coterie.sim.fleet.requests import FleetRequests, Recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.types import ModelSpec

@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from coterie.engines.vllm.settings import ConnectorSettings
     from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, run_loop
     from coterie.evaluation.demo.runs import REFERENCE_SHAPE, predicted_step_ms
-    from coterie.footprints.step_log import ROWS
+    from coterie.footprints.positions import ROWS
     from coterie.models import get_model, model_from_config
     from coterie.net.processes import ServerProcess, free_port
     from coterie.prompts import load_prompts, read_prompts, take_in_turn

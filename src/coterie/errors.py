@@ -15,7 +15,8 @@ Messages are one line, quote the value, and state the relation that fails:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,6 +54,45 @@ def require_fitted(value: T | None, what: str) -> T:
     if value is None:
         raise NotFittedError(f"{what} is not fitted: call fit() first")
     return value
+
+
+def check_at_least(least: float, **values: float | None) -> None:
+    """Refuse a setting below `least`. None, a setting that is left out, passes this check and the others."""
+    _check(values, lambda value: value >= least, f"at least {least}")
+
+
+def check_positive(**values: float | None) -> None:
+    _check(values, lambda value: 0 < value < math.inf, "a finite number above 0")
+
+
+def check_not_negative(**values: float | None) -> None:
+    _check(values, lambda value: 0 <= value < math.inf, "a finite number of at least 0")
+
+
+def check_share(**values: float | None) -> None:
+    _check(values, lambda value: 0 <= value <= 1, "in 0 … 1")
+
+
+def check_positive_share(**values: float | None) -> None:
+    _check(values, lambda value: 0 < value <= 1, "above 0 and at most 1")
+
+
+def _check(values: Mapping[str, float | None], holds: Callable[[float], bool], relation: str) -> None:
+    for name, value in values.items():
+        if value is not None and not holds(value):
+            raise ConfigError(f"{name}={value} must be {relation}")
+
+
+def check_one_of(choices: Collection[str], **values: str) -> None:
+    for name, value in values.items():
+        if value not in choices:
+            raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
+
+
+def check_new_file(path: Path | None) -> None:
+    """Refuse to replace a file. None, where nothing is to be written, passes."""
+    if path is not None and (path.exists() or path.is_symlink()):
+        raise ConfigError(f"{path} exists already; choose another name or remove it first")
 
 
 class UnknownNameError(InputError, KeyError):

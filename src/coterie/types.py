@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least, check_one_of
 
 WeightDtype = Literal["fp32", "bf16", "fp16", "fp8", "mxfp4"]
 
@@ -29,13 +29,20 @@ PREFILL, DECODE = 0, 1
 
 
 def check_dtype(dtype: str) -> None:
-    if dtype not in BYTES_PER_WEIGHT:
-        raise ConfigError(f"weight_dtype={dtype!r} must be one of {', '.join(get_args(WeightDtype))}")
+    check_one_of(get_args(WeightDtype), weight_dtype=dtype)
 
 
 def narrowest_uint(largest: int) -> np.dtype[np.unsignedinteger]:
     """The smallest unsigned dtype that holds 0 … largest: uint8 for 256 experts, uint16 past that."""
     return np.dtype(np.min_scalar_type(largest))
+
+
+class Interval(NamedTuple):
+    """A mean and the ends of its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +160,7 @@ class Topology:
     can be fetched from it. Empty: all 1."""
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1:
-            raise ConfigError(f"num_ranks={self.num_ranks} must be at least 1")
-        if self.ranks_per_node < 1:
-            raise ConfigError(f"ranks_per_node={self.ranks_per_node} must be at least 1")
+        check_at_least(1, num_ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)
         if self.speeds and len(self.speeds) != self.num_ranks:
             raise ConfigError(f"speeds has {len(self.speeds)} values; num_ranks={self.num_ranks}")
         for rank, speed in enumerate(self.speeds):
@@ -195,8 +199,7 @@ class Placement:
     def __post_init__(self) -> None:
         if self.slot_experts.ndim != 2:
             raise ConfigError(f"slot_experts has shape {self.slot_experts.shape}; it must be [layer, slot]")
-        if self.num_ranks < 1:
-            raise ConfigError(f"num_ranks={self.num_ranks} must be at least 1")
+        check_at_least(1, num_ranks=self.num_ranks)
         if self.num_slots % self.num_ranks:
             raise ConfigError(
                 f"num_slots={self.num_slots} must be a multiple of num_ranks={self.num_ranks} "

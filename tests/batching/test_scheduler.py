@@ -257,7 +257,7 @@ BAD_SCHEDULERS = [
     ({"min_batch_trigger": 0}, "min_batch_trigger=0 must be at least 1"),
     ({"window_size": 7}, "window_size=7 must be at least max_batch_size=8"),
     ({"scheduling_interval_ms": -0.5}, "scheduling_interval_ms=-0.5 must be a number of at least 0"),
-    ({"max_skips": 0}, "max_skips=0 must be at least 1, or null"),
+    ({"max_skips": 0}, "max_skips=0 must be at least 1"),
 ]
 
 

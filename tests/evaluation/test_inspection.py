@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from coterie.errors import TraceError
 from coterie.evaluation.inspect.drift import measure_drift
-from coterie.evaluation.inspect.inspection import inspect_trace
+from coterie.evaluation.inspect.inspection import arrival_rate, inspect_trace
 from coterie.evaluation.inspect.loads import gini, layer_loads
 from coterie.evaluation.inspect.one_pass import cut_windows
-from coterie.evaluation.inspect.requests import arrival_rate
 from coterie.footprints.counting import footprint
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.arrivals import LognormalLengths, PoissonArrivals

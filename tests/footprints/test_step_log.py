@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import InputError
-from coterie.footprints.positions import PositionShape, PositionStore
-from coterie.footprints.step_log import COLUMNS, DISTINCT, ENDED_S, ROWS, StepLog
+from coterie.footprints.positions import COLUMNS, DISTINCT, ENDED_S, ROWS, PositionShape, PositionStore, StepLog
 
 
 @given(size=st.integers(1, 9), steps=st.integers(0, 30), data=st.data())

@@ -22,7 +22,7 @@ from coterie.engines.worker.numpy_model import NumpyModel
 from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, record, run_loop, serve, steps_of, whole_blocks
 from coterie.footprints import footprint
-from coterie.footprints.step_log import ENDED_S, ROWS
+from coterie.footprints.positions import ENDED_S, ROWS
 from coterie.gateway.proxy import RoutedFleet, Served
 from coterie.models import model_from_config
 from coterie.net.http_client import Answer, Client

@@ -15,7 +15,7 @@ from coterie.placement.objective import Objective, Problem
 from coterie.placement.planning.eplb import rebalance
 from coterie.placement.planning.free_split import FreeSplit, improve
 from coterie.placement.splits.shares import optimal_shares
-from coterie.traces.drifting import zipf_drift
+from coterie.traces.load import zipf_drift
 from coterie.types import Placement, Topology
 
 

@@ -16,7 +16,7 @@ from coterie.placement.base import HOST, Load, Plan, planners
 from coterie.placement.objective import Objective, Problem
 from coterie.placement.planning.eplb import Eplb
 from coterie.placement.planning.latency_optimal import LatencyOptimal
-from coterie.traces.drifting import zipf_drift
+from coterie.traces.load import zipf_drift
 from coterie.types import Placement, Topology, balancedness
 
 

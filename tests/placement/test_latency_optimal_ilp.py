@@ -15,7 +15,7 @@ from coterie.errors import ConfigError
 from coterie.placement import Eplb, Load, Objective, Plan, Problem, Score
 from coterie.placement.base import SearchProgress
 from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
-from coterie.traces.drifting import zipf_drift
+from coterie.traces.load import zipf_drift
 from coterie.types import Placement, Topology
 
 

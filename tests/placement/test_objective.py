@@ -16,7 +16,7 @@ from coterie.models import get_model
 from coterie.placement.base import HOST, Load
 from coterie.placement.objective import Objective, Problem, settle
 from coterie.placement.planning.eplb import Eplb
-from coterie.traces.drifting import zipf_drift
+from coterie.traces.load import zipf_drift
 from coterie.types import Link, Placement, Topology
 
 

@@ -13,12 +13,10 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.placement import HOST, Load, Moves, Objective, Plan, planners
+from coterie.placement.planning.baselines import Linear, Popularity, RoundRobin, deal
 from coterie.placement.planning.eplb import Eplb, rebalance
-from coterie.placement.planning.linear import Linear
-from coterie.placement.planning.popularity import Popularity
-from coterie.placement.planning.round_robin import RoundRobin, deal
 from coterie.testing import check_planner
-from coterie.traces.drifting import zipf_drift
+from coterie.traces.load import zipf_drift
 from coterie.types import Placement, Topology, balancedness
 
 DOCS = Path(__file__).parents[2] / "docs"

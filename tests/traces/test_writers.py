@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError, UnknownNameError
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
-from coterie.traces.readers import detect, read_trace
-from coterie.traces.writers import kind_of, write_trace, writers
+from coterie.traces.readers import detect, kind_of, read_trace
+from coterie.traces.writers import write_trace, writers
 
 RESERVED = {"arrival_s", "timestamp", "prompt_tokens", "output_tokens", "id", "domain", "prefix_blocks", "block_tokens"}
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=8)

@@ -1,13 +1,12 @@
 """Batch selection: which waiting requests join the running batch."""
 
 from coterie.batching.base import Selection, Strategy, Window, passed_over, strategies
-from coterie.batching.fcfs import Fcfs
+from coterie.batching.baselines import Fcfs, RandomSample
 from coterie.batching.greedy import BestFit, Differencing, GreedyDotProduct, GreedyVariance, LptBalanced, NormMinimizing
 from coterie.batching.karmarkar_karp import KarmarkarKarp
 from coterie.batching.latency_aware import LatencyAware
 from coterie.batching.lpt import Lpt
 from coterie.batching.power_of_d import PowerOfD, PowerOfDDot
-from coterie.batching.random_sample import RandomSample
 
 __all__ = [
     "BestFit",

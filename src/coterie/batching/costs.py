@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from coterie.costs.lines import StepCost
-from coterie.errors import ConfigError
+from coterie.errors import check_not_negative
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +22,7 @@ class SpreadCost:
     sensitivity: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sensitivity < np.inf:
-            raise ConfigError(f"sensitivity={self.sensitivity} must be a finite number of at least 0")
+        check_not_negative(sensitivity=self.sensitivity)
 
 
 BatchCost = SpreadCost | StepCost

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,7 @@ class DecodePrices:
     """Per activation of an expert on another rank, both ways of the exchange."""
 
     def __post_init__(self) -> None:
-        for name in ("fixed_us", "request_us", "remote_us"):
-            if not 0 <= getattr(self, name) < np.inf:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
+        check_not_negative(fixed_us=self.fixed_us, request_us=self.request_us, remote_us=self.remote_us)
 
 
 class DecodeBatch(NamedTuple):
@@ -56,11 +54,8 @@ class DecodeBatcher:
     """Steps a request may be passed over before it goes first."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.budget_us < np.inf:
-            raise ConfigError(f"budget_us={self.budget_us} must be a finite number above 0")
-        for name in ("max_tokens", "max_skips"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        check_positive(budget_us=self.budget_us)
+        check_at_least(1, max_tokens=self.max_tokens, max_skips=self.max_skips)
 
     def select(self, remote: NDArray[np.floating], skipped: NDArray[np.integer]) -> DecodeBatch:
         """`remote` [request] activations a token has on other ranks; `skipped` [request] steps it was passed over."""

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import Generator
 
-from coterie.batching._by_spread import by_spread, spread, spread_avoidable
+from coterie._numba import njit
 from coterie.batching._by_step import by_step, step_avoidable, step_us
 from coterie.batching.base import Loads, Selection, Window, strategies
 from coterie.batching.costs import BatchCost
-from coterie.batching.picking import NEVER, Indices, Skipping, check_snapshot
+from coterie.batching.greedy import DOT, pick_greedily
+from coterie.batching.picking import NEVER, Indices, Skipping, allowed_skips, check_snapshot, due, in_order, total_of
 from coterie.costs.lines import StepCost
 from coterie.errors import ConfigError
 from coterie.registry import needs
@@ -129,3 +130,58 @@ def _time_of(cost: BatchCost, loads: Loads, running: Loads) -> float:
         loads, running = cost.slot_loads(loads), cost.slot_loads(running)
         return float(step_us(loads, running, everyone, cost.numbers(), cost.num_ranks))
     return float(spread(loads.reshape(len(loads), -1), running.ravel(), everyone, cost.sensitivity))
+
+
+# The loops of :mod:`coterie.batching.latency_aware` that even out ``1 + sensitivity x CV`` of the load.
+
+BY_DOT = np.int64(DOT)
+"""A NumPy integer: Numba would compile the picking again for a Python one."""
+
+
+@njit()
+def by_spread(
+    loads: Loads, running: Loads, skipped: Indices, expected_gain: float, size: int, max_skips: int, sensitivity: float
+) -> tuple[Indices, int, float]:
+    arrived = in_order(skipped, size, max_skips)
+    if len(arrived) == len(loads):
+        return arrived, 0, 0.0
+    rows, load = loads.reshape(len(loads), loads.shape[1] * loads.shape[2]), running.ravel()
+    time = spread(rows, load, arrived, sensitivity)
+    budget = allowed_skips(spread_avoidable(rows, load, arrived, time), expected_gain, max_skips)
+    if budget == 0:
+        return arrived, 0, 0.0
+    order, forced = due(skipped, size, max_skips, budget)
+    if forced < len(order):
+        # Not the least CV of this batch: over many batches the dot product passes the same requests over least often.
+        order = pick_greedily(loads, running, skipped, size, budget, BY_DOT)[0]
+    gain = 1.0 - spread(rows, load, order, sensitivity) / time
+    return (order, budget, gain) if gain > 0.0 else (arrived, 0, 0.0)
+
+
+@njit()
+def spread_avoidable(rows: Loads, load: Loads, arrived: Indices, time: float) -> float:
+    """Share of the time 1 + sensitivity x CV that unevenness costs, divided by the share of the work chosen here."""
+    brought = 0.0
+    for request in arrived:
+        brought += total_of(rows[request])
+    if brought <= 0.0:
+        return 0.0
+    share = brought / (brought + total_of(load))
+    return (1.0 - 1.0 / time) / share
+
+
+@njit(fastmath=True)
+def spread(rows: Loads, load: Loads, order: Indices, sensitivity: float) -> float:
+    """1 + sensitivity x CV of the load with these requests."""
+    batch = load.copy()
+    for request in order:
+        row = rows[request]
+        for column in range(len(batch)):
+            batch[column] += row[column]
+    square, total = 0.0, 0.0
+    for column in range(len(batch)):
+        square += batch[column] * batch[column]
+        total += batch[column]
+    if total <= 0.0:
+        return 1.0
+    return float(1.0 + sensitivity * np.sqrt(max(0.0, len(batch) * square / (total * total) - 1.0)))

@@ -13,7 +13,7 @@ from numpy.random import Generator
 
 from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads, Strategy, strategies
 from coterie.batching.waiting import Batch, Chooser, RowView, WaitingList
-from coterie.errors import ConfigError, UnknownNameError
+from coterie.errors import ConfigError, UnknownNameError, check_at_least, check_not_negative
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,15 +33,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Times a request may be passed over before it must be taken; null never forces one."""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "window_size", "min_batch_trigger"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        check_at_least(
+            1,
+            max_batch_size=self.max_batch_size,
+            window_size=self.window_size,
+            min_batch_trigger=self.min_batch_trigger,
+            max_skips=self.max_skips,
+        )
         if self.window_size < self.max_batch_size:
             raise ConfigError(f"window_size={self.window_size} must be at least max_batch_size={self.max_batch_size}")
-        if not (math.isfinite(self.scheduling_interval_ms) and self.scheduling_interval_ms >= 0):
-            raise ConfigError(f"scheduling_interval_ms={self.scheduling_interval_ms} must be a number of at least 0")
-        if self.max_skips is not None and self.max_skips < 1:
-            raise ConfigError(f"max_skips={self.max_skips} must be at least 1, or null")
+        check_not_negative(scheduling_interval_ms=self.scheduling_interval_ms)
 
     def make(self, context: Mapping[str, Any] | None = None) -> Strategy:
         """The strategy with this `max_skips`; `context` holds what the server offers, such as `cost`."""

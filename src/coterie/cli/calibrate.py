@@ -8,7 +8,7 @@ from typing import Annotated, cast
 import typer
 
 from coterie.cli.output import JsonOption, print_json, print_table, reporting
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_new_file
 
 
 def calibrate_command(
@@ -53,8 +53,7 @@ def calibrate_command(
     from coterie.models import get_model, model_from_config
     from coterie.types import WeightDtype, check_dtype
 
-    if output is not None and output.exists():
-        raise ConfigError(f"{output} exists already; choose another name or remove it first")
+    check_new_file(output)
     if output is not None and not output.parent.is_dir():  # before measuring, not after
         raise ConfigError(f"{output.parent} is not a folder; the preset cannot be written there")
     specs = [get_model(one) for one in model or ([] if config else ["qwen3-30b-a3b"])]

@@ -8,12 +8,11 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from coterie.cli.options import FromOption, NumExpertsOption, TraceModelOption
-from coterie.cli.output import JsonOption, print_json, print_table
+from coterie.cli.output import FromOption, JsonOption, NumExpertsOption, TraceModelOption, print_json, print_table
 from coterie.cli.summaries import load_sizes
 from coterie.traces import ActivationTrace, LoadTable
-from coterie.traces.readers import ReadOptions, Trace, detect, read_trace
-from coterie.traces.writers import check_target, kind_of, write_trace
+from coterie.traces.readers import ReadOptions, Trace, detect, kind_of, read_trace
+from coterie.traces.writers import check_target, write_trace
 
 
 def convert_command(

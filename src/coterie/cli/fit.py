@@ -9,8 +9,16 @@ import numpy as np
 import typer
 from rich.markup import escape
 
-from coterie.cli.options import FromOption, NumExpertsOption, TraceModelOption
-from coterie.cli.output import JsonOption, out, print_json, print_table, reporting
+from coterie.cli.output import (
+    FromOption,
+    JsonOption,
+    NumExpertsOption,
+    TraceModelOption,
+    out,
+    print_json,
+    print_table,
+    reporting,
+)
 from coterie.errors import ConfigError
 from coterie.traces import ActivationTrace
 from coterie.traces.readers import ReadOptions, read_trace

@@ -10,8 +10,16 @@ import numpy as np
 import typer
 from rich.markup import escape
 
-from coterie.cli.options import FromOption, NumExpertsOption, TraceModelOption
-from coterie.cli.output import JsonOption, out, print_json, print_table, progress
+from coterie.cli.output import (
+    FromOption,
+    JsonOption,
+    NumExpertsOption,
+    TraceModelOption,
+    out,
+    print_json,
+    print_table,
+    progress,
+)
 from coterie.traces.readers import ReadOptions, read_trace
 
 if TYPE_CHECKING:  # numba and matplotlib take a second to import: only when a trace is inspected

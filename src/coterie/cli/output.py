@@ -134,3 +134,16 @@ def print_rank_bars(title: str, columns: Sequence[Column], note: str) -> None:
 def relative(busy: NDArray[np.float64]) -> NDArray[np.float64]:
     """Divide by the mean: 1 is an average rank."""
     return busy / busy.mean() if busy.any() else np.zeros(len(busy))
+
+
+# Options that several commands share.
+
+FromOption = Annotated[
+    str | None, typer.Option("--from", help="Format of the input; detected from the file by default.")
+]
+TraceModelOption = Annotated[
+    str | None, typer.Option("--model", help="Name of the model that produced the trace, if the file does not give it.")
+]
+NumExpertsOption = Annotated[
+    int | None, typer.Option("--num-experts", min=1, help="Experts per layer, if the file holds expert ids only.")
+]

@@ -8,7 +8,7 @@ from typing import Annotated, cast
 import typer
 
 from coterie.cli.output import JsonOption, print_json, print_table, reporting
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_new_file
 
 
 def replay_command(
@@ -49,8 +49,7 @@ def replay_command(
     from coterie.models import get_model, model_from_config
     from coterie.types import WeightDtype, check_dtype
 
-    if output is not None and output.exists():
-        raise ConfigError(f"{output} exists already; choose another name or remove it first")
+    check_new_file(output)
     if output is not None and not output.parent.is_dir():  # before measuring, not after
         raise ConfigError(f"{output.parent} is not a folder; the result cannot be written there")
     if dtype is not None:

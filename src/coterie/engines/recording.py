@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from coterie.errors import ConfigError
+from coterie.errors import check_at_least, check_positive
 from coterie.net.http_client import Answer, Client
 from coterie.prompts import Prompt
 
@@ -37,10 +37,8 @@ class Sending:
     report: Progress = _no_report
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1 or self.max_tokens < 1:
-            raise ConfigError(f"concurrency={self.concurrency} and max_tokens={self.max_tokens} must be at least 1")
-        if self.duration_s is not None and not 0 < self.duration_s < float("inf"):
-            raise ConfigError(f"duration_s={self.duration_s} must be above 0")
+        check_at_least(1, concurrency=self.concurrency, max_tokens=self.max_tokens)
+        check_positive(duration_s=self.duration_s)
 
     async def send(
         self, client: Client, path: str, bodies: Iterable[Mapping[str, Any]]

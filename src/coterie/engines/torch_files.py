@@ -35,10 +35,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, TraceError, UnavailableError
-from coterie.traces.activations import ActivationTrace, TraceMeta
-from coterie.traces.load import LoadTable
+from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.readers.base import Reader, ReadOptions, Trace
-from coterie.traces.requests import RequestTrace
 from coterie.types import DECODE, PREFILL
 
 EXTEND_PASS, DECODE_PASS, MIXED_PASS, IDLE_PASS = 1, 2, 3, 4

@@ -14,7 +14,7 @@ from coterie.batching.costs import SpreadCost
 from coterie.batching.waiting import Chooser, DecisionFile, RequestView
 from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model
-from coterie.errors import ConfigError, InputError
+from coterie.errors import ConfigError, InputError, check_at_least
 from coterie.models import model_from_config
 from coterie.predictors import PredictRequest, TokenTable
 from coterie.types import Placement, Topology
@@ -54,11 +54,7 @@ class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     into things: it grows without bound."""
 
     def __post_init__(self) -> None:
-        for name in ("window_size", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.max_skips is not None and self.max_skips < 1:
-            raise ConfigError(f"max_skips={self.max_skips} must be at least 1, or null")
+        check_at_least(1, window_size=self.window_size, batch_size=self.batch_size, max_skips=self.max_skips)
 
     @classmethod
     def parse(cls, found: object, where: str) -> OrderingSettings:

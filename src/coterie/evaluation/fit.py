@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.footprints.signatures import MAX_PAIRS, WEIGHTINGS, Signature, rho, sample_pairs
-from coterie.routing.calibration import Calibration, calibration
+from coterie.routing import Calibration, RouterFit, calibration
 from coterie.routing.clustering import assign, capacities
-from coterie.routing.fitted import RouterFit
 from coterie.routing.union import expected_distinct_of, tangents
 from coterie.traces import ActivationTrace
 

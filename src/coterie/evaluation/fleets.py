@@ -19,19 +19,16 @@ from numpy.typing import NDArray
 from coterie.costs.lines import StepPrices
 from coterie.costs.presets import step_model
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError
 from coterie.footprints.signatures import Signature, Weighting
 from coterie.models import get_model
-from coterie.routing.base import Router, routers
-from coterie.routing.calibration import Calibration, calibration
+from coterie.routing import Calibration, Router, RouterFit, calibration, routers
 from coterie.routing.clustering import cluster
 from coterie.routing.domain import share_out
-from coterie.routing.fitted import RouterFit
-from coterie.sim.fleet.metrics import FleetRun, summarise_fleet
+from coterie.sim import FleetConfig, FleetRun, run_fleet, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests, split_recordings
-from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.traces.activations import ActivationTrace
-from coterie.traces.readers import read_trace
+from coterie.traces.readers import read_as
 from coterie.types import Placement
 
 TRACES = {"gpt-oss-20b": "gpt-oss-20b/routing.npz", "deepseek-v2-lite": "deepseek-v2-lite/routing_tokens.npz"}
@@ -56,9 +53,7 @@ class Source(NamedTuple):
 
 @lru_cache(maxsize=4)
 def load_source(path: Path) -> Source:
-    trace = read_trace(path)
-    if not isinstance(trace, ActivationTrace):
-        raise TraceError(path, "kind", "expected activations")
+    trace = read_as(ActivationTrace, path)
     return Source(trace, calibration(trace))
 
 

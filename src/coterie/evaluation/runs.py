@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
+
+from coterie.types import Interval
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -31,12 +33,6 @@ def in_parallel(work: Callable[[A], B], items: Sequence[A]) -> Iterator[tuple[A,
             yield futures[future], future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-class Interval(NamedTuple):
-    mean: float
-    low: float
-    high: float
 
 
 def interval(samples: NDArray[np.float64] | Sequence[float]) -> Interval:

@@ -24,7 +24,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
-from coterie.errors import ConfigError, require_fitted
+from coterie.errors import ConfigError, check_one_of, require_fitted
 
 Weighting = Literal["count_idf", "count", "gate", "binary"]
 WEIGHTINGS: tuple[str, ...] = get_args(Weighting)
@@ -56,8 +56,7 @@ class Signature:
     kept_: KeptLayers | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.weighting not in WEIGHTINGS:
-            raise ConfigError(f"weighting={self.weighting!r} must be one of {', '.join(WEIGHTINGS)}")
+        check_one_of(WEIGHTINGS, weighting=self.weighting)
 
     @classmethod
     def restored(cls, weighting: str, weights: NDArray[np.float32], layers: NDArray[np.int64]) -> Signature:

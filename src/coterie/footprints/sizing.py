@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from coterie.errors import ConfigError
+from coterie.errors import check_at_least, check_one_of
 from coterie.types import ModelSpec, narrowest_uint
 
 KVDtype = Literal["bf16", "fp8"]
@@ -74,10 +74,8 @@ def position_bytes(spec: ModelSpec) -> int:
 
 def store_size(spec: ModelSpec, kv_dtype: KVDtype = "bf16", block_size: int = 16) -> StoreSize:
     """Size of the store for a model whose KV cache has this dtype and block size."""
-    if kv_dtype not in get_args(KVDtype):
-        raise ConfigError(f"kv_dtype={kv_dtype!r} must be one of {', '.join(get_args(KVDtype))}")
-    if block_size < 1:
-        raise ConfigError(f"block_size={block_size} must be at least 1")
+    check_one_of(get_args(KVDtype), kv_dtype=kv_dtype)
+    check_at_least(1, block_size=block_size)
     kv_bytes = spec.kv_bytes_per_token // (2 if kv_dtype == "fp8" else 1)
     counts = spec.num_moe_layers * spec.num_experts
     return StoreSize(

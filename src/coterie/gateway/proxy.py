@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.net.http_client import Answer, Client
-from coterie.routing.base import Request, Router
-from coterie.routing.fleet import Fleet
+from coterie.routing import Fleet, Request, Router
 from coterie.wire.footprints import WireFootprint, footprint_of, without_footprint
 from coterie.wire.handoff import decode_body, prefill_body
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from coterie.errors import ConfigError, InputError
+from coterie.errors import InputError, check_at_least
 from coterie.kvindex import _tables
 from coterie.kvindex.identity import NO_CONTEXTS, contexts, event_contexts, event_tokens, hash_keys, writeable
 from coterie.wire.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvents
@@ -143,9 +143,8 @@ class KVDirectory:
         capacity: int = 0,
         rng: np.random.Generator | None = None,
     ) -> None:
-        for name, value, least in (("num_workers", num_workers, 1), ("block_size", block_size, 1), ("group", group, 0)):
-            if value < least:
-                raise ConfigError(f"{name}={value} must be at least {least}")
+        check_at_least(1, num_workers=num_workers, block_size=block_size)
+        check_at_least(0, group=group)
         self.num_workers = num_workers
         self.block_size = block_size
         self.group = group

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import ConfigError, UnavailableError, check_at_least
 from coterie.prompts import Prompt
 from coterie.wire.handoff import REQUEST_ID_HEADER
 
@@ -162,8 +162,7 @@ class Client:
 
         After `duration_s` no further body is taken; those in flight are waited for.
         """
-        if concurrency < 1:
-            raise ConfigError(f"concurrency={concurrency} must be at least 1")
+        check_at_least(1, concurrency=concurrency)
         source, started = enumerate(bodies), time.monotonic()
         running: set[asyncio.Task[Answer]] = set()
         try:

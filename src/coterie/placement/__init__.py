@@ -6,12 +6,10 @@ from coterie.placement.migration.memory import MemoryBudget
 from coterie.placement.migration.migrator import Migrator
 from coterie.placement.migration.rounds import schedule_moves
 from coterie.placement.objective import Objective, Problem, Score, settle
+from coterie.placement.planning.baselines import Linear, Popularity, RoundRobin
 from coterie.placement.planning.eplb import Eplb
 from coterie.placement.planning.latency_optimal import LatencyOptimal
 from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
-from coterie.placement.planning.linear import Linear
-from coterie.placement.planning.popularity import Popularity
-from coterie.placement.planning.round_robin import RoundRobin
 from coterie.placement.triggers.demand import DemandTracker, WindowTracker, mismatch
 from coterie.placement.triggers.drift import DriftEstimator
 from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_positive
 from coterie.registry import PolicyRegistry
 from coterie.types import Placement, Topology
 
@@ -40,8 +40,7 @@ class Load:
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ConfigError(f"load has shape {tokens.shape}; it must be [layer, expert], neither 0")
         _check_tokens("load", tokens)
-        if not 0 < self.steps < np.inf:
-            raise ConfigError(f"steps={self.steps} must be a finite number above 0")
+        check_positive(steps=self.steps)
         if self.sources is not None:
             sources = np.ascontiguousarray(self.sources, np.float64)
             object.__setattr__(self, "sources", sources)

@@ -1,19 +1,17 @@
 """Predictors: estimates of a request's load before it runs, and their scores. See docs/predictors.md."""
 
 from coterie.predictors.base import FittablePredictor, Predictor, PredictRequest, per_step, predictors
-from coterie.predictors.domain import DomainPredictor
-from coterie.predictors.popularity import PopularityPredictor
+from coterie.predictors.means import DomainPredictor, PopularityPredictor
 from coterie.predictors.prefix import Prefix
 from coterie.predictors.recent import RecentPopularity, WorkerPopularity
 from coterie.predictors.recorded import Recorded
-from coterie.predictors.scoring import Interval, Measure, Score, score
+from coterie.predictors.scoring import Measure, Score, score
 from coterie.predictors.similar import PrefixIndex, SimilarPrefix
 from coterie.predictors.token_table import TokenTable
 
 __all__ = [
     "DomainPredictor",
     "FittablePredictor",
-    "Interval",
     "Measure",
     "PopularityPredictor",
     "PredictRequest",

@@ -12,14 +12,13 @@ popularity the shorter it is. Wrong where a request changes its subject.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, require_fitted
+from coterie.errors import check_not_negative, require_fitted
 from coterie.predictors.base import Load, Popularity, PredictRequest, StartKind, calibrate, check_requests, predictors
 from coterie.traces.activations import ActivationTrace
 from coterie.types import DECODE, PREFILL
@@ -39,8 +38,7 @@ class Prefix:
     """Popularity of the tokens predicted."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.smoothing < math.inf:
-            raise ConfigError(f"smoothing={self.smoothing} must be a finite number, not negative")
+        check_not_negative(smoothing=self.smoothing)
 
     @property
     def after(self) -> Popularity:

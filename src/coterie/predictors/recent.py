@@ -11,7 +11,6 @@ stays below 1 ÷ (1 - decay). A record updates two arrays, however many workers 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -19,7 +18,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_positive, check_positive_share
 from coterie.footprints import footprint
 from coterie.predictors.base import Calibrated, Load, Popularity, PredictRequest, check_requests, predictors
 from coterie.traces.activations import ActivationTrace
@@ -48,8 +47,7 @@ class RecentPopularity(Calibrated):
     workers_: dict[Hashable, _Mean] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise ConfigError(f"decay={self.decay} must be above 0 and at most 1")
+        check_positive_share(decay=self.decay)
 
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
@@ -72,8 +70,7 @@ class RecentPopularity(Calibrated):
 
     def _check(self, footprint: Counts, tokens: float) -> int:
         """Validate a footprint and return its top_k."""
-        if not 0 < tokens < math.inf:
-            raise ConfigError(f"tokens={tokens} must be a finite number above 0")
+        check_positive(tokens=tokens)
         known = self.popularity_
         if footprint.ndim != 2 or 0 in footprint.shape or (known and footprint.shape != known.per_token.shape):
             expected = "none 0" if known is None else f"{known.per_token.shape} as before"

@@ -18,24 +18,18 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.predictors.base import Predictor, PredictRequest
+from coterie.types import Interval
 
 RESAMPLES = 1000
 
 Loads = NDArray[np.floating] | NDArray[np.integer]
 
 
-class Interval(NamedTuple):
-    """A mean over requests, and its 2.5th and 97.5th percentile over resampled groups."""
-
-    mean: float
-    low: float
-    high: float
-
-
 class Measure(NamedTuple):
     """One measure of a predictor."""
 
     over_requests: Interval
+    """Its ends are the 2.5th and 97.5th percentile over resampled groups."""
     by_layer: NDArray[np.float64]
     """[layer] mean over requests."""
 

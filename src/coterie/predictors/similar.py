@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, require_fitted
+from coterie.errors import ConfigError, check_at_least, check_positive_share, require_fitted
 from coterie.predictors.base import Load, PredictRequest, predictors
 from coterie.predictors.recent import Counts, RecentPopularity, arrived
 from coterie.traces.activations import ActivationTrace
@@ -187,10 +187,8 @@ class SimilarPrefix:
     nbytes_: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.similarity <= 1:
-            raise ConfigError(f"similarity={self.similarity} must be above 0 and at most 1")
-        if self.max_bytes < 1:
-            raise ConfigError(f"max_bytes={self.max_bytes} must be at least 1")
+        check_positive_share(similarity=self.similarity)
+        check_at_least(1, max_bytes=self.max_bytes)
         RecentPopularity(self.decay)  # validates the decay
 
     @property

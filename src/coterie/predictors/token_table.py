@@ -12,7 +12,6 @@ popularity too: the load of a layer always sums to tokens x top_k.
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError, TraceError, require_fitted
+from coterie.errors import ConfigError, TraceError, check_at_least, check_not_negative, require_fitted
 from coterie.predictors.base import Load, Popularity, PredictRequest, StartKind, calibrate, check_requests, predictors
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.store import ArrayFile
@@ -74,12 +73,8 @@ class TokenTable:
     rows_: TokenRows | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.smoothing < math.inf:
-            raise ConfigError(f"smoothing={self.smoothing} must be a finite number, not negative")
-        if self.experts_kept is not None and self.experts_kept < 1:
-            raise ConfigError(f"experts_kept={self.experts_kept} must be at least 1")
-        if self.max_bytes < 1:
-            raise ConfigError(f"max_bytes={self.max_bytes} must be at least 1")
+        check_not_negative(smoothing=self.smoothing)
+        check_at_least(1, experts_kept=self.experts_kept, max_bytes=self.max_bytes)
 
     @property
     def rows(self) -> TokenRows:

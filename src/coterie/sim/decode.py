@@ -21,7 +21,7 @@ from coterie._numba import njit
 from coterie.batching.base import Loads, Strategy
 from coterie.batching.scheduler import Scheduler, SchedulerConfig
 from coterie.costs.step import Batch
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least
 from coterie.sim.execution import Execution, check_seconds
 from coterie.sim.invariants import check_clock, check_once, check_places, check_times, check_tokens, check_work
 from coterie.sim.kernel import Simulation
@@ -61,9 +61,7 @@ def run_decode(
     """Decode all requests. `predicted` [request, layer, expert] tokens a step; `places` over all `ranks` together."""
     check_requests(requests.arrival_s, predicted)
     _check_tokens(requests, predicted.shape[1], predicted.shape[2])
-    for name, value in (("places", places), ("ranks", ranks)):
-        if value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
+    check_at_least(1, places=places, ranks=ranks)
     return _Decoder(requests, predicted, timer, places, config, strategy, rng, ranks, check, progress).serve()
 
 

@@ -15,7 +15,7 @@ from coterie.costs.exchange import arrival_links, exchange_us, exposed
 from coterie.costs.experts import slowest_us
 from coterie.costs.replicas import Slots, slot_rows
 from coterie.costs.step import Batch, StepModel
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
 from coterie.types import Placement
 
 
@@ -52,10 +52,8 @@ class SpreadExecution:
     sensitivity: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.base_s < np.inf:
-            raise ConfigError(f"base_s={self.base_s} must be a finite number above 0")
-        if not 0 <= self.sensitivity < np.inf:
-            raise ConfigError(f"sensitivity={self.sensitivity} must be a finite number of at least 0")
+        check_positive(base_s=self.base_s)
+        check_not_negative(sensitivity=self.sensitivity)
         if self.loads.ndim != 3:
             raise ConfigError(f"loads has shape {self.loads.shape}; expected [request, layer, expert]")
 
@@ -193,8 +191,7 @@ class PrefillExecution:
     def __post_init__(self) -> None:
         if len(self.loads) != len(self.prompt_tokens):
             raise ConfigError(f"{len(self.loads)} loads must be as many as prompt_tokens ({len(self.prompt_tokens)})")
-        if self.ranks < 1:
-            raise ConfigError(f"ranks={self.ranks} must be at least 1")
+        check_at_least(1, ranks=self.ranks)
 
     def __call__(self, requests: NDArray[np.int64]) -> Execution:
         tokens = int(self.prompt_tokens[requests].sum())

@@ -28,9 +28,7 @@ from coterie.costs.experts import slowest_us
 from coterie.costs.step import Batch, StepModel
 from coterie.errors import ConfigError
 from coterie.placement.holdings import Demand, Held, held_by
-from coterie.routing.base import Decision, Request, Router, admit_together
-from coterie.routing.fitted import RouterFit
-from coterie.routing.fleet import Fleet
+from coterie.routing import Decision, Fleet, Request, Router, RouterFit, admit_together
 from coterie.sim.fleet.requests import FleetRequests
 from coterie.types import Placement
 

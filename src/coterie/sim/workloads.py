@@ -16,7 +16,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.batching.base import Loads
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least, check_positive, check_share
 from coterie.traces.arrivals import ArrivalProcess
 
 
@@ -44,12 +44,9 @@ class SemanticLoads:
             raise ConfigError(f"top_k={self.top_k} must be in 1 … num_experts={self.num_experts}")
         if not 1 <= self.hot <= self.num_experts:
             raise ConfigError(f"hot={self.hot} must be in 1 … num_experts={self.num_experts}")
-        if self.domains < 1:
-            raise ConfigError(f"domains={self.domains} must be at least 1")
-        if not 0 <= self.strength <= 1:
-            raise ConfigError(f"strength={self.strength} must be in 0 … 1")
-        if not 0 < self.tokens < math.inf:
-            raise ConfigError(f"tokens={self.tokens} must be a finite number above 0")
+        check_at_least(1, domains=self.domains)
+        check_share(strength=self.strength)
+        check_positive(tokens=self.tokens)
         if not 1 <= self.likeness < math.inf:  # below, most shares underflow and requests become even, not unlike
             raise ConfigError(f"likeness={self.likeness} must be a finite number of at least 1")
         if not 0 <= self.tokens_sigma < 10:

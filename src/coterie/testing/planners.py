@@ -11,8 +11,7 @@ from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
-from coterie.placement.base import HOST, Load, Plan, Planner
-from coterie.placement.objective import Objective
+from coterie.placement import HOST, Load, Objective, Plan, Planner
 from coterie.testing._require import require
 from coterie.types import Placement, Topology
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, NotFittedError
 from coterie.predictors.base import FittablePredictor, Load, PredictRequest
 from coterie.testing._require import require
-from coterie.traces.activations import ActivationTrace, TraceMeta
-from coterie.traces.requests import RequestTrace
+from coterie.traces import ActivationTrace, RequestTrace, TraceMeta
 from coterie.types import DECODE, PREFILL
 
 LAYERS, EXPERTS, TOP_K = 2, 6, 2

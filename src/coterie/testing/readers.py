@@ -9,10 +9,8 @@ from pathlib import Path
 
 from coterie.errors import TraceError
 from coterie.testing._require import require
-from coterie.traces.activations import ActivationTrace
-from coterie.traces.load import LoadTable
+from coterie.traces import ActivationTrace, LoadTable, RequestTrace
 from coterie.traces.readers.base import Reader, ReadOptions, Trace
-from coterie.traces.requests import RequestTrace
 from coterie.traces.writers import write_trace
 
 CUTS = 12

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.random import Generator, default_rng
 
 from coterie.errors import UnavailableError
-from coterie.routing.base import Decision, Request, Router
-from coterie.routing.fleet import Fleet
+from coterie.routing import Decision, Fleet, Request, Router
 from coterie.testing._require import require
 
 

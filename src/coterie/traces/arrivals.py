@@ -15,7 +15,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least
 from coterie.traces.requests import RequestTrace
 
 
@@ -237,9 +237,7 @@ def draw_arrivals(
     """Draw a number of requests, or as many as hold exactly a number of tokens, the last one cut short."""
     if (requests is None) == (tokens is None):
         raise ConfigError("give either a number of requests or a number of tokens")
-    for name, value in (("requests", requests), ("tokens", tokens)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
+    check_at_least(1, requests=requests, tokens=tokens)
     count = requests if requests is not None else 256
     while True:
         arrived = arrivals.draw(count, mix, rng)

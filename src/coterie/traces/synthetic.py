@@ -28,7 +28,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie._numba import side_by_side
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import ConfigError, UnavailableError, check_share
 from coterie.registry import Registry
 from coterie.traces._sampling import draw_requests
 from coterie.traces.activations import Activations, ActivationTrace, TraceMeta
@@ -107,9 +107,7 @@ class SyntheticSettings:
             raise ConfigError(f"mix={self.mix} must hold a share of 0 or more for each of {len(self.domains)} domains")
         if not 0 <= self.zipf_exponent < 20:
             raise ConfigError(f"zipf_exponent={self.zipf_exponent} must be in 0 … 20")
-        for name in ("specialisation", "phase_correlation"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be in 0 … 1")
+        check_share(specialisation=self.specialisation, phase_correlation=self.phase_correlation)
         per_layer = self.concentrations()
         if per_layer.shape != (self.num_layers,) or not (per_layer > 0).all():
             raise ConfigError(f"concentration={self.concentration} must be above 0, one or {self.num_layers}")

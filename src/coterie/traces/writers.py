@@ -18,18 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_new_file
 from coterie.registry import Registry
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.load import LoadTable
-from coterie.traces.readers.base import Trace
+from coterie.traces.readers.base import Trace, kind_of
 from coterie.traces.readers.mooncake import BLOCK_TOKENS
 from coterie.traces.requests import RequestTrace
 
 Kind = type[ActivationTrace] | type[LoadTable] | type[RequestTrace]
-
-KIND_NAMES: dict[Kind, str] = {ActivationTrace: "activations", LoadTable: "load", RequestTrace: "requests"}
-"""Kind of trace → its name in ``meta.json`` and in messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +55,6 @@ class Written(NamedTuple):
 writers: Registry[Writer] = Registry("output format", group="coterie.writers")
 
 
-def kind_of(trace: Trace) -> str:
-    """activations, load or requests."""
-    return KIND_NAMES[type(trace)]
-
-
 def optional_parts(trace: Trace) -> tuple[str, ...]:
     """Optional parts that this trace has; ``requests`` is an activation trace's table."""
     if isinstance(trace, ActivationTrace):
@@ -81,8 +73,7 @@ def _model(name: str) -> tuple[str, ...]:
 def check_target(path: Path, format: str) -> None:
     """Raise unless the format is known and the name is free: call it before a long read."""
     writers[format]
-    if path.exists() or path.is_symlink():
-        raise ConfigError(f"{path} exists already; choose another name or remove it first")
+    check_new_file(path)
 
 
 def write_trace(trace: Trace, path: str | Path, format: str = "coterie") -> Written:

@@ -17,7 +17,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.engines.sglang.answers import NotReturnedError, parse_answer
+from coterie.engines.sglang.recording import NotReturnedError, parse_answer
 from coterie.errors import ConfigError, InputError, UnavailableError, UnknownNameError
 from coterie.traces import ActivationTrace
 from routed_experts_payloads import encode_sglang

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.engines.tiny import tiny_model_path
-from coterie.engines.worker.bpe import BytePairs
 from coterie.engines.worker.embedded import from_bytes, to_bytes
 from coterie.engines.worker.model import Rows
-from coterie.engines.worker.numpy_model import NumpyModel
+from coterie.engines.worker.numpy_model import BytePairs, NumpyModel
 from coterie.engines.worker.transfer import Prefilled
 from coterie.errors import ConfigError, InputError
 from coterie.prompts import load_prompts

@@ -7,10 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import coterie.placement.planning.latency_optimal
-import coterie.placement.planning.linear
-import coterie.placement.planning.popularity
-import coterie.placement.planning.round_robin  # noqa: F401  (they register themselves)
 from coterie.evaluation.bench import placement as bench_placement
 from coterie.evaluation.bench.base import benches
 from coterie.evaluation.bench.placement import (

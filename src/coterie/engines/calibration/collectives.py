@@ -27,7 +27,7 @@ import msgspec
 
 from coterie.costs.cells import CollectiveCell, CopyCell
 from coterie.engines.calibration.calibrate import Report
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import ConfigError, UnavailableError, check_at_least, check_one_of
 
 try:
     import torch
@@ -128,14 +128,12 @@ def measure_collectives(
 def _check(processes: int, backend: str, sizes: Sequence[int], repeats: int, timeout_s: float) -> None:
     if processes < 2:
         raise ConfigError(f"processes={processes} must be at least 2: a rank alone sends nothing")
-    if backend not in get_args(Backend):
-        raise ConfigError(f"backend={backend!r} must be one of {', '.join(get_args(Backend))}")
+    check_one_of(get_args(Backend), backend=backend)
     if not sizes:
         raise ConfigError("sizes must not be empty")
     if min(sizes) < processes - 1:
         raise ConfigError(f"sizes: {min(sizes)} bytes must be at least one for each of {processes - 1} other ranks")
-    if repeats < 1:
-        raise ConfigError(f"repeats={repeats} must be at least 1")
+    check_at_least(1, repeats=repeats)
     if not timeout_s > 0:
         raise ConfigError(f"timeout_s={timeout_s} must be positive")
 

@@ -18,7 +18,7 @@ import numpy as np
 from coterie.costs.attention import attention_work
 from coterie.costs.cells import AttentionCell, CopyCell, GemmCell, RoutingCell
 from coterie.costs.dense import dense_shapes
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least
 from coterie.types import ModelSpec, WeightDtype
 
 try:
@@ -88,8 +88,7 @@ class CalibrationSettings:
     def __post_init__(self) -> None:
         if not self.tokens or min(self.tokens) < 1:
             raise ConfigError(f"tokens={self.tokens} must be at least one batch size of at least 1")
-        if self.passes < 1 or self.min_repeats < 1:
-            raise ConfigError(f"passes={self.passes} and min_repeats={self.min_repeats} must be at least 1")
+        check_at_least(1, passes=self.passes, min_repeats=self.min_repeats)
 
 
 class Timer:

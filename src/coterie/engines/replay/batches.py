@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError, TraceError, check_new_file
 from coterie.types import ModelSpec, narrowest_uint
 
 VERSION = 1
@@ -88,8 +88,7 @@ def write_batches(path: Path, model: str, groups: Mapping[str, Mapping[str, Sequ
     """
     if path.suffix != ".npz":
         raise ConfigError(f"{path} must end in .npz")
-    if path.exists():
-        raise ConfigError(f"{path} exists already; choose another name or remove it first")
+    check_new_file(path)
     batches = ReplayBatches(model, {g: {r: _narrow(steps) for r, steps in one.items()} for g, one in groups.items()})
     header = {"version": VERSION, "model": model, "groups": list(batches.groups), "routers": list(batches.routers)}
     arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}

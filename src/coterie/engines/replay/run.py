@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.engines.replay.batches import ReplayBatches, Steps, step_load
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import ConfigError, UnavailableError, check_at_least
 from coterie.types import ModelSpec, WeightDtype
 
 try:
@@ -212,8 +212,7 @@ def measure_batches(
     """Time every step `repeats` times. Without a dtype: bf16 on CUDA, fp32 on a CPU."""
     from coterie.engines.calibration.calibrate import describe_hardware, describe_software, find_device
 
-    if repeats < 1:
-        raise ConfigError(f"repeats={repeats} must be at least 1")
+    check_at_least(1, repeats=repeats)
     at = find_device(device, "replay")
     allowed: tuple[WeightDtype, ...] = ("bf16", "fp8") if at.type == "cuda" else ("fp32", "bf16")
     dtype = dtype or allowed[0]

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coterie.errors import ConfigError, TraceError, UnavailableError
+from coterie.errors import ConfigError, TraceError, UnavailableError, check_one_of
 from coterie.traces.store import read_json
 
 DTYPES = ("float32", "float16", "bfloat16", "nf4")
@@ -69,8 +69,7 @@ def check_model_folder(path: str | Path) -> Path:
 
 
 def check_dtype(dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
+    check_one_of(DTYPES, dtype=dtype)
 
 
 def model_digest(path: str | Path) -> str:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from coterie.engines.transformers.capture import ExpertCapture
 from coterie.engines.transformers.generation import Generated, generate_batch
 from coterie.engines.transformers.loading import LoadedModel, check_dtype, check_model_folder, load_model, model_digest
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import ConfigError, UnavailableError, check_at_least
 from coterie.prompts import Prompt
 from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
 from coterie.traces.activation_writer import check_unfinished
@@ -54,9 +54,7 @@ class RecordingSettings:
     """Whether to apply the model's chat template; None does if it has one."""
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        check_at_least(1, max_tokens=self.max_tokens, batch_size=self.batch_size)
         if not 0 <= self.temperature < float("inf") or self.seed < 0:
             raise ConfigError(f"temperature={self.temperature} and seed={self.seed} must not be negative")
         check_dtype(self.dtype)

@@ -30,9 +30,8 @@ from coterie.costs.presets import step_model
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.errors import ConfigError
 from coterie.models import get_model
-from coterie.placement import Load, Objective, Plan, Planner, planners
+from coterie.placement import Load, Objective, Plan, Planner, planners, read_map, write_map
 from coterie.placement.maps.files import PlacementMap
-from coterie.placement.maps.formats import read_map, write_map
 from coterie.placement.planning.eplb import rebalance
 from coterie.types import INFINIBAND_400G, NVLINK4, Placement, Topology
 

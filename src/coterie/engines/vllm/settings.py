@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from coterie.engines.vllm.environment import EPLB_VARIABLE
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least, check_positive
 from coterie.footprints.positions import SUFFIX, store_folder
 
 PREFIX = "coterie-"
@@ -35,8 +35,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Name of the position store's file; None names it after the engine. Processes of one engine must agree."""
 
     def __post_init__(self) -> None:
-        if self.events_queue < 1:
-            raise ConfigError(f"events_queue={self.events_queue} must be at least 1")
+        check_at_least(1, events_queue=self.events_queue)
         if not self.load_interval_s > 0:
             raise ConfigError(f"load_interval_s={self.load_interval_s} must be greater than 0")
         if self.store is not None and (not self.store or "/" in self.store):
@@ -92,9 +91,7 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """File that gets each new map."""
 
     def __post_init__(self) -> None:
-        for name in ("window", "intra_gb_s", "inter_gb_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number above 0")
+        check_positive(window=self.window, intra_gb_s=self.intra_gb_s, inter_gb_s=self.inter_gb_s)
         if self.device is not None and self.model is None:
             raise ConfigError(f"device={self.device!r} needs a model: it says how long that one's experts take")
 

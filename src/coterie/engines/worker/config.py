@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least, check_one_of, check_positive
 
 Role = Literal["prefill", "decode", "both"]
 SCHEMES = ("tcp://", "ipc://")
@@ -48,18 +48,24 @@ class WorkerConfig:
     """Seconds between two ExpertLoad events."""
 
     def __post_init__(self) -> None:
-        if self.role not in get_args(Role):
-            raise ConfigError(f"role={self.role!r} must be one of {', '.join(get_args(Role))}")
+        check_one_of(get_args(Role), role=self.role)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} must be in 0 … 65535")
-        for name in ("max_batch", "block_size", "kv_blocks", "event_queue"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        check_at_least(
+            1,
+            max_batch=self.max_batch,
+            block_size=self.block_size,
+            kv_blocks=self.kv_blocks,
+            event_queue=self.event_queue,
+        )
         if self.max_step_tokens < self.max_batch:
             raise ConfigError(f"max_step_tokens={self.max_step_tokens} must be at least max_batch={self.max_batch}")
-        for name in ("kv_ttl_s", "fetch_timeout_s", "drain_s", "load_interval_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)} must be positive and finite")
+        check_positive(
+            kv_ttl_s=self.kv_ttl_s,
+            fetch_timeout_s=self.fetch_timeout_s,
+            drain_s=self.drain_s,
+            load_interval_s=self.load_interval_s,
+        )
         for name in ("kv_events", "expert_events"):
             endpoint = getattr(self, name)
             if endpoint is not None and not endpoint.startswith(SCHEMES):

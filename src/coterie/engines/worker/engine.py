@@ -24,16 +24,14 @@ from numpy.typing import NDArray
 
 from coterie.engines.worker.blocks import BlockTable, OutOfBlocksError, block_digests
 from coterie.engines.worker.config import WorkerConfig
-from coterie.engines.worker.events import EventStream
+from coterie.engines.worker.events import EventStream, Reports
 from coterie.engines.worker.metrics import Metrics
-from coterie.engines.worker.model import PackedModel, Rows, StepResult, kv_positions_of
-from coterie.engines.worker.reports import Reports
+from coterie.engines.worker.model import PackedModel, Rows, StepResult
 from coterie.engines.worker.requests import FinishReason, Output, Request, draw
-from coterie.engines.worker.staging import StagedKV
-from coterie.engines.worker.transfer import Prefilled, from_bytes, to_bytes
+from coterie.engines.worker.transfer import Prefilled, StagedKV, from_bytes, to_bytes
 from coterie.errors import ConfigError
-from coterie.footprints import footprint
-from coterie.footprints.step_log import StepLog
+from coterie.footprints import block_positions, footprint
+from coterie.footprints.positions import StepLog
 from coterie.wire.footprints import WireFootprint, attach_footprint
 
 T = TypeVar("T")
@@ -304,7 +302,7 @@ class Engine:
         start, end = request.computed, len(request.prompt) - 1
         if start >= end:
             return 0
-        kv_positions = kv_positions_of(request.blocks, start, end, self.config.block_size)
+        kv_positions = block_positions(request.blocks, self.config.block_size, start, end)
         self.model.store.unpack(prefilled.tensors, kv_positions, start)
         self._experts[kv_positions] = prefilled.expert_ids[start:end]
         request.computed = end
@@ -325,7 +323,7 @@ class Engine:
         row = sampled = 0
         for request, rows in batch:
             end = rows.start + len(rows.tokens)
-            kv_positions = kv_positions_of(request.blocks, rows.start, end, self.config.block_size)
+            kv_positions = block_positions(request.blocks, self.config.block_size, rows.start, end)
             self._experts[kv_positions] = result.expert_ids[row : row + len(kv_positions)]
             row += len(kv_positions)
             request.computed = end
@@ -417,7 +415,7 @@ class Engine:
 
     def _ids_of(self, blocks: Sequence[int], count: int) -> NDArray[np.unsignedinteger]:
         """[token, layer, k] of a request's first `count` tokens."""
-        return self._experts[kv_positions_of(blocks, 0, count, self.config.block_size)]
+        return self._experts[block_positions(blocks, self.config.block_size, 0, count)]
 
     def _shut_down(self) -> None:
         for request in (*self._running, *self._waiting):

@@ -8,10 +8,19 @@ reader then missed, the reader sees in their numbers.
 
 from __future__ import annotations
 
-import zmq
+import time
 
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from coterie.engines.transformers.capture import ExpertCapture
+from coterie.engines.worker.requests import Request
 from coterie.errors import UnavailableError
+from coterie.footprints import accumulate_load
+from coterie.wire.expert_events import ExpertEvents, ExpertLoad, RequestExperts, encode_expert_events
 from coterie.wire.framing import to_frames
+from coterie.wire.kv_events import KVEvent, KVEvents, encode_kv_events
 
 LINGER_MS = 500
 """Milliseconds to send queued messages at the end."""
@@ -51,3 +60,77 @@ class EventStream:
     def close(self) -> None:
         self._socket.close()
         self._context.term()
+
+
+# What the engine tells subscribers: the blocks it holds, the experts of requests that ended, the load in between.
+
+
+class Reports:
+    """Streams may be None: then nothing is built for them."""
+
+    def __init__(
+        self,
+        model: str,
+        capture: ExpertCapture,
+        interval_s: float,
+        kv_stream: EventStream | None,
+        expert_stream: EventStream | None,
+    ) -> None:
+        self.kv_stream, self.expert_stream = kv_stream, expert_stream
+        self._model, self._capture, self._interval_s = model, capture, interval_s
+        self._load = np.zeros((len(capture.layer_ids), capture.num_experts), np.uint32)  # [layer, expert] tokens
+        self._since, self._steps, self._tokens = time.monotonic(), 0, 0
+
+    @property
+    def due(self) -> float | None:
+        """Monotonic time of the next load report; None if there is none."""
+        return self._since + self._interval_s if self._steps else None
+
+    def blocks(self, events: list[KVEvent]) -> None:
+        if events and self.kv_stream is not None:
+            self.kv_stream.publish(encode_kv_events(KVEvents(time.time(), events, 0)))
+
+    def step(self, expert_ids: NDArray[np.unsignedinteger]) -> None:
+        """Count a step's rows [row, layer, k]."""
+        if self.expert_stream is not None:
+            accumulate_load(expert_ids, self._load)
+            self._steps += 1
+            self._tokens += len(expert_ids)
+
+    def request(self, request: Request, expert_ids: NDArray[np.unsignedinteger], finish: str) -> None:
+        """A request ended; ids [token, layer, k] are those of its first tokens, all that were computed."""
+        if self.expert_stream is None:
+            return
+        count = len(expert_ids)
+        event = RequestExperts.pack(
+            expert_ids,
+            np.asarray(request.tokens(0, count)),
+            np.ones(count, np.bool_),
+            self._capture.num_experts,
+            request_id=request.name,
+            model=self._model,
+            layer_ids=list(self._capture.layer_ids),
+            prompt_tokens=len(request.prompt),
+            cached_tokens=request.cached_tokens,
+            output_tokens=len(request.output),
+            finish=finish,
+        )
+        self.expert_stream.publish(encode_expert_events(ExpertEvents(time.time(), [event])))
+
+    def load(self, now: bool = False) -> None:
+        """Tell the load if it is due, or `now`."""
+        if self.expert_stream is None or self.due is None or not (now or self.due <= time.monotonic()):
+            return
+        until = time.monotonic()
+        event = ExpertLoad(
+            model=self._model,
+            layer_ids=list(self._capture.layer_ids),
+            num_experts=self._capture.num_experts,
+            seconds=until - self._since,
+            steps=self._steps,
+            tokens=self._tokens,
+            counts=self._load.astype("<u4").tobytes(),
+        )
+        self.expert_stream.publish(encode_expert_events(ExpertEvents(time.time(), [event])))
+        self._load[:] = 0
+        self._since, self._steps, self._tokens = until, 0, 0

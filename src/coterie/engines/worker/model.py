@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from coterie.engines.transformers.capture import ExpertCapture
 from coterie.engines.transformers.loading import load_model, model_digest
 from coterie.errors import ConfigError, UnavailableError
+from coterie.footprints import block_positions
 from coterie.types import narrowest_uint
 
 try:
@@ -221,7 +222,7 @@ class PackedModel:
         row = 0
         for rows in batch:
             kv_positions.append(
-                kv_positions_of(rows.blocks, rows.start, rows.start + len(rows.tokens), self.store.block_size)
+                block_positions(rows.blocks, self.store.block_size, rows.start, rows.start + len(rows.tokens))
             )
             blocks = torch.tensor(rows.blocks, device=self._device)
             parts.append(_Part(row, len(rows.tokens), rows.start, blocks))
@@ -242,13 +243,6 @@ class PackedModel:
             expert_ids = capture.take().expert_ids.astype(self.expert_dtype)
             logits = out.logits[0, : len(wanted)].float().cpu().numpy()
         return StepResult(logits, expert_ids)
-
-
-def kv_positions_of(blocks: Sequence[int], start: int, end: int, block_size: int) -> NDArray[np.int64]:
-    """[token] KV positions of tokens `start` … `end - 1` of a request: block x block_size + offset."""
-    positions = np.arange(start, end)
-    kv_positions: NDArray[np.int64] = np.asarray(blocks, np.int64)[positions // block_size] * block_size
-    return kv_positions + positions % block_size
 
 
 def _eos(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -20,7 +20,10 @@ from coterie.costs.experts import MoeParams, layer_us
 from coterie.costs.fit import fit_error
 from coterie.costs.presets import Preset, fit_table, load_preset, nearest_shape, preset_names, shape_spec
 from coterie.costs.roofline import Curve, Roofline, Transfer
+from coterie.footprints.counting import accumulate_load
 from coterie.registry import Registry
+from coterie.traces import ActivationTrace
+from coterie.traces.synthetic import generate_to, presets
 from coterie.types import ModelSpec
 
 Row = dict[str, Any]
@@ -170,9 +173,6 @@ def _part_row(name: str, preset: str, model: str, part: Roofline | Transfer | Cu
 @benches.register("traces")
 def bench_traces(report: Report) -> list[Row]:
     """Opening, reading, writing, generating and counting activation traces."""
-    from coterie.footprints.counting import accumulate_load
-    from coterie.traces import ActivationTrace
-    from coterie.traces.synthetic import generate_to, presets
 
     rows: list[Row] = []
     settings = presets["balanced"]

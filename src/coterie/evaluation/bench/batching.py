@@ -8,6 +8,9 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from coterie.batching import Window, strategies
+from coterie.batching.costs import SpreadCost
+from coterie.costs.lines import StepCost
 from coterie.evaluation.bench.base import Report, Row, benches, median_us
 
 SIZES = ((32, 8, 60, 4), (256, 64, 256, 8))
@@ -31,9 +34,6 @@ def prompt_loads(rng: Generator, waiting: int, experts: int, top_k: int) -> NDAr
 @benches.register("batching")
 def bench_batching(report: Report) -> list[Row]:
     """One call of `select`, in one layer, with nothing running, nobody passed over and a long queue."""
-    from coterie.batching import Window, strategies
-    from coterie.batching.costs import SpreadCost
-    from coterie.costs.lines import StepCost
 
     rows: list[Row] = []
     for waiting, batch, experts, top_k in SIZES:

@@ -1,6 +1,6 @@
 """Planners of expert placement: how fast, how even, how many moves, and how far from the best there is.
 
-The drift is :func:`~coterie.traces.drifting.zipf_drift`'s at DeepSeek-V3's size, from the map that EPLB made for the
+The drift is :func:`~coterie.traces.load.zipf_drift`'s at DeepSeek-V3's size, from the map that EPLB made for the
 window before. A planner is asked for a balance of at least `target_balance`, then for as few moves as possible: the
 horizon is so long that a thousandth of balance is worth a hundred moves. Two more groups of rows compare with the
 integer program: moves at the same balance, and the objective where processing and movement both count, on
@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from coterie.evaluation.bench.base import Report, Row, benches, median_us
-from coterie.traces.drifting import zipf_drift
+from coterie.placement import Load, Objective, Plan, Problem, planners
+from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
+from coterie.placement.splits.shares import optimal_shares
+from coterie.traces.load import zipf_drift
 from coterie.types import Placement, Topology
-
-if TYPE_CHECKING:
-    from coterie.placement import Load, Objective, Plan, Problem
 
 LAYERS, EXPERTS, SEEDS = 58, 256, range(5)
 ROWS_A_STEP = 65_536.0
@@ -76,7 +76,6 @@ class Case(NamedTuple):
 
 def drifted(size: Size, seed: int, layers: int = LAYERS, experts: int = EXPERTS) -> Case:
     """The load after a drift, and the map of before it, on ranks that are all alike."""
-    from coterie.placement import Load, Objective, planners
 
     drift = zipf_drift(layers, experts, np.random.default_rng(seed), exponent=size.exponent, tokens=ROWS_A_STEP)
     topology = Topology(size.ranks, ranks_per_node=size.ranks)
@@ -87,7 +86,6 @@ def drifted(size: Size, seed: int, layers: int = LAYERS, experts: int = EXPERTS)
 
 
 def balance_first(target_balance: float) -> Objective:
-    from coterie.placement import Objective
 
     return Objective(horizon=HORIZON, move_price=MOVE_PRICE, target_balance=target_balance)
 
@@ -99,7 +97,6 @@ def bench_placement(report: Report) -> list[Row]:
 
 
 def _planner_rows(report: Report) -> Iterator[Row]:
-    from coterie.placement import planners
 
     for size in SIZES:
         cases = [drifted(size, seed) for seed in SEEDS]
@@ -128,7 +125,6 @@ def _planner_row(name: str, planner: Any, size: Size, cases: Sequence[Case]) -> 
 
 def _kept_row(size: Size, cases: Sequence[Case], split: str) -> Row:
     """The old map, its replicas sharing alike or as well as they can."""
-    from coterie.placement.splits.shares import optimal_shares
 
     problems = [balance_first(size.target_balance).problem(*case) for case in cases]
 
@@ -198,8 +194,6 @@ def _move_rows(report: Report) -> Iterator[Row]:
 
 def move_row(contest: Contest) -> Row:
     """Moves of the heuristic and of the integer program that starts from it, where both reach the balance."""
-    from coterie.placement import planners
-    from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
 
     size, split = contest.size, contest.split
     case = first_layers(drifted(size, 0), contest.layers)
@@ -229,7 +223,6 @@ def _least_moves(problem: Problem, bound_s: Any) -> int:
 
 
 def first_layers(case: Case, layers: int) -> Case:
-    from coterie.placement import Load
 
     load = Load(
         case.load.tokens[:layers], case.load.steps, None if case.load.sources is None else case.load.sources[:, :layers]
@@ -256,7 +249,6 @@ class Trial:
     layers: int = 4
 
     def case(self, seed: int = 11) -> Case:
-        from coterie.placement import Load
 
         size = Size(self.slots, self.ranks, 1.0, self.exponent)
         load, _, current = drifted(size, seed, self.layers, self.experts)
@@ -267,7 +259,6 @@ class Trial:
         return Case(Load(tokens, sources=mix * tokens if self.sources else None), topology, current)
 
     def objective(self) -> Objective:
-        from coterie.placement import Objective
 
         return Objective(**({"horizon": 300.0} | self.prices))
 
@@ -340,8 +331,6 @@ def _objective_rows(report: Report) -> Iterator[Row]:
 
 def try_out(trial: Trial, seconds: float = TRIAL_SECONDS) -> Outcome:
     """The heuristic's objective on each layer that the integer program closes, over its bound."""
-    from coterie.placement import planners
-    from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
 
     case, objective = trial.case(), trial.objective()
     problem = objective.problem(*case)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.random import Generator
 
+from coterie.costs.lines import StepPrices
+from coterie.costs.presets import step_model
 from coterie.evaluation.bench.base import Report, Row, benches, median_us
+from coterie.evaluation.bench.kvindex import kv_directory_rows
 from coterie.models import get_model
-
-if TYPE_CHECKING:  # numba takes a second to import: only when a bench runs
-    from coterie.routing import Calibration, Fleet, Request, Router, RouterFit
+from coterie.routing import Calibration, Fleet, Request, Router, RouterFit, routers
 
 SHAPE = "qwen3-30b-a3b"
 LAYERS, EXPERTS, TOP_K = 48, 128, 8
@@ -30,7 +30,6 @@ FIT_REQUESTS, FIT_WORKERS = 1000, 16
 @benches.register("routing")
 def bench_routing(report: Report) -> list[Row]:
     """One decision of every router, with the bookkeeping of the fleet beside it; fitting; the KV directory."""
-    from coterie.evaluation.bench.kvindex import kv_directory_rows
 
     return [*_decision_rows(report), *_fit_rows(report), *kv_directory_rows(report)]
 
@@ -43,7 +42,6 @@ def _counts(requests: int, rng: Generator, tokens: int = 400) -> np.ndarray:
 
 
 def _fitted(workers: int, rng: Generator) -> RouterFit:
-    from coterie.routing import RouterFit
 
     requests = max(64, workers)
     both = _counts(requests, rng, 200), _counts(requests, rng, 200)
@@ -51,7 +49,6 @@ def _fitted(workers: int, rng: Generator) -> RouterFit:
 
 
 def _calibration(prefill: np.ndarray, decode: np.ndarray) -> Calibration:
-    from coterie.routing.calibration import Calibration
 
     return Calibration(
         prefill=prefill,
@@ -75,9 +72,6 @@ def _busy_fleet(workers: int, fitted: RouterFit, counts: np.ndarray, rng: Genera
 
 
 def _decision_rows(report: Report) -> Iterator[Row]:
-    from coterie.costs.lines import StepPrices
-    from coterie.costs.presets import step_model
-    from coterie.routing import Request, routers
 
     cost = StepPrices.of(step_model(get_model(SHAPE), "h200"), IN_FLIGHT)
     rng = np.random.default_rng(0)
@@ -128,7 +122,6 @@ def _turnover(fleet: Fleet, profile: np.ndarray) -> Callable[[], None]:
 
 
 def _fit_rows(report: Report) -> Iterator[Row]:
-    from coterie.routing import RouterFit
 
     rng = np.random.default_rng(1)
     known = _calibration(_counts(FIT_REQUESTS, rng), _counts(FIT_REQUESTS, rng))

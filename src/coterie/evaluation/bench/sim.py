@@ -13,13 +13,11 @@ from coterie.costs.presets import step_model
 from coterie.evaluation.bench.base import Report, Row, benches
 from coterie.models import get_model
 from coterie.routing import Fleet, routers
-from coterie.sim.fleet.metrics import FleetRun
+from coterie.sim import FleetConfig, FleetRun, run_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests, phase_recordings, split_recordings
-from coterie.sim.fleet.run import FleetConfig, run_fleet
-from coterie.traces.activations import ActivationTrace
+from coterie.traces import ActivationTrace, RequestTrace
 from coterie.traces.arrivals import LognormalLengths
-from coterie.traces.readers import read_trace
-from coterie.traces.requests import RequestTrace
+from coterie.traces.readers import read_as
 from coterie.traces.synthetic import SyntheticSettings, generate
 from coterie.types import INFINIBAND_400G
 
@@ -57,9 +55,7 @@ def bench_sim_rows(report: Report) -> list[Row]:
 
 def _recordings(model: str, file: Path | None) -> Recordings:
     if file is not None:
-        trace = read_trace(file)
-        assert isinstance(trace, ActivationTrace)
-        return split_recordings(trace, share=PROMPT_SHARE)
+        return split_recordings(read_as(ActivationTrace, file), share=PROMPT_SHARE)
     settings = SyntheticSettings(lengths=LognormalLengths(prompt_mean=32, output_mean=280, output_sigma=0.3))
     return phase_recordings(generate(settings.shaped_like(get_model(model)), np.random.default_rng(0), requests=420))
 
@@ -79,8 +75,7 @@ def _decode_row(model: str, routing: str, requests: FleetRequests) -> Row:
 
 
 def _pair_row(data: Path, recordings: Recordings) -> Row:
-    arrivals = read_trace(data / ARRIVALS)
-    assert isinstance(arrivals, RequestTrace)
+    arrivals = read_as(RequestTrace, data / ARRIVALS)
     requests = draw_requests(
         recordings, PAIR_REQUESTS, np.random.default_rng(0), arrivals.in_order(), rate=20.0, longest_prompt=16_384
     )

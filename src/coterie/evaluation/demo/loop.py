@@ -27,17 +27,15 @@ import numpy as np
 from coterie.costs.lines import StepPrices
 from coterie.costs.presets import step_model
 from coterie.engines.vllm.subscriber import Subscriber
-from coterie.errors import ConfigError, InputError, UnavailableError
+from coterie.errors import ConfigError, InputError, UnavailableError, check_at_least
 from coterie.evaluation.demo.runs import REFERENCE_SHAPE, LoopResult, RouterRun
-from coterie.footprints import footprint
-from coterie.footprints.positions import PositionStore
-from coterie.footprints.step_log import COLUMNS, ROWS, Steps
+from coterie.footprints import PositionStore, footprint
+from coterie.footprints.positions import COLUMNS, ROWS, Steps
 from coterie.gateway.proxy import RoutedFleet, Served
 from coterie.models import get_model
 from coterie.net.http_client import Client, completion_path, served_model
 from coterie.prompts import Prompt
-from coterie.routing import Fleet, Router, RouterFit, routers
-from coterie.routing.calibration import Calibration
+from coterie.routing import Calibration, Fleet, Router, RouterFit, routers
 from coterie.wire.expert_events import RequestExperts
 from coterie.wire.handoff import prefill_body
 
@@ -82,9 +80,13 @@ class LoopSettings:
         return max(2 * self.in_flight, 16)
 
     def __post_init__(self) -> None:
-        for name in ("in_flight", "max_tokens", "block_size", "tail_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        check_at_least(
+            1,
+            in_flight=self.in_flight,
+            max_tokens=self.max_tokens,
+            block_size=self.block_size,
+            tail_tokens=self.tail_tokens,
+        )
         if not 0 < self.calibrate < 1:
             raise ConfigError(f"calibrate={self.calibrate} must be between 0 and 1")
         for name in self.routers:

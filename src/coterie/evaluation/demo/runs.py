@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from coterie.costs.step import Batch, StepModel
 from coterie.footprints import footprint
-from coterie.footprints.step_log import DISTINCT, ROWS, SECONDS
+from coterie.footprints.positions import DISTINCT, ROWS, SECONDS
 from coterie.gateway.proxy import FleetCounts, Served
 from coterie.routing import RouterFit
 from coterie.wire.expert_events import RequestExperts
@@ -28,7 +28,7 @@ class RouterRun(NamedTuple):
 
     router: str
     log: list[NDArray[np.float64]]
-    """[worker] its decode steps, a row each (:mod:`coterie.footprints.step_log`)."""
+    """[worker] its decode steps, a row each (:mod:`coterie.footprints.positions`)."""
     wall_s: float
     served: list[Served]
     counts: FleetCounts

@@ -17,11 +17,12 @@ import numpy as np
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
 from coterie.evaluation.fleets import REQUESTS, Outcome, Source, bench_of, split
-from coterie.evaluation.runs import Interval, interval
+from coterie.evaluation.runs import interval
 from coterie.routing.base import routers as known_routers
 from coterie.routing.calibration import calibration
 from coterie.sim.fleet.requests import phase_recordings, split_recordings
 from coterie.traces.activations import ActivationTrace
+from coterie.types import Interval
 
 
 class FleetRow(NamedTuple):

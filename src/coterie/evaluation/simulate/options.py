@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from coterie.errors import ConfigError, UnknownNameError
+from coterie.errors import ConfigError, UnknownNameError, check_at_least, check_positive
 
 EXECUTIONS = ("spread", "prefill", "decode")
 
@@ -52,16 +51,9 @@ class SimulateOptions:
     def __post_init__(self) -> None:
         if self.execution is not None and self.execution not in EXECUTIONS:
             raise UnknownNameError("execution", self.execution, EXECUTIONS)
-        for name in ("requests", "ranks", "places"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
-        for name in ("rate", "base_ms"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name}={value} must be a finite number above 0")
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed} must be at least 0")
+        check_at_least(1, requests=self.requests, ranks=self.ranks, places=self.places)
+        check_positive(rate=self.rate, base_ms=self.base_ms)
+        check_at_least(0, seed=self.seed)
         if self.with_model is None and self.prompts is not None:
             raise ConfigError(f"prompts={self.prompts} are for a model: name it with --with-model")
         if self.with_model is not None and self.trace is not None:

@@ -33,9 +33,8 @@ from coterie.predictors.base import FittablePredictor, Predictor, PromptPredicto
 from coterie.predictors.scoring import cosine
 from coterie.prompts import Prompt, load_prompts, take_in_turn
 from coterie.sim.workloads import SemanticLoads
-from coterie.traces.activations import ActivationTrace, TraceMeta
+from coterie.traces import ActivationTrace, RequestTrace, TraceMeta
 from coterie.traces.arrivals import ArrivalProcess, PoissonArrivals, ReplayedArrivals
-from coterie.traces.requests import RequestTrace
 from coterie.types import DECODE, PREFILL
 
 MAX_RECORDED = 2000

@@ -20,10 +20,17 @@ from coterie.costs.lines import StepCost
 from coterie.costs.step import StepModel
 from coterie.evaluation.simulate.requests import Requests
 from coterie.registry import Offers
-from coterie.sim.decode import DecodeRequests, run_decode
-from coterie.sim.execution import Execution, PrefillExecution, SpreadExecution, StepTimer
-from coterie.sim.metrics import Run
-from coterie.sim.server import ExecutionModel, run_batches
+from coterie.sim import (
+    DecodeRequests,
+    Execution,
+    ExecutionModel,
+    PrefillExecution,
+    Run,
+    SpreadExecution,
+    StepTimer,
+    run_batches,
+    run_decode,
+)
 from coterie.types import Placement
 
 Progress = Callable[[int], None]

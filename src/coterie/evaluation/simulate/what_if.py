@@ -43,11 +43,9 @@ from coterie.evaluation.suites.caps.suite import SETTING
 from coterie.models import get_model, model_from_config
 from coterie.prompts import read_prompts
 from coterie.sim.metrics import Run, Summary, summarise
-from coterie.traces.activations import ActivationTrace
-from coterie.traces.readers import ReadOptions, read_trace
-from coterie.traces.requests import RequestTrace
+from coterie.traces import ActivationTrace, RequestTrace
+from coterie.traces.readers import ReadOptions, kind_of, read_trace
 from coterie.traces.store import write_json
-from coterie.traces.writers import kind_of
 from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Placement, Topology, WeightDtype
 
 REQUESTS = {"spread": 3000, "prefill": 1000, "decode": 400}

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from coterie.errors import ConfigError, UnknownNameError
+from coterie.errors import UnknownNameError, check_at_least, check_positive
 from coterie.registry import Registry
 
 Row = Mapping[str, Any]
@@ -48,16 +48,11 @@ class SuiteOptions:
     """Folder for files and figures; None writes none."""
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ConfigError(f"batch={self.batch} must be at least 1")
-        if self.requests is not None and self.requests < 1:
-            raise ConfigError(f"requests={self.requests} must be at least 1")
+        check_at_least(1, batch=self.batch, requests=self.requests)
         for seed in (self.seed, *(self.seeds or ())):
-            if seed < 0:
-                raise ConfigError(f"seed={seed} must be at least 0")
+            check_at_least(0, seed=seed)
         for rate in self.rates or ():
-            if not 0 < rate < float("inf"):
-                raise ConfigError(f"rate={rate} must be a finite number above 0")
+            check_positive(rate=rate)
 
 
 CHOICES = tuple(field.name for field in fields(SuiteOptions) if field.name not in ("data", "out"))

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError, TraceError, check_new_file
 from coterie.placement.maps.engines import (
     read_ascend,
     read_rank_expert,
@@ -130,8 +130,7 @@ def check_map_target(path: Path, format: str) -> None:
     if map_formats[format].write is None:
         able = [name for name in map_formats if map_formats[name].write is not None]
         raise ConfigError(f"map format {format!r} is only read; {', '.join(able)} are written")
-    if path.exists() or path.is_symlink():
-        raise ConfigError(f"{path} exists already; choose another name or remove it first")
+    check_new_file(path)
 
 
 def _detect(path: Path) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least
 from coterie.types import ModelSpec, WeightDtype
 
 StepSeconds = Callable[[int, float], float]
@@ -77,8 +77,7 @@ class MemoryBudget:
 
     def kv_bytes(self, replicas: int) -> float:
         """Left for the cache; nothing where the replicas alone do not fit."""
-        if replicas < 0:
-            raise ConfigError(f"replicas={replicas} must be at least 0")
+        check_at_least(0, replicas=replicas)
         return max(0.0, self.available_bytes - replicas * self.replica_bytes)
 
     def fitting_sessions(self, replicas: int) -> float:

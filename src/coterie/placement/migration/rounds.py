@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coterie.costs.movement import link_between, transfer_s
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_positive, check_positive_share
 from coterie.placement.base import HOST, Moves
 from coterie.placement.migration._switching import switch_order
 from coterie.placement.moves import moves_between
@@ -99,8 +99,7 @@ class Limits:
     """Memory for arriving experts on each rank, until they are in use and what they replace is not."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.expert_bytes < float("inf"):
-            raise ConfigError(f"expert_bytes={self.expert_bytes} must be a finite number above 0")
+        check_positive(expert_bytes=self.expert_bytes)
         if not self.staging_bytes >= self.expert_bytes:
             raise ConfigError(
                 f"staging_bytes={self.staging_bytes:g} must hold at least one expert of {self.expert_bytes:g} bytes"
@@ -159,8 +158,7 @@ class Schedule:
 
         exposed = max(0, movement - hidden), where hidden is at most link_share x steps x step_s.
         """
-        if not 0 < link_share <= 1:
-            raise ConfigError(f"link_share={link_share} must be above 0 and at most 1")
+        check_positive_share(link_share=link_share)
         if not (0 <= step_s < float("inf") and steps >= 0):
             raise ConfigError(f"step_s={step_s} must be finite and, like steps={steps}, at least 0")
         window_s = step_s * steps if step_s else 0.0

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from coterie._numba import helper, njit
 from coterie.costs.lines import slot_s
 from coterie.placement.base import HOST
-from coterie.placement.objective._bounds import fill_bounds
 
 Array = NDArray[np.float64]
 
@@ -148,3 +147,228 @@ def _copy(to: Array | NDArray[np.int16], row: Array | NDArray[np.int16]) -> None
     """Not `to[:] = row`: where shapes might differ, the message of that takes seconds to compile."""
     for at in range(len(to)):
         to[at] = row[at]
+
+
+# Seconds that no placement of a layer gets below.
+
+CLOSE = 1e-6
+"""Relative precision of a bound found by bisection."""
+
+TINY = 1e-12
+"""Relative slack for rounding errors."""
+
+
+@helper()
+def _smallest(values: Array) -> int:
+    """The first of the smallest."""
+    smallest = 0
+    for at in range(1, len(values)):
+        if values[at] < values[smallest]:
+            smallest = at
+    return smallest
+
+
+@helper()
+def fill_bounds(
+    unit: Array,
+    share: Array,
+    each: Array,
+    speeds: Array,
+    by_source: bool,
+    streams: bool,
+    per_rank: int,
+    even: Array,
+    reach: Array,
+) -> None:
+    ranks, experts = unit.shape
+    work, least = np.empty(experts), np.empty(experts)  # at speed 1, and where it is shortest
+    for expert in range(experts):
+        work[expert], least[expert] = np.inf, np.inf
+    living, pace = 0, 0.0
+    for rank in range(ranks):
+        if speeds[rank] == 0.0:
+            continue
+        living += 1
+        pace += speeds[rank]
+        if rank > 0 and not by_source and speeds[rank] == speeds[rank - 1] and each[rank] == each[rank - 1]:
+            continue  # the same as the one before
+        row = unit[rank]
+        for expert in range(experts):
+            least[expert] = min(least[expert], row[expert])
+            work[expert] = min(work[expert], row[expert] * speeds[rank])
+    longest, total = 0.0, 0.0
+    for expert in range(experts):
+        lowest = share[0, expert]
+        for index in range(1, share.shape[0]):
+            lowest = min(lowest, share[index, expert])
+        longest = max(longest, least[expert] * lowest)
+        total += work[expert]
+    spare = living * per_rank - experts
+    if spare == 0:
+        for _ in range(per_rank - 1):  # the shortest ones fill its rank
+            shortest = _smallest(least)
+            longest += least[shortest]
+            least[shortest] = np.inf
+    even[0] = total / pace
+    reach[0] = max(even[0], longest)
+    if streams and spare > 0:
+        reach[0] = _streaming_reach(work, least, share, spare, pace, reach[0])
+
+
+@helper()
+def _streaming_reach(work: Array, least: Array, share: Array, spare: int, pace: float, low: float) -> float:
+    """Seconds, at least `low`, below which no ranks of `pace` all together come, since every slot is filled."""
+    chords, room = np.empty(len(work)), np.empty(len(work), np.int64)
+    if _fits(low, work, least, share, spare, pace, chords, room):
+        return low
+    high = 2.0 * low
+    while not _fits(high, work, least, share, spare, pace, chords, room):
+        low, high = high, 2.0 * high
+    while high > low * (1.0 + CLOSE):
+        middle = (low + high) / 2.0
+        if _fits(middle, work, least, share, spare, pace, chords, room):
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+@helper()
+def _fits(
+    limit: float,
+    work: Array,
+    least: Array,
+    share: Array,
+    spare: int,
+    pace: float,
+    chords: Array,
+    room: NDArray[np.int64],
+) -> bool:
+    """Whether ranks might do within `limit`: each expert in replicas short enough, the slots left over filled cheaply.
+
+    r replicas take r x share[r] x work in all, which is concave in r. So one more of them adds, up to the most there
+    can be, at least the mean of all those: the cheapest such means, no more than there is room, are a bound.
+    """
+    most = share.shape[0]
+    left, total = spare, 0.0
+    for expert in range(len(work)):
+        row, count = share[:, expert], 1
+        while count < most and least[expert] * row[count - 1] > limit * (1.0 + TINY):
+            count += 1
+        left -= count - 1
+        if left < 0:
+            return False
+        taken = count * row[count - 1] * work[expert]
+        total += taken
+        room[expert] = most - count
+        chords[expert] = np.inf
+        if count < most:
+            chords[expert] = (most * row[most - 1] * work[expert] - taken) / (most - count)
+    while left > 0:
+        cheapest = _smallest(chords)
+        if chords[cheapest] == np.inf:
+            break  # more slots than ranks have use for
+        more = min(left, room[cheapest])
+        total += more * chords[cheapest]
+        chords[cheapest] = np.inf
+        left -= more
+    return bool(total <= limit * pace * (1.0 + TINY))
+
+
+# Seconds of ranks in a placement: of a step, and of loading what is new there.
+
+
+@njit()
+def assess(
+    chosen: NDArray[np.int64],
+    slot_experts: NDArray[np.int32],
+    unit: Array,
+    share: Array,
+    given: Array,
+    load_in: Array,
+    source: NDArray[np.int16],
+    alive: NDArray[np.bool_],
+    busy: Array,
+    arrivals: Array,
+    loads: NDArray[np.int64],
+) -> None:
+    """Times of ranks, and of loads, of the chosen layers; an expert in two slots of a rank is loaded once."""
+    for layer in chosen:
+        parts = given[layer] if len(given) else np.empty(0)
+        _assess_layer(
+            slot_experts[layer],
+            unit[layer],
+            share[layer],
+            parts,
+            load_in[layer],
+            source[layer],
+            alive,
+            busy[layer],
+            arrivals[layer],
+            loads[layer],
+        )
+
+
+@helper()
+def _assess_layer(
+    slot_experts: NDArray[np.int32],
+    unit: Array,
+    share: Array,
+    given: Array,
+    load_in: Array,
+    source: NDArray[np.int16],
+    alive: NDArray[np.bool_],
+    busy: Array,
+    arrivals: Array,
+    loads: NDArray[np.int64],
+) -> None:
+    ranks, experts = unit.shape
+    per_rank = len(slot_experts) // ranks
+    replicas, seen = np.zeros(experts, np.int64), np.empty(experts, np.int64)
+    for expert in range(experts):
+        seen[expert] = -1
+    for slot in range(len(slot_experts)):
+        if alive[slot // per_rank]:
+            replicas[slot_experts[slot]] += 1
+    slot = 0
+    for rank in range(ranks):
+        busy[rank], arrivals[rank], loads[rank] = 0.0, 0.0, 0
+        for _ in range(per_rank):
+            expert = slot_experts[slot]
+            slot += 1
+            if not alive[rank]:
+                continue
+            if len(given):
+                busy[rank] += unit[rank, expert] * _part(share[:, expert], given[slot - 1])
+            else:
+                # Duplicates on one rank may bring an expert past the replicas the table has.
+                known = min(replicas[expert], share.shape[0])
+                busy[rank] += unit[rank, expert] * share[known - 1, expert] * known / replicas[expert]
+            if source[rank, expert] != rank and seen[expert] != rank:
+                seen[expert] = rank
+                arrivals[rank] += load_in[rank, expert]
+                loads[rank] += 1
+
+
+@helper()
+def _part(share: Array, tokens: float) -> float:
+    """What a slot with this part of its expert's tokens takes of the whole: `share` [replicas - 1], on straight lines
+    between 1, 1/2, 1/3 … of them and 0."""
+    most = len(share)
+    if tokens >= 1.0:
+        return float(share[0] * tokens)
+    if tokens * most <= 1.0:
+        return float(share[most - 1] * tokens * most)
+    fewer = min(int(1.0 / tokens), most - 1)
+    rest = (fewer + 1.0) * (1.0 - fewer * tokens)  # 0 at 1 / fewer, 1 at 1 / (fewer + 1)
+    return float(share[fewer - 1] + rest * (share[fewer] - share[fewer - 1]))
+
+
+@njit()
+def parts_taken(share: Array, shares: Array) -> Array:
+    """[rank, expert] of the whole that these shares of an expert's tokens take; share [replicas - 1, expert]."""
+    taken = np.empty(shares.shape)
+    for rank in range(len(shares)):
+        for expert in range(shares.shape[1]):
+            taken[rank, expert] = _part(share[:, expert], shares[rank, expert])
+    return taken

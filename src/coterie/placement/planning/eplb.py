@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import PRICES_HINT, Objective
 from coterie.placement.planning.packing import Slots, living_ranks, pack, plan_for_living
@@ -38,8 +38,7 @@ class Eplb:
     not divide."""
 
     def __post_init__(self) -> None:
-        if self.num_groups is not None and self.num_groups < 1:
-            raise ConfigError(f"num_groups={self.num_groups} must be at least 1, or None")
+        check_at_least(1, num_groups=self.num_groups)
 
     def plan(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import side_by_side
-from coterie.errors import ConfigError
+from coterie.errors import check_at_least
 from coterie.placement.objective import Problem
 from coterie.placement.planning._free_moves import search_layers
 from coterie.placement.splits.shares import affine, optimal_shares
@@ -66,8 +66,7 @@ def improve(problem: Problem, max_moves: int | None = None) -> FreeSplit:
 
     Experts that no living rank holds are loaded in any case, past `max_moves` if need be.
     """
-    if max_moves is not None and max_moves < 0:
-        raise ConfigError(f"max_moves={max_moves} must be at least 0, or None")
+    check_at_least(0, max_moves=max_moves)
     path = _search(problem)
     moved, shares = _once(problem, path, max_moves)
     current, lost = problem.current.slot_experts, np.isinf(path.totals[:, 0])

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import side_by_side
-from coterie.errors import ConfigError
+from coterie.errors import check_at_least, check_one_of
 from coterie.placement.base import Load, Plan, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning.eplb import Eplb
@@ -65,10 +65,8 @@ class LatencyOptimal:
     no living rank has, two slots of one expert on a rank) is repaired whatever this says, and counted."""
 
     def __post_init__(self) -> None:
-        if self.split not in ("equal", "weighted", "optimal"):
-            raise ConfigError(f"split={self.split!r} must be one of equal, weighted, optimal")
-        if self.max_moves is not None and self.max_moves < 0:
-            raise ConfigError(f"max_moves={self.max_moves} must be at least 0, or None")
+        check_one_of(("equal", "weighted", "optimal"), split=self.split)
+        check_at_least(0, max_moves=self.max_moves)
 
     def plan(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None

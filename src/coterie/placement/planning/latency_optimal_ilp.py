@@ -21,10 +21,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least, check_not_negative
 from coterie.placement.base import Load, Plan, Progress, Proof, SearchProgress, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
-from coterie.placement.planning.milp.layer import Array, Found, Layer, Mask
+from coterie.placement.planning.milp.program import Array, Found, Layer, Mask
 from coterie.placement.planning.milp.solving import Search, best_shares, solve
 from coterie.placement.planning.packing import living_ranks
 from coterie.registry import needs
@@ -63,15 +63,11 @@ class LatencyOptimalIlp:
     def __post_init__(self) -> None:
         if self.split not in ("equal", "optimal"):
             raise ConfigError(f"split={self.split!r} must be equal or optimal")
-        for name in ("gap", "gap_moves"):
-            if not 0 <= getattr(self, name) < np.inf:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
+        check_not_negative(gap=self.gap, gap_moves=self.gap_moves)
         if not self.time_limit_s > 0:
             raise ConfigError(f"time_limit_s={self.time_limit_s} must be above 0")
-        if self.max_moves is not None and self.max_moves < 0:
-            raise ConfigError(f"max_moves={self.max_moves} must be at least 0")
-        if self.threads < 1:
-            raise ConfigError(f"threads={self.threads} must be at least 1")
+        check_at_least(0, max_moves=self.max_moves)
+        check_at_least(1, threads=self.threads)
 
     def plan(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None

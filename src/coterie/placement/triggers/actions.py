@@ -32,7 +32,7 @@ from scipy.optimize import linear_sum_assignment
 from coterie._numba import njit
 from coterie.costs.exchange import row_trips_s
 from coterie.costs.movement import link_between, transfer_s
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least, check_share
 from coterie.placement.holdings import Demand, Held
 from coterie.placement.triggers.demand import mismatch
 from coterie.types import Topology
@@ -66,19 +66,17 @@ class ActionSettings:
     def __post_init__(self) -> None:
         if not 0 < self.decay < 1:
             raise ConfigError(f"decay={self.decay} must be above 0 and below 1")
-        if not 0 <= self.min_mismatch <= 1:
-            raise ConfigError(f"min_mismatch={self.min_mismatch} must be in 0 … 1")
-        for name, least in (
-            ("replicate_top", 0),
-            ("swap_top", 0),
-            ("max_copies", 1),
-            ("extra_slots", 0),
-            ("interval_s", 0),
-            ("max_actions", 0),
-            ("min_saving_s", 0),
-        ):
-            if not getattr(self, name) >= least:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+        check_share(min_mismatch=self.min_mismatch)
+        check_at_least(1, max_copies=self.max_copies)
+        check_at_least(
+            0,
+            replicate_top=self.replicate_top,
+            swap_top=self.swap_top,
+            extra_slots=self.extra_slots,
+            interval_s=self.interval_s,
+            max_actions=self.max_actions,
+            min_saving_s=self.min_saving_s,
+        )
 
     @property
     def window_steps(self) -> float:

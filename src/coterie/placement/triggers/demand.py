@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least, check_positive_share
 
 Demand = NDArray[np.float64]
 Counts = NDArray[np.integer] | NDArray[np.floating]
@@ -81,14 +81,9 @@ class _Decayed:
 
 class _Tracker:
     def __init__(self, num_layers: int, num_experts: int, num_workers: int, max_requests: int) -> None:
-        for name, value in (
-            ("num_layers", num_layers),
-            ("num_experts", num_experts),
-            ("num_workers", num_workers),
-            ("max_requests", max_requests),
-        ):
-            if value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
+        check_at_least(
+            1, num_layers=num_layers, num_experts=num_experts, num_workers=num_workers, max_requests=max_requests
+        )
         self.shape = (num_layers, num_experts)
         self.num_workers = num_workers
         self.max_requests = max_requests
@@ -117,8 +112,7 @@ class DemandTracker(_Tracker):
         self, num_layers: int, num_experts: int, num_workers: int, *, decay: float = 0.99, max_requests: int = 256
     ) -> None:
         super().__init__(num_layers, num_experts, num_workers, max_requests)
-        if not 0 < decay <= 1:
-            raise ConfigError(f"decay={decay} must be above 0 and at most 1")
+        check_positive_share(decay=decay)
         self.decay = decay
         self._overall = _Decayed(self.shape)
         self._workers = [_Decayed(self.shape) for _ in range(num_workers)]
@@ -166,8 +160,7 @@ class WindowTracker(_Tracker):
         self, num_layers: int, num_experts: int, num_workers: int, *, windows: int = 8, max_requests: int = 256
     ) -> None:
         super().__init__(num_layers, num_experts, num_workers, max_requests)
-        if windows < 1:
-            raise ConfigError(f"windows={windows} must be at least 1")
+        check_at_least(1, windows=windows)
         self.windows = windows
         self._now = 0
         self._ring = np.zeros((windows, num_workers, *self.shape))

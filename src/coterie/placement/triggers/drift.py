@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least
 
 Array = NDArray[np.float64]
 
@@ -121,10 +121,7 @@ class DriftEstimator:
 
     def __init__(self, num_layers: int, num_experts: int, *, memory: float = 256.0) -> None:
         """`memory` windows is how far the averages look back."""
-        if num_layers < 1 or num_experts < 1:
-            raise ConfigError(f"num_layers={num_layers} and num_experts={num_experts} must be at least 1")
-        if not memory >= 1:
-            raise ConfigError(f"memory={memory} must be at least 1 window")
+        check_at_least(1, num_layers=num_layers, num_experts=num_experts, memory=memory)
         self.shape = (num_layers, num_experts)
         self.windows = 0
         self._keep = 1.0 - 1.0 / memory

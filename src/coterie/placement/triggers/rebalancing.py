@@ -36,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_not_negative, check_positive_share
 from coterie.placement.base import Load, Plan, Planner
 from coterie.placement.objective import Objective, Problem
 from coterie.placement.triggers.drift import DriftEstimate, DriftEstimator, Forecast
@@ -77,11 +77,8 @@ class RebalancingSettings:
             )
         if not 1 < self.factor < np.inf:
             raise ConfigError(f"factor={self.factor} must be above 1")
-        if not 0 < self.learning <= 1:
-            raise ConfigError(f"learning={self.learning} must be above 0 and at most 1")
-        for name in ("lasting", "margin", "urgent"):
-            if not 0 <= getattr(self, name) < np.inf:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number of at least 0")
+        check_positive_share(learning=self.learning)
+        check_not_negative(lasting=self.lasting, margin=self.margin, urgent=self.urgent)
 
 
 DEFAULTS = RebalancingSettings()

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from coterie._numba import helper, njit
 from coterie.sim.fleet._arrivals import arrivals, next_arrival
 from coterie.sim.fleet._bits import decode_us
-from coterie.sim.fleet._endings import end_decode, end_mixed
+from coterie.sim.fleet._endings import end_decode, end_mixed, make_ready, place
 from coterie.sim.fleet._gathering import count_token, gather
-from coterie.sim.fleet._handover import make_ready, place
 from coterie.sim.fleet._memory import release
 from coterie.sim.fleet._state import (
     ASKED,

@@ -15,10 +15,9 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least, check_positive
 from coterie.footprints.counting import footprint
-from coterie.traces.activations import ActivationTrace
-from coterie.traces.requests import RequestTrace
+from coterie.traces import ActivationTrace, RequestTrace
 from coterie.types import ModelSpec
 
 DEFAULT_BLOCK_TOKENS = 16
@@ -116,8 +115,7 @@ def _recordings(
 
 def order_apart(recordings: int, requests: int, rng: Generator, apart: int | None = None) -> NDArray[np.int64]:
     """[request] random recordings, none twice among any `apart` in a row; by default half the number of recordings."""
-    if recordings < 1:
-        raise ConfigError(f"recordings={recordings} must be at least 1")
+    check_at_least(1, recordings=recordings)
     spacing = max(1, recordings // 2) if apart is None else apart
     if not 1 <= spacing <= recordings:
         raise ConfigError(f"apart={spacing} must be in 1 … recordings={recordings}")
@@ -150,8 +148,7 @@ def draw_requests(
     Of `arrivals` a stretch that starts at random is taken, at a mean `rate` of requests a second if given. A prompt
     cut at `longest_prompt` keeps the blocks that it fills.
     """
-    if count < 1:
-        raise ConfigError(f"count={count} must be at least 1")
+    check_at_least(1, count=count)
     recorded = order_apart(len(recordings), count, rng, apart)
     if arrivals is None:
         prompts = recordings.prompt_tokens if recordings.prompt_tokens is not None else recordings.prompt_rows
@@ -166,8 +163,7 @@ def draw_requests(
     gaps = np.diff(arrivals.arrival_s, append=arrivals.arrival_s[-1])[rows]
     times = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, gaps))[:-1]])
     if rate is not None:
-        if not 0 < rate < np.inf:
-            raise ConfigError(f"rate={rate} must be a finite number above 0")
+        check_positive(rate=rate)
         times = times / max(times[-1], 1e-9) * (count - 1) / rate
     prompt_tokens = np.maximum(1, arrivals.prompt_tokens[rows])
     if longest_prompt is not None:
@@ -210,8 +206,7 @@ def check_requests(requests: FleetRequests, spec: ModelSpec, in_flight: int | No
     for row, rows in ((recordings.prompt_row, recordings.prompt_rows), (recordings.decode_row, recordings.decode_rows)):
         if row.min() < 0 or rows.min() < 1 or int((row + rows).max()) > len(ids):
             raise ConfigError(f"recordings need at least one token each for prompt and decode within {len(ids)}")
-    if in_flight is not None and in_flight < 1:
-        raise ConfigError(f"in_flight={in_flight} must be at least 1")
+    check_at_least(1, in_flight=in_flight)
     if (requests.arrival_s is None) == (in_flight is None):
         raise ConfigError("give either requests with arrival_s (open) or in_flight (closed)")
     times = requests.arrival_s
@@ -219,8 +214,7 @@ def check_requests(requests: FleetRequests, spec: ModelSpec, in_flight: int | No
         raise ConfigError(f"arrival_s must hold {count} finite times of at least 0")
     if times is not None and (np.diff(times) < 0).any():
         raise ConfigError("arrival_s must not fall")
-    if requests.block_tokens < 1:
-        raise ConfigError(f"block_tokens={requests.block_tokens} must be at least 1")
+    check_at_least(1, block_tokens=requests.block_tokens)
     if (requests.blocks is None) != (requests.block_offsets is None):
         raise ConfigError("blocks and block_offsets must be given together")
     if requests.blocks is not None and requests.block_offsets is not None:

@@ -23,10 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, check_at_least, check_not_negative, check_one_of
 from coterie.footprints.counting import footprint
-from coterie.routing.base import Decision, Request, Router
-from coterie.routing.fleet import Fleet
+from coterie.routing import Decision, Fleet, Request, Router
 from coterie.sim.fleet import _state as state
 from coterie.sim.fleet._bits import fill_bits
 from coterie.sim.fleet._loop import advance
@@ -78,30 +77,22 @@ class FleetConfig:
     router's profile weighs as much as one interval. 0 never."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("decode_workers", 1),
-            ("prefill_workers", 0),
-            ("places", 1),
-            ("prefill_places", 1),
-            ("chunk_tokens", 1),
-            ("refine_tokens", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
-        for name in ("kv_tokens", "prefill_kv_tokens"):
-            tokens = getattr(self, name)
-            if tokens is not None and tokens < 1:
-                raise ConfigError(f"{name}={tokens} must be at least 1, or None for no bound")
+        check_at_least(
+            1,
+            decode_workers=self.decode_workers,
+            places=self.places,
+            prefill_places=self.prefill_places,
+            chunk_tokens=self.chunk_tokens,
+            kv_tokens=self.kv_tokens,
+            prefill_kv_tokens=self.prefill_kv_tokens,
+        )
+        check_at_least(0, prefill_workers=self.prefill_workers, refine_tokens=self.refine_tokens)
         if self.both and self.prefill_workers:
             raise ConfigError(f"prefill_workers={self.prefill_workers} must be 0 where workers do both")
         if self.both and self.chunk_tokens < self.places:
             raise ConfigError(f"chunk_tokens={self.chunk_tokens} must be at least places={self.places}: all decode")
-        if self.prefill_policy not in get_args(PrefillPolicy):
-            raise ConfigError(
-                f"prefill_policy={self.prefill_policy!r} must be one of {', '.join(get_args(PrefillPolicy))}"
-            )
-        if not 0.0 <= self.step_overhead_s < np.inf:
-            raise ConfigError(f"step_overhead_s={self.step_overhead_s} must be a finite number of at least 0")
+        check_one_of(get_args(PrefillPolicy), prefill_policy=self.prefill_policy)
+        check_not_negative(step_overhead_s=self.step_overhead_s)
         if self.speeds is not None and len(self.speeds) != self.decode_workers:
             raise ConfigError(f"speeds has {len(self.speeds)} workers; there are {self.decode_workers} that decode")
 
@@ -129,8 +120,7 @@ def run_fleet(
     the default tracks no experts, and routers that need them refuse it.
     """
     check_requests(requests, model.spec, in_flight)
-    if duplicates not in get_args(Duplicates):
-        raise ConfigError(f"duplicates={duplicates!r} must be one of {', '.join(get_args(Duplicates))}")
+    check_one_of(get_args(Duplicates), duplicates=duplicates)
     if fleet is None:
         speeds = config.speeds
         fleet = Fleet([config.places] * config.decode_workers, speeds=None if speeds is None else list(speeds))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from coterie.errors import TraceError
 from coterie.registry import Registry
@@ -18,6 +19,10 @@ from coterie.traces.load import LoadTable
 from coterie.traces.requests import RequestTrace, read_meta
 
 Trace = ActivationTrace | LoadTable | RequestTrace
+T = TypeVar("T", ActivationTrace, LoadTable, RequestTrace)
+
+KIND_NAMES: dict[type[Trace], str] = {ActivationTrace: "activations", LoadTable: "load", RequestTrace: "requests"}
+"""Kind of trace → its name in ``meta.json`` and in messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,19 @@ def read_trace(path: str | Path, format: str | None = None, options: ReadOptions
     if format is None:
         format = detect(path)
     return readers[format].read(path, options or ReadOptions())
+
+
+def read_as(kind: type[T], path: Path, format: str | None = None) -> T:
+    """Read a trace that must be of this kind."""
+    trace = read_trace(path, format)
+    if not isinstance(trace, kind):
+        raise TraceError(path, "kind", f"found {kind_of(trace)!r}, expected {KIND_NAMES[kind]!r}")
+    return trace
+
+
+def kind_of(trace: Trace) -> str:
+    """activations, load or requests."""
+    return KIND_NAMES[type(trace)]
 
 
 def detect(path: Path) -> str:

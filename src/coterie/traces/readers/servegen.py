@@ -31,7 +31,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError, TraceError, check_positive
 from coterie.traces.readers._rows import file_errors, is_gzip, open_binary
 from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.requests import RequestTrace
@@ -124,9 +124,7 @@ def sample_servegen(
     """
     if not clients:
         raise ConfigError("clients is empty: there is nothing to draw from")
-    for name, value in (("duration_s", duration_s), ("rate_scale", rate_scale)):
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{name}={value} must be a finite number above 0")
+    check_positive(duration_s=duration_s, rate_scale=rate_scale)
     first, last = clients[0].windows[0], clients[0].windows[-1]
     if not first.start_s <= start_s < last.start_s + last.duration_s:
         raise ConfigError(f"start_s={start_s} must be in {first.start_s:g} … {last.start_s + last.duration_s:g}")

@@ -27,13 +27,12 @@ from coterie.costs.exchange import (
     expected_locality,
     uniform_locality,
 )
-from coterie.errors import ConfigError, TraceError, UnknownNameError
+from coterie.errors import ConfigError, UnknownNameError
 from coterie.evaluation.suites.all_to_all.counting import busiest_rank, sampled_steps, uniform_steps
 from coterie.evaluation.suites.base import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
 from coterie.models import get_model
 from coterie.traces.activations import ActivationTrace, TraceMeta
-from coterie.traces.readers import read_trace
-from coterie.traces.writers import kind_of
+from coterie.traces.readers import read_as
 from coterie.types import INFINIBAND_400G, NVLINK4, NVLINK5, Link, ModelSpec, Placement, Topology
 
 NAME = "all-to-all"
@@ -212,9 +211,7 @@ def _traces(options: SuiteOptions, notes: list[str]) -> list[Path]:
 
 
 def _trace_rows(path: Path, options: SuiteOptions, rng: np.random.Generator, notes: list[str]) -> list[dict[str, Any]]:
-    trace = read_trace(path, options.trace_format)
-    if not isinstance(trace, ActivationTrace):
-        raise TraceError(path, "kind", f"found {kind_of(trace)!r}, expected 'activations'")
+    trace = read_as(ActivationTrace, path, options.trace_format)
     meta, batch = trace.meta, options.batch
     counts = [gpus for gpus in GPU_COUNTS if meta.num_experts % gpus == 0]
     if not counts:

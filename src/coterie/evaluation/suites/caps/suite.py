@@ -27,9 +27,7 @@ from coterie.batching.scheduler import SchedulerConfig
 from coterie.evaluation.runs import in_parallel, interval
 from coterie.evaluation.suites.base import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
 from coterie.evaluation.suites.caps.published import GREEDY, RATES, REQUESTS, SEEDS, TOP_SIX, published
-from coterie.sim.execution import SpreadExecution
-from coterie.sim.metrics import Summary, summarise
-from coterie.sim.server import run_batches
+from coterie.sim import SpreadExecution, Summary, run_batches, summarise
 from coterie.sim.workloads import SemanticLoads, draw_workload
 from coterie.traces.arrivals import ArrivalProcess, BurstyArrivals, PoissonArrivals
 from coterie.traces.store import write_json

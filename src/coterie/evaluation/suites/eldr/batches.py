@@ -19,8 +19,7 @@ from coterie.engines.replay.batches import write_batches
 from coterie.errors import ConfigError
 from coterie.evaluation.fleets import REQUESTS, Window, closed_bench, decode_steps, recorded_source, steady
 from coterie.evaluation.suites.eldr.cells import MODEL
-from coterie.sim.fleet.metrics import FleetRun
-from coterie.sim.fleet.requests import FleetRequests
+from coterie.sim import FleetRequests, FleetRun
 
 LOADS = ((8, 8), (8, 16), (8, 24), (6, 32))
 """Decoders and requests in flight on each: a group of batches each."""

@@ -27,10 +27,9 @@ from coterie.evaluation.fleets import (
     with_clusters,
 )
 from coterie.footprints.signatures import Weighting
-from coterie.routing.base import Decision, Request, Router
+from coterie.routing import Decision, Fleet, Request, Router
 from coterie.routing.calibration import activation_probabilities
 from coterie.routing.clustering import Labels, assign, capacities
-from coterie.routing.fleet import Fleet
 from coterie.routing.union import expected_distinct_saving, tangents, union_clusters
 
 MODEL = "gpt-oss-20b"

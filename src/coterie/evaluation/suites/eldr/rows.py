@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from coterie.evaluation.fleets import BALANCERS, BASE, ROUTERS, Outcome
-from coterie.evaluation.runs import Interval, interval
+from coterie.evaluation.runs import interval
 from coterie.evaluation.suites.eldr import published
 from coterie.evaluation.suites.eldr.analysis import Analysis
 from coterie.evaluation.suites.eldr.cells import (
@@ -36,6 +36,7 @@ from coterie.evaluation.suites.eldr.synthetic import (
     SyntheticFound,
 )
 from coterie.routing import routers
+from coterie.types import Interval
 
 OURS, ELDR, SHORTEST = "latency_aware", "locality_band", "join_shortest_queue"
 SAVINGS = {

@@ -26,7 +26,7 @@ from coterie.evaluation.runs import in_parallel
 from coterie.evaluation.suites.base import Report, Suite, SuiteOptions, SuiteResult, suites
 from coterie.evaluation.suites.eldr.analysis import Analysis, analyse
 from coterie.evaluation.suites.eldr.cells import DESIGN, LIMIT_BATCH, MODEL, Cell, Found, serve_cell
-from coterie.evaluation.suites.eldr.notes import NO_DATA, notes_of
+from coterie.evaluation.suites.eldr.notes import NO_DATA, TABLES, notes_of
 from coterie.evaluation.suites.eldr.rows import (
     Row,
     Runs,
@@ -49,7 +49,6 @@ from coterie.evaluation.suites.eldr.synthetic import (
     serve_prefixes,
     serve_synthetic,
 )
-from coterie.evaluation.suites.eldr.tables import TABLES
 from coterie.routing import routers
 
 NAME = "eldr"

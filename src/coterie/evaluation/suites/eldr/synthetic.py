@@ -22,7 +22,6 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.costs.presets import step_model
-from coterie.errors import TraceError
 from coterie.evaluation.fleets import (
     BASE,
     Curve,
@@ -41,10 +40,9 @@ from coterie.models import get_model
 from coterie.routing.calibration import calibration
 from coterie.sim.fleet.requests import draw_requests, phase_recordings
 from coterie.sim.fleet.run import FleetConfig
-from coterie.traces.activations import ActivationTrace
+from coterie.traces import ActivationTrace, RequestTrace
 from coterie.traces.arrivals import LognormalLengths
-from coterie.traces.readers import read_trace
-from coterie.traces.requests import RequestTrace
+from coterie.traces.readers import read_as
 from coterie.traces.synthetic import SyntheticSettings, generate
 from coterie.types import Placement, Topology
 
@@ -163,10 +161,7 @@ class CacheFound(NamedTuple):
 
 
 def load_arrivals(path: Path) -> RequestTrace:
-    trace = read_trace(path)
-    if not isinstance(trace, RequestTrace):
-        raise TraceError(path, "kind", "expected requests")
-    return trace.in_order()
+    return read_as(RequestTrace, path).in_order()
 
 
 def serve_prefixes(seed: int, data: Path, requests: int, names: tuple[str, ...] = ROUTERS) -> CacheFound:

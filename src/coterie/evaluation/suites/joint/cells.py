@@ -34,8 +34,7 @@ from coterie.models import get_model
 from coterie.placement.holdings import Demand, held_by, placement_of
 from coterie.placement.planning.eplb import rebalance
 from coterie.placement.triggers.actions import ActionManager, ActionSettings
-from coterie.routing.base import Router, routers
-from coterie.routing.fitted import RouterFit
+from coterie.routing import Router, RouterFit, routers
 from coterie.sim.fleet.requests import Recordings, draw_requests, phase_recordings, split_recordings
 from coterie.sim.group import Group, GroupLoop, GroupOutcome, outcome
 from coterie.types import BYTES_PER_WEIGHT, INFINIBAND_400G, NVLINK4, Link, ModelSpec, Placement, Topology, WeightDtype

@@ -31,9 +31,8 @@ from coterie.evaluation.suites.joint.cells import (
     Served,
     serve_cell,
 )
-from coterie.evaluation.suites.joint.notes import notes_of
+from coterie.evaluation.suites.joint.notes import TABLES, notes_of
 from coterie.evaluation.suites.joint.published import published_of
-from coterie.evaluation.suites.joint.tables import TABLES
 from coterie.sim.group import GroupOutcome
 
 NAME = "joint"

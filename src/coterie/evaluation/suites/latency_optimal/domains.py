@@ -23,9 +23,7 @@ from coterie.costs.presets import step_model
 from coterie.costs.step import Batch, StepModel
 from coterie.errors import TraceError
 from coterie.models import get_model
-from coterie.placement.base import Load, Plan, Planner, planners
-from coterie.placement.objective import Objective
-from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings
+from coterie.placement import Load, Objective, Plan, Planner, Rebalancer, RebalancingSettings, planners
 from coterie.traces.load import LoadTable
 from coterie.traces.readers import read_trace
 from coterie.types import Placement, Topology, balancedness

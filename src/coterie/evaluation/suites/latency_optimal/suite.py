@@ -25,8 +25,7 @@ from coterie.evaluation.runs import in_parallel, interval
 from coterie.evaluation.suites.base import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
 from coterie.evaluation.suites.latency_optimal.domains import MODEL, DomainSetting, domain_rows
 from coterie.evaluation.suites.latency_optimal.sweep import Outcome, Policy, SweepSetting, run_seed
-from coterie.placement.base import Load, Plan, planners
-from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
+from coterie.placement import LatencyOptimalIlp, Load, Plan, planners
 from coterie.types import Placement, balancedness
 
 Array = NDArray[np.float64]

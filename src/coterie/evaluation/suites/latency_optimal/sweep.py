@@ -22,9 +22,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.placement.base import Load, planners
-from coterie.placement.objective import Objective
-from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings
+from coterie.placement import Load, Objective, Rebalancer, RebalancingSettings, planners
 from coterie.types import Link, Placement, Topology
 
 Array = NDArray[np.float64]

@@ -21,10 +21,8 @@ from numpy.typing import NDArray
 from coterie.errors import TraceError
 from coterie.evaluation.suites.base import SuiteOptions
 from coterie.footprints import footprint
-from coterie.traces.activations import ActivationTrace
-from coterie.traces.load import LoadTable
-from coterie.traces.readers import read_trace
-from coterie.traces.writers import kind_of
+from coterie.traces import ActivationTrace, LoadTable
+from coterie.traces.readers import kind_of, read_trace
 
 Array = NDArray[np.float64]
 

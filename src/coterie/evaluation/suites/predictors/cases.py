@@ -6,6 +6,9 @@ one of them only      all of a request; and its second half from its first, whic
 
 from __future__ import annotations
 
+import gzip
+import json
+import zlib
 from collections.abc import Hashable
 from pathlib import Path
 from typing import NamedTuple
@@ -13,14 +16,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import TraceError
+from coterie.errors import ConfigError
 from coterie.evaluation.suites.base import SuiteOptions
-from coterie.evaluation.suites.predictors.strings import sidecar_texts, with_token_strings
-from coterie.evaluation.suites.predictors.traces import drawn, halved, long_enough, prompt_groups
+from coterie.evaluation.suites.predictors.traces import MIN_TOKENS, drawn, halved, long_enough, prompt_groups, taken
 from coterie.predictors import TokenTable
 from coterie.traces.activations import ActivationTrace
-from coterie.traces.readers import read_trace
-from coterie.traces.writers import kind_of
+from coterie.traces.readers import read_as
 from coterie.types import DECODE, PREFILL
 
 TRACES = ("gpt-oss-20b", "deepseek-v2-lite")
@@ -73,9 +74,7 @@ def trace_paths(options: SuiteOptions, notes: list[str]) -> list[Path]:
 
 def trace_cases(path: Path, options: SuiteOptions, notes: list[str]) -> list[Case]:
     """One where the trace has both phases; else two, of all of a request and of its second half."""
-    trace = read_trace(path, options.trace_format)
-    if not isinstance(trace, ActivationTrace):
-        raise TraceError(path, "kind", f"found {kind_of(trace)!r}, expected 'activations'")
+    trace = read_as(ActivationTrace, path, options.trace_format)
     name = path.resolve().name if path.is_dir() else path.stem
     texts = sidecar_texts(path) if trace.arrays()[0].token_ids is None else None
     prompts = None
@@ -93,3 +92,84 @@ def trace_cases(path: Path, options: SuiteOptions, notes: list[str]) -> list[Cas
         Case(name, trace, (Question(all_of, None, None),), groups, prompts),
         Case(name, halved(trace), (Question("second half", DECODE, PREFILL, "first half"),), groups),
     ]
+
+
+# Token strings that lie beside a trace without token ids, and what they stand for.
+#
+# A string gets a number, which does for a token id: a table of tokens needs no more than to tell tokens apart. Prompts
+# are cut up by the same strings, the longest first; the model's own tokenizer may cut otherwise.
+
+
+class Texts(NamedTuple):
+    """Of one request, from a sidecar."""
+
+    prompt: str | None
+    tokens: list[str] | None
+
+
+def sidecar_texts(path: Path) -> list[Texts] | None:
+    """Token strings that lie beside an archive which has no token ids; None where there are none."""
+    folder = path if path.is_dir() else path.parent
+    file = next((folder / n for n in ("requests.jsonl.gz", "requests.jsonl") if (folder / n).is_file()), None)
+    if file is None:
+        return None
+    try:
+        data = file.read_bytes()
+        lines = (gzip.decompress(data) if file.suffix == ".gz" else data).decode().splitlines()
+        rows = [json.loads(line) for line in lines]
+    except (OSError, ValueError, EOFError, zlib.error):
+        return None  # some other file: where it belongs to the trace, the reader has refused it already
+    if not all(isinstance(row, dict) for row in rows) or not any(row.get("generated_tokens") for row in rows):
+        return None
+    return [Texts(row.get("prompt"), row.get("generated_tokens")) for row in rows]
+
+
+def with_token_strings(
+    trace: ActivationTrace, texts: list[Texts], options: SuiteOptions, name: str, notes: list[str]
+) -> tuple[ActivationTrace, list[NDArray[np.int64]], list[Hashable]]:
+    """Requests whose token strings match their rows, strings numbered; prompts cut up by the same strings."""
+    if len(texts) != trace.num_requests:
+        raise ConfigError(f"{name}: {len(texts)} rows beside the trace, which has {trace.num_requests} requests")
+    lengths = trace.lengths
+    # One row fewer than tokens: the last generated token was never fed back.
+    present = [
+        i
+        for i, text in enumerate(texts)
+        if text.prompt and text.tokens and len(text.tokens) == lengths[i] + 1 and lengths[i] >= MIN_TOKENS
+    ]
+    if options.requests is not None and options.requests < len(present):
+        present = sorted(np.random.default_rng(options.seed).permutation(present)[: options.requests].tolist())
+    known = [texts[i] for i in present]
+    numbers: dict[str, int] = {}
+    ids = [
+        np.array([numbers.setdefault(token, len(numbers)) for token in (text.tokens or [])[:-1]], np.int32)
+        for text in known
+    ]
+    part = taken(trace, np.array(present, np.int64))
+    tokens, offsets = part.arrays()
+    whole = ActivationTrace.from_arrays(
+        part.meta, tokens.expert_ids, offsets, part.requests, tokens.phase, np.concatenate(ids)
+    )
+    cut = [longest_match(text.prompt or "", numbers) for text in known]
+    notes.append(
+        f"{name}: {len(present)} of {trace.num_requests} requests, those whose token strings are known and match their "
+        f"rows; {len(numbers):,} strings stand for token ids. Prompts are cut up by longest match, as the model's "
+        "tokenizer is not at hand: near its tokens, not always the same."
+    )
+    return whole, cut, [text.prompt for text in known]
+
+
+def longest_match(text: str, numbers: dict[str, int]) -> NDArray[np.int64]:
+    """[token] numbers of the longest known strings, left to right; -1 for a letter that starts none."""
+    longest = max(map(len, numbers), default=1)
+    found, at = [], 0
+    while at < len(text):
+        for length in range(min(longest, len(text) - at), 0, -1):
+            number = numbers.get(text[at : at + length])
+            if number is not None:
+                break
+        else:
+            number, length = -1, 1
+        found.append(number)
+        at += length
+    return np.array(found, np.int64)

@@ -22,7 +22,7 @@ from coterie.evaluation.suites.predictors.contenders import OWN_TOKENS, Contende
 from coterie.evaluation.suites.predictors.model import model_cases
 from coterie.evaluation.suites.predictors.traces import footprint_of
 from coterie.predictors import PrefixIndex, Score, SimilarPrefix, score
-from coterie.traces.readers import read_trace
+from coterie.traces.readers import read_as
 from coterie.traces.requests import RequestTrace
 
 NAME = "predictors"
@@ -59,8 +59,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
 
 def _alike_in_service(file: Path) -> str:
     """How often a service's requests begin as an earlier one, as far as hashes of blocks tell."""
-    trace = read_trace(file)
-    assert isinstance(trace, RequestTrace)
+    trace = read_as(RequestTrace, file)
     assert trace.prefix_blocks is not None
     assert trace.block_tokens is not None
     index, threshold, hits = PrefixIndex(), SimilarPrefix().similarity, 0

@@ -32,20 +32,16 @@ from coterie.batching.latency_aware import measure_trust
 from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model
-from coterie.errors import ConfigError, TraceError, UnavailableError
+from coterie.errors import ConfigError, UnavailableError
 from coterie.evaluation.runs import in_parallel, interval
 from coterie.evaluation.suites.base import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
 from coterie.footprints.counting import footprint
 from coterie.models import get_model
 from coterie.predictors import PredictRequest, predictors
 from coterie.registry import Offers
-from coterie.sim.decode import DecodeRequests, run_decode
-from coterie.sim.execution import PrefillExecution, StepTimer
-from coterie.sim.metrics import Run, Summary, summarise
-from coterie.sim.server import run_batches
-from coterie.traces.activations import ActivationTrace
-from coterie.traces.readers import read_trace
-from coterie.traces.requests import RequestTrace
+from coterie.sim import DecodeRequests, PrefillExecution, Run, StepTimer, Summary, run_batches, run_decode, summarise
+from coterie.traces import ActivationTrace, RequestTrace
+from coterie.traces.readers import read_as
 from coterie.types import ModelSpec, Placement, Topology
 
 NAME = "regimes"
@@ -124,9 +120,7 @@ class Recording(NamedTuple):
 
 @lru_cache(maxsize=4)
 def load_recording(path: Path) -> Recording:
-    trace = read_trace(path)
-    if not isinstance(trace, ActivationTrace):
-        raise TraceError(path, "kind", "expected activations")
+    trace = read_as(ActivationTrace, path)
     experts = trace.meta.num_experts
     order = np.random.default_rng(0).permutation(trace.num_requests)
     apart = int(CALIBRATION * len(order))
@@ -162,10 +156,7 @@ def load_recording(path: Path) -> Recording:
 
 @lru_cache(maxsize=4)
 def load_arrivals(path: Path) -> RequestTrace:
-    trace = read_trace(path)
-    if not isinstance(trace, RequestTrace):
-        raise TraceError(path, "kind", "expected requests")
-    return trace.in_order()
+    return read_as(RequestTrace, path).in_order()
 
 
 class Drawn(NamedTuple):

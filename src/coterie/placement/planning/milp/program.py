@@ -12,18 +12,85 @@ experts arrive there over links of one price.
 From a known placement follows that no rank of a better one is slower than `slowest`, since movement costs nothing at
 best. So an expert has at least so many replicas, and a set of ranks with more work of its own than it can do in that
 time must give some away, to at least one whole new replica outside: the cuts of
-:class:`~coterie.placement.planning.milp.cuts.Cuts`.
+:class:`~coterie.placement.planning.milp.solving.Cuts`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import highspy
 import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
 
-from coterie.placement.planning.milp.layer import Array, Index, Layer, Mask
-from coterie.placement.planning.milp.rows import INF, Rows
+from coterie.placement.objective._arrays import parts_taken
+
+# One layer as the exact search sees it.
+
+Array = NDArray[np.float64]
+Index = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """One layer's arrays, living ranks only, in seconds."""
+
+    unit: Array
+    """[rank, expert] a step if the rank got all of the expert's tokens."""
+    share: Array
+    """[expert, replicas - 1] of `unit` that each of so many equal replicas takes."""
+    load_in: Array
+    """[rank, expert] to load it there; 0 where it is."""
+    speeds: Array
+    """[rank]"""
+    slots: int
+    """Slots per rank."""
+    floor: float
+    """Seconds of a step below which nothing is gained."""
+    horizon: float
+    slowest_price: float
+    """Price per second of the slowest rank's arrivals."""
+    each_price: float
+    """Price per second of any rank's arrivals."""
+    move_price: float
+    """Seconds that each move costs besides: the multiplier of a budget of moves."""
+
+    @property
+    def held(self) -> Mask:
+        return np.asarray(self.load_in == 0)
+
+    @property
+    def work(self) -> Array:
+        """[expert] seconds on a rank of speed 1 where it is cheapest."""
+        return np.asarray((self.unit * self.speeds[:, None]).min(axis=0))
+
+    def excess(self, holds: Mask, shares: Array | None) -> float:
+        """Seconds of the objective above horizon x floor, which no placement avoids."""
+        arrivals = np.where(holds, self.load_in, 0.0).sum(axis=1)
+        moves = float((holds & ~self.held).sum())
+        if shares is None:
+            count = holds.sum(axis=0)
+            parts = np.where(holds, self.share[np.arange(len(count)), count - 1], 0.0)
+        else:
+            parts = parts_taken(self.share.T, shares)
+        slowest = float((self.unit * parts).sum(axis=1).max())
+        waited = self.horizon * max(slowest - self.floor, 0.0) + self.slowest_price * float(arrivals.max())
+        return waited + self.each_price * float(arrivals.sum()) + self.move_price * moves
+
+
+class Found(NamedTuple):
+    """What the search of one layer ended with; seconds are above horizon x floor."""
+
+    holds: Mask
+    """[rank, expert]"""
+    shares: Array | None
+    """[rank, expert] share of the expert's tokens; None for equal shares."""
+    excess: float
+    bound: float
+
 
 SMALL = 0.02
 """Share of an even rank's time: replica counts whose replicas take less than this are one level of the equal split."""
@@ -233,3 +300,33 @@ class Program:
         holds = np.zeros(self.layer.unit.shape, bool)
         holds[places.rank[on], places.expert[on]] = True
         return holds
+
+
+# Rows of a program for HiGHS.
+
+INF = highspy.kHighsInf
+
+
+class Rows:
+    """Rows of the program as they are collected."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._parts: list[tuple[Index, Index, Array]] = []
+        self._bounds: list[tuple[Array, Array]] = []
+
+    def add(self, row: Index, column: Index, value: Array, low: Array | float, high: Array | float, rows: int) -> None:
+        """`rows` rows at once; `row` counts from 0 among them."""
+        self._parts.append((row + self.count, column, np.broadcast_to(value, column.shape)))
+        self._bounds.append((np.broadcast_to(low, rows).astype(float), np.broadcast_to(high, rows).astype(float)))
+        self.count += rows
+
+    def into(self, lp: Any, columns: int) -> None:
+        row, column, value = (np.concatenate(part) for part in zip(*self._parts, strict=True))
+        matrix = coo_array((value, (row, column)), (self.count, columns)).tocsc()
+        lp.num_row_, lp.num_col_ = self.count, columns
+        lp.row_lower_, lp.row_upper_ = (np.concatenate(side) for side in zip(*self._bounds, strict=True))
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        lp.a_matrix_.start_ = matrix.indptr
+        lp.a_matrix_.index_ = matrix.indices
+        lp.a_matrix_.value_ = matrix.data

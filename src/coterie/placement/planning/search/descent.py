@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from coterie._numba import helper
-from coterie.placement.planning.search.actions import give_gain, look_at_gifts, look_at_swaps
 from coterie.placement.planning.search.state import (
     EMPTY,
     TINY,
@@ -17,6 +16,7 @@ from coterie.placement.planning.search.state import (
     State,
     apply,
     fee_of,
+    part_of,
     slowest,
 )
 from coterie.placement.splits._flows import NONE
@@ -120,3 +120,235 @@ def note(layer: Layer, state: State, best: Best, prices: Prices) -> None:
     best.totals[at], best.seconds[at], best.moves[at] = total, seconds, moves
     for slot in range(len(state.row)):
         best.rows[at, slot] = state.row[slot]
+
+
+# What may be done next: swap two slots, or give one to another expert.
+
+DEPTH = 0.03
+"""Weight of squared room below the target: the search fills the emptiest ranks first, which few moves then close."""
+
+ROOMIEST = 4
+"""Of more than eight ranks, those with the most room on which a swap is looked for: of 32, all take half as long again
+for a twentieth fewer moves."""
+
+
+@helper()
+def excess(busy: float, target: float, steep: float) -> float:
+    over = busy - target
+    return over if over > 0.0 else steep * over * over
+
+
+@helper()
+def give_gain(layer: Layer, state: State, slot: int, expert: int, target: float) -> float:
+    """Excess that goes away when the slot is given to the expert, which its rank does not have."""
+    rank, was, steep = slot // (len(state.row) // len(state.busy)), state.row[slot], DEPTH / target
+    less = part_of(layer.share, expert, state.copies[expert] + 1)
+    drop = state.part[expert] - less if state.copies[expert] else 0.0
+    rise = 0.0
+    if was != EMPTY and state.copies[was] > 1:
+        rise = part_of(layer.share, was, state.copies[was] - 1) - state.part[was]
+    gain = 0.0
+    for other in range(len(state.busy)):
+        change = 0.0
+        if other == rank:
+            change = layer.unit[rank, expert] * less - (state.own[slot] if was != EMPTY else 0.0)
+        else:
+            if state.held[other, expert] >= 0:
+                change -= layer.unit[other, expert] * drop
+            if was != EMPTY and state.held[other, was] >= 0:
+                change += layer.unit[other, was] * rise
+        if change != 0.0:
+            gain += excess(state.busy[other], target, steep) - excess(state.busy[other] + change, target, steep)
+    return gain
+
+
+@helper(division_raises=False)
+def look_at_swaps(
+    layer: Layer, state: State, scratch: Scratch, rank: int, target: float, fastest: float, best: Action, spare: float
+) -> Action:
+    """The best swap of one of the rank's slots with a slot elsewhere, if better than `best`.
+
+    Ranks with the most room come first; one is passed by when even a perfect fit would not be better.
+    """
+    unit, load_in, alive = layer.unit, layer.load_in, layer.alive
+    row, held, home, part, busy, own, fee = (
+        state.row,
+        state.held,
+        state.home,
+        state.part,
+        state.busy,
+        state.own,
+        state.fee,
+    )
+    back, back_fee, order, worth = scratch.back, scratch.back_fee, scratch.order, scratch.worth
+    ranks = len(busy)
+    per_rank = len(row) // ranks
+    mine = rank * per_rank
+    steep = DEPTH / target
+    here = excess(busy[rank], target, steep)
+    for place in range(ranks):
+        at = place
+        while at > 0 and busy[order[at - 1]] > busy[place]:
+            order[at] = order[at - 1]
+            at -= 1
+        order[at] = place
+    mine_fee = 0.0
+    for first in range(mine, mine + per_rank):
+        mine_fee = max(mine_fee, fee[first])
+    score, first_best, second_best = best.score, NONE, NONE
+    for index in range(ranks if ranks <= 8 else ROOMIEST):
+        other = order[index]
+        if other == rank or not alive[other]:
+            continue
+        now = excess(busy[other], target, steep)
+        fits = here + now
+        if layer.uniform_ranks:  # what one loses the other gains
+            fits = min(here, max(target - busy[other], 0.0)) + (now if busy[other] < target else 0.0)
+        start_at = other * per_rank
+        cheap = 0.0
+        for slot in range(start_at, start_at + per_rank):
+            cheap = max(cheap, fee[slot])
+        if mine_fee == 0.0 and cheap == 0.0 and fits <= score * spare:
+            continue
+        cheap = np.inf
+        for slot in range(start_at, start_at + per_rank):
+            expert = row[slot]
+            back_fee[slot] = np.inf
+            if held[rank, expert] < 0:
+                back[slot] = unit[rank, expert] * part[expert]
+                back_fee[slot] = fee_of(load_in, home, rank, expert, fastest) - fee[slot]
+                cheap = min(cheap, back_fee[slot])
+        theirs, theirs_back = own[start_at : start_at + per_rank], back[start_at : start_at + per_rank]
+        theirs_fee = back_fee[start_at : start_at + per_rank]
+        for first in range(mine, mine + per_rank):
+            expert = row[first]
+            if held[other, expert] >= 0:
+                continue
+            moves = fee_of(load_in, home, other, expert, fastest) - fee[first]
+            if fits <= score * max(moves + cheap + spare, spare / 2):
+                continue
+            left = busy[rank] - own[first] - target
+            there = busy[other] + unit[other, expert] * part[expert] - target
+            for place in range(len(worth)):  # no branch and nothing else in it: it is vectorised
+                one = left + theirs_back[place]
+                two = there - theirs[place]
+                after = one if one > 0.0 else steep * one * one
+                after += two if two > 0.0 else steep * two * two
+                worth[place] = (here + now - after) / max(moves + theirs_fee[place] + spare, spare / 2)
+            for place in range(len(worth)):
+                if worth[place] > score:
+                    score, first_best, second_best = worth[place], first, start_at + place
+    if second_best < 0:
+        return best
+    return Action(score, first_best, second_best, EMPTY)
+
+
+@helper()
+def look_at_gifts(
+    layer: Layer, state: State, scratch: Scratch, rank: int, target: float, fastest: float, best: Action, spare: float
+) -> Action:
+    """The best slot to give away, in favour of an expert of the rank or on the rank itself, if better than `best`.
+
+    What other ranks gain or lose is added up for each expert first. Where a rank holds both experts that sum is wrong,
+    so what looks best is counted again in full.
+    """
+    unit, share, load_in, alive = layer.unit, layer.share, layer.load_in, layer.alive
+    row, held, home, count, part, busy, own, fee = (
+        state.row,
+        state.held,
+        state.home,
+        state.copies,
+        state.part,
+        state.busy,
+        state.own,
+        state.fee,
+    )
+    relief, steep = scratch.relief, DEPTH / target
+    per_rank = len(row) // len(busy)
+    if not weigh_replicas(layer, state, scratch, rank, target):
+        return best
+    score, slot_best, expert_best = best.score, NONE, NONE
+    most, most_here, wanted = -np.inf, -np.inf, False  # relief of an expert of the rank, and of any
+    for place in range(rank * per_rank, (rank + 1) * per_rank):
+        most = max(most, relief[row[place]])
+        wanted = wanted or count[row[place]] > 1
+    if wanted:
+        for expert in range(len(relief)):
+            most_here = max(most_here, relief[expert])
+    slot = -1
+    for other in range(len(busy)):
+        if not alive[other]:
+            slot += per_rank
+            continue
+        for _ in range(per_rank):
+            slot += 1
+            was = row[slot]
+            if count[was] < 2:
+                continue
+            # What its own rank would have had to bear, had it kept it, is no loss.
+            more = unit[other, was] * (part_of(share, was, count[was] - 1) - part[was])
+            rest = excess(busy[other] + more, target, steep) - scratch.burden[was]
+            # What it brings only takes away from this, and what it costs can only be more.
+            least = max(spare - fee[slot], spare / 2)
+            if (most_here if other == rank else most) + rest <= score * least:
+                continue
+            free = busy[other] - own[slot]
+            for place in range(len(relief) if other == rank else per_rank):
+                expert = place if other == rank else row[rank * per_rank + place]
+                if relief[expert] + rest <= score * least or held[other, expert] >= 0:
+                    continue
+                brings = unit[other, expert] * part_of(share, expert, count[expert] + 1)
+                gain = relief[expert] + rest - excess(free + brings, target, steep)
+                moves = fee_of(load_in, home, other, expert, fastest) - fee[slot]
+                divisor = max(moves + spare, spare / 2)
+                if gain > score * divisor:
+                    found = give_gain(layer, state, slot, expert, target) / divisor
+                    if found > score:
+                        score, slot_best, expert_best = found, slot, expert
+    if slot_best < 0:
+        return best
+    return Action(score, NONE, slot_best, expert_best)
+
+
+@helper()
+def weigh_replicas(layer: Layer, state: State, scratch: Scratch, rank: int, target: float) -> bool:
+    """Fill `relief` and `burden`, as far as a look at the rank needs them; False where no expert has replicas."""
+    unit, share, row, held, count, part, busy = (
+        layer.unit,
+        layer.share,
+        state.row,
+        state.held,
+        state.copies,
+        state.part,
+        state.busy,
+    )
+    relief, burden, steep = scratch.relief, scratch.burden, DEPTH / target
+    per_rank = len(row) // len(busy)
+    several, wanted = False, False
+    for expert in range(len(count)):
+        if count[expert] > 1:
+            several = True
+            if held[rank, expert] >= 0:
+                wanted = True
+    if not several:
+        return False
+    for expert in range(len(count)):
+        relief[expert] = 0.0
+        burden[expert] = 0.0
+    slot = -1
+    for other in range(len(busy)):
+        if not layer.alive[other]:
+            slot += per_rank
+            continue
+        now = excess(busy[other], target, steep)
+        for _ in range(per_rank):
+            slot += 1
+            expert = row[slot]
+            whole = unit[other, expert]
+            if wanted or held[rank, expert] >= 0:
+                less = whole * (part[expert] - part_of(share, expert, count[expert] + 1))
+                relief[expert] += now - excess(busy[other] - less, target, steep)
+            if count[expert] > 1:
+                more = whole * (part_of(share, expert, count[expert] - 1) - part[expert])
+                burden[expert] += excess(busy[other] + more, target, steep) - now
+    return True

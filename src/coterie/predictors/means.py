@@ -1,8 +1,4 @@
-"""Domain: predict a request as the mean of its domain.
-
-A reference to compare with: it needs a label of each request's subject. Wrong where a domain has few
-calibration requests, whose mean is then mostly noise.
-"""
+"""Predict a request as a mean of others: of all requests, the baseline for other predictors, or of its domain's."""
 
 from __future__ import annotations
 
@@ -26,10 +22,32 @@ from coterie.predictors.base import (
 from coterie.traces.activations import ActivationTrace
 
 
+@predictors.register("popularity")
+@dataclass(slots=True, eq=False)
+class PopularityPredictor(Calibrated):
+    """The mean distribution of the calibration requests, scaled to the request's tokens."""
+
+    name: ClassVar[str] = "popularity"
+
+    def fit(
+        self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
+    ) -> PopularityPredictor:
+        self.popularity_ = calibrate(trace, requests, phase)
+        return self
+
+    def predict(self, request: PredictRequest) -> Load:
+        self.popularity.check(request)
+        return self.popularity.scaled(request)
+
+
 @predictors.register("domain")
 @dataclass(slots=True, eq=False)
 class DomainPredictor(Calibrated):
-    """The mean distribution of the calibration requests of the same domain; popularity for an unknown one."""
+    """The mean distribution of the calibration requests of the same domain; popularity for an unknown one.
+
+    A reference to compare with: it needs a label of each request's subject. Wrong where a domain has few calibration
+    requests, whose mean is then mostly noise.
+    """
 
     name: ClassVar[str] = "domain"
     domains_: dict[str, Popularity] = field(default_factory=dict, init=False, repr=False)

@@ -1,0 +1,58 @@
+"""The oldest requests or a random sample: what a strategy that looks at loads has to beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numpy.random import Generator
+
+from coterie._numba import njit
+from coterie.batching.base import Loads, Selection, Window, strategies
+from coterie.batching.picking import NEVER, Indices, Skipping, check_snapshot, fill_up, first_picks, not_in, selection
+
+
+@strategies.register("fcfs")
+@dataclass(frozen=True, slots=True)
+class Fcfs(Skipping):
+    """First come, first served: the fairest. Requests that another strategy left overdue still go first.
+
+    Right where the queue is shallow: reordering then delays requests without a gain.
+    """
+
+    def select(self, window: Window, running: Loads, size: int, rng: Generator) -> Selection:  # noqa: ARG002
+        check_snapshot(window, running, size)
+        return selection(_oldest(window.skipped, size, self.max_skips or NEVER), window, "the oldest")
+
+
+@njit()
+def _oldest(skipped: Indices, size: int, max_skips: int) -> tuple[Indices, int]:
+    order, forced = first_picks(skipped, size, max_skips)
+    fill_up(order, forced, not_in(order[:forced], len(skipped)))
+    return order, forced
+
+
+@strategies.register("random")
+@dataclass(frozen=True, slots=True)
+class RandomSample(Skipping):
+    """Uniformly without replacement, whatever the loads.
+
+    In a burst of like requests it already mixes more than the order of arrival does.
+    """
+
+    def select(self, window: Window, running: Loads, size: int, rng: Generator) -> Selection:
+        check_snapshot(window, running, size)
+        draws = rng.random(min(size, len(window.skipped)))
+        return selection(_sample(window.skipped, draws, self.max_skips or NEVER), window, "a random sample")
+
+
+@njit()
+def _sample(skipped: Indices, draws: Loads, max_skips: int) -> tuple[Indices, int]:
+    """As many requests as there are draws, each uniform in [0, 1)."""
+    order, forced = first_picks(skipped, len(draws), max_skips)
+    rest = not_in(order[:forced], len(skipped))
+    for pick in range(forced, len(order)):
+        left = len(skipped) - pick
+        at = int(draws[pick] * left)
+        order[pick] = rest[at]
+        rest[at] = rest[left - 1]
+    return order, forced

@@ -1,0 +1,100 @@
+"""Planners to compare with: experts in order, dealt in turn, or the heaviest first."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.placement.base import Load, Plan, planners
+from coterie.placement.objective import PRICES_HINT, Objective
+from coterie.placement.planning.packing import Slots, living_ranks, pack, plan_for_living
+from coterie.registry import needs
+from coterie.types import Placement, Topology
+
+
+@planners.register("linear")
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Expert e in slot e, replicas of the first ones in the slots left over. The default of every engine.
+
+    It looks at nothing but the sizes, so it is right where the load is even or not known yet, and wrong where
+    neighbouring experts are hot together: they are all on one rank.
+    """
+
+    objective: Objective = needs(PRICES_HINT)
+
+    def plan(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Plan:
+        started = perf_counter()
+        problem = self.objective.problem(load, topology, current, shares)
+        slots = living_ranks(problem) * current.slots_per_rank
+        row = np.arange(slots, dtype=np.int32) % current.num_experts
+        return plan_for_living(problem, np.tile(row, (current.num_layers, 1)), started, "experts are in order already")
+
+
+@planners.register("popularity")
+@dataclass(frozen=True, slots=True)
+class Popularity:
+    """One replica more for each of the hottest experts, then the heaviest slot first to the least busy rank.
+
+    Longest processing time first (LPT), at most 4/3 of the best where slots do not limit it. It heeds the speeds of
+    ranks, not the current placement, so it moves nearly everything. Unlike `eplb` it gives each of the hottest experts
+    one replica before it gives any of them two: better where the load is about to change, worse where one expert is far
+    hotter than the next.
+    """
+
+    objective: Objective = needs(PRICES_HINT)
+
+    def plan(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Plan:
+        started = perf_counter()
+        problem = self.objective.problem(load, topology, current, shares)
+        slots = living_ranks(problem) * current.slots_per_rank
+        kind = _replicated(load.tokens, slots)
+        replicas = 1 + (kind[:, :, None] == kind[:, None, load.num_experts :]).sum(axis=2)
+        weight = np.take_along_axis(load.tokens, kind, axis=1) / replicas
+        packed = pack(weight, kind, topology.rank_speeds[problem.alive], load.num_experts)
+        return plan_for_living(problem, packed, started, "the load asks for no other")
+
+
+def _replicated(tokens: NDArray[np.float64], slots: int) -> NDArray[np.int64]:
+    """[layer, slot] expert: all once, then the hottest again, in order."""
+    layers, experts = tokens.shape
+    hottest = np.argsort(-tokens, axis=1, kind="stable")
+    again = hottest[:, np.arange(slots - experts) % experts]
+    return np.concatenate([np.tile(np.arange(experts), (layers, 1)), again], axis=1)
+
+
+@planners.register("round_robin")
+@dataclass(frozen=True, slots=True)
+class RoundRobin:
+    """Experts dealt to the ranks like cards, and again from the first for replicas.
+
+    It looks at nothing but the sizes. Where neighbouring experts are hot together it spreads what `linear` piles up;
+    for an order without meaning it is as good or bad as that.
+    """
+
+    objective: Objective = needs(PRICES_HINT)
+
+    def plan(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Plan:
+        started = perf_counter()
+        problem = self.objective.problem(load, topology, current, shares)
+        row = deal(current.num_experts, living_ranks(problem), current.slots_per_rank)
+        slots = np.tile(row, (current.num_layers, 1))
+        return plan_for_living(problem, slots, started, "experts are dealt in turn already")
+
+
+def deal(num_experts: int, num_ranks: int, slots_per_rank: int) -> Slots:
+    """[slot] expert. Whenever cards and ranks come round together the deal moves on by one rank, or it would repeat."""
+    card = np.arange(num_ranks * slots_per_rank)
+    rank = (card + card // math.lcm(num_experts, num_ranks)) % num_ranks
+    by_rank = np.argsort(rank, kind="stable")
+    return np.asarray(by_rank % num_experts, np.int32)
