@@ -256,7 +256,7 @@ BAD_SCHEDULERS = [
     ({"window_size": -4}, "window_size=-4 must be at least 1"),
     ({"min_batch_trigger": 0}, "min_batch_trigger=0 must be at least 1"),
     ({"window_size": 7}, "window_size=7 must be at least max_batch_size=8"),
-    ({"scheduling_interval_ms": -0.5}, "scheduling_interval_ms=-0.5 must be a number of at least 0"),
+    ({"scheduling_interval_ms": -0.5}, "scheduling_interval_ms=-0.5 must be a finite number of at least 0"),
     ({"max_skips": 0}, "max_skips=0 must be at least 1"),
 ]
 
@@ -274,7 +274,7 @@ def test_bad_settings_are_named_in_code_and_in_a_file(tmp_path: Path, setting: d
 
 @pytest.mark.parametrize("interval", [math.nan, math.inf])
 def test_an_interval_that_is_no_number_is_refused(interval: float) -> None:
-    with pytest.raises(ConfigError, match=f"scheduling_interval_ms={interval} must be a number of at least 0"):
+    with pytest.raises(ConfigError, match=f"scheduling_interval_ms={interval} must be a finite number of at least 0"):
         SchedulerConfig(scheduling_interval_ms=interval)
 
 

@@ -56,7 +56,7 @@ def decoded(strategy: Any = None, seconds: float = 0.1, check: bool = True) -> R
 
 
 EACH = pytest.mark.parametrize("run", [batches, decoded])
-BOTH = pytest.mark.parametrize(("run", "module"), [(batches, server), (decoded, decode)])
+BOTH = pytest.mark.parametrize(("run", "module"), [(batches, server), (decoded, server)])
 
 
 @EACH
@@ -190,7 +190,7 @@ class Drowsy(server._BatchServer):
         super().arrive()
         self.busy = busy
         if not busy:
-            self.sim.after(0.5, lambda: None if self.busy else self.start_if_due())
+            self.sim.after(0.5, lambda: None if self.busy else self.start())
 
 
 def test_a_trigger_that_is_overlooked_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,11 +203,11 @@ class Asleep(decode._Decoder):
     """Takes a while to notice an arrival when idle."""
 
     def arrive(self) -> None:
-        self.stepping, stepping = True, self.stepping
+        self.busy, busy = True, self.busy
         super().arrive()
-        self.stepping = stepping
-        if not stepping:
-            self.sim.after(0.02, lambda: None if self.stepping else self.step())
+        self.busy = busy
+        if not busy:
+            self.sim.after(0.02, lambda: None if self.busy else self.start())
 
 
 def test_an_idle_decoder_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

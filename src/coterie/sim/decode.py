@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 
 from coterie._numba import njit
 from coterie.batching.base import Loads, Strategy
-from coterie.batching.scheduler import Scheduler, SchedulerConfig
+from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.step import Batch
 from coterie.errors import ConfigError, check_at_least
 from coterie.sim.execution import Execution, check_seconds
-from coterie.sim.invariants import check_clock, check_once, check_places, check_times, check_tokens, check_work
-from coterie.sim.kernel import Simulation
+from coterie.sim.invariants import check_places, check_tokens
 from coterie.sim.metrics import Run
-from coterie.sim.server import check_requests
+from coterie.sim.server import Server, check_requests
 
 StepTiming = Callable[[NDArray[np.int64], Batch], Execution]
 """Time of a step whose tokens activate a load [layer, expert], such as a StepTimer."""
@@ -85,7 +84,7 @@ def _check_tokens(requests: DecodeRequests, layers: int, experts: int) -> None:
         raise ConfigError(f"expert_ids holds {low if low < 0 else high}; ids must be in 0 … {experts - 1}")
 
 
-class _Decoder:
+class _Decoder(Server):
     def __init__(
         self,
         requests: DecodeRequests,
@@ -99,63 +98,37 @@ class _Decoder:
         check: bool,
         progress: Callable[[int], None] | None,
     ) -> None:
+        super().__init__(requests.arrival_s, predicted, config, strategy, rng, check, progress)
         count, layers, experts = predicted.shape
-        self.sim = Simulation()
         self.requests = requests
-        self.arrivals: list[float] = requests.arrival_s.tolist()
         self.predicted = predicted
         self.timer = timer
         self.places = places
-        self.scheduler = Scheduler(config, strategy, predicted, rng)
         self.ranks = ranks
-        self.check = check
-        self.progress = progress
-        self.next = 0
         self.planned: list[int] = []
         self.running = np.zeros(0, np.int64)
         self.running_load = np.zeros((layers, experts))
         self.decoded = np.zeros(count, np.int64)
         self.load = np.zeros((layers, experts), np.int64)
-        self.stepping = False
-        self.began_s = self.busy_s = self.seen_s = self.free_since_s = self.idle_while_due_s = 0.0
-        self.start_s = np.full(count, np.nan)
-        self.finish_s = np.full(count, np.nan)
-        self.skipped = np.zeros(count, np.int64)
-        self.times_run = np.zeros(count, np.int64)
-        self.steps: list[tuple[float, int, float, float]] = []
 
     def serve(self) -> Run:
-        self.sim.at(self.arrivals[0], self.arrive)
-        self.sim.run()
+        run = super().serve()
         if self.check:
-            check_once(self.times_run, len(self.scheduler) + len(self.planned))
-        seconds, sizes, imbalance, distinct = (np.array(column) for column in zip(*self.steps, strict=True))
-        arrival_s = self.requests.arrival_s
-        if self.check:
-            check_times(arrival_s, self.start_s, self.finish_s)
-            check_work(self.busy_s, seconds, self.idle_while_due_s, self.sim.now_s)
             check_tokens(self.decoded, self.requests.tokens)
-        return Run(arrival_s, self.start_s, self.finish_s, self.skipped, seconds, sizes, imbalance, distinct)
+        return run
 
-    def arrive(self) -> None:
-        self.look_at_clock()
-        row = self.next
-        self.scheduler.push(row, self.sim.now_s)
-        self.next = row + 1
-        if self.next < len(self.arrivals):
-            self.sim.at(self.arrivals[self.next], self.arrive)
-        if not self.stepping:
-            self.step()
+    def waiting(self) -> int:
+        return len(self.scheduler) + len(self.planned)
 
-    def step(self) -> None:
+    def start(self) -> None:
         """Admit requests, then run one token of every running request."""
         self.admit()
         if self.check:
-            check_places(len(self.running), self.places, len(self.scheduler) + len(self.planned))
+            check_places(len(self.running), self.places, self.waiting())
         if not len(self.running):
-            self.stepping, self.free_since_s = False, self.sim.now_s
+            self.busy, self.free_since_s = False, self.sim.now_s
             return
-        if not self.stepping:  # nobody ran, so all who run were due since they arrived
+        if not self.busy:  # nobody ran, so all who run were due since they arrived
             due_s = max(self.free_since_s, self.arrivals[self.running.min()])
             self.idle_while_due_s = max(self.idle_while_due_s, self.sim.now_s - due_s)
         requests, running = self.requests, self.running
@@ -165,8 +138,8 @@ class _Decoder:
         ran = self.timer(self.load, Batch(decode_requests=per_rank, decode_context=context // self.ranks))
         check_seconds(ran, len(running))
         self.decoded[running] += 1
-        self.steps.append((ran.seconds, len(running), ran.imbalance, ran.distinct))
-        self.stepping, self.began_s = True, self.sim.now_s
+        self.batches.append((ran.seconds, len(running), ran.imbalance, ran.distinct))
+        self.busy, self.began_s = True, self.sim.now_s
         self.sim.after(ran.seconds, self.end_step)
 
     def admit(self) -> None:
@@ -200,12 +173,7 @@ class _Decoder:
             self.running_load = self.predicted[self.running].sum(axis=0)
             if self.progress is not None:
                 self.progress(len(rows))
-        self.step()
-
-    def look_at_clock(self) -> None:
-        if self.check:
-            check_clock(self.seen_s, self.sim.now_s)
-            self.seen_s = self.sim.now_s
+        self.start()
 
 
 @njit()

@@ -63,7 +63,71 @@ def check_requests(arrival_s: NDArray[np.float64], predicted: Loads) -> None:
         raise ConfigError(f"predicted holds {low if not low >= 0 else high}; loads must be finite and at least 0")
 
 
-class _BatchServer:
+class Server:
+    """What servers have in common: requests that arrive, a scheduler, and when each request ran."""
+
+    def __init__(
+        self,
+        arrival_s: NDArray[np.float64],
+        predicted: Loads,
+        config: SchedulerConfig,
+        strategy: Strategy,
+        rng: Generator,
+        check: bool,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        count = len(arrival_s)
+        self.sim = Simulation()
+        self.arrivals: list[float] = arrival_s.tolist()
+        self.scheduler = Scheduler(config, strategy, predicted, rng)
+        self.check = check
+        self.progress = progress
+        self.next = 0
+        self.busy = False
+        self.began_s = self.busy_s = self.seen_s = self.free_since_s = self.idle_while_due_s = 0.0
+        self.start_s = np.full(count, np.nan)
+        self.finish_s = np.full(count, np.nan)
+        self.skipped = np.zeros(count, np.int64)
+        self.times_run = np.zeros(count, np.int64)
+        self.batches: list[tuple[float, int, float, float]] = []
+
+    def serve(self) -> Run:
+        self.sim.at(self.arrivals[0], self.arrive)
+        self.sim.run()
+        if self.check:
+            check_once(self.times_run, self.waiting())
+        arrival_s = np.array(self.arrivals)
+        seconds, sizes, imbalance, distinct = (np.array(column) for column in zip(*self.batches, strict=True))
+        if self.check:
+            check_times(arrival_s, self.start_s, self.finish_s)
+            check_work(self.busy_s, seconds, self.idle_while_due_s, self.sim.now_s)
+        return Run(arrival_s, self.start_s, self.finish_s, self.skipped, seconds, sizes, imbalance, distinct)
+
+    def waiting(self) -> int:
+        return len(self.scheduler)
+
+    def arrive(self) -> None:
+        """A request joins the queue; the next one's arrival becomes an event only now, so that the heap stays small."""
+        self.look_at_clock()
+        row = self.next
+        self.scheduler.push(row, self.sim.now_s)
+        self.next = row + 1
+        if self.next < len(self.arrivals):
+            self.sim.at(self.arrivals[self.next], self.arrive)
+        if not self.busy:
+            self.start()
+
+    def start(self) -> None:
+        """Run what is due, if anything is; called when the server is free."""
+        raise NotImplementedError
+
+    def look_at_clock(self) -> None:
+        if self.check:
+            check_clock(self.seen_s, self.sim.now_s)
+            self.seen_s = self.sim.now_s
+
+
+class _BatchServer(Server):
     def __init__(
         self,
         arrival_s: NDArray[np.float64],
@@ -75,52 +139,12 @@ class _BatchServer:
         check: bool,
         progress: Callable[[int], None] | None,
     ) -> None:
-        count = len(arrival_s)
-        self.sim = Simulation()
-        self.arrivals: list[float] = arrival_s.tolist()
+        super().__init__(arrival_s, predicted, config, strategy, rng, check, progress)
         self.execution = execution
         self.idle = np.zeros(predicted.shape[1:])  # nothing runs when a batch starts
-        self.scheduler = Scheduler(config, strategy, predicted, rng)
-        self.check = check
-        self.progress = progress
-        self.next = 0
-        self.busy = False
-        self.began_s = self.free_since_s = 0.0
         self.timer_s = math.inf
-        self.busy_s = 0.0
-        self.idle_while_due_s = 0.0
-        self.seen_s = 0.0
-        self.start_s = np.full(count, np.nan)
-        self.finish_s = np.full(count, np.nan)
-        self.skipped = np.zeros(count, np.int64)
-        self.times_run = np.zeros(count, np.int64)
-        self.batches: list[tuple[float, int, float, float]] = []
 
-    def serve(self) -> Run:
-        self.sim.at(self.arrivals[0], self.arrive)
-        self.sim.run()
-        if self.check:
-            check_once(self.times_run, len(self.scheduler))
-        arrival_s = np.array(self.arrivals)
-        seconds, sizes, imbalance, distinct = (np.array(column) for column in zip(*self.batches, strict=True))
-        if self.check:
-            check_times(arrival_s, self.start_s, self.finish_s)
-            check_work(self.busy_s, seconds, self.idle_while_due_s, self.sim.now_s)
-        return Run(arrival_s, self.start_s, self.finish_s, self.skipped, seconds, sizes, imbalance, distinct)
-
-    def arrive(self) -> None:
-        """A request joins the queue; the next one's arrival becomes an event only now, so that the heap stays small."""
-        self.look_at_clock()
-        sim, count = self.sim, len(self.arrivals)
-        row = self.next
-        self.scheduler.push(row, sim.now_s)
-        self.next = row + 1
-        if self.next < count:
-            sim.at(self.arrivals[self.next], self.arrive)
-        if not self.busy:
-            self.start_if_due()
-
-    def start_if_due(self) -> None:
+    def start(self) -> None:
         now_s, due_s = self.sim.now_s, self.scheduler.due_s()
         if due_s > now_s:
             if due_s < self.timer_s:  # one timer is enough: the oldest request's comes first
@@ -146,15 +170,10 @@ class _BatchServer:
         self.look_at_clock()
         self.timer_s = math.inf
         if not self.busy:
-            self.start_if_due()
+            self.start()
 
     def finish(self) -> None:
         self.look_at_clock()
         self.busy, self.free_since_s = False, self.sim.now_s
         self.busy_s += self.sim.now_s - self.began_s
-        self.start_if_due()
-
-    def look_at_clock(self) -> None:
-        if self.check:
-            check_clock(self.seen_s, self.sim.now_s)
-            self.seen_s = self.sim.now_s
+        self.start()
