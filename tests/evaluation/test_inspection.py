@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,15 +30,15 @@ SHORT = LognormalLengths(prompt_mean=60, output_mean=30)
 SMALL = SyntheticSettings(num_layers=4, num_experts=16, top_k=2, lengths=SHORT)
 
 
-def seeded(seed=0):
+def seeded(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def inspect(trace, seed=0):
+def inspect(trace: Any, seed: int = 0) -> Any:
     return inspect_trace(trace, "t", seeded(seed))
 
 
-def tiny(ids, lengths, phase=None, experts=4, **columns):
+def tiny(ids: Any, lengths: Any, phase: Any = None, experts: int = 4, **columns: Any) -> ActivationTrace:
     ids = np.asarray(ids, np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     meta = TraceMeta("m", experts, ids.shape[1], ids.shape[2])
@@ -48,7 +49,7 @@ def tiny(ids, lengths, phase=None, experts=4, **columns):
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any))
-def test_gini_is_the_mean_difference(values) -> None:
+def test_gini_is_the_mean_difference(values: list[int]) -> None:
     x = np.array(values, float)
     pairs = np.abs(x[:, None] - x[None]).mean()
     assert gini(x[None])[0] == pytest.approx(pairs / (2 * x.mean()), abs=1e-12)
@@ -87,7 +88,7 @@ def test_rank_imbalance_of_a_known_load() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
-def test_drift_of_known_half_life(seed) -> None:
+def test_drift_of_known_half_life(seed: Any) -> None:
     # Four half-lives of trace: there 19 of 20 other seeds came within 25%, in shorter ones fewer (docs/inspect.md).
     settings = SyntheticSettings(num_layers=6, drift=SlowDrift(100.0), lengths=SHORT, arrivals=PoissonArrivals(2.5))
     drift = inspect(generate(settings, seeded(seed), requests=1000)).drift
@@ -97,7 +98,7 @@ def test_drift_of_known_half_life(seed) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
-def test_stationary_load_does_not_drift(seed) -> None:
+def test_stationary_load_does_not_drift(seed: Any) -> None:
     settings = dataclasses.replace(presets["balanced"], num_layers=6, lengths=SHORT)
     drift = inspect(generate(settings, seeded(seed), requests=800)).drift
     assert drift.half_life is None
@@ -209,7 +210,7 @@ TRACES = {
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_small_traces_have_reasons_and_no_nan(name) -> None:
+def test_small_traces_have_reasons_and_no_nan(name: str) -> None:
     found = inspect(TRACES[name]())
     plain = msgspec.to_builtins(found)
     json.dumps(plain, allow_nan=False)
@@ -241,7 +242,7 @@ def test_small_traces_have_reasons_and_no_nan(name) -> None:
         RequestTrace(np.empty(0, np.int64), np.empty(0, np.int64)),
     ],
 )
-def test_empty_traces_are_bad_input(trace) -> None:
+def test_empty_traces_are_bad_input(trace: Any) -> None:
     with pytest.raises(TraceError, match=r"^t: .*the trace is empty"):
         inspect(trace)
 
@@ -275,7 +276,7 @@ def test_interruption_stops_between_chunks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("coterie.evaluation.inspect.one_pass.CHUNK_BYTES", 1 << 12)
     seen = []
 
-    def stop(done, total) -> None:
+    def stop(done: Any, total: Any) -> None:
         seen.append(done)
         if done > total / 2:
             raise KeyboardInterrupt

@@ -22,7 +22,9 @@ from coterie.wire.expert_events import (
 )
 
 
-def event(tokens: int = 5, layers: int = 2, top_k: int = 3, experts: int = 300, seed: int = 0, **change: Any):
+def event(
+    tokens: int = 5, layers: int = 2, top_k: int = 3, experts: int = 300, seed: int = 0, **change: Any
+) -> tuple[Any, Any, Any, Any]:
     rng = np.random.default_rng(seed)
     known = change.pop("known", rng.random(tokens) < 0.7)
     fields = {

@@ -20,7 +20,7 @@ MODEL = step_model(get_model(REFERENCE_SHAPE), "h200")
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=40), max_size=12), st.integers(1, 8), st.integers(1, 2))
-def test_prompts_are_cut_to_whole_blocks(prompts, block_size, over) -> None:
+def test_prompts_are_cut_to_whole_blocks(prompts: list[list[int]], block_size: int, over: int) -> None:
     tail = [7, 8]
     prompts = [[*prompt, *tail] for prompt in prompts]
     cut = whole_blocks(prompts, block_size, over)
@@ -120,7 +120,7 @@ def test_a_worker_that_is_twice_as_fast_is_found() -> None:
 
 
 @given(st.floats(1e-4, 1.0), st.floats(0.0, 0.1), st.integers(1, 20))
-def test_a_line_model_takes_what_the_line_says(fixed, row, rows) -> None:
+def test_a_line_model_takes_what_the_line_says(fixed: float, row: float, rows: int) -> None:
     model = line_model(get_model(REFERENCE_SHAPE), StepLine(fixed, row, (1.0,), 0.0, 2))
     load = np.zeros((model.spec.num_moe_layers, model.spec.num_experts), np.int64)
     load[:, : model.spec.top_k] = rows

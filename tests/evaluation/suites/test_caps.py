@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ def silent(*_: object) -> None: ...
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_process():
+def one_process() -> Iterator[None]:
     """Starting processes takes longer than these runs; that they give the same is tested on its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("coterie.evaluation.runs.os.cpu_count", lambda: 1)
@@ -31,11 +33,11 @@ def one_process():
 
 
 @pytest.fixture(scope="module")
-def small():
+def small() -> Any:
     return run(SMALL, silent)
 
 
-def test_rows_have_what_is_promised(small) -> None:
+def test_rows_have_what_is_promised(small: Any) -> None:
     keys = {
         "pattern",
         "rate",
@@ -59,7 +61,7 @@ def test_rows_have_what_is_promised(small) -> None:
     json.dumps(small.rows)
 
 
-def test_the_same_seeds_give_the_same_numbers(small) -> None:
+def test_the_same_seeds_give_the_same_numbers(small: Any) -> None:
     assert run(SMALL, silent).rows == small.rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +21,13 @@ from coterie.traces.activations import TraceMeta
 from coterie.traces.load import LoadTable
 
 
-def quiet(doing, done, total) -> None:
+def quiet(doing: Any, done: Any, total: Any) -> None:
     pass
 
 
-def save(path, rng, domains=4, requests=6, experts=16, layers=2):
+def save(
+    path: Path, rng: np.random.Generator, domains: int = 4, requests: int = 6, experts: int = 16, layers: int = 2
+) -> Any:
     """Requests whose tokens mostly choose among a quarter of the experts, one after the other by domain."""
     with ActivationWriter(path, TraceMeta("demo", experts, layers, 2)) as out:
         for request in range(requests):
