@@ -27,7 +27,7 @@ from coterie.evaluation.simulate.what_if import simulate  # noqa: E402
 from coterie.prompts import load_prompts, read_prompts, take_in_turn  # noqa: E402
 
 
-def quiet(*_: object) -> None:
+def quiet(doing: str, done: int, total: int) -> None:
     pass
 
 

@@ -21,6 +21,7 @@ from coterie.placement.migration.migrator import (
     Migrator,
     Outcome,
     RankDied,
+    RunStep,
     StartStep,
     SwitchLayer,
     TransferDone,
@@ -38,7 +39,7 @@ def placement(rows: Any, ranks: Any, experts: Any) -> Placement:
     return Placement(np.array(rows, np.int32), ranks, experts)
 
 
-def random_schedule(rng: np.random.Generator) -> Any:
+def random_schedule(rng: random.Random) -> Any:
     """2 to 4 ranks of 2 or 3 slots, 1 to 3 layers, staging for one to all experts of a rank."""
     ranks, per_rank, layers = rng.randint(2, 4), rng.randint(2, 3), rng.choice((1, 1, 2, 2, 3))
     slots = ranks * per_rank
@@ -84,7 +85,7 @@ class Run:
                 i for i in self.in_flight if event.rank not in (transfers[i].source, transfers[i].slot // per_rank)
             }
 
-    def random_event(self, rng: np.random.Generator, faults: Any) -> Any:
+    def random_event(self, rng: random.Random, faults: Any) -> Any:
         """What can happen next; faults are as likely as `faults` says, so some runs end and some do not."""
         draw = rng.random()
         if draw < faults:
@@ -102,7 +103,7 @@ class Run:
         self.steps += 1
         return StartStep(self.steps)
 
-    def settle(self, rng: np.random.Generator) -> None:
+    def settle(self, rng: random.Random) -> None:
         """No more faults: whatever is in flight ends, every step ends."""
         while self.in_flight or self.state.running:
             if self.in_flight:
@@ -124,9 +125,9 @@ class Run:
                 assert live or self.ledger.dead, "without a death every expert stays on the devices"
 
 
-def run_faults(make: Any, schedules: Any, seed: int = 0, events: int = 12) -> Counter:
+def run_faults(make: Any, schedules: Any, seed: int = 0, events: int = 12) -> Counter[str]:
     rng = random.Random(seed)
-    outcomes = Counter()
+    outcomes: Counter[str] = Counter()
     for number in range(schedules):
         if number % 20 == 0:
             schedule = random_schedule(rng)
@@ -168,10 +169,10 @@ def explore(migrator: Any, max_steps: int = 2, max_deaths: int = 2, limit: int =
     """Breadth first over all that can happen; every state of machine and ledger together is visited once."""
     first = Run(migrator)
     queue, seen = deque([first]), {_key(first)}
-    ended = Counter()
+    ended: Counter[Any] = Counter()
     while queue:
         run = queue.popleft()
-        events = [make(i) for i in sorted(run.in_flight) for make in (TransferDone, TransferFailed)]
+        events: list[Any] = [make(i) for i in sorted(run.in_flight) for make in (TransferDone, TransferFailed)]
         events += [EndStep(running.step) for running in run.state.running]
         if run.steps < max_steps + len(migrator.schedule.switches) and len(run.state.running) < max_steps:
             events.append(StartStep(run.steps + 1))
@@ -276,7 +277,7 @@ class SwitchesRunningSteps(Migrator):
         after = super()._switch(state)
         freed = {c.switch for c in after.commands if isinstance(c, FreeOld)}
         more = [FreeOld(switch) for switch, _ in after.state.retired if switch not in freed]
-        return Outcome(after.state._replace(retired=()), after.commands + more)
+        return Outcome(after.state._replace(retired=()), [*after.commands, *more])
 
 
 class ForgetsTheMap(Migrator):
@@ -326,13 +327,15 @@ def test_a_running_step_keeps_its_map_and_the_next_has_the_new_one() -> None:
     state, begun = migrator.start()
     assert [type(c) for c in begun] == [BeginTransfer] * 2, "rank 1 has two to send: two rounds"
     state, (run,) = migrator.handle(state, StartStep(1))
+    assert isinstance(run, RunStep)
     assert run.version == 0
-    commands = []
+    commands: list[Any] = []
     for transfer in schedule.switches[0].transfers:
         state, commands = migrator.handle(state, TransferDone(transfer.id))
     assert commands == [SwitchLayer(0, 0, 1)], "what step 1 uses is not freed, and staging is full"
     assert migrator.staged(state) == {0: 1, 1: 1, 2: 1}
     state, (second,) = migrator.handle(state, StartStep(2))
+    assert isinstance(second, RunStep)
     assert (second.version, second.rows[0]) == (1, schedule.switches[0].after)
     assert second.rows[1] == run.rows[1]
     state, commands = migrator.handle(state, EndStep(1))
@@ -345,7 +348,7 @@ def test_a_failed_transfer_rolls_its_layer_back_and_the_next_goes_on() -> None:
     schedule = schedule_moves(placement([old] * 2, 3, 5), placement([ring] * 2, 3, 5), Topology(3), Limits(EXPERT))
     migrator = Migrator(schedule)
     state, begun = migrator.start()
-    first, second, third = (c.transfer.id for c in begun)
+    first, second, third = (c.transfer.id for c in begun if isinstance(c, BeginTransfer))
     state, _ = migrator.handle(state, TransferDone(first))
     state, commands = migrator.handle(state, TransferFailed(second, "link down"))
     assert commands[:2] == [FreeStaging(second), FreeStaging(first)]

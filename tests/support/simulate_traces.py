@@ -10,7 +10,7 @@ from coterie.types import DECODE, PREFILL
 EXPERTS, LAYERS, TOP_K = 12, 2, 3
 
 
-def quiet(*_: object) -> None:
+def quiet(doing: str, done: int, total: int) -> None:
     pass
 
 

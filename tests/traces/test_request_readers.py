@@ -28,11 +28,16 @@ JSONL = '{"arrival_s": 1.5, "prompt_tokens": 10, "output_tokens": 2}\n'
 
 def read(folder: Path, text: str, name: str = "file") -> RequestTrace:
     (folder / name).write_text(text, newline="")
-    trace = read_trace(folder / name)
-    assert isinstance(trace, RequestTrace)
+    trace = read_requests(folder / name)
     assert trace.arrival_s is not None
     assert trace.arrival_s[0] == 0
     assert (np.diff(trace.arrival_s) >= 0).all()
+    return trace
+
+
+def read_requests(path: Path, format: str | None = None) -> RequestTrace:
+    trace = read_trace(path, format)
+    assert isinstance(trace, RequestTrace)
     return trace
 
 
@@ -40,7 +45,7 @@ def read(folder: Path, text: str, name: str = "file") -> RequestTrace:
 
 
 def test_mooncake_conversations(data_dir: Path) -> None:
-    trace = read_trace(data_dir / "requests/mooncake/conversation_trace.jsonl")
+    trace = read_requests(data_dir / "requests/mooncake/conversation_trace.jsonl")
     assert len(trace) == 12_031
     assert trace.block_tokens == 512
     assert trace.prefix_blocks[1].tolist() == [0, *range(14, 28)]
@@ -51,7 +56,7 @@ def test_mooncake_conversations(data_dir: Path) -> None:
 def test_azure_code_has_its_last_line_though_no_newline_ends_it(data_dir: Path) -> None:
     path = data_dir / "requests/azure-2023/AzureLLMInferenceTrace_code.csv"
     assert not path.read_bytes().endswith(b"\n")
-    trace = read_trace(path)
+    trace = read_requests(path)
     assert len(trace) == len(path.read_text().splitlines()) - 1 == 8_819
     assert (trace.prompt_tokens[-1], trace.output_tokens[-1]) == (549, 173)
     assert trace.arrival_s[1] == pytest.approx(0.052, abs=1e-12)
@@ -61,7 +66,7 @@ def test_servegen_clients_and_the_hour_drawn_from_them(data_dir: Path) -> None:
     path = data_dir / "requests/servegen-deepseek-r1/deepseek-r1.tar.gz"
     clients = read_servegen_clients(path)
     assert len(clients) == 73
-    trace = read_trace(path)
+    trace = read_requests(path)
     # The rates are counts of a window over its length, so the draw has as many requests as they sum to.
     assert len(trace) == round(sum(w.rate * w.duration_s for c in clients for w in c.windows if w.start_s < 3600))
     assert trace.source["seed"] == 0
@@ -132,7 +137,7 @@ def test_plain_tables(tmp_path: Path) -> None:
 def test_gzip_is_read_as_the_file_in_it(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl.gz").write_bytes(gzip.compress(MOONCAKE.encode()))
     assert detect(tmp_path / "m.jsonl.gz") == "mooncake"
-    assert len(read_trace(tmp_path / "m.jsonl.gz")) == 1
+    assert len(read_requests(tmp_path / "m.jsonl.gz")) == 1
 
 
 def test_model_option_is_recorded(tmp_path: Path) -> None:
@@ -230,7 +235,7 @@ def test_a_cut_mooncake_file_is_never_a_wrong_trace(tmp_path_factory: pytest.Tem
     kept = "".join(lines)[: cut % len("".join(lines))]
     path.write_text(kept)
     try:
-        trace = read_trace(path, "mooncake")
+        trace = read_requests(path, "mooncake")
     except TraceError:
         return
     complete = sum(kept.startswith("".join(lines[: n + 1]).rstrip("\n")) for n in range(100))
@@ -266,7 +271,7 @@ def test_servegen_folder_and_tar_are_the_same_clients(tmp_path: Path) -> None:
     folder = service(tmp_path / "s")
     packed(folder, tmp_path / "s.tar.gz")
     assert detect(folder) == detect(tmp_path / "s.tar.gz") == "servegen"
-    one, two = read_trace(folder), read_trace(tmp_path / "s.tar.gz")
+    one, two = read_requests(folder), read_requests(tmp_path / "s.tar.gz")
     np.testing.assert_array_equal(one.arrival_s, two.arrival_s)
     np.testing.assert_array_equal(one.prompt_tokens, two.prompt_tokens)
     assert len(one) == 2 * (60 + 300)

@@ -37,7 +37,7 @@ KEYS = {
 MB = 1e6
 
 
-def quiet(*_: object) -> None:
+def quiet(doing: str, done: int, total: int) -> None:
     pass
 
 

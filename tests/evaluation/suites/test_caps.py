@@ -21,7 +21,8 @@ from coterie.evaluation.suites.caps.suite import SETTING, Cell, paper_results, r
 SMALL = SuiteOptions(requests=300, seeds=(1, 2), rates=(150.0, 300.0), strategies=("greedy_variance", "latency_aware"))
 
 
-def silent(*_: object) -> None: ...
+def silent(doing: str, done: int, total: int) -> None:
+    pass
 
 
 @pytest.fixture(scope="module", autouse=True)

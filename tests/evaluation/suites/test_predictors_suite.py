@@ -42,7 +42,7 @@ RECENT = {
 EXPERTS, LAYERS, TOP_K, VOCABULARY = 16, 2, 2, 30
 
 
-def quiet(*_: object) -> None:
+def quiet(doing: str, done: int, total: int) -> None:
     pass
 
 
