@@ -70,7 +70,8 @@ def snapshot(loads: Any, size: int, running: Any = None, skipped: Any = None) ->
 
 
 def picks(strategy: Strategy, given: Snapshot, seed: int = 0) -> list[int]:
-    return strategy.select(*given, np.random.default_rng(seed)).order.tolist()
+    order: list[int] = strategy.select(*given, np.random.default_rng(seed)).order.tolist()
+    return order
 
 
 @st.composite
@@ -146,7 +147,7 @@ def distance_to_even(given: Snapshot) -> Callable[[Vector, Vector], Fraction]:
 
 
 def reference(kind: Callable[..., Any], given: Snapshot) -> list[int]:
-    keys = {
+    keys: dict[Callable[..., Any], Callable[[Vector, Vector], Any]] = {
         GreedyVariance: variance,
         NormMinimizing: norm,
         GreedyDotProduct: dot,
@@ -160,7 +161,8 @@ def reference(kind: Callable[..., Any], given: Snapshot) -> list[int]:
 
 
 def test_the_published_names_are_registered_and_public() -> None:
-    assert {name: strategies[name] for name in PUBLISHED} == PUBLISHED
+    registered: dict[str, object] = {name: strategies[name] for name in PUBLISHED}
+    assert registered == PUBLISHED
     assert {kind.__name__ for kind in PUBLISHED.values()} <= set(batching.__all__)
     assert all(hasattr(batching, name) for name in batching.__all__)
 
@@ -386,7 +388,8 @@ def compiled_sides(totals: np.ndarray) -> np.ndarray:
 
 def sides(totals: list[int]) -> list[bool]:
     """Through a function of its own, since compiled code calls it too: see coterie.batching.picking."""
-    return compiled_sides(np.array(totals, np.float64)).tolist()
+    sides: list[bool] = compiled_sides(np.array(totals, np.float64)).tolist()
+    return sides
 
 
 def left_over(totals: list[int]) -> int:

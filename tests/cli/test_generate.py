@@ -32,6 +32,7 @@ def test_json_is_one_object_that_describes_the_trace(tmp_path: Path) -> None:
     assert summary["tokens"] == trace.num_tokens
     assert summary["bytes"] == sum(file.stat().st_size for file in (tmp_path / "t").iterdir())
     assert trace.meta.source["seed"] == 3
+    assert trace.requests.domains is not None
     assert set(trace.requests.domains) <= set(summary["domains"])
 
 

@@ -55,6 +55,7 @@ def routed(prompts: Any) -> Any:
 def test_what_runs_is_the_routing_that_a_recording_has(routed: Any, prompts: Any, tmp_path: Path) -> None:
     settings = RecordingSettings(max_tokens=1, batch_size=1)
     whole = record(tiny_model_path(), read_prompts(prompts), tmp_path / "trace", settings).trace
+    assert whole.requests.ids is not None
     ids = list(whole.requests.ids)
     assert sorted(routed.trace.requests.ids) == sorted(ids)
     for row, name in enumerate(routed.trace.requests.ids):

@@ -125,8 +125,10 @@ def test_wandering_load_table_drifts_in_windows() -> None:
 
 def test_drift_needs_windows_and_shape() -> None:
     few = measure_drift(np.ones((3, 2, 1, 4), np.int64), 1.0, "s", seeded())
+    assert few.reason is not None
     assert "3 windows" in few.reason
     even = measure_drift(np.ones((16, 2, 1, 4), np.int64), 1.0, "s", seeded())
+    assert even.reason is not None
     assert "even" in even.reason
 
 
@@ -183,6 +185,7 @@ def test_generated_phase_correlation_follows_the_setting() -> None:
 def test_arrivals() -> None:
     times = np.repeat(np.arange(0, 100, 10.0), 10)  # ten at once, every ten seconds
     rate = arrival_rate(RequestTrace(np.ones(100, np.int64), np.ones(100, np.int64), times))
+    assert rate is not None
     assert rate.mean == pytest.approx(99 / 90)
     counts = np.bincount(times[times < 90].astype(int), minlength=90)
     assert rate.dispersion[0].index == pytest.approx(counts.var() / counts.mean())

@@ -46,7 +46,9 @@ def report(found: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags, self.urls, self.open = [], [], []
+        self.tags: list[str] = []
+        self.urls: list[str] = []
+        self.open: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: Any, attrs: Any) -> None:

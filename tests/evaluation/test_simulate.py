@@ -121,11 +121,14 @@ def test_the_fitting_cost_goes_to_latency_aware(gpt_oss: Any) -> None:
     chosen = make_strategy("latency_aware", server)
     assert isinstance(chosen, LatencyAware)
     assert (chosen.cost, chosen.max_skips) == (server.cost, 7)
+    assert requests.context is not None
     assert server.cost == StepCost.for_phase(model, "decode", 16, round(float(requests.context.mean())))
     assert not server.cost.by_tokens
     assert StepCost.for_phase(model, "prefill", 16, 500).by_tokens
     spread = SpreadServer(SchedulerConfig(), requests, row, 1.0, SpreadCost(0.5))
-    assert make_strategy("latency_aware", spread).cost == SpreadCost(0.5)
+    chosen = make_strategy("latency_aware", spread)
+    assert isinstance(chosen, LatencyAware)
+    assert chosen.cost == SpreadCost(0.5)
 
 
 def test_a_cost_of_several_ranks_is_of_one_ranks_share() -> None:

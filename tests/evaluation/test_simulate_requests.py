@@ -35,6 +35,9 @@ def test_the_part_that_runs_is_counted_exactly(execution: str, phase: int) -> No
         request = trace.request(row)
         ids = request.only(phase)
         np.testing.assert_array_equal(found.counts[row], count(ids))
+        assert found.first is not None
+        assert found.expert_ids is not None
+        assert found.context is not None
         first = found.first[row]
         np.testing.assert_array_equal(found.expert_ids[first : first + found.tokens[row]], ids)
         assert found.context[row] == (0 if phase == PREFILL else (request.phase == PREFILL).sum())
@@ -50,6 +53,7 @@ def test_of_one_phase_its_tokens_stand_for_the_other() -> None:
         found = recorded(trace, "made", execution, "recorded", rng())
         np.testing.assert_array_equal(found.tokens, trace.lengths)
         assert said in found.notes[0]
+    assert found.context is not None
     assert not found.context.any()
 
 
@@ -58,8 +62,12 @@ def test_a_prompt_that_was_not_recorded_is_context_all_the_same() -> None:
     table = RequestTrace(np.full(trace.num_requests, 77), trace.requests.output_tokens)
     tokens, offsets = trace.arrays()
     trace = ActivationTrace.from_arrays(trace.meta, tokens.expert_ids, offsets, table, tokens.phase)
-    assert (recorded(trace, "made", "decode", "recorded", rng()).context == 77).all()
-    assert recorded(trace, "made", "decode", "prefix", rng()).context.min() >= 77
+    context = recorded(trace, "made", "decode", "recorded", rng()).context
+    assert context is not None
+    assert (context == 77).all()
+    context = recorded(trace, "made", "decode", "prefix", rng()).context
+    assert context is not None
+    assert context.min() >= 77
 
 
 def test_prefix_sees_the_first_half_and_the_second_runs() -> None:
@@ -171,6 +179,7 @@ def test_recorded_times_keep_their_requests_and_go_on_in_laps() -> None:
     trace = make_trace(requests=5, times=True)
     found = recorded(trace, "made", "prefill", "recorded", rng())
     drawn = arrive(found, None, 12, rng())
+    assert trace.requests.arrival_s is not None
     by_time = np.argsort(trace.requests.arrival_s, kind="stable")
     assert drawn.row.tolist() == [int(by_time[i % 5]) for i in range(12)]
     np.testing.assert_allclose(np.diff(drawn.arrival_s[:5]), np.diff(trace.requests.arrival_s[by_time]))

@@ -36,7 +36,7 @@ def test_idf_is_the_published_weight() -> None:
 def test_transform_is_weighted_counts_of_length_one(weighting: str) -> None:
     rng = np.random.default_rng(1)
     prefill, decode = domains(rng, 30)
-    found = Signature(weighting).fit(prefill, decode, rng)  # type: ignore[arg-type]
+    found = Signature(weighting).fit(prefill, decode, rng)
     values = (prefill[3] > 0) if weighting == "binary" else prefill[3]
     expected = (values * found.weights)[found.layers].ravel()
     np.testing.assert_allclose(found.transform(prefill[3]), expected / np.linalg.norm(expected), rtol=1e-5)

@@ -82,7 +82,9 @@ def prompts(count: int) -> list[list[int]]:
 
 def alone(prompt: list[int]) -> tuple[list[int], np.ndarray]:
     """Greedy tokens of one request by itself, and the experts [token, layer, k] of all that was computed."""
-    tokens, out, experts, start = prompt, [], [], 0
+    tokens, start = prompt, 0
+    out: list[Any] = []
+    experts: list[Any] = []
     while len(out) < TOKENS:
         result = MODEL.step([Rows(tokens, start, BLOCKS, True)])
         experts.append(result.expert_ids)

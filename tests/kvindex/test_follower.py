@@ -261,7 +261,8 @@ class Engine:
 @given(st.data())
 def test_truthful_engines_on_a_lossy_wire(data: st.DataObject) -> None:
     """Exact as long as losses can be replayed; after one that cannot, never a token too many."""
-    engines, log = [Engine(0), Engine(1)], [[], []]
+    engines = [Engine(0), Engine(1)]
+    log: list[list[Any]] = [[], []]
     replayable = data.draw(st.booleans())
     stream = follower(lambda worker, start: log[worker][start:] if replayable else [])
     lossy = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,7 +183,7 @@ ASCEND = {
         (json.dumps(ASCEND).replace('"layer_id": 0', '"layer_id": 1'), "layer_list[0].layer_id: is 1, expected 0"),
     ],
 )
-def test_damage_is_named(tmp_path: Path, content: str | dict, said: str) -> None:
+def test_damage_is_named(tmp_path: Path, content: str | dict[str, Any], said: str) -> None:
     path = tmp_path / "map"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(TraceError, match=re.escape(said)) as error:

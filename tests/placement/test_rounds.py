@@ -160,11 +160,11 @@ def test_sources_are_near_and_send_alike(case: tuple[Placement, Placement, Any, 
     }
     expected = {}
     for layer, row in enumerate(current.slot_experts.tolist()):
-        holders = {}
+        holders: dict[Any, Any] = {}
         for slot, expert in enumerate(row):
             if topology.rank_speeds[slot // per_rank] > 0:
                 holders.setdefault(expert, []).append(slot // per_rank)
-        sends = Counter()
+        sends: Counter[Any] = Counter()
         changed = [
             (len(holders.get(expert, ())), slot, expert)
             for slot, expert in enumerate(target.slot_experts[layer].tolist())

@@ -196,6 +196,7 @@ def test_fit_remembers_prompt_and_answer() -> None:
     made = SimilarPrefix().fit(trace, np.array([0, 1]), DECODE)
     for turn in (0, 1):
         tokens = trace.request(turn + 2)
+        assert tokens.token_ids is not None
         prompt = tokens.token_ids[tokens.phase == PREFILL]
         own = footprint(trace.request(turn).only(DECODE), EXPERTS)
         np.testing.assert_allclose(made.predict(PredictRequest(prompt, num_tokens=6)), own)

@@ -48,7 +48,8 @@ def random_trace(rng: np.random.Generator, requests: int = 12, vocabulary: int =
 
 def reference(trace: Any, requests: Any, asked: Any, smoothing: Any) -> np.ndarray:
     """Token by token, in plain NumPy, nothing cut off."""
-    shares, means = [], {}
+    shares: list[Any] = []
+    means: dict[Any, Any] = {}
     for r in requests:
         tokens = trace.request(int(r))
         shares.append(footprint(tokens.expert_ids, EXPERTS) / len(tokens.phase))
@@ -97,7 +98,9 @@ def test_where_the_token_decides_it_is_exact(seed: int) -> None:
 
 def test_smoothing_runs_from_the_tokens_own_to_popularity(rng: np.random.Generator) -> None:
     trace = random_trace(rng)
-    token = int(trace.request(0).token_ids[0])
+    ids = trace.request(0).token_ids
+    assert ids is not None
+    token = int(ids[0])
     asked = PredictRequest(np.array([token] * 5))
     own = TokenTable(smoothing=0, experts_kept=EXPERTS).fit(trace).predict(asked)
     popular = PopularityPredictor().fit(trace).predict(asked)

@@ -39,7 +39,8 @@ class Queue(NamedTuple):
 
 def queue_on_the_kernel(arrival_s: np.ndarray, service_s: np.ndarray, servers: int) -> Queue:
     """Two kinds of event, arrival and departure, and nothing else."""
-    sim, line = Simulation(), deque()
+    sim = Simulation()
+    line: deque[float] = deque()
     starts, seen = np.zeros(len(arrival_s)), np.zeros(len(arrival_s), np.int64)
     free, arrived = servers, 0
 

@@ -241,7 +241,7 @@ def bad(name: str, value: Any) -> Callable[[dict[str, np.ndarray]], None]:
     return change
 
 
-def put(where: tuple[int, ...], value: Any) -> Callable[[np.ndarray], np.ndarray]:
+def put(where: tuple[int | slice, ...], value: Any) -> Callable[[np.ndarray], np.ndarray]:
     def change(array: np.ndarray) -> np.ndarray:
         array = array.copy()
         array[where] = value
@@ -298,7 +298,7 @@ def test_npz_that_is_wrong(
 
 
 def test_stated_and_given_experts_must_agree(tmp_path: Path, rng: np.random.Generator) -> None:
-    np.savez(tmp_path / "t.npz", **own(rng))
+    np.savez(tmp_path / "t.npz", **own(rng))  # type: ignore[arg-type]
     with pytest.raises(TraceError, match="num_experts: is 8, --num-experts says 9"):
         read_trace(tmp_path, options=ReadOptions(num_experts=9))
 
@@ -319,7 +319,7 @@ def test_missing_or_several_files(tmp_path: Path, rng: np.random.Generator) -> N
     with pytest.raises(TraceError, match=r"folder: holds no \.npz file"):
         read_trace(tmp_path, "npz")
     for name in "ab":
-        np.savez(tmp_path / f"{name}.npz", **own(rng))
+        np.savez(tmp_path / f"{name}.npz", **own(rng))  # type: ignore[arg-type]
     with pytest.raises(TraceError, match=r"folder: holds a\.npz, b\.npz"):
         read_trace(tmp_path, "npz")
     np.save(tmp_path / "single.npy", np.zeros(3))
@@ -392,7 +392,7 @@ def test_damaged_npz_is_refused_or_read_alike(
 ) -> None:
     stream = io.BytesIO()
     arrays = own(np.random.default_rng(0))
-    (np.savez_compressed if compressed else np.savez)(stream, **arrays)
+    (np.savez_compressed if compressed else np.savez)(stream, **arrays)  # type: ignore[arg-type]
     data = bytearray(stream.getvalue())
     at %= len(data)
     path = tmp_path_factory.mktemp("damaged") / "t.npz"

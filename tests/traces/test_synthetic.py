@@ -203,6 +203,7 @@ def test_half_life_is_recovered_from_loads(rng: np.random.Generator) -> None:
     step = truth.epochs[1, 0] - truth.epochs[0, 0]  # [layer, expert]
     centres, left = [], []
     for start in range(0, 240, 20):
+        assert trace.requests.arrival_s is not None
         rows = (trace.requests.arrival_s >= start) & (trace.requests.arrival_s < start + 20)
         load = counts[rows].sum(axis=0) / (rows.sum() * 40)
         centres.append(start + 10.0)
@@ -218,6 +219,7 @@ def test_abrupt_drift_shows_at_its_time(rng: np.random.Generator) -> None:
     trace = generate(settings, rng, requests=2200)
     tokens, offsets = trace.arrays()
     counts = footprints(tokens.expert_ids, offsets, 32).astype(float)
+    assert trace.requests.arrival_s is not None
     windows = (trace.requests.arrival_s // 10).astype(int)
     loads = [counts[windows == w].sum(axis=0) for w in range(10)]
     jumps = [w for w in range(1, 10) if cosine(loads[w - 1], loads[w]) < 0.9]
@@ -231,7 +233,7 @@ def digest(folder: Path) -> dict[Any, Any]:
 def test_same_seed_same_bytes_for_any_threads_and_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(presets["bursty"], num_layers=6, lengths=LognormalLengths(50, 1, 50, 1))
     threads = numba.get_num_threads()
-    digests = []
+    digests: list[str] = []
     try:
         for count, chunk in ((1, 64 << 20), (threads, 64 << 20), (threads, 4096)):
             numba.set_num_threads(count)
@@ -294,7 +296,7 @@ def test_a_full_disk_is_refused_before_writing(tmp_path: Path, monkeypatch: pyte
     class Usage:
         free = 10
 
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage)
     with pytest.raises(UnavailableError, match="the disk has 10 free"):
         generate_to(tmp_path / "t", SMALL, np.random.default_rng(0), requests=5)
     assert not (tmp_path / "t").exists()

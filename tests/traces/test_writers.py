@@ -64,6 +64,8 @@ def check_same(one: RequestTrace, two: RequestTrace, without: tuple[str, ...] = 
         assert two.prefix_blocks is None
     else:
         assert one.block_tokens == two.block_tokens
+        assert one.prefix_blocks is not None
+        assert two.prefix_blocks is not None
         assert [b.tolist() for b in one.prefix_blocks] == [b.tolist() for b in two.prefix_blocks]
 
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -190,7 +190,7 @@ def test_bad_settings(tokens: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("dtype", ["fp8", "fp16", "mxfp4"])
 def test_dtype_the_cpu_cannot_measure(dtype: str) -> None:
     with pytest.raises(ConfigError, match=f"dtype '{dtype}' cannot be measured on cpu; it must be fp32 or bf16"):
-        calibrate([GROUPED], CalibrationSettings(dtypes=("fp32", dtype)), "cpu")
+        calibrate([GROUPED], CalibrationSettings(dtypes=("fp32", cast(Any, dtype))), "cpu")
 
 
 @without_cuda
@@ -227,7 +227,7 @@ def test_measures_on_cuda(dtype: str) -> None:
         head_dim=64,
         vocab_size=100,
     )
-    quick = CalibrationSettings(dtypes=(dtype,), tokens=(1, 4, 64), contexts=(128,), cell_ms=1, passes=1)
+    quick = CalibrationSettings(dtypes=(cast(Any, dtype),), tokens=(1, 4, 64), contexts=(128,), cell_ms=1, passes=1)
     found = calibrate([spec], quick, "cuda")
     assert found.note == ""
     assert all(cell.us > 0 for cell in found.shapes[0].moe[0].cells)

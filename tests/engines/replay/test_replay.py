@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -129,7 +129,7 @@ def test_no_npz_at_all(tmp_path: Path) -> None:
     path = tmp_path / "bad.npz"
     with pytest.raises(TraceError, match="not found"):
         read_batches(path)
-    np.savez(path, **GOOD)
+    np.savez(path, **GOOD)  # type: ignore[arg-type]
     whole = path.read_bytes()
     for content in (b"", b"words", whole[:-40], whole[:100]):
         path.write_bytes(content)
@@ -217,7 +217,7 @@ def test_routers_take_turns(steps: list[int]) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_measures_every_step(batches: ReplayBatches, dtype: str) -> None:
     seen: list[tuple[str, int, int]] = []
-    measured = measure_batches(batches, SPEC, "cpu", dtype, 2, lambda *what: seen.append(what))
+    measured = measure_batches(batches, SPEC, "cpu", cast(Any, dtype), 2, lambda *what: seen.append(what))
     assert {g: {r: len(t) for r, t in one.items()} for g, one in measured.step_us.items()} == {
         group: {"round_robin": 6, "clusters": 6} for group in ("low", "high")
     }

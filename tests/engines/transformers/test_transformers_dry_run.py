@@ -110,6 +110,7 @@ def test_score_by_hand() -> None:
     np.testing.assert_array_equal(run.footprint, [[2, 1, 1, 0]])
     score = score_dry_run(run, np.array([[[1, 0]], [[3, 0]]]))  # order within a token means nothing
     np.testing.assert_allclose(score.cosine, [(2 * 2 + 1) / (np.sqrt(6) * np.sqrt(6))])
+    assert score.recall is not None
     np.testing.assert_allclose(score.recall, [0.75])
 
 
@@ -119,6 +120,7 @@ def test_other_tokens_have_footprints_but_no_recall() -> None:
     assert score.recall is None
     np.testing.assert_allclose(score.cosine, [1 / (np.sqrt(6) * np.sqrt(2))])
     apart = score_dry_run(DryRun(np.array([[[0, 1]]]), 4, (5,)), np.array([[[3, 2]]]))
+    assert apart.recall is not None
     assert (apart.cosine.tolist(), apart.recall.tolist()) == ([0.0], [0.0])
 
 

@@ -55,6 +55,7 @@ def test_a_recording_holds_every_prompt_and_what_each_token_used(whole: Path) ->
     table = trace.requests
     assert (trace.meta.model, trace.meta.num_experts, trace.meta.top_k) == ("small-qwen", models.EXPERTS, models.TOP_K)
     assert trace.meta.layer_ids == (0, 2)
+    assert table.ids is not None
     assert sorted(table.ids) == sorted(p.id for p in PROMPTS)
     by_id = {p.id: p for p in PROMPTS}
     assert table.domains == [by_id[one].domain for one in table.ids]
@@ -63,12 +64,15 @@ def test_a_recording_holds_every_prompt_and_what_each_token_used(whole: Path) ->
         tokens = trace.request(index)
         ids = tokenizer(f"<user>{by_id[name].prompt}</user><model>")["input_ids"]
         prompt, output = int(table.prompt_tokens[index]), int(table.output_tokens[index])
+        assert tokens.token_ids is not None
+        assert tokens.gate_weights is not None
         assert tokens.token_ids[:prompt].tolist() == ids
         assert tokens.phase.tolist() == [PREFILL] * prompt + [DECODE] * (output - 1)
         with ExpertCapture(model, gate_weights=True) as capture, torch.no_grad():
             logits = model(torch.from_numpy(tokens.token_ids[None].astype(np.int64))).logits[0]
             truth = capture.take()
         assert same_routes(tokens.expert_ids, truth.expert_ids) == 1.0
+        assert truth.gate_weights is not None
         np.testing.assert_allclose(tokens.gate_weights, truth.gate_weights, rtol=2e-3, atol=1e-3)  # stored as float16
         answer = [*tokens.token_ids[prompt:].tolist(), table.extra["last_token_id"][index]]
         assert logits[prompt - 1 :].argmax(dim=1).tolist() == answer, "greedy, token by token"
@@ -80,9 +84,13 @@ def test_a_recording_holds_every_prompt_and_what_each_token_used(whole: Path) ->
 def test_batch_size_changes_the_order_of_requests_and_nothing_else(folder: Path, whole: Path, tmp_path: Path) -> None:
     record(folder, PROMPTS, tmp_path / "t", RecordingSettings(max_tokens=5, batch_size=1, gate_weights=True))
     one, other = ActivationTrace.open(whole), ActivationTrace.open(tmp_path / "t")
+    assert one.requests.ids is not None
+    assert other.requests.ids is not None
     place = {name: index for index, name in enumerate(other.requests.ids)}
     for index, name in enumerate(one.requests.ids):
         mine, theirs = one.request(index), other.request(place[name])
+        assert mine.token_ids is not None
+        assert theirs.token_ids is not None
         assert mine.token_ids.tolist() == theirs.token_ids.tolist()
         assert same_routes(mine.expert_ids, theirs.expert_ids) == 1.0
 
@@ -90,12 +98,15 @@ def test_batch_size_changes_the_order_of_requests_and_nothing_else(folder: Path,
 def test_no_chat_records_the_bare_prompt_and_a_missing_domain_is_not_made_up(folder: Path, tmp_path: Path) -> None:
     prompts = [Prompt("a", "", "", "bare text"), Prompt("b", "", "", "more")]
     trace = record(folder, prompts, tmp_path / "t", RecordingSettings(max_tokens=1, chat=False)).trace
+    assert trace.requests.ids is not None
     row = trace.request(trace.requests.ids.index("a"))
+    assert row.token_ids is not None
     assert row.token_ids.tolist() == models.tokenizer()("bare text")["input_ids"]
     assert trace.requests.domains is None
     assert row.gate_weights is None
     mixed = [Prompt("a", "law", "", "bare text"), Prompt("b", "", "", "more")]
     trace = record(folder, mixed, tmp_path / "mixed", RecordingSettings(max_tokens=1)).trace
+    assert trace.requests.domains is not None
     assert sorted(trace.requests.domains) == ["law", "unknown"]
 
 
@@ -146,6 +157,7 @@ def test_what_was_recorded_is_not_run_again(folder: Path, tmp_path: Path, monkey
     real = recording.generate_batch
     monkeypatch.setattr(recording, "generate_batch", lambda *a: ran.append(len(a[2])) or real(*a))
     record(folder, PROMPTS, tmp_path / "t", SETTINGS, resume=True)
+    assert kept is not None
     assert len(kept) in (5, 6)
     assert sum(ran) == len(PROMPTS) - len(kept)
 

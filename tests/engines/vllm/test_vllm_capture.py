@@ -185,7 +185,7 @@ def test_a_full_queue_drops_events_and_serving_goes_on(servers: tuple[Server, Se
     import zmq
 
     plugin = servers[1]
-    deaf = zmq.Context.instance().socket(zmq.SUB)
+    deaf: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
     deaf.setsockopt(zmq.RCVHWM, 1)
     deaf.setsockopt(zmq.RCVBUF, 4096)
     deaf.setsockopt(zmq.LINGER, 0)

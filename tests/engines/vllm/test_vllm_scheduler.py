@@ -179,7 +179,7 @@ def test_a_thousand_queued_requests(servers: tuple[Server, ...], table_file: Pat
 
     def unevenness(numbers: list[int]) -> float:
         batches = [numbers[at : at + PLACES] for at in range(0, QUEUED, PLACES)]
-        return float(np.mean([sum(loads[n] for n in batch).std() for batch in batches]))
+        return float(np.mean([np.sum([loads[n] for n in batch], axis=0).std() for batch in batches]))
 
     assert unevenness(order) < 0.85 * unevenness(list(range(QUEUED))), "flatter batches than in order of arrival"
     reference = plain.post("/v1/completions", body(prompts, "thousand"))

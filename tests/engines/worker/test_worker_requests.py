@@ -122,7 +122,7 @@ def test_a_stop_string_that_shows_only_at_the_end_counts() -> None:
 # -------------------------------------------------------------------------------------------------------------- bodies
 
 
-def parse(body: dict, chat: bool = False, role: str = "both") -> Any:
+def parse(body: dict[str, Any], chat: bool = False, role: Any = "both") -> Any:
     return parse_body(body, chat, "tiny", role)
 
 

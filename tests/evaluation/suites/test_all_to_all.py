@@ -78,7 +78,7 @@ def test_its_bytes_and_what_they_are_made_of() -> None:
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda p: f"{p.model}-{p.gpus}")
-def test_its_times_divide_by_8_gpus_whatever_the_row_says(published: str) -> None:
+def test_its_times_divide_by_8_gpus_whatever_the_row_says(published: Any) -> None:
     for link, vendor in ((NVLINK4, 0.9), (NVLINK5, 1.8)):  # MB a microsecond, both directions
         printed = published.time_us[link.name]
         assert abs(published.bytes_per_layer / MB / (8 * vendor) - printed) <= 0.05
@@ -192,6 +192,7 @@ def test_busiest_rank_matches_a_plain_loop(case: tuple[Any, Any, Topology]) -> N
             total += sent.sum()
     if total:
         assert found.ratio == pytest.approx(np.mean(peaks) / (total / len(peaks) / ranks))
+        assert found.ratio is not None
         assert found.ratio >= 1.0
     else:
         assert found.ratio is None
@@ -306,6 +307,7 @@ def test_real_routing_is_near_uniform_in_place_but_not_in_load(data_dir: Path) -
 @pytest.mark.parametrize("name", TRACES)
 def test_the_sample_speaks_for_the_whole_trace(data_dir: Path, name: str) -> None:
     trace = read_trace(data_dir / "activations" / name)
+    assert isinstance(trace, ActivationTrace)
     meta, topology = trace.meta, Topology(8)
     placement = Placement.linear(meta.num_layers, meta.num_experts, 8)
     whole = counted_locality(trace.arrays()[0].expert_ids, placement, topology)

@@ -47,9 +47,9 @@ def caps_row(pattern: Any, rate: Any, strategy: Any, gain: float = 10.0, half: f
 
 
 def caps_rows(
-    strategies: tuple[str, str, str, str, str, str, str, str, str, str, str, str, str] = STRATEGIES,
+    strategies: tuple[str, ...] = STRATEGIES,
     rates: Any = RATES,
-    patterns: tuple[str, str] = ("bursty", "poisson"),
+    patterns: tuple[str, ...] = ("bursty", "poisson"),
     **options: Any,
 ) -> list[Any]:
     return [
@@ -76,7 +76,8 @@ def contents(paths: Any) -> dict[Any, Any]:
 
 def test_every_figure_as_pdf_and_png_with_the_same_bytes_each_time(tmp_path: Path) -> None:
     first, again = tmp_path / "a", tmp_path / "b"
-    first.mkdir(), again.mkdir()
+    first.mkdir()
+    again.mkdir()
     rows = caps_rows(rates=(150.0, 200.0), patterns=("bursty",))
     paths = caps_figures.draw_figures(first, rows)
     assert [path.name for path in paths] == [f"{name}.{kind}" for name in CAPS for kind in ("pdf", "png")]
@@ -235,7 +236,8 @@ def regime_rows() -> list[Any]:
 def test_regimes_figure_is_deterministic_and_takes_gaps(regime_rows: list[Any], tmp_path: Path) -> None:
     regime_rows[1] = regime_row(*list(regime_rows[1].values())[:5], gain=None)
     rows = [row for row in regime_rows if (row["model"], row["strategy"]) != ("gpt-oss-20b", "mine")]
-    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
     first = regimes_figures.draw_figures(tmp_path / "a", rows)
     assert [path.suffix for path in first] == [".pdf", ".png"]
     assert contents(first) == contents(regimes_figures.draw_figures(tmp_path / "b", rows))

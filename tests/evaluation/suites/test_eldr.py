@@ -162,6 +162,7 @@ def test_other_signatures_and_clusters_are_routed_by(source: Any, bench: Bench) 
         assert np.isfinite(other.serve(LocalityBand(other.fitted)).finish_s).all()
     gates = with_clusters(bench, source.counts, halves, "gate").requests.recordings.footprint
     assert gates is not None
+    assert bench.requests.recordings.footprint is not None
     assert not np.array_equal(gates, bench.requests.recordings.footprint)
 
 
@@ -243,6 +244,7 @@ def test_signatures_are_scored_on_requests_they_were_not_fitted_on(data_dir: Pat
 
 def test_synthetic_languages_are_alike_within() -> None:
     source = language_source("qwen3-30b-a3b", 0, TINY)
+    assert source.trace.requests.domains is not None
     assert set(source.trace.requests.domains) <= {"en", "zh", "ru", "fr", "es", "de"}
     found = serve_synthetic(SyntheticCell("topology", 2, 4, 0), TINY)
     assert set(found.outcomes) >= {"round_robin", "latency_aware"}

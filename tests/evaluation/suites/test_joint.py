@@ -221,6 +221,8 @@ def test_no_recording_is_in_flight_twice(bench: GroupBench, monkeypatch: pytest.
 
 def test_calibration_requests_are_not_served(bench: GroupBench) -> None:
     known, served = (loop.requests.recordings for loop in (bench.known, bench.served))
+    assert known.footprint is not None
+    assert served.footprint is not None
     rows = {row.tobytes() for row in known.footprint}
     assert not rows & {row.tobytes() for row in served.footprint}
     assert len(known) + len(served) == 213

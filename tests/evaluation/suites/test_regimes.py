@@ -30,6 +30,7 @@ from coterie.evaluation.suites.regimes.suite import (
     verdict,
 )
 from coterie.footprints import footprint
+from coterie.traces import ActivationTrace
 from coterie.traces.readers import read_trace
 
 
@@ -48,6 +49,7 @@ def recording(data_dir: Path) -> Any:
 
 def test_second_halves_are_replayed_and_no_calibration_request_among_them(data_dir: Path, recording: Any) -> None:
     trace = read_trace(data_dir / "activations" / ROUTING["deepseek-v2-lite"])
+    assert isinstance(trace, ActivationTrace)
     whole = [np.asarray(trace.request(number).expert_ids) for number in range(trace.num_requests)]
     halves = {tokens[len(tokens) // 2 :].tobytes() for tokens in whole}
     for number in range(len(recording.tokens)):
