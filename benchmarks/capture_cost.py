@@ -33,7 +33,7 @@ def median_us(call: Callable[[], object], repeats: int = 30) -> float:
         started = time.perf_counter()
         call()
         times.append(1e6 * (time.perf_counter() - started))
-    return round(statistics.median(times), 2)
+    return float(round(statistics.median(times), 2))
 
 
 def parts(options: argparse.Namespace) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _on_gpu(hook: Callable[[], None], capture: Any, tokens: int) -> dict[str, fl
             end.record()
             end.synchronize()
             times.append(1e3 * begin.elapsed_time(end))
-        return round(statistics.median(times), 2)
+        return float(round(statistics.median(times), 2))
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numba
@@ -35,7 +35,7 @@ def compiler_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def interrupted(compiler_interrupts: None) -> Iterator[Callable[..., Any]]:
+def interrupted(compiler_interrupts: None) -> Iterator[None]:
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     yield compiler_interrupts
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -89,7 +89,10 @@ def test_batch_and_data_folder_are_heeded(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_a_users_own_suite_prints_without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"name": "[x]", "ours": 1.5, "published": {"a": 1}}, {"name": "y", "ours": None, "published": None}]
+    rows: list[dict[str, Any]] = [
+        {"name": "[x]", "ours": 1.5, "published": {"a": 1}},
+        {"name": "y", "ours": None, "published": None},
+    ]
     mine = Suite("Mine.", lambda options, _: SuiteResult("mine", rows, [f"batch {options.batch}"]))
     monkeypatch.setitem(suites._items, "mine", mine)
     output = run("mine", "--batch", 3)

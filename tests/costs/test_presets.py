@@ -60,7 +60,7 @@ def test_held_out_error_is_within_the_bar(name: str) -> None:
         pytest.param("h200", "gpt-oss-20b", "fp8", marks=pytest.mark.long),
     ],
 )
-def test_the_stored_fit_follows_from_the_stored_cells(name: str, model: str, dtype: str) -> None:
+def test_the_stored_fit_follows_from_the_stored_cells(name: str, model: str, dtype: Any) -> None:
     preset = load_preset(name)
     shape = next(s for s in preset.measurement.shapes if s.model == model)
     table = next(t for t in shape.moe if t.dtype == dtype)
@@ -113,7 +113,7 @@ def test_a_shape_left_out_is_predicted_from_another() -> None:
 
 @pytest.mark.parametrize("name", sorted(models()))
 @pytest.mark.parametrize("dtype", ["bf16", "fp8", "mxfp4"])
-def test_predictions_stay_sane_between_and_past_the_measured_cells(name: Any, dtype: str) -> None:
+def test_predictions_stay_sane_between_and_past_the_measured_cells(name: Any, dtype: Any) -> None:
     """Within a factor of a plain roofline at every size, and no cliff where tokens grow a little."""
     spec = get_model(name)
     model = step_model(spec, dtype=dtype)

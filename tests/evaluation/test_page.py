@@ -46,7 +46,7 @@ def report(found: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags: list[str] = []
+        self.tags: list[tuple[str, dict[str, Any]]] = []
         self.urls: list[str] = []
         self.open: list[str] = []
         self.feed(text)

@@ -32,7 +32,7 @@ def activations(rng: np.random.Generator, lengths: tuple[int, ...] = (3, 1, 4)) 
     requests = RequestTrace(
         prompt_tokens=np.array(lengths),
         output_tokens=np.zeros(len(lengths), np.int64),
-        arrival_s=np.arange(len(lengths)) * 0.5,
+        arrival_s=np.arange(len(lengths), dtype=np.float64) * 0.5,
         domains=["law"] * len(lengths),
     )
     return ActivationTrace.from_arrays(META, ids, offsets, requests, np.zeros(len(ids), np.uint8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def test_the_suite_shows_a_planner_the_shares_in_force() -> None:
 class Altered:
     """`linear`, and then one thing wrong."""
 
-    change: object
+    change: Callable[..., Plan]
     objective: Objective = field(default=Objective())
 
     def plan(

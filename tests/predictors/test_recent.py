@@ -36,7 +36,8 @@ def written_out(records: Any, decay: Any) -> np.ndarray:
     """Mean activations a token; the last record weighs 1, the one before it `decay` …"""
     weights = [decay ** (len(records) - 1 - i) for i in range(len(records))]
     parts = [w * counts / tokens for w, (counts, tokens) in zip(weights, records, strict=True)]
-    return sum(parts) / sum(weights)
+    found: np.ndarray = sum(parts) / sum(weights)
+    return found
 
 
 def make_trace(arrival_s: Any = None) -> ActivationTrace:

@@ -166,7 +166,9 @@ def test_the_share_is_of_the_request_asked() -> None:
         assert (made.similar(asked) is not None) == hit
     np.testing.assert_allclose(made.predict(PredictRequest(np.arange(20))), counts * 20 / 3)
     assert made.similar(np.arange(126)) is None
-    assert made.similar(np.arange(125)).share == 0.8
+    found = made.similar(np.arange(125))
+    assert found is not None
+    assert found.share == 0.8
     assert made.similar(None) is None
     assert made.similar(np.empty(0, np.int32)) is None
 
@@ -200,7 +202,9 @@ def test_fit_remembers_prompt_and_answer() -> None:
         prompt = tokens.token_ids[tokens.phase == PREFILL]
         own = footprint(trace.request(turn).only(DECODE), EXPERTS)
         np.testing.assert_allclose(made.predict(PredictRequest(prompt, num_tokens=6)), own)
-        assert made.similar(prompt).share == 12 / 13
+        found = made.similar(prompt)
+    assert found is not None
+    assert found.share == 12 / 13
     floor = RecentPopularity().fit(trace, np.array([0, 1]), DECODE)
     for asked in (PredictRequest(np.array([7000, 1])), PredictRequest(), PredictRequest(num_tokens=3)):
         np.testing.assert_array_equal(made.predict(asked), floor.predict(asked))

@@ -66,7 +66,7 @@ def cases(draw: st.DrawFn) -> tuple[FleetRequests, FleetConfig, int, str]:
     offsets, blocks = prefixes(rng, prompts, block_tokens) if draw(st.booleans()) else (None, None)
     in_flight = draw(st.sampled_from([0, 0, 1, 3, 7]))
     gap = draw(st.sampled_from([0.0, 1e-4, 1e-3]))
-    times = None if in_flight else np.sort(rng.integers(0, 40, count)) * gap
+    times = None if in_flight else np.sort(rng.integers(0, 40, count)).astype(np.float64) * gap
     picked = rng.integers(number, size=count)
     requests = FleetRequests(recordings(rng, number), picked, prompts, outputs, times, offsets, blocks, block_tokens)
     both = draw(st.booleans())
@@ -201,7 +201,7 @@ def test_prompts_that_begin_alike_do_not_all_queue_at_one_worker() -> None:
         np.arange(count),
         np.full(count, 64),
         np.full(count, 2),
-        np.arange(count) * 1e-6,
+        np.arange(count, dtype=np.float64) * 1e-6,
         4 * np.arange(count + 1),
         blocks,
         16,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ TIMES = st.lists(st.integers(0, 5).map(float) | st.floats(0, 5), max_size=40)
 def test_events_run_in_the_order_of_a_stable_sort(times: list[float]) -> None:
     sim, seen = Simulation(), []
     for number, time_s in enumerate(times):
-        sim.at(time_s, lambda number=number: seen.append((sim.now_s, number)))
+        sim.at(time_s, partial(lambda number: seen.append((sim.now_s, number)), number))
     sim.run()
     order = np.argsort(times, kind="stable")
     assert seen == [(times[number], number) for number in order]
@@ -60,7 +61,7 @@ def test_events_asked_for_by_events_take_their_turn(plan: list[tuple[int, list[i
 def test_run_until_stops_after_the_events_of_that_time_and_goes_on(times: list[float], until_s: float) -> None:
     sim, seen = Simulation(), []
     for time_s in times:
-        sim.at(time_s, lambda time_s=time_s: seen.append(time_s))
+        sim.at(time_s, partial(seen.append, time_s))
     sim.run(until_s)
     early = sorted(time_s for time_s in times if time_s <= until_s)
     assert seen == early
@@ -71,7 +72,12 @@ def test_run_until_stops_after_the_events_of_that_time_and_goes_on(times: list[f
 
 def test_an_event_at_this_very_moment_runs_after_those_asked_for_before() -> None:
     sim, seen = Simulation(), []
-    sim.at(1.0, lambda: (seen.append("first"), sim.after(0.0, lambda: seen.append("third"))))
+
+    def first() -> None:
+        seen.append("first")
+        sim.after(0.0, lambda: seen.append("third"))
+
+    sim.at(1.0, first)
     sim.at(1.0, lambda: seen.append("second"))
     sim.run(1.0)
     assert seen == ["first", "second", "third"]

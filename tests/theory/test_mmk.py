@@ -40,7 +40,7 @@ class Queue(NamedTuple):
 def queue_on_the_kernel(arrival_s: np.ndarray, service_s: np.ndarray, servers: int) -> Queue:
     """Two kinds of event, arrival and departure, and nothing else."""
     sim = Simulation()
-    line: deque[float] = deque()
+    line: deque[int] = deque()
     starts, seen = np.zeros(len(arrival_s)), np.zeros(len(arrival_s), np.int64)
     free, arrived = servers, 0
 
@@ -94,7 +94,8 @@ def test_the_kernel_gives_the_waits_of_mmk(servers: int, load: float) -> None:
 
     def drift(of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         up, down = of(seen + 1) - of(seen), of(seen - 1) - of(seen)
-        return rate * up + np.minimum(seen, servers) * down
+        found: np.ndarray = rate * up + np.minimum(seen, servers) * down
+        return found
 
     queued = [drift(lambda n, power=power: np.maximum(n - servers, 0.0) ** power) for power in (1, 2, 3)]
     found = controlled_mean(waits, [drift(lambda n: n), drift(lambda n: n**2), *queued])

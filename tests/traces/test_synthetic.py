@@ -233,7 +233,7 @@ def digest(folder: Path) -> dict[Any, Any]:
 def test_same_seed_same_bytes_for_any_threads_and_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(presets["bursty"], num_layers=6, lengths=LognormalLengths(50, 1, 50, 1))
     threads = numba.get_num_threads()
-    digests: list[str] = []
+    digests: list[dict[str, Any]] = []
     try:
         for count, chunk in ((1, 64 << 20), (threads, 64 << 20), (threads, 4096)):
             numba.set_num_threads(count)

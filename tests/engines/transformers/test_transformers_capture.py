@@ -36,7 +36,8 @@ def router(block: Any) -> Any:
 
 def softmax(x: np.ndarray) -> np.ndarray:
     e = np.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
+    found: np.ndarray = e / e.sum(axis=-1, keepdims=True)
+    return found
 
 
 def by_formula(family: str, block: Any, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -39,6 +39,7 @@ from coterie.evaluation.suites.joint.cells import (
     slots_that_fit,
 )
 from coterie.evaluation.suites.joint.notes import notes_of, verdict
+from coterie.evaluation.suites.joint.tables import TABLES
 from coterie.models import get_model
 from coterie.placement.holdings import held_by
 from coterie.routing.fleet import Fleet
@@ -386,8 +387,8 @@ def test_without_data_synthetic_routing_alone_runs(monkeypatch: pytest.MonkeyPat
         (SCHEDULING, "joint"),
     }
     assert "COTERIE_DATA" in found.notes[0]
-    shown = {table.title: [row for row in found.rows if table.shows(row)] for table in joint.TABLES}
+    shown = {table.title: [row for row in found.rows if table.shows(row)] for table in TABLES}
     assert sum(len(rows) for rows in shown.values()) == len(found.rows)
-    for table in joint.TABLES:
+    for table in TABLES:
         assert all(column.value(row) is not None for row in shown[table.title] for column in table.columns)
     json.dumps(found.rows)
