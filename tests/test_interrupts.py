@@ -51,7 +51,7 @@ def test_interrupt_in_a_callback_of_the_compiler_is_raised_after_it() -> None:
 
 @pytest.mark.usefixtures("interrupted")
 def test_loops_on_several_cores_compile_where_an_interrupt_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    @numba.njit(nogil=True)
+    @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
     def double(indices: Any, out: Any) -> None:
         for index in indices:
             out[index] *= 2

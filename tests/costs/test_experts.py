@@ -79,9 +79,9 @@ def test_residency_pays_only_what_fits() -> None:
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=24), st.integers(0, 23), st.integers(1, 100))
-def test_another_active_expert_is_never_free(counts: list[int], where: int, rows: int) -> None:
+def test_another_active_expert_is_never_free(drawn: list[int], where: int, rows: int) -> None:
     p = params(switch_rows=1e9)  # one tile size: changing over may be faster
-    counts = np.array(counts, float)
+    counts = np.array(drawn, float)
     where %= len(counts)
     if counts[where]:
         counts[where] = 0

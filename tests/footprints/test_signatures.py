@@ -47,7 +47,7 @@ def test_transform_is_weighted_counts_of_length_one(weighting: str) -> None:
 @given(st.integers(3, 12), st.integers(0, 10_000))
 def test_rho_is_spearman_of_cosine_distances(requests: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    left, right = rng.integers(0, 9, (requests, 5)) + 1, rng.random((requests, 7)) + 0.01
+    left, right = rng.integers(0, 9, (requests, 5)) + 1.0, rng.random((requests, 7)) + 0.01
     pairs = [(i, j) for i in range(requests) for j in range(i + 1, requests)]
 
     def distances(rows: np.ndarray) -> list[float]:

@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "engines" / "position-store.md"
 
 
 def spec(**change: int) -> ModelSpec:
-    shape = {
+    shape: dict[str, Any] = {
         "num_layers": 4,
         "num_experts": 16,
         "top_k": 2,

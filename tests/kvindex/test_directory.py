@@ -232,7 +232,8 @@ def test_grows_and_empties() -> None:
 
 
 def test_wrong_settings_and_arguments() -> None:
-    for wrong in ({"num_workers": 0}, {"num_workers": 1, "block_size": 0}, {"num_workers": 1, "group": -1}):
+    settings: list[dict[str, Any]] = [{"num_workers": 0}, {"num_workers": 1, "block_size": 0}]
+    for wrong in [*settings, {"num_workers": 1, "group": -1}]:
         with pytest.raises(ConfigError, match="must be at least"):
             KVDirectory(**wrong)
     blocks = directory(2)

@@ -21,7 +21,7 @@ from coterie.types import Placement, Topology
 
 
 def exact(problem: Problem, split: Any = "equal", gap: float = 0.0, **settings: Any) -> LatencyOptimalIlp:
-    return LatencyOptimalIlp(problem.objective, split, gap, warm_start=False, **settings)  # type: ignore[arg-type]
+    return LatencyOptimalIlp(problem.objective, split, gap, warm_start=False, **settings)
 
 
 def placements(problem: Problem) -> list[np.ndarray]:

@@ -61,6 +61,7 @@ def test_what_is_written_reads_back(tmp_path: Path, format: str) -> None:
         assert ("shares" in written.left_out) == (shares and format != "native")
         if shares and format == "native":
             assert found.shares is not None
+            assert given_map.shares is not None
             assert np.array_equal(found.shares, given_map.shares), "bit for bit"
         path.unlink()
 

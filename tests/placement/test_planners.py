@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,7 +169,7 @@ def fails(*_: object) -> Plan:
         (lambda plan, *_: replace(plan, planning_s=np.nan), "planning_s=nan must be"),
     ],
 )
-def test_what_breaks_the_contract_is_found(change: object, said: str) -> None:
+def test_what_breaks_the_contract_is_found(change: Callable[..., Any], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         check_planner(lambda: Altered(change))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -131,9 +132,13 @@ def test_contract() -> None:
     made = RecentPopularity()
     view = made.of_worker(0)
     for use in (made, view):
-        for ask in (lambda use=use: use.predict(PredictRequest()), lambda use=use: use.num_layers):
+        asks: tuple[Callable[[Any], object], ...] = (
+            lambda one: one.predict(PredictRequest()),
+            lambda one: one.num_layers,
+        )
+        for ask in asks:
             with pytest.raises(ConfigError, match="predictor 'recent_popularity' is not fitted: call fit"):
-                ask()
+                ask(use)
     trace = make_trace()
     made.fit(trace)
     assert isinstance(made, FittablePredictor)

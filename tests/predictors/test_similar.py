@@ -182,7 +182,7 @@ def make_trace(token_ids: bool = True, arrival_s: Any = None) -> ActivationTrace
     phase = [np.repeat([PREFILL, DECODE], [n, len(i) - n]) for n, i in zip(cuts, ids, strict=True)]
     total = sum(map(len, ids))
     experts = np.argsort(rng.random((total, LAYERS, EXPERTS)), axis=-1)[..., :TOP_K]
-    table = RequestTrace(np.array(cuts), np.array([len(i) for i in ids]) - cuts, arrival_s=arrival_s)
+    table = RequestTrace(np.array(cuts), np.array([len(i) for i in ids]) - np.array(cuts), arrival_s=arrival_s)
     return ActivationTrace.from_arrays(
         TraceMeta("model", EXPERTS, LAYERS, TOP_K),
         experts,
@@ -276,6 +276,7 @@ def test_contract() -> None:
     assert isinstance(made, FittablePredictor)
     assert (made.num_layers, made.num_experts) == (LAYERS, EXPERTS)
     known = trace.request(1)
+    assert known.token_ids is not None
     for request, tokens in (
         (PredictRequest(), 1),
         (PredictRequest(known.token_ids), 12),

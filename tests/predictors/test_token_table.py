@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -196,7 +196,12 @@ def test_a_trace_that_repeats_an_id_stays_within_bounds() -> None:
 
 
 def test_not_fitted_says_so() -> None:
-    for use in (lambda t: t.predict(PredictRequest()), lambda t: t.num_layers, lambda t: t.save("x")):
+    uses: list[Callable[[TokenTable], object]] = [
+        lambda t: t.predict(PredictRequest()),
+        lambda t: t.num_layers,
+        lambda t: t.save("x"),  # type: ignore[func-returns-value]
+    ]
+    for use in uses:
         with pytest.raises(ConfigError, match="'token_table' is not fitted: call fit"):
             use(TokenTable())
 
@@ -347,7 +352,7 @@ def test_damaged_values_are_named(saved: tuple[Any, Any], name: str, change: Cal
     file = saved[1]
     changed = np.ascontiguousarray(change(load_safetensors(file.read_bytes())[name]))
     with pytest.raises(TraceError, match=f"{name}: .*{problem}"):
-        TokenTable.load(rewritten(file, **{name: changed}))
+        TokenTable.load(rewritten(file, **cast(Any, {name: changed})))
 
 
 def test_another_safetensors_file_is_refused(tmp_path: Path) -> None:

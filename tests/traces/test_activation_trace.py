@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -143,9 +143,10 @@ def test_append_after_error(tmp_path: Path, rng: np.random.Generator, bad: str) 
     wide = tokens.expert_ids.astype(np.int64)
     if bad in ("id", "negative"):
         wide[1, 0, 2] = 300 if bad == "id" else -1
+    assert tokens.gate_weights is not None
     broken = {
-        "id": tokens._replace(expert_ids=wide),
-        "negative": tokens._replace(expert_ids=wide),
+        "id": tokens._replace(expert_ids=cast(Any, wide)),
+        "negative": tokens._replace(expert_ids=cast(Any, wide)),
         "shape": tokens._replace(expert_ids=tokens.expert_ids[:, :1]),
         "rows": tokens,
         "gates": tokens._replace(gate_weights=tokens.gate_weights[:2]),

@@ -66,7 +66,7 @@ def measured() -> Iterator[Measurement]:
 
 
 def test_every_time_is_positive_and_finite(measured: Measurement) -> None:
-    cells = list(measured.copies)
+    cells: list[Any] = list(measured.copies)
     for shape in measured.shapes:
         cells += [*shape.routing, *shape.gemm, *shape.attention, *(cell for table in shape.moe for cell in table.cells)]
     assert len(cells) > 80

@@ -35,6 +35,8 @@ def test_a_batch_gives_each_request_what_it_gets_alone(family: str) -> None:
             assert one.output_ids == alone.output_ids
             assert len(one.expert_ids) == len(prompt) + len(one.output_ids) - 1
             assert same_routes(one.expert_ids, alone.expert_ids) == 1.0
+            assert one.gate_weights is not None
+            assert alone.gate_weights is not None
             np.testing.assert_allclose(
                 np.sort(one.gate_weights), np.sort(alone.gate_weights), rtol=1e-3, atol=1e-5
             )  # float32, another shape of matrix product

@@ -425,7 +425,8 @@ def test_an_unknown_version_keeps_its_own_queues(monkeypatch: pytest.MonkeyPatch
 
     class Base:
         def __init__(self) -> None:
-            self.waiting = self.kv_holding_waiting = deque()
+            self.waiting: deque[Any] = deque()
+            self.kv_holding_waiting = self.waiting
 
         def schedule(self, throttle_prefills: bool = False) -> bool:
             return throttle_prefills

@@ -275,7 +275,9 @@ def test_jobs_that_differ_in_their_seed_alone_make_one_row(data_dir: Path) -> No
     jobs = eldr.jobs_of(data_dir, (0, 1, 2, 3))
     assert len(set(jobs)) == len(jobs)
     runs = {name: outcomes(20.0, 10.0, 12.0) for name in ROUTERS}
-    cells = {Cell("deepseek-v2-lite", *load, seed): Found(runs, None) for load in ((4, 16), (5, 3)) for seed in (0, 1)}
+    cells: dict[Any, Any] = {
+        Cell("deepseek-v2-lite", *load, seed): Found(runs, None) for load in ((4, 16), (5, 3)) for seed in (0, 1)
+    }
     rows = eldr.rows_of(cells)
     loads = [(row["decoders"], row["in_flight"], row["seeds"]) for row in rows if row["router"] == "random"]
     assert sorted(loads) == [(4, 16, 2), (5, 3, 2)]

@@ -205,12 +205,12 @@ def test_no_recording_is_in_flight_twice(bench: GroupBench, monkeypatch: pytest.
     there: set[int] = set()
     admit, finish, recorded = Fleet.admit, Fleet.finish, bench.served.requests.recorded
 
-    def admitted(self, request_id: Any, *arguments: Any) -> None:
+    def admitted(self: Fleet, request_id: Any, *arguments: Any) -> None:
         assert recorded[int(request_id)] not in there
         there.add(recorded[int(request_id)])
         admit(self, request_id, *arguments)
 
-    def finished(self, request_id: Any) -> None:
+    def finished(self: Fleet, request_id: Any) -> None:
         there.remove(recorded[int(request_id)])
         finish(self, request_id)
 
