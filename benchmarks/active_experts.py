@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +53,9 @@ def main() -> None:
         def only(copy: int) -> torch.Tensor:
             return experts.forward(copy, gathered, ends, listed)  # noqa: B023
 
-        def both(call):  # two copies in turn, so that neither finds its weights in the cache
+        def both(
+            call: Callable[..., Any],
+        ) -> float:  # two copies in turn, so that neither finds its weights in the cache
             return statistics.median(timer.us([lambda: call(0), lambda: call(1)]) for _ in range(options.repeats))
 
         one = statistics.median(timer.us([lambda: layer(0)]) for _ in range(options.repeats))

@@ -33,7 +33,7 @@ def median_us(call: Callable[[], object], repeats: int = 30) -> float:
         started = time.perf_counter()
         call()
         times.append(1e6 * (time.perf_counter() - started))
-    return round(statistics.median(times), 2)
+    return float(round(statistics.median(times), 2))
 
 
 def parts(options: argparse.Namespace) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def parts(options: argparse.Namespace) -> dict[str, Any]:
 
         hook()
         held = as_numpy(capture.ids[:tokens].cpu())
-        row = {"tokens": tokens, "store_us": median_us(lambda h=held, n=tokens: store.write(np.arange(n), h))}
+        row = {"tokens": tokens, "store_us": median_us(lambda h=held, n=tokens: store.write(np.arange(n), h))}  # type: ignore[misc]
         if device.type == "cuda":
             row |= _on_gpu(hook, capture, tokens)
         else:
@@ -80,7 +80,7 @@ def parts(options: argparse.Namespace) -> dict[str, Any]:
             counts, known = store.footprint(at)
             return encode_footprint(WireFootprint(counts, store.layer_ids, known, 0), deflate=False)
 
-        row = {"tokens": tokens, "count_us": median_us(lambda a=at: store.footprint(a)), "fetch_us": median_us(fetch)}
+        row = {"tokens": tokens, "count_us": median_us(lambda a=at: store.footprint(a)), "fetch_us": median_us(fetch)}  # type: ignore[misc]
         fetches.append({**row, "bytes": len(fetch())})
     return {
         "model": spec.name,
@@ -104,7 +104,7 @@ def _on_gpu(hook: Callable[[], None], capture: Any, tokens: int) -> dict[str, fl
             end.record()
             end.synchronize()
             times.append(1e3 * begin.elapsed_time(end))
-        return round(statistics.median(times), 2)
+        return float(round(statistics.median(times), 2))
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

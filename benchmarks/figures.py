@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -27,13 +28,15 @@ def predicted(preset: str, spec: ModelSpec, dtype: str, tokens: int, active: int
     params = load_preset(preset).fits[spec.name].moe[dtype].params
     counts = np.zeros(spec.num_experts)
     counts[:active] = expert_tokens(tokens, spec.top_k, active)
-    return layer_us(params.array(), counts, float(tokens), spec.expert_bytes(dtype), 2.0 * spec.expert_params, warm)
+    return layer_us(
+        params.array(), counts, float(tokens), spec.expert_bytes(cast(Any, dtype)), 2.0 * spec.expert_params, warm
+    )
 
 
-def active_experts(preset: str, model: str, dtype: str, batches: tuple[int, ...], title: str):
+def active_experts(preset: str, model: str, dtype: str, batches: tuple[int, ...], title: str) -> Any:
     """Time against distinct active experts, one line a batch size: dots measured, lines predicted."""
 
-    def plot(axes, theme):
+    def plot(axes: Any, theme: Any) -> None:
         spec, cells = cells_of(preset, model, dtype)
         for colour, batch in zip(theme.series, batches, strict=False):
             warm = preset != "h200"  # one table was measured with a cold cache, the other with a warm one
@@ -50,10 +53,10 @@ def active_experts(preset: str, model: str, dtype: str, batches: tuple[int, ...]
     return plot
 
 
-def tokens(preset: str, model: str, title: str):
+def tokens(preset: str, model: str, title: str) -> Any:
     """Time against tokens with all experts active, bf16 and fp8."""
 
-    def plot(axes, theme):
+    def plot(axes: Any, theme: Any) -> None:
         for colour, dtype in zip(theme.series, ("bf16", "fp8"), strict=False):
             spec, cells = cells_of(preset, model, dtype)
             mine = sorted((c for c in cells if c.active == spec.num_experts and not c.warm), key=lambda c: c.tokens)
@@ -69,10 +72,10 @@ def tokens(preset: str, model: str, title: str):
     return plot
 
 
-def errors(title: str):
+def errors(title: str) -> Any:
     """Held-out error by shape: mean as a bar, worst cell as a dot."""
 
-    def plot(axes, theme):
+    def plot(axes: Any, theme: Any) -> None:
         rows = [
             (f"{model} {dtype}" + (" (RTX PRO 6000)" if preset == "rtx-pro-6000" else ""), fit.held_out)
             for preset in ("h200", "rtx-pro-6000")

@@ -70,7 +70,9 @@ def as_numbers(setting: CapsSetting) -> dict[str, float]:
 
 
 def as_setting(numbers: dict[str, float]) -> CapsSetting:
-    whole = {key: round(value) if key in ("domains", "hot", "burst_size") else value for key, value in numbers.items()}
+    whole: dict[str, Any] = {
+        key: round(value) if key in ("domains", "hot", "burst_size") else value for key, value in numbers.items()
+    }
     of_loads = {key: whole.pop(key) for key in list(whole) if hasattr(SETTING.loads, key)}
     return replace(SETTING, loads=replace(SETTING.loads, **of_loads), **whole)
 

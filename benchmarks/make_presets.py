@@ -13,6 +13,7 @@ import csv
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -24,7 +25,7 @@ def joined(path: Path) -> Measurement:
     parts = [msgspec.json.decode(line, type=Measurement) for line in path.read_bytes().splitlines()]
     if len({str(sorted(p.hardware.items())) for p in parts}) != 1:
         raise SystemExit("the measurements come from different devices")
-    times: dict[tuple[str, int], list[float]] = {}
+    times: dict[tuple[Any, int], list[float]] = {}
     for part in parts:
         for cell in part.copies:
             times.setdefault((cell.path, cell.nbytes), []).append(cell.us)

@@ -12,7 +12,8 @@ from coterie.traces.synthetic import generate, presets
 # Your own traffic: trace = coterie.open_trace("traffic/")
 settings = replace(presets["bursty"], model="gpt-oss-20b", lengths=LognormalLengths(32, 0.3, 32, 0.3, 64))
 trace = generate(settings, np.random.default_rng(0), requests=96)
-counts = sum(footprint(trace.request(n).expert_ids, trace.meta.num_experts) for n in range(trace.num_requests))
+footprints = [footprint(trace.request(n).expert_ids, trace.meta.num_experts) for n in range(trace.num_requests)]
+counts = np.array(footprints, np.float64).sum(axis=0)  # [layer, expert] tokens
 step_tokens = 256  # of all ranks together, in decode
 load = coterie.Load(counts, steps=trace.num_tokens / step_tokens)
 

@@ -101,7 +101,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
         return None
     from xdist.scheduler import LoadScopeScheduling
 
-    class WholeFiles(LoadScopeScheduling):
+    class WholeFiles(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
 

@@ -93,7 +93,8 @@ def test_the_example_plans(trace: ActivationTrace) -> None:
     load = sum(footprint(trace.request(n).expert_ids, trace.meta.num_experts) for n in range(trace.num_requests))
     assert isinstance(load, np.ndarray)
     model, topology = coterie.step_model(MODEL, device="h200"), coterie.Topology(4)
-    current = coterie.Placement.linear(*load.shape, topology.num_ranks)
+    layers, experts = load.shape
+    current = coterie.Placement.linear(layers, experts, topology.num_ranks)
     plan = coterie.plan(load, topology, current, model=model, horizon=10_000)
     same = coterie.plan(coterie.Load(load.astype(np.float64)), topology, model=model, horizon=10_000)
     np.testing.assert_array_equal(plan.placement.slot_experts, same.placement.slot_experts)

@@ -1,9 +1,13 @@
 """Ctrl-C in the middle of a compilation, at the place where Python would lose it."""
 
+from __future__ import annotations
+
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import numba
 import numpy as np
@@ -22,7 +26,7 @@ def compiler_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     handle_interrupts()
     notify = ENGINE._object_cache_notify
 
-    def interrupt(module, buffer) -> None:
+    def interrupt(module: Any, buffer: Any) -> None:
         monkeypatch.setattr(ENGINE, "_object_cache_notify", notify)
         signal.raise_signal(signal.SIGINT)
         notify(module, buffer)
@@ -31,7 +35,7 @@ def compiler_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def interrupted(compiler_interrupts):
+def interrupted(compiler_interrupts: None) -> Iterator[None]:
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     yield compiler_interrupts
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -47,8 +51,8 @@ def test_interrupt_in_a_callback_of_the_compiler_is_raised_after_it() -> None:
 
 @pytest.mark.usefixtures("interrupted")
 def test_loops_on_several_cores_compile_where_an_interrupt_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    @numba.njit(nogil=True)
-    def double(indices, out) -> None:
+    @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+    def double(indices: Any, out: Any) -> None:
         for index in indices:
             out[index] *= 2
 
@@ -80,7 +84,7 @@ def test_work_still_waiting_is_dropped_when_a_part_fails(monkeypatch: pytest.Mon
     monkeypatch.setattr(numba, "get_num_threads", lambda: 2)
     calls, release = [], threading.Event()
 
-    def work(indices) -> None:
+    def work(indices: Any) -> None:
         if len(indices) == 0:
             return
         calls.append(indices[0])

@@ -47,7 +47,7 @@ def test_csv_is_as_the_shipped_file(tmp_path: Path) -> None:
         ("a.csv", b"id,text\n1,x\n", "line 2: prompt=None"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, name, content, message) -> None:
+def test_what_is_wrong_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TraceError, match=message):
         read_prompts(tmp_path / name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -94,7 +94,7 @@ class TestTopology:
     @pytest.mark.parametrize("field", ["num_ranks", "ranks_per_node"])
     def test_counts_are_positive(self, field: str) -> None:
         with pytest.raises(ConfigError, match=f"{field}=0 must be at least 1"):
-            dataclasses.replace(Topology(num_ranks=8), **{field: 0})
+            dataclasses.replace(Topology(num_ranks=8), **cast(Any, {field: 0}))
 
 
 @st.composite

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,34 +53,34 @@ def changed(array: np.ndarray) -> None:
         array.flat[-1] += 1
 
 
-def alters_loads(order, window, *_):
+def alters_loads(order: Any, window: Any, *_: object) -> Any:
     changed(window.loads)
     return order
 
 
-def alters_skipped(order, window, *_):
+def alters_skipped(order: Any, window: Any, *_: object) -> Any:
     changed(window.skipped)
     return order
 
 
-def alters_running(order, _window, running, *_):
+def alters_running(order: Any, _window: Any, running: Any, *_: object) -> Any:
     changed(running)
     return order
 
 
-def youngest_first(_order, window, _running, size, _rng):
+def youngest_first(_order: Any, window: Any, _running: Any, size: Any, _rng: Any) -> Any:
     return np.arange(len(window.loads))[::-1][:size]
 
 
-def only_arrival(order, *_):
+def only_arrival(order: Any, *_: object) -> np.ndarray:
     return np.arange(len(order))
 
 
-def unseeded(order, *_):
+def unseeded(order: Any, *_: object) -> np.ndarray:
     return np.concatenate([order[:1], np.random.default_rng().permutation(order[1:])])
 
 
-def not_the_oldest_overdue(order, window, _running, size, _rng):
+def not_the_oldest_overdue(order: Any, window: Any, _running: Any, size: Any, _rng: Any) -> Any:
     late = np.flatnonzero(window.skipped[1:] >= 64)[::-1] + 1
     rest = [r for r in range(1, len(window.loads)) if r not in late]
     return np.array([0, *late, *rest][:size], np.int64) if len(order) else order

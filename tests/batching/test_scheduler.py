@@ -135,7 +135,7 @@ def test_nothing_is_kept_of_requests_that_left() -> None:
 def test_loads_of_any_kind_are_shown_as_contiguous_floats() -> None:
     spy = Spy()
     loads = np.arange(24, dtype=np.int32).reshape(3, 2, 4).transpose(2, 1, 0)  # [request, layer, expert]
-    scheduler = Scheduler(SchedulerConfig(), spy, loads, np.random.default_rng(0))
+    scheduler = Scheduler(SchedulerConfig(), spy, loads.astype(np.float64), np.random.default_rng(0))
     for number in (3, 1):
         scheduler.push(number, 0.0)
     scheduler.next_batch(RUNNING)

@@ -70,7 +70,8 @@ def snapshot(loads: Any, size: int, running: Any = None, skipped: Any = None) ->
 
 
 def picks(strategy: Strategy, given: Snapshot, seed: int = 0) -> list[int]:
-    return strategy.select(*given, np.random.default_rng(seed)).order.tolist()
+    order: list[int] = strategy.select(*given, np.random.default_rng(seed)).order.tolist()
+    return order
 
 
 @st.composite
@@ -145,8 +146,8 @@ def distance_to_even(given: Snapshot) -> Callable[[Vector, Vector], Fraction]:
     return lambda load, row: sum(((x - level) ** 2 for x in total(load, row)), Fraction(0))
 
 
-def reference(kind: type[Strategy], given: Snapshot) -> list[int]:
-    keys = {
+def reference(kind: Callable[..., Any], given: Snapshot) -> list[int]:
+    keys: dict[Callable[..., Any], Callable[[Vector, Vector], Any]] = {
         GreedyVariance: variance,
         NormMinimizing: norm,
         GreedyDotProduct: dot,
@@ -160,20 +161,21 @@ def reference(kind: type[Strategy], given: Snapshot) -> list[int]:
 
 
 def test_the_published_names_are_registered_and_public() -> None:
-    assert {name: strategies[name] for name in PUBLISHED} == PUBLISHED
+    registered: dict[str, object] = {name: strategies[name] for name in PUBLISHED}
+    assert registered == PUBLISHED
     assert {kind.__name__ for kind in PUBLISHED.values()} <= set(batching.__all__)
     assert all(hasattr(batching, name) for name in batching.__all__)
 
 
 @pytest.mark.parametrize("kind", PUBLISHED.values())
 @pytest.mark.parametrize("max_skips", [0, -1, 2.5, True, "many"])
-def test_a_bad_limit_is_refused(kind: type[Strategy], max_skips: Any) -> None:
+def test_a_bad_limit_is_refused(kind: Callable[..., Any], max_skips: Any) -> None:
     with pytest.raises(ConfigError, match=r"max_skips=.* must be a whole number of at least 1"):
         kind(max_skips=max_skips)
 
 
 @pytest.mark.parametrize("kind", [PowerOfD, PowerOfDDot])
-def test_bad_samples_are_refused(kind: type[Strategy]) -> None:
+def test_bad_samples_are_refused(kind: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="d=0 must be"):
         kind(d=0)
     with pytest.raises(ConfigError, match="max_skips=0 must be"):
@@ -182,7 +184,7 @@ def test_bad_samples_are_refused(kind: type[Strategy]) -> None:
 
 
 @pytest.mark.parametrize("kind", PUBLISHED.values())
-def test_a_snapshot_that_does_not_fit_together_is_refused(kind: type[Strategy], rng: np.random.Generator) -> None:
+def test_a_snapshot_that_does_not_fit_together_is_refused(kind: Callable[..., Any], rng: np.random.Generator) -> None:
     window, running, _ = snapshot(np.ones((3, 2, 4)), 2)
     with pytest.raises(ConfigError, match=r"running has shape \(4,\)"):
         kind().select(window, running[0], 2, rng)
@@ -198,7 +200,7 @@ def test_a_snapshot_that_does_not_fit_together_is_refused(kind: type[Strategy], 
 
 
 @pytest.mark.parametrize("kind", PUBLISHED.values())
-def test_the_oldest_and_the_overdue_come_first(kind: type[Strategy], rng: np.random.Generator) -> None:
+def test_the_oldest_and_the_overdue_come_first(kind: Callable[..., Any], rng: np.random.Generator) -> None:
     skipped = np.array([0, 9, 2, 3, 0, 0, 8, 0])
     given = snapshot(rng.integers(0, 9, (8, 6)), 6, skipped=skipped)
     selection = kind(max_skips=3).select(*given, rng)
@@ -219,13 +221,13 @@ def test_without_a_limit_nobody_is_forced(max_skips: int | None) -> None:
 
 @pytest.mark.parametrize("kind", GREEDY)
 @given(given=snapshots())
-def test_greedy_equals_the_definition(kind: type[Strategy], given: Snapshot) -> None:
+def test_greedy_equals_the_definition(kind: Callable[..., Any], given: Snapshot) -> None:
     assert picks(kind(max_skips=MAX_SKIPS), given) == reference(kind, given)
 
 
 @pytest.mark.parametrize("kind", GREEDY)
 @pytest.mark.parametrize("top", [3, 200, 40_000, 3_000_000])
-def test_large_batches_equal_the_definition(kind: type[Strategy], top: int, rng: np.random.Generator) -> None:
+def test_large_batches_equal_the_definition(kind: Callable[..., Any], top: int, rng: np.random.Generator) -> None:
     """From 16 picks on small whole numbers take another loop; the larger ones do not fit it."""
     given = snapshot(rng.integers(0, top, (40, 2, 5)), 24, rng.integers(0, 5 * top, (2, 5)))
     assert picks(kind(max_skips=MAX_SKIPS), given) == reference(kind, given)
@@ -233,7 +235,7 @@ def test_large_batches_equal_the_definition(kind: type[Strategy], top: int, rng:
 
 @pytest.mark.parametrize("kind", GREEDY)
 @pytest.mark.parametrize("size", [8, 40])
-def test_scale_changes_nothing(kind: type[Strategy], size: int, rng: np.random.Generator) -> None:
+def test_scale_changes_nothing(kind: Callable[..., Any], size: int, rng: np.random.Generator) -> None:
     window, running, _ = snapshot(rng.integers(0, 99, (48, 3, 7)), size, rng.integers(0, 99, (3, 7)))
     plain = picks(kind(), (window, running, size))
     for scale in (0.25, 2.0**-12, 2.0**12):
@@ -242,7 +244,7 @@ def test_scale_changes_nothing(kind: type[Strategy], size: int, rng: np.random.G
 
 @pytest.mark.parametrize("kind", GREEDY)
 @given(given=snapshots(), seed=st.integers(0, 99))
-def test_which_column_is_which_changes_nothing(kind: type[Strategy], given: Snapshot, seed: int) -> None:
+def test_which_column_is_which_changes_nothing(kind: Callable[..., Any], given: Snapshot, seed: int) -> None:
     window, running, size = given
     shuffle = np.random.default_rng(seed).permutation(running.size)
     flat = window.loads.reshape(len(window.loads), -1)
@@ -283,7 +285,7 @@ def test_norm_and_dot_prefer_the_light_and_variance_what_fills_the_valley() -> N
 @pytest.mark.parametrize("kind", [GreedyVariance, BestFit, Differencing])
 @given(given=snapshots(), level=st.integers(0, 50))
 def test_an_even_load_below_changes_nothing_for_measures_of_evenness(
-    kind: type[Strategy], given: Snapshot, level: int
+    kind: Callable[..., Any], given: Snapshot, level: int
 ) -> None:
     window, running, size = given
     assert picks(kind(), (window, running + level, size)) == picks(kind(), given)
@@ -294,14 +296,18 @@ def test_an_even_load_below_changes_nothing_for_measures_of_evenness(
 
 @pytest.mark.parametrize(("sampled", "whole"), [(PowerOfD, GreedyVariance), (PowerOfDDot, GreedyDotProduct)])
 @given(given=snapshots(), seed=st.integers(0, 99))
-def test_looking_at_all_is_greedy(sampled: type[Strategy], whole: type[Strategy], given: Snapshot, seed: int) -> None:
+def test_looking_at_all_is_greedy(
+    sampled: Callable[..., Any], whole: Callable[..., Any], given: Snapshot, seed: int
+) -> None:
     for d in (len(given[0].loads), 99):
         assert picks(sampled(d=d, max_skips=3), given, seed) == picks(whole(max_skips=3), given)
 
 
 @pytest.mark.parametrize("kind", [PowerOfD, PowerOfDDot])
 @pytest.mark.parametrize("d", [1, 3])
-def test_the_best_of_d_has_the_rank_that_counting_gives(kind: type[Strategy], d: int, rng: np.random.Generator) -> None:
+def test_the_best_of_d_has_the_rank_that_counting_gives(
+    kind: Callable[..., Any], d: int, rng: np.random.Generator
+) -> None:
     """Of m candidates the one of rank k is taken if it is drawn and no better one is: C(m-1-k, d-1) / C(m, d)."""
     m, trials = 9, 8000
     ranks = rng.permutation(m)
@@ -359,7 +365,7 @@ def differencing_value(totals: list[int]) -> int:
 
 def differencing_sides(totals: list[int]) -> list[bool]:
     """Edges between opposite sides, then colours from the oldest request on."""
-    heap, edges = [(-value, r) for r, value in enumerate(totals)], {r: [] for r in range(len(totals))}
+    heap, edges = [(-value, r) for r, value in enumerate(totals)], {r: list[int]() for r in range(len(totals))}
     heapq.heapify(heap)
     while len(heap) > 1:
         (large, first), (small, second) = heapq.heappop(heap), heapq.heappop(heap)
@@ -382,7 +388,8 @@ def compiled_sides(totals: np.ndarray) -> np.ndarray:
 
 def sides(totals: list[int]) -> list[bool]:
     """Through a function of its own, since compiled code calls it too: see coterie.batching.picking."""
-    return compiled_sides(np.array(totals, np.float64)).tolist()
+    sides: list[bool] = compiled_sides(np.array(totals, np.float64)).tolist()
+    return sides
 
 
 def left_over(totals: list[int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +14,7 @@ from coterie.evaluation.bench import benches
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    def plugin(report):
+    def plugin(report: Any) -> list[dict[str, float | str]]:
         """A plugin's group."""
         report("plugin", 0, 1)
         return [{"name": "nothing", "median_us": 1.0}]

@@ -169,7 +169,7 @@ BAD = {
     "a recording cut by one byte": (cut_recording, "activations.safetensors", ""),
 }
 
-VERBS_THAT_READ = {
+VERBS_THAT_READ: dict[str, Callable[[Path, Path], tuple[object, ...]]] = {
     "convert": lambda path, out: ("convert", path, out),
     "inspect": lambda path, out: ("inspect", path, "--out", out),
     "like": lambda path, out: ("generate", out, "--like", path, "--requests", "2"),

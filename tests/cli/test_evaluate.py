@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory):
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("evaluate") / "[bold]t"
     ids = np.random.default_rng(0).random((300, 2, 32)).argpartition(3, axis=2)[:, :, :4]
     meta = TraceMeta("gpt-oss-20b", 32, 2, 4)
@@ -49,13 +50,13 @@ def trace(tmp_path_factory: pytest.TempPathFactory):
     return path
 
 
-def run(*args):
+def run(*args: object) -> Any:
     result = CliRunner().invoke(app, ["evaluate", *map(str, args)])
     assert result.exception is None, result.output
     return result.stdout
 
 
-def test_tables_and_notes_fit(trace) -> None:
+def test_tables_and_notes_fit(trace: Any) -> None:
     output = run("all-to-all", "--trace", trace)
     assert max(map(len, output.splitlines())) <= 110
     assert "…" not in output, "nothing is cut off"
@@ -63,7 +64,7 @@ def test_tables_and_notes_fit(trace) -> None:
         assert text in output
 
 
-def test_json_is_one_object_with_the_promised_rows(trace, tmp_path: Path) -> None:
+def test_json_is_one_object_with_the_promised_rows(trace: Any, tmp_path: Path) -> None:
     output = run("all-to-all", "--trace", trace, "--json", "--out", tmp_path / "new" / "out")
     found = json.loads(output, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     assert list(found) == ["suite", "rows", "notes"]
@@ -73,7 +74,7 @@ def test_json_is_one_object_with_the_promised_rows(trace, tmp_path: Path) -> Non
     assert json.loads((tmp_path / "new" / "out" / "all-to-all.json").read_text()) == found
 
 
-def test_a_pipe_gets_the_object_and_stderr_nothing(trace) -> None:
+def test_a_pipe_gets_the_object_and_stderr_nothing(trace: Any) -> None:
     command = [*MAIN, "evaluate", "all-to-all", "--trace", str(trace), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["suite"] == "all-to-all"
@@ -88,7 +89,10 @@ def test_batch_and_data_folder_are_heeded(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_a_users_own_suite_prints_without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"name": "[x]", "ours": 1.5, "published": {"a": 1}}, {"name": "y", "ours": None, "published": None}]
+    rows: list[dict[str, Any]] = [
+        {"name": "[x]", "ours": 1.5, "published": {"a": 1}},
+        {"name": "y", "ours": None, "published": None},
+    ]
     mine = Suite("Mine.", lambda options, _: SuiteResult("mine", rows, [f"batch {options.batch}"]))
     monkeypatch.setitem(suites._items, "mine", mine)
     output = run("mine", "--batch", 3)
@@ -97,11 +101,11 @@ def test_a_users_own_suite_prints_without_tables(monkeypatch: pytest.MonkeyPatch
     assert "- batch 3" in output
 
 
-def listening(monkeypatch: pytest.MonkeyPatch, name, suite=None):
+def listening(monkeypatch: pytest.MonkeyPatch, name: str, suite: Any = None) -> list[Any]:
     """The suite keeps the options that reach it, and does nothing with them."""
     heard = []
 
-    def keep(options, _):
+    def keep(options: Any, _: Any) -> SuiteResult:
         heard.append(options)
         return SuiteResult(name, [], [])
 
@@ -109,7 +113,7 @@ def listening(monkeypatch: pytest.MonkeyPatch, name, suite=None):
     return heard
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments):
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: Any) -> Any:
     monkeypatch.setattr(sys, "argv", ["coterie", "evaluate", *map(str, arguments)])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -124,7 +128,7 @@ def test_every_option_can_be_given() -> None:
 
 @pytest.mark.parametrize("suite", BUILT_IN)
 def test_a_suite_is_given_the_options_it_reads_and_no_others(
-    suite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    suite: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     heard, reads = listening(monkeypatch, suite), BUILT_IN[suite].reads
     own = ", ".join(GIVEN[name][0] for name in CHOICES if name in reads)
@@ -158,7 +162,7 @@ def test_a_format_without_a_trace_is_refused(
 
 
 @pytest.mark.parametrize("suite", BUILT_IN)
-def test_a_suite_says_what_its_source_reads(suite) -> None:
+def test_a_suite_says_what_its_source_reads(suite: str) -> None:
     module, reads = BUILT_IN[suite]
     files = list(Path(coterie.evaluation.__path__[0], "suites", module).glob("*.py"))
     assert files

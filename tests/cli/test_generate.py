@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -15,7 +16,7 @@ from coterie.traces import ActivationTrace
 from coterie.traces.arrivals import BurstyArrivals, PoissonArrivals, at_rate
 
 
-def run(*args, code=0):
+def run(*args: object, code: int = 0) -> Any:
     result = CliRunner().invoke(app, ["generate", *map(str, args)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -31,6 +32,7 @@ def test_json_is_one_object_that_describes_the_trace(tmp_path: Path) -> None:
     assert summary["tokens"] == trace.num_tokens
     assert summary["bytes"] == sum(file.stat().st_size for file in (tmp_path / "t").iterdir())
     assert trace.meta.source["seed"] == 3
+    assert trace.requests.domains is not None
     assert set(trace.requests.domains) <= set(summary["domains"])
 
 
@@ -74,12 +76,12 @@ def test_bad_input_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"), [("10GB", 10**10), ("1.5 MB", 1_500_000), ("2GiB", 2 << 30), ("4096", 4096), ("7b", 7)]
 )
-def test_parse_size(text, expected) -> None:
+def test_parse_size(text: str, expected: int) -> None:
     assert parse_size(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "GB", "0GB", "-1MB", "3 parsecs", "9" * 400])
-def test_parse_size_refuses(text) -> None:
+def test_parse_size_refuses(text: str) -> None:
     with pytest.raises(ConfigError, match="must be a number above 0 and a unit"):
         parse_size(text)
 

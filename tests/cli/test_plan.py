@@ -111,10 +111,10 @@ def test_windows(run: Run, load: Path, tmp_path: Path) -> None:
     both, first, second = (expected(tokens).slot_experts for tokens in (counts().sum(axis=0), *counts()))
     for window in ((), ("--window", "0:2"), ("--window", ":")):
         assert np.array_equal(planned(*window), both)
-    for window in ("code", "code/0", "0", ":1"):
-        assert np.array_equal(planned("--window", window), first)
-    for window in ("law", "1", "1:"):
-        assert np.array_equal(planned("--window", window), second)
+    for name in ("code", "code/0", "0", ":1"):
+        assert np.array_equal(planned("--window", name), first)
+    for name in ("law", "1", "1:"):
+        assert np.array_equal(planned("--window", name), second)
 
 
 def test_windows_that_are_sums_of_others_are_taken_only_by_name(run: Run, tmp_path: Path) -> None:
@@ -160,7 +160,8 @@ def sourced(path: Path) -> np.ndarray:
     tokens = counts().sum(axis=0).astype(np.float64)
     shares = np.random.default_rng(2).dirichlet([0.1] * 4, tokens.shape)  # [layer, expert, rank]
     np.save(path, np.moveaxis(tokens[:, :, None] * shares, 2, 0))
-    return np.load(path)
+    loaded: np.ndarray = np.load(path)
+    return loaded
 
 
 def test_sources_make_the_plan_mind_the_traffic(run: Run, load: Path, tmp_path: Path) -> None:
@@ -172,7 +173,9 @@ def test_sources_make_the_plan_mind_the_traffic(run: Run, load: Path, tmp_path: 
 
     def local(path: Path) -> float:
         experts = maps.read_map(path).placement.slot_experts.reshape(LAYERS, 4, -1)
-        return sum(sources[rank, layer, experts[layer, rank]].sum() for layer in range(LAYERS) for rank in range(4))
+        return float(
+            sum(sources[rank, layer, experts[layer, rank]].sum() for layer in range(LAYERS) for rank in range(4))
+        )
 
     assert local(tmp_path / "m") > 1.2 * local(tmp_path / "p")
     assert found["after_s"] < plain["after_s"]

@@ -28,7 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 # Without an engine ---------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_engine_lists_the_known(run, tmp_path: Path) -> None:
+def test_an_unknown_engine_lists_the_known(run: Run, tmp_path: Path) -> None:
     ran = run("--engine", "vlm", "-o", tmp_path / "t")
     refused(ran, "Unknown engine 'vlm'. Did you mean 'vllm'?", "Known: sglang, transformers, vllm")
 
@@ -47,7 +47,9 @@ def test_an_unknown_engine_lists_the_known(run, tmp_path: Path) -> None:
         (["--engine", "sglang"], ["engine sglang needs --url"]),
     ],
 )
-def test_refusals_write_nothing(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments, words) -> None:
+def test_refusals_write_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: list[str]
+) -> None:
     if arguments[:1] == ["--engine"]:
         serve(monkeypatch, arguments[1], lambda *_, **__: pytest.fail("called"))
     monkeypatch.chdir(tmp_path)
@@ -55,7 +57,7 @@ def test_refusals_write_nothing(run, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "t").exists()
 
 
-def test_the_shipped_model_is_found_or_its_absence_said(run, tmp_path: Path) -> None:
+def test_the_shipped_model_is_found_or_its_absence_said(run: Run, tmp_path: Path) -> None:
     from coterie.engines.tiny import tiny_model_path
     from coterie.errors import UnavailableError
 
@@ -77,7 +79,9 @@ def serve(monkeypatch: pytest.MonkeyPatch, engine: str, function: Callable[..., 
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_servers_recorder_gets_what_was_asked(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine) -> None:
+def test_a_servers_recorder_gets_what_was_asked(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
     """Only the seam to the other engines' functions; they have tests of their own."""
     asked: dict[str, Any] = {}
 
@@ -111,7 +115,7 @@ def test_a_servers_recorder_gets_what_was_asked(run, tmp_path: Path, monkeypatch
         refused(run("--engine", engine, "--url", "u", "-o", tmp_path / "c", *events), "SGLang publishes no expert")
 
 
-def test_a_recording_of_loads_is_summed_up(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_of_loads_is_summed_up(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def recorder(_: str, out: Path, __: Sending) -> Any:
         LoadTable(np.full((2, 3, 4), 5, np.uint64), "served").save(out)
         return SimpleNamespace(trace=LoadTable.open(out), tally=SimpleNamespace(failed=0))
@@ -174,7 +178,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.torch
-def test_records_and_prints_one_object(run, model, prompts, tmp_path: Path) -> None:
+def test_records_and_prints_one_object(run: Run, model: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "t"
     ran = run(
         "--engine",
@@ -199,6 +203,8 @@ def test_records_and_prints_one_object(run, model, prompts, tmp_path: Path) -> N
     trace.validate()
     assert (summary["requests"], summary["tokens"], summary["kept"]) == (8, trace.num_tokens, 0)
     assert (summary["layers"], summary["experts"], summary["top_k"]) == (2, 8, 2)
+    assert trace.requests.ids is not None
+    assert trace.requests.domains is not None
     assert sorted(trace.requests.ids) == [f"x{n}" for n in range(8)]
     assert sorted(trace.requests.domains) == ["a"] * 4 + ["b"] * 4
     assert trace.request(0).gate_weights is not None
@@ -214,12 +220,13 @@ def test_records_and_prints_one_object(run, model, prompts, tmp_path: Path) -> N
 
 @pytest.mark.torch
 def test_interrupted_it_says_how_to_go_on_and_does(
-    run, model, prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real signal, while the fourth batch is under way."""
     from coterie.engines.transformers import recording
 
-    real, calls = recording.generate_batch, []
+    real = recording.generate_batch  # type: ignore[attr-defined]
+    calls: list[Any] = []
 
     def interrupted(*arguments: Any) -> Any:
         calls.append(1)
@@ -242,7 +249,7 @@ def test_interrupted_it_says_how_to_go_on_and_does(
     ran = run(*arguments, "--resume", "--json")
     assert ran.code == 0, ran.err
     assert (json.loads(ran.out)["kept"], json.loads(ran.out)["requests"]) == (6, 12)
-    assert ActivationTrace.open(out).requests.ids[:6] == first
+    assert list(ActivationTrace.open(out).requests.ids or ())[:6] == first
     whole = [out.with_name("whole") if one == out else one for one in arguments]
     assert run(*whole).code == 0
     assert bytes_of(out.with_name("whole")) == bytes_of(out)

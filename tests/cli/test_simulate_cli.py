@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ MAIN = [sys.executable, "-c", "from coterie.cli.main import main; main()"]
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory):
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("simulate") / "[bold]t"
     draw = np.random.default_rng(0)
     ids = draw.random((400, 24, 32)).argpartition(3, axis=2)[:, :, :4]
@@ -35,20 +36,20 @@ def trace(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture
-def config(tmp_path: Path):
+def config(tmp_path: Path) -> Path:
     path = tmp_path / "caps.json"
     scheduler = {"strategy": "best_fit", "max_batch_size": 4, "window_size": 16, "scheduling_interval_ms": 50}
     path.write_text(json.dumps({"num_experts": 16, "top_k_experts": 2, "scheduler": scheduler}))
     return path
 
 
-def run(*args):
+def run(*args: object) -> Any:
     result = CliRunner().invoke(app, ["simulate", *map(str, args)])
     assert result.exception is None, result.output
     return result.stdout
 
 
-def test_tables_and_notes_fit(trace) -> None:
+def test_tables_and_notes_fit(trace: Any) -> None:
     output = run(trace, "--requests", 30, "--strategy", "lpt", "--strategy", "latency_aware")
     assert max(map(len, output.splitlines())) <= 110
     assert "…" not in output, "nothing is cut off"
@@ -65,7 +66,7 @@ def test_tables_and_notes_fit(trace) -> None:
         assert text in output
 
 
-def test_json_is_one_object_with_rows_and_settings(config, tmp_path: Path) -> None:
+def test_json_is_one_object_with_rows_and_settings(config: Path, tmp_path: Path) -> None:
     output = run("--config", config, "--requests", 40, "--rate", 90, "--json", "--out", tmp_path / "new" / "out")
     found = json.loads(output, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     assert list(found) == ["settings", "rows", "notes"]
@@ -92,13 +93,13 @@ def test_json_is_one_object_with_rows_and_settings(config, tmp_path: Path) -> No
     assert len((tmp_path / "new" / "out" / "requests.csv").read_text().splitlines()) == 1 + 2 * 40
 
 
-def test_names_in_brackets_are_names(trace, tmp_path: Path) -> None:
+def test_names_in_brackets_are_names(trace: Any, tmp_path: Path) -> None:
     output = run(trace, "--requests", 12, "--arrivals", "bursty", "--rate", 50, "--out", tmp_path / "[red]o")
     assert "[red]o" in output.replace("\n", "")
     assert (tmp_path / "[red]o" / "simulate.json").is_file()
 
 
-def listed_predictors():
+def listed_predictors() -> Any:
     """As help lists them."""
     text = " ".join(word for line in run("--help").splitlines() for word in line.strip("│ ").split())
     names = text.split("loads that strategies see: ")[1].split(". Default: recorded")[0]
@@ -128,12 +129,12 @@ def test_every_predictor_that_help_lists_can_be_chosen(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("page", ["predictors.md", "simulate.md"])
-def test_the_pages_name_every_predictor(page) -> None:
+def test_the_pages_name_every_predictor(page: str) -> None:
     text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
     assert [name for name in predictors.names() if f"`{name}`" not in text] == []
 
 
-def test_a_pipe_gets_the_object_and_stderr_nothing(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+def test_a_pipe_gets_the_object_and_stderr_nothing(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["coterie", "simulate", "--requests", "20", "--json"])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -145,7 +146,7 @@ def test_a_pipe_gets_the_object_and_stderr_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_bad_input_exits_with_2_and_one_line(
-    trace, config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trace: Any, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "typo.json").write_text('{"scheduler": {"max_batch": 3}}')
     (tmp_path / "cut.json").write_text('{"scheduler": ')

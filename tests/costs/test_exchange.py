@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from coterie.types import INFINIBAND_400G, NVLINK4, Placement, Topology
 SPEC = get_model("deepseek-v3")
 
 
-def looped(expert_ids, rank_of, homes, topology):
+def looped(expert_ids: Any, rank_of: Any, homes: Any, topology: Any) -> Locality:
     """The definition, one copy at a time; rank_of [layer][expert], homes [token]."""
     local = remote = ranks = inter = 0
     for token, layers in zip(homes, expert_ids, strict=True):
@@ -40,7 +41,7 @@ def looped(expert_ids, rank_of, homes, topology):
     return Locality(local / cells, remote / cells, ranks / cells, inter / cells)
 
 
-def enumerated(experts, k, topology):
+def enumerated(experts: Any, k: Any, topology: Any) -> Any:
     """Every subset of k experts from every home rank, equally often."""
     blocks = np.array_split(np.arange(experts), topology.num_ranks)
     rank_of = [[rank for rank, block in enumerate(blocks) for _ in block]]
@@ -51,14 +52,14 @@ def enumerated(experts, k, topology):
 
 
 @st.composite
-def shapes(draw):
+def shapes(draw: st.DrawFn) -> tuple[Any, Any, Topology]:
     experts = draw(st.integers(1, 9))
     k = draw(st.integers(1, min(experts, 4)))
     return experts, k, Topology(draw(st.integers(1, experts)), draw(st.integers(1, 5)))
 
 
 @given(shapes())
-def test_expectation_is_the_mean_over_all_subsets(shape) -> None:
+def test_expectation_is_the_mean_over_all_subsets(shape: tuple[Any, Any, Topology]) -> None:
     experts, k, topology = shape
     assert uniform_locality(experts, k, topology) == pytest.approx(enumerated(experts, k, topology), abs=1e-12)
 
@@ -67,13 +68,15 @@ def test_expectation_is_the_mean_over_all_subsets(shape) -> None:
     ("experts", "k", "ranks", "per_node"),
     [(8, 2, 8, 8), (8, 2, 4, 2), (12, 4, 4, 8), (12, 3, 6, 4), (10, 3, 4, 3), (7, 2, 3, 2)],
 )
-def test_expectation_on_chosen_shapes_with_uneven_ranks_and_nodes(experts, k, ranks, per_node) -> None:
+def test_expectation_on_chosen_shapes_with_uneven_ranks_and_nodes(
+    experts: int, k: int, ranks: int, per_node: int
+) -> None:
     topology = Topology(ranks, per_node)
     assert uniform_locality(experts, k, topology) == pytest.approx(enumerated(experts, k, topology), abs=1e-12)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(8, 8), (32, 8), (12, 8), (64, 4)])
-def test_expectation_agrees_with_sampling(ranks, per_node, rng: np.random.Generator) -> None:
+def test_expectation_agrees_with_sampling(ranks: int, per_node: int, rng: np.random.Generator) -> None:
     topology, tokens = Topology(ranks, per_node), 6000
     spec = replace(SPEC, num_experts=192)
     ids = rng.random((tokens, 1, 192)).argpartition(7, axis=2)[:, :, :8]
@@ -84,7 +87,7 @@ def test_expectation_agrees_with_sampling(ranks, per_node, rng: np.random.Genera
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 300), st.integers(1, 320))
-def test_expectation_obeys_its_bounds(experts, k, ranks, per_node) -> None:
+def test_expectation_obeys_its_bounds(experts: int, k: int, ranks: int, per_node: int) -> None:
     k, ranks = min(k, experts), min(ranks, experts)
     found = uniform_locality(experts, k, Topology(ranks, per_node))
     assert found.local + found.remote == pytest.approx(k)
@@ -104,7 +107,7 @@ def test_one_rank_or_a_single_choice() -> None:
 
 
 @st.composite
-def counts(draw):
+def counts(draw: st.DrawFn) -> tuple[Any, Placement, Topology]:
     ranks, slots_per_rank, layers = draw(st.integers(1, 6)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     slots = ranks * slots_per_rank
     experts = draw(st.integers(1, slots))
@@ -118,7 +121,7 @@ def counts(draw):
 
 
 @given(counts())
-def test_count_matches_a_plain_loop(case) -> None:
+def test_count_matches_a_plain_loop(case: tuple[Any, Placement, Topology]) -> None:
     ids, placement, topology = case
     rank_of = [
         [list(row).index(expert) // placement.slots_per_rank for expert in range(placement.num_experts)]
@@ -159,7 +162,7 @@ def test_a_node_of_any_size_pays_no_latency_between_nodes() -> None:
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 500), st.floats(0.5, 4.0))
-def test_traffic_adds_up_and_time_grows_with_it(ranks, per_node, tokens, width) -> None:
+def test_traffic_adds_up_and_time_grows_with_it(ranks: int, per_node: int, tokens: int, width: float) -> None:
     topology = Topology(ranks, per_node)
     found = expected_locality(SPEC, topology)
     one, two = (Traffic.of(found, SPEC, t, width) for t in (tokens, 2 * tokens))

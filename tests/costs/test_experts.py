@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from coterie.costs.experts import MoeParams, layer_us
 NBYTES, FLOPS = 9.4e6, 9.4e6
 
 
-def params(**changes) -> MoeParams:
+def params(**changes: Any) -> MoeParams:
     base = {
         "overhead_us": 25.0,
         "token_us": 0.01,
@@ -32,11 +34,11 @@ def params(**changes) -> MoeParams:
     return MoeParams(**{**base, **changes})
 
 
-def time_of(p: MoeParams, counts, tokens=64, nbytes=NBYTES, resident=False) -> float:
+def time_of(p: MoeParams, counts: Any, tokens: int = 64, nbytes: Any = NBYTES, resident: bool = False) -> float:
     return layer_us(p.array(), np.asarray(counts, float), float(tokens), nbytes, FLOPS, resident)
 
 
-def spread(tokens: int, active: int, experts: int = 128, k: int = 8):
+def spread(tokens: int, active: int, experts: int = 128, k: int = 8) -> np.ndarray:
     counts = np.zeros(experts)
     counts[:active] = expert_tokens(tokens, k, active)
     return counts
@@ -77,9 +79,9 @@ def test_residency_pays_only_what_fits() -> None:
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=24), st.integers(0, 23), st.integers(1, 100))
-def test_another_active_expert_is_never_free(counts, where, rows) -> None:
+def test_another_active_expert_is_never_free(drawn: list[int], where: int, rows: int) -> None:
     p = params(switch_rows=1e9)  # one tile size: changing over may be faster
-    counts = np.array(counts, float)
+    counts = np.array(drawn, float)
     where %= len(counts)
     if counts[where]:
         counts[where] = 0
@@ -89,7 +91,7 @@ def test_another_active_expert_is_never_free(counts, where, rows) -> None:
 
 
 @given(st.permutations(list(range(12))))
-def test_the_order_of_experts_does_not_matter(order) -> None:
+def test_the_order_of_experts_does_not_matter(order: list[Any]) -> None:
     counts = np.array([0, 1, 5, 17, 128, 129, 300, 0, 2, 2, 64, 9], float)
     np.testing.assert_allclose(time_of(params(), counts[order]), time_of(params(), counts), rtol=1e-12)
 
@@ -104,7 +106,16 @@ def test_the_order_of_experts_does_not_matter(order) -> None:
     tiles=st.sampled_from([(16, 64), (128, 256), (128, 512)]),
     switch=st.sampled_from([2.0, 128.0]),
 )
-def test_a_fit_predicts_cells_by_the_law(tokens, share, zipf, warm, overlap, sharpness, tiles, switch) -> None:
+def test_a_fit_predicts_cells_by_the_law(
+    tokens: int,
+    share: float,
+    zipf: float,
+    warm: bool,
+    overlap: float,
+    sharpness: float,
+    tiles: tuple[int, int],
+    switch: float,
+) -> None:
     k, experts = 4, 32
     active = int(k + share * (min(experts, tokens * k) - k))
     p = params(overlap=overlap, sharpness=sharpness, tile_rows=tiles, switch_rows=switch)

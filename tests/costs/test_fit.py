@@ -32,19 +32,19 @@ def quiet() -> fit.MoeFit:
     return fit.fit_moe(cells(0.01, np.random.default_rng(0)), 8, 128, NBYTES, FLOPS)
 
 
-def test_a_known_law_is_recovered(quiet) -> None:
+def test_a_known_law_is_recovered(quiet: fit.MoeFit) -> None:
     assert quiet.held_out.mape_pct < 2.5
     assert quiet.held_out.worst_pct < 10
     assert quiet.params.tile_rows == (128, 256)
 
 
-def test_held_out_error_shows_noise_that_the_fit_cannot_know(quiet, rng: np.random.Generator) -> None:
+def test_held_out_error_shows_noise_that_the_fit_cannot_know(quiet: fit.MoeFit, rng: np.random.Generator) -> None:
     loud = fit.fit_moe(cells(0.15, rng), 8, 128, NBYTES, FLOPS).held_out.mape_pct
     assert loud > 8 > quiet.held_out.mape_pct
 
 
 @pytest.mark.parametrize("us", [float("nan"), 0.0, -3.0, float("inf")])
-def test_times_must_be_positive_numbers(us, rng: np.random.Generator) -> None:
+def test_times_must_be_positive_numbers(us: float, rng: np.random.Generator) -> None:
     bad = [*cells(0.01, rng), MoeCell(5, 10, us)]
     with pytest.raises(ConfigError, match="tokens=5, active=10 must be positive"):
         fit.fit_moe(bad, 8, 128, NBYTES, FLOPS)

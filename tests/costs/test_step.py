@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_nothing_to_do_takes_no_time() -> None:
         (np.ones((48, 128), int), Placement.linear(48, 128, 8), "num_ranks=8 must equal topology.num_ranks=1"),
     ],
 )
-def test_what_does_not_belong_together_is_refused(load, placement, message) -> None:
+def test_what_does_not_belong_together_is_refused(load: np.ndarray, placement: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MODEL.step(load, Batch(decode_requests=8), placement)
 
@@ -130,7 +131,7 @@ def test_moving_experts_and_handing_over_caches() -> None:
         ({"graph_sizes": (0, 4)}, "must rise from at least 1"),
     ],
 )
-def test_bad_options_are_refused(options, message) -> None:
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CostOptions(**options)
 
@@ -141,7 +142,7 @@ def test_load_of_another_model_is_refused() -> None:
 
 
 @given(hnp.arrays(np.int64, (2, 6), elements=st.integers(0, 1000)), st.permutations([0, 1, 2, 3, 4, 5, 0, 3, 3]))
-def test_replicas_share_every_token_once(load, slots) -> None:
+def test_replicas_share_every_token_once(load: Any, slots: list[Any]) -> None:
     placement = Placement(np.array([slots, slots[::-1]], np.int32), 3, 6)
     shared = slot_tokens(load, placement)
     back = np.zeros(load.shape)

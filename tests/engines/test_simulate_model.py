@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +27,12 @@ from coterie.evaluation.simulate.what_if import simulate  # noqa: E402
 from coterie.prompts import load_prompts, read_prompts, take_in_turn  # noqa: E402
 
 
-def quiet(*_) -> None:
+def quiet(doing: str, done: int, total: int) -> None:
     pass
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
+def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # small products: threads would only wait for each other
     yield
@@ -38,7 +40,7 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory):
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
     short = [prompt for prompt in load_prompts() if len(prompt.prompt) < 300]
     path.write_text("".join(json.dumps(p._asdict()) + "\n" for p in take_in_turn(short, 12)))
@@ -46,13 +48,14 @@ def prompts(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="module")
-def routed(prompts):
+def routed(prompts: Any) -> Any:
     return route_prompts(tiny_model_path(), "float32", "cpu", read_prompts(prompts), 0, quiet)
 
 
-def test_what_runs_is_the_routing_that_a_recording_has(routed, prompts, tmp_path: Path) -> None:
+def test_what_runs_is_the_routing_that_a_recording_has(routed: Any, prompts: Any, tmp_path: Path) -> None:
     settings = RecordingSettings(max_tokens=1, batch_size=1)
     whole = record(tiny_model_path(), read_prompts(prompts), tmp_path / "trace", settings).trace
+    assert whole.requests.ids is not None
     ids = list(whole.requests.ids)
     assert sorted(routed.trace.requests.ids) == sorted(ids)
     for row, name in enumerate(routed.trace.requests.ids):
@@ -62,14 +65,14 @@ def test_what_runs_is_the_routing_that_a_recording_has(routed, prompts, tmp_path
         assert (np.sort(ours.expert_ids) == np.sort(theirs.expert_ids)).mean() > 0.995
 
 
-def test_what_is_seen_is_the_dry_run(routed) -> None:
+def test_what_is_seen_is_the_dry_run(routed: Any) -> None:
     loaded = load_model(tiny_model_path())
     tokens = [routed.trace.request(row).token_ids.tolist() for row in range(routed.trace.num_requests)]
     for row, run in enumerate(dry_run(loaded.model, tokens)):
         np.testing.assert_array_equal(routed.dry_run[row], run.footprint)
 
 
-def test_the_whole_says_how_near_it_came(routed, prompts, tmp_path: Path) -> None:
+def test_the_whole_says_how_near_it_came(routed: Any, prompts: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["simulate", "--with-model", tiny_model_path(), "--prompts", prompts, "--requests", 60, "--json"]
     result = CliRunner().invoke(app, [*map(str, arguments), "--out", str(out)])
@@ -87,7 +90,7 @@ def test_the_whole_says_how_near_it_came(routed, prompts, tmp_path: Path) -> Non
     assert (out / "simulate.json").is_file()
 
 
-def test_the_truth_runs_whatever_is_predicted(prompts) -> None:
+def test_the_truth_runs_whatever_is_predicted(prompts: Any) -> None:
     """fcfs does not look at loads: with the dry run and with the exact load its run is the same."""
     options = {"with_model": tiny_model_path(), "prompts": prompts, "requests": 80, "rate": 100.0}
     seen, exact = (simulate(SimulateOptions(**options, predictor=name), quiet) for name in (None, "recorded"))
@@ -96,7 +99,7 @@ def test_the_truth_runs_whatever_is_predicted(prompts) -> None:
     assert seen.settings["cosine"] < 0.999
 
 
-def test_prefill_is_timed_by_the_models_own_shape(prompts) -> None:
+def test_prefill_is_timed_by_the_models_own_shape(prompts: Any) -> None:
     options = SimulateOptions(with_model=tiny_model_path(), prompts=prompts, requests=40, execution="prefill")
     found = simulate(options, quiet)
     assert found.settings["execution"] == "prefill"
@@ -104,10 +107,10 @@ def test_prefill_is_timed_by_the_models_own_shape(prompts) -> None:
     assert found.settings["cosine"] < 1
 
 
-def test_the_config_must_agree_and_gives_the_precision(prompts, tmp_path: Path) -> None:
+def test_the_config_must_agree_and_gives_the_precision(prompts: Any, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
 
-    def run(**config):
+    def run(**config: object) -> Any:
         path.write_text(json.dumps(config))
         options = SimulateOptions(with_model=tiny_model_path(), prompts=prompts, requests=20, config=path)
         return simulate(options, quiet)
@@ -127,7 +130,7 @@ def test_the_config_must_agree_and_gives_the_precision(prompts, tmp_path: Path) 
             run(quantization="nf4")
 
 
-def test_no_answers_to_decode(prompts) -> None:
+def test_no_answers_to_decode(prompts: Any) -> None:
     with pytest.raises(ConfigError, match="runs prompts, no answers"):
         simulate(SimulateOptions(with_model=tiny_model_path(), prompts=prompts, execution="decode"), quiet)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ SLOT_MAP = np.array([[0, 1, 2, 3, 4, 4], [4, 0, 1, 2, 3, 4], [4, 3, 2, 4, 1, 0]]
 
 
 @pytest.fixture
-def write(tmp_path: Path):
+def write(tmp_path: Path) -> Callable[..., Any]:
     def save(dump: Any, name: str = "expert_distribution_recorder_1.5_0.pt") -> Path:
         torch.save(dump, tmp_path / name)
         return tmp_path / name
@@ -47,7 +48,7 @@ def detail(*records: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- stat, per_pass
 
 
-def test_stat(write) -> None:
+def test_stat(write: Callable[..., Any]) -> None:
     counts = torch.zeros((6, LAYERS, EXPERTS), dtype=torch.int32)  # a ring of six, two steps recorded
     counts[0, 1] = torch.tensor([1, 2, 0, 0, 3])
     counts[1, 2] = torch.tensor([0, 0, 0, 6, 0])
@@ -58,7 +59,7 @@ def test_stat(write) -> None:
     assert (table.model, np.asarray(table.layer_ids).tolist()) == ("m", [1, 2])
 
 
-def test_stat_summed_over_steps(write) -> None:
+def test_stat_summed_over_steps(write: Callable[..., Any]) -> None:
     table = read(write({"rank": 0, "logical_count": torch.ones((2, 4), dtype=torch.int64)}))
     assert table.counts.tolist() == [[[1] * 4] * 2]
 
@@ -77,7 +78,9 @@ def logical(counts: np.ndarray) -> np.ndarray:
     return load
 
 
-def test_per_pass_turns_slots_into_experts_and_adds_ranks(write, rng: np.random.Generator, tmp_path: Path) -> None:
+def test_per_pass_turns_slots_into_experts_and_adds_ranks(
+    write: Callable[..., Any], rng: np.random.Generator, tmp_path: Path
+) -> None:
     counts = rng.integers(1, 9, (2, 3, LAYERS, SLOTS))  # [rank, pass, layer, slot]
     counts[:, :, 0] = 0
     for rank in range(2):
@@ -121,7 +124,7 @@ def tokens_of(trace: ActivationTrace) -> list[list[int]]:
     return [np.asarray(trace.request(index).token_ids).tolist() for index in range(trace.num_requests)]
 
 
-def test_per_token(write, rng: np.random.Generator) -> None:
+def test_per_token(write: Callable[..., Any], rng: np.random.Generator) -> None:
     """Two prompts together, then both decode; one leaves; a prompt in two chunks and a cached prefix come in."""
     shapes: list[tuple[int, list[int], list[int] | None]] = [
         (1, [0, 1, 2, 0, 1], [3, 2]),
@@ -155,7 +158,7 @@ def test_per_token(write, rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(trace.request(0).expert_ids[:3, layer - 1], SLOT_MAP[layer][slots[layer, :3, :2]])
 
 
-def test_mixed_pass(write, rng: np.random.Generator) -> None:
+def test_mixed_pass(write: Callable[..., Any], rng: np.random.Generator) -> None:
     records = [
         token_pass(0, 1, slots_of(rng, 3), [0, 1, 2], [3]),
         token_pass(1, 3, slots_of(rng, 3), [0, 1, 3], [2, 1]),
@@ -166,7 +169,7 @@ def test_mixed_pass(write, rng: np.random.Generator) -> None:
     assert trace.request(0).phase.tolist() == [PREFILL] * 3 + [DECODE] * 2
 
 
-def test_recording_that_began_midway(write, rng: np.random.Generator) -> None:
+def test_recording_that_began_midway(write: Callable[..., Any], rng: np.random.Generator) -> None:
     trace = read(
         write(detail(token_pass(0, 2, slots_of(rng, 2), [40, 7]), token_pass(1, 2, slots_of(rng, 2), [41, 8])))
     )
@@ -175,7 +178,9 @@ def test_recording_that_began_midway(write, rng: np.random.Generator) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=8), st.integers(0, 2**31))
-def test_a_simulated_engine_is_joined_back(tmp_path_factory: pytest.TempPathFactory, shapes, seed) -> None:
+def test_a_simulated_engine_is_joined_back(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, int]], seed: int
+) -> None:
     """Prompts of distinct lengths cannot be confused: the join must then be exact."""
     rng = np.random.default_rng(seed)
     prompts, last = [], 0
@@ -255,7 +260,7 @@ def with_slot(value: int) -> Any:
         ),
     ],
 )
-def test_dumps_that_are_wrong(write, dump, problem) -> None:
+def test_dumps_that_are_wrong(write: Callable[..., Any], dump: dict[str, Any] | list[int], problem: str) -> None:
     path = write(dump)
     with pytest.raises(TraceError) as caught:
         read_sglang_recorder(path, ReadOptions())
@@ -264,13 +269,13 @@ def test_dumps_that_are_wrong(write, dump, problem) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_experts_given_must_agree(write, rng: np.random.Generator) -> None:
+def test_experts_given_must_agree(write: Callable[..., Any], rng: np.random.Generator) -> None:
     path = write(detail(token_pass(0, 1, slots_of(rng, 2), [0, 1], [2])))
     with pytest.raises(TraceError, match="has 5 experts, --num-experts says 6"):
         read(path, num_experts=6)
 
 
-def test_folders(write, rng: np.random.Generator, tmp_path: Path) -> None:
+def test_folders(write: Callable[..., Any], rng: np.random.Generator, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="holds no expert_distribution_recorder"):
         read_sglang_recorder(tmp_path, ReadOptions())
     for rank in range(2):
@@ -286,7 +291,9 @@ class _Evil:
         return Path.touch, (Path("evil"),)
 
 
-def test_a_pickle_that_runs_code_is_refused(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_that_runs_code_is_refused(
+    write: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TraceError, match="torch cannot load it"):
         read_sglang_recorder(write({"records": _Evil()}), ReadOptions())
@@ -294,7 +301,7 @@ def test_a_pickle_that_runs_code_is_refused(write, tmp_path: Path, monkeypatch: 
 
 
 @given(st.integers(0, 10**6))
-def test_cut_files(tmp_path_factory: pytest.TempPathFactory, at) -> None:
+def test_cut_files(tmp_path_factory: pytest.TempPathFactory, at: int) -> None:
     path = tmp_path_factory.mktemp("cut") / "expert_distribution_recorder_1.5_0.pt"
     torch.save(broken(), path)
     data = path.read_bytes()
@@ -305,7 +312,7 @@ def test_cut_files(tmp_path_factory: pytest.TempPathFactory, at) -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(0, 255))
-def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, at, byte) -> None:
+def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, at: int, byte: int) -> None:
     """torch does not check the numbers it maps, so damage there may pass; anything else is a TraceError."""
     path = tmp_path_factory.mktemp("damaged") / "expert_distribution_recorder_1.5_0.pt"
     torch.save(broken(), path)
@@ -325,7 +332,7 @@ def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, at, byte) -> No
     assert isinstance(trace, ActivationTrace | LoadTable)
 
 
-def test_without_torch(write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch(write: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(broken())
     monkeypatch.setitem(sys.modules, "torch", None)
     assert SGLANG_RECORDER.sniff(path), "recognising a dump needs no torch"
@@ -343,6 +350,6 @@ def test_other_files_are_not_claimed(tmp_path: Path) -> None:
         read_sglang_recorder(tmp_path / "missing.pt", ReadOptions())
 
 
-def test_contract(write) -> None:
+def test_contract(write: Callable[..., Any]) -> None:
     counts = torch.arange(1, 2 * LAYERS * EXPERTS + 1, dtype=torch.int32).reshape(2, LAYERS, EXPERTS)
     check_reader(SGLANG_RECORDER, write({"rank": 0, "logical_count": counts}, "expert_distribution_recorder_1.5.pt"))

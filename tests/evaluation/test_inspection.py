@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,15 +30,15 @@ SHORT = LognormalLengths(prompt_mean=60, output_mean=30)
 SMALL = SyntheticSettings(num_layers=4, num_experts=16, top_k=2, lengths=SHORT)
 
 
-def seeded(seed=0):
+def seeded(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def inspect(trace, seed=0):
+def inspect(trace: Any, seed: int = 0) -> Any:
     return inspect_trace(trace, "t", seeded(seed))
 
 
-def tiny(ids, lengths, phase=None, experts=4, **columns):
+def tiny(ids: Any, lengths: Any, phase: Any = None, experts: int = 4, **columns: Any) -> ActivationTrace:
     ids = np.asarray(ids, np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     meta = TraceMeta("m", experts, ids.shape[1], ids.shape[2])
@@ -47,7 +49,7 @@ def tiny(ids, lengths, phase=None, experts=4, **columns):
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any))
-def test_gini_is_the_mean_difference(values) -> None:
+def test_gini_is_the_mean_difference(values: list[int]) -> None:
     x = np.array(values, float)
     pairs = np.abs(x[:, None] - x[None]).mean()
     assert gini(x[None])[0] == pytest.approx(pairs / (2 * x.mean()), abs=1e-12)
@@ -56,7 +58,8 @@ def test_gini_is_the_mean_difference(values) -> None:
 def test_load_statistics_by_hand() -> None:
     even, one, none = layer_loads(np.array([[5, 5, 5, 5], [0, 8, 0, 0], [0, 0, 0, 0]]), [3, 4, 5])
     assert (even.layer, even.max_over_mean, even.gini, even.cv) == (3, 1.0, 0.0, 0.0)
-    assert (one.max_over_mean, one.gini, one.cv) == (4.0, 0.75, pytest.approx(np.sqrt(3)))
+    assert (one.max_over_mean, one.gini) == (4.0, 0.75)
+    assert one.cv == pytest.approx(np.sqrt(3))
     assert [(h.expert, h.share) for h in one.hot] == [(1, 1.0)]
     assert (none.max_over_mean, none.gini, none.cv, none.hot) == (None, None, None, [])
 
@@ -67,8 +70,10 @@ def test_one_pass_counts_what_counting_counts() -> None:
     load = footprint(trace.arrays()[0].expert_ids, 16)
     np.testing.assert_allclose(found.load, load / load.sum(axis=1, keepdims=True), rtol=1e-12)
     own = [footprint(trace.request(i).expert_ids, 16) for i in range(200)]
+    domains = trace.requests.domains
+    assert domains is not None
     by_domain = {
-        d: sum(f for f, n in zip(own, trace.requests.domains, strict=True) if n == d).ravel().astype(float)
+        d: np.sum([f for f, n in zip(own, domains, strict=True) if n == d], axis=0).ravel().astype(float)
         for d in found.domains.domains
     }
     a, b = (by_domain[d] for d in found.domains.domains[:2])
@@ -86,7 +91,7 @@ def test_rank_imbalance_of_a_known_load() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
-def test_drift_of_known_half_life(seed) -> None:
+def test_drift_of_known_half_life(seed: Any) -> None:
     # Four half-lives of trace: there 19 of 20 other seeds came within 25%, in shorter ones fewer (docs/inspect.md).
     settings = SyntheticSettings(num_layers=6, drift=SlowDrift(100.0), lengths=SHORT, arrivals=PoissonArrivals(2.5))
     drift = inspect(generate(settings, seeded(seed), requests=1000)).drift
@@ -96,7 +101,7 @@ def test_drift_of_known_half_life(seed) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
-def test_stationary_load_does_not_drift(seed) -> None:
+def test_stationary_load_does_not_drift(seed: Any) -> None:
     settings = dataclasses.replace(presets["balanced"], num_layers=6, lengths=SHORT)
     drift = inspect(generate(settings, seeded(seed), requests=800)).drift
     assert drift.half_life is None
@@ -123,8 +128,10 @@ def test_wandering_load_table_drifts_in_windows() -> None:
 
 def test_drift_needs_windows_and_shape() -> None:
     few = measure_drift(np.ones((3, 2, 1, 4), np.int64), 1.0, "s", seeded())
+    assert few.reason is not None
     assert "3 windows" in few.reason
     even = measure_drift(np.ones((16, 2, 1, 4), np.int64), 1.0, "s", seeded())
+    assert even.reason is not None
     assert "even" in even.reason
 
 
@@ -181,12 +188,15 @@ def test_generated_phase_correlation_follows_the_setting() -> None:
 def test_arrivals() -> None:
     times = np.repeat(np.arange(0, 100, 10.0), 10)  # ten at once, every ten seconds
     rate = arrival_rate(RequestTrace(np.ones(100, np.int64), np.ones(100, np.int64), times))
+    assert rate is not None
     assert rate.mean == pytest.approx(99 / 90)
     counts = np.bincount(times[times < 90].astype(int), minlength=90)
     assert rate.dispersion[0].index == pytest.approx(counts.var() / counts.mean())
     assert sum(rate.rate) * rate.bin_s == pytest.approx(100)
     poisson = generate(SMALL, seeded(), requests=2000).requests
-    assert arrival_rate(poisson).dispersion[0].index == pytest.approx(1, abs=0.25)
+    steady = arrival_rate(poisson)
+    assert steady is not None
+    assert steady.dispersion[0].index == pytest.approx(1, abs=0.25)
 
 
 def test_prefix_blocks_seen_before() -> None:
@@ -195,7 +205,7 @@ def test_prefix_blocks_seen_before() -> None:
     assert inspect(table).prefix_sharing.seen_before == pytest.approx(5 / 10)
 
 
-TRACES = {
+TRACES: dict[str, Callable[[], ActivationTrace | LoadTable | RequestTrace]] = {
     "one token": lambda: tiny([[[0, 1]]], [1]),
     "one request, no decode": lambda: tiny([[[0, 1]], [[1, 2]]], [2], [0, 0]),
     "one expert": lambda: tiny([[[0]], [[0]]], [1, 1], experts=1),
@@ -208,7 +218,7 @@ TRACES = {
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_small_traces_have_reasons_and_no_nan(name) -> None:
+def test_small_traces_have_reasons_and_no_nan(name: str) -> None:
     found = inspect(TRACES[name]())
     plain = msgspec.to_builtins(found)
     json.dumps(plain, allow_nan=False)
@@ -240,7 +250,7 @@ def test_small_traces_have_reasons_and_no_nan(name) -> None:
         RequestTrace(np.empty(0, np.int64), np.empty(0, np.int64)),
     ],
 )
-def test_empty_traces_are_bad_input(trace) -> None:
+def test_empty_traces_are_bad_input(trace: Any) -> None:
     with pytest.raises(TraceError, match=r"^t: .*the trace is empty"):
         inspect(trace)
 
@@ -274,7 +284,7 @@ def test_interruption_stops_between_chunks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("coterie.evaluation.inspect.one_pass.CHUNK_BYTES", 1 << 12)
     seen = []
 
-    def stop(done, total) -> None:
+    def stop(done: Any, total: Any) -> None:
         seen.append(done)
         if done > total / 2:
             raise KeyboardInterrupt

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from coterie.traces.synthetic import SyntheticSettings, generate
 
 
 @pytest.fixture(scope="module")
-def found():
+def found() -> Any:
     settings = SyntheticSettings(
         num_layers=3,
         num_experts=8,
@@ -32,33 +33,35 @@ def found():
 
 
 @pytest.fixture(scope="module")
-def request_only():
+def request_only() -> Any:
     table = RequestTrace(np.arange(1, 31), np.arange(1, 31), np.linspace(0, 50, 30))
     return inspect_trace(table, "r", np.random.default_rng(0))
 
 
 @pytest.fixture(scope="module")
-def report(found, tmp_path_factory: pytest.TempPathFactory):
+def report(found: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write_report(found, tmp_path_factory.mktemp("report") / "r")
 
 
 class Page(HTMLParser):
-    def __init__(self, text) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags, self.urls, self.open = [], [], []
+        self.tags: list[tuple[str, dict[str, Any]]] = []
+        self.urls: list[str] = []
+        self.open: list[str] = []
         self.feed(text)
 
-    def handle_starttag(self, tag, attrs) -> None:
+    def handle_starttag(self, tag: Any, attrs: Any) -> None:
         self.tags.append((tag, dict(attrs)))
         self.urls += [v for k, v in attrs if k in ("src", "srcset", "href")]
         if tag not in ("meta", "img", "source"):
             self.open.append(tag)
 
-    def handle_endtag(self, tag) -> None:
+    def handle_endtag(self, tag: Any) -> None:
         assert self.open.pop() == tag
 
 
-def test_page_is_whole_and_self_contained(report) -> None:
+def test_page_is_whole_and_self_contained(report: Any) -> None:
     text = report.page.read_text()
     page = Page(text)
     assert page.open == [], "every element is closed"
@@ -76,7 +79,9 @@ def test_page_is_whole_and_self_contained(report) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in report.figures)
 
 
-def test_same_numbers_same_bytes_and_only_own_files_are_replaced(found, report, request_only, tmp_path: Path) -> None:
+def test_same_numbers_same_bytes_and_only_own_files_are_replaced(
+    found: Any, report: Any, request_only: Any, tmp_path: Path
+) -> None:
     first = write_report(request_only, tmp_path / "first").page.read_bytes()
     folder = tmp_path / "r"
     shutil.copytree(report.page.parent, folder)  # an earlier report with more figures
@@ -91,7 +96,7 @@ def test_same_numbers_same_bytes_and_only_own_files_are_replaced(found, report, 
     assert (folder / "load.png").read_text() == "mine too"
 
 
-def test_foreign_folders_are_refused(request_only, tmp_path: Path) -> None:
+def test_foreign_folders_are_refused(request_only: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="not empty"):
         write_report(request_only, tmp_path)
@@ -108,7 +113,7 @@ def test_foreign_folders_are_refused(request_only, tmp_path: Path) -> None:
     assert (tmp_path / "file").exists(), "a marker does not reach outside its folder"
 
 
-def test_sections_without_data_are_left_out(request_only) -> None:
+def test_sections_without_data_are_left_out(request_only: Any) -> None:
     assert [s.key for s in sections(request_only)] == ["arrivals", "lengths"]
     load = inspect_trace(LoadTable(np.array([[[3, 1], [0, 0]]], np.uint64)), "l", np.random.default_rng(0))
     assert [s.key for s in sections(load)] == ["load", "gini", "ranks", "drift"]
@@ -120,5 +125,5 @@ def test_sections_without_data_are_left_out(request_only) -> None:
 @pytest.mark.parametrize(
     ("cell", "text"), [(None, "–"), (1234567, "1,234,567"), (0.12345, "0.123"), (12345.6, "12,346"), ("a", "a")]
 )
-def test_cell_text(cell, text) -> None:
+def test_cell_text(cell: float | str | None, text: str) -> None:
     assert cell_text(cell) == text

@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from simulate_traces import make_trace, quiet, rng
 
 
 @pytest.fixture
-def saved(tmp_path: Path):
+def saved(tmp_path: Path) -> Path:
     make_trace(times=True).save(tmp_path / "trace")
     return tmp_path / "trace"
 
@@ -38,7 +39,7 @@ def saved(tmp_path: Path):
 # ------------------------------------------------------------------------------------------------- the servers
 
 
-def config_file(folder, **scheduler):
+def config_file(folder: Path, **scheduler: Any) -> Path:
     (folder / "caps.json").write_text(json.dumps({"num_experts": 60, "top_k_experts": 4, "scheduler": scheduler}))
     return folder / "caps.json"
 
@@ -88,14 +89,14 @@ def test_published_gains_in_overload() -> None:
 
 
 @pytest.fixture(scope="module")
-def gpt_oss():
+def gpt_oss() -> Any:
     """A made trace in the shape of a known model."""
     return make_trace(requests=24, prompt=40, output=12, meta=TraceMeta("gpt-oss-20b", 32, 24, 4))
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_every_strategy_serves_everyone_under_the_step_model(gpt_oss, phase, ranks) -> None:
+def test_every_strategy_serves_everyone_under_the_step_model(gpt_oss: Any, phase: str, ranks: int) -> None:
     spec = get_model("gpt-oss-20b")
     placement = Placement.linear(spec.num_moe_layers, spec.num_experts, ranks) if ranks > 1 else None
     model = step_model(spec, "h200", None, Topology(ranks))
@@ -112,7 +113,7 @@ def test_every_strategy_serves_everyone_under_the_step_model(gpt_oss, phase, ran
             assert (run.imbalance == 1.0).all()
 
 
-def test_the_fitting_cost_goes_to_latency_aware(gpt_oss) -> None:
+def test_the_fitting_cost_goes_to_latency_aware(gpt_oss: Any) -> None:
     model = step_model(get_model("gpt-oss-20b"), "h200")
     requests = recorded(gpt_oss, "made", "decode", "recorded", rng())
     row = np.arange(len(requests.counts))
@@ -120,11 +121,14 @@ def test_the_fitting_cost_goes_to_latency_aware(gpt_oss) -> None:
     chosen = make_strategy("latency_aware", server)
     assert isinstance(chosen, LatencyAware)
     assert (chosen.cost, chosen.max_skips) == (server.cost, 7)
+    assert requests.context is not None
     assert server.cost == StepCost.for_phase(model, "decode", 16, round(float(requests.context.mean())))
     assert not server.cost.by_tokens
     assert StepCost.for_phase(model, "prefill", 16, 500).by_tokens
     spread = SpreadServer(SchedulerConfig(), requests, row, 1.0, SpreadCost(0.5))
-    assert make_strategy("latency_aware", spread).cost == SpreadCost(0.5)
+    chosen = make_strategy("latency_aware", spread)
+    assert isinstance(chosen, LatencyAware)
+    assert chosen.cost == SpreadCost(0.5)
 
 
 def test_a_cost_of_several_ranks_is_of_one_ranks_share() -> None:
@@ -140,7 +144,7 @@ def test_a_cost_of_several_ranks_is_of_one_ranks_share() -> None:
 # ------------------------------------------------------------------------------------------------- the whole
 
 
-def test_the_execution_follows_the_trace(tmp_path: Path, gpt_oss) -> None:
+def test_the_execution_follows_the_trace(tmp_path: Path, gpt_oss: Any) -> None:
     gpt_oss.save(tmp_path / "known")
     make_trace().save(tmp_path / "unknown")
     make_trace(meta=TraceMeta("gpt-oss-20b", 32, 2, 4)).save(tmp_path / "part")
@@ -155,7 +159,7 @@ def test_the_execution_follows_the_trace(tmp_path: Path, gpt_oss) -> None:
     assert simulate(named, quiet).settings["ranks"] == 2
 
 
-def test_the_weights_of_a_config_are_timed(tmp_path: Path, gpt_oss) -> None:
+def test_the_weights_of_a_config_are_timed(tmp_path: Path, gpt_oss: Any) -> None:
     gpt_oss.save(tmp_path / "known")
     (tmp_path / "c.json").write_text('{"quantization": "bf16", "scheduler": {"strategy": "lpt"}}')
     found = simulate(SimulateOptions(trace=tmp_path / "known", config=tmp_path / "c.json", requests=20), quiet)
@@ -164,7 +168,7 @@ def test_the_weights_of_a_config_are_timed(tmp_path: Path, gpt_oss) -> None:
     assert found.settings["experts"] == 32, "a config that does not say how many experts claims nothing"
 
 
-def test_times_of_another_trace(tmp_path: Path, saved) -> None:
+def test_times_of_another_trace(tmp_path: Path, saved: Path) -> None:
     RequestTrace(np.ones(4, int), np.ones(4, int), np.array([0.0, 1.0, 1.0, 5.0])).save(tmp_path / "times")
     for options in (
         SimulateOptions(trace=saved, arrivals=str(tmp_path / "times"), requests=4),
@@ -177,7 +181,7 @@ def test_times_of_another_trace(tmp_path: Path, saved) -> None:
         np.testing.assert_allclose(simulate(faster, quiet).runs["fcfs"].arrival_s, [0.0, 0.1, 0.1, 0.5])
 
 
-def test_the_same_seed_is_the_same_run(saved) -> None:
+def test_the_same_seed_is_the_same_run(saved: Path) -> None:
     options = SimulateOptions(trace=saved, requests=50, strategies=("all",), predictor="domain")
     one, two = (simulate(options, quiet).to_json() for _ in range(2))
     assert one == two
@@ -201,7 +205,7 @@ def test_progress_reaches_its_end() -> None:
     assert seen[-1][1] == seen[-1][2] == 3 * 40
 
 
-def test_what_is_written_gives_the_table_again(tmp_path: Path, saved) -> None:
+def test_what_is_written_gives_the_table_again(tmp_path: Path, saved: Path) -> None:
     found = simulate(SimulateOptions(trace=saved, requests=60), quiet)
     write(tmp_path / "new" / "out", found)
     assert json.loads((tmp_path / "new" / "out" / "simulate.json").read_text()) == found.to_json()
@@ -238,7 +242,7 @@ def test_what_is_written_gives_the_table_again(tmp_path: Path, saved) -> None:
         ({"requests": 1 + MAX_BYTES // 480}, "must be at most 2048"),
     ],
 )
-def test_bad_settings(change, said) -> None:
+def test_bad_settings(change: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=re.escape(said)) as raised:
         simulate(SimulateOptions(**change), quiet)
     assert "\n" not in str(raised.value)
@@ -254,12 +258,12 @@ def test_bad_settings(change, said) -> None:
         ({"base_ms": -1.0}, "base_ms=-1.0"),
     ],
 )
-def test_bad_settings_for_a_trace(saved, change, said) -> None:
+def test_bad_settings_for_a_trace(saved: Path, change: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
         simulate(SimulateOptions(trace=saved, requests=5, **change), quiet)
 
 
-def test_a_config_of_other_experts(tmp_path: Path, saved) -> None:
+def test_a_config_of_other_experts(tmp_path: Path, saved: Path) -> None:
     with pytest.raises(ConfigError, match=r"caps.json: num_experts=60 must equal 12, that of .*trace"):
         simulate(SimulateOptions(trace=saved, config=config_file(tmp_path)), quiet)
 

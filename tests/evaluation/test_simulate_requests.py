@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ from coterie.types import DECODE, PREFILL
 from simulate_traces import EXPERTS, TOP_K, make_trace, rng
 
 
-def count(ids):
+def count(ids: Any) -> np.ndarray:
     out = np.zeros((ids.shape[1], EXPERTS), int)
     for token in ids:
         for layer, chosen in enumerate(token):
@@ -26,13 +28,16 @@ def count(ids):
 
 
 @pytest.mark.parametrize(("execution", "phase"), [("prefill", PREFILL), ("spread", PREFILL), ("decode", DECODE)])
-def test_the_part_that_runs_is_counted_exactly(execution, phase) -> None:
+def test_the_part_that_runs_is_counted_exactly(execution: str, phase: int) -> None:
     trace = make_trace()
     found = recorded(trace, "made", execution, "recorded", rng())
     for row in range(trace.num_requests):
         request = trace.request(row)
         ids = request.only(phase)
         np.testing.assert_array_equal(found.counts[row], count(ids))
+        assert found.first is not None
+        assert found.expert_ids is not None
+        assert found.context is not None
         first = found.first[row]
         np.testing.assert_array_equal(found.expert_ids[first : first + found.tokens[row]], ids)
         assert found.context[row] == (0 if phase == PREFILL else (request.phase == PREFILL).sum())
@@ -48,6 +53,7 @@ def test_of_one_phase_its_tokens_stand_for_the_other() -> None:
         found = recorded(trace, "made", execution, "recorded", rng())
         np.testing.assert_array_equal(found.tokens, trace.lengths)
         assert said in found.notes[0]
+    assert found.context is not None
     assert not found.context.any()
 
 
@@ -56,8 +62,12 @@ def test_a_prompt_that_was_not_recorded_is_context_all_the_same() -> None:
     table = RequestTrace(np.full(trace.num_requests, 77), trace.requests.output_tokens)
     tokens, offsets = trace.arrays()
     trace = ActivationTrace.from_arrays(trace.meta, tokens.expert_ids, offsets, table, tokens.phase)
-    assert (recorded(trace, "made", "decode", "recorded", rng()).context == 77).all()
-    assert recorded(trace, "made", "decode", "prefix", rng()).context.min() >= 77
+    context = recorded(trace, "made", "decode", "recorded", rng()).context
+    assert context is not None
+    assert (context == 77).all()
+    context = recorded(trace, "made", "decode", "prefix", rng()).context
+    assert context is not None
+    assert context.min() >= 77
 
 
 def test_prefix_sees_the_first_half_and_the_second_runs() -> None:
@@ -82,7 +92,7 @@ def test_a_long_recording_is_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("predictor", ["popularity", "domain", "prefix", "token_table", "similar_prefix"])
 @pytest.mark.parametrize("execution", ["prefill", "decode"])
-def test_no_prediction_knows_the_experts_it_predicts(execution, predictor) -> None:
+def test_no_prediction_knows_the_experts_it_predicts(execution: str, predictor: str) -> None:
     """Other experts for the tokens that run, in the requests that run, leave every prediction as it was."""
     trace = make_trace(requests=40)
     before = recorded(trace, "made", execution, predictor, rng(5))
@@ -108,7 +118,7 @@ def test_no_prediction_knows_the_experts_it_predicts(execution, predictor) -> No
     assert before.calibration + len(before.counts) == trace.num_requests
 
 
-def _holds(found, trace, row, execution, predictor):
+def _holds(found: Any, trace: Any, row: Any, execution: Any, predictor: Any) -> list[Any]:
     """Whether a request's part that runs is among those that do."""
     ids = trace.request(row).only(DECODE if execution == "decode" else PREFILL)
     if predictor == "prefix" and execution == "prefill":
@@ -126,7 +136,7 @@ def test_better_informed_is_nearer() -> None:
 
 
 @pytest.mark.parametrize("execution", ["prefill", "decode"])
-def test_prompts_that_begin_alike_are_found_whatever_runs(execution) -> None:
+def test_prompts_that_begin_alike_are_found_whatever_runs(execution: str) -> None:
     """Each request again with a last prompt token of its own: not the same prompt, but all the rest of it is."""
     trace = make_trace(requests=12, prompt=10, output=6)
     tokens, offsets = trace.arrays()
@@ -169,6 +179,7 @@ def test_recorded_times_keep_their_requests_and_go_on_in_laps() -> None:
     trace = make_trace(requests=5, times=True)
     found = recorded(trace, "made", "prefill", "recorded", rng())
     drawn = arrive(found, None, 12, rng())
+    assert trace.requests.arrival_s is not None
     by_time = np.argsort(trace.requests.arrival_s, kind="stable")
     assert drawn.row.tolist() == [int(by_time[i % 5]) for i in range(12)]
     np.testing.assert_allclose(np.diff(drawn.arrival_s[:5]), np.diff(trace.requests.arrival_s[by_time]))
@@ -179,7 +190,7 @@ def test_bursts_are_of_one_domain() -> None:
     found = recorded(make_trace(requests=90), "made", "prefill", "recorded", rng())
     names = np.array(found.domains)
 
-    def repeats(arrivals):
+    def repeats(arrivals: Any) -> Any:
         of = names[arrive(found, arrivals, 2000, rng()).row]
         return (of[1:] == of[:-1]).mean()
 
@@ -188,7 +199,7 @@ def test_bursts_are_of_one_domain() -> None:
 
 @given(st.floats(0.01, 1e4), st.integers(2, 50), st.integers(0, 99))
 @settings(max_examples=30)
-def test_a_rate_is_that_of_the_gaps(rate, requests, seed) -> None:
+def test_a_rate_is_that_of_the_gaps(rate: float, requests: int, seed: int) -> None:
     times = np.sort(rng(seed).random(requests))
     scaled = Arrived(times, np.arange(requests)).at(rate)
     assert (requests - 1) / (scaled[-1] - scaled[0]) == pytest.approx(rate)

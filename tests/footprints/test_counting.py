@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from coterie.footprints import accumulate_load, distinct_experts, footprint, foo
 
 
 @st.composite
-def activations(draw):
+def activations(draw: st.DrawFn) -> tuple[Any, Any]:
     """(expert_ids [token, layer, k], num_experts): distinct within a token and layer."""
     tokens, layers, experts = draw(st.integers(0, 20)), draw(st.integers(1, 4)), draw(st.integers(1, 300))
     k = draw(st.integers(1, min(4, experts)))
@@ -22,12 +24,12 @@ def activations(draw):
     return ids.astype(np.uint8 if experts <= 256 else np.uint16), experts
 
 
-def brute_load(ids, experts):
+def brute_load(ids: Any, experts: Any) -> np.ndarray:
     return np.stack([np.bincount(ids[:, layer].ravel(), minlength=experts) for layer in range(ids.shape[1])])
 
 
 @given(activations())
-def test_footprint_and_distinct_match_brute_force(case) -> None:
+def test_footprint_and_distinct_match_brute_force(case: tuple[Any, Any]) -> None:
     ids, experts = case
     assert np.array_equal(footprint(ids, experts), brute_load(ids, experts))
     assert footprint(ids, experts).dtype == np.uint32
@@ -36,7 +38,7 @@ def test_footprint_and_distinct_match_brute_force(case) -> None:
 
 
 @given(activations(), st.lists(st.integers(0, 20), max_size=5))
-def test_footprints_split_by_request(case, cuts) -> None:
+def test_footprints_split_by_request(case: tuple[Any, Any], cuts: list[int]) -> None:
     ids, experts = case
     offsets = np.array([0, *sorted(min(c, len(ids)) for c in cuts), len(ids)])
     counts = footprints(ids, offsets, experts)

@@ -36,7 +36,7 @@ def test_idf_is_the_published_weight() -> None:
 def test_transform_is_weighted_counts_of_length_one(weighting: str) -> None:
     rng = np.random.default_rng(1)
     prefill, decode = domains(rng, 30)
-    found = Signature(weighting).fit(prefill, decode, rng)  # type: ignore[arg-type]
+    found = Signature(weighting).fit(prefill, decode, rng)
     values = (prefill[3] > 0) if weighting == "binary" else prefill[3]
     expected = (values * found.weights)[found.layers].ravel()
     np.testing.assert_allclose(found.transform(prefill[3]), expected / np.linalg.norm(expected), rtol=1e-5)
@@ -47,7 +47,7 @@ def test_transform_is_weighted_counts_of_length_one(weighting: str) -> None:
 @given(st.integers(3, 12), st.integers(0, 10_000))
 def test_rho_is_spearman_of_cosine_distances(requests: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    left, right = rng.integers(0, 9, (requests, 5)) + 1, rng.random((requests, 7)) + 0.01
+    left, right = rng.integers(0, 9, (requests, 5)) + 1.0, rng.random((requests, 7)) + 0.01
     pairs = [(i, j) for i in range(requests) for j in range(i + 1, requests)]
 
     def distances(rows: np.ndarray) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "engines" / "position-store.md"
 
 
 def spec(**change: int) -> ModelSpec:
-    shape = {
+    shape: dict[str, Any] = {
         "num_layers": 4,
         "num_experts": 16,
         "top_k": 2,
@@ -31,7 +32,7 @@ def spec(**change: int) -> ModelSpec:
         "vocab_size": 10,
         **change,
     }
-    return ModelSpec("m", **shape)  # type: ignore[arg-type]
+    return ModelSpec("m", **shape)
 
 
 @given(
@@ -93,13 +94,13 @@ def test_the_shapes_over_the_bar_with_8_bit_kv_are_those_said() -> None:
 
 
 @given(st.sampled_from(list(models())), st.sampled_from(["bf16", "fp8"]), st.integers(1, 512))
-def test_a_device_is_filled_exactly(name: str, kv_dtype: str, block: int) -> None:
-    size = store_size(get_model(name), kv_dtype, block)  # type: ignore[arg-type]
+def test_a_device_is_filled_exactly(name: str, kv_dtype: Any, block: int) -> None:
+    size = store_size(get_model(name), kv_dtype, block)
     store = size.bytes_beside_kv()
     tokens = store / size.position_bytes
     assert store + tokens * size.kv_bytes == pytest.approx(H200_BYTES)
     assert size.share_of_hbm < size.share_of_kv
-    other = store_size(get_model(name), kv_dtype, block + 1)  # type: ignore[arg-type]
+    other = store_size(get_model(name), kv_dtype, block + 1)
     assert (other.position_bytes, other.share_of_kv) == (size.position_bytes, size.share_of_kv), (
         "whatever the block size"
     )
@@ -109,9 +110,9 @@ def test_a_device_is_filled_exactly(name: str, kv_dtype: str, block: int) -> Non
     ("arguments", "problem"),
     [(("int4", 16), "kv_dtype='int4' must be one of bf16, fp8"), (("bf16", 0), "block_size=0 must be at least 1")],
 )
-def test_bad_input(arguments: tuple[str, int], problem: str) -> None:
+def test_bad_input(arguments: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        store_size(spec(), *arguments)  # type: ignore[arg-type]
+        store_size(spec(), *arguments)
 
 
 def _memory_section() -> list[str]:
@@ -122,7 +123,7 @@ def test_the_table_in_the_docs_is_this() -> None:
     rows = [line.strip("| ").split(" | ") for line in _memory_section() if line.startswith("| ")]
     assert [row[0] for row in rows[1:]] == list(models())
     for name, store, kv, share, half_share, beside, half_beside, *counts in rows[1:]:
-        sizes = {(d, b): store_size(get_model(name), d, b) for d in ("bf16", "fp8") for b in (16, 128)}  # type: ignore[arg-type]
+        sizes = {(d, b): store_size(get_model(name), d, b) for d in ("bf16", "fp8") for b in (16, 128)}
         plain, half = sizes["bf16", 16], sizes["fp8", 16]
         assert (int(store), int(kv.replace(",", ""))) == (plain.position_bytes, plain.kv_bytes)
         for cell, size in ((share, plain), (half_share, half)):

@@ -14,7 +14,7 @@ from coterie.footprints.positions import COLUMNS, DISTINCT, ENDED_S, ROWS, Posit
 
 
 @given(size=st.integers(1, 9), steps=st.integers(0, 30), data=st.data())
-def test_reads_the_last_steps_in_order(size, steps, data) -> None:
+def test_reads_the_last_steps_in_order(size: int, steps: int, data: st.DataObject) -> None:
     log = StepLog(np.zeros((size, len(COLUMNS))))
     told = [(float(step), step % 5, step / 3, 0.5) for step in range(steps)]
     for row in told:

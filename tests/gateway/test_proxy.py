@@ -82,7 +82,9 @@ def prompts(count: int) -> list[list[int]]:
 
 def alone(prompt: list[int]) -> tuple[list[int], np.ndarray]:
     """Greedy tokens of one request by itself, and the experts [token, layer, k] of all that was computed."""
-    tokens, out, experts, start = prompt, [], [], 0
+    tokens, start = prompt, 0
+    out: list[Any] = []
+    experts: list[Any] = []
     while len(out) < TOKENS:
         result = MODEL.step([Rows(tokens, start, BLOCKS, True)])
         experts.append(result.expert_ids)
@@ -150,7 +152,7 @@ def test_tokens_footprints_and_the_fleet_in_between(workers: Workers) -> None:
             assert one.tokens == tokens
             assert one.footprint is not None
             np.testing.assert_array_equal(one.footprint.counts, footprint(experts[: len(prompt)], 32))
-        assert sorted(one.decoder for one in served) == [0] * 4 + [1] * 4
+        assert sorted(one.decoder for one in served if one.decoder is not None) == [0] * 4 + [1] * 4
         assert [sum(running) for _, running in router.seen] == list(range(8)), "a request is admitted once routed"
         assert all(request.prompt_tokens == len(asked[number]) for number, (request, _) in _by_length(router, asked))
         assert proxy.fleet.running.tolist() == [0, 0]

@@ -32,7 +32,7 @@ def activations(rng: np.random.Generator, lengths: tuple[int, ...] = (3, 1, 4)) 
     requests = RequestTrace(
         prompt_tokens=np.array(lengths),
         output_tokens=np.zeros(len(lengths), np.int64),
-        arrival_s=np.arange(len(lengths)) * 0.5,
+        arrival_s=np.arange(len(lengths), dtype=np.float64) * 0.5,
         domains=["law"] * len(lengths),
     )
     return ActivationTrace.from_arrays(META, ids, offsets, requests, np.zeros(len(ids), np.uint8))
@@ -124,7 +124,7 @@ def test_the_same_seed_gives_the_same_files_in_another_process(tmp_path: Path, m
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     environment = {**os.environ, "PYTHONHASHSEED": "1", "NUMBA_NUM_THREADS": "1"}
-    command = [Path(sys.executable).with_name("coterie"), *arguments]
+    command = [str(Path(sys.executable).with_name("coterie")), *arguments]
     subprocess.run(command, cwd=tmp_path / "one", env=environment, check=True, capture_output=True)
     monkeypatch.chdir(tmp_path / "two")
     assert CliRunner().invoke(app, arguments).exit_code == 0
@@ -186,7 +186,12 @@ def written(format: str) -> Callable[[Path], None]:
     return write
 
 
-SAMPLES = {"azure": azure, "burstgpt": burstgpt, "trtllm": trtllm, "servegen": servegen}
+SAMPLES: dict[str, Callable[[Path], None]] = {
+    "azure": azure,
+    "burstgpt": burstgpt,
+    "trtllm": trtllm,
+    "servegen": servegen,
+}
 SAMPLES |= {name: written(name) for name in writers}
 
 

@@ -45,7 +45,7 @@ def test_each_workers_own_run() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[], [1]])
-def test_prompt_shorter_than_a_block(prompt) -> None:
+def test_prompt_shorter_than_a_block(prompt: list[Any]) -> None:
     blocks = directory()
     blocks.stored(0, stored([10], [1, 2]))
     assert blocks.match_tokens(prompt).tolist() == [0, 0]
@@ -163,7 +163,7 @@ def test_second_hash_for_one_content_is_no_hit_by_tokens() -> None:
     "fields",
     [{"block_size": 4}, {"token_ids": [1]}, {"token_ids": [1, 2**63]}, {"extra_keys": [1, 2, 3]}, {"extra_keys": "no"}],
 )
-def test_blocks_of_unknown_content_are_known_by_hash_alone(fields) -> None:
+def test_blocks_of_unknown_content_are_known_by_hash_alone(fields: dict[str, Any]) -> None:
     blocks = directory()
     event = stored([10], [1, 2])
     for name, value in fields.items():
@@ -198,7 +198,7 @@ def test_hashes_of_every_form_stay_apart() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 63, 64, 65, 130])
-def test_many_workers(num_workers) -> None:
+def test_many_workers(num_workers: int) -> None:
     blocks = directory(num_workers)
     tokens = list(range(2 * num_workers))
     for worker in range(num_workers):
@@ -232,7 +232,8 @@ def test_grows_and_empties() -> None:
 
 
 def test_wrong_settings_and_arguments() -> None:
-    for wrong in ({"num_workers": 0}, {"num_workers": 1, "block_size": 0}, {"num_workers": 1, "group": -1}):
+    settings: list[dict[str, Any]] = [{"num_workers": 0}, {"num_workers": 1, "block_size": 0}]
+    for wrong in [*settings, {"num_workers": 1, "group": -1}]:
         with pytest.raises(ConfigError, match="must be at least"):
             KVDirectory(**wrong)
     blocks = directory(2)
@@ -248,7 +249,7 @@ def test_wrong_settings_and_arguments() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 65]), events()), max_size=25), st.integers(0, 2**32 - 1))
-def test_same_answers_as_dictionaries_and_sets(history, seed) -> None:
+def test_same_answers_as_dictionaries_and_sets(history: list[tuple[int, Any]], seed: int) -> None:
     blocks = KVDirectory(66, block_size=SIZE, rng=np.random.default_rng(seed))
     reference = ReferenceDirectory(66, SIZE)
     for worker, event in history:

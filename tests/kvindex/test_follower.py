@@ -94,7 +94,7 @@ def test_fetched_frames_may_be_handed_in() -> None:
 
 
 @pytest.mark.parametrize("error", [UnavailableError("no replay endpoint"), TimeoutError()])
-def test_gap_that_cannot_be_replayed_forgets(error) -> None:
+def test_gap_that_cannot_be_replayed_forgets(error: type[Exception]) -> None:
     def broken(*_: int) -> Iterator[Frame]:
         raise error
 
@@ -157,7 +157,7 @@ def test_restart_forgets() -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xc1", msgspec.msgpack.encode([0.0, [{"type": "BlockMoved"}], 0])])
-def test_unreadable_message_forgets(damage) -> None:
+def test_unreadable_message_forgets(damage: Any) -> None:
     stream = follower()
     stream.apply_payload(0, 0, MESSAGES[0])
     stream.apply_payload(0, 1, damage)
@@ -178,7 +178,7 @@ def test_wrong_arguments() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_lossy_stream_never_promises_a_block_that_is_gone(data) -> None:
+def test_a_lossy_stream_never_promises_a_block_that_is_gone(data: st.DataObject) -> None:
     """Two workers in either encoding; messages get lost, some can be replayed, workers restart."""
     stream = follower(lambda worker, start: log[worker][start:] if served[worker] else [])
     truth, healed = ReferenceDirectory(2, SIZE), [True, True]
@@ -259,9 +259,10 @@ class Engine:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_truthful_engines_on_a_lossy_wire(data) -> None:
+def test_truthful_engines_on_a_lossy_wire(data: st.DataObject) -> None:
     """Exact as long as losses can be replayed; after one that cannot, never a token too many."""
-    engines, log = [Engine(0), Engine(1)], [[], []]
+    engines = [Engine(0), Engine(1)]
+    log: list[list[Any]] = [[], []]
     replayable = data.draw(st.booleans())
     stream = follower(lambda worker, start: log[worker][start:] if replayable else [])
     lossy = False
@@ -296,7 +297,7 @@ MAPS = payload(BlockStored(block_hashes=[1, 2], token_ids=[1, 0, 1, 1], block_si
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_fuzzed_bytes_are_counted_and_raise_nothing(data) -> None:
+def test_fuzzed_bytes_are_counted_and_raise_nothing(data: st.DataObject) -> None:
     stream, sound = follower(), [MAPS, MESSAGES[1], MESSAGES[2], as_arrays(*decode_kv_events(MAPS).events)]
     stream.apply_payload(0, 0, MESSAGES[0])
     for seq in range(1, 4):
@@ -313,7 +314,7 @@ def test_fuzzed_bytes_are_counted_and_raise_nothing(data) -> None:
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes(raw) -> None:
+def test_any_bytes(raw: bytes) -> None:
     stream = follower()
     stream.apply_payload(0, 0, raw)
     assert stream.directory.counters.undecodable <= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_bodies_are_taken_as_they_are_needed() -> None:
     """A million prompts need not be held as bodies."""
     taken = 0
 
-    def lazily():
+    def lazily() -> Iterator[Any]:
         nonlocal taken
         for body in bodies(*"abcdef"):
             taken += 1

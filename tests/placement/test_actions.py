@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from coterie.types import Link, Placement, Topology
 EAGER = ActionSettings(min_mismatch=0.0, min_saving_s=0.0)
 
 
-def total_cost(manager, demand, held):
+def total_cost(manager: Any, demand: Any, held: Any) -> Any:
     """Link seconds of the window, by a plain loop: each activation goes to the nearest rank that has its expert."""
     row_s, total = manager.row_s(), 0.0
     for rank, layer, expert in np.ndindex(demand.shape):
@@ -27,7 +28,7 @@ def total_cost(manager, demand, held):
 
 
 @st.composite
-def cases(draw):
+def cases(draw: st.DrawFn) -> tuple[ActionManager, Any, Any]:
     ranks, layers, per_rank = draw(st.integers(2, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     demand = rng.gamma(0.4, 50.0, (ranks, layers, ranks * per_rank)) * (rng.random((ranks, layers, 1)) < 0.9)
@@ -51,7 +52,7 @@ def cases(draw):
 
 @given(cases())
 @settings(deadline=None, max_examples=150)
-def test_savings_are_real_and_limits_hold(case) -> None:
+def test_savings_are_real_and_limits_hold(case: tuple[ActionManager, Any, Any]) -> None:
     manager, demand, held = case
     chosen, before = manager.settings, held.copy()
     found = manager.cycle(demand, held, at_s=60.0)
@@ -82,7 +83,7 @@ def test_savings_are_real_and_limits_hold(case) -> None:
 
 @given(cases())
 @settings(deadline=None, max_examples=60)
-def test_rebalancing_is_the_best_single_home(case) -> None:
+def test_rebalancing_is_the_best_single_home(case: tuple[ActionManager, Any, Any]) -> None:
     manager, demand, held = case
     found = manager.rebalance(demand, held)
     cost = total_cost(manager, demand, found.held)

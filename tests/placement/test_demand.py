@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -30,7 +32,7 @@ def decayed(counts: list[np.ndarray], decay: float) -> np.ndarray:
 
 @settings(deadline=None, max_examples=60)
 @given(histories(), st.floats(0.05, 1.0))
-def test_decayed_demand_is_the_decayed_sum(history, decay) -> None:
+def test_decayed_demand_is_the_decayed_sum(history: list[tuple[int, np.ndarray, int | None]], decay: float) -> None:
     tracker = DemandTracker(LAYERS, EXPERTS, WORKERS, decay=decay)
     for worker, counts, request in history:
         tracker.record(worker, counts, request)
@@ -56,7 +58,7 @@ def test_scale_never_overflows() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(histories(), min_size=1, max_size=5), st.integers(1, 4))
-def test_windows_are_plain_sums(rounds, windows) -> None:
+def test_windows_are_plain_sums(rounds: list[list[tuple[int, np.ndarray, int | None]]], windows: int) -> None:
     tracker = WindowTracker(LAYERS, EXPERTS, WORKERS, windows=windows)
     for number, history in enumerate(rounds):
         if number:
@@ -80,7 +82,7 @@ def test_windows_are_plain_sums(rounds, windows) -> None:
 
 
 @pytest.mark.parametrize("kind", [DemandTracker, WindowTracker])
-def test_the_request_recorded_longest_ago_is_forgotten(kind) -> None:
+def test_the_request_recorded_longest_ago_is_forgotten(kind: Any) -> None:
     tracker = kind(1, 1, 1, max_requests=2)
     one = np.ones((1, 1))
     for request in ("a", "b", "a", "c"):
@@ -95,7 +97,7 @@ def test_the_request_recorded_longest_ago_is_forgotten(kind) -> None:
 
 @settings(deadline=None, max_examples=80)
 @given(st.integers(0, 2**32 - 1), st.floats(0, 1))
-def test_mismatch_by_loops(seed, held_share) -> None:
+def test_mismatch_by_loops(seed: int, held_share: float) -> None:
     rng = np.random.default_rng(seed)
     demand = rng.integers(0, 4, (3, 6)).astype(np.float64)
     held = rng.random((3, 6)) < held_share

@@ -38,7 +38,7 @@ def estimated(loads: np.ndarray, memory: float = 256.0) -> DriftEstimate:
 
 @settings(deadline=None, max_examples=40)
 @given(st.floats(0.5, 40.0), st.floats(0.0, 0.9), st.floats(1e-6, 1e6))
-def test_fit_finds_the_curve_it_is_given(half_life, floor, level) -> None:
+def test_fit_finds_the_curve_it_is_given(half_life: float, floor: float, level: float) -> None:
     lags = np.array(LAGS)
     found = fit_decay(lags, level * Decay(half_life, floor, level).left(lags))
     assert found.half_life == pytest.approx(half_life, rel=0.02)
@@ -64,7 +64,7 @@ def test_weights_tell_which_lags_to_believe() -> None:
 
 @pytest.mark.parametrize("rows", [400, 100_000])  # 12 tokens an expert; so many that noise is nothing
 @pytest.mark.parametrize("half_life", [3.0, 12.0])
-def test_half_life_whatever_the_noise(rows, half_life) -> None:
+def test_half_life_whatever_the_noise(rows: int, half_life: float) -> None:
     """Small windows are mostly noise, which must not pass for drift."""
     found = [estimated(windows(200, half_life, 0.0, rows, seed)).half_life for seed in range(4)]
     assert np.median(found) == pytest.approx(half_life, rel=0.3)
@@ -132,7 +132,7 @@ def error_of(loads: np.ndarray, weights: list[float] | None) -> float:
 
 
 @pytest.mark.parametrize(("half_life", "rows"), [(2.0, 50_000), (20.0, 500), (200.0, 200)])
-def test_the_forecast_is_near_the_best_fixed_weight(half_life, rows) -> None:
+def test_the_forecast_is_near_the_best_fixed_weight(half_life: float, rows: int) -> None:
     """Fast and clear: the last window. Slow and noisy: a long average. It finds which without being told."""
     loads = windows(250, half_life, 0.0, rows, 3)
     best = min(error_of(loads, [weight]) for weight in (0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0))

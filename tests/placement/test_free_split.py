@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from coterie.types import Placement, Topology
 
 
 def problem_of(
-    rows: np.ndarray, tokens: np.ndarray, ranks: int, objective: Objective, topology: Topology | None = None
+    rows: npt.ArrayLike, tokens: npt.ArrayLike, ranks: int, objective: Objective, topology: Topology | None = None
 ) -> Problem:
     placement = Placement(np.asarray(rows, np.int32), ranks, np.shape(tokens)[1])
     return objective.problem(Load(np.asarray(tokens, np.float64)), topology or Topology(ranks), placement)

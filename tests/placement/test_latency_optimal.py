@@ -29,13 +29,14 @@ def all_rows(experts: int, ranks: int, per_rank: int) -> np.ndarray:
 
 def best_total(problem: Problem, rows: np.ndarray) -> float:
     """Of one layer, by trying all."""
-    one = [np.broadcast_to(a[0], (len(rows), *a[0].shape)) for a in (problem.unit, problem.share)]
+    unit, share = (np.broadcast_to(a[0], (len(rows), *a[0].shape)) for a in (problem.unit, problem.share))
     many = Problem(
         problem.objective,
         problem.topology,
         problem.current,
         problem.alive,
-        *map(np.ascontiguousarray, one),
+        np.ascontiguousarray(unit),
+        np.ascontiguousarray(share),
         np.repeat(problem.load_in, len(rows), axis=0),
         np.repeat(problem.source, len(rows), axis=0),
         np.repeat(problem.even, len(rows)),

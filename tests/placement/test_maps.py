@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +61,7 @@ def test_what_is_written_reads_back(tmp_path: Path, format: str) -> None:
         assert ("shares" in written.left_out) == (shares and format != "native")
         if shares and format == "native":
             assert found.shares is not None
+            assert given_map.shares is not None
             assert np.array_equal(found.shares, given_map.shares), "bit for bit"
         path.unlink()
 
@@ -182,7 +184,7 @@ ASCEND = {
         (json.dumps(ASCEND).replace('"layer_id": 0', '"layer_id": 1'), "layer_list[0].layer_id: is 1, expected 0"),
     ],
 )
-def test_damage_is_named(tmp_path: Path, content: str | dict, said: str) -> None:
+def test_damage_is_named(tmp_path: Path, content: str | dict[str, Any], said: str) -> None:
     path = tmp_path / "map"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(TraceError, match=re.escape(said)) as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,11 +43,11 @@ def test_real_sizes_of_the_published_model() -> None:
     st.floats(0, 0.2),
 )
 def test_best_is_the_best_of_all_and_only_unused_memory_is_free(
-    available, replica, session, at_hand, base, gain
+    available: float, replica: float, session: float, at_hand: float, base: float, gain: float
 ) -> None:
     budget = MemoryBudget(available, replica, session, at_hand)
 
-    def step_s(replicas, sessions):
+    def step_s(replicas: Any, sessions: Any) -> Any:
         return base * (0.5 + 0.5 / (1 + gain * replicas)) + 1e-3 * sessions
 
     best = budget.best(step_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from coterie.placement.migration.migrator import (
     Migrator,
     Outcome,
     RankDied,
+    RunStep,
     StartStep,
     SwitchLayer,
     TransferDone,
@@ -33,17 +35,17 @@ from migration_ledger import BrokenMigration, Ledger
 EXPERT = 10.0
 
 
-def placement(rows, ranks, experts):
+def placement(rows: Any, ranks: Any, experts: Any) -> Placement:
     return Placement(np.array(rows, np.int32), ranks, experts)
 
 
-def random_schedule(rng):
+def random_schedule(rng: random.Random) -> Any:
     """2 to 4 ranks of 2 or 3 slots, 1 to 3 layers, staging for one to all experts of a rank."""
     ranks, per_rank, layers = rng.randint(2, 4), rng.randint(2, 3), rng.choice((1, 1, 2, 2, 3))
     slots = ranks * per_rank
     experts = rng.randint(max(2, slots // 2), slots)
 
-    def rows():
+    def rows() -> list[Any]:
         return [
             rng.sample([*range(experts), *(rng.randrange(experts) for _ in range(slots - experts))], slots)
             for _ in range(layers)
@@ -59,7 +61,7 @@ def random_schedule(rng):
 class Run:
     """A machine and its ledger, side by side."""
 
-    def __init__(self, migrator) -> None:
+    def __init__(self, migrator: Any) -> None:
         self.migrator, self.ledger = migrator, Ledger(migrator.schedule)
         self.steps = 0
         self.in_flight: set[int] = set()
@@ -72,7 +74,7 @@ class Run:
             if isinstance(command, BeginTransfer):
                 self.in_flight.add(command.transfer.id)
 
-    def feed(self, event) -> None:
+    def feed(self, event: Any) -> None:
         self.ledger.saw(event)
         if isinstance(event, (TransferDone, TransferFailed)):
             self.in_flight.discard(event.id)
@@ -83,7 +85,7 @@ class Run:
                 i for i in self.in_flight if event.rank not in (transfers[i].source, transfers[i].slot // per_rank)
             }
 
-    def random_event(self, rng, faults):
+    def random_event(self, rng: random.Random, faults: Any) -> Any:
         """What can happen next; faults are as likely as `faults` says, so some runs end and some do not."""
         draw = rng.random()
         if draw < faults:
@@ -101,7 +103,7 @@ class Run:
         self.steps += 1
         return StartStep(self.steps)
 
-    def settle(self, rng) -> None:
+    def settle(self, rng: random.Random) -> None:
         """No more faults: whatever is in flight ends, every step ends."""
         while self.in_flight or self.state.running:
             if self.in_flight:
@@ -123,9 +125,9 @@ class Run:
                 assert live or self.ledger.dead, "without a death every expert stays on the devices"
 
 
-def run_faults(make, schedules, seed=0, events=12):
+def run_faults(make: Any, schedules: Any, seed: int = 0, events: int = 12) -> Counter[str]:
     rng = random.Random(seed)
-    outcomes = Counter()
+    outcomes: Counter[str] = Counter()
     for number in range(schedules):
         if number % 20 == 0:
             schedule = random_schedule(rng)
@@ -156,21 +158,21 @@ def test_random_fault_schedules(count: int) -> None:
 # --------------------------------------------------------------------------------------------------- all interleavings
 
 
-def small_schedule():
+def small_schedule() -> Any:
     """3 ranks of 2 slots, 2 layers: a swap and a replica; a ring of three. One expert of staging a rank."""
     old = placement([[0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 4, 0]], 3, 5)
     new = placement([[2, 1, 0, 3, 4, 3], [0, 4, 1, 3, 2, 0]], 3, 5)
     return schedule_moves(old, new, Topology(3), Limits(EXPERT, EXPERT))
 
 
-def explore(migrator, max_steps=2, max_deaths=2, limit=200_000):
+def explore(migrator: Any, max_steps: int = 2, max_deaths: int = 2, limit: int = 200_000) -> tuple[Any, Any]:
     """Breadth first over all that can happen; every state of machine and ledger together is visited once."""
     first = Run(migrator)
     queue, seen = deque([first]), {_key(first)}
-    ended = Counter()
+    ended: Counter[Any] = Counter()
     while queue:
         run = queue.popleft()
-        events = [make(i) for i in sorted(run.in_flight) for make in (TransferDone, TransferFailed)]
+        events: list[Any] = [make(i) for i in sorted(run.in_flight) for make in (TransferDone, TransferFailed)]
         events += [EndStep(running.step) for running in run.state.running]
         if run.steps < max_steps + len(migrator.schedule.switches) and len(run.state.running) < max_steps:
             events.append(StartStep(run.steps + 1))
@@ -198,11 +200,11 @@ def explore(migrator, max_steps=2, max_deaths=2, limit=200_000):
     return len(seen), ended
 
 
-def _key(run):
+def _key(run: Any) -> tuple[Any, Any, Any, Any]:
     return run.state, run.ledger.key(), frozenset(run.in_flight), run.steps
 
 
-def _branch(run):
+def _branch(run: Any) -> Any:
     other = object.__new__(Run)
     other.migrator, other.ledger, other.steps = run.migrator, run.ledger.copy(), run.steps
     other.in_flight, other.state = set(run.in_flight), run.state
@@ -222,48 +224,48 @@ def test_every_interleaving_of_a_small_migration() -> None:
 
 
 class SwitchesEarly(Migrator):
-    def _round_over(self, state):
+    def _round_over(self, state: Any) -> bool:
         return len(state.in_flight) <= 1
 
 
 class FreesEarly(Migrator):
-    def _unused(self, state, version):  # noqa: ARG002
+    def _unused(self, state: Any, version: Any) -> bool:  # noqa: ARG002
         return True
 
 
 class IgnoresStaging(Migrator):
-    def _has_room(self, state):  # noqa: ARG002
+    def _has_room(self, state: Any) -> bool:  # noqa: ARG002
         return True
 
 
 class FreesWhatIsWritten(Migrator):
-    def _roll_back(self, state, reason, commands):
+    def _roll_back(self, state: Any, reason: Any, commands: Any) -> Any:
         commands += [FreeStaging(id) for id in sorted(state.in_flight)]
         return super()._roll_back(state, reason, commands)._replace(draining=frozenset())
 
 
 class ForgetsStaging(Migrator):
-    def _roll_back(self, state, reason, commands):
+    def _roll_back(self, state: Any, reason: Any, commands: Any) -> Any:
         return super()._roll_back(state._replace(arrived=frozenset()), reason, commands)
 
 
 class GoesOnWhileDraining(Migrator):
-    def _go_on(self, state, commands):
+    def _go_on(self, state: Any, commands: Any) -> Outcome:
         after = super()._go_on(state._replace(draining=frozenset()), commands)
         return Outcome(after.state._replace(draining=state.draining), after.commands)
 
-    def _has_room(self, state):  # noqa: ARG002
+    def _has_room(self, state: Any) -> bool:  # noqa: ARG002
         return True
 
 
 class GoesOnAfterADeath(Migrator):
-    def _rank_died(self, state, rank):
+    def _rank_died(self, state: Any, rank: Any) -> Any:
         after = super()._rank_died(state, rank)
         return self._go_on(after.state._replace(stopped=None), after.commands)
 
 
 class KeepsItsVersion(Migrator):
-    def _switch(self, state):
+    def _switch(self, state: Any) -> Outcome:
         after = super()._switch(state)
         return Outcome(after.state._replace(version=state.version), after.commands)
 
@@ -271,15 +273,15 @@ class KeepsItsVersion(Migrator):
 class SwitchesRunningSteps(Migrator):
     """Old weights freed at once, as an update in place does."""
 
-    def _switch(self, state):
+    def _switch(self, state: Any) -> Outcome:
         after = super()._switch(state)
         freed = {c.switch for c in after.commands if isinstance(c, FreeOld)}
         more = [FreeOld(switch) for switch, _ in after.state.retired if switch not in freed]
-        return Outcome(after.state._replace(retired=()), after.commands + more)
+        return Outcome(after.state._replace(retired=()), [*after.commands, *more])
 
 
 class ForgetsTheMap(Migrator):
-    def _switch(self, state):
+    def _switch(self, state: Any) -> Outcome:
         after = super()._switch(state)
         return Outcome(after.state._replace(rows=state.rows), after.commands)
 
@@ -299,7 +301,7 @@ class ForgetsTheMap(Migrator):
         (ForgetsTheMap, "INV-22"),
     ],
 )
-def test_a_broken_machine_is_caught(broken, rule) -> None:
+def test_a_broken_machine_is_caught(broken: Any, rule: str) -> None:
     with pytest.raises(BrokenMigration, match=rule):
         run_faults(broken, 400)
 
@@ -325,13 +327,15 @@ def test_a_running_step_keeps_its_map_and_the_next_has_the_new_one() -> None:
     state, begun = migrator.start()
     assert [type(c) for c in begun] == [BeginTransfer] * 2, "rank 1 has two to send: two rounds"
     state, (run,) = migrator.handle(state, StartStep(1))
+    assert isinstance(run, RunStep)
     assert run.version == 0
-    commands = []
+    commands: list[Any] = []
     for transfer in schedule.switches[0].transfers:
         state, commands = migrator.handle(state, TransferDone(transfer.id))
     assert commands == [SwitchLayer(0, 0, 1)], "what step 1 uses is not freed, and staging is full"
     assert migrator.staged(state) == {0: 1, 1: 1, 2: 1}
     state, (second,) = migrator.handle(state, StartStep(2))
+    assert isinstance(second, RunStep)
     assert (second.version, second.rows[0]) == (1, schedule.switches[0].after)
     assert second.rows[1] == run.rows[1]
     state, commands = migrator.handle(state, EndStep(1))
@@ -344,7 +348,7 @@ def test_a_failed_transfer_rolls_its_layer_back_and_the_next_goes_on() -> None:
     schedule = schedule_moves(placement([old] * 2, 3, 5), placement([ring] * 2, 3, 5), Topology(3), Limits(EXPERT))
     migrator = Migrator(schedule)
     state, begun = migrator.start()
-    first, second, third = (c.transfer.id for c in begun)
+    first, second, third = (c.transfer.id for c in begun if isinstance(c, BeginTransfer))
     state, _ = migrator.handle(state, TransferDone(first))
     state, commands = migrator.handle(state, TransferFailed(second, "link down"))
     assert commands[:2] == [FreeStaging(second), FreeStaging(first)]

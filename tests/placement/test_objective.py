@@ -191,7 +191,7 @@ def test_plans_start_from_the_shares_in_force() -> None:
         Placement(np.array([[0, 1, 2] * 2], np.int32), 2, 3),
         np.array([[0.25, 1.0, 0.5, 0.75, 0.0, 0.5]]),
     )
-    np.testing.assert_array_equal(gone.shares, [[0, 0, 0, 1, 1, 1]])  # type: ignore[arg-type]
+    np.testing.assert_array_equal(gone.shares, [[0, 0, 0, 1, 1, 1]])
 
 
 @pytest.mark.parametrize(

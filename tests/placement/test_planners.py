@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,7 +85,7 @@ def test_the_suite_shows_a_planner_the_shares_in_force() -> None:
 class Altered:
     """`linear`, and then one thing wrong."""
 
-    change: object
+    change: Callable[..., Plan]
     objective: Objective = field(default=Objective())
 
     def plan(
@@ -165,7 +167,7 @@ def fails(*_: object) -> Plan:
         (lambda plan, *_: replace(plan, planning_s=np.nan), "planning_s=nan must be"),
     ],
 )
-def test_what_breaks_the_contract_is_found(change: object, said: str) -> None:
+def test_what_breaks_the_contract_is_found(change: Callable[..., Any], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         check_planner(lambda: Altered(change))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ INF = float("inf")
 
 
 @st.composite
-def migrations(draw, dead_ranks=True):
+def migrations(draw: st.DrawFn, dead_ranks: bool = True) -> tuple[Placement, Placement, Any, Limits]:
     """A placement, another one, a topology, and staging for one to all experts of a rank."""
     ranks = draw(st.integers(1, 5))
     per_rank = draw(st.integers(1, 4))
@@ -35,7 +36,7 @@ def migrations(draw, dead_ranks=True):
     experts = draw(st.integers(1, len(living)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
 
-    def row(of):
+    def row(of: Any) -> Any:
         out = rng.integers(0, experts, slots)
         out[rng.permutation(of)[:experts]] = rng.permutation(experts)
         return out
@@ -50,7 +51,7 @@ def migrations(draw, dead_ranks=True):
 
 @given(st.lists(st.tuples(st.integers(-1, 6), st.integers(0, 6)), max_size=60))
 @settings(deadline=None, max_examples=300)
-def test_as_many_rounds_as_the_busiest_rank_has_moves(pairs) -> None:
+def test_as_many_rounds_as_the_busiest_rank_has_moves(pairs: list[tuple[int, int]]) -> None:
     senders, receivers = [s for s, _ in pairs], [r for _, r in pairs]
     found = edge_rounds(senders, receivers)
     over_links = [(s, r, n) for s, r, n in zip(senders, receivers, found, strict=True) if s != r]
@@ -63,7 +64,7 @@ def test_as_many_rounds_as_the_busiest_rank_has_moves(pairs) -> None:
 
 @given(migrations())
 @settings(deadline=None, max_examples=300)
-def test_every_map_on_the_way_is_safe_and_within_memory(case) -> None:
+def test_every_map_on_the_way_is_safe_and_within_memory(case: tuple[Placement, Placement, Any, Limits]) -> None:
     current, target, topology, limits = case
     schedule = schedule_moves(current, target, topology, limits)
     alive = topology.rank_speeds > 0
@@ -150,7 +151,7 @@ def test_the_sources_are_the_plans() -> None:
 
 @given(migrations())
 @settings(deadline=None, max_examples=100)
-def test_sources_are_near_and_send_alike(case) -> None:
+def test_sources_are_near_and_send_alike(case: tuple[Placement, Placement, Any, Limits]) -> None:
     """Against the choice as it is said, written out."""
     current, target, topology, _ = case
     moves, per_rank = moves_between(current, target.slot_experts, topology, 10.0), current.slots_per_rank
@@ -159,11 +160,11 @@ def test_sources_are_near_and_send_alike(case) -> None:
     }
     expected = {}
     for layer, row in enumerate(current.slot_experts.tolist()):
-        holders = {}
+        holders: dict[Any, Any] = {}
         for slot, expert in enumerate(row):
             if topology.rank_speeds[slot // per_rank] > 0:
                 holders.setdefault(expert, []).append(slot // per_rank)
-        sends = Counter()
+        sends: Counter[Any] = Counter()
         changed = [
             (len(holders.get(expert, ())), slot, expert)
             for slot, expert in enumerate(target.slot_experts[layer].tolist())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -32,7 +34,7 @@ DOMAINS = ["code", "law", "code", "law"]
 every_predictor = pytest.mark.parametrize("name", ["domain", "popularity", "prefix", "recorded", "token_table"])
 
 
-def make_trace(seed=0, with_ids=True) -> ActivationTrace:
+def make_trace(seed: int = 0, with_ids: bool = True) -> ActivationTrace:
     """Four requests, each half prefill and half decode."""
     rng = np.random.default_rng(seed)
     total = int(LENGTHS.sum())
@@ -45,7 +47,7 @@ def make_trace(seed=0, with_ids=True) -> ActivationTrace:
     return ActivationTrace.from_arrays(meta, ids, offsets, table, phase, token_ids)
 
 
-def counts(trace, index, phase=None) -> np.ndarray:
+def counts(trace: Any, index: Any, phase: Any = None) -> np.ndarray:
     tokens = trace.request(index)
     return footprint(tokens.expert_ids if phase is None else tokens.only(phase), EXPERTS)
 
@@ -62,7 +64,7 @@ def test_all_are_registered() -> None:
 @every_predictor
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**20))
-def test_contract(name, seed) -> None:
+def test_contract(name: str, seed: int) -> None:
     """A layer sums to tokens x top_k, nothing is negative, and neither input nor fit is changed by predicting."""
     trace = make_trace(seed)
     made = predictors.make(name)
@@ -91,7 +93,7 @@ def test_contract(name, seed) -> None:
 
 
 @every_predictor
-def test_contract_errors(name) -> None:
+def test_contract_errors(name: str) -> None:
     trace = make_trace()
     made = predictors.make(name)
     for use in (lambda: made.predict(PredictRequest()), lambda: made.num_layers, lambda: made.num_experts):

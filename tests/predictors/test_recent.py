@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,18 +27,21 @@ LAYERS, EXPERTS, TOP_K = 2, 6, 2
 LENGTHS = np.array([4, 8, 2, 6])
 
 
-def some(rng, tokens, layers=LAYERS, experts=EXPERTS, top_k=TOP_K) -> np.ndarray:
+def some(
+    rng: np.random.Generator, tokens: Any, layers: Any = LAYERS, experts: Any = EXPERTS, top_k: Any = TOP_K
+) -> np.ndarray:
     return footprint(np.argsort(rng.random((tokens, layers, experts)), axis=-1)[..., :top_k], experts)
 
 
-def written_out(records, decay) -> np.ndarray:
+def written_out(records: Any, decay: Any) -> np.ndarray:
     """Mean activations a token; the last record weighs 1, the one before it `decay` …"""
     weights = [decay ** (len(records) - 1 - i) for i in range(len(records))]
     parts = [w * counts / tokens for w, (counts, tokens) in zip(weights, records, strict=True)]
-    return sum(parts) / sum(weights)
+    found: np.ndarray = sum(parts) / sum(weights)
+    return found
 
 
-def make_trace(arrival_s=None) -> ActivationTrace:
+def make_trace(arrival_s: Any = None) -> ActivationTrace:
     rng = np.random.default_rng(3)
     ids = np.argsort(rng.random((int(LENGTHS.sum()), LAYERS, EXPERTS)), axis=-1)[..., :TOP_K]
     phase = np.concatenate([np.repeat([PREFILL, DECODE], n // 2) for n in LENGTHS]).astype(np.uint8)
@@ -44,7 +50,7 @@ def make_trace(arrival_s=None) -> ActivationTrace:
     return ActivationTrace.from_arrays(meta, ids, np.concatenate([[0], np.cumsum(LENGTHS)]), table, phase)
 
 
-def counts(trace, index, phase=None) -> np.ndarray:
+def counts(trace: Any, index: Any, phase: Any = None) -> np.ndarray:
     tokens = trace.request(index)
     return footprint(tokens.expert_ids if phase is None else tokens.only(phase), EXPERTS)
 
@@ -55,7 +61,9 @@ def counts(trace, index, phase=None) -> np.ndarray:
     st.floats(0.01, 1.0),
     st.integers(0, 2**20),
 )
-def test_it_is_the_decayed_mean_of_all_and_of_each_worker(drawn, decay, seed) -> None:
+def test_it_is_the_decayed_mean_of_all_and_of_each_worker(
+    drawn: list[tuple[int, int | str | None]], decay: float, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     made = RecentPopularity(decay)
     records = [(some(rng, tokens), tokens, worker) for tokens, worker in drawn]
@@ -72,7 +80,7 @@ def test_it_is_the_decayed_mean_of_all_and_of_each_worker(drawn, decay, seed) ->
 
 
 @pytest.mark.parametrize("decay", [1e-300, 0.5, 0.99, 1.0])
-def test_nothing_overflows_and_nothing_wears_off(decay) -> None:
+def test_nothing_overflows_and_nothing_wears_off(decay: float) -> None:
     """Theory: 6,000 records in a cycle of three leave the geometric series of that cycle."""
     rng = np.random.default_rng(0)
     cycle = [some(rng, 4) / 4 for _ in range(3)]
@@ -124,9 +132,13 @@ def test_contract() -> None:
     made = RecentPopularity()
     view = made.of_worker(0)
     for use in (made, view):
-        for ask in (lambda use=use: use.predict(PredictRequest()), lambda use=use: use.num_layers):
+        asks: tuple[Callable[[Any], object], ...] = (
+            lambda one: one.predict(PredictRequest()),
+            lambda one: one.num_layers,
+        )
+        for ask in asks:
             with pytest.raises(ConfigError, match="predictor 'recent_popularity' is not fitted: call fit"):
-                ask()
+                ask(use)
     trace = make_trace()
     made.fit(trace)
     assert isinstance(made, FittablePredictor)

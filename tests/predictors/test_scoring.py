@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,13 +25,13 @@ class Given:
         return np.asarray(request.footprint, np.float64)
 
 
-def scored(predicted, truth, top_k, groups=None, seed=0):
+def scored(predicted: Any, truth: Any, top_k: Any, groups: Any = None, seed: int = 0) -> Any:
     requests = [PredictRequest(footprint=one) for one in predicted]
     return score(Given(*truth.shape[1:]), requests, truth, top_k, np.random.default_rng(seed), groups)
 
 
 @st.composite
-def loads(draw):
+def loads(draw: st.DrawFn) -> tuple[Any, Any, Any]:
     """Predicted and true [request, layer, expert], with many ties and zeros; no true layer is empty."""
     shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(2, 7)))
     rng = np.random.default_rng(draw(st.integers(0, 2**20)))
@@ -39,7 +40,7 @@ def loads(draw):
     return predicted, truth, draw(st.integers(1, shape[2]))
 
 
-def brute_recall(predicted, truth, k):
+def brute_recall(predicted: Any, truth: Any, k: Any) -> Any:
     """The best over all ways to break the truth's ties; predictions tie by id."""
     ranked = sorted(range(len(truth)), key=lambda e: (-predicted[e], e))[:k]
     chosen = {e for e in ranked if predicted[e] > 0}
@@ -53,7 +54,7 @@ def brute_recall(predicted, truth, k):
 
 
 @given(loads())
-def test_measures_are_brute_force(drawn) -> None:
+def test_measures_are_brute_force(drawn: tuple[Any, Any, Any]) -> None:
     predicted, truth, k = drawn
     experts = truth.shape[2]
     found = scored(predicted, truth, k)
@@ -75,7 +76,7 @@ def test_measures_are_brute_force(drawn) -> None:
 
 @settings(max_examples=20)
 @given(loads(), st.floats(0.01, 100))
-def test_the_truth_scores_one_at_any_scale(drawn, scale) -> None:
+def test_the_truth_scores_one_at_any_scale(drawn: tuple[Any, Any, Any], scale: float) -> None:
     _, truth, k = drawn
     for measure in scored(truth * scale, truth, k)[1:]:
         np.testing.assert_allclose([*measure.over_requests, *measure.by_layer], 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +26,11 @@ from coterie.types import DECODE, PREFILL
 LAYERS, EXPERTS, TOP_K = 2, 6, 2
 
 
-def some(rng, tokens) -> np.ndarray:
+def some(rng: np.random.Generator, tokens: Any) -> np.ndarray:
     return footprint(np.argsort(rng.random((tokens, LAYERS, EXPERTS)), axis=-1)[..., :TOP_K], EXPERTS)
 
 
-def common(one, other) -> int:
+def common(one: Any, other: Any) -> int:
     count = 0
     for a, b in zip(one, other, strict=False):
         if a != b:
@@ -38,7 +39,7 @@ def common(one, other) -> int:
     return count
 
 
-def brute(held, prompt):
+def brute(held: Any, prompt: Any) -> Any:
     """Number and shared tokens of the longest common prefix, the latest of several; `held` is by number."""
     best = max(((common(tokens, prompt), number) for number, tokens in held.items()), default=(0, 0))
     return (best[1], best[0]) if best[0] else None
@@ -54,7 +55,7 @@ sequences = st.lists(st.integers(0, 2), max_size=5)
         max_size=60,
     )
 )
-def test_the_index_is_brute_force(steps) -> None:
+def test_the_index_is_brute_force(steps: list[Any]) -> None:
     index, held = PrefixIndex(), {}
     added = 0
     for what, tokens in steps:
@@ -96,7 +97,7 @@ def test_a_tree_that_forgets_does_not_grow() -> None:
     opening = rng.integers(0, 1000, 400)
     index = PrefixIndex()
 
-    def serve(count) -> None:
+    def serve(count: int) -> None:
         for _ in range(count):
             cut = int(rng.integers(1, 400))
             index.add(np.concatenate([opening[:cut], rng.integers(0, 1000, 400 - cut)]).astype(np.int32))
@@ -116,7 +117,7 @@ def test_a_tree_that_forgets_does_not_grow() -> None:
 
 @settings(max_examples=100)
 @given(st.data())
-def test_it_is_brute_force_over_all_earlier_requests(data) -> None:
+def test_it_is_brute_force_over_all_earlier_requests(data: st.DataObject) -> None:
     """Each request is predicted before it is observed: what the latest with the longest prefix did, else popularity."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**20)))
     alike = data.draw(st.sampled_from([0.3, 0.5, 0.8, 1.0]))
@@ -165,12 +166,14 @@ def test_the_share_is_of_the_request_asked() -> None:
         assert (made.similar(asked) is not None) == hit
     np.testing.assert_allclose(made.predict(PredictRequest(np.arange(20))), counts * 20 / 3)
     assert made.similar(np.arange(126)) is None
-    assert made.similar(np.arange(125)).share == 0.8
+    found = made.similar(np.arange(125))
+    assert found is not None
+    assert found.share == 0.8
     assert made.similar(None) is None
     assert made.similar(np.empty(0, np.int32)) is None
 
 
-def make_trace(token_ids=True, arrival_s=None) -> ActivationTrace:
+def make_trace(token_ids: bool = True, arrival_s: Any = None) -> ActivationTrace:
     """Conversations 0 and 1 with a second turn each, 2 and 3: prompt and answer of the first, then one token more."""
     rng = np.random.default_rng(3)
     first = [rng.integers(0, 99, 12), rng.integers(100, 199, 12)]
@@ -179,7 +182,7 @@ def make_trace(token_ids=True, arrival_s=None) -> ActivationTrace:
     phase = [np.repeat([PREFILL, DECODE], [n, len(i) - n]) for n, i in zip(cuts, ids, strict=True)]
     total = sum(map(len, ids))
     experts = np.argsort(rng.random((total, LAYERS, EXPERTS)), axis=-1)[..., :TOP_K]
-    table = RequestTrace(np.array(cuts), np.array([len(i) for i in ids]) - cuts, arrival_s=arrival_s)
+    table = RequestTrace(np.array(cuts), np.array([len(i) for i in ids]) - np.array(cuts), arrival_s=arrival_s)
     return ActivationTrace.from_arrays(
         TraceMeta("model", EXPERTS, LAYERS, TOP_K),
         experts,
@@ -195,10 +198,13 @@ def test_fit_remembers_prompt_and_answer() -> None:
     made = SimilarPrefix().fit(trace, np.array([0, 1]), DECODE)
     for turn in (0, 1):
         tokens = trace.request(turn + 2)
+        assert tokens.token_ids is not None
         prompt = tokens.token_ids[tokens.phase == PREFILL]
         own = footprint(trace.request(turn).only(DECODE), EXPERTS)
         np.testing.assert_allclose(made.predict(PredictRequest(prompt, num_tokens=6)), own)
-        assert made.similar(prompt).share == 12 / 13
+        found = made.similar(prompt)
+    assert found is not None
+    assert found.share == 12 / 13
     floor = RecentPopularity().fit(trace, np.array([0, 1]), DECODE)
     for asked in (PredictRequest(np.array([7000, 1])), PredictRequest(), PredictRequest(num_tokens=3)):
         np.testing.assert_array_equal(made.predict(asked), floor.predict(asked))
@@ -270,6 +276,7 @@ def test_contract() -> None:
     assert isinstance(made, FittablePredictor)
     assert (made.num_layers, made.num_experts) == (LAYERS, EXPERTS)
     known = trace.request(1)
+    assert known.token_ids is not None
     for request, tokens in (
         (PredictRequest(), 1),
         (PredictRequest(known.token_ids), 12),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,12 +23,16 @@ from coterie.types import DECODE, PREFILL
 LAYERS, EXPERTS, TOP_K = 3, 12, 2
 
 
-def distinct(rng, tokens, layers=LAYERS, experts=EXPERTS, k=TOP_K):
+def distinct(
+    rng: np.random.Generator, tokens: Any, layers: Any = LAYERS, experts: Any = EXPERTS, k: Any = TOP_K
+) -> Any:
     """Random expert ids [token, layer, k], different within a token."""
     return np.argsort(rng.random((tokens, layers, experts)), axis=-1)[..., :k]
 
 
-def trace_of(expert_ids, token_ids, lengths, phase=None, experts=EXPERTS) -> ActivationTrace:
+def trace_of(
+    expert_ids: Any, token_ids: Any, lengths: Any, phase: Any = None, experts: Any = EXPERTS
+) -> ActivationTrace:
     meta = TraceMeta("model", experts, expert_ids.shape[1], expert_ids.shape[2], tuple(range(expert_ids.shape[1])))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return ActivationTrace.from_arrays(
@@ -34,15 +40,16 @@ def trace_of(expert_ids, token_ids, lengths, phase=None, experts=EXPERTS) -> Act
     )
 
 
-def random_trace(rng, requests=12, vocabulary=20) -> ActivationTrace:
+def random_trace(rng: np.random.Generator, requests: int = 12, vocabulary: int = 20) -> ActivationTrace:
     lengths = rng.integers(1, 30, requests)
     total = int(lengths.sum())
     return trace_of(distinct(rng, total), rng.integers(0, vocabulary, total), lengths)
 
 
-def reference(trace, requests, asked, smoothing):
+def reference(trace: Any, requests: Any, asked: Any, smoothing: Any) -> np.ndarray:
     """Token by token, in plain NumPy, nothing cut off."""
-    shares, means = [], {}
+    shares: list[Any] = []
+    means: dict[Any, Any] = {}
     for r in requests:
         tokens = trace.request(int(r))
         shares.append(footprint(tokens.expert_ids, EXPERTS) / len(tokens.phase))
@@ -60,7 +67,7 @@ def reference(trace, requests, asked, smoothing):
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**20), smoothing=st.sampled_from([0.0, 0.5, 3.0]))
-def test_it_is_the_plain_reference(seed, smoothing) -> None:
+def test_it_is_the_plain_reference(seed: int, smoothing: float) -> None:
     rng = np.random.default_rng(seed)
     trace = random_trace(rng)
     chosen = rng.permutation(trace.num_requests)[: int(rng.integers(1, 12))]
@@ -76,7 +83,7 @@ def test_it_is_the_plain_reference(seed, smoothing) -> None:
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**20))
-def test_where_the_token_decides_it_is_exact(seed) -> None:
+def test_where_the_token_decides_it_is_exact(seed: int) -> None:
     """Theory: experts are a function of the token id, so one occurrence tells all."""
     rng = np.random.default_rng(seed)
     function = distinct(rng, 40)
@@ -91,7 +98,9 @@ def test_where_the_token_decides_it_is_exact(seed) -> None:
 
 def test_smoothing_runs_from_the_tokens_own_to_popularity(rng: np.random.Generator) -> None:
     trace = random_trace(rng)
-    token = int(trace.request(0).token_ids[0])
+    ids = trace.request(0).token_ids
+    assert ids is not None
+    token = int(ids[0])
     asked = PredictRequest(np.array([token] * 5))
     own = TokenTable(smoothing=0, experts_kept=EXPERTS).fit(trace).predict(asked)
     popular = PopularityPredictor().fit(trace).predict(asked)
@@ -187,7 +196,12 @@ def test_a_trace_that_repeats_an_id_stays_within_bounds() -> None:
 
 
 def test_not_fitted_says_so() -> None:
-    for use in (lambda t: t.predict(PredictRequest()), lambda t: t.num_layers, lambda t: t.save("x")):
+    uses: list[Callable[[TokenTable], object]] = [
+        lambda t: t.predict(PredictRequest()),
+        lambda t: t.num_layers,
+        lambda t: t.save("x"),  # type: ignore[func-returns-value]
+    ]
+    for use in uses:
         with pytest.raises(ConfigError, match="'token_table' is not fitted: call fit"):
             use(TokenTable())
 
@@ -221,13 +235,13 @@ def test_bad_input_is_refused(rng: np.random.Generator) -> None:
 
 
 @pytest.fixture
-def saved(rng: np.random.Generator, tmp_path: Path):
+def saved(rng: np.random.Generator, tmp_path: Path) -> tuple[Any, Any]:
     table = TokenTable(smoothing=0.5, experts_kept=5).fit(random_trace(rng))
     table.save(tmp_path / "table.safetensors")
     return table, tmp_path / "table.safetensors"
 
 
-def test_round_trip_is_exact(saved, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_round_trip_is_exact(saved: tuple[Any, Any], tmp_path: Path, rng: np.random.Generator) -> None:
     table, file = saved
     again = TokenTable.load(file)
     assert (again.smoothing, again.experts_kept, again.max_bytes) == (0.5, 5, table.max_bytes)
@@ -242,13 +256,13 @@ def test_round_trip_is_exact(saved, tmp_path: Path, rng: np.random.Generator) ->
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "table.safetensors"]
 
 
-def test_nothing_is_replaced(saved) -> None:
+def test_nothing_is_replaced(saved: tuple[Any, Any]) -> None:
     table, file = saved
     with pytest.raises(ConfigError, match="exists; choose another name"):
         table.save(file)
 
 
-def test_a_cut_file_is_refused_wherever_it_is_cut(saved, tmp_path: Path) -> None:
+def test_a_cut_file_is_refused_wherever_it_is_cut(saved: tuple[Any, Any], tmp_path: Path) -> None:
     data = saved[1].read_bytes()
     for length in [0, 4, 8, 100, *range(200, len(data), 97), len(data) - 1]:
         (tmp_path / "part").write_bytes(data[:length])
@@ -265,7 +279,7 @@ def test_a_cut_file_is_refused_wherever_it_is_cut(saved, tmp_path: Path) -> None
         TokenTable.load(tmp_path)
 
 
-def rewritten(file, about=None, drop=(), **changed):
+def rewritten(file: Any, about: Any = None, drop: tuple[Any, ...] = (), **changed: Any) -> Any:
     """The file with some metadata or arrays changed."""
     data = file.read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -293,20 +307,20 @@ def rewritten(file, about=None, drop=(), **changed):
         ({"experts_kept": 0}, "metadata: experts_kept=0"),
     ],
 )
-def test_wrong_metadata_is_named(saved, about, field) -> None:
+def test_wrong_metadata_is_named(saved: tuple[Any, Any], about: dict[str, Any], field: str) -> None:
     file = rewritten(saved[1], about)
     with pytest.raises(TraceError, match=f"table.safetensors: {field}"):
         TokenTable.load(file)
 
 
 @pytest.mark.parametrize("name", ["top_k", "smoothing", "experts_kept", "model", "layer_ids", "max_bytes"])
-def test_missing_metadata_is_named(saved, name) -> None:
+def test_missing_metadata_is_named(saved: tuple[Any, Any], name: str) -> None:
     with pytest.raises(TraceError, match=f"metadata {name}: is missing"):
         TokenTable.load(rewritten(saved[1], drop=(name,)))
 
 
 @pytest.mark.parametrize("name", ["token_ids", "counts", "experts", "weights", "popularity"])
-def test_missing_or_misshapen_arrays_are_named(saved, name) -> None:
+def test_missing_or_misshapen_arrays_are_named(saved: tuple[Any, Any], name: str) -> None:
     table, file = saved
     whole = file.read_bytes()
     array = load_safetensors(whole)[name]
@@ -334,11 +348,11 @@ def test_missing_or_misshapen_arrays_are_named(saved, name) -> None:
         ("popularity", lambda a: a - 1, "must not be negative"),
     ],
 )
-def test_damaged_values_are_named(saved, name, change, problem) -> None:
+def test_damaged_values_are_named(saved: tuple[Any, Any], name: str, change: Callable[..., Any], problem: str) -> None:
     file = saved[1]
     changed = np.ascontiguousarray(change(load_safetensors(file.read_bytes())[name]))
     with pytest.raises(TraceError, match=f"{name}: .*{problem}"):
-        TokenTable.load(rewritten(file, **{name: changed}))
+        TokenTable.load(rewritten(file, **cast(Any, {name: changed})))
 
 
 def test_another_safetensors_file_is_refused(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ def hungarian(costs: np.ndarray, limits: np.ndarray) -> float:
 @given(st.integers(1, 40), st.integers(1, 7), st.integers(0, 3), st.booleans(), st.integers(0, 10_000))
 def test_assignment_is_optimal(requests: int, workers: int, room: int, ties: bool, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    costs = rng.integers(0, 4, (requests, workers)) if ties else rng.random((requests, workers)) + rng.random(workers)
-    costs = costs.astype(np.float32)
+    drawn = rng.integers(0, 4, (requests, workers)) if ties else rng.random((requests, workers)) + rng.random(workers)
+    costs = drawn.astype(np.float32)
     limits = rng.multinomial(requests + room, rng.dirichlet(np.ones(workers)))
     labels = assign(costs, limits)
     assert (np.bincount(labels, minlength=workers) <= limits).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -256,7 +257,7 @@ def test_every_router_is_made_of_a_fit(known: Calibration, fitted: RouterFit) ->
     model = step_model(get_model("gpt-oss-20b"), "h200")
     request = Request("r", 100, known.prefill[0])
     for name in routers:
-        settings = {"labels": {}} if name == "domain" else {}
+        settings: dict[str, Any] = {"labels": {}} if name == "domain" else {}
         decision = fitted.router(name, model, **settings).route(request, fitted.fleet(places=8))
         assert 0 <= decision.worker < 5
     assert fitted.router("locality_band", model, band=0.5) == LocalityBand(fitted, 0.5)

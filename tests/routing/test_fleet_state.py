@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,13 +26,15 @@ def recount(residents: dict[str, tuple[int, np.ndarray]], fleet: Fleet, worker: 
     mine = [np.log1p(-p) for where, p in profiles if where == worker]
     expected = (len(mine) + fleet.running.mean()) / 2
     mean = (np.mean(mine, axis=0) + np.log1p(-prior)) / 2 if mine else np.log1p(-prior)
-    return np.exp(expected * mean)
+    found: np.ndarray = np.exp(expected * mean)
+    return found
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.booleans(), st.integers(0, 99)), max_size=40), st.integers(0, 99))
 def test_counts_are_those_of_who_is_there(workers: int, actions: list[tuple[bool, int]], seed: int) -> None:
     rng, size = np.random.default_rng(seed), 6
-    fleet, residents = Fleet([8] * workers, np.full((workers, size), 0.2)), {}
+    fleet = Fleet([8] * workers, np.full((workers, size), 0.2))
+    residents: dict[Any, Any] = {}
     for number, (comes, which) in enumerate(actions):
         if comes or not residents:
             one = profile(rng, size)
@@ -51,7 +55,8 @@ def test_counts_are_those_of_who_is_there(workers: int, actions: list[tuple[bool
 @given(st.integers(2, 5), st.integers(1, 12), st.integers(0, 99))
 def test_missed_follows_its_definition(workers: int, requests: int, seed: int) -> None:
     rng, size = np.random.default_rng(seed), 5
-    fleet, residents = Fleet([8] * workers, np.full((workers, size), 0.2)), {}
+    fleet = Fleet([8] * workers, np.full((workers, size), 0.2))
+    residents: dict[Any, Any] = {}
     for number in range(requests):
         one = profile(rng, size)
         residents[f"r{number}"] = (int(rng.integers(workers)), one)
@@ -68,7 +73,8 @@ def test_missed_follows_its_definition(workers: int, requests: int, seed: int) -
 def test_nobody_left_leaves_nothing_behind(actions: list[tuple[int, int]], seed: int) -> None:
     """Whoever came, was refined and went in between: not even rounding."""
     rng, size = np.random.default_rng(seed), 7
-    fleet, there = Fleet([4, 4, 4], np.full((3, size), 0.2)), []
+    fleet = Fleet([4, 4, 4], np.full((3, size), 0.2))
+    there: list[Any] = []
     for number, (action, which) in enumerate(actions):
         if action < 2 or not there:
             there.append(f"r{number}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def test_predictions_are_the_formula(rank: int, cells: int) -> None:
         before=before, after=after, inward=inward, outward=outward, own=0.6, noise=30.0, ridge=1.0
     )
     for dtype in (np.int64, np.uint32, np.float32):
-        counts = rng.integers(0, 100, cells).astype(dtype)
+        counts: Any = rng.integers(0, 100, cells).astype(dtype)
         z = 80 / 110 * (counts / 80.0 - before)
         right = after + 0.6 * z + (inward.astype(np.float64) @ z) @ outward
         np.testing.assert_allclose(forecast.predict(counts, 80), np.clip(right, 0, 1), atol=1e-5)
@@ -123,7 +124,7 @@ def test_real_routing(data_dir: Path) -> None:
     order = np.random.default_rng(0).permutation(len(known.prefill))
     fit, test = known.take(order[:205]), known.take(order[205:])
     before, after = fit.probabilities
-    found = Forecast().fit(before, after, tokens_of(fit.prefill, 4), np.random.default_rng(0))
+    found = Forecast().fit(before, after, cast(Any, tokens_of(fit.prefill, 4)), np.random.default_rng(0))
     raw, truth = test.probabilities
     guess = predictions(found, raw, tokens_of(test.prefill, 4))
     popular = np.tile(after.mean(axis=0), (len(truth), 1))

@@ -105,6 +105,7 @@ def test_random_is_even_and_follows_its_seed() -> None:
 def test_a_band_of_none_is_the_most_alike_and_of_all_the_shortest_queue(loads: list[int], seed: int) -> None:
     fleet, known = busy(loads), fitted()
     request = Request("r", 10, draw(1, seed).prefill[0])
+    assert request.footprint is not None
     similarity = known.similarities(request.footprint)
     assert similarity[LocalityBand(known, 0.0).route(request, fleet).worker] == similarity.max()
     everyone = LocalityBand(known, 1.0).route(request, fleet).worker
@@ -165,6 +166,7 @@ def test_latency_aware_scores_are_its_formula() -> None:
         right = (step + prices.context_us * held + (others + 1) * more) / fleet.speeds
         decision = LatencyAware(known, COST).route(Request("r", 1000, counts, None, cached), fleet)
         np.testing.assert_allclose(decision.scores, right, rtol=1e-6)
+        assert decision.profile is not None
         np.testing.assert_allclose(decision.profile, profile, atol=1e-6)
         np.testing.assert_array_equal(decision.profile, known.profile(counts))
         assert decision.worker == np.argmin(right)

@@ -51,7 +51,7 @@ def test_power_of_any_batch(batch: int, size: int, seed: int) -> None:
     rows = rng.random((size, 2100)).astype(np.float32)  # past a block
     plus, minus = rng.random(2100).astype(np.float32), rows[0]
     scratch = np.empty(1024, np.float32), np.empty(1024, np.float32)
-    found = _union(rows.sum(axis=0), plus, minus, size, np.int64(batch), *scratch)
+    found = _union(rows.sum(axis=0), plus, minus, size, np.int64(batch), *scratch)  # type: ignore[arg-type]  # a compiled argument
     mean = (rows.sum(axis=0, dtype=np.float64) + plus - minus) / size
     assert found == pytest.approx(size * (1 - (1 - mean) ** batch).sum(), rel=1e-4)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,7 +60,8 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, SchedulerConfig, lis
 @settings(max_examples=120)
 def test_any_strategy_and_setting(case: tuple[np.ndarray, np.ndarray, SchedulerConfig, list[float], int]) -> None:
     arrival_s, loads, config, seconds, seed = case
-    recorder, done = Recorder(seconds), []
+    recorder = Recorder(seconds)
+    done: list[Any] = []
     rng = np.random.default_rng(seed)
     run = run_batches(arrival_s, loads, recorder, config, config.make(OFFERED), rng, check=True, progress=done.append)
     batches = recorder.batches

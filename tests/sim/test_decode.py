@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -259,7 +260,8 @@ def test_requests_that_cannot_be_replayed_are_refused(change: Change, message: s
 
 @pytest.mark.parametrize("setting", ["places", "ranks"])
 def test_no_places_and_no_ranks_are_refused(setting: str) -> None:
-    step, given_ = Execution(1.0, 1.0, 1.0), {"places": 1, "ranks": 1, setting: 0}
+    step = Execution(1.0, 1.0, 1.0)
+    given_: dict[str, Any] = {"places": 1, "ranks": 1, setting: 0}
     with pytest.raises(ConfigError, match=f"^{setting}=0 must be at least 1$"):
         run_decode(
             GOOD,

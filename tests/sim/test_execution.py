@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,9 +49,9 @@ def test_caps_model_is_base_times_one_plus_cv(seed: int, layers: int, experts: i
         ({"loads": np.zeros((3, 4))}, "loads has shape (3, 4); expected [request, layer, expert]"),
     ],
 )
-def test_bad_settings_of_caps_model_are_named(setting: dict[str, float], message: str) -> None:
+def test_bad_settings_of_caps_model_are_named(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        SpreadExecution(**({"loads": np.zeros((3, 1, 4)), "base_s": 1.0, "sensitivity": 1.0} | setting))
+        SpreadExecution(**{"loads": np.zeros((3, 1, 4)), "base_s": 1.0, "sensitivity": 1.0, **setting})
 
 
 @pytest.mark.parametrize("row", [3, -1])

@@ -15,14 +15,13 @@ from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.routing.base import Decision, Request
 from coterie.routing.fleet import Fleet
-from coterie.sim.fleet._steps import step_us
 from coterie.sim.fleet._tables import MOST_DECODING, step_tables
 from coterie.sim.fleet.metrics import FleetRun, Limits, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings
 from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.types import Link, ModelSpec
 from fleet_reference import Reference, StepTime
-from fleet_steps import COUNTED, SPEC, by_bits
+from fleet_steps import SPEC, by_bits, counted_us
 
 MODEL = step_model(SPEC, "h200")
 LINK = Link("slow", 2e9, 3e-4)
@@ -67,7 +66,7 @@ def cases(draw: st.DrawFn) -> tuple[FleetRequests, FleetConfig, int, str]:
     offsets, blocks = prefixes(rng, prompts, block_tokens) if draw(st.booleans()) else (None, None)
     in_flight = draw(st.sampled_from([0, 0, 1, 3, 7]))
     gap = draw(st.sampled_from([0.0, 1e-4, 1e-3]))
-    times = None if in_flight else np.sort(rng.integers(0, 40, count)) * gap
+    times = None if in_flight else np.sort(rng.integers(0, 40, count)).astype(np.float64) * gap
     picked = rng.integers(number, size=count)
     requests = FleetRequests(recordings(rng, number), picked, prompts, outputs, times, offsets, blocks, block_tokens)
     both = draw(st.booleans())
@@ -106,7 +105,7 @@ def table_us(requests: FleetRequests, config: FleetConfig) -> StepTime:
     def us(rows: list[int], load: np.ndarray, batch: Batch) -> float:
         if not batch.prefill_tokens and len(rows) <= most:
             return by_bits(tables, requests.recordings.expert_ids[rows], SPEC.num_experts, batch.decode_context)[0]
-        return step_us(*tables[:COUNTED], load.astype(np.uint32), *batch)[0]
+        return counted_us(tables, load.astype(np.uint32), batch)[0]
 
     return us
 
@@ -202,7 +201,7 @@ def test_prompts_that_begin_alike_do_not_all_queue_at_one_worker() -> None:
         np.arange(count),
         np.full(count, 64),
         np.full(count, 2),
-        np.arange(count) * 1e-6,
+        np.arange(count, dtype=np.float64) * 1e-6,
         4 * np.arange(count + 1),
         blocks,
         16,

@@ -13,10 +13,9 @@ from coterie.costs.presets import step_model
 from coterie.costs.step import Batch, CostOptions
 from coterie.models import get_model
 from coterie.sim.execution import StepTimer
-from coterie.sim.fleet._steps import step_us
 from coterie.sim.fleet._tables import MOST_DECODING, step_tables
 from coterie.types import Placement, Topology
-from fleet_steps import COUNTED, SPEC, by_bits
+from fleet_steps import SPEC, by_bits, counted_us
 
 MODELS = {
     "gpt-oss-20b": ("gpt-oss-20b", "h200", 1, CostOptions()),
@@ -46,11 +45,13 @@ def test_tables_give_the_times_of_the_step_model(name: str) -> None:
         )
         expected = timer(load, batch)
         counts = load.astype(np.uint32)
-        us, distinct = step_us(*tables[:COUNTED], counts, decoding, context, prefill, before, prompts)
+        us, distinct = counted_us(tables, counts, Batch(decoding, context, prefill, before, prompts))
         assert us * 1e-6 == pytest.approx(expected.seconds, rel=1e-7)
         assert distinct == expected.distinct
         if not prefill and ranks == 1 and decoding <= min(MOST_DECODING, tables.layer[5]):
-            assert by_bits(tables, tokens, experts, context) == (pytest.approx(us, rel=1e-9), distinct)
+            by_words, found = by_bits(tables, tokens, experts, context)
+            assert by_words == pytest.approx(us, rel=1e-9)
+            assert found == distinct
 
 
 @given(st.integers(0, 2**32), st.integers(1, MOST_DECODING), st.sampled_from([5, 12, 32, 60, 64, 100, 128]))
@@ -66,5 +67,7 @@ def test_bits_count_as_plain_counting_does(seed: int, tokens: int, experts: int)
     load = np.zeros((layers, experts), np.uint32)
     for layer in range(layers):
         np.add.at(load[layer], ids[:, layer].ravel(), 1)
-    us, distinct = step_us(*tables[:COUNTED], load, tokens, 100 * tokens, 0, 0, 1)
-    assert by_bits(tables, ids, experts, 100 * tokens) == (pytest.approx(us, rel=1e-9), distinct)
+    us, distinct = counted_us(tables, load, Batch(tokens, 100 * tokens, 0, 0, 1))
+    by_words, found = by_bits(tables, ids, experts, 100 * tokens)
+    assert by_words == pytest.approx(us, rel=1e-9)
+    assert found == distinct

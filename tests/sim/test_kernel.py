@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +19,10 @@ TIMES = st.lists(st.integers(0, 5).map(float) | st.floats(0, 5), max_size=40)
 
 @given(TIMES)
 def test_events_run_in_the_order_of_a_stable_sort(times: list[float]) -> None:
-    sim, seen = Simulation(), []
+    sim = Simulation()
+    seen: list[Any] = []
     for number, time_s in enumerate(times):
-        sim.at(time_s, lambda number=number: seen.append((sim.now_s, number)))
+        sim.at(time_s, partial(lambda number: seen.append((sim.now_s, number)), number))
     sim.run()
     order = np.argsort(times, kind="stable")
     assert seen == [(times[number], number) for number in order]
@@ -30,7 +33,8 @@ def test_events_run_in_the_order_of_a_stable_sort(times: list[float]) -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), max_size=3)), max_size=20))
 def test_events_asked_for_by_events_take_their_turn(plan: list[tuple[int, list[int]]]) -> None:
     """The reference keeps a plain list, and always runs the first of the earliest."""
-    sim, seen = Simulation(), []
+    sim = Simulation()
+    seen: list[Any] = []
     waiting: list[tuple[float, int, list[int]]] = []
     asked = 0
 
@@ -58,9 +62,10 @@ def test_events_asked_for_by_events_take_their_turn(plan: list[tuple[int, list[i
 
 @given(TIMES, st.floats(0, 6))
 def test_run_until_stops_after_the_events_of_that_time_and_goes_on(times: list[float], until_s: float) -> None:
-    sim, seen = Simulation(), []
+    sim = Simulation()
+    seen: list[Any] = []
     for time_s in times:
-        sim.at(time_s, lambda time_s=time_s: seen.append(time_s))
+        sim.at(time_s, partial(seen.append, time_s))
     sim.run(until_s)
     early = sorted(time_s for time_s in times if time_s <= until_s)
     assert seen == early
@@ -70,15 +75,22 @@ def test_run_until_stops_after_the_events_of_that_time_and_goes_on(times: list[f
 
 
 def test_an_event_at_this_very_moment_runs_after_those_asked_for_before() -> None:
-    sim, seen = Simulation(), []
-    sim.at(1.0, lambda: (seen.append("first"), sim.after(0.0, lambda: seen.append("third"))))
+    sim = Simulation()
+    seen: list[Any] = []
+
+    def first() -> None:
+        seen.append("first")
+        sim.after(0.0, lambda: seen.append("third"))
+
+    sim.at(1.0, first)
     sim.at(1.0, lambda: seen.append("second"))
     sim.run(1.0)
     assert seen == ["first", "second", "third"]
 
 
 def test_the_example_of_the_module() -> None:
-    sim, seen = Simulation(), []
+    sim = Simulation()
+    seen: list[Any] = []
     sim.at(2.0, lambda: seen.append("b"))
     sim.at(1.0, lambda: sim.after(1.0, lambda: seen.append("c")))
     sim.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_a_domain_without_strangers_uses_its_own_experts_alone(rng: np.random.Ge
         ({"tokens_sigma": math.nan}, "tokens_sigma=nan must be in 0 … 10"),
     ],
 )
-def test_bad_settings_are_named(setting: dict[str, float], message: str) -> None:
+def test_bad_settings_are_named(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         SemanticLoads(**setting)
 

@@ -193,7 +193,8 @@ class Model:
 
     def held(self, layer: int) -> list[int]:
         """What the map says this rank holds."""
-        return self.map[layer, self.rank * PER_RANK : (self.rank + 1) * PER_RANK].tolist()
+        own: list[int] = self.map[layer, self.rank * PER_RANK : (self.rank + 1) * PER_RANK].tolist()
+        return own
 
     def set_eplb_state(self, *views: Any) -> None:
         self.views = views
@@ -272,7 +273,7 @@ def rearrange(
     from vllm.distributed.eplb.eplb_communicator import TorchDistGlooStagedEplbCommunicator
     from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
 
-    class Counting(TorchDistGlooStagedEplbCommunicator):
+    class Counting(TorchDistGlooStagedEplbCommunicator):  # type: ignore[misc]
         received = 0
 
         def add_recv(self, tensors: Any, src_rank: int, expert_id: int) -> None:

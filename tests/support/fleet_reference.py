@@ -7,6 +7,7 @@ asked of the caller, who is given its tokens and their load.
 from __future__ import annotations
 
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -94,7 +95,7 @@ class Reference:
                 int(requests.prompt_tokens[n]),
                 int(requests.output_tokens[n]),
                 []
-                if requests.blocks is None
+                if requests.blocks is None or requests.block_offsets is None
                 else requests.blocks[requests.block_offsets[n] : requests.block_offsets[n + 1]].tolist(),
             )
             for n in range(len(requests))
@@ -145,11 +146,11 @@ class Reference:
                 self.engines[self.config.prefill_workers + one.decoder].waiting.append(one)
         if self.in_flight:
             while len(self.active) < self.in_flight:
-                one = next((one for one in self.coming if not self.busy(one)), None)
-                if one is None:
+                free = next((one for one in self.coming if not self.busy(one)), None)
+                if free is None:
                     break
-                self.coming.remove(one)
-                self.arrive(one, to_decide)
+                self.coming.remove(free)
+                self.arrive(free, to_decide)
         else:
             while self.coming and self.coming[0].arrival <= self.now:
                 one = self.coming.pop(0)
@@ -278,21 +279,21 @@ class Reference:
         engine.running += engine.staged
         engine.staged = []
         settled = self.config.schedule_ahead and bool(engine.running)
-        left = self.config.chunk_tokens if engine.role != "decode" else math.inf
+        left = self.config.chunk_tokens if engine.role != "decode" else sys.maxsize
         for one in engine.running:
             one.chunk = 0 if one.decoding or engine.role == "decode" else min(one.prompt - one.computed, left)
             left -= 1 if one.decoding else one.chunk
-        while not settled and left and (one := self.admit(engine)):
-            engine.running.append(one)
+        while not settled and left and (new := self.admit(engine)):
+            engine.running.append(new)
             if engine.role != "decode":
-                one.chunk = min(one.prompt - one.computed, left)
-                left -= one.chunk
+                new.chunk = min(new.prompt - new.computed, left)
+                left -= new.chunk
         if engine.role == "decode":
             for one in engine.running:
                 one.decoding = True
                 one.times.setdefault("join", self.now)
-        while self.config.schedule_ahead and (one := self.admit(engine)):
-            engine.staged.append(one)
+        while self.config.schedule_ahead and (new := self.admit(engine)):
+            engine.staged.append(new)
         load = np.zeros((self.spec.num_moe_layers, self.spec.num_experts), np.int64)
         for one in engine.running:
             for row in self.rows(one):

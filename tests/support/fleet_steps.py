@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from coterie.costs.step import Batch
 from coterie.sim.fleet._bits import decode_us, fill_bits
+from coterie.sim.fleet._steps import step_us
 from coterie.sim.fleet._tables import StepTables
 from coterie.types import ModelSpec
 
@@ -21,8 +23,13 @@ SPEC = ModelSpec(
     vocab_size=1000,
     first_moe_layer=1,
 )
-COUNTED = StepTables._fields.index("spans")
-"""Tables that `step_us` takes."""
+
+
+def counted_us(t: StepTables, counts: np.ndarray, batch: Batch) -> tuple[float, float]:
+    """The step of loads that were counted; counts [layer, expert] tokens."""
+    return step_us(
+        t.shape, t.layer, t.experts, t.dense, t.padded, t.attention, t.slots, t.links, t.blend, counts, *batch
+    )
 
 
 def by_bits(tables: StepTables, tokens: np.ndarray, experts: int, context: int) -> tuple[float, float]:

@@ -22,7 +22,7 @@ class ReferenceWorker:
     told: bool = False
     held: dict[BlockHash, Chain | None] = field(default_factory=dict)
     """Hash → its chain of blocks from the root, None while not known."""
-    waiting: dict[BlockHash, tuple[BlockHash, Any]] = field(default_factory=dict)
+    waiting: dict[BlockHash, tuple[BlockHash | None, Any]] = field(default_factory=dict)
     shown: set[Chain] = field(default_factory=set)
     veiled: set[Chain] = field(default_factory=set)
     apart: dict[tuple[str, int | None, str], set[BlockHash]] = field(default_factory=dict)
@@ -62,7 +62,8 @@ class ReferenceDirectory:
         return [_run(hashes, state.held) for state in self.workers]
 
     def match_tokens(self, tokens: Sequence[int], lora: Any = None, salt: str | None = None) -> list[int]:
-        size, chain, chains = self.block_size, (), []
+        size, chains = self.block_size, []
+        chain: tuple[Any, ...] = ()
         for block in range(len(tokens) // size):
             part = tuple(tokens[block * size : (block + 1) * size])
             chain = (*chain, (part, block_key(lora, [], salt if block == 0 else None)))
@@ -143,13 +144,15 @@ def _run(wanted: Sequence[Any], there: Any) -> int:
     return len(wanted)
 
 
-HASHES = st.one_of(st.integers(0, 7), st.sampled_from([b"a" * 8, b"b" * 8, b"c", 2**64 - 1, -3]))
+HASHES: st.SearchStrategy[BlockHash] = st.one_of(
+    st.integers(0, 7), st.sampled_from([b"a" * 8, b"b" * 8, b"c", 2**64 - 1, -3])
+)
 
 
 @st.composite
 def events(draw: st.DrawFn) -> Any:
     kind = draw(st.sampled_from(["stored"] * 6 + ["removed"] * 3 + ["cleared"]))
-    place = {
+    place: dict[str, Any] = {
         "medium": draw(st.sampled_from(["GPU"] * 6 + [None, "CPU"])),
         "group_idx": draw(st.sampled_from([None] * 4 + [0, 0, 0, 1])),
         "locality": draw(st.sampled_from([None] * 7 + ["REMOTE"])),

@@ -42,8 +42,8 @@ def draw(requests: int, seed: int, tokens: int = 120) -> Requests:
 def fitted() -> RouterFit:
     known = draw(120, 0)
     calibration = Calibration(
-        prefill=known.prefill,
-        decode=known.decode,
+        prefill=known.prefill.astype(np.uint32),
+        decode=known.decode.astype(np.uint32),
         gates=None,
         requests=np.arange(120),
         halved=False,

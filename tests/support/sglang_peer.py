@@ -131,7 +131,7 @@ class Peer:
         prompt, output = self.sequence(text, body["sampling_params"]["max_new_tokens"])
         meta = {"id": "x", "prompt_tokens": len(prompt), "completion_tokens": len(output), "cached_tokens": 0}
         if body.get("return_routed_experts") and self.info["enable_return_routed_experts"]:
-            meta["routed_experts"] = self.payload(prompt, output)  # type: ignore[assignment]
+            meta["routed_experts"] = self.payload(prompt, output)
         answer: dict[str, Any] = {"text": "…", "output_ids": output, "meta_info": meta}
         if body.get("return_prompt_token_ids") and self.lists_tokens:
             answer["prompt_token_ids"] = prompt

@@ -10,25 +10,25 @@ from coterie.types import DECODE, PREFILL
 EXPERTS, LAYERS, TOP_K = 12, 2, 3
 
 
-def quiet(*_) -> None:
+def quiet(doing: str, done: int, total: int) -> None:
     pass
 
 
-def rng(seed=0):
+def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
 def make_trace(
-    requests=20,
-    prompt=10,
-    output=6,
-    token_ids=True,
-    domains=True,
-    times=False,
-    seed=0,
-    vocabulary=30,
-    meta=TraceMeta("made", EXPERTS, LAYERS, TOP_K),  # noqa: B008
-):
+    requests: int = 20,
+    prompt: int = 10,
+    output: int = 6,
+    token_ids: bool = True,
+    domains: bool = True,
+    times: bool = False,
+    seed: int = 0,
+    vocabulary: int = 30,
+    meta: TraceMeta = TraceMeta("made", EXPERTS, LAYERS, TOP_K),  # noqa: B008
+) -> ActivationTrace:
     """Experts by token id and domain, with some noise."""
     draw = rng(seed)
     lengths = [draw.integers(1, (n or 1) + 1, requests) * bool(n) for n in (prompt, output)]

@@ -140,7 +140,8 @@ def generated(family: str, prompt: list[int], count: int, eos: int | None = None
             do_sample=False,
             eos_token_id=eos,
         )
-    return out[0, len(prompt) :].tolist()
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
 
 
 def captured(family: str, tokens: list[int]) -> np.ndarray:

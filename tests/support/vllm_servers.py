@@ -41,7 +41,8 @@ class Server:
             self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=timeout) as response:
-            return json.load(response)
+            answer: dict[str, Any] = json.load(response)
+        return answer
 
     def complete(self, prompt: str | list[int], max_tokens: int = 16, **more: Any) -> dict[str, Any]:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}

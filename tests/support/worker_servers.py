@@ -67,7 +67,7 @@ class Worker(NamedTuple):
         assert lines[-1] == "data: [DONE]"
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
-    def count(self, name: str, **labels: str) -> float:
+    def series(self, name: str, **labels: str) -> float:
         """One series of /metrics."""
         text = self.send("GET", "/metrics").body.decode()
         want = "".join(f'(?=.*{key}="{value}")' for key, value in labels.items())

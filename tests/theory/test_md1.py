@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 
@@ -21,7 +23,7 @@ def simulate(arrival_s: np.ndarray, service_s: np.ndarray) -> np.ndarray:
         return Execution(float(service_s[rows[0]]), 1.0, 1.0)
 
     loads = np.zeros((len(arrival_s), 1, 1))
-    run = run_batches(arrival_s, loads, execution, ONE_AT_A_TIME, Fcfs(), np.random.default_rng(0))
+    run = run_batches(arrival_s, loads, cast(Any, execution), ONE_AT_A_TIME, Fcfs(), np.random.default_rng(0))
     np.testing.assert_allclose(run.finish_s - run.start_s, service_s, rtol=0, atol=1e-9)
     return run.start_s - run.arrival_s
 

@@ -39,7 +39,8 @@ class Queue(NamedTuple):
 
 def queue_on_the_kernel(arrival_s: np.ndarray, service_s: np.ndarray, servers: int) -> Queue:
     """Two kinds of event, arrival and departure, and nothing else."""
-    sim, line = Simulation(), deque()
+    sim = Simulation()
+    line: deque[int] = deque()
     starts, seen = np.zeros(len(arrival_s)), np.zeros(len(arrival_s), np.int64)
     free, arrived = servers, 0
 
@@ -93,9 +94,13 @@ def test_the_kernel_gives_the_waits_of_mmk(servers: int, load: float) -> None:
 
     def drift(of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         up, down = of(seen + 1) - of(seen), of(seen - 1) - of(seen)
-        return rate * up + np.minimum(seen, servers) * down
+        found: np.ndarray = rate * up + np.minimum(seen, servers) * down
+        return found
 
-    queued = [drift(lambda n, power=power: np.maximum(n - servers, 0.0) ** power) for power in (1, 2, 3)]
+    def waiting(power: int) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda n: np.maximum(n - servers, 0.0) ** power
+
+    queued = [drift(waiting(power)) for power in (1, 2, 3)]
     found = controlled_mean(waits, [drift(lambda n: n), drift(lambda n: n**2), *queued])
     theory = erlang_wait(servers, load)
     assert found.error < 0.008 * theory, "too few requests to tell 2 % from chance"
@@ -126,7 +131,7 @@ def decode_wait(places: int, load: float, mean_tokens: float, largest: int = 120
     chain = np.zeros((largest, largest))
     for now in there:
         for done in range(running[now] + 1):
-            left = max(now, 1) - done
+            left = max(int(now), 1) - done
             chain[now, left:] += binom.pmf(done, running[now], ends) * come[: largest - left]
     chain[:, -1] += 1 - chain.sum(axis=1)
     equations = np.vstack([chain.T - np.eye(largest), np.ones(largest)])
@@ -145,7 +150,7 @@ def test_short_steps_turn_the_chain_of_decode_into_mmk(places: int, load: float)
     assert apart[1] / apart[0] == pytest.approx(0.1, rel=0.05), "what is left is in proportion to the step"
 
 
-@numba.njit
+@numba.njit  # type: ignore[untyped-decorator]
 def steps_by_hand(arrival_s: np.ndarray, tokens: np.ndarray, places: int, step_s: float) -> np.ndarray:
     """[request] when each joined, from the rule alone: joined at the end of a step, in order, where a place is free."""
     starts, left = np.zeros(len(tokens)), tokens.copy()

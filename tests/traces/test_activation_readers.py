@@ -183,7 +183,7 @@ def gpt_oss(folder: Path, rng: np.random.Generator) -> Path:
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_own_npz(tmp_path: Path, rng: np.random.Generator, save) -> None:
+def test_own_npz(tmp_path: Path, rng: np.random.Generator, save: Any) -> None:
     arrays = own(rng)
     save(tmp_path / "t.npz", **arrays, layer_ids=np.array([3, 5]))
     for path in (tmp_path / "t.npz", tmp_path):
@@ -241,7 +241,7 @@ def bad(name: str, value: Any) -> Callable[[dict[str, np.ndarray]], None]:
     return change
 
 
-def put(where: tuple[int, ...], value: Any) -> Callable[[np.ndarray], np.ndarray]:
+def put(where: tuple[int | slice, ...], value: Any) -> Callable[[np.ndarray], np.ndarray]:
     def change(array: np.ndarray) -> np.ndarray:
         array = array.copy()
         array[where] = value
@@ -284,7 +284,9 @@ def put(where: tuple[int, ...], value: Any) -> Callable[[np.ndarray], np.ndarray
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*pickl.*")
-def test_npz_that_is_wrong(tmp_path: Path, rng: np.random.Generator, change, problem) -> None:
+def test_npz_that_is_wrong(
+    tmp_path: Path, rng: np.random.Generator, change: Callable[[dict[str, np.ndarray]], None], problem: str
+) -> None:
     arrays = own(rng)
     change(arrays)
     np.savez(tmp_path / "t.npz", **arrays)  # type: ignore[arg-type]
@@ -296,13 +298,13 @@ def test_npz_that_is_wrong(tmp_path: Path, rng: np.random.Generator, change, pro
 
 
 def test_stated_and_given_experts_must_agree(tmp_path: Path, rng: np.random.Generator) -> None:
-    np.savez(tmp_path / "t.npz", **own(rng))
+    np.savez(tmp_path / "t.npz", **own(rng))  # type: ignore[arg-type]
     with pytest.raises(TraceError, match="num_experts: is 8, --num-experts says 9"):
         read_trace(tmp_path, options=ReadOptions(num_experts=9))
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"hello" * 9])
-def test_not_a_zip(tmp_path: Path, data) -> None:
+def test_not_a_zip(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "t.npz").write_bytes(data)
     assert not readers["npz"].sniff(tmp_path / "t.npz")
     with pytest.raises(TraceError, match=r"t\.npz: file: is not a \.npz archive, or is cut"):
@@ -317,7 +319,7 @@ def test_missing_or_several_files(tmp_path: Path, rng: np.random.Generator) -> N
     with pytest.raises(TraceError, match=r"folder: holds no \.npz file"):
         read_trace(tmp_path, "npz")
     for name in "ab":
-        np.savez(tmp_path / f"{name}.npz", **own(rng))
+        np.savez(tmp_path / f"{name}.npz", **own(rng))  # type: ignore[arg-type]
     with pytest.raises(TraceError, match=r"folder: holds a\.npz, b\.npz"):
         read_trace(tmp_path, "npz")
     np.save(tmp_path / "single.npy", np.zeros(3))
@@ -346,7 +348,9 @@ def test_members_that_are_no_arrays(tmp_path: Path) -> None:
         (lambda rows: [[], *rows[1:]], "line 1: must be a JSON object"),
     ],
 )
-def test_sidecar_that_does_not_fit(tmp_path: Path, rng: np.random.Generator, edit, problem) -> None:
+def test_sidecar_that_does_not_fit(
+    tmp_path: Path, rng: np.random.Generator, edit: Callable[..., Any], problem: str
+) -> None:
     file = gpt_oss(tmp_path, rng)
     path = tmp_path / "requests.jsonl.gz"
     rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
@@ -384,11 +388,11 @@ def test_index_that_does_not_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compressed", [False, True])
 @given(at=st.integers(0, 10**6), byte=st.integers(0, 255), cut=st.booleans())
 def test_damaged_npz_is_refused_or_read_alike(
-    tmp_path_factory: pytest.TempPathFactory, compressed, at, byte, cut
+    tmp_path_factory: pytest.TempPathFactory, compressed: bool, at: int, byte: int, cut: bool
 ) -> None:
     stream = io.BytesIO()
     arrays = own(np.random.default_rng(0))
-    (np.savez_compressed if compressed else np.savez)(stream, **arrays)
+    (np.savez_compressed if compressed else np.savez)(stream, **arrays)  # type: ignore[arg-type]
     data = bytearray(stream.getvalue())
     at %= len(data)
     path = tmp_path_factory.mktemp("damaged") / "t.npz"
@@ -424,7 +428,7 @@ def test_damaged_placements(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_sniffing_never_raises(tmp_path: Path, name) -> None:
+def test_sniffing_never_raises(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "noise").write_bytes(bytes(range(256)) * 8)
     (tmp_path / "long").write_bytes(b"x" * (5 << 20))

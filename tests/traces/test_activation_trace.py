@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ ragged = st.lists(st.integers(0, 7), min_size=1, max_size=12)
 
 @given(ragged, st.integers(0, 2**32), st.booleans(), st.integers(1, 12))
 def test_round_trip_of_ragged_requests(
-    tmp_path_factory: pytest.TempPathFactory, lengths, seed, optional, flush_tokens
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seed: int, optional: bool, flush_tokens: int
 ) -> None:
     trace = make(np.random.default_rng(seed), lengths, optional)
     folder = tmp_path_factory.mktemp("trace")
@@ -47,7 +48,7 @@ def test_round_trip_of_ragged_requests(
 
 @given(ragged, st.integers(1, 30), st.integers(1, 12))
 def test_segments_chunks_and_requests_tell_the_same(
-    tmp_path_factory: pytest.TempPathFactory, lengths, max_tokens, flush_tokens
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], max_tokens: int, flush_tokens: int
 ) -> None:
     trace = make(np.random.default_rng(0), lengths)
     folder = tmp_path_factory.mktemp("trace") / "t"
@@ -134,7 +135,7 @@ def test_a_recording_without_flush_reads_as_empty(tmp_path: Path, rng: np.random
 
 
 @pytest.mark.parametrize("bad", ["id", "negative", "shape", "rows", "gates", "phase"])
-def test_append_after_error(tmp_path: Path, rng: np.random.Generator, bad) -> None:
+def test_append_after_error(tmp_path: Path, rng: np.random.Generator, bad: str) -> None:
     """What is refused leaves nothing behind, and the writer goes on."""
     good = make(rng, [3])
     tokens, offsets = good.arrays()
@@ -142,9 +143,10 @@ def test_append_after_error(tmp_path: Path, rng: np.random.Generator, bad) -> No
     wide = tokens.expert_ids.astype(np.int64)
     if bad in ("id", "negative"):
         wide[1, 0, 2] = 300 if bad == "id" else -1
+    assert tokens.gate_weights is not None
     broken = {
-        "id": tokens._replace(expert_ids=wide),
-        "negative": tokens._replace(expert_ids=wide),
+        "id": tokens._replace(expert_ids=cast(Any, wide)),
+        "negative": tokens._replace(expert_ids=cast(Any, wide)),
         "shape": tokens._replace(expert_ids=tokens.expert_ids[:, :1]),
         "rows": tokens,
         "gates": tokens._replace(gate_weights=tokens.gate_weights[:2]),
@@ -215,7 +217,9 @@ def test_what_was_appended_does_not_change_with_the_callers_buffers(tmp_path: Pa
         (np.array([[[1]]]), [0], {}, "domains: given for some requests and not for others"),
     ],
 )
-def test_a_request_unlike_the_others_is_refused_and_nothing_is_lost(tmp_path: Path, ids, phase, extra, message) -> None:
+def test_a_request_unlike_the_others_is_refused_and_nothing_is_lost(
+    tmp_path: Path, ids: np.ndarray, phase: list[int], extra: dict[str, Any], message: str
+) -> None:
     meta = TraceMeta("m", num_experts=4, num_layers=1, top_k=1)
     with ActivationWriter(tmp_path / "t", meta) as out:
         out.append(np.array([[[3]]]), phase=[0], domain="law")

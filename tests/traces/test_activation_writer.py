@@ -9,8 +9,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +65,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     st.lists(st.integers(0, 6), min_size=1, max_size=10), st.lists(st.integers(0, 10), max_size=4), st.integers(1, 12)
 )
 def test_a_resumed_recording_has_the_bytes_of_one_that_was_not_interrupted(
-    tmp_path_factory: pytest.TempPathFactory, lengths, stops, flush_tokens
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], stops: list[int], flush_tokens: int
 ) -> None:
     trace = make(lengths)
     folder = tmp_path_factory.mktemp("trace")
@@ -84,7 +86,7 @@ CRASH_POINTS += ["pathlib.Path.replace", "pathlib.Path.unlink"]
 
 
 @pytest.fixture
-def short_collections():
+def short_collections() -> Iterator[None]:
     """What the tests before left behind is not looked at again: it would take longer than all else."""
     gc.freeze()
     yield
@@ -95,7 +97,7 @@ def short_collections():
 @pytest.mark.parametrize("point", CRASH_POINTS)
 @pytest.mark.usefixtures("short_collections")
 def test_after_a_crash_at_any_step_the_recording_goes_on_and_nothing_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point, step
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, step: str
 ) -> None:
     """Stop at the n-th call of everything that touches the disk; resume; the files are as if nothing had happened."""
     trace = make([3, 2, 4, 1])
@@ -127,12 +129,12 @@ def test_after_a_crash_at_any_step_the_recording_goes_on_and_nothing_shows(
         pytest.fail("the step never completed")
 
 
-def _stops(monkeypatch: pytest.MonkeyPatch, point, attempt, action) -> bool:
+def _stops(monkeypatch: pytest.MonkeyPatch, point: Any, attempt: Any, action: Any) -> bool:
     module, _, name = point.rpartition(".")
     owner = Path if module == "pathlib.Path" else __import__(module, fromlist=[name])
     real, calls = getattr(owner, name), 0
 
-    def stop(*args, **kwargs):
+    def stop(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == attempt:
@@ -149,7 +151,7 @@ def _stops(monkeypatch: pytest.MonkeyPatch, point, attempt, action) -> bool:
 
 
 @pytest.mark.parametrize("point", ["pathlib.Path.unlink", "json.dump", "os.fsync"])
-def test_a_crash_while_resuming_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point) -> None:
+def test_a_crash_while_resuming_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     trace = make([3, 2])
     out = ActivationWriter(tmp_path / "t", META)
     add(out, trace, 0)
@@ -210,7 +212,7 @@ def test_a_closed_trace_is_refused(tmp_path: Path) -> None:
         ({"source": {"seed": 7}}, r"shape=\[1, 2\], not None"),
     ],
 )
-def test_other_meta_is_refused_and_named(tmp_path: Path, change, message) -> None:
+def test_other_meta_is_refused_and_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     ActivationWriter(tmp_path / "t", META).suspend()
     with pytest.raises(ConfigError, match=message):
         ActivationWriter.resume(tmp_path / "t", replace(META, **change))

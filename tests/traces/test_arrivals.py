@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -42,7 +45,7 @@ def test_bursts_keep_the_rate_and_come_in_runs_of_one_domain(rng: np.random.Gene
 
 
 @given(count=st.integers(1, 300), size=st.integers(1, 50), share=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
-def test_bursts_give_the_count_in_order(count, size, share) -> None:
+def test_bursts_give_the_count_in_order(count: int, size: int, share: float) -> None:
     arrivals = BurstyArrivals(rate=5.0, burst_size=size, burst_rate=6.0, share=share).draw(
         count, MIX, np.random.default_rng(0)
     )
@@ -104,13 +107,13 @@ def test_recorded_lengths_stay_with_their_domain(rng: np.random.Generator) -> No
         (lambda: RecordedLengths(np.empty(0, int), np.empty(0, int)), "0 prompts must be at least 1"),
     ],
 )
-def test_bad_settings_say_why(make, message) -> None:
+def test_bad_settings_say_why(make: Callable[..., Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
 
 @given(tokens=st.integers(1, 5000))
-def test_a_number_of_tokens_is_met_exactly(tokens) -> None:
+def test_a_number_of_tokens_is_met_exactly(tokens: int) -> None:
     rng = np.random.default_rng(tokens)
     work = draw_arrivals(PoissonArrivals(), LognormalLengths(5, 1, 5, 1), MIX, rng, tokens=tokens)
     assert work.prompt_tokens.sum() + work.output_tokens.sum() == tokens

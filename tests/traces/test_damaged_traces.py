@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from coterie.traces import ActivationTrace, ActivationWriter
 
 @pytest.mark.parametrize("segment", [0, 1])
 @pytest.mark.parametrize("name", ["activations", "requests"])
-def test_missing_and_cut_segments(tmp_path: Path, rng: np.random.Generator, name, segment) -> None:
+def test_missing_and_cut_segments(tmp_path: Path, rng: np.random.Generator, name: str, segment: int) -> None:
     out = ActivationWriter(tmp_path / "t", META, flush_tokens=1)
     for _ in range(2):
         part = make(rng, [4])
@@ -68,7 +69,7 @@ def test_a_table_with_other_rows_is_refused(tmp_path: Path, rng: np.random.Gener
         ("segments", ..., "segments"),
     ],
 )
-def test_wrong_meta(tmp_path: Path, rng: np.random.Generator, key, value, field) -> None:
+def test_wrong_meta(tmp_path: Path, rng: np.random.Generator, key: str, value: Any, field: str) -> None:
     make(rng, [2, 3]).save(tmp_path / "t")
     path = tmp_path / "t" / "meta.json"
     meta = json.loads(path.read_text())
@@ -115,7 +116,7 @@ def test_validate_finds_offsets_that_fall(tmp_path: Path, rng: np.random.Generat
 
 
 @pytest.mark.parametrize("offsets", [[0, 3], [0, 9], [-1, 5], [1, 5], [0, 3, 2, 5], [0], []])
-def test_offsets_that_do_not_match(rng: np.random.Generator, offsets) -> None:
+def test_offsets_that_do_not_match(rng: np.random.Generator, offsets: list[Any]) -> None:
     tokens, _ = make(rng, [5]).arrays()
     with pytest.raises(InputError):
         ActivationTrace.from_arrays(META, tokens.expert_ids, np.array(offsets, np.int64), phase=tokens.phase)
@@ -136,7 +137,7 @@ for index in range(100_000):
 
 
 @pytest.mark.parametrize("lines", [1, 3, 8])
-def test_a_killed_recording_reads_up_to_its_last_flush(tmp_path: Path, lines) -> None:
+def test_a_killed_recording_reads_up_to_its_last_flush(tmp_path: Path, lines: int) -> None:
     """SIGKILL gives no chance to tidy up; the process says after each flush how many requests are safe."""
     child = subprocess.Popen([sys.executable, "-c", RECORDER, str(tmp_path / "t")], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
@@ -165,7 +166,7 @@ CRASH_POINTS += ["pathlib.Path.replace", "pathlib.Path.unlink"]
     ("point", "closing"), [*((point, True) for point in CRASH_POINTS), *((point, False) for point in CRASH_POINTS[:-1])]
 )
 def test_a_crash_at_any_step_loses_no_flushed_request(
-    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, point, closing
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, point: Any, closing: Any
 ) -> None:
     """Stop at the n-th call of everything that touches the disk, for every n until the step completes."""
     first, second = make(rng, [3, 2]), make(rng, [4])
@@ -182,7 +183,7 @@ def test_a_crash_at_any_step_loses_no_flushed_request(
             owner = Path if module == "pathlib.Path" else __import__(module, fromlist=[name])
             real = getattr(owner, name)
 
-            def stop(*args, real=real, attempt=attempt, **kwargs):
+            def stop(*args: Any, real: Any = real, attempt: Any = attempt, **kwargs: Any) -> Any:
                 nonlocal calls
                 calls += 1
                 if calls == attempt:

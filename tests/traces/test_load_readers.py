@@ -68,7 +68,9 @@ def test_trtllm_without_even_choices(tmp_path: Path, rng: np.random.Generator) -
         ({}, {"ep_size": 4}, "found 1 files, meta_info.json says ep_size=4"),
     ],
 )
-def test_trtllm_that_is_wrong(tmp_path: Path, rng: np.random.Generator, change, meta, problem) -> None:
+def test_trtllm_that_is_wrong(
+    tmp_path: Path, rng: np.random.Generator, change: dict[str, Any], meta: dict[str, Any], problem: str
+) -> None:
     arrays = {name: value for name, value in (statistics(rng) | change).items() if value is not None}
     path = trtllm(tmp_path / "s", [arrays], **meta)
     with pytest.raises(TraceError) as caught:
@@ -110,7 +112,8 @@ def test_load_history(tmp_path: Path) -> None:
     table = read_trace(path, options=ReadOptions(model="m", num_experts=3))
     assert isinstance(table, LoadTable)
     assert table.counts.tolist() == [[[1, 2, 3], [4, 5, 6]], [[0, 0, 2], [1, 1, 0]]]
-    assert (table.model, table.counts.dtype) == ("m", np.uint64)
+    assert table.model == "m"
+    assert table.counts.dtype == np.uint64
     with pytest.raises(TraceError, match="has 3 experts, --num-experts says 4"):
         read_trace(path, options=ReadOptions(num_experts=4))
 
@@ -136,7 +139,7 @@ def test_load_history(tmp_path: Path) -> None:
         (history([[2**70]]), "expected numbers"),
     ],
 )
-def test_load_history_that_is_wrong(tmp_path: Path, value, problem) -> None:
+def test_load_history_that_is_wrong(tmp_path: Path, value: dict[str, Any] | list[Any], problem: str) -> None:
     path = tmp_path / "history.json"
     path.write_text(json.dumps(value))
     with pytest.raises(TraceError) as caught:

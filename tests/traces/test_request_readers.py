@@ -28,11 +28,21 @@ JSONL = '{"arrival_s": 1.5, "prompt_tokens": 10, "output_tokens": 2}\n'
 
 def read(folder: Path, text: str, name: str = "file") -> RequestTrace:
     (folder / name).write_text(text, newline="")
-    trace = read_trace(folder / name)
-    assert isinstance(trace, RequestTrace)
+    trace = read_requests(folder / name)
     assert trace.arrival_s is not None
     assert trace.arrival_s[0] == 0
     assert (np.diff(trace.arrival_s) >= 0).all()
+    return trace
+
+
+def arrivals(trace: RequestTrace) -> np.ndarray:
+    assert trace.arrival_s is not None
+    return trace.arrival_s
+
+
+def read_requests(path: Path, format: str | None = None) -> RequestTrace:
+    trace = read_trace(path, format)
+    assert isinstance(trace, RequestTrace)
     return trace
 
 
@@ -40,9 +50,10 @@ def read(folder: Path, text: str, name: str = "file") -> RequestTrace:
 
 
 def test_mooncake_conversations(data_dir: Path) -> None:
-    trace = read_trace(data_dir / "requests/mooncake/conversation_trace.jsonl")
+    trace = read_requests(data_dir / "requests/mooncake/conversation_trace.jsonl")
     assert len(trace) == 12_031
     assert trace.block_tokens == 512
+    assert trace.prefix_blocks is not None
     assert trace.prefix_blocks[1].tolist() == [0, *range(14, 28)]
     assert (trace.prompt_tokens[0], trace.output_tokens[0]) == (6758, 500)
     assert 3500 < trace.duration_s < 3600
@@ -51,9 +62,10 @@ def test_mooncake_conversations(data_dir: Path) -> None:
 def test_azure_code_has_its_last_line_though_no_newline_ends_it(data_dir: Path) -> None:
     path = data_dir / "requests/azure-2023/AzureLLMInferenceTrace_code.csv"
     assert not path.read_bytes().endswith(b"\n")
-    trace = read_trace(path)
+    trace = read_requests(path)
     assert len(trace) == len(path.read_text().splitlines()) - 1 == 8_819
     assert (trace.prompt_tokens[-1], trace.output_tokens[-1]) == (549, 173)
+    assert trace.arrival_s is not None
     assert trace.arrival_s[1] == pytest.approx(0.052, abs=1e-12)
 
 
@@ -61,7 +73,7 @@ def test_servegen_clients_and_the_hour_drawn_from_them(data_dir: Path) -> None:
     path = data_dir / "requests/servegen-deepseek-r1/deepseek-r1.tar.gz"
     clients = read_servegen_clients(path)
     assert len(clients) == 73
-    trace = read_trace(path)
+    trace = read_requests(path)
     # The rates are counts of a window over its length, so the draw has as many requests as they sum to.
     assert len(trace) == round(sum(w.rate * w.duration_s for c in clients for w in c.windows if w.start_s < 3600))
     assert trace.source["seed"] == 0
@@ -92,8 +104,10 @@ def test_every_real_file_has_at_most_one_reader(data_dir: Path) -> None:
 def test_mooncake_sorts_and_counts_from_the_first(tmp_path: Path) -> None:
     early = '{"timestamp": 1000, "input_length": 512, "output_length": 9, "hash_ids": [7], "user": "a"}\n'
     trace = read(tmp_path, MOONCAKE + early)
+    assert trace.arrival_s is not None
     assert trace.arrival_s.tolist() == [0.0, 2.0]
     assert trace.output_tokens.tolist() == [9, 5]
+    assert trace.prefix_blocks is not None
     assert [b.tolist() for b in trace.prefix_blocks] == [[7], [1, 2]]
     assert trace.extra == {"user": ["a", None]}
     assert trace.source == {"format": "mooncake", "file": "file"}
@@ -102,12 +116,14 @@ def test_mooncake_sorts_and_counts_from_the_first(tmp_path: Path) -> None:
 def test_azure_zones_and_fractions(tmp_path: Path) -> None:
     rows = "2024-05-10 00:00:00.0099301+00:00,10,1\n2024-05-10 02:00:00.509931+02:00,20,2\r\n2024-05-10T00:00:02Z,30,3"
     trace = read(tmp_path, AZURE + rows)
+    assert trace.arrival_s is not None
     assert trace.arrival_s.tolist() == [0.0, 0.5000009, 1.9900699]
     assert trace.prompt_tokens.tolist() == [10, 20, 30]
 
 
 def test_burstgpt_with_and_without_sessions(tmp_path: Path) -> None:
     trace = read(tmp_path, BURST + "45,ChatGPT,1087,230,1317,Conversation log\n5,GPT-4,472,0,472,API log\n", "one")
+    assert trace.arrival_s is not None
     assert trace.arrival_s.tolist() == [0.0, 40.0]
     assert trace.output_tokens.tolist() == [0, 230], "a failed request is kept"
     assert trace.extra["Model"] == ["GPT-4", "ChatGPT"]
@@ -121,10 +137,12 @@ def test_plain_tables(tmp_path: Path) -> None:
     rows = "b,9,1,2,x,code\na,4,3,4,y,math\n"
     trace = read(tmp_path, "id,timestamp,prompt_tokens,output_tokens,tenant,domain\n" + rows, "c")
     assert (trace.ids, trace.domains, trace.extra) == (["a", "b"], ["math", "code"], {"tenant": ["y", "x"]})
+    assert trace.arrival_s is not None
     assert trace.arrival_s.tolist() == [0.0, 5.0]
     line = {"arrival_s": 2, "prompt_tokens": 40, "output_tokens": 1, "prefix_blocks": [5, 6], "block_tokens": 32}
     trace = read(tmp_path, json.dumps(line | {"n": 3}) + "\n\n", "j")
     assert trace.block_tokens == 32
+    assert trace.prefix_blocks is not None
     assert trace.prefix_blocks[0].tolist() == [5, 6]
     assert trace.extra == {"n": [3]}
 
@@ -132,12 +150,14 @@ def test_plain_tables(tmp_path: Path) -> None:
 def test_gzip_is_read_as_the_file_in_it(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl.gz").write_bytes(gzip.compress(MOONCAKE.encode()))
     assert detect(tmp_path / "m.jsonl.gz") == "mooncake"
-    assert len(read_trace(tmp_path / "m.jsonl.gz")) == 1
+    assert len(read_requests(tmp_path / "m.jsonl.gz")) == 1
 
 
 def test_model_option_is_recorded(tmp_path: Path) -> None:
     (tmp_path / "m").write_text(MOONCAKE)
-    assert read_trace(tmp_path / "m", options=ReadOptions(model="kimi")).source["model"] == "kimi"
+    named = read_trace(tmp_path / "m", options=ReadOptions(model="kimi"))
+    assert isinstance(named, RequestTrace)
+    assert named.source["model"] == "kimi"
 
 
 # --------------------------------------------------------------------------------------------------- damaged files
@@ -230,7 +250,7 @@ def test_a_cut_mooncake_file_is_never_a_wrong_trace(tmp_path_factory: pytest.Tem
     kept = "".join(lines)[: cut % len("".join(lines))]
     path.write_text(kept)
     try:
-        trace = read_trace(path, "mooncake")
+        trace = read_requests(path, "mooncake")
     except TraceError:
         return
     complete = sum(kept.startswith("".join(lines[: n + 1]).rstrip("\n")) for n in range(100))
@@ -266,7 +286,7 @@ def test_servegen_folder_and_tar_are_the_same_clients(tmp_path: Path) -> None:
     folder = service(tmp_path / "s")
     packed(folder, tmp_path / "s.tar.gz")
     assert detect(folder) == detect(tmp_path / "s.tar.gz") == "servegen"
-    one, two = read_trace(folder), read_trace(tmp_path / "s.tar.gz")
+    one, two = read_requests(folder), read_requests(tmp_path / "s.tar.gz")
     np.testing.assert_array_equal(one.arrival_s, two.arrival_s)
     np.testing.assert_array_equal(one.prompt_tokens, two.prompt_tokens)
     assert len(one) == 2 * (60 + 300)
@@ -281,12 +301,13 @@ def test_servegen_rate_window_and_seed(tmp_path: Path) -> None:
         return sample_servegen(clients, np.random.default_rng(seed), start_s, duration_s, rate_scale)
 
     np.testing.assert_array_equal(draw(1, 0, 1800).arrival_s, draw(1, 0, 1800).arrival_s)
-    assert draw(1, 0, 1800).arrival_s.tolist() != draw(2, 0, 1800).arrival_s.tolist()
+    assert not np.array_equal(arrivals(draw(1, 0, 1800)), arrivals(draw(2, 0, 1800)))
     assert len(draw(1, 600, 600)) == 600
     assert len(draw(1, 600, 600, rate_scale=2.5)) == 1500
     assert len(draw(1, 1200, 600)) == 0, "the last window is silent"
     half = draw(1, 750, 300)
     assert 150 < len(half) < 450
+    assert half.arrival_s is not None
     assert half.arrival_s.min() >= 0
     assert half.arrival_s.max() < 300
     with pytest.raises(ConfigError, match=r"start_s=1800 must be in 0 … 1800"):
@@ -301,6 +322,7 @@ def test_servegen_gaps_have_the_family_and_shape_of_the_file(tmp_path: Path) -> 
     (folder / "chunk-0-trace.csv").write_text("0,10,2,Gamma,0.25,0.4\n6000,10,2,Gamma,0.25,0.4\n", newline="")
     (client,) = read_servegen_clients(folder)
     trace = sample_servegen([client], np.random.default_rng(0), 0, 6000)
+    assert trace.arrival_s is not None
     gaps = np.diff(trace.arrival_s)
     assert gaps.std() / gaps.mean() == pytest.approx(2.0, rel=0.05), "a gamma of shape 1/4 has a CV of 2"
     assert gaps.mean() == pytest.approx(0.1, rel=0.01)
@@ -311,6 +333,7 @@ def test_servegen_shape_so_small_that_every_gap_underflows(tmp_path: Path) -> No
     (folder / "chunk-0-trace.csv").write_text("0,0.1,99,Gamma,0.00001,1\n60,0.1,99,Gamma,0.00001,1\n", newline="")
     trace = sample_servegen(read_servegen_clients(folder), np.random.default_rng(0), 0, 120)
     assert len(trace) == 12
+    assert trace.arrival_s is not None
     assert np.isfinite(trace.arrival_s).all()
 
 

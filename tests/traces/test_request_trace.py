@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_take_a_slice() -> None:
         ({"block_tokens": 16}, "prefix_blocks and block_tokens must be given together"),
     ],
 )
-def test_refuses_columns_that_do_not_fit(columns, message) -> None:
+def test_refuses_columns_that_do_not_fit(columns: dict[str, Any], message: str) -> None:
     given = {"prompt_tokens": np.array([1, 2]), "output_tokens": np.array([1, 2]), **columns}
     with pytest.raises(ConfigError, match=message):
         RequestTrace(**given)
@@ -101,7 +102,7 @@ def test_folder_is_never_written_over_and_a_lost_row_is_seen(tmp_path: Path) -> 
         ("arrival_s", [0.0, float("nan")], "must be a finite time"),
     ],
 )
-def test_a_table_with_wrong_columns_is_refused(tmp_path: Path, column, values, message) -> None:
+def test_a_table_with_wrong_columns_is_refused(tmp_path: Path, column: str, values: list[Any], message: str) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

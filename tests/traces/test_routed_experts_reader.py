@@ -70,7 +70,7 @@ def test_dense_layers_are_dropped(tmp_path: Path, rng: np.random.Generator) -> N
 
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("dtype", [None, "uint8"])
-def test_sglang_answers(tmp_path: Path, rng: np.random.Generator, dense, dtype) -> None:
+def test_sglang_answers(tmp_path: Path, rng: np.random.Generator, dense: bool, dtype: str | None) -> None:
     moe = distinct_experts(rng, 5, 26, 6, 64)
     ids = np.concatenate([np.zeros((5, 1, 6), int), moe], axis=1) if dense else moe
     payload = {"routed_experts": encode_sglang(ids, dtype or "int32")}
@@ -135,7 +135,7 @@ def answer_without(*keys: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_answers_that_are_wrong(tmp_path: Path, body, problem) -> None:
+def test_answers_that_are_wrong(tmp_path: Path, body: Any, problem: str) -> None:
     path = write_lines(tmp_path / "a.jsonl", [body])
     with pytest.raises(TraceError) as caught:
         read_trace(path, "routed-experts", ReadOptions(num_experts=64))
@@ -159,7 +159,7 @@ def test_answers_of_another_shape(tmp_path: Path, rng: np.random.Generator) -> N
 @pytest.mark.parametrize(
     ("text", "problem"), [("", "answers: found 0"), ('{"a": "routed_experts"', "line 1: is not JSON")]
 )
-def test_files_without_answers(tmp_path: Path, text, problem) -> None:
+def test_files_without_answers(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(text)
     with pytest.raises(TraceError, match=problem):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ some_arrays = st.dictionaries(
 
 
 @given(some_arrays)
-def test_the_library_reads_ours_and_we_read_its(tmp_path_factory: pytest.TempPathFactory, some) -> None:
+def test_the_library_reads_ours_and_we_read_its(tmp_path_factory: pytest.TempPathFactory, some: dict[str, Any]) -> None:
     folder = tmp_path_factory.mktemp("arrays")
     write_arrays(folder / "ours", some)
     save_file(some, folder / "theirs")
@@ -80,7 +81,7 @@ def test_rows_may_come_in_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "rows", [np.zeros((3, 3), np.int32), np.zeros((1, 2), np.int32), np.zeros((2, 3, 1), np.int32)]
 )
-def test_rows_that_do_not_fit(tmp_path: Path, rows) -> None:
+def test_rows_that_do_not_fit(tmp_path: Path, rows: np.ndarray) -> None:
     out = ArrayFileWriter(tmp_path / "f", {"a": ArraySpec(np.dtype(np.int32), (2, 3))})
     with pytest.raises(TraceError, match=r"f: a: rows of shape .* at row 0 do not fit \(2, 3\)"):
         out.append("a", rows)
@@ -122,7 +123,7 @@ def test_every_cut_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(0, 255))
-def test_a_damaged_header_is_refused_or_harmless(tmp_path_factory: pytest.TempPathFactory, at, byte) -> None:
+def test_a_damaged_header_is_refused_or_harmless(tmp_path_factory: pytest.TempPathFactory, at: int, byte: int) -> None:
     path = tmp_path_factory.mktemp("damaged") / "f"
     write_arrays(path, sample())
     data = bytearray(path.read_bytes())
@@ -158,7 +159,7 @@ def test_a_damaged_header_is_refused_or_harmless(tmp_path_factory: pytest.TempPa
         "[" * 100_000,
     ],
 )
-def test_headers_that_lie(tmp_path: Path, header) -> None:
+def test_headers_that_lie(tmp_path: Path, header: str) -> None:
     path = tmp_path / "f"
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + b"\0" * 4)
     with pytest.raises(TraceError):

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -42,12 +43,12 @@ SMALL = SyntheticSettings(
 )
 
 
-def inclusion(trace):
+def inclusion(trace: Any) -> Any:
     """[layer, expert] share of tokens that activate the expert."""
     return footprint(trace.arrays()[0].expert_ids, trace.meta.num_experts) / trace.num_tokens
 
 
-def exact_inclusion(q, k):
+def exact_inclusion(q: Any, k: Any) -> np.ndarray:
     """Plackett-Luce by summing over all ordered draws."""
     out = np.zeros(len(q))
     for order in permutations(range(len(q)), k):
@@ -58,12 +59,12 @@ def exact_inclusion(q, k):
     return out
 
 
-def cosine(a, b):
+def cosine(a: Any, b: Any) -> float:
     return float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()))
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 7, 8])
-def test_inclusion_is_plackett_luce(rng: np.random.Generator, k) -> None:
+def test_inclusion_is_plackett_luce(rng: np.random.Generator, k: int) -> None:
     settings = replace(SMALL, top_k=k, domains=("a",), zipf_exponent=1.5)
     truth = draw_preferences(settings, rng)
     seen = inclusion(generate(settings, rng, tokens=60_000, preferences=truth))
@@ -99,7 +100,9 @@ def test_nearly_all_weight_on_one_expert_still_gives_distinct_ids(rng: np.random
     concentration=st.sampled_from([0.01, 1.0, 50.0, float("inf")]),
     data=st.data(),
 )
-def test_ids_are_distinct_and_sizes_exact(experts, layers, tokens, concentration, data) -> None:
+def test_ids_are_distinct_and_sizes_exact(
+    experts: int, layers: int, tokens: int, concentration: float, data: st.DataObject
+) -> None:
     k = data.draw(st.integers(1, min(experts, 8)))
     settings = replace(SMALL, num_experts=experts, num_layers=layers, top_k=k, concentration=concentration)
     trace = generate(settings, np.random.default_rng(tokens), tokens=tokens)
@@ -115,7 +118,7 @@ def test_ids_are_distinct_and_sizes_exact(experts, layers, tokens, concentration
 def test_large_concentration_makes_requests_alike_and_small_unlike(rng: np.random.Generator) -> None:
     settings = replace(SMALL, domains=("a",), zipf_exponent=1.0, lengths=LognormalLengths(1000, 0, 1000, 0))
 
-    def scatter(concentration):
+    def scatter(concentration: Any) -> float:
         trace = generate(replace(settings, concentration=concentration), rng, requests=40)
         tokens, offsets = trace.arrays()
         counts = footprints(tokens.expert_ids, offsets, 8) / 2000
@@ -146,7 +149,7 @@ def test_dirichlet_has_the_stated_variance(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 1.0])
-def test_phases_of_a_request_correlate_as_stated(rng: np.random.Generator, correlation) -> None:
+def test_phases_of_a_request_correlate_as_stated(rng: np.random.Generator, correlation: float) -> None:
     settings = replace(
         SMALL,
         num_experts=32,
@@ -168,7 +171,7 @@ def test_phases_of_a_request_correlate_as_stated(rng: np.random.Generator, corre
 
 
 def test_specialisation_sets_how_alike_domains_are(rng: np.random.Generator) -> None:
-    def likeness(specialisation):
+    def likeness(specialisation: Any) -> Any:
         settings = replace(SMALL, num_experts=64, zipf_exponent=1.0, specialisation=specialisation)
         trace = generate(settings, rng, requests=400)
         labels, tokens = np.array(trace.requests.domains), trace.arrays()
@@ -200,6 +203,7 @@ def test_half_life_is_recovered_from_loads(rng: np.random.Generator) -> None:
     step = truth.epochs[1, 0] - truth.epochs[0, 0]  # [layer, expert]
     centres, left = [], []
     for start in range(0, 240, 20):
+        assert trace.requests.arrival_s is not None
         rows = (trace.requests.arrival_s >= start) & (trace.requests.arrival_s < start + 20)
         load = counts[rows].sum(axis=0) / (rows.sum() * 40)
         centres.append(start + 10.0)
@@ -215,20 +219,21 @@ def test_abrupt_drift_shows_at_its_time(rng: np.random.Generator) -> None:
     trace = generate(settings, rng, requests=2200)
     tokens, offsets = trace.arrays()
     counts = footprints(tokens.expert_ids, offsets, 32).astype(float)
+    assert trace.requests.arrival_s is not None
     windows = (trace.requests.arrival_s // 10).astype(int)
     loads = [counts[windows == w].sum(axis=0) for w in range(10)]
     jumps = [w for w in range(1, 10) if cosine(loads[w - 1], loads[w]) < 0.9]
     assert jumps == [5, 8]
 
 
-def digest(folder):
+def digest(folder: Path) -> dict[Any, Any]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
 
 
 def test_same_seed_same_bytes_for_any_threads_and_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(presets["bursty"], num_layers=6, lengths=LognormalLengths(50, 1, 50, 1))
     threads = numba.get_num_threads()
-    digests = []
+    digests: list[dict[str, Any]] = []
     try:
         for count, chunk in ((1, 64 << 20), (threads, 64 << 20), (threads, 4096)):
             numba.set_num_threads(count)
@@ -264,8 +269,8 @@ def test_nbytes_is_the_size_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_interruption_leaves_nothing(tmp_path: Path, error) -> None:
-    def stop(_done, _total) -> None:
+def test_interruption_leaves_nothing(tmp_path: Path, error: type[Exception]) -> None:
+    def stop(_done: Any, _total: Any) -> None:
         raise error
 
     with pytest.raises(error):
@@ -291,14 +296,14 @@ def test_a_full_disk_is_refused_before_writing(tmp_path: Path, monkeypatch: pyte
     class Usage:
         free = 10
 
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage)
     with pytest.raises(UnavailableError, match="the disk has 10 free"):
         generate_to(tmp_path / "t", SMALL, np.random.default_rng(0), requests=5)
     assert not (tmp_path / "t").exists()
 
 
 @pytest.mark.parametrize("name", ["balanced", "bursty", "drifting"])
-def test_presets_generate(name, rng: np.random.Generator) -> None:
+def test_presets_generate(name: str, rng: np.random.Generator) -> None:
     trace = generate(replace(presets[name], num_layers=2), rng, requests=20)
     assert isinstance(trace, ActivationTrace)
     assert trace.num_requests == 20
@@ -340,7 +345,7 @@ def test_shape_comes_from_a_model_and_wide_ids_fit(rng: np.random.Generator) -> 
         ({"preferences": np.ones((1, 3, 8))}, r"expected \(2, 3, 8\)"),
     ],
 )
-def test_bad_settings_quote_the_value(change, message) -> None:
+def test_bad_settings_quote_the_value(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(SMALL, **change)
 

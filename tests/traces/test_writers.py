@@ -64,6 +64,8 @@ def check_same(one: RequestTrace, two: RequestTrace, without: tuple[str, ...] = 
         assert two.prefix_blocks is None
     else:
         assert one.block_tokens == two.block_tokens
+        assert one.prefix_blocks is not None
+        assert two.prefix_blocks is not None
         assert [b.tolist() for b in one.prefix_blocks] == [b.tolist() for b in two.prefix_blocks]
 
 
@@ -222,7 +224,9 @@ def test_unknown_format_suggests(tmp_path: Path) -> None:
 
 def test_parent_folders_are_made_and_kinds_are_named(tmp_path: Path, rng: np.random.Generator) -> None:
     assert write_trace(small(), tmp_path / "a/b/c").format == "coterie"
-    assert len(read_trace(tmp_path / "a/b/c")) == 1
+    written = read_trace(tmp_path / "a/b/c")
+    assert isinstance(written, RequestTrace)
+    assert len(written) == 1
     assert [kind_of(t) for t in (small(), load(rng), activations(rng))] == ["requests", "load", "activations"]
 
 

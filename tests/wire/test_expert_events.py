@@ -22,7 +22,9 @@ from coterie.wire.expert_events import (
 )
 
 
-def event(tokens: int = 5, layers: int = 2, top_k: int = 3, experts: int = 300, seed: int = 0, **change: Any):
+def event(
+    tokens: int = 5, layers: int = 2, top_k: int = 3, experts: int = 300, seed: int = 0, **change: Any
+) -> tuple[Any, Any, Any, Any]:
     rng = np.random.default_rng(seed)
     known = change.pop("known", rng.random(tokens) < 0.7)
     fields = {
@@ -101,7 +103,7 @@ def test_a_newer_sender_may_add_fields() -> None:
         ((np.full((2, 1, 1), 264), np.zeros(2), np.ones(2, bool)), "to 264"),
     ],
 )
-def test_arrays_that_do_not_fit_are_not_packed(arrays: tuple[np.ndarray, ...], problem: str) -> None:
+def test_arrays_that_do_not_fit_are_not_packed(arrays: tuple[Any, Any, Any], problem: str) -> None:
     with pytest.raises(InputError) as caught:
         RequestExperts.pack(*arrays, 8, request_id="r", model="m", layer_ids=[0], prompt_tokens=2)
     assert problem in str(caught.value)
@@ -110,7 +112,7 @@ def test_arrays_that_do_not_fit_are_not_packed(arrays: tuple[np.ndarray, ...], p
 def test_garbage_of_unseen_tokens_is_not_an_expert() -> None:
     ids = np.array([[[3]], [[255]]])
     packed = RequestExperts.pack(
-        ids, np.zeros(2), np.array([True, False]), 8, request_id="r", model="m", layer_ids=[0], prompt_tokens=2
+        ids, np.zeros(2, int), np.array([True, False]), 8, request_id="r", model="m", layer_ids=[0], prompt_tokens=2
     )
     assert packed.ids().tolist() == [[[3]], [[0]]]
 

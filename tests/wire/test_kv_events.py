@@ -36,7 +36,7 @@ VLLM_0_32 = bytes.fromhex(
 """Encoded by vLLM 0.32's own structs: what VLLM_EVENTS says, and the fields session_id and ownership."""
 
 SALTED = [None, ["salt", ["img", 3]]]
-VLLM_EVENTS = [
+VLLM_EVENTS: list[BlockStored | BlockRemoved | AllBlocksCleared] = [
     BlockStored(
         block_hashes=[b"\x01" * 8, 2**64 - 1],
         token_ids=[1, 2, 3, 4],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +22,14 @@ payloads = arrays(np.int64, array_shapes(min_dims=3, max_dims=3, max_side=5), el
 
 
 @given(payloads)
-def test_vllm_round_trip(ids) -> None:
+def test_vllm_round_trip(ids: Any) -> None:
     decoded = decode_vllm(encode_vllm(ids, 300))
     assert decoded.dtype == np.uint16
     np.testing.assert_array_equal(decoded, ids)
 
 
 @given(payloads, st.sampled_from([None, "int32", "int16", "uint16"]))
-def test_sglang_round_trip(ids, dtype) -> None:
+def test_sglang_round_trip(ids: Any, dtype: str | None) -> None:
     text = encode_sglang(ids, dtype or "int32")
     np.testing.assert_array_equal(decode_sglang(text, ids.shape[1], ids.shape[2], dtype), ids)
 
@@ -77,7 +78,7 @@ def npy(array: np.ndarray) -> str:
         ),
     ],
 )
-def test_damaged_vllm(payload, problem) -> None:
+def test_damaged_vllm(payload: Any, problem: str) -> None:
     with pytest.raises(InputError) as caught:
         decode_vllm(payload)
     assert problem in str(caught.value)
@@ -103,7 +104,7 @@ def test_damaged_sglang() -> None:
 
 
 @given(st.integers(0, 400), st.integers(0, 255), st.booleans())
-def test_any_damage_is_an_input_error_or_an_array(at, byte, cut) -> None:
+def test_any_damage_is_an_input_error_or_an_array(at: int, byte: int, cut: bool) -> None:
     data = bytearray(base64.b64decode(npy(IDS.astype(np.uint8))))
     at %= len(data)
     damaged = bytes(data[:at]) if cut else bytes(data[:at]) + bytes([byte]) + bytes(data[at + 1 :])

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -64,15 +65,15 @@ def measured() -> Iterator[Measurement]:
         yield calibrate([GROUPED, LATENT], QUICK, "cpu")
 
 
-def test_every_time_is_positive_and_finite(measured) -> None:
-    cells = list(measured.copies)
+def test_every_time_is_positive_and_finite(measured: Measurement) -> None:
+    cells: list[Any] = list(measured.copies)
     for shape in measured.shapes:
         cells += [*shape.routing, *shape.gemm, *shape.attention, *(cell for table in shape.moe for cell in table.cells)]
     assert len(cells) > 80
     assert all(math.isfinite(cell.us) and cell.us > 0 for cell in cells)
 
 
-def test_measures_what_the_grid_says(measured) -> None:
+def test_measures_what_the_grid_says(measured: Measurement) -> None:
     assert measured.note == ""
     for spec, shape in zip((GROUPED, LATENT), measured.shapes, strict=True):
         assert shape.model == spec.name
@@ -85,13 +86,13 @@ def test_measures_what_the_grid_says(measured) -> None:
         assert {cell.context for cell in shape.attention if cell.query == 1} == set(QUICK.contexts)
 
 
-def test_copies_take_longer_for_more_bytes(measured) -> None:
+def test_copies_take_longer_for_more_bytes(measured: Measurement) -> None:
     assert {cell.path for cell in measured.copies} == {"device"}
     by_size = sorted((cell.nbytes, cell.us) for cell in measured.copies)
     assert by_size[-1][1] > 10 * by_size[0][1], "4,096 times the bytes"
 
 
-def test_survives_json(measured) -> None:
+def test_survives_json(measured: Measurement) -> None:
     assert msgspec.json.decode(msgspec.json.encode(measured), type=Measurement) == measured
     assert str(measured.hardware["device"]).startswith("CPU")
     assert measured.software["torch"] == torch.__version__
@@ -104,7 +105,7 @@ def test_shared_and_dense_projections_are_measured() -> None:
 
 
 @pytest.mark.parametrize("spec", [GROUPED, LATENT], ids=lambda spec: spec.name)
-def test_grid_is_feasible_and_has_no_cell_twice(spec) -> None:
+def test_grid_is_feasible_and_has_no_cell_twice(spec: ModelSpec) -> None:
     grid = list(moe_grid(spec, QUICK))
     assert len({(cell.tokens, cell.active, cell.zipf, cell.warm) for cell in grid}) == len(grid)
     for cell in grid:
@@ -116,7 +117,7 @@ def test_grid_is_feasible_and_has_no_cell_twice(spec) -> None:
 
 @given(st.data(), st.sampled_from([GROUPED, LATENT]))
 @settings(max_examples=30)
-def test_experts_equal_a_dense_layer(data, spec) -> None:
+def test_experts_equal_a_dense_layer(data: st.DataObject, spec: ModelSpec) -> None:
     counts = data.draw(st.lists(st.integers(0, 5), min_size=spec.num_experts, max_size=spec.num_experts))
     copies = data.draw(st.integers(1, 2))
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
@@ -141,14 +142,14 @@ def test_copies_of_a_layer_differ() -> None:
 
 
 @st.composite
-def cells(draw):
+def cells(draw: st.DrawFn) -> tuple[Any, Any, Any, Any]:
     tokens, top_k = draw(st.integers(1, 200)), draw(st.integers(1, 8))
     active = draw(st.integers(top_k, min(64, tokens * top_k)))
     return tokens, top_k, active, draw(st.floats(0.0, 3.0))
 
 
 @given(cells())
-def test_expert_tokens(cell) -> None:
+def test_expert_tokens(cell: tuple[Any, Any, Any, Any]) -> None:
     tokens, top_k, active, zipf = cell
     counts = expert_tokens(tokens, top_k, active, zipf)
     assert counts.shape == (active,)
@@ -162,7 +163,7 @@ def test_expert_tokens(cell) -> None:
 
 
 @pytest.mark.parametrize("active", [1, 9])
-def test_expert_tokens_rejects_what_cannot_be(active) -> None:
+def test_expert_tokens_rejects_what_cannot_be(active: int) -> None:
     with pytest.raises(ConfigError, match=f"active={active} must be between top_k=2 and tokens x top_k=8"):
         expert_tokens(4, 2, active)
 
@@ -181,20 +182,20 @@ def test_timer_takes_turns_and_the_median() -> None:
 
 
 @pytest.mark.parametrize("tokens", [(), (4, 0), (-1,)])
-def test_bad_settings(tokens) -> None:
+def test_bad_settings(tokens: tuple[Any, ...]) -> None:
     with pytest.raises(ConfigError, match=r"tokens=.* must be at least"):
         CalibrationSettings(tokens=tokens)
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp16", "mxfp4"])
-def test_dtype_the_cpu_cannot_measure(dtype) -> None:
+def test_dtype_the_cpu_cannot_measure(dtype: str) -> None:
     with pytest.raises(ConfigError, match=f"dtype '{dtype}' cannot be measured on cpu; it must be fp32 or bf16"):
-        calibrate([GROUPED], CalibrationSettings(dtypes=("fp32", dtype)), "cpu")
+        calibrate([GROUPED], CalibrationSettings(dtypes=("fp32", cast(Any, dtype))), "cpu")
 
 
 @without_cuda
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_cuda_where_there_is_none(device) -> None:
+def test_cuda_where_there_is_none(device: str) -> None:
     with pytest.raises(UnavailableError, match=f"device '{device}' was asked for, but torch sees no CUDA device"):
         calibrate([GROUPED], QUICK, device)
 
@@ -211,7 +212,7 @@ def test_auto_takes_the_cpu_and_reports() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_measures_on_cuda(dtype) -> None:
+def test_measures_on_cuda(dtype: str) -> None:
     if dtype == "fp8" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("fp8 grouped GEMM needs compute capability 9.0")
     spec = ModelSpec(
@@ -226,7 +227,7 @@ def test_measures_on_cuda(dtype) -> None:
         head_dim=64,
         vocab_size=100,
     )
-    quick = CalibrationSettings(dtypes=(dtype,), tokens=(1, 4, 64), contexts=(128,), cell_ms=1, passes=1)
+    quick = CalibrationSettings(dtypes=(cast(Any, dtype),), tokens=(1, 4, 64), contexts=(128,), cell_ms=1, passes=1)
     found = calibrate([spec], quick, "cuda")
     assert found.note == ""
     assert all(cell.us > 0 for cell in found.shapes[0].moe[0].cells)

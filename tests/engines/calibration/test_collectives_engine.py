@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import signal
@@ -41,7 +40,7 @@ def signal_in_the_middle(rank: int, number: signal.Signals) -> Callable[[str, in
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_measures_real_transfers(processes) -> None:
+def test_measures_real_transfers(processes: int) -> None:
     seen: list[tuple[str, int, int]] = []
     found = measure_collectives(
         processes, "gloo", FEW, lambda what, done, total: seen.append((what, done, total)), repeats=9
@@ -101,7 +100,7 @@ def test_script_without_main_guard_is_told(tmp_path: Path) -> None:
 
 
 @given(st.data(), st.integers(2, 64), st.integers(2, 600))
-def test_payload_tells_sender_receiver_and_place(data, ranks, nbytes) -> None:
+def test_payload_tells_sender_receiver_and_place(data: st.DataObject, ranks: int, nbytes: int) -> None:
     routes = st.tuples(st.integers(0, ranks - 1), st.integers(0, ranks - 1))
     one, other = data.draw(st.tuples(routes, routes))
     sent = payload(*one, nbytes)
@@ -111,7 +110,7 @@ def test_payload_tells_sender_receiver_and_place(data, ranks, nbytes) -> None:
 
 
 @given(st.integers(1, 300), st.data())
-def test_one_wrong_byte_raises(nbytes, data) -> None:
+def test_one_wrong_byte_raises(nbytes: int, data: st.DataObject) -> None:
     expected = payload(1, 0, nbytes)
     check_received(expected.clone(), expected)
     at = data.draw(st.integers(0, nbytes - 1))
@@ -133,7 +132,7 @@ def test_one_wrong_byte_raises(nbytes, data) -> None:
         ({"timeout_s": float("nan")}, "timeout_s=nan must be positive"),
     ],
 )
-def test_bad_settings(settings, problem) -> None:
+def test_bad_settings(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         measure_collectives(**{"processes": 2, **settings})
 
@@ -148,7 +147,8 @@ def test_nccl_needs_a_device_for_each_rank() -> None:
 def test_auto_takes_nccl_where_there_are_devices() -> None:
     found = measure_collectives(2, "auto", FEW)
     assert found.backend == "nccl"
-    assert all(cell.us > 0 for cell in itertools.chain(found.cells, found.peers))
+    assert all(cell.us > 0 for cell in found.cells)
+    assert all(cell.us > 0 for cell in found.peers)
 
 
 def test_default_sizes_span_4_kb_to_16_mb() -> None:

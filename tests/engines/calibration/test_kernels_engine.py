@@ -53,7 +53,7 @@ def check_quantized(found: Any, scale: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11), (torch.float32, 1e-5)], ids=str
 )
-def test_silu_mul(rows, inner, dtype, rtol) -> None:
+def test_silu_mul(rows: int, inner: int, dtype: Any, rtol: float) -> None:
     gate_up = random(rows, 2 * inner, dtype, scale=0.1)  # so that no product leaves float16
     found = silu_mul(gate_up)
     assert found.dtype == dtype
@@ -62,14 +62,14 @@ def test_silu_mul(rows, inner, dtype, rtol) -> None:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("inner", WIDTHS)
-def test_silu_mul_quantize(rows, inner) -> None:
+def test_silu_mul_quantize(rows: int, inner: int) -> None:
     gate_up = random(rows, 2 * inner)
     check_quantized(*silu_mul_quantize(gate_up), gated(gate_up))
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_quantize_rows(rows, width) -> None:
+def test_quantize_rows(rows: int, width: int) -> None:
     x = random(rows, width)
     check_quantized(*quantize_rows(x), x.double())
 

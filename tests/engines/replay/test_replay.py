@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ CPU = torch.device("cpu")
 
 @given(st.data())
 @settings(max_examples=25)
-def test_a_file_gives_back_what_was_written(tmp_path_factory: pytest.TempPathFactory, data) -> None:
+def test_a_file_gives_back_what_was_written(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     seed, largest = data.draw(st.integers(0, 2**16)), data.draw(st.sampled_from([7, 255, 256, 600]))
     sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     rng = np.random.default_rng(seed)
@@ -86,7 +87,7 @@ def test_a_file_is_small_and_never_replaced(tmp_path: Path) -> None:
         ({"a": {"x": [np.zeros((1, 2, 1), int), np.zeros((1, 3, 1), int)]}}, r"step 1: .layer, k. is \(3, 1\)"),
     ],
 )
-def test_batches_that_cannot_be(tmp_path: Path, groups, problem) -> None:
+def test_batches_that_cannot_be(tmp_path: Path, groups: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         write_batches(tmp_path / "batches.npz", "tiny", groups)
     assert not list(tmp_path.iterdir())
@@ -115,7 +116,7 @@ GOOD = {"header": header(), "ids_0_0": np.zeros((3, 2, 1), np.uint8), "tokens_0_
         ({"ids_0_0": np.zeros((0, 2, 1), np.uint8), "tokens_0_0": np.array([], int)}, "there are no steps"),
     ],
 )
-def test_a_bad_file_says_what_is_wrong(tmp_path: Path, change, problem) -> None:
+def test_a_bad_file_says_what_is_wrong(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
     path = tmp_path / "bad.npz"
     np.savez(path, **{name: array for name, array in {**GOOD, **change}.items() if array is not None})
     with pytest.raises(TraceError, match=problem) as caught:
@@ -128,7 +129,7 @@ def test_no_npz_at_all(tmp_path: Path) -> None:
     path = tmp_path / "bad.npz"
     with pytest.raises(TraceError, match="not found"):
         read_batches(path)
-    np.savez(path, **GOOD)
+    np.savez(path, **GOOD)  # type: ignore[arg-type]
     whole = path.read_bytes()
     for content in (b"", b"words", whole[:-40], whole[:100]):
         path.write_bytes(content)
@@ -136,7 +137,7 @@ def test_no_npz_at_all(tmp_path: Path) -> None:
             read_batches(path)
 
 
-def test_batches_of_another_model(batches) -> None:
+def test_batches_of_another_model(batches: ReplayBatches) -> None:
     batches.check(SPEC)
     twice = {"g": {"r": (np.ones((2, 3, 2), np.uint8),)}}
     for other, problem in (
@@ -153,7 +154,7 @@ def test_batches_of_another_model(batches) -> None:
 
 @given(st.integers(1, 7), st.integers(0, 2**16), st.sampled_from([2, 3, 8]))
 @settings(max_examples=30)
-def test_a_step_equals_dense_layers(tokens, seed, experts) -> None:
+def test_a_step_equals_dense_layers(tokens: int, seed: int, experts: int) -> None:
     torch.manual_seed(seed)
     ids = draw_ids(np.random.default_rng(seed), tokens, experts=experts)
     layers = Layers(SPEC, "fp32", CPU, tokens)
@@ -175,7 +176,7 @@ def test_a_step_equals_dense_layers(tokens, seed, experts) -> None:
 
 
 @given(st.integers(1, 9), st.integers(0, 2**16))
-def test_load_counts_tokens(tokens, seed) -> None:
+def test_load_counts_tokens(tokens: int, seed: int) -> None:
     ids = draw_ids(np.random.default_rng(seed), tokens)
     load = step_load(ids, SPEC.num_experts)
     for layer in range(ids.shape[1]):
@@ -183,7 +184,7 @@ def test_load_counts_tokens(tokens, seed) -> None:
             assert load[layer, expert] == (ids[:, layer] == expert).sum()
 
 
-def test_a_wrong_kernel_is_not_timed(batches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_not_timed(batches: ReplayBatches, monkeypatch: pytest.MonkeyPatch) -> None:
     from coterie.engines.calibration.calibrate import Experts
 
     right = Experts.forward
@@ -192,7 +193,7 @@ def test_a_wrong_kernel_is_not_timed(batches, monkeypatch: pytest.MonkeyPatch) -
         measure_batches(batches, SPEC, "cpu")
 
 
-def test_layers_that_do_not_fit_are_used_in_turn(batches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_do_not_fit_are_used_in_turn(batches: ReplayBatches, monkeypatch: pytest.MonkeyPatch) -> None:
     one = SPEC.num_experts * SPEC.expert_bytes("fp32")
     assert [layers_that_fit(SPEC, "fp32", free * one) for free in (1.2, 2.3, 1e6)] == [1, 2, 3]
     with pytest.raises(UnavailableError, match=r"one MoE layer of tiny in fp32 takes 0\.0 GB"):
@@ -204,7 +205,7 @@ def test_layers_that_do_not_fit_are_used_in_turn(batches, monkeypatch: pytest.Mo
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-def test_routers_take_turns(steps) -> None:
+def test_routers_take_turns(steps: list[int]) -> None:
     turns = _turns(steps)
     assert sorted(turns) == [(router, step) for router, many in enumerate(steps) for step in range(many)]
     assert [step for _, step in turns] == sorted(step for _, step in turns), "no router runs ahead"
@@ -214,9 +215,9 @@ def test_routers_take_turns(steps) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_measures_every_step(batches, dtype) -> None:
+def test_measures_every_step(batches: ReplayBatches, dtype: str) -> None:
     seen: list[tuple[str, int, int]] = []
-    measured = measure_batches(batches, SPEC, "cpu", dtype, 2, lambda *what: seen.append(what))
+    measured = measure_batches(batches, SPEC, "cpu", cast(Any, dtype), 2, lambda *what: seen.append(what))
     assert {g: {r: len(t) for r, t in one.items()} for g, one in measured.step_us.items()} == {
         group: {"round_robin": 6, "clusters": 6} for group in ("low", "high")
     }
@@ -258,13 +259,13 @@ def test_fewer_experts_take_less_time_on_a_cpu() -> None:
         ({"repeats": 0}, ConfigError, "repeats=0 must be at least 1"),
     ],
 )
-def test_bad_settings(batches, arguments, error, problem) -> None:
+def test_bad_settings(batches: ReplayBatches, arguments: dict[str, Any], error: type[Exception], problem: str) -> None:
     with pytest.raises(error, match=problem):
         measure_batches(batches, SPEC, **{"device": "cpu", **arguments})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_cuda_where_there_is_none(batches) -> None:
+def test_cuda_where_there_is_none(batches: ReplayBatches) -> None:
     with pytest.raises(UnavailableError, match="device 'cuda' was asked for, but torch sees no CUDA device"):
         measure_batches(batches, SPEC, "cuda")
 

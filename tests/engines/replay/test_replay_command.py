@@ -43,7 +43,7 @@ def small_model(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "batches.npz", folder / "config.json"
 
 
-def test_command_measures_writes_and_reports_again(run, small_model, tmp_path: Path) -> None:
+def test_command_measures_writes_and_reports_again(run: Run, small_model: tuple[Path, Path], tmp_path: Path) -> None:
     (path, config), out = small_model, tmp_path / "out.json"
     code, printed, _ = run(path, "--config", config, "--device", "cpu", "--repeats", 2, "-o", out, "--json")
     assert code == 0
@@ -60,7 +60,7 @@ def test_command_measures_writes_and_reports_again(run, small_model, tmp_path: P
     assert "in fp32" in table
 
 
-def test_command_refuses_in_one_line(run, small_model, tmp_path: Path) -> None:
+def test_command_refuses_in_one_line(run: Run, small_model: tuple[Path, Path], tmp_path: Path) -> None:
     (path, config), out = small_model, tmp_path / "out.json"
     shape = (path, "--config", config)
     assert run(*shape, "--device", "cpu", "--repeats", 1, "-o", out)[0] == 0

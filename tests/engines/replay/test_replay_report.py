@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,7 +34,7 @@ def timed(step_us: dict[str, dict[str, list[float]]]) -> Measured:
     )
 
 
-def test_report_of_known_times(batches) -> None:
+def test_report_of_known_times(batches: Any) -> None:
     model = step_model(SPEC, dtype="bf16")
     predicted = {g: {r: predict_us(s, model) for r, s in one.items()} for g, one in batches.groups.items()}
     base = predicted["low"]["round_robin"] * 1.25
@@ -62,7 +63,7 @@ def test_report_of_known_times(batches) -> None:
     assert third.bias_pct == pytest.approx(100 * (0.25 - 0.2) / 2)
 
 
-def test_prediction_is_the_sum_of_its_layers(batches) -> None:
+def test_prediction_is_the_sum_of_its_layers(batches: Any) -> None:
     model = step_model(SPEC, dtype="bf16")
     steps = batches.groups["low"]["clusters"]
     for ids, us in zip(steps, predict_us(steps, model), strict=True):
@@ -93,7 +94,7 @@ def test_neighbours_alike_widen_the_interval() -> None:
     assert width[0] > 1.5 * width[1]
 
 
-def test_times_of_other_batches(batches) -> None:
+def test_times_of_other_batches(batches: Any) -> None:
     model = step_model(SPEC, dtype="bf16")
     with pytest.raises(ConfigError, match="times of other batches"):
         replay_rows(batches, timed({"low": {"round_robin": [1.0]}}), model, np.random.default_rng(0))

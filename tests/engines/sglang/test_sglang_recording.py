@@ -30,7 +30,7 @@ from sglang_recordings import PROMPTS, check, record
 def test_every_token_of_every_prompt_in_the_order_sent(tmp_path: Path) -> None:
     """Answers come back in the reverse of the order sent, four at a time."""
     seen: list[tuple[str, int, int]] = []
-    together = {"may_answer": lambda peer, _: peer.most_in_flight > 1}
+    together: dict[str, Any] = {"may_answer": lambda peer, _: peer.most_in_flight > 1}
     with Running(Peer(delay=lambda text: 0.02 * (9 - int(text[-1])), **together)) as peer:
         found = record(peer, tmp_path / "t", report=lambda *step: seen.append(step))
     assert isinstance(found.trace, ActivationTrace)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -28,16 +30,17 @@ def tokens(rows: int = 3, length: int = 17, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, models.VOCAB, (rows, length), generator=generator)
 
 
-def router(block):
+def router(block: Any) -> Any:
     return block.gate if hasattr(block, "gate") else block.router
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
     e = np.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
+    found: np.ndarray = e / e.sum(axis=-1, keepdims=True)
+    return found
 
 
-def by_formula(family: str, block, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def by_formula(family: str, block: Any, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scores [row, expert] by which a family chooses its top-k, and the weight [row, expert] each would get before
     the chosen are normalised; from the definitions, in float64."""
     gate, config = router(block), block.experts.config
@@ -64,7 +67,7 @@ def by_formula(family: str, block, hidden: np.ndarray) -> tuple[np.ndarray, np.n
     return np.where((gap > TIE)[:, None], scores, np.nan), weights  # rows with tied groups are left out
 
 
-def final_weights(family: str, block, chosen: np.ndarray) -> np.ndarray:
+def final_weights(family: str, block: Any, chosen: np.ndarray) -> np.ndarray:
     """[row, k] what the chosen experts' outputs are multiplied by."""
     config = block.experts.config
     normalised = family in ("mixtral", "gpt_oss", "deepseek_v3", "glm4_moe") or getattr(config, "norm_topk_prob", False)
@@ -74,14 +77,14 @@ def final_weights(family: str, block, chosen: np.ndarray) -> np.ndarray:
     return scale * (chosen / chosen.sum(axis=1, keepdims=True) if normalised else chosen)
 
 
-def run(model, ids, gate_weights=True):
+def run(model: Any, ids: Any, gate_weights: bool = True) -> tuple[Any, Any, Any, Any]:
     """Hidden states [row, hidden] at the door of every MoE block, and what was captured."""
     seen, handles = {}, []
     with ExpertCapture(model, gate_weights) as capture:
         for layer in capture.layers:
             block = model.get_submodule(layer.path.removesuffix(".experts"))
 
-            def note(_, args, at=layer.layer_id) -> None:
+            def note(_: Any, args: Any, at: Any = layer.layer_id) -> None:
                 seen[at] = args[0].detach().double().reshape(-1, args[0].shape[-1]).numpy()
 
             handles.append(block.register_forward_pre_hook(note))
@@ -94,7 +97,7 @@ def run(model, ids, gate_weights=True):
 
 
 @every_family
-def test_ids_and_weights_follow_from_the_hidden_states(family) -> None:
+def test_ids_and_weights_follow_from_the_hidden_states(family: str) -> None:
     model = models.build(family)
     ids = tokens()
     capture, step, seen, _ = run(model, ids)
@@ -117,7 +120,7 @@ def test_ids_and_weights_follow_from_the_hidden_states(family) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gpt_oss"])
-def test_ids_are_the_best_of_the_librarys_own_router_logits(family) -> None:
+def test_ids_are_the_best_of_the_librarys_own_router_logits(family: str) -> None:
     """Rows are batch x sequence flattened, and layers come in order: the library's logits are laid out so too."""
     model, ids = models.build(family), tokens(rows=2)
     with ExpertCapture(model) as capture, torch.no_grad():
@@ -133,7 +136,7 @@ def test_ids_are_the_best_of_the_librarys_own_router_logits(family) -> None:
 
 
 @pytest.mark.parametrize("family", [*models.FAMILIES, *models.ALIKE])
-def test_outputs_are_the_same_bits_and_nothing_stays_behind(family) -> None:
+def test_outputs_are_the_same_bits_and_nothing_stays_behind(family: Any) -> None:
     model, ids = models.build(family), tokens()
     with torch.no_grad():
         before = model(ids).logits
@@ -152,7 +155,7 @@ def test_outputs_are_the_same_bits_and_nothing_stays_behind(family) -> None:
 
 
 @every_family
-def test_every_kernel_of_the_library_is_captured_alike(family) -> None:
+def test_every_kernel_of_the_library_is_captured_alike(family: str) -> None:
     model, ids = models.build(family), tokens(rows=1)
     found = []
     kept = model.config._experts_implementation
@@ -176,7 +179,7 @@ def test_every_kernel_of_the_library_is_captured_alike(family) -> None:
         ("olmoe", (0, 1, 2)),
     ],
 )
-def test_dense_layers_are_left_out_and_the_others_keep_their_index(family, expected) -> None:
+def test_dense_layers_are_left_out_and_the_others_keep_their_index(family: str, expected: tuple[Any, ...]) -> None:
     assert ExpertCapture(models.build(family)).layer_ids == expected
 
 
@@ -216,7 +219,7 @@ def test_passes_not_taken_apart_come_in_order() -> None:
 def test_a_pass_that_failed_half_way_is_not_taken_for_a_whole_one() -> None:
     model = models.build("mixtral")
 
-    def fail(*_) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("a kernel died")
 
     with ExpertCapture(model) as capture, torch.no_grad():
@@ -260,7 +263,7 @@ def test_hooks_are_removed_when_the_block_fails() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama4_text"])
-def test_a_model_without_the_seam_is_named_with_the_families_that_have_it(kind) -> None:
+def test_a_model_without_the_seam_is_named_with_the_families_that_have_it(kind: str) -> None:
     config = transformers.AutoConfig.for_model(
         kind,
         vocab_size=50,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,14 +24,14 @@ REQUESTS = [[5, 9, 200, 31, 7], list(range(10, 40)), [3]]
 every_family = pytest.mark.parametrize("family", [*models.FAMILIES, *models.ALIKE])
 
 
-def used(model, request) -> np.ndarray:
+def used(model: Any, request: Any) -> np.ndarray:
     with ExpertCapture(model) as capture, torch.no_grad():
         model(torch.tensor([request]))
         return capture.take().expert_ids
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_it_is_embedding_norm_and_gate(family) -> None:
+def test_it_is_embedding_norm_and_gate(family: str) -> None:
     """What the general mechanism finds, spelled out with the names these families happen to use."""
     model = models.build(family)
     for request, run in zip(REQUESTS, dry_run(model, REQUESTS), strict=True):
@@ -45,7 +46,7 @@ def test_it_is_embedding_norm_and_gate(family) -> None:
 
 
 @every_family
-def test_it_is_exact_where_attention_and_experts_add_nothing(family) -> None:
+def test_it_is_exact_where_attention_and_experts_add_nothing(family: str) -> None:
     """Theory: with every layer's contribution at zero the gates see the embeddings and nothing else."""
     model = copy.deepcopy(models.build(family))
     with torch.no_grad():
@@ -63,7 +64,7 @@ def test_it_is_exact_where_attention_and_experts_add_nothing(family) -> None:
 
 
 @every_family
-def test_neither_experts_nor_attention_run(family) -> None:
+def test_neither_experts_nor_attention_run(family: str) -> None:
     """Once one token has shown the way, no expert and no attention is called, and no hook stays behind."""
     model = models.build(family)
     dry_run(model, [[1]])  # the library puts hooks of its own where it first runs
@@ -83,7 +84,7 @@ def test_neither_experts_nor_attention_run(family) -> None:
     assert hooks(model) == before
 
 
-def hooks(model) -> list[tuple[int, int]]:
+def hooks(model: Any) -> list[tuple[int, int]]:
     return [(len(module._forward_pre_hooks), len(module._forward_hooks)) for module in model.modules()]
 
 
@@ -109,6 +110,7 @@ def test_score_by_hand() -> None:
     np.testing.assert_array_equal(run.footprint, [[2, 1, 1, 0]])
     score = score_dry_run(run, np.array([[[1, 0]], [[3, 0]]]))  # order within a token means nothing
     np.testing.assert_allclose(score.cosine, [(2 * 2 + 1) / (np.sqrt(6) * np.sqrt(6))])
+    assert score.recall is not None
     np.testing.assert_allclose(score.recall, [0.75])
 
 
@@ -118,10 +120,11 @@ def test_other_tokens_have_footprints_but_no_recall() -> None:
     assert score.recall is None
     np.testing.assert_allclose(score.cosine, [1 / (np.sqrt(6) * np.sqrt(2))])
     apart = score_dry_run(DryRun(np.array([[[0, 1]]]), 4, (5,)), np.array([[[3, 2]]]))
+    assert apart.recall is not None
     assert (apart.cosine.tolist(), apart.recall.tolist()) == ([0.0], [0.0])
 
 
 @pytest.mark.parametrize("shape", [(0, 1, 2), (2, 2, 2), (2, 1, 3), (2, 2)])
-def test_truth_of_another_shape_is_refused(shape) -> None:
+def test_truth_of_another_shape_is_refused(shape: tuple[Any, ...]) -> None:
     with pytest.raises(ConfigError, match=r"expected \[token, 1, 2\]"):
         score_dry_run(DryRun(np.array([[[0, 1]], [[0, 2]]]), 4, (5,)), np.zeros(shape, int))

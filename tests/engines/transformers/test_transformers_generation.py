@@ -26,7 +26,7 @@ def some_prompts(seed: int = 0) -> list[list[int]]:
 
 
 @every_family
-def test_a_batch_gives_each_request_what_it_gets_alone(family) -> None:
+def test_a_batch_gives_each_request_what_it_gets_alone(family: str) -> None:
     model = models.build(family)
     with ExpertCapture(model, gate_weights=True) as capture:
         together = generate_batch(model, capture, some_prompts(), 6, frozenset([models.END]))
@@ -35,13 +35,15 @@ def test_a_batch_gives_each_request_what_it_gets_alone(family) -> None:
             assert one.output_ids == alone.output_ids
             assert len(one.expert_ids) == len(prompt) + len(one.output_ids) - 1
             assert same_routes(one.expert_ids, alone.expert_ids) == 1.0
+            assert one.gate_weights is not None
+            assert alone.gate_weights is not None
             np.testing.assert_allclose(
                 np.sort(one.gate_weights), np.sort(alone.gate_weights), rtol=1e-3, atol=1e-5
             )  # float32, another shape of matrix product
 
 
 @every_family
-def test_tokens_are_the_librarys_and_experts_those_of_a_pass_without_a_cache(family) -> None:
+def test_tokens_are_the_librarys_and_experts_those_of_a_pass_without_a_cache(family: str) -> None:
     """Two other ways to the same numbers: ``generate``, and the whole text at once."""
     model = models.build(family)
     for prompt in some_prompts()[:2]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ from coterie.prompts import load_prompts, take_in_turn  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
+def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # small products: threads would only wait for each other
     yield
@@ -33,21 +35,21 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def tiny():
+def tiny() -> Any:
     return load_model(tiny_model_path())
 
 
 @pytest.fixture(scope="module")
-def table(tiny):
+def table(tiny: Any) -> Any:
     return dry_run_table(tiny.model, tiny.name)
 
 
-def requests(vocabulary):
+def requests(vocabulary: Any) -> list[Any]:
     rng = np.random.default_rng(3)
     return [rng.integers(0, vocabulary, n).tolist() for n in (1, 7, 40, 200)]
 
 
-def test_it_is_the_dry_run_of_real_prompts_exactly(tiny, table, tmp_path: Path) -> None:
+def test_it_is_the_dry_run_of_real_prompts_exactly(tiny: Any, table: Any, tmp_path: Path) -> None:
     """Also through a file, which needs neither torch nor the model."""
     table.save(tmp_path / "table")
     read = TokenTable.load(tmp_path / "table")
@@ -57,7 +59,7 @@ def test_it_is_the_dry_run_of_real_prompts_exactly(tiny, table, tmp_path: Path) 
             np.testing.assert_array_equal(each.predict(PredictRequest(np.array(prompt))), one.footprint)
 
 
-def test_it_says_what_it_is_of(tiny, table) -> None:
+def test_it_says_what_it_is_of(tiny: Any, table: Any) -> None:
     config = tiny.model.config
     rows = table.rows
     assert rows.model == "coterie-tiny"
@@ -68,7 +70,7 @@ def test_it_says_what_it_is_of(tiny, table) -> None:
 
 
 @pytest.mark.parametrize("family", [*models.FAMILIES, *models.ALIKE])
-def test_every_family(family) -> None:
+def test_every_family(family: Any) -> None:
     model = models.build(family)
     table = dry_run_table(model)
     assert table.rows.model == family
@@ -89,7 +91,7 @@ def test_positions_in_the_embedding_are_refused() -> None:
     model = models.build("olmoe")
     places = torch.linspace(-3, 3, 256)[:, None] * torch.linspace(1, -1, 32)
 
-    def add(_, __, out):
+    def add(_: Any, __: Any, out: Any) -> Any:
         return out + places[: out.shape[1]]
 
     handle = model.get_input_embeddings().register_forward_hook(add)
@@ -101,7 +103,7 @@ def test_positions_in_the_embedding_are_refused() -> None:
     dry_run_table(model)
 
 
-def test_the_suite_scores_a_model(tiny) -> None:
+def test_the_suite_scores_a_model(tiny: Any) -> None:
     result = run(SuiteOptions(model=tiny_model_path(), requests=10), lambda *_: None)
     first, second = (
         {(row["predicts"], row["predictor"], row["knows"]): row for row in result.rows if row["trace"] == name}

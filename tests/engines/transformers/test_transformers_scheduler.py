@@ -78,7 +78,7 @@ def serve(
         manager.cancel_request(request)
     manager.start()
     try:
-        found = {}
+        found: dict[Any, Any] = {}
         while len(found) < len(prompts) - len(cancel):
             result = manager.get_result(timeout=60)
             assert result is not None, "the loop ended"

@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,7 +113,7 @@ def test_an_abort_says_what_was_computed(servers: tuple[Server, Server], truth: 
     """The client goes away in the middle; its event holds the tokens that ran, and later requests are right."""
     plugin = servers[1]
     listener = Listener(plugin.events)
-    body = {"prompt": list(range(500, 560)), "max_tokens": 440, "ignore_eos": True, "temperature": 0}
+    body: dict[str, Any] = {"prompt": list(range(500, 560)), "max_tokens": 440, "ignore_eos": True, "temperature": 0}
     asked = json.dumps({"model": "tiny", "request_id": "goneaway", "stream": True, **body}).encode()
     request = urllib.request.Request(plugin.url + "/v1/completions", asked, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as response:
@@ -185,7 +186,7 @@ def test_a_full_queue_drops_events_and_serving_goes_on(servers: tuple[Server, Se
     import zmq
 
     plugin = servers[1]
-    deaf = zmq.Context.instance().socket(zmq.SUB)
+    deaf: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
     deaf.setsockopt(zmq.RCVHWM, 1)
     deaf.setsockopt(zmq.RCVBUF, 4096)
     deaf.setsockopt(zmq.LINGER, 0)

@@ -243,7 +243,7 @@ def test_the_plugin_loads_no_compiler() -> None:
 
 def test_prices_follow_the_model() -> None:
     """And the link."""
-    base = {"planner": PLANNER, "model": "gpt-oss-20b", "device": "h200"}
+    base: dict[str, Any] = {"planner": PLANNER, "model": "gpt-oss-20b", "device": "h200"}
     plans = []
     for rate in (450.0, 4.5):
         rounds = Rounds(EplbSettings(**base, intra_gb_s=rate))

@@ -179,7 +179,7 @@ def test_a_thousand_queued_requests(servers: tuple[Server, ...], table_file: Pat
 
     def unevenness(numbers: list[int]) -> float:
         batches = [numbers[at : at + PLACES] for at in range(0, QUEUED, PLACES)]
-        return float(np.mean([sum(loads[n] for n in batch).std() for batch in batches]))
+        return float(np.mean([np.sum([loads[n] for n in batch], axis=0).std() for batch in batches]))
 
     assert unevenness(order) < 0.85 * unevenness(list(range(QUEUED))), "flatter batches than in order of arrival"
     reference = plain.post("/v1/completions", body(prompts, "thousand"))
@@ -425,7 +425,8 @@ def test_an_unknown_version_keeps_its_own_queues(monkeypatch: pytest.MonkeyPatch
 
     class Base:
         def __init__(self) -> None:
-            self.waiting = self.kv_holding_waiting = deque()
+            self.waiting: deque[Any] = deque()
+            self.kv_holding_waiting = self.waiting
 
         def schedule(self, throttle_prefills: bool = False) -> bool:
             return throttle_prefills

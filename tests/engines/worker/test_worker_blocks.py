@@ -86,10 +86,11 @@ def test_clear() -> None:
 def test_any_sequence_keeps_its_promises(data: st.DataObject) -> None:
     """Requests come, share prefixes, end in any order: what is found was stored and not removed since."""
     table = BlockTable(data.draw(st.integers(1, 10)), SIZE)
-    held: dict[int, None] = {}  # what a directory that follows the events believes
+    held: dict[int | bytes, None] = {}  # what a directory that follows the events believes
     running: list[list[int]] = []
     for _ in range(data.draw(st.integers(1, 25))):
-        if running and data.draw(st.booleans()):
+        ends: bool = data.draw(st.booleans()) if running else False
+        if ends:
             table.release(running.pop(data.draw(st.integers(0, len(running) - 1))))
         else:
             tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=10))

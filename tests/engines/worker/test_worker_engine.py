@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -312,7 +313,7 @@ def test_staged_kv_expires_and_makes_room(folder: Path) -> None:
 def test_kv_events_tell_exactly_what_is_held(folder: Path) -> None:
     """A directory that follows the events predicts every prefix hit, evictions included."""
     driver = Driver(folder, kv_blocks=24, max_batch=3)
-    held: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+    held: dict[int | bytes, tuple[int | bytes | None, tuple[int, ...]]] = {}
     rng = np.random.default_rng(3)
     stems = [rng.integers(3, models.VOCAB, 16).tolist() for _ in range(4)]
     removed = 0
@@ -362,7 +363,7 @@ def test_the_cache_is_not_cleared_under_a_request(folder: Path) -> None:
 def test_a_seed_means_the_same_in_any_batch(folder: Path) -> None:
     alone, together = Driver(folder), Driver(folder, copy=1)
     prompt = prompts(1, seed=12)[0]
-    settings = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
+    settings: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
     one = alone.submit(prompt, 12, **settings)
     alone.run()
     for other in prompts(5, seed=13):

@@ -51,7 +51,7 @@ def test_starts_answers_and_stops_with_its_own_code(tmp_path: Path) -> None:
     one = server(tmp_path)
     with one.start():
         assert healthy(one.url)
-        assert one.returncode is None
+        assert (one.returncode, healthy(one.url)) == (None, True)
         with pytest.raises(ConfigError, match="runs already"):
             one.start()
     assert one.returncode == 7

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,7 +122,7 @@ def test_a_stop_string_that_shows_only_at_the_end_counts() -> None:
 # -------------------------------------------------------------------------------------------------------------- bodies
 
 
-def parse(body: dict, chat: bool = False, role: str = "both"):
+def parse(body: dict[str, Any], chat: bool = False, role: Any = "both") -> Any:
     return parse_body(body, chat, "tiny", role)
 
 
@@ -237,7 +238,7 @@ def test_metrics_are_prometheus_text_with_few_series() -> None:
         ({"kv_events": "tcp://*:1", "expert_events": "tcp://*:1"}, "each needs its own endpoint"),
     ],
 )
-def test_settings_that_cannot_work(wrong, words, tmp_path: Path) -> None:
+def test_settings_that_cannot_work(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         WorkerConfig(tmp_path, **wrong)
 

@@ -90,12 +90,14 @@ def test_one_prefill_and_two_decode_workers_give_the_tokens_of_one(workers: dict
         thread.join()
     assert [results.get(index) for index in range(len(asked))] == alone
     for name, share in zip(DECODERS, (asked[::2], asked[1::2]), strict=True):
-        assert workers[name].count("kv_fetch_total", outcome="ok") == len(share)
-        assert workers[name].count("prompt_tokens_total", source="transfer") == sum(len(prompt) - 1 for prompt in share)
-        assert workers[name].count("prompt_tokens_total", source="computed") == len(share), "the last token of each"
-        assert workers[name].count("step_rows_total", phase="prefill") == len(share)
-    until(lambda: workers["prefill"].count("kv_released_total", why="fetched") == len(asked))
-    assert workers["prefill"].count("kv_blocks", state="used") == 0
+        assert workers[name].series("kv_fetch_total", outcome="ok") == len(share)
+        assert workers[name].series("prompt_tokens_total", source="transfer") == sum(
+            len(prompt) - 1 for prompt in share
+        )
+        assert workers[name].series("prompt_tokens_total", source="computed") == len(share), "the last token of each"
+        assert workers[name].series("step_rows_total", phase="prefill") == len(share)
+    until(lambda: workers["prefill"].series("kv_released_total", why="fetched") == len(asked))
+    assert workers["prefill"].series("kv_blocks", state="used") == 0
     again = [tokens_of(workers["both"].complete(asking(prompt))) for prompt in asked]
     assert again == alone, "and those of one worker that does it all"
 
@@ -114,24 +116,24 @@ def test_kv_that_is_gone_is_computed_anew_with_the_same_tokens(workers: dict[str
         ({"remote_port": free_port()}, "unreachable"),
         ({"remote_request_id": "never-heard-of"}, "missing"),
     ):
-        before = worker.count("kv_fetch_total", outcome=outcome)
+        before = worker.series("kv_fetch_total", outcome=outcome)
         assert tokens_of(worker.complete(decode_body(body, {**params, **change}))) == right
-        assert worker.count("kv_fetch_total", outcome=outcome) == before + 1
+        assert worker.series("kv_fetch_total", outcome=outcome) == before + 1
     other = prefill(workers, asking([9, 9, 9]))  # KV of another prompt
     assert tokens_of(worker.complete(decode_body(body, other))) == right
-    assert worker.count("kv_fetch_total", outcome="mismatch") == 1
-    assert workers["prefill"].count("kv_released_total", why="dropped") == 1
+    assert worker.series("kv_fetch_total", outcome="mismatch") == 1
+    assert workers["prefill"].series("kv_released_total", why="dropped") == 1
 
 
 def test_kv_nobody_fetches_is_let_go_in_time(workers: dict[str, Worker]) -> None:
     worker = workers["both"]
-    until(lambda: worker.count("kv_staged") == 0)
-    before = worker.count("kv_released_total", why="expired"), worker.count("kv_staged_total")
+    until(lambda: worker.series("kv_staged") == 0)
+    before = worker.series("kv_released_total", why="expired"), worker.series("kv_staged_total")
     assert worker.post(prefill_body(asking(prompts(1, seed=3)[0]))).status == 200
-    assert worker.count("kv_staged_total") == before[1] + 1
-    until(lambda: worker.count("kv_staged") == 0)
-    assert worker.count("kv_released_total", why="expired") == before[0] + 1
-    until(lambda: worker.count("kv_blocks", state="used") == 0)
+    assert worker.series("kv_staged_total") == before[1] + 1
+    until(lambda: worker.series("kv_staged") == 0)
+    assert worker.series("kv_released_total", why="expired") == before[0] + 1
+    until(lambda: worker.series("kv_blocks", state="used") == 0)
 
 
 def test_a_client_that_goes_while_kv_is_fetched_has_it_dropped(workers: dict[str, Worker]) -> None:
@@ -153,8 +155,8 @@ def test_a_client_that_goes_while_kv_is_fetched_has_it_dropped(workers: dict[str
         with drop, fetch:
             assert drop.recv(4096).startswith(b"DELETE /kv/abc ")
             drop.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
-    until(lambda: workers["decode"].count("kv_fetch_total", outcome="cancelled") == 1)
-    assert workers["decode"].count("kv_blocks", state="used") == 0
+    until(lambda: workers["decode"].series("kv_fetch_total", outcome="cancelled") == 1)
+    assert workers["decode"].series("kv_blocks", state="used") == 0
 
 
 def test_roles_are_kept(workers: dict[str, Worker]) -> None:
@@ -287,10 +289,10 @@ def test_no_body_makes_the_worker_fail(
 
 def test_after_all_that_nothing_is_left_over(workers: dict[str, Worker]) -> None:
     worker = workers["both"]
-    until(lambda: worker.count("kv_staged") == 0)
-    until(lambda: worker.count("kv_blocks", state="used") == 0)
-    assert worker.count("step_failures_total") == 0
-    assert worker.count("requests_total", outcome="error") == 0
+    until(lambda: worker.series("kv_staged") == 0)
+    until(lambda: worker.series("kv_blocks", state="used") == 0)
+    assert worker.series("step_failures_total") == 0
+    assert worker.series("requests_total", outcome="error") == 0
     status, answer = worker.send("GET", "/no/such/path")
     assert (status, "/v1/completions" in answer["error"]["message"]) == (404, True)
     assert worker.send("GET", "/v1/completions").status == 405
@@ -304,7 +306,7 @@ def test_a_client_that_goes_away_frees_its_blocks(workers: dict[str, Worker], st
     worker = workers["both"]
 
     def ended(outcome: str) -> float:
-        return worker.count("requests_total", outcome=outcome)
+        return worker.series("requests_total", outcome=outcome)
 
     aborted = ended("abort")
     data = json.dumps(asking([5, 6, 7], 250, stream=stream)).encode()
@@ -312,13 +314,13 @@ def test_a_client_that_goes_away_frees_its_blocks(workers: dict[str, Worker], st
         finished = ended("length")
         with socket.create_connection(("127.0.0.1", worker.port)) as client:
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
-            until(lambda: worker.count("running") == 1 or ended("length") > finished)  # noqa: B023
+            until(lambda: worker.series("running") == 1 or ended("length") > finished)  # noqa: B023
         until(lambda: ended("abort") > aborted or ended("length") > finished)  # noqa: B023
         if ended("abort") > aborted:
             break
     assert ended("abort") == aborted + 1
-    assert worker.count("kv_blocks", state="used") == 0
-    assert worker.count("running") == 0
+    assert worker.series("kv_blocks", state="used") == 0
+    assert worker.series("running") == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- events
@@ -417,9 +419,9 @@ def test_a_worker_killed_in_a_prefill_costs_only_time(workers: dict[str, Worker]
     caller.join(120)
     assert len(failures) == 1
     worker = workers["decode"]
-    before = worker.count("kv_fetch_total", outcome="unreachable")
+    before = worker.series("kv_fetch_total", outcome="unreachable")
     assert tokens_of(worker.complete(decode_body(bodies[0], params))) == right[0]
-    assert worker.count("kv_fetch_total", outcome="unreachable") == before + 1
+    assert worker.series("kv_fetch_total", outcome="unreachable") == before + 1
     assert tokens_of(worker.complete(bodies[1])) == right[1]
 
 
@@ -430,7 +432,7 @@ def test_sigterm_lets_requests_end_and_takes_no_new_ones(workers: dict[str, Work
     answers: list[dict[str, Any]] = []
     caller = threading.Thread(target=lambda: answers.append(worker.complete(body)))
     caller.start()
-    until(lambda: worker.count("running") == 1 or bool(answers))
+    until(lambda: worker.series("running") == 1 or bool(answers))
     worker.process.signal(signal.SIGTERM)
     refused: list[int] = []
     while caller.is_alive():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +71,7 @@ def test_excess_is_over_the_bound_of_closed_layers() -> None:
 def test_trials_are_of_every_kind_and_enough_layers() -> None:
     assert sum(trial.layers for trial in TRIALS) >= 40
     assert {trial.split for trial in TRIALS} == {"equal", "optimal"}
-    for kind in (
+    kinds: tuple[Callable[[Any], Any], ...] = (
         lambda t: t.slots > t.experts,
         lambda t: t.slots == t.experts,
         lambda t: t.ranks_per_node,
@@ -77,7 +79,8 @@ def test_trials_are_of_every_kind_and_enough_layers() -> None:
         lambda t: t.sources,
         lambda t: t.prices.get("touch_s"),
         lambda t: t.prices.get("move_price"),
-    ):
+    )
+    for kind in kinds:
         assert any(kind(trial) for trial in TRIALS)
     for trial in TRIALS:
         case = replace(trial, layers=1).case()

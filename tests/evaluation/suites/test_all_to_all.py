@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,21 +37,21 @@ KEYS = {
 MB = 1e6
 
 
-def quiet(*_) -> None:
+def quiet(doing: str, done: int, total: int) -> None:
     pass
 
 
 @pytest.fixture(scope="module")
-def rows():
+def rows() -> Any:
     return run(SuiteOptions(), quiet).rows
 
 
-def one(rows, model, gpus, link="nvlink4"):
+def one(rows: Any, model: Any, gpus: Any, link: str = "nvlink4") -> Any:
     (found,) = [row for row in rows if (row["model"], row["gpus"], row["link"]) == (model, gpus, link)]
     return found
 
 
-def save(path, ids, model="demo", experts=8):
+def save(path: Path, ids: Any, model: str = "demo", experts: int = 8) -> Any:
     meta = TraceMeta(model, experts, ids.shape[1], ids.shape[2])
     ActivationTrace.from_arrays(meta, ids, np.array([0, len(ids)])).save(path)
     return path
@@ -77,7 +78,7 @@ def test_its_bytes_and_what_they_are_made_of() -> None:
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda p: f"{p.model}-{p.gpus}")
-def test_its_times_divide_by_8_gpus_whatever_the_row_says(published) -> None:
+def test_its_times_divide_by_8_gpus_whatever_the_row_says(published: Any) -> None:
     for link, vendor in ((NVLINK4, 0.9), (NVLINK5, 1.8)):  # MB a microsecond, both directions
         printed = published.time_us[link.name]
         assert abs(published.bytes_per_layer / MB / (8 * vendor) - printed) <= 0.05
@@ -106,7 +107,7 @@ def test_its_expert_size_has_a_factor_2_too_much() -> None:
 # ------------------------------------------------------------------------------------------- our rows
 
 
-def test_rows_by_formula(rows) -> None:
+def test_rows_by_formula(rows: Any) -> None:
     assert all(row.keys() >= KEYS for row in rows)
     assert [row["published"] is not None for row in rows].count(True) == 8, "four rows, two links"
     deepseek = one(rows, "deepseek-v3", 8)
@@ -122,7 +123,7 @@ def test_rows_by_formula(rows) -> None:
     assert (deepseek["time_us"] - 4) * 8 / 7 == pytest.approx(deepseek["published"]["reconstructed_time_us"], rel=1e-3)
 
 
-def test_more_gpus_send_more_bytes_in_less_time_until_they_span_nodes(rows) -> None:
+def test_more_gpus_send_more_bytes_in_less_time_until_they_span_nodes(rows: Any) -> None:
     eight, many = one(rows, "deepseek-v3", 8), one(rows, "deepseek-v3", 32)
     spread = one(rows, "deepseek-v3", 32, "nvlink4+infiniband-400g")
     assert many["bytes_per_layer"] > eight["bytes_per_layer"]
@@ -159,7 +160,7 @@ def test_notes_name_what_is_reproduced_and_what_is_not() -> None:
 
 
 @st.composite
-def steps(draw):
+def steps(draw: st.DrawFn) -> tuple[Any, Any, Topology]:
     ranks = draw(st.sampled_from([1, 2, 3, 4, 6]))
     experts = ranks * draw(st.integers(1, 3))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -169,7 +170,7 @@ def steps(draw):
 
 
 @given(steps())
-def test_busiest_rank_matches_a_plain_loop(case) -> None:
+def test_busiest_rank_matches_a_plain_loop(case: tuple[Any, Any, Topology]) -> None:
     ids, experts, topology = case
     ranks, layers = topology.num_ranks, ids.shape[2]
     found = busiest_rank(ids, Placement.linear(layers, experts, ranks), topology)
@@ -191,6 +192,7 @@ def test_busiest_rank_matches_a_plain_loop(case) -> None:
             total += sent.sum()
     if total:
         assert found.ratio == pytest.approx(np.mean(peaks) / (total / len(peaks) / ranks))
+        assert found.ratio is not None
         assert found.ratio >= 1.0
     else:
         assert found.ratio is None
@@ -303,8 +305,9 @@ def test_real_routing_is_near_uniform_in_place_but_not_in_load(data_dir: Path) -
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_the_sample_speaks_for_the_whole_trace(data_dir: Path, name) -> None:
+def test_the_sample_speaks_for_the_whole_trace(data_dir: Path, name: str) -> None:
     trace = read_trace(data_dir / "activations" / name)
+    assert isinstance(trace, ActivationTrace)
     meta, topology = trace.meta, Topology(8)
     placement = Placement.linear(meta.num_layers, meta.num_experts, 8)
     whole = counted_locality(trace.arrays()[0].expert_ids, placement, topology)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ STRATEGIES = (
 CAPS = ("fig1_p99_by_rate", "fig2_ours_vs_published", "fig3_strategies", "fig4_percentiles")
 
 
-def caps_row(pattern, rate, strategy, gain=10.0, half=2.0, known=True):
+def caps_row(pattern: Any, rate: Any, strategy: Any, gain: float = 10.0, half: float = 2.0, known: bool = True) -> Any:
     row = {"pattern": pattern, "rate": rate, "strategy": strategy, "fitted": rate in (150.0, 300.0)}
     for place, field in enumerate(("p50_ms", "p90_ms", "p99_ms", "p999_ms")):
         row[field] = rate * (place + 1) * (1 - gain / 400)
@@ -45,7 +46,12 @@ def caps_row(pattern, rate, strategy, gain=10.0, half=2.0, known=True):
     return row | {"published": published(pattern, rate, strategy) if known else None}
 
 
-def caps_rows(strategies=STRATEGIES, rates=RATES, patterns=("bursty", "poisson"), **options):
+def caps_rows(
+    strategies: tuple[str, ...] = STRATEGIES,
+    rates: Any = RATES,
+    patterns: tuple[str, ...] = ("bursty", "poisson"),
+    **options: Any,
+) -> list[Any]:
     return [
         caps_row(pattern, rate, name, gain=40.0 - 2 * place - rate / 20, **options)
         for pattern in patterns
@@ -54,23 +60,24 @@ def caps_rows(strategies=STRATEGIES, rates=RATES, patterns=("bursty", "poisson")
     ]
 
 
-def filled(fill, *numbers):
+def filled(fill: Any, *numbers: Any) -> Figure:
     figure = Figure(layout="constrained")
     fill(*numbers, figure, LIGHT)
     return figure
 
 
-def words(figure):
+def words(figure: Any) -> list[Any]:
     return [text.get_text() for axes in figure.axes for text in axes.texts]
 
 
-def contents(paths):
+def contents(paths: Any) -> dict[Any, Any]:
     return {path.name: path.read_bytes() for path in paths}
 
 
 def test_every_figure_as_pdf_and_png_with_the_same_bytes_each_time(tmp_path: Path) -> None:
     first, again = tmp_path / "a", tmp_path / "b"
-    first.mkdir(), again.mkdir()
+    first.mkdir()
+    again.mkdir()
     rows = caps_rows(rates=(150.0, 200.0), patterns=("bursty",))
     paths = caps_figures.draw_figures(first, rows)
     assert [path.name for path in paths] == [f"{name}.{kind}" for name in CAPS for kind in ("pdf", "png")]
@@ -98,11 +105,11 @@ def test_every_figure_as_pdf_and_png_with_the_same_bytes_each_time(tmp_path: Pat
     ids=["one seed", "a user's own", "one published range", "poisson", "only fcfs", "many", "nothing"],
 )
 def test_any_part_of_the_evaluation_can_be_drawn(
-    rows, missing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: list[Any], missing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Filled and laid out; the files are the test above."""
 
-    def lay_out(fill, folder, name, height_in):
+    def lay_out(fill: Any, folder: Path, name: str, height_in: Any) -> list[Any]:
         figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
         fill(figure, LIGHT)
         figure.draw_without_rendering()
@@ -161,7 +168,9 @@ def test_every_published_number_is_compared_once() -> None:
         (None, (18.0, 18.0), (15.0, 40.0), 0.0),  # one rate of a range over four
     ],
 )
-def test_distance_to_the_published_number(rate, ours, theirs, off) -> None:
+def test_distance_to_the_published_number(
+    rate: float | None, ours: tuple[float, float], theirs: tuple[float, float], off: float
+) -> None:
     pair = caps_figures.Pair("p99_reduction_pct", "bursty", "s", rate, True, ours, ours, theirs)
     assert pair.off == pytest.approx(off)
 
@@ -193,7 +202,9 @@ def test_what_is_outside_the_band_is_named() -> None:
 # ------------------------------------------------------------------------------------------------------ regimes
 
 
-def regime_row(regime, model, arrivals, load, strategy, gain, half=0.5):
+def regime_row(
+    regime: Any, model: Any, arrivals: Any, load: Any, strategy: Any, gain: Any, half: float = 0.5
+) -> dict[str, Any]:
     low, high = (None, None) if gain is None else (gain - half, gain + half)
     return {
         "regime": regime,
@@ -210,7 +221,7 @@ def regime_row(regime, model, arrivals, load, strategy, gain, half=0.5):
 
 
 @pytest.fixture
-def regime_rows():
+def regime_rows() -> list[Any]:
     rng = np.random.default_rng(3)
     return [
         regime_row(regime, model, arrivals, load, name, 0.0 if name == "fcfs" else float(rng.normal(0, 30)))
@@ -222,23 +233,24 @@ def regime_rows():
     ]
 
 
-def test_regimes_figure_is_deterministic_and_takes_gaps(regime_rows, tmp_path: Path) -> None:
-    regime_rows[1] = regime_row(*list(regime_rows[1].values())[:5], gain=None)
+def test_regimes_figure_is_deterministic_and_takes_gaps(regime_rows: list[Any], tmp_path: Path) -> None:
+    regime_rows[1] = regime_row(*list(regime_rows[1].values())[:5], None)
     rows = [row for row in regime_rows if (row["model"], row["strategy"]) != ("gpt-oss-20b", "mine")]
-    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
     first = regimes_figures.draw_figures(tmp_path / "a", rows)
     assert [path.suffix for path in first] == [".pdf", ".png"]
     assert contents(first) == contents(regimes_figures.draw_figures(tmp_path / "b", rows))
 
 
-def test_regimes_without_a_comparison_draw_nothing(regime_rows, tmp_path: Path) -> None:
+def test_regimes_without_a_comparison_draw_nothing(regime_rows: list[Any], tmp_path: Path) -> None:
     assert regimes_figures.draw_figures(tmp_path, []) == []
     assert regimes_figures.draw_figures(tmp_path, [row for row in regime_rows if row["strategy"] == "fcfs"]) == []
     one = [row for row in regime_rows if row["strategy"] in ("fcfs", "mine") and row["load"] == 0.8][:2]
     assert len(regimes_figures.draw_figures(tmp_path, one)) == 2
 
 
-def test_a_cell_is_the_mean_over_arrivals(regime_rows) -> None:
+def test_a_cell_is_the_mean_over_arrivals(regime_rows: list[Any]) -> None:
     names, columns = ["lpt", "mine"], [("decode", "gpt-oss-20b"), ("ep8-decode", "deepseek-v2-lite")]
     rows = [row for row in regime_rows if row["strategy"] in names and (row["regime"], row["model"]) in columns]
     found = regimes_figures._matrix(rows, 1.3, names, columns)
@@ -260,7 +272,7 @@ def test_a_cell_is_the_mean_over_arrivals(regime_rows) -> None:
         ((5.0, 8.0), 0.0, False, False),  # one seed says nothing of the others
     ],
 )
-def test_sure_and_split_cells(gains, half, sure, split) -> None:
+def test_sure_and_split_cells(gains: tuple[float, float], half: float, sure: bool, split: bool) -> None:
     rows = [regime_row("decode", "m", kind, 0.8, "s", gain, half) for kind, gain in zip("ab", gains, strict=True)]
     found = regimes_figures._matrix(rows, 0.8, ["s"], [("decode", "m")])
     assert (found.sure[0, 0], found.split[0, 0]) == (sure, split)

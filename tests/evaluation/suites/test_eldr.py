@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,17 +52,17 @@ TINY = SyntheticSize(recordings=72, fitted=24, prompt_tokens=8, output_tokens=8,
 
 
 @pytest.fixture(scope="module")
-def source(data_dir: Path):
+def source(data_dir: Path) -> Any:
     return recorded_source(data_dir, "gpt-oss-20b")
 
 
 @pytest.fixture(scope="module")
-def bench(source) -> Bench:
+def bench(source: Any) -> Bench:
     return closed_bench(source, 4, 4, 0, 150)
 
 
 @pytest.fixture(scope="module")
-def served(bench: Bench):
+def served(bench: Bench) -> Any:
     return bench.serve(bench.router("latency_aware"))
 
 
@@ -76,14 +77,14 @@ def test_the_suite_is_there() -> None:
     assert "eldr" in load_suites()
 
 
-def test_requests_are_fitted_on_or_served_and_never_both(source) -> None:
+def test_requests_are_fitted_on_or_served_and_never_both(source: Any) -> None:
     halves = split(source, 3)
     assert not set(halves.fit) & set(halves.test)
     assert len(halves.fit) + len(halves.test) == source.trace.num_requests
     assert set(halves.fit) != set(split(source, 4).fit)
 
 
-def test_what_is_shown_is_the_first_half_and_what_is_decoded_the_second(source) -> None:
+def test_what_is_shown_is_the_first_half_and_what_is_decoded_the_second(source: Any) -> None:
     halves = split(source, 0)
     recordings = split_recordings(source.trace, halves.test)
     rows = np.flatnonzero(np.isin(source.counts.requests, halves.test))
@@ -92,7 +93,7 @@ def test_what_is_shown_is_the_first_half_and_what_is_decoded_the_second(source) 
     np.testing.assert_array_equal(recordings.decode_row, recordings.prompt_row + recordings.prompt_rows)
 
 
-def test_the_steady_part_is_full_and_begins_after_one_replacement(served) -> None:
+def test_the_steady_part_is_full_and_begins_after_one_replacement(served: Any) -> None:
     window = steady(served, 16)
     for time in np.linspace(window.since_s, window.until_s, 50, endpoint=False):
         there = int(((served.arrival_s <= time) & (served.finish_s > time)).sum())
@@ -104,7 +105,7 @@ def test_the_steady_part_is_full_and_begins_after_one_replacement(served) -> Non
         steady(served, 100)
 
 
-def test_experts_of_a_run_by_steps_tokens_and_time(served) -> None:
+def test_experts_of_a_run_by_steps_tokens_and_time(served: Any) -> None:
     window = steady(served, 16)
     found = outcome(served, window, experts_by_rows(served, window))
     inside = (served.step_start_s >= window.since_s) & (served.step_start_s < window.until_s)
@@ -117,7 +118,7 @@ def test_experts_of_a_run_by_steps_tokens_and_time(served) -> None:
     assert halved.experts_at_rows == pytest.approx(found.experts_at_rows / 2)
 
 
-def test_formed_batches_are_those_of_the_run(bench: Bench, served) -> None:
+def test_formed_batches_are_those_of_the_run(bench: Bench, served: Any) -> None:
     """Experts counted from the batches are what the run counted in those very steps; large steps come more often."""
     window, many = Window(0.0, served.end_s), 400
     batches = formed_batches(served, bench.requests, window, many, np.random.default_rng(0))
@@ -146,14 +147,14 @@ def test_assigned_requests_go_where_they_were_assigned(bench: Bench) -> None:
     np.testing.assert_array_equal(run.decoder, workers)
 
 
-def test_the_limit_is_above_what_routers_reach(source, bench: Bench) -> None:
+def test_the_limit_is_above_what_routers_reach(source: Any, bench: Bench) -> None:
     limit, labels = find_limit(source, split(source, 0), bench)
     assert 0 < limit.cosine <= limit.limit
     assert 0 < limit.union <= limit.limit
     assert np.bincount(labels).max() <= -(-len(labels) // 4)
 
 
-def test_other_signatures_and_clusters_are_routed_by(source, bench: Bench) -> None:
+def test_other_signatures_and_clusters_are_routed_by(source: Any, bench: Bench) -> None:
     halves = split(source, 0)
     for weighting in ("gate", "binary"):
         other = with_clusters(bench, source.counts, halves, weighting)
@@ -161,6 +162,7 @@ def test_other_signatures_and_clusters_are_routed_by(source, bench: Bench) -> No
         assert np.isfinite(other.serve(LocalityBand(other.fitted)).finish_s).all()
     gates = with_clusters(bench, source.counts, halves, "gate").requests.recordings.footprint
     assert gates is not None
+    assert bench.requests.recordings.footprint is not None
     assert not np.array_equal(gates, bench.requests.recordings.footprint)
 
 
@@ -178,7 +180,7 @@ def test_a_cell_serves_every_router_and_makes_whole_rows(data_dir: Path) -> None
     assert any("union clusters reach" in note for note in notes_of(rows))
 
 
-def test_more_in_flight_than_recordings_is_refused(source) -> None:
+def test_more_in_flight_than_recordings_is_refused(source: Any) -> None:
     with pytest.raises(ConfigError, match="as many recordings"):
         closed_bench(source, 12, 18, 0)
 
@@ -211,7 +213,7 @@ def test_notes_tell_when_latency_aware_is_not_ahead(p50: float, word: str) -> No
     assert any("latency_aware's p99 is 16.7% above the shortest queue's" in note for note in notes)
 
 
-def test_unions_against_the_mean_over_all_pairs(source) -> None:
+def test_unions_against_the_mean_over_all_pairs(source: Any) -> None:
     """Two tokens of two requests share what their probabilities say: 4 + 4 less the shared, in each layer."""
     labels = np.array(source.trace.requests.domains)
     known, counts = np.unique(labels, return_counts=True)
@@ -227,7 +229,7 @@ def test_unions_against_the_mean_over_all_pairs(source) -> None:
     assert found.same == pytest.approx(same, abs=0.03)
 
 
-def test_correlation_by_numpy(source) -> None:
+def test_correlation_by_numpy(source: Any) -> None:
     before, after = source.counts.probabilities
     expected = np.mean([np.corrcoef(a, b)[0, 1] for a, b in zip(before, after, strict=True)])
     assert phase_correlation(source) == pytest.approx(expected, abs=1e-4)
@@ -242,6 +244,7 @@ def test_signatures_are_scored_on_requests_they_were_not_fitted_on(data_dir: Pat
 
 def test_synthetic_languages_are_alike_within() -> None:
     source = language_source("qwen3-30b-a3b", 0, TINY)
+    assert source.trace.requests.domains is not None
     assert set(source.trace.requests.domains) <= {"en", "zh", "ru", "fr", "es", "de"}
     found = serve_synthetic(SyntheticCell("topology", 2, 4, 0), TINY)
     assert set(found.outcomes) >= {"round_robin", "latency_aware"}
@@ -272,7 +275,9 @@ def test_jobs_that_differ_in_their_seed_alone_make_one_row(data_dir: Path) -> No
     jobs = eldr.jobs_of(data_dir, (0, 1, 2, 3))
     assert len(set(jobs)) == len(jobs)
     runs = {name: outcomes(20.0, 10.0, 12.0) for name in ROUTERS}
-    cells = {Cell("deepseek-v2-lite", *load, seed): Found(runs, None) for load in ((4, 16), (5, 3)) for seed in (0, 1)}
+    cells: dict[Any, Any] = {
+        Cell("deepseek-v2-lite", *load, seed): Found(runs, None) for load in ((4, 16), (5, 3)) for seed in (0, 1)
+    }
     rows = eldr.rows_of(cells)
     loads = [(row["decoders"], row["in_flight"], row["seeds"]) for row in rows if row["router"] == "random"]
     assert sorted(loads) == [(4, 16, 2), (5, 3, 2)]

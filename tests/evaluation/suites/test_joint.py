@@ -1,6 +1,9 @@
+from __future__ import annotations
+
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +39,7 @@ from coterie.evaluation.suites.joint.cells import (
     slots_that_fit,
 )
 from coterie.evaluation.suites.joint.notes import notes_of, verdict
+from coterie.evaluation.suites.joint.tables import TABLES
 from coterie.models import get_model
 from coterie.placement.holdings import held_by
 from coterie.routing.fleet import Fleet
@@ -60,12 +64,12 @@ SMALL = ModelSpec("small", 3, 8, 2, 64, 32, 4, 2, 16, 1000, first_moe_layer=1)
 TINY = SyntheticSize(recordings=60, fitted=28, prompt_tokens=8, output_tokens=8)
 
 
-def small_model(ranks: int = 4):
+def small_model(ranks: int = 4) -> Any:
     return step_model(SMALL, "h200", "bf16", Topology(ranks))
 
 
 @st.composite
-def placements(draw, ranks: int = 4):
+def placements(draw: st.DrawFn, ranks: int = 4) -> Placement:
     """Every expert somewhere, replicas anywhere, at most one on a rank."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     extra = draw(st.integers(0, 3))
@@ -77,7 +81,7 @@ def placements(draw, ranks: int = 4):
 
 
 @st.composite
-def steps(draw, ranks: int = 4):
+def steps(draw: st.DrawFn, ranks: int = 4) -> tuple[Any, Any, Any]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     tokens = draw(st.integers(1, 40))
     ids = np.array([[rng.permutation(8)[:2] for _ in range(2)] for _ in range(tokens)], np.uint8)
@@ -86,7 +90,7 @@ def steps(draw, ranks: int = 4):
 
 @settings(max_examples=40, deadline=None)
 @given(placements(), steps())
-def test_a_step_by_brute_force(placement: Placement, step) -> None:
+def test_a_step_by_brute_force(placement: Placement, step: tuple[Any, Any, Any]) -> None:
     """Who computes what, what crosses, and each part's time, token by token in plain Python."""
     (ids, home, context), model = step, small_model()
     found = Group(model, placement).step(ids, home, context)
@@ -137,7 +141,7 @@ def test_without_replicas_it_is_the_step_model() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(placements(), steps())
-def test_what_crosses_is_what_ranks_ask_for_and_lack(placement: Placement, step) -> None:
+def test_what_crosses_is_what_ranks_ask_for_and_lack(placement: Placement, step: tuple[Any, Any, Any]) -> None:
     group = Group(small_model(), placement)
     found = group.step(*step)
     assert group.asked.sum() == found.activations
@@ -201,12 +205,12 @@ def test_no_recording_is_in_flight_twice(bench: GroupBench, monkeypatch: pytest.
     there: set[int] = set()
     admit, finish, recorded = Fleet.admit, Fleet.finish, bench.served.requests.recorded
 
-    def admitted(self, request_id, *arguments) -> None:
+    def admitted(self: Fleet, request_id: Any, *arguments: Any) -> None:
         assert recorded[int(request_id)] not in there
         there.add(recorded[int(request_id)])
         admit(self, request_id, *arguments)
 
-    def finished(self, request_id) -> None:
+    def finished(self: Fleet, request_id: Any) -> None:
         there.remove(recorded[int(request_id)])
         finish(self, request_id)
 
@@ -218,6 +222,8 @@ def test_no_recording_is_in_flight_twice(bench: GroupBench, monkeypatch: pytest.
 
 def test_calibration_requests_are_not_served(bench: GroupBench) -> None:
     known, served = (loop.requests.recordings for loop in (bench.known, bench.served))
+    assert known.footprint is not None
+    assert served.footprint is not None
     rows = {row.tobytes() for row in known.footprint}
     assert not rows & {row.tobytes() for row in served.footprint}
     assert len(known) + len(served) == 213
@@ -361,7 +367,7 @@ def test_without_data_synthetic_routing_alone_runs(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("coterie.evaluation.runs.os.cpu_count", lambda: 1)
     monkeypatch.setitem(joint_cells.DTYPES, "qwen3-30b-a3b", "bf16")
 
-    def serve_tiny(cell, data, requests):
+    def serve_tiny(cell: Any, data: Any, requests: Any) -> Any:
         return serve_cell(JointCell("qwen3-30b-a3b", 2, cell.seed), data, requests, TINY)
 
     monkeypatch.setattr(joint, "serve_cell", serve_tiny)
@@ -381,8 +387,8 @@ def test_without_data_synthetic_routing_alone_runs(monkeypatch: pytest.MonkeyPat
         (SCHEDULING, "joint"),
     }
     assert "COTERIE_DATA" in found.notes[0]
-    shown = {table.title: [row for row in found.rows if table.shows(row)] for table in joint.TABLES}
+    shown = {table.title: [row for row in found.rows if table.shows(row)] for table in TABLES}
     assert sum(len(rows) for rows in shown.values()) == len(found.rows)
-    for table in joint.TABLES:
+    for table in TABLES:
         assert all(column.value(row) is not None for row in shown[table.title] for column in table.columns)
     json.dumps(found.rows)

@@ -6,6 +6,7 @@ import gzip
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,11 +42,11 @@ RECENT = {
 EXPERTS, LAYERS, TOP_K, VOCABULARY = 16, 2, 2, 30
 
 
-def quiet(*_) -> None:
+def quiet(doing: str, done: int, total: int) -> None:
     pass
 
 
-def by_name(result, predicts=None):
+def by_name(result: Any, predicts: Any = None) -> dict[Any, Any]:
     return {
         (row["predictor"], row["knows"]): row for row in result.rows if predicts is None or row["predicts"] == predicts
     }
@@ -188,7 +189,7 @@ def test_token_strings_beside_an_archive(tmp_path: Path) -> None:
     np.testing.assert_allclose(whole["token_table", "the tokens predicted"]["cosine"], 1.0)
 
 
-def families(path: Path, arrival_s=None) -> Path:
+def families(path: Path, arrival_s: Any = None) -> Path:
     """Ten prompts, each asked four times with another last token; what the experts do follows from the prompt alone."""
     rng = np.random.default_rng(2)
     prompts = np.repeat(rng.integers(0, 99, (10, 10)), 4, axis=0)
@@ -272,7 +273,7 @@ def test_longest_match() -> None:
 
 
 @given(st.lists(st.integers(0, 8), min_size=2, max_size=60).filter(lambda g: len(set(g)) > 1), st.integers(0, 99))
-def test_a_split_keeps_groups_whole(groups, seed) -> None:
+def test_a_split_keeps_groups_whole(groups: list[int], seed: int) -> None:
     calibration, test = split(groups, np.random.default_rng(seed))
     assert sorted([*calibration, *test]) == list(range(len(groups)))
     sides = [{groups[i] for i in side} for side in (calibration, test)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,11 +30,12 @@ from coterie.evaluation.suites.regimes.suite import (
     verdict,
 )
 from coterie.footprints import footprint
+from coterie.traces import ActivationTrace
 from coterie.traces.readers import read_trace
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_process():
+def one_process() -> Iterator[None]:
     """Starting processes takes longer than these runs; that they give the same is tested on its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("coterie.evaluation.runs.os.cpu_count", lambda: 1)
@@ -40,12 +43,13 @@ def one_process():
 
 
 @pytest.fixture(scope="module")
-def recording(data_dir: Path):
+def recording(data_dir: Path) -> Any:
     return load_recording(data_dir / "activations" / ROUTING["deepseek-v2-lite"])
 
 
-def test_second_halves_are_replayed_and_no_calibration_request_among_them(data_dir: Path, recording) -> None:
+def test_second_halves_are_replayed_and_no_calibration_request_among_them(data_dir: Path, recording: Any) -> None:
     trace = read_trace(data_dir / "activations" / ROUTING["deepseek-v2-lite"])
+    assert isinstance(trace, ActivationTrace)
     whole = [np.asarray(trace.request(number).expert_ids) for number in range(trace.num_requests)]
     halves = {tokens[len(tokens) // 2 :].tobytes() for tokens in whole}
     for number in range(len(recording.tokens)):
@@ -60,7 +64,7 @@ def test_second_halves_are_replayed_and_no_calibration_request_among_them(data_d
     assert np.allclose(recording.predicted.sum(axis=2), 6.0), "a token activates top-k experts"
 
 
-def test_bursts_are_of_one_kind(recording, rng: np.random.Generator) -> None:
+def test_bursts_are_of_one_kind(recording: Any, rng: np.random.Generator) -> None:
     rows = draw_order(recording.kind, "bursts", 5 * BURST - 3, rng)
     assert len(rows) == 5 * BURST - 3
     for start in range(0, len(rows), BURST):
@@ -69,7 +73,9 @@ def test_bursts_are_of_one_kind(recording, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_every_regime_keeps_the_invariants(regime: str, data_dir: Path, recording, rng: np.random.Generator) -> None:
+def test_every_regime_keeps_the_invariants(
+    regime: str, data_dir: Path, recording: Any, rng: np.random.Generator
+) -> None:
     arrivals = load_arrivals(data_dir / "requests" / ARRIVALS["azure"])
     drawn = draw(recording, arrivals, "bursts", 60, rng)
     assert drawn.arrival_s[0] == 0.0
@@ -83,7 +89,7 @@ def test_every_regime_keeps_the_invariants(regime: str, data_dir: Path, recordin
         assert np.isfinite(found.finish_s).all()
 
 
-def test_a_prompt_repeats_the_recorded_tokens(data_dir: Path, recording, rng: np.random.Generator) -> None:
+def test_a_prompt_repeats_the_recorded_tokens(data_dir: Path, recording: Any, rng: np.random.Generator) -> None:
     arrivals = load_arrivals(data_dir / "requests" / ARRIVALS["mooncake"])
     drawn = draw(recording, arrivals, "mixed", 12, rng)
     bench = Bench(REGIMES["prefill"], "deepseek-v2-lite", recording, drawn, "mixed", drawn.prompt_tokens)

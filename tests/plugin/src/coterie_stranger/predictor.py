@@ -32,7 +32,7 @@ class LastSeen:
                 np.add.at(counts, (np.arange(shape[0])[:, None], ids), 1.0)  # ids [token, layer, k]
                 rows.append(counts / len(ids))
                 if domains is not None:
-                    last[domains[index]] = rows[-1]
+                    last[domains[int(index)]] = rows[-1]
         if not rows:
             raise ConfigError("no token to learn from")
         self.mean_, self.last_ = np.mean(rows, axis=0), last
@@ -48,7 +48,7 @@ class LastSeen:
 
     @property
     def num_experts(self) -> int:
-        return self.mean.shape[1]
+        return int(self.mean.shape[1])
 
     def predict(self, request: PredictRequest) -> NDArray[np.float64]:
         per_token = self.last_.get(request.domain or "", self.mean)
