@@ -47,7 +47,7 @@ class RandomSample(Skipping):
 
 @njit()
 def _sample(skipped: Indices, draws: Loads, max_skips: int) -> tuple[Indices, int]:
-    """As many requests as there are draws, each uniform in [0, 1)."""
+    """Sample one request per draw; draws are uniform in [0, 1)."""
     order, forced = first_picks(skipped, len(draws), max_skips)
     rest = not_in(order[:forced], len(skipped))
     for pick in range(forced, len(order)):

@@ -31,7 +31,7 @@ class Locality(NamedTuple):
     remote_ranks: float
     """Expected distinct other ranks that hold one: the copies a deduplicating dispatcher sends."""
     inter_node: float
-    """Of the remote experts, those on another node."""
+    """Remote experts on another node."""
 
 
 def expected_locality(spec: ModelSpec, topology: Topology) -> Locality:
@@ -179,7 +179,7 @@ def arrival_links(spec: ModelSpec, topology: Topology) -> Array:
 
 
 def crossing_links(spec: ModelSpec, link: Link) -> Array:
-    """As :func:`arrival_links`, for rows that are known to cross a link inside the node."""
+    """Like :func:`arrival_links`, for rows known to cross a link inside the node."""
     return np.array([1e6 * link.latency_s, row_us(spec, link), 0.0, 0.0])
 
 

@@ -56,7 +56,7 @@ class MoeParams(msgspec.Struct, frozen=True, kw_only=True):
     cache_bytes_per_us: float = 1.0
 
     def array(self) -> NDArray[np.float64]:
-        """As plain numbers, in the order the loops below take them."""
+        """Values in the order that the loops below take."""
         return np.array(
             [
                 self.overhead_us,

@@ -117,7 +117,7 @@ class StepCost:
         return np.ascontiguousarray(loads[..., layers, self.slots] * self.share)
 
     def numbers(self) -> Array:
-        """For compiled loops: fixed_us, first_us, tile_rows, row_us, arrival_us, and 1 where `by_tokens`."""
+        """Values for compiled loops: fixed_us, first_us, tile_rows, row_us, arrival_us, and 1 where `by_tokens`."""
         by_tokens = float(self.by_tokens)
         return np.array([self.fixed_us, self.first_us, self.tile_rows, self.row_us, self.arrival_us, by_tokens])
 
@@ -133,7 +133,7 @@ def _is_linear(placement: Placement) -> bool:
 
 @helper()
 def rows_past(rows: float, tile_rows: float) -> float:
-    """Of an expert's rows, those past its first tile."""
+    """Rows of an expert past its first tile."""
     return max(0.0, rows - tile_rows)
 
 

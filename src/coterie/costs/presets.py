@@ -31,7 +31,7 @@ class ShapeFit(msgspec.Struct, frozen=True):
     """Fits for one model's shape."""
 
     moe: dict[str, MoeFit]
-    """By weight dtype."""
+    """Fits by weight dtype."""
     gemm: Roofline
     decode_attention: Roofline
     prefill_attention: Roofline
@@ -46,11 +46,11 @@ class Preset(msgspec.Struct, frozen=True):
     version: int
     measurement: Measurement
     fits: dict[str, ShapeFit]
-    """By model."""
+    """Fits by model."""
     copies: dict[str, Transfer]
-    """By path."""
+    """Copy speeds by path."""
     all_to_all: Transfer | None = None
-    """Of the bytes one rank sends, where several devices or processes were at hand."""
+    """All-to-all by bytes one rank sends; None where only one device was measured."""
 
 
 Report = Callable[[str, int, int], None]

@@ -23,7 +23,7 @@ from coterie.wire.footprints import WireFootprint
 T = TypeVar("T", bound=Hashable)
 
 TYPICAL_TOKENS = 1024
-"""Of a request, for the part of a step's time that is the same whoever is in it."""
+"""Tokens of a typical request, for the part of a step's time that does not depend on its requests."""
 
 
 class OrderingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

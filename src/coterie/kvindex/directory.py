@@ -75,7 +75,7 @@ class Held(NamedTuple):
     hits: int
     """Blocks on the GPU, of the full-attention group."""
     waiting: int
-    """Of these, blocks whose parent is unknown."""
+    """Blocks among these whose parent is unknown."""
     apart: dict[tuple[str, int | None, str], int]
     """(medium, group, locality) → blocks that do not count as hits."""
 

@@ -77,7 +77,7 @@ class PromptPredictor(Protocol):
         phase: int | None,
         prompts: Sequence[NDArray[np.integer] | None],
     ) -> FittablePredictor:
-        """As `fit`; `prompts` [request of the trace] are token ids known before the request ran, or None."""
+        """Like `fit`; `prompts` [request of the trace] are token ids known before the request ran, or None."""
         ...
 
 

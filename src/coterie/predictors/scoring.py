@@ -29,7 +29,7 @@ class Measure(NamedTuple):
     """One measure of a predictor."""
 
     over_requests: Interval
-    """Its ends are the 2.5th and 97.5th percentile over resampled groups."""
+    """2.5th and 97.5th percentile over resampled groups."""
     by_layer: NDArray[np.float64]
     """[layer] mean over requests."""
 

@@ -221,7 +221,7 @@ class SimilarPrefix:
         phase: int | None,
         prompts: Sequence[NDArray[np.integer] | None],
     ) -> SimilarPrefix:
-        """As :meth:`fit`; `prompts` [request of the trace] are token ids known before it ran, or None."""
+        """Like :meth:`fit`; `prompts` [request of the trace] are token ids known before it ran, or None."""
         if trace.arrays()[0].token_ids is None:
             raise ConfigError(f"the trace of {trace.meta.model!r} has no token_ids: prefixes are compared by them")
         found = SimilarPrefix(self.similarity, self.decay, self.max_bytes)

@@ -53,7 +53,7 @@ class Learned(NamedTuple):
     num_layers: int
     num_experts: int
     shape: tuple[int, ...]
-    """Of a footprint: layers and experts."""
+    """Shape of a footprint: (layers, experts)."""
     top_k: int
     signature: Signature
     centroids: NDArray[np.float32]

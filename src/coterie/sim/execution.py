@@ -24,7 +24,7 @@ class Execution(NamedTuple):
 
     seconds: float
     imbalance: float
-    """By the model that timed it: CAPS's factor of an uneven load, or the busiest over the mean rank."""
+    """Imbalance by the model that timed it: CAPS's factor of an uneven load, or busiest ÷ mean rank."""
     distinct: float
     """Experts touched, mean over layers."""
 

@@ -92,7 +92,7 @@ def _check_valid(trace: Trace, where: str) -> None:
 
 
 def _contents(path: Path) -> dict[str, bytes]:
-    """Of every file, by its name in the folder; of a single file, under no name."""
+    """Contents of every file by its name in the folder; of a single file, under an empty name."""
     if path.is_file():
         return {"": path.read_bytes()}
     return {str(one.relative_to(path)): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}

@@ -39,7 +39,7 @@ def _mix(z: U64) -> U64:
 
 @njit()
 def _uniform(state: Array) -> float:
-    """In (0, 1): never 0, so that its logarithm is finite."""
+    """Draw from (0, 1): never 0, so that its logarithm is finite."""
     state[0] += _GOLDEN
     return (np.float64(_mix(state[0]) >> _S11) + 0.5) * _UNIT
 

@@ -38,8 +38,7 @@ from coterie.evaluation.suites.joint.cells import (
     serve_cell,
     slots_that_fit,
 )
-from coterie.evaluation.suites.joint.notes import notes_of, verdict
-from coterie.evaluation.suites.joint.tables import TABLES
+from coterie.evaluation.suites.joint.notes import TABLES, notes_of, verdict
 from coterie.models import get_model
 from coterie.placement.holdings import held_by
 from coterie.routing.fleet import Fleet

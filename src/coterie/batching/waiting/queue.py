@@ -66,7 +66,7 @@ class _Selected(NamedTuple, Generic[T]):
     """A fresh selection."""
 
     window: list[_Entry[T]]
-    """As the strategy saw it, oldest first."""
+    """Window as the strategy saw it, oldest first."""
     order: list[int]
     """Indices into the window, in the order to hand out."""
     last: Key | None
@@ -134,7 +134,7 @@ class WaitingList(Generic[T]):
         self._urgent = urgent
         self._blocked = blocked
         self._entries: list[_Entry[T]] = []
-        """In waiting order."""
+        """Entries in waiting order."""
         self._entry_of: dict[T, _Entry[T]] = {}
         self._plan: _Plan[T] | None = None
         self._head: T | None = None
@@ -151,7 +151,7 @@ class WaitingList(Generic[T]):
         return request in self._entry_of
 
     def __iter__(self) -> Iterator[T]:
-        """In waiting order: by class, urgent first, oldest first. Not the order in which they are handed out."""
+        """Iterate in waiting order: by class, urgent first, oldest first; not the order of handing out."""
         return iter([entry.request for entry in self._entries])
 
     def at(self, place: int) -> T:

@@ -54,7 +54,7 @@ class Decision(NamedTuple):
 
     queue: str
     window: list[str]
-    """As the strategy saw it, oldest first."""
+    """Window as the strategy saw it, oldest first."""
     skipped: list[int]
     """[request of the window] times it was passed over before."""
     queued: int

@@ -32,7 +32,7 @@ class ReplayBatches:
 
     model: str
     groups: Mapping[str, Mapping[str, Steps]]
-    """By group and router; the first router of a group is the one that the others are compared with."""
+    """Steps by group and router; the first router of a group is its baseline."""
 
     def __post_init__(self) -> None:
         if not self.groups:

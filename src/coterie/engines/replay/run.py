@@ -59,7 +59,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     spread_pct: float
     """Median over steps of (longest − shortest repeat) ÷ 2 ÷ the median."""
     step_us: dict[str, dict[str, list[float]]]
-    """By group and router: each step's experts over all layers, median of the repeats."""
+    """Microseconds of each step's experts over all layers by group and router, median of the repeats."""
 
 
 class _Plan(NamedTuple):

@@ -126,7 +126,7 @@ def _choose(url: str, info: Mapping[str, Any], prompts: bool) -> Mode:
 
 
 def _spec(info: Mapping[str, Any], model: str | None) -> ModelSpec:
-    """By the name given, else by the server's; a folder with a config.json is read."""
+    """Look up the model by the given name, else by the server's; a folder with a config.json is read."""
     name = model or str(info.get("model_path") or "")
     if (Path(name) / "config.json").is_file() or (name.endswith(".json") and Path(name).is_file()):
         return model_from_config(name)

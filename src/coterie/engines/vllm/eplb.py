@@ -137,7 +137,7 @@ class Round(NamedTuple):
     num_nodes: int
     num_ranks: int
     old: Slots | None
-    """Of another width while ranks are added or taken away."""
+    """Slots before the change; their number differs while ranks are added or removed."""
 
     def linear(self) -> Placement:
         """Map that vLLM starts with."""

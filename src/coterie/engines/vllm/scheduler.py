@@ -95,8 +95,8 @@ class ExpertAwareMixin:
 
 
 class ExpertAwareScheduler(ExpertAwareMixin, Scheduler):
-    """For servers without async scheduling: CPUs, and wherever ``--no-async-scheduling`` is set."""
+    """Scheduler for servers without async scheduling: CPUs, and with ``--no-async-scheduling``."""
 
 
 class ExpertAwareAsyncScheduler(ExpertAwareMixin, AsyncScheduler):
-    """For servers with async scheduling, which GPUs have by default."""
+    """Scheduler for servers with async scheduling, the default on GPUs."""

@@ -124,7 +124,7 @@ def cost_of(scheduler: Any, settings: OrderingSettings) -> StepCost | None:
 def chosen_queues(
     scheduler: Any, settings: OrderingSettings, tell: Any
 ) -> tuple[Chooser[Any], ChosenQueue, ChosenQueue]:
-    """For `waiting` and `kv_holding_waiting`, with what they hold already."""
+    """Make queues for `waiting` and `kv_holding_waiting`, with the requests they already hold."""
     model = scheduler.vllm_config.model_config
     source = LoadSource.open(settings.loads, model.get_total_num_hidden_layers(), model.get_num_experts())
     if source.table is not None:

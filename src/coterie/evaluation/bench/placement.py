@@ -25,7 +25,7 @@ from coterie.types import Placement, Topology
 
 LAYERS, EXPERTS, SEEDS = 58, 256, range(5)
 ROWS_A_STEP = 65_536.0
-"""Of a layer: 8,192 tokens of eight experts each, about 1.2 ms on eight ranks."""
+"""Rows of a layer in a step: 8,192 tokens of eight experts each, about 1.2 ms on eight ranks."""
 REPEATS = 21
 HORIZON, MOVE_PRICE = 1e6, 100.0
 """Horizon and price that make balance come first and moves second."""

@@ -46,7 +46,7 @@ class DemoRow(NamedTuple):
 
     router: str
     distinct_experts: float
-    """Of a layer in a decode step, mean over layers, steps and workers."""
+    """Distinct experts of a layer in a decode step, mean over layers, steps and workers."""
     saving_pct: float
     """Fewer than under round robin."""
     by_token_pct: float

@@ -20,7 +20,7 @@ from coterie.routing import RouterFit
 from coterie.wire.expert_events import RequestExperts
 
 REFERENCE_SHAPE = "gpt-oss-20b"
-"""Its layers have 32 experts and take 4, as coterie-tiny's: what is counted in those is what these would stream."""
+"""Model with coterie-tiny's 32 experts and top 4: experts counted in one are those the other would stream."""
 
 
 class RouterRun(NamedTuple):

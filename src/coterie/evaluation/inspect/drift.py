@@ -51,7 +51,7 @@ class Drift:
 
 class _Curve(NamedTuple):
     lags: NDArray[np.int64]
-    """In windows."""
+    """Lags in windows."""
     product: NDArray[np.float64]
     """[lag] mean of x(s) · x(s + lag)."""
 
@@ -61,7 +61,7 @@ def no_drift(unit: str, reason: str, window: float | None = None) -> Drift:
 
 
 def measure_drift(counts: NDArray[np.integer], width: float, unit: str, rng: Generator) -> Drift:
-    """Of counts [window, part, layer, expert]; the parts of a window are random halves, or the one part there is."""
+    """Measure drift of counts [window, part, layer, expert]; parts are random halves of a window, or one whole."""
     windows = len(counts)
     if windows < MIN_WINDOWS:
         return no_drift(unit, f"the trace fills {windows} windows; {MIN_WINDOWS} are needed to see a trend", width)
@@ -124,7 +124,7 @@ class _Pairs(NamedTuple):
 
 
 def _pairs(windows: int, parts: int) -> _Pairs:
-    """With halves the first lag is 0; with whole windows 1, the least that is free of noise."""
+    """Pairs of windows by lag. The first lag is 0 with halves, 1 with whole windows: the least free of noise."""
     starts = np.arange(max(2, windows // 8))
     lags = np.arange(0 if parts == 2 else 1, windows - len(starts) + 1)
     # Every part of the start with every part of the later window; at lag 0 the two halves with each other only.

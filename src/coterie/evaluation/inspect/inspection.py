@@ -192,7 +192,7 @@ def _inspect_requests(table: RequestTrace, name: str) -> Inspection:
 @dataclass(frozen=True, slots=True)
 class _Domains:
     names: list[str]
-    """Those with the most tokens, largest first."""
+    """Domains with the most tokens, largest first."""
     tokens: list[float]
     left_out: int
     index: NDArray[np.int64]
@@ -251,7 +251,7 @@ def _ranks(load: NDArray[np.integer], missing: dict[str, str]) -> list[RankImbal
 def _request_parts(
     table: RequestTrace, missing: dict[str, str]
 ) -> tuple[ArrivalRate | None, Lengths | None, Lengths | None, PrefixSharing | None]:
-    """In the order of Inspection's fields; what is not there is noted in `missing`."""
+    """Statistics in the order of Inspection's fields; absent ones are noted in `missing`."""
     arrivals, sharing = arrival_rate(table), prefix_sharing(table)
     prompts, outputs = lengths(table.prompt_tokens), lengths(table.output_tokens)
     if arrivals is None:
@@ -284,7 +284,7 @@ class ArrivalRate:
     mean: float
     """Requests a second."""
     peak: float
-    """Of the fullest bin."""
+    """Requests a second in the fullest bin."""
     gap_cv: float | None
     """Coefficient of variation of the gaps between arrivals: 1 for Poisson."""
     dispersion: list[Dispersion]

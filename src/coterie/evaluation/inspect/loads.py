@@ -59,7 +59,7 @@ class RankImbalance:
 @dataclass(frozen=True, slots=True)
 class DomainSimilarity:
     domains: list[str]
-    """Those with the most tokens, largest first."""
+    """Domains with the most tokens, largest first."""
     tokens: list[float]
     """[domain] tokens, or for a load table without token counts, activations of its first layer."""
     left_out: int
@@ -80,7 +80,7 @@ def gini(load: Load) -> NDArray[np.float64]:
 
 
 def layer_loads(load: Load, layer_ids: Sequence[int]) -> list[LayerLoad]:
-    """Of load [layer, expert]."""
+    """Describe each layer of a load [layer, expert]."""
     values = np.asarray(load, np.float64)
     mean, total = values.mean(axis=1), values.sum(axis=1)
     peak, ginis, cv = _ratio(values.max(axis=1), mean), gini(values), _ratio(values.std(axis=1), mean)
@@ -98,7 +98,7 @@ def layer_loads(load: Load, layer_ids: Sequence[int]) -> list[LayerLoad]:
 
 
 def rank_imbalances(load: Load) -> list[RankImbalance]:
-    """For each number of ranks that divides the experts."""
+    """Imbalance for each number of ranks that divides the experts."""
     layers, experts = load.shape
     out = []
     for ranks in (r for r in RANKS if experts % r == 0):
@@ -110,7 +110,7 @@ def rank_imbalances(load: Load) -> list[RankImbalance]:
 
 
 def domain_similarity(loads: Load, names: Sequence[str], tokens: Sequence[float], left_out: int) -> DomainSimilarity:
-    """Of loads [domain, layer, expert]."""
+    """Compare loads [domain, layer, expert]."""
     flat = np.asarray(loads, np.float64).reshape(len(loads), -1)
     length = np.sqrt((flat * flat).sum(axis=1))
     cosine = _ratio(flat @ flat.T, np.outer(length, length))

@@ -64,9 +64,9 @@ class Samples:
     chosen: NDArray[np.int64]
     """Sorted indices of requests."""
     correlated: frozenset[int]
-    """Those of them whose phases are compared, which takes longer."""
+    """Subset whose phases are compared, which takes longer."""
     requests: list[int] = field(default_factory=list)
-    """Those with decode tokens, one entry for each of `tokens`."""
+    """Requests with decode tokens, one entry per entry of `tokens`."""
     tokens: list[NDArray[np.unsignedinteger]] = field(default_factory=list)
     """[token, layer, k] a few decode tokens of each."""
     pearson: list[NDArray[np.float64]] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Samples:
         return PhaseCorrelation(len(self.pearson), mean_or_none(pearson), mean_or_none(spearman), pearson, spearman)
 
     def distinct(self, domain: NDArray[np.int64] | None, rng: Generator) -> list[DistinctExperts]:
-        """For every batch size that the sample allows; `domain` [request] of the trace, None where it names none."""
+        """Count distinct experts for every batch size that the sample allows; `domain` [request] may be unknown."""
         if not self.tokens:
             return []
         counts = np.array([len(t) for t in self.tokens])

@@ -35,7 +35,7 @@ class Section:
 
 
 def sections(found: Inspection) -> list[Section]:
-    """Those for which the trace has numbers, in reading order."""
+    """Sections for which the trace has numbers, in reading order."""
     makers = (_load, _gini, _ranks, _distinct, _domains, _phases, _drift, _arrivals, _lengths)
     return [section for maker in makers if (section := maker(found)) is not None]
 

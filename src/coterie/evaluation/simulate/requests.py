@@ -390,7 +390,7 @@ def route_prompts(
 
 
 def _tokens(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """As a chat where the model has a template for it."""
+    """Token ids of a prompt, as a chat where the model has a chat template."""
     text, chat = prompt.prompt, bool(getattr(tokenizer, "chat_template", None))
     if chat:
         message = [{"role": "user", "content": text}]

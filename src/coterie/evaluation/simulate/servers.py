@@ -122,7 +122,7 @@ class StepServer:
 
 
 def make_strategy(name: str, server: SpreadServer | StepServer) -> Strategy:
-    """With the config's cap on skips; a strategy that minimises time is offered what this server takes."""
+    """Make a strategy with the config's cap on skips; it is offered this server's prices."""
     config = msgspec.structs.replace(server.config, strategy=name)
     return config.make(Offers(cost=lambda: server.cost))
 

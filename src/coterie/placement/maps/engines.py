@@ -171,7 +171,7 @@ def split_name(path: Path) -> tuple[Path, str | None]:
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The parser in C where PyYAML was built with it."""
 MAX_DEPTH = 3
-"""Of collections inside each other: mapping, mapping, list. Reading stops there, however deep a file goes."""
+"""Deepest nesting of a valid file: mapping, mapping, list. Reading stops there."""
 _WHOLE = re.compile(r"0|[1-9][0-9]{0,17}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

@@ -22,7 +22,7 @@ class _Group(NamedTuple):
     waits_for: int | None
     """A slot that must be settled no later."""
     follows: bool
-    """Its ring's last piece, the group before it, must have switched before."""
+    """Whether the group before it, the last piece of its ring, must have switched before."""
 
 
 def switch_order(
@@ -52,7 +52,7 @@ def switch_order(
 
 
 def _pack(groups: list[_Group], ranks: int, per_rank: int, budget: int) -> list[dict[int, int]]:
-    """As many groups into each switch as staging holds; what a group waits for comes before it."""
+    """Pack as many groups into each switch as staging holds; groups it depends on come first."""
     switches: list[dict[int, int]] = []
     settled: set[int] = set()
     waiting = list(enumerate(groups))

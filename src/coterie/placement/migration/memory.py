@@ -67,7 +67,7 @@ class MemoryBudget:
         dtype: WeightDtype | None = None,
         max_sessions: float = float("inf"),
     ) -> MemoryBudget:
-        """Of a model, for requests of `context` tokens."""
+        """Budget of a model, for requests of `context` tokens."""
         replica = spec.expert_bytes(dtype) * spec.num_moe_layers
         return cls(available_bytes, replica, float(spec.kv_bytes_per_token) * context, max_sessions)
 
@@ -103,9 +103,9 @@ PUBLISHED_BUDGET = MemoryBudget(163.7e9, 10.7e9, 61 * 4096 * 131_072)
 token and layer (8 heads of 128, keys and values, 16 bits) is what makes 5.0 sessions of 128 Ki tokens of them."""
 PUBLISHED_STEP_S = 40e-3
 PUBLISHED_SAVING_S = 11.25e-6
-"""By replica and step: 45 us for 4."""
+"""Saving per replica and step: 45 µs for 4."""
 
 
 def published_step_s(replicas: int, sessions: float) -> float:  # noqa: ARG001  a batch of any size takes the same
-    """Its formula: 40 ms less what the replicas save."""
+    """Published formula: 40 ms less the replicas' saving."""
     return PUBLISHED_STEP_S - replicas * PUBLISHED_SAVING_S

@@ -89,7 +89,7 @@ class BeginTransfer(NamedTuple):
 
 
 class AbortTransfer(NamedTuple):
-    """Its weights are no longer wanted. Report TransferDone or TransferFailed when it has ended."""
+    """Abort a transfer that is no longer wanted. Report TransferDone or TransferFailed when it has ended."""
 
     id: int
 
@@ -98,7 +98,7 @@ class SwitchLayer(NamedTuple):
     """From the next step on, the staged weights of this switch are their slots'. Steps that run keep the old ones."""
 
     switch: int
-    """In the schedule."""
+    """Position of the switch in the schedule."""
     layer: int
     version: int
 

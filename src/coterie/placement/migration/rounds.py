@@ -36,7 +36,7 @@ class Transfer(NamedTuple):
     """One expert of one layer on its way into one slot's staging."""
 
     id: int
-    """Its place in the schedule, from 0."""
+    """Position in the schedule, from 0."""
     layer: int
     slot: int
     expert: int
@@ -78,7 +78,7 @@ class Timing(NamedTuple):
     movement_s: float
     """On the links, nothing else using them."""
     hidden_s: float
-    """Of that, behind steps."""
+    """Seconds of that hidden behind steps."""
     exposed_s: float
     ready_s: tuple[float, ...]
     """[switch] wall clock since the start at which its last expert arrives."""
@@ -123,12 +123,12 @@ class Schedule:
     topology: Topology
     limits: Limits
     switches: tuple[Switch, ...]
-    """In order."""
+    """Switches in order."""
     refusals: tuple[Refusal, ...]
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """By id."""
+        """Transfers by id."""
         return tuple(transfer for switch in self.switches for transfer in switch.transfers)
 
     @cached_property

@@ -28,7 +28,7 @@ NONE: int = np.int64(-1)  # type: ignore[assignment]
 """No slot, rank or expert. Of a fixed width: Numba would compile a function anew for a plain constant."""
 
 TWIN = -2
-"""In place of the next slot: a slot whose expert another slot of the same rank holds, or one of a rank that is gone."""
+"""Mark instead of a next slot: another slot of the same rank holds the expert, or the rank is gone."""
 
 TINY = 1e-12
 """Share of the limit: slack for rounding errors."""
@@ -260,7 +260,7 @@ def _reach(split: Split, unit: Array, limit: float, tiny: float, search: Indices
 
 @helper()
 def _push(split: Split, unit: Array, limit: float, search: Indices, sink: int) -> None:
-    """As much as the way to `sink` takes. Ranks between keep their seconds; those at its ends do not lose alike."""
+    """Push as much as the path to `sink` takes. Only the ranks at its two ends change their seconds."""
     each = len(split.expert) // len(split.busy)
     room = limit - split.busy[sink]  # seconds that arrive at the sink
     gain = 1.0  # seconds that leave the rank for each that arrives

@@ -141,7 +141,7 @@ class ActionManager:
 
     topology: Topology
     row_bytes: float = 14336.0
-    """Of a token's hidden state; it goes to a remote expert and comes back."""
+    """Bytes of a token's hidden state, sent to a remote expert and back."""
     expert_bytes: float = 44e6
     """Weights of one expert of one layer."""
     settings: ActionSettings = ActionSettings()
@@ -276,7 +276,7 @@ class _Work:
         return _Candidate(saving, unit, target, expert, -1, source)
 
     def _swaps(self, unit: int, target: int, expert: int, given: int) -> Iterator[_Candidate]:
-        """With every partner that has the one and lacks the other."""
+        """Swaps with every partner that has one expert and lacks the other."""
         before = self.cost(unit, expert) + self.cost(unit, given)
         for partner in np.flatnonzero(self.held[unit, :, expert] & ~self.held[unit, :, given]).tolist():
             after = self.cost(unit, expert, target, partner) + self.cost(unit, given, partner, target)

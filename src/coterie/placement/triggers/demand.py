@@ -39,7 +39,7 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(demand: Demand, held: NDArray[np.bool_]) -> Mismatch:
-    """Of demand [layer, expert] on a rank or worker that holds these experts [layer, expert]."""
+    """Compare demand [layer, expert] on a rank or worker with the experts it holds [layer, expert]."""
     if demand.shape != held.shape:
         raise ConfigError(f"held has shape {held.shape}; demand has {demand.shape}")
     wanted = demand > 0

@@ -37,7 +37,7 @@ class Decay(NamedTuple):
     """A fitted curve ``level x (floor + (1 - floor) x 2^(-(lag / half_life)^power))``."""
 
     half_life: float
-    """In the unit of the lags; infinite where nothing fades."""
+    """Half-life in the unit of the lags; infinite where nothing fades."""
     floor: float
     """Share that stays for good."""
     level: float
@@ -105,7 +105,7 @@ class DriftEstimate(NamedTuple):
 
     @property
     def half_life(self) -> float:
-        """In windows; infinite where none is known."""
+        """Half-life in windows; infinite where unknown."""
         return np.inf if self.decay is None else self.decay.half_life
 
     @property

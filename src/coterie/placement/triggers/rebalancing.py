@@ -183,7 +183,7 @@ class Rebalancer:
 
     @property
     def placement(self) -> Placement:
-        """That serves now. A plan's takes its place when all its moves have landed."""
+        """Placement that serves now. A plan's replaces it when all its moves have landed."""
         return self._now.placement
 
     def observe(self, load: Load) -> Decision:

@@ -110,7 +110,7 @@ def arrive(
 
 @helper()
 def _candidate(c: Ints, r: Ints, recordings: Ints) -> int:
-    """In a closed loop: the next request in order whose recording is not in flight; -1 for none."""
+    """Next request of a closed loop whose recording is not in flight; -1 for none."""
     request = c[ARRIVED]
     while request < r.shape[0]:
         if r[request, PHASE] == ABSENT and (c[DUPLICATES] == ALLOW or not recordings[BUSY, r[request, RECORDED]]):

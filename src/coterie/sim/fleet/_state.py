@@ -34,7 +34,7 @@ PREFILL_WORKERS, STEP_TOKENS, BLOCK_TOKENS, POLICY, CLOSED, DUPLICATES, STUCK, A
 """Settings in `c`; CLOSED is the requests in flight, 0 in an open run, STUCK where none may follow until one ends,
 AHEAD where who joins a step is settled when the one before it starts."""
 CLOCK, OVERHEAD, LATENCY, TOKEN_S, UNTIL = 0, 1, 2, 3, 4
-"""In `f`, seconds: now, then settings of a step, of the link (TOKEN_S a token's KV on it), and the end of the run."""
+"""Indices in `f`, seconds: now, a step's overhead, the link's latency, its time per token of KV, the run's end."""
 ROLE, PLACES, CAPACITY, RUNNING, CONTEXT, KV_USED, KV_MOST, EVICTABLE, QUEUED_TOKENS = 0, 1, 2, 3, 4, 5, 6, 7, 8
 WAIT_HEAD, WAIT_TAIL, KV_HEAD, KV_TAIL, SEND_HEAD, SEND_TAIL, STAGED = 9, 10, 11, 12, 13, 14, 15
 """Rows of `w`; CAPACITY and KV_… are in blocks, EVICTABLE of them are cached and unpinned. The last STAGED of those
@@ -48,7 +48,7 @@ CACHED, PRIVATE, DECODED, DECISION, ENDING = 16, 17, 18, 19, 20
 ARRIVAL, PREFILL_START, PREFILL_END, READY, JOIN, FIRST_TOKEN, FINISH = 0, 1, 2, 3, 4, 5, 6
 """Columns of `rt`."""
 PINS, OLDER, NEWER = 0, 1, 2
-"""Of `cache`; PINS is -1 where a block is not cached."""
+"""Columns of `cache`; PINS is -1 where a block is not cached."""
 BUSY, HOLD_HEAD, HOLD_TAIL = 0, 1, 2
 """Rows of `recordings`."""
 
@@ -70,7 +70,7 @@ class World(NamedTuple):
     cache: NDArray[np.int32]
     """[3, worker that computes prompts, block + 1]: unpinned blocks are a ring through the last place."""
     blocks: Ints
-    """Of all prompts, one after the other."""
+    """Block hashes of all prompts, concatenated."""
     recordings: Ints
     expert_indices: NDArray[np.unsignedinteger]
     """[token, layer x k] expert index of each activation: layer x experts + expert."""

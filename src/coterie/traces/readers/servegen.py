@@ -83,7 +83,7 @@ class Client:
     id: int
     windows: Sequence[Window]
     lengths: Sequence[Lengths]
-    """By time; spans in which the client sent nothing are left out."""
+    """Lengths by time; spans in which the client sent nothing are left out."""
 
     def lengths_at(self, time_s: float) -> Lengths:
         """Lengths of the latest span begun by then; before the first, of the first."""

@@ -55,7 +55,7 @@ class Published(NamedTuple):
     gpus: int
     bytes_per_layer: float
     time_us: dict[str, float]
-    """By link."""
+    """Microseconds by link."""
     copies: int | None
     """Copies of a token that give its bytes; None where no number does."""
 
@@ -65,7 +65,7 @@ class Published(NamedTuple):
         return None if self.copies is None else article_bytes(self.copies, ARTICLE_HIDDEN)
 
     def reconstructed_us(self, link: Link) -> float:
-        """Its bytes ÷ (8 GPUs x the bandwidth of both directions): 8 also where the row has 16 or 32."""
+        """Bytes ÷ (8 GPUs x bidirectional bandwidth): 8 even where the row has 16 or 32."""
         return article_us(self.bytes_per_layer, ARTICLE_GPUS, link)
 
 

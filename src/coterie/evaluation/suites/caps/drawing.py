@@ -19,7 +19,7 @@ BASE = "fcfs"
 GROUP = (*TOP_SIX, "differencing", "power_of_d_dot")
 """Nearly alike under bursts."""
 LEAST_GROUP = 4
-"""Of fewer, each has its own line."""
+"""Smallest group drawn as one band; members of a smaller group have a line each."""
 STYLES = {
     "latency_aware": ("#1f6fb4", "o"),
     "random": ("#d9730d", "s"),
@@ -29,7 +29,7 @@ STYLES = {
     BASE: ("#1c2430", "."),
 }
 COLORS, MARKERS = ("#b8326f", "#12858f", "#7a5c12", "#6b2f2f"), "PXph*"
-"""Of all others, in turn: 20 pairs before one comes again."""
+"""Colours and markers of all other strategies: 20 pairs before one repeats."""
 MOST_LISTED = 8
 """Lines of small print in a corner."""
 

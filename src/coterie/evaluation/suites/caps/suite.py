@@ -56,7 +56,7 @@ class CapsSetting:
     """Rate within a burst, over the mean rate: bursts overlap a little, and the load over time is nearly even, as the
     published p50, p90 and p99 (1.58, 2.60, 3.03 s) say: they lie on a line."""
     base_s: float = 0.0375
-    """Of a batch with an even load: published throughput x imbalance at 150 requests a second."""
+    """Seconds of a batch with an even load: published throughput x imbalance at 150 requests a second."""
     sensitivity: float = 0.262
     """Sets the imbalance of bursty first come, first served: 1.80."""
 
@@ -239,7 +239,7 @@ def _table(pattern: str) -> SuiteTable:
 def paper_results(
     result: SuiteResult, requests: int, seeds: tuple[int, ...], rates: tuple[float, ...], names: tuple[str, ...]
 ) -> dict[str, Any]:
-    """In the structure of the publication's results.json."""
+    """Arrange results in the structure of the publication's results.json."""
     out: dict[str, Any] = {
         "config": {
             "requests": requests,

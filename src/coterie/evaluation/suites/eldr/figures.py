@@ -23,7 +23,7 @@ PANELS = (
 
 
 def draw_figures(folder: Path, rows: Rows) -> list[Path]:
-    """As PDF and PNG: loads and band on recorded routing, pools on synthetic; what there are no rows of is left out."""
+    """Write PDF and PNG: loads and band on recorded routing, pools on synthetic. Figures without rows are left out."""
     written: list[Path] = []
     main = [row for row in rows if row["part"] == "main" and row["trace"] == MODEL]
     if main:

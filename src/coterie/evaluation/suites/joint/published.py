@@ -32,7 +32,7 @@ TABLE = dict(
 )
 BATCH = 128
 LAYER_US, LAYERS = 8.2, 58
-"""Its all-to-all of one layer, and DeepSeek-V3's MoE layers."""
+"""Published all-to-all time of one layer, and DeepSeek-V3's number of MoE layers."""
 
 
 def published_of(configuration: str) -> dict[str, Any]:

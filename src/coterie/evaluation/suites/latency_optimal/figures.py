@@ -22,7 +22,7 @@ LOWEST_PCT = -30.0
 
 
 def draw_figures(folder: Path, rows: Rows, curves: NDArray[np.float64] | None) -> list[Path]:
-    """As PDF and PNG; without real loads, the sweep alone. Curves are [policy, window] seconds."""
+    """Write PDF and PNG; without real loads, the sweep alone. `curves` are [policy, window] seconds."""
     panels = 1 if curves is None else 3
     return write_figure(partial(_fill, rows, curves), folder, NAME, 0.6 + 2.9 * panels)
 

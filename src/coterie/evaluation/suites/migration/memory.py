@@ -95,7 +95,7 @@ class Steps:
         return self._placements[replicas]
 
     def locality(self, replicas: int) -> Locality:
-        """Of tokens that are spread at random, each going to the nearest copy."""
+        """Locality of randomly spread tokens, each sent to the nearest copy."""
         held = held_by(self.placement(replicas))  # [rank, layer, expert]
         nodes, per_node = self.topology.num_nodes, self.topology.ranks_per_node
         near = held.reshape(nodes, per_node, *held.shape[1:]).any(axis=1)

@@ -191,7 +191,7 @@ def _row(domains: Domains, traffic: str, name: str, found: Found, bench: Bench, 
 
 
 def _exchange_us(model: str, remote: float, batch: int) -> float | None:
-    """Of a rank's part of the batch, both ways; None for models whose hidden size is not known."""
+    """Time of a rank's part of the batch, both ways; None for models of unknown hidden size."""
     try:
         spec = get_model(model)
     except UnknownNameError:
@@ -286,7 +286,7 @@ def _remote_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _table(title: str, table: str, *columns: Column, **only: str) -> SuiteTable:
-    """Of the rows of one table, with these values where `only` says so."""
+    """Describe one table: its rows, filtered by the values in `only`."""
     wanted = {"table": table, **only}
     return SuiteTable(title, columns, lambda row: all(row.get(key) == value for key, value in wanted.items()))
 

@@ -1,4 +1,4 @@
-"""Who asks for which experts when requests are routed by domain: demand by rank, window by window, of real routing.
+"""Demand for experts by rank and window when requests are routed by domain, from real routing.
 
 A router that keeps domains together cuts the traffic, laid out domain after domain, into as many equal parts as there
 are ranks. When the shares of the domains change, the cuts move, and a rank sees other requests than before. What is
@@ -43,7 +43,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "business": ("business", "economic", "accounting", "marketing", "management", "public_relations"),
     "society": ("history", "philosophy", "moral", "religion", "psychology", "sociology", "geography", "fallacies"),
 }
-"""Of gpt-oss-20b's many small categories; first match counts, the rest are one area more."""
+"""Areas of gpt-oss-20b's many small categories; the first match counts, the rest form one more area."""
 
 
 class Domains(NamedTuple):

@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
 
 TWO_PHASES = (Question("prefill", PREFILL, None), Question("decode", DECODE, PREFILL, "prompt"))
-"""Of a trace that has both."""
+"""Questions for a trace with both phases."""
 
 
 def trace_paths(options: SuiteOptions, notes: list[str]) -> list[Path]:
@@ -101,7 +101,7 @@ def trace_cases(path: Path, options: SuiteOptions, notes: list[str]) -> list[Cas
 
 
 class Texts(NamedTuple):
-    """Of one request, from a sidecar."""
+    """Texts of one request, from a sidecar file."""
 
     prompt: str | None
     tokens: list[str] | None

@@ -1,4 +1,4 @@
-"""Who is asked in the predictors suite: each predictor with what it knows of a request before it predicts.
+"""Contenders of the predictors suite: each predictor with what it knows of a request before it predicts.
 
 Recent popularity is asked in the order of the requests, and knows of the calibration requests those before. A contender
 that knows the very tokens it predicts bounds what a table of tokens can do: no one has a request's output before it
@@ -22,7 +22,7 @@ from coterie.traces.activations import ActivationTrace
 from coterie.types import PREFILL
 
 WORKERS = 8
-"""That domains are dealt to in turn, for popularity by worker: recorded requests do not say who served them."""
+"""Workers for popularity by worker, with domains dealt in turn: recordings do not say who served a request."""
 BUILT_IN = ("popularity", "recent_popularity", "domain", "recorded", "prefix", "similar_prefix", "token_table")
 """Each is told what it is made for; any other predictor is told all that is known."""
 ALL_KNOWN = "all that is known"
@@ -113,7 +113,7 @@ class _Made:
     """Predictions made ahead."""
 
     loads: dict[str, Load]
-    """By request id."""
+    """Loads by request id."""
     num_layers: int
     num_experts: int
 

@@ -27,9 +27,9 @@ from coterie.traces.requests import RequestTrace
 
 NAME = "predictors"
 SERVICE = Path("requests") / "mooncake" / "conversation_trace.jsonl"
-"""Of the real data: requests of a service with the hashes of their prompts' blocks, without routing."""
+"""Real requests of a service with hashes of their prompts' blocks, without routing."""
 TEST_SHARE = 0.3
-"""Of the groups of requests; the others calibrate."""
+"""Share of request groups that test; the others calibrate."""
 
 
 def run(options: SuiteOptions, report: Report) -> SuiteResult:

@@ -17,7 +17,7 @@ from coterie.traces.activations import ActivationTrace, concat_requests
 from coterie.types import DECODE, PREFILL
 
 MAX_REQUESTS = 2000
-"""Of a trace, drawn by seed where there are more: they are held in memory."""
+"""Most requests of a trace, sampled by seed: they are held in memory."""
 MIN_TOKENS = 4
 """Recorded tokens a request must have: of fewer, halves say nothing."""
 

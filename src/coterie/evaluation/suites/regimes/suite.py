@@ -237,7 +237,7 @@ class Bench:
         return strategies.make(name, Offers(cost=self.cost, trust=self.trust))
 
     def trust(self) -> float:
-        """Of predictions, on the calibration requests in the same kind of order, with prompts of these lengths."""
+        """Trust in predictions, from calibration requests in the same kind of order and with such prompts."""
         calibration, regime, rng = self.recording.calibration, self.regime, np.random.default_rng(0)
         running = regime.places if regime.phase == "decode" else 0
         rows = draw_order(calibration.kind, self.order, running + TRUST_REQUESTS, rng)

@@ -104,7 +104,7 @@ class _Places(NamedTuple):
     level: Index
     """Which number of replicas it stands for, counted over all experts; the expert itself in the optimal split."""
     seconds: Array
-    """Of the rank, equal split; if it took the whole expert, optimal split."""
+    """Seconds of the rank in the equal split; in the optimal split, if it took the whole expert."""
     outward: Array
     """Most work that leaves the other ranks by it."""
 
