@@ -234,7 +234,8 @@ def regime_rows() -> list[Any]:
 
 
 def test_regimes_figure_is_deterministic_and_takes_gaps(regime_rows: list[Any], tmp_path: Path) -> None:
-    regime_rows[1] = regime_row(*list(regime_rows[1].values())[:5], None)
+    regime, model, arrivals, load, strategy, *_ = regime_rows[1].values()
+    regime_rows[1] = regime_row(regime, model, arrivals, load, strategy, None)
     rows = [row for row in regime_rows if (row["model"], row["strategy"]) != ("gpt-oss-20b", "mine")]
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
