@@ -18,13 +18,13 @@ import pytest
 
 from command_line import Run, refused
 from coterie.models import get_model
-from coterie.placement import Objective
 from coterie.placement.maps import formats as maps
 from coterie.placement.planning import eplb
 from coterie.traces import ActivationWriter, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.store import write_arrays
 from coterie.types import Placement
 from planning_commands import DENSE, EXPERTS, LAYERS, MODEL, counts, save_load
+from v3_prices import v3_prices
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def expected(tokens: np.ndarray) -> Placement:
     from coterie.types import Topology
 
     current = Placement.linear(LAYERS, EXPERTS, 4, 40)
-    return eplb.Eplb(Objective()).plan(Load(tokens.astype(float)), Topology(4), current).placement
+    return eplb.Eplb(v3_prices()).plan(Load(tokens.astype(float)), Topology(4), current).placement
 
 
 def test_json_holds_what_the_page_says(run: Run, load: Path) -> None:

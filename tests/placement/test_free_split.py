@@ -18,6 +18,7 @@ from coterie.placement.planning.free_split import FreeSplit, improve
 from coterie.placement.splits.shares import optimal_shares
 from coterie.traces.load import zipf_drift
 from coterie.types import Placement, Topology
+from v3_prices import v3_prices
 
 
 def problem_of(
@@ -36,7 +37,7 @@ def random_problem(seed: int, *, gone: bool = False) -> Problem:
     speeds = rng.choice([0.5, 1.0, 1.7], ranks) if rng.random() < 0.5 else np.ones(ranks)
     if gone:
         speeds[rng.integers(ranks)] = 0.0
-    objective = Objective(
+    objective = v3_prices(
         row_bytes=float(rng.choice([0.0, 20_000.0])),
         horizon=float(rng.choice([0.1, 1.0, 1000.0])),
         target_balance=float(rng.choice([0.9, 1.0])),
@@ -100,7 +101,7 @@ def test_close_to_the_best_of_all_maps(kind: str) -> None:
     maps = every_map(ranks, each, experts)
     speeds = (1.0, 0.5, 2.0) if kind == "mixed speeds" else ()
     topology = Topology(ranks, ranks_per_node=2 if kind == "two nodes" else 8, speeds=speeds)
-    objective = Objective(horizon=50.0, target_balance=0.95, move_price=0.1)
+    objective = v3_prices(horizon=50.0, target_balance=0.95, move_price=0.1)
     rng = np.random.default_rng(1)
     ratios = []
     for _ in range(25):
@@ -122,7 +123,7 @@ def test_one_link_out_of_the_bottleneck_is_one_move() -> None:
     """Ranks 0 and 1 share expert 0, 2 and 3 share expert 3; one move joins them, and expert 3 makes room."""
     rows = [[0, 1, 4, 0, 2, 5, 3, 6, 7, 3, 6, 7]]
     tokens = [[7.0, 1.0, 1.0, 3.0, 0.0, 0.0, 0.0, 0.0]]
-    problem = problem_of(rows, tokens, 4, Objective(row_s=1.0, target_balance=0.99))
+    problem = problem_of(rows, tokens, 4, v3_prices(row_s=1.0, target_balance=0.99))
     found = improve(problem)
     assert len(problem.moves(found.slot_experts)) == 1
     assert problem.rank_s(found.slot_experts, found.shares).max() <= problem.floor[0] * (1 + 1e-9)
@@ -130,7 +131,7 @@ def test_one_link_out_of_the_bottleneck_is_one_move() -> None:
 
 
 def test_experts_change_places_where_no_slot_is_spare() -> None:
-    problem = problem_of([[0, 1, 2, 3]], [[4.0, 4.0, 1.0, 1.0]], 2, Objective(row_s=1.0))
+    problem = problem_of([[0, 1, 2, 3]], [[4.0, 4.0, 1.0, 1.0]], 2, v3_prices(row_s=1.0))
     found = improve(problem)
     assert len(problem.moves(found.slot_experts)) == 2
     np.testing.assert_allclose(problem.rank_s(found.slot_experts, found.shares), [[5.0, 5.0]])
@@ -138,8 +139,8 @@ def test_experts_change_places_where_no_slot_is_spare() -> None:
 
 def test_nothing_moves_where_the_split_is_enough_or_moves_cost_too_much() -> None:
     rows, tokens = [[0, 1, 0, 2]], [[6.0, 3.0, 1.0]]
-    assert np.array_equal(improve(problem_of(rows, tokens, 2, Objective())).slot_experts, rows)
-    dear = problem_of([[0, 1, 2, 3]], [[4.0, 4.0, 1.0, 1.0]], 2, Objective(horizon=1.0))
+    assert np.array_equal(improve(problem_of(rows, tokens, 2, v3_prices())).slot_experts, rows)
+    dear = problem_of([[0, 1, 2, 3]], [[4.0, 4.0, 1.0, 1.0]], 2, v3_prices(horizon=1.0))
     found = improve(dear)
     assert np.array_equal(found.slot_experts, dear.current.slot_experts)
     assert "no move pays" in found.reasons[0]
@@ -148,7 +149,7 @@ def test_nothing_moves_where_the_split_is_enough_or_moves_cost_too_much() -> Non
 def test_few_moves_go_where_they_save_most() -> None:
     rows = np.tile([0, 1, 2, 3, 0, 2], (2, 1))
     tokens = [[1.0, 3.0, 1.0, 1.0], [10.0, 90.0, 1.0, 1.0]]
-    problem = problem_of(rows, tokens, 3, Objective(row_s=1.0))
+    problem = problem_of(rows, tokens, 3, v3_prices(row_s=1.0))
     found = improve(problem, 1)
     assert problem.score(found.slot_experts, found.shares).moves.tolist() == [0, 1]
     assert "max_moves=1" in found.reasons[0]
@@ -159,7 +160,7 @@ def test_few_moves_go_where_they_save_most() -> None:
 def test_a_drifted_load_needs_few_moves() -> None:
     drift = zipf_drift(8, 256, np.random.default_rng(0))
     rows = rebalance(drift.before, 288, 32)
-    problem = problem_of(rows, drift.after, 32, Objective(target_balance=0.984))
+    problem = problem_of(rows, drift.after, 32, v3_prices(target_balance=0.984))
     found = improve(problem)
     check(problem, found)
     slowest = problem.rank_s(found.slot_experts, found.shares).max(axis=1)

@@ -13,11 +13,12 @@ from numpy.random import default_rng
 
 from coterie.errors import ConfigError
 from coterie.placement.base import HOST, Load, Plan, planners
-from coterie.placement.objective import Objective, Problem
+from coterie.placement.objective import Problem
 from coterie.placement.planning.eplb import Eplb
 from coterie.placement.planning.latency_optimal import LatencyOptimal
 from coterie.traces.load import zipf_drift
 from coterie.types import Placement, Topology, balancedness
+from v3_prices import v3_prices
 
 
 def all_rows(experts: int, ranks: int, per_rank: int) -> np.ndarray:
@@ -54,7 +55,7 @@ def tiny(seed: int, case: int) -> tuple[float, float, float]:
     rng = default_rng(seed)
     load = Load(np.round(rng.lognormal(3.0, 1.0, (1, experts))) + 1)
     current = Placement(rows[rng.integers(len(rows))][None], ranks, experts)
-    prices = Objective(
+    prices = v3_prices(
         row_s=1e-6,
         touch_s=rng.choice([0.0, 1e-5]),
         horizon=rng.choice([3.0, 30.0, 3000.0]),
@@ -80,10 +81,10 @@ def test_close_to_the_optimum_on_tiny_cases_and_never_worse_than_keeping() -> No
 def drifted(ranks: int, slots: int, layers: int = 6, experts: int = 64) -> tuple[Placement, Load]:
     drift = zipf_drift(layers, experts, default_rng(0))
     linear = Placement.linear(layers, experts, ranks, slots)
-    return Eplb(Objective()).plan(Load(drift.before), Topology(ranks, ranks), linear).placement, Load(drift.after)
+    return Eplb(v3_prices()).plan(Load(drift.before), Topology(ranks, ranks), linear).placement, Load(drift.after)
 
 
-LONG = Objective(horizon=1e6, target_balance=0.98, move_price=1.0)
+LONG = v3_prices(horizon=1e6, target_balance=0.98, move_price=1.0)
 
 
 def check(plan: Plan, current: Placement, topology: Topology) -> None:
@@ -108,7 +109,7 @@ def test_even_enough_with_few_moves(ranks: int, slots: int) -> None:
     if slots > 64:
         assert (plan.placement.rank_load(load.tokens).max(axis=1) * LONG.row_s <= reach * 1.02).all()
         assert balancedness(plan.placement.rank_load(load.tokens)) > 0.96
-    eplb = Eplb(Objective()).plan(load, topology, current)
+    eplb = Eplb(v3_prices()).plan(load, topology, current)
     assert len(plan.moves) < len(eplb.moves) / 2
 
 
@@ -125,7 +126,7 @@ def test_contract_on_any_map_speed_and_dead_rank(seed: int) -> None:
     topology = Topology(ranks, 2, speeds=speeds)
     sources = rng.integers(0, 50, (ranks, 3, experts)).astype(float)
     load = Load(sources.sum(axis=0), sources=sources if seed % 2 else None)
-    prices = Objective(
+    prices = v3_prices(
         row_s=1e-6, touch_s=seed % 3 * 1e-6, row_bytes=seed % 2 * 7e3, horizon=float(rng.choice([0.0, 10.0, 1e5]))
     )
     planner = LatencyOptimal(prices)
@@ -158,7 +159,7 @@ def test_a_dead_ranks_experts_come_from_the_host() -> None:
     rows = np.array([[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1, 2]] * 2, np.int32)
     current = Placement(rows, 3, 6)
     topology = Topology(3, speeds=(1.0, 0.0, 1.0))
-    plan = LatencyOptimal(Objective(horizon=0.0)).plan(Load(np.ones((2, 6))), topology, current)
+    plan = LatencyOptimal(v3_prices(horizon=0.0)).plan(Load(np.ones((2, 6))), topology, current)
     check(plan, current, topology)
     assert plan.skip_reason is None
     assert (plan.moves.source == HOST).any()
@@ -178,7 +179,7 @@ def test_moves_experts_to_where_their_tokens_are() -> None:
     sources = np.zeros((2, 1, 4))
     sources[0, 0, [2, 3]] = sources[1, 0, [0, 1]] = 1000.0
     load, current = Load(sources.sum(axis=0), sources=sources), Placement.linear(1, 4, 2)
-    prices = Objective(row_s=1e-9, row_bytes=14336.0, horizon=1e6)
+    prices = v3_prices(row_s=1e-9, row_bytes=14336.0, horizon=1e6)
     plan = LatencyOptimal(prices).plan(load, Topology(2, 1), current)
     assert set(plan.placement.slot_experts[0, :2]) == {2, 3}
     nowhere = LatencyOptimal(prices).plan(Load(load.tokens), Topology(2, 1), current)
@@ -200,20 +201,20 @@ def test_max_moves_is_kept_and_spent_well(budget: int) -> None:
 def test_says_why_it_keeps_the_map() -> None:
     current, load = drifted(8, 80)
     top = Topology(8)
-    assert "no move pays" in str(LatencyOptimal(Objective(horizon=0.001)).plan(load, top, current).skip_reason)
-    dear = LatencyOptimal(Objective(horizon=1000.0, planning_s=1e9)).plan(load, top, current)
+    assert "no move pays" in str(LatencyOptimal(v3_prices(horizon=0.001)).plan(load, top, current).skip_reason)
+    dear = LatencyOptimal(v3_prices(horizon=1000.0, planning_s=1e9)).plan(load, top, current)
     assert "planning_s=1e+09" in str(dear.skip_reason)
     assert dear.placement.slot_experts.tobytes() == current.slot_experts.tobytes()
-    even = LatencyOptimal(Objective(target_balance=0.1)).plan(load, top, current)
+    even = LatencyOptimal(v3_prices(target_balance=0.1)).plan(load, top, current)
     assert "every layer has at least 10.0%" in str(even.skip_reason)
 
 
 def test_registered_and_checked() -> None:
     assert planners["latency_optimal"] is LatencyOptimal
     with pytest.raises(ConfigError, match="split='even' must be one of equal, weighted, optimal"):
-        LatencyOptimal(Objective(), split="even")  # type: ignore[arg-type]
+        LatencyOptimal(v3_prices(), split="even")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="max_moves=-1"):
-        LatencyOptimal(Objective(), max_moves=-1)
+        LatencyOptimal(v3_prices(), max_moves=-1)
 
 
 @pytest.mark.parametrize("hot", [0.3, 0.8])
@@ -221,10 +222,10 @@ def test_not_behind_eplb_where_all_spare_slots_are_on_one_rank(hot: float) -> No
     tokens = np.full((2, 64), (1 - hot) / 63)
     tokens[:, 5] = hot
     current, load, topology = Placement.linear(2, 64, 8, 72), Load(tokens * 1e6), Topology(8)
-    problem = Objective().problem(load, topology, current)
+    problem = v3_prices().problem(load, topology, current)
     ours, theirs = (
         problem.score(planner.plan(load, topology, current).placement.slot_experts).total_s.sum()
-        for planner in (LatencyOptimal(Objective()), Eplb(Objective()))
+        for planner in (LatencyOptimal(v3_prices()), Eplb(v3_prices()))
     )
     assert ours <= theirs * (1 + 1e-9)
 
@@ -232,10 +233,10 @@ def test_not_behind_eplb_where_all_spare_slots_are_on_one_rank(hot: float) -> No
 def test_other_splits_repair_what_is_held_twice_and_say_when_nothing_moves() -> None:
     load, topology = Load(np.array([[5.0, 3.0, 2.0]])), Topology(2)
     twice = Placement(np.array([[0, 0, 1, 2]], np.int32), 2, 3)
-    plan = LatencyOptimal(Objective(horizon=1.0), split="optimal").plan(load, topology, twice)
+    plan = LatencyOptimal(v3_prices(horizon=1.0), split="optimal").plan(load, topology, twice)
     assert plan.placement.duplicates == 0
     stale = Placement(np.array([[0, 1, 0, 2]], np.int32), 2, 3)
-    priced = LatencyOptimal(Objective(horizon=1.0, touch_s=1e-6), split="optimal")
+    priced = LatencyOptimal(v3_prices(horizon=1.0, touch_s=1e-6), split="optimal")
     kept = priced.plan(Load(np.array([[6.0, 5.0, 1.0]])), topology, stale)
     assert len(kept.moves) == 0
     assert kept.skip_reason is not None
@@ -250,7 +251,7 @@ def test_planning_again_from_a_plan_with_free_shares_changes_nothing(seed: int) 
     experts = int(rng.integers(each, ranks * each + 1))
     tokens = rng.pareto(1.0, (3, experts)) * 1000
     rows = np.stack([rng.permutation(np.arange(ranks * each) % experts) for _ in range(3)])
-    prices = Objective(
+    prices = v3_prices(
         touch_s=float(rng.choice([0.0, 1e-5, 1e-4])),
         horizon=float(rng.choice([0.1, 1.0, 1000.0])),
         target_balance=float(rng.choice([0.9, 1.0])),
@@ -267,7 +268,7 @@ def test_planning_again_from_a_plan_with_free_shares_changes_nothing(seed: int) 
 
 def test_shares_in_force_are_what_other_shares_and_moves_are_held_against() -> None:
     stale = Placement(np.array([[0, 1, 0, 2]], np.int32), 2, 3)
-    load, topology, prices = Load(np.array([[6.0, 5.0, 1.0]])), Topology(2), Objective(row_s=1.0, horizon=1e-6)
+    load, topology, prices = Load(np.array([[6.0, 5.0, 1.0]])), Topology(2), v3_prices(row_s=1.0, horizon=1e-6)
     best, worst = np.array([[1 / 6, 1.0, 5 / 6, 1.0]]), np.array([[1.0, 1.0, 0.0, 1.0]])
     for split in ("equal", "optimal"):
         kept = LatencyOptimal(prices, split=split).plan(load, topology, stale, best)
@@ -278,11 +279,11 @@ def test_shares_in_force_are_what_other_shares_and_moves_are_held_against() -> N
         assert shared.before_s == 11.0
         assert shared.after_s == pytest.approx(8.0 if split == "equal" else 6.0)
         assert "alone save" in str(shared.skip_reason)
-        dear = Objective(row_s=1.0, horizon=1e-6, planning_s=1.0)
+        dear = v3_prices(row_s=1.0, horizon=1e-6, planning_s=1.0)
         assert LatencyOptimal(dear, split=split).plan(load, topology, stale, worst).saving_s == 0
 
 
 def test_more_slots_than_experts_are_refused() -> None:
     wide = Placement(np.array([[0, 0, 0, 1, 1, 1]], np.int32), 2, 2)
     with pytest.raises(ConfigError, match="3 slots a rank must be at most num_experts=2"):
-        LatencyOptimal(Objective()).plan(Load(np.array([[1.0, 2.0]])), Topology(2), wide)
+        LatencyOptimal(v3_prices()).plan(Load(np.array([[1.0, 2.0]])), Topology(2), wide)

@@ -18,6 +18,7 @@ from coterie.placement.base import SearchProgress
 from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
 from coterie.traces.load import zipf_drift
 from coterie.types import Placement, Topology
+from v3_prices import v3_prices
 
 
 def exact(problem: Problem, split: Any = "equal", gap: float = 0.0, **settings: Any) -> LatencyOptimalIlp:
@@ -91,7 +92,7 @@ def problems(draw: st.DrawFn, largest: int) -> Problem:
     sources = None
     if draw(st.booleans()):
         sources = tokens[None] * rng.dirichlet(np.ones(ranks), experts).T[:, None, :]
-    objective = Objective(
+    objective = v3_prices(
         touch_s=draw(st.sampled_from([0.0, 2e-5])),
         row_bytes=draw(st.sampled_from([0.0, 14336.0])),
         horizon=draw(st.sampled_from([2.0, 10.0, 100.0])),
@@ -136,7 +137,7 @@ def test_optimal_split_is_the_best_of_all_placements(problem: Problem) -> None:
 
 @pytest.mark.parametrize("split", ["equal", "optimal"])
 def test_keeps_what_is_in_force_where_planning_costs_more_than_it_gains(split: Any) -> None:
-    problem = drifted(1, 7, 9, 3, Objective(horizon=50.0), Topology(3))
+    problem = drifted(1, 7, 9, 3, v3_prices(horizon=50.0), Topology(3))
     plan = exact(problem, split).solve(problem)
     report = plan.proven
     assert len(plan.moves)
@@ -155,14 +156,14 @@ def test_keeps_what_is_in_force_where_planning_costs_more_than_it_gains(split: A
 def drifted(layers: int, experts: int, slots: int, ranks: int, objective: Objective, topology: Topology) -> Problem:
     drift = zipf_drift(layers, experts, np.random.default_rng(3), exponent=0.8, tokens=32768.0)
     first = Placement.linear(layers, experts, ranks, slots)
-    current = Eplb(Objective()).plan(Load(drift.before), Topology(ranks), first).placement
+    current = Eplb(v3_prices()).plan(Load(drift.before), Topology(ranks), first).placement
     return objective.problem(Load(drift.after), topology, current)
 
 
 @pytest.mark.parametrize("split", ["equal", "optimal"])
 def test_more_levels_of_replicas_leave_the_bound_a_bound(split: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of replicas that hardly matter are lumped together; the result may not depend on it."""
-    problem = drifted(1, 7, 9, 3, Objective(horizon=50.0), Topology(3))
+    problem = drifted(1, 7, 9, 3, v3_prices(horizon=50.0), Topology(3))
     lumped = exact(problem, split).solve(problem).proven
     monkeypatch.setattr("coterie.placement.planning.milp.program.SMALL", 0.0)
     apart = exact(problem, split).solve(problem).proven
@@ -172,7 +173,7 @@ def test_more_levels_of_replicas_leave_the_bound_a_bound(split: Any, monkeypatch
 
 def test_a_budget_of_moves_is_shared_by_the_layers() -> None:
     tokens = np.random.default_rng(1).pareto(1.0, (2, 6)) * 1000
-    problem = Objective(horizon=100.0).problem(Load(tokens), Topology(2), Placement.linear(2, 6, 2))
+    problem = v3_prices(horizon=100.0).problem(Load(tokens), Topology(2), Placement.linear(2, 6, 2))
     free = exact(problem).solve(problem)
     assert len(free.moves) > 2
     by_moves = [_by_moves(problem, layer) for layer in range(2)]
@@ -195,7 +196,7 @@ def _by_moves(problem: Problem, layer: int) -> dict[int, float]:
 
 
 def test_no_moves_means_no_moves() -> None:
-    problem = drifted(2, 8, 10, 2, Objective(), Topology(2))
+    problem = drifted(2, 8, 10, 2, v3_prices(), Topology(2))
     plan = exact(problem, gap=0.05, max_moves=0).solve(problem)
     report = plan.proven
     assert np.array_equal(plan.placement.slot_experts, problem.current.slot_experts)
@@ -207,13 +208,13 @@ def test_no_moves_means_no_moves() -> None:
 def test_a_budget_too_small_for_a_dead_rank_is_refused() -> None:
     tokens = np.ones((1, 4))
     current = Placement(np.array([[0, 1, 2, 3, 0, 1]], np.int32), 3, 4)
-    planner = LatencyOptimalIlp(Objective(), max_moves=1, warm_start=False)
+    planner = LatencyOptimalIlp(v3_prices(), max_moves=1, warm_start=False)
     with pytest.raises(ConfigError, match="max_moves=1 must be at least 2"):
         planner.plan(Load(tokens), Topology(3, speeds=(1.0, 0.0, 1.0)), current)
 
 
 def test_it_can_be_stopped_and_keeps_what_it_has() -> None:
-    problem = drifted(3, 64, 72, 4, Objective(horizon=100.0), Topology(4))
+    problem = drifted(3, 64, 72, 4, v3_prices(horizon=100.0), Topology(4))
     seen: list[SearchProgress] = []
 
     def once(progress: SearchProgress) -> bool:
@@ -229,7 +230,7 @@ def test_it_can_be_stopped_and_keeps_what_it_has() -> None:
 
 
 def test_what_progress_raises_comes_out() -> None:
-    problem = drifted(1, 64, 72, 8, Objective(horizon=100.0), Topology(8))
+    problem = drifted(1, 64, 72, 8, v3_prices(horizon=100.0), Topology(8))
 
     def fail(_: SearchProgress) -> bool:
         raise KeyboardInterrupt
@@ -242,7 +243,7 @@ def test_what_progress_raises_comes_out() -> None:
 def test_starts_from_the_heuristic_and_is_never_worse(split: Any) -> None:
     from coterie.placement.planning.latency_optimal import LatencyOptimal
 
-    objective = Objective(horizon=200.0)
+    objective = v3_prices(horizon=200.0)
     topology = Topology(4, ranks_per_node=2, speeds=(1.0, 1.0, 0.8, 1.0))
     load = Load(zipf_drift(3, 32, np.random.default_rng(3), exponent=0.8, tokens=32768.0).after)
     problem = objective.problem(load, topology, Placement.linear(3, 32, 4, 40))
@@ -272,10 +273,10 @@ def test_starts_from_the_heuristic_and_is_never_worse(split: Any) -> None:
 )
 def test_wrong_settings_are_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LatencyOptimalIlp(Objective(), **wrong)  # type: ignore[arg-type]
+        LatencyOptimalIlp(v3_prices(), **wrong)  # type: ignore[arg-type]
 
 
 def test_more_slots_a_rank_than_experts_are_refused() -> None:
     current = Placement(np.array([[0, 1, 1, 0, 1, 0]], np.int32), 2, 2)
     with pytest.raises(ConfigError, match="3 slots a rank must be at most num_experts=2"):
-        LatencyOptimalIlp(Objective()).plan(Load(np.ones((1, 2))), Topology(2), current)
+        LatencyOptimalIlp(v3_prices()).plan(Load(np.ones((1, 2))), Topology(2), current)

@@ -28,9 +28,10 @@ from coterie.placement.migration.migrator import (
     TransferFailed,
 )
 from coterie.placement.migration.rounds import Limits, schedule_moves
-from coterie.placement.objective import Objective, settle
+from coterie.placement.objective import settle
 from coterie.types import Placement, Topology
 from migration_ledger import BrokenMigration, Ledger
+from v3_prices import v3_prices
 
 EXPERT = 10.0
 
@@ -376,7 +377,7 @@ def test_after_a_death_a_plan_without_the_rank_brings_everything_back() -> None:
     # Two ranks of two slots cannot hold five experts; with three slots each they can.
     old = placement([[0, 1, 4, 2, 3, 1, 4, 0, 2]], 3, 5)
     left = Topology(3, speeds=(1.0, 0.0, 1.0))
-    problem = Objective().problem(Load(np.ones((1, 5))), left, old)
+    problem = v3_prices().problem(Load(np.ones((1, 5))), left, old)
     target = problem.plan(np.array([[0, 1, 3, 2, 3, 1, 4, 0, 2]])).placement
     again = Run(Migrator(schedule_moves(old, target, left)))
     assert again.migrator.to_reload(again.state) == [(0, 3)]

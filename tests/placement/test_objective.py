@@ -18,6 +18,7 @@ from coterie.placement.objective import Objective, Problem, settle
 from coterie.placement.planning.eplb import Eplb
 from coterie.traces.load import zipf_drift
 from coterie.types import Link, Placement, Topology
+from v3_prices import v3_prices
 
 
 def random_problem(seed: int, *, touch: bool, exchange: bool, known: bool, dead: bool) -> tuple[Problem, Load]:
@@ -28,7 +29,7 @@ def random_problem(seed: int, *, touch: bool, exchange: bool, known: bool, dead:
     load = Load(sources.sum(axis=0), 2.0, sources if known else None)
     speeds = (1.0, 0.5, 0.0 if dead else 2.0, 1.0)
     current = Placement(random_map(rng, layers, experts, ranks * per_rank), ranks, experts)
-    prices = Objective(
+    prices = v3_prices(
         row_s=1e-6,
         touch_s=3e-6 if touch else 0.0,
         row_bytes=4096.0 if exchange else 0.0,
@@ -131,7 +132,7 @@ def test_no_placement_is_below_the_reach(seed: int, sizes: tuple[int, int, int],
     maps = MAPS[sizes]
     sources = rng.integers(0, 40, (ranks, 1, experts)) * rng.choice([0.1, 1.0, 5.0], (1, 1, experts))
     load = Load(sources.sum(axis=0), sources=sources if sourced else None)
-    prices = Objective(touch_s=touch_s, row_bytes=float(rng.choice([0.0, 20_000.0])))
+    prices = v3_prices(touch_s=touch_s, row_bytes=float(rng.choice([0.0, 20_000.0])))
     topology = Topology(ranks, 2, speeds=tuple(rng.choice([1.0, 0.7, 2.0], ranks)))
     problem = prices.problem(load, topology, Placement(maps[:1], ranks, experts))
     least = min(float(problem.rank_s(row[None]).max()) for row in maps[rng.permutation(len(maps))[:400]])
@@ -141,7 +142,7 @@ def test_no_placement_is_below_the_reach(seed: int, sizes: tuple[int, int, int],
 
 def test_the_reach_counts_what_replicas_in_spare_slots_stream() -> None:
     """Eight even experts in twelve slots: every one streams, wherever it is."""
-    problem = Objective(row_s=1e-6, touch_s=1e-3).problem(
+    problem = v3_prices(row_s=1e-6, touch_s=1e-3).problem(
         Load(np.full((1, 8), 100.0)), Topology(4), Placement.linear(1, 8, 4, 12)
     )
     assert problem.even[0] == pytest.approx(8 * 1.1e-3 / 4)
@@ -160,7 +161,7 @@ def test_equal_shares_that_are_given_cost_what_the_table_says(
 
 def test_shares_between_are_priced_on_straight_lines() -> None:
     placement = Placement(np.array([[0, 1, 0, 1, 0, 1]], np.int32), 3, 2)
-    prices = Objective(row_s=1e-6, touch_s=1e-3)
+    prices = v3_prices(row_s=1e-6, touch_s=1e-3)
     problem = prices.problem(Load(np.array([[50.0, 0.0]])), Topology(3), placement)
     for part in (1.0, 0.9, 0.5, 0.45, 1 / 3, 0.2, 0.0):
         shares = np.array([[part, 1.0, 1 - part, 0.0, 0.0, 0.0]])
@@ -168,7 +169,7 @@ def test_shares_between_are_priced_on_straight_lines() -> None:
         seconds = [0.0, *(prices.touch_s * (1 - np.exp(-50 * x)) + prices.row_s * 50 * x for x in at[1:])]
         expected = [np.interp(part, at, seconds), np.interp(1 - part, at, seconds), 0.0]
         np.testing.assert_allclose(problem.rank_s(placement.slot_experts, shares)[0], expected, rtol=1e-12)
-    plain = Objective(row_s=1e-6).problem(Load(np.array([[50.0, 0.0]])), Topology(3), placement)
+    plain = v3_prices(row_s=1e-6).problem(Load(np.array([[50.0, 0.0]])), Topology(3), placement)
     for part in np.linspace(0, 1, 23):
         shares = np.array([[part, 1.0, 1 - part, 0.0, 0.0, 0.0]])
         busy = plain.rank_s(placement.slot_experts, shares)[0]
@@ -177,7 +178,7 @@ def test_shares_between_are_priced_on_straight_lines() -> None:
 
 def test_plans_start_from_the_shares_in_force() -> None:
     placement = Placement(np.array([[0, 1, 0, 2]], np.int32), 2, 3)
-    load, prices = Load(np.array([[6.0, 5.0, 1.0]])), Objective(row_s=1.0)
+    load, prices = Load(np.array([[6.0, 5.0, 1.0]])), v3_prices(row_s=1.0)
     shares = np.array([[0.25, 1.0, 0.75, 1.0]])
     problem = prices.problem(load, Topology(2), placement, shares)
     assert problem.plan(placement.slot_experts).before_s == 6.5
@@ -206,12 +207,12 @@ def test_plans_start_from_the_shares_in_force() -> None:
 def test_wrong_shares_are_named(shares: list[list[float]], said: str) -> None:
     placement = Placement(np.array([[0, 1, 0, 2]], np.int32), 2, 3)
     with pytest.raises(ConfigError, match=said):
-        Objective().problem(Load(np.ones((1, 3))), Topology(2), placement, np.array(shares))
+        v3_prices().problem(Load(np.ones((1, 3))), Topology(2), placement, np.array(shares))
 
 
 def test_full_ranks_reach_the_longest_beside_the_shortest() -> None:
     current = Placement.linear(1, 4, 2)
-    problem = Objective(row_s=1.0, target_balance=0.5).problem(
+    problem = v3_prices(row_s=1.0, target_balance=0.5).problem(
         Load(np.array([[10.0, 1.0, 2.0, 3.0]])), Topology(2), current
     )
     assert problem.even[0] == 8.0
@@ -240,7 +241,7 @@ def test_plan_keeps_in_place_what_stays_and_lists_what_moves(seed: int, dead: bo
 
 def test_moves_over_links_that_take_no_time_still_count() -> None:
     at_once = Link("at once", 1e12, 0.0)
-    problem = Objective(expert_bytes=0.0).problem(
+    problem = v3_prices(expert_bytes=0.0).problem(
         Load(np.ones((1, 4))), Topology(2, intra=at_once), Placement.linear(1, 4, 2)
     )
     assert problem.score(np.array([[2, 3, 0, 1]], np.int32)).moves[0] == 4
@@ -262,5 +263,5 @@ def test_prices_of_a_model_tell_what_it_tells(name: str, ranks: int) -> None:
 
 
 def test_one_expert_on_every_rank() -> None:
-    problem = Objective().problem(Load(np.array([[3.0]])), Topology(2), Placement.linear(1, 1, 2, 2))
-    assert problem.rank_s(problem.current.slot_experts).tolist() == [[1.5 * Objective().row_s] * 2]
+    problem = v3_prices().problem(Load(np.array([[3.0]])), Topology(2), Placement.linear(1, 1, 2, 2))
+    assert problem.rank_s(problem.current.slot_experts).tolist() == [[1.5 * v3_prices().row_s] * 2]

@@ -20,6 +20,7 @@ from coterie.placement.planning.eplb import Eplb, rebalance
 from coterie.testing import check_planner
 from coterie.traces.load import zipf_drift
 from coterie.types import Placement, Topology, balancedness
+from v3_prices import v3_prices
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXACT = {"gap": 0.5}
@@ -29,27 +30,27 @@ EXACT = {"gap": 0.5}
 @pytest.mark.parametrize("name", planners.names())
 def test_every_planner_keeps_the_contract(name: str) -> None:
     settings = EXACT if name == "latency_optimal_ilp" else {}
-    priced = Objective(touch_s=1e-5, row_bytes=14336.0, horizon=100.0)
-    check_planner(lambda: planners.make(name, {"objective": Objective()}, **settings))
+    priced = v3_prices(touch_s=1e-5, row_bytes=14336.0, horizon=100.0)
+    check_planner(lambda: planners.make(name, {"objective": v3_prices()}, **settings))
     check_planner(lambda: planners.make(name, objective=priced, **settings), seed=1)
-    check_planner(lambda: planners.make(name, objective=Objective(horizon=0.0), **settings), seed=2)
+    check_planner(lambda: planners.make(name, objective=v3_prices(horizon=0.0), **settings), seed=2)
 
 
 @pytest.mark.parametrize("split", ["weighted", "optimal"])
 def test_other_splits_keep_the_contract(split: str) -> None:
-    check_planner(lambda: planners.make("latency_optimal", {"objective": Objective()}, split=split))
+    check_planner(lambda: planners.make("latency_optimal", {"objective": v3_prices()}, split=split))
     check_planner(
         lambda: planners.make(
             "latency_optimal",
-            {"objective": Objective()},
+            {"objective": v3_prices()},
             split=split,
-            objective=Objective(horizon=1.0, planning_s=1e-6),
+            objective=v3_prices(horizon=1.0, planning_s=1e-6),
         )
     )
 
 
 def test_the_exact_planner_keeps_the_contract_with_its_own_split() -> None:
-    check_planner(lambda: planners.make("latency_optimal_ilp", {"objective": Objective()}, split="optimal", **EXACT))
+    check_planner(lambda: planners.make("latency_optimal_ilp", {"objective": v3_prices()}, split="optimal", **EXACT))
 
 
 class Doubled(Objective):
@@ -61,13 +62,13 @@ class Doubled(Objective):
 
 def test_the_suite_prices_plans_itself() -> None:
     with pytest.raises(AssertionError, match="by the definition of the objective it is"):
-        check_planner(lambda: Linear(objective=Doubled()))
+        check_planner(lambda: Linear(objective=Doubled(row_s=1.5e-7, expert_bytes=44e6)))
 
 
 def test_the_suite_shows_a_planner_the_shares_in_force() -> None:
     @dataclass(frozen=True)
     class Forgets:
-        objective: Objective = field(default=Objective())
+        objective: Objective = field(default=v3_prices())
 
         def plan(
             self, load: Load, topology: Topology, current: Placement, _shares: NDArray[np.floating] | None = None
@@ -86,7 +87,7 @@ class Altered:
     """`linear`, and then one thing wrong."""
 
     change: Callable[..., Plan]
-    objective: Objective = field(default=Objective())
+    objective: Objective = field(default=v3_prices())
 
     def plan(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
@@ -102,7 +103,7 @@ def shifted(plan: Plan, _load: Load, current: Placement) -> Plan:
 
 def twice_on_a_rank(plan: Plan, load: Load, current: Placement) -> Plan:
     rows = np.sort(plan.placement.slot_experts, axis=1)
-    problem = Objective().problem(load, Topology(current.num_ranks), current)
+    problem = v3_prices().problem(load, Topology(current.num_ranks), current)
     changed = problem.plan(rows)
     return replace(changed, skip_reason=None if len(changed.moves) else "the same")
 
@@ -121,7 +122,7 @@ def one_move_less(plan: Plan, *_: object) -> Plan:
 
 
 def unstable(_plan: Plan, load: Load, current: Placement) -> Plan:
-    planner = Linear(Objective()) if next(TURN) % 2 else RoundRobin(Objective())
+    planner = Linear(v3_prices()) if next(TURN) % 2 else RoundRobin(v3_prices())
     return planner.plan(load, Topology(current.num_ranks), current)
 
 
@@ -207,7 +208,7 @@ def test_packing_never_holds_an_expert_twice(size: tuple[int, int, int], seed: i
     experts, ranks, per_rank = size
     tokens = np.round(np.random.default_rng(seed).lognormal(2.0, sigma, (2, experts)) * (seed % 7 > 0))
     current = Placement.linear(2, experts, ranks, ranks * per_rank)
-    for planner in (Eplb(Objective()), Popularity(Objective()), Linear(Objective()), RoundRobin(Objective())):
+    for planner in (Eplb(v3_prices()), Popularity(v3_prices()), Linear(v3_prices()), RoundRobin(v3_prices())):
         assert planner.plan(Load(tokens), Topology(ranks), current).placement.duplicates == 0
 
 
@@ -243,7 +244,7 @@ def test_eplb_is_the_published_algorithm(size: tuple[int, int, int], seed: int) 
 def test_hierarchical_eplb_keeps_groups_on_their_node() -> None:
     tokens = np.random.default_rng(0).lognormal(3, 1, (4, 32))
     current, topology = Placement.linear(4, 32, 4, 40), Topology(4, ranks_per_node=2)
-    plan = Eplb(Objective(), num_groups=8).plan(Load(tokens), topology, current)
+    plan = Eplb(v3_prices(), num_groups=8).plan(Load(tokens), topology, current)
     node_groups = plan.placement.slot_experts.reshape(4, 2, 20) // 4  # [layer, node, slot]
     for layer, (first, second) in enumerate(node_groups):
         assert (len(set(first)), len(set(second))) == (4, 4)
@@ -258,24 +259,24 @@ def test_hierarchical_eplb_keeps_groups_on_their_node() -> None:
             if all(len(set(pack)) == 10 for pack in own):
                 ranks = plan.placement.slot_experts[layer].reshape(4, 10)[2 * node : 2 * node + 2]
                 assert [sorted(r) for r in ranks.tolist()] == [sorted(members[e] for e in pack) for pack in own]
-    same = Eplb(Objective()).plan(Load(tokens), topology, current).placement.slot_experts
+    same = Eplb(v3_prices()).plan(Load(tokens), topology, current).placement.slot_experts
     for groups in (3, None):  # 3 groups cannot be dealt to 2 nodes
         assert np.array_equal(
-            Eplb(Objective(), num_groups=groups).plan(Load(tokens), topology, current).placement.slot_experts, same
+            Eplb(v3_prices(), num_groups=groups).plan(Load(tokens), topology, current).placement.slot_experts, same
         )
 
 
 def test_eplb_refuses_what_it_cannot_do() -> None:
     load, topology = Load(np.ones((1, 6))), Topology(4, ranks_per_node=2)
     with pytest.raises(ConfigError, match="num_experts=6 must be a multiple of num_groups=4"):
-        Eplb(Objective(), num_groups=4).plan(load, topology, Placement.linear(1, 6, 4, 8))
+        Eplb(v3_prices(), num_groups=4).plan(load, topology, Placement.linear(1, 6, 4, 8))
     with pytest.raises(ConfigError, match="4 slots a rank must be at most the 3 experts of a node"):
-        Eplb(Objective(), num_groups=2).plan(load, topology, Placement.linear(1, 6, 4, 16))
+        Eplb(v3_prices(), num_groups=2).plan(load, topology, Placement.linear(1, 6, 4, 16))
     with pytest.raises(ConfigError, match="num_groups=0"):
-        Eplb(Objective(), num_groups=0)
+        Eplb(v3_prices(), num_groups=0)
     for name in ("linear", "round_robin", "popularity", "eplb"):
         with pytest.raises(ConfigError, match="8 slots a rank must be at most num_experts=6"):
-            planners.make(name, {"objective": Objective()}).plan(load, Topology(2), Placement.linear(1, 6, 2, 16))
+            planners.make(name, {"objective": v3_prices()}).plan(load, Topology(2), Placement.linear(1, 6, 2, 16))
 
 
 def test_eplb_on_the_drift_is_as_even_as_published_and_has_no_duplicates() -> None:
@@ -293,22 +294,22 @@ def test_popularity_is_within_twice_the_least_and_even_where_all_is_everywhere(r
     experts = ranks * int(rng.integers(2, 5))
     tokens = rng.integers(1, 100, (1, experts)).astype(float)
     current = Placement.linear(1, experts, ranks, experts * ranks)
-    busy = Popularity(Objective()).plan(Load(tokens), Topology(ranks), current).placement.rank_load(tokens)
+    busy = Popularity(v3_prices()).plan(Load(tokens), Topology(ranks), current).placement.rank_load(tokens)
     assert busy.max() == pytest.approx(busy.mean())
-    lone = Popularity(Objective()).plan(Load(tokens), Topology(ranks), Placement.linear(1, experts, ranks)).placement
+    lone = Popularity(v3_prices()).plan(Load(tokens), Topology(ranks), Placement.linear(1, experts, ranks)).placement
     assert lone.rank_load(tokens).max() <= 2 * max(tokens.sum() / ranks, tokens.max())
 
 
 def test_popularity_heeds_speeds_and_gives_the_hottest_replicas() -> None:
     tokens = np.array([[100.0, 90.0, 1.0, 1.0]])
-    plan = Popularity(Objective()).plan(Load(tokens), Topology(2), Placement.linear(1, 4, 2, 6))
+    plan = Popularity(v3_prices()).plan(Load(tokens), Topology(2), Placement.linear(1, 4, 2, 6))
     assert np.bincount(plan.placement.slot_experts[0]).tolist() == [2, 2, 1, 1]
     assert np.bincount(
-        Eplb(Objective())
+        Eplb(v3_prices())
         .plan(Load(np.array([[100.0, 10.0, 1.0, 1.0]])), Topology(3), Placement.linear(1, 4, 3, 6))
         .placement.slot_experts[0]
     ).tolist() == [3, 1, 1, 1]
-    fast = Popularity(Objective()).plan(
+    fast = Popularity(v3_prices()).plan(
         Load(np.array([[30.0, 20.0, 9.0, 8.0]])), Topology(2, speeds=(1.0, 3.0)), Placement.linear(1, 4, 2)
     )
     assert set(fast.placement.slot_experts[0, 2:]) == {0, 1}, "the hot ones go to the fast rank"
@@ -318,7 +319,7 @@ def test_a_rank_that_is_gone_is_left_alone() -> None:
     tokens = np.random.default_rng(0).lognormal(3, 1, (2, 12))
     current = Placement.linear(2, 12, 4, 16)
     for name in ("linear", "round_robin", "popularity", "eplb"):
-        plan = planners.make(name, {"objective": Objective()}).plan(
+        plan = planners.make(name, {"objective": v3_prices()}).plan(
             Load(tokens), Topology(4, speeds=(1.0, 0.0, 1.0, 1.0)), current
         )
         assert np.array_equal(plan.placement.slot_experts[:, 4:8], current.slot_experts[:, 4:8]), (
@@ -332,11 +333,11 @@ def test_planning_again_moves_nothing() -> None:
     tokens = np.random.default_rng(1).lognormal(3, 1, (3, 16))
     for name in ("linear", "round_robin", "popularity", "eplb"):
         once = (
-            planners.make(name, {"objective": Objective()})
+            planners.make(name, {"objective": v3_prices()})
             .plan(Load(tokens), Topology(4), Placement.linear(3, 16, 4, 20))
             .placement
         )
-        plan = planners.make(name, {"objective": Objective()}).plan(Load(tokens), Topology(4), once)
+        plan = planners.make(name, {"objective": v3_prices()}).plan(Load(tokens), Topology(4), once)
         assert len(plan.moves) == 0
         assert plan.skip_reason is not None
 

@@ -15,6 +15,7 @@ from coterie.placement.planning.eplb import Eplb
 from coterie.placement.planning.latency_optimal import LatencyOptimal
 from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings
 from coterie.types import Link, Placement, Topology
+from v3_prices import v3_prices
 
 LAYERS, EXPERTS, RANKS, STEPS = 2, 32, 4, 10
 TOPOLOGY = Topology(RANKS)
@@ -41,7 +42,7 @@ def rebalancer(topology: Topology = TOPOLOGY, planning_s: float = 1e-3, **settin
     known = {"min_interval": STEPS, "first_interval": 50.0} | settings
     return Rebalancer(
         LatencyOptimal,
-        Objective(planning_s=planning_s),
+        v3_prices(planning_s=planning_s),
         topology,
         Placement.linear(LAYERS, EXPERTS, RANKS),
         RebalancingSettings(**known),
@@ -94,7 +95,7 @@ def test_moves_that_cost_more_than_they_bring_are_not_made() -> None:
 class Flapping:
     """Always has another plan, which saves a little: the margin must say whether to follow."""
 
-    objective: Objective = field(default=Objective())
+    objective: Objective = field(default=v3_prices())
 
     def plan(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
@@ -106,7 +107,7 @@ def test_the_margin_holds_back_rounds_that_gain_little() -> None:
     def rounds(margin: float) -> int:
         one = Rebalancer(
             Flapping,
-            Objective(planning_s=1e-4),
+            v3_prices(planning_s=1e-4),
             slow_link(20e9),
             Placement.linear(LAYERS, EXPERTS, RANKS),
             RebalancingSettings(min_interval=STEPS, first_interval=50.0, margin=margin),
@@ -192,7 +193,7 @@ def test_a_jump_is_met_before_the_interval_is_over() -> None:
 def test_a_dead_rank_is_planned_around_whatever_it_saves() -> None:
     topology = Topology(RANKS)
     placement = Placement.linear(LAYERS, EXPERTS, RANKS, 48)
-    one = Rebalancer(LatencyOptimal, Objective(planning_s=1e3), topology, placement)
+    one = Rebalancer(LatencyOptimal, v3_prices(planning_s=1e3), topology, placement)
     window = Load(np.full((LAYERS, EXPERTS), 100.0), STEPS)
     assert one.observe(window).plan is None
     one.replace(placement, Topology(RANKS, speeds=(1.0, 1.0, 0.0, 1.0)))
@@ -206,9 +207,9 @@ def test_a_dead_rank_is_planned_around_whatever_it_saves() -> None:
 @pytest.mark.parametrize("touch_s", [0.0, 1e-4])
 def test_shares_on_a_constant_load_are_changed_once(touch_s: float) -> None:
     """What is gained is gained against the shares in force, so the next rounds find nothing."""
-    objective = Objective(planning_s=1e-6, touch_s=touch_s)
+    objective = v3_prices(planning_s=1e-6, touch_s=touch_s)
     window, earlier = loads(1, 1e9)[0], Load(loads(1, 1e9, seed=1)[0])
-    placement = Eplb(Objective()).plan(earlier, TOPOLOGY, Placement.linear(LAYERS, EXPERTS, RANKS, 40)).placement
+    placement = Eplb(v3_prices()).plan(earlier, TOPOLOGY, Placement.linear(LAYERS, EXPERTS, RANKS, 40)).placement
     one = Rebalancer(
         lambda objective: LatencyOptimal(objective, split="optimal"),
         objective,
@@ -227,7 +228,7 @@ def test_shares_on_a_constant_load_are_changed_once(touch_s: float) -> None:
 def test_a_constant_load_is_moved_once_and_shared_once() -> None:
     one = Rebalancer(
         lambda objective: LatencyOptimal(objective, split="optimal"),
-        Objective(planning_s=1e-6, target_balance=0.98),
+        v3_prices(planning_s=1e-6, target_balance=0.98),
         TOPOLOGY,
         Placement.linear(LAYERS, EXPERTS, RANKS, 40),
         RebalancingSettings(min_interval=STEPS, first_interval=1000.0),
@@ -237,7 +238,7 @@ def test_a_constant_load_is_moved_once_and_shared_once() -> None:
 
 def test_where_tokens_come_from_is_forecast() -> None:
     """All of an expert's tokens come from the node that it is not on; without sources nobody would know."""
-    objective = Objective(row_s=1e-9, row_bytes=14336.0)
+    objective = v3_prices(row_s=1e-9, row_bytes=14336.0)
     two_nodes = Topology(2, ranks_per_node=1)
     sources = np.zeros((2, 1, 4))
     sources[0, 0, [2, 3]] = sources[1, 0, [0, 1]] = 100_000.0

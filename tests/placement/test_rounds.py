@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.placement import Objective
 from coterie.placement.base import HOST, Load
 from coterie.placement.migration.rounds import Limits, edge_rounds, schedule_moves
 from coterie.placement.moves import moves_between
 from coterie.placement.objective import settle
 from coterie.placement.planning.eplb import Eplb
 from coterie.types import Placement, Topology
+from v3_prices import v3_prices
 
 INF = float("inf")
 
@@ -184,7 +184,7 @@ def test_a_plan_of_eplb_is_scheduled_whole(rng: np.random.Generator) -> None:
     layers, experts, ranks = 6, 32, 8
     load = Load(rng.gamma(0.5, 100.0, (layers, experts)))
     topology, current = Topology(ranks, 4), Placement.linear(layers, experts, ranks, 40)
-    plan = Eplb(Objective()).plan(load, topology, current)
+    plan = Eplb(v3_prices()).plan(load, topology, current)
     schedule = schedule_moves(current, plan.placement, topology, Limits(44e6), plan.moves)
     over_links = [t for t in schedule.transfers if t.source != t.slot // current.slots_per_rank]
     assert len(over_links) == len(plan.moves)

@@ -13,9 +13,10 @@ from scipy.optimize import linprog
 
 from coterie.errors import ConfigError
 from coterie.placement.base import Load
-from coterie.placement.objective import Objective, Problem
+from coterie.placement.objective import Problem
 from coterie.placement.splits.shares import optimal_shares
 from coterie.types import Placement, Topology
+from v3_prices import v3_prices
 
 
 def make(seed: int, *, gone: bool = False, mixed: bool = False, sourced: bool = False, layers: int = 2) -> Problem:
@@ -30,7 +31,7 @@ def make(seed: int, *, gone: bool = False, mixed: bool = False, sourced: bool = 
     if gone:
         speeds[rng.integers(ranks)] = 0.0
     sources = rng.dirichlet(np.full(ranks, 0.3), tokens.shape).transpose(2, 0, 1) * tokens if sourced else None
-    objective = Objective(row_bytes=20_000.0 if sourced else 0.0)
+    objective = v3_prices(row_bytes=20_000.0 if sourced else 0.0)
     topology = Topology(ranks, ranks_per_node=2, speeds=tuple(speeds))
     placement = Placement(rows.astype(np.int32), ranks, experts)
     return objective.problem(Load(tokens, sources=sources), topology, placement)
@@ -94,14 +95,14 @@ def test_the_unit_of_tokens_does_not_matter(seed: int, sourced: bool, factor: fl
 
 def test_an_even_map_is_left_alone() -> None:
     placement = Placement(np.array([[0, 1, 1, 0]], np.int32), 2, 2)
-    problem = Objective().problem(Load(np.array([[5.0, 9.0]])), Topology(2), placement)
+    problem = v3_prices().problem(Load(np.array([[5.0, 9.0]])), Topology(2), placement)
     np.testing.assert_array_equal(optimal_shares(problem, placement.slot_experts), [[0.5, 0.5, 0.5, 0.5]])
 
 
 def test_a_chain_of_replicas_carries_what_no_single_one_could() -> None:
     """Rank 0 shares with 1 alone, 1 with 2 alone: what is too much on 0 goes to 1, and 1's own goes on to 2."""
     placement = Placement(np.array([[0, 1, 1, 2, 2, 3]], np.int32), 3, 4)
-    problem = Objective(row_s=1.0).problem(Load(np.array([[4.0, 4.0, 4.0, 0.0]])), Topology(3), placement)
+    problem = v3_prices(row_s=1.0).problem(Load(np.array([[4.0, 4.0, 4.0, 0.0]])), Topology(3), placement)
     rows = placement.slot_experts
     np.testing.assert_allclose(problem.rank_s(rows, optimal_shares(problem, rows)), [[4.0, 4.0, 4.0]])
     assert problem.rank_s(rows).max() == 6.0
@@ -109,7 +110,7 @@ def test_a_chain_of_replicas_carries_what_no_single_one_could() -> None:
 
 def test_slow_ranks_get_less() -> None:
     placement = Placement(np.array([[0, 1, 0, 1]], np.int32), 2, 2)
-    problem = Objective(row_s=1.0).problem(Load(np.array([[9.0, 0.0]])), Topology(2, speeds=(2.0, 1.0)), placement)
+    problem = v3_prices(row_s=1.0).problem(Load(np.array([[9.0, 0.0]])), Topology(2, speeds=(2.0, 1.0)), placement)
     shares = optimal_shares(problem, placement.slot_experts)
     np.testing.assert_allclose(shares[0, ::2], [2 / 3, 1 / 3])
     np.testing.assert_allclose(problem.rank_s(placement.slot_experts, shares), [[3.0, 3.0]])
@@ -117,14 +118,14 @@ def test_slow_ranks_get_less() -> None:
 
 def test_of_two_slots_on_one_rank_one_computes() -> None:
     placement = Placement(np.array([[0, 0, 0, 1]], np.int32), 2, 2)
-    problem = Objective().problem(Load(np.array([[4.0, 4.0]])), Topology(2), placement)
+    problem = v3_prices().problem(Load(np.array([[4.0, 4.0]])), Topology(2), placement)
     np.testing.assert_allclose(optimal_shares(problem, placement.slot_experts), [[0.0, 1.0, 0.0, 1.0]])
 
 
 def test_weights_of_an_earlier_window_may_be_worse_than_equal_shares() -> None:
     placement = Placement(np.array([[0, 1, 0, 2]], np.int32), 2, 3)
     windows = [
-        Objective().problem(Load(np.array([tokens])), Topology(2), placement)
+        v3_prices().problem(Load(np.array([tokens])), Topology(2), placement)
         for tokens in ([10.0, 2.0, 8.0], [10.0, 8.0, 2.0])
     ]
     rows = placement.slot_experts

@@ -5,7 +5,7 @@ from coterie.placement.maps.formats import PlacementMap, map_formats, read_map, 
 from coterie.placement.migration.memory import MemoryBudget
 from coterie.placement.migration.migrator import Migrator
 from coterie.placement.migration.rounds import schedule_moves
-from coterie.placement.objective import Objective, Problem, Score, settle
+from coterie.placement.objective import DEEPSEEK_V3_PREFILL, Objective, Problem, Score, settle
 from coterie.placement.planning.baselines import Linear, Popularity, RoundRobin
 from coterie.placement.planning.eplb import Eplb
 from coterie.placement.planning.latency_optimal import LatencyOptimal
@@ -15,6 +15,7 @@ from coterie.placement.triggers.drift import DriftEstimator
 from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings
 
 __all__ = [
+    "DEEPSEEK_V3_PREFILL",
     "HOST",
     "DemandTracker",
     "DriftEstimator",

@@ -18,7 +18,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -30,7 +30,7 @@ from coterie.costs.presets import step_model
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.errors import ConfigError
 from coterie.models import get_model
-from coterie.placement import Load, Objective, Plan, Planner, planners, read_map, write_map
+from coterie.placement import DEEPSEEK_V3_PREFILL, Load, Objective, Plan, Planner, planners, read_map, write_map
 from coterie.placement.maps.files import PlacementMap
 from coterie.placement.planning.eplb import rebalance
 from coterie.types import INFINIBAND_400G, NVLINK4, Placement, Topology
@@ -243,7 +243,7 @@ class Rounds:
         if settings.expert_bytes is not None:
             prices["expert_bytes"] = settings.expert_bytes
         if spec is None or settings.device is None:
-            return Objective(**prices)
+            return replace(DEEPSEEK_V3_PREFILL, **prices)
         step = load.tokens.sum(axis=1).mean() / load.steps / spec.top_k
         return Objective.of(step_model(spec, settings.device, topology=topology), max(1, round(step)), **prices)
 

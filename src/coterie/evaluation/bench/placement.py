@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from coterie.evaluation.bench.base import Report, Row, benches, median_us
-from coterie.placement import Load, Objective, Plan, Problem, planners
+from coterie.placement import DEEPSEEK_V3_PREFILL, Load, Objective, Plan, Problem, planners
 from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
 from coterie.placement.splits.shares import optimal_shares
 from coterie.traces.load import zipf_drift
@@ -80,14 +80,13 @@ def drifted(size: Size, seed: int, layers: int = LAYERS, experts: int = EXPERTS)
     drift = zipf_drift(layers, experts, np.random.default_rng(seed), exponent=size.exponent, tokens=ROWS_A_STEP)
     topology = Topology(size.ranks, ranks_per_node=size.ranks)
     current = Placement.linear(layers, experts, size.ranks, size.slots)
-    first = planners.make(size.first, {"objective": Objective()})  # such a planner decides without prices
+    first = planners.make(size.first, {"objective": DEEPSEEK_V3_PREFILL})  # such a planner decides without prices
     current = first.plan(Load(drift.before), topology, current).placement
     return Case(Load(drift.after), topology, current)
 
 
 def balance_first(target_balance: float) -> Objective:
-
-    return Objective(horizon=HORIZON, move_price=MOVE_PRICE, target_balance=target_balance)
+    return replace(DEEPSEEK_V3_PREFILL, horizon=HORIZON, move_price=MOVE_PRICE, target_balance=target_balance)
 
 
 @benches.register("placement")
@@ -259,8 +258,7 @@ class Trial:
         return Case(Load(tokens, sources=mix * tokens if self.sources else None), topology, current)
 
     def objective(self) -> Objective:
-
-        return Objective(**({"horizon": 300.0} | self.prices))
+        return replace(DEEPSEEK_V3_PREFILL, **({"horizon": 300.0} | self.prices))
 
 
 SLOW = (1.0, 1.0, 1.0, 0.7, 1.0, 1.0, 0.85, 1.0)

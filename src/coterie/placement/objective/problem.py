@@ -27,17 +27,16 @@ PRICES_HINT = "the prices to plan by; make them with Objective.of(step_model, to
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Prices that planners minimise. The defaults are about DeepSeek-V3's in prefill: 88 Mflop a row, 44 MB an
-    expert."""
+    """Prices that planners minimise; :meth:`of` takes them from a calibrated model."""
 
-    row_s: float = 1.5e-7
+    row_s: float
     """Seconds one token of one expert takes on a rank of speed 1."""
+    expert_bytes: float
+    """Weights of one expert of one layer."""
     touch_s: float = 0.0
     """Seconds to stream an expert's weights in a step that touches it, at every replica. 0: compute decides."""
     row_bytes: float = 0.0
     """Bytes of a token's hidden state, sent to its expert's rank and back. 0 leaves the exchange out."""
-    expert_bytes: float = 44e6
-    """Weights of one expert of one layer."""
     horizon: float = 1000.0
     """Steps that the new placement will serve."""
     exposed: float = 1.0
@@ -148,6 +147,10 @@ class Objective:
             return np.empty((0, 1, 0)), per_row[alive].sum(axis=0) / alive.sum()
         known = np.tensordot(per_row.T, load.sources / load.steps, (1, 0))
         return np.ascontiguousarray(known), np.zeros(topology.num_ranks)
+
+
+DEEPSEEK_V3_PREFILL = Objective(row_s=1.5e-7, expert_bytes=44e6)
+"""DeepSeek-V3's prices in prefill, about: 88 Mflop a row at 590 Tflop/s, 44 MB an expert."""
 
 
 class Score(NamedTuple):

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.placement import Load, Objective, Rebalancer, RebalancingSettings, planners
+from coterie.placement import DEEPSEEK_V3_PREFILL, Load, Objective, Rebalancer, RebalancingSettings, planners
 from coterie.types import Link, Placement, Topology
 
 Array = NDArray[np.float64]
@@ -88,8 +88,7 @@ class SweepSetting:
     """Measured iterations where a round follows every iteration."""
     fixed_s: float = 1.55e-3
     """Fixed time per layer: fitted to the published gain of ideal balance, 25%."""
-    objective: Objective = field(default=Objective())
-    """Its default prices are DeepSeek-V3's: 88 Mflop a row at 590 Tflop/s, 44 MB an expert."""
+    objective: Objective = DEEPSEEK_V3_PREFILL
     link: Link = XGMI
     window: int = 10
     """Iterations of a window that the automatic interval looks at."""
