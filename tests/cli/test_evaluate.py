@@ -42,7 +42,7 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("evaluate") / "[bold]t"
     ids = np.random.default_rng(0).random((300, 2, 32)).argpartition(3, axis=2)[:, :, :4]
     meta = TraceMeta("gpt-oss-20b", 32, 2, 4)
@@ -50,13 +50,13 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return path
 
 
-def run(*args: object) -> Any:
+def run(*args: object) -> str:
     result = CliRunner().invoke(app, ["evaluate", *map(str, args)])
     assert result.exception is None, result.output
     return result.stdout
 
 
-def test_tables_and_notes_fit(trace: Any) -> None:
+def test_tables_and_notes_fit(trace: Path) -> None:
     output = run("all-to-all", "--trace", trace)
     assert max(map(len, output.splitlines())) <= 110
     assert "…" not in output, "nothing is cut off"
@@ -64,7 +64,7 @@ def test_tables_and_notes_fit(trace: Any) -> None:
         assert text in output
 
 
-def test_json_is_one_object_with_the_promised_rows(trace: Any, tmp_path: Path) -> None:
+def test_json_is_one_object_with_the_promised_rows(trace: Path, tmp_path: Path) -> None:
     output = run("all-to-all", "--trace", trace, "--json", "--out", tmp_path / "new" / "out")
     found = json.loads(output, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     assert list(found) == ["suite", "rows", "notes"]
@@ -74,7 +74,7 @@ def test_json_is_one_object_with_the_promised_rows(trace: Any, tmp_path: Path) -
     assert json.loads((tmp_path / "new" / "out" / "all-to-all.json").read_text()) == found
 
 
-def test_a_pipe_gets_the_object_and_stderr_nothing(trace: Any) -> None:
+def test_a_pipe_gets_the_object_and_stderr_nothing(trace: Path) -> None:
     command = [*MAIN, "evaluate", "all-to-all", "--trace", str(trace), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["suite"] == "all-to-all"

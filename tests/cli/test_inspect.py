@@ -18,7 +18,7 @@ from coterie.traces.synthetic import SyntheticSettings, generate_to
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inspect") / "t"
     settings = SyntheticSettings(num_layers=30, lengths=LognormalLengths(prompt_mean=20, output_mean=10))
     generate_to(folder, settings, np.random.default_rng(0), requests=150)
@@ -33,7 +33,7 @@ def run(*args: object) -> Any:
     return result
 
 
-def test_tables_fit_and_do_not_list_every_layer(trace: Any) -> None:
+def test_tables_fit_and_do_not_list_every_layer(trace: Path) -> None:
     output = run(trace).stdout
     assert max(len(line) for line in output.splitlines() if str(trace) not in line) <= 100
     assert len(output.splitlines()) < 150
@@ -42,7 +42,7 @@ def test_tables_fit_and_do_not_list_every_layer(trace: Any) -> None:
     assert "No prefix sharing" in output
 
 
-def test_json_is_one_object_and_the_seed_decides(trace: Any) -> None:
+def test_json_is_one_object_and_the_seed_decides(trace: Path) -> None:
     first, again, other = (run(trace, "--json", "--seed", s).stdout for s in (1, 1, 2))
     found = json.loads(first, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     assert found["kind"] == "activations"
@@ -54,7 +54,7 @@ def test_json_is_one_object_and_the_seed_decides(trace: Any) -> None:
     assert first != other
 
 
-def test_out_writes_a_report_once_more_but_not_over_other_files(trace: Any, tmp_path: Path) -> None:
+def test_out_writes_a_report_once_more_but_not_over_other_files(trace: Path, tmp_path: Path) -> None:
     few = tmp_path / "few"
     RequestTrace(np.array([5, 9]), np.array([1, 2]), np.array([0.0, 3.0])).save(few)
     for _ in range(2):

@@ -25,7 +25,7 @@ MAIN = [sys.executable, "-c", "from coterie.cli.main import main; main()"]
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("simulate") / "[bold]t"
     draw = np.random.default_rng(0)
     ids = draw.random((400, 24, 32)).argpartition(3, axis=2)[:, :, :4]
@@ -49,7 +49,7 @@ def run(*args: object) -> Any:
     return result.stdout
 
 
-def test_tables_and_notes_fit(trace: Any) -> None:
+def test_tables_and_notes_fit(trace: Path) -> None:
     output = run(trace, "--requests", 30, "--strategy", "lpt", "--strategy", "latency_aware")
     assert max(map(len, output.splitlines())) <= 110
     assert "…" not in output, "nothing is cut off"
@@ -93,7 +93,7 @@ def test_json_is_one_object_with_rows_and_settings(config: Path, tmp_path: Path)
     assert len((tmp_path / "new" / "out" / "requests.csv").read_text().splitlines()) == 1 + 2 * 40
 
 
-def test_names_in_brackets_are_names(trace: Any, tmp_path: Path) -> None:
+def test_names_in_brackets_are_names(trace: Path, tmp_path: Path) -> None:
     output = run(trace, "--requests", 12, "--arrivals", "bursty", "--rate", 50, "--out", tmp_path / "[red]o")
     assert "[red]o" in output.replace("\n", "")
     assert (tmp_path / "[red]o" / "simulate.json").is_file()
@@ -146,7 +146,7 @@ def test_a_pipe_gets_the_object_and_stderr_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_bad_input_exits_with_2_and_one_line(
-    trace: Any, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trace: Path, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "typo.json").write_text('{"scheduler": {"max_batch": 3}}')
     (tmp_path / "cut.json").write_text('{"scheduler": ')

@@ -25,7 +25,7 @@ from coterie.evaluation.simulate.what_if import MAX_BYTES, simulate, write
 from coterie.evaluation.suites.caps.suite import SETTING
 from coterie.models import get_model
 from coterie.sim.metrics import summarise
-from coterie.traces import LoadTable, RequestTrace, TraceMeta
+from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.types import Placement, Topology
 from simulate_traces import make_trace, quiet, rng
 
@@ -89,14 +89,14 @@ def test_published_gains_in_overload() -> None:
 
 
 @pytest.fixture(scope="module")
-def gpt_oss() -> Any:
+def gpt_oss() -> ActivationTrace:
     """A made trace in the shape of a known model."""
     return make_trace(requests=24, prompt=40, output=12, meta=TraceMeta("gpt-oss-20b", 32, 24, 4))
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_every_strategy_serves_everyone_under_the_step_model(gpt_oss: Any, phase: str, ranks: int) -> None:
+def test_every_strategy_serves_everyone_under_the_step_model(gpt_oss: ActivationTrace, phase: str, ranks: int) -> None:
     spec = get_model("gpt-oss-20b")
     placement = Placement.linear(spec.num_moe_layers, spec.num_experts, ranks) if ranks > 1 else None
     model = step_model(spec, "h200", None, Topology(ranks))
@@ -113,7 +113,7 @@ def test_every_strategy_serves_everyone_under_the_step_model(gpt_oss: Any, phase
             assert (run.imbalance == 1.0).all()
 
 
-def test_the_fitting_cost_goes_to_latency_aware(gpt_oss: Any) -> None:
+def test_the_fitting_cost_goes_to_latency_aware(gpt_oss: ActivationTrace) -> None:
     model = step_model(get_model("gpt-oss-20b"), "h200")
     requests = recorded(gpt_oss, "made", "decode", "recorded", rng())
     row = np.arange(len(requests.counts))
@@ -144,7 +144,7 @@ def test_a_cost_of_several_ranks_is_of_one_ranks_share() -> None:
 # ------------------------------------------------------------------------------------------------- the whole
 
 
-def test_the_execution_follows_the_trace(tmp_path: Path, gpt_oss: Any) -> None:
+def test_the_execution_follows_the_trace(tmp_path: Path, gpt_oss: ActivationTrace) -> None:
     gpt_oss.save(tmp_path / "known")
     make_trace().save(tmp_path / "unknown")
     make_trace(meta=TraceMeta("gpt-oss-20b", 32, 2, 4)).save(tmp_path / "part")
@@ -159,7 +159,7 @@ def test_the_execution_follows_the_trace(tmp_path: Path, gpt_oss: Any) -> None:
     assert simulate(named, quiet).settings["ranks"] == 2
 
 
-def test_the_weights_of_a_config_are_timed(tmp_path: Path, gpt_oss: Any) -> None:
+def test_the_weights_of_a_config_are_timed(tmp_path: Path, gpt_oss: ActivationTrace) -> None:
     gpt_oss.save(tmp_path / "known")
     (tmp_path / "c.json").write_text('{"quantization": "bf16", "scheduler": {"strategy": "lpt"}}')
     found = simulate(SimulateOptions(trace=tmp_path / "known", config=tmp_path / "c.json", requests=20), quiet)

@@ -118,7 +118,7 @@ def test_no_prediction_knows_the_experts_it_predicts(execution: str, predictor: 
     assert before.calibration + len(before.counts) == trace.num_requests
 
 
-def _holds(found: Any, trace: Any, row: Any, execution: Any, predictor: Any) -> list[Any]:
+def _holds(found: Any, trace: ActivationTrace, row: Any, execution: Any, predictor: Any) -> list[Any]:
     """Whether a request's part that runs is among those that do."""
     ids = trace.request(row).only(DECODE if execution == "decode" else PREFILL)
     if predictor == "prefix" and execution == "prefill":

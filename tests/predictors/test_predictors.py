@@ -47,7 +47,7 @@ def make_trace(seed: int = 0, with_ids: bool = True) -> ActivationTrace:
     return ActivationTrace.from_arrays(meta, ids, offsets, table, phase, token_ids)
 
 
-def counts(trace: Any, index: Any, phase: Any = None) -> np.ndarray:
+def counts(trace: ActivationTrace, index: Any, phase: Any = None) -> np.ndarray:
     tokens = trace.request(index)
     return footprint(tokens.expert_ids if phase is None else tokens.only(phase), EXPERTS)
 

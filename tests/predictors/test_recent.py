@@ -50,7 +50,7 @@ def make_trace(arrival_s: Any = None) -> ActivationTrace:
     return ActivationTrace.from_arrays(meta, ids, np.concatenate([[0], np.cumsum(LENGTHS)]), table, phase)
 
 
-def counts(trace: Any, index: Any, phase: Any = None) -> np.ndarray:
+def counts(trace: ActivationTrace, index: Any, phase: Any = None) -> np.ndarray:
     tokens = trace.request(index)
     return footprint(tokens.expert_ids if phase is None else tokens.only(phase), EXPERTS)
 

@@ -46,13 +46,14 @@ def random_trace(rng: np.random.Generator, requests: int = 12, vocabulary: int =
     return trace_of(distinct(rng, total), rng.integers(0, vocabulary, total), lengths)
 
 
-def reference(trace: Any, requests: Any, asked: Any, smoothing: Any) -> np.ndarray:
+def reference(trace: ActivationTrace, requests: Any, asked: Any, smoothing: Any) -> np.ndarray:
     """Token by token, in plain NumPy, nothing cut off."""
     shares: list[Any] = []
     means: dict[Any, Any] = {}
     for r in requests:
         tokens = trace.request(int(r))
         shares.append(footprint(tokens.expert_ids, EXPERTS) / len(tokens.phase))
+        assert tokens.token_ids is not None
         for token, ids in zip(tokens.token_ids, tokens.expert_ids, strict=True):
             means.setdefault(int(token), []).append(footprint(ids[None], EXPERTS))
     popularity = np.mean(shares, axis=0)
@@ -241,12 +242,12 @@ def saved(rng: np.random.Generator, tmp_path: Path) -> tuple[Any, Any]:
     return table, tmp_path / "table.safetensors"
 
 
-def test_round_trip_is_exact(saved: tuple[Any, Any], tmp_path: Path, rng: np.random.Generator) -> None:
+def test_round_trip_is_exact(saved: tuple[TokenTable, Path], tmp_path: Path, rng: np.random.Generator) -> None:
     table, file = saved
     again = TokenTable.load(file)
     assert (again.smoothing, again.experts_kept, again.max_bytes) == (0.5, 5, table.max_bytes)
     assert (again.rows.model, again.rows.layer_ids) == ("model", (0, 1, 2))
-    for one, other in zip(map(np.asarray, table.rows[:4]), map(np.asarray, again.rows[:4]), strict=True):
+    for one, other in zip(cast(Any, table.rows[:4]), cast(Any, again.rows[:4]), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
     asked = PredictRequest(rng.integers(0, 25, 50))

@@ -1,4 +1,4 @@
-"""Activation traces and load tables: exact round trips, views, refusals, and what a crash leaves behind."""
+"""Activation traces on disk: exact round trips, views and refusals."""
 
 from __future__ import annotations
 

@@ -79,14 +79,14 @@ def recorded(data_dir: Path, name: str) -> ActivationTrace:
     return ActivationTrace.from_arrays(TraceMeta(name, experts, *ids.shape[1:]), ids, offsets, table)
 
 
-def gini(trace: Any) -> Any:
+def gini(trace: ActivationTrace) -> Any:
     """[layer] of the load of the whole trace."""
     load = np.sort(footprint(trace.arrays()[0].expert_ids, trace.meta.num_experts).astype(float), axis=1)
     n = load.shape[1]
     return ((2 * np.arange(1, n + 1) - n - 1) * load).sum(axis=1) / (n * load.sum(axis=1))
 
 
-def union(trace: Any, batch: Any, rng: np.random.Generator, domain: Any = None, steps: int = 150) -> Any:
+def union(trace: ActivationTrace, batch: Any, rng: np.random.Generator, domain: Any = None, steps: int = 150) -> Any:
     """Mean distinct experts per layer of a random token each of `batch` different requests."""
     tokens, offsets = trace.arrays()
     labels = np.array(trace.requests.domains)

@@ -43,7 +43,7 @@ SMALL = SyntheticSettings(
 )
 
 
-def inclusion(trace: Any) -> Any:
+def inclusion(trace: ActivationTrace) -> Any:
     """[layer, expert] share of tokens that activate the expert."""
     return footprint(trace.arrays()[0].expert_ids, trace.meta.num_experts) / trace.num_tokens
 

@@ -21,12 +21,12 @@ from coterie.errors import ConfigError, TraceError, UnavailableError  # noqa: E4
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.save("qwen3_moe", tmp_path_factory.mktemp("models") / "small")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_loads_in_the_precision_asked(folder: Any, dtype: str) -> None:
+def test_loads_in_the_precision_asked(folder: Path, dtype: str) -> None:
     loaded = load_model(folder, dtype)
     assert {p.dtype for p in loaded.model.parameters()} == {getattr(torch, dtype)}
     assert not loaded.model.training
@@ -47,7 +47,7 @@ def test_every_family_survives_the_round_trip_through_a_checkpoint(family: str, 
     assert ExpertCapture(loaded).layer_ids == ExpertCapture(model).layer_ids
 
 
-def test_no_network_is_touched(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_network_is_touched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: Any) -> None:
         raise AssertionError("a connection was opened")
 
@@ -80,7 +80,7 @@ def test_a_checkpoint_without_weights_or_tokenizer_is_named(tmp_path: Path) -> N
         load_model(tmp_path / "bare")
 
 
-def test_wrong_settings(folder: Any) -> None:
+def test_wrong_settings(folder: Path) -> None:
     with pytest.raises(ConfigError, match="dtype='int3' must be one of float32, float16, bfloat16, nf4"):
         load_model(folder, "int3")
     with pytest.raises(ConfigError, match="device='toaster' must be cpu, cuda or cuda:N"):
@@ -89,7 +89,7 @@ def test_wrong_settings(folder: Any) -> None:
         load_model(folder, device="cuda:99")
 
 
-def test_nf4_says_what_to_install(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nf4_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import coterie.engines.transformers.loading as loading
 
     monkeypatch.setattr(loading, "find_spec", lambda _: None)  # as on a machine without it
@@ -130,7 +130,7 @@ def test_nf4_that_does_not_give_the_weights_back_is_refused(tmp_path: Path) -> N
         assert "% off; NF4 is 9%" in refusal or 0 < (found - original).abs().mean() < 0.1 * original.abs().mean()
 
 
-def test_a_digest_tells_checkpoints_apart(folder: Any, tmp_path: Path) -> None:
+def test_a_digest_tells_checkpoints_apart(folder: Path, tmp_path: Path) -> None:
     again = models.save("qwen3_moe", tmp_path / "again")
     assert model_digest(again) == model_digest(folder)
     data = bytearray((again / "model.safetensors").read_bytes())
