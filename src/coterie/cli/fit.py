@@ -19,6 +19,7 @@ from coterie.cli.output import (
     print_table,
     reporting,
 )
+from coterie.cli.outputs import check_output
 from coterie.errors import ConfigError
 from coterie.traces import ActivationTrace
 from coterie.traces.readers import ReadOptions, read_trace
@@ -30,7 +31,7 @@ def fit_command(
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", help="File to write the fitted router to (.safetensors); replaced if it exists."
+            "--output", "-o", help="File to write the fitted router to (.safetensors); an older router is replaced."
         ),
     ],
     batch: Annotated[int, typer.Option("--batch", min=1, help="Requests per decode step of one worker.")] = 16,
@@ -54,10 +55,10 @@ def fit_command(
 ) -> None:
     """Fit a router to a trace: request signatures, clusters and a forecast of decode experts."""
     from coterie.evaluation.fit import REQUESTS, check_weighting, fit_and_score
+    from coterie.routing import RouterFit
 
     check_weighting(weighting)
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output={output} must be a file in a folder that exists")
+    check_output(output, "--output", "a fitted router", RouterFit.load, [trace])
     rates = None if speeds is None else parse_speeds(speeds, workers)
     opened = read_trace(trace, from_, ReadOptions(model=model, num_experts=num_experts))
     if not isinstance(opened, ActivationTrace):

@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from coterie.cli.output import JsonOption, out, print_json, print_table, reporting, set_width
+from coterie.cli.outputs import check_output
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # numba takes a second to import: only when a run is asked for
@@ -119,7 +120,7 @@ def simulate_command(
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random generator.")] = 0,
     out_folder: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder to write simulate.json and requests.csv to; existing files are replaced."),
+        typer.Option("--out", help="Folder to write simulate.json and requests.csv to; earlier results are replaced."),
     ] = None,
     json_output: JsonOption = False,
     _help: Annotated[
@@ -128,12 +129,17 @@ def simulate_command(
 ) -> None:
     """Simulate batch selection on your own requests, and compare strategies with first come, first served."""
     from coterie.evaluation.simulate.options import SimulateOptions
-    from coterie.evaluation.simulate.what_if import simulate, write
+    from coterie.evaluation.simulate.what_if import RESULT_FILES, read_result, simulate, write
 
     if from_ is not None and trace is None:
         raise ConfigError(f"--from={from_} is the format of TRACE, which is not given")
-    if out_folder is not None and out_folder.exists() and not out_folder.is_dir():
-        raise ConfigError(f"{out_folder} is a file; --out takes a folder")
+    if out_folder is not None and out_folder.exists():
+        if not out_folder.is_dir():
+            raise ConfigError(f"{out_folder} is a file; --out takes a folder")
+        for name in RESULT_FILES:
+            check_output(
+                out_folder / name, "--out", "a result of coterie simulate", read_result, [trace, config, prompts]
+            )
     options = SimulateOptions(
         trace=trace,
         trace_format=from_,
@@ -165,7 +171,7 @@ def simulate_command(
     _print(found)
     if out_folder is not None:
         where = escape(str(out_folder))
-        out.print(f"Written: {where}: simulate.json, requests.csv", highlight=False, soft_wrap=True)
+        out.print(f"Written: {where}: {', '.join(RESULT_FILES)}", highlight=False, soft_wrap=True)
 
 
 def _print(found: Simulated) -> None:

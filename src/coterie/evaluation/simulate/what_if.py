@@ -23,7 +23,7 @@ from coterie.batching import strategies
 from coterie.batching.costs import SpreadCost
 from coterie.batching.scheduler import CapsConfig, SchedulerConfig
 from coterie.costs.presets import step_model
-from coterie.errors import ConfigError, TraceError, UnknownNameError
+from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError
 from coterie.evaluation.simulate.options import SimulateOptions
 from coterie.evaluation.simulate.requests import (
     DRY_RUN,
@@ -56,6 +56,9 @@ PLACES = 32
 MAX_BYTES = 1 << 31
 """Largest size of the loads of a run's requests."""
 BASELINE = "fcfs"
+RESULT_FILES = ("simulate.json", "requests.csv")
+COLUMNS = ("strategy", "request", "recorded", "arrival_s", "start_s", "finish_s", "skipped")
+"""Columns of requests.csv."""
 LOWER_IS_BETTER = ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "imbalance", "distinct")
 
 _PRECISIONS = {
@@ -145,14 +148,24 @@ def simulate(options: SimulateOptions, report: Report) -> Simulated:
 def write(folder: Path, found: Simulated) -> None:
     """Write simulate.json, and requests.csv with every request of every strategy."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "simulate.json", found.to_json())
-    with (folder / "requests.csv").open("w", encoding="utf-8", newline="") as stream:
+    write_json(folder / RESULT_FILES[0], found.to_json())
+    fresh = folder / f".{RESULT_FILES[1]}.tmp"
+    with fresh.open("w", encoding="utf-8", newline="") as stream:
         table = csv.writer(stream)
-        table.writerow(["strategy", "request", "recorded", "arrival_s", "start_s", "finish_s", "skipped"])
+        table.writerow(COLUMNS)
         for name, run in found.runs.items():
             columns = (run.arrival_s, run.start_s, run.finish_s, run.skipped)
             for number, values in enumerate(zip(found.arrived.row, *columns, strict=True)):
                 table.writerow([name, number, *(value.item() for value in values)])
+    fresh.replace(folder / RESULT_FILES[1])
+
+
+def read_result(path: Path) -> None:
+    """Refuse a file that :func:`write` did not write."""
+    with path.open("rb") as stream:
+        start = stream.read(200)
+    if not start.startswith(b'{\n "settings": {' if path.name == RESULT_FILES[0] else ",".join(COLUMNS).encode()):
+        raise InputError(f"{path} is not a result of coterie simulate")
 
 
 # ------------------------------------------------------------------------------------------------------ settings
