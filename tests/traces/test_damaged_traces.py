@@ -37,6 +37,30 @@ def test_missing_and_cut_segments(tmp_path: Path, rng: np.random.Generator, name
         ActivationTrace.open(tmp_path / "t").requests  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    "name", ["../mine.safetensors", "/etc/passwd", "notes.txt", "", ".", "activations-1.safetensors/.."]
+)
+@pytest.mark.parametrize("kind", ["activations", "requests"])
+def test_segments_outside_the_folder_are_refused(
+    tmp_path: Path, rng: np.random.Generator, kind: str, name: str
+) -> None:
+    """A writer that resumed such a trace and closed it would delete them."""
+    out = ActivationWriter(tmp_path / "t", META, flush_tokens=1)
+    part = make(rng, [4])
+    out.append_many(*part.arrays(), part.requests)
+    out.suspend()
+    entry = json.loads((tmp_path / "t" / "meta.json").read_text())["segments"][0]
+    shutil.copy(tmp_path / "t" / entry["activations"], tmp_path / "mine.safetensors")
+    meta = json.loads((tmp_path / "t" / "meta.json").read_text())
+    meta["segments"][0][kind] = name
+    (tmp_path / "t" / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(TraceError, match="is not the name of a segment's file"):
+        ActivationTrace.open(tmp_path / "t")
+    with pytest.raises(TraceError, match="is not the name of a segment's file"):
+        ActivationWriter.resume(tmp_path / "t", META)
+    assert (tmp_path / "mine.safetensors").is_file()
+
+
 def test_a_table_with_other_rows_is_refused(tmp_path: Path, rng: np.random.Generator) -> None:
     make(rng, [1, 2]).save(tmp_path / "two")
     make(rng, [3]).save(tmp_path / "one")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import fields
@@ -22,7 +21,9 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError
 from coterie.traces.requests import RequestTrace, new_trace_folder, read_meta, write_requests
 from coterie.traces.segments import (
+    FINAL,
     OPTIONAL,
+    PART,
     Activations,
     Segment,
     SegmentedTrace,
@@ -34,9 +35,6 @@ from coterie.traces.segments import (
 )
 from coterie.traces.store import ArrayFileWriter, write_json
 from coterie.types import narrowest_uint
-
-FINAL = ("activations.safetensors", "requests.parquet")
-_PART = re.compile(r"(activations-\d{5,}\.safetensors|requests-\d{5,}\.parquet)(\.tmp)?")
 
 
 class ActivationWriter:
@@ -91,7 +89,7 @@ class ActivationWriter:
         self._entries = entries
         named = {entry[kind] for entry in entries for kind in ("activations", "requests")}
         for file in self.folder.iterdir():  # from an uncommitted flush: never part of the trace
-            if _PART.fullmatch(file.name) and file.name not in named:
+            if PART.fullmatch(file.name.removesuffix(".tmp")) and file.name not in named:
                 file.unlink()
 
     def append(

@@ -15,6 +15,7 @@ above. Reading maps the files: opening touches a few pages, whatever the size.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,11 @@ from coterie.errors import ConfigError, TraceError
 from coterie.traces.requests import FORMAT, TABLES, VERSION, RequestTrace, read_meta, read_requests
 from coterie.traces.store import ArrayFile, ArraySpec
 from coterie.types import DECODE, PREFILL, narrowest_uint
+
+FINAL = ("activations.safetensors", "requests.parquet")
+"""Files of a closed trace."""
+PART = re.compile(r"activations-\d{5,}\.safetensors|requests-\d{5,}\.parquet")
+"""Names of a segment's files while a trace is recorded."""
 
 OPTIONAL = ("token_ids", "gate_weights")
 MAX_EXPERTS = 1 << 16
@@ -174,6 +180,10 @@ class SegmentedTrace:
             if not isinstance(raw["segments"], list) or not all(isinstance(e, dict) for e in raw["segments"]):
                 raise TraceError(folder / "meta.json", "segments", "must be a list of objects")
             entries = [(str(e["activations"]), str(e["requests"]), int(e["num_tokens"])) for e in raw["segments"]]
+            # A closing writer deletes the files of its segments: none outside the folder, none of another name.
+            for name in (name for entry in entries for name in entry[:2]):
+                if name not in FINAL and not PART.fullmatch(name):
+                    raise TraceError(folder / "meta.json", "segments", f"{name!r} is not the name of a segment's file")
         except KeyError as error:
             raise TraceError(folder / "meta.json", str(error.args[0]), "is missing") from None
         except TraceError:
