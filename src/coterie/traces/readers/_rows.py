@@ -26,6 +26,10 @@ from coterie.errors import ConfigError, TraceError
 from coterie.traces.readers.base import ReadOptions
 from coterie.traces.requests import RequestTrace
 
+MOST_RATIO = 200
+"""Largest ratio of unpacked to packed bytes. Real traces unpack to at most 20 times their size."""
+ALWAYS_BYTES = 1 << 28
+"""Unpacked bytes that are read at any ratio."""
 _GZIP_MAGIC = b"\x1f\x8b"
 _MAX_FIRST_LINE = 1 << 22  # bytes a sniff looks at: a binary file may have no newline at all
 _MAX_INT64 = 2**63 - 1
@@ -155,6 +159,25 @@ def is_gzip(path: Path) -> bool:
 def open_binary(path: Path) -> gzip.GzipFile | io.BufferedReader:
     """The bytes of a file, unpacked if it is gzip."""
     return gzip.open(path, "rb") if is_gzip(path) else path.open("rb")
+
+
+def check_unpacked(path: Path, unpacked: int) -> None:
+    """Refuse an archive that unpacks to far more than it holds, before that is in memory."""
+    if unpacked > _most_unpacked(path):
+        problem = f"unpacks to at least {unpacked:,} bytes, over {MOST_RATIO} times its size: not a file of real data"
+        raise TraceError(path, "file", problem)
+
+
+def read_unpacked(path: Path) -> bytes:
+    """All bytes of a file, unpacked if it is gzip."""
+    with file_errors(path), open_binary(path) as stream:
+        data = stream.read(_most_unpacked(path) + 1)
+    check_unpacked(path, len(data))
+    return data
+
+
+def _most_unpacked(path: Path) -> int:
+    return max(ALWAYS_BYTES, MOST_RATIO * path.stat().st_size)
 
 
 def csv_rows(path: Path, need: Sequence[str]) -> Iterator[Row]:

@@ -26,7 +26,6 @@ The GLM tables overlap: the merged ones are sums of the shards, so adding up all
 
 from __future__ import annotations
 
-import gzip
 import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +39,7 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, InputError, TraceError
 from coterie.traces.activations import ActivationTrace, TraceMeta
 from coterie.traces.load import LoadTable
+from coterie.traces.readers._rows import check_unpacked, read_unpacked
 from coterie.traces.readers.base import Reader, ReadOptions, Trace, readers
 from coterie.traces.readers.routed_experts import experts_of
 from coterie.traces.requests import RequestTrace
@@ -94,6 +94,8 @@ def _names(path: Path) -> list[str]:
 
 def _load(path: Path, names: Sequence[str]) -> Arrays:
     arrays: dict[str, NDArray[Any]] = {}
+    with zipfile.ZipFile(path) as archive:
+        check_unpacked(path, sum(part.file_size for part in archive.infolist()))
     for name in names:
         try:
             with zipfile.ZipFile(path) as archive:
@@ -119,9 +121,8 @@ class _Sidecar:
         if path is None:
             raise TraceError(file.with_name(names[0]), "file", f"does not exist; {file.name} needs it")
         try:
-            data = path.read_bytes()
-            lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
-        except Exception as error:  # gzip lets out zlib, EOF and OS errors
+            lines = read_unpacked(path).decode().splitlines()
+        except UnicodeDecodeError as error:
             raise TraceError(path, "file", f"cannot be read: {error!r}") from None
         rows = []
         for number, line in enumerate(lines, 1):

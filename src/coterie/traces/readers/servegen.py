@@ -32,7 +32,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, TraceError, check_positive
-from coterie.traces.readers._rows import file_errors, is_gzip, open_binary
+from coterie.traces.readers._rows import is_gzip, read_unpacked
 from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.requests import RequestTrace
 
@@ -173,8 +173,7 @@ def _folder_files(path: Path) -> dict[tuple[int, str], bytes]:
 
 
 def _tar_files(path: Path) -> dict[tuple[int, str], bytes]:
-    with file_errors(path), open_binary(path) as stream:
-        data = stream.read()  # whole: only the end of a gzip stream proves that it is complete
+    data = read_unpacked(path)  # whole: only the end of a gzip stream proves that it is complete
     files: dict[tuple[int, str], bytes] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
