@@ -393,7 +393,7 @@ def test_a_wrong_start_is_one_line(
     taken = f"tcp://127.0.0.1:{workers['both'].kv_port}"
     assert "cannot publish there" in fail("--model", model, "--port", "0", "--kv-events", taken)
     assert "must be one of float32" in fail("--model", model, "--dtype", "int3")
-    assert "kv_ttl_s=-1.0 must be positive" in fail("--model", model, "--kv-ttl", "-1")
+    assert "kv_ttl_s=-1.0 must be a finite number above 0" in fail("--model", model, "--kv-ttl", "-1")
     assert "host" in fail("--model", model, "--host", "no.such.host.invalid")
 
 
