@@ -13,19 +13,9 @@ from typer.testing import CliRunner
 from coterie.cli.main import app, main
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.models import models
+from model_configs import CONFIGS
 
-MIXTRAL = {
-    "model_type": "mixtral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 32000,
-}
+MIXTRAL = CONFIGS["mixtral-8x7b"]
 
 
 def rows(*arguments: str) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from coterie.cli.main import app
 from coterie.errors import UnknownNameError
 from coterie.footprints.sizing import store_size
 from coterie.models import get_model, models
+from model_configs import CONFIGS
 
 
 def run(*arguments: str) -> str:
@@ -49,18 +50,7 @@ def test_the_table_fits_80_columns_and_marks_what_is_over_the_bar() -> None:
 
 def test_one_model_and_a_config(tmp_path: Path) -> None:
     assert {row["model"] for row in rows("Qwen/Qwen3-30B-A3B")} == {"qwen3-30b-a3b"}
-    config = {
-        "model_type": "mixtral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 32000,
-    }
+    config = CONFIGS["mixtral-8x7b"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert rows("--config", str(tmp_path))[0]["slot_bytes"] == 32 * 2 + 2
     with pytest.raises(UnknownNameError):

@@ -133,13 +133,12 @@ def simulate_command(
 
     if from_ is not None and trace is None:
         raise ConfigError(f"--from={from_} is the format of TRACE, which is not given")
-    if out_folder is not None and out_folder.exists():
+    if out_folder is not None and (out_folder.exists() or out_folder.is_symlink()):
         if not out_folder.is_dir():
             raise ConfigError(f"{out_folder} is a file; --out takes a folder")
+        inputs = (trace, config, prompts, with_model)
         for name in RESULT_FILES:
-            check_output(
-                out_folder / name, "--out", "a result of coterie simulate", read_result, [trace, config, prompts]
-            )
+            check_output(out_folder / name, "--out", "a result of coterie simulate", read_result, inputs)
     options = SimulateOptions(
         trace=trace,
         trace_format=from_,

@@ -7,6 +7,7 @@ requests join and leave between steps, see :mod:`coterie.sim.decode`.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
@@ -63,7 +64,7 @@ def check_requests(arrival_s: NDArray[np.float64], predicted: Loads) -> None:
         raise ConfigError(f"predicted holds {low if not low >= 0 else high}; loads must be finite and at least 0")
 
 
-class Server:
+class Server(ABC):
     """What servers have in common: requests that arrive, a scheduler, and when each request ran."""
 
     def __init__(
@@ -117,9 +118,9 @@ class Server:
         if not self.busy:
             self.start()
 
+    @abstractmethod
     def start(self) -> None:
         """Run what is due, if anything is; called when the server is free."""
-        raise NotImplementedError
 
     def look_at_clock(self) -> None:
         if self.check:

@@ -150,14 +150,17 @@ def write(folder: Path, found: Simulated) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / RESULT_FILES[0], found.to_json())
     fresh = folder / f".{RESULT_FILES[1]}.tmp"
-    with fresh.open("w", encoding="utf-8", newline="") as stream:
-        table = csv.writer(stream)
-        table.writerow(COLUMNS)
-        for name, run in found.runs.items():
-            columns = (run.arrival_s, run.start_s, run.finish_s, run.skipped)
-            for number, values in enumerate(zip(found.arrived.row, *columns, strict=True)):
-                table.writerow([name, number, *(value.item() for value in values)])
-    fresh.replace(folder / RESULT_FILES[1])
+    try:
+        with fresh.open("w", encoding="utf-8", newline="") as stream:
+            table = csv.writer(stream)
+            table.writerow(COLUMNS)
+            for name, run in found.runs.items():
+                columns = (run.arrival_s, run.start_s, run.finish_s, run.skipped)
+                for number, values in enumerate(zip(found.arrived.row, *columns, strict=True)):
+                    table.writerow([name, number, *(value.item() for value in values)])
+        fresh.replace(folder / RESULT_FILES[1])
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def read_result(path: Path) -> None:
