@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from coterie.cli.generate import parse_size
+from coterie.cli.verbs.generate import parse_size
 from coterie.cli.main import app
 from coterie.errors import ConfigError, UnavailableError, UnknownNameError
 from coterie.traces import ActivationTrace

@@ -1,1 +1,1 @@
-"""The command line: one file per verb, each of which parses, calls the library and prints."""
+"""The command line: `verbs/` has one file per verb; what they share is beside it."""

@@ -16,22 +16,22 @@ from rich.markup import escape
 
 from coterie import __version__
 from coterie._interrupts import handle_interrupts
-from coterie.cli.bench import GroupsInHelp, bench_command
-from coterie.cli.calibrate import calibrate_command
-from coterie.cli.convert import convert_command
-from coterie.cli.demo import demo_command
-from coterie.cli.evaluate import SeveralValues, evaluate_command
-from coterie.cli.fit import fit_command
-from coterie.cli.generate import generate_command
-from coterie.cli.inspect import inspect_command
-from coterie.cli.models import models_command
+from coterie.cli.verbs.bench import GroupsInHelp, bench_command
+from coterie.cli.verbs.calibrate import calibrate_command
+from coterie.cli.verbs.convert import convert_command
+from coterie.cli.verbs.demo import demo_command
+from coterie.cli.verbs.evaluate import SeveralValues, evaluate_command
+from coterie.cli.verbs.fit import fit_command
+from coterie.cli.verbs.generate import generate_command
+from coterie.cli.verbs.inspect import inspect_command
+from coterie.cli.verbs.models import models_command
 from coterie.cli.output import err
-from coterie.cli.place import place_app
-from coterie.cli.plan import plan_command
-from coterie.cli.record import record_command
-from coterie.cli.replay import replay_command
-from coterie.cli.simulate import simulate_command
-from coterie.cli.worker import worker_command
+from coterie.cli.verbs.place import place_app
+from coterie.cli.verbs.plan import plan_command
+from coterie.cli.verbs.record import record_command
+from coterie.cli.verbs.replay import replay_command
+from coterie.cli.verbs.simulate import simulate_command
+from coterie.cli.verbs.worker import worker_command
 from coterie.errors import CoterieError
 
 app = typer.Typer(

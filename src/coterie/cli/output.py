@@ -97,6 +97,14 @@ def _cell(value: Any) -> tuple[str, Any]:
     return str(value), value
 
 
+def print_verdict(sentence: str, then: str | None = None) -> None:
+    """End a verb: one plain sentence, and the command to type next. In JSON they are `verdict` and `next`."""
+    out.print()
+    out.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    if then is not None:
+        out.print(f"Next: {then}", markup=False, highlight=False, soft_wrap=True)
+
+
 def bar(value: float, full: float, width: int) -> str:
     """Draw `value` as a bar of blocks; `full` fills the width."""
     eighths = round(8 * width * min(value / full, 1.0)) if full > 0 else 0
