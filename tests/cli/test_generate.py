@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from coterie.cli.verbs.generate import parse_size
 from coterie.cli.main import app
+from coterie.cli.verbs.generate import parse_size
 from coterie.errors import ConfigError, UnavailableError, UnknownNameError
 from coterie.traces import ActivationTrace
 from coterie.traces.arrivals import BurstyArrivals, PoissonArrivals, at_rate

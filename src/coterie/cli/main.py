@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from coterie import __version__
 from coterie._interrupts import handle_interrupts
+from coterie.cli.output import err
 from coterie.cli.verbs.bench import GroupsInHelp, bench_command
 from coterie.cli.verbs.calibrate import calibrate_command
 from coterie.cli.verbs.convert import convert_command
@@ -25,7 +26,6 @@ from coterie.cli.verbs.fit import fit_command
 from coterie.cli.verbs.generate import generate_command
 from coterie.cli.verbs.inspect import inspect_command
 from coterie.cli.verbs.models import models_command
-from coterie.cli.output import err
 from coterie.cli.verbs.place import place_app
 from coterie.cli.verbs.plan import plan_command
 from coterie.cli.verbs.record import record_command
