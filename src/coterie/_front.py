@@ -14,7 +14,7 @@ from coterie.costs.presets import Preset
 from coterie.costs.presets import step_model as preset_model
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
-from coterie.evaluation.simulate.fleet import FleetReport, simulate_fleet
+from coterie.evaluation.simulate.fleet import FleetReport, FleetSettings, requests_of, simulate_fleet
 from coterie.footprints.signatures import Weighting
 from coterie.models import get_model
 from coterie.placement import Load, Objective, Plan, planners
@@ -88,16 +88,34 @@ def simulate(
     model: StepModel,
     decoders: int = 8,
     in_flight: int = 16,
+    prefill: int = 0,
     routers: Sequence[str] = ("join_shortest_queue", "latency_aware"),
+    arrivals: Trace | None = None,
+    rate: float | None = None,
+    fitted: RouterFit | None = None,
     splits: int = 3,
     requests: int = 2000,
 ) -> FleetReport:
     """What routers would gain on a fleet of decoders with `in_flight` requests each, on the trace's own routing.
 
-    The first router is what the others are compared with.
+    The first router is what the others are compared with. Without `arrivals` (whose times and lengths are used) and
+    `rate` (requests a second) the number in flight is kept. `fitted` serves requests it was not fitted on; without it
+    routers are fitted on one half of the trace and serve the other, `splits` times.
     """
     if not isinstance(trace, ActivationTrace):
         raise ConfigError(f"a fleet replays activations; this is a {type(trace).__name__}")
-    return simulate_fleet(
-        trace, model=model, routers=routers, decoders=decoders, in_flight=in_flight, splits=splits, requests=requests
+    if not routers:
+        raise ConfigError("routers=[] must name at least one")
+    settings = FleetSettings(
+        decoders=decoders,
+        in_flight=in_flight,
+        prefill=prefill,
+        routers=tuple(routers),
+        base=routers[0],
+        arrivals=None if arrivals is None else requests_of(arrivals),
+        rate=rate,
+        fitted=fitted,
+        splits=splits,
+        requests=requests,
     )
+    return simulate_fleet(trace, model, settings)

@@ -60,6 +60,19 @@ def get_model(name: str) -> ModelSpec:
     raise UnknownNameError("model", name, known)
 
 
+def model_of(name: str, asked: str | None = None) -> ModelSpec:
+    """The shape that `asked` names (a known name, a folder or a config file), or else the known shape called `name`.
+
+    `name` is what a trace or a load says of itself.
+    """
+    if asked is not None:
+        return model_from_config(asked) if Path(asked).exists() else get_model(asked)
+    try:
+        return get_model(name)
+    except UnknownNameError:
+        raise ConfigError(f"it was recorded on model {name!r}, which is not known: say which with --model") from None
+
+
 def _repository(spec: ModelSpec) -> str:
     return spec.source.replace(";", " ").split()[0]
 

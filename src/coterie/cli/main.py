@@ -23,6 +23,7 @@ from coterie.cli.verbs.convert import convert_command
 from coterie.cli.verbs.demo import demo_command
 from coterie.cli.verbs.evaluate import SeveralValues, evaluate_command
 from coterie.cli.verbs.fit import fit_command
+from coterie.cli.verbs.fleet import fleet_command
 from coterie.cli.verbs.generate import generate_command
 from coterie.cli.verbs.inspect import inspect_command
 from coterie.cli.verbs.models import models_command
@@ -43,6 +44,7 @@ app.command("convert")(convert_command)
 app.command("demo")(demo_command)
 app.command("evaluate", cls=SeveralValues)(evaluate_command)
 app.command("fit")(fit_command)
+app.command("fleet")(fleet_command)
 app.command("generate")(generate_command)
 app.command("inspect")(inspect_command)
 app.command("models")(models_command)

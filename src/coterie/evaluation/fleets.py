@@ -8,6 +8,7 @@ been replaced once, and ends when the loop can no longer be kept full.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -40,6 +41,8 @@ ROOM = 4
 """Capacity of a decoder, as a multiple of its mean requests: no published router has a bound near its mean."""
 REQUESTS = 2000
 """Requests per run; about half are measured where nearly all recordings are in flight."""
+STEADY_ARRIVALS = (0.15, 0.95)
+"""Quantiles of arrival times between which requests that arrive by a clock are measured."""
 CONTEXT = 512
 """Cached tokens per request at which step prices are taken."""
 
@@ -153,6 +156,14 @@ def outcome(run: FleetRun, window: Window, mixed: Curve) -> Outcome:
     )
 
 
+class ServedRun(NamedTuple):
+    """One router's run, and the part of it that is measured."""
+
+    router: str
+    run: FleetRun
+    window: Window
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Bench:
     """One fleet and its requests, served under any router."""
@@ -162,7 +173,9 @@ class Bench:
     requests: FleetRequests
     config: FleetConfig
     in_flight: int | None
-    """None if requests have arrival times of their own."""
+    """Over all decoders; None if requests have arrival times of their own."""
+    per_decoder: int
+    """Requests of a decoder on average, at which step prices are taken."""
     labels: dict[str, tuple[int, ...]]
     """Domain → workers, by the domains of calibration requests."""
     seed: int
@@ -170,11 +183,12 @@ class Bench:
 
     @property
     def prices(self) -> StepPrices:
-        per_decoder = max(1, self.config.places // ROOM)
-        return StepPrices.of(self.model, per_decoder, CONTEXT, float(np.mean(self.requests.output_tokens)))
+        return StepPrices.of(self.model, self.per_decoder, CONTEXT, float(np.mean(self.requests.output_tokens)))
 
     def router(self, name: str, **settings: Any) -> Router:
-        context = {"fitted": self.fitted, "cost": self.prices, "labels": self.labels, "seed": self.seed}
+        context: dict[str, Any] = {"fitted": self.fitted, "cost": self.prices, "seed": self.seed}
+        if self.labels:
+            context["labels"] = self.labels
         return routers.make(name, context, **settings)
 
     def serve(self, router: Router, until_s: float = np.inf) -> FleetRun:
@@ -190,21 +204,35 @@ class Bench:
             duplicates="refuse" if self.in_flight else "postpone",
         )
 
-    def compare(self, chosen: dict[str, Router]) -> dict[str, Outcome]:
-        """Every router on the same requests, round robin first; others run no longer than its steady part needs."""
+    def runs(self, chosen: dict[str, Router]) -> Iterator[ServedRun]:
+        """Serve the same requests under every router, round robin first.
+
+        In a closed loop other runs end soon after round robin's steady part. Where requests have arrival times the
+        steady part leaves out the first arrivals, which find an empty fleet, and the last.
+        """
         if self.in_flight is None:
-            raise ConfigError("compare is for closed loops: requests with arrival times have no steady in_flight")
+            for name, router in ({BASE: self.router(BASE)} | chosen).items():
+                run = self.serve(router)
+                yield ServedRun(name, run, Window(*map(float, np.nanquantile(run.arrival_s, STEADY_ARRIVALS))))
+            return
         base = self.serve(self.router(BASE))
         window = steady(base, self.in_flight)
+        yield ServedRun(BASE, base, window)
         # Run past its end until its requests have finished: dropping unfinished ones would drop the long ones.
         until_s = window.until_s + 2.0 * float(np.nanmax(base.finish_s - base.arrival_s))
-        mixed = experts_by_rows(base, window)
-        found = {BASE: outcome(base, window, mixed)}
         for name, router in chosen.items():
             if name != BASE:
                 run = self.serve(router, until_s)
                 own = steady(run, self.in_flight)
-                found[name] = outcome(run, Window(own.since_s, min(own.until_s, window.until_s)), mixed)
+                yield ServedRun(name, run, Window(own.since_s, min(own.until_s, window.until_s)))
+
+    def compare(self, chosen: dict[str, Router]) -> dict[str, Outcome]:
+        """Metrics of every router's run."""
+        found: dict[str, Outcome] = {}
+        mixed: Curve | None = None
+        for name, run, window in self.runs(chosen):
+            mixed = experts_by_rows(run, window) if mixed is None else mixed
+            found[name] = outcome(run, window, mixed)
         return found
 
 
@@ -230,9 +258,12 @@ def bench_of(
     requests: int,
     model: StepModel | None = None,
     placement: Placement | None = None,
+    fitted: RouterFit | None = None,
 ) -> Bench:
-    known = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
-    fitted = RouterFit(decoders, batch=per_decoder).fit(known, np.random.default_rng([seed, 1]))
+    """Build a closed loop of the recordings; routers use `fitted`, or else what the other half teaches."""
+    if fitted is None:
+        known = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
+        fitted = RouterFit(decoders, batch=per_decoder).fit(known, np.random.default_rng([seed, 1]))
     drawn = draw_requests(recordings, requests, np.random.default_rng([seed, 2]))
     if model is None:
         model = step_model(get_model(source.trace.meta.model), "h200", "bf16")
@@ -243,6 +274,7 @@ def bench_of(
         requests=drawn,
         config=config,
         in_flight=decoders * per_decoder,
+        per_decoder=per_decoder,
         labels=domain_workers(source, halves, decoders),
         seed=seed,
         placement=placement,
@@ -252,7 +284,7 @@ def bench_of(
 def domain_workers(source: Source, halves: Halves, decoders: int) -> dict[str, tuple[int, ...]]:
     """Workers per domain, in proportion to the calibration requests."""
     domains = source.trace.requests.domains
-    if domains is None:
+    if domains is None or not len(halves.fit):
         return {}
     return share_out(Counter(domains[int(request)] for request in halves.fit), decoders)
 

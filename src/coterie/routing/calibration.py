@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,15 @@ class Calibration(NamedTuple):
     def probabilities(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """[request, expert index] activation probabilities in prefill and in decode."""
         return activation_probabilities(self.prefill, self.top_k), activation_probabilities(self.decode, self.top_k)
+
+    @property
+    def digests(self) -> NDArray[np.uint64]:
+        """[request] a number made of its counts: equal wherever the same recording is read, in any format or order."""
+        made = [
+            blake2b(before.tobytes() + after.tobytes(), digest_size=8).digest()
+            for before, after in zip(self.prefill, self.decode, strict=True)
+        ]
+        return np.frombuffer(b"".join(made), "<u8").astype(np.uint64)
 
 
 def activation_probabilities(counts: Counts, top_k: int) -> NDArray[np.float32]:

@@ -67,6 +67,8 @@ class Learned(NamedTuple):
     """Centroids in 8 bits, if they are large."""
     scales: NDArray[np.float32] | None
     """[worker] factor from 8-bit products to similarities."""
+    seen: NDArray[np.uint64] | None
+    """Digests of the calibration requests, ascending; None in a file that does not have them."""
 
     @classmethod
     def of(
@@ -81,6 +83,7 @@ class Learned(NamedTuple):
         profiles: NDArray[np.float32],
         forecast: Forecast,
         shares: NDArray[np.float32],
+        seen: NDArray[np.uint64] | None = None,
     ) -> Learned:
         """Check the values, and quantise large centroids."""
         size, workers = num_layers * num_experts, len(centroids)
@@ -118,6 +121,7 @@ class Learned(NamedTuple):
             shares=shares,
             narrow=narrow,
             scales=scales,
+            seen=None if seen is None else np.sort(seen),
         )
 
 
@@ -179,6 +183,7 @@ class RouterFit:
             profiles=cluster_profiles(after, labels, workers),
             forecast=forecast,
             shares=np.asarray(np.bincount(labels, minlength=workers) / len(labels), np.float32),
+            seen=known.digests,
         )
         return self
 
@@ -217,6 +222,7 @@ class RouterFit:
             profiles=kept.profiles,
             forecast=kept.forecast,
             shares=kept.shares,
+            seen=kept.seen,
         )
         return other
 
@@ -300,6 +306,8 @@ class RouterFit:
             "inward": kept.inward,
             "outward": kept.outward,
         }
+        if learned.seen is not None:
+            arrays["seen"] = learned.seen
         # One entry of metadata: the library writes several in an order that differs from run to run.
         data = save({n: np.ascontiguousarray(a) for n, a in arrays.items()}, {"coterie": json.dumps(about)})
         part = file.with_name(f".{file.name}.{os.getpid()}.tmp")
@@ -324,6 +332,9 @@ class RouterFit:
                 raise TraceError(file, name, f"is {found[name].dtype}; expected {np.dtype(dtype)}")
             if not np.isfinite(found[name]).all():
                 raise TraceError(file, name, "holds NaN or infinity")
+        seen = arrays.get("seen")
+        if seen is not None and (seen.dtype != np.uint64 or seen.ndim != 1):
+            raise TraceError(file, "seen", f"is {seen.dtype} of {seen.ndim} dimensions; expected uint64 of 1")
         try:
             signature = Signature.restored(str(about["weighting"]), found["weights"], found["layers"])
             forecast = Forecast.restored(
@@ -347,6 +358,7 @@ class RouterFit:
                 profiles=found["profiles"],
                 forecast=forecast,
                 shares=found["shares"],
+                seen=None if seen is None else np.array(seen),
             )
         except KeyError as error:
             raise TraceError(file, f"metadata {error.args[0]}", "is missing") from None

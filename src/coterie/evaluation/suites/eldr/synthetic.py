@@ -28,7 +28,6 @@ from coterie.evaluation.fleets import (
     Halves,
     Outcome,
     Source,
-    Window,
     bench_of,
     closed_bench,
     experts_by_rows,
@@ -187,9 +186,7 @@ def serve_prefixes(seed: int, data: Path, requests: int, names: tuple[str, ...] 
         open_bench = replace(bench, requests=served, config=config, in_flight=None)
         one: dict[str, Outcome] = {}
         mixed: Curve | None = None
-        for name in (BASE, *(name for name in names if name != BASE)):
-            run = open_bench.serve(open_bench.router(name))
-            window = Window(*(float(time) for time in np.quantile(run.arrival_s, (0.15, 0.95))))
+        for name, run, window in open_bench.runs({name: open_bench.router(name) for name in names}):
             mixed = experts_by_rows(run, window) if mixed is None else mixed
             one[name] = outcome(run, window, mixed)
             if name == BASE:

@@ -1,0 +1,232 @@
+"""``coterie fleet``: what routers would gain on a fleet of decoders, on the routing of a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from coterie.cli.output import (
+    FromOption,
+    JsonOption,
+    NumExpertsOption,
+    out,
+    print_json,
+    print_table,
+    print_verdict,
+    reporting,
+    set_width,
+)
+from coterie.cli.outputs import check_output
+from coterie.errors import ConfigError
+
+if TYPE_CHECKING:  # numba takes a second to import
+    from coterie.evaluation.simulate.fleet import FleetReport, FleetRow
+    from coterie.traces.requests import RequestTrace
+    from coterie.types import Interval
+
+
+def fleet_command(
+    trace: Annotated[Path, typer.Argument(help="Activation trace: recorded requests, in any known format.")],
+    decoders: Annotated[int, typer.Option("--decoders", min=1, max=1024, help="Decode workers.")] = 8,
+    in_flight: Annotated[
+        int, typer.Option("--in-flight", min=1, max=4096, help="Requests on each decoder, on average.")
+    ] = 16,
+    prefill: Annotated[
+        int,
+        typer.Option(
+            "--prefill", min=0, max=1024, help="Prefill workers. 0: requests come to decoders with their prompts done."
+        ),
+    ] = 0,
+    router: Annotated[
+        list[str] | None,
+        typer.Option("--router", help="Router to compare; repeat for several. Default: every registered one."),
+    ] = None,
+    base: Annotated[
+        str, typer.Option("--base", help="Router that the others are compared with.")
+    ] = "join_shortest_queue",
+    fitted: Annotated[
+        Path | None,
+        typer.Option("--fitted", help="Router file of coterie fit; it serves the requests it was not fitted on."),
+    ] = None,
+    arrivals: Annotated[
+        str,
+        typer.Option(
+            "--arrivals",
+            help="closed: keep --in-flight requests on each decoder. trace: at the trace's own times. Or a file of "
+            "requests, whose times and lengths are used.",
+        ),
+    ] = "closed",
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", help="Requests a second: Poisson arrivals, or --arrivals at this mean rate."),
+    ] = None,
+    places: Annotated[
+        int | None,
+        typer.Option("--places", min=1, max=16384, help="Requests a decoder may run at once. Default: 4 x the mean."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Model shape: a known name, or a folder with config.json. Default: the trace's."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option("--dtype", help="Weight dtype; repeat to compare several. Default: as the model is deployed."),
+    ] = None,
+    preset: Annotated[
+        str,
+        typer.Option("--preset", help="Calibrated device: h200, rtx-pro-6000, or a file written by coterie calibrate."),
+    ] = "h200",
+    ranks: Annotated[int, typer.Option("--ranks", min=1, max=1024, help="GPUs of one decoder (expert parallel).")] = 1,
+    splits: Annotated[
+        int, typer.Option("--splits", min=1, max=1000, help="Ways to halve the trace; intervals are over them.")
+    ] = 6,
+    requests: Annotated[
+        int, typer.Option("--requests", min=1, max=1_000_000, help="Requests served per router and split.")
+    ] = 2000,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the first split.")] = 0,
+    from_: FromOption = None,
+    num_experts: NumExpertsOption = None,
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder for a figure (fleet.png, .pdf) and fleet.json.")
+    ] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Serve a trace on a simulated fleet under every router: experts per step, TPOT, TTFT, and whether routing pays."""
+    from coterie.costs.presets import load_preset, step_model
+    from coterie.evaluation.simulate.fleet import FleetSettings, simulate_fleet
+    from coterie.evaluation.simulate.fleet_result import RESULT_FILES, read_result, write_result
+    from coterie.models import model_of
+    from coterie.routing import RouterFit, routers
+    from coterie.traces import ActivationTrace
+    from coterie.traces.readers import ReadOptions, read_trace
+    from coterie.types import Topology, WeightDtype, check_dtype
+
+    for name in (base, *(router or ())):
+        routers.check(name)
+    spec = None if model is None else model_of("", model)
+    for name in dtype or ():
+        check_dtype(name)
+    device = load_preset(preset)
+    if out_folder is not None and out_folder.exists():
+        for name in RESULT_FILES:
+            check_output(out_folder / name, "--out", "a result of coterie fleet", read_result, (trace, fitted))
+    opened = read_trace(trace, from_, ReadOptions(model=None if spec is None else spec.name, num_experts=num_experts))
+    if not isinstance(opened, ActivationTrace):
+        raise ConfigError(f"{trace} must be an activation trace; it holds a {type(opened).__name__}")
+    spec = model_of(opened.meta.model) if spec is None else spec
+    dtypes = cast(list[WeightDtype], list(dict.fromkeys(dtype or [spec.weight_dtype])))
+    models = [step_model(spec, device, name, Topology(ranks)) for name in dtypes]
+    settings = FleetSettings(
+        decoders=decoders,
+        in_flight=in_flight,
+        prefill=prefill,
+        routers=None if router is None else tuple(router),
+        base=base,
+        arrivals=_arrivals(arrivals, opened.requests),
+        rate=rate,
+        places=places,
+        splits=splits,
+        requests=requests,
+        seed=seed,
+        fitted=None if fitted is None else RouterFit.load(fitted, workers=decoders),
+    )
+    opened.validate()
+    with reporting("Counting requests") as report:
+        reports = [simulate_fleet(opened, one, settings, report) for one in models]
+    result: dict[str, Any] = {
+        "trace": str(trace),
+        "device": preset,
+        "ranks": ranks,
+        "base": base,
+        "arrivals": _said(arrivals, rate),
+        "fleets": [one.to_json() for one in reports],
+        "verdict": " ".join(one.verdict for one in reports),
+        "next": _next(trace, reports, fitted),
+    }
+    if out_folder is not None:
+        result["written"] = [str(path) for path in write_result(out_folder, result, reports)]
+    if json_output:
+        print_json(result)
+        return
+    _print(result, reports)
+
+
+def _arrivals(asked: str, own: RequestTrace) -> RequestTrace | None:
+    from coterie.evaluation.simulate.fleet import requests_of
+    from coterie.traces.readers import read_trace
+
+    if asked == "closed":
+        return None
+    if asked == "trace":
+        if own.arrival_s is None:
+            raise ConfigError("--arrivals trace: the trace has no arrival times; leave it out, or give --rate")
+        return own
+    if not Path(asked).exists():
+        raise ConfigError(f"--arrivals={asked} must be closed, trace, or a file of requests that exists")
+    return requests_of(read_trace(asked))
+
+
+def _said(arrivals: str, rate: float | None) -> str:
+    if arrivals == "closed":
+        return "closed loop" if rate is None else f"Poisson, {rate:g} requests a second"
+    times = "the trace's own times" if arrivals == "trace" else f"times of {Path(arrivals).name}"
+    return times if rate is None else f"{times} at {rate:g} requests a second"
+
+
+def _next(trace: Path, reports: list[FleetReport], fitted: Path | None) -> str:
+    """The command to type after this answer."""
+    first = reports[0]
+    if not first.pays:
+        return f"coterie plan {trace}  (where experts live; or record more requests and ask again)"
+    if fitted is None:
+        return f"coterie fit {trace} --workers {first.decoders} --output router.safetensors"
+    return f"coterie plan {trace}"
+
+
+def _print(result: dict[str, Any], reports: list[FleetReport]) -> None:
+    set_width()
+    for one in reports:
+        gpus = "" if result["ranks"] == 1 else f" of {result['ranks']} GPUs"
+        prefill = f", {one.prefill} prefill workers" if one.prefill else ""
+        print_table(
+            f"{one.model} in {one.dtype} on {result['device']}: {one.decoders} decoders{gpus}{prefill}, "
+            f"{one.in_flight:.3g} requests on each, {result['arrivals']}",
+            ["router", "experts/step", "TPOT ms", "p99 ms", "TTFT ms", "mean TPOT saved %", "p99 saved %"],
+            [_cells(row, one, number == 0) for number, row in enumerate(one.rows)],
+            note=f"Times are medians but for p99. Saved: against {result['base']}, "
+            + (f"with 95% intervals over {one.splits} splits." if one.splits > 1 else "on one split: no interval."),
+        )
+        out.print(
+            f"{one.recorded:,} recorded requests were served, {one.measured:,} or more measured per split; "
+            f"{one.places} places on a decoder.",
+            highlight=False,
+        )
+        for note in one.notes:
+            out.print(note, markup=False, highlight=False, soft_wrap=True)
+        for name, reason in one.skipped.items():
+            out.print(f"Left out: {name} ({reason})", markup=False, highlight=False, soft_wrap=True)
+        out.print()
+    for path in result.get("written", ()):
+        out.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
+    print_verdict(result["verdict"], result["next"])
+
+
+def _cells(row: FleetRow, report: FleetReport, is_base: bool) -> list[Any]:
+    def saved(value: Interval) -> str:
+        if is_base:
+            return "-"
+        if report.splits < 2:
+            return f"{value.mean:+.1f}"
+        return f"{value.mean:+.1f} [{value.low:+.1f}, {value.high:+.1f}]"
+
+    return [
+        row.router,
+        f"{row.experts_per_step:.2f}",
+        f"{row.tpot_p50_ms:.2f}",
+        f"{row.tpot_p99_ms:.2f}",
+        f"{row.ttft_p50_ms:.1f}",
+        saved(row.saved_pct),
+        saved(row.saved_p99_pct),
+    ]
