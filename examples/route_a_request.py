@@ -17,7 +17,7 @@ trace = generate(settings, np.random.default_rng(0), requests=96)
 model = coterie.step_model("gpt-oss-20b", device="h200")
 fitted = coterie.fit_router(trace, workers=4)
 router = fitted.router("latency_aware", model)
-fleet = fitted.fleet(places=16)
+fleet = fitted.fleet(places=64)  # room for four times as many as run: a full worker cannot be chosen
 
 for number in range(24):
     prefill = trace.request(number).only(PREFILL)  # what the prefill worker reports
