@@ -32,6 +32,7 @@ TOGETHER = {
         "examples",
         "fleet",
         "fleet_checks",
+        "fleet_command",
         "fleet_reality",
         "fleet_requests",
         "fleet_tables",
@@ -39,6 +40,7 @@ TOGETHER = {
         "joint",
         "proxy",
         "routed_loop",
+        "shell_blocks",
         "worker_embedded",
         "worker_requests",
     ),
@@ -82,6 +84,7 @@ GROUPS = {f"test_{name}": group for group, names in TOGETHER.items() for name in
 PAGES = {
     "docs/batching": "batching",
     "docs/engines/worker": "fleets",
+    "docs/fleet": "fleets",
     "docs/fleet-simulator": "fleets",
     "docs/placement": "planning",
     "docs/results/routed-fleet": "fleets",

@@ -26,14 +26,8 @@ import pytest
 import typer
 
 from coterie.cli.main import app
+from pages import PAGES, ROOT
 
-ROOT = Path(__file__).parents[2]
-PAGES = {
-    str(path.relative_to(ROOT).with_suffix("")): path
-    for path in sorted(
-        [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("examples/*.md")]
-    )
-}
 COMMANDS: Any = typer.main.get_command(app)
 NEEDS = {"torch": ("torch", "transformers"), "vllm": ("vllm",)}
 """A need is a mark of pytest: packages that are imported for it."""

@@ -210,7 +210,7 @@ def _print(result: dict[str, Any], reports: list[FleetReport]) -> None:
         out.print()
     for path in result.get("written", ()):
         out.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
-    print_verdict(result["verdict"], result["next"])
+    print_verdict("\n".join(one.verdict for one in reports), result["next"])
 
 
 def _cells(row: FleetRow, report: FleetReport, is_base: bool) -> list[Any]:
