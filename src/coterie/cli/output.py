@@ -6,6 +6,7 @@ pipe never sees them.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
@@ -103,6 +104,11 @@ def print_verdict(sentence: str, then: str | None = None) -> None:
     out.print(sentence, markup=False, highlight=False, soft_wrap=True)
     if then is not None:
         out.print(f"Next: {then}", markup=False, highlight=False, soft_wrap=True)
+
+
+def shell(*words: object) -> str:
+    """A command to type: words with spaces in them are quoted."""
+    return shlex.join(map(str, words))
 
 
 def bar(value: float, full: float, width: int) -> str:

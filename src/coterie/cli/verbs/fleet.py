@@ -17,6 +17,7 @@ from coterie.cli.output import (
     print_verdict,
     reporting,
     set_width,
+    shell,
 )
 from coterie.cli.outputs import check_output
 from coterie.errors import ConfigError
@@ -178,11 +179,9 @@ def _said(arrivals: str, rate: float | None) -> str:
 def _next(trace: Path, reports: list[FleetReport], fitted: Path | None) -> str:
     """The command to type after this answer."""
     first = reports[0]
-    if not first.pays:
-        return f"coterie plan {trace}  (where experts live; or record more requests and ask again)"
-    if fitted is None:
-        return f"coterie fit {trace} --workers {first.decoders} --output router.safetensors"
-    return f"coterie plan {trace}"
+    if first.pays and fitted is None:
+        return shell("coterie", "fit", trace, "--workers", first.decoders, "--output", "router.safetensors")
+    return shell("coterie", "plan", trace)
 
 
 def _print(result: dict[str, Any], reports: list[FleetReport]) -> None:

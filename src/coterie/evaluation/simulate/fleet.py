@@ -166,7 +166,8 @@ class FleetReport:
             return f"{gain} ({self.dtype}), on one split: nothing tells how sure that is."
         sure = f"95% {saved.low:.1f} to {saved.high:.1f}"
         if saved.low <= 0:
-            return f"No router can be told from {base.router} on these requests ({self.dtype}): {gain}, {sure}."
+            found = f"the best, {best.router}, has {saved.mean:.1f}% less TPOT, {sure}"
+            return f"No router can be told from {base.router} on these requests ({self.dtype}): {found}."
         if tail.low >= -P99_SLACK_PCT:
             worse = "p99 no worse"
         elif tail.high < -P99_SLACK_PCT:
