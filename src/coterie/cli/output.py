@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
-import numpy as np
 import typer
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:  # not needed for help, which would take half as long again
+    import numpy as np
+    from numpy.typing import NDArray
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 
@@ -64,11 +66,8 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    return str(value)
+    # Scalars and arrays of NumPy become plain values.
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], note: str | None = None) -> None:
@@ -85,7 +84,7 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]
 
 
 def _cell(value: Any) -> tuple[str, Any]:
-    value = value.item() if isinstance(value, np.generic) else value
+    value = value.item() if hasattr(value, "item") else value  # a scalar of NumPy
     if value is None:
         return "-", None
     if isinstance(value, bool):
@@ -122,6 +121,8 @@ class Column(NamedTuple):
 
 def print_rank_bars(title: str, columns: Sequence[Column], note: str) -> None:
     """Print a table with one row per rank and one bar per column."""
+    import numpy as np
+
     width = max(4, min(24, (min(out.width, 120) - 8) // len(columns) - 8))
     full: dict[int, float] = {}
     for column in columns:
@@ -141,7 +142,7 @@ def print_rank_bars(title: str, columns: Sequence[Column], note: str) -> None:
 
 def relative(busy: NDArray[np.float64]) -> NDArray[np.float64]:
     """Divide by the mean: 1 is an average rank."""
-    return busy / busy.mean() if busy.any() else np.zeros(len(busy))
+    return busy / busy.mean() if busy.any() else 0.0 * busy
 
 
 # Options that several commands share.

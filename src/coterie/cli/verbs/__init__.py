@@ -1,1 +1,52 @@
-"""The verbs: one file each. A verb parses, calls the library and prints."""
+"""One file per verb: parse, call the library, print.
+
+The table below is what ``coterie --help`` lists. It imports no verb: most need NumPy and readers of traces, and help
+would take twice as long.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+
+class Verb(NamedTuple):
+    """A verb that is imported when it is used: `NAME_command` of the module `NAME`, or the group `NAME_app`."""
+
+    summary: str
+    """Line in the list of verbs; the verb's own help is its docstring."""
+    command_class: str | None = None
+    """Name of a class in the verb's module that builds the command, where Typer's own does not do."""
+
+    def load(self, name: str) -> Any:
+        """The verb as a command."""
+        import typer
+
+        module = import_module(f"{__name__}.{name}")
+        group = getattr(module, f"{name}_app", None)
+        if group is None:
+            group = typer.Typer(add_completion=False, rich_markup_mode="rich")
+            of_class = None if self.command_class is None else getattr(module, self.command_class)
+            group.command(name, cls=of_class)(getattr(module, f"{name}_command"))
+        command = typer.main.get_command(group)
+        command.name = name
+        return command
+
+
+VERBS = {
+    "bench": Verb("Measure how fast Coterie is on this machine.", "GroupsInHelp"),
+    "calibrate": Verb("Measure this machine's device and fit the step-time model to it."),
+    "convert": Verb("Read a trace of any known format and write it in another."),
+    "demo": Verb("Serve a small model with several workers and see what routing by experts saves."),
+    "evaluate": Verb("Run a suite: our numbers beside the published ones.", "SeveralValues"),
+    "fit": Verb("Fit a router to a trace."),
+    "generate": Verb("Generate a synthetic trace."),
+    "inspect": Verb("Show how a trace uses its experts."),
+    "models": Verb("List known models, or show the shape of one."),
+    "place": Verb("Look at placements."),
+    "plan": Verb("Plan where experts live, and when moving them pays off."),
+    "record": Verb("Record the experts of real requests, from a model run here or a running server."),
+    "replay": Verb("Run decode batches through real MoE layers on a device and compare routers."),
+    "simulate": Verb("Simulate batch selection on your own requests."),
+    "worker": Verb("Serve a model with the reference worker."),
+}
