@@ -16,6 +16,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from coterie import __version__
+from coterie._compiling import announce, note_compiled
 from coterie._interrupts import handle_interrupts
 from coterie.cli.output import err
 from coterie.cli.verbs import VERBS
@@ -23,16 +24,19 @@ from coterie.errors import CoterieError
 
 
 class _Loaded(Mapping[str, Any]):
-    """Name → command; a verb is imported when it is looked up."""
+    """Name → command; a verb is imported when it is looked up. `more` are commands added to the app."""
+
+    def __init__(self, more: Mapping[str, Any]) -> None:
+        self._more = more
 
     def __getitem__(self, name: str) -> Any:
-        return _load(name)
+        return self._more[name] if name in self._more else _load(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(VERBS)
+        return iter({**VERBS, **self._more})
 
     def __len__(self) -> int:
-        return len(VERBS)
+        return len({**VERBS, **self._more})
 
 
 @cache
@@ -46,11 +50,11 @@ class Verbs(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = _Loaded()
+        self.commands: Any = _Loaded(self.commands)
 
     def list_commands(self, ctx: Any) -> list[str]:
         del ctx
-        return list(VERBS)
+        return list(self.commands)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         listed = {name: TyperCommand(name, help=verb.summary) for name, verb in VERBS.items()}
@@ -90,8 +94,13 @@ _CommandLineError: type[Exception] = next(c for c in typer.BadParameter.__mro__ 
 def main() -> None:
     """Entry point of the ``coterie`` command: every failure is one line and an exit code, never a traceback."""
     handle_interrupts()
+    verb = next((word for word in sys.argv[1:2] if word in VERBS), None)
+    if verb is not None:
+        announce(verb, VERBS[verb].compile_s)
     try:
         code = _command()(standalone_mode=False)
+        if verb is not None and VERBS[verb].compile_s is not None and not code:
+            note_compiled(verb)
     except SystemExit as error:  # Typer turns a closed stdout into exit code 1, which here means "the answer is no"
         code = _closed_pipe() if isinstance(error.__context__, BrokenPipeError) else error.code
     except CoterieError as error:

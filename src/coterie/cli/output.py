@@ -54,8 +54,22 @@ def progress() -> Progress:
 
 
 @contextmanager
-def reporting(first: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar as a callback: report(what, done, total)."""
+def reporting(first: str, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar as a callback: report(what, done, total).
+
+    Off a terminal there is no bar; with `lines`, every new `what` is then printed as a line on stderr.
+    """
+    if lines and not err.is_terminal:
+        said = [""]
+
+        def say(what: str, _done: int, _total: int) -> None:
+            if what != said[0]:
+                said[0] = what
+                typer.echo(what, err=True)
+
+        say(first, 0, 1)
+        yield say
+        return
     with progress() as bar:
         task = bar.add_task(first, total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)

@@ -15,6 +15,8 @@ class Verb(NamedTuple):
 
     summary: str
     """Line in the list of verbs; the verb's own help is its docstring."""
+    compile_s: int | None = None
+    """Seconds that compiling its loops takes, once, on an idle x86 core; None: whether it has any depends on options."""
     command_class: str | None = None
     """Name of a class in the verb's module that builds the command, where Typer's own does not do."""
 
@@ -34,19 +36,20 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "bench": Verb("Measure how fast Coterie is on this machine.", "GroupsInHelp"),
+    "bench": Verb("Measure how fast Coterie is on this machine."),
     "calibrate": Verb("Measure this machine's device and fit the step-time model to it."),
     "convert": Verb("Read a trace of any known format and write it in another."),
-    "demo": Verb("Serve a small model with several workers and see what routing by experts saves."),
-    "evaluate": Verb("Run a suite: our numbers beside the published ones.", "SeveralValues"),
-    "fit": Verb("Fit a router to a trace."),
-    "generate": Verb("Generate a synthetic trace."),
-    "inspect": Verb("Show how a trace uses its experts."),
+    "demo": Verb("Serve a small model with several workers and see what routing by experts saves.", 15),
+    "evaluate": Verb("Run a suite: our numbers beside the published ones.", command_class="SeveralValues"),
+    "fit": Verb("Fit a router to a trace.", 10),
+    "generate": Verb("Generate a synthetic trace.", 7),
+    "inspect": Verb("Show how a trace uses its experts.", 2),
     "models": Verb("List known models, or show the shape of one."),
     "place": Verb("Look at placements."),
-    "plan": Verb("Plan where experts live, and when moving them pays off."),
+    "plan": Verb("Plan where experts live, and when moving them pays off.", 30),
     "record": Verb("Record the experts of real requests, from a model run here or a running server."),
     "replay": Verb("Run decode batches through real MoE layers on a device and compare routers."),
-    "simulate": Verb("Simulate batch selection on your own requests."),
+    "simulate": Verb("Simulate batch selection on your own requests.", 10),
+    "warm": Verb("Compile the loops of all verbs ahead."),
     "worker": Verb("Serve a model with the reference worker."),
 }
