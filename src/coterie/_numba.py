@@ -11,13 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeVar
 
-import numba
-import numpy as np
-from numba.extending import register_jitable
+from coterie import _compiling, _interrupts
 
-from coterie._interrupts import on_numba_import
+_compiling.before_numba_import()
 
-on_numba_import()
+import numba  # noqa: E402
+import numpy as np  # noqa: E402
+from numba.extending import register_jitable  # noqa: E402
+
+_interrupts.on_numba_import()
+_compiling.on_numba_import()
 
 F = TypeVar("F", bound=Callable[..., object])
 

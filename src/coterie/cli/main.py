@@ -7,53 +7,68 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
 from coterie import __version__
+from coterie._compiling import announce, note_compiled
 from coterie._interrupts import handle_interrupts
 from coterie.cli.output import err
-from coterie.cli.verbs.bench import GroupsInHelp, bench_command
-from coterie.cli.verbs.calibrate import calibrate_command
-from coterie.cli.verbs.convert import convert_command
-from coterie.cli.verbs.demo import demo_command
-from coterie.cli.verbs.evaluate import SeveralValues, evaluate_command
-from coterie.cli.verbs.fit import fit_command
-from coterie.cli.verbs.fleet import fleet_command
-from coterie.cli.verbs.generate import generate_command
-from coterie.cli.verbs.inspect import inspect_command
-from coterie.cli.verbs.models import models_command
-from coterie.cli.verbs.place import place_app
-from coterie.cli.verbs.plan import plan_command
-from coterie.cli.verbs.record import record_command
-from coterie.cli.verbs.replay import replay_command
-from coterie.cli.verbs.simulate import simulate_command
-from coterie.cli.verbs.worker import worker_command
+from coterie.cli.verbs import VERBS
 from coterie.errors import CoterieError
 
+
+class _Loaded(Mapping[str, Any]):
+    """Name → command; a verb is imported when it is looked up. `more` are commands added to the app."""
+
+    def __init__(self, more: Mapping[str, Any]) -> None:
+        self._more = more
+
+    def __getitem__(self, name: str) -> Any:
+        return self._more[name] if name in self._more else _load(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**VERBS, **self._more})
+
+    def __len__(self) -> int:
+        return len({**VERBS, **self._more})
+
+
+@cache
+def _load(name: str) -> Any:
+    """Build the command from the verb's signature, once per process."""
+    return VERBS[name].load(name)
+
+
+class Verbs(TyperGroup):
+    """The verbs; only the one that is asked for is imported."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = _Loaded(self.commands)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        del ctx
+        return list(self.commands)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        listed = {name: TyperCommand(name, help=verb.summary) for name, verb in VERBS.items()}
+        TyperGroup(name=self.name, commands=listed, params=self.params, help=self.help).format_help(ctx, formatter)
+
+
 app = typer.Typer(
-    name="coterie", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
+    name="coterie",
+    cls=Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
 )
-app.command("bench", cls=GroupsInHelp)(bench_command)
-app.command("calibrate")(calibrate_command)
-app.command("convert")(convert_command)
-app.command("demo")(demo_command)
-app.command("evaluate", cls=SeveralValues)(evaluate_command)
-app.command("fit")(fit_command)
-app.command("fleet")(fleet_command)
-app.command("generate")(generate_command)
-app.command("inspect")(inspect_command)
-app.command("models")(models_command)
-app.add_typer(place_app, name="place")
-app.command("plan")(plan_command)
-app.command("record")(record_command)
-app.command("replay")(replay_command)
-app.command("simulate")(simulate_command)
-app.command("worker")(worker_command)
 
 
 def _print_version(asked: bool) -> None:
@@ -79,8 +94,13 @@ _CommandLineError: type[Exception] = next(c for c in typer.BadParameter.__mro__ 
 def main() -> None:
     """Entry point of the ``coterie`` command: every failure is one line and an exit code, never a traceback."""
     handle_interrupts()
+    verb = next((word for word in sys.argv[1:2] if word in VERBS), None)
+    if verb is not None:
+        announce(verb, VERBS[verb].compile_s)
     try:
         code = _command()(standalone_mode=False)
+        if verb is not None and VERBS[verb].compile_s is not None and not code:
+            note_compiled(verb)
     except SystemExit as error:  # Typer turns a closed stdout into exit code 1, which here means "the answer is no"
         code = _closed_pipe() if isinstance(error.__context__, BrokenPipeError) else error.code
     except CoterieError as error:
@@ -103,7 +123,7 @@ def main() -> None:
 
 @cache
 def _command() -> Callable[..., Any]:
-    """Build the command from the verbs' signatures, once per process: it takes 50 ms."""
+    """The whole command, built once per process."""
     return typer.main.get_command(app)
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
-import numpy as np
 import typer
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:  # not needed for help, which would take half as long again
+    import numpy as np
+    from numpy.typing import NDArray
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 
@@ -53,8 +55,22 @@ def progress() -> Progress:
 
 
 @contextmanager
-def reporting(first: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar as a callback: report(what, done, total)."""
+def reporting(first: str, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar as a callback: report(what, done, total).
+
+    Off a terminal there is no bar; with `lines`, every new `what` is then printed as a line on stderr.
+    """
+    if lines and not err.is_terminal:
+        said = [""]
+
+        def say(what: str, _done: int, _total: int) -> None:
+            if what != said[0]:
+                said[0] = what
+                typer.echo(what, err=True)
+
+        say(first, 0, 1)
+        yield say
+        return
     with progress() as bar:
         task = bar.add_task(first, total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
@@ -65,11 +81,8 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    return str(value)
+    # Scalars and arrays of NumPy become plain values.
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], note: str | None = None) -> None:
@@ -86,7 +99,7 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]
 
 
 def _cell(value: Any) -> tuple[str, Any]:
-    value = value.item() if isinstance(value, np.generic) else value
+    value = value.item() if hasattr(value, "item") else value  # a scalar of NumPy
     if value is None:
         return "-", None
     if isinstance(value, bool):
@@ -128,6 +141,8 @@ class Column(NamedTuple):
 
 def print_rank_bars(title: str, columns: Sequence[Column], note: str) -> None:
     """Print a table with one row per rank and one bar per column."""
+    import numpy as np
+
     width = max(4, min(24, (min(out.width, 120) - 8) // len(columns) - 8))
     full: dict[int, float] = {}
     for column in columns:
@@ -147,7 +162,7 @@ def print_rank_bars(title: str, columns: Sequence[Column], note: str) -> None:
 
 def relative(busy: NDArray[np.float64]) -> NDArray[np.float64]:
     """Divide by the mean: 1 is an average rank."""
-    return busy / busy.mean() if busy.any() else np.zeros(len(busy))
+    return busy / busy.mean() if busy.any() else 0.0 * busy
 
 
 # Options that several commands share.

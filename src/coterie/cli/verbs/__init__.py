@@ -1,1 +1,56 @@
-"""The verbs: one file each. A verb parses, calls the library and prints."""
+"""One file per verb: parse, call the library, print.
+
+The table below is what ``coterie --help`` lists. It imports no verb: most need NumPy and readers of traces, and help
+would take twice as long.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+
+class Verb(NamedTuple):
+    """A verb that is imported when it is used: `NAME_command` of the module `NAME`, or the group `NAME_app`."""
+
+    summary: str
+    """Line in the list of verbs; the verb's own help is its docstring."""
+    compile_s: int | None = None
+    """Seconds that compiling its loops takes, once, on an idle x86 core; None: whether it has any depends on options."""
+    command_class: str | None = None
+    """Name of a class in the verb's module that builds the command, where Typer's own does not do."""
+
+    def load(self, name: str) -> Any:
+        """The verb as a command."""
+        import typer
+
+        module = import_module(f"{__name__}.{name}")
+        group = getattr(module, f"{name}_app", None)
+        if group is None:
+            group = typer.Typer(add_completion=False, rich_markup_mode="rich")
+            of_class = None if self.command_class is None else getattr(module, self.command_class)
+            group.command(name, cls=of_class)(getattr(module, f"{name}_command"))
+        command = typer.main.get_command(group)
+        command.name = name
+        return command
+
+
+VERBS = {
+    "bench": Verb("Measure how fast Coterie is on this machine."),
+    "calibrate": Verb("Measure this machine's device and fit the step-time model to it."),
+    "convert": Verb("Read a trace of any known format and write it in another."),
+    "demo": Verb("Serve a small model with several workers and see what routing by experts saves.", 15),
+    "evaluate": Verb("Run a suite: our numbers beside the published ones.", command_class="SeveralValues"),
+    "fit": Verb("Fit a router to a trace.", 10),
+    "fleet": Verb("Say what every router would save on a fleet of yours, on a trace's own requests.", 20),
+    "generate": Verb("Generate a synthetic trace.", 7),
+    "inspect": Verb("Show how a trace uses its experts.", 2),
+    "models": Verb("List known models, or show the shape of one."),
+    "place": Verb("Look at placements."),
+    "plan": Verb("Plan where experts live, and when moving them pays off.", 30),
+    "record": Verb("Record the experts of real requests, from a model run here or a running server."),
+    "replay": Verb("Run decode batches through real MoE layers on a device and compare routers."),
+    "simulate": Verb("Simulate batch selection on your own requests.", 10),
+    "warm": Verb("Compile the loops of all verbs ahead."),
+    "worker": Verb("Serve a model with the reference worker."),
+}

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from coterie.cli.output import JsonOption, print_json, print_table, reporting
-
-
-class GroupsInHelp(TyperCommand):
-    """Command whose help ends with a table of the registered groups."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        super().format_help(ctx, formatter)
-        _print_groups()
 
 
 def bench_command(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # matplotlib takes a second to import: only when a figure is 
     from coterie.evaluation.placement.inspection import MapInspection
 
 
-place_app = typer.Typer(help="Look at placements.", no_args_is_help=True)
+place_app = typer.Typer(help="Look at placements.", no_args_is_help=True, add_completion=False)
 
 
 @place_app.callback()

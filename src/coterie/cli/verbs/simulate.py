@@ -16,21 +16,6 @@ if TYPE_CHECKING:  # numba takes a second to import: only when a run is asked fo
     from coterie.evaluation.simulate.what_if import Simulated
 
 
-def _show_help(ctx: typer.Context, asked: bool) -> None:
-    """Show help with the names of all predictors, plugins included; they are imported only then."""
-    if not asked:
-        return
-    from coterie.predictors import predictors
-
-    option: Any = next(param for param in ctx.command.params if param.name == "predictor")
-    names = escape(", ".join(predictors.names()))
-    option.help += (
-        f": {names}; with --with-model also dry_run. Default: recorded, which is exact; with --with-model dry_run."
-    )
-    typer.echo(ctx.get_help())
-    raise typer.Exit
-
-
 def simulate_command(
     trace: Annotated[
         Path | None,
@@ -99,7 +84,12 @@ def simulate_command(
         ),
     ] = None,
     predictor: Annotated[
-        str | None, typer.Option("--predictor", help="Predictor of the loads that strategies see")
+        str | None,
+        typer.Option(
+            "--predictor",
+            help="Predictor of the loads that strategies see, such as token_table; an unknown name lists all. Default: "
+            "recorded, which is exact; with --with-model dry_run.",
+        ),
     ] = None,
     with_model: Annotated[
         Path | None,
@@ -123,9 +113,6 @@ def simulate_command(
         typer.Option("--out", help="Folder to write simulate.json and requests.csv to; earlier results are replaced."),
     ] = None,
     json_output: JsonOption = False,
-    _help: Annotated[
-        bool, typer.Option("--help", callback=_show_help, is_eager=True, help="Show this message and exit.")
-    ] = False,
 ) -> None:
     """Simulate batch selection on your own requests, and compare strategies with first come, first served."""
     from coterie.evaluation.simulate.options import SimulateOptions

@@ -1,0 +1,121 @@
+"""``coterie warm``: compile the loops of all verbs ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import NamedTuple
+
+from coterie import _compiling
+from coterie.cli.output import JsonOption, print_json, print_verdict, reporting
+from coterie.cli.verbs import VERBS
+
+MODEL = "gpt-oss-20b"
+ROUTES = "routing"
+"""Work that is not a verb: what the demo and a gateway do with a fitted router."""
+
+GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
+    (
+        ("fit", "trace", "--workers", "2", "--batch", "4", "-o", "router.safetensors"),
+        (ROUTES, "trace"),
+        ("inspect", "trace"),
+    ),
+    (
+        ("plan", "trace", "--ranks", "4"),
+        ("plan", "trace", "--ranks", "4", "--slots", "36"),
+        ("simulate", "trace", "--requests", "24", "--out", "simulated"),
+        ("simulate", "--requests", "40"),
+    ),
+)
+"""Commands, run on a small trace in a folder of their own; each group in a process of its own, side by side."""
+
+
+class _Done(NamedTuple):
+    """What one command compiled."""
+
+    verb: str
+    compiled: int
+    """Functions."""
+
+
+def warm_command(json_output: JsonOption = False) -> None:
+    """Compile the loops of all verbs ahead, on all cores: small real work is run once through each of them.
+
+    Without it the first run of a verb compiles what it needs. Compiled loops are kept beside the package, or in the
+    folder NUMBA_CACHE_DIR; a new version of Coterie, Numba or Python, or another processor, compiles them again.
+    """
+    started = time.perf_counter()
+    total = 1 + sum(map(len, GROUPS))
+    compiled = 0
+    with tempfile.TemporaryDirectory() as folder, _processes() as pools, reporting("Compiling", lines=True) as report:
+        first = pools[0].submit(_run, ("generate", "trace", "--model", MODEL, "--requests", "48"), folder)
+        first.result()  # the others read its trace
+        steps = [pool.submit(_run, step, folder) for pool, group in zip(pools, GROUPS, strict=True) for step in group]
+        for finished, future in enumerate(as_completed([first, *steps]), 1):
+            done = future.result()
+            compiled += done.compiled
+            report(f"Compiled {finished} of {total}: {done.verb}", finished, total)
+    import coterie._numba  # noqa: F401  # note_compiled writes nothing where Numba was not used
+
+    _compiling.note_compiled(*(name for name, verb in VERBS.items() if verb.compile_s is not None))
+    wall_s = time.perf_counter() - started
+    if compiled:
+        verdict = f"Compiled {compiled} loops in {wall_s:.0f} s; the verbs now start without compiling."
+    else:
+        verdict = f"All loops are compiled already ({wall_s:.0f} s to check)."
+    if json_output:
+        print_json({"compiled": compiled, "wall_s": wall_s, "verdict": verdict, "next": "coterie demo"})
+        return
+    print_verdict(verdict, "coterie demo")
+
+
+@contextlib.contextmanager
+def _processes() -> Iterator[list[ProcessPoolExecutor]]:
+    """A process for each group. Spawned: each imports its own Numba, and counts what it compiles."""
+    with contextlib.ExitStack() as stack:
+        spawn = multiprocessing.get_context("spawn")
+        yield [stack.enter_context(ProcessPoolExecutor(1, spawn)) for _ in GROUPS]
+
+
+def _run(words: tuple[str, ...], folder: str) -> _Done:
+    """Run a command in `folder`, in a process that prints nothing."""
+    _compiling.count_from_now()
+    os.chdir(folder)
+    verb, *arguments = words
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        if verb == ROUTES:
+            _route(Path(arguments[0]))
+        else:
+            VERBS[verb].load(verb)(arguments, standalone_mode=False)
+    return _Done(verb, _compiling.compiled_functions())
+
+
+def _route(path: Path) -> None:
+    """Simulate a small fleet under every router, and ask each once for a live fleet, as the demo and a gateway do."""
+    import numpy as np
+
+    import coterie
+    from coterie.errors import ConfigError
+    from coterie.evaluation.demo.loop import make_router
+    from coterie.footprints import footprint
+    from coterie.routing import RouterFit, routers
+    from coterie.traces import ActivationTrace
+
+    trace = ActivationTrace.open(path)
+    fitted = RouterFit(2, batch=4).fit(trace, np.random.default_rng(0))
+    counts = footprint(trace.request(0).expert_ids, trace.meta.num_experts)
+    made = {}
+    for name in routers.names():
+        with contextlib.suppress(ConfigError):  # one that needs more than a fit, such as labels
+            made[name] = make_router(name, fitted, 4)
+    for router in made.values():
+        router.route(coterie.Request("one", 8, counts), fitted.fleet(4))
+    model = coterie.step_model(MODEL)
+    coterie.simulate(trace, model=model, decoders=2, in_flight=2, routers=list(made), splits=1, requests=40)
