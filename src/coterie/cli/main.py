@@ -27,7 +27,7 @@ from coterie.cli.verbs.generate import generate_command
 from coterie.cli.verbs.inspect import inspect_command
 from coterie.cli.verbs.models import models_command
 from coterie.cli.verbs.place import place_app
-from coterie.cli.verbs.plan import plan_command
+from coterie.cli.verbs.plan import PlannersInHelp, plan_command
 from coterie.cli.verbs.record import record_command
 from coterie.cli.verbs.replay import replay_command
 from coterie.cli.verbs.simulate import simulate_command
@@ -47,7 +47,7 @@ app.command("generate")(generate_command)
 app.command("inspect")(inspect_command)
 app.command("models")(models_command)
 app.add_typer(place_app, name="place")
-app.command("plan")(plan_command)
+app.command("plan", cls=PlannersInHelp)(plan_command)
 app.command("record")(record_command)
 app.command("replay")(replay_command)
 app.command("simulate")(simulate_command)

@@ -72,7 +72,7 @@ def inspect_command(
 ) -> None:
     """Show a placement: replicas, duplicates, spread over nodes, and the load of every rank."""
     from coterie.evaluation.placement.inspection import inspect_map
-    from coterie.evaluation.placement.plans import find_model, read_load
+    from coterie.evaluation.placement.loads import find_model, read_load
     from coterie.placement.maps.formats import read_map
 
     if out_file is not None and out_file.suffix != ".png":
