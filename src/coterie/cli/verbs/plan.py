@@ -188,14 +188,14 @@ def _print(planned: Planned, found: dict[str, Any]) -> None:
     set_width()
     where = f"{_count(found['ranks'], 'rank')}" + (f" on {found['nodes']} nodes" if found["nodes"] > 1 else "")
     shape = f"{found['layers']} MoE layers of {found['experts']} experts"
-    nearest = "" if found["measured"] else " (not measured there: rates of the nearest shape)"
+    nearest = "" if found["measured"] else " (not measured: nearest rates)"
     lines = [
         f"{found['model']}: {shape}, {found['slots']} slots on {where}",
         f"planned for {_count(found['batch'], 'token')} a step over all ranks, device {found['preset']}, "
         f"experts in {found['dtype']}{nearest}",
         f"load: {found['load']}",
         f"planner: {found['planner']}, split {found['split']}",
-        _memory(planned),
+        *_memory(planned),
     ]
     for line in lines:
         out.print(escape(line), highlight=False, soft_wrap=True)
@@ -206,25 +206,21 @@ def _print(planned: Planned, found: dict[str, Any]) -> None:
     print_verdict(found["verdict"], found["next"])
 
 
-def _memory(planned: Planned) -> str:
+def _memory(planned: Planned) -> list[str]:
     from coterie.evaluation.placement.memory import device_size, gigabytes
 
     memory = planned.memory
-    needs = f"experts {gigabytes(memory.experts_bytes)}"
+    needs = f"memory of a rank: experts {gigabytes(memory.experts_bytes)}"
     if memory.replicas_bytes:
         needs += f", replicas {gigabytes(memory.replicas_bytes)}"
-    needs = f"memory of a rank: {needs}, staging at least {gigabytes(memory.staging_bytes)}"
-    rest = (
-        f"the rest of the weights ({gigabytes(memory.rest_bytes / memory.ranks)} in 16 bits if ranks share it, "
-        f"{gigabytes(memory.rest_bytes)} if each holds all of it)"
-    )
+    needs += f", staging at least {gigabytes(memory.staging_bytes)}"
+    shared, whole = gigabytes(memory.rest_bytes / memory.ranks), gigabytes(memory.rest_bytes)
+    rest = f"KV cache, workspace and other weights (16-bit: {shared} shared by ranks, {whole} on each)"
     if memory.device_bytes is None or memory.left_bytes is None:
-        return (
-            f"{needs}; not checked: the preset does not say what a device has (--memory). Not counted: {rest}, KV cache"
-        )
+        return [f"{needs}; not checked: the preset does not say what a device has (--memory)", f"  not counted: {rest}"]
+    short = "" if memory.fits else ", which is too little"
     left = gigabytes(max(0.0, memory.left_bytes))
-    short = "" if memory.fits else ": too little"
-    return f"{needs} of {device_size(memory.device_bytes)}; {left} left for {rest}, KV cache and workspace{short}"
+    return [f"{needs}; a device has {device_size(memory.device_bytes)}", f"  left: {left} for {rest}{short}"]
 
 
 def _print_batches(planned: Planned, found: dict[str, Any]) -> None:
@@ -288,12 +284,12 @@ def _print_bars(planned: Planned) -> None:
     print_rank_bars(
         "Time of every rank (1 = mean)",
         [
-            Column("all layers, before", relative(before.sum(axis=0)), 0),
-            Column("after", relative(after.sum(axis=0)), 0),
-            Column(f"layer {name}, before", relative(before[worst]), 1),
-            Column("after", relative(after[worst]), 1),
+            Column("all layers, now", relative(before.sum(axis=0)), 0),
+            Column("this plan", relative(after.sum(axis=0)), 0),
+            Column(f"layer {name}, now", relative(before[worst]), 1),
+            Column("this plan", relative(after[worst]), 1),
         ],
-        f"Summed over layers ranks look more even than they are in each; layer {name} is the least even one before.",
+        f"Summed over layers ranks look more even than they are in each; layer {name} is the least even one now.",
     )
 
 

@@ -113,4 +113,4 @@ def gigabytes(nbytes: float) -> str:
 
 def device_size(nbytes: float) -> str:
     """In both units: vendors' names count GiB and call them GB."""
-    return f"{gigabytes(nbytes)} ({nbytes / 2**30:,.0f} GiB)"
+    return f"{gigabytes(nbytes)} ({nbytes / 2**30:,.3g} GiB)"

@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.presets import load_preset, step_model
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError, check_positive
+from coterie.errors import ConfigError, check_one_of, check_positive
 from coterie.evaluation.placement.loads import WindowLoad, read_load
 from coterie.evaluation.placement.memory import RankMemory
 from coterie.evaluation.placement.sources import read_sources
 from coterie.placement import Load, Objective, PlacementMap, Plan, Planner, Problem, planners, read_map
 from coterie.placement.base import Progress, SearchProgress
-from coterie.types import Placement, Topology, WeightDtype, check_dtype
+from coterie.types import Placement, Topology, WeightDtype
 
 Array = NDArray[np.float64]
 
@@ -309,7 +309,7 @@ def _check(options: PlanOptions) -> None:
     if options.batch < 1:
         raise ConfigError(f"--batch={options.batch} must be at least 1")
     if options.dtype is not None:
-        check_dtype(options.dtype)
+        check_one_of(get_args(WeightDtype), dtype=options.dtype)
     check_positive(memory=options.memory_gb)
     planners.check(options.planner)
     load_preset(options.preset)
