@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from typing import Any
 
+from coterie.costs.presets import preset_names
 from coterie.evaluation.placement.plans import BatchRow, Planned, PlanOptions
+from coterie.models import models
 from coterie.placement import HOST, Plan
 from coterie.placement.base import Proof
 from coterie.types import Topology
@@ -128,7 +131,7 @@ def verdict(planned: Planned, found: dict[str, Any]) -> str:
         return (
             f"Spare slots do not pay {at}: from what runs now, a plan with {found['slots']} slots "
             f"{_change(found['gain_pct'])} of the MoE layers' time and one with {plain['slots']} "
-            f"{_change(plain['gain_pct'])}{sure}."
+            f"{_change(plain['gain_pct'])}{_both(found)}."
         )
     gain, steps = _expected(found), found["break_even_steps"]
     if found["keep"] and not found["gain_pct"] > 0:
@@ -138,23 +141,25 @@ def verdict(planned: Planned, found: dict[str, Any]) -> str:
         return f"It does not pay {at}: the plan {_change(found['gain_pct'])} of the MoE layers' time{sure}{never}."
     pays = "It pays" if gain >= SMALL_PCT else "It hardly pays"
     paid = f"; moves are paid for after {_count(max(1, math.ceil(steps)), 'step')}" if found["moves"] else ""
-    return (
-        f"{pays} {at}: the plan {_change(found['gain_pct'])} of the MoE layers' time{sure}{paid}{_elsewhere(planned)}."
-    )
+    saves = f"the plan {_change(found['gain_pct'])} of the MoE layers' time{sure}"
+    return f"{pays} {at}: {saves}{paid}{_elsewhere(planned)}."
 
 
 def next_command(planned: Planned, found: dict[str, Any]) -> str:
     """The command to type after this one."""
     options = planned.options
     if _spare_slots_cost(found):
-        return f"{command(options, slots=None, current=None)} --to vllm -o placement.json"
-    if _pays(found):
+        return f"{command(options, slots=None, split=None, current=None)} --to vllm -o placement.json"
+    steps = found["break_even_steps"]
+    if _expected(found) >= SMALL_PCT and steps is not None and steps <= found["horizon"]:
         if "written" in found:
-            return _load_it(found["format"], found["written"], options)
-        return f"{command(options)} --to {'native' if found['split'] != 'equal' else 'vllm'} -o placement.json"
+            return _load_it(planned, found)
+        return f"{command(options)} --to {'vllm' if found['split'] == 'equal' else 'native'} -o placement.json"
     best = max(planned.batches, key=_best_gain)
-    if best.tokens != options.batch and _best_gain(best) >= SMALL_PCT:
+    if found["gain_pct"] < SMALL_PCT <= _best_gain(best) and best.tokens != options.batch:
         return command(options, batch=best.tokens)
+    if options.window is not None:  # it pays there alone, or nowhere: what the whole load would gain
+        return command(options, window=None)
     return f"coterie inspect {shlex.quote(str(options.load))}"
 
 
@@ -162,13 +167,20 @@ def _best_gain(row: BatchRow) -> float:
     return row.gain_pct if row.replanned_gain_pct is None else row.replanned_gain_pct
 
 
-def _load_it(format: str, path: str, options: PlanOptions) -> str:
-    file = shlex.quote(path)
-    if format == "vllm":
-        return f"""COTERIE_EPLB='{{"initial_map": "{path}"}}' vllm serve MODEL --enable-expert-parallel --enable-eplb"""
-    if format == "sglang":
+def _load_it(planned: Planned, found: dict[str, Any]) -> str:
+    """How the engine that the file is for loads it; else how to look at it."""
+    file, options = shlex.quote(found["written"]), planned.options
+    if found["format"] == "vllm":
+        known = found["model"] in models() and found["preset"] in preset_names()
+        prices = {"model": found["model"], "device": found["preset"]} if known else {}
+        setting = shlex.quote(json.dumps(prices | {"initial_map": found["written"]}))
+        spare = found["slots"] - found["experts"]
+        slots = f" --eplb-config {shlex.quote(json.dumps({'num_redundant_experts': spare}))}" if spare else ""
+        return f"COTERIE_EPLB={setting} vllm serve MODEL --enable-expert-parallel --enable-eplb{slots}"
+    if found["format"] == "sglang":
         return f"python -m sglang.launch_server --model-path MODEL --init-expert-location {file}"
-    return f"coterie place inspect {file} --ranks {options.ranks} --load {shlex.quote(str(options.load))}"
+    load = shlex.quote(str(options.load))
+    return f"coterie place inspect {file} --model {found['model']} --ranks {options.ranks} --load {load}"
 
 
 def command(options: PlanOptions, **changes: Any) -> str:
@@ -181,11 +193,6 @@ def command(options: PlanOptions, **changes: Any) -> str:
         if name != "load" and value is not None and value != getattr(plain, name):
             words += [flags.get(name, "--" + name.replace("_", "-")), str(value)]
     return shlex.join(words)
-
-
-def _pays(found: dict[str, Any]) -> bool:
-    steps = found["break_even_steps"]
-    return _expected(found) > 0 and steps is not None and steps <= found["horizon"]
 
 
 def _expected(found: dict[str, Any]) -> float:
@@ -208,8 +215,16 @@ def _sure(found: dict[str, Any]) -> str:
     held = found["held_out"]
     if held is None:
         return " on the load it was planned on (nothing is held out)"
-    other = "" if held["no_spare_gain_pct"] is None else f", without spare slots {_signed(held['no_spare_gain_pct'])}"
-    return f" ({_signed(held['gain_pct'])} on load it was not planned on{other})"
+    other = held["no_spare_gain_pct"]
+    beside = "" if other is None else f"; {other:.1f}% there without spare slots"
+    return f" ({held['gain_pct']:.1f}% on load it was not planned on{beside})"
+
+
+def _both(found: dict[str, Any]) -> str:
+    held = found["held_out"]
+    if held is None:
+        return " on the load they were planned on (nothing is held out)"
+    return f" ({held['gain_pct']:.1f}% and {held['no_spare_gain_pct']:.1f}% on load they were not planned on)"
 
 
 def _elsewhere(planned: Planned) -> str:
@@ -223,10 +238,6 @@ def _elsewhere(planned: Planned) -> str:
 
 def _change(percent: float) -> str:
     return f"saves {percent:.1f}%" if percent >= 0 else f"adds {-percent:.1f}%"
-
-
-def _signed(percent: float) -> str:
-    return f"{percent:.1f}%" if percent >= 0 else f"-{-percent:.1f}%"
 
 
 def _count(number: float, what: str) -> str:
