@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from coterie.evaluation.figures import HEIGHT_IN, Theme, write_figure
 from coterie.placement.maps.formats import PlacementMap
 
+EVEN = 0.01
+"""Largest distance from the mean that is said in words: its colours cannot be told apart."""
+
 
 def draw_map(
     path: Path, map: PlacementMap, rank_load: NDArray[np.float64] | None, load: NDArray[np.float64] | None
@@ -31,8 +34,7 @@ def draw_map(
             )
         elif placement.num_ranks > 1:  # every count is 1: a picture of one colour would say nothing
             ranks = np.argsort(placement.slot_experts, axis=1, kind="stable") // placement.slots_per_rank
-            ranks = ranks if order is None else np.take_along_axis(ranks, order, axis=1)
-            _homes(figure, upper, theme, ranks, ids, what, ("Rank of every expert", "rank"))
+            _homes(figure, upper, theme, ranks, ids, "expert", ("Rank of every expert", "rank"))
         else:
             _homes(figure, upper, theme, placement.slot_experts, ids, "slot", ("Expert of every slot", "expert"))
         if rank_load is not None:
@@ -82,7 +84,8 @@ def _ranks(figure: Any, axes: Any, theme: Theme, rank_load: NDArray[np.float64],
     mean = rank_load.mean(axis=1, keepdims=True)
     values = np.divide(rank_load, mean, out=np.zeros_like(rank_load), where=mean > 0)
     # From the mean both ways alike: what is darkest orange makes all others of its layer wait.
-    far = max(0.1, float(np.abs(values - 1.0).max()))
+    apart = float(np.abs(values - 1.0).max())
+    far = max(0.1, apart)
     colors = LinearSegmentedColormap.from_list("coterie-ranks", [theme.series[0], theme.grid, theme.series[1]])
     image = axes.imshow(
         values,
@@ -94,7 +97,11 @@ def _ranks(figure: Any, axes: Any, theme: Theme, rank_load: NDArray[np.float64],
         extent=_extent(values.shape),
     )
     axes.set(xlabel="rank", ylabel="layer", title="Load of every rank")
-    axes.xaxis.set_major_locator(MaxNLocator(16, integer=True))
+    if apart < EVEN:  # the colours would show nothing
+        middle = (values.shape[1] - 1) / 2, (values.shape[0] - 1) / 2
+        said = f"even: all within {100 * max(apart, 1e-4):.2f}% of their layer's mean"
+        axes.text(*middle, said, ha="center", va="center", color=theme.text)
+    axes.set_xticks(range(0, values.shape[1], -(-values.shape[1] // 16)))
     _layers(axes, ids)
     bar = figure.colorbar(image, ax=axes, pad=0.02)
     bar.set_label("load ÷ mean of the layer")

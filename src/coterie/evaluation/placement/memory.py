@@ -108,7 +108,10 @@ class RankMemory:
 
 
 def gigabytes(nbytes: float) -> str:
-    return f"{nbytes / 1e9:,.0f} GB" if nbytes >= 100e9 else f"{nbytes / 1e9:,.3g} GB"
+    """In GB, or MB below one."""
+    if nbytes < 1e9:
+        return f"{nbytes / 1e6:.3g} MB"
+    return f"{nbytes / 1e9:,.0f} GB" if nbytes >= 100e9 else f"{nbytes / 1e9:.3g} GB"
 
 
 def device_size(nbytes: float) -> str:
