@@ -70,7 +70,7 @@ def model_of(name: str, asked: str | None = None) -> ModelSpec:
     try:
         return get_model(name)
     except UnknownNameError:
-        raise ConfigError(f"it was recorded on model {name!r}, which is not known: say which with --model") from None
+        raise ConfigError(f"the trace is of model {name!r}, which is not known: say which with --model") from None
 
 
 def _repository(spec: ModelSpec) -> str:

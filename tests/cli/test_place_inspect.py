@@ -27,7 +27,7 @@ def test_inspecting_a_map(run: Run, load: Path, tmp_path: Path) -> None:
     for said in (
         "24 layers of 32 experts, 40 slots on 4 ranks on 2 nodes",
         "Most slots",
-        "Balance, mean of layers",
+        "Balancedness (mean ÷ busiest rank, 1 is even), mean of layers",
         "duplicates on a rank: 144: memory",
         "24 of 24 layers are placed like",
         "of the nodes",
@@ -45,6 +45,24 @@ def test_inspecting_a_map(run: Run, load: Path, tmp_path: Path) -> None:
     refused(run("place", "inspect", tmp_path / "m", "--nodes", 3), "num_ranks=4 must be a multiple of nodes=3")
     refused(run("place", "inspect", tmp_path / "m", "--model", DENSE.name), "model: is 'gpt-oss-20b'")
     refused(run("place", "inspect", tmp_path / "gone"), "does not exist")
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("seen", [(), ("--load",)])
+def test_a_map_without_replicas_is_not_blank(
+    run: Run, load: Path, tmp_path: Path, ranks: int, seen: tuple[str]
+) -> None:
+    from matplotlib.image import imread
+
+    maps.write_map(tmp_path / "m", maps.PlacementMap(Placement.linear(LAYERS, 32, ranks), MODEL.name))
+    ran = run("place", "inspect", tmp_path / "m", *seen, *([load] if seen else []), "--out", tmp_path / "m.png")
+    assert "no expert has a replica" in ran.out
+    picture = imread(tmp_path / "m.png")
+    upper = picture[40 : 500 if seen else 520, 150:850, :3]
+    assert len(np.unique(upper.reshape(-1, 3), axis=0)) >= (4 if ranks > 1 else 32)
+    if seen and ranks == 1:  # an even load is said in words
+        lower = picture[picture.shape[0] * 3 // 5 : picture.shape[0] * 9 // 10, 150:850, :3]
+        assert lower.min() < 0.5, "text on the panel"
 
 
 def test_inspecting_shares(run: Run, load: Path, tmp_path: Path) -> None:

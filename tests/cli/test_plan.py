@@ -54,10 +54,11 @@ def test_a_plan_on_a_page(run: Run, load: Path, tmp_path: Path) -> None:
     assert (ran.code, ran.err) == (0, "")
     assert "gpt-oss-20b: 24 MoE layers of 32 experts, 40 slots on 4 ranks" in ran.out
     assert "load: 2 windows of load\nplanner: eplb, split equal\n" in ran.out
-    for said in ("Time of every rank", "█", "moves, ", "inside a node", "gain: ", "paid for after", "planning took"):
+    for said in ("Time of every rank", "█", "moves, ", "inside a node", "paid for after", "planning took"):
         assert said in ran.out
     assert f"Written: {tmp_path / 'map.json'}, native" in ran.out
-    assert max(map(len, ran.out.splitlines())) <= 110 + len(str(tmp_path))
+    page = ran.out.partition("planning took")[0]  # the verdict's lines are for the terminal to wrap
+    assert max(map(len, page.splitlines())) <= 110
     found = maps.read_map(tmp_path / "map.json")
     assert found.model == MODEL.name
     assert np.array_equal(found.placement.slot_experts, expected(counts().sum(axis=0)).slot_experts)
@@ -134,7 +135,7 @@ def test_windows_that_are_sums_of_others_are_taken_only_by_name(run: Run, tmp_pa
 
 
 def test_real_loads_count_their_tokens_once(data_dir: Path) -> None:
-    from coterie.evaluation.placement.plans import read_load
+    from coterie.evaluation.placement.loads import read_load
 
     path = data_dir / "activations/glm-5.2/expert_counts.npz"
     parts = [read_load(path, None, None, window).tokens for window in ("merged_all", "11:14")]
@@ -151,7 +152,7 @@ def test_shares_in_force_are_what_is_before(run: Run, load: Path, tmp_path: Path
     again = json.loads(run(*ask, "--current", tmp_path / "m").out)
     assert again["before_s"] == pytest.approx(first["after_s"])
     assert again["rank_s_before"] == pytest.approx(first["rank_s_after"])
-    assert again["balance_before"] == pytest.approx(first["balance_after"])
+    assert again["balancedness_before"] == pytest.approx(first["balancedness_after"])
     assert first["before_s"] > first["after_s"]
 
 
@@ -252,7 +253,8 @@ def test_one_move_and_one_step_are_singular(run: Run, tmp_path: Path) -> None:
     even = np.full((1, LAYERS, EXPERTS), 1000, np.uint64)
     even[0, 5, 20] = 9000  # one hot expert, which a spare slot helps
     LoadTable(even, model=MODEL.name).save(tmp_path / "load")
-    ask = ("plan", tmp_path / "load", "--ranks", 4, "--slots", 36, "--max-moves", 1)
+    maps.write_map(tmp_path / "now", maps.PlacementMap(Placement.linear(LAYERS, EXPERTS, 4, 36), MODEL.name))
+    ask = ("plan", tmp_path / "load", "--ranks", 4, "--current", tmp_path / "now", "--max-moves", 1)
     assert json.loads(run(*ask, "--json").out)["moves"] == 1
     ran = run(*ask, "--horizon", 100000)
     assert "1 move, " in ran.out

@@ -16,7 +16,7 @@ class Verb(NamedTuple):
     summary: str
     """Line in the list of verbs; the verb's own help is its docstring."""
     compile_s: int | None = None
-    """Seconds that compiling its loops takes, once, on an idle x86 core; None: whether it has any depends on options."""
+    """Seconds that compiling its loops takes, once, on an idle core; None: whether it has any depends on options."""
     command_class: str | None = None
     """Name of a class in the verb's module that builds the command, where Typer's own does not do."""
 
@@ -47,7 +47,7 @@ VERBS = {
     "inspect": Verb("Show how a trace uses its experts.", 2),
     "models": Verb("List known models, or show the shape of one."),
     "place": Verb("Look at placements."),
-    "plan": Verb("Plan where experts live, and when moving them pays off.", 30),
+    "plan": Verb("Plan where experts live, and when moving them pays off.", 30, "PlannersInHelp"),
     "record": Verb("Record the experts of real requests, from a model run here or a running server."),
     "replay": Verb("Run decode batches through real MoE layers on a device and compare routers."),
     "simulate": Verb("Simulate batch selection on your own requests.", 10),

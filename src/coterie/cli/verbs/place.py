@@ -72,12 +72,13 @@ def inspect_command(
 ) -> None:
     """Show a placement: replicas, duplicates, spread over nodes, and the load of every rank."""
     from coterie.evaluation.placement.inspection import inspect_map
-    from coterie.evaluation.placement.plans import find_model, read_load
+    from coterie.evaluation.placement.loads import read_load
+    from coterie.models import model_of
     from coterie.placement.maps.formats import read_map
 
     if out_file is not None and out_file.suffix != ".png":
         raise ConfigError(f"--out={out_file} must end in .png")
-    spec = None if model is None else find_model(model)
+    spec = None if model is None else model_of("", model)
     found = read_map(placement, from_, model=spec, num_ranks=ranks)
     tokens = what = None
     if load is not None:
@@ -113,7 +114,9 @@ def _print(shown: MapInspection, load: str | None) -> None:
     full = max(shown.replicas)
     rows = [[n, count, bar(count, full, width)] for n, count in enumerate(shown.replicas, 1) if count]
     print_table("Experts by slots, all layers", ["slots", "experts", ""], rows)
-    if shown.most:
+    if not shown.most:
+        out.print("no expert has a replica", highlight=False)
+    else:
         print_table(
             "Most slots",
             ["layer", "expert", "slots", "of the layer's load"],
@@ -140,5 +143,6 @@ def _print_load(shown: MapInspection) -> None:
     print_rank_bars(
         "Load of every rank (1 = mean)",
         [Column("all layers", relative(busy.sum(axis=0)), 0), Column(f"layer {shown.worst_layer}", relative(worst), 1)],
-        f"Balance, mean of layers: {shown.balance:.3f}; layer {shown.worst_layer} is the least even.",
+        f"Balancedness (mean ÷ busiest rank, 1 is even), mean of layers: {shown.balancedness:.3f}; "
+        f"layer {shown.worst_layer} is the least even.",
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import numpy as np
 import typer
 from rich.markup import escape
+from typer.core import TyperCommand
 
 from coterie.cli.output import (
     Column,
@@ -19,13 +21,29 @@ from coterie.cli.output import (
     print_json,
     print_rank_bars,
     print_table,
+    print_verdict,
     relative,
     reporting,
     set_width,
 )
+from coterie.types import WeightDtype
 
 if TYPE_CHECKING:  # numba takes a second to import: only when a plan is asked for
-    from coterie.evaluation.placement.plans import Planned
+    from coterie.evaluation.placement.plans import BatchRow, Planned
+
+PLANNERS = ("eplb", "latency_optimal", "latency_optimal_ilp", "linear", "popularity", "round_robin")
+"""Built-in planners, for the help: importing them takes a second."""
+SPLITS = ("equal", "weighted", "optimal")
+
+
+class PlannersInHelp(TyperCommand):
+    """Command whose help ends with the planners that other packages add."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        added = sorted({point.name for point in entry_points(group="coterie.planners")} - {*PLANNERS})
+        if added:
+            typer.echo(f" Planners of other packages: {', '.join(added)}")
 
 
 def plan_command(
@@ -47,11 +65,11 @@ def plan_command(
         typer.Option("--current", help="Current placement, in any known format. Default: experts in order."),
     ] = None,
     planner: Annotated[
-        str, typer.Option("--planner", help="Planner to use; an unknown name lists all planners.")
+        str, typer.Option("--planner", help=f"Planner to use: {', '.join(PLANNERS)}, or one that a package adds.")
     ] = "latency_optimal",
     split: Annotated[
         str | None,
-        typer.Option("--split", help="How replicas share tokens: equal, weighted or optimal. Default: the planner's."),
+        typer.Option("--split", help=f"How replicas share tokens: {', '.join(SPLITS)}. Default: the planner's."),
     ] = None,
     horizon: Annotated[
         float | None, typer.Option("--horizon", help="Steps that the new placement will serve. Default: 1,000.")
@@ -60,7 +78,7 @@ def plan_command(
         float | None,
         typer.Option(
             "--target-balance",
-            help="Leave a layer unchanged if its balance (best possible ÷ slowest rank) is at least this. Default: 1.",
+            help="Leave a layer unchanged if best possible ÷ slowest rank is at least this; 1 is even. Default: 1.",
         ),
     ] = None,
     max_moves: Annotated[
@@ -91,6 +109,15 @@ def plan_command(
         typer.Option("--preset", help="Calibrated device: h200, rtx-pro-6000, or a file written by coterie calibrate."),
     ] = "h200",
     batch: Annotated[int, typer.Option("--batch", help="Tokens per step, summed over all ranks.")] = 8192,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype", help=f"Weight dtype of the experts: {', '.join(get_args(WeightDtype))}. Default: as published."
+        ),
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option("--memory", help="Memory of a device, in GB (10^9 bytes). Default: the preset's.")
+    ] = None,
     speeds: Annotated[
         str | None,
         typer.Option(
@@ -109,8 +136,9 @@ def plan_command(
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Plan where experts live: load of every rank before and after, moves, gain, and steps until the moves pay off."""
-    from coterie.evaluation.placement.plans import PlanOptions, make_plan, summary
+    """Plan where experts live: what it saves at which batch, what it moves, and whether it fits and pays."""
+    from coterie.evaluation.placement.plans import PlanOptions, make_plan
+    from coterie.evaluation.placement.report import next_command, summary, verdict
     from coterie.placement.maps.formats import check_map_target, map_formats, write_map
 
     if out_file is None:
@@ -135,6 +163,8 @@ def plan_command(
         horizon=horizon,
         target_balance=target_balance,
         preset=preset,
+        dtype=cast("WeightDtype | None", dtype),
+        memory_gb=memory,
         batch=batch,
     )
     with _reporting(json_output) as report:
@@ -143,6 +173,7 @@ def plan_command(
     if out_file is not None:
         written = write_map(out_file, planned.map, to)
         found |= {"written": str(out_file), "format": to, "left_out": list(written.left_out)}
+    found |= {"verdict": verdict(planned, found), "next": next_command(planned, found)}
     if json_output:
         print_json(found)
         return
@@ -155,27 +186,95 @@ def _reporting(quiet: bool) -> AbstractContextManager[Callable[[str, int, int], 
 
 def _print(planned: Planned, found: dict[str, Any]) -> None:
     set_width()
-    where = f"{found['ranks']} ranks" + (f" on {found['nodes']} nodes" if found["nodes"] > 1 else "")
-    out.print(
-        f"{escape(found['model'])}: {found['layers']} MoE layers of {found['experts']} experts, "
-        f"{found['slots']} slots on {where}",
-        highlight=False,
-    )
-    out.print(f"load: {escape(found['load'])}", highlight=False)
-    out.print(f"planner: {found['planner']}, split {found['split']}", highlight=False)
+    where = f"{_count(found['ranks'], 'rank')}" + (f" on {found['nodes']} nodes" if found["nodes"] > 1 else "")
+    shape = f"{found['layers']} MoE layers of {found['experts']} experts"
+    nearest = "" if found["measured"] else " (not measured: nearest rates)"
+    lines = [
+        f"{found['model']}: {shape}, {found['slots']} slots on {where}",
+        f"planned for {_count(found['batch'], 'token')} a step over all ranks, device {found['preset']}, "
+        f"experts in {found['dtype']}{nearest}",
+        f"load: {found['load']}",
+        f"planner: {found['planner']}, split {found['split']}",
+        *_memory(planned),
+    ]
+    for line in lines:
+        out.print(escape(line), highlight=False, soft_wrap=True)
+    _print_batches(planned, found)
     _print_bars(planned)
-    before, after = planned.busy_s()
+    _print_prediction(planned, found)
+    _print_moves(found)
+    print_verdict(found["verdict"], found["next"])
+
+
+def _memory(planned: Planned) -> list[str]:
+    from coterie.evaluation.placement.memory import device_size, gigabytes
+
+    memory = planned.memory
+    needs = f"memory of a rank: experts {gigabytes(memory.experts_bytes)}"
+    if memory.replicas_bytes:
+        needs += f", replicas {gigabytes(memory.replicas_bytes)}"
+    needs += f", staging at least {gigabytes(memory.staging_bytes)}"
+    shared, whole = gigabytes(memory.rest_bytes / memory.ranks), gigabytes(memory.rest_bytes)
+    rest = f"KV cache, workspace and other weights (16-bit: {shared} shared by ranks, {whole} on each)"
+    if memory.device_bytes is None or memory.left_bytes is None:
+        return [f"{needs}; not checked: the preset does not say what a device has (--memory)", f"  not counted: {rest}"]
+    short = "" if memory.fits else ", which is too little"
+    left = gigabytes(max(0.0, memory.left_bytes))
+    return [f"{needs}; a device has {device_size(memory.device_bytes)}", f"  left: {left} for {rest}{short}"]
+
+
+def _print_batches(planned: Planned, found: dict[str, Any]) -> None:
+    """The plan at several batches, beside one made for each of them, or one without spare slots."""
+    spare = found["no_spare"] is not None
+    other = "gain without spare slots" if spare else "gain of a plan for this batch"
+    replanned = not spare and any(row.replanned_gain_pct is not None for row in planned.batches[1:])
+    rows = []
+    for row in planned.batches:
+        mark = " (--batch)" if row.tokens == found["batch"] else ""
+        cells = [f"{row.tokens:,}{mark}", _phase(row.tokens / found["ranks"])]
+        cells += [f"{1e3 * row.now_s:.3g}", f"{1e3 * row.after_s:.3g}", f"{row.gain_pct:.1f}%"]
+        rows.append(cells + ([_beside(row, spare)] if spare or replanned else []))
     print_table(
-        "Prediction",
-        ["", "before", "after"],
-        [
-            ["MoE layers of a step, ms", 1e3 * found["before_s"], 1e3 * found["after_s"]],
-            ["balance, mean of layers", f"{found['balance_before']:.3f}", f"{found['balance_after']:.3f}"],
-            ["balance, worst layer", *(f"{planned.problem.layer_balance(busy).min():.3f}" for busy in (before, after))],
-            ["duplicates", found["duplicates_before"], found["duplicates_after"]],
-        ],
+        "MoE layers of a step, by batch",
+        ["tokens a step", "typical of", "now, ms", "this plan, ms", "gain", *([other] if spare or replanned else [])],
+        rows,
+        "Tokens over all ranks; a decode step has one for each running request. 'now' is what runs today.",
     )
-    _print_verdict(planned, found)
+
+
+def _phase(per_rank: float) -> str:
+    return "decode" if per_rank <= 64 else "decode or prefill" if per_rank <= 256 else "prefill"
+
+
+def _beside(row: BatchRow, spare: bool) -> str:
+    gain = row.no_spare_gain_pct if spare else row.replanned_gain_pct
+    if gain is None:
+        return "-"
+    return "keeps what runs now" if not spare and row.kept and gain <= 0 else f"{gain:.1f}%"
+
+
+def _print_prediction(planned: Planned, found: dict[str, Any]) -> None:
+    before, after = planned.busy_s()
+    worst = [f"{planned.problem.layer_balance(busy).min():.3f}" for busy in (before, after)]
+    held, other = found["held_out"], found["no_spare"]
+    columns = ["", "now", "this plan"]
+    rows = [
+        ["MoE layers of a step, ms", f"{1e3 * found['before_s']:.3g}", f"{1e3 * found['after_s']:.3g}"],
+        ["gain, on the load planned for", "", f"{found['gain_pct']:.1f}%"],
+        ["gain, on load held out", "", "-" if held is None else f"{held['gain_pct']:.1f}%"],
+        ["balancedness, mean of layers", *(f"{found[f'balancedness_{when}']:.3f}" for when in ("before", "after"))],
+        ["balancedness, worst layer", *worst],
+        ["duplicates", str(found["duplicates_before"]), str(found["duplicates_after"])],
+    ]
+    if other is not None:
+        columns.append("no spare slots")
+        beside = f"{1e3 * other['after_s']:.3g}", f"{other['gain_pct']:.1f}%"
+        unseen = "-" if held is None else f"{held['no_spare_gain_pct']:.1f}%"
+        for row, cell in zip(rows, (*beside, unseen, f"{other['balancedness_after']:.3f}", "", "0"), strict=True):
+            row.append(cell)
+    how = f"Held out: {held['what']}" if held is not None else f"Nothing is held out: {found['not_held_out']}"
+    print_table(f"Prediction at {_count(found['batch'], 'token')} a step", columns, rows)
+    out.print(escape(f"Balancedness: mean ÷ slowest rank, 1 is even. {how}."), highlight=False, soft_wrap=True)
 
 
 def _print_bars(planned: Planned) -> None:
@@ -185,16 +284,16 @@ def _print_bars(planned: Planned) -> None:
     print_rank_bars(
         "Time of every rank (1 = mean)",
         [
-            Column("all layers, before", relative(before.sum(axis=0)), 0),
-            Column("after", relative(after.sum(axis=0)), 0),
-            Column(f"layer {name}, before", relative(before[worst]), 1),
-            Column("after", relative(after[worst]), 1),
+            Column("all layers, now", relative(before.sum(axis=0)), 0),
+            Column("this plan", relative(after.sum(axis=0)), 0),
+            Column(f"layer {name}, now", relative(before[worst]), 1),
+            Column("this plan", relative(after[worst]), 1),
         ],
-        f"Summed over layers ranks look more even than they are in each; layer {name} is the least even one before.",
+        f"Summed over layers ranks look more even than they are in each; layer {name} is the least even one now.",
     )
 
 
-def _print_verdict(planned: Planned, found: dict[str, Any]) -> None:
+def _print_moves(found: dict[str, Any]) -> None:
     lines = []
     if found["keep"]:
         lines.append(f"keep the current placement: {found['skip_reason']}")
@@ -206,7 +305,6 @@ def _print_verdict(planned: Planned, found: dict[str, Any]) -> None:
             for name, part in found["moves_by_link"].items()
         )
         lines.append(f"{_count(found['moves'], 'move')}, {found['move_bytes'] / 1e9:,.1f} GB: {links}")
-        lines.append(f"gain: {found['gain_pct']:.1f}% of the MoE layers' time")
         held, steps = f"movement holds up serving for {_seconds(found['movement_s'])}", found["break_even_steps"]
         if steps is None:
             lines.append(f"{held}, and never pays for itself")
@@ -222,8 +320,6 @@ def _print_verdict(planned: Planned, found: dict[str, Any]) -> None:
             f"worst layer; {proof['layers_closed']} of {found['layers']} layers closed"
         )
     lines.append(f"planning took {_seconds(found['planning_s'])}")
-    if not planned.measured:
-        lines.append(f"{found['model']} was not measured on this device: using the rates of the nearest measured shape")
     if "written" in found:
         what = " (the current placement)" if found["keep"] else ""
         left = [name for name in found["left_out"] if name == "shares"]

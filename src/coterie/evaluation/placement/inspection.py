@@ -49,7 +49,7 @@ class MapInspection:
     """Mean share of the nodes that an expert with replicas is on; None for one node or no replicas."""
     same_layers: int
     """Layers placed as the first is."""
-    balance: float | None
+    balancedness: float | None
     """Mean over layers of mean ÷ max rank load, where a load was given."""
     worst_layer: int | None
     """Index in the model of the least even layer."""
@@ -83,7 +83,7 @@ def inspect_map(map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | N
         most=_most(replicas, ids, load),
         spread=_spread(placement, replicas, nodes),
         same_layers=int((placement.slot_experts == placement.slot_experts[0]).all(axis=1).sum()),
-        balance=None if busy is None else balancedness(busy),
+        balancedness=None if busy is None else balancedness(busy),
         worst_layer=None if busy is None else ids[worst_layer(busy)],
         rank_load=None if busy is None else busy.tolist(),
     )

@@ -1,0 +1,78 @@
+"""Where tokens come from: their counts by source rank, which make planning mind the traffic between ranks.
+
+Two forms are known: an .npy file [source rank, layer, expert], and a folder of TensorRT-LLM's expert statistics, where
+each rank counts its own tokens. They must add up to the load they are given with.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import TraceError
+from coterie.traces.readers.trtllm import sniff_trtllm
+from coterie.traces.store import ArrayFile
+
+Array = NDArray[np.float64]
+
+
+def read_sources(path: Path, tokens: Array, layer_ids: tuple[int, ...], labels: tuple[str, ...], ranks: int) -> Array:
+    """[source rank, layer, expert] of the same tokens as `tokens` [layer, expert].
+
+    Of TensorRT-LLM's statistics, `labels` are the iterations and `layer_ids` the layers that `tokens` was read of.
+    """
+    found = _of_statistics(path, tokens, layer_ids, labels, ranks) if path.is_dir() else _of_array(path)
+    expected = (ranks, *tokens.shape)
+    if found.shape != expected:
+        raise TraceError(path, "sources", f"has shape {found.shape}; [source rank, layer, expert] is {expected} here")
+    bad = np.argwhere(~((found >= 0) & (found < np.inf)))  # ~ catches NaN as well
+    if bad.size:
+        at = tuple(int(index) for index in bad[0])
+        raise TraceError(path, f"sources{list(at)}", f"is {found[at]}; tokens must be finite and not negative")
+    total = found.sum(axis=0)
+    wrong = np.argwhere(~np.isclose(total, tokens, rtol=1e-6, atol=1e-6))
+    if wrong.size:
+        layer, expert = (int(index) for index in wrong[0])
+        raise TraceError(
+            path,
+            "sources",
+            f"of layer {layer_ids[layer]}, expert {expert} add up to {total[layer, expert]:g} tokens; "
+            f"the load has {tokens[layer, expert]:g}",
+        )
+    return found
+
+
+def _of_array(path: Path) -> Array:
+    try:
+        found = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise TraceError(path, "file", "does not exist") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise TraceError(path, "file", f"is no .npy array: {error}") from None
+    if not isinstance(found, np.ndarray) or found.dtype.kind not in "uif":
+        raise TraceError(path, "file", "must be an .npy array of numbers")
+    return found.astype(np.float64)
+
+
+def _of_statistics(
+    path: Path, tokens: Array, layer_ids: tuple[int, ...], iterations: tuple[str, ...], ranks: int
+) -> Array:
+    if not sniff_trtllm(path):
+        raise TraceError(path, "sources", "is a folder, but none of TensorRT-LLM's expert statistics")
+    files = sum(1 for _ in path.glob("rank*.safetensors"))
+    if files != ranks:
+        raise TraceError(path, "rank*.safetensors", f"are {files}; --ranks={ranks} must be as many")
+    found = np.zeros((ranks, *tokens.shape))
+    for rank in range(ranks):
+        arrays = ArrayFile(path / f"rank{rank}.safetensors")
+        for row, layer in enumerate(layer_ids):
+            for iteration in iterations:
+                key = f"{iteration}_{layer}"
+                counts = arrays.get(key)
+                if counts is not None and counts.shape != tokens.shape[1:]:
+                    raise TraceError(arrays.path, key, f"has shape {counts.shape}, expected {tokens.shape[1:]}")
+                if counts is not None:
+                    found[rank, row] += counts
+    return found
