@@ -20,10 +20,8 @@ from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.readers import ReadOptions, Trace, read_trace
 from coterie.traces.readers.trtllm import sniff_trtllm
 from coterie.traces.store import ArrayFile
+from coterie.traces.windows import choose_windows
 from coterie.types import ModelSpec, Placement, Topology
-
-MERGED = "merged_"
-"""How labels of windows begin that are sums of other windows of their table."""
 
 TIME_LIMIT_S = 10.0
 """Seconds per layer for planners with a time limit: 75 layers then take minutes, not hours."""
@@ -138,14 +136,13 @@ def _layers_done(report: Report, layer_ids: tuple[int, ...]) -> Callable[[Search
 def read_load(path: Path, format: str | None, model: str | None, window: str | None) -> WindowLoad:
     """The load of a trace in any known format: all of it, or of a load table the windows asked for.
 
-    `window` is a label (also the part before a /), a number from 0, or a range A:B that leaves B out. Without it
-    windows named merged_… are left out: they are sums of others, whose tokens would count twice.
+    `window` is what :func:`~coterie.traces.windows.choose_windows` takes.
     """
     trace = read_trace(path, format, ReadOptions(model=model if model is None or not Path(model).exists() else None))
     spec = _spec(trace, model)
     labels: tuple[str, ...] = ()
     if isinstance(trace, LoadTable):
-        chosen, what = _windows(path, trace, window)
+        chosen, what = choose_windows(path, trace, window)
         labels = tuple(trace.labels[i] for i in chosen) if trace.labels is not None else ()
         tokens = trace.counts[chosen].sum(axis=0, dtype=np.float64)
         ids = None if trace.layer_ids is None else tuple(int(n) for n in trace.layer_ids)
@@ -195,35 +192,6 @@ def _spec(trace: Trace, model: str | None) -> ModelSpec:
         return get_model(name)
     except UnknownNameError:
         raise ConfigError(f"the load is of model {name!r}, which is not known: say which with --model") from None
-
-
-def _windows(path: Path, table: LoadTable, window: str | None) -> tuple[list[int], str]:
-    labels = list(table.labels or ())
-    if window is None:
-        return _all_windows(path, labels, len(table))
-    chosen = [i for i, label in enumerate(labels) if label == window or label.startswith(f"{window}/")]
-    if not chosen:
-        first, colon, last = window.partition(":")
-        if not all(part.isdecimal() or (colon and not part) for part in (first, last or first)):
-            names = ", ".join(dict.fromkeys(label.split("/")[0] for label in labels))
-            also = f", or one of {names}" if names else ""
-            raise ConfigError(f"--window={window} must be a number or a range A:B{also}")
-        stop = (int(last) if last else len(table)) if colon else int(first) + 1
-        chosen = list(range(int(first or 0), stop))
-        if not chosen or chosen[-1] >= len(table):
-            raise ConfigError(f"--window={window} must be within the {len(table)} windows of {path}, counted from 0")
-    return chosen, f"{window} of {path.name}"
-
-
-def _all_windows(path: Path, labels: list[str], count: int) -> tuple[list[int], str]:
-    merged = {i for i, label in enumerate(labels) if label.startswith(MERGED)}
-    chosen = [i for i in range(count) if i not in merged]
-    if not chosen and count > 1:
-        raise ConfigError(f"all {count} windows of {path} are merged ones, which overlap: choose one with --window")
-    if not merged or not chosen:
-        return list(range(count)), f"{count} windows of {path.name}" if count > 1 else path.name
-    are = f"{len(merged)} named {MERGED}… are" if len(merged) > 1 else f"1 named {MERGED}… is"
-    return chosen, f"{len(chosen)} of {count} windows of {path.name} ({are} left out: sums of others)"
 
 
 def _speeds(text: str | None, ranks: int) -> tuple[float, ...]:
