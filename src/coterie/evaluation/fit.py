@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
-from coterie.footprints.signatures import MAX_PAIRS, WEIGHTINGS, Signature, Weighting, rho, sample_pairs
+from coterie.footprints.signatures import WEIGHTINGS, Signature, Weighting, rho, sample_pairs
 from coterie.routing import Calibration, RouterFit, calibration
 from coterie.routing.clustering import assign, capacities
 from coterie.routing.union import expected_distinct_of, tangents
@@ -19,6 +19,8 @@ TEST_SHARE = 0.3
 """Share of the requests held out for testing."""
 SPLITS = 3
 """Ways to halve the requests over which rho is averaged: one split alone can be 0.07 off."""
+SCORED_PAIRS = 32_000
+"""Most pairs of requests that rho is scored on; all of them in halves of up to 253 requests."""
 CHOICES: tuple[Weighting, ...] = ("count_idf", "count", "binary")
 """Weightings that a router can use: gate weights do not come with requests."""
 DEFAULT: Weighting = "count_idf"
@@ -138,7 +140,7 @@ def score_signatures(known: Calibration, seeds: Sequence[int] = range(SPLITS)) -
         order = np.random.default_rng([seed, 0]).permutation(len(known.prefill))
         fit, test = (known.take(np.sort(half)) for half in np.split(order, [len(order) // 2]))
         truth = test.decode.reshape(len(test.decode), -1)
-        pairs = sample_pairs(len(test.prefill), MAX_PAIRS, rng)
+        pairs = sample_pairs(len(test.prefill), SCORED_PAIRS, rng)
         for weighting in WEIGHTINGS:
             learn, seen = (fit.gates, test.gates) if weighting == "gate" else (fit.prefill, test.prefill)
             for mask in (True, False):
