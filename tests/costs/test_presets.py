@@ -18,12 +18,12 @@ from coterie.costs.presets import (
     load_preset,
     measured_link,
     nearest_shape,
-    preset_names,
     save_preset,
     shape_spec,
     step_model,
 )
 from coterie.costs.roofline import fit_transfer
+from coterie.costs.shipped import preset_names
 from coterie.engines.tiny import TINY
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.models import get_model, models

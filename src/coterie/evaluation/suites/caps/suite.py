@@ -224,7 +224,7 @@ def _table(pattern: str) -> SuiteTable:
         Column("P99 gain %", lambda row: with_half(interval_of(row, "p99_reduction"))),
         Column("published", lambda row: _range(row, "p99_reduction_pct")),
         Column("throughput %", lambda row: _with_published(row, "throughput_gain_pct")),
-        Column("imbalance %", lambda row: _with_published(row, "imbalance_reduction_pct", sign=-1.0)),
+        Column("less imbalance %", lambda row: _with_published(row, "imbalance_reduction_pct")),
     )
     title = f"{pattern} arrivals, against fcfs (± 95% over seeds; published in brackets)"
     return SuiteTable(title, columns, lambda row: bool(row["pattern"] == pattern))
