@@ -38,11 +38,11 @@ def narrowest_uint(largest: int) -> np.dtype[np.unsignedinteger]:
 
 
 class Interval(NamedTuple):
-    """A mean and the ends of its 95% interval."""
+    """A mean and the ends of its 95% interval, which are None where one sample was taken: it has no interval."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,13 @@ def test_the_table_fits_80_columns_and_marks_what_is_over_the_bar() -> None:
     shown = run()
     assert max(map(len, shown.splitlines())) <= 80
     marked = [line for line in shown.splitlines() if "!" in line and "│" in line]
-    assert [line.split()[1] for line in marked] == ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm-5.2"]
+    assert [line.split()[1] for line in marked] == [
+        "coterie-tiny",
+        "deepseek-v2",
+        "deepseek-v2-lite",
+        "deepseek-v3",
+        "glm-5.2",
+    ]
     assert all(name in shown for name in models())
     assert "1.33 !" in shown
 

@@ -19,8 +19,9 @@ from coterie.costs.dense import gemm_work
 from coterie.costs.experts import MoeParams
 from coterie.costs.fit import MoeFit, fit_moe
 from coterie.costs.roofline import Curve, Roofline, Transfer, fit_curve, fit_roofline, fit_transfer
+from coterie.costs.shipped import check_preset, preset_names
 from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel
-from coterie.errors import ConfigError, TraceError, UnknownNameError
+from coterie.errors import ConfigError, TraceError
 from coterie.models import get_model
 from coterie.types import BYTES_PER_WEIGHT, Link, ModelSpec, Topology, WeightDtype
 
@@ -97,21 +98,14 @@ def fit_table(spec: ModelSpec, table: MoeTable, cache_limit: float = math.inf) -
 
 
 @cache
-def preset_names() -> tuple[str, ...]:
-    folder = files("coterie").joinpath("costs/presets")
-    return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
-
-
-@cache
 def load_preset(name_or_path: str) -> Preset:
     """A shipped preset by name, or one of the user's by path."""
+    check_preset(name_or_path)
     path = Path(name_or_path)
     if name_or_path in preset_names():
         raw = files("coterie").joinpath(f"costs/presets/{name_or_path}.json").read_bytes()
-    elif path.suffix == ".json" and path.exists():
-        raw = path.read_bytes()
     else:
-        raise UnknownNameError("preset", name_or_path, preset_names())
+        raw = path.read_bytes()
     try:
         preset = msgspec.json.decode(raw, type=Preset)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:

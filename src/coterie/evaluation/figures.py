@@ -225,12 +225,12 @@ def matrix(names: Sequence[str], values: Sequence[Numbers], label: str) -> Calla
 
 
 def drift_curve(
-    lag: Sequence[float], similarity: Numbers, unit: str, fitted: tuple[float, float] | None
+    lag: Sequence[float], skew_left: Numbers, unit: str, fitted: tuple[float, float] | None
 ) -> Callable[[Any, Theme], None]:
-    """Similarity against lag; `fitted` is the half-life (in `unit`) and the floor."""
+    """Share of the first skew that is left, against lag; `fitted` is the half-life (in `unit`) and the floor."""
 
     def plot(axes: Any, theme: Theme) -> None:
-        axes.plot(lag, _array(similarity), "o", ms=4, color=theme.series[0], label="measured, noise removed")
+        axes.plot(lag, _array(skew_left), "o", ms=4, color=theme.series[0], label="measured, noise removed")
         if fitted is not None:
             half_life, floor = fitted
             fine = np.linspace(0, lag[-1], 200)
@@ -241,7 +241,7 @@ def drift_curve(
             )
             axes.plot(fine, floor + (1 - floor) * 2 ** (-fine / half_life), color=theme.series[1], label=label)
         axes.axhline(1.0, color=theme.muted, lw=1, ls=":")
-        axes.set(xlabel=f"lag ({unit})", ylabel="similarity to the start")
+        axes.set(xlabel=f"lag ({unit})", ylabel="share of the first skew left")
         axes.set_xlim(0, lag[-1] * 1.02)
         low, high = axes.get_ylim()
         axes.set_ylim(min(0.0, low), max(1.05, high))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
-from coterie.footprints.signatures import MAX_PAIRS, WEIGHTINGS, Signature, rho, sample_pairs
+from coterie.footprints.signatures import WEIGHTINGS, Signature, Weighting, rho, sample_pairs
 from coterie.routing import Calibration, RouterFit, calibration
 from coterie.routing.clustering import assign, capacities
 from coterie.routing.union import expected_distinct_of, tangents
@@ -17,6 +17,16 @@ from coterie.traces import ActivationTrace
 
 TEST_SHARE = 0.3
 """Share of the requests held out for testing."""
+SPLITS = 3
+"""Ways to halve the requests over which rho is averaged: one split alone can be 0.07 off."""
+SCORED_PAIRS = 32_000
+"""Most pairs of requests that rho is scored on; all of them in halves of up to 253 requests."""
+CHOICES: tuple[Weighting, ...] = ("count_idf", "count", "binary")
+"""Weightings that a router can use: gate weights do not come with requests."""
+DEFAULT: Weighting = "count_idf"
+"""The published weighting, used where requests are too few to choose."""
+FEWEST = 20
+"""Requests below which no weighting is chosen: halves of fewer than 10 have fewer than 45 pairs."""
 REQUESTS = 1400
 """Requests to read by default."""
 
@@ -31,19 +41,35 @@ class ScoredFit(NamedTuple):
     test_requests: int
     halved: bool
     """The trace has one phase: first and second halves of requests stand for prefill and decode."""
-    rho: list[dict[str, Any]]
-    """Per signature: rank correlation of similarity in prefill with that in decode. Empty if requests are too few."""
+    rho: list[RhoScore]
+    """Per signature; empty if requests are too few."""
+    weighting: Weighting
+    chosen: str
+    """Why this weighting, in words."""
     distinct: list[dict[str, Any]]
     """Per clustering: expected distinct experts per step."""
     seconds: dict[str, float]
     """Seconds per part of the fit."""
 
 
-def check_weighting(weighting: str) -> None:
+class RhoScore(NamedTuple):
+    """Rank correlation of similarity in prefill with that in decode, mean over splits."""
+
+    weighting: Weighting
+    mask: bool
+    """Whether the signature keeps the layers that tell most, or all."""
+    rho: float | None
+    """None where this weighting is refused, or was not recorded."""
+    per_split: list[float]
+    layers: float | None
+    """Layers kept, mean over splits."""
+
+
+def check_weighting(weighting: str) -> Weighting:
     """Raise unless signatures of counts can be weighted so; gate weights do not come with requests."""
-    allowed = tuple(name for name in WEIGHTINGS if name != "gate")
-    if weighting not in allowed:
-        raise ConfigError(f"weighting={weighting} must be one of {', '.join(allowed)}: requests come with counts")
+    if weighting not in CHOICES:
+        raise ConfigError(f"weighting={weighting} must be one of {', '.join(CHOICES)}: requests come with counts")
+    return weighting
 
 
 def fit_and_score(
@@ -53,14 +79,17 @@ def fit_and_score(
     *,
     batch: int = 16,
     requests: int = REQUESTS,
-    weighting: str = "count_idf",
+    weighting: str | None = None,
     speeds: NDArray[np.float64] | None = None,
     report: Report = lambda *_: None,
 ) -> ScoredFit:
-    """`requests` of the trace are drawn; 30% of them test what the others fit. `speeds` [worker], relative."""
-    check_weighting(weighting)
-    chosen = np.sort(rng.permutation(trace.num_requests)[:requests])
-    known = calibration(trace, chosen, report)
+    """`requests` of the trace are drawn; 30% of them test what the others fit. `speeds` [worker], relative.
+
+    Without `weighting` the one that scores best on held-out requests is taken.
+    """
+    asked = None if weighting is None else check_weighting(weighting)
+    wanted = np.sort(rng.permutation(trace.num_requests)[:requests])
+    known = calibration(trace, wanted, report)
     order = rng.permutation(len(known.prefill))
     test = np.sort(order[: int(TEST_SHARE * len(order))])
     fit = np.sort(order[len(test) :])
@@ -70,41 +99,76 @@ def fit_and_score(
         seconds[part] = took
         report(part, len(seconds), 5)
 
-    made = RouterFit(workers, batch, weighting, speeds)  # type: ignore[arg-type]
+    report("Scoring signatures", 0, 1)
+    scores = score_signatures(known) if len(known.prefill) >= FEWEST else []
+    used, why = (asked, "as asked") if asked is not None else choose_weighting(scores, known.take(fit))
+    made = RouterFit(workers, batch, used, speeds)
     fitted = made.fit(known.take(fit), rng, note)
     report("Scoring other requests", 0, 1)
-    scores = score(fitted, known.take(fit), known.take(test), speeds, rng)
     return ScoredFit(
         fitted=fitted,
         calibration_requests=len(fit),
         test_requests=len(test),
         halved=known.halved,
-        rho=scores["rho"],
-        distinct=scores["distinct"],
+        rho=scores,
+        weighting=used,
+        chosen=why,
+        distinct=score_clusters(fitted, known.take(test), speeds, rng),
         seconds=seconds,
     )
 
 
-def score(
-    fitted: RouterFit, fit: Calibration, test: Calibration, speeds: NDArray[np.float64] | None, rng: np.random.Generator
-) -> dict[str, list[dict[str, Any]]]:
-    """Score on held-out requests: rho, and distinct experts compared with round robin."""
+def choose_weighting(scores: list[RhoScore], fit: Calibration) -> tuple[Weighting, str]:
+    """The weighting with the highest rho on requests that did not fit it, and why in words."""
+    ours = [one for one in scores if one.mask and one.weighting in CHOICES and one.rho is not None]
+    if not ours:
+        if (np.count_nonzero(fit.prefill, axis=0) == len(fit.prefill)).all():
+            return "count", f"fewer than {FEWEST} requests, each of which activates every expert: none was scored"
+        return DEFAULT, f"fewer than {FEWEST} requests, too few to score: the published weighting"
+    best, *others = sorted(ours, key=lambda one: -(one.rho or 0.0))
+    beside = ", ".join(f"{one.weighting} {one.rho:.2f}" for one in others)
+    sure = all(a > b for one in others for a, b in zip(best.per_split, one.per_split, strict=True))
+    said = f"the best on held-out requests, rho {best.rho:.2f} ({beside}), "
+    return best.weighting, said + (f"in each of {SPLITS} splits" if sure else f"but not in each of {SPLITS} splits")
+
+
+def score_signatures(known: Calibration, seeds: Sequence[int] = range(SPLITS)) -> list[RhoScore]:
+    """rho of every signature on requests that did not fit it: halves of the requests, a split per seed."""
+    found: dict[tuple[Weighting, bool], list[tuple[float, int]]] = {}
+    for seed in seeds:
+        rng = np.random.default_rng([seed, 5])
+        order = np.random.default_rng([seed, 0]).permutation(len(known.prefill))
+        fit, test = (known.take(np.sort(half)) for half in np.split(order, [len(order) // 2]))
+        truth = test.decode.reshape(len(test.decode), -1)
+        pairs = sample_pairs(len(test.prefill), SCORED_PAIRS, rng)
+        for weighting in WEIGHTINGS:
+            learn, seen = (fit.gates, test.gates) if weighting == "gate" else (fit.prefill, test.prefill)
+            for mask in (True, False):
+                try:
+                    if learn is not None and seen is not None:
+                        made = Signature(weighting, mask).fit(learn, fit.decode, rng)
+                        score = rho(made.transform_all(seen), truth, pairs)
+                        found.setdefault((weighting, mask), []).append((score, len(made.layers)))
+                except ConfigError:
+                    pass  # count_idf where every request activates every expert
+    rows = []
+    for weighting in WEIGHTINGS:
+        for mask in (False, True):
+            values = found.get((weighting, mask), [])
+            whole = len(values) == len(seeds)  # refused in one split: not scored
+            scores = [score for score, _ in values] if whole else []
+            layers = float(np.mean([kept for _, kept in values])) if whole else None
+            rows.append(RhoScore(weighting, mask, float(np.mean(scores)) if whole else None, scores, layers))
+    return rows
+
+
+def score_clusters(
+    fitted: RouterFit, test: Calibration, speeds: NDArray[np.float64] | None, rng: np.random.Generator
+) -> list[dict[str, Any]]:
+    """Distinct experts of held-out requests, compared with round robin; empty if they are too few."""
     requests, workers = len(test.prefill), fitted.workers
     if requests < max(3, workers):
-        return {"rho": [], "distinct": []}
-    pairs, decode = sample_pairs(requests, MAX_PAIRS, rng), test.decode.reshape(requests, -1)
-    rhos = []
-    for weighting in WEIGHTINGS:
-        learn, seen = (fit.gates, test.gates) if weighting == "gate" else (fit.prefill, test.prefill)
-        for mask in (False, True):
-            row: dict[str, Any] = {"weighting": weighting, "mask": mask, "rho": None, "layers": None}
-            try:
-                if learn is not None and seen is not None:
-                    made = Signature(weighting, mask).fit(learn, fit.decode, rng)
-                    row |= {"rho": rho(made.transform_all(seen), decode, pairs), "layers": len(made.layers)}
-            except ConfigError:
-                pass  # count_idf where every request activates every expert
-            rhos.append(row)
+        return []
     _, after = test.probabilities
     limits = capacities(requests, workers, speeds)
     slopes, _ = tangents(fitted.profiles, fitted.batch)
@@ -116,11 +180,10 @@ def score(
         "union clusters": assign(expected @ slopes.T, limits),
     }
     alone = expected_distinct_of(after, np.zeros(requests, np.int64), fitted.batch)
-    distinct = [
+    return [
         {"clusters": name, "experts_per_step": value, "saving_pct": 100 * (1 - value / alone)}
         for name, value in (
             ("one cluster", alone),
             *((name, expected_distinct_of(after, found, fitted.batch)) for name, found in labels.items()),
         )
     ]
-    return {"rho": rhos, "distinct": distinct}

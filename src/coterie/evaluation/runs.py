@@ -1,12 +1,12 @@
-"""Many simulated runs: in parallel, compared in pairs."""
+"""Many simulated runs: in parallel, compared in pairs; how their intervals are written and drawn."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +36,41 @@ def in_parallel(work: Callable[[A], B], items: Sequence[A]) -> Iterator[tuple[A,
 
 
 def interval(samples: NDArray[np.float64] | Sequence[float]) -> Interval:
-    """Mean and 95% interval by Student's t; a single sample is its own interval."""
+    """Mean and 95% interval by Student's t; a single sample has none."""
     values = np.asarray(samples, np.float64)
     mean = float(values.mean())
     if len(values) < 2:
-        return Interval(mean, mean, mean)
+        return Interval(mean, None, None)
     half = float(stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
     return Interval(mean, mean - half, mean + half)
+
+
+def interval_of(row: Mapping[str, Any], key: str) -> Interval:
+    """The interval that a row holds under KEY_pct, KEY_low and KEY_high."""
+    return Interval(row[f"{key}_pct"], row[f"{key}_low"], row[f"{key}_high"])
+
+
+def with_half(found: Interval, digits: int = 1) -> str:
+    """Signed mean ± half of the interval; the mean alone where there is no interval."""
+    half = "" if found.low is None or found.high is None else f" ± {(found.high - found.low) / 2:.{digits}f}"
+    return f"{found.mean:+.{digits}f}{half}"
+
+
+def with_ends(found: Interval, digits: int = 1, sign: str = "+", unit: str = "") -> str:
+    """Mean and [low, high]; the mean alone where there is no interval."""
+    form = f"{sign}.{digits}f"
+    ends = "" if found.low is None or found.high is None else f" [{found.low:{form}}, {found.high:{form}}]"
+    return f"{found.mean:{form}}{unit}{ends}"
+
+
+def told_apart(found: Interval) -> str:
+    """Whether a gain is told apart from 0."""
+    if found.low is None or found.high is None:
+        return "one run: no interval"
+    return "surely" if found.low > 0 else "not told apart" if found.high > 0 else "surely not"
+
+
+def error_bars(found: Sequence[Interval]) -> NDArray[np.float64] | None:
+    """[2, value] lengths below and above the means; None where a value has no interval: then none is drawn."""
+    ends = [(one.mean - one.low, one.high - one.mean) for one in found if one.low is not None and one.high is not None]
+    return np.array(ends).T if ends and len(ends) == len(found) else None

@@ -27,7 +27,7 @@ from coterie._numba import helper, njit
 from coterie.errors import ConfigError, check_one_of, require_fitted
 
 Weighting = Literal["count_idf", "count", "gate", "binary"]
-WEIGHTINGS: tuple[str, ...] = get_args(Weighting)
+WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
 MAX_PAIRS = 20_000
 """Most pairs of requests that rho is computed over; of more, this many are drawn."""
 _BUCKETS = 4096

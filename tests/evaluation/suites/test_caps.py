@@ -13,10 +13,11 @@ import pytest
 
 from coterie.batching import strategies
 from coterie.errors import UnknownNameError
-from coterie.evaluation.runs import in_parallel, interval
+from coterie.evaluation.runs import error_bars, in_parallel, interval, told_apart, with_ends, with_half
 from coterie.evaluation.suites.base import SuiteOptions
 from coterie.evaluation.suites.caps.published import BURSTY, RATES, TOP_SIX, published
 from coterie.evaluation.suites.caps.suite import SETTING, Cell, paper_results, run, run_cell
+from coterie.types import Interval
 
 SMALL = SuiteOptions(requests=300, seeds=(1, 2), rates=(150.0, 300.0), strategies=("greedy_variance", "latency_aware"))
 
@@ -138,5 +139,19 @@ def test_in_parallel_gives_every_item_with_its_result(monkeypatch: pytest.Monkey
 def test_interval_is_students() -> None:
     found = interval([1.0, 2.0, 3.0, 4.0])
     assert found.mean == 2.5
+    assert found.high is not None
     assert found.high - found.mean == pytest.approx(3.182446 * np.std([1, 2, 3, 4], ddof=1) / 2)
-    assert interval([7.0]) == (7.0, 7.0, 7.0)
+    assert with_half(found) == f"+2.5 ± {found.high - 2.5:.1f}"
+    assert told_apart(found) == "surely"
+
+
+def test_one_run_has_no_interval_and_none_is_printed_or_drawn() -> None:
+    found = interval([7.0])
+    assert found == Interval(7.0, None, None)
+    assert with_half(found) == "+7.0"
+    assert with_ends(found, unit="%") == "+7.0%"
+    assert told_apart(found) == "one run: no interval"
+    assert error_bars([found, found]) is None
+    drawn = error_bars([interval([1.0, 3.0])])
+    assert drawn is not None
+    assert drawn.shape == (2, 1)

@@ -343,14 +343,14 @@ def test_steps_are_compared_with_the_one_before(times: tuple[float, ...], words:
 
 
 def test_a_verdict_needs_an_interval() -> None:
-    def row(low: float, high: float) -> dict[str, float]:
-        return {"x_low": low, "x_high": high}
+    def row(low: float | None, high: float | None, gain: float = 0.0) -> dict[str, float | None]:
+        return {"x_pct": gain, "x_low": low, "x_high": high}
 
     assert verdict(row(0.1, 0.4), "x") == "helps"
     assert verdict(row(-0.4, -0.1), "x") == "hurts"
     assert verdict(row(-0.1, 0.1), "x") == "not told apart from nothing"
-    assert verdict(row(0.0, 0.0), "x") == "does nothing"
-    assert "one seed" in verdict(row(0.3, 0.3), "x")
+    assert verdict(row(0.0, 0.0), "x") == verdict(row(None, None), "x") == "does nothing"
+    assert verdict(row(None, None, 0.3), "x") == "helps (one seed: no interval)"
 
 
 def test_published_figures_and_their_arithmetic() -> None:

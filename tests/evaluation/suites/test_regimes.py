@@ -130,20 +130,21 @@ def test_rows_and_notes(data_dir: Path, tmp_path: Path, monkeypatch: pytest.Monk
         assert row["model"] == "all" or row["behind_best_pct"] >= 0.0
         if row["strategy"] == "fcfs":
             assert row["p99_reduction_pct"] == 0.0
-            assert verdict(row) == "nothing"
+            assert verdict(row) == "one seed"
     assert any("latency_aware is best or within noise" in note for note in result.notes)
     assert list((tmp_path / "out").glob("fig*.png"))
     json.dumps(result.rows)
 
 
 def test_verdicts_follow_the_interval() -> None:
-    def row(low: float, high: float) -> dict[str, float]:
+    def row(low: float | None, high: float | None) -> dict[str, float | None]:
         return {"p99_reduction_low": low, "p99_reduction_high": high}
 
     assert verdict(row(0.1, 5.0)) == "helps"
     assert verdict(row(-9.0, -0.1)) == "hurts"
     assert verdict(row(-0.9, 0.9)) == verdict(row(0.5, 0.9)) == "nothing"
     assert verdict(row(-9.0, 9.0)) == "unclear"
+    assert verdict(row(None, None)) == "one seed"
 
 
 def test_without_data_and_with_a_wrong_name(tmp_path: Path) -> None:

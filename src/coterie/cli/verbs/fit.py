@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from coterie.cli.output import (
     out,
     print_json,
     print_table,
+    print_verdict,
     reporting,
 )
 from coterie.cli.outputs import check_output
@@ -39,9 +41,13 @@ def fit_command(
         int | None, typer.Option("--requests", min=4, help="Requests to read, drawn at random. Default: 1,400.")
     ] = None,
     weighting: Annotated[
-        str,
-        typer.Option("--weighting", help="Weights of experts in a request's signature: count_idf, count or binary."),
-    ] = "count_idf",
+        str | None,
+        typer.Option(
+            "--weighting",
+            help="Weights of experts in a request's signature: count_idf, count or binary. Default: the one that "
+            "scores best on held-out requests.",
+        ),
+    ] = None,
     speeds: Annotated[
         str | None, typer.Option("--speeds", help="Relative speed of each worker, such as 1,1,0.5. Default: all equal.")
     ] = None,
@@ -57,7 +63,8 @@ def fit_command(
     from coterie.evaluation.fit import REQUESTS, check_weighting, fit_and_score
     from coterie.routing import RouterFit
 
-    check_weighting(weighting)
+    if weighting is not None:
+        check_weighting(weighting)
     check_output(output, "--output", "a fitted router", RouterFit.load, [trace])
     rates = None if speeds is None else parse_speeds(speeds, workers)
     opened = read_trace(trace, from_, ReadOptions(model=model, num_experts=num_experts))
@@ -88,19 +95,45 @@ def fit_command(
         "calibration_requests": found.calibration_requests,
         "test_requests": found.test_requests,
         "halves": found.halved,
-        "weighting": weighting,
+        "weighting": found.weighting,
+        "weighting_why": found.chosen,
         "seed": seed,
         "layers_kept": fitted.learned.signature.layers.tolist(),
-        "rho": found.rho,
+        "rho": [score._asdict() for score in found.rho],
         "distinct": found.distinct,
         "fit_s": found.seconds,
         "file": str(output),
         "bytes": output.stat().st_size,
     }
+    result |= {"verdict": _verdict(result), "next": _next(result)}
     if json_output:
         print_json(result)
         return
     _print(result)
+    print_verdict(result["verdict"], result["next"])
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    """Whether routing by this file pays, how sure that is, and which weighting it uses."""
+    why = f"Weighting {result['weighting']}: {result['weighting_why']}."
+    saved = {row["clusters"]: row["saving_pct"] for row in result["distinct"]}
+    if not saved:
+        few = f"{result['test_requests']} held-out requests are too few to test {result['workers']} workers"
+        return f"The router is fitted, not tested: {few}. {why}"
+    best = max(("cosine clusters", "union clusters"), key=lambda name: saved[name])
+    gain = saved[best] - saved["round robin"]
+    pays = f"{gain:.1f} points more than dealing them out in turn"
+    if gain < 1:
+        pays = "next to nothing more than dealing them out in turn: do not expect it to pay"
+    return (
+        f"On {result['test_requests']} held-out requests its {best} touch {saved[best]:.1f}% fewer experts a step than "
+        f"one mixed pool, {pays}; one split: nothing tells how sure that is. {why}"
+    )
+
+
+def _next(result: dict[str, Any]) -> str:
+    where, file = (shlex.quote(result[name]) for name in ("trace", "file"))
+    return f"coterie fleet {where} --decoders {result['workers']} --fitted {file}"
 
 
 def parse_speeds(text: str, workers: int) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -114,6 +147,10 @@ def parse_speeds(text: str, workers: int) -> np.ndarray[Any, np.dtype[np.float64
     return values
 
 
+def _ends(row: dict[str, Any]) -> tuple[float | None, float | None]:
+    return (min(row["per_split"]), max(row["per_split"])) if row["per_split"] else (None, None)
+
+
 def _print(result: dict[str, Any]) -> None:
     out.print(
         f"{escape(result['model'])}: {result['layers']} layers of {result['experts']} experts, "
@@ -124,10 +161,17 @@ def _print(result: dict[str, Any]) -> None:
     if result["halves"]:
         out.print("The trace has one phase: first and second halves of requests stand for prefill and decode.")
     if not result["rho"]:
-        out.print(f"No scores: {result['test_requests']} requests are too few to test {result['workers']} workers.")
+        out.print("No scores of signatures: requests are too few.")
     else:
-        rows = [[row["weighting"], row["mask"], row["layers"], row["rho"]] for row in result["rho"]]
-        print_table("rho on test requests", ["signature", "layer mask", "layers", "rho"], rows)
+        rows = [[row["weighting"], row["mask"], row["layers"], row["rho"], *_ends(row)] for row in result["rho"]]
+        print_table(
+            "rho on held-out requests, mean of splits in halves",
+            ["signature", "layer mask", "layers", "rho", "lowest", "highest"],
+            rows,
+        )
+    if not result["distinct"]:
+        out.print(f"No test: {result['test_requests']} requests are too few to test {result['workers']} workers.")
+    else:
         print_table(
             f"Expected distinct experts of a step of {result['batch']}, all layers, test requests",
             ["clusters", "experts", "saving %"],

@@ -193,7 +193,7 @@ def _print(result: dict[str, Any], reports: list[FleetReport]) -> None:
             f"{one.model} in {one.dtype} on {result['device']}: {one.decoders} decoders{gpus}{prefill}, "
             f"{one.in_flight:.3g} requests on each, {result['arrivals']}",
             ["router", "experts/step", "TPOT ms", "p99 ms", "TTFT ms", "mean TPOT saved %", "p99 saved %"],
-            [_cells(row, one, number == 0) for number, row in enumerate(one.rows)],
+            [_cells(row, number == 0) for number, row in enumerate(one.rows)],
             note=f"Times are medians but for p99. Saved: against {result['base']}, "
             + (f"with 95% intervals over {one.splits} splits." if one.splits > 1 else "on one split: no interval."),
         )
@@ -212,11 +212,11 @@ def _print(result: dict[str, Any], reports: list[FleetReport]) -> None:
     print_verdict("\n".join(one.verdict for one in reports), result["next"])
 
 
-def _cells(row: FleetRow, report: FleetReport, is_base: bool) -> list[Any]:
+def _cells(row: FleetRow, is_base: bool) -> list[Any]:
     def saved(value: Interval) -> str:
         if is_base:
             return "-"
-        if report.splits < 2:
+        if value.low is None:
             return f"{value.mean:+.1f}"
         return f"{value.mean:+.1f} [{value.low:+.1f}, {value.high:+.1f}]"
 

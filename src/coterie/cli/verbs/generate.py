@@ -64,7 +64,7 @@ def generate_command(
     json_output: JsonOption = False,
 ) -> None:
     """Generate a synthetic activation trace."""
-    from coterie.traces.synthetic import generate_to
+    from coterie.traces.synthetic import generate, generate_to
 
     if sum(value is not None for value in (requests, tokens, size)) > 1:
         raise ConfigError("--requests, --tokens and --size exclude each other")
@@ -76,6 +76,7 @@ def generate_command(
     if rate is not None:
         settings = replace(settings, arrivals=at_rate(settings.arrivals, rate))
     source = {"seed": seed, "preset": preset, "like": None if like is None else str(like)}
+    generate(settings, np.random.default_rng(0), tokens=1)  # compiles what runs below: no part of wall_s
     started = time.perf_counter()
     with progress() as bar:
         task = bar.add_task("Generating tokens", total=None)

@@ -18,9 +18,11 @@ from coterie.cli.output import (
     out,
     print_json,
     print_table,
+    print_verdict,
     progress,
 )
 from coterie.traces.readers import ReadOptions, read_trace
+from coterie.traces.windows import WINDOW_HELP
 
 if TYPE_CHECKING:  # numba and matplotlib take a second to import: only when a trace is inspected
     from coterie.evaluation.inspect.inspection import Inspection
@@ -39,11 +41,13 @@ def inspect_command(
     from_: FromOption = None,
     model: TraceModelOption = None,
     num_experts: NumExpertsOption = None,
+    window: Annotated[str | None, typer.Option("--window", help=WINDOW_HELP)] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed for sampling requests.")] = 0,
     json_output: JsonOption = False,
 ) -> None:
-    """Show what a trace says: skew, hot experts, ranks, domains, drift, distinct experts, arrivals."""
+    """Show what a trace says: skew, hot experts, ranks, domains, drift, distinct experts, arrivals; and a verdict."""
     from coterie.evaluation.inspect.inspection import inspect_trace
+    from coterie.evaluation.inspect.verdict import verdict
 
     if out_folder is not None:
         from coterie.evaluation.page import check_report_folder
@@ -57,6 +61,7 @@ def inspect_command(
             str(trace),
             np.random.default_rng(seed),
             lambda done, total: bar.update(task, completed=done, total=total),
+            window,
         )
     written: dict[str, Any] = {}
     if out_folder is not None:
@@ -64,12 +69,14 @@ def inspect_command(
 
         report = write_report(found, out_folder)
         written = {"report": str(report.page), "figures": [str(path) for path in report.figures]}
+    said = verdict(found)
     if json_output:
-        print_json({**msgspec.to_builtins(found), **written})
+        print_json({**msgspec.to_builtins(found), **written, "verdict": said.sentence, "next": said.then})
         return
     _print(found)
     if written:
         out.print(f"Report: {escape(written['report'])}", soft_wrap=True)
+    print_verdict(said.sentence, said.then)
 
 
 def _print(found: Inspection) -> None:

@@ -26,6 +26,7 @@ from coterie.cli.output import (
     reporting,
     set_width,
 )
+from coterie.traces.windows import WINDOW_HELP
 from coterie.types import WeightDtype
 
 if TYPE_CHECKING:  # numba takes a second to import: only when a plan is asked for
@@ -88,14 +89,7 @@ def plan_command(
         float | None,
         typer.Option("--time-limit", help="Seconds per layer for planner latency_optimal_ilp. Default: 10."),
     ] = None,
-    window: Annotated[
-        str | None,
-        typer.Option(
-            "--window",
-            help="Windows of the load table: a label, a number from 0, or A:B. Default: the sum of all windows but "
-            "those named merged_…, which are sums of others.",
-        ),
-    ] = None,
+    window: Annotated[str | None, typer.Option("--window", help=WINDOW_HELP)] = None,
     sources: Annotated[
         Path | None,
         typer.Option(

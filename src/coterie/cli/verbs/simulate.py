@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from coterie.cli.output import JsonOption, out, print_json, print_table, reporting, set_width
+from coterie.cli.output import JsonOption, out, print_json, print_table, print_verdict, reporting, set_width
 from coterie.cli.outputs import check_output
 from coterie.errors import ConfigError
 
@@ -116,16 +116,9 @@ def simulate_command(
 ) -> None:
     """Simulate batch selection on your own requests, and compare strategies with first come, first served."""
     from coterie.evaluation.simulate.options import SimulateOptions
-    from coterie.evaluation.simulate.what_if import RESULT_FILES, read_result, simulate, write
 
     if from_ is not None and trace is None:
         raise ConfigError(f"--from={from_} is the format of TRACE, which is not given")
-    if out_folder is not None and (out_folder.exists() or out_folder.is_symlink()):
-        if not out_folder.is_dir():
-            raise ConfigError(f"{out_folder} is a file; --out takes a folder")
-        inputs = (trace, config, prompts, with_model)
-        for name in RESULT_FILES:
-            check_output(out_folder / name, "--out", "a result of coterie simulate", read_result, inputs)
     options = SimulateOptions(
         trace=trace,
         trace_format=from_,
@@ -147,51 +140,89 @@ def simulate_command(
         prompts=prompts,
         device=device,
     )
+    # Only now what compiles: names and ranges are checked.
+    from coterie.evaluation.simulate.verdict import verdict
+    from coterie.evaluation.simulate.what_if import RESULT_FILES, read_result, simulate, write
+
+    if out_folder is not None and (out_folder.exists() or out_folder.is_symlink()):
+        if not out_folder.is_dir():
+            raise ConfigError(f"{out_folder} is a file; --out takes a folder")
+        inputs = (trace, config, prompts, with_model)
+        for name in RESULT_FILES:
+            check_output(out_folder / name, "--out", "a result of coterie simulate", read_result, inputs)
     with reporting("Reading") as report:
         found = simulate(options, report)
     if out_folder is not None:
         write(out_folder, found)
+    said = verdict(found, trace)
     if json_output:
-        print_json(found.to_json())
+        print_json({**found.to_json(), "verdict": said.sentence, "next": said.then})
         return
     _print(found)
     if out_folder is not None:
         where = escape(str(out_folder))
         out.print(f"Written: {where}: {', '.join(RESULT_FILES)}", highlight=False, soft_wrap=True)
+    print_verdict(said.sentence, said.then)
 
 
 def _print(found: Simulated) -> None:
     set_width()
     settings = found.settings
+    uneven = imbalance_name(settings)
+    heads = ["strategy", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "req/s"]
     print_table(
         f"{settings['requests']:,} requests, {_execution(settings)}",
-        ["strategy", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "req/s", "imbalance", "experts", "skips", "wait ms"],
+        [*heads, *([uneven] if uneven else []), "experts", "skips", "wait ms"],
         [
             [
                 row["strategy"],
                 *(row[name] for name in ("p50_ms", "p90_ms", "p99_ms", "p999_ms")),
                 f"{row['throughput']:.4g}",
-                f"{row['imbalance']:.3f}",
+                *([f"{row['imbalance']:.3f}"] if uneven else []),
                 f"{row['distinct']:.1f}",
                 row["worst_skips"],
                 row["worst_wait_ms"],
             ]
             for row in found.rows
         ],
-        note="imbalance, experts: mean per batch or step. skips, wait: largest of any request.",
+        note=_meaning(uneven),
     )
     if len(found.rows) > 1:
         out.print()
-        gains = ("p50", "p90", "p99", "p999", "throughput", "imbalance", "distinct")
+        gains = ("p50", "p90", "p99", "p999", "throughput", *(("imbalance",) if uneven else ()), "distinct")
         print_table(
             "Gain over fcfs, %",
-            ["strategy", "p50", "p90", "p99", "p99.9", "throughput", "imbalance", "experts"],
+            [
+                "strategy",
+                "p50",
+                "p90",
+                "p99",
+                "p99.9",
+                "throughput",
+                *([f"less {uneven}"] if uneven else []),
+                "experts",
+            ],
             [[row["strategy"], *(_gain(row, name) for name in gains)] for row in found.rows[1:]],
             note="Above 0 is better: lower latency, more requests per second, more even load, fewer experts.",
         )
     out.print()
     for note in found.notes:
         out.print(f"- {escape(note)}", highlight=False)
+
+
+def imbalance_name(settings: dict[str, Any]) -> str | None:
+    """What says how uneven a batch is: CAPS's factor, or busiest ÷ mean rank; None on one rank, always even."""
+    if settings["execution"] == "spread":
+        return "1 + s x CV"
+    return "imbalance" if settings["ranks"] > 1 else None
+
+
+def _meaning(uneven: str | None) -> str:
+    last = "experts: mean per batch or step. skips, wait: largest of any request."
+    if uneven is None:
+        return last
+    what = "busiest ÷ mean rank, 1 is even" if uneven == "imbalance" else "time of the batch ÷ that of an even load"
+    return f"{uneven}: {what}. {last}"
 
 
 def _gain(row: dict[str, Any], name: str) -> str:

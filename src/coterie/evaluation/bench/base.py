@@ -18,8 +18,9 @@ import numpy as np
 from coterie.costs.cells import MoeTable, expert_tokens
 from coterie.costs.experts import MoeParams, layer_us
 from coterie.costs.fit import fit_error
-from coterie.costs.presets import Preset, fit_table, load_preset, nearest_shape, preset_names, shape_spec
+from coterie.costs.presets import Preset, fit_table, load_preset, nearest_shape, shape_spec
 from coterie.costs.roofline import Curve, Roofline, Transfer
+from coterie.costs.shipped import preset_names
 from coterie.footprints.counting import accumulate_load
 from coterie.registry import Registry
 from coterie.traces import ActivationTrace

@@ -1,13 +1,14 @@
 """How fast a load drifts: how much of its shape at the start of the trace is left, after ever longer lags.
 
-Let x(w) be the load shares of window w per layer, less the even share. Similarity at a lag is the mean of
+Let x(w) be the load shares of window w per layer, less the even share: its skew. The skew left at a lag is the mean of
 x(s) · x(s + lag) over the first windows s, divided by the mean of x(s) · x(s). The last product is taken between two
 random halves of the window's requests, so sampling noise, which would raise it and feign drift, is not in it. This
 projection, unlike a cosine, falls as 2^(-lag / half-life) both for loads that wander and for loads on their way from
-one state to another. Starts are the same for all lags, so a lag compares with no other part of the trace.
+one state to another. Unlike a cosine it may pass 1: the load then leans towards the same experts, and more than at the
+start. Starts are the same for all lags, so a lag compares with no other part of the trace.
 
-It describes one stretch of time: a daily cycle shorter recorded than a day looks like drift without return. Where no
-arrival times are known the lag is counted in tokens and follows the order of the file, which may be by topic.
+It describes one stretch of time: a daily cycle shorter recorded than a day looks like drift without return. Where the
+order of requests in time is not known there is no drift to measure: the order of a file may be by topic.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from coterie.placement.triggers.drift import fit_decay
 
 MIN_WINDOWS = 8
 MIN_DROP = 0.02
-"""Smallest loss of similarity that counts as drift."""
+"""Smallest loss of skew that counts as drift."""
 SIGNIFICANCE = 0.01
 PERMUTATIONS = 499
 
@@ -36,17 +37,18 @@ class Drift:
     reason: str | None
     """Why there is no half-life."""
     floor: float | None
-    """Similarity that stays for good: similarity = floor + (1 - floor) · 2^(-lag / half_life)."""
+    """Share of the skew that stays for good: skew_left = floor + (1 - floor) · 2^(-lag / half_life)."""
     unit: str
-    """s, tokens or windows."""
+    """s or windows."""
     window: float | None
     """Length of a window, in `unit`."""
     p_value: float | None
     """Share of random orders of the windows that drift as much."""
     lag: list[float] = field(default_factory=list)
     """[lag] in `unit`."""
-    similarity: list[float | None] = field(default_factory=list)
-    """[lag] corrected for noise: 1 is as alike as at lag 0, and noise can lift it above."""
+    skew_left: list[float | None] = field(default_factory=list)
+    """[lag] share of the skew at the start that is left, noise removed. 1: as at the start; above 1: more skewed
+    towards the same experts; 0: nothing in common."""
 
 
 class _Curve(NamedTuple):
@@ -70,20 +72,20 @@ def measure_drift(counts: NDArray[np.integer], width: float, unit: str, rng: Gen
     reference = float(curve.product[0])
     if not np.isfinite(reference) or reference <= 0:
         return no_drift(unit, "the load is even, or windows are too small to show a shape that could drift", width)
-    similarity = curve.product / reference
+    left = curve.product / reference
     p_value = _p_value(dots, pairs, rng)
     fit = fit_decay(curve.lags, curve.product)
     span = float(curve.lags[-1]) * width
     half_life, floor, reason = fit.half_life * width, fit.floor, None
-    fallen = 1.0 - float(np.nanmean(similarity[len(similarity) // 2 :]))
+    fallen = 1.0 - float(np.nanmean(left[len(left) // 2 :]))
     if p_value > SIGNIFICANCE:
         reason = f"no drift above the sampling noise over {_amount(span, unit)} (p = {p_value:.2g})"
     elif (1 - floor) * (1 - 2 ** (-curve.lags[-1] / fit.half_life)) < MIN_DROP or fallen < MIN_DROP:
-        reason = f"similarity falls by less than {MIN_DROP} over {_amount(span, unit)}"
+        reason = f"the skew falls by less than {MIN_DROP} of what it was over {_amount(span, unit)}"
     elif fit.half_life < 1:
         reason = f"the load differs between windows of {_amount(width, unit)} but has no trend: bursts, not drift"
     elif half_life > 2 * span:
-        reason = f"slower than {_amount(span, unit)} of trace can tell: similarity has fallen by {fallen:.2f}"
+        reason = f"slower than {_amount(span, unit)} of trace can tell: {fallen:.0%} of the first skew is gone"
     return Drift(
         half_life=None if reason else half_life,
         reason=reason,
@@ -92,7 +94,7 @@ def measure_drift(counts: NDArray[np.integer], width: float, unit: str, rng: Gen
         window=width,
         p_value=p_value,
         lag=[float(v * width) for v in curve.lags],
-        similarity=numbers(similarity),
+        skew_left=numbers(left),
     )
 
 

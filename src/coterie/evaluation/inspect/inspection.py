@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import TraceError
+from coterie.errors import ConfigError, TraceError
 from coterie.evaluation.inspect.drift import Drift, measure_drift, no_drift
 from coterie.evaluation.inspect.loads import (
     DomainSimilarity,
@@ -28,9 +29,11 @@ from coterie.evaluation.inspect.one_pass import MAX_DOMAINS, Progress, cut_windo
 from coterie.evaluation.inspect.samples import DistinctExperts, PhaseCorrelation
 from coterie.evaluation.inspect.values import number
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace
-from coterie.traces.readers.base import Trace
+from coterie.traces.readers.base import Trace, kind_of
+from coterie.traces.windows import choose_windows, domain_of
 
 _UNLABELLED = "the trace names no domains"
+_UNTIMED, _AT_ONCE = "no arrival times", "all requests arrive at once"
 _OF_ACTIVATIONS = ("load", "layers", "rank_imbalance", "domains", "phase_correlation", "drift", "distinct_experts")
 _PER_REQUEST = (
     "phase_correlation",
@@ -76,12 +79,19 @@ class Inspection:
     """Caveats for reading the numbers."""
 
 
-def inspect_trace(trace: Trace, name: str, rng: Generator, progress: Progress | None = None) -> Inspection:
-    """Compute every statistic that the trace allows; `name` is its path. Raises TraceError if it is empty or wrong."""
+def inspect_trace(
+    trace: Trace, name: str, rng: Generator, progress: Progress | None = None, window: str | None = None
+) -> Inspection:
+    """Compute every statistic that the trace allows; `name` is its path. Raises TraceError if it is empty or wrong.
+
+    `window` chooses windows of a load table, as :func:`~coterie.traces.windows.choose_windows` takes it.
+    """
+    if isinstance(trace, LoadTable):
+        return _inspect_load(trace, name, rng, window)
+    if window is not None:
+        raise ConfigError(f"--window={window} chooses from a load table; {name} holds {kind_of(trace)}")
     if isinstance(trace, ActivationTrace):
         return _inspect_activations(trace, name, rng, progress)
-    if isinstance(trace, LoadTable):
-        return _inspect_load(trace, name, rng)
     return _inspect_requests(trace, name)
 
 
@@ -105,8 +115,14 @@ def _inspect_activations(trace: ActivationTrace, name: str, rng: Generator, prog
         similarity = domain_similarity(result.domains, chosen.names, chosen.tokens, chosen.left_out)
     else:
         missing["domains"] = f"all requests are of one domain, {chosen.names[0]!r}" if chosen.names else _UNLABELLED
-    if windows.unit == "tokens":
-        notes.append("No arrival times: drift is counted in tokens and follows the order of the file.")
+    if windows.width_s is None:
+        drift = no_drift(
+            "s",
+            f"{_UNTIMED if trace.requests.arrival_s is None else _AT_ONCE}: the order of requests in "
+            "time is not known, and that of a file may be by topic",
+        )
+    else:
+        drift = measure_drift(result.half_windows, windows.width_s, "s", rng)
     if trace.num_requests > len(result.samples.chosen):
         notes.append(
             f"Distinct experts and phase correlation come from {len(result.samples.chosen):,} random requests."
@@ -127,7 +143,7 @@ def _inspect_activations(trace: ActivationTrace, name: str, rng: Generator, prog
         rank_imbalance=ranks,
         domains=similarity,
         phase_correlation=correlation,
-        drift=measure_drift(result.half_windows, windows.width, windows.unit, rng),
+        drift=drift,
         distinct_experts=distinct,
         arrivals=arrivals,
         prompt_lengths=prompts,
@@ -138,29 +154,31 @@ def _inspect_activations(trace: ActivationTrace, name: str, rng: Generator, prog
     )
 
 
-def _inspect_load(table: LoadTable, name: str, rng: Generator) -> Inspection:
-    load = table.counts.sum(axis=0)  # [layer, expert]
+def _inspect_load(table: LoadTable, name: str, rng: Generator, window: str | None) -> Inspection:
+    chosen, what = choose_windows(Path(name), table, window)
+    counts = table.counts[chosen]
+    load = counts.sum(axis=0)  # [layer, expert]
     if not load.any():
-        raise TraceError(name, "counts", f"the trace is empty ({len(table)} windows, no tokens)")
+        raise TraceError(name, "counts", f"the trace is empty ({len(chosen)} windows, no tokens)")
     missing = dict.fromkeys(_PER_REQUEST, "a load table counts tokens per expert, not single requests")
-    notes, similarity = [], None
+    tokens = None if table.tokens is None else table.tokens[chosen]
+    notes, similarity = [f"Load: {what}."], None
     if table.labels is None:
         missing["domains"] = "windows have no labels"
-        drift = measure_drift(table.counts[:, None].astype(np.int64), 1.0, "windows", rng)
+        drift = measure_drift(counts[:, None].astype(np.int64), 1.0, "windows", rng)
         notes.append(
             "Drift is counted in windows; the noise within one window is not known, so lag 1 is the reference."
         )
     else:
         drift = no_drift("windows", "windows are labelled (domains), not a series in time")
-        similarity = _label_similarity(table, table.labels, missing)
-        notes.append("Loads are summed over all windows; where windows overlap, tokens count more than once.")
+        similarity = _label_similarity(counts, [table.labels[i] for i in chosen], tokens, missing)
     return Inspection(
         trace=name,
         kind="load",
         model=table.model,
         experts=table.num_experts,
-        windows=len(table),
-        tokens=int(table.tokens.sum()) if table.tokens is not None else None,
+        windows=len(chosen),
+        tokens=None if tokens is None else int(tokens.sum()),
         load=_shares(load),
         layers=layer_loads(load, range(table.num_layers) if table.layer_ids is None else table.layer_ids.tolist()),
         rank_imbalance=_ranks(load, missing),
@@ -220,19 +238,22 @@ def _largest_domains(trace: ActivationTrace) -> _Domains:
     )
 
 
-def _label_similarity(table: LoadTable, labels: Sequence[str], missing: dict[str, str]) -> DomainSimilarity | None:
-    names, of_window = np.unique(np.array(list(labels)), return_inverse=True)
+def _label_similarity(
+    counts: NDArray[np.uint64], labels: Sequence[str], tokens: NDArray[np.int64] | None, missing: dict[str, str]
+) -> DomainSimilarity | None:
+    """Windows whose labels differ after a / alone are of one domain."""
+    names, of_window = np.unique(np.array([domain_of(label) for label in labels]), return_inverse=True)
     if len(names) < 2:
-        missing["domains"] = f"all windows have one label, {names[0]!s}"
+        missing["domains"] = f"all windows are of one domain, {names[0]!s}"
         return None
-    loads = np.zeros((len(names), table.num_layers, table.num_experts))
-    np.add.at(loads, of_window, table.counts.astype(np.float64))
-    tokens = loads[:, 0].sum(axis=1)
-    if table.tokens is not None:
-        tokens = np.bincount(of_window, weights=table.tokens, minlength=len(names))
-    order = np.argsort(-tokens, kind="stable")[:MAX_DOMAINS]
+    loads = np.zeros((len(names), *counts.shape[1:]))
+    np.add.at(loads, of_window, counts.astype(np.float64))
+    size = loads[:, 0].sum(axis=1)
+    if tokens is not None:
+        size = np.bincount(of_window, weights=tokens, minlength=len(names))
+    order = np.argsort(-size, kind="stable")[:MAX_DOMAINS]
     picked = [str(names[i]) for i in order]
-    return domain_similarity(loads[order], picked, tokens[order].tolist(), len(names) - len(order))
+    return domain_similarity(loads[order], picked, size[order].tolist(), len(names) - len(order))
 
 
 def _shares(load: NDArray[np.integer]) -> list[list[float]]:
@@ -255,7 +276,7 @@ def _request_parts(
     arrivals, sharing = arrival_rate(table), prefix_sharing(table)
     prompts, outputs = lengths(table.prompt_tokens), lengths(table.output_tokens)
     if arrivals is None:
-        missing["arrivals"] = "no arrival times" if table.arrival_s is None else "all requests arrive at once"
+        missing["arrivals"] = _UNTIMED if table.arrival_s is None else _AT_ONCE
     for field_name, value in (("prompt_lengths", prompts), ("output_lengths", outputs)):
         if value is None:
             missing[field_name] = "all are 0: not recorded"

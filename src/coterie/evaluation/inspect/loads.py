@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.evaluation.inspect.values import number, numbers
-from coterie.types import Placement, balancedness
+from coterie.types import Placement
 
 RANKS = (2, 4, 8, 16, 32)
 HOT_EXPERTS = 8
@@ -48,12 +48,17 @@ class RankImbalance:
     """Linear placement: expert e in slot e, ranks owning equal blocks."""
 
     ranks: int
-    balancedness: float
-    """Mean over layers of mean ÷ max rank load: 1 is even."""
+    mean: float | None
+    """Imbalance, max ÷ mean rank load, mean over layers: 1 is even."""
+    median: float | None
     worst: float | None
-    """Largest max ÷ mean rank load of any layer."""
-    max_over_mean: list[float | None]
-    """[layer]"""
+    """The same, median and largest of the layers."""
+    per_layer: list[float | None]
+
+    @property
+    def most_gain(self) -> float | None:
+        """Share of the busiest ranks' load, summed over layers, that an even load would take away."""
+        return None if self.mean is None else 1.0 - 1.0 / self.mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +109,9 @@ def rank_imbalances(load: Load) -> list[RankImbalance]:
     for ranks in (r for r in RANKS if experts % r == 0):
         per_rank = Placement.linear(layers, experts, ranks).rank_load(load)  # [layer, rank]
         skew = _ratio(per_rank.max(axis=1), per_rank.mean(axis=1))
-        worst = skew[np.isfinite(skew)].max(initial=-np.inf)
-        out.append(RankImbalance(ranks, balancedness(per_rank), number(worst), numbers(skew)))
+        known = skew[np.isfinite(skew)]
+        mean, median, worst = (float(f(known)) if len(known) else None for f in (np.mean, np.median, np.max))
+        out.append(RankImbalance(ranks, mean, median, worst, numbers(skew)))
     return out
 
 

@@ -33,17 +33,15 @@ _THREADS = 2
 
 
 class Windows(NamedTuple):
-    """How requests are put into windows of equal length, in order of arrival or (no times known) of the file."""
+    """How requests are put into windows of equal time, in order of arrival; one window where no times are known."""
 
     window: NDArray[np.int64]
     """[request]"""
     half: NDArray[np.int64]
     """[request] 0 or 1 at random: two halves of a window differ by sampling noise only."""
     total: int
-    width: float
-    """Length of a window, in `unit`."""
-    unit: str
-    """s or tokens."""
+    width_s: float | None
+    """Length of a window; None where no times are known."""
 
 
 class PassResult(NamedTuple):
@@ -57,21 +55,18 @@ class PassResult(NamedTuple):
 
 def cut_windows(trace: ActivationTrace, rng: Generator) -> Windows:
     """Windows over the whole trace, as many as its requests can fill."""
-    table, lengths = trace.requests, trace.lengths
-    timed = table.arrival_s is not None and table.duration_s > 0
-    if timed:
-        assert table.arrival_s is not None
-        position = table.arrival_s - table.arrival_s.min()
-    else:
-        position = (np.cumsum(lengths) - lengths).astype(np.float64)  # tokens before the request
-    span = float(position.max(initial=0.0)) if timed else float(max(1, lengths.sum()))
-    count = int(np.clip(len(lengths) // REQUESTS_PER_WINDOW, 1, MAX_WINDOWS))
-    index = np.minimum((position / span * count).astype(np.int64), count - 1)
+    table, requests = trace.requests, trace.num_requests
+    index, order, count, width = np.zeros(requests, np.int64), np.arange(requests), 1, None
+    if table.arrival_s is not None and table.duration_s > 0:
+        since_s = table.arrival_s - table.arrival_s.min()
+        count = int(np.clip(requests // REQUESTS_PER_WINDOW, 1, MAX_WINDOWS))
+        index = np.minimum((since_s / table.duration_s * count).astype(np.int64), count - 1)
+        order, width = np.argsort(since_s, kind="stable"), table.duration_s / count
     # Neighbours in time go to different halves, which of them where by lot: balanced, and blind to any pattern.
-    half = np.empty(len(index), np.int64)
-    coin = np.repeat(rng.integers(2, size=-(-len(index) // 2)), 2)[: len(index)]
-    half[np.argsort(position, kind="stable")] = (np.arange(len(index)) + coin) % 2
-    return Windows(index, half, count, span / count, "s" if timed else "tokens")
+    half = np.empty(requests, np.int64)
+    coin = np.repeat(rng.integers(2, size=-(-requests // 2)), 2)[:requests]
+    half[order] = (np.arange(requests) + coin) % 2
+    return Windows(index, half, count, width)
 
 
 def run_pass(

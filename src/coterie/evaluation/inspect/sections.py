@@ -99,15 +99,16 @@ def _load(found: Inspection) -> Section | None:
 
 
 def _gini(found: Inspection) -> Section | None:
-    if not found.layers:
+    typical = typical_layers(found.layers or [])
+    if not found.layers or not typical:
         return None
     ginis = [x.gini for x in found.layers]
     known = [g for g in ginis if g is not None]
-    rows: list[tuple[Cell, ...]] = [
-        (which, str(x.layer), x.max_over_mean, x.gini, x.cv) for which, x in typical_layers(found.layers)
-    ]
+    rows: list[tuple[Cell, ...]] = [(which, str(x.layer), x.max_over_mean, x.gini, x.cv) for which, x in typical]
+    median = typical[1][1]
     meaning = (
-        f"The Gini coefficient is {np.median(known):.2f} in the median layer ({min(known):.2f} to {max(known):.2f}). "
+        f"By max ÷ mean, layer {median.layer} is the median one: {median.max_over_mean:.3g}, and a Gini coefficient of "
+        f"{median.gini:.3g} (over all layers {min(known):.3g} to {max(known):.3g}). "
         "Layers far above the rest are where a placement of their own, or replicas, pay first."
     )
     return Section(
@@ -124,27 +125,29 @@ def _gini(found: Inspection) -> Section | None:
 def _ranks(found: Inspection) -> Section | None:
     if not found.rank_imbalance:
         return None
-    rows: list[tuple[Cell, ...]] = []
-    for r in found.rank_imbalance:
-        known = [v for v in r.max_over_mean if v is not None]
-        rows.append((r.ranks, r.balancedness, float(np.median(known)) if known else None, r.worst))
+    rows: list[tuple[Cell, ...]] = [
+        (r.ranks, r.mean, r.median, r.worst, None if r.most_gain is None else _percent(r.most_gain))
+        for r in found.rank_imbalance
+    ]
+    meaning = "Imbalance is the busiest rank's load ÷ the mean rank's: 1 is even. "
     last = found.rank_imbalance[-1]
-    meaning = (
-        f"With experts laid out in order on {last.ranks} ranks, the average rank does {_percent(last.balancedness)} "
-        "of the slowest one's work: the rest is what a better placement or replicas can win at most, in the MoE part "
-        "of steps bound by compute."
-    )
+    if last.mean is not None and last.most_gain is not None:
+        meaning += (
+            f"With experts laid out in order on {last.ranks} ranks it is {last.mean:.3g}, mean over layers: a better "
+            f"placement or replicas can take away {_percent(last.most_gain)} at most of the MoE part of steps that are "
+            "bound by compute."
+        )
     shown = [r for r in found.rank_imbalance if r.ranks in (2, 8, 32)] or found.rank_imbalance[:1]
     return Section(
         key="ranks",
         title="Rank imbalance under linear placement",
         meaning=meaning,
-        columns=("ranks", "balancedness", "median max ÷ mean", "worst max ÷ mean"),
+        columns=("ranks", "imbalance, mean layer", "median layer", "worst layer", "to win at most"),
         rows=rows,
         plot=figures.layer_lines(
-            _ids(found), {f"{r.ranks} ranks": r.max_over_mean for r in shown}, "max ÷ mean rank load"
+            _ids(found), {f"{r.ranks} ranks": r.per_layer for r in shown}, "imbalance: busiest ÷ mean rank load"
         ),
-        alt="Lines of max ÷ mean rank load of every layer, for several numbers of ranks.",
+        alt="Lines of the imbalance (busiest ÷ mean rank load) of every layer, for several numbers of ranks.",
     )
 
 
@@ -202,7 +205,8 @@ def _domains(found: Inspection) -> Section | None:
             "placement made for one domain serves another."
         )
     if similar.left_out:
-        meaning += f" The {len(similar.domains)} largest domains are shown, {similar.left_out} smaller ones are not."
+        smaller = "1 smaller one is" if similar.left_out == 1 else f"{similar.left_out} smaller ones are"
+        meaning += f" The {len(similar.domains)} largest domains are shown, {smaller} not."
     return Section(
         key="domains",
         title="Similarity of domains",
@@ -250,13 +254,13 @@ def _drift(found: Inspection) -> Section | None:
     rows: list[tuple[Cell, ...]] = []
     if drift.lag:
         picks = sorted({round(i) for i in np.linspace(0, len(drift.lag) - 1, min(8, len(drift.lag)))})
-        rows = [(drift.lag[i], drift.similarity[i]) for i in picks]
+        rows = [(drift.lag[i], drift.skew_left[i]) for i in picks]
     fitted = None
     if drift.half_life is not None and drift.floor is not None:
         fitted = (drift.half_life, drift.floor)
         meaning = (
-            f"Half of what the load will lose of its first shape is lost after {_amount(drift.half_life)} {drift.unit}"
-            f", and {_percent(drift.floor)} of the shape stays. A placement planned on past load should be renewed in "
+            f"Half of what the load will lose of its first skew is lost after {_amount(drift.half_life)} {drift.unit}"
+            f", and {_percent(drift.floor)} of it stays. A placement planned on past load should be renewed in "
             "less than that, or not at all if moving the weights costs more than it wins."
         )
     else:
@@ -267,10 +271,10 @@ def _drift(found: Inspection) -> Section | None:
         key="drift",
         title="Drift of the load",
         meaning=meaning,
-        columns=(f"lag ({drift.unit})", "similarity to the start"),
+        columns=(f"lag ({drift.unit})", "share of the first skew left"),
         rows=rows,
-        plot=figures.drift_curve(drift.lag, drift.similarity, drift.unit, fitted) if drift.lag else None,
-        alt="Similarity of the load to the start of the trace against lag.",
+        plot=figures.drift_curve(drift.lag, drift.skew_left, drift.unit, fitted) if drift.lag else None,
+        alt="Share of the skew at the start of the trace that is left, against lag.",
     )
 
 

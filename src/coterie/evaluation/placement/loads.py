@@ -17,12 +17,11 @@ from coterie.footprints.counting import accumulate_load
 from coterie.models import model_of
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.readers import ReadOptions, read_trace
+from coterie.traces.windows import MERGED, choose_windows
 from coterie.types import ModelSpec
 
 Array = NDArray[np.float64]
 
-MERGED = "merged_"
-"""How labels of windows begin that are sums of other windows of their table."""
 
 FEWEST_REQUESTS = 20
 """Requests of an activation trace from which on every other one is held out; half of fewer says little."""
@@ -69,8 +68,7 @@ class _Found(NamedTuple):
 def read_load(path: Path, format: str | None, model: str | None, window: str | None) -> WindowLoad:
     """The load of a trace in any known format: all of it, or of a load table the windows asked for.
 
-    `window` is a label (also the part before a /), a number from 0, or a range A:B that leaves B out. Without it
-    windows named merged_… are left out: they are sums of others, whose tokens would count twice.
+    `window` is what :func:`~coterie.traces.windows.choose_windows` takes.
     """
     trace = read_trace(path, format, ReadOptions(model=model if model is None or not Path(model).exists() else None))
     said = trace.model if isinstance(trace, LoadTable) else getattr(getattr(trace, "meta", None), "model", "unknown")
@@ -128,7 +126,7 @@ def _of_activations(path: Path, trace: ActivationTrace) -> _Found:
 
 
 def _of_table(path: Path, table: LoadTable, window: str | None) -> _Found:
-    chosen, what = _windows(path, table, window)
+    chosen, what = choose_windows(path, table, window)
     labels = list(table.labels or ())
     named = tuple(labels[i] for i in chosen) if labels else ()
 
@@ -170,39 +168,3 @@ def _halves(chosen: list[int], labels: list[str]) -> tuple[list[int], list[int]]
         first += rows[: -(-len(rows) // 2)]
         second += rows[-(-len(rows) // 2) :]
     return first, second
-
-
-def _windows(path: Path, table: LoadTable, window: str | None) -> tuple[list[int], str]:
-    labels = list(table.labels or ())
-    if window is None:
-        return _all_windows(path, labels, len(table))
-    chosen = [i for i, label in enumerate(labels) if label == window or label.startswith(f"{window}/")]
-    if not chosen:
-        first, colon, last = window.partition(":")
-        if not all(part.isdecimal() or (colon and not part) for part in (first, last or first)):
-            names = ", ".join(dict.fromkeys(label.split("/")[0] for label in labels))
-            also = f", or one of {names}" if names else ""
-            raise ConfigError(f"--window={window} must be a number or a range A:B{also}")
-        start, end = _up_to(len(table), first), _up_to(len(table), last)
-        stop = (end if last else len(table)) if colon else start + 1
-        chosen = list(range(start, min(stop, len(table))))
-        if not chosen or stop > len(table):
-            raise ConfigError(f"--window={window} must be within the {len(table)} windows of {path}, counted from 0")
-    return chosen, f"{window} of {path.name}"
-
-
-def _up_to(most: int, digits: str) -> int:
-    """The number, or one past `most` where it is larger; it may have thousands of digits. No digits are 0."""
-    plain = digits.lstrip("0")
-    return min(int(plain or "0"), most + 1) if len(plain) <= len(str(most)) else most + 1
-
-
-def _all_windows(path: Path, labels: list[str], count: int) -> tuple[list[int], str]:
-    merged = {i for i, label in enumerate(labels) if label.startswith(MERGED)}
-    chosen = [i for i in range(count) if i not in merged]
-    if not chosen and count > 1:
-        raise ConfigError(f"all {count} windows of {path} are merged ones, which overlap: choose one with --window")
-    if not merged or not chosen:
-        return list(range(count)), f"{count} windows of {path.name}" if count > 1 else path.name
-    are = f"{len(merged)} named {MERGED}… are" if len(merged) > 1 else f"1 named {MERGED}… is"
-    return chosen, f"{len(chosen)} of {count} windows of {path.name} ({are} left out: sums of others)"

@@ -7,7 +7,7 @@ import math
 import shlex
 from typing import Any
 
-from coterie.costs.presets import preset_names
+from coterie.costs.shipped import preset_names
 from coterie.evaluation.placement.plans import BatchRow, Planned, PlanOptions
 from coterie.models import models
 from coterie.placement import HOST, Plan

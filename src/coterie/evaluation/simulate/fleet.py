@@ -152,7 +152,8 @@ class FleetReport:
     @property
     def pays(self) -> bool:
         """Whether the best router surely saves time, and enough to matter; one split tells nothing."""
-        return self.splits > 1 and self.best.saved_pct.low > 0 and self.best.saved_pct.mean >= WORTH_PCT
+        saved = self.best.saved_pct
+        return saved.low is not None and saved.low > 0 and saved.mean >= WORTH_PCT
 
     @property
     def verdict(self) -> str:
@@ -162,7 +163,7 @@ class FleetReport:
             return f"{base.router}: no router compared has less TPOT ({self.dtype})."
         saved, tail = best.saved_pct, best.saved_p99_pct
         gain = f"{best.router}: {saved.mean:.1f}% less TPOT than {base.router}"
-        if self.splits < 2:
+        if saved.low is None or tail.low is None or tail.high is None:
             return f"{gain} ({self.dtype}), on one split: nothing tells how sure that is."
         sure = f"95% {saved.low:.1f} to {saved.high:.1f}"
         if saved.low <= 0:

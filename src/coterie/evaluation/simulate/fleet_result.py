@@ -49,8 +49,9 @@ def _draw(reports: Sequence[FleetReport], figure: Figure, theme: Theme) -> None:
             values = [getattr(row, key) for row in rows]
             means = [value.mean for value in values]
             axes.barh(at + offset, means, 0.34, color=color, label=label)
-            if report.splits > 1:
-                spread = [[v.mean - v.low for v in values], [v.high - v.mean for v in values]]
+            known = [(v.mean - v.low, v.high - v.mean) for v in values if v.low is not None and v.high is not None]
+            if len(known) == len(values):
+                spread = np.array(known).T
                 axes.errorbar(means, at + offset, xerr=spread, color=theme.text, ls="none", lw=1)
         axes.set_yticks(at, [row.router for row in rows])
         axes.tick_params(axis="y", colors=theme.text, length=0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coterie.errors import ConfigError, UnknownNameError, check_at_least, check_positive
+from coterie.evaluation.simulate.names import check_names
 
 EXECUTIONS = ("spread", "prefill", "decode")
 
@@ -51,6 +52,7 @@ class SimulateOptions:
     def __post_init__(self) -> None:
         if self.execution is not None and self.execution not in EXECUTIONS:
             raise UnknownNameError("execution", self.execution, EXECUTIONS)
+        check_names(self.strategies, self.predictor, self.model, self.preset, self.with_model is not None)
         check_at_least(1, requests=self.requests, ranks=self.ranks, places=self.places)
         check_positive(rate=self.rate, base_ms=self.base_ms)
         check_at_least(0, seed=self.seed)

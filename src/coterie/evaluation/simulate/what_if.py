@@ -44,7 +44,7 @@ from coterie.models import get_model, model_from_config
 from coterie.prompts import read_prompts
 from coterie.sim.metrics import Run, Summary, summarise
 from coterie.traces import ActivationTrace, RequestTrace
-from coterie.traces.readers import ReadOptions, kind_of, read_trace
+from coterie.traces.readers import ReadOptions, Trace, kind_of, read_trace
 from coterie.traces.store import write_json
 from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Placement, Topology, WeightDtype
 
@@ -186,7 +186,7 @@ def _names(options: SimulateOptions, config: CapsConfig | None) -> list[str]:
     if "all" in asked:
         asked = strategies.names()
     for name in asked:
-        strategies.check(name)
+        strategies.check(name)  # a config's; options check their own before any work
     return list(dict.fromkeys((BASELINE, *asked)))
 
 
@@ -219,8 +219,7 @@ def _work(options: SimulateOptions, config: CapsConfig | None, given: frozenset[
         notes = [f"What runs is the routing of {routed.trace.num_requests} prompts in {dtype}.", *routed.notes]
     elif options.trace is not None:
         name = str(options.trace)
-        experts = config.num_experts if config and "num_experts" in given else None
-        read = read_trace(options.trace, options.trace_format, ReadOptions(options.model, experts))
+        read = _read_trace(options, config, given)
         if isinstance(read, RequestTrace):
             if options.arrivals is not None:
                 raise ConfigError(f"{name} holds requests without experts: it gives arrivals, as does --arrivals")
@@ -251,6 +250,21 @@ def _work(options: SimulateOptions, config: CapsConfig | None, given: frozenset[
         arrivals_name=arrivals_name,
         notes=notes,
     )
+
+
+def _read_trace(options: SimulateOptions, config: CapsConfig | None, given: frozenset[str]) -> Trace:
+    """Read the trace by what it says of itself; the model to time and the config help only where it says nothing.
+
+    Taken for the trace's own, they would hide that they do not fit it.
+    """
+    assert options.trace is not None
+    experts = config.num_experts if config and "num_experts" in given else None
+    try:
+        return read_trace(options.trace, options.trace_format)
+    except TraceError:
+        if options.model is None and experts is None:
+            raise
+        return read_trace(options.trace, options.trace_format, ReadOptions(options.model, experts))
 
 
 def _arrivals(options: SimulateOptions) -> tuple[str | RequestTrace | None, str]:

@@ -88,7 +88,7 @@ def _p99_by_rate(rows: Rows, figure: Figure, theme: Theme) -> None:
         handles.append(
             Line2D([], [], color=theme.text, marker="D", mfc=theme.background, ms=6, ls="none", label="published")
         )
-    if any(row["strategy"] in look and row["p99_reduction_low"] < row["p99_reduction_high"] for row in rows):
+    if any(row["strategy"] in look and row["p99_reduction_low"] is not None for row in rows):
         handles.append(whisker_handle(theme))
     legend_above(figure, handles)
 
@@ -106,9 +106,10 @@ def _p99_panel(axes: Any, theme: Theme, rows: Rows, look: dict[str, tuple[str, s
         mine = [row for row in rows if row["strategy"] == name]
         x = [at[row["rate"]] + shift for row in mine]
         y = np.array([row["p99_reduction_pct"] for row in mine])
-        ends = np.array([(row["p99_reduction_low"], row["p99_reduction_high"]) for row in mine]).reshape(-1, 2)
         best = name == "latency_aware"
-        axes.vlines(x, ends[:, 0], ends[:, 1], color=color, lw=1.0, alpha=0.7)
+        for where, row in zip(x, mine, strict=True):
+            if row["p99_reduction_low"] is not None:  # one seed has no interval
+                axes.vlines(where, row["p99_reduction_low"], row["p99_reduction_high"], color=color, lw=1.0, alpha=0.7)
         axes.plot(x, y, color=color, marker=marker, ms=5, lw=2.4 if best else 1.5, zorder=4 if best else 3)
         if (y < FLOOR).any():
             lost[name] = [(row["rate"], value) for row, value in zip(mine, y, strict=True) if value < FLOOR]
@@ -228,7 +229,9 @@ def _pairs(rows: Rows) -> list[Pair]:
         for field in NEAR:
             found = published_ends(row, field)
             if found and field == "p99_reduction_pct" and is_of_rate(row):
-                ours, ends = (row[field], row[field]), (row["p99_reduction_low"], row["p99_reduction_high"])
+                ours = (row[field], row[field])
+                told = row["p99_reduction_low"] is not None
+                ends = (row["p99_reduction_low"], row["p99_reduction_high"]) if told else ours
                 cell = row["pattern"], row["strategy"], row["rate"], row["fitted"]
                 pairs.append(Pair(field, *cell, ours, ends, found))
             elif found:

@@ -24,7 +24,7 @@ import numpy as np
 from coterie.batching import Strategy, strategies
 from coterie.batching.costs import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
-from coterie.evaluation.runs import in_parallel, interval
+from coterie.evaluation.runs import in_parallel, interval, interval_of, with_half
 from coterie.evaluation.suites.base import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
 from coterie.evaluation.suites.caps.published import GREEDY, RATES, REQUESTS, SEEDS, TOP_SIX, published
 from coterie.sim import SpreadExecution, Summary, run_batches, summarise
@@ -135,11 +135,11 @@ def _names(asked: tuple[str, ...] | None) -> tuple[str, ...]:
 def _row(pattern: str, rate: float, name: str, runs: list[dict[str, Summary]]) -> dict[str, Any]:
     ours = np.array([run[name] for run in runs], dtype=float)  # [seed, field]
     base = np.array([run["fcfs"] for run in runs], dtype=float)
-    mean, std = ours.mean(axis=0), ours.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros(ours.shape[1])
+    mean, std = ours.mean(axis=0), ours.std(axis=0, ddof=1).tolist() if len(runs) > 1 else [None] * ours.shape[1]
     at = {field: index for index, field in enumerate(Summary._fields)}
     row: dict[str, Any] = {"pattern": pattern, "rate": rate, "strategy": name, "fitted": rate in FITTED_RATES}
     for field in ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "throughput", "imbalance"):
-        row[field], row[f"{field}_std"] = float(mean[at[field]]), float(std[at[field]])
+        row[field], row[f"{field}_std"] = float(mean[at[field]]), std[at[field]]
     row["worst_skips"] = int(ours[:, at["worst_skips"]].max())
     row["worst_wait_ms"] = float(ours[:, at["worst_wait_ms"]].max())
     of_fcfs = {field: float(mean[index] / base[:, index].mean()) for field, index in at.items() if field in GAINS}
@@ -147,8 +147,9 @@ def _row(pattern: str, rate: float, name: str, runs: list[dict[str, Summary]]) -
     # Seeds are paired: both ran the same requests.
     cuts = 100.0 * (1.0 - ours[:, at["p99_ms"]] / base[:, at["p99_ms"]])
     found = interval(cuts)
-    row["p99_reduction_low"] = row["p99_reduction_pct"] - (found.mean - found.low)
-    row["p99_reduction_high"] = row["p99_reduction_pct"] + (found.high - found.mean)
+    shift = row["p99_reduction_pct"] - found.mean  # the interval of the mean of cuts, about the cut of the means
+    row["p99_reduction_low"] = None if found.low is None else found.low + shift
+    row["p99_reduction_high"] = None if found.high is None else found.high + shift
     best = min(runs[0], key=lambda other: float(np.mean([run[other].p99_ms for run in runs])))
     behind = interval([100.0 * (run[name].p99_ms / run[best].p99_ms - 1.0) for run in runs])
     row["best"], row["behind_best_pct"], row["behind_best_low"], row["behind_best_high"] = best, *behind
@@ -188,7 +189,7 @@ def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...], st
                 )
     ours = [row for row in rows if row["strategy"] == "latency_aware"]
     if ours:
-        behind = [row for row in ours if row["behind_best_low"] > 0.0]
+        behind = [row for row in ours if (row["behind_best_low"] or 0.0) > 0.0]
         notes.append(
             f"latency_aware has the best P99, or one not told apart from it, in {len(ours) - len(behind)} of "
             f"{len(ours)} cells"
@@ -199,10 +200,6 @@ def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...], st
             + "."
         )
     return notes
-
-
-def _half(row: Row) -> float:
-    return float(row["p99_reduction_high"] - row["p99_reduction_low"]) / 2.0
 
 
 def _range(row: Row, field: str, sign: float = 1.0) -> str:
@@ -224,10 +221,10 @@ def _table(pattern: str) -> SuiteTable:
         Column("req/s", lambda row: f"{row['rate']:g}"),
         Column("strategy", lambda row: row["strategy"]),
         Column("P99 ms", lambda row: round(row["p99_ms"])),
-        Column("P99 gain %", lambda row: f"{row['p99_reduction_pct']:+.1f} ± {_half(row):.1f}"),
+        Column("P99 gain %", lambda row: with_half(interval_of(row, "p99_reduction"))),
         Column("published", lambda row: _range(row, "p99_reduction_pct")),
         Column("throughput %", lambda row: _with_published(row, "throughput_gain_pct")),
-        Column("imbalance %", lambda row: _with_published(row, "imbalance_reduction_pct", sign=-1.0)),
+        Column("less imbalance %", lambda row: _with_published(row, "imbalance_reduction_pct")),
     )
     title = f"{pattern} arrivals, against fcfs (± 95% over seeds; published in brackets)"
     return SuiteTable(title, columns, lambda row: bool(row["pattern"] == pattern))

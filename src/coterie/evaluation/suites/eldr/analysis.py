@@ -18,10 +18,9 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.evaluation.fleets import Source, recorded_source, split
-from coterie.evaluation.suites.eldr.cells import WEIGHTINGS
+from coterie.evaluation.fit import score_signatures
+from coterie.evaluation.fleets import Source, recorded_source
 from coterie.footprints.counting import distinct_experts
-from coterie.footprints.signatures import Signature, rho
 
 UNION_BATCH = {"gpt-oss-20b": 6, "deepseek-v2-lite": 16}
 """Requests of a step: no domain of gpt-oss-20b's recording has more than ten, few have more than six."""
@@ -50,7 +49,7 @@ class Analysis(NamedTuple):
     """rho by weighting, with chosen layers."""
     rho_unmasked: dict[str, float]
     """rho by weighting, with all layers."""
-    layers: int
+    layers: float
     """Layers chosen for count_idf."""
 
 
@@ -59,7 +58,14 @@ def analyse(job: tuple[str, int], data: Path) -> Analysis:
     name, seed = job
     source = recorded_source(data, name)
     rng = np.random.default_rng([seed, 5])
-    masked, plain, layers = signature_quality(source, seed, rng)
+    masked: dict[str, float] = {}
+    plain: dict[str, float] = {}
+    layers = 0.0
+    for one in score_signatures(source.counts, [seed]):
+        if one.rho is not None:
+            (masked if one.mask else plain)[one.weighting] = one.rho
+        if one.mask and one.weighting == "count_idf":
+            layers = one.layers or 0.0
     unions = domain_unions(source, UNION_BATCH[name], UNION_STEPS, rng)
     return Analysis(
         trace=name,
@@ -101,23 +107,3 @@ def phase_correlation(source: Source) -> float:
     products = np.einsum("rc,rc->r", before, after)
     scales = np.sqrt(np.einsum("rc,rc->r", before, before) * np.einsum("rc,rc->r", after, after))
     return float((products / scales).mean())
-
-
-def signature_quality(source: Source, seed: int, rng: Generator) -> tuple[dict[str, float], dict[str, float], int]:
-    """rho on the other half by weighting, with layers chosen and with all; and how many were chosen for count_idf."""
-    halves = split(source, seed)
-    known = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
-    other = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.test)))
-    truth = other.decode.reshape(len(other.decode), -1)
-    found: tuple[dict[str, float], dict[str, float]] = ({}, {})
-    layers = 0
-    for weighting in WEIGHTINGS:
-        fit, score = (known.gates, other.gates) if weighting == "gate" else (known.prefill, other.prefill)
-        if fit is None or score is None:
-            continue
-        for into, mask in zip(found, (True, False), strict=True):
-            signature = Signature(weighting, mask).fit(fit, known.decode, rng)
-            into[weighting] = rho(signature.transform_all(score), truth)
-            if mask and weighting == "count_idf":
-                layers = len(signature.layers)
-    return found[0], found[1], layers

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from coterie.evaluation.figures import Theme, write_figure
+from coterie.evaluation.runs import error_bars, interval_of
 from coterie.evaluation.suites.eldr.cells import MODEL
 
 Rows = Sequence[dict[str, Any]]
@@ -35,7 +36,7 @@ def draw_figures(folder: Path, rows: Rows) -> list[Path]:
 
 
 def _error(rows: Rows, key: str) -> Any:
-    return np.array([[row[f"{key}_pct"] - row[f"{key}_low"], row[f"{key}_high"] - row[f"{key}_pct"]] for row in rows]).T
+    return error_bars([interval_of(row, key) for row in rows])
 
 
 def _loads(rows: Rows, figure: Figure, theme: Theme) -> None:
@@ -52,7 +53,8 @@ def _loads(rows: Rows, figure: Figure, theme: Theme) -> None:
         axes.set_ylabel(label, fontsize=8)
         axes.grid(axis="y")
     panels[-1].set_xticks(range(len(loads)), [f"{decoders} x {per_decoder}" for decoders, per_decoder in loads])
-    panels[-1].set_xlabel(f"decoders x requests in flight on each; {MODEL} routing, against round robin, ± 95%")
+    sure = "± 95%" if any(row[f"{PANELS[0][0]}_low"] is not None for row in rows) else "one split"
+    panels[-1].set_xlabel(f"decoders x requests in flight on each; {MODEL} routing, against round robin, {sure}")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(COMPARED), fontsize=8)
 
 

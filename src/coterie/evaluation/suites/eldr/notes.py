@@ -7,10 +7,12 @@ from itertools import pairwise
 from typing import Any
 
 from coterie.evaluation.fleets import BASE
+from coterie.evaluation.runs import interval_of, told_apart, with_ends, with_half
 from coterie.evaluation.suites.base import Column, Row, SuiteTable
 from coterie.evaluation.suites.eldr import published
 from coterie.evaluation.suites.eldr.cells import MODEL
 from coterie.evaluation.suites.eldr.rows import ELDR, OURS
+from coterie.types import Interval
 
 NO_DATA = "No recorded routing: only synthetic parts ran. Set COTERIE_DATA to the folder of real data (docs/data.md)."
 LIMIT_BAR = 0.90
@@ -33,13 +35,11 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
 
 
 def told(row: Row, key: str) -> str:
-    return f"{row[f'{key}_pct']:+.1f} [{row[f'{key}_low']:+.1f}, {row[f'{key}_high']:+.1f}]"
+    return with_ends(interval_of(row, key))
 
 
-def verdict(row: Row, key: str) -> str:
-    if row[f"{key}_low"] == row[f"{key}_high"]:
-        return "one seed: no interval"
-    return "surely" if row[f"{key}_low"] > 0 else "not told apart" if row[f"{key}_high"] > 0 else "surely not"
+def _share(row: Row, key: str) -> str:
+    return with_ends(Interval(row[key], row[f"{key}_low"], row[f"{key}_high"]), digits=2, sign="")
 
 
 COMPARED = (
@@ -55,7 +55,8 @@ COMPARED = (
 
 def _ahead_note(row: Row, where: str) -> str:
     ahead = ", ".join(
-        f"{words} {told(row, f'{key}_ahead')} ({verdict(row, f'{key}_ahead')})" for key, words in COMPARED
+        f"{words} {told(row, f'{key}_ahead')} ({told_apart(interval_of(row, f'{key}_ahead'))})"
+        for key, words in COMPARED
     )
     return f"{where}: latency_aware ahead of locality_band, in points of saving: {ahead}."
 
@@ -100,10 +101,10 @@ def _limit_notes(rows: Sequence[Row]) -> list[str]:
         if row["clusters"] == "union":
             met = f": {'meets' if row['run_share'] >= LIMIT_BAR else 'misses'} {LIMIT_BAR:.2f}"
         notes.append(
-            f"Limit, {row['decoders']} decoders: {row['clusters']} clusters reach {row['share']:.2f} "
-            f"[{row['share_low']:.2f}, {row['share_high']:.2f}] of its expected saving (a quick trial: "
+            f"Limit, {row['decoders']} decoders: {row['clusters']} clusters reach {_share(row, 'share')} "
+            "of its expected saving (a quick trial: "
             f"{row['published']['share']:.2f}); {row['router']}, which sees who is running, in its run "
-            f"{row['run_share']:.2f} [{row['run_share_low']:.2f}, {row['run_share_high']:.2f}] at equal rows{met}."
+            f"{_share(row, 'run_share')} at equal rows{met}."
         )
     return notes
 
@@ -212,7 +213,7 @@ def _load(row: Row) -> str:
 
 def _gain(key: str) -> Callable[[Row], str]:
     def value(row: Row) -> str:
-        return f"{row[f'{key}_pct']:+.1f} ± {(row[f'{key}_high'] - row[f'{key}_low']) / 2:.1f}"
+        return with_half(interval_of(row, key))
 
     return value
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coterie.evaluation.fleets import TRACES
+from coterie.evaluation.runs import interval_of, with_ends, with_half
 from coterie.evaluation.suites.base import Column, Row, SuiteTable
 from coterie.evaluation.suites.joint import published
 from coterie.evaluation.suites.joint.cells import CHAIN, LOADS, REPLICATION, ROUTING, SCHEDULING, STANDARD
@@ -42,16 +43,16 @@ def _published_notes() -> list[str]:
 
 
 def told(row: Row, key: str) -> str:
-    return f"{row[f'{key}_pct']:+.1f}% [{row[f'{key}_low']:+.1f}, {row[f'{key}_high']:+.1f}]"
+    return with_ends(interval_of(row, key), unit="%")
 
 
 def verdict(row: Row, key: str) -> str:
     """Whether a saving differs significantly from 0."""
-    low, high = row[f"{key}_low"], row[f"{key}_high"]
-    if low == high == 0.0:
+    gain, low, high = interval_of(row, key)
+    if gain == 0.0 and low == high:  # every seed, or the only one, is the same to the last digit
         return "does nothing"
-    if low == high:
-        return f"{'helps' if low > 0 else 'hurts'} (one seed: no interval)"
+    if low is None or high is None:
+        return f"{'helps' if gain > 0 else 'hurts'} (one seed: no interval)"
     return "helps" if low > 0 else "hurts" if high < 0 else "not told apart from nothing"
 
 
@@ -62,7 +63,7 @@ def _trace_notes(rows: Sequence[Row]) -> list[str]:
     steps = [
         f"{step} {verdict(chain[step], KEY)} ({told(chain[step], KEY)} of the mean TBT before it)" for step in CHAIN[1:]
     ]
-    same = all(chain[step][f"{KEY}_low"] > 0 for step in CHAIN[1:])
+    same = all((chain[step][f"{KEY}_low"] or 0.0) > 0 for step in CHAIN[1:])
     order = "the published order: every step is below the one before" if same else _ours(chain)
     ours = [chain[step]["all_to_all_pct"] for step in (STANDARD, SCHEDULING)]
     theirs = [published.TABLE[step].all_to_all_pct for step in (STANDARD, SCHEDULING)]
@@ -177,7 +178,7 @@ def _gain(key: str) -> Callable[[Row], str]:
     def value(row: Row) -> str:
         if row.get(f"{key}_pct") is None:
             return ""
-        return f"{row[f'{key}_pct']:+.1f} ± {(row[f'{key}_high'] - row[f'{key}_low']) / 2:.1f}"
+        return with_half(interval_of(row, key))
 
     return value
 

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from coterie.evaluation.figures import Theme, write_figure
+from coterie.evaluation.runs import error_bars, interval_of
 from coterie.evaluation.suites.latency_optimal.domains import POLICIES
 
 Rows = Sequence[dict[str, Any]]
@@ -46,7 +47,7 @@ def _sweep(rows: Rows, axes: Any, theme: Theme) -> None:
         fixed = [row for row in mine if row["interval"] is not None]
         n = np.array([row["interval"] for row in fixed])
         gain = np.array([row["gain_pct"] for row in fixed])
-        error = np.array([[row["gain_pct"] - row["gain_low"], row["gain_high"] - row["gain_pct"]] for row in fixed]).T
+        error = error_bars([interval_of(row, "gain") for row in fixed])
         axes.errorbar(n, gain, error, color=color, marker="o", ms=4, label=label)
         known = [(row["interval"], row["published"]["gain_pct"]) for row in fixed if row["published"]]
         if known:

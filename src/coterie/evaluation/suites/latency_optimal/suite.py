@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.evaluation.runs import in_parallel, interval
+from coterie.evaluation.runs import in_parallel, interval, interval_of, told_apart, with_ends, with_half
 from coterie.evaluation.suites.base import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
 from coterie.evaluation.suites.latency_optimal.domains import MODEL, DomainSetting, domain_rows
 from coterie.evaluation.suites.latency_optimal.sweep import Outcome, Policy, SweepSetting, run_seed
@@ -250,11 +250,11 @@ def _sweep_notes(rows: list[dict[str, Any]]) -> list[str]:
     ]
     for row in rows:
         if row["part"] == "sweep" and row["interval"] is None and row["planner"] != "ideal":
-            sure = "surely" if row["ahead_low"] > 0 else "not told apart" if row["ahead_high"] > 0 else "surely not"
+            ahead = interval_of(row, "ahead")
             notes.append(
                 f"Automatic ({row['planning']} planning time): a round every {row['mean_interval']:.0f} iterations, "
-                f"{row['gain_pct']:+.1f}%; against the best fixed n = {row['best_fixed']} {row['ahead_pct']:+.1f} "
-                f"[{row['ahead_low']:+.1f}, {row['ahead_high']:+.1f}] points, paired: {sure} ahead."
+                f"{row['gain_pct']:+.1f}%; against the best fixed n = {row['best_fixed']} "
+                f"{with_ends(ahead)} points, paired: {told_apart(ahead)} ahead."
             )
     return notes
 
@@ -301,7 +301,7 @@ _SWEEP = SuiteTable(
         Column("planner", lambda row: row["planner"]),
         Column("planning time", lambda row: row["planning"]),
         Column("n", _n),
-        Column("gain %", lambda row: f"{row['gain_pct']:+.1f} ± {(row['gain_high'] - row['gain_low']) / 2:.1f}"),
+        Column("gain %", lambda row: with_half(interval_of(row, "gain"))),
         Column("published", lambda row: _beside(row, "gain_pct")),
         Column("cost left out", lambda row: f"{row['gain_without_cost_pct']:+.1f}"),
         Column("rounds", lambda row: f"{row['rounds']:.0f}"),

@@ -134,7 +134,7 @@ def _headings(panels: Sequence[Any], columns: Sequence[tuple[str, str]]) -> None
 def _side(row: dict[str, Any]) -> int:
     """1 helps, -1 hurts, 0 nothing or not known."""
     low, high = row["p99_reduction_low"], row["p99_reduction_high"]
-    if low is None or high is None or low == high:  # one seed has no interval
+    if low is None or high is None:  # one seed has no interval
         return 0
     return int(low > NOTHING_PCT) - int(high < -NOTHING_PCT)
 

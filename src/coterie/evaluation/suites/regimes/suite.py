@@ -33,7 +33,7 @@ from coterie.batching.scheduler import SchedulerConfig
 from coterie.costs.lines import StepCost
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, UnavailableError
-from coterie.evaluation.runs import in_parallel, interval
+from coterie.evaluation.runs import in_parallel, interval, interval_of, with_half
 from coterie.evaluation.suites.base import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
 from coterie.footprints.counting import footprint
 from coterie.models import get_model
@@ -366,6 +366,8 @@ def _overall(regime: str, order: str, name: str, by_seed: list[list[dict[str, Su
 def verdict(row: Row) -> str:
     """Verdict by the 95% interval of the P99 gain; less than 1% either way is nothing."""
     low, high = row["p99_reduction_low"], row["p99_reduction_high"]
+    if low is None or high is None:
+        return "one seed"
     if low > 0.0 and high > 1.0:
         return "helps"
     if high < 0.0 and low < -1.0:
@@ -393,7 +395,7 @@ def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...]) ->
         notes.append(f"{regime}, cells where P99 is helped/untouched/hurt (the rest is unclear): {', '.join(counts)}.")
     ours = [row for row in rows if row["strategy"] == "latency_aware"]
     if ours:
-        behind = [row for row in ours if row["behind_best_low"] > 0.0]
+        behind = [row for row in ours if (row["behind_best_low"] or 0.0) > 0.0]
         notes.append(
             f"latency_aware is best or within noise of the best P99 in {len(ours) - len(behind)} of {len(ours)} cells"
             + "".join(
@@ -408,8 +410,7 @@ def _notes(rows: list[dict[str, Any]], requests: int, seeds: tuple[int, ...]) ->
 
 def _gain(key: str) -> Any:
     def value(row: Row) -> str:
-        half = (row[f"{key}_high"] - row[f"{key}_low"]) / 2.0
-        return f"{row[f'{key}_pct']:+.1f} ± {half:.1f}"
+        return with_half(interval_of(row, key))
 
     return value
 
