@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 CONTENTS = ROOT / "docs/README.md"
 FRONT_SCREEN = {
     "8.6": "results/eldr",
-    "10.9 [10.1, 11.6]": "results/eldr",
+    "[10.1, 11.6]": "results/eldr",
     "7.2%": "which-lever",
     "0.5%": "which-lever",
 }
