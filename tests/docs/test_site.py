@@ -19,7 +19,8 @@ from coterie.cli.main import app
 ROOT = Path(__file__).parents[2]
 CONTENTS = ROOT / "docs/README.md"
 FRONT_SCREEN = {
-    "8.6": "results/eldr",
+    "8.9%": "fleet",
+    "5.7%": "fleet",
     "[10.1, 11.6]": "results/eldr",
     "7.2%": "which-lever",
     "0.5%": "which-lever",
