@@ -15,7 +15,7 @@ PIP := -m pip install -qq --disable-pip-version-check
 export NUMBA_CACHE_DIR ?= $(CURDIR)/.numba_cache
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-engines test-long run lint bench clean
+.PHONY: help install test test-engines test-long run lint docs bench clean
 
 help: ## List the goals
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 16
@@ -43,6 +43,10 @@ lint: install ## Check style, types and the direction of imports
 	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/lint-imports
 
+docs: $(VENV)/.docs ## Build the pages as a site that needs no network: out/docs/index.html; a warning is an error
+	$(VENV)/bin/python -m sphinx -W --keep-going -q -j 2 -c docs/site -d out/doctrees . out/docs
+	@echo out/docs/index.html
+
 bench: install ## Measure this machine: one JSON object in out/bench.json
 	@mkdir -p out
 	$(VENV)/bin/coterie bench all --json > out/bench.json.tmp
@@ -67,6 +71,12 @@ $(VENV)/.installed: pyproject.toml
 	$(new-environment)
 	$(VENV)/bin/python $(PIP) uv && $(VENV)/bin/uv pip install -q --python $(VENV)/bin/python $(WANTED) \
 		|| $(VENV)/bin/python $(PIP) $(WANTED)
+	@touch $@
+
+# The generator of pages goes into the same environment, when it is first asked for: autodoc imports Coterie itself.
+$(VENV)/.docs: $(VENV)/.installed
+	$(VENV)/bin/uv pip install -q --python $(VENV)/bin/python "numba==$(NUMBA)" -e ".[dev,docs]" \
+		|| $(VENV)/bin/python $(PIP) "numba==$(NUMBA)" -e ".[dev,docs]"
 	@touch $@
 
 # Not compiled to bytecode, which would take half of the time: of torch and vLLM a test imports a small part, once.

@@ -1,10 +1,11 @@
-"""Draw the figures of docs/costs.md from the shipped presets.
+"""Draw the figures of docs/costs.md from the shipped presets, and that of README.md from the numbers of its table.
 
 python benchmarks/figures.py [docs/figures]
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -95,6 +96,37 @@ def errors(title: str) -> Any:
     return plot
 
 
+LEVERS = (
+    ("Batching", "P99, one GPU's decode", r"^\| batching .*\*\*about (\d)"),
+    ("Routing", "TPOT, 8 decoders x 16, bf16", r"\*\*(\d+\.\d)%\*\* of TPOT"),
+    ("", "the same, mxfp4", r"\*\*(\d+\.\d)%\*\* in mxfp4"),
+    ("Placement", "MoE time, 8,192 tokens a step", r"\*\*(\d+\.\d)%\*\* of MoE time"),
+    ("", "the same, 256 tokens a step", r"\*\*(\d+\.\d)%\*\* at 256"),
+)
+"""Name of a lever, what its bar measures, and where README.md states the number."""
+
+
+def levers(readme: str) -> Any:
+    """What each lever saves, as bars with words large enough for a phone."""
+
+    def plot(axes: Any, theme: Any) -> None:
+        for row, (name, measure, pattern) in enumerate(LEVERS):
+            found = re.search(pattern, readme, re.M)
+            if found is None:
+                raise SystemExit(f"README.md has no number for {measure!r}")
+            value = float(found[1])
+            colour = theme.series[min((row + 1) // 2, 2)]
+            axes.barh(row, value, color=colour, height=0.42)
+            axes.text(value + 0.15, row, f"{value:g}%" if value else "about 0", va="center", fontsize=17)
+            axes.text(0, row - 0.3, f"{name}: {measure}" if name else measure, va="bottom", fontsize=15.5)
+        axes.set(xlim=(0, 11), ylim=(4.4, -0.75), yticks=[], xticks=[])
+        axes.set_title("Time saved on recorded routing, H200", fontsize=17, loc="left", pad=14)
+        for side in ("top", "right", "bottom"):
+            axes.spines[side].set_visible(False)
+
+    return plot
+
+
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/figures")
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,6 +147,7 @@ def main() -> None:
             tokens("h200", "deepseek-v3", "DeepSeek-V3, all 256 experts of a layer, one H200"),
             4.0,
         ),
+        "levers.png": (levers(Path("README.md").read_text()), 5.4),
         "fit-error.png": (errors("Error of the MoE model (H200 unless said)"), 6.5),
     }
     for name, (plot, height) in figures.items():

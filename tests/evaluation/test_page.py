@@ -66,7 +66,10 @@ def test_page_is_whole_and_self_contained(report: Any) -> None:
     page = Page(text)
     assert page.open == [], "every element is closed"
     assert page.urls
-    assert all(url.startswith("data:image/png;base64,") for url in page.urls)
+    links = [url.removeprefix("#") for url in page.urls if url.startswith("#")]
+    assert links, "findings come first, each with a link to its section"
+    assert links == [attrs["id"] for tag, attrs in page.tags if tag == "section" and "id" in attrs]
+    assert all(url.startswith(("data:image/png;base64,", "#")) for url in page.urls)
     assert "http" not in text.replace("http-equiv", "")
     assert "<script>" not in text
     assert "&lt;script&gt;" in text

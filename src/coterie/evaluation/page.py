@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +38,8 @@ p { margin: 0.3rem 0 0.8rem; max-width: 75ch; }
 .pair { display: grid; grid-template-columns: minmax(0, 1fr); gap: 1rem; align-items: start; }
 @media (min-width: 900px) { .pair.two { grid-template-columns: minmax(0, 3fr) minmax(0, 2fr); } }
 img { width: 100%; height: auto; display: block; border-radius: 6px; }
-.table { overflow-x: auto; }
+.table, .figure { overflow-x: auto; }
+@media (max-width: 700px) { .figure img { width: 680px; max-width: none; } } /* below, words in it cannot be read */
 table { border-collapse: collapse; font-size: 0.9rem; width: 100%; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--muted); padding-bottom: 0.3rem; }
 th, td { text-align: left; padding: 0.3rem 0.5rem; vertical-align: top; border-bottom: 1px solid var(--line); }
@@ -46,6 +48,8 @@ td.n, th.n { text-align: right; }
 td { overflow-wrap: break-word; }
 td.n { white-space: nowrap; overflow-wrap: normal; }
 ul { padding-left: 1.2rem; margin: 0.3rem 0; }
+li { margin: 0.3rem 0; max-width: 85ch; }
+a { color: inherit; }
 """
 
 
@@ -115,6 +119,9 @@ def render_page(found: Inspection, shown: Sequence[Section], drawn: dict[str, di
         "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">",
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body><main>",
         f"<h1>{html.escape(title)}</h1>",
+        "<section><h2>Findings</h2><ul>",
+        *(_finding(section) for section in shown),
+        "</ul></section>",
         "<section><h2>The trace</h2>",
         _table("Size and origin", ("field", "value"), overview(found)),
         _list("Bear in mind", found.notes),
@@ -126,13 +133,20 @@ def render_page(found: Inspection, shown: Sequence[Section], drawn: dict[str, di
     return "\n".join([*parts, "</main></body></html>", ""])
 
 
+def _finding(section: Section) -> str:
+    """What a section says, in its first sentence with a number, and a link to the rest."""
+    sentences = re.split(r"(?<=\.) (?=[A-Z])", section.meaning)
+    said = next((sentence for sentence in sentences if re.search(r"\d", sentence)), sentences[0])
+    return f'<li><a href="#{section.key}">{html.escape(section.title)}</a>: {html.escape(said)}</li>'
+
+
 def _section(section: Section, pictures: dict[str, bytes] | None) -> str:
     picture = ""
     if pictures is not None:
         light, dark = (_data_uri(pictures[theme.name]) for theme in figures.THEMES)
         picture = (
-            f'<picture><source srcset="{dark}" media="(prefers-color-scheme: dark)">'
-            f'<img src="{light}" alt="{html.escape(section.alt)}"></picture>'
+            f'<div class="figure"><picture><source srcset="{dark}" media="(prefers-color-scheme: dark)">'
+            f'<img src="{light}" alt="{html.escape(section.alt)}"></picture></div>'
         )
     table = _table(section.title, section.columns, section.rows) if section.rows else ""
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 from rich.markup import escape
 
-from coterie.cli.output import JsonOption, err, print_json, print_table, reporting
+from coterie.cli.output import JsonOption, err, print_json, print_table, print_verdict, reporting
 from coterie.cli.summaries import trace_summary
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.prompts import Prompt, load_prompts, read_prompts, take_in_turn
@@ -131,11 +132,24 @@ def record_command(
         **done.counts,
         "wall_s": time.perf_counter() - started,
     }
+    verdict, then = _verdict(done.trace), shlex.join([*_next_words(done.trace), str(output)])
     if json_output:
-        print_json(summary)
+        print_json({**summary, "verdict": verdict, "next": then})
         return
     rows = [(name, escape(v) if isinstance(v, str) else v) for name, v in summary.items()]
     print_table("Recorded", ["field", "value"], rows)
+    print_verdict(verdict, then)
+
+
+def _verdict(trace: ActivationTrace | LoadTable) -> str:
+    if isinstance(trace, LoadTable):
+        return f"The load of {trace.model} is recorded, in {len(trace):,} windows."
+    return f"The experts of {trace.num_tokens:,} tokens of {trace.num_requests:,} requests are recorded."
+
+
+def _next_words(trace: ActivationTrace | LoadTable) -> tuple[str, ...]:
+    """A load is enough to plan placement; routing takes the experts of each request."""
+    return ("coterie", "plan") if isinstance(trace, LoadTable) else ("coterie", "fleet")
 
 
 def _transformers(asked: _Asked, report: Progress) -> _Done:
