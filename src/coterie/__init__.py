@@ -18,12 +18,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from coterie.errors import CoterieError
-from coterie.types import ModelSpec, Placement, Topology
 
 if TYPE_CHECKING:
     from coterie._front import fit_router, load_router, open_trace, plan, simulate, step_model
     from coterie.placement import Load
     from coterie.routing import Fleet, Request
+    from coterie.types import ModelSpec, Placement, Topology
 
 __version__ = "0.1.0"
 
@@ -47,7 +47,10 @@ __all__ = [
 _LAZY = {
     "Fleet": "coterie.routing",
     "Load": "coterie.placement",
+    "ModelSpec": "coterie.types",
+    "Placement": "coterie.types",
     "Request": "coterie.routing",
+    "Topology": "coterie.types",
     "fit_router": "coterie._front",
     "load_router": "coterie._front",
     "open_trace": "coterie._front",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import stat
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -87,6 +88,19 @@ def check_one_of(choices: Collection[str], **values: str) -> None:
     for name, value in values.items():
         if value not in choices:
             raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
+
+
+def check_input_file(path: Path) -> None:
+    """Refuse a device, a pipe or a socket before it is opened: reading one may never end.
+
+    A missing file passes: opening it says more.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise TraceError(path, "file", "is a device, a pipe or a socket, expected a file")
 
 
 def check_new_file(path: Path | None) -> None:

@@ -1,6 +1,7 @@
 """``coterie``: the verbs, and how errors become exit codes.
 
-0 done, 1 the answer is no, 2 bad input or something this machine lacks, 130 interrupted.
+0 done, 1 the answer is no, 2 bad input or something this machine lacks, 130 interrupted (Ctrl-C), 143 terminated
+(SIGTERM). Both clean up before they end.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import typer
 from rich.markup import escape
 
 from coterie import __version__
-from coterie._interrupts import handle_interrupts
+from coterie._interrupts import INTERRUPTED, WORDS, exit_code, handle_interrupts, interrupted_by
 from coterie.cli.output import err
 from coterie.cli.verbs.bench import GroupsInHelp, bench_command
 from coterie.cli.verbs.calibrate import calibrate_command
@@ -76,27 +77,39 @@ _CommandLineError: type[Exception] = next(c for c in typer.BadParameter.__mro__ 
 
 def main() -> None:
     """Entry point of the ``coterie`` command: every failure is one line and an exit code, never a traceback."""
-    handle_interrupts()
     try:
-        code = _command()(standalone_mode=False)
+        with handle_interrupts():
+            code = _command()(standalone_mode=False)
+        if code == INTERRUPTED:  # some versions of Typer turn an interrupt into this code, others into an exception
+            raise KeyboardInterrupt
     except SystemExit as error:  # Typer turns a closed stdout into exit code 1, which here means "the answer is no"
         code = _closed_pipe() if isinstance(error.__context__, BrokenPipeError) else error.code
-    except CoterieError as error:
-        _fail(str(error))
-    except _CommandLineError as error:
+    except BaseException as error:
+        code = interrupted_by() if isinstance(error, typer.Abort) else exit_code(error)
+        if code is None:
+            message = _message(error)
+            if message is None:  # an error in Coterie itself
+                raise
+            _fail(message)
+        err.print(WORDS[code])
+    sys.exit(code)
+
+
+def _message(error: BaseException) -> str | None:
+    """What is wrong with the input or the machine; None for any other error."""
+    if isinstance(error, CoterieError):
+        return str(error)
+    if isinstance(error, _CommandLineError):
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
             sys.exit(2)
-        _fail(error.format_message())  # type: ignore[attr-defined]
-    except (KeyboardInterrupt, typer.Abort):
-        err.print("interrupted")
-        sys.exit(130)
-    except OSError as error:
+        return str(error.format_message())  # type: ignore[attr-defined]
+    if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}")
-    except (MemoryError, RecursionError) as error:
-        _fail(f"the input asks for more than this machine has: {error or type(error).__name__}")
-    sys.exit(code)
+        return f"{where}{error.strerror or error}"
+    if isinstance(error, MemoryError | RecursionError):
+        return f"the input asks for more than this machine has: {error or type(error).__name__}"
+    return None
 
 
 @cache

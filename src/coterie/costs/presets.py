@@ -20,7 +20,7 @@ from coterie.costs.experts import MoeParams
 from coterie.costs.fit import MoeFit, fit_moe
 from coterie.costs.roofline import Curve, Roofline, Transfer, fit_curve, fit_roofline, fit_transfer
 from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel
-from coterie.errors import ConfigError, TraceError, UnknownNameError
+from coterie.errors import ConfigError, TraceError, UnknownNameError, check_input_file
 from coterie.models import get_model
 from coterie.types import BYTES_PER_WEIGHT, Link, ModelSpec, Topology, WeightDtype
 
@@ -109,6 +109,7 @@ def load_preset(name_or_path: str) -> Preset:
     if name_or_path in preset_names():
         raw = files("coterie").joinpath(f"costs/presets/{name_or_path}.json").read_bytes()
     elif path.suffix == ".json" and path.exists():
+        check_input_file(path)
         raw = path.read_bytes()
     else:
         raise UnknownNameError("preset", name_or_path, preset_names())

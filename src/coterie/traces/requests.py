@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError, TraceError, check_input_file
 from coterie.traces.store import read_json, write_json
 
 FORMAT = "coterie-trace"
@@ -214,6 +214,7 @@ def read_requests(path: Path, block_tokens: int | None, source: Mapping[str, Any
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    check_input_file(path)
     try:
         with path.open("rb") as stream:  # given a path, Arrow would take names such as s3:x for addresses
             table = pq.read_table(stream)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.presets import step_model
-from coterie.errors import ConfigError, TraceError, UnknownNameError
+from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError, check_input_file
 from coterie.footprints.counting import accumulate_load
 from coterie.models import get_model, model_from_config
 from coterie.placement import HOST, Load, Objective, PlacementMap, Plan, Planner, Problem, planners, read_map
@@ -21,6 +21,7 @@ from coterie.traces.readers import ReadOptions, Trace, read_trace
 from coterie.traces.readers.trtllm import sniff_trtllm
 from coterie.traces.store import ArrayFile
 from coterie.types import ModelSpec, Placement, Topology
+from coterie.wire.routed_experts import decode_npy
 
 MERGED = "merged_"
 """How labels of windows begin that are sums of other windows of their table."""
@@ -369,13 +370,14 @@ def read_sources(path: Path, tokens: Array, layer_ids: tuple[int, ...], labels: 
 
 
 def _of_array(path: Path) -> Array:
+    check_input_file(path)
     try:
-        found = np.load(path, allow_pickle=False)
+        found = decode_npy(path.read_bytes())
     except FileNotFoundError:
         raise TraceError(path, "file", "does not exist") from None
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, InputError) as error:
         raise TraceError(path, "file", f"is no .npy array: {error}") from None
-    if not isinstance(found, np.ndarray) or found.dtype.kind not in "uif":
+    if found.dtype.kind not in "uif":
         raise TraceError(path, "file", "must be an .npy array of numbers")
     return found.astype(np.float64)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from coterie.errors import TraceError
+from coterie.errors import TraceError, check_input_file
 from coterie.registry import Registry
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.load import LoadTable
@@ -64,6 +64,7 @@ readers.add(
 def read_trace(path: str | Path, format: str | None = None, options: ReadOptions | None = None) -> Trace:
     """Read any known format; without `format`, the one whose reader recognises the file."""
     path = Path(path)
+    check_input_file(path)
     if format is None:
         format = detect(path)
     return readers[format].read(path, options or ReadOptions())
@@ -86,6 +87,7 @@ def detect(path: Path) -> str:
     """The name of the format of a file or folder."""
     if not path.exists():
         raise TraceError(path, "file", "does not exist")
+    check_input_file(path)
     matches = [name for name in readers if readers[name].sniff(path)]
     if not matches and path.suffix == ".npz":
         return "npz"  # truncated or damaged: its reader reports how

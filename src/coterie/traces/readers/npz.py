@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, InputError, TraceError
+from coterie.errors import ConfigError, InputError, TraceError, check_input_file
 from coterie.traces.activations import ActivationTrace, TraceMeta
 from coterie.traces.load import LoadTable
 from coterie.traces.readers._rows import check_unpacked, read_unpacked
@@ -83,6 +83,7 @@ def _find(folder: Path) -> Path:
 
 
 def _names(path: Path) -> list[str]:
+    check_input_file(path)
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]

@@ -169,7 +169,7 @@ def _arrivals(window: Window, rate_scale: float, rng: Generator) -> NDArray[np.f
 
 def _folder_files(path: Path) -> dict[tuple[int, str], bytes]:
     matches = ((_FILE.fullmatch(file.name), file) for file in path.iterdir())
-    return {(int(match[1]), match[2]): file.read_bytes() for match, file in matches if match}
+    return {(int(match[1]), match[2]): read_unpacked(file) for match, file in matches if match}
 
 
 def _tar_files(path: Path) -> dict[tuple[int, str], bytes]:
