@@ -12,14 +12,15 @@ events.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 """Exit codes after Ctrl-C and after SIGTERM, as a shell reports them."""
@@ -50,6 +51,20 @@ def leaving_at_once() -> Iterator[None]:
 def _leave(number: int, _frame: FrameType | None) -> None:
     code = 128 + number
     os.write(2, f"{WORDS[code]}\n".encode())
+    os._exit(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process after an interrupt: with this code, without waiting for threads, deaf to further signals.
+
+    Python itself would end by SIGINT, not with a code, if the interrupt came inside exec().
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)
 
 

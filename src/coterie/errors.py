@@ -8,6 +8,8 @@
     │   └── UnknownNameError  a name that no registry knows: suggests and lists the known ones
     └── UnavailableError      the request is valid, but this machine lacks what it needs (torch, a GPU)
 
+:class:`UnfinishedWarning` is no error: what is there was read.
+
 Messages are one line, quote the value, and state the relation that fails:
 ``num_slots=290 must be a multiple of num_ranks=32 (remainder 2)``.
 """
@@ -40,6 +42,10 @@ class TraceError(InputError):
         self.path = Path(path)
         self.field = field
         self.problem = problem
+
+
+class UnfinishedWarning(UserWarning):
+    """A trace whose recording was interrupted, or still runs: it holds what was flushed so far."""
 
 
 class ConfigError(InputError):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, Any, NoReturn
 
@@ -33,7 +35,7 @@ from coterie.cli.verbs.record import record_command
 from coterie.cli.verbs.replay import replay_command
 from coterie.cli.verbs.simulate import simulate_command
 from coterie.cli.verbs.worker import worker_command
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, UnfinishedWarning
 
 app = typer.Typer(
     name="coterie", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
@@ -78,7 +80,7 @@ _CommandLineError: type[Exception] = next(c for c in typer.BadParameter.__mro__ 
 def main() -> None:
     """Entry point of the ``coterie`` command: every failure is one line and an exit code, never a traceback."""
     try:
-        with handle_interrupts():
+        with handle_interrupts(), _one_line_warnings():
             code = _command()(standalone_mode=False)
         if code == INTERRUPTED:  # some versions of Typer turn an interrupt into this code, others into an exception
             raise KeyboardInterrupt
@@ -110,6 +112,24 @@ def _message(error: BaseException) -> str | None:
     if isinstance(error, MemoryError | RecursionError):
         return f"the input asks for more than this machine has: {error or type(error).__name__}"
     return None
+
+
+@contextmanager
+def _one_line_warnings() -> Iterator[None]:
+    """Print a warning about the input as one line, once; others as Python does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UnfinishedWarning)
+        show, seen = warnings.showwarning, set()
+
+        def print_once(message: Warning | str, category: type[Warning], *details: Any, **more: Any) -> None:
+            if not issubclass(category, UnfinishedWarning):
+                show(message, category, *details, **more)
+            elif str(message) not in seen:
+                seen.add(str(message))
+                err.print(f"[bold yellow]warning:[/] {escape(str(message))}", highlight=False, soft_wrap=True)
+
+        warnings.showwarning = print_once
+        yield
 
 
 @cache

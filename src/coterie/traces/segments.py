@@ -157,6 +157,8 @@ class SegmentedTrace:
         self.meta = meta
         self.segments = list(segments)  # in order; only the writer and this class look into them
         self._given_requests = requests
+        self.unfinished = False
+        """Whether the recording was interrupted, or still runs: the trace holds what was flushed so far."""
         self._first = np.concatenate([[0], np.cumsum([s.num_requests for s in segments])]).astype(np.int64)
 
     @classmethod
@@ -190,9 +192,10 @@ class SegmentedTrace:
             raise
         except (ConfigError, TypeError, ValueError, OverflowError) as error:
             raise TraceError(folder / "meta.json", "shape", str(error)) from None
-        if not entries:  # recording began, nothing was flushed yet
-            return cls.empty(meta)
-        return cls(meta, [_open_segment(folder, meta, *entry) for entry in entries])
+        # Without a segment, recording began and nothing was flushed yet.
+        found = cls(meta, [_open_segment(folder, meta, *entry) for entry in entries]) if entries else cls.empty(meta)
+        found.unfinished = [entry[:2] for entry in entries] != [FINAL]
+        return found
 
     @classmethod
     def from_arrays(

@@ -167,7 +167,7 @@ class _Unpacking(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stream = gzip.open(path, "rb")
+        self._stream = gzip.open(path, "rb")  # noqa: SIM115  # closed with this stream
         self._unpacked = 0
 
     def readable(self) -> bool:

@@ -7,12 +7,13 @@ the file claims to hold.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from coterie.errors import TraceError, check_input_file
+from coterie.errors import TraceError, UnfinishedWarning, check_input_file
 from coterie.registry import Registry
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.load import LoadTable
@@ -52,7 +53,11 @@ readers: Registry[Reader] = Registry("format", group="coterie.readers")
 def _read_coterie(path: Path, _: ReadOptions) -> Trace:
     kind = read_meta(path)["kind"]
     if kind == "activations":
-        return ActivationTrace.open(path)
+        trace = ActivationTrace.open(path)
+        if trace.unfinished:
+            problem = f"its recording was interrupted or still runs; it holds {trace.num_requests:,} requests so far"
+            warnings.warn(f"{path}: {problem}", UnfinishedWarning, stacklevel=3)
+        return trace
     return LoadTable.open(path) if kind == "load" else RequestTrace.open(path)
 
 

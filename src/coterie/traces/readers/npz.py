@@ -93,6 +93,11 @@ def _names(path: Path) -> list[str]:
         raise TraceError(path, "file", f"is not a .npz archive, or is cut: {error!r}") from None
 
 
+def read_arrays(path: Path) -> Arrays:
+    """All arrays of an archive by name; raises TraceError for one that is damaged or unpacks to far too much."""
+    return _load(path, _names(path))
+
+
 def _load(path: Path, names: Sequence[str]) -> Arrays:
     arrays: dict[str, NDArray[Any]] = {}
     with zipfile.ZipFile(path) as archive:
