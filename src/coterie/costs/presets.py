@@ -116,7 +116,7 @@ def load_preset(name_or_path: str) -> Preset:
         raise UnknownNameError("preset", name_or_path, preset_names())
     try:
         preset = msgspec.json.decode(raw, type=Preset)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(path, "preset", str(error)) from None
     if preset.version != VERSION:
         raise TraceError(path, "version", f"found {preset.version}, expected {VERSION}")
