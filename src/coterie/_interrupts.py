@@ -81,11 +81,23 @@ def handle_interrupts() -> Iterator[None]:
             on_numba_import()
     _terminated = _noted = False
     ours = _in_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    hook = sys.unraisablehook
+
+    def send_again(lost: Any) -> None:
+        """Python drops what is raised in a callback, such as that of a weak reference: the signal is sent again."""
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            hook(lost)
+            return
+        number = signal.SIGTERM if _terminated else signal.SIGINT
+        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+
+    sys.unraisablehook = send_again
     if ours:
         signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         if ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

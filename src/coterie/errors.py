@@ -38,7 +38,7 @@ class TraceError(InputError):
     """A file that cannot be read as what it claims to be."""
 
     def __init__(self, path: str | Path, field: str, problem: str) -> None:
-        super().__init__(f"{path}: {field}: {problem}")
+        super().__init__(f"{path}: {field}: {problem}".replace("\n", "\\n"))  # names of files and fields may hold it
         self.path = Path(path)
         self.field = field
         self.problem = problem

@@ -193,5 +193,6 @@ TraceModelOption = Annotated[
     str | None, typer.Option("--model", help="Name of the model that produced the trace, if the file does not give it.")
 ]
 NumExpertsOption = Annotated[
-    int | None, typer.Option("--num-experts", min=1, help="Experts per layer, if the file holds expert ids only.")
+    int | None,
+    typer.Option("--num-experts", min=1, max=65536, help="Experts per layer, if the file holds expert ids only."),
 ]

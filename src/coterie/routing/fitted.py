@@ -24,7 +24,7 @@ from scipy.optimize import linear_sum_assignment
 from coterie._numba import njit
 from coterie.costs.lines import StepPrices
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError, InputError, TraceError, check_not_negative, require_fitted
+from coterie.errors import ConfigError, InputError, TraceError, check_at_least, check_not_negative, require_fitted
 from coterie.footprints.signatures import Counts, Signature, Weighting
 from coterie.routing._dots import products
 from coterie.routing.base import Router, routers
@@ -45,6 +45,8 @@ RESTART_WORK = 2e8
 made."""
 
 
+MOST_BATCH = 1 << 16
+"""Most requests in a decode step: far more than any device decodes."""
 SLACK = 1e-3
 """Relative slack for rounding errors of sums in 32 bits."""
 
@@ -140,8 +142,9 @@ class RouterFit:
     learned_: Learned | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.workers < 1 or self.batch < 1:
-            raise ConfigError(f"workers={self.workers} and batch={self.batch} must be at least 1")
+        check_at_least(1, workers=self.workers)
+        if not 1 <= self.batch <= MOST_BATCH:
+            raise ConfigError(f"batch={self.batch} must be in 1 … {MOST_BATCH}")
         if self.weighting == "gate":
             raise ConfigError("weighting='gate' cannot be fitted for routing: requests carry counts, not gate weights")
 

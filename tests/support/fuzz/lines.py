@@ -27,6 +27,7 @@ import files
 import typer
 
 from coterie.cli.main import app, main
+from coterie.evaluation.page import MARKER
 
 WHOLE = ("0", "-1", "1", "2", "4", "8", "24", "100", "65537", "1000000", "2147483648", "4294967296")
 WHOLE += ("9223372036854775807", "9223372036854775808", str(2**70), "9" * 4400, "1.5", "x", "")
@@ -38,10 +39,6 @@ SERVERS = ("worker", "record")
 """Verbs that would listen or send: their lines have a wrong option at the end."""
 CODES = (0, 1, 2, 130)
 TOO_MUCH = "asks for more than this machine has"
-
-
-class Interrupted(BaseException):
-    """Ends a line that takes long."""
 
 
 def leaves(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -128,10 +125,7 @@ def call(line: list[str], seconds: float) -> tuple[int | None, str, str]:
 
     streams = io.StringIO(), io.StringIO()
 
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))  # Ctrl-C
     sys.argv = ["coterie", *line]
     code: int | None = None
     output.out.file, output.err.file = streams
@@ -141,8 +135,6 @@ def call(line: list[str], seconds: float) -> tuple[int | None, str, str]:
             main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else -1
-    except Interrupted:
-        code = 130
     except BaseException:
         streams[1].write(traceback.format_exc())
     finally:
@@ -191,7 +183,7 @@ def run(count: int, seed: int, folder: Path, seconds: float) -> dict[str, Any]:
             if any(after.get(path) != digest for path, digest in before.items()):
                 failures.append(f"{number}: {shown}: changed or removed an input")
                 before = after
-            left = [path.name for path in out.rglob(".*")]
+            left = [path.name for path in out.rglob(".*") if path.name != MARKER]
             if left:
                 failures.append(f"{number}: {shown}: left {left}")
         shutil.rmtree(out)

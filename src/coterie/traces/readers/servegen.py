@@ -34,13 +34,11 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, TraceError, check_positive
 from coterie.traces.readers._rows import is_gzip, read_unpacked
 from coterie.traces.readers.base import Reader, ReadOptions, readers
-from coterie.traces.requests import MAX_TOKENS, RequestTrace
+from coterie.traces.requests import MAX_TOKENS, MOST_REQUESTS, RequestTrace
 
 DEFAULT_SEED = 0
 DEFAULT_DURATION_S = 3600.0
 """Duration that `read_trace` draws: the first hour. A whole day of DeepSeek-R1's 73 clients is 1.4 million requests."""
-MOST_REQUESTS = 20_000_000
-"""Most requests that are drawn at a time: they take 2 GB of memory."""
 
 _FILE = re.compile(r"chunk-(\d+)-(trace\.csv|dataset\.json)")
 _TAR_END = bytes(1024)  # two empty blocks close every tar
