@@ -23,7 +23,8 @@ ENGINE = cpu_target.target_context.codegen()._engine._ee
 @pytest.fixture
 def compiler_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C as soon as LLVM hands over machine code for the first time, in a process that is the command's."""
-    handle_interrupts()
+    with handle_interrupts():
+        pass
     notify = ENGINE._object_cache_notify
 
     def interrupt(module: Any, buffer: Any) -> None:

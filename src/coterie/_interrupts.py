@@ -1,8 +1,10 @@
-"""Ctrl-C while Numba compiles, for the command line.
+"""Ctrl-C and SIGTERM, for the command line: context managers clean up, and a line says what happened.
 
 Python runs a signal's handler at its next instruction. After a long optimisation in LLVM that is in a callback of
 llvmlite, which swallows exceptions: the interrupt would be lost, and the program would continue. Here it is recorded
 instead, and raised as soon as the compiler is back in Python.
+
+SIGTERM is handled as Ctrl-C is, so that no half-written folder stays behind; only the exit code differs.
 
 Only the command line enables it. A program that imports Coterie, such as vLLM, keeps its own handlers and Numba's
 events.
@@ -10,55 +12,158 @@ events.
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
+
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+"""Exit codes after Ctrl-C and after SIGTERM, as a shell reports them."""
+WORDS = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}
 
 _asked = False
+_noted = False
+"""An interrupt came where an exception would be lost."""
+_terminated = False
 
 
-def handle_interrupts() -> None:
-    """Enable this for all later compilations. Does not import Numba itself."""
-    global _asked
+@contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """End the process at a signal, for while modules are imported: nothing is begun, and there is no traceback."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ours = [number for number, handler in kept.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
+    if not _in_main_thread():
+        ours = []
+    for number in ours:
+        signal.signal(number, _leave)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, kept[number])
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    code = 128 + number
+    os.write(2, f"{WORDS[code]}\n".encode())
+    os._exit(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process after an interrupt: with this code, without waiting for threads, deaf to further signals.
+
+    Python itself would end by SIGINT, not with a code, if the interrupt came inside exec().
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+@contextmanager
+def handle_interrupts() -> Iterator[None]:
+    """Handle SIGTERM as Ctrl-C until the end of the block, and neither is lost in the compiler from now on.
+
+    Does not import Numba itself.
+    """
+    global _asked, _terminated, _noted
     if not _asked:
         _asked = True
         if "coterie._numba" in sys.modules:
             on_numba_import()
+    _terminated = _noted = False
+    ours = _in_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    hook = sys.unraisablehook
+
+    def send_again(lost: Any) -> None:
+        """Python drops what is raised in a callback, such as that of a weak reference: the signal is sent again."""
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            hook(lost)
+            return
+        number = signal.SIGTERM if _terminated else signal.SIGINT
+        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+
+    sys.unraisablehook = send_again
+    if ours:
+        signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def exit_code(error: BaseException) -> int | None:
+    """Exit code if an interrupt is behind this error; None if it has another reason.
+
+    Compiled code that calls Python turns an interrupt into a SystemError.
+    """
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, KeyboardInterrupt):
+        seen = seen.__cause__ or seen.__context__
+    return None if seen is None else interrupted_by()
+
+
+def interrupted_by() -> int:
+    """Exit code after an interrupt: of SIGTERM if one came, else of Ctrl-C."""
+    return TERMINATED if _terminated else INTERRUPTED
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    global _terminated
+    _terminated = True
+    handler = signal.getsignal(signal.SIGINT)
+    if callable(handler):
+        handler(signal.SIGINT, frame)
+    else:  # a shell's background job ignores Ctrl-C
+        _interrupt(number, frame)
+
+
+def _interrupt(_number: int, frame: FrameType | None) -> None:
+    global _noted
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("llvmlite."):
+        frame = frame.f_back
+    if frame is None:
+        raise KeyboardInterrupt
+    _noted = True
 
 
 def on_numba_import() -> None:
-    """Install the listener, once Numba is imported; does nothing unless enabled."""
+    """Install the listener and the checks of Numba's cache, once Numba is imported; does nothing unless enabled."""
     if not _asked:
         return
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.event import Event, Listener, register
 
+    from coterie._compiled_files import recompile_if_damaged
+
+    recompile_if_damaged()
+
     class Noted(Listener):  # type: ignore[misc]  # numba has no types
         """Replaces Python's default handler while the main thread compiles; any other handler stays."""
 
-        noted = False
-
         def on_start(self, _event: Event) -> None:
             if _in_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                signal.signal(signal.SIGINT, self.interrupt)
+                signal.signal(signal.SIGINT, _interrupt)
 
         def on_end(self, _event: Event) -> None:
-            if not _in_main_thread() or signal.getsignal(signal.SIGINT) != self.interrupt:
+            global _noted
+            if not _in_main_thread():
                 return
-            if not global_compiler_lock.is_locked():
+            if signal.getsignal(signal.SIGINT) is _interrupt and not global_compiler_lock.is_locked():
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-            if self.noted:
-                self.noted = False
+            if _noted:
+                _noted = False
                 raise KeyboardInterrupt
-
-        def interrupt(self, _number: int, frame: FrameType | None) -> None:
-            while frame is not None and not frame.f_globals.get("__name__", "").startswith("llvmlite."):
-                frame = frame.f_back
-            if frame is None:
-                raise KeyboardInterrupt
-            self.noted = True
 
     noted: Any = Noted()
     for kind in ("numba:compiler_lock", "numba:run_pass"):

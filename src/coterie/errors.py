@@ -8,6 +8,8 @@
     │   └── UnknownNameError  a name that no registry knows: suggests and lists the known ones
     └── UnavailableError      the request is valid, but this machine lacks what it needs (torch, a GPU)
 
+:class:`UnfinishedWarning` is no error: what is there was read.
+
 Messages are one line, quote the value, and state the relation that fails:
 ``num_slots=290 must be a multiple of num_ranks=32 (remainder 2)``.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import stat
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -35,10 +38,14 @@ class TraceError(InputError):
     """A file that cannot be read as what it claims to be."""
 
     def __init__(self, path: str | Path, field: str, problem: str) -> None:
-        super().__init__(f"{path}: {field}: {problem}")
+        super().__init__(f"{path}: {field}: {problem}".replace("\n", "\\n"))  # names of files and fields may hold it
         self.path = Path(path)
         self.field = field
         self.problem = problem
+
+
+class UnfinishedWarning(UserWarning):
+    """A trace whose recording was interrupted, or still runs: it holds what was flushed so far."""
 
 
 class ConfigError(InputError):
@@ -87,6 +94,19 @@ def check_one_of(choices: Collection[str], **values: str) -> None:
     for name, value in values.items():
         if value not in choices:
             raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
+
+
+def check_input_file(path: Path) -> None:
+    """Refuse a device, a pipe or a socket before it is opened: reading one may never end.
+
+    A missing file passes: opening it says more.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise TraceError(path, "file", "is a device, a pipe or a socket, expected a file")
 
 
 def check_new_file(path: Path | None) -> None:

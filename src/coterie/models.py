@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from coterie.errors import ConfigError, TraceError, UnknownNameError
+from coterie.errors import ConfigError, TraceError, UnknownNameError, check_input_file
 from coterie.types import ModelSpec, WeightDtype
 
 NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
@@ -293,6 +293,7 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
+    check_input_file(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:

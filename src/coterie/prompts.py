@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coterie.errors import TraceError
+from coterie.errors import TraceError, check_input_file
 
 
 class Prompt(NamedTuple):
@@ -40,6 +40,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     readers = {".txt": _txt_rows, ".jsonl": _jsonl_rows, ".csv": _csv_rows}
     if file.suffix.lower() not in readers:
         raise TraceError(file, "name", f"ends in {file.suffix!r}; prompts are read from {', '.join(readers)}")
+    check_input_file(file)
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:

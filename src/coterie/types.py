@@ -15,6 +15,8 @@ from coterie.errors import ConfigError, check_at_least, check_one_of
 
 WeightDtype = Literal["fp32", "bf16", "fp16", "fp8", "mxfp4"]
 
+MAX_SLOTS = 1 << 20
+"""Most slots of a layer: far above any fleet, and small enough that a wrong number cannot exhaust memory."""
 BYTES_PER_WEIGHT: dict[str, float] = {
     "fp32": 4.0,
     "bf16": 2.0,
@@ -220,6 +222,8 @@ class Placement:
     @classmethod
     def linear(cls, num_layers: int, num_experts: int, num_ranks: int, num_slots: int | None = None) -> Placement:
         """Expert e in slot e, replicas of the first experts in the remaining slots: the default of every engine."""
+        if num_slots is not None and num_slots > MAX_SLOTS:
+            raise ConfigError(f"num_slots={num_slots} must be at most {MAX_SLOTS}")
         slots = np.arange(num_experts if num_slots is None else num_slots, dtype=np.int32) % num_experts
         return cls(np.tile(slots, (num_layers, 1)), num_ranks, num_experts)
 

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from coterie.errors import ConfigError, UnavailableError
+from coterie.net import http_client
 from coterie.net.http_client import Answer, Client, Tally, completion_body, completion_path, server_url
 from coterie.prompts import Prompt
 from sglang_peer import Peer, Running
@@ -117,6 +118,35 @@ def test_after_the_time_no_further_body_is_sent_and_those_in_flight_are_waited_f
         found = asyncio.run(collect(peer.url, bodies(*map(str, range(100))), 2, duration_s=0.4))
     assert len(found) <= 8
     assert len(peer.bodies) == len(found)
+
+
+def test_a_server_that_never_answers_does_not_outlast_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts connections, reads, and says nothing."""
+    monkeypatch.setattr(http_client, "GRACE_S", 0.05)
+    monkeypatch.setattr(http_client, "CALL_S", 0.05)
+
+    async def run() -> tuple[list[Answer], int]:
+        taken = 0
+
+        async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal taken
+            taken += 1
+            await reader.read()  # until the client gives up
+            writer.close()
+
+        server = await asyncio.start_server(stall, "127.0.0.1", 0)
+        async with server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            found = await asyncio.wait_for(collect(url, bodies(*"abcd"), 2, duration_s=0.05), 60)
+            async with Client(url) as client:
+                with pytest.raises(UnavailableError, match="does not answer"):
+                    await asyncio.wait_for(client.call("GET", "/v1/models"), 60)
+        return found, taken
+
+    found, taken = asyncio.run(run())
+    assert [answer.number for answer in found] == [0, 1]
+    assert {answer.problem for answer in found} == {"no answer came before the time was over"}
+    assert taken == 3
 
 
 def test_leaving_early_cancels_what_is_in_flight() -> None:

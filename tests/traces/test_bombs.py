@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from coterie.errors import TraceError
+from coterie.evaluation.suites.predictors.cases import sidecar_texts
 from coterie.traces.readers import _rows, read_trace
 from coterie.traces.readers.servegen import read_servegen_clients
 
@@ -45,7 +46,19 @@ def tar(folder: Path) -> Path:
     return folder / "bomb.tar.gz"
 
 
-@pytest.mark.parametrize("make", [npz, sidecar, tar])
+def packed_csv(folder: Path) -> Path:
+    rows = b"arrival_s,prompt_tokens,output_tokens\n" + b"1,1,1\n" * 20
+    (folder / "bomb.csv.gz").write_bytes(gzip.compress(rows + b" " * BOMB))
+    return folder / "bomb.csv.gz"
+
+
+def packed_jsonl(folder: Path) -> Path:
+    row = b'{"arrival_s": 1, "prompt_tokens": 1, "output_tokens": 1}\n'
+    (folder / "bomb.jsonl.gz").write_bytes(gzip.compress(row + b" " * BOMB))
+    return folder / "bomb.jsonl.gz"
+
+
+@pytest.mark.parametrize("make", [npz, sidecar, tar, packed_csv, packed_jsonl])
 def test_a_bomb_is_refused(tmp_path: Path, make: object) -> None:
     assert callable(make)
     path = make(tmp_path)
@@ -54,6 +67,16 @@ def test_a_bomb_is_refused(tmp_path: Path, make: object) -> None:
     try:
         with pytest.raises(TraceError, match="unpacks to at least"):
             read(path)
+        assert tracemalloc.get_traced_memory()[1] < BOMB
+    finally:
+        tracemalloc.stop()
+
+
+def test_token_strings_beside_a_trace_are_not_unpacked_whole(tmp_path: Path) -> None:
+    (tmp_path / "requests.jsonl.gz").write_bytes(gzip.compress(bytes(BOMB)))
+    tracemalloc.start()
+    try:
+        assert sidecar_texts(tmp_path) is None
         assert tracemalloc.get_traced_memory()[1] < BOMB
     finally:
         tracemalloc.stop()

@@ -13,7 +13,7 @@ from numpy.random import Generator
 
 from coterie.batching.base import DEFAULT_MAX_SKIPS, Loads, Strategy, strategies
 from coterie.batching.waiting import Batch, Chooser, RowView, WaitingList
-from coterie.errors import ConfigError, UnknownNameError, check_at_least, check_not_negative
+from coterie.errors import ConfigError, UnknownNameError, check_at_least, check_input_file, check_not_negative
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +67,7 @@ class CapsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @classmethod
     def read(cls, path: Path) -> CapsConfig:
         """From a JSON file; what is wrong is named with the file and the field."""
+        check_input_file(path)
         try:
             found = msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:

@@ -1,13 +1,16 @@
 """``coterie``: the verbs, and how errors become exit codes.
 
-0 done, 1 the answer is no, 2 bad input or something this machine lacks, 130 interrupted.
+0 done, 1 the answer is no, 2 bad input or something this machine lacks, 130 interrupted (Ctrl-C), 143 terminated
+(SIGTERM). Both clean up before they end.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, Any, NoReturn
 
@@ -17,10 +20,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from coterie import __version__
 from coterie._compiling import announce, note_compiled
-from coterie._interrupts import handle_interrupts
+from coterie._interrupts import INTERRUPTED, WORDS, exit_code, handle_interrupts, interrupted_by
 from coterie.cli.output import err
 from coterie.cli.verbs import VERBS
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, UnfinishedWarning
 
 
 class _Loaded(Mapping[str, Any]):
@@ -93,32 +96,62 @@ _CommandLineError: type[Exception] = next(c for c in typer.BadParameter.__mro__ 
 
 def main() -> None:
     """Entry point of the ``coterie`` command: every failure is one line and an exit code, never a traceback."""
-    handle_interrupts()
     verb = next((word for word in sys.argv[1:2] if word in VERBS), None)
-    if verb is not None:
-        announce(verb, VERBS[verb].compile_s)
     try:
-        code = _command()(standalone_mode=False)
+        with handle_interrupts(), _one_line_warnings():
+            if verb is not None:
+                announce(verb, VERBS[verb].compile_s)
+            code = _command()(standalone_mode=False)
+        if code == INTERRUPTED:  # some versions of Typer turn an interrupt into this code, others into an exception
+            raise KeyboardInterrupt
         if verb is not None and VERBS[verb].compile_s is not None and not code:
             note_compiled(verb)
     except SystemExit as error:  # Typer turns a closed stdout into exit code 1, which here means "the answer is no"
         code = _closed_pipe() if isinstance(error.__context__, BrokenPipeError) else error.code
-    except CoterieError as error:
-        _fail(str(error))
-    except _CommandLineError as error:
+    except BaseException as error:
+        code = interrupted_by() if isinstance(error, typer.Abort) else exit_code(error)
+        if code is None:
+            message = _message(error)
+            if message is None:  # an error in Coterie itself
+                raise
+            _fail(message)
+        err.print(WORDS[code])
+    sys.exit(code)
+
+
+def _message(error: BaseException) -> str | None:
+    """What is wrong with the input or the machine; None for any other error."""
+    if isinstance(error, CoterieError):
+        return str(error)
+    if isinstance(error, _CommandLineError):
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
             sys.exit(2)
-        _fail(error.format_message())  # type: ignore[attr-defined]
-    except (KeyboardInterrupt, typer.Abort):
-        err.print("interrupted")
-        sys.exit(130)
-    except OSError as error:
+        return str(error.format_message())  # type: ignore[attr-defined]
+    if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}")
-    except (MemoryError, RecursionError) as error:
-        _fail(f"the input asks for more than this machine has: {error or type(error).__name__}")
-    sys.exit(code)
+        return f"{where}{error.strerror or error}"
+    if isinstance(error, MemoryError | RecursionError):
+        return f"the input asks for more than this machine has: {error or type(error).__name__}"
+    return None
+
+
+@contextmanager
+def _one_line_warnings() -> Iterator[None]:
+    """Print a warning about the input as one line, once; others as Python does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UnfinishedWarning)
+        show, seen = warnings.showwarning, set()
+
+        def print_once(message: Warning | str, category: type[Warning], *details: Any, **more: Any) -> None:
+            if not issubclass(category, UnfinishedWarning):
+                show(message, category, *details, **more)
+            elif str(message) not in seen:
+                seen.add(str(message))
+                err.print(f"[bold yellow]warning:[/] {escape(str(message))}", highlight=False, soft_wrap=True)
+
+        warnings.showwarning = print_once
+        yield
 
 
 @cache

@@ -2,10 +2,13 @@
 
 With ``--json`` stdout carries exactly one JSON object; tables, progress and logs go to stderr in any case, so a
 pipe never sees them.
+
+Names come from files and may hold anything: what would control a terminal is shown as an escape, such as ``\\x1b``.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -31,8 +35,32 @@ MAX_ROWS = 32
 """Ranks shown in a table of bars; the busiest ones if there are more."""
 _PARTS = " ▏▎▍▌▋▊▉█"
 
-err = Console(stderr=True)
-out = Console()
+_CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but the line feed, those that reorder text, and halves of characters."""
+
+
+def visible(text: str) -> str:
+    """Text with escapes in place of what controls a terminal or cannot be written as UTF-8."""
+    return _CONTROLS.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if 0xDC80 <= code <= 0xDCFF:  # Python's stand-in for a byte of a path that is not UTF-8
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+class _Console(Console):
+    """A console on which nothing that is printed can control the terminal, but rich's own styles."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
+err: Console = _Console(stderr=True)
+out: Console = _Console()
 
 
 def set_width() -> None:
@@ -44,7 +72,7 @@ def progress() -> Progress:
     """A progress bar on stderr that leaves no trace when done."""
     return Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
@@ -77,7 +105,19 @@ def reporting(first: str, lines: bool = False) -> Iterator[Callable[[str, int, i
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    typer.echo(msgspec.json.encode(value, enc_hook=_plain).decode())
+    try:
+        text = msgspec.json.encode(value, enc_hook=_plain)
+    except UnicodeEncodeError:  # a path that is not UTF-8
+        text = msgspec.json.encode(_encodable(msgspec.to_builtins(value, enc_hook=_plain)))
+    typer.echo(text.decode())
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if value.isascii() else visible(value)
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(one) for key, one in value.items()}
+    return [_encodable(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> Any:
@@ -108,7 +148,7 @@ def _cell(value: Any) -> tuple[str, Any]:
         return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"), value
     if isinstance(value, int):
         return f"{value:,}", value
-    return str(value), value
+    return visible(str(value)).replace("\n", "\\n"), value
 
 
 def print_verdict(sentence: str, then: str | None = None) -> None:
@@ -174,5 +214,6 @@ TraceModelOption = Annotated[
     str | None, typer.Option("--model", help="Name of the model that produced the trace, if the file does not give it.")
 ]
 NumExpertsOption = Annotated[
-    int | None, typer.Option("--num-experts", min=1, help="Experts per layer, if the file holds expert ids only.")
+    int | None,
+    typer.Option("--num-experts", min=1, max=65536, help="Experts per layer, if the file holds expert ids only."),
 ]

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from coterie.costs.fit import MoeFit, fit_moe
 from coterie.costs.roofline import Curve, Roofline, Transfer, fit_curve, fit_roofline, fit_transfer
 from coterie.costs.shipped import check_preset, preset_names
 from coterie.costs.step import ONE_DEVICE, PLAIN, CostOptions, StepModel
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError, InputError, TraceError, check_input_file
 from coterie.models import get_model
 from coterie.types import BYTES_PER_WEIGHT, Link, ModelSpec, Topology, WeightDtype
 
@@ -105,14 +106,68 @@ def load_preset(name_or_path: str) -> Preset:
     if name_or_path in preset_names():
         raw = files("coterie").joinpath(f"costs/presets/{name_or_path}.json").read_bytes()
     else:
+        check_input_file(path)
         raw = path.read_bytes()
     try:
         preset = msgspec.json.decode(raw, type=Preset)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(path, "preset", str(error)) from None
     if preset.version != VERSION:
         raise TraceError(path, "version", f"found {preset.version}, expected {VERSION}")
+    _check(path, preset)
     return preset
+
+
+RATES = ("bytes_per_us", "flops_per_us", "tile_flops_per_us", "stream_bytes_per_us", "cache_bytes_per_us", "us")
+SIZES = ("tile_rows", "tokens", "active", "batch", "query", "n", "k", "nbytes", "ranks")
+LEAST, MOST = 1e-9, 1e18
+"""Range of rates and sizes: far beyond any device on both sides, and no product of them overflows."""
+
+
+def _check(path: Path, preset: Preset) -> None:
+    """Refuse a preset that would price a step with nonsense."""
+    if not preset.fits:
+        raise TraceError(path, "fits", "is empty: it must hold one shape at least")
+    _check_ranges(path, "fits", preset.fits)
+    _check_ranges(path, "copies", preset.copies)
+    _check_ranges(path, "all_to_all", preset.all_to_all)
+    for name, fit in preset.fits.items():
+        for dtype in fit.moe or ["none"]:
+            if dtype not in BYTES_PER_WEIGHT:
+                problem = f"holds {dtype!r}, expected weight dtypes out of {', '.join(BYTES_PER_WEIGHT)}"
+                raise TraceError(path, f"fits.{name}.moe", problem)
+        for curve in filter(None, [fit.routing]):
+            at, times = curve.at, curve.times_us
+            if len(at) < 2 or len(at) != len(times) or any(a >= b for a, b in pairwise(at)):
+                raise TraceError(path, f"fits.{name}.routing", "must hold two points at least, at numbers that rise")
+    shapes = {shape.model: shape for shape in preset.measurement.shapes}
+    for name in preset.fits:
+        try:
+            shape_spec(shapes[name])
+        except KeyError:
+            raise TraceError(path, f"fits.{name}", "has no measurement: measurement.shapes must name it") from None
+        except (InputError, TypeError) as error:
+            raise TraceError(path, f"measurement.shapes, {name}", str(error)) from None
+    _check_ranges(path, "measurement", preset.measurement)
+
+
+def _check_ranges(path: Path, field: str, value: object) -> None:
+    """Refuse rates and sizes that are not above 0, and times and shares below 0, at any depth."""
+    if isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            if name not in ("hardware", "spec"):  # one is not computed with, a shape checks itself
+                _check_ranges(path, f"{field}.{name}", getattr(value, name))
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            _check_ranges(path, f"{field}.{name}", one)
+    elif isinstance(value, tuple):
+        for index, one in enumerate(value):
+            _check_ranges(path, f"{field}[{index}]", one)
+    elif isinstance(value, int | float):
+        name = field.rpartition(".")[2].partition("[")[0]
+        least = 1.0 if name == "sharpness" else LEAST if name in RATES + SIZES else 0.0
+        if not least <= value <= MOST:
+            raise TraceError(path, field, f"is {value}, expected a number in {least:g} … {MOST:g}")
 
 
 def save_preset(preset: Preset, path: Path) -> None:

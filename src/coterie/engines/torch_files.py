@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, UnavailableError
+from coterie.errors import ConfigError, TraceError, UnavailableError, check_input_file
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.readers.base import Reader, ReadOptions, Trace
 from coterie.types import DECODE, PREFILL
@@ -73,6 +73,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise UnavailableError(f"{path} is a torch file and torch is missing: pip install coterie[torch]") from None
     if not path.exists():
         raise TraceError(path, "file", "does not exist")
+    check_input_file(path)
     try:
         dump = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch lets out pickle, zip, runtime, key and type errors on damaged files

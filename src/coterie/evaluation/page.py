@@ -85,7 +85,7 @@ def write_report(found: Inspection, folder: Path) -> Report:
     drawn = {s.key: _draw(s) for s in shown if s.plot is not None}
     for key, pictures in drawn.items():
         (folder / f"{key}.png").write_bytes(pictures[figures.LIGHT.name])
-    (folder / PAGE).write_text(render_page(found, shown, drawn), encoding="utf-8")
+    (folder / PAGE).write_text(render_page(found, shown, drawn), encoding="utf-8", errors="backslashreplace")
     write_json(folder / MARKER, {"format": _MARK, "files": sorted((*names, PAGE))})
     return Report(folder / PAGE, tuple(folder / name for name in names))
 

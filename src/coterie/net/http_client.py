@@ -25,6 +25,10 @@ from coterie.wire.handoff import REQUEST_ID_HEADER
 CONNECT_S = 10.0
 REQUEST_S = 3600.0
 """Timeout of a request: it may wait long in the queue of a busy server."""
+CALL_S = 120.0
+"""Timeout of a call that no queue holds up: a server that takes longer is stalled."""
+GRACE_S = 60.0
+"""Seconds that requests in flight get after the time is over; a stalled server would hold them for an hour."""
 HEALTH_S = 2.0
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
@@ -94,6 +98,7 @@ class Client:
     def __init__(self, url: str, timeout_s: float = REQUEST_S) -> None:
         self.url = server_url(url)
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S))
+        self._call_timeout = aiohttp.ClientTimeout(total=min(timeout_s, CALL_S), sock_connect=CONNECT_S)
         self._open: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -120,7 +125,9 @@ class Client:
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, str]:
         """Status and text of one answer; a server that cannot be reached raises UnavailableError."""
         try:
-            async with self._session.request(method, self.url + path, json=body) as response:
+            async with self._session.request(
+                method, self.url + path, json=body, timeout=self._call_timeout
+            ) as response:
                 return response.status, await response.text(errors="replace")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise UnavailableError(f"{self.url} does not answer: {_reason(error)}") from None
@@ -160,11 +167,12 @@ class Client:
     ) -> AsyncGenerator[Answer, None]:
         """POST every body, at most `concurrency` at a time, and yield each answer on completion.
 
-        After `duration_s` no further body is taken; those in flight are waited for.
+        After `duration_s` no further body is taken; those in flight get another `GRACE_S`, then they have failed.
         """
         check_at_least(1, concurrency=concurrency)
         source, started = enumerate(bodies), time.monotonic()
-        running: set[asyncio.Task[Answer]] = set()
+        running: dict[asyncio.Task[Answer], Answer] = {}
+        """Requests in flight, and what is said of those that are given up."""
         try:
             while True:
                 while len(running) < concurrency:
@@ -174,12 +182,19 @@ class Client:
                         break
                     number, body = item
                     sent_s = time.monotonic() - started
-                    running.add(asyncio.create_task(self.post(path, body, number=number, sent_s=sent_s)))
+                    late = Answer(number, sent_s, None, "no answer came before the time was over", True)
+                    running[asyncio.create_task(self.post(path, body, number=number, sent_s=sent_s))] = late
                 if not running:
                     return
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                left_s = None if duration_s is None else max(0.0, started + duration_s + GRACE_S - time.monotonic())
+                done, _ = await asyncio.wait(running, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
+                    del running[task]
                     yield task.result()
+                if not done:
+                    for late in running.values():
+                        yield late
+                    return
         finally:
             for task in running:
                 task.cancel()

@@ -24,7 +24,7 @@ from scipy.optimize import linear_sum_assignment
 from coterie._numba import njit
 from coterie.costs.lines import StepPrices
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError, InputError, TraceError, require_fitted
+from coterie.errors import ConfigError, InputError, TraceError, check_at_least, check_not_negative, require_fitted
 from coterie.footprints.signatures import Counts, Signature, Weighting
 from coterie.routing._dots import products
 from coterie.routing.base import Router, routers
@@ -43,6 +43,12 @@ NARROW_BYTES = 1 << 20
 RESTART_WORK = 2e8
 """Work for all random starts of the union search. One start costs requests x expert indices x workers; at most 10 are
 made."""
+
+
+MOST_BATCH = 1 << 16
+"""Most requests in a decode step: far more than any device decodes."""
+SLACK = 1e-3
+"""Relative slack for rounding errors of sums in 32 bits."""
 
 
 class Learned(NamedTuple):
@@ -140,8 +146,9 @@ class RouterFit:
     learned_: Learned | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.workers < 1 or self.batch < 1:
-            raise ConfigError(f"workers={self.workers} and batch={self.batch} must be at least 1")
+        check_at_least(1, workers=self.workers)
+        if not 1 <= self.batch <= MOST_BATCH:
+            raise ConfigError(f"batch={self.batch} must be in 1 … {MOST_BATCH}")
         if self.weighting == "gate":
             raise ConfigError("weighting='gate' cannot be fitted for routing: requests carry counts, not gate weights")
 
@@ -360,6 +367,7 @@ class RouterFit:
                 shares=found["shares"],
                 seen=None if seen is None else np.array(seen),
             )
+            _check_ranges(fitted.learned_)
         except KeyError as error:
             raise TraceError(file, f"metadata {error.args[0]}", "is missing") from None
         except (ConfigError, TypeError, ValueError, OverflowError) as error:
@@ -389,6 +397,29 @@ _DTYPES: dict[str, Any] = {
     "inward": np.float32,
     "outward": np.float32,
 }
+
+
+def _check_ranges(learned: Learned) -> None:
+    """Refuse values that no fit gives, and that a router would compare without a word."""
+    forecast = learned.forecast.map
+    means = np.stack([forecast.before, forecast.after]).sum(axis=1, dtype=np.float64)
+    per_token = float(learned.top_k * learned.num_layers)
+    for name, array, most in (("profiles", learned.profiles, learned.top_k), ("shares", learned.shares, 1)):
+        low, high = float(array.min()), float(array.max())
+        if low < 0 or high > most * (1 + SLACK):
+            raise ConfigError(f"{name} hold {low if low < 0 else high:g}; they must be in 0 … {most}")
+    lengths = np.linalg.norm(learned.centroids.astype(np.float64), axis=1)
+    sums = learned.profiles.sum(axis=1, dtype=np.float64)
+    for name, found, right in (
+        ("lengths of centroids", lengths, 1.0),
+        ("sums of profiles over experts and layers", sums, per_token),
+        ("sums of before and after over experts and layers", means, per_token),
+        ("sum of shares", learned.shares.sum(dtype=np.float64, keepdims=True), 1.0),
+    ):
+        off = np.where(found == 0, 0.0, np.abs(found / right - 1))  # 0: a worker without requests
+        if off.max() > SLACK:
+            raise ConfigError(f"{name} must be {right:g}; found {found[off.argmax()]:g}")
+    check_not_negative(own=forecast.own, noise=forecast.noise, ridge=forecast.ridge)
 
 
 class _Watch:

@@ -16,7 +16,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, check_at_least
-from coterie.traces.requests import RequestTrace
+from coterie.traces.requests import MOST_REQUESTS, RequestTrace
 
 
 class Arrivals(NamedTuple):
@@ -238,6 +238,8 @@ def draw_arrivals(
     if (requests is None) == (tokens is None):
         raise ConfigError("give either a number of requests or a number of tokens")
     check_at_least(1, requests=requests, tokens=tokens)
+    if requests is not None and requests > MOST_REQUESTS:
+        raise ConfigError(f"requests={requests} must be at most {MOST_REQUESTS:,}")
     count = requests if requests is not None else 256
     while True:
         arrived = arrivals.draw(count, mix, rng)

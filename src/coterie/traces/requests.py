@@ -16,13 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError, TraceError, check_input_file
 from coterie.traces.store import read_json, write_json
 
 FORMAT = "coterie-trace"
 VERSION = 1
 MAX_TOKENS = 1 << 40
 """Most tokens of one request, so that sums over any trace fit in 64 bits."""
+
+MOST_REQUESTS = 20_000_000
+"""Most requests that are drawn at a time: they take 2 GB of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +217,18 @@ def read_requests(path: Path, block_tokens: int | None, source: Mapping[str, Any
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    check_input_file(path)
     try:
         with path.open("rb") as stream:  # given a path, Arrow would take names such as s3:x for addresses
             table = pq.read_table(stream)
+        names = table.column_names
     except FileNotFoundError:
         raise TraceError(path, "file", "does not exist") from None
-    except (pa.ArrowException, OSError) as error:
-        raise TraceError(path, "parquet", f"cannot be read: {str(error).splitlines()[0]}") from None
-    names = table.column_names
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise TraceError(path, "parquet", f"cannot be read: {str(error).partition(chr(10))[0]}") from None
+    for name in names:
+        if names.count(name) > 1:
+            raise TraceError(path, name, f"names {names.count(name)} columns")
 
     def column_of(name: str, fits: Callable[[Any], bool], expected: str) -> Any:
         if name not in names:

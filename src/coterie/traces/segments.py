@@ -37,8 +37,8 @@ PART = re.compile(r"activations-\d{5,}\.safetensors|requests-\d{5,}\.parquet")
 """Names of a segment's files while a trace is recorded."""
 
 OPTIONAL = ("token_ids", "gate_weights")
-MAX_EXPERTS = 1 << 16
-"""Most experts of a layer: far above any model, and small enough that a wrong number cannot exhaust memory."""
+MAX_EXPERTS = MAX_LAYERS = 1 << 16
+"""Most experts of a layer, and layers: far above any model, and so few that a wrong number cannot exhaust memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,10 @@ class TraceMeta:
             raise ConfigError(
                 f"top_k={self.top_k} must be at most num_experts={self.num_experts}, and that at most {MAX_EXPERTS}"
             )
-        if self.layer_ids is not None and not all(isinstance(n, int) for n in self.layer_ids):
-            raise ConfigError(f"layer_ids={self.layer_ids} must be whole numbers")
+        if self.num_layers > MAX_LAYERS:
+            raise ConfigError(f"num_layers={self.num_layers} must be at most {MAX_LAYERS}")
+        if self.layer_ids is not None and not all(isinstance(n, int) and abs(n) < 1 << 31 for n in self.layer_ids):
+            raise ConfigError(f"layer_ids={self.layer_ids} must be whole numbers of 32 bits")
         if not isinstance(self.source, Mapping):
             raise ConfigError(f"source={self.source!r} must be an object")
         if self.layer_ids is not None and len(self.layer_ids) != self.num_layers:
@@ -157,6 +159,8 @@ class SegmentedTrace:
         self.meta = meta
         self.segments = list(segments)  # in order; only the writer and this class look into them
         self._given_requests = requests
+        self.unfinished = False
+        """Whether the recording was interrupted, or still runs: the trace holds what was flushed so far."""
         self._first = np.concatenate([[0], np.cumsum([s.num_requests for s in segments])]).astype(np.int64)
 
     @classmethod
@@ -190,9 +194,10 @@ class SegmentedTrace:
             raise
         except (ConfigError, TypeError, ValueError, OverflowError) as error:
             raise TraceError(folder / "meta.json", "shape", str(error)) from None
-        if not entries:  # recording began, nothing was flushed yet
-            return cls.empty(meta)
-        return cls(meta, [_open_segment(folder, meta, *entry) for entry in entries])
+        # Without a segment, recording began and nothing was flushed yet.
+        found = cls(meta, [_open_segment(folder, meta, *entry) for entry in entries]) if entries else cls.empty(meta)
+        found.unfinished = [entry[:2] for entry in entries] != [FINAL]
+        return found
 
     @classmethod
     def from_arrays(

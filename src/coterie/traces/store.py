@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import TraceError
+from coterie.errors import TraceError, check_input_file
 
 _DTYPES = {
     "BOOL": "|b1",
@@ -57,6 +57,7 @@ class ArrayFile:
         self.path = path
         self._arrays: dict[str, NDArray[Any]] = {}
         self._metadata: Any = None
+        check_input_file(path)
         try:
             with path.open("rb") as stream:
                 size = os.fstat(stream.fileno()).st_size
@@ -113,8 +114,11 @@ class ArrayFile:
             raise TraceError(self.path, name, f"data_offsets span {last - first} bytes, {dtype} {shape} needs {nbytes}")
         if start + last > size:
             raise TraceError(self.path, name, f"ends at byte {start + last}, the file has {size}: it is cut short")
-        count = math.prod(shape)
-        return np.frombuffer(self._map, dtype, count, start + first).reshape(shape), start + last
+        try:
+            array = np.frombuffer(self._map, dtype, math.prod(shape), start + first).reshape(shape)
+        except (ValueError, OverflowError) as error:  # [0, 2**70], or more dimensions than NumPy has
+            raise TraceError(self.path, name, f"has a shape that no array has: {error}") from None
+        return array, start + last
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         try:
@@ -218,6 +222,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    check_input_file(path)
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:

@@ -47,7 +47,10 @@ def decode_npy(data: bytes) -> NDArray[Any]:
     start, count = stream.tell(), math.prod(shape)
     if min(shape, default=0) < 0 or len(data) - start != count * dtype.itemsize:
         raise InputError(f"has {len(data) - start} bytes of data; {dtype} {shape} needs {count * dtype.itemsize}")
-    return np.frombuffer(data, dtype, count, start).reshape(shape, order="F" if fortran else "C")
+    try:
+        return np.frombuffer(data, dtype, count, start).reshape(shape, order="F" if fortran else "C")
+    except (ValueError, OverflowError) as error:  # [0, 2**70], or more dimensions than NumPy has
+        raise InputError(f"has a shape that no array has: {error}") from None
 
 
 def decode_vllm(payload: str | bytes) -> NDArray[np.integer]:

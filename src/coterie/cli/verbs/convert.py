@@ -51,6 +51,7 @@ def _sizes(trace: Trace) -> dict[str, Any]:
             "layers": trace.meta.num_layers,
             "experts": trace.meta.num_experts,
             "top_k": trace.meta.top_k,
+            "unfinished": trace.unfinished,
         }
     return {
         "requests": len(trace),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -36,8 +35,6 @@ def demo_command(
     """
     from coterie.evaluation.demo.run import OURS, run_demo
 
-    # A plain SIGTERM would end this process and leave its workers.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with reporting("Starting") as report:
         result = run_demo(seed, requests, folder, report, tuple(router or (OURS,)))
     if json:

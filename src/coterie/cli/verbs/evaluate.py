@@ -162,7 +162,7 @@ def evaluate_command(
         task = bar.add_task(suite, total=None)
 
         def report(doing: str, done: int, total: int) -> None:
-            bar.update(task, description=escape(doing), completed=done, total=total)
+            bar.update(task, description=doing, completed=done, total=total)
 
         try:
             result = chosen.run(options, report)

@@ -36,7 +36,9 @@ def fit_command(
             "--output", "-o", help="File to write the fitted router to (.safetensors); an older router is replaced."
         ),
     ],
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Requests per decode step of one worker.")] = 16,
+    batch: Annotated[
+        int, typer.Option("--batch", min=1, max=65536, help="Requests per decode step of one worker.")
+    ] = 16,
     requests: Annotated[
         int | None, typer.Option("--requests", min=4, help="Requests to read, drawn at random. Default: 1,400.")
     ] = None,

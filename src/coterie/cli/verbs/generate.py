@@ -19,6 +19,7 @@ from coterie.models import get_model
 from coterie.traces import ActivationTrace
 from coterie.traces.arrivals import at_rate
 from coterie.traces.readers import read_trace
+from coterie.traces.requests import check_new_folder
 
 if TYPE_CHECKING:  # numba takes half a second to import: only when a trace is made
     from coterie.traces.synthetic import SyntheticSettings
@@ -71,6 +72,7 @@ def generate_command(
     nbytes = None if size is None else parse_size(size)
     if requests is None and tokens is None and nbytes is None:
         requests = 1000
+    check_new_folder(out)  # before the recorded trace is read and fitted
     rng = np.random.default_rng(seed)
     settings = _settings(preset, like, model, rng)
     if rate is not None:

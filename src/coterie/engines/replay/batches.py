@@ -8,7 +8,6 @@ group G, all steps one after the other, and `tokens_G_R` the tokens of each step
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, TraceError, check_new_file
+from coterie.traces.readers.npz import read_arrays
 from coterie.types import ModelSpec, narrowest_uint
 
 VERSION = 1
@@ -113,11 +113,7 @@ def read_batches(path: Path) -> ReplayBatches:
     """What :func:`write_batches` wrote."""
     if not path.is_file():
         raise TraceError(path, "file", "not found; expected batches that write_batches wrote (.npz)")
-    try:
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-        raise TraceError(path, "file", f"cannot be read as .npz: {str(error).splitlines()[0]}") from None
+    arrays = read_arrays(path)
     header = _header(path, arrays)
     groups = {
         group: {router: _steps(path, arrays, f"{g}_{r}") for r, router in enumerate(header["routers"])}
@@ -135,7 +131,7 @@ def _header(path: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
         raise TraceError(path, "header", f"missing: found {found}; expected the batches of coterie replay")
     try:
         header = json.loads(str(arrays["header"]))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise TraceError(path, "header", "is not JSON") from None
     if not isinstance(header, dict) or header.get("version") != VERSION:
         raise TraceError(path, "header", f"must be an object of version {VERSION}; found {str(header)[:80]}")
@@ -143,7 +139,7 @@ def _header(path: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
         raise TraceError(path, "header", f"model={header.get('model')!r} must be a name")
     for field in ("groups", "routers"):
         names = header.get(field)
-        if not isinstance(names, list) or len({str(name) for name in names}) != len(names):
+        if not isinstance(names, list) or not all(isinstance(n, str) for n in names) or len({*names}) != len(names):
             raise TraceError(path, "header", f"{field}={names!r} must be a list of names, each once")
     return header
 
@@ -155,6 +151,7 @@ def _steps(path: Path, arrays: Mapping[str, Any], key: str) -> Steps:
     ids, tokens = arrays[f"ids_{key}"], arrays[f"tokens_{key}"]
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or (tokens.size and tokens.min() < 1):
         raise TraceError(path, f"tokens_{key}", "must be whole numbers [step] of at least 1")
-    if ids.ndim != 3 or len(ids) != tokens.sum():
-        raise TraceError(path, f"ids_{key}", f"shape {ids.shape} must be [token, layer, k] of {tokens.sum()} tokens")
+    total = sum(tokens.tolist())  # in Python: numbers near 2**63 add up to anything in NumPy
+    if ids.ndim != 3 or len(ids) != total:
+        raise TraceError(path, f"ids_{key}", f"shape {ids.shape} must be [token, layer, k] of {total} tokens")
     return tuple(np.split(ids, np.cumsum(tokens)[:-1])) if len(tokens) else ()

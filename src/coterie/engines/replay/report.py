@@ -144,7 +144,7 @@ def read_measured(path: Path) -> Measured:
         raise TraceError(path, "file", "not found; expected what coterie replay -o wrote (JSON)")
     try:
         measured = msgspec.json.decode(path.read_bytes(), type=File).measured
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(path, "measured", str(error)) from None
     for group, routers in measured.step_us.items():
         for router, times in routers.items():

@@ -99,6 +99,8 @@ def _inspect_activations(trace: ActivationTrace, name: str, rng: Generator, prog
     if not trace.num_requests or not trace.num_tokens:
         raise TraceError(name, "tokens", f"the trace is empty ({trace.num_requests} requests, no tokens)")
     meta, missing, notes = trace.meta, {}, []
+    if trace.unfinished:
+        notes.append("The recording was interrupted or still runs: this is what it holds so far.")
     chosen = _largest_domains(trace)
     windows = cut_windows(trace, rng)
     result = run_pass(trace, name, windows, chosen.index, len(chosen.names), rng, progress)

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import TraceError
+from coterie.errors import InputError, TraceError, check_input_file
 from coterie.traces.readers.trtllm import sniff_trtllm
 from coterie.traces.store import ArrayFile
+from coterie.wire.routed_experts import decode_npy
 
 Array = NDArray[np.float64]
 
@@ -45,13 +46,14 @@ def read_sources(path: Path, tokens: Array, layer_ids: tuple[int, ...], labels: 
 
 
 def _of_array(path: Path) -> Array:
+    check_input_file(path)
     try:
-        found = np.load(path, allow_pickle=False)
+        found = decode_npy(path.read_bytes())
     except FileNotFoundError:
         raise TraceError(path, "file", "does not exist") from None
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, InputError) as error:
         raise TraceError(path, "file", f"is no .npy array: {error}") from None
-    if not isinstance(found, np.ndarray) or found.dtype.kind not in "uif":
+    if found.dtype.kind not in "uif":
         raise TraceError(path, "file", "must be an .npy array of numbers")
     return found.astype(np.float64)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError, UnknownNameError
+from coterie.errors import ConfigError, TraceError, UnknownNameError, check_input_file
 from coterie.models import get_model
 from coterie.types import ModelSpec, Placement
 
@@ -115,6 +115,7 @@ def check_model(path: Path, found: Any, options: MapOptions) -> None:
 
 
 def text_of(path: Path) -> str:
+    check_input_file(path)
     try:
         if path.stat().st_size > MAX_BYTES:
             raise TraceError(path, "file", f"has {path.stat().st_size} bytes; a placement has at most {MAX_BYTES}")

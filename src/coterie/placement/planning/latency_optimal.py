@@ -162,7 +162,8 @@ class LatencyOptimal:
             outcomes,
         )
         side_by_side(search, layers, *arguments)
-        chosen = kept - 1 if self.max_moves is None else spend(kept, totals, seconds, moves, self.max_moves)
+        most = None if self.max_moves is None else min(self.max_moves, rows.size)  # a slot takes one move at most
+        chosen = kept - 1 if most is None else spend(kept, totals, seconds, moves, most)
         each = np.arange(layers)
         found = trails[each, chosen].astype(np.int32)
         saved = problem.score(current.slot_experts, problem.shares).total_s - totals[each, chosen]

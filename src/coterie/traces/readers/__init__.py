@@ -11,6 +11,7 @@ from coterie.traces.readers import (  # noqa: F401
     tabular,
     trtllm,
 )
+from coterie.traces.readers._rows import read_unpacked
 from coterie.traces.readers.base import Reader, ReadOptions, Trace, detect, kind_of, read_as, read_trace, readers
 
-__all__ = ["ReadOptions", "Reader", "Trace", "detect", "kind_of", "read_as", "read_trace", "readers"]
+__all__ = ["ReadOptions", "Reader", "Trace", "detect", "kind_of", "read_as", "read_trace", "read_unpacked", "readers"]

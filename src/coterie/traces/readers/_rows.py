@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, TraceError
+from coterie.errors import ConfigError, TraceError, check_input_file
 from coterie.traces.readers.base import ReadOptions
 from coterie.traces.requests import RequestTrace
 
@@ -135,6 +135,7 @@ class RequestColumns:
 @contextmanager
 def file_errors(path: Path) -> Iterator[None]:
     """Turn errors of opening and unpacking a file into one line about that file."""
+    check_input_file(path)
     try:
         yield
     except FileNotFoundError:
@@ -156,9 +157,31 @@ def is_gzip(path: Path) -> bool:
         return stream.read(2) == _GZIP_MAGIC
 
 
-def open_binary(path: Path) -> gzip.GzipFile | io.BufferedReader:
-    """The bytes of a file, unpacked if it is gzip."""
-    return gzip.open(path, "rb") if is_gzip(path) else path.open("rb")
+def open_binary(path: Path) -> io.BufferedReader:
+    """The bytes of a file, unpacked if it is gzip; an archive that unpacks to far too much is an error on the way."""
+    return io.BufferedReader(_Unpacking(path), 1 << 16) if is_gzip(path) else path.open("rb")
+
+
+class _Unpacking(io.RawIOBase):
+    """A gzip stream that counts what it unpacks."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stream = gzip.open(path, "rb")  # noqa: SIM115  # closed with this stream
+        self._unpacked = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._stream.readinto(buffer)
+        self._unpacked += count
+        check_unpacked(self._path, self._unpacked)
+        return count
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
 
 
 def check_unpacked(path: Path, unpacked: int) -> None:
@@ -171,9 +194,7 @@ def check_unpacked(path: Path, unpacked: int) -> None:
 def read_unpacked(path: Path) -> bytes:
     """All bytes of a file, unpacked if it is gzip."""
     with file_errors(path), open_binary(path) as stream:
-        data = stream.read(_most_unpacked(path) + 1)
-    check_unpacked(path, len(data))
-    return data
+        return stream.read()
 
 
 def _most_unpacked(path: Path) -> int:

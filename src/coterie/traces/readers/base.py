@@ -7,12 +7,13 @@ the file claims to hold.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from coterie.errors import TraceError
+from coterie.errors import TraceError, UnfinishedWarning, check_input_file
 from coterie.registry import Registry
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.load import LoadTable
@@ -52,7 +53,11 @@ readers: Registry[Reader] = Registry("format", group="coterie.readers")
 def _read_coterie(path: Path, _: ReadOptions) -> Trace:
     kind = read_meta(path)["kind"]
     if kind == "activations":
-        return ActivationTrace.open(path)
+        trace = ActivationTrace.open(path)
+        if trace.unfinished:
+            problem = f"its recording was interrupted or still runs; it holds {trace.num_requests:,} requests so far"
+            warnings.warn(f"{path}: {problem}", UnfinishedWarning, stacklevel=3)
+        return trace
     return LoadTable.open(path) if kind == "load" else RequestTrace.open(path)
 
 
@@ -64,6 +69,7 @@ readers.add(
 def read_trace(path: str | Path, format: str | None = None, options: ReadOptions | None = None) -> Trace:
     """Read any known format; without `format`, the one whose reader recognises the file."""
     path = Path(path)
+    check_input_file(path)
     if format is None:
         format = detect(path)
     return readers[format].read(path, options or ReadOptions())
@@ -86,6 +92,7 @@ def detect(path: Path) -> str:
     """The name of the format of a file or folder."""
     if not path.exists():
         raise TraceError(path, "file", "does not exist")
+    check_input_file(path)
     matches = [name for name in readers if readers[name].sniff(path)]
     if not matches and path.suffix == ".npz":
         return "npz"  # truncated or damaged: its reader reports how

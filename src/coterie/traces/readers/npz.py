@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, InputError, TraceError
+from coterie.errors import ConfigError, InputError, TraceError, check_input_file
 from coterie.traces.activations import ActivationTrace, TraceMeta
 from coterie.traces.load import LoadTable
 from coterie.traces.readers._rows import check_unpacked, read_unpacked
@@ -83,6 +83,7 @@ def _find(folder: Path) -> Path:
 
 
 def _names(path: Path) -> list[str]:
+    check_input_file(path)
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
@@ -90,6 +91,11 @@ def _names(path: Path) -> list[str]:
         raise TraceError(path, "file", "does not exist") from None
     except Exception as error:  # the zip module lets out struct, zlib, OS and value errors on damaged archives
         raise TraceError(path, "file", f"is not a .npz archive, or is cut: {error!r}") from None
+
+
+def read_arrays(path: Path) -> Arrays:
+    """All arrays of an archive by name; raises TraceError for one that is damaged or unpacks to far too much."""
+    return _load(path, _names(path))
 
 
 def _load(path: Path, names: Sequence[str]) -> Arrays:

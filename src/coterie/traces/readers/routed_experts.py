@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError
+from coterie.errors import ConfigError, InputError, TraceError, UnknownNameError, check_input_file
 from coterie.traces.activations import ActivationTrace, TraceMeta
 from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.requests import RequestTrace
@@ -205,6 +205,7 @@ def read_routed_experts(path: Path, options: ReadOptions) -> ActivationTrace:
 
 def _bodies(path: Path) -> Iterator[tuple[int, Any]]:
     """Line number and answer; a batch of SGLang's /generate is a list of answers on one line."""
+    check_input_file(path)
     try:
         with path.open("rb") as stream:
             for number, line in enumerate(stream, 1):

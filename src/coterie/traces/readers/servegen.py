@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, TraceError, check_positive
 from coterie.traces.readers._rows import is_gzip, read_unpacked
 from coterie.traces.readers.base import Reader, ReadOptions, readers
-from coterie.traces.requests import RequestTrace
+from coterie.traces.requests import MAX_TOKENS, MOST_REQUESTS, RequestTrace
 
 DEFAULT_SEED = 0
 DEFAULT_DURATION_S = 3600.0
@@ -129,6 +129,9 @@ def sample_servegen(
     if not first.start_s <= start_s < last.start_s + last.duration_s:
         raise ConfigError(f"start_s={start_s} must be in {first.start_s:g} … {last.start_s + last.duration_s:g}")
     stop_s = start_s + duration_s
+    expected = sum(w.rate * rate_scale * w.duration_s for c in clients for w in c.windows if w.start_s < stop_s)
+    if expected > MOST_REQUESTS:
+        raise ConfigError(f"the clients send about {expected:,.0f} requests; at most {MOST_REQUESTS:,} are drawn")
     arrival, prompt, output, sender = [np.empty(0)], [np.empty(0, np.int64)], [np.empty(0, np.int64)], []
     for client in clients:
         for window in client.windows:
@@ -169,7 +172,7 @@ def _arrivals(window: Window, rate_scale: float, rng: Generator) -> NDArray[np.f
 
 def _folder_files(path: Path) -> dict[tuple[int, str], bytes]:
     matches = ((_FILE.fullmatch(file.name), file) for file in path.iterdir())
-    return {(int(match[1]), match[2]): file.read_bytes() for match, file in matches if match}
+    return {(int(match[1]), match[2]): read_unpacked(file) for match, file in matches if match}
 
 
 def _tar_files(path: Path) -> dict[tuple[int, str], bytes]:
@@ -251,11 +254,12 @@ def _histogram(path: Path, where: str, span: Mapping[str, Any], field: str) -> H
         return None
     try:
         pairs = np.array([pair.split(":") for pair in text[1:-1].split(",")], np.float64)  # [bin, (tokens, share)]
+        tokens, share = pairs.T
     except ValueError:
         raise TraceError(path, f"{where}, {field}", "holds a pair that is not 'tokens: probability'") from None
-    tokens, share = pairs[:, 0], pairs[:, 1]
     total = float(share.sum())
-    if not (np.isfinite(pairs).all() and (pairs >= 0).all() and (tokens % 1 == 0).all() and abs(total - 1) < 1e-3):
+    in_range = (pairs >= 0).all() and (pairs <= MAX_TOKENS).all()  # NaN is neither
+    if not (in_range and (tokens % 1 == 0).all() and abs(total - 1) < 1e-3):
         problem = f"expected whole tokens and shares of at least 0 that sum to 1; they sum to {total:g}"
         raise TraceError(path, f"{where}, {field}", problem)
     cumulative = np.cumsum(share) / total

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from coterie.errors import TraceError
 from coterie.traces.load import LoadTable
 from coterie.traces.readers.base import Reader, ReadOptions, readers
+from coterie.traces.segments import MAX_EXPERTS
 from coterie.traces.store import ArrayFile, read_json
 
 META = "meta_info.json"
@@ -67,8 +68,8 @@ def _rank_files(path: Path) -> list[Path]:
 
 def _positive(path: Path, meta: Mapping[str, Any], name: str) -> int:
     value = meta.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise TraceError(path, name, f"is {value!r}, expected a whole number of at least 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_EXPERTS:
+        raise TraceError(path, name, f"is {value!r}, expected a whole number in 1 … {MAX_EXPERTS}")
     return value
 
 

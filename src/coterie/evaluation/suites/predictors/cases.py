@@ -6,9 +6,7 @@ one of them only      all of a request; and its second half from its first, whic
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Hashable
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +19,7 @@ from coterie.evaluation.suites.base import SuiteOptions
 from coterie.evaluation.suites.predictors.traces import MIN_TOKENS, drawn, halved, long_enough, prompt_groups, taken
 from coterie.predictors import TokenTable
 from coterie.traces.activations import ActivationTrace
-from coterie.traces.readers import read_as
+from coterie.traces.readers import read_as, read_unpacked
 from coterie.types import DECODE, PREFILL
 
 TRACES = ("gpt-oss-20b", "deepseek-v2-lite")
@@ -114,10 +112,8 @@ def sidecar_texts(path: Path) -> list[Texts] | None:
     if file is None:
         return None
     try:
-        data = file.read_bytes()
-        lines = (gzip.decompress(data) if file.suffix == ".gz" else data).decode().splitlines()
-        rows = [json.loads(line) for line in lines]
-    except (OSError, ValueError, EOFError, zlib.error):
+        rows = [json.loads(line) for line in read_unpacked(file).decode().splitlines()]
+    except (ValueError, RecursionError):
         return None  # some other file: where it belongs to the trace, the reader has refused it already
     if not all(isinstance(row, dict) for row in rows) or not any(row.get("generated_tokens") for row in rows):
         return None
