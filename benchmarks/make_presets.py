@@ -65,7 +65,11 @@ def rtx_pro_6000(folder: Path) -> Measurement:
         "qwen3-30b-a3b", (MoeTable("bf16", "vLLM fused MoE (Triton)", moe),), (), gemm, tuple(attention)
     )
     return Measurement(
-        hardware={"device": "NVIDIA RTX PRO 6000 Blackwell", "cache_bytes": 134_217_728},
+        hardware={
+            "device": "NVIDIA RTX PRO 6000 Blackwell",
+            "memory_bytes": 101_973_000_000,  # 94.97 GiB, as CUDA reports it
+            "cache_bytes": 134_217_728,
+        },
         software={"source": "casys-kaist/LLMServingSim @5daddb2, MIT"},
         date="2026-11",
         shapes=(shape,),
