@@ -63,7 +63,7 @@ def test_prints_tables_and_the_seed_decides(trace: Path, tmp_path: Path) -> None
     for name in ("a", "b"):
         output = run(trace, "--workers", 3, "--requests", 60, "--seed", 4, "-o", tmp_path / name).stdout
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    for words in ("rho on test requests", "distinct experts", "union clusters", "Layers kept", "Router:"):
+    for words in ("rho on held-out requests", "distinct experts", "union clusters", "Layers kept", "Router:"):
         assert words in output
 
 

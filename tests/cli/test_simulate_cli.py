@@ -51,7 +51,11 @@ def run(*args: object) -> Any:
 
 def test_tables_and_notes_fit(trace: Path) -> None:
     output = run(trace, "--requests", 30, "--strategy", "lpt", "--strategy", "latency_aware")
-    assert max(map(len, output.splitlines())) <= 110
+    *lines, verdict, then = output.splitlines()
+    assert max(map(len, lines)) <= 110, "the verdict wraps by itself"
+    assert "one run: nothing tells how sure that is" in verdict
+    assert then.startswith("Next: coterie ")
+    assert "imbalance" not in output, "one rank is always even"
     assert "…" not in output, "nothing is cut off"
     for text in (
         "30 requests, decode of gpt-oss-20b on h200",
@@ -69,7 +73,7 @@ def test_tables_and_notes_fit(trace: Path) -> None:
 def test_json_is_one_object_with_rows_and_settings(config: Path, tmp_path: Path) -> None:
     output = run("--config", config, "--requests", 40, "--rate", 90, "--json", "--out", tmp_path / "new" / "out")
     found = json.loads(output, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
-    assert list(found) == ["settings", "rows", "notes"]
+    assert list(found) == ["settings", "rows", "notes", "verdict", "next"]
     assert [row["strategy"] for row in found["rows"]] == ["fcfs", "best_fit"]
     for name in (
         "p50_ms",

@@ -141,7 +141,6 @@ def simulate_command(
         device=device,
     )
     # Only now what compiles: names and ranges are checked.
-    from coterie.evaluation.simulate.verdict import verdict
     from coterie.evaluation.simulate.what_if import RESULT_FILES, read_result, simulate, write
 
     if out_folder is not None and (out_folder.exists() or out_folder.is_symlink()):
@@ -154,15 +153,14 @@ def simulate_command(
         found = simulate(options, report)
     if out_folder is not None:
         write(out_folder, found)
-    said = verdict(found, trace)
     if json_output:
-        print_json({**found.to_json(), "verdict": said.sentence, "next": said.then})
+        print_json(found.to_json())
         return
     _print(found)
     if out_folder is not None:
         where = escape(str(out_folder))
         out.print(f"Written: {where}: {', '.join(RESULT_FILES)}", highlight=False, soft_wrap=True)
-    print_verdict(said.sentence, said.then)
+    print_verdict(*found.verdict)
 
 
 def _print(found: Simulated) -> None:

@@ -73,15 +73,15 @@ def _sure(found: Inspection) -> str:
     doubts = []
     if found.requests is not None and found.requests < FEW_REQUESTS:
         doubts.append(f"{found.requests} requests are few")
-    if found.drift is None or (found.drift.unit == "windows" and not found.drift.lag):
-        doubts.append("a sum over domains is more even than any of them")
-    elif found.kind == "activations" and found.arrivals is None:
-        doubts.append("without arrival times nothing tells how long it lasts")
-    elif found.drift.half_life is not None:
-        doubts.append(f"the load drifts, half of its change within {found.drift.half_life:,.3g} {found.drift.unit}")
-    return (
-        f"How sure: {'; '.join(doubts)}." if doubts else "It is measured on all of the trace, and the load is steady."
-    )
+    drift = found.drift
+    if drift is not None and drift.half_life is not None:
+        doubts.append(f"the load drifts, half of its change within {drift.half_life:,.3g} {drift.unit}")
+    elif drift is not None and not drift.lag:
+        if found.kind == "load" and drift.unit == "windows" and found.domains is not None:
+            doubts.append("a sum over domains is more even than any of them")
+        else:
+            doubts.append(f"nothing tells how long it lasts ({drift.reason})")
+    return f"How sure: {'; '.join(doubts)}." if doubts else "It is measured on all of the trace, which shows no drift."
 
 
 def _next(found: Inspection) -> str:

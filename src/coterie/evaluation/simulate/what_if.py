@@ -39,6 +39,7 @@ from coterie.evaluation.simulate.requests import (
     synthetic,
 )
 from coterie.evaluation.simulate.servers import SpreadServer, StepServer, make_strategy
+from coterie.evaluation.simulate.verdict import Verdict, verdict
 from coterie.evaluation.suites.caps.suite import SETTING
 from coterie.models import get_model, model_from_config
 from coterie.prompts import read_prompts
@@ -80,11 +81,18 @@ class Simulated:
     rows: list[dict[str, Any]]
     """One per strategy, fcfs first: :class:`coterie.sim.metrics.Summary` and gains against fcfs in percent."""
     notes: list[str]
+    verdict: Verdict
     runs: dict[str, Run]
     arrived: Arrived
 
     def to_json(self) -> dict[str, Any]:
-        return {"settings": self.settings, "rows": self.rows, "notes": self.notes}
+        return {
+            "settings": self.settings,
+            "rows": self.rows,
+            "notes": self.notes,
+            "verdict": self.verdict.sentence,
+            "next": self.verdict.then,
+        }
 
 
 def simulate(options: SimulateOptions, report: Report) -> Simulated:
@@ -142,7 +150,7 @@ def simulate(options: SimulateOptions, report: Report) -> Simulated:
         "scheduler": json.loads(msgspec.json.encode(server.config)) | {"strategy": names[1:]},
     }
     notes = [*work.notes, *requests.notes, *_notes(settings, server, requests)]
-    return Simulated(settings, rows, notes, runs, arrived)
+    return Simulated(settings, rows, notes, verdict(rows, settings, options.trace), runs, arrived)
 
 
 def write(folder: Path, found: Simulated) -> None:
