@@ -57,7 +57,7 @@ class Verbs(TyperGroup):
         return list(self.commands)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        listed = {name: TyperCommand(name, help=verb.summary) for name, verb in VERBS.items()}
+        listed: Any = {name: TyperCommand(name, help=verb.summary) for name, verb in VERBS.items()}
         TyperGroup(name=self.name, commands=listed, params=self.params, help=self.help).format_help(ctx, formatter)
 
 

@@ -16,7 +16,7 @@ class Verb(NamedTuple):
     summary: str
     """Line in the list of verbs; the verb's own help is its docstring."""
     compile_s: int | None = None
-    """Seconds that compiling its loops takes, once, on an idle x86 core; None: whether it has any depends on options."""
+    """Seconds to compile its loops, once, on an idle x86 core; None: whether it has any depends on its options."""
     command_class: str | None = None
     """Name of a class in the verb's module that builds the command, where Typer's own does not do."""
 

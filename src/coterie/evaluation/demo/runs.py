@@ -23,6 +23,11 @@ REFERENCE_SHAPE = "gpt-oss-20b"
 """Model with coterie-tiny's 32 experts and top 4: experts counted in one are those the other would stream."""
 
 
+BLOCK_STEPS = 16
+"""Steps in a row of one worker that are drawn together, about as many as a request is in."""
+DRAWS = 1000
+
+
 class RouterRun(NamedTuple):
     """One router's run; made by :func:`coterie.evaluation.demo.loop.serve`."""
 
@@ -94,8 +99,10 @@ class LoopResult(NamedTuple):
     """Cached tokens of a request in the middle of its answer, on average."""
     recorded: RouterRun
     """Run of the fitting requests, under round robin."""
+    recorded_events: list[RequestExperts | None]
+    """[request] expert event of the fitting requests; None for answers of one token."""
     events: list[RequestExperts | None]
-    """[request] expert event of the first run; None for answers of one token."""
+    """[request] the same of the first router's run."""
 
     def saving_pct(self, run: RouterRun) -> float:
         """Saving of distinct experts per step against the first run, percent."""
@@ -104,6 +111,15 @@ class LoopResult(NamedTuple):
     def saving_by_token_pct(self, run: RouterRun) -> float:
         """The same, steps weighted by their rows."""
         return 100 * (1 - run.distinct_by_token / self.runs[0].distinct_by_token)
+
+    def interval_by_token_pct(self, run: RouterRun, rng: np.random.Generator) -> tuple[float, float]:
+        """95% interval of :meth:`saving_by_token_pct`, from runs resampled in blocks of :data:`BLOCK_STEPS` steps.
+
+        Steps in a row share most of their requests, so blocks are drawn, not steps.
+        """
+        first, other = (_resampled_by_token(one, rng) for one in (self.runs[0], run))
+        low, high = np.percentile(100 * (1 - other / first), [2.5, 97.5])
+        return float(low), float(high)
 
     @property
     def probabilities(self) -> NDArray[np.float64]:
@@ -136,6 +152,17 @@ class LoopResult(NamedTuple):
             any(run.answers[request] != first for run in self.runs[1:])
             for request, first in enumerate(self.runs[0].answers)
         )
+
+
+def _resampled_by_token(run: RouterRun, rng: np.random.Generator) -> NDArray[np.float64]:
+    """[draw] distinct experts of a layer in a token's step, of runs made of the same number of blocks."""
+    blocks = [
+        (float((block[:, ROWS] * block[:, DISTINCT]).sum()), float(block[:, ROWS].sum()))
+        for log in run.log
+        for block in np.array_split(log, max(1, len(log) // BLOCK_STEPS))
+    ]
+    sums = np.array(blocks)[rng.integers(0, len(blocks), (DRAWS, len(blocks)))].sum(axis=1)  # [draw, 2]
+    return np.asarray(sums[:, 0] / sums[:, 1], np.float64)
 
 
 def predicted_step_ms(distinct: float, rows: float, context: float, model: StepModel) -> float:
