@@ -174,7 +174,8 @@ class Client:
                         break
                     number, body = item
                     sent_s = time.monotonic() - started
-                    running.add(asyncio.create_task(self.post(path, body, number=number, sent_s=sent_s)))
+                    named = body.get("request_id")  # vLLM reads it in the body, the reference worker in the header
+                    running.add(asyncio.create_task(self.post(path, body, named, number=number, sent_s=sent_s)))
                 if not running:
                     return
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
