@@ -28,7 +28,10 @@ def runner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:
             main()
-        return Ran(int(stopped.value.code or 0), *capsys.readouterr())
+        said = capsys.readouterr()
+        # What a loop that is not compiled yet says: it depends on which tests ran before.
+        lines = [line for line in said.err.splitlines(keepends=True) if not line.startswith("compiling once")]
+        return Ran(int(stopped.value.code or 0), said.out, "".join(lines))
 
     return run
 

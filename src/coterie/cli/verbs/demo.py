@@ -21,7 +21,7 @@ def demo_command(
     ] = 0,
     requests: Annotated[
         int, typer.Option(help="Number of shipped prompts to use, taken from the domains in turn.", min=24)
-    ] = 162,
+    ] = 150,
     folder: Annotated[Path, typer.Option("--out", help="Folder to write the figure and the recorded trace to.")] = Path(
         "out"
     ),
@@ -62,21 +62,19 @@ def _print(result: DemoResult) -> None:
         highlight=False,
     )
     print_table(
-        f"The same {result.served} requests under {len(result.rows)} routers",
+        f"The same {result.served} requests under {len(result.rows)} routers, compared at equal batch sizes",
         [
             "router",
             "experts per layer\nin a token's step",
-            "fewer than\nround robin",
-            "95% interval",
-            f"predicted ms per step\non an {result.hardware}",
-            "CPU ms per step\nmeasured here",
+            "fewer than round robin\n(95% interval)",
+            f"predicted ms\nper step, {result.hardware}",
+            "measured here:\nCPU ms per step",
         ],
         [
             [
                 row.router,
                 f"{row.experts:.1f}",
-                f"{row.saving_pct:.1f}%" if number else "-",
-                f"{row.interval_pct[0]:.1f} to {row.interval_pct[1]:.1f}%" if number else "-",
+                f"{row.saving_pct:.1f}% ({row.interval_pct[0]:.1f} to {row.interval_pct[1]:.1f})" if number else "-",
                 f"{row.h200_ms:.2f}",
                 f"{row.cpu_ms:.1f}",
             ]

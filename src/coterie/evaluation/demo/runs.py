@@ -112,14 +112,30 @@ class LoopResult(NamedTuple):
         """The same, steps weighted by their rows."""
         return 100 * (1 - run.distinct_by_token / self.runs[0].distinct_by_token)
 
-    def interval_by_token_pct(self, run: RouterRun, rng: np.random.Generator) -> tuple[float, float]:
-        """95% interval of :meth:`saving_by_token_pct`, from runs resampled in blocks of :data:`BLOCK_STEPS` steps.
+    def like_with_like(self, run: RouterRun, rng: np.random.Generator) -> tuple[float, float, float]:
+        """Saving by token at equal rows, percent, and its 95% interval: see :meth:`against_random`.
 
-        Steps in a row share most of their requests, so blocks are drawn, not steps.
+        Intervals come from runs resampled in blocks of :data:`BLOCK_STEPS` steps: steps in a row share most requests.
         """
-        first, other = (_resampled_by_token(one, rng) for one in (self.runs[0], run))
-        low, high = np.percentile(100 * (1 - other / first), [2.5, 97.5])
-        return float(low), float(high)
+        first, other = (self._ratios(one, rng) for one in (self.runs[0], run))
+        low, high = np.percentile(100 * (1 - other[1:] / first[1:]), [2.5, 97.5])
+        return float(100 * (1 - other[0] / first[0])), float(low), float(high)
+
+    def _ratios(self, run: RouterRun, rng: np.random.Generator) -> NDArray[np.float64]:
+        """Distinct experts of the steps that tokens are in over those of requests put together at random.
+
+        The first is the run's, the others are of runs made of as many of its blocks, drawn at random.
+        """
+        probabilities = self.probabilities
+        sums = []  # [block, 2] of tokens: experts counted, and expected at random
+        for log in run.log:
+            for block in np.array_split(log, max(1, len(log) // BLOCK_STEPS)):
+                random = [(1 - (1 - probabilities) ** rows).sum(axis=1).mean() for rows in block[:, ROWS]]
+                sums.append((block[:, ROWS] @ block[:, DISTINCT], block[:, ROWS] @ np.array(random)))
+        blocks = np.array(sums)
+        drawn = blocks[rng.integers(0, len(blocks), (DRAWS, len(blocks)))].sum(axis=1)  # [draw, 2]
+        both = np.vstack([blocks.sum(axis=0), drawn])
+        return np.asarray(both[:, 0] / both[:, 1], np.float64)
 
     @property
     def probabilities(self) -> NDArray[np.float64]:
@@ -152,17 +168,6 @@ class LoopResult(NamedTuple):
             any(run.answers[request] != first for run in self.runs[1:])
             for request, first in enumerate(self.runs[0].answers)
         )
-
-
-def _resampled_by_token(run: RouterRun, rng: np.random.Generator) -> NDArray[np.float64]:
-    """[draw] distinct experts of a layer in a token's step, of runs made of the same number of blocks."""
-    blocks = [
-        (float((block[:, ROWS] * block[:, DISTINCT]).sum()), float(block[:, ROWS].sum()))
-        for log in run.log
-        for block in np.array_split(log, max(1, len(log) // BLOCK_STEPS))
-    ]
-    sums = np.array(blocks)[rng.integers(0, len(blocks), (DRAWS, len(blocks)))].sum(axis=1)  # [draw, 2]
-    return np.asarray(sums[:, 0] / sums[:, 1], np.float64)
 
 
 def predicted_step_ms(distinct: float, rows: float, context: float, model: StepModel) -> float:
