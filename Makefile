@@ -66,11 +66,13 @@ define new-environment
 endef
 
 # uv takes a tenth of pip's time. Where it does not reach the packages, because only pip was told of an index or a
-# certificate, pip installs them.
+# certificate, pip installs them. Loops are compiled here, on all cores, rather than by whichever test or verb comes
+# first; where that fails, they are compiled when they are needed.
 $(VENV)/.installed: pyproject.toml
 	$(new-environment)
 	$(VENV)/bin/python $(PIP) uv && $(VENV)/bin/uv pip install -q --python $(VENV)/bin/python $(WANTED) \
 		|| $(VENV)/bin/python $(PIP) $(WANTED)
+	-@$(VENV)/bin/coterie warm
 	@touch $@
 
 # The generator of pages goes into the same environment, when it is first asked for: autodoc imports Coterie itself.

@@ -23,9 +23,8 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return benches.names()
 
 
-@pytest.mark.parametrize("arguments", [["bench"], ["bench", "--help"]])
-def test_every_group_is_listed(groups: list[str], arguments: list[str]) -> None:
-    result = CliRunner().invoke(app, arguments)
+def test_every_group_is_listed(groups: list[str]) -> None:
+    result = CliRunner().invoke(app, ["bench"])
     assert result.exit_code == 0, result.output
     assert [name for name in groups if name not in result.output] == []
     assert "A plugin's group." in result.output

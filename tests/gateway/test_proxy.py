@@ -195,7 +195,7 @@ def test_recorded_counts_are_those_of_each_request_alone(workers: Workers) -> No
     asked = prompts(6)
 
     async def work(clients: Clients) -> None:
-        run, known = await record(*clients, workers.described, asked, BODY, 4)
+        run, _, known = await record(*clients, workers.described, asked, BODY, 4)
         truth = [(prompt, *alone(prompt)) for prompt in asked]
         truth = [one for one in truth if len(one[1]) > 1]
         assert len(known.prefill) == len(truth)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
-from coterie.errors import check_at_least, check_positive
+from coterie.errors import ConfigError, UnavailableError, check_at_least, check_positive
 from coterie.net.http_client import Answer, Client
 from coterie.prompts import Prompt
 
@@ -15,6 +17,29 @@ Progress = Callable[[str, int, int], None]
 
 FLUSH_S = 10.0
 """Seconds of recording that a crash may lose."""
+
+
+CONNECT_S = 5.0
+
+
+def check_listening(address: str, start: str) -> None:
+    """Raise UnavailableError at once if no server listens at a URL or ZMQ endpoint; `start` says what to start.
+
+    Only TCP is tried: other transports of ZMQ say for themselves what is wrong.
+    """
+    parts = urlsplit(address)
+    try:
+        port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError:
+        port = None
+    if parts.scheme not in ("http", "https", "tcp"):
+        return
+    if not parts.hostname or port is None:
+        raise ConfigError(f"{address!r} must be {parts.scheme}://HOST:PORT")
+    try:
+        socket.create_connection((parts.hostname, port), CONNECT_S).close()
+    except OSError as error:
+        raise UnavailableError(f"nothing listens at {address} ({error.strerror or error}): {start}") from None
 
 
 def _no_report(what: str, done: int, total: int) -> None:

@@ -183,7 +183,8 @@ class Client:
                     number, body = item
                     sent_s = time.monotonic() - started
                     late = Answer(number, sent_s, None, "no answer came before the time was over", True)
-                    running[asyncio.create_task(self.post(path, body, number=number, sent_s=sent_s))] = late
+                    named = body.get("request_id")  # vLLM reads it in the body, the reference worker in the header
+                    running[asyncio.create_task(self.post(path, body, named, number=number, sent_s=sent_s))] = late
                 if not running:
                     return
                 left_s = None if duration_s is None else max(0.0, started + duration_s + GRACE_S - time.monotonic())

@@ -13,8 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from coterie.cli.main import app
+from coterie.errors import ConfigError
 from coterie.evaluation.demo import run
 from coterie.evaluation.demo.run import BASELINES, OURS, run_demo
+from coterie.traces import ActivationTrace
 
 COMMAND = [sys.executable, "-c", "from coterie.cli.main import main; main()", "demo"]
 
@@ -41,17 +43,24 @@ def test_the_loop_on_a_few_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [row.router for row in result.rows] == [*BASELINES, OURS]
     assert result.same_tokens
     assert result.calibrated + result.served <= 24
-    first = result.rows[0]
-    assert (first.saving_pct, first.by_token_pct, first.equal_rows_pct) == pytest.approx((0, 0, 0), abs=1e-9)
+    assert result.rows[0].saving_pct == pytest.approx(0, abs=1e-9)
     for row in result.rows:
         assert sum(row.requests) == result.served
         assert len(row.requests) == 3
-        assert 4 <= row.distinct_experts <= 32
+        assert 4 <= row.experts <= 32
+        assert row.interval_pct[0] <= row.interval_pct[1]
         assert row.h200_ms > 0
         assert row.cpu_ms > 0
     assert Path(result.figure).read_bytes().startswith(b"\x89PNG")
     assert {"Recording", "Fitting the router", "Serving under latency_aware"} <= set(told)
     assert workers_of(os.getpid()) == []
+    trace = ActivationTrace.open(result.trace)
+    trace.validate()
+    assert trace.num_requests <= result.calibrated + result.served
+    assert result.next.endswith(result.trace)
+    (tmp_path / "other" / "trace").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="not the trace of a demo"):
+        run_demo(requests=24, out=tmp_path / "other")
 
 
 @pytest.mark.long

@@ -84,7 +84,7 @@ def test_batches_at_random_save_nothing_however_uneven_they_are(rng: np.random.G
     """Small steps touch fewer experts; counted by steps, an uneven router would seem to save."""
     ids = np.array([rng.permutation(8)[:2] for _ in range(600)]).reshape(300, 2, 2)
     even, uneven = (run_of(random_steps(rng, ids, sizes)) for sizes in ([6] * 3000, [1, 11] * 1500))
-    result = LoopResult([even, uneven], 0, cast(Any, None), 0.0, 0.0, even, [event_of(ids, 0)])
+    result = LoopResult([even, uneven], 0, cast(Any, None), 0.0, 0.0, even, [], [event_of(ids, 0)])
     assert result.saving_pct(uneven) > 20
     assert result.saving_at_equal_rows_pct(uneven) == pytest.approx(0, abs=1.5)
     assert result.against_random(even) == pytest.approx(1, abs=0.015)

@@ -51,6 +51,7 @@ VERBS = {
     "record": Verb("Record the experts of real requests, from a model run here or a running server."),
     "replay": Verb("Run decode batches through real MoE layers on a device and compare routers."),
     "simulate": Verb("Simulate batch selection on your own requests.", 10),
+    "tokens": Verb("Make the token table that vLLM's scheduler takes as `loads`.", 3),
     "warm": Verb("Compile the loops of all verbs ahead."),
     "worker": Verb("Serve a model with the reference worker."),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,16 +10,17 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 from rich.markup import escape
 
-from coterie.cli.output import JsonOption, err, print_json, print_table, print_verdict, reporting
-from coterie.cli.summaries import trace_summary
+from coterie.cli.output import JsonOption, err, print_json, print_table, print_verdict, reporting, shell
 from coterie.errors import ConfigError, TraceError, UnknownNameError
 from coterie.prompts import Prompt, load_prompts, read_prompts, take_in_turn
-from coterie.traces import ActivationTrace, LoadTable
 
 if TYPE_CHECKING:
     from coterie.engines.recording import Sending
+    from coterie.traces import ActivationTrace, LoadTable
 
 BUNDLED = "bundled"
+PER_DECODER = 64
+"""Requests for each simulated decoder: 16 in flight, as many that follow, and as many again to fit a router on."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -56,7 +56,11 @@ class _Done(NamedTuple):
 def record_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write the trace to.")],
     engine: Annotated[
-        str, typer.Option(help="transformers runs the model on this machine; vllm and sglang record a running server.")
+        str,
+        typer.Option(
+            help="transformers runs the model on this machine; vllm (also for coterie worker) and sglang record a "
+            "running server."
+        ),
     ] = ("transformers"),
     model: Annotated[
         str, typer.Option(help="Checkpoint folder, or coterie-tiny, which ships with the package (transformers).")
@@ -119,6 +123,8 @@ def record_command(
         duration_s=duration,
         concurrency=concurrency,
     )
+    from coterie.cli.summaries import trace_summary
+
     started = time.perf_counter()
     try:
         with reporting("Starting") as report:
@@ -132,24 +138,33 @@ def record_command(
         **done.counts,
         "wall_s": time.perf_counter() - started,
     }
-    verdict, then = _verdict(done.trace), shlex.join([*_next_words(done.trace), str(output)])
+    verdict, then = _verdict(output, done.trace)
     if json_output:
         print_json({**summary, "verdict": verdict, "next": then})
         return
-    rows = [(name, escape(v) if isinstance(v, str) else v) for name, v in summary.items()]
-    print_table("Recorded", ["field", "value"], rows)
+    print_table("Recorded", ["field", "value"], list(summary.items()))
     print_verdict(verdict, then)
 
 
-def _verdict(trace: ActivationTrace | LoadTable) -> str:
+def _verdict(output: Path, trace: ActivationTrace | LoadTable) -> tuple[str, str]:
+    """What was recorded, whether a fleet can be simulated with it, and what next."""
+    from coterie.traces import LoadTable
+
     if isinstance(trace, LoadTable):
-        return f"The load of {trace.model} is recorded, in {len(trace):,} windows."
-    return f"The experts of {trace.num_tokens:,} tokens of {trace.num_requests:,} requests are recorded."
-
-
-def _next_words(trace: ActivationTrace | LoadTable) -> tuple[str, ...]:
-    """A load is enough to plan placement; routing takes the experts of each request."""
-    return ("coterie", "plan") if isinstance(trace, LoadTable) else ("coterie", "fleet")
+        said = f"Recorded the load of {len(trace):,} windows, without requests: enough to plan where experts live."
+        return said, shell("coterie", "plan", output)
+    said = f"Recorded {trace.num_requests:,} requests, {trace.num_tokens:,} tokens"
+    decoders = trace.num_requests // PER_DECODER
+    if decoders < 2:
+        return (
+            f"{said}: too few to tell what a fleet would gain (at least {2 * PER_DECODER} requests, for two decoders).",
+            shell("coterie", "inspect", output),
+        )
+    decoders = min(decoders, 8)
+    return (
+        f"{said}: enough to tell what a fleet of {decoders} decoders would gain.",
+        shell("coterie", "fleet", output, "--decoders", decoders),
+    )
 
 
 def _transformers(asked: _Asked, report: Progress) -> _Done:
@@ -231,6 +246,8 @@ def _limited(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
 
 
 def _print_kept(asked: _Asked, engine: str) -> None:
+    from coterie.traces import ActivationTrace
+
     try:
         kept = ActivationTrace.open(asked.out).num_requests
     except (TraceError, OSError):

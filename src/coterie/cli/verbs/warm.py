@@ -25,6 +25,7 @@ GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (
         ("fit", "trace", "--workers", "2", "--batch", "4", "-o", "router.safetensors"),
         (ROUTES, "trace"),
+        ("tokens", "trace-with-tokens", "-o", "loads.safetensors"),
         ("inspect", "trace"),
     ),
     (
@@ -98,7 +99,10 @@ def _run(words: tuple[str, ...], folder: str) -> _Done:
 
 
 def _route(path: Path) -> None:
-    """Simulate a small fleet under every router, and ask each once for a live fleet, as the demo and a gateway do."""
+    """Simulate a small fleet under every router, and ask each once for a live fleet, as the demo and a gateway do.
+
+    Leaves a copy of the trace with token ids, for the verb that needs them.
+    """
     import numpy as np
 
     import coterie
@@ -111,6 +115,11 @@ def _route(path: Path) -> None:
     trace = ActivationTrace.open(path)
     fitted = RouterFit(2, batch=4).fit(trace, np.random.default_rng(0))
     counts = footprint(trace.request(0).expert_ids, trace.meta.num_experts)
+    tokens, offsets = trace.arrays()
+    ids = np.arange(len(tokens.expert_ids), dtype=np.int32) % 64  # a generated trace has none
+    ActivationTrace.from_arrays(trace.meta, tokens.expert_ids, offsets, trace.requests, tokens.phase, ids).save(
+        "trace-with-tokens"
+    )
     made = {}
     for name in routers.names():
         with contextlib.suppress(ConfigError):  # one that needs more than a fit, such as labels

@@ -27,11 +27,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.engines.recording import FLUSH_S, Sending
+from coterie.engines.recording import FLUSH_S, Sending, check_listening
 from coterie.engines.sglang.dumps import DUMP_WAIT_S, dumps_in, new_dumps, ranks_sharing_tokens, read_dumps
 from coterie.errors import ConfigError, InputError, UnavailableError, UnknownNameError
 from coterie.models import get_model, model_from_config
-from coterie.net.http_client import Answer, Client, Tally, completion_body, completion_path
+from coterie.net.http_client import Answer, Client, Tally, completion_body, completion_path, server_url
 from coterie.prompts import Prompt
 from coterie.traces import Activations, ActivationTrace, ActivationWriter, LoadTable, RequestTrace, TraceMeta
 from coterie.traces.readers.base import ReadOptions
@@ -67,6 +67,7 @@ def record_sglang(
     if not sending.prompts and sending.duration_s is None:
         raise ConfigError("give prompts to send, or for how long to listen (--prompts, --duration)")
     asked = _Asked(check_new_folder(out), sending, model)
+    check_listening(server_url(url), "start it, such as python -m sglang.launch_server --enable-return-routed-experts")
     return asyncio.run(_record(url, asked, mode, None if dump_dir is None else Path(dump_dir)))
 
 

@@ -1,4 +1,6 @@
-"""Record a trace from a running vLLM server with CoterieConnector, which goes on serving.
+"""Record a trace from a running server that publishes expert events, which goes on serving.
+
+That is vLLM with CoterieConnector, or the reference worker.
 
 With prompts, these are sent and recorded; other requests the server has meanwhile are left out. Without, whatever the
 server finishes is recorded, for a time or until interrupted. Requests are written as they finish.
@@ -20,17 +22,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coterie.engines.recording import FLUSH_S, Progress, Sending
-from coterie.engines.vllm.subscriber import Subscriber, events_endpoint
+from coterie.engines.recording import FLUSH_S, Progress, Sending, check_listening
+from coterie.engines.vllm.subscriber import Subscriber, events_endpoint, hear
 from coterie.errors import CoterieError, InputError, UnavailableError
-from coterie.net.http_client import Client, Tally, completion_body, completion_path, served_model
+from coterie.net.http_client import Client, Tally, completion_body, completion_path, served_model, server_url
 from coterie.prompts import Prompt
 from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
 from coterie.traces.requests import check_new_folder
 from coterie.types import DECODE, PREFILL
 from coterie.wire.expert_events import RequestExperts
 
-GREETING_S = 10.0
+CONNECTED_S = 10.0
+HEARD_S = 60.0
+START = "start vLLM with CoterieConnector and its setting events, or coterie worker --expert-events tcp://*:5602"
 LAST_EVENT_S = 5.0
 """Seconds to wait for the event of an answered request."""
 
@@ -56,10 +60,16 @@ def record_vllm(
 ) -> VllmRecording:
     """Write the trace `out` (a new folder). `events` is the ZMQ endpoint; None takes the default port of url's host."""
     folder, prompts, report = check_new_folder(out), sending.prompts, sending.report
-    with Subscriber(events_endpoint(url, events)) as subscriber:
+    endpoint = events_endpoint(server_url(url), events)
+    check_listening(server_url(url), START)
+    check_listening(endpoint, f"{START}, or name the endpoint of its expert events with --events")
+    with Subscriber(endpoint) as subscriber:
         report("Waiting for the server's events", 0, 1)
-        subscriber.wait(GREETING_S)
-        sink = _Sink(folder, {_marker(number): prompt for number, prompt in enumerate(prompts)} if prompts else None)
+        if not subscriber.wait(CONNECTED_S) and prompts:
+            asyncio.run(_hear(url, subscriber))
+        sink = EventSink(
+            folder, {_marker(number): prompt for number, prompt in enumerate(prompts)} if prompts else None
+        )
         listener = _Listener(subscriber, sink)
         listener.start()
         tally = Tally()
@@ -83,7 +93,7 @@ def record_vllm(
     return VllmRecording(ActivationTrace.open(folder), tally, subscriber.gaps.lost, sink.unknown)
 
 
-def _why_nothing(prompts: Sequence[Prompt], tally: Tally, sink: _Sink) -> str:
+def _why_nothing(prompts: Sequence[Prompt], tally: Tally, sink: EventSink) -> str:
     if sink.unknown:
         return f"of {sink.unknown} requests no token's experts were known to the server"
     if not prompts:
@@ -99,7 +109,14 @@ def _marker(number: int) -> str:
     return f"coterie{_RUN}x{number}x"
 
 
-async def _send(url: str, sending: Sending, sink: _Sink, tally: Tally) -> None:
+async def _hear(url: str, subscriber: Subscriber) -> None:
+    """Make sure that events arrive before any prompt is sent."""
+    async with Client(url) as client:
+        probe = Prompt("hear", "", "", "a b")
+        await hear(client, subscriber, completion_body(probe, await served_model(client), 2, chat=False), HEARD_S)
+
+
+async def _send(url: str, sending: Sending, sink: EventSink, tally: Tally) -> None:
     async with Client(url) as client:
         model = await served_model(client)
         bodies = (
@@ -126,7 +143,7 @@ def _listen(listener: _Listener, duration_s: float | None, report: Progress) -> 
 class _Listener(threading.Thread):
     """Takes events as they come, so that none is dropped while requests are sent."""
 
-    def __init__(self, subscriber: Subscriber, sink: _Sink) -> None:
+    def __init__(self, subscriber: Subscriber, sink: EventSink) -> None:
         super().__init__(name="coterie-recorder", daemon=True)
         self.subscriber, self.sink = subscriber, sink
         self._stopping = threading.Event()
@@ -151,11 +168,12 @@ class _Listener(threading.Thread):
         self.join()
 
 
-class _Sink:
+class EventSink:
     """Writes events to the trace, which is begun with the first: a run that fails leaves no folder behind."""
 
-    def __init__(self, out: Path, wanted: dict[str, Prompt] | None) -> None:
-        self.out = out
+    def __init__(self, out: Path, wanted: dict[str, Prompt] | None, engine: str = "vllm") -> None:
+        """`wanted` are the prompts whose events are taken, by the name of the request; None takes all."""
+        self.out, self.engine = out, engine
         self.writer: ActivationWriter | None = None
         self.written = self.unknown = 0
         self.problem: Exception | None = None
@@ -182,7 +200,7 @@ class _Sink:
             self.unknown += 1
             return
         if self.writer is None:
-            source = {"engine": "vllm", "prompts": self._wanted is not None}
+            source = {"engine": self.engine, "prompts": self._wanted is not None}
             layers = tuple(event.layer_ids)
             meta = TraceMeta(
                 model=event.model,

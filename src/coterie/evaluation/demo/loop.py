@@ -26,7 +26,7 @@ import numpy as np
 
 from coterie.costs.lines import StepPrices
 from coterie.costs.presets import step_model
-from coterie.engines.vllm.subscriber import Subscriber
+from coterie.engines.vllm.subscriber import Subscriber, hear
 from coterie.errors import ConfigError, InputError, UnavailableError, check_at_least
 from coterie.evaluation.demo.runs import REFERENCE_SHAPE, LoopResult, RouterRun
 from coterie.footprints import PositionStore, footprint
@@ -113,7 +113,9 @@ async def run_loop(
         learn, test = ([kept[int(i)] for i in part] for part in (order[:split], order[split:]))
         many = settings.in_flight * len(decoders)
         body = _body(model, settings)
-        recorded, known = await record(first, rest, decoders, learn, body, many, settings.tail_tokens, report)
+        recorded, recorded_events, known = await record(
+            first, rest, decoders, learn, body, many, settings.tail_tokens, report
+        )
         started = time.perf_counter()
         report("Fitting the router", 0, 1)
         fitted = await asyncio.to_thread(RouterFit(len(decoders), batch=settings.in_flight).fit, known, rng)
@@ -123,7 +125,8 @@ async def run_loop(
         for name in settings.routers:
             router = make_router(name, fitted, settings.in_flight, settings.seed)
             proxy = RoutedFleet(first, rest, router, fitted.fleet(settings.places))
-            if not await _forget(clients) and not runs:
+            # The prefill worker keeps its cache: it has seen every prompt, so no router waits longer than another.
+            if not await _forget(rest) and not runs:
                 await _warm(first, test, body, many, report)
             arguments = (proxy, name, rest, decoders, test, body, many, settings.tail_tokens, report)
             if runs:
@@ -139,6 +142,7 @@ async def run_loop(
         fit_s=fit_s,
         context=context,
         recorded=recorded,
+        recorded_events=recorded_events,
         events=events,
     )
 
@@ -209,7 +213,7 @@ async def record(
     in_flight: int,
     tail_tokens: int = 1,
     report: Progress | None = None,
-) -> tuple[RouterRun, Calibration]:
+) -> tuple[RouterRun, list[RequestExperts | None], Calibration]:
     """Serve under round robin, and count each request's experts before and after it was routed.
 
     Requests whose answer was one token have no decode to learn from, and are left out.
@@ -227,7 +231,7 @@ async def record(
             model, top_k = event.model, event.top_k
     if not before:
         raise InputError(f"none of {len(prompts)} answers had more than one token: nothing to learn from")
-    return run, Calibration(
+    known = Calibration(
         prefill=np.asarray(before, np.uint32),
         decode=np.asarray(after, np.uint32),
         gates=None,
@@ -236,6 +240,7 @@ async def record(
         model=model,
         top_k=top_k,
     )
+    return run, events, known
 
 
 async def observe(
@@ -253,7 +258,7 @@ async def observe(
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(Subscriber(decoder.events)) for decoder in decoders]
         for client, listener in zip(clients, listeners, strict=True):
-            await _hear(client, listener, {**body, "max_tokens": 2, "prompt": list(prompts[0][:2])})
+            await hear(client, listener, {**body, "max_tokens": 2, "prompt": list(prompts[0][:2])}, EVENTS_S)
         run = await serve(proxy, name, clients, decoders, prompts, body, in_flight, tail_tokens, report)
         several = [one for one in run.served if len(one.tokens) > 1]
         events: dict[str, RequestExperts] = {}
@@ -340,18 +345,6 @@ async def _serve_all(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _hear(client: Client, listener: Subscriber, body: Mapping[str, Any]) -> None:
-    """Send a request until its event arrives: a subscription takes a while, and not every worker greets."""
-    until = time.monotonic() + EVENTS_S
-    while time.monotonic() < until:
-        answer = await client.post(completion_path(chat=False), body, "hear")
-        if answer.problem is not None:
-            raise UnavailableError(f"{client.url}: {answer.problem}")
-        if await asyncio.to_thread(lambda: any(isinstance(e, RequestExperts) for e in listener.events(0.5))):
-            return
-    raise UnavailableError(f"no expert events from {listener.endpoint} within {EVENTS_S:g} s")
 
 
 def _events(listener: Subscriber, wanted: set[str]) -> dict[str, RequestExperts]:

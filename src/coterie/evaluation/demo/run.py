@@ -1,43 +1,50 @@
 """The demo: record → fit → route on a fleet of real workers, all of it on this machine.
 
-One prefill worker and three decode workers serve coterie-tiny, each in a process of its own. A mixed-domain workload is
-recorded through them, a router is fitted on it, and other requests are served under each router: round robin,
-join-shortest-queue and by the experts they are expected to use. What each way touched is counted in the workers. The
-time of such steps on an H200 is predicted for a model whose layers have as many experts and take as many of them; what
-they took here is measured.
+One prefill worker and three decode workers serve coterie-tiny, each in a process of its own. A workload of three
+domains is recorded through them, a router is fitted on it, and other requests are served under each router: round
+robin, join-shortest-queue and by the experts they are expected to use. What each way touched is counted in the workers.
+The time of such steps on an H200 is predicted for a model whose layers have as many experts and take as many of them;
+what they took here is measured. The trace of all requests is left for other verbs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from coterie.costs.presets import step_model
 from coterie.engines.tiny import TINY
+from coterie.engines.vllm.recording import EventSink
 from coterie.engines.worker.embedded import embedded_worker
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, InputError
 from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, run_loop
 from coterie.evaluation.demo.runs import REFERENCE_SHAPE, LoopResult, predicted_step_ms
 from coterie.evaluation.figures import Theme, write_figure
 from coterie.models import get_model
 from coterie.net.processes import ServerProcess
 from coterie.prompts import load_prompts, take_in_turn
+from coterie.traces import ActivationTrace
 
 DECODERS = 3
+DOMAINS = ("code", "legal", "math")
+"""As many as decoders, so that a router can give each a domain; eight domains on three save half as much."""
 BASELINES = ("round_robin", "join_shortest_queue")
 OURS = "latency_aware"
 IN_FLIGHT = 8
 """Per decode worker: of coterie-tiny's 32 experts a layer, a mixed batch of 8 touches about half."""
-MAX_TOKENS = 32
-FIGURE = "routing"
+MAX_TOKENS = 20
+FIGURE, TRACE = "routing", "trace"
+SOURCE = "coterie demo"
+"""Engine named in the trace that the demo leaves."""
 Report = Callable[[str, int, int], None]
 
 
@@ -45,20 +52,17 @@ class DemoRow(NamedTuple):
     """The test requests under one router."""
 
     router: str
-    distinct_experts: float
-    """Distinct experts of a layer in a decode step, mean over layers, steps and workers."""
+    experts: float
+    """Distinct experts of a layer in a token's decode step, mean over layers and tokens, at equal batch sizes."""
     saving_pct: float
     """Fewer than under round robin."""
-    by_token_pct: float
-    """The same of the steps that tokens are in: a step counts once for each of its rows."""
-    equal_rows_pct: float
-    """The same of steps with as many rows each."""
-    steps: int
-    rows_per_step: float
+    interval_pct: tuple[float, float]
+    """95% interval of the saving."""
     h200_ms: float
     """A token's decode step on an H200, in the reference shape, predicted."""
     cpu_ms: float
     """A token's decode step here: CPU time as the workers measured it."""
+    requests_per_step: float
     requests: list[int]
     """[worker]"""
 
@@ -77,6 +81,10 @@ class DemoResult(NamedTuple):
     shape: str
     hardware: str
     figure: str
+    trace: str
+    """Folder of the trace of all requests, fitted and served."""
+    verdict: str
+    next: str
     wall_s: float
 
 
@@ -108,28 +116,30 @@ def _end(server: ServerProcess) -> None:
 
 def run_demo(
     seed: int = 0,
-    requests: int = 240,
+    requests: int = 150,
     out: str | Path = "out",
     report: Report | None = None,
     routers: tuple[str, ...] = (OURS,),
 ) -> DemoResult:
-    """Start the workers, close the loop, end the workers, draw the figure into `out`.
+    """Start the workers, close the loop, end the workers, write the trace and the figure into `out`.
 
-    `routers` are compared with the baselines.
+    `routers` are compared with the baselines. A trace that the folder holds from an earlier run is replaced.
     """
     report = report or (lambda *_: None)
     started = time.perf_counter()
-    prompts = take_in_turn(load_prompts(), requests)
+    folder = Path(out)
+    check_trace(folder / TRACE)
+    prompts = take_in_turn([prompt for prompt in load_prompts() if prompt.domain in DOMAINS], requests)
     settings = LoopSettings(
         in_flight=IN_FLIGHT, max_tokens=MAX_TOKENS, routers=tuple(dict.fromkeys((*BASELINES, *routers))), seed=seed
     )
-    report("Starting one prefill and three decode workers", 0, 1)
+    report(f"Starting one prefill and {DECODERS} decode workers", 0, 1)
     with reference_fleet() as workers:
         result = asyncio.run(run_loop([workers.prefill], workers.decoders, prompts, settings, report))
-    rows = _rows(result)
-    folder = Path(out)
+    rows = _rows(result, seed)
     folder.mkdir(parents=True, exist_ok=True)
-    figure = write_figure(lambda canvas, theme: _draw(canvas, theme, rows), folder, FIGURE, 3.2)[-1]
+    _save_trace(result, folder / TRACE)
+    figure = write_figure(lambda canvas, theme: _draw(canvas, theme, rows), folder, FIGURE, 3.4)[-1]
     first = result.runs[0]
     return DemoResult(
         rows=rows,
@@ -142,52 +152,95 @@ def run_demo(
         shape=REFERENCE_SHAPE,
         hardware="H200",
         figure=str(figure),
+        trace=str(folder / TRACE),
+        verdict=_verdict(rows),
+        next=f"coterie inspect {folder / TRACE}",
         wall_s=time.perf_counter() - started,
     )
 
 
-def _rows(result: LoopResult) -> list[DemoRow]:
+def check_trace(folder: Path) -> None:
+    """Refuse a folder that holds something else than a trace of an earlier demo."""
+    if folder.exists() and not _is_ours(folder):
+        raise ConfigError(f"{folder} exists and is not the trace of a demo; choose another --out")
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        return not folder.is_symlink() and ActivationTrace.open(folder).meta.source.get("engine") == SOURCE
+    except (InputError, OSError):
+        return False
+
+
+def _save_trace(result: LoopResult, folder: Path) -> None:
+    check_trace(folder)  # once more: minutes have passed
+    if folder.exists():
+        shutil.rmtree(folder)
+    sink = EventSink(folder, None, SOURCE)
+    try:
+        for event in (*result.recorded_events, *result.events):
+            if event is not None:
+                sink.take(event)
+    finally:
+        sink.close()
+    if sink.problem is not None:
+        raise sink.problem
+
+
+def _rows(result: LoopResult, seed: int) -> list[DemoRow]:
+    """Experts and predicted times at the batch sizes of round robin: what is left differs by the choice of requests."""
     model = step_model(get_model(REFERENCE_SHAPE), "h200")
-    return [
-        DemoRow(
-            router=run.router,
-            distinct_experts=run.distinct_per_step,
-            saving_pct=result.saving_pct(run),
-            by_token_pct=result.saving_by_token_pct(run),
-            equal_rows_pct=result.saving_at_equal_rows_pct(run),
-            steps=len(run.steps),
-            rows_per_step=run.rows_per_step,
-            h200_ms=predicted_step_ms(run.distinct_by_token, run.rows_by_token, result.context, model),
-            cpu_ms=run.step_ms or 0.0,
-            requests=run.per_worker,
+    first, rows = result.runs[0], []
+    for run in result.runs:
+        saving, low, high = result.like_with_like(run, np.random.default_rng(seed))
+        experts = first.distinct_by_token * (1 - saving / 100)
+        rows.append(
+            DemoRow(
+                router=run.router,
+                experts=experts,
+                saving_pct=saving,
+                interval_pct=(low, high),
+                h200_ms=predicted_step_ms(experts, first.rows_by_token, result.context, model),
+                cpu_ms=run.step_ms or 0.0,
+                requests_per_step=run.rows_per_step,
+                requests=run.per_worker,
+            )
         )
-        for run in result.runs
-    ]
+    return rows
+
+
+def _verdict(rows: list[DemoRow]) -> str:
+    """What the last router saved, and how sure that is."""
+    best, (low, high) = rows[-1], rows[-1].interval_pct
+    faster = 100 * (1 - best.h200_ms / rows[0].h200_ms)
+    said = f"{best.router}: a token's step streams {best.saving_pct:.1f}% fewer experts than under {rows[0].router}"
+    sure = f"95% {low:.1f} to {high:.1f}"
+    if low <= 0:
+        return f"{said} ({sure}): too little to be sure of in a run this small."
+    return f"{said} ({sure}), which is {faster:.1f}% less time per step on an H200, predicted."
 
 
 def _draw(figure: Figure, theme: Theme, rows: list[DemoRow]) -> None:
-    """Distinct experts on the left; on the right both times, as a share of round robin's."""
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.4))
+    """Distinct experts with their intervals on the left; on the right both times, as a share of round robin's."""
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     at = np.arange(len(rows))
     names = [row.router.replace("_", "\n") for row in rows]
-    _bars(left, at, [row.distinct_experts for row in rows], 0.6, theme.series[0], "{:.1f}")
-    left.set(title="Distinct experts per step", ylabel="experts of a layer")
     first = rows[0]
+    spread = np.array([row.interval_pct for row in rows]) - np.array([[row.saving_pct] for row in rows])  # [row, 2]
+    bounds = np.abs(spread[:, ::-1].T) * first.experts / 100  # more saving is fewer experts
+    bars = left.bar(at, [row.experts for row in rows], 0.6, color=theme.series[0])
+    left.errorbar(at[1:], [row.experts for row in rows[1:]], bounds[:, 1:], fmt="none", ecolor=theme.text, capsize=3)
+    left.bar_label(bars, [f"{row.experts:.1f}" for row in rows], label_type="center", color=theme.background)
+    left.set(title="Experts per layer in a token's step", ylabel="distinct experts, 95% interval")
     shares = (
         ("H200, predicted", theme.series[0], [100 * row.h200_ms / first.h200_ms for row in rows]),
-        ("this CPU, measured", theme.series[1], [100 * row.cpu_ms / first.cpu_ms for row in rows]),
+        ("CPU, measured here", theme.series[1], [100 * row.cpu_ms / first.cpu_ms for row in rows]),
     )
     for shift, (label, color, values) in zip((-0.2, 0.2), shares, strict=True):
-        _bars(right, at + shift, values, 0.38, color, "{:.0f}", label)
-    right.set(title="Time of a token's decode step", ylabel="% of round robin", ylim=(0, 135))
-    right.legend(loc="upper center", ncols=2, fontsize=8)
+        bars = right.bar(at + shift, values, 0.38, color=color, label=label)
+        right.bar_label(bars, [f"{value:.0f}" for value in values], fontsize=9)
+    right.set(title="Time of a token's step", ylabel="% of round robin", ylim=(0, 140))
+    right.legend(loc="upper center", ncols=2, fontsize=9)
     for axes in (left, right):
         axes.set_xticks(at, names)
         axes.grid(axis="y")
-
-
-def _bars(
-    axes: Any, at: Any, values: list[float], width: float, color: str, form: str, label: str | None = None
-) -> None:
-    bars = axes.bar(at, values, width, color=color, label=label)
-    axes.bar_label(bars, [form.format(value) for value in values], fontsize=8)

@@ -23,6 +23,11 @@ REFERENCE_SHAPE = "gpt-oss-20b"
 """Model with coterie-tiny's 32 experts and top 4: experts counted in one are those the other would stream."""
 
 
+BLOCK_STEPS = 16
+"""Steps in a row of one worker that are drawn together, about as many as a request is in."""
+DRAWS = 1000
+
+
 class RouterRun(NamedTuple):
     """One router's run; made by :func:`coterie.evaluation.demo.loop.serve`."""
 
@@ -94,8 +99,10 @@ class LoopResult(NamedTuple):
     """Cached tokens of a request in the middle of its answer, on average."""
     recorded: RouterRun
     """Run of the fitting requests, under round robin."""
+    recorded_events: list[RequestExperts | None]
+    """[request] expert event of the fitting requests; None for answers of one token."""
     events: list[RequestExperts | None]
-    """[request] expert event of the first run; None for answers of one token."""
+    """[request] the same of the first router's run."""
 
     def saving_pct(self, run: RouterRun) -> float:
         """Saving of distinct experts per step against the first run, percent."""
@@ -104,6 +111,31 @@ class LoopResult(NamedTuple):
     def saving_by_token_pct(self, run: RouterRun) -> float:
         """The same, steps weighted by their rows."""
         return 100 * (1 - run.distinct_by_token / self.runs[0].distinct_by_token)
+
+    def like_with_like(self, run: RouterRun, rng: np.random.Generator) -> tuple[float, float, float]:
+        """Saving by token at equal rows, percent, and its 95% interval: see :meth:`against_random`.
+
+        Intervals come from runs resampled in blocks of :data:`BLOCK_STEPS` steps: steps in a row share most requests.
+        """
+        first, other = (self._ratios(one, rng) for one in (self.runs[0], run))
+        low, high = np.percentile(100 * (1 - other[1:] / first[1:]), [2.5, 97.5])
+        return float(100 * (1 - other[0] / first[0])), float(low), float(high)
+
+    def _ratios(self, run: RouterRun, rng: np.random.Generator) -> NDArray[np.float64]:
+        """Distinct experts of the steps that tokens are in over those of requests put together at random.
+
+        The first is the run's, the others are of runs made of as many of its blocks, drawn at random.
+        """
+        probabilities = self.probabilities
+        sums = []  # [block, 2] of tokens: experts counted, and expected at random
+        for log in run.log:
+            for block in np.array_split(log, max(1, len(log) // BLOCK_STEPS)):
+                random = [(1 - (1 - probabilities) ** rows).sum(axis=1).mean() for rows in block[:, ROWS]]
+                sums.append((block[:, ROWS] @ block[:, DISTINCT], block[:, ROWS] @ np.array(random)))
+        blocks = np.array(sums)
+        drawn = blocks[rng.integers(0, len(blocks), (DRAWS, len(blocks)))].sum(axis=1)  # [draw, 2]
+        both = np.vstack([blocks.sum(axis=0), drawn])
+        return np.asarray(both[:, 0] / both[:, 1], np.float64)
 
     @property
     def probabilities(self) -> NDArray[np.float64]:

@@ -1,0 +1,147 @@
+"""``coterie tokens``: the token table that vLLM's scheduler takes as `loads`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from coterie.cli.output import (
+    FromOption,
+    JsonOption,
+    NumExpertsOption,
+    TraceModelOption,
+    out,
+    print_json,
+    print_table,
+    print_verdict,
+    reporting,
+)
+from coterie.cli.outputs import check_output
+from coterie.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coterie.traces import ActivationTrace
+
+HELD_OUT = 0.25
+"""Share of the requests that the table is scored on; the file holds a table of all."""
+FEW = 8
+"""Requests with prompt and answer that a score needs."""
+MOST_SCORED = 200
+
+
+def tokens_command(
+    trace: Annotated[Path, typer.Argument(help="Activation trace with token ids, in any known format.")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="File to write the table to (.safetensors); an older table is replaced."),
+    ],
+    from_: FromOption = None,
+    model: TraceModelOption = None,
+    num_experts: NumExpertsOption = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed for the requests that are held out.")] = 0,
+    json_output: JsonOption = False,
+) -> None:
+    """Make a token table: the experts each token id activates. vLLM's scheduler takes it as `loads`.
+
+    It predicts a request's load from its prompt, before the request runs, and is scored on requests that are held out.
+    """
+    from coterie.predictors import TokenTable
+    from coterie.traces import ActivationTrace
+    from coterie.traces.readers import ReadOptions, read_trace
+
+    check_output(output, "--output", "a token table", TokenTable.load, [trace])
+    opened = read_trace(trace, from_, ReadOptions(model=model, num_experts=num_experts))
+    if not isinstance(opened, ActivationTrace):
+        raise ConfigError(f"{trace} must be an activation trace; it holds a {type(opened).__name__}")
+    opened.validate()
+    if opened.arrays()[0].token_ids is None:
+        raise ConfigError(f"{trace} has no token ids, which a token table needs; coterie record keeps them")
+    with reporting("Scoring on held-out requests") as report:
+        scored = _scores(opened, seed)
+        report("Counting tokens", 1, 2)
+        table = TokenTable().fit(opened)
+        part = output.with_name(output.name + ".part")
+        part.unlink(missing_ok=True)
+        table.save(part)
+        part.replace(output)
+    verdict = _verdict(len(table.rows.token_ids), opened.num_requests, scored)
+    settings = {"coterie": {"scheduler": {"strategy": "latency_aware", "device": "h200", "loads": str(output)}}}
+    then = (
+        "vllm serve MODEL --scheduler-cls coterie.engines.vllm.scheduler.ExpertAwareAsyncScheduler "
+        f"--additional-config '{json.dumps(settings)}'"
+    )
+    if json_output:
+        print_json(
+            {
+                "trace": str(trace),
+                "model": opened.meta.model,
+                "requests": opened.num_requests,
+                "tokens": len(table.rows.token_ids),
+                "layers": table.num_layers,
+                "experts": table.num_experts,
+                "scores": scored,
+                "file": str(output),
+                "bytes": output.stat().st_size,
+                "verdict": verdict,
+                "next": then,
+            }
+        )
+        return
+    if scored is not None:
+        print_table(
+            f"Experts of the answer, predicted from the prompt: {scored['requests']} held-out requests",
+            ["predictor", "cosine with the recorded load"],
+            [["token table", scored["token_table"]], ["popularity, the same for all", scored["popularity"]]],
+        )
+    out.print(f"Table: {escape(str(output))} ({output.stat().st_size:,} bytes)", highlight=False, soft_wrap=True)
+    print_verdict(verdict, then)
+
+
+def _scores(trace: ActivationTrace, seed: int) -> dict[str, Any] | None:
+    """Cosine of predicted and recorded decode loads on held-out requests; None if there are too few."""
+    import numpy as np
+
+    from coterie.footprints import footprint
+    from coterie.predictors import PredictRequest, predictors
+    from coterie.predictors.scoring import cosine
+    from coterie.types import DECODE, PREFILL
+
+    tokens, offsets = trace.arrays()
+    assert tokens.token_ids is not None
+    phases = [tokens.phase[offsets[n] : offsets[n + 1]] for n in range(trace.num_requests)]
+    whole = np.flatnonzero([(one == PREFILL).any() and (one == DECODE).any() for one in phases])
+    if len(whole) < FEW:
+        return None
+    held = np.random.default_rng(seed).permutation(whole)[: min(MOST_SCORED, max(2, int(HELD_OUT * len(whole))))]
+    rest = np.setdiff1d(np.arange(trace.num_requests), held)
+    asked, truth = [], []
+    for number in held:
+        rows = slice(offsets[number], offsets[number + 1])
+        ids = tokens.token_ids[rows]
+        asked.append(PredictRequest(token_ids=ids[phases[number] == PREFILL]))
+        truth.append(footprint(tokens.expert_ids[rows][phases[number] == DECODE], trace.meta.num_experts))
+    found: dict[str, Any] = {"requests": len(held)}
+    for name in ("token_table", "popularity"):
+        predictor = predictors.make(name).fit(trace, rest)
+        found[name] = float(cosine(np.stack([predictor.predict(one) for one in asked]), np.stack(truth)).mean())
+    return found
+
+
+def _verdict(tokens: int, requests: int, scored: dict[str, Any] | None) -> str:
+    said = f"{tokens:,} token ids of {requests:,} requests"
+    if scored is None:
+        return f"{said}: too few requests with prompt and answer to score the table (at least {FEW})."
+    ours, base = scored["token_table"], scored["popularity"]
+    if ours > base:
+        return (
+            f"{said}: the table predicts a request's experts better than their popularity does "
+            f"(cosine {ours:.3f} against {base:.3f}); use it for requests that come without a footprint."
+        )
+    return (
+        f"{said}: the table predicts a request's experts no better than their popularity does (cosine {ours:.3f} "
+        f"against {base:.3f}); record more requests before using it."
+    )

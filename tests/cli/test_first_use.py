@@ -1,0 +1,143 @@
+"""The first minutes: help imports little, and a verb that compiles says so, on stderr, once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coterie import _compiling
+from coterie.cli.verbs import VERBS
+
+HEAVY = ("numba", "scipy", "matplotlib", "zmq", "aiohttp", "pyarrow")
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env)
+
+
+def imported_by_help(*words: str) -> set[str]:
+    done = python(f"""
+import sys
+from coterie.cli.main import main
+sys.argv = ["coterie", *{words!r}, "--help"]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+sys.stdout = sys.stderr
+print("MODULES", *sys.modules)
+""")
+    assert done.returncode == 0, done.stderr
+    return {name.partition(".")[0] for name in done.stderr.rpartition("MODULES")[2].split()}
+
+
+def test_the_list_of_verbs_imports_neither_numpy_nor_a_verb() -> None:
+    assert not imported_by_help() & {*HEAVY, "numpy"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb_imports_nothing_heavy(verb: str) -> None:
+    assert not imported_by_help(verb) & set(HEAVY)
+
+
+def test_every_verb_has_a_file_and_a_line_in_the_list() -> None:
+    files = {path.stem for path in Path(__import__("coterie.cli.verbs").cli.verbs.__file__).parent.glob("[a-z]*.py")}
+    assert files == set(VERBS)
+    assert [name for name, verb in VERBS.items() if not verb.summary.endswith(".")] == []
+
+
+COMPILES = """
+import sys
+from coterie._compiling import announce, note_compiled
+announce("plan", 7)
+print("before", file=sys.stderr)
+from coterie._numba import njit
+print("after", file=sys.stderr)
+@njit()
+def double(number):
+    return 2 * number
+assert double(4) == 8 and double(4.0) == 8
+note_compiled("plan")
+"""
+
+
+def test_a_verb_says_that_it_compiles_before_numba_is_imported_and_only_then(tmp_path: Path) -> None:
+    file = tmp_path / "loop.py"  # numba caches what has a file
+    file.write_text(COMPILES)
+    command = [sys.executable, str(file)]
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    cold, warm = (subprocess.run(command, capture_output=True, text=True, timeout=300, env=env) for _ in range(2))
+    message = "compiling once, about 7 s; coterie warm does it ahead"
+    assert (cold.stdout, cold.stderr.splitlines()) == ("", ["before", message, "after"])
+    assert (warm.stdout, warm.stderr.splitlines()) == ("", ["before", "after"])
+
+
+def test_a_loop_that_was_not_foreseen_is_told_when_it_compiles() -> None:
+    done = python("""
+from coterie._compiling import announce
+announce("evaluate", None)
+from coterie._numba import numba
+import sys
+print("imported", file=sys.stderr)
+for _ in range(2):
+    numba.njit(lambda number: number + 1)(1)
+""")
+    assert done.stderr.splitlines() == ["imported", "compiling once, about 25 s; coterie warm does it ahead"]
+
+
+def test_a_program_that_imports_coterie_hears_nothing(tmp_path: Path) -> None:
+    done = python(
+        "from coterie._numba import numba; numba.njit(lambda number: number + 1)(1)", NUMBA_CACHE_DIR=str(tmp_path)
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_list_of_compiled_verbs_is_of_one_version_and_survives_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    import coterie._numba  # noqa: F401
+
+    assert _compiling.compiled_verbs() == set()
+    _compiling.note_compiled("plan")
+    _compiling.note_compiled("fit")
+    assert _compiling.compiled_verbs() == {"fit", "plan"}
+    file = tmp_path / _compiling.FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), "key": "another version"}))
+    assert _compiling.compiled_verbs() == set()
+    for damage in ("", "[]", '{"key": 3}'):
+        file.write_text(damage)
+        assert _compiling.compiled_verbs() == set()
+
+
+@pytest.mark.long
+def test_after_warm_no_verb_compiles_anything(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "coterie", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    first = run("warm")
+    assert "Compiled" in first.stdout
+    assert json.loads(run("warm", "--json").stdout)["compiled"] == 0
+    compiled = {path.name for path in cache.rglob("*.nbc")}
+    for words in (
+        ("generate", "trace", "--model", "gpt-oss-20b", "--requests", "200"),
+        ("inspect", "trace"),
+        ("fit", "trace", "--workers", "4", "-o", "router.safetensors"),
+        ("simulate", "trace", "--requests", "60"),
+        ("plan", "trace", "--ranks", "8"),
+        ("evaluate", "all-to-all"),
+    ):
+        assert "compiling" not in run(*words).stderr, words
+    assert {path.name for path in cache.rglob("*.nbc")} == compiled
