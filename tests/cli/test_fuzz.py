@@ -6,6 +6,7 @@ Each run is a process of its own, so that its peak memory is its own. `tests/sup
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,14 @@ from typing import Any
 
 import pytest
 
-FUZZ = Path(__file__).parents[1] / "support" / "fuzz"
+SUPPORT = Path(__file__).parents[1] / "support"
 MOST_BYTES = 2 << 30
 
 
 def fuzz(kind: str, count: int, seed: int, folder: Path, *more: object) -> dict[str, Any]:
-    command = [sys.executable, str(FUZZ / f"{kind}.py"), *map(str, (count, seed, folder, *more))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    command = [sys.executable, "-m", f"fuzz.{kind}", *map(str, (count, seed, folder, *more))]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, env=env)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["failures"] == []
