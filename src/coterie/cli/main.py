@@ -82,8 +82,8 @@ def main() -> None:
     try:
         with handle_interrupts(), _one_line_warnings():
             code = _command()(standalone_mode=False)
-        if code == INTERRUPTED:  # some versions of Typer turn an interrupt into this code, others into an exception
-            raise KeyboardInterrupt
+            if code == INTERRUPTED:  # some versions of Typer turn an interrupt into this code, others raise
+                raise KeyboardInterrupt
     except SystemExit as error:  # Typer turns a closed stdout into exit code 1, which here means "the answer is no"
         code = _closed_pipe() if isinstance(error.__context__, BrokenPipeError) else error.code
     except BaseException as error:

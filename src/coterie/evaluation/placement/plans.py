@@ -209,10 +209,11 @@ def _windows(path: Path, table: LoadTable, window: str | None) -> tuple[list[int
             names = ", ".join(dict.fromkeys(label.split("/")[0] for label in labels))
             also = f", or one of {names}" if names else ""
             raise ConfigError(f"--window={window} must be a number or a range A:B{also}")
-        stop = (int(last) if last else len(table)) if colon else int(first) + 1
-        chosen = list(range(int(first or 0), stop))
-        if not chosen or chosen[-1] >= len(table):
+        known = max(len(first), len(last)) <= 18  # more digits are no number that is worth converting
+        stop = ((int(last) if last else len(table)) if colon else int(first) + 1) if known else 0
+        if not known or not int(first or 0) < stop <= len(table):
             raise ConfigError(f"--window={window} must be within the {len(table)} windows of {path}, counted from 0")
+        chosen = list(range(int(first or 0), stop))
     return chosen, f"{window} of {path.name}"
 
 
