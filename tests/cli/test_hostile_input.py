@@ -213,7 +213,6 @@ def test_an_unfinished_recording_says_so(run: Run, tmp_path: Path, monkeypatch: 
         ("plan", "@", "--ranks", 4, "--window", f"0:{10**17}"),
         ("simulate", "@", "--requests", 2**40),
         ("simulate", "@", "--ranks", 2**32),
-        ("simulate", "@", "--places", 2**40),
     ],
     ids=lambda line: " ".join(map(str, line))[:40],
 )
