@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -81,12 +82,12 @@ def handle_interrupts() -> Iterator[None]:
             on_numba_import()
     _terminated = _noted = False
     ours = _in_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    hook = sys.unraisablehook
+    hook, others = sys.unraisablehook, []
 
     def send_again(lost: Any) -> None:
         """Python drops what is raised in a callback, such as that of a weak reference: the signal is sent again."""
         if not issubclass(lost.exc_type, KeyboardInterrupt):
-            hook(lost)
+            others.append(traceback.format_exception(lost.exc_value))
             return
         number = signal.SIGTERM if _terminated else signal.SIGINT
         threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
@@ -96,6 +97,8 @@ def handle_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
+        for lines in others:  # not after an interrupt, which leaves objects half made
+            sys.stderr.write("Exception ignored: " + "".join(lines))
     finally:
         sys.unraisablehook = hook
         if ours:

@@ -192,3 +192,36 @@ def test_an_unfinished_recording_says_so(run: Run, tmp_path: Path, monkeypatch: 
             assert found["unfinished"] is True
     assert not ActivationTrace.open(tmp_path / "copy").unfinished, "a copy is whole"
     assert run("inspect", tmp_path / "copy").err == ""
+
+
+# ---------------------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("generate", "out", "--requests", 2**32),
+        ("generate", "out", "--requests", 2**70),
+        ("generate", "out", "--tokens", 2**62),
+        ("generate", "out", "--size", "999999TB"),
+        ("fit", "@", "--workers", 2, "-o", "out", "--batch", 2**70),
+        ("fit", "@", "--workers", 2**32, "-o", "out"),
+        ("convert", "@", "out", "--num-experts", 2**32),
+        ("plan", "@", "--ranks", 4, "--slots", 2**32),
+        ("plan", "@", "--ranks", 2**32),
+        ("plan", "@", "--ranks", 4, "--window", "9" * 4400),
+        ("plan", "@", "--ranks", 4, "--window", f"0:{10**17}"),
+        ("simulate", "@", "--requests", 2**40),
+        ("simulate", "@", "--ranks", 2**32),
+    ],
+    ids=lambda line: " ".join(map(str, line))[:40],
+)
+def test_sizes_are_checked_before_they_are_allocated(
+    run: Run, tmp_path: Path, line: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recorded(tmp_path / "t").close()
+    ran = run(*(tmp_path / "t" if word == "@" else word for word in line))
+    refused(ran)
+    assert "than this machine has" not in ran.err, "found by allocating"
+    assert not (tmp_path / "out").exists()

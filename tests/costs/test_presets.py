@@ -192,3 +192,68 @@ def test_calibrated_collectives_become_a_link() -> None:
     link = measured_link(msgspec.structs.replace(preset, all_to_all=all_to_all))
     assert link.bytes_per_s == pytest.approx(2e9, rel=0.01)
     assert link.latency_s == pytest.approx(50e-6, rel=0.01)
+
+
+def small_preset() -> dict[str, Any]:
+    """One shape of a shipped preset, as JSON."""
+    found: dict[str, Any] = msgspec.to_builtins(load_preset("h200"))
+    found["fits"] = {"gpt-oss-20b": found["fits"]["gpt-oss-20b"]}
+    shapes = found["measurement"]["shapes"]
+    found["measurement"]["shapes"] = [shape for shape in shapes if shape["model"] == "gpt-oss-20b"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "field"),
+    [
+        ("moe.bf16.params.stream_bytes_per_us", 0.0, "stream_bytes_per_us"),
+        ("moe.bf16.params.stream_bytes_per_us", -1.0, "stream_bytes_per_us"),
+        ("moe.bf16.params.overhead_us", -25.0, "overhead_us"),
+        ("moe.bf16.params.tile_flops_per_us", [0.0, 1.0], "tile_flops_per_us[0]"),
+        ("moe.bf16.params.tile_rows", [16, 0], "tile_rows[1]"),
+        ("moe.bf16.params.sharpness", 0.0, "sharpness"),
+        ("moe.bf16.params.token_us", 1e300, "token_us"),
+        ("gemm.flops_per_us", 0.0, "flops_per_us"),
+        ("decode_attention.overhead_us", -1e-9, "overhead_us"),
+        ("routing.times_us", [-1.0, 2.0, 3.0], "times_us[0]"),
+        ("routing.at", [3.0, 2.0, 1.0], "routing"),
+        ("routing.at", [], "routing"),
+        ("moe", {}, "moe"),
+        ("moe.int3", ..., "moe"),
+    ],
+)
+def test_nonsense_is_refused_by_its_field(tmp_path: Path, where: str, value: Any, field: str) -> None:
+    found = small_preset()
+    *path, last = where.split(".")
+    holder = found["fits"]["gpt-oss-20b"]
+    for name in path:
+        holder = holder[name]
+    holder[last] = holder["bf16"] if value is ... else value
+    if where == "routing.times_us":
+        holder["at"] = [1.0, 2.0, 3.0]
+    (tmp_path / "p.json").write_text(json.dumps(found))
+    with pytest.raises(TraceError) as caught:
+        load_preset(str(tmp_path / "p.json"))
+    assert field in caught.value.field
+
+
+@pytest.mark.parametrize("change", ["fits", "shapes", "copies", "cell", "NaN", "bytes", "spec"])
+def test_a_preset_that_holds_too_little_or_no_numbers(tmp_path: Path, change: str) -> None:
+    found = small_preset()
+    measured = found["measurement"]
+    if change == "fits":
+        found["fits"] = {}
+    elif change == "shapes":
+        measured["shapes"] = []
+    elif change == "copies":
+        next(iter(found["copies"].values()))["bytes_per_us"] = 0.0
+    elif change == "cell":
+        measured["shapes"][0]["moe"][0]["cells"][0]["us"] = -1.0
+    elif change == "spec":
+        measured["shapes"][0]["spec"] = {"name": "x"}
+    text = json.dumps(found).encode()
+    if change == "NaN":
+        text = json.dumps(found | {"all_to_all": {"latency_us": float("nan")}}).encode()
+    (tmp_path / "p.json").write_bytes(b"\xff" if change == "bytes" else text)
+    with pytest.raises(TraceError, match=r"p\.json"):
+        load_preset(str(tmp_path / "p.json"))

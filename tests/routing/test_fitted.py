@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from coterie.costs.presets import step_model
@@ -265,3 +267,48 @@ def test_every_router_is_made_of_a_fit(known: Calibration, fitted: RouterFit) ->
         fitted.router("domain", model)
     with pytest.raises(ConfigError, match="router 'random' has no setting 'band'; it has seed"):
         fitted.router("random", model, band=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("profiles", lambda a: np.full_like(a, 5.0), "profiles"),
+        ("profiles", lambda a: -a, "profiles hold -"),
+        ("profiles", lambda a: a * 0.5, "sums of profiles"),
+        ("profiles", lambda a: np.full_like(a, np.nan), "NaN"),
+        ("centroids", lambda a: a * 3, "lengths of centroids"),
+        ("centroids", lambda a: np.full_like(a, np.inf), "NaN or infinity"),
+        ("shares", lambda a: a * 2, "shares"),
+        ("shares", lambda a: -a, "shares hold -"),
+        ("before", lambda a: a + 1, "before and after"),
+        ("after", lambda a: a * 0 + 7, "before and after"),
+        ("weights", lambda a: -a - 1, "weights"),
+        ("layers", lambda a: a - 1, "layers"),
+    ],
+)
+def test_values_that_no_fit_gives_are_refused(
+    fitted: RouterFit, tmp_path: Path, name: str, change: Callable[[Any], Any], said: str
+) -> None:
+    fitted.save(tmp_path / "r.safetensors")
+    with safe_open(tmp_path / "r.safetensors", "np") as file:
+        arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        about = file.metadata()
+    arrays[name] = change(arrays[name])
+    save_file(arrays, tmp_path / "r.safetensors", about)
+    with pytest.raises(TraceError, match=said):
+        RouterFit.load(tmp_path / "r.safetensors")
+
+
+@pytest.mark.parametrize("key", ["own", "noise", "ridge", "batch"])
+@pytest.mark.parametrize("value", [float("nan"), -1.0, float("inf"), 2**70])
+def test_settings_that_no_fit_gives_are_refused(fitted: RouterFit, tmp_path: Path, key: str, value: float) -> None:
+    fitted.save(tmp_path / "r.safetensors")
+    with safe_open(tmp_path / "r.safetensors", "np") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        about = json.loads(file.metadata()["coterie"]) | {key: value}
+    save_file(arrays, tmp_path / "r.safetensors", {"coterie": json.dumps(about)})
+    if key != "batch" and value == 2**70:
+        RouterFit.load(tmp_path / "r.safetensors")  # large, but a number
+        return
+    with pytest.raises(TraceError):
+        RouterFit.load(tmp_path / "r.safetensors")

@@ -102,8 +102,8 @@ def main() -> None:
             if verb is not None:
                 announce(verb, VERBS[verb].compile_s)
             code = _command()(standalone_mode=False)
-        if code == INTERRUPTED:  # some versions of Typer turn an interrupt into this code, others into an exception
-            raise KeyboardInterrupt
+            if code == INTERRUPTED:  # some versions of Typer turn an interrupt into this code, others raise
+                raise KeyboardInterrupt
         if verb is not None and VERBS[verb].compile_s is not None and not code:
             note_compiled(verb)
     except SystemExit as error:  # Typer turns a closed stdout into exit code 1, which here means "the answer is no"

@@ -40,7 +40,7 @@ DEFAULT_SEED = 0
 DEFAULT_DURATION_S = 3600.0
 """Duration that `read_trace` draws: the first hour. A whole day of DeepSeek-R1's 73 clients is 1.4 million requests."""
 
-_FILE = re.compile(r"chunk-(\d+)-(trace\.csv|dataset\.json)")
+_FILE = re.compile(r"chunk-(\d{1,9})-(trace\.csv|dataset\.json)")
 _TAR_END = bytes(1024)  # two empty blocks close every tar
 
 

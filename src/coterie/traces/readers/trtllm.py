@@ -23,8 +23,8 @@ from coterie.traces.segments import MAX_EXPERTS
 from coterie.traces.store import ArrayFile, read_json
 
 META = "meta_info.json"
-_RANK = re.compile(r"rank(\d+)\.safetensors")
-_KEY = re.compile(r"(\d+)_(\d+)")
+_RANK = re.compile(r"rank(\d{1,9})\.safetensors")
+_KEY = re.compile(r"(\d{1,18})_(\d{1,9})")
 
 
 def read_trtllm(path: Path, options: ReadOptions) -> LoadTable:
