@@ -20,7 +20,7 @@ def demo_command(
     ] = 0,
     requests: Annotated[
         int, typer.Option(help="Number of shipped prompts to use, taken from the domains in turn.", min=24)
-    ] = 150,
+    ] = 132,
     folder: Annotated[Path, typer.Option("--out", help="Folder to write the figure and the recorded trace to.")] = Path(
         "out"
     ),

