@@ -25,6 +25,7 @@ GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (
         ("fit", "trace", "--workers", "2", "--batch", "4", "-o", "router.safetensors"),
         (ROUTES, "trace"),
+        ("fleet", "trace", "--decoders", "2", "--in-flight", "4", "--requests", "24", "--splits", "2", "--rate", "40"),
         ("tokens", "trace-with-tokens", "-o", "loads.safetensors"),
         ("inspect", "trace"),
     ),
