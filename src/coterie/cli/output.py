@@ -217,3 +217,11 @@ NumExpertsOption = Annotated[
     int | None,
     typer.Option("--num-experts", min=1, max=65536, help="Experts per layer, if the file holds expert ids only."),
 ]
+WindowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--window",
+        help="Windows of the load table: a label, a number from 0, or A:B. Default: all windows but those named "
+        "merged_…, which are sums of others.",
+    ),
+]

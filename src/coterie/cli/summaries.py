@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from coterie.traces import ActivationTrace, LoadTable
+if TYPE_CHECKING:
+    from coterie.traces import ActivationTrace, LoadTable
 
 
 def trace_summary(path: Path, trace: ActivationTrace | LoadTable) -> dict[str, Any]:
     """Summarise a trace that was written to a folder."""
+    from coterie.traces import LoadTable
+
     if isinstance(trace, LoadTable):
         return {"path": str(path), **load_sizes(trace)}
     table, meta = trace.requests, trace.meta

@@ -11,11 +11,6 @@ from coterie.traces.load import LoadTable
 MERGED = "merged_"
 """How labels of windows begin that are sums of other windows of their table."""
 
-WINDOW_HELP = (
-    "Windows of the load table: a label, a number from 0, or A:B. Default: all windows but those named merged_…, "
-    "which are sums of others."
-)
-
 
 class Chosen(NamedTuple):
     """Windows of a table."""

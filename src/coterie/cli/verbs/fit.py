@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 from rich.markup import escape
 
@@ -23,8 +22,9 @@ from coterie.cli.output import (
 )
 from coterie.cli.outputs import check_output
 from coterie.errors import ConfigError
-from coterie.traces import ActivationTrace
-from coterie.traces.readers import ReadOptions, read_trace
+
+if TYPE_CHECKING:  # importing takes as long as all else of the help
+    import numpy as np
 
 
 def fit_command(
@@ -62,8 +62,12 @@ def fit_command(
     json_output: JsonOption = False,
 ) -> None:
     """Fit a router to a trace: request signatures, clusters and a forecast of decode experts."""
+    import numpy as np
+
     from coterie.evaluation.fit import REQUESTS, check_weighting, fit_and_score
     from coterie.routing import RouterFit
+    from coterie.traces import ActivationTrace
+    from coterie.traces.readers import ReadOptions, read_trace
 
     if weighting is not None:
         check_weighting(weighting)
@@ -140,6 +144,8 @@ def _next(result: dict[str, Any]) -> str:
 
 def parse_speeds(text: str, workers: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Parse '1,1,0.5' into an array [worker]."""
+    import numpy as np
+
     try:
         values = np.array([float(part) for part in text.split(",")])
     except ValueError:

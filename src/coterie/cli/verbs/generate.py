@@ -8,20 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 from rich.markup import escape
 
 from coterie.cli.output import JsonOption, err, print_json, print_table, progress
 from coterie.cli.summaries import trace_summary
 from coterie.errors import ConfigError
-from coterie.models import get_model
-from coterie.traces import ActivationTrace
-from coterie.traces.arrivals import at_rate
-from coterie.traces.readers import read_trace
-from coterie.traces.requests import check_new_folder
 
 if TYPE_CHECKING:  # numba takes half a second to import: only when a trace is made
+    import numpy as np
+
     from coterie.traces.synthetic import SyntheticSettings
 
 _UNITS = {
@@ -65,6 +61,10 @@ def generate_command(
     json_output: JsonOption = False,
 ) -> None:
     """Generate a synthetic activation trace."""
+    import numpy as np
+
+    from coterie.traces.arrivals import at_rate
+    from coterie.traces.requests import check_new_folder
     from coterie.traces.synthetic import generate, generate_to
 
     if sum(value is not None for value in (requests, tokens, size)) > 1:
@@ -107,7 +107,10 @@ def generate_command(
 
 
 def _settings(preset: str | None, like: Path | None, model: str | None, rng: np.random.Generator) -> SyntheticSettings:
+    from coterie.models import get_model
+    from coterie.traces import ActivationTrace
     from coterie.traces.fitting import fit_synthetic
+    from coterie.traces.readers import read_trace
     from coterie.traces.synthetic import presets
 
     if like is None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import numpy as np
 import typer
 from rich.markup import escape
 
@@ -15,14 +14,13 @@ from coterie.cli.output import (
     JsonOption,
     NumExpertsOption,
     TraceModelOption,
+    WindowOption,
     out,
     print_json,
     print_table,
     print_verdict,
     progress,
 )
-from coterie.traces.readers import ReadOptions, read_trace
-from coterie.traces.windows import WINDOW_HELP
 
 if TYPE_CHECKING:  # numba and matplotlib take a second to import: only when a trace is inspected
     from coterie.evaluation.inspect.inspection import Inspection
@@ -41,13 +39,16 @@ def inspect_command(
     from_: FromOption = None,
     model: TraceModelOption = None,
     num_experts: NumExpertsOption = None,
-    window: Annotated[str | None, typer.Option("--window", help=WINDOW_HELP)] = None,
+    window: WindowOption = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed for sampling requests.")] = 0,
     json_output: JsonOption = False,
 ) -> None:
     """Show what a trace says: skew, hot experts, ranks, domains, drift, distinct experts, arrivals; and a verdict."""
+    import numpy as np
+
     from coterie.evaluation.inspect.inspection import inspect_trace
     from coterie.evaluation.inspect.verdict import verdict
+    from coterie.traces.readers import ReadOptions, read_trace
 
     if out_folder is not None:
         from coterie.evaluation.page import check_report_folder

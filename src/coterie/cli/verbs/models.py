@@ -10,11 +10,10 @@ import typer
 
 from coterie.cli.output import JsonOption, print_json, print_table
 from coterie.errors import ConfigError
-from coterie.models import active_params, get_model, model_from_config, models, total_params
-from coterie.types import ModelSpec
 
 if TYPE_CHECKING:
     from coterie.footprints.sizing import StoreSize
+    from coterie.types import ModelSpec
 
 BLOCK_SIZES = (16, 128)
 
@@ -30,6 +29,8 @@ def models_command(
     json_output: JsonOption = False,
 ) -> None:
     """List model shapes: expert bytes, MoE layers, KV cache per token."""
+    from coterie.models import get_model, model_from_config, models
+
     if name is not None and config is not None:
         raise ConfigError(f"NAME={name} and --config={config} exclude each other")
     if config is not None:
@@ -64,6 +65,8 @@ def models_command(
 
 
 def _row(spec: ModelSpec) -> dict[str, Any]:
+    from coterie.models import active_params, total_params
+
     return asdict(spec) | {
         "num_moe_layers": spec.num_moe_layers,
         "expert_bytes": spec.expert_bytes(),

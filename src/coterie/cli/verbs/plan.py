@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from coterie.cli.output import (
     Column,
     JsonOption,
+    WindowOption,
     out,
     print_json,
     print_rank_bars,
@@ -26,7 +27,6 @@ from coterie.cli.output import (
     reporting,
     set_width,
 )
-from coterie.traces.windows import WINDOW_HELP
 from coterie.types import WeightDtype
 
 if TYPE_CHECKING:  # numba takes a second to import: only when a plan is asked for
@@ -89,7 +89,7 @@ def plan_command(
         float | None,
         typer.Option("--time-limit", help="Seconds per layer for planner latency_optimal_ilp. Default: 10."),
     ] = None,
-    window: Annotated[str | None, typer.Option("--window", help=WINDOW_HELP)] = None,
+    window: WindowOption = None,
     sources: Annotated[
         Path | None,
         typer.Option(
