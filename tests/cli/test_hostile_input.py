@@ -95,6 +95,8 @@ def test_pipes_under_names_that_are_opened_by_their_ending(run: Run, tmp_path: P
 def test_a_loop_of_links_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     refused(run("inspect", tmp_path / "loop"), "loop")
+    refused(run("fit", tmp_path / "loop", "--workers", 2, "-o", tmp_path / "router"), "loop")
+    refused(run("convert", tmp_path / "loop", tmp_path / "loop"), "loop")
 
 
 # ----------------------------------------------------------------------------------------------------------- names

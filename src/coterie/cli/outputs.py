@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -21,9 +22,9 @@ def check_output(
         raise ConfigError(f"{said} is a link; name the file itself")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(f"{said} must be a file in a folder that exists")
-    target = path.resolve()
+    target = _real(path)
     for given in inputs:
-        if given is not None and (target == given.resolve() or (given.is_dir() and given.resolve() in target.parents)):
+        if given is not None and (target == _real(given) or (given.is_dir() and _real(given) in target.parents)):
             raise ConfigError(f"{said} is an input or lies in one ({given}); choose another place")
     if not path.exists():
         return
@@ -33,3 +34,8 @@ def check_output(
         read(path)
     except (InputError, OSError):
         raise ConfigError(f"{said} exists and is not {kind}; choose another name or remove it first") from None
+
+
+def _real(path: Path) -> Path:
+    """As ``resolve``, which raises for a loop of links."""
+    return Path(os.path.realpath(path))
