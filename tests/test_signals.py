@@ -36,7 +36,7 @@ assert {module!r} not in sys.modules
 from coterie.__main__ import main
 assert {module!r} not in sys.modules, "the entry point imports nothing large"
 sys.meta_path.insert(0, Interrupt())
-sys.argv = ["coterie", "models"]
+sys.argv = ["coterie", "fit", "trace", "--workers", "2", "-o", "router"]
 main()
 """)
     word = "interrupted" if number == signal.SIGINT else "terminated"

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from command_line import Run, runner
+from coterie.cli.output import out
 from pages import PAGES
 
 BLOCK = re.compile(r"^<!-- runs(?:: (?P<need>[a-z ]+))? -->\n+```\w*\n(?P<text>.*?)^```$", re.M | re.S)
@@ -73,6 +74,7 @@ def test_commands_print_what_is_shown(
 def check(run: Run, command: str, printed: list[str]) -> None:
     words = [os.path.expandvars(word) for word in shlex.split(command, comments=True)]
     assert words[0] == "coterie", f"only coterie's commands are run: {command}"
+    out.width = 80  # as where output is no terminal; a verb may have set another in this process
     ran = run(*words[1:])
     assert ran.code == 0, f"{command}: {ran.err}"
     lines = iter([line.rstrip() for line in ran.out.splitlines()])

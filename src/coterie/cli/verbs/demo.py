@@ -39,9 +39,13 @@ def demo_command(
     join-shortest-queue and latency-aware routing (or any registered router, by name), and ends by itself.
     """
     from coterie.evaluation.demo.run import OURS, run_demo
+    from coterie.routing import routers
 
+    names = tuple(router or (OURS,))
+    for name in names:
+        routers.check(name)
     with reporting("Starting", lines=True) as report:
-        result = run_demo(seed, requests, folder, report, tuple(router or (OURS,)))
+        result = run_demo(seed, requests, folder, report, names)
     if json:
         print_json({**result._asdict(), "rows": [row._asdict() for row in result.rows]})
     else:
