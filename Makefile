@@ -20,24 +20,24 @@ export NUMBA_CACHE_DIR ?= $(CURDIR)/.numba_cache
 help: ## List the goals
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 16
 
-install: $(VENV)/.installed ## Make .venv and install Coterie in it, with what its tests need
+install: $(VENV)/.warmed ## Make .venv, install Coterie in it with what its tests need, and compile its loops ahead
 
 # tests/conftest.py says which tests a worker takes together.
-test: install ## Run the tests; those that need torch or COTERIE_DATA are skipped without it
+test: $(VENV)/.installed ## Run the tests; those that need torch or COTERIE_DATA are skipped without it
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not long"
 
 test-engines: $(ENGINES)/.installed ## Run the tests that need torch or start vLLM, in an environment of their own
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m torch -n 2
 	$(ENGINES)/bin/python -m pytest -m "vllm and not long"
 
-test-long: install $(ENGINES)/.installed ## Run the tests that take minutes, of real engines among them
+test-long: $(VENV)/.installed $(ENGINES)/.installed ## Run the tests that take minutes, of real engines among them
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "long and not vllm"
 	$(ENGINES)/bin/python -m pytest -m "long and vllm"
 
 run: install ## Show what Coterie does: record, fit and route on small workers of its own
 	$(VENV)/bin/coterie demo
 
-lint: install ## Check style, types and the direction of imports
+lint: $(VENV)/.installed ## Check style, types and the direction of imports
 	$(VENV)/bin/python -m ruff format --check
 	$(VENV)/bin/python -m ruff check
 	$(VENV)/bin/python -m mypy
@@ -66,12 +66,16 @@ define new-environment
 endef
 
 # uv takes a tenth of pip's time. Where it does not reach the packages, because only pip was told of an index or a
-# certificate, pip installs them. Loops are compiled here, on all cores, rather than by whichever test or verb comes
-# first; where that fails, they are compiled when they are needed.
+# certificate, pip installs them.
 $(VENV)/.installed: pyproject.toml
 	$(new-environment)
 	$(VENV)/bin/python $(PIP) uv && $(VENV)/bin/uv pip install -q --python $(VENV)/bin/python $(WANTED) \
 		|| $(VENV)/bin/python $(PIP) $(WANTED)
+	@touch $@
+
+# Loops are compiled here, on all cores, rather than by whichever verb comes first; where that fails, they are compiled
+# when they are needed. Tests do not wait for it: they compile what they run.
+$(VENV)/.warmed: $(VENV)/.installed
 	-@$(VENV)/bin/coterie warm
 	@touch $@
 

@@ -52,7 +52,7 @@ def answer(run: Run, *arguments: object) -> dict[str, Any]:
 
 def test_every_router_is_compared(run: Run, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    ran = run("fleet", folder, *SMALL, "--splits", 2, "--dtype", "bf16", "--dtype", "mxfp4", "--out", out)
+    ran = run("fleet", folder, *SMALL, "--splits", 1, "--dtype", "bf16", "--dtype", "mxfp4", "--out", out)
     assert ran.code == 0, ran.err
     for name in routers.names():
         assert name in ran.out
@@ -169,15 +169,15 @@ def test_a_router_that_cannot_be_made_is_left_out(trace: ActivationTrace) -> Non
 
 def test_the_same_savings_as_the_suite(data_dir: Path) -> None:
     """On recorded routing, at one load and with the suite's splits, the verb and the suite agree to the last digit."""
-    names = ("latency_aware", "locality_band")
+    names = ("latency_aware",)
     source = recorded_source(data_dir, MODEL)
     model = step_model(get_model(MODEL), "h200", "bf16")
-    settings = FleetSettings(4, 8, routers=names, base="round_robin", splits=2, requests=200)
+    settings = FleetSettings(4, 8, routers=names, base="round_robin", splits=2, requests=100)
     found = {row.router: row for row in simulate_fleet(source.trace, model, settings).rows}
     saved: dict[str, list[float]] = {name: [] for name in names}
     for seed in range(2):
         halves = split(source, seed)
-        bench = bench_of(source, halves, split_recordings(source.trace, halves.test), 4, 8, seed, 200)
+        bench = bench_of(source, halves, split_recordings(source.trace, halves.test), 4, 8, seed, 100)
         outcomes = bench.compare({name: bench.router(name) for name in names})
         for name in names:
             saved[name].append(100 * (1 - outcomes[name].tpot_mean_ms / outcomes["round_robin"].tpot_mean_ms))
