@@ -46,6 +46,8 @@ def test_the_first_commands_need_no_extra(coterie: Path, tmp_path: Path) -> None
         ("generate", "trace", "--model", "gpt-oss-20b", "--requests", "300"),
         ("inspect", "trace"),
         ("fit", "trace", "--workers", "4", "-o", "router.safetensors"),
+        ("fleet", "trace", "--decoders", "4", "--in-flight", "8", "--splits", "2"),
+        ("fleet", "trace", "--decoders", "4", "--in-flight", "8", "--splits", "2", "--fitted", "router.safetensors"),
         ("plan", "trace", "--ranks", "8"),
         ("simulate", "trace"),
         ("tokens", "out/trace", "-o", "loads.safetensors"),
