@@ -47,8 +47,7 @@ def test_inspecting_a_map(run: Run, load: Path, tmp_path: Path) -> None:
     refused(run("place", "inspect", tmp_path / "gone"), "does not exist")
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("seen", [(), ("--load",)])
+@pytest.mark.parametrize(("ranks", "seen"), [(1, ("--load",)), (4, ())])
 def test_a_map_without_replicas_is_not_blank(
     run: Run, load: Path, tmp_path: Path, ranks: int, seen: tuple[str]
 ) -> None:
