@@ -113,7 +113,7 @@ def add_generated(_: Sphinx, page: str, source: list[str]) -> None:
         source[0] += "".join(helps(get_command(coterie_app)))
 
 
-def drop_placeholder(*arguments: Any) -> None:
+def drop_field_aliases(*arguments: Any) -> None:
     """Leave out the text that Python gives a NamedTuple's field which has none of its own."""
     lines: list[str] = arguments[-1]
     if lines and lines[0].startswith("Alias for field number"):
@@ -122,4 +122,4 @@ def drop_placeholder(*arguments: Any) -> None:
 
 def setup(site: Sphinx) -> None:
     site.connect("source-read", add_generated)
-    site.connect("autodoc-process-docstring", drop_placeholder)
+    site.connect("autodoc-process-docstring", drop_field_aliases)

@@ -41,7 +41,7 @@ from coterie.evaluation.simulate.requests import (
 from coterie.evaluation.simulate.servers import SpreadServer, StepServer, make_strategy
 from coterie.evaluation.simulate.verdict import Verdict, verdict
 from coterie.evaluation.suites.caps.suite import SETTING
-from coterie.models import get_model, model_from_config
+from coterie.models import get_model, model_from_config, model_of
 from coterie.prompts import read_prompts
 from coterie.sim.metrics import Run, Summary, summarise
 from coterie.traces import ActivationTrace, RequestTrace
@@ -346,7 +346,7 @@ def _execution(
 
 def _spec(options: SimulateOptions, config: CapsConfig | None, trace: ActivationTrace) -> ModelSpec | None:
     if options.model is not None:
-        return model_from_config(options.model) if Path(options.model).exists() else get_model(options.model)
+        return model_of("", options.model)
     if options.with_model is not None:
         return model_from_config(options.with_model)
     for name in (trace.meta.model, config.model_name if config else None):
