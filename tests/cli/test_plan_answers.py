@@ -232,12 +232,15 @@ try:
     main()
 except SystemExit as done:
     assert not done.code
-loaded = {"numba", "scipy", "matplotlib"} & {*sys.modules}
+loaded = {"numpy", "numba", "scipy", "matplotlib"} & {*sys.modules}
 assert not loaded, loaded
-from coterie.cli.verbs.plan import PLANNERS, SPLITS
+from coterie.cli.verbs.plan import DTYPES, PLANNERS, SPLITS
+from typing import get_args
 from coterie.placement import planners
+from coterie.types import WeightDtype
 from coterie.placement.planning.latency_optimal import LatencyOptimal
 assert [*PLANNERS] == planners.names(), planners.names()
+assert get_args(WeightDtype) == DTYPES
 for name in SPLITS:
     planners.make("latency_optimal", {"objective": None}, split=name)
 """

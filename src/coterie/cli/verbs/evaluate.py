@@ -24,7 +24,6 @@ from coterie.evaluation.suites.base import (
     options_read,
     suite_names,
 )
-from coterie.traces.store import write_json
 
 SEVERAL = ("--seeds", "--rates", "--strategies", "--routers")
 """Options that take values up to the next option."""
@@ -172,6 +171,8 @@ def evaluate_command(
                     out_folder.rmdir()  # if it is still empty
             raise
     if out_folder is not None:
+        from coterie.traces.store import write_json
+
         write_json(out_folder / f"{suite}.json", asdict(result))
     if json_output:
         print_json(asdict(result))

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
-import numpy as np
 import typer
 from rich.markup import escape
 from typer.core import TyperCommand
@@ -27,13 +26,15 @@ from coterie.cli.output import (
     reporting,
     set_width,
 )
-from coterie.types import WeightDtype
 
-if TYPE_CHECKING:  # numba takes a second to import: only when a plan is asked for
+if TYPE_CHECKING:  # NumPy and numba take a second to import: only when a plan is asked for
     from coterie.evaluation.placement.plans import BatchRow, Planned
+    from coterie.types import WeightDtype
 
 PLANNERS = ("eplb", "latency_optimal", "latency_optimal_ilp", "linear", "popularity", "round_robin")
 """Built-in planners, for the help: importing them takes a second."""
+DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp4")
+"""The values of ``WeightDtype``, for the help: importing it imports NumPy."""
 SPLITS = ("equal", "weighted", "optimal")
 
 
@@ -105,9 +106,7 @@ def plan_command(
     batch: Annotated[int, typer.Option("--batch", help="Tokens per step, summed over all ranks.")] = 8192,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            "--dtype", help=f"Weight dtype of the experts: {', '.join(get_args(WeightDtype))}. Default: as published."
-        ),
+        typer.Option("--dtype", help=f"Weight dtype of the experts: {', '.join(DTYPES)}. Default: as published."),
     ] = None,
     memory: Annotated[
         float | None, typer.Option("--memory", help="Memory of a device, in GB (10^9 bytes). Default: the preset's.")
@@ -273,7 +272,7 @@ def _print_prediction(planned: Planned, found: dict[str, Any]) -> None:
 
 def _print_bars(planned: Planned) -> None:
     before, after = planned.busy_s()
-    worst = int(np.argmin(planned.problem.layer_balance(before)))
+    worst = int(planned.problem.layer_balance(before).argmin())
     name = planned.load.layer_ids[worst]
     print_rank_bars(
         "Time of every rank (1 = mean)",
