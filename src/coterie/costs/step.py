@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.attention import attention_shape, attention_us
-from coterie.costs.dense import dense_shapes, gemm_work
+from coterie.costs.dense import gemm_work
 from coterie.costs.exchange import Traffic, all_to_all_us, exposed
 from coterie.costs.experts import MoeParams, layer_us, slowest_us
 from coterie.costs.movement import transfer_s
 from coterie.costs.replicas import slot_tokens
 from coterie.costs.roofline import Curve, Roofline, Transfer
+from coterie.costs.shapes import dense_shapes
 from coterie.errors import ConfigError
 from coterie.types import Link, ModelSpec, Placement, Topology, WeightDtype
 

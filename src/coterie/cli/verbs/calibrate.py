@@ -49,7 +49,7 @@ def calibrate_command(
 
     from coterie.costs.presets import fit_preset, save_preset
     from coterie.engines.calibration.calibrate import calibrate
-    from coterie.engines.calibration.measures import CalibrationSettings
+    from coterie.engines.calibration.timing import CalibrationSettings
     from coterie.models import get_model, model_from_config
     from coterie.types import WeightDtype, check_dtype
 

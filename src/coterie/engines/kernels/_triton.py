@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _expert(ids, index, inside, experts):  # type: ignore[no-untyped-def]
     """Expert of an entry; an id out of range counts as the nearest, so that no place is ever out of bounds."""
     found = tl.load(ids + index, mask=inside, other=0).to(tl.int32)
@@ -107,7 +107,7 @@ def places_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     SUB: tl.constexpr,
 ):
-    """Grid: chunks x SPLIT. Place = entries of smaller experts + the expert's in chunks before + those before it here."""
+    """Grid: chunks x SPLIT. Place = entries of smaller experts + the expert's in chunks before + those before it."""
     chunk = tl.program_id(0)
     part = tl.program_id(1)
     bins = tl.arange(0, BINS)
@@ -119,10 +119,9 @@ def places_kernel(  # type: ignore[no-untyped-def]
         total += tl.sum(block, axis=0)
         before += tl.sum(tl.where((row < chunk)[:, None], block, 0), axis=0)
     end = tl.cumsum(total, axis=0)
-    if chunk == 0:
-        if part == 0:
-            tl.store(counts + bins, total, mask=bins < experts)
-            tl.store(ends + bins, end, mask=bins < experts)
+    if (chunk == 0) & (part == 0):
+        tl.store(counts + bins, total, mask=bins < experts)
+        tl.store(ends + bins, end, mask=bins < experts)
     start = end - total + before
     here = tl.arange(0, CHUNK)
     index = chunk * CHUNK + here

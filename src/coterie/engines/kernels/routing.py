@@ -60,8 +60,8 @@ class Launch:
     """Warps of a program that copies rows."""
 
 
-def launch_for(entries: int, width: int) -> Launch:
-    """The launch for so many entries and so wide rows (0: no rows)."""
+def launch_for(entries: int) -> Launch:
+    """The launch for so many entries."""
     if entries <= 4096:
         # Few rows: split each over programs so that all multiprocessors write.
         return Launch(pairs=True, block=8192 if entries > 1024 else 2048, warps=8)
@@ -76,7 +76,7 @@ def sort_by_expert(ids: Any, num_experts: int, *, backend: Backend = "auto", lau
     _check_ids(ids, num_experts)
     if not runs_triton(ids, backend):
         return _sorted_by_torch(ids, num_experts)
-    launch = launch or launch_for(ids.numel(), 0)
+    launch = launch or launch_for(ids.numel())
     routed = _empty(ids, num_experts)
     if not ids.numel():
         return routed
@@ -99,7 +99,7 @@ def permute_by_expert(
     if not runs_triton(hidden, backend):
         routed = _sorted_by_torch(ids, num_experts)
         return Permuted(hidden[routed.order.long() // ids.shape[1]], routed)
-    launch = launch or launch_for(ids.numel(), hidden.shape[1])
+    launch = launch or launch_for(ids.numel())
     routed = _empty(ids, num_experts)
     rows = torch.empty(ids.numel(), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
     if not ids.numel():
@@ -114,15 +114,7 @@ def permute_by_expert(
     width = hidden.shape[1]
     block, parts = column_blocks(width, launch.block)
     copy_kernel[(len(ids) * parts,)](
-        hidden,
-        routed.places,
-        rows,
-        width,
-        hidden.stride(0),
-        parts,
-        K=ids.shape[1],
-        BLOCK=block,
-        num_warps=launch.warps,
+        hidden, routed.places, rows, width, hidden.stride(0), parts, K=ids.shape[1], BLOCK=block, num_warps=launch.warps
     )
     return Permuted(rows, routed)
 

@@ -59,9 +59,7 @@ def gather_rows(
 
         block, parts = column_blocks(x.shape[1], block)
         grid = (shape[0] * parts,)
-        gather_kernel[grid](
-            x, index, rows, x.shape[0], shape[1], x.stride(0), parts, BLOCK=block, num_warps=warps
-        )
+        gather_kernel[grid](x, index, rows, x.shape[0], shape[1], x.stride(0), parts, BLOCK=block, num_warps=warps)
         return rows
     if not x.is_cuda and (int(index.min()) < -1 or int(index.max()) >= len(x)):
         raise ConfigError(f"index is in {int(index.min())} … {int(index.max())}; it must be in -1 … {len(x) - 1}")
