@@ -111,7 +111,7 @@ def check_all(device: str) -> dict[str, Any]:
             for dtype in (torch.int64, torch.int32):
                 done += 1
                 try:
-                    how = {"launch": launch} if device == "cuda" else {}
+                    how: dict[str, Any] = {"launch": launch} if device == "cuda" else {}
                     check_case(case, device, dtype, **how)
                 except Exception as error:  # a kernel that fails to compile must not hide the others
                     failed.append(f"{case.name}, {launch}: {type(error).__name__} {str(error)[:300]}")
@@ -205,7 +205,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         met = ratio >= 2 if r["tokens"] <= 1024 else over <= 1.3
         print(
             f"{r['tokens']:6} {r['ids']:8} {r['torch_sort_us']:9.1f} {r['sort_us']:6.1f} | "
-            f"{r['torch_permute_us']:9.1f} {r['torch_permute_ends_us']:9.1f} {ours:8.1f} {r['permute_int32_us']:6.1f} | "
+            f"{r['torch_permute_us']:9.1f} {r['torch_permute_ends_us']:9.1f} {ours:8.1f} {r['permute_int32_us']:6.1f} "
             f"{ratio:5.2f}x | {r['memory_us']:7.1f} {over:6.2f} (gather's {(ours - 8.0) / r['gather_memory_us']:.2f})  "
             f"{'met' if met and r['right'] else 'NOT MET'}  {r['chosen']}"
         )
