@@ -80,7 +80,7 @@ def test_a_link_shows_what_its_bytes_take_from_the_steps() -> None:
 
 
 def test_a_preset_without_contention_says_how_to_measure_it() -> None:
-    with pytest.raises(ConfigError, match="calibrate --contention"):
+    with pytest.raises(ConfigError, match="contention, which the preset does not hold"):
         staged_exposed({}, Topology(8))
 
 

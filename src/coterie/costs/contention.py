@@ -67,8 +67,8 @@ def staged_exposed(contention: Mapping[str, Contention], topology: Topology) -> 
     """
     if not {"device", "host-to-device"} <= contention.keys():
         raise ConfigError(
-            "movement='staged' needs contention, which this preset does not hold; measure it with "
-            "coterie calibrate --contention, or say exposed=SHARE"
+            "movement='staged' needs contention, which the preset does not hold; measure it with coterie calibrate "
+            "--contention"
         )
     shares = [_share(contention["host-to-device"], topology.host)]
     if topology.num_ranks > 1:
