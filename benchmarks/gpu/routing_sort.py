@@ -102,19 +102,18 @@ def check_all(device: str) -> dict[str, Any]:
         Launch(pairs=True),
         Launch(pairs=True, turn=3, block=8192, warps=8),
         Launch(pairs=False, chunk=256),
-        Launch(pairs=False, chunk=512, split=2, warps=8),
         Launch(pairs=False, chunk=1024, split=4, block=8192, warps=8),
         None,
     )
-    for case in cases(np.random.default_rng(0), 2000):
+    for case in cases(np.random.default_rng(0), 1000):
         for launch in tried:
-            for dtype in (torch.int64, torch.int32):
-                done += 1
-                try:
-                    how: dict[str, Any] = {"launch": launch} if device == "cuda" else {}
-                    check_case(case, device, dtype, **how)
-                except Exception as error:  # a kernel that fails to compile must not hide the others
-                    failed.append(f"{case.name}, {launch}: {type(error).__name__} {str(error)[:300]}")
+            done += 1
+            dtype = torch.int64 if done % 2 else torch.int32
+            try:
+                how: dict[str, Any] = {"launch": launch} if device == "cuda" else {}
+                check_case(case, device, dtype, **how)
+            except Exception as error:  # a kernel that fails to compile must not hide the others
+                failed.append(f"{case.name}, {launch}: {type(error).__name__} {str(error)[:300]}")
     try:
         check_gather(device, "auto")
     except Exception as error:
@@ -234,6 +233,7 @@ def main() -> None:
                     continue
                 try:
                     result["rows"].append(bench.row(tokens, bandwidth, name, draw))
+                    print(f"{tokens} {name} done", flush=True)
                 except Exception:
                     traceback.print_exc()
                 torch.cuda.empty_cache()
