@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from coterie.costs.cells import expert_tokens
-from coterie.engines.calibration.calibrate import Experts, describe_hardware, describe_software
-from coterie.engines.calibration.measures import CalibrationSettings, Timer
+from coterie.engines.calibration.experts import Experts
+from coterie.engines.calibration.timing import CalibrationSettings, Timer, describe_hardware, describe_software
 from coterie.models import get_model
 
 

@@ -39,7 +39,7 @@ def median_us(call: Callable[[], object], repeats: int = 30) -> float:
 def parts(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from coterie.engines.calibration.calibrate import describe_hardware, describe_software
+    from coterie.engines.calibration.timing import describe_hardware, describe_software
     from coterie.engines.vllm.capture import StepCapture, as_numpy
     from coterie.footprints.positions import PositionShape, PositionStore
     from coterie.models import get_model, model_from_config
@@ -122,7 +122,7 @@ def _on_gpu(hook: Callable[[], None], capture: Any, tokens: int) -> dict[str, fl
 def server(options: argparse.Namespace) -> dict[str, Any]:
     import urllib.request
 
-    from coterie.engines.calibration.calibrate import describe_software
+    from coterie.engines.calibration.timing import describe_software
     from coterie.engines.tiny import tiny_model_path
     from coterie.engines.vllm.settings import ConnectorSettings
     from coterie.footprints import PositionStore

@@ -2,9 +2,10 @@
 
     python benchmarks/make_presets.py h200 MEASUREMENTS.jsonl OUT.json      one measurement a line, as calibrated
     python benchmarks/make_presets.py rtx-pro-6000 KERNELS_FOLDER OUT.json  kernels/qwen3-30b-a3b-rtx-pro-6000
+    python benchmarks/make_presets.py contention PRESET CELLS.json OUT.json  cells of gpu/contention.py
 
 The first joins measurements of several shapes on one machine (copies: median over them); the second reads the kernel
-times published with LLMServingSim for Qwen3-30B-A3B.
+times published with LLMServingSim for Qwen3-30B-A3B; the third adds contention and fits nothing else again.
 """
 
 from __future__ import annotations
@@ -17,8 +18,17 @@ from typing import Any
 
 import msgspec
 
-from coterie.costs.cells import AttentionCell, CopyCell, GemmCell, Measurement, MoeCell, MoeTable, ShapeMeasurement
-from coterie.costs.presets import fit_preset, save_preset
+from coterie.costs.cells import (
+    AttentionCell,
+    ContentionCell,
+    CopyCell,
+    GemmCell,
+    Measurement,
+    MoeCell,
+    MoeTable,
+    ShapeMeasurement,
+)
+from coterie.costs.presets import Preset, fit_preset, load_preset, save_preset, with_contention
 
 
 def joined(path: Path) -> Measurement:
@@ -77,7 +87,33 @@ def rtx_pro_6000(folder: Path) -> Measurement:
     )
 
 
+class ContentionRun(msgspec.Struct, frozen=True):
+    """What gpu/contention.py writes."""
+
+    hardware: dict[str, str | int | float]
+    software: dict[str, str]
+    date: str
+    model: str
+    batch: int
+    context: int
+    contention: tuple[ContentionCell, ...]
+
+
+def add_contention(preset: Preset, run: ContentionRun) -> Preset:
+    device, here = preset.measurement.hardware["device"], run.hardware["device"]
+    if device != here:
+        raise SystemExit(f"the preset is of {device}, the cells are of {here}")
+    where = f"{run.model}, bf16, {run.batch} requests of {run.context} tokens, {run.date}"
+    return with_contention(preset, run.contention, f"contention: decode steps of {where}")
+
+
 def main() -> None:
+    if len(sys.argv) == 5 and sys.argv[1] == "contention":
+        run = msgspec.json.decode(Path(sys.argv[3]).read_bytes(), type=ContentionRun)
+        made = add_contention(load_preset(sys.argv[2]), run)
+        save_preset(made, Path(sys.argv[4]))
+        print(made.contention)
+        return
     if len(sys.argv) != 4 or sys.argv[1] not in ("h200", "rtx-pro-6000"):
         raise SystemExit(__doc__)
     name, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])

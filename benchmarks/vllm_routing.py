@@ -78,7 +78,7 @@ def server_argv(port: int, events_port: int, store: str, shared: Path) -> list[s
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     from coterie.costs.presets import step_model
-    from coterie.engines.calibration.calibrate import describe_software
+    from coterie.engines.calibration.timing import describe_software
     from coterie.engines.tiny import tiny_model_path
     from coterie.engines.vllm.settings import ConnectorSettings
     from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, run_loop

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.costs.contention import Movement
 from coterie.costs.presets import Preset
 from coterie.costs.presets import step_model as preset_model
 from coterie.costs.step import StepModel
@@ -66,6 +67,7 @@ def plan(
     model: StepModel,
     tokens: int = 8192,
     horizon: float = 1000.0,
+    movement: Movement = "stops",
     planner: str = "latency_optimal",
     **settings: Any,
 ) -> Plan:
@@ -73,12 +75,13 @@ def plan(
 
     `load` is what a window of steps asked of the experts, or its tokens [layer, expert]. `current` is the placement
     that serves now; None is the engines' default, expert e in slot e. `tokens` is how many a step computes over all
-    ranks; `settings` are the planner's own.
+    ranks; `movement` says whether the engine `stops` for every move or has them `staged` behind its steps; `settings`
+    are the planner's own.
     """
     window = load if isinstance(load, Load) else Load(np.asarray(load, np.float64))
     if current is None:
         current = Placement.linear(window.num_layers, window.num_experts, topology.num_ranks)
-    objective = Objective.of(replace(model, topology=topology), tokens, horizon=horizon)
+    objective = Objective.of(replace(model, topology=topology), tokens, movement, horizon=horizon)
     return planners.make(planner, {"objective": objective}, **settings).plan(window, topology, current)
 
 

@@ -78,6 +78,22 @@ class CollectiveCell(msgspec.Struct, frozen=True):
     us: float
 
 
+class ContentionCell(msgspec.Struct, frozen=True):
+    """Decode steps beside copies of weights: what each takes alone, and the step beside the copies."""
+
+    path: Literal["device", "host-to-device"]
+    nbytes: int
+    """Bytes moved per step."""
+    copy_us: float
+    """Time of these copies with no step beside them."""
+    alone_us: float
+    """A step with no copies beside it."""
+    beside_us: float
+    """A step beside them."""
+    spread_us: float = 0.0
+    """Half of the range of the middle half of the slowdowns measured."""
+
+
 class MoeTable(msgspec.Struct, frozen=True):
     """All MoE cells of one shape in one weight dtype."""
 
@@ -107,6 +123,7 @@ class Measurement(msgspec.Struct, frozen=True):
     shapes: tuple[ShapeMeasurement, ...]
     copies: tuple[CopyCell, ...] = ()
     collectives: tuple[CollectiveCell, ...] = ()
+    contention: tuple[ContentionCell, ...] = ()
     note: str = ""
 
 

@@ -9,22 +9,6 @@ from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
 from coterie.costs.roofline import roofline_us
-from coterie.types import ModelSpec
-
-
-def dense_shapes(spec: ModelSpec) -> list[tuple[list[tuple[int, int]], int]]:
-    """(n, k) of the projections every token passes, with how many layers have them; the head is not among them."""
-    hidden, heads = spec.hidden_size, spec.num_heads * spec.head_dim
-    kv = spec.kv_lora_rank + spec.rope_head_dim if spec.kv_lora_rank else 2 * spec.num_kv_heads * spec.head_dim
-    shapes = [([(heads, hidden), (kv, hidden), (hidden, heads)], spec.num_layers)]
-    moe, dense = spec.num_moe_layers, spec.num_layers - spec.num_moe_layers
-    if spec.shared_intermediate_size:
-        inner = spec.shared_intermediate_size
-        shapes.append(([(2 * inner, hidden), (hidden, inner)], moe))
-    if spec.dense_intermediate_size and dense:
-        inner = spec.dense_intermediate_size
-        shapes.append(([(2 * inner, hidden), (hidden, inner)], dense))
-    return shapes
 
 
 @helper()

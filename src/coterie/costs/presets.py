@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from coterie.costs.attention import attention_work
-from coterie.costs.cells import AttentionCell, Measurement, MoeTable, ShapeMeasurement
+from coterie.costs.cells import AttentionCell, ContentionCell, Measurement, MoeTable, ShapeMeasurement
+from coterie.costs.contention import Contention, fit_contention
 from coterie.costs.dense import gemm_work
 from coterie.costs.experts import MoeParams
 from coterie.costs.fit import MoeFit, fit_moe
@@ -53,6 +54,8 @@ class Preset(msgspec.Struct, frozen=True):
     """Copy speeds by path."""
     all_to_all: Transfer | None = None
     """All-to-all by bytes one rank sends; None where only one device was measured."""
+    contention: dict[str, Contention] = {}
+    """Steps beside copies, by path; empty where it was not measured."""
 
 
 Report = Callable[[str, int, int], None]
@@ -72,7 +75,26 @@ def fit_preset(name: str, measurement: Measurement, report: Report | None = None
     }
     exchange = measurement.collectives
     all_to_all = fit_transfer([c.nbytes for c in exchange], [c.us for c in exchange]) if len(exchange) >= 3 else None
-    return Preset(name=name, version=VERSION, measurement=measurement, fits=fits, copies=copies, all_to_all=all_to_all)
+    return Preset(
+        name=name,
+        version=VERSION,
+        measurement=measurement,
+        fits=fits,
+        copies=copies,
+        all_to_all=all_to_all,
+        contention=fit_contention(measurement.contention),
+    )
+
+
+def with_contention(preset: Preset, cells: Sequence[ContentionCell], where: str) -> Preset:
+    """A preset with its contention measured: nothing else is fitted again. `where` names the run, for the note."""
+    measurement = preset.measurement
+    note = "; ".join(filter(None, (measurement.note, where)))
+    return msgspec.structs.replace(
+        preset,
+        measurement=msgspec.structs.replace(measurement, contention=tuple(cells), note=note),
+        contention=fit_contention(cells),
+    )
 
 
 def fit_shape(shape: ShapeMeasurement, cache_limit: float = math.inf) -> ShapeFit:
@@ -131,6 +153,7 @@ def _check(path: Path, preset: Preset) -> None:
     _check_ranges(path, "fits", preset.fits)
     _check_ranges(path, "copies", preset.copies)
     _check_ranges(path, "all_to_all", preset.all_to_all)
+    _check_ranges(path, "contention", preset.contention)
     for name, fit in preset.fits.items():
         for dtype in fit.moe or ["none"]:
             if dtype not in BYTES_PER_WEIGHT:
@@ -205,6 +228,7 @@ def step_model(
         decode_attention=fit.decode_attention,
         prefill_attention=fit.prefill_attention,
         copies=dict(found.copies),
+        contention=dict(found.contention),
         topology=topology,
         options=options,
         measured=nearest == spec.name and wanted in fit.moe,

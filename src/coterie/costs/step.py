@@ -9,19 +9,21 @@ all-to-all with compute. All are off unless asked for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.costs.attention import attention_shape, attention_us
-from coterie.costs.dense import dense_shapes, gemm_work
+from coterie.costs.contention import Contention
+from coterie.costs.dense import gemm_work
 from coterie.costs.exchange import Traffic, all_to_all_us, exposed
 from coterie.costs.experts import MoeParams, layer_us, slowest_us
 from coterie.costs.movement import transfer_s
 from coterie.costs.replicas import slot_tokens
 from coterie.costs.roofline import Curve, Roofline, Transfer
+from coterie.costs.shapes import dense_shapes
 from coterie.errors import ConfigError
 from coterie.types import Link, ModelSpec, Placement, Topology, WeightDtype
 
@@ -112,6 +114,8 @@ class StepModel:
     measured: bool = True
     """False where the shape or the dtype was not measured: the nearest shape's rates are used, streaming follows the
     bytes of this one."""
+    contention: dict[str, Contention] = field(default_factory=dict)
+    """What copies take from the steps beside them, by path; empty where it was not measured."""
 
     def experts_us(self, counts: NDArray[np.float64], tokens: int) -> float:
         """One device's experts of one layer; counts [expert] rows."""

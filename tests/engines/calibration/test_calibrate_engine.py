@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.costs.cells import Measurement, expert_tokens
-from coterie.engines.calibration.calibrate import Experts, active_levels, calibrate, moe_grid
-from coterie.engines.calibration.measures import CalibrationSettings, Timer, attention_grid, gemm_shapes
+from coterie.engines.calibration.calibrate import active_levels, calibrate, moe_grid
+from coterie.engines.calibration.experts import Experts
+from coterie.engines.calibration.measures import attention_grid, gemm_shapes
+from coterie.engines.calibration.timing import CalibrationSettings, Timer
 from coterie.errors import ConfigError, UnavailableError
 from coterie.types import ModelSpec
 
@@ -61,7 +63,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
 def measured() -> Iterator[Measurement]:
     with pytest.MonkeyPatch.context() as patch:
         # No number of copies of these shapes fills a cache, and some CPUs take 600 us for any product of 16 rows.
-        patch.setattr("coterie.engines.calibration.measures.MAX_COPIES", 3)
+        patch.setattr("coterie.engines.calibration.timing.MAX_COPIES", 3)
         yield calibrate([GROUPED, LATENT], QUICK, "cpu")
 
 

@@ -185,7 +185,7 @@ def test_load_counts_tokens(tokens: int, seed: int) -> None:
 
 
 def test_a_wrong_kernel_is_not_timed(batches: ReplayBatches, monkeypatch: pytest.MonkeyPatch) -> None:
-    from coterie.engines.calibration.calibrate import Experts
+    from coterie.engines.calibration.experts import Experts
 
     right = Experts.forward
     monkeypatch.setattr(Experts, "forward", lambda self, *given: right(self, *given) * 1.01)

@@ -38,6 +38,14 @@ def calibrate_command(
     processes: Annotated[
         int, typer.Option(help="Also measure collectives between this many processes; 0 measures none.", min=0)
     ] = 0,
+    contention: Annotated[
+        bool,
+        typer.Option(
+            "--contention",
+            help="Also time decode steps of the first model beside copies of its weights: what staged moves cost. "
+            "Needs CUDA, and memory for all of the model's layers in bf16.",
+        ),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Measure the MoE layer, attention, dense projections and copies here, and fit the step-time model.
@@ -49,7 +57,7 @@ def calibrate_command(
 
     from coterie.costs.presets import fit_preset, save_preset
     from coterie.engines.calibration.calibrate import calibrate
-    from coterie.engines.calibration.measures import CalibrationSettings
+    from coterie.engines.calibration.timing import CalibrationSettings, find_device
     from coterie.models import get_model, model_from_config
     from coterie.types import WeightDtype, check_dtype
 
@@ -81,6 +89,13 @@ def calibrate_command(
                 copies=measurement.copies if direct else (*measurement.copies, *found.peers),
                 note="; ".join(filter(None, (measurement.note, found.note))),
             )
+        if contention:
+            from coterie.costs.cells import ContentionCell
+            from coterie.engines.calibration.contention import measure_contention
+
+            timings = measure_contention(specs[0], find_device(device, "calibration"), report=report)
+            cells = msgspec.convert([one._asdict() for one in timings], tuple[ContentionCell, ...])
+            measurement = msgspec.structs.replace(measurement, contention=cells)
         preset = fit_preset(name, measurement, report)
     if output is not None:
         save_preset(preset, output)
@@ -92,6 +107,13 @@ def calibrate_command(
     if json:
         print_json({"preset": msgspec.to_builtins(preset), "rows": rows})
         return
+    if preset.contention:
+        print_table(
+            f"Decode steps of {specs[0].name} beside copies of its weights",
+            ["path", "exposed", "largest", "cells"],
+            [[path, one.exposed, one.largest_exposed, one.cells] for path, one in preset.contention.items()],
+            note="Exposed: share of the copies' own time by which steps take longer; 1 is an engine that stops.",
+        )
     print_table(
         f"Fit on {measurement.hardware['device']}: error on measurements held out of the fit",
         ["model", "dtype", "cells", "mean error %", "worst %", "worst cell"],

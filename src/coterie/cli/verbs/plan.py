@@ -28,6 +28,7 @@ from coterie.cli.output import (
 )
 
 if TYPE_CHECKING:  # NumPy and numba take a second to import: only when a plan is asked for
+    from coterie.costs.contention import Movement
     from coterie.evaluation.placement.plans import BatchRow, Planned
     from coterie.types import WeightDtype
 
@@ -83,6 +84,14 @@ def plan_command(
             help="Leave a layer unchanged if best possible ÷ slowest rank is at least this; 1 is even. Default: 1.",
         ),
     ] = None,
+    movement: Annotated[
+        str,
+        typer.Option(
+            "--movement",
+            help="How the engine moves experts: stops (serving waits for every move) or staged (behind its steps, at "
+            "the contention that the preset holds).",
+        ),
+    ] = "stops",
     max_moves: Annotated[
         int | None, typer.Option("--max-moves", help="Largest number of expert moves, over all layers.")
     ] = None,
@@ -155,6 +164,7 @@ def plan_command(
         time_limit=time_limit,
         horizon=horizon,
         target_balance=target_balance,
+        movement=cast("Movement", movement),
         preset=preset,
         dtype=cast("WeightDtype | None", dtype),
         memory_gb=memory,
@@ -305,6 +315,7 @@ def _print_moves(found: dict[str, Any]) -> None:
             whole = math.ceil(steps)
             even = f"paid for after {_count(whole, 'step')}, {_seconds(whole * found['after_s'])} of MoE layers"
             lines.append(f"{held}: {even} (horizon {_count(found['horizon'], 'step')})")
+        lines += _trade(found["trade"])
     proof = found["proof"]
     if proof is not None:
         lines.append(
@@ -320,6 +331,22 @@ def _print_moves(found: dict[str, Any]) -> None:
         lines.append(f"Written: {found['written']}, {found['format']}{what}{note}")
     for line in lines:
         out.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def _trade(trade: dict[str, Any]) -> list[str]:
+    """Break-even of an engine that stops for every move beside one that stages them."""
+    stops, staged = trade["stops_steps"], trade["staged_steps"]
+    if stops is None or staged is None:
+        return []
+    return [
+        f"these moves are paid for after {_steps(stops)} by an engine that stops for them, after {_steps(staged)} by "
+        f"one that stages them behind its steps ({trade['staged_exposed']:.2%} of their {_seconds(trade['link_s'])} "
+        f"shows) and has them in place {_steps(trade['in_flight_steps'])} later"
+    ]
+
+
+def _steps(steps: float) -> str:
+    return f"{steps:.2g} steps" if steps < 10 else _count(math.ceil(steps), "step")
 
 
 def _count(number: float, what: str) -> str:

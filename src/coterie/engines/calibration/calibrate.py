@@ -11,8 +11,6 @@ Costs made from this are wrong for kernels that differ: an engine with a faster 
 from __future__ import annotations
 
 import datetime
-import platform
-import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -22,16 +20,17 @@ from typing import Any
 import numpy as np
 
 from coterie.costs.cells import Measurement, MoeCell, MoeTable, ShapeMeasurement, expert_tokens
-from coterie.engines.calibration.measures import (
+from coterie.engines.calibration.experts import Experts
+from coterie.engines.calibration.measures import measure_attention, measure_copies, measure_gemm, measure_routing
+from coterie.engines.calibration.timing import (
     CalibrationSettings,
     Timer,
     copies_to_flush,
-    measure_attention,
-    measure_copies,
-    measure_gemm,
-    measure_routing,
+    describe_hardware,
+    describe_software,
+    find_device,
 )
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import ConfigError
 from coterie.models import models
 from coterie.types import ModelSpec, WeightDtype
 
@@ -42,64 +41,6 @@ except ImportError:
 
 Report = Callable[[str, int, int], None]
 """progress(what, done, total)"""
-
-
-class Experts:
-    """Copies of one MoE layer's weights, and its forward pass for given tokens per expert."""
-
-    def __init__(self, spec: ModelSpec, dtype: WeightDtype, device: Any, copies: int) -> None:
-        self.spec, self.dtype, self.device = spec, dtype, device
-        hidden, inner, count = spec.hidden_size, spec.expert_intermediate_size, spec.num_experts
-        self.layers: list[tuple[Any, Any]] = []
-        for _ in range(copies):
-            # [expert, out, in], viewed as [expert, in, out]: the layout both grouped GEMMs want.
-            up = self._weights(count, 2 * inner, hidden)
-            down = self._weights(count, hidden, inner)
-            self.layers.append((up.transpose(1, 2), down.transpose(1, 2)))
-        if dtype == "fp8":
-            self.up_scale = torch.full((count, 2 * inner), 0.02, device=device)
-            self.down_scale = torch.full((count, hidden), 0.02, device=device)
-
-    @property
-    def kernel(self) -> str:
-        if self.device.type != "cuda":
-            return "torch.mm per expert"
-        return "torch._scaled_grouped_mm, row-wise scales" if self.dtype == "fp8" else "torch._grouped_mm"
-
-    def _weights(self, *shape: int) -> Any:
-        kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
-        out = torch.empty(shape, dtype=kind[self.dtype], device=self.device)
-        for expert in out:  # one at a time: a whole layer in float32 may not fit beside the copies
-            expert.copy_(torch.randn(expert.shape, device=self.device, dtype=torch.float32).mul_(0.02))
-        return out
-
-    def forward(self, layer: int, x: Any, ends: Any, counts: Sequence[int]) -> Any:
-        """x [row, hidden], sorted by expert; ends [expert] where each expert's rows end, counts [expert] rows."""
-        up, down = self.layers[layer]
-        if self.device.type != "cuda":
-            return self._loop(up, down, x, counts)
-        from coterie.engines.calibration.kernels import quantize_rows, silu_mul, silu_mul_quantize
-
-        if self.dtype == "fp8":
-            gate_up = self._fp8(*quantize_rows(x), up, self.up_scale, ends)
-            return self._fp8(*silu_mul_quantize(gate_up), down, self.down_scale, ends)
-        return torch._grouped_mm(silu_mul(torch._grouped_mm(x, up, offs=ends)), down, offs=ends)
-
-    @staticmethod
-    def _fp8(x: Any, scale: Any, weight: Any, weight_scale: Any, ends: Any) -> Any:
-        return torch._scaled_grouped_mm(
-            x, weight, scale, weight_scale, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-
-    def _loop(self, up: Any, down: Any, x: Any, counts: Sequence[int]) -> Any:
-        out, start = torch.empty_like(x), 0
-        for expert, count in enumerate(counts):
-            if count:
-                rows = slice(start, start + count)
-                gate, inner = torch.mm(x[rows], up[expert]).chunk(2, dim=-1)
-                torch.mm(torch.nn.functional.silu(gate) * inner, down[expert], out=out[rows])
-                start += count
-        return out
 
 
 def active_levels(spec: ModelSpec) -> list[int]:
@@ -161,21 +102,6 @@ def measure_moe(
     return MoeTable(dtype, experts.kernel, tuple(cells))
 
 
-def find_device(device: str, purpose: str) -> Any:
-    """The device of that name, made the current one; `auto` is a GPU where there is one."""
-    if torch is None:
-        raise UnavailableError(f"{purpose} needs torch: pip install 'coterie[torch]'")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise ConfigError(f"device={device!r} must be auto, cpu, cuda or cuda:N")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UnavailableError(f"device {device!r} was asked for, but torch sees no CUDA device")
-    if ":" in device:
-        torch.cuda.set_device(device)  # streams and events are made on the current one
-    return torch.device(device)
-
-
 def calibrate(
     specs: Sequence[ModelSpec], settings: CalibrationSettings, device: str = "auto", report: Report | None = None
 ) -> Measurement:
@@ -224,22 +150,3 @@ def _dtypes(settings: CalibrationSettings, device: Any) -> tuple[WeightDtype, ..
         if dtype not in allowed:
             raise ConfigError(f"dtype {dtype!r} cannot be measured on {device.type}; it must be {' or '.join(allowed)}")
     return settings.dtypes or (allowed if device.type == "cuda" else allowed[:1])
-
-
-def describe_hardware(device: Any) -> dict[str, str | int | float]:
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        return {
-            "device": found.name,
-            "memory_bytes": found.total_memory,
-            "multiprocessors": found.multi_processor_count,
-            "cache_bytes": found.L2_cache_size,
-        }
-    return {"device": f"CPU {platform.machine()}", "threads": torch.get_num_threads()}
-
-
-def describe_software() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    if torch.version.cuda:
-        versions["cuda"] = str(torch.version.cuda)
-    return versions

@@ -1,25 +1,18 @@
-"""Timing on one device, and everything of a step that is not its experts: routing, projections, attention, copies.
-
-On CUDA every timing is a graph replay between events: launch gaps of eager Python would hide what is measured.
-"""
+"""Everything of a step that is not its experts: routing, projections, attention, copies."""
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from coterie.costs.attention import attention_work
 from coterie.costs.cells import AttentionCell, CopyCell, GemmCell, RoutingCell
-from coterie.costs.dense import dense_shapes
-from coterie.errors import ConfigError, check_at_least
-from coterie.types import ModelSpec, WeightDtype
+from coterie.costs.shapes import dense_shapes
+from coterie.engines.calibration.timing import CalibrationSettings, Timer, activation_dtype, copies_to_flush
+from coterie.types import ModelSpec
 
 try:
     import torch
@@ -30,126 +23,6 @@ LAUNCHES = 8
 """Calls of a small kernel in one CUDA graph, so that launching the graph itself does not count."""
 CPU_FLOPS = 1e10
 """Attention past this is left out on a CPU, where it would take seconds a call."""
-MAX_COPIES = 64
-"""Copies of a layer to rotate over, at most: tiny shapes would need thousands to fill a cache."""
-
-
-def _flush_bytes(device: Any) -> float:
-    """Weights to rotate over so that none stays cached: four times the last-level cache."""
-    return 4.0 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 64e6
-
-
-def copies_to_flush(device: Any, nbytes: float) -> int:
-    return max(2, min(MAX_COPIES, int(np.ceil(_flush_bytes(device) / nbytes))))
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationSettings:
-    """Settings of a calibration."""
-
-    dtypes: tuple[WeightDtype, ...] = ()
-    """Weight dtypes of the experts. CUDA: bf16, fp8. CPU: fp32, bf16. None given: bf16 and fp8, or fp32."""
-    tokens: tuple[int, ...] = (
-        1,
-        2,
-        4,
-        8,
-        16,
-        24,
-        32,
-        48,
-        64,
-        96,
-        128,
-        192,
-        256,
-        384,
-        512,
-        768,
-        1024,
-        1536,
-        2048,
-        3072,
-        4096,
-        6144,
-        8192,
-    )
-    """Batch sizes of the MoE cells. Powers of two alone would hide what a partly filled tile costs."""
-    skews: tuple[float, ...] = (0.5, 1.0, 1.5)
-    """Zipf exponents measured in addition to the even spread."""
-    contexts: tuple[int, ...] = (128, 512, 2048, 8192)
-    """Context lengths of the attention cells."""
-    cell_ms: float = 20.0
-    """Time to spend on one cell in one pass."""
-    passes: int = 3
-    """Passes over all MoE cells, each in another order; a cell's time is the median of its passes."""
-    min_repeats: int = 5
-
-    def __post_init__(self) -> None:
-        if not self.tokens or min(self.tokens) < 1:
-            raise ConfigError(f"tokens={self.tokens} must be at least one batch size of at least 1")
-        check_at_least(1, passes=self.passes, min_repeats=self.min_repeats)
-
-
-class Timer:
-    """Median time of a callable on one device."""
-
-    def __init__(self, device: Any, settings: CalibrationSettings) -> None:
-        self.device = device
-        self.settings = settings
-
-    def median_us(self, calls: Sequence[Callable[[], Any]]) -> float:
-        """Median over the passes, for the kernels too few to be measured in shuffled passes."""
-        return round(statistics.median(self.us(calls) for _ in range(self.settings.passes)), 3)
-
-    def us(self, calls: Sequence[Callable[[], Any]]) -> float:
-        """Microseconds of one call; the calls take turns, so each finds the cache as the others left it."""
-        if self.device.type == "cuda":
-            return self._graph_us(calls)
-        for call in calls:
-            call()
-        samples: list[float] = []
-        stop = time.perf_counter() + self.settings.cell_ms / 1e3
-        while len(samples) < self.settings.min_repeats or time.perf_counter() < stop:
-            for call in calls:  # each timed alone: a tiny shape has 64 copies to go round, and one round is enough
-                start = time.perf_counter()
-                call()
-                samples.append((time.perf_counter() - start) * 1e6)
-        return statistics.median(samples)
-
-    def _graph_us(self, calls: Sequence[Callable[[], Any]]) -> float:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for call in calls:
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        graph.replay()
-        torch.cuda.synchronize()
-        first = self._replay_us(graph)
-        repeats = int(max(self.settings.min_repeats, min(200, self.settings.cell_ms * 1e3 / max(first, 1.0))))
-        samples = [self._replay_us(graph) for _ in range(repeats)]
-        del graph
-        return statistics.median(samples) / len(calls)
-
-    @staticmethod
-    def _replay_us(graph: Any) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3
-
-
-def activation_dtype(device: Any) -> Any:
-    # Many CPUs have no bf16 products and emulate them a hundred times slower than fp32.
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def measure_routing(spec: ModelSpec, device: Any, settings: CalibrationSettings) -> tuple[RoutingCell, ...]:

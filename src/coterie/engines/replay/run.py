@@ -87,7 +87,7 @@ class Layers:
     """A model's MoE layers on one device."""
 
     def __init__(self, spec: ModelSpec, dtype: WeightDtype, device: Any, max_tokens: int) -> None:
-        from coterie.engines.calibration.calibrate import Experts
+        from coterie.engines.calibration.experts import Experts
 
         self.spec, self.dtype, self.device = spec, dtype, device
         self.held = layers_that_fit(spec, dtype, _free_bytes(device))
@@ -210,7 +210,7 @@ def measure_batches(
     report: Report | None = None,
 ) -> Measured:
     """Time every step `repeats` times. Without a dtype: bf16 on CUDA, fp32 on a CPU."""
-    from coterie.engines.calibration.calibrate import describe_hardware, describe_software, find_device
+    from coterie.engines.calibration.timing import describe_hardware, describe_software, find_device
 
     check_at_least(1, repeats=repeats)
     at = find_device(device, "replay")

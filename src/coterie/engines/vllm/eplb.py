@@ -236,7 +236,9 @@ class Rounds:
 
     def _objective(self, load: Load, topology: Topology) -> Objective:
         settings = self.settings
-        prices = {"horizon": settings.horizon, "target_balance": settings.target_balance, "exposed": settings.exposed}
+        prices = {"horizon": settings.horizon, "target_balance": settings.target_balance}
+        if settings.movement == "stops":
+            prices["exposed"] = settings.exposed
         spec = None if settings.model is None else get_model(settings.model)
         if spec is not None:
             prices["expert_bytes"] = spec.expert_bytes()
@@ -245,7 +247,8 @@ class Rounds:
         if spec is None or settings.device is None:
             return replace(DEEPSEEK_V3_PREFILL, **prices)
         step = load.tokens.sum(axis=1).mean() / load.steps / spec.top_k
-        return Objective.of(step_model(spec, settings.device, topology=topology), max(1, round(step)), **prices)
+        model = step_model(spec, settings.device, topology=topology)
+        return Objective.of(model, max(1, round(step)), settings.movement, **prices)
 
     def _read_initial(self) -> Placement | None:
         path, kept = self.settings.initial_map, self.settings.save_map

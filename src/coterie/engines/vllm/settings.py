@@ -75,6 +75,8 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Balance (even / slowest) at which a layer is left alone; below 1 it saves moves."""
     exposed: float = 1.0
     """Share of the movement that serving waits for. 1 is right without use_async, and cautious with it."""
+    movement: Literal["stops", "staged"] = "stops"
+    """staged takes `exposed` from the device's measured contention: right with use_async. It needs a device."""
     model: str | None = None
     """Shipped shape, for the bytes of an expert and, with a device, the time of its tokens."""
     device: str | None = None
@@ -94,6 +96,8 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_positive(window=self.window, intra_gb_s=self.intra_gb_s, inter_gb_s=self.inter_gb_s)
         if self.device is not None and self.model is None:
             raise ConfigError(f"device={self.device!r} needs a model: it says how long that one's experts take")
+        if self.movement == "staged" and self.device is None:
+            raise ConfigError("movement='staged' needs a device: its preset says what moves take from the steps")
 
     @classmethod
     def parse(cls, text: str) -> EplbSettings:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.costs.contention import Movement
 from coterie.costs.presets import load_preset, step_model
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError, check_one_of, check_positive
@@ -60,6 +61,7 @@ class PlanOptions:
     time_limit: float | None = None
     horizon: float | None = None
     target_balance: float | None = None
+    movement: Movement = "stops"
     preset: str = "h200"
     dtype: WeightDtype | None = None
     memory_gb: float | None = None
@@ -91,13 +93,15 @@ class Pricing:
     settings: dict[str, float]
     """Of the objective, besides its prices."""
     sources: Array | None = None
+    movement: Movement = "stops"
+    """How the engine moves weights."""
 
     def load(self, batch: int) -> Load:
         seen = self.tokens.sum(axis=1).mean() / self.model.spec.top_k
         return Load(self.tokens, max(float(seen) / batch, 1e-9), self.sources)
 
     def objective(self, batch: int) -> Objective:
-        return Objective.of(self.model, batch, **self.settings)
+        return Objective.of(self.model, batch, self.movement, **self.settings)
 
     def problem(self, batch: int, placed: Placed) -> Problem:
         return self.objective(batch).problem(self.load(batch), self.topology, placed.placement, placed.shares)
@@ -203,7 +207,7 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
             parts=None,
             whole_because="its sources are those of the whole load",
         )
-    pricing = Pricing(model, topology, load.tokens, settings, sources)
+    pricing = Pricing(model, topology, load.tokens, settings, sources, options.movement)
     in_order = _in_order(load, topology)
     start = given or Placed(Placement.linear(len(load.tokens), load.spec.num_experts, options.ranks, slots))
     asking = _Round(options, load, pricing, given or in_order or start, start, _layers_done(report, load.layer_ids))
@@ -310,6 +314,7 @@ def _check(options: PlanOptions) -> None:
         raise ConfigError(f"--batch={options.batch} must be at least 1")
     if options.dtype is not None:
         check_one_of(get_args(WeightDtype), dtype=options.dtype)
+    check_one_of(get_args(Movement), movement=options.movement)
     check_positive(memory=options.memory_gb)
     planners.check(options.planner)
     load_preset(options.preset)

@@ -7,6 +7,7 @@ import math
 import shlex
 from typing import Any
 
+from coterie.costs.contention import staged_exposed
 from coterie.costs.shipped import preset_names
 from coterie.evaluation.placement.plans import BatchRow, Planned, PlanOptions
 from coterie.models import models
@@ -57,6 +58,8 @@ def summary(planned: Planned) -> dict[str, Any]:
         "movement_s": plan.movement_s,
         "break_even_steps": steps if math.isfinite(steps) else None,
         "break_even_s": steps * after_s if math.isfinite(steps) else None,
+        "movement": options.movement,
+        "trade": trade(planned, saving),
         "planning_s": plan.planning_s,
         "proof": None if plan.proof is None else _proof(plan.proof),
         "rank_s_before": before.sum(axis=0),
@@ -77,6 +80,32 @@ def summary(planned: Planned) -> dict[str, Any]:
             "moves": len(other.moves),
         }
     return found
+
+
+def trade(planned: Planned, saving_s: float) -> dict[str, Any]:
+    """When the plan's moves are paid for, by an engine that stops for every move and by one that stages them.
+
+    Of these moves: a plan made for the other engine would be another one. A staged move takes effect when it has
+    arrived, `in_flight_steps` later; until then nothing is gained and nothing lost but what it takes from the steps.
+    """
+    objective, model = planned.problem.objective, planned.pricing.model
+    link_s = planned.plan.movement_s / objective.exposed if objective.exposed else 0.0
+    known = {"device", "host-to-device"} <= model.contention.keys()
+    staged = staged_exposed(model.contention, planned.problem.topology) if known else None
+    now_s = planned.pricing.step_s(planned.options.batch, planned.now)
+
+    def steps(exposed: float | None) -> float | None:
+        if exposed is None or (link_s and saving_s <= 0):
+            return None
+        return exposed * link_s / saving_s if link_s else 0.0
+
+    return {
+        "link_s": link_s,
+        "staged_exposed": staged,
+        "stops_steps": steps(1.0),
+        "staged_steps": steps(staged),
+        "in_flight_steps": link_s / now_s if now_s else 0.0,
+    }
 
 
 def _percent(before_s: float, after_s: float) -> float:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit, side_by_side
+from coterie.costs.contention import Movement, staged_exposed
 from coterie.costs.exchange import BYTES_PER_VALUE, row_trips_s
 from coterie.costs.lines import ExpertLine, slot_s
 from coterie.costs.movement import load_s
 from coterie.costs.replicas import equal_shares
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError, check_not_negative, check_positive_share, check_share
+from coterie.errors import ConfigError, check_not_negative, check_one_of, check_positive_share, check_share
 from coterie.placement.base import Load, Moves, Plan
 from coterie.placement.moves import moves_between
 from coterie.placement.objective._arrays import assess, even_share, fill, fill_sources
@@ -40,7 +41,8 @@ class Objective:
     horizon: float = 1000.0
     """Steps that the new placement will serve."""
     exposed: float = 1.0
-    """Share of the movement that is not hidden behind steps."""
+    """Share of the movement that serving pays for: 1 where the engine stops for every move, less where it stages
+    moves behind its steps."""
     planning_s: float = 0.0
     """Seconds that planning holds up serving."""
     target_balance: float = 1.0
@@ -62,8 +64,11 @@ class Objective:
         check_positive_share(target_balance=self.target_balance)
 
     @classmethod
-    def of(cls, model: StepModel, tokens: int, **settings: float) -> Objective:
+    def of(cls, model: StepModel, tokens: int, movement: Movement = "stops", **settings: float) -> Objective:
         """Prices of a calibrated model for steps of about `tokens` tokens over all ranks.
+
+        `movement` says how the engine moves weights: it `stops` for every move, or has them `staged` behind its steps,
+        at the contention measured for the device. `exposed` among the settings overrides either.
 
         An expert's time is a straight line in its tokens, :class:`~coterie.costs.lines.ExpertLine`; what a step costs
         whatever the experts' loads are is left out.
@@ -75,6 +80,9 @@ class Objective:
             "row_bytes": BYTES_PER_VALUE * spec.hidden_size if model.topology.num_ranks > 1 else 0.0,
             "expert_bytes": spec.expert_bytes(model.dtype),
         }
+        check_one_of(get_args(Movement), movement=movement)
+        if movement == "staged" and "exposed" not in settings:
+            physics["exposed"] = staged_exposed(model.contention, model.topology)
         return cls(**(physics | settings))
 
     def problem(

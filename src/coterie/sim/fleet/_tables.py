@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from coterie._numba import helper
 from coterie.costs.attention import attention_shape
-from coterie.costs.dense import dense_shapes, dense_table
+from coterie.costs.dense import dense_table
 from coterie.costs.exchange import arrival_links
 from coterie.costs.experts import OVERHEAD, OVERLAP, SHARPNESS, SWITCH, TILE, TOKEN, expert_table
 from coterie.costs.replicas import Slots
+from coterie.costs.shapes import dense_shapes
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
 from coterie.sim.execution import placement_for

@@ -23,10 +23,10 @@ import numpy as np
 from numpy.random import Generator
 
 from coterie.batching.decode_batch import DecodeBatcher, DecodePrices
-from coterie.costs.dense import dense_shapes
 from coterie.costs.exchange import BYTES_PER_VALUE, row_us
 from coterie.costs.lines import StepPrices
 from coterie.costs.presets import step_model
+from coterie.costs.shapes import dense_shapes
 from coterie.errors import ConfigError
 from coterie.evaluation.fleets import CONTEXT, ROOM, TRACES, Halves, Source, recorded_source, split
 from coterie.evaluation.suites.eldr.synthetic import SyntheticSize, language_source

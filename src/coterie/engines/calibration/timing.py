@@ -1,0 +1,179 @@
+"""Timing on one device, and its description; needs torch and NumPy alone.
+
+On CUDA every timing is a graph replay between events: launch gaps of eager Python would hide what is measured.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coterie.errors import ConfigError, UnavailableError, check_at_least
+from coterie.types import WeightDtype
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+MAX_COPIES = 64
+"""Copies of a layer to rotate over, at most: tiny shapes would need thousands to fill a cache."""
+
+
+def _flush_bytes(device: Any) -> float:
+    """Weights to rotate over so that none stays cached: four times the last-level cache."""
+    return 4.0 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 64e6
+
+
+def copies_to_flush(device: Any, nbytes: float) -> int:
+    return max(2, min(MAX_COPIES, int(np.ceil(_flush_bytes(device) / nbytes))))
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationSettings:
+    """Settings of a calibration."""
+
+    dtypes: tuple[WeightDtype, ...] = ()
+    """Weight dtypes of the experts. CUDA: bf16, fp8. CPU: fp32, bf16. None given: bf16 and fp8, or fp32."""
+    tokens: tuple[int, ...] = (
+        1,
+        2,
+        4,
+        8,
+        16,
+        24,
+        32,
+        48,
+        64,
+        96,
+        128,
+        192,
+        256,
+        384,
+        512,
+        768,
+        1024,
+        1536,
+        2048,
+        3072,
+        4096,
+        6144,
+        8192,
+    )
+    """Batch sizes of the MoE cells. Powers of two alone would hide what a partly filled tile costs."""
+    skews: tuple[float, ...] = (0.5, 1.0, 1.5)
+    """Zipf exponents measured in addition to the even spread."""
+    contexts: tuple[int, ...] = (128, 512, 2048, 8192)
+    """Context lengths of the attention cells."""
+    cell_ms: float = 20.0
+    """Time to spend on one cell in one pass."""
+    passes: int = 3
+    """Passes over all MoE cells, each in another order; a cell's time is the median of its passes."""
+    min_repeats: int = 5
+
+    def __post_init__(self) -> None:
+        if not self.tokens or min(self.tokens) < 1:
+            raise ConfigError(f"tokens={self.tokens} must be at least one batch size of at least 1")
+        check_at_least(1, passes=self.passes, min_repeats=self.min_repeats)
+
+
+class Timer:
+    """Median time of a callable on one device."""
+
+    def __init__(self, device: Any, settings: CalibrationSettings) -> None:
+        self.device = device
+        self.settings = settings
+
+    def median_us(self, calls: Sequence[Callable[[], Any]]) -> float:
+        """Median over the passes, for the kernels too few to be measured in shuffled passes."""
+        return round(statistics.median(self.us(calls) for _ in range(self.settings.passes)), 3)
+
+    def us(self, calls: Sequence[Callable[[], Any]]) -> float:
+        """Microseconds of one call; the calls take turns, so each finds the cache as the others left it."""
+        if self.device.type == "cuda":
+            return self._graph_us(calls)
+        for call in calls:
+            call()
+        samples: list[float] = []
+        stop = time.perf_counter() + self.settings.cell_ms / 1e3
+        while len(samples) < self.settings.min_repeats or time.perf_counter() < stop:
+            for call in calls:  # each timed alone: a tiny shape has 64 copies to go round, and one round is enough
+                start = time.perf_counter()
+                call()
+                samples.append((time.perf_counter() - start) * 1e6)
+        return statistics.median(samples)
+
+    def _graph_us(self, calls: Sequence[Callable[[], Any]]) -> float:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for call in calls:
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        graph.replay()
+        torch.cuda.synchronize()
+        first = self._replay_us(graph)
+        repeats = int(max(self.settings.min_repeats, min(200, self.settings.cell_ms * 1e3 / max(first, 1.0))))
+        samples = [self._replay_us(graph) for _ in range(repeats)]
+        del graph
+        return statistics.median(samples) / len(calls)
+
+    @staticmethod
+    def _replay_us(graph: Any) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3
+
+
+def activation_dtype(device: Any) -> Any:
+    # Many CPUs have no bf16 products and emulate them a hundred times slower than fp32.
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def find_device(device: str, purpose: str) -> Any:
+    """The device of that name, made the current one; `auto` is a GPU where there is one."""
+    if torch is None:
+        raise UnavailableError(f"{purpose} needs torch: pip install 'coterie[torch]'")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"device={device!r} must be auto, cpu, cuda or cuda:N")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UnavailableError(f"device {device!r} was asked for, but torch sees no CUDA device")
+    if ":" in device:
+        torch.cuda.set_device(device)  # streams and events are made on the current one
+    return torch.device(device)
+
+
+def describe_hardware(device: Any) -> dict[str, str | int | float]:
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return {
+            "device": found.name,
+            "memory_bytes": found.total_memory,
+            "multiprocessors": found.multi_processor_count,
+            "cache_bytes": found.L2_cache_size,
+        }
+    return {"device": f"CPU {platform.machine()}", "threads": torch.get_num_threads()}
+
+
+def describe_software() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    if torch.version.cuda:
+        versions["cuda"] = str(torch.version.cuda)
+    return versions

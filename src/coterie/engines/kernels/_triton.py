@@ -1,0 +1,162 @@
+"""The Triton side: stable counting sorts without atomics on global memory, and row copies.
+
+A place is where an entry (one expert of one token, ``token x k + slot``) lands in the order by expert.
+
+``pairs_kernel``, for small batches, one launch: a program compares its entries with all others and copies its rows at
+once. That is work in the square of the batch, but a launch and a barrier over the device cost more than it does.
+
+``histogram_kernel``, ``places_kernel``, ``copy_kernel``, for large ones: tokens per expert in chunks of entries, then
+places from the tables of the chunks before, then the copy. Every row is read once and written k times.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _expert(ids, index, inside, experts):  # type: ignore[no-untyped-def]
+    """Expert of an entry; an id out of range counts as the nearest, so that no place is ever out of bounds."""
+    found = tl.load(ids + index, mask=inside, other=0).to(tl.int32)
+    return tl.minimum(tl.maximum(found, 0), experts - 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def pairs_kernel(  # type: ignore[no-untyped-def]
+    ids,
+    hidden,
+    rows,
+    order,
+    places,
+    counts,
+    ends,
+    tokens,
+    experts,
+    width,
+    stride,
+    parts,
+    K: tl.constexpr,
+    TURN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (ceil(tokens / TURN) + ceil(experts / EXPERTS)) x parts programs; BLOCK 0 sorts without copying rows."""
+    program = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    entries = tokens * K
+    every = tl.arange(0, PADDED)
+    inside = every < entries
+    found = _expert(ids, every, inside, experts)
+    key = tl.where(inside, found * PADDED + every, 0x7FFFFFFF)  # by expert, then by entry: stable
+    groups = (tokens + TURN - 1) // TURN
+    if program < groups:
+        for turn in range(TURN):
+            token = program * TURN + turn
+            if token < tokens:
+                columns = part * BLOCK + tl.arange(0, BLOCK if BLOCK > 0 else 1)
+                keep = columns < width
+                if BLOCK > 0:
+                    row = tl.load(hidden + token.to(tl.int64) * stride + columns, mask=keep)
+                for slot in tl.static_range(K):
+                    entry = token * K + slot
+                    mine = _expert(ids, entry, entry < entries, experts) * PADDED + entry
+                    place = tl.sum((key < mine).to(tl.int32), axis=0)
+                    if part == 0:
+                        tl.store(places + entry, place)
+                        tl.store(order + place, entry)
+                    if BLOCK > 0:
+                        tl.store(rows + place.to(tl.int64) * width + columns, row, mask=keep)
+    elif part == 0:
+        for turn in tl.static_range(EXPERTS):
+            expert = (program - groups) * EXPERTS + turn
+            if expert < experts:
+                end = tl.sum((key < (expert + 1) * PADDED).to(tl.int32), axis=0)
+                start = tl.sum((key < expert * PADDED).to(tl.int32), axis=0)
+                tl.store(ends + expert, end)
+                tl.store(counts + expert, end - start)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def histogram_kernel(ids, table, entries, experts, CHUNK: tl.constexpr, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Grid: chunks. table [chunk, BINS] entries of each expert."""
+    chunk = tl.program_id(0)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = index < entries
+    counted = tl.histogram(_expert(ids, index, inside, experts), BINS)
+    bins = tl.arange(0, BINS)
+    padding = CHUNK - tl.sum(inside.to(tl.int32), axis=0)  # was counted as expert 0
+    tl.store(table + chunk * BINS + bins, counted - tl.where(bins == 0, padding, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def places_kernel(  # type: ignore[no-untyped-def]
+    ids,
+    table,
+    order,
+    places,
+    counts,
+    ends,
+    entries,
+    experts,
+    chunks,
+    CHUNK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SUB: tl.constexpr,
+):
+    """Grid: chunks x SPLIT. Place = entries of smaller experts + the expert's in chunks before + those before it."""
+    chunk = tl.program_id(0)
+    part = tl.program_id(1)
+    bins = tl.arange(0, BINS)
+    total = tl.zeros([BINS], tl.int32)
+    before = tl.zeros([BINS], tl.int32)
+    for first in range(0, chunks, ROWS):
+        row = first + tl.arange(0, ROWS)
+        block = tl.load(table + row[:, None] * BINS + bins[None, :], mask=(row < chunks)[:, None], other=0)
+        total += tl.sum(block, axis=0)
+        before += tl.sum(tl.where((row < chunk)[:, None], block, 0), axis=0)
+    end = tl.cumsum(total, axis=0)
+    if (chunk == 0) & (part == 0):
+        tl.store(counts + bins, total, mask=bins < experts)
+        tl.store(ends + bins, end, mask=bins < experts)
+    start = end - total + before
+    here = tl.arange(0, CHUNK)
+    index = chunk * CHUNK + here
+    others = _expert(ids, index, index < entries, experts)
+    for first in range(0, CHUNK // SPLIT, SUB):
+        local = part * (CHUNK // SPLIT) + first + tl.arange(0, SUB)
+        entry = chunk * CHUNK + local
+        inside = entry < entries
+        mine = _expert(ids, entry, inside, experts)
+        place = tl.sum(tl.where(mine[:, None] == bins[None, :], start[None, :], 0), axis=1)
+        earlier = (mine[:, None] == others[None, :]) & (here[None, :] < local[:, None])
+        place += tl.sum(earlier.to(tl.int32), axis=1)
+        tl.store(places + entry, place, mask=inside)
+        tl.store(order + place, entry, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def copy_kernel(hidden, places, rows, width, stride, parts, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Grid: tokens x parts. Each row is read once and written to its k places."""
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    columns = (tl.program_id(0) % parts) * BLOCK + tl.arange(0, BLOCK)
+    keep = columns < width
+    row = tl.load(hidden + token * stride + columns, mask=keep)
+    for slot in tl.static_range(K):
+        place = tl.load(places + token * K + slot).to(tl.int64)
+        tl.store(rows + place * width + columns, row, mask=keep)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gather_kernel(source, index, rows, count, width, stride, parts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Grid: rows x parts. Row of `source` at each index; zeros where the index is out of range."""
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    columns = (tl.program_id(0) % parts) * BLOCK + tl.arange(0, BLOCK)
+    keep = columns < width
+    chosen = tl.load(index + row).to(tl.int64)
+    limit = tl.where((chosen >= 0) & (chosen < count), width, 0)
+    value = tl.load(source + chosen * stride + columns, mask=columns < limit, other=0)
+    tl.store(rows + row * width + columns, value, mask=keep)

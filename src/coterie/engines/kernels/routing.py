@@ -1,0 +1,197 @@
+"""Sort a batch's activations by expert, stably, and copy hidden rows into that order.
+
+    ids [token, k] → order, places [token x k], counts, ends [expert] → rows [token x k, hidden]
+
+What a grouped GEMM takes: `rows` and `ends`. torch does this as a sort, a search for the boundaries and a gather that
+reads every row k times. A counting sort needs one or two launches, and the copy reads a row once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from coterie.engines.kernels.rows import Backend, check_rows, column_blocks, runs_triton
+from coterie.errors import ConfigError
+
+MAX_PAIRS = 16384
+"""Entries that the one-launch sort holds in the registers of a program, at most."""
+MAX_EXPERTS = 1024
+
+
+class Routed(NamedTuple):
+    """A batch sorted by expert; an entry is one expert of one token, ``token x k + slot``. All int32."""
+
+    order: Any
+    """[entry] entry at each place; its token is ``order // k``."""
+    places: Any
+    """[entry] place of each entry: the inverse of `order`."""
+    counts: Any
+    """[expert] entries."""
+    ends: Any
+    """[expert] place after the expert's last entry."""
+
+
+class Permuted(NamedTuple):
+    """Hidden rows in the order by expert."""
+
+    rows: Any
+    """[token x k, hidden]"""
+    routed: Routed
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to launch; results never depend on it. :func:`launch_for` chooses."""
+
+    pairs: bool
+    """One launch that compares all pairs of entries; else tables of chunks, then places, then the copy."""
+    turn: int = 1
+    """Tokens of a program, one after the other (pairs)."""
+    chunk: int = 512
+    """Entries of a chunk (tables)."""
+    split: int = 1
+    """Programs that share the places of a chunk (tables)."""
+    block: int = 1024
+    """Columns that a program copies, at most."""
+    warps: int = 4
+    """Warps of a program that copies rows."""
+
+
+def launch_for(entries: int) -> Launch:
+    """The launch for so many entries."""
+    if entries <= 4096:
+        # Few rows: split each over programs so that all multiprocessors write.
+        return Launch(pairs=True, block=8192 if entries > 1024 else 2048, warps=8)
+    return Launch(pairs=False, chunk=512 if entries <= 1 << 16 else 1024, split=2, block=2048, warps=4)
+
+
+def sort_by_expert(ids: Any, num_experts: int, *, backend: Backend = "auto", launch: Launch | None = None) -> Routed:
+    """Stable order of the entries of ids [token, k] by expert.
+
+    On a CPU an id out of range is refused; on CUDA, where looking would stop the device, it counts as the nearest.
+    """
+    _check_ids(ids, num_experts)
+    if not runs_triton(ids, backend):
+        return _sorted_by_torch(ids, num_experts)
+    launch = launch or launch_for(ids.numel())
+    routed = _empty(ids, num_experts)
+    if not ids.numel():
+        return routed
+    ids = ids.contiguous()
+    if launch.pairs:
+        _launch_pairs(ids, None, None, routed, launch)
+    else:
+        _launch_tables(ids, routed, launch)
+    return routed
+
+
+def permute_by_expert(
+    hidden: Any, ids: Any, num_experts: int, *, backend: Backend = "auto", launch: Launch | None = None
+) -> Permuted:
+    """Rows of hidden [token, width] in the order by expert, each k times; ids [token, k]."""
+    _check_ids(ids, num_experts)
+    check_rows(hidden, "hidden")
+    if len(hidden) != len(ids):
+        raise ConfigError(f"hidden has {len(hidden)} rows; ids has {len(ids)}: they must be equal")
+    if not runs_triton(hidden, backend):
+        routed = _sorted_by_torch(ids, num_experts)
+        return Permuted(hidden[routed.order.long() // ids.shape[1]], routed)
+    launch = launch or launch_for(ids.numel())
+    routed = _empty(ids, num_experts)
+    rows = torch.empty(ids.numel(), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
+    if not ids.numel():
+        return Permuted(rows, routed)
+    ids = ids.contiguous()
+    if launch.pairs:
+        _launch_pairs(ids, hidden, rows, routed, launch)
+        return Permuted(rows, routed)
+    from coterie.engines.kernels._triton import copy_kernel
+
+    _launch_tables(ids, routed, launch)
+    width = hidden.shape[1]
+    block, parts = column_blocks(width, launch.block)
+    copy_kernel[(len(ids) * parts,)](
+        hidden, routed.places, rows, width, hidden.stride(0), parts, K=ids.shape[1], BLOCK=block, num_warps=launch.warps
+    )
+    return Permuted(rows, routed)
+
+
+def _check_ids(ids: Any, num_experts: int) -> None:
+    if ids.dim() != 2 or not ids.shape[1] or ids.is_floating_point():
+        raise ConfigError(f"ids has shape {list(ids.shape)} and dtype {ids.dtype}; expected integers [token, k]")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ConfigError(f"num_experts={num_experts} must be in 1 … {MAX_EXPERTS}")
+
+
+def _empty(ids: Any, num_experts: int) -> Routed:
+    """Space for the result; one block, so that small batches pay for one allocation."""
+    entries = ids.numel()
+    fill = torch.zeros if not entries else torch.empty
+    block = fill(2 * entries + 2 * num_experts, dtype=torch.int32, device=ids.device)
+    return Routed(*block.split([entries, entries, num_experts, num_experts]))
+
+
+def _sorted_by_torch(ids: Any, num_experts: int) -> Routed:
+    flat = ids.reshape(-1).long()
+    if not ids.is_cuda and len(flat) and (int(flat.min()) < 0 or int(flat.max()) >= num_experts):
+        raise ConfigError(f"ids are in {int(flat.min())} … {int(flat.max())}; they must be in 0 … {num_experts - 1}")
+    order = torch.sort(flat, stable=True).indices
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=ids.device))
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    return Routed(*(one.to(torch.int32) for one in (order, places, counts, counts.cumsum(0))))
+
+
+def _launch_pairs(ids: Any, hidden: Any, rows: Any, routed: Routed, launch: Launch) -> None:
+    from coterie.engines.kernels._triton import pairs_kernel
+
+    tokens, k = ids.shape
+    if ids.numel() > MAX_PAIRS:
+        raise ConfigError(f"{ids.numel()} entries are too many for pairs; at most {MAX_PAIRS}")
+    experts, per_program = len(routed.counts), 8
+    width = 0 if hidden is None else hidden.shape[1]
+    block, parts = column_blocks(width, launch.block) if width else (0, 1)
+    programs = -(-tokens // launch.turn) + -(-experts // per_program)
+    pairs_kernel[(programs * parts,)](
+        ids,
+        ids if hidden is None else hidden,
+        ids if rows is None else rows,
+        *routed,
+        tokens,
+        experts,
+        width,
+        0 if hidden is None else hidden.stride(0),
+        parts,
+        K=k,
+        TURN=launch.turn,
+        EXPERTS=per_program,
+        PADDED=max(32, 1 << (ids.numel() - 1).bit_length()),
+        BLOCK=block,
+        num_warps=launch.warps,
+    )
+
+
+def _launch_tables(ids: Any, routed: Routed, launch: Launch) -> None:
+    from coterie.engines.kernels._triton import histogram_kernel, places_kernel
+
+    entries, experts = ids.numel(), len(routed.counts)
+    chunks, bins = -(-entries // launch.chunk), max(32, 1 << (experts - 1).bit_length())
+    table = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
+    histogram_kernel[(chunks,)](ids, table, entries, experts, CHUNK=launch.chunk, BINS=bins, num_warps=4)
+    places_kernel[(chunks, launch.split)](
+        ids,
+        table,
+        *routed,
+        entries,
+        experts,
+        chunks,
+        CHUNK=launch.chunk,
+        SPLIT=launch.split,
+        BINS=bins,
+        ROWS=max(1, 4096 // bins),
+        SUB=min(32, launch.chunk // launch.split),
+        num_warps=8,
+    )

@@ -1,0 +1,128 @@
+"""Batches that routing kernels must sort, and what they must give, from NumPy alone.
+
+Run as a program, it checks every case on a device with the Triton kernels: on a CPU with TRITON_INTERPRET=1 set.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Case(NamedTuple):
+    name: str
+    ids: NDArray[np.int64]
+    """[token, k]"""
+    num_experts: int
+    width: int
+
+
+def distinct(rng: np.random.Generator, tokens: int, k: int, experts: int) -> NDArray[np.int64]:
+    """[token, k] distinct experts per token."""
+    return np.argsort(rng.random((tokens, experts)), axis=1)[:, :k].astype(np.int64)
+
+
+def cases(rng: np.random.Generator, largest: int = 700) -> Iterator[Case]:
+    """Random and adversarial batches; `largest` bounds their tokens."""
+    yield Case("one token", distinct(rng, 1, 8, 256), 256, 48)
+    yield Case("one token, k=1, one expert", np.zeros((1, 1), np.int64), 1, 1)
+    yield Case("one expert", np.zeros((19, 1), np.int64), 1, 17)
+    yield Case("all tokens on the same experts", np.tile(np.array([[3, 0, 7]]), (13, 1)), 8, 20)
+    yield Case("all entries on the last expert", np.full((9, 2), 255), 256, 16)
+    yield Case("the same expert twice in a token", np.repeat(rng.integers(0, 5, (11, 1)), 4, axis=1), 5, 16)
+    yield Case("most experts empty", distinct(rng, 15, 2, 4) * 60, 256, 33)
+    yield Case("falling ids", np.sort(rng.integers(0, 100, (17, 4)).ravel())[::-1].reshape(17, 4).copy(), 100, 16)
+    yield Case("k=1", distinct(rng, 23, 1, 16), 16, 24)
+    yield Case("experts not a power of two", distinct(rng, 21, 6, 60), 60, 40)
+    yield Case("256 experts", distinct(rng, 13, 8, 256), 256, 40)
+    yield Case("larger", distinct(rng, largest, 8, 256), 256, 24)
+    for tokens in (2, 16, 17):
+        yield Case(f"{tokens} tokens", distinct(rng, tokens, 4, 32), 32, 100)
+
+
+class Expected(NamedTuple):
+    order: NDArray[np.int64]
+    places: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
+def expected(case: Case) -> Expected:
+    flat = case.ids.ravel()
+    order = np.argsort(flat, kind="stable")
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    counts = np.bincount(flat, minlength=case.num_experts)
+    return Expected(order, places, counts, np.cumsum(counts))
+
+
+def check_case(case: Case, device: str, dtype: Any, *, turns: int = 2, **how: Any) -> None:
+    """Sort and permute one case, by default twice, against NumPy; raise with its name where anything differs."""
+    import torch
+
+    from coterie.engines.kernels.routing import permute_by_expert, sort_by_expert
+
+    want = expected(case)
+    ids = torch.from_numpy(case.ids).to(device=device, dtype=dtype)
+    hidden = torch.randn(len(case.ids), case.width, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    there = hidden.to(device)
+    for turn in range(turns):  # the second must give the same bytes
+        for what, routed, rows in (
+            ("sort", sort_by_expert(ids, case.num_experts, **how), None),
+            ("permute", *permute_by_expert(there, ids, case.num_experts, **how)[::-1]),
+        ):
+            for name, found, right in zip(want._fields, routed, want, strict=True):
+                if not np.array_equal(found.cpu().numpy(), right):
+                    raise AssertionError(f"{case.name}, {what}, {how}: {name} differs in turn {turn}")
+            if rows is not None:
+                right_rows = hidden.double()[torch.from_numpy(want.order // case.ids.shape[1])]
+                if not torch.equal(rows.cpu().double(), right_rows):
+                    raise AssertionError(f"{case.name}, {what}, {how}: rows differ in turn {turn}")
+
+
+def check_gather(device: str, backend: str) -> None:
+    """Gather rows by indices with padding, repeats and none at all, against NumPy in float64."""
+    import torch
+
+    from coterie.engines.kernels.rows import gather_rows
+
+    rng = np.random.default_rng(5)
+    for rows, width, index in (
+        (1, 1, np.array([0, -1])),
+        (7, 33, rng.integers(-1, 7, 50)),
+        (64, 2_880, rng.permutation(64)),
+        (5, 16, np.full(9, -1)),
+        (3, 8, np.empty(0, np.int64)),
+    ):
+        x = rng.standard_normal((rows, width)).astype(np.float32)
+        want = np.where((index >= 0)[:, None], x.astype(np.float64)[np.maximum(index, 0)], 0.0)
+        for dtype in (torch.int64, torch.int32):
+            where = torch.from_numpy(index).to(device=device, dtype=dtype)
+            found = gather_rows(torch.from_numpy(x).to(device), where, backend=backend)  # type: ignore[arg-type]
+            if not np.array_equal(found.cpu().double().numpy(), want):
+                raise AssertionError(f"gather of {rows} x {width} by {len(index)} indices differs, {dtype}")
+
+
+def main(device: str, largest: int) -> None:
+    import torch
+
+    from coterie.engines.kernels.routing import Launch
+
+    launches = (
+        Launch(pairs=True, block=64, warps=1),
+        Launch(pairs=False, chunk=64, split=2, block=32, warps=1),
+        Launch(pairs=True, turn=3, block=8192),
+        Launch(pairs=False, chunk=256),
+    )
+    for at, case in enumerate(cases(np.random.default_rng(0), largest)):
+        dtype = torch.int64 if at % 2 else torch.int32
+        check_case(case, device, dtype, turns=1, backend="triton", launch=launches[at % len(launches)])
+    check_gather(device, "triton")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
