@@ -339,14 +339,10 @@ def _trade(trade: dict[str, Any]) -> list[str]:
     if stops is None or staged is None:
         return []
     return [
-        f"these moves are paid for after {_steps(stops)} by an engine that stops for them, after {_steps(staged)} by "
-        f"one that stages them behind its steps ({trade['staged_exposed']:.2%} of their {_seconds(trade['link_s'])} "
-        f"shows) and has them in place {_steps(trade['in_flight_steps'])} later"
+        f"an engine that stops for moves loses all of their time, {_seconds(trade['link_s'])}, and needs {stops:.2g} steps "
+        "to win it back;",
+        f"one that stages them behind its steps loses {trade['staged_exposed']:.1%} of it, and needs {staged:.2g}",
     ]
-
-
-def _steps(steps: float) -> str:
-    return f"{steps:.2g} steps" if steps < 10 else _count(math.ceil(steps), "step")
 
 
 def _count(number: float, what: str) -> str:
