@@ -339,8 +339,8 @@ def _trade(trade: dict[str, Any]) -> list[str]:
     if stops is None or staged is None:
         return []
     return [
-        f"an engine that stops for moves loses all of their time, {_seconds(trade['link_s'])}, and needs {stops:.2g} steps "
-        "to win it back;",
+        f"an engine that stops for moves loses all of their time, {_seconds(trade['link_s'])}, and needs "
+        f"{stops:.2g} steps to win it back;",
         f"one that stages them behind its steps loses {trade['staged_exposed']:.1%} of it, and needs {staged:.2g}",
     ]
 
