@@ -259,7 +259,7 @@ def test_round_trip_is_exact(saved: tuple[TokenTable, Path], tmp_path: Path, rng
 
 def test_nothing_is_replaced(saved: tuple[Any, Any]) -> None:
     table, file = saved
-    with pytest.raises(ConfigError, match="exists; choose another name"):
+    with pytest.raises(ConfigError, match="exists already; choose another name"):
         table.save(file)
 
 
