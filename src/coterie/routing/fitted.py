@@ -298,7 +298,7 @@ class RouterFit:
             "noise": kept.noise,
             "ridge": kept.ridge,
         }
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "weights": learned.signature.weights,
             "layers": learned.signature.layers,
             "centroids": learned.centroids,

@@ -35,7 +35,7 @@ def write_rows(file: Path, rows: TokenRows, settings: dict[str, Any]) -> None:
         "top_k": rows.popularity.top_k,
         "layer_ids": None if rows.layer_ids is None else list(rows.layer_ids),
     }
-    arrays = {
+    arrays: dict[str, NDArray[Any]] = {
         "token_ids": rows.token_ids,
         "counts": rows.counts,
         "experts": rows.experts,

@@ -6,7 +6,7 @@ compared in blocks and never copied. What was found is remembered by token id.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,9 +86,9 @@ class NearestTokens:
         return float(product.sum() / (self._lengths[one] * self._lengths[other]))
 
 
-def _blocks(rows: NDArray[np.generic], size: int = BLOCK) -> list[NDArray[np.generic]]:
+def _blocks(rows: NDArray[Any], size: int = BLOCK) -> list[NDArray[Any]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def _lengths(rows: NDArray[np.generic]) -> NDArray[np.float64]:
+def _lengths(rows: NDArray[Any]) -> NDArray[np.float64]:
     return np.asarray(np.sqrt(np.square(rows.astype(np.float64)).sum(axis=1)))

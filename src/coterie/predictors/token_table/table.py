@@ -72,7 +72,7 @@ class TokenTable:
     """Experts kept of each token and layer; None is twice top_k."""
     max_bytes: int = 1 << 29
     """Largest size of the table; above it the rarest tokens are left out and fall back to popularity."""
-    confidence_smoothing: float = 1.0
+    confidence_smoothing: float = 2.0
     """As `smoothing`, for confidences: a token seen once always hits its own experts, which says little of the next
     time."""
     rows_: TokenRows | None = field(default=None, init=False, repr=False)
