@@ -17,33 +17,9 @@ from safetensors.numpy import save as save_safetensors
 from coterie.errors import ConfigError, TraceError
 from coterie.footprints import footprint, footprints
 from coterie.predictors import PopularityPredictor, PredictRequest, TokenTable
-from coterie.traces import ActivationTrace, TraceMeta
+from coterie.traces import ActivationTrace
 from coterie.types import DECODE, PREFILL
-
-LAYERS, EXPERTS, TOP_K = 3, 12, 2
-
-
-def distinct(
-    rng: np.random.Generator, tokens: Any, layers: Any = LAYERS, experts: Any = EXPERTS, k: Any = TOP_K
-) -> Any:
-    """Random expert ids [token, layer, k], different within a token."""
-    return np.argsort(rng.random((tokens, layers, experts)), axis=-1)[..., :k]
-
-
-def trace_of(
-    expert_ids: Any, token_ids: Any, lengths: Any, phase: Any = None, experts: Any = EXPERTS
-) -> ActivationTrace:
-    meta = TraceMeta("model", experts, expert_ids.shape[1], expert_ids.shape[2], tuple(range(expert_ids.shape[1])))
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return ActivationTrace.from_arrays(
-        meta, expert_ids, offsets, phase=phase, token_ids=np.asarray(token_ids, np.int32)
-    )
-
-
-def random_trace(rng: np.random.Generator, requests: int = 12, vocabulary: int = 20) -> ActivationTrace:
-    lengths = rng.integers(1, 30, requests)
-    total = int(lengths.sum())
-    return trace_of(distinct(rng, total), rng.integers(0, vocabulary, total), lengths)
+from token_traces import EXPERTS, LAYERS, TOP_K, distinct, random_trace, trace_of
 
 
 def reference(trace: ActivationTrace, requests: Any, asked: Any, smoothing: Any) -> np.ndarray:
@@ -225,6 +201,7 @@ def test_bad_input_is_refused(rng: np.random.Generator) -> None:
     for settings_, problem in (
         ({"smoothing": -1}, "smoothing=-1 must"),
         ({"smoothing": float("nan")}, "smoothing=nan must"),
+        ({"confidence_smoothing": -1}, "confidence_smoothing=-1 must"),
         ({"experts_kept": 0}, "experts_kept=0 must"),
         ({"max_bytes": 0}, "max_bytes=0 must"),
     ):
@@ -255,6 +232,14 @@ def test_round_trip_is_exact(saved: tuple[TokenTable, Path], tmp_path: Path, rng
     again.save(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == file.read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "table.safetensors"]
+
+
+def test_a_file_without_confidence_smoothing_has_the_default(saved: tuple[Any, Any]) -> None:
+    """Files written before tables had confidences are still read."""
+    table, file = saved
+    again = TokenTable.load(rewritten(file, drop=("confidence_smoothing",)))
+    assert again.confidence_smoothing == TokenTable().confidence_smoothing
+    np.testing.assert_array_equal(again.rows.weights, table.rows.weights)
 
 
 def test_nothing_is_replaced(saved: tuple[Any, Any]) -> None:
@@ -303,6 +288,8 @@ def rewritten(file: Any, about: Any = None, drop: tuple[Any, ...] = (), **change
         ({"top_k": float("inf")}, "metadata: "),
         ({"smoothing": -1}, "metadata: smoothing=-1"),
         ({"smoothing": float("nan")}, "metadata: smoothing=nan"),
+        ({"confidence_smoothing": -1}, "metadata: confidence_smoothing=-1"),
+        ({"confidence_smoothing": "x"}, "metadata: "),
         ({"layer_ids": [1]}, "metadata layer_ids: has 1 entries"),
         ({"layer_ids": 3}, "metadata: "),
         ({"experts_kept": 0}, "metadata: experts_kept=0"),

@@ -176,7 +176,7 @@ def _blend_rows(
             for side in range(2):
                 at = old_at[row] if side == 0 else new_at[row]
                 part = share[row] if side == 0 else 1.0 - share[row]
-                if at < 0:
+                if at < 0 or part <= 0.0:  # an amount of 0 marks an expert that is not listed yet
                     continue
                 side_experts, side_weights = (old_experts, old_weights) if side == 0 else (new_experts, new_weights)
                 for j in range(side_experts.shape[2]):
