@@ -209,12 +209,13 @@ def test_bad_embeddings_are_refused(rng: np.random.Generator) -> None:
     trace = random_trace(rng)
     bad = np.ones((30, 4))
     bad[13, 2] = np.nan
-    for embeddings, problem in (
+    wrong: list[tuple[Any, str]] = [
         (np.ones(5), r"embeddings is float64 \(5,\)"),
         (np.ones((3, 0)), "none 0"),
         (np.ones((30, 4), np.int64), "expected floating point"),
         (bad, "embedding of token 13 holds NaN"),
-    ):
+    ]
+    for embeddings, problem in wrong:
         with pytest.raises(ConfigError, match=problem):
             TokenTable().fit(trace, embeddings=embeddings)
 

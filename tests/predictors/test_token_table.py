@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +18,7 @@ from coterie.footprints import footprint, footprints
 from coterie.predictors import PopularityPredictor, PredictRequest, TokenTable
 from coterie.traces import ActivationTrace
 from coterie.types import DECODE, PREFILL
+from described_files import rewritten
 from token_traces import EXPERTS, LAYERS, TOP_K, distinct, random_trace, trace_of
 
 
@@ -265,17 +265,6 @@ def test_a_cut_file_is_refused_wherever_it_is_cut(saved: tuple[Any, Any], tmp_pa
         TokenTable.load(tmp_path)
 
 
-def rewritten(file: Any, about: Any = None, drop: tuple[Any, ...] = (), **changed: Any) -> Any:
-    """The file with some metadata or arrays changed."""
-    data = file.read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    known = json.loads(header["__metadata__"]["coterie"])
-    meta = {"coterie": json.dumps({k: v for k, v in (known | (about or {})).items() if k not in drop})}
-    arrays = {k: v for k, v in (load_safetensors(data) | changed).items() if k not in drop}
-    file.write_bytes(save_safetensors(arrays, meta))
-    return file
-
-
 @pytest.mark.parametrize(
     ("about", "field"),
     [
@@ -315,7 +304,7 @@ def test_missing_or_misshapen_arrays_are_named(saved: tuple[Any, Any], name: str
     for other in (array[:-1], array[..., None], array.astype(np.float32), array[:0]):
         file.write_bytes(whole)
         with pytest.raises(TraceError, match=r"table\.safetensors: "):
-            TokenTable.load(rewritten(file, **{name: other}))
+            TokenTable.load(rewritten(file, arrays={name: other}))
     file.write_bytes(whole)
     with pytest.raises(TraceError, match=f"{name}: is missing"):
         TokenTable.load(rewritten(file, drop=(name,)))
@@ -340,7 +329,7 @@ def test_damaged_values_are_named(saved: tuple[Any, Any], name: str, change: Cal
     file = saved[1]
     changed = np.ascontiguousarray(change(load_safetensors(file.read_bytes())[name]))
     with pytest.raises(TraceError, match=f"{name}: .*{problem}"):
-        TokenTable.load(rewritten(file, **cast(Any, {name: changed})))
+        TokenTable.load(rewritten(file, arrays={name: changed}))
 
 
 def test_another_safetensors_file_is_refused(tmp_path: Path) -> None:
