@@ -51,6 +51,7 @@ def look_back(fit: Ids, test: Ids, held: Held) -> list[LookBack]:
     first, first_asked = token_ranks(fit, each), token_ranks(test, each)
     by_expert = RankTransitions(MAX_ORDER).fit(first.ranks, experts, first.local, top_k)
     expected = np.argpartition(-by_expert.rows.shares, top_k - 1, axis=1)[:, :top_k]  # [row, k]
+    claimed, shared = likely.rows.confidence, plain.rows.confidence
     found = []
     for back in range(MAX_ORDER + 1):
         values = []
@@ -64,8 +65,8 @@ def look_back(fit: Ids, test: Ids, held: Held) -> list[LookBack]:
             values.append(
                 (
                     right.mean(),
-                    likely.rows.confidence[at].mean(),
-                    plain.rows.confidence[of_fit].mean(),
+                    claimed[at].mean(),
+                    shared[of_fit].mean(),
                     _local(asked, layer, home).mean() / top_k,
                     np.take_along_axis(first_asked.local[:, layer], chosen, axis=1).sum(axis=1).mean() / top_k,
                 )

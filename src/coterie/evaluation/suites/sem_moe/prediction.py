@@ -7,7 +7,7 @@ turn. Intervals are over splits.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ from coterie.types import Placement
 TEST_SHARE = 0.75
 SEEDS = (0, 1, 2, 3, 4)
 RANKS = 8
-MAX_TEST_TOKENS = 20_000
+MAX_TEST_TOKENS = 10_000
 """Most test tokens looked up one by one, drawn by seed."""
 PRECISION, F1 = 0.963, 0.788
 """Published for the most frequent k experts of a token, on its own data."""
@@ -314,8 +314,8 @@ def _counted_rows(model: str, domains: dict[str, TokenCounts]) -> list[Row]:
 
 
 def _summed(parts: Sequence[TokenCounts]) -> TokenCounts:
-    activations = np.sum([part.activations for part in parts], axis=0, dtype=np.uint32)
-    return TokenCounts(activations, np.sum([part.occurrences for part in parts], axis=0))
+    activations = np.asarray(np.sum([part.activations for part in parts], axis=0), np.uint32)
+    return TokenCounts(activations, np.asarray(np.sum([part.occurrences for part in parts], axis=0)))
 
 
 def bytes_rows() -> list[Row]:

@@ -112,10 +112,10 @@ def _ratio(
 
 def top_mask(values: NDArray[np.floating], k: int) -> NDArray[np.bool_]:
     """[token, expert] the k largest of each row; of ties, the lowest index. Values of 0 are never taken."""
-    order = np.argsort(-values, axis=1, kind="stable")[:, :k]
-    mask = np.zeros(values.shape, np.bool_)
-    np.put_along_axis(mask, order, True, axis=1)
-    return mask & (values > 0)
+    least = np.partition(values, -k, axis=1)[:, -k, None]  # [token, 1] the k-th largest
+    above, tied = values > least, values == least
+    places = k - above.sum(axis=1, keepdims=True)
+    return np.asarray((above | (tied & (np.cumsum(tied, axis=1) <= places))) & (values > 0))
 
 
 def kurtosis(counts: NDArray[np.generic]) -> NDArray[np.float64]:
@@ -124,9 +124,9 @@ def kurtosis(counts: NDArray[np.generic]) -> NDArray[np.float64]:
     0 where all values are equal.
     """
     values = np.asarray(counts, np.float64)
-    away = values - values.mean(axis=-1, keepdims=True)
-    variance = (away**2).mean(axis=-1)
-    fourth = (away**4).mean(axis=-1)
+    squared = np.square(values - values.mean(axis=-1, keepdims=True))
+    variance = squared.mean(axis=-1)
+    fourth = np.square(squared).mean(axis=-1)
     return np.asarray(np.divide(fourth, variance**2, out=np.zeros_like(variance), where=variance > 0))
 
 
