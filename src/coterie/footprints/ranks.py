@@ -53,8 +53,15 @@ def token_ranks(
         raise ConfigError(f"gate_weights has shape {gate_weights.shape}; expert_ids has {expert_ids.shape}")
     shape = expert_ids.shape[:2]
     ranks, local = np.zeros(shape, np.int64), np.zeros((*shape, len(held)), np.uint16)
-    weights = np.zeros((1, 1, 1), np.float32) if gate_weights is None else gate_weights.astype(np.float32)
-    bad = _token_ranks(expert_ids, held, weights, gate_weights is not None, ranks, local)
+    weights = np.zeros((1, 1, 1), np.float32) if gate_weights is None else gate_weights
+    bad = _token_ranks(
+        np.ascontiguousarray(expert_ids),
+        np.ascontiguousarray(held),
+        np.ascontiguousarray(weights, np.float32),
+        gate_weights is not None,
+        ranks,
+        local,
+    )
     if bad >= 0:
         raise ConfigError(f"token {bad} activates an expert outside 0 … {held.shape[2] - 1}")
     return TokenRanks(ranks, local)
@@ -132,22 +139,22 @@ def context_keys(previous: NDArray[np.integer], num_ranks: int, order: int) -> N
 
 def find_contexts(keys: NDArray[np.int64], wanted: NDArray[np.int64], num_ranks: int, order: int) -> NDArray[np.int64]:
     """[token] index in the rising `keys` of the longest known part of each wanted context; keys[0] must be 0."""
-    return _find_contexts(keys, wanted, num_ranks, key_starts(num_ranks, order))
-
-
-@njit()
-def _find_contexts(keys: NDArray[Any], wanted: NDArray[Any], num_ranks: int, starts: NDArray[Any]) -> NDArray[np.int64]:
-    out = np.empty(len(wanted), np.int64)
-    for i in range(len(wanted)):
-        key = wanted[i]
-        length = 0
-        while length + 2 < len(starts) and key >= starts[length + 1]:
-            length += 1
-        while True:
-            at = np.searchsorted(keys, key)
-            if length == 0 or (at < len(keys) and keys[at] == key):
-                break
-            key = (key - starts[length]) // num_ranks + starts[length - 1]
-            length -= 1
-        out[i] = at
+    starts = key_starts(num_ranks, order)
+    out = np.zeros(len(wanted), np.int64)
+    left = np.arange(len(wanted))  # tokens whose context is not found yet
+    while len(left):
+        key = wanted[left]
+        at = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
+        out[left] = at
+        missing = keys[at] != key
+        left = left[missing]
+        if len(left):
+            wanted = wanted.copy()
+            wanted[left] = shorter_contexts(key[missing], num_ranks, starts)
     return out
+
+
+def shorter_contexts(keys: NDArray[np.int64], num_ranks: int, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[token] key of the context shorter by its earliest layer; 0 for that of none."""
+    length = np.searchsorted(starts, keys, side="right") - 1
+    return np.where(length > 0, (keys - starts[length]) // num_ranks + starts[np.maximum(length - 1, 0)], 0)

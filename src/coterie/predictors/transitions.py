@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from coterie._numba import njit
 from coterie.errors import ConfigError, check_at_least, check_not_negative, require_fitted
-from coterie.footprints.ranks import MAX_ORDER, context_keys, find_contexts, key_starts
+from coterie.footprints.ranks import MAX_ORDER, context_keys, find_contexts, key_starts, shorter_contexts
 
 
 class TransitionRows(NamedTuple):
@@ -129,9 +129,10 @@ class RankTransitions:
             keys.append(found[keep])
             tokens.append(counts[keep])
         table = _Layer(np.concatenate(keys), np.concatenate(tokens), np.zeros((sum(map(len, keys)), num_ranks)))
-        counted = np.zeros((len(ranks), 1), np.uint16) if local is None else local[:, layer]
-        _count(table.keys, np.stack(by_order), order, ranks[:, layer], counted, local is not None, table.shares)
-        parents = find_contexts(table.keys, _shorter(table.keys, starts, num_ranks), num_ranks, self.order)
+        own = np.ascontiguousarray(ranks[:, layer], np.int64)
+        counted = np.zeros((1, 1), np.uint16) if local is None else np.ascontiguousarray(local[:, layer], np.uint16)
+        _count(table.keys, np.stack(by_order), order, own, counted, local is not None, table.shares)
+        parents = find_contexts(table.keys, shorter_contexts(table.keys, num_ranks, starts), num_ranks, self.order)
         _smooth(table.shares, table.tokens, parents, float(top_k), self.smoothing)
         return table
 
@@ -161,13 +162,6 @@ def _runs(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int6
     """Distinct values of a sorted array, and how often each occurs."""
     first = np.flatnonzero(np.diff(values, prepend=values[0] - 1))
     return values[first], np.diff(first, append=len(values))
-
-
-def _shorter(keys: NDArray[np.int64], starts: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-    """[row] key of the context shorter by one layer; 0 for that of none."""
-    length = np.searchsorted(starts, keys, side="right") - 1
-    less = np.maximum(length - 1, 0)
-    return np.where(length > 0, (keys - starts[length]) // num_ranks + starts[less], 0)
 
 
 @njit()

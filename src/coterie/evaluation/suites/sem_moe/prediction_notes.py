@@ -30,8 +30,8 @@ def prediction_notes(rows: Sequence[Row]) -> list[str]:
     notes += [_look_back_note(trace, rows) for trace in _traces(rows, "look_back")]
     notes += [
         f"{row['trace']}, EP{row['ep']}, experts in order: {row['surer']:.1%} of activations are local on the rank "
-        f"that the surer table gives, {row['tokens']:.1%} by the token's id alone, {row['contexts']:.1%} by two layers back "
-        f"alone, {row['popular']:.1%} on the most popular rank; no table can pass {row['best']:.1%}."
+        f"that the surer table gives, {row['tokens']:.1%} by the token's id alone, {row['contexts']:.1%} by two layers "
+        f"back alone, {row['popular']:.1%} on the most popular rank; no table can pass {row['best']:.1%}."
         for row in rows
         if row["part"] == "rank_tables"
     ]
@@ -86,9 +86,9 @@ def _kurtosis_notes(rows: Sequence[Row]) -> list[str]:
     )
     return [
         "Kurtosis (fourth moment ÷ squared variance: a normal distribution has 3, and excess kurtosis is 3 less) of "
-        f"a token's counts over a layer's experts, tokens seen at least 8 times: {ours}. Published: most above {KURTOSIS:g}. A token that always uses "
-        f"the same k experts, and any token seen once, has {fixed}: on the published models the bound is passed by "
-        "tokens seen once, whatever they do next."
+        f"a token's counts over a layer's experts, tokens seen at least 8 times: {ours}. Published: most above "
+        f"{KURTOSIS:g}. A token that always uses the same k experts, and any token seen once, has {fixed}: on the "
+        "published models a token seen once passes the bound, whatever it does next."
     ]
 
 
