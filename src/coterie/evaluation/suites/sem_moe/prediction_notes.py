@@ -97,9 +97,8 @@ def _look_back_note(trace: str, rows: Sequence[Row]) -> str:
     none, two, five = found[0], found[2], found[5]
     return (
         f"{trace}, EP{five['ep']}, experts in order: the next rank is right {none['accuracy']:.1%} of the time by "
-        f"popularity, {two['accuracy']:.1%} looking back at 2 layers, {five['accuracy']:.1%} at 5 (published: about "
-        f"{LOOK_BACK_5:.0%}); of top-k experts {none['expert_recall']:.1%}, {two['expert_recall']:.1%} and "
-        f"{five['expert_recall']:.1%} are found. The share of the most frequent next rank among the fitted tokens "
-        f"themselves rises to {five['fitted_confidence']:.1%} at 5 layers: measured so, the published figure says "
-        "little of unseen requests."
+        f"popularity, {two['accuracy']:.1%} looking back at 2 layers, {five['accuracy']:.1%} at 5. Two other readings "
+        f"of the published figure (about {LOOK_BACK_5:.0%} at 5): of the top-k experts {none['expert_recall']:.1%}, "
+        f"{two['expert_recall']:.1%} and {five['expert_recall']:.1%} are found; and the most frequent next rank has "
+        f"{five['fitted_confidence']:.1%} among the fitted tokens themselves, a share that grows even on noise."
     )
