@@ -214,6 +214,7 @@ def test_bad_embeddings_are_refused(rng: np.random.Generator) -> None:
         (np.ones((3, 0)), "none 0"),
         (np.ones((30, 4), np.int64), "expected floating point"),
         (bad, "embedding of token 13 holds NaN"),
+        (np.full((30, 4), 1e31), "is longer than 1e"),
     ]
     for embeddings, problem in wrong:
         with pytest.raises(ConfigError, match=problem):

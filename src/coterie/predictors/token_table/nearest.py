@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 
-BLOCK = 2048
-"""Rows compared at a time: 64 MB of float64 at a width of 4,096."""
+BLOCK = 4096
+"""Rows compared at a time: 64 MB of float32 at a width of 4,096."""
+_SHORTEST, _LONGEST = 1e-30, 1e30
+"""Lengths of embeddings between which float32 compares them; a shorter one has no direction."""
 _CLOSE = 1e-4
 """Difference of cosines in float32 below which candidates are compared again in float64, so that the result does not
 depend on how many tokens are asked for at once."""
@@ -38,9 +40,10 @@ class NearestTokens:
             raise ConfigError(f"{problem}; expected floating point [vocabulary, width], none 0")
         self.embeddings = embeddings
         self._lengths = np.concatenate([_lengths(part) for part in _blocks(embeddings)])
-        bad = np.flatnonzero(~np.isfinite(self._lengths))
+        bad = np.flatnonzero(~(self._lengths <= _LONGEST))
         if bad.size:
-            raise ConfigError(f"the embedding of token {int(bad[0])} holds NaN or infinity")
+            raise ConfigError(f"the embedding of token {int(bad[0])} holds NaN, or is longer than {_LONGEST:g}")
+        self._lengths[self._lengths < _SHORTEST] = 0
         inside = np.flatnonzero((seen >= 0) & (seen < len(embeddings)))
         self._rows = inside[self._lengths[seen[inside]] > 0]
         self._seen = np.asarray(seen)[self._rows]
@@ -62,28 +65,27 @@ class NearestTokens:
         inside = tokens[(tokens >= 0) & (tokens < len(self.embeddings))]
         inside = inside[self._lengths[inside] > 0]
         for asked in _blocks(inside, 256):
-            queries = self._normalised(asked)
+            queries = self._rows_of(asked) / self._lengths[asked, None].astype(np.float32)
             close: list[list[tuple[float, int]]] = [[] for _ in asked]
             best = np.full(len(asked), -np.inf)
             for start in range(0, len(self._seen), BLOCK):
                 part = self._seen[start : start + BLOCK]
-                cosine = queries @ self._normalised(part).T  # [asked, part]
+                cosine = queries @ self._rows_of(part).T / self._lengths[part]  # [asked, part]
                 best = np.maximum(best, cosine.max(axis=1))
                 for i, j in np.argwhere(cosine >= best[:, None] - _CLOSE).tolist():
                     close[i].append((float(cosine[i, j]), start + j))
             for i, token in enumerate(asked.tolist()):
-                near = [at for cosine_, at in close[i] if cosine_ >= best[i] - _CLOSE]
-                exact = [self._cosine(token, int(self._seen[at])) for at in near]
+                near = np.array([at for value, at in close[i] if value >= best[i] - _CLOSE])
+                exact = self._cosines(token, self._seen[near])
                 first = int(np.argmax(exact))
-                self._found[token] = (int(self._rows[near[first]]), min(1.0, max(0.0, exact[first])))
+                self._found[token] = (int(self._rows[near[first]]), min(1.0, max(0.0, float(exact[first]))))
 
-    def _normalised(self, tokens: NDArray[np.integer]) -> NDArray[np.float32]:
-        rows = self.embeddings[tokens].astype(np.float64)
-        return np.asarray(rows / self._lengths[tokens, None], np.float32)
+    def _rows_of(self, tokens: NDArray[np.integer]) -> NDArray[np.float32]:
+        return np.asarray(self.embeddings[tokens], np.float32)
 
-    def _cosine(self, one: int, other: int) -> float:
-        product = self.embeddings[one].astype(np.float64) * self.embeddings[other].astype(np.float64)
-        return float(product.sum() / (self._lengths[one] * self._lengths[other]))
+    def _cosines(self, token: int, others: NDArray[np.integer]) -> NDArray[np.float64]:
+        products = self.embeddings[others].astype(np.float64) * self.embeddings[token].astype(np.float64)
+        return np.asarray(products.sum(axis=1) / (self._lengths[others] * self._lengths[token]))
 
 
 def _blocks(rows: NDArray[Any], size: int = BLOCK) -> list[NDArray[Any]]:

@@ -74,6 +74,8 @@ class Split(NamedTuple):
     fit_requests: NDArray[np.int64]
     fit: NDArray[np.int64]
     test: NDArray[np.int64]
+    sample: NDArray[np.int64]
+    """At most MAX_TEST_TOKENS of the test part."""
 
 
 def prediction_rows(options: SuiteOptions, report: Report) -> list[Row]:
@@ -117,7 +119,7 @@ def _case_rows(case: TokenCase, seeds: Sequence[int]) -> list[Row]:
     tokens, _ = trace.arrays()
     splits = [_split(case, seed) for seed in seeds]
     held = held_by(Placement.linear(trace.meta.num_layers, trace.meta.num_experts, _ranks(trace)))
-    rows = _look_back_rows(case, splits, seeds, held)
+    rows = _look_back_rows(case, splits, held)
     if tokens.token_ids is None:
         return rows
     ids, experts = tokens.token_ids, trace.meta.num_experts
@@ -131,7 +133,7 @@ def _case_rows(case: TokenCase, seeds: Sequence[int]) -> list[Row]:
     rows += kurtosis_rows(case.name, both, top_k)
     rows += sets_rows(case.name, [(fit, test) for fit, test in counts], top_k)
     rows += _confidence_rows(case, splits)
-    rows += _tables_rows(case, splits, seeds, held)
+    rows += _tables_rows(case, splits, held)
     return rows
 
 
@@ -144,13 +146,8 @@ def _split(case: TokenCase, seed: int) -> Split:
     fit, test = split(case.groups, np.random.default_rng(seed), TEST_SHARE)
     _, offsets = case.trace.arrays()
     first, second = (np.concatenate([np.arange(offsets[r], offsets[r + 1]) for r in part]) for part in (fit, test))
-    return Split(fit, first, second)
-
-
-def _drawn(positions: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-    if len(positions) <= MAX_TEST_TOKENS:
-        return positions
-    return np.sort(np.random.default_rng([seed, 1]).permutation(positions)[:MAX_TEST_TOKENS])
+    sample = np.random.default_rng([seed, 1]).permutation(second)[:MAX_TEST_TOKENS]
+    return Split(fit, first, second, np.sort(sample))
 
 
 def spread(key: str, samples: Sequence[float]) -> Row:
@@ -220,8 +217,8 @@ def _confidence_rows(case: TokenCase, splits: Sequence[Split]) -> list[Row]:
     tokens, _ = trace.arrays()
     assert tokens.token_ids is not None
     samples: dict[tuple[int, int | None, str], list[tuple[float, float, int]]] = {}
-    for seed, one in enumerate(splits):
-        at = _drawn(one.test, seed)
+    for one in splits:
+        at = one.sample
         ids, right = tokens.token_ids[at], tokens.expert_ids[at]
         tables = {"popularity": TokenTable().fit(trace, one.fit_requests)}
         if case.embeddings is not None:
@@ -252,15 +249,11 @@ def _confidence_rows(case: TokenCase, splits: Sequence[Split]) -> list[Row]:
     ]
 
 
-def _look_back_rows(
-    case: TokenCase, splits: Sequence[Split], seeds: Sequence[int], held: NDArray[np.bool_]
-) -> list[Row]:
+def _look_back_rows(case: TokenCase, splits: Sequence[Split], held: NDArray[np.bool_]) -> list[Row]:
     ids = case.trace.arrays()[0].expert_ids
     if ids.shape[1] <= 5:
         return []
-    found = [
-        look_back(ids[one.fit], ids[_drawn(one.test, seed)], held) for one, seed in zip(splits, seeds, strict=True)
-    ]
+    found = [look_back(ids[one.fit], ids[one.sample], held) for one in splits]
     rows = []
     for back in range(len(found[0])):
         runs = [one[back] for one in found]
@@ -271,16 +264,15 @@ def _look_back_rows(
     return rows
 
 
-def _tables_rows(case: TokenCase, splits: Sequence[Split], seeds: Sequence[int], held: NDArray[np.bool_]) -> list[Row]:
+def _tables_rows(case: TokenCase, splits: Sequence[Split], held: NDArray[np.bool_]) -> list[Row]:
     trace = case.trace
     tokens, _ = trace.arrays()
     assert tokens.token_ids is not None
     placement = Placement.linear(trace.meta.num_layers, trace.meta.num_experts, len(held))
     found = []
-    for one, seed in zip(splits, seeds, strict=True):
+    for one in splits:
         tables = fit_rank_tables(trace, placement, one.fit_requests)
-        at = _drawn(one.test, seed)
-        found.append(table_shares(tables, tokens.expert_ids[at], tokens.token_ids[at], held))
+        found.append(table_shares(tables, tokens.expert_ids[one.sample], tokens.token_ids[one.sample], held))
     row: Row = {"part": "rank_tables", "trace": case.name, "ep": len(held), "placement": "vanilla"}
     for key in TableShares._fields:
         row |= spread(key, [getattr(one, key) for one in found])

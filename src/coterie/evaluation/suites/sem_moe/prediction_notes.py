@@ -15,7 +15,8 @@ def prediction_notes(rows: Sequence[Row]) -> list[str]:
     """What the rows say beside the published numbers, one sentence or two each."""
     notes = [
         f"Prediction: {1 - TEST_SHARE:.0%} of the requests fit, {TEST_SHARE:.0%} test; intervals are 95%, over splits. "
-        "OLMoE's and Mixtral's counts have no requests: one domain fits, the others test, each in turn."
+        "Where a trace lists token strings, as gpt-oss-20b's does, they stand for token ids. OLMoE's and Mixtral's "
+        "counts have no requests: one domain fits, the others test, each in turn."
     ]
     if not any(row["part"] in ("look_back", "sets") for row in rows):
         return ["Prediction: nothing scored: set COTERIE_DATA (docs/data.md), or give a trace or a model."]
