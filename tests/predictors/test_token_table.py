@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -17,33 +16,10 @@ from safetensors.numpy import save as save_safetensors
 from coterie.errors import ConfigError, TraceError
 from coterie.footprints import footprint, footprints
 from coterie.predictors import PopularityPredictor, PredictRequest, TokenTable
-from coterie.traces import ActivationTrace, TraceMeta
+from coterie.traces import ActivationTrace
 from coterie.types import DECODE, PREFILL
-
-LAYERS, EXPERTS, TOP_K = 3, 12, 2
-
-
-def distinct(
-    rng: np.random.Generator, tokens: Any, layers: Any = LAYERS, experts: Any = EXPERTS, k: Any = TOP_K
-) -> Any:
-    """Random expert ids [token, layer, k], different within a token."""
-    return np.argsort(rng.random((tokens, layers, experts)), axis=-1)[..., :k]
-
-
-def trace_of(
-    expert_ids: Any, token_ids: Any, lengths: Any, phase: Any = None, experts: Any = EXPERTS
-) -> ActivationTrace:
-    meta = TraceMeta("model", experts, expert_ids.shape[1], expert_ids.shape[2], tuple(range(expert_ids.shape[1])))
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return ActivationTrace.from_arrays(
-        meta, expert_ids, offsets, phase=phase, token_ids=np.asarray(token_ids, np.int32)
-    )
-
-
-def random_trace(rng: np.random.Generator, requests: int = 12, vocabulary: int = 20) -> ActivationTrace:
-    lengths = rng.integers(1, 30, requests)
-    total = int(lengths.sum())
-    return trace_of(distinct(rng, total), rng.integers(0, vocabulary, total), lengths)
+from described_files import rewritten
+from token_traces import EXPERTS, LAYERS, TOP_K, distinct, random_trace, trace_of
 
 
 def reference(trace: ActivationTrace, requests: Any, asked: Any, smoothing: Any) -> np.ndarray:
@@ -225,6 +201,7 @@ def test_bad_input_is_refused(rng: np.random.Generator) -> None:
     for settings_, problem in (
         ({"smoothing": -1}, "smoothing=-1 must"),
         ({"smoothing": float("nan")}, "smoothing=nan must"),
+        ({"confidence_smoothing": -1}, "confidence_smoothing=-1 must"),
         ({"experts_kept": 0}, "experts_kept=0 must"),
         ({"max_bytes": 0}, "max_bytes=0 must"),
     ):
@@ -257,9 +234,17 @@ def test_round_trip_is_exact(saved: tuple[TokenTable, Path], tmp_path: Path, rng
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "table.safetensors"]
 
 
+def test_a_file_without_confidence_smoothing_has_the_default(saved: tuple[Any, Any]) -> None:
+    """Files written before tables had confidences are still read."""
+    table, file = saved
+    again = TokenTable.load(rewritten(file, drop=("confidence_smoothing",)))
+    assert again.confidence_smoothing == TokenTable().confidence_smoothing
+    np.testing.assert_array_equal(again.rows.weights, table.rows.weights)
+
+
 def test_nothing_is_replaced(saved: tuple[Any, Any]) -> None:
     table, file = saved
-    with pytest.raises(ConfigError, match="exists; choose another name"):
+    with pytest.raises(ConfigError, match="exists already; choose another name"):
         table.save(file)
 
 
@@ -280,17 +265,6 @@ def test_a_cut_file_is_refused_wherever_it_is_cut(saved: tuple[Any, Any], tmp_pa
         TokenTable.load(tmp_path)
 
 
-def rewritten(file: Any, about: Any = None, drop: tuple[Any, ...] = (), **changed: Any) -> Any:
-    """The file with some metadata or arrays changed."""
-    data = file.read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    known = json.loads(header["__metadata__"]["coterie"])
-    meta = {"coterie": json.dumps({k: v for k, v in (known | (about or {})).items() if k not in drop})}
-    arrays = {k: v for k, v in (load_safetensors(data) | changed).items() if k not in drop}
-    file.write_bytes(save_safetensors(arrays, meta))
-    return file
-
-
 @pytest.mark.parametrize(
     ("about", "field"),
     [
@@ -303,6 +277,8 @@ def rewritten(file: Any, about: Any = None, drop: tuple[Any, ...] = (), **change
         ({"top_k": float("inf")}, "metadata: "),
         ({"smoothing": -1}, "metadata: smoothing=-1"),
         ({"smoothing": float("nan")}, "metadata: smoothing=nan"),
+        ({"confidence_smoothing": -1}, "metadata: confidence_smoothing=-1"),
+        ({"confidence_smoothing": "x"}, "metadata: "),
         ({"layer_ids": [1]}, "metadata layer_ids: has 1 entries"),
         ({"layer_ids": 3}, "metadata: "),
         ({"experts_kept": 0}, "metadata: experts_kept=0"),
@@ -328,7 +304,7 @@ def test_missing_or_misshapen_arrays_are_named(saved: tuple[Any, Any], name: str
     for other in (array[:-1], array[..., None], array.astype(np.float32), array[:0]):
         file.write_bytes(whole)
         with pytest.raises(TraceError, match=r"table\.safetensors: "):
-            TokenTable.load(rewritten(file, **{name: other}))
+            TokenTable.load(rewritten(file, arrays={name: other}))
     file.write_bytes(whole)
     with pytest.raises(TraceError, match=f"{name}: is missing"):
         TokenTable.load(rewritten(file, drop=(name,)))
@@ -353,7 +329,7 @@ def test_damaged_values_are_named(saved: tuple[Any, Any], name: str, change: Cal
     file = saved[1]
     changed = np.ascontiguousarray(change(load_safetensors(file.read_bytes())[name]))
     with pytest.raises(TraceError, match=f"{name}: .*{problem}"):
-        TokenTable.load(rewritten(file, **cast(Any, {name: changed})))
+        TokenTable.load(rewritten(file, arrays={name: changed}))
 
 
 def test_another_safetensors_file_is_refused(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_a_failed_write_leaves_the_old_file(fitted: RouterFit, tmp_path: Path, m
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("coterie.routing.fitted.os.fsync", full)
+    monkeypatch.setattr("coterie.traces.store.os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         fitted.save(path)
     assert path.read_bytes() == b"old"

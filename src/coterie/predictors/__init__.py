@@ -8,6 +8,7 @@ from coterie.predictors.recorded import Recorded
 from coterie.predictors.scoring import Measure, Score, score
 from coterie.predictors.similar import PrefixIndex, SimilarPrefix
 from coterie.predictors.token_table import TokenTable
+from coterie.predictors.transitions import RankTransitions
 
 __all__ = [
     "DomainPredictor",
@@ -18,6 +19,7 @@ __all__ = [
     "Predictor",
     "Prefix",
     "PrefixIndex",
+    "RankTransitions",
     "RecentPopularity",
     "Recorded",
     "Score",

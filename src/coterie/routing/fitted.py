@@ -8,8 +8,6 @@ both belongs to worker w: the clusters are matched by the requests they share.
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ from coterie.routing.fleet import Fleet
 from coterie.routing.forecast import Forecast
 from coterie.routing.union import cluster_profiles, union_clusters
 from coterie.traces.activations import ActivationTrace
-from coterie.traces.store import ArrayFile
+from coterie.traces.store import ArrayFile, write_described
 
 FORMAT, VERSION = "coterie-router", 1
 FIT_HINT = "a fit to a trace; make it with coterie.fit_router(trace, workers)"
@@ -285,9 +283,7 @@ class RouterFit:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, replacing an older one atomically; the same values give the same bytes."""
-        from safetensors.numpy import save
-
-        file, learned = Path(path), self.learned
+        learned = self.learned
         kept = learned.forecast.map
         about = {
             "format": FORMAT,
@@ -302,7 +298,7 @@ class RouterFit:
             "noise": kept.noise,
             "ridge": kept.ridge,
         }
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "weights": learned.signature.weights,
             "layers": learned.signature.layers,
             "centroids": learned.centroids,
@@ -315,17 +311,7 @@ class RouterFit:
         }
         if learned.seen is not None:
             arrays["seen"] = learned.seen
-        # One entry of metadata: the library writes several in an order that differs from run to run.
-        data = save({n: np.ascontiguousarray(a) for n, a in arrays.items()}, {"coterie": json.dumps(about)})
-        part = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-        try:
-            with part.open("wb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            part.replace(file)
-        finally:
-            part.unlink(missing_ok=True)
+        write_described(Path(path), arrays, about)
 
     @classmethod
     def load(cls, path: str | Path, model: str | None = None, workers: int | None = None) -> RouterFit:

@@ -210,6 +210,26 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
             out.append(name, array)
 
 
+def write_described(path: Path, arrays: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> None:
+    """Write arrays with Coterie's metadata, which :meth:`ArrayFile.about` reads; replaces an older file atomically.
+
+    The same values give the same bytes.
+    """
+    from safetensors.numpy import save
+
+    # One entry of metadata: the library writes several in an order that differs from run to run.
+    data = save({n: np.ascontiguousarray(a) for n, a in arrays.items()}, {"coterie": json.dumps(about)})
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with part.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file atomically."""
     tmp = path.with_name(path.name + ".tmp")

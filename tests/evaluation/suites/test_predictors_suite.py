@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from coterie.errors import ConfigError, TraceError, UnavailableError
 from coterie.evaluation.suites.base import SuiteOptions, load_suites
 from coterie.evaluation.suites.predictors.cases import longest_match
-from coterie.evaluation.suites.predictors.suite import TEST_SHARE, run, split
+from coterie.evaluation.suites.predictors.suite import run
+from coterie.evaluation.suites.predictors.traces import TEST_SHARE, split
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
 from coterie.types import DECODE, PREFILL
 

@@ -29,9 +29,11 @@ from safetensors.numpy import save_file
 
 from coterie.batching.scheduler import CapsConfig
 from coterie.costs.presets import load_preset, step_model
+from coterie.dispatch.tables import RankTables
 from coterie.engines.replay.batches import read_batches, write_batches
 from coterie.engines.replay.report import read_measured
 from coterie.errors import CoterieError
+from coterie.evaluation.rank_tables import fit_rank_tables
 from coterie.models import get_model, model_from_config
 from coterie.placement.maps.formats import PlacementMap, map_formats, read_map, write_map
 from coterie.predictors import TokenTable
@@ -118,6 +120,8 @@ def samples(folder: Path) -> list[Sample]:
     with_ids = ActivationTrace.from_arrays(trace.meta, ids, offsets, token_ids=rng.integers(0, 50, 60).astype(np.int32))
     TokenTable().fit(with_ids).save(folder / "table.safetensors")
     made.append(Sample(folder / "table.safetensors", TokenTable.load))
+    fit_rank_tables(with_ids, Placement.linear(2, 8, 4)).save(folder / "ranks.safetensors")
+    made.append(Sample(folder / "ranks.safetensors", RankTables.load))
     return made
 
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from coterie.batching.base import Loads
 from coterie.errors import ConfigError, UnknownNameError
 from coterie.evaluation.suites.caps.suite import SETTING
-from coterie.evaluation.suites.predictors.suite import split
+from coterie.evaluation.suites.predictors.traces import split
 from coterie.footprints import footprint
 from coterie.predictors import PredictRequest, predictors
 from coterie.predictors.base import FittablePredictor, Predictor, PromptPredictor, StartKind, fit_phase, needs_start

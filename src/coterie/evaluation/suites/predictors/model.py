@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -29,10 +29,36 @@ MODEL_TURNS = 32
 NEXT_TURN = "Please go on."
 
 
+class RecordedModel(NamedTuple):
+    """A model, and a recording of prompts that fit it."""
+
+    loaded: LoadedModel
+    prompts: list[Prompt]
+    trace: ActivationTrace
+
+
 def model_cases(options: SuiteOptions, report: Report, notes: list[str]) -> list[Case]:
     """Shipped prompts that fit the model, recorded; and their second turns."""
-    from coterie.engines.transformers import RecordingSettings, load_model, record
     from coterie.engines.transformers.predictor import dry_run_table
+
+    loaded, prompts, trace = record_prompts(options, report, notes)
+    table = dry_run_table(loaded.model, loaded.name)
+    return [
+        Case(
+            name=loaded.name,
+            trace=trace,
+            questions=TWO_PHASES,
+            groups=prompt_groups(trace),
+            prompts=None,
+            dry_run=table,
+        ),
+        *_second_turns(options, loaded, prompts, trace, report, notes),
+    ]
+
+
+def record_prompts(options: SuiteOptions, report: Report, notes: list[str]) -> RecordedModel:
+    """Shipped prompts that fit the model, recorded with token ids, prefill and decode."""
+    from coterie.engines.transformers import RecordingSettings, load_model, record
 
     assert options.model is not None
     loaded = load_model(options.model)
@@ -52,18 +78,7 @@ def model_cases(options: SuiteOptions, report: Report, notes: list[str]) -> list
         f"generated greedily each; {len(wanted) - len(prompts)} more are too long for the model."
     )
     trace = long_enough(trace, np.arange(trace.num_requests), loaded.name, notes)
-    table = dry_run_table(loaded.model, loaded.name)
-    return [
-        Case(
-            name=loaded.name,
-            trace=trace,
-            questions=TWO_PHASES,
-            groups=prompt_groups(trace),
-            prompts=None,
-            dry_run=table,
-        ),
-        *_second_turns(options, loaded, prompts, trace, report, notes),
-    ]
+    return RecordedModel(loaded, prompts, trace)
 
 
 def _second_turns(

@@ -8,19 +8,17 @@ docs/predictors.md has the results in words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
 from coterie.evaluation.suites.base import Column, Report, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
 from coterie.evaluation.suites.predictors.cases import Case, trace_cases, trace_paths
 from coterie.evaluation.suites.predictors.contenders import OWN_TOKENS, Contender, contenders
 from coterie.evaluation.suites.predictors.model import model_cases
-from coterie.evaluation.suites.predictors.traces import footprint_of
+from coterie.evaluation.suites.predictors.traces import footprint_of, split
 from coterie.predictors import PrefixIndex, Score, SimilarPrefix, score
 from coterie.traces.readers import read_as
 from coterie.traces.requests import RequestTrace
@@ -28,8 +26,6 @@ from coterie.traces.requests import RequestTrace
 NAME = "predictors"
 SERVICE = Path("requests") / "mooncake" / "conversation_trace.jsonl"
 """Real requests of a service with hashes of their prompts' blocks, without routing."""
-TEST_SHARE = 0.3
-"""Share of request groups that test; the others calibrate."""
 
 
 def run(options: SuiteOptions, report: Report) -> SuiteResult:
@@ -72,17 +68,6 @@ def _alike_in_service(file: Path) -> str:
         f"their prompt with an earlier one, by blocks of {trace.block_tokens} tokens: so often would similar_prefix "
         "find one there. Its routing is not known."
     )
-
-
-def split(groups: Sequence[Hashable], rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Calibration and test requests: whole groups, TEST_SHARE of them to test."""
-    names = list(dict.fromkeys(groups))
-    if len(names) < 2:
-        raise ConfigError(f"{len(groups)} requests share {len(names)} prompt: there is nothing to calibrate on")
-    count = min(len(names) - 1, max(1, round(TEST_SHARE * len(names))))
-    chosen = {names[i] for i in rng.permutation(len(names))[:count]}
-    test = np.array([group in chosen for group in groups])
-    return np.flatnonzero(~test), np.flatnonzero(test)
 
 
 def _case_rows(case: Case, seed: int, notes: list[str]) -> list[dict[str, Any]]:

@@ -6,11 +6,12 @@ that calibrates on one of them would know the other.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.errors import ConfigError
 from coterie.evaluation.suites.base import SuiteOptions
 from coterie.footprints import footprint
 from coterie.traces.activations import ActivationTrace, concat_requests
@@ -20,6 +21,21 @@ MAX_REQUESTS = 2000
 """Most requests of a trace, sampled by seed: they are held in memory."""
 MIN_TOKENS = 4
 """Recorded tokens a request must have: of fewer, halves say nothing."""
+TEST_SHARE = 0.3
+"""Share of request groups that test; the others calibrate."""
+
+
+def split(
+    groups: Sequence[Hashable], rng: np.random.Generator, test_share: float = TEST_SHARE
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Calibration and test requests: whole groups, `test_share` of them to test."""
+    names = list(dict.fromkeys(groups))
+    if len(names) < 2:
+        raise ConfigError(f"{len(groups)} requests share {len(names)} prompt: there is nothing to calibrate on")
+    count = min(len(names) - 1, max(1, round(test_share * len(names))))
+    chosen = {names[i] for i in rng.permutation(len(names))[:count]}
+    test = np.array([group in chosen for group in groups])
+    return np.flatnonzero(~test), np.flatnonzero(test)
 
 
 def drawn(trace: ActivationTrace, options: SuiteOptions, name: str, notes: list[str]) -> NDArray[np.int64]:

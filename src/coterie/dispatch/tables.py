@@ -1,0 +1,352 @@
+"""Rank tables: what data scheduling looks up, in one file, together with the placement that it belongs to.
+
+    tokens      token id → rank in each layer, with confidence; token id → affinity to each rank, over all layers
+    contexts    ranks in the layers before → rank in this layer, with confidence
+
+A confidence is the expected share of a token's activations that are local on the rank, in both tables: the surer of the
+two decides. Confidences take one byte (steps of 1 / 255) and ranks one (two past 256 ranks), as much together as the
+16-bit rank alone that is published.
+
+A token never seen has no row; its context decides, and without one the most popular rank of the layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, TraceError, check_at_least, check_new_file
+from coterie.footprints.ranks import MAX_ORDER, context_keys, find_contexts, key_starts
+from coterie.traces.store import ArrayFile, write_described
+from coterie.types import MAX_SLOTS, ModelSpec, Placement, narrowest_uint
+
+FORMAT, VERSION = "coterie-rank-tables", 1
+ONE = 255
+"""Fixed-point scale of confidences."""
+AFFINITY_ONE = 65535
+"""Fixed-point scale of affinities."""
+
+
+class Contexts(NamedTuple):
+    """Contexts of all layers, numbered as in :mod:`coterie.footprints.ranks`."""
+
+    order: int
+    """Most previous layers of a context, 1 … 5."""
+    offsets: NDArray[np.integer]
+    """[layer + 1] rows of layer l are offsets[l] … offsets[l + 1]."""
+    keys: NDArray[np.integer]
+    """[row] rising within a layer, from 0, the context of no layers."""
+    ranks: NDArray[np.integer]
+    """[row]"""
+    confidence: NDArray[np.floating]
+    """[row] in 0 … 1."""
+
+
+class Ranks(NamedTuple):
+    """The rank expected of each token in a layer."""
+
+    ranks: NDArray[np.int64]
+    """[token]"""
+    confidence: NDArray[np.float32]
+    """[token] expected share of its activations that are local there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankTables:
+    """The placement, and the ranks expected under it; :meth:`of` makes one from plain arrays."""
+
+    placement: Placement
+    token_ids: NDArray[np.int32]
+    """[token] rising."""
+    token_ranks: NDArray[np.unsignedinteger]
+    """[layer, token]"""
+    token_confidence: NDArray[np.uint8]
+    """[layer, token] in units of 1 / ONE."""
+    affinity: NDArray[np.uint16]
+    """[token, rank] expected share of its activations that are local on the rank, mean over layers, in units of
+    1 / AFFINITY_ONE."""
+    order: int
+    """Most previous layers of a context."""
+    offsets: NDArray[np.int64]
+    """[layer + 1] rows of contexts."""
+    keys: NDArray[np.int64]
+    """[row] context."""
+    context_ranks: NDArray[np.unsignedinteger]
+    """[row]"""
+    context_confidence: NDArray[np.uint8]
+    """[row] in units of 1 / ONE."""
+    model: str
+    top_k: int
+    layer_ids: tuple[int, ...] | None = None
+    """Index of each layer in the model, dense ones counted, where known."""
+
+    def __post_init__(self) -> None:
+        layers, ranks, tokens = self.num_layers, self.placement.num_ranks, len(self.token_ids)
+        rank_dtype, rows = narrowest_uint(ranks - 1), len(self.keys)
+        for name, dtype, shape in (
+            ("token_ids", np.int32, (tokens,)),
+            ("token_ranks", rank_dtype, (layers, tokens)),
+            ("token_confidence", np.uint8, (layers, tokens)),
+            ("affinity", np.uint16, (tokens, ranks)),
+            ("offsets", np.int64, (layers + 1,)),
+            ("keys", np.int64, (rows,)),
+            ("context_ranks", rank_dtype, (rows,)),
+            ("context_confidence", np.uint8, (rows,)),
+        ):
+            array = getattr(self, name)
+            if array.dtype != dtype or array.shape != shape:
+                raise ConfigError(f"{name} is {array.dtype} {array.shape}; expected {np.dtype(dtype)} {shape}")
+        if not 1 <= self.top_k <= self.placement.num_experts:
+            raise ConfigError(f"top_k={self.top_k} must be in 1 … num_experts={self.placement.num_experts}")
+        if self.layer_ids is not None and len(self.layer_ids) != layers:
+            raise ConfigError(f"layer_ids has {len(self.layer_ids)} entries; the placement has {layers} layers")
+        if tokens and (int(self.token_ids[0]) < 0 or (np.diff(self.token_ids) <= 0).any()):
+            raise ConfigError("token_ids must rise, from 0 or more")
+        for name in ("token_ranks", "context_ranks"):
+            highest = int(getattr(self, name).max(initial=0))
+            if highest >= ranks:
+                raise ConfigError(f"{name} holds {highest}; it must be below num_ranks={ranks}")
+        self._check_contexts()
+
+    def _check_contexts(self) -> None:
+        if not 1 <= self.order <= MAX_ORDER:
+            raise ConfigError(f"order={self.order} must be in 1 … {MAX_ORDER}")
+        starts = key_starts(self.placement.num_ranks, self.order)
+        ends = self.offsets
+        if int(ends[0]) != 0 or int(ends[-1]) != len(self.keys) or (np.diff(ends) < 1).any():
+            raise ConfigError(f"offsets must rise from 0 to the {len(self.keys)} contexts")
+        for layer in range(self.num_layers):
+            keys = self.keys[ends[layer] : ends[layer + 1]]
+            if int(keys[0]) != 0 or (np.diff(keys) <= 0).any():
+                raise ConfigError(f"keys of layer {layer} must rise from 0")
+            most = int(starts[min(self.order, layer) + 1])
+            if int(keys[-1]) >= most:
+                raise ConfigError(f"keys of layer {layer} holds {int(keys[-1])}; it must be below {most}")
+
+    @classmethod
+    def of(
+        cls,
+        placement: Placement,
+        token_ids: NDArray[np.integer],
+        ranks: NDArray[np.integer],
+        confidence: NDArray[np.floating],
+        contexts: Contexts,
+        *,
+        model: str,
+        top_k: int,
+        affinity: NDArray[np.floating] | None = None,
+        layer_ids: tuple[int, ...] | None = None,
+    ) -> RankTables:
+        """Tables from ranks and confidences [layer, token] in 0 … 1; ranks of shape [1, token] are of all layers.
+
+        `affinity` [token, rank] None is the mean over layers of the confidence in the rank of each layer.
+        """
+        num_ranks, layers = placement.num_ranks, placement.num_layers
+        shape = (layers, len(token_ids))
+        for name, array in (("ranks", ranks), ("confidence", confidence)):
+            if array.shape not in (shape, (1, shape[1])):
+                raise ConfigError(f"{name} has shape {array.shape}; expected [layer, token] = {shape}")
+        chosen, sure = np.broadcast_to(ranks, shape), np.broadcast_to(confidence, shape)
+        if affinity is None:
+            _check_ranks("ranks", chosen, num_ranks)
+            votes = np.zeros((len(token_ids), num_ranks))
+            at = np.arange(len(token_ids))
+            for layer in range(layers):
+                votes[at, chosen[layer]] += sure[layer]
+            affinity = votes / layers
+        return cls(
+            placement=placement,
+            token_ids=np.asarray(token_ids, np.int32),
+            token_ranks=_ranks("ranks", chosen, num_ranks),
+            token_confidence=_fixed("confidence", sure, ONE, np.uint8),
+            affinity=_fixed("affinity", affinity, AFFINITY_ONE, np.uint16),
+            order=contexts.order,
+            offsets=np.asarray(contexts.offsets, np.int64),
+            keys=np.asarray(contexts.keys, np.int64),
+            context_ranks=_ranks("ranks of contexts", contexts.ranks, num_ranks),
+            context_confidence=_fixed("confidence of contexts", contexts.confidence, ONE, np.uint8),
+            model=model,
+            top_k=top_k,
+            layer_ids=layer_ids,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return self.placement.num_layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables, the placement's among them."""
+        return sum(array.nbytes for array in self._arrays().values())
+
+    def rows_of(self, token_ids: NDArray[np.integer]) -> NDArray[np.int64]:
+        """[token] row of each id, the same for all layers; -1 where it was never seen."""
+        ids = np.asarray(token_ids)
+        if not len(self.token_ids):
+            return np.full(len(ids), -1, np.int64)
+        at = np.searchsorted(self.token_ids, ids)
+        at[at == len(self.token_ids)] = 0
+        return np.where(self.token_ids[at] == ids, at, -1)
+
+    def ranks_of(
+        self, token_ids: NDArray[np.integer], layer: int, previous: NDArray[np.integer] | None = None
+    ) -> Ranks:
+        """The rank of each token in a layer, by the surer of the two tables; of equals, by the token's.
+
+        `previous` [token, layer] are its ranks in the layers before, the latest last; None, or a negative rank, is
+        unknown.
+        """
+        return self.ranks_at(self.rows_of(token_ids), layer, previous)
+
+    def ranks_at(self, rows: NDArray[np.int64], layer: int, previous: NDArray[np.integer] | None = None) -> Ranks:
+        """As :meth:`ranks_of`, for rows of :meth:`rows_of`, which serve all layers of a step."""
+        if not 0 <= layer < self.num_layers:
+            raise ConfigError(f"layer={layer} must be in 0 … {self.num_layers - 1}")
+        before = np.empty((len(rows), 0), np.int64) if previous is None else previous
+        if len(before) != len(rows):
+            raise ConfigError(f"previous has {len(before)} tokens; there are {len(rows)}")
+        start, stop = int(self.offsets[layer]), int(self.offsets[layer + 1])
+        num_ranks = self.placement.num_ranks
+        wanted = context_keys(before, num_ranks, self.order)
+        context = find_contexts(self.keys[start:stop], wanted, num_ranks, self.order) + start
+        ranks = self.context_ranks[context].astype(np.int64)
+        sure = self.context_confidence[context]
+        if len(self.token_ids):
+            own = np.where(rows >= 0, self.token_confidence[layer][rows], 0)
+            surer = (rows >= 0) & (own >= sure)
+            ranks = np.where(surer, self.token_ranks[layer][rows], ranks).astype(np.int64)
+            sure = np.where(surer, own, sure)
+        return Ranks(ranks, sure.astype(np.float32) / np.float32(ONE))
+
+    def request_scores(self, token_ids: NDArray[np.integer]) -> NDArray[np.float64]:
+        """[rank] mean affinity of a request's tokens, in 0 … 1.
+
+        Tokens never seen are left out; where all are, every rank scores 1 / ranks.
+        """
+        rows = self.rows_of(token_ids)
+        known = rows[rows >= 0]
+        if not len(known):
+            return np.full(self.placement.num_ranks, 1.0 / self.placement.num_ranks)
+        return np.asarray(self.affinity[known].sum(axis=0, dtype=np.int64) / (len(known) * AFFINITY_ONE))
+
+    def check_fits(self, spec: ModelSpec) -> None:
+        """Refuse tables of another model than `spec`."""
+        for name, found, right in (
+            ("MoE layers", self.num_layers, spec.num_moe_layers),
+            ("experts", self.placement.num_experts, spec.num_experts),
+            ("top_k", self.top_k, spec.top_k),
+        ):
+            if found != right:
+                raise ConfigError(f"the rank tables of {self.model!r} have {name}={found}; {spec.name} has {right}")
+        if self.layer_ids is not None and self.layer_ids != spec.moe_layer_ids:
+            raise ConfigError(f"the rank tables of {self.model!r} have other MoE layers than {spec.name}")
+        if len(self.token_ids) and int(self.token_ids[-1]) >= spec.vocab_size:
+            last = int(self.token_ids[-1])
+            raise ConfigError(f"the rank tables hold token {last}; {spec.name} has vocab_size={spec.vocab_size}")
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file; the same tables give the same bytes. Refuses to overwrite."""
+        file = Path(path)
+        check_new_file(file)
+        about = {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.model,
+            "num_ranks": self.placement.num_ranks,
+            "num_experts": self.placement.num_experts,
+            "top_k": self.top_k,
+            "order": self.order,
+            "layer_ids": None if self.layer_ids is None else list(self.layer_ids),
+        }
+        write_described(file, self._arrays(), about)
+
+    @classmethod
+    def load(cls, path: str | Path) -> RankTables:
+        """Map saved tables: processes of one machine share their memory. Every number is checked."""
+        file = Path(path)
+        arrays = ArrayFile(file)
+        about = arrays.about(FORMAT, VERSION)
+        found = {name: arrays[name] for name in _STORED}
+        slots = arrays["slot_experts"]
+        if slots.dtype != np.int32 or slots.ndim != 2 or 0 in slots.shape or slots.shape[1] > MAX_SLOTS:
+            problem = f"is {slots.dtype} {slots.shape}; expected int32 [layer, slot], none 0, at most {MAX_SLOTS} slots"
+            raise TraceError(file, "slot_experts", problem)
+        try:
+            experts, layers = int(about["num_experts"]), about["layer_ids"]
+            if not 1 <= experts <= slots.shape[1]:  # each needs a slot, and a placement counts them all
+                raise ConfigError(f"num_experts={experts} must be in 1 … num_slots={slots.shape[1]}")
+            return cls(
+                placement=Placement(slots, int(about["num_ranks"]), experts),
+                model=str(about["model"]),
+                top_k=int(about["top_k"]),
+                order=int(about["order"]),
+                layer_ids=None if layers is None else tuple(int(n) for n in layers),
+                **found,
+            )
+        except KeyError as error:
+            raise TraceError(file, f"metadata {error.args[0]}", "is missing") from None
+        except (ConfigError, TypeError, ValueError, OverflowError) as error:
+            raise TraceError(file, "contents", str(error)) from None
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        slots = np.asarray(self.placement.slot_experts, np.int32)
+        return {"slot_experts": slots} | {name: getattr(self, name) for name in _STORED}
+
+
+_STORED = (
+    "token_ids",
+    "token_ranks",
+    "token_confidence",
+    "affinity",
+    "offsets",
+    "keys",
+    "context_ranks",
+    "context_confidence",
+)
+
+
+class TableBytes(NamedTuple):
+    """Bytes of the tables of a whole vocabulary."""
+
+    published: int
+    """One 16-bit rank for each token and MoE layer."""
+    tokens: int
+    """Ours: ids, ranks, confidences and affinities."""
+    contexts: int
+    """Ours: every context of every layer."""
+
+
+def table_bytes(spec: ModelSpec, num_ranks: int, order: int = 2) -> TableBytes:
+    """Largest size of a model's tables: every token and every context seen."""
+    check_at_least(1, num_ranks=num_ranks)
+    rank = narrowest_uint(num_ranks - 1).itemsize
+    starts = key_starts(num_ranks, order)
+    rows = sum(int(starts[min(order, layer) + 1]) for layer in range(spec.num_moe_layers))
+    cells = spec.vocab_size * spec.num_moe_layers
+    return TableBytes(
+        published=2 * cells,
+        tokens=cells * (rank + 1) + spec.vocab_size * (4 + 2 * num_ranks),
+        contexts=rows * (8 + rank + 1) + 8 * (spec.num_moe_layers + 1),
+    )
+
+
+def _check_ranks(name: str, ranks: NDArray[np.integer], num_ranks: int) -> None:
+    low, high = int(ranks.min(initial=0)), int(ranks.max(initial=0))
+    if low < 0 or high >= num_ranks:
+        raise ConfigError(f"{name} holds {low if low < 0 else high}; it must be in 0 … {num_ranks - 1}")
+
+
+def _ranks(name: str, ranks: NDArray[np.integer], num_ranks: int) -> NDArray[np.unsignedinteger]:
+    _check_ranks(name, ranks, num_ranks)
+    return ranks.astype(narrowest_uint(num_ranks - 1))
+
+
+def _fixed(name: str, values: NDArray[np.floating], one: int, dtype: type[np.unsignedinteger[Any]]) -> NDArray[Any]:
+    """Shares as fixed point, rounded to the nearest."""
+    if not np.isfinite(values).all() or float(values.min(initial=0)) < 0 or float(values.max(initial=0)) > 1 + 1e-6:
+        raise ConfigError(f"{name} must be in 0 … 1")
+    return np.asarray(np.rint(np.minimum(values, 1.0) * one), dtype)

@@ -1,0 +1,57 @@
+"""Fit rank tables to a trace and a placement: the token table, the rank transitions, and what they say of each rank."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.dispatch.tables import Contexts, RankTables
+from coterie.errors import ConfigError
+from coterie.footprints.ranks import token_ranks
+from coterie.placement.holdings import held_by
+from coterie.predictors import RankTransitions, TokenTable
+from coterie.traces.activations import ActivationTrace
+from coterie.types import Placement
+
+
+def fit_rank_tables(
+    trace: ActivationTrace,
+    placement: Placement,
+    requests: NDArray[np.integer] | None = None,
+    *,
+    table: TokenTable | None = None,
+    ranks: NDArray[np.integer] | None = None,
+    order: int = 2,
+) -> RankTables:
+    """Tables under a placement, fitted on some requests of a trace (None: all).
+
+    `table` is a token table fitted already; `ranks` [layer, seen] (or [1, seen]) are the ranks of its tokens where
+    they were chosen elsewhere, as by co-clustering. None is the rank with the largest expected share.
+    """
+    if trace.meta.num_layers != placement.num_layers or trace.meta.num_experts != placement.num_experts:
+        raise ConfigError(
+            f"the placement has [layer, expert] = ({placement.num_layers}, {placement.num_experts}); the trace has "
+            f"({trace.meta.num_layers}, {trace.meta.num_experts})"
+        )
+    known = TokenTable().fit(trace, requests) if table is None else table
+    held = held_by(placement)
+    shares = known.local_shares(held)  # [seen, layer, rank]
+    chosen = shares.argmax(axis=2).T if ranks is None else np.broadcast_to(ranks, shares.shape[1::-1])
+    confidence = np.take_along_axis(shares, chosen.T[:, :, None].astype(np.int64), axis=2)[..., 0].T
+    tokens, offsets = trace.arrays()
+    spans = range(trace.num_requests) if requests is None else np.unique(requests)
+    at = np.concatenate([np.arange(offsets[r], offsets[r + 1]) for r in spans])
+    of = token_ranks(tokens.expert_ids[at], held)
+    transitions = RankTransitions(order).fit(of.ranks, placement.num_ranks, of.local, trace.meta.top_k)
+    rows = transitions.rows
+    return RankTables.of(
+        placement=placement,
+        token_ids=known.rows.token_ids,
+        ranks=chosen,
+        confidence=confidence,
+        contexts=Contexts(order, rows.offsets, rows.keys, rows.ranks, rows.confidence),
+        affinity=shares.mean(axis=1),
+        model=trace.meta.model,
+        top_k=trace.meta.top_k,
+        layer_ids=trace.meta.layer_ids,
+    )

@@ -1,0 +1,160 @@
+"""Ranks of tokens: on which ranks a token's experts lie, layer by layer, and the sequences that these ranks form.
+
+A token's *rank in a layer* is the rank that holds most of the experts it activates there. Of ranks that hold equally
+many, it is the one whose experts have the larger gate weight where weights are given, then the one whose expert is
+listed first: top-k lists the highest gate score first.
+
+The *context* of a token at layer l is its ranks in the layers before it, the latest first: order m uses m of them.
+Contexts of all orders have one numbering, so that one sorted array of keys finds any of them::
+
+    key = start(m) + latest x R^(m - 1) + the one before x R^(m - 2) + …        start(m) = 1 + R + … + R^(m - 1)
+
+The context of order m - 1 is that of order m less its earliest rank: (key - start(m)) // R + start(m - 1). Order 0 has
+the key 0, and is every token's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.errors import ConfigError
+
+MAX_ORDER = 5
+"""Most previous layers of a context."""
+MAX_KEY = 1 << 62
+
+Held = NDArray[np.bool_]
+"""[rank, layer, expert] whether the rank holds the expert."""
+
+
+class TokenRanks(NamedTuple):
+    """Where the experts of some tokens lie."""
+
+    ranks: NDArray[np.int64]
+    """[token, layer] the token's rank."""
+    local: NDArray[np.uint16]
+    """[token, layer, rank] of its activations, those whose expert the rank holds."""
+
+
+def token_ranks(
+    expert_ids: NDArray[np.integer], held: Held, gate_weights: NDArray[np.floating] | None = None
+) -> TokenRanks:
+    """The rank of each token in each layer, from expert ids [token, layer, k]."""
+    if expert_ids.ndim != 3 or held.ndim != 3 or expert_ids.shape[1] != held.shape[1] or not expert_ids.shape[2]:
+        raise ConfigError(
+            f"expert_ids has shape {expert_ids.shape}, held {held.shape}; expected [token, layer, k] and "
+            "[rank, layer, expert] with the same layers"
+        )
+    if gate_weights is not None and gate_weights.shape != expert_ids.shape:
+        raise ConfigError(f"gate_weights has shape {gate_weights.shape}; expert_ids has {expert_ids.shape}")
+    shape = expert_ids.shape[:2]
+    ranks, local = np.zeros(shape, np.int64), np.zeros((*shape, len(held)), np.uint16)
+    weights = np.zeros((1, 1, 1), np.float32) if gate_weights is None else gate_weights
+    bad = _token_ranks(
+        np.ascontiguousarray(expert_ids),
+        np.ascontiguousarray(held),
+        np.ascontiguousarray(weights, np.float32),
+        gate_weights is not None,
+        ranks,
+        local,
+    )
+    if bad >= 0:
+        raise ConfigError(f"token {bad} activates an expert outside 0 … {held.shape[2] - 1}")
+    return TokenRanks(ranks, local)
+
+
+@njit()
+def _token_ranks(
+    expert_ids: NDArray[Any],
+    held: NDArray[Any],
+    gate_weights: NDArray[Any],
+    weighted: bool,
+    ranks: NDArray[Any],
+    local: NDArray[Any],
+) -> int:
+    tokens, layers, k = expert_ids.shape
+    total = np.zeros(len(held))
+    first = np.zeros(len(held), np.int64)
+    for token in range(tokens):
+        for layer in range(layers):
+            total[:] = 0.0
+            first[:] = k
+            for j in range(k):
+                expert = np.int64(expert_ids[token, layer, j])
+                if expert < 0 or expert >= held.shape[2]:
+                    return int(token)
+                for rank in range(len(held)):
+                    if held[rank, layer, expert]:
+                        local[token, layer, rank] += 1
+                        first[rank] = min(first[rank], j)
+                        if weighted:
+                            total[rank] += gate_weights[token, layer, j]
+            best = 0
+            for rank in range(1, len(held)):
+                more = np.int64(local[token, layer, rank]) - np.int64(local[token, layer, best])
+                heavier = total[rank] - total[best]
+                if more > 0 or (more == 0 and (heavier > 0 or (heavier == 0 and first[rank] < first[best]))):
+                    best = rank
+            ranks[token, layer] = best
+    return -1
+
+
+def key_starts(num_ranks: int, order: int) -> NDArray[np.int64]:
+    """[order + 2] first key of each order, and the end."""
+    if not 0 <= order <= MAX_ORDER:
+        raise ConfigError(f"order={order} must be in 0 … {MAX_ORDER}")
+    starts = [0]
+    for m in range(order + 1):
+        starts.append(starts[-1] + num_ranks**m)
+    if num_ranks < 1 or starts[-1] > MAX_KEY:
+        raise ConfigError(f"num_ranks={num_ranks} with order={order} has {starts[-1]} contexts; at most {MAX_KEY}")
+    return np.array(starts, np.int64)
+
+
+def context_keys(previous: NDArray[np.integer], num_ranks: int, order: int) -> NDArray[np.int64]:
+    """[token] key of the longest context of at most `order` ranks.
+
+    `previous` [token, layer] are the ranks in the layers before, the latest last, of any number of layers; a negative
+    one is unknown, and ends the context.
+    """
+    if previous.ndim != 2:
+        raise ConfigError(f"previous has shape {previous.shape}; expected [token, layer]")
+    if previous.size and int(previous.max()) >= num_ranks:
+        raise ConfigError(f"previous holds rank {int(previous.max())}; it must be below num_ranks={num_ranks}")
+    starts = key_starts(num_ranks, order)
+    index = np.zeros(len(previous), np.int64)
+    length = np.zeros(len(previous), np.int64)
+    known = np.ones(len(previous), np.bool_)
+    for column in range(1, min(order, previous.shape[1]) + 1):
+        rank = previous[:, -column].astype(np.int64)
+        known &= rank >= 0
+        index = np.where(known, index * num_ranks + rank, index)
+        length += known
+    return starts[length] + index
+
+
+def find_contexts(keys: NDArray[np.int64], wanted: NDArray[np.int64], num_ranks: int, order: int) -> NDArray[np.int64]:
+    """[token] index in the rising `keys` of the longest known part of each wanted context; keys[0] must be 0."""
+    starts = key_starts(num_ranks, order)
+    out = np.zeros(len(wanted), np.int64)
+    left = np.arange(len(wanted))  # tokens whose context is not found yet
+    while len(left):
+        key = wanted[left]
+        at = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
+        out[left] = at
+        missing = keys[at] != key
+        left = left[missing]
+        if len(left):
+            wanted = wanted.copy()
+            wanted[left] = shorter_contexts(key[missing], num_ranks, starts)
+    return out
+
+
+def shorter_contexts(keys: NDArray[np.int64], num_ranks: int, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[token] key of the context shorter by its earliest layer; 0 for that of none."""
+    length = np.searchsorted(starts, keys, side="right") - 1
+    return np.where(length > 0, (keys - starts[length]) // num_ranks + starts[np.maximum(length - 1, 0)], 0)

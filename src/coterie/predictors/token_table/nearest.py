@@ -1,0 +1,96 @@
+"""Nearest tokens: the seen token whose embedding is most similar to that of a token never seen.
+
+Embeddings of a whole vocabulary may be mapped from a checkpoint and larger than memory allows twice, so they are
+compared in blocks and never copied. What was found is remembered by token id.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+
+BLOCK = 4096
+"""Rows compared at a time: 64 MB of float32 at a width of 4,096."""
+_SHORTEST, _LONGEST = 1e-30, 1e30
+"""Lengths of embeddings between which float32 compares them; a shorter one has no direction."""
+_CLOSE = 1e-4
+"""Difference of cosines in float32 below which candidates are compared again in float64, so that the result does not
+depend on how many tokens are asked for at once."""
+
+
+class Nearest(NamedTuple):
+    """The seen tokens nearest to some tokens."""
+
+    rows: NDArray[np.int64]
+    """[token] index among the seen tokens; -1 where the token has no embedding, or one of length 0."""
+    similarity: NDArray[np.float64]
+    """[token] cosine, in 0 … 1: a negative one is 0."""
+
+
+class NearestTokens:
+    """Looks for the nearest of the seen tokens; of ties, the one with the lowest id."""
+
+    def __init__(self, embeddings: NDArray[np.floating], seen: NDArray[np.integer]) -> None:
+        if embeddings.ndim != 2 or 0 in embeddings.shape or embeddings.dtype.kind != "f":
+            problem = f"embeddings is {embeddings.dtype} {embeddings.shape}"
+            raise ConfigError(f"{problem}; expected floating point [vocabulary, width], none 0")
+        self.embeddings = embeddings
+        self._lengths = np.concatenate([_lengths(part) for part in _blocks(embeddings)])
+        bad = np.flatnonzero(~(self._lengths <= _LONGEST))
+        if bad.size:
+            raise ConfigError(f"the embedding of token {int(bad[0])} holds NaN, or is longer than {_LONGEST:g}")
+        self._lengths[self._lengths < _SHORTEST] = 0
+        inside = np.flatnonzero((seen >= 0) & (seen < len(embeddings)))
+        self._rows = inside[self._lengths[seen[inside]] > 0]
+        self._seen = np.asarray(seen)[self._rows]
+        self._found: dict[int, tuple[int, float]] = {}
+
+    def of(self, token_ids: NDArray[np.integer]) -> Nearest:
+        """The nearest seen token of each id."""
+        wanted = np.unique(np.asarray(token_ids, np.int64))
+        new = np.array([token for token in wanted.tolist() if token not in self._found], np.int64)
+        if len(new):
+            self._search(new)
+        found = [self._found[token] for token in np.asarray(token_ids).tolist()]
+        return Nearest(np.array([f[0] for f in found], np.int64), np.array([f[1] for f in found], np.float64))
+
+    def _search(self, tokens: NDArray[np.int64]) -> None:
+        self._found.update(dict.fromkeys(tokens.tolist(), (-1, 0.0)))
+        if not len(self._seen):
+            return
+        inside = tokens[(tokens >= 0) & (tokens < len(self.embeddings))]
+        inside = inside[self._lengths[inside] > 0]
+        for asked in _blocks(inside, 256):
+            queries = self._rows_of(asked) / self._lengths[asked, None].astype(np.float32)
+            close: list[list[tuple[float, int]]] = [[] for _ in asked]
+            best = np.full(len(asked), -np.inf)
+            for start in range(0, len(self._seen), BLOCK):
+                part = self._seen[start : start + BLOCK]
+                cosine = queries @ self._rows_of(part).T / self._lengths[part]  # [asked, part]
+                best = np.maximum(best, cosine.max(axis=1))
+                for i, j in np.argwhere(cosine >= best[:, None] - _CLOSE).tolist():
+                    close[i].append((float(cosine[i, j]), start + j))
+            for i, token in enumerate(asked.tolist()):
+                near = np.array([at for value, at in close[i] if value >= best[i] - _CLOSE])
+                exact = self._cosines(token, self._seen[near])
+                first = int(np.argmax(exact))
+                self._found[token] = (int(self._rows[near[first]]), min(1.0, max(0.0, float(exact[first]))))
+
+    def _rows_of(self, tokens: NDArray[np.integer]) -> NDArray[np.float32]:
+        return np.asarray(self.embeddings[tokens], np.float32)
+
+    def _cosines(self, token: int, others: NDArray[np.integer]) -> NDArray[np.float64]:
+        products = self.embeddings[others].astype(np.float64) * self.embeddings[token].astype(np.float64)
+        return np.asarray(products.sum(axis=1) / (self._lengths[others] * self._lengths[token]))
+
+
+def _blocks(rows: NDArray[Any], size: int = BLOCK) -> list[NDArray[Any]]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _lengths(rows: NDArray[Any]) -> NDArray[np.float64]:
+    return np.asarray(np.sqrt(np.square(rows.astype(np.float64)).sum(axis=1)))

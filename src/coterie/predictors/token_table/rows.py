@@ -1,0 +1,258 @@
+"""Rows of the token table: counted from a trace, added up for a request, blended with newer ones."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import helper, njit
+from coterie.errors import ConfigError
+from coterie.predictors.base import Popularity
+from coterie.types import narrowest_uint
+
+ONE = 1 << 15
+"""Fixed-point scale of weights. Weights are rounded down, so that they never sum to more than top_k."""
+
+
+class TokenRows(NamedTuple):
+    """Rows of the table, one per token seen, the most likely experts first."""
+
+    token_ids: NDArray[np.int32]
+    """[seen] rising."""
+    counts: NDArray[np.int64]
+    """[seen] times the token was seen, at least 1."""
+    experts: NDArray[np.unsignedinteger]
+    """[seen, layer, kept]"""
+    weights: NDArray[np.uint16]
+    """[seen, layer, kept] share of the token's occurrences that activated the expert, in units of 1 / ONE; falling."""
+    popularity: Popularity
+    model: str
+    layer_ids: tuple[int, ...] | None
+    """Index of each layer in the model, dense ones counted, where known."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in (self.token_ids, self.counts, self.experts, self.weights))
+
+    def find(self, token_ids: NDArray[np.integer]) -> NDArray[np.int64]:
+        """[token] row of each id; -1 where it was never seen."""
+        at = np.searchsorted(self.token_ids, token_ids)
+        at[at == len(self.token_ids)] = 0
+        return np.where(self.token_ids[at] == token_ids, at, -1)
+
+    def blended(self, newer: TokenRows, keep: float, max_bytes: int) -> TokenRows:
+        """Occurrences of these rows times `keep`, plus those of `newer` rows of the same model.
+
+        Experts cut off on either side count as never activated there. The popularity is blended by the tokens counted.
+        """
+        self._check_same_model(newer)
+        old_counts = keep * self.counts
+        both = np.union1d(self.token_ids[old_counts > 0], newer.token_ids)
+        old_at, new_at = self.find(both), newer.find(both)
+        old = np.where(old_at >= 0, old_counts[old_at], 0.0)
+        new = np.where(new_at >= 0, newer.counts[new_at], 0).astype(np.float64)
+        # A count of at least 1: one occurrence tells more than popularity (docs/predictors.md).
+        counts = np.maximum(1, np.rint(old + new)).astype(np.int64)
+        kept = max(self.experts.shape[2], newer.experts.shape[2])
+        layers, experts = self.popularity.num_layers, self.popularity.num_experts
+        dtype = narrowest_uint(experts - 1)
+        chosen = most_frequent(counts, layers * kept * (dtype.itemsize + 2), max_bytes)
+        shape = (len(chosen), layers, kept)
+        out_experts, out_weights = np.zeros(shape, dtype), np.zeros(shape, np.uint16)
+        share = (old / (old + new))[chosen]
+        _blend_rows(
+            self.experts,
+            self.weights,
+            old_at[chosen],
+            share,
+            newer.experts,
+            newer.weights,
+            new_at[chosen],
+            experts,
+            out_experts,
+            out_weights,
+        )
+        before = keep * float(self.counts.sum())
+        part = before / (before + float(newer.counts.sum()))
+        per_token = part * self.popularity.per_token + (1 - part) * newer.popularity.per_token
+        return TokenRows(
+            token_ids=both[chosen].astype(np.int32),
+            counts=counts[chosen],
+            experts=out_experts,
+            weights=out_weights,
+            popularity=Popularity(per_token, self.popularity.top_k),
+            model=self.model,
+            layer_ids=self.layer_ids,
+        )
+
+    def _check_same_model(self, other: TokenRows) -> None:
+        mine = (self.model, self.popularity.per_token.shape, self.popularity.top_k, self.layer_ids)
+        theirs = (other.model, other.popularity.per_token.shape, other.popularity.top_k, other.layer_ids)
+        for name, one, two in zip(("model", "[layer, expert]", "top_k", "layer_ids"), mine, theirs, strict=True):
+            if one != two:
+                raise ConfigError(f"{name} is {two!r} in the newer table; it must be {one!r}, as in the older")
+
+
+def most_frequent(counts: NDArray[np.int64], row_bytes: int, max_bytes: int) -> NDArray[np.int64]:
+    """Indices, rising, of the tokens that fit in max_bytes: all, or those seen most often."""
+    limit = max(1, max_bytes // (row_bytes + 12))  # 12 bytes: id and count of the token
+    if len(counts) <= limit:
+        return np.arange(len(counts))
+    return np.sort(np.argsort(-counts, kind="stable")[:limit])
+
+
+@helper()
+def _most_used(amounts: NDArray[Any], used: NDArray[Any], size: int, kept: int) -> None:
+    """Move the `kept` experts of `used` with the largest amounts to its front, falling; of ties, the lowest id."""
+    for place in range(min(kept, size)):
+        best = place
+        for other in range(place + 1, size):
+            more = amounts[used[other]] - amounts[used[best]]
+            if more > 0 or (more == 0 and used[other] < used[best]):
+                best = other
+        used[place], used[best] = used[best], used[place]
+
+
+@njit()
+def count_rows(
+    expert_ids: NDArray[Any],
+    at: NDArray[Any],
+    first: NDArray[Any],
+    last: NDArray[Any],
+    num_experts: int,
+    experts: NDArray[Any],
+    weights: NDArray[Any],
+) -> int:
+    """Fill the rows of tokens whose occurrences are at[first[i]:last[i]]; -1, or the token with an id out of range."""
+    layers, k = expert_ids.shape[1], expert_ids.shape[2]
+    kept = experts.shape[2]
+    counts = np.zeros(num_experts, np.int64)
+    used = np.empty(num_experts, np.int64)  # experts with a count: most tokens are rare and use few
+    for row in range(len(first)):
+        times = last[row] - first[row]
+        for layer in range(layers):
+            size = 0
+            for i in range(first[row], last[row]):
+                for j in range(k):
+                    expert = np.int64(expert_ids[at[i], layer, j])
+                    if expert < 0 or expert >= num_experts:
+                        return int(at[i])
+                    if counts[expert] == 0:
+                        used[size] = expert
+                        size += 1
+                    counts[expert] += 1
+            _most_used(counts, used, size, kept)
+            for place in range(min(kept, size)):
+                experts[row, layer, place] = used[place]
+                # Past 1 only where a trace repeats an id within a token; the excess falls back to popularity.
+                weights[row, layer, place] = min(counts[used[place]], times) * ONE // times
+            for place in range(size):
+                counts[used[place]] = 0
+    return -1
+
+
+@njit()
+def _blend_rows(
+    old_experts: NDArray[Any],
+    old_weights: NDArray[Any],
+    old_at: NDArray[Any],
+    share: NDArray[Any],
+    new_experts: NDArray[Any],
+    new_weights: NDArray[Any],
+    new_at: NDArray[Any],
+    num_experts: int,
+    experts: NDArray[Any],
+    weights: NDArray[Any],
+) -> None:
+    """Fill rows with share x the old row + (1 - share) x the new one, where -1 is no row; weights rounded down."""
+    kept = experts.shape[2]
+    amounts = np.zeros(num_experts)
+    used = np.empty(num_experts, np.int64)
+    for row in range(len(share)):
+        for layer in range(experts.shape[1]):
+            size = 0
+            for side in range(2):
+                at = old_at[row] if side == 0 else new_at[row]
+                part = share[row] if side == 0 else 1.0 - share[row]
+                if at < 0 or part <= 0.0:  # an amount of 0 marks an expert that is not listed yet
+                    continue
+                side_experts, side_weights = (old_experts, old_weights) if side == 0 else (new_experts, new_weights)
+                for j in range(side_experts.shape[2]):
+                    if side_weights[at, layer, j] == 0:
+                        break
+                    expert = np.int64(side_experts[at, layer, j])
+                    if amounts[expert] == 0.0:
+                        used[size] = expert
+                        size += 1
+                    amounts[expert] += part * side_weights[at, layer, j]
+            _most_used(amounts, used, size, kept)
+            for place in range(min(kept, size)):
+                experts[row, layer, place] = used[place]
+                weights[row, layer, place] = np.uint16(amounts[used[place]])
+            for place in range(size):
+                amounts[used[place]] = 0.0
+
+
+@njit()
+def add_rows(
+    experts: NDArray[Any], weights: NDArray[Any], rows: NDArray[Any], trust: NDArray[Any], out: NDArray[Any]
+) -> NDArray[np.float64]:
+    """Add the rows, each times its trust, to out [layer, expert]; returns the sum added, [layer]."""
+    layers, kept = experts.shape[1], experts.shape[2]
+    placed = np.zeros(layers)
+    for i in range(len(rows)):
+        for layer in range(layers):
+            for j in range(kept):
+                weight = weights[rows[i], layer, j]
+                if weight == 0:
+                    break
+                share = trust[i] * weight / ONE
+                out[layer, experts[rows[i], layer, j]] += share
+                placed[layer] += share
+    return placed
+
+
+@njit()
+def top_experts(
+    experts: NDArray[Any],
+    weights: NDArray[Any],
+    rows: NDArray[Any],
+    popular: NDArray[Any],
+    per_token: NDArray[Any],
+    out: NDArray[Any],
+    share: NDArray[Any],
+    prior: NDArray[Any],
+) -> None:
+    """Fill out [token, layer, k] with a row's most likely experts, then the most popular ones [layer, expert] it lacks.
+
+    share [token, layer] is the mean weight of the experts filled in from the row, prior that of the same k experts in
+    popularity per_token [layer, expert]. A row of -1 is all popularity.
+    """
+    k, kept = out.shape[2], experts.shape[2]
+    taken = np.zeros(per_token.shape[1], np.bool_)
+    for i in range(len(rows)):
+        for layer in range(out.shape[1]):
+            size, total = 0, 0
+            if rows[i] >= 0:
+                for j in range(min(k, kept)):
+                    if weights[rows[i], layer, j] == 0:
+                        break
+                    out[i, layer, size] = experts[rows[i], layer, j]
+                    total += weights[rows[i], layer, j]
+                    size += 1
+            for j in range(size):
+                taken[out[i, layer, j]] = True
+            for j in range(popular.shape[1]):
+                if size == k:
+                    break
+                if not taken[popular[layer, j]]:
+                    out[i, layer, size] = popular[layer, j]
+                    size += 1
+            popularity = 0.0
+            for j in range(k):
+                taken[out[i, layer, j]] = False
+                popularity += per_token[layer, out[i, layer, j]]
+            share[i, layer] = total / (k * ONE)
+            prior[i, layer] = popularity / k

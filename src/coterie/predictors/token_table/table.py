@@ -1,0 +1,274 @@
+"""Token table: predict each token's experts from its id, whatever its context.
+
+Right where a token's identity determines its experts: in the first layers of most models, and on average over a prompt
+in far more. Wrong where context does. A token seen n times has weight n / (n + smoothing); the rest, and every unseen
+token, falls back to popularity. With embeddings, an unseen token takes the row of the most similar token seen.
+
+A full table of 200,000 tokens, 48 layers and 128 experts would be 4.9 GB in 32 bits, so only tokens that were seen are
+kept, and of each layer only the `experts_kept` most likely experts, three bytes each. The remainder falls back to
+popularity too: the load of a layer always sums to tokens x top_k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import (
+    ConfigError,
+    TraceError,
+    check_at_least,
+    check_new_file,
+    check_not_negative,
+    check_share,
+    require_fitted,
+)
+from coterie.predictors.base import Load, PredictRequest, StartKind, calibrate, check_requests, predictors
+from coterie.predictors.token_table.files import read_rows, write_rows
+from coterie.predictors.token_table.nearest import NearestTokens
+from coterie.predictors.token_table.rows import ONE, TokenRows, add_rows, count_rows, most_frequent, top_experts
+from coterie.traces.activations import ActivationTrace
+from coterie.types import narrowest_uint
+
+Embeddings = NDArray[np.floating]
+"""[vocabulary, width] input embeddings of the model, any floating point dtype."""
+Held = NDArray[np.bool_]
+"""[rank, layer, expert] whether the rank holds the expert."""
+
+
+class Expected(NamedTuple):
+    """The experts expected of some tokens."""
+
+    experts: NDArray[np.int64]
+    """[token, layer, k] the most likely first, different within a layer."""
+    confidence: NDArray[np.float64]
+    """[token, layer] expected share of the token's activations that fall on them, in 0 … 1."""
+
+
+class _Found(NamedTuple):
+    """Rows of some tokens."""
+
+    rows: NDArray[np.int64]
+    """[token] row, of the token itself or of the nearest one seen; -1 where there is none."""
+    similarity: NDArray[np.float64]
+    """[token] 1 for the token itself, else the cosine of the two embeddings, 0 without a row."""
+
+
+@predictors.register("token_table")
+@dataclass(slots=True, eq=False)
+class TokenTable:
+    """Mean activations of each token id, summed over a request's tokens."""
+
+    needs_start: ClassVar[StartKind] = StartKind.TOKENS
+    any_phase: ClassVar[bool] = True
+    smoothing: float = 0.0
+    """Occurrences of a token at which it weighs as much as popularity; 0 trusts a single one, and scored best where
+    measured: noise of rare tokens averages out over a request, a pull towards popularity does not."""
+    experts_kept: int | None = None
+    """Experts kept of each token and layer; None is twice top_k."""
+    max_bytes: int = 1 << 29
+    """Largest size of the table; above it the rarest tokens are left out and fall back to popularity."""
+    confidence_smoothing: float = 2.0
+    """As `smoothing`, for confidences: a token seen once always hits its own experts, which says little of the next
+    time."""
+    rows_: TokenRows | None = field(default=None, init=False, repr=False)
+    nearest_: NearestTokens | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_not_negative(smoothing=self.smoothing, confidence_smoothing=self.confidence_smoothing)
+        check_at_least(1, experts_kept=self.experts_kept, max_bytes=self.max_bytes)
+
+    @property
+    def rows(self) -> TokenRows:
+        return require_fitted(self.rows_, "predictor 'token_table'")
+
+    @property
+    def num_layers(self) -> int:
+        return self.rows.popularity.num_layers
+
+    @property
+    def num_experts(self) -> int:
+        return self.rows.popularity.num_experts
+
+    def fit(
+        self,
+        trace: ActivationTrace,
+        requests: NDArray[np.integer] | None = None,
+        phase: int | None = None,
+        *,
+        embeddings: Embeddings | None = None,
+    ) -> TokenTable:
+        """Count the tokens of these requests; the trace must have token ids."""
+        tokens, offsets = trace.arrays()
+        if tokens.token_ids is None:
+            raise ConfigError(f"the trace of {trace.meta.model!r} has no token_ids: a token table needs them")
+        chosen = check_requests(trace, requests)
+        popularity = calibrate(trace, chosen, phase)
+        spans = [np.arange(offsets[r], offsets[r + 1]) for r in chosen]
+        at = np.concatenate(spans)  # [token] of the trace
+        if phase is not None:
+            at = at[tokens.phase[at] == phase]
+        ids = tokens.token_ids[at]
+        if int(ids.min()) < 0:
+            raise ConfigError(f"token_ids holds {int(ids.min())}; it must not be negative")
+        at = at[np.argsort(ids, kind="stable")]
+        seen, counts = np.unique(ids, return_counts=True)
+        ends = np.cumsum(counts)
+        meta = trace.meta
+        kept = min(meta.num_experts, self.experts_kept or 2 * meta.top_k)
+        dtype = narrowest_uint(meta.num_experts - 1)
+        keep = most_frequent(counts, meta.num_layers * kept * (dtype.itemsize + 2), self.max_bytes)
+        shape = (len(keep), meta.num_layers, kept)
+        experts, weights = np.zeros(shape, dtype), np.zeros(shape, np.uint16)
+        bad = count_rows(tokens.expert_ids, at, (ends - counts)[keep], ends[keep], meta.num_experts, experts, weights)
+        if bad >= 0:
+            raise ConfigError(f"token {bad} activates an expert outside 0 … {meta.num_experts - 1}")
+        self.rows_ = TokenRows(
+            token_ids=seen[keep].astype(np.int32),
+            counts=counts[keep].astype(np.int64),
+            experts=experts,
+            weights=weights,
+            popularity=popularity,
+            model=meta.model,
+            layer_ids=meta.layer_ids,
+        )
+        self.nearest_ = None if embeddings is None else NearestTokens(embeddings, self.rows.token_ids)
+        return self
+
+    def merged(self, newer: TokenTable, keep: float = 0.5) -> TokenTable:
+        """A table of both, occurrences of this one counted `keep` times: 0 is the newer alone, 1 forgets nothing.
+
+        Settings and embeddings stay as they are here. Exact, but for rounding, where neither table cut off experts.
+        """
+        check_share(keep=keep)
+        table = replace(self)
+        table.rows_ = self.rows.blended(newer.rows, keep, self.max_bytes)
+        if self.nearest_ is not None:
+            table.nearest_ = NearestTokens(self.nearest_.embeddings, table.rows.token_ids)
+        return table
+
+    def predict(self, request: PredictRequest) -> Load:
+        rows = self.rows
+        rows.popularity.check(request)
+        if request.token_ids is None or not len(request.token_ids):
+            return rows.popularity.scaled(request)
+        wanted, times = np.unique(np.asarray(request.token_ids, np.int64), return_counts=True)
+        found = self._found(wanted)
+        known = found.rows >= 0
+        seen = rows.counts[found.rows[known]]
+        trust = times[known] * (seen / (seen + self.smoothing)) * found.similarity[known]
+        out = np.zeros((self.num_layers, self.num_experts))
+        placed = add_rows(rows.experts, rows.weights, found.rows[known], trust, out)  # [layer] activations
+        rest = len(request.token_ids) * rows.popularity.top_k - placed
+        out += rest[:, None] / rows.popularity.top_k * rows.popularity.per_token
+        scale = 1.0 if request.num_tokens is None else request.num_tokens / len(request.token_ids)
+        return out * scale
+
+    def expected(self, token_ids: NDArray[np.integer], k: int | None = None) -> Expected:
+        """The k experts (None: top_k) that each token activated most, with confidence.
+
+        Confidence is the share of the token's activations, as counted, that fell on these experts, pulled towards the
+        share that they have of all tokens' activations: as if `confidence_smoothing` further occurrences had been
+        average ones. A token without a row is expected to use the most popular experts, and is as sure as they are.
+        """
+        rows, popularity = self.rows, self.rows.popularity
+        size = popularity.top_k if k is None else k
+        if not 1 <= size <= self.num_experts:
+            raise ConfigError(f"k={size} must be in 1 … num_experts={self.num_experts}")
+        found = self._found(np.asarray(token_ids, np.int64))
+        shape = (len(found.rows), self.num_layers)
+        experts, share, prior = np.zeros((*shape, size), np.int64), np.zeros(shape), np.zeros(shape)
+        popular = np.argsort(-popularity.per_token, axis=1, kind="stable")
+        top_experts(rows.experts, rows.weights, found.rows, popular, popularity.per_token, experts, share, prior)
+        trust = self._trust(found)[:, None]
+        # Of k experts at most top_k are activated at once.
+        scale = size / popularity.top_k
+        return Expected(experts, np.minimum(1.0, scale * (trust * share + (1 - trust) * prior)))
+
+    def local_shares(self, held: Held) -> NDArray[np.float32]:
+        """[seen, layer, rank] expected share of each seen token's activations that are local on a rank.
+
+        `held` [rank, layer, expert] is a placement's. Smoothed as confidences are.
+        """
+        rows, popularity = self.rows, self.rows.popularity
+        ranks = len(held)
+        if held.shape[1:] != popularity.per_token.shape:
+            raise ConfigError(
+                f"held has shape {held.shape}; expected [rank, layer, expert] = (…, {popularity.per_token.shape})"
+            )
+        everyone = np.einsum("le,rle->lr", popularity.per_token, held) / popularity.top_k  # [layer, rank]
+        out = np.zeros((len(rows.token_ids), self.num_layers, ranks), np.float32)
+        trust = rows.counts / (rows.counts + self.confidence_smoothing)
+        for layer in range(self.num_layers):
+            holds = held[:, layer].T.astype(np.float64)  # [expert, rank]
+            weights = rows.weights[:, layer] / (ONE * popularity.top_k)  # [seen, kept]
+            own = sum(
+                weights[:, j, None] * holds[rows.experts[:, layer, j]] for j in range(weights.shape[1])
+            )  # [seen, rank]
+            rest = 1 - weights.sum(axis=1)
+            own = own + rest[:, None] * everyone[layer]
+            out[:, layer] = trust[:, None] * own + (1 - trust[:, None]) * everyone[layer]
+        return out
+
+    def affinity(self, request: PredictRequest, held: Held) -> NDArray[np.float64]:
+        """[rank] share of the request's predicted activations that are local on the rank.
+
+        `held` [rank, layer, expert] is a placement's. The shares sum to 1 unless experts have replicas.
+        """
+        load = self.predict(request)
+        if held.shape[1:] != load.shape:
+            raise ConfigError(f"held has shape {held.shape}; expected [rank, layer, expert] = (…, {load.shape})")
+        return np.asarray(np.einsum("le,rle->r", load, held) / max(float(load.sum()), np.finfo(float).tiny))
+
+    def _found(self, token_ids: NDArray[np.int64]) -> _Found:
+        at = self.rows.find(token_ids)
+        similarity = np.where(at >= 0, 1.0, 0.0)
+        unseen = np.flatnonzero(at < 0)
+        if self.nearest_ is not None and len(unseen):
+            near = self.nearest_.of(token_ids[unseen])
+            at[unseen], similarity[unseen] = near
+        return _Found(at, similarity)
+
+    def _trust(self, found: _Found) -> NDArray[np.float64]:
+        """[token] weight of what was counted, as against popularity; 0 without a row."""
+        counts = np.where(found.rows >= 0, self.rows.counts[found.rows], 0)
+        return np.asarray(found.similarity * counts / np.maximum(counts + self.confidence_smoothing, 1e-300))
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file; the same table gives the same bytes. Refuses to overwrite.
+
+        Embeddings are not saved: give them to `load`.
+        """
+        file = Path(path)
+        check_new_file(file)
+        settings = {
+            "smoothing": float(self.smoothing),
+            "experts_kept": self.experts_kept,
+            "max_bytes": self.max_bytes,
+            "confidence_smoothing": float(self.confidence_smoothing),
+        }
+        write_rows(file, self.rows, settings)
+
+    @classmethod
+    def load(cls, path: str | Path, *, embeddings: Embeddings | None = None) -> TokenTable:
+        """Map a saved table: processes of one machine share its memory. Every number is checked."""
+        file = Path(path)
+        about, rows = read_rows(file)
+        try:
+            kept = about["experts_kept"]
+            table = cls(float(about["smoothing"]), None if kept is None else int(kept), int(about["max_bytes"]))
+            # Files of before confidences lack it.
+            table = replace(
+                table, confidence_smoothing=float(about.get("confidence_smoothing", cls().confidence_smoothing))
+            )
+        except KeyError as error:
+            raise TraceError(file, f"metadata {error.args[0]}", "is missing") from None
+        except (ConfigError, TypeError, ValueError, OverflowError) as error:
+            raise TraceError(file, "metadata", str(error)) from None
+        table.rows_ = rows
+        table.nearest_ = None if embeddings is None else NearestTokens(embeddings, rows.token_ids)
+        return table

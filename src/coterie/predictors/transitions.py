@@ -1,0 +1,207 @@
+"""Rank transitions: predict a token's rank in a layer from its ranks in the layers before.
+
+Right where the experts of consecutive layers belong together, whatever the token: then a token that was on a rank is
+likely to go where others went from there. Wrong where a layer's choice does not depend on the last ones; the table then
+falls back to the ranks that are popular in the layer, with the confidence they deserve.
+
+A context of n ranks is rare for large n, and a rare one says little. Each distribution is therefore pulled towards that
+of the context shorter by one layer, as if `smoothing` further tokens had followed it; the shortest, of no layers at
+all, is the mean of the layer. Contexts with fewer than `min_tokens` tokens are left out, and the next shorter one
+serves. :mod:`coterie.footprints.ranks` defines a token's rank and the numbering of contexts.
+
+What is predicted is the share of a token's activations that each rank holds, as the token table predicts it: the two
+confidences can be compared. Fitted without `local`, it is the probability of each rank instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.errors import ConfigError, check_at_least, check_not_negative, require_fitted
+from coterie.footprints.ranks import MAX_ORDER, context_keys, find_contexts, key_starts, shorter_contexts
+
+
+class TransitionRows(NamedTuple):
+    """Contexts of all layers; those of layer l are rows offsets[l] … offsets[l + 1]."""
+
+    offsets: NDArray[np.int64]
+    """[layer + 1]"""
+    keys: NDArray[np.int64]
+    """[row] context, rising within a layer; the first of a layer is 0, the context of no layers."""
+    tokens: NDArray[np.int64]
+    """[row] tokens counted."""
+    shares: NDArray[np.float32]
+    """[row, rank] expected share of a token's activations that the rank holds, in 0 … 1."""
+    ranks: NDArray[np.int64]
+    """[row] rank with the largest share; of ties, the lowest."""
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.shares.shape[1])
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def confidence(self) -> NDArray[np.float32]:
+        """[row] share of the row's rank."""
+        return np.asarray(self.shares.max(axis=1))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self)
+
+
+@dataclass(slots=True, eq=False)
+class RankTransitions:
+    """Distribution over ranks in a layer, given a token's ranks in the `order` layers before."""
+
+    order: int = 2
+    """Previous layers looked at, 1 … 5."""
+    smoothing: float = 8.0
+    """Tokens that a context's shorter one counts for."""
+    min_tokens: int = 2
+    """Tokens below which a context is left out."""
+    rows_: TransitionRows | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.order <= MAX_ORDER:
+            raise ConfigError(f"order={self.order} must be in 1 … {MAX_ORDER}")
+        check_not_negative(smoothing=self.smoothing)
+        check_at_least(1, min_tokens=self.min_tokens)
+
+    @property
+    def rows(self) -> TransitionRows:
+        return require_fitted(self.rows_, "RankTransitions")
+
+    def fit(
+        self, ranks: NDArray[np.integer], num_ranks: int, local: NDArray[np.integer] | None = None, top_k: int = 1
+    ) -> RankTransitions:
+        """Count ranks [token, layer].
+
+        `local` [token, layer, rank] are activations by rank, of `top_k` in all; None counts each token's rank once.
+        """
+        if ranks.ndim != 2 or 0 in ranks.shape:
+            raise ConfigError(f"ranks has shape {ranks.shape}; expected [token, layer], none 0")
+        low, high = int(ranks.min()), int(ranks.max())
+        if low < 0 or high >= num_ranks:
+            raise ConfigError(f"ranks holds {low if low < 0 else high}; it must be in 0 … {num_ranks - 1}")
+        if local is not None and local.shape != (*ranks.shape, num_ranks):
+            raise ConfigError(f"local has shape {local.shape}; expected {(*ranks.shape, num_ranks)}")
+        check_at_least(1, top_k=top_k)
+        if local is not None and (int(local.min()) < 0 or int(local.max()) > top_k):
+            raise ConfigError(f"local must be in 0 … top_k={top_k}")
+        starts = key_starts(num_ranks, self.order)
+        parts = [self._layer(ranks, layer, starts, num_ranks, local, top_k) for layer in range(ranks.shape[1])]
+        self.rows_ = TransitionRows(
+            offsets=np.cumsum([0, *(len(part.keys) for part in parts)]),
+            keys=np.concatenate([part.keys for part in parts]),
+            tokens=np.concatenate([part.tokens for part in parts]),
+            shares=np.concatenate([part.shares for part in parts]).astype(np.float32),
+            ranks=np.concatenate([part.shares.argmax(axis=1) for part in parts]).astype(np.int64),
+        )
+        return self
+
+    def _layer(
+        self,
+        ranks: NDArray[np.integer],
+        layer: int,
+        starts: NDArray[np.int64],
+        num_ranks: int,
+        local: NDArray[np.integer] | None,
+        top_k: int,
+    ) -> _Layer:
+        depth = min(self.order, layer)
+        longest = context_keys(ranks[:, :layer], num_ranks, depth)
+        order = np.argsort(longest, kind="stable")
+        # The latest rank leads, so tokens that share a shorter context lie together too: one sort serves all orders.
+        by_order = [(longest[order] - starts[depth]) // num_ranks ** (depth - m) + starts[m] for m in range(depth + 1)]
+        keys, tokens = [], []
+        for column in by_order:
+            found, counts = _runs(column)
+            keep = counts >= self.min_tokens if column is not by_order[0] else np.ones(1, np.bool_)
+            keys.append(found[keep])
+            tokens.append(counts[keep])
+        table = _Layer(np.concatenate(keys), np.concatenate(tokens), np.zeros((sum(map(len, keys)), num_ranks)))
+        own = np.ascontiguousarray(ranks[:, layer], np.int64)
+        counted = np.zeros((1, 1), np.uint16) if local is None else np.ascontiguousarray(local[:, layer], np.uint16)
+        _count(table.keys, np.stack(by_order), order, own, counted, local is not None, table.shares)
+        parents = find_contexts(table.keys, shorter_contexts(table.keys, num_ranks, starts), num_ranks, self.order)
+        _smooth(table.shares, table.tokens, parents, float(top_k), self.smoothing)
+        return table
+
+    def shares(self, layer: int, previous: NDArray[np.integer]) -> NDArray[np.float32]:
+        """[token, rank] expected shares in a layer; `previous` [token, layer] are the ranks before, the latest last."""
+        return self.rows.shares[self.find(layer, previous)]
+
+    def find(self, layer: int, previous: NDArray[np.integer]) -> NDArray[np.int64]:
+        """[token] row of the longest context known; a negative rank in `previous` is unknown, and ends the context."""
+        rows = self.rows
+        if not 0 <= layer < rows.num_layers:
+            raise ConfigError(f"layer={layer} must be in 0 … {rows.num_layers - 1}")
+        wanted = context_keys(previous, rows.num_ranks, self.order)
+        start, stop = int(rows.offsets[layer]), int(rows.offsets[layer + 1])
+        return find_contexts(rows.keys[start:stop], wanted, rows.num_ranks, self.order) + start
+
+
+class _Layer(NamedTuple):
+    """Contexts of one layer; shares are counts until they are smoothed."""
+
+    keys: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    shares: NDArray[np.float64]
+
+
+def _runs(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Distinct values of a sorted array, and how often each occurs."""
+    first = np.flatnonzero(np.diff(values, prepend=values[0] - 1))
+    return values[first], np.diff(first, append=len(values))
+
+
+@njit()
+def _count(
+    keys: NDArray[Any],
+    by_order: NDArray[Any],
+    order: NDArray[Any],
+    ranks: NDArray[Any],
+    local: NDArray[Any],
+    has_local: bool,
+    counts: NDArray[Any],
+) -> None:
+    """Add each token's activations, or 1 for its rank, to the rows of its contexts; by_order [order, token] rises."""
+    for m in range(len(by_order)):
+        row = 0
+        for i in range(len(order)):
+            key = by_order[m, i]
+            while row < len(keys) and keys[row] < key:
+                row += 1
+            if row == len(keys):
+                break
+            if keys[row] != key:  # left out
+                continue
+            token = order[i]
+            if has_local:
+                for rank in range(counts.shape[1]):
+                    counts[row, rank] += local[token, rank]
+            else:
+                counts[row, ranks[token]] += 1.0
+
+
+@njit()
+def _smooth(shares: NDArray[Any], tokens: NDArray[Any], parents: NDArray[Any], top_k: float, smoothing: float) -> None:
+    """Turn counts into shares, in place. A parent comes before its rows, as shorter contexts have lower keys."""
+    for row in range(len(shares)):
+        total = tokens[row] * top_k
+        if row > 0:
+            total += smoothing * top_k
+        for rank in range(shares.shape[1]):
+            value = shares[row, rank]
+            if row > 0:
+                value += smoothing * top_k * shares[parents[row], rank]
+            shares[row, rank] = value / total

@@ -1,0 +1,300 @@
+"""What the token table expects of each token: confidence, shares by rank, similar tokens, newer traffic."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.errors import ConfigError
+from coterie.placement.holdings import held_by
+from coterie.predictors import PredictRequest, TokenTable
+from coterie.predictors.token_table import ONE, NearestTokens
+from coterie.traces import ActivationTrace
+from coterie.types import Placement
+from token_traces import EXPERTS, LAYERS, TOP_K, distinct, random_trace, trace_of
+
+CUT = EXPERTS * 2.0**-15
+"""Most that rounding weights down can change of a share."""
+
+
+def random_placement(rng: np.random.Generator, ranks: int = 3, spare: int = 0) -> Placement:
+    """Experts in random slots; with `spare` slots a rank more, replicas too."""
+    slots = np.stack(
+        [
+            np.concatenate([rng.permutation(EXPERTS), rng.integers(0, EXPERTS, ranks * spare)])[
+                rng.permutation(EXPERTS + ranks * spare)
+            ]
+            for _ in range(LAYERS)
+        ]
+    )
+    return Placement(slots.astype(np.int32), ranks, EXPERTS)
+
+
+def counted(trace: ActivationTrace) -> tuple[dict[int, int], dict[tuple[int, int], Counter[int]]]:
+    """Occurrences by token, and activations by token and layer, in plain Python."""
+    times: Counter[int] = Counter()
+    used: dict[tuple[int, int], Counter[int]] = {}
+    tokens, _ = trace.arrays()
+    assert tokens.token_ids is not None
+    for token, ids in zip(tokens.token_ids.tolist(), tokens.expert_ids.tolist(), strict=True):
+        times[token] += 1
+        for layer, experts in enumerate(ids):
+            used.setdefault((token, layer), Counter()).update(experts)
+    return times, used
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**20), smoothing=st.sampled_from([0.0, 0.5, 2.0]), k=st.integers(1, EXPERTS))
+def test_expected_experts_are_those_of_a_plain_count(seed: int, smoothing: float, k: int) -> None:
+    rng = np.random.default_rng(seed)
+    trace = random_trace(rng)
+    table = TokenTable(experts_kept=EXPERTS, confidence_smoothing=smoothing).fit(trace)
+    popularity = table.rows.popularity.per_token
+    times, used = counted(trace)
+    asked = rng.integers(0, 25, 30)  # 20 … 24 were never seen
+    found = table.expected(asked, k)
+    assert (found.confidence >= 0).all()
+    assert (found.confidence <= 1).all()
+    for i, token in enumerate(asked.tolist()):
+        for layer in range(LAYERS):
+            count = used.get((token, layer), Counter())
+            by_count = sorted(count, key=lambda e: (-count[e], e))[:k]
+            popular = [e for e in np.argsort(-popularity[layer], kind="stable").tolist() if e not in by_count]
+            right = (by_count + popular)[:k]
+            assert found.experts[i, layer].tolist() == right
+            n = times.get(token, 0)
+            own = sum(count[e] for e in right) / (n * TOP_K) if n else 0.0
+            trust = n / (n + smoothing) if n else 0.0
+            expected = trust * own + (1 - trust) * popularity[layer, right].sum() / TOP_K
+            assert found.confidence[i, layer] == pytest.approx(min(1.0, expected), abs=CUT)
+
+
+def test_a_token_seen_once_is_not_sure(rng: np.random.Generator) -> None:
+    ids = distinct(rng, 101)
+    ids[1:] = ids[1]
+    table = TokenTable().fit(trace_of(ids, [7] + [8] * 100, [101]))
+    once, often = table.expected(np.array([7, 8])).confidence
+    assert (once < 0.75).all(), "a single occurrence hits its own experts by definition"
+    assert (often > 0.97).all()
+    sure = TokenTable(confidence_smoothing=0).fit(trace_of(ids, [7] + [8] * 100, [101]))
+    np.testing.assert_array_equal(sure.expected(np.array([7])).confidence, 1.0)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**20), spare=st.sampled_from([0, 2]))
+def test_local_shares_and_affinity_are_a_plain_sum(seed: int, spare: int) -> None:
+    rng = np.random.default_rng(seed)
+    trace = random_trace(rng)
+    placement = random_placement(rng, spare=spare)
+    held = held_by(placement)
+    table = TokenTable(experts_kept=EXPERTS, confidence_smoothing=1.0).fit(trace)
+    times, used = counted(trace)
+    popularity = table.rows.popularity.per_token
+    shares = table.local_shares(held)
+    assert shares.min() >= 0
+    assert shares.max() <= 1 + 1e-6
+    for row, token in enumerate(table.rows.token_ids.tolist()):
+        n = times[token]
+        for layer in range(LAYERS):
+            for rank in range(3):
+                own = sum(c for e, c in used[token, layer].items() if held[rank, layer, e]) / (n * TOP_K)
+                everyone = popularity[layer][held[rank, layer]].sum() / TOP_K
+                expected = n / (n + 1) * own + 1 / (n + 1) * everyone
+                assert shares[row, layer, rank] == pytest.approx(expected, abs=CUT)
+    request = PredictRequest(rng.integers(0, 25, 40))
+    load = table.predict(request)
+    affinity = table.affinity(request, held)
+    expected_affinity = [load[held[rank]].sum() / load.sum() for rank in range(3)]
+    np.testing.assert_allclose(affinity, expected_affinity)
+    if not spare:
+        np.testing.assert_allclose(shares.sum(axis=2), 1, atol=1e-5)
+        assert affinity.sum() == pytest.approx(1)
+    assert table.affinity(PredictRequest(num_tokens=0), held).tolist() == [0, 0, 0]
+
+
+def test_misshapen_requests_are_refused(rng: np.random.Generator) -> None:
+    table = TokenTable().fit(random_trace(rng))
+    held = np.ones((2, LAYERS, EXPERTS + 1), np.bool_)
+    with pytest.raises(ConfigError, match=r"held has shape \(2, 3, 13\)"):
+        table.local_shares(held)
+    with pytest.raises(ConfigError, match=r"held has shape \(2, 3, 13\)"):
+        table.affinity(PredictRequest(), held)
+    for k in (0, EXPERTS + 1):
+        with pytest.raises(ConfigError, match=f"k={k} must be in 1 … num_experts=12"):
+            table.expected(np.array([1]), k)
+
+
+# Tokens never seen ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**20), dtype=st.sampled_from([np.float16, np.float32, np.float64]))
+def test_the_nearest_token_is_that_of_a_plain_search(seed: int, dtype: Any) -> None:
+    rng = np.random.default_rng(seed)
+    embeddings = rng.standard_normal((60, 5)).astype(dtype)
+    embeddings[7] = 0
+    embeddings[12] = 2 * embeddings[11]  # as near as the one before it
+    seen = np.sort(rng.choice(60, 25, replace=False))
+    nearest = NearestTokens(embeddings, seen)
+    asked = rng.integers(-3, 70, 40)
+    found = nearest.of(asked)
+    wide = embeddings.astype(np.float64)
+    length = np.sqrt((wide * wide).sum(axis=1))
+    for token, row, similarity in zip(asked.tolist(), found.rows.tolist(), found.similarity.tolist(), strict=True):
+        if not 0 <= token < 60 or token == 7:
+            assert (row, similarity) == (-1, 0)
+            continue
+        cosines = [
+            (wide[token] * wide[other]).sum() / (length[token] * length[other]) if length[other] else -2
+            for other in seen.tolist()
+        ]
+        assert cosines[row] == pytest.approx(max(cosines), abs=1e-12)
+        assert similarity == pytest.approx(min(1, max(0.0, cosines[row])), abs=1e-12)
+        again = NearestTokens(embeddings, seen).of(np.array([token]))
+        assert (again.rows[0], again.similarity[0]) == (row, similarity), "the same whatever else is asked"
+
+
+def test_blocks_do_not_change_what_is_found(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    embeddings = rng.standard_normal((90, 4)).astype(np.float32)
+    seen, asked = np.arange(0, 90, 2), np.arange(1, 90, 2)
+    whole = NearestTokens(embeddings, seen).of(asked)
+    monkeypatch.setattr("coterie.predictors.token_table.nearest.BLOCK", 7)
+    parts = NearestTokens(embeddings, seen).of(asked)
+    np.testing.assert_array_equal(whole.rows, parts.rows)
+    np.testing.assert_array_equal(whole.similarity, parts.similarity)
+
+
+def test_an_unseen_token_takes_the_row_of_the_nearest(rng: np.random.Generator, tmp_path: Path) -> None:
+    trace = random_trace(rng)  # tokens 0 … 19
+    embeddings = rng.standard_normal((30, 6)).astype(np.float32)
+    embeddings[25] = 3 * embeddings[4]
+    embeddings[26] = -embeddings[:20].sum(axis=0)
+    embeddings[27] = 0
+    plain = TokenTable(experts_kept=EXPERTS).fit(trace)
+    near = TokenTable(experts_kept=EXPERTS).fit(trace, embeddings=embeddings)
+    np.testing.assert_allclose(
+        near.predict(PredictRequest(np.array([25, 25, 3]))), plain.predict(PredictRequest(np.array([4, 4, 3])))
+    )
+    np.testing.assert_array_equal(near.expected(np.array([25])).experts, plain.expected(np.array([4])).experts)
+    np.testing.assert_allclose(near.expected(np.array([25])).confidence, plain.expected(np.array([4])).confidence)
+    for token in (27, 29 + 1, -1):  # of length 0, past the vocabulary, no id
+        asked = np.array([token])
+        np.testing.assert_array_equal(near.predict(PredictRequest(asked)), plain.predict(PredictRequest(asked)))
+    seen = PredictRequest(rng.integers(0, 20, 50))
+    np.testing.assert_array_equal(near.predict(seen), plain.predict(seen))
+    near.save(tmp_path / "table")
+    again = TokenTable.load(tmp_path / "table", embeddings=embeddings)
+    asked_all = PredictRequest(np.arange(30))
+    np.testing.assert_array_equal(again.predict(asked_all), near.predict(asked_all))
+    assert TokenTable.load(tmp_path / "table").nearest_ is None
+
+
+def test_similarity_weighs_the_row_against_popularity(rng: np.random.Generator) -> None:
+    trace = random_trace(rng, vocabulary=1)
+    embeddings = np.array([[1.0, 0.0], [3.0, 4.0], [-1.0, 0.1]])  # cosines with token 0: 0.6 and below 0
+    table = TokenTable(experts_kept=EXPERTS).fit(trace, embeddings=embeddings)
+    own, popular = (table.predict(PredictRequest(np.array([token]))) for token in (0, 99))
+    between = table.predict(PredictRequest(np.array([1])))
+    np.testing.assert_allclose(between, 0.6 * own + 0.4 * popular, atol=1e-4)
+    np.testing.assert_array_equal(table.predict(PredictRequest(np.array([2]))), popular)
+
+
+def test_bad_embeddings_are_refused(rng: np.random.Generator) -> None:
+    trace = random_trace(rng)
+    bad = np.ones((30, 4))
+    bad[13, 2] = np.nan
+    wrong: list[tuple[Any, str]] = [
+        (np.ones(5), r"embeddings is float64 \(5,\)"),
+        (np.ones((3, 0)), "none 0"),
+        (np.ones((30, 4), np.int64), "expected floating point"),
+        (bad, "embedding of token 13 holds NaN"),
+        (np.full((30, 4), 1e31), "is longer than 1e"),
+    ]
+    for embeddings, problem in wrong:
+        with pytest.raises(ConfigError, match=problem):
+            TokenTable().fit(trace, embeddings=embeddings)
+
+
+# Newer traffic --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**20), keep=st.sampled_from([0.0, 0.3, 0.5, 1.0]))
+def test_merging_is_counting_both_with_the_older_decayed(seed: int, keep: float) -> None:
+    rng = np.random.default_rng(seed)
+    first, second = random_trace(rng, 6), random_trace(rng, 6, vocabulary=26)
+    whole = {"experts_kept": EXPERTS}
+    older, newer = TokenTable(**whole).fit(first), TokenTable(**whole).fit(second)
+    merged = older.merged(newer, keep)
+    (old_times, old_used), (new_times, new_used) = counted(first), counted(second)
+    rows = merged.rows
+    tokens = set(new_times) | (set(old_times) if keep else set())
+    assert rows.token_ids.tolist() == sorted(tokens)
+    assert rows.weights.sum(axis=2, dtype=np.int64).max() <= TOP_K * ONE
+    assert (np.diff(rows.weights.astype(np.int64), axis=2) <= 0).all()
+    for row, token in enumerate(rows.token_ids.tolist()):
+        n = keep * old_times.get(token, 0) + new_times.get(token, 0)
+        assert rows.counts[row] == max(1, np.rint(n))
+        for layer in range(LAYERS):
+            old, new = (used.get((token, layer), Counter()) for used in (old_used, new_used))
+            found = np.zeros(EXPERTS)
+            np.add.at(found, rows.experts[row, layer], rows.weights[row, layer] / ONE)  # 0 fills rows up
+            right = [(keep * old[e] + new[e]) / n for e in range(EXPERTS)]
+            np.testing.assert_allclose(found, right, atol=3 * 2.0**-15)
+    before, after = keep * sum(old_times.values()), sum(new_times.values())
+    right_popularity = (before * older.rows.popularity.per_token + after * newer.rows.popularity.per_token) / (
+        before + after
+    )
+    np.testing.assert_allclose(rows.popularity.per_token, right_popularity)
+    assert merged.predict(PredictRequest(np.arange(30))).sum(axis=1) == pytest.approx(30 * TOP_K)
+
+
+def test_keeping_nothing_is_the_newer_table(rng: np.random.Generator, tmp_path: Path) -> None:
+    older, newer = TokenTable().fit(random_trace(rng)), TokenTable().fit(random_trace(rng))
+    older.merged(newer, 0.0).save(tmp_path / "merged")
+    newer.save(tmp_path / "newer")
+    assert (tmp_path / "merged").read_bytes() == (tmp_path / "newer").read_bytes()
+
+
+def test_newer_traffic_takes_over(rng: np.random.Generator) -> None:
+    """A token whose experts changed follows the newer traffic, the sooner the less is kept."""
+    ids = distinct(rng, 2)
+    old = TokenTable().fit(trace_of(ids[[0] * 8], [5] * 8, [8]))
+    new = TokenTable().fit(trace_of(ids[[1] * 8], [5] * 8, [8]))
+    for keep, share in ((1.0, 0.5), (0.5, 1 / 3), (0.1, 1 / 11)):
+        merged = old.merged(new, keep)
+        load = merged.predict(PredictRequest(np.array([5])))[0]
+        own = np.setdiff1d(ids[0, 0], ids[1, 0])
+        np.testing.assert_allclose(load[own], share, atol=1e-4)
+    twice = old.merged(new).merged(new)
+    assert twice.predict(PredictRequest(np.array([5])))[0][own].max() < 0.15
+
+
+def test_merging_keeps_within_max_bytes_and_settings(rng: np.random.Generator) -> None:
+    embeddings = rng.standard_normal((40, 3))
+    older = TokenTable(smoothing=0.5, max_bytes=400).fit(random_trace(rng), embeddings=embeddings)
+    merged = older.merged(TokenTable().fit(random_trace(rng)))
+    assert merged.smoothing == 0.5
+    assert merged.rows.nbytes <= 400
+    assert len(merged.rows.token_ids) >= 1
+    assert merged.nearest_ is not None
+    assert merged.nearest_ is not older.nearest_
+
+
+def test_tables_of_different_models_do_not_merge(rng: np.random.Generator) -> None:
+    table = TokenTable().fit(random_trace(rng))
+    for other in (
+        trace_of(distinct(rng, 4, layers=2), [1, 2, 3, 4], [4]),
+        trace_of(distinct(rng, 4, k=3), [1, 2, 3, 4], [4]),
+        trace_of(distinct(rng, 4, experts=9), [1, 2, 3, 4], [4], experts=9),
+    ):
+        with pytest.raises(ConfigError, match="in the newer table; it must be"):
+            table.merged(TokenTable().fit(other))
+    with pytest.raises(ConfigError, match=r"keep=1.5 must be in 0 … 1"):
+        table.merged(table, 1.5)
