@@ -8,8 +8,9 @@ Items start in clusters of alike ones. Then, in every iteration:
 * pairs of ranks drawn at random swap the two experts whose swap raises the affinities most.
 * items, the most frequent first, go to the rank with the highest score: affinity with the items that are there (the
   experts they share) and with its experts. A rank with its share of tokens is masked.
+* items drawn at random move, or change places with another, where that lowers the cost.
 
-The best iterate by :func:`~coterie.placement.co_clustering.base.cost` is kept. The published text names the steps, not
+All of it is done from several starts. The best iterate by :func:`~coterie.placement.co_clustering.base.cost` is kept. The published text names the steps, not
 the scales of the affinities nor the adjustment by load: those above are ours.
 
 Wrong where the load of experts must be even too: nothing here looks at it past the order of placement.
@@ -37,8 +38,10 @@ class AlternatingSettings:
     """Weight of the imbalance of tokens in the cost; the rest weighs remote activations."""
     iterations: int = 12
     """Rounds of placing experts, then items."""
+    starts: int = 2
+    """Times that all of it is done, from other clusters of items."""
     swaps: int = 64
-    """Pairs of ranks that are drawn per iteration and layer to swap experts."""
+    """Pairs of ranks that are drawn per iteration and layer to swap experts, and pairs of items to change places."""
     expert_expert: float = 0.2
     """Weight of the affinity between experts."""
     expert_item: float = 1.0
@@ -50,7 +53,7 @@ class AlternatingSettings:
 
     def __post_init__(self) -> None:
         check_share(theta=self.theta)
-        check_at_least(1, iterations=self.iterations)
+        check_at_least(1, iterations=self.iterations, starts=self.starts)
         check_at_least(0, swaps=self.swaps)
         check_not_negative(
             expert_expert=self.expert_expert,
@@ -65,24 +68,36 @@ def alternate(
 ) -> tuple[Ranks, Ranks]:
     """Ranks of experts [layer, expert] and of items [group, item]; the first ranks get what experts are left over."""
     chosen = AlternatingSettings() if settings is None else settings
-    groups, layers = items.groups, items.num_layers
+    runs = [_run(items, num_experts, num_ranks, rng, chosen) for _ in range(chosen.starts)]
+    expert_ranks = np.concatenate([run[0] for run in runs])  # [iterate, layer, expert]
+    ranks = np.concatenate([run[1] for run in runs])
+    costs = np.stack([cost(items, *at, num_ranks, chosen.theta) for at in zip(expert_ranks, ranks, strict=True)])
+    best = costs.argmin(axis=0)  # [group] iterate
+    by_layer = np.repeat(best, items.layers_each)
+    return expert_ranks[by_layer, np.arange(items.num_layers)], ranks[best, np.arange(items.groups)]
+
+
+def _run(
+    items: Items, num_experts: int, num_ranks: int, rng: Generator, settings: AlternatingSettings
+) -> tuple[Ranks, Ranks]:
+    """All iterates of one start: [iterate, layer, expert] and [iterate, group, item]."""
+    groups, layers, turns = items.groups, items.num_layers, settings.iterations
     hot = items.load(num_experts)
     order = np.argsort(-hot, axis=1, kind="stable")
     by_frequency = np.argsort(-items.frequency, kind="stable")
     seeds = np.stack([_spread(items, group, num_ranks, rng) for group in range(groups)])
-    pairs = rng.integers(0, num_ranks, (layers, chosen.iterations, chosen.swaps, 2))
-    shape = (chosen.iterations, layers, num_experts)
-    expert_ranks = np.zeros(shape, np.int64)
-    ranks = np.zeros((chosen.iterations, groups, len(items)), np.int64)
-    weights = np.array([chosen.expert_expert, chosen.expert_item, chosen.item_item, 1.0 + chosen.slack])
+    pairs = rng.integers(0, num_ranks, (layers, turns, settings.swaps, 2))
+    drawn = rng.integers(0, len(items), (groups, turns, settings.swaps, 2))
+    expert_ranks = np.zeros((turns, layers, num_experts), np.int64)
+    ranks = np.zeros((turns, groups, len(items)), np.int64)
+    scales = np.array(
+        [settings.expert_expert, settings.expert_item, settings.item_item, 1.0 + settings.slack, settings.theta]
+    )
     side_by_side(
         _alternate, groups, items.layers_each, items.frequency, items.experts, items.weights, hot, order,
-        by_frequency, seeds, pairs, room_of(num_experts, num_ranks), weights, expert_ranks, ranks,
+        by_frequency, seeds, pairs, drawn, room_of(num_experts, num_ranks), scales, expert_ranks, ranks,
     )  # fmt: skip
-    costs = np.stack([cost(items, *at, num_ranks, chosen.theta) for at in zip(expert_ranks, ranks, strict=True)])
-    best = costs.argmin(axis=0)  # [group] iterate
-    by_layer = np.repeat(best, items.layers_each)
-    return expert_ranks[by_layer, np.arange(layers)], ranks[best, np.arange(groups)]
+    return expert_ranks, ranks
 
 
 def room_of(num_experts: int, num_ranks: int) -> NDArray[np.int64]:
@@ -140,6 +155,7 @@ def _alternate(
     by_frequency: NDArray[Any],
     seeds: NDArray[Any],
     pairs: NDArray[Any],
+    drawn: NDArray[Any],
     room: NDArray[Any],
     scales: NDArray[Any],
     expert_ranks: NDArray[Any],
@@ -164,6 +180,7 @@ def _alternate(
                 _swap(together[at], activations[at], pairs[layer, turn], scales, placed[at])
             nobody = np.full(num_ranks, -1, np.int64)
             _schedule(first, frequency, experts, weights, by_frequency, placed, scales, nobody, label, num_ranks)
+            _tune(first, frequency, experts, weights, placed, drawn[group, turn], scales[4], label, num_ranks)
             ranks[turn, group] = label
             expert_ranks[turn, first:last] = placed
 
@@ -321,6 +338,57 @@ def _schedule(
                     best, most = rank, score
         label[item] = best if best >= 0 else least
         _join(item, label[item], first, frequency, experts, weights, profile, tokens)
+
+
+@helper()
+def _tune(
+    first: int,
+    frequency: NDArray[Any],
+    experts: NDArray[Any],
+    weights: NDArray[Any],
+    placed: NDArray[Any],
+    drawn: NDArray[Any],
+    theta: float,
+    label: NDArray[Any],
+    ranks: int,
+) -> None:
+    """Move items drawn, or let two of them change places, where that lowers the cost."""
+    tokens, layers = np.zeros(ranks), len(placed)
+    for item in range(len(frequency)):
+        tokens[label[item]] += frequency[item]
+    even = frequency.sum() / ranks
+    here = np.zeros((2, ranks))
+    for turn in range(len(drawn)):
+        here[:] = 0.0
+        for side in range(2):
+            item = drawn[turn, side]
+            for at in range(layers):
+                for j in range(experts.shape[2]):
+                    here[side, placed[at, experts[item, first + at, j]]] += weights[item, first + at, j]
+        one, two = drawn[turn]
+        for side in range(2):
+            item = drawn[turn, side]
+            size = frequency[item]
+            for rank in range(ranks):
+                a = label[item]
+                if rank != a:
+                    uneven = abs(tokens[a] - size - even) + abs(tokens[rank] + size - even)
+                    uneven -= abs(tokens[a] - even) + abs(tokens[rank] - even)
+                    more = theta * layers * uneven - (1.0 - theta) * size * (here[side, rank] - here[side, a])
+                    if more < -1e-9:
+                        tokens[a] -= size
+                        tokens[rank] += size
+                        label[item] = rank
+        a, b = label[one], label[two]
+        if a != b:
+            size = frequency[two] - frequency[one]  # that rank a gets
+            uneven = abs(tokens[a] + size - even) + abs(tokens[b] - size - even)
+            uneven -= abs(tokens[a] - even) + abs(tokens[b] - even)
+            local = frequency[one] * (here[0, b] - here[0, a]) + frequency[two] * (here[1, a] - here[1, b])
+            if theta * layers * uneven - (1.0 - theta) * local < -1e-9:
+                tokens[a] += size
+                tokens[b] -= size
+                label[one], label[two] = b, a
 
 
 @helper()

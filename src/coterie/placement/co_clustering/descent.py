@@ -25,61 +25,31 @@ PRICE_STEPS = 40
 """Steps of the prices from 0; a quarter of them where the placement changed a little."""
 TURNS = 20
 """Most rounds of items, then swaps."""
+FEW_ITEMS = 512
+"""Items up to which pairs of them may change places: one may be as large as a rank's share."""
 PASSES = 3
 """Most passes over all swaps with the items answering."""
 
 
 def descend(
-    items: Items, load: Array, most: Array, starts: list[Ranks], trust: Array, num_ranks: int
-) -> tuple[Ranks, Array]:
-    """The best placement [layer, expert] that is reached from the starts, and prices [group, rank] of its ranks.
+    items: Items, load: Array, most: Array, starts: list[Ranks], trust: Array, num_ranks: int, slack: float
+) -> tuple[Ranks, Ranks]:
+    """The best ranks of experts [layer, expert] and items [group, item] that are reached from the starts.
 
     `load` [layer, expert] tokens, `most` [layer, rank] largest load of a rank, `trust` [item] share of an item's
-    activations that counts.
+    activations that counts, `slack` share by which the tokens of a rank's items may exceed an even share.
     """
     groups, layers = items.groups, items.num_layers
     found = np.stack([np.ascontiguousarray(start, np.int64) for start in starts])
-    values, prices = np.zeros((len(starts), groups)), np.zeros((len(starts), groups, num_ranks))
-    arrays = (items.layers_each, items.frequency, trust, items.experts, items.weights, load, most)
-    side_by_side(_descend, groups, *arrays, found, values, prices)
+    values = np.zeros((len(starts), groups))
+    labels = np.zeros((len(starts), groups, len(items)), np.int64)
+    arrays = (items.layers_each, items.frequency, trust, items.experts, items.weights, load, most, 1.0 + slack)
+    side_by_side(_descend, groups, *arrays, found, labels, values)
     best = values.argmax(axis=0)  # [group] start
-    chosen = found[np.repeat(best, items.layers_each), np.arange(layers)]
-    price = prices[best, np.arange(groups)]
-    side_by_side(_answering_swaps, groups, *arrays, chosen, price)
-    return chosen, price
-
-
-def answer(items: Items, expert_ranks: Ranks, price: Array, trust: Array, slack: float) -> Ranks:
-    """[group, item] ranks by price, the surest items first; a rank with its share of tokens takes no more."""
-    out = np.zeros((items.groups, len(items)), np.int64)
-    for group in range(items.groups):
-        first = group * items.layers_each
-        scores = np.zeros((len(items), price.shape[1]))
-        placed = expert_ranks[first : first + items.layers_each]
-        _local(first, trust, items.experts, items.weights, placed, scores)
-        scores -= price[group]
-        ordered = np.partition(scores, -2, axis=1) if scores.shape[1] > 1 else np.zeros((len(items), 2))
-        regret = (ordered[:, -1] - ordered[:, -2]) * items.frequency
-        _fill(np.argsort(-regret, kind="stable"), scores, items.frequency, 1.0 + slack, out[group])
-    return out
-
-
-@njit()
-def _fill(
-    order: NDArray[Any], scores: NDArray[Any], frequency: NDArray[Any], ratio: float, out: NDArray[Any]
-) -> None:
-    ranks = scores.shape[1]
-    tokens, most = np.zeros(ranks), ratio * frequency.sum() / ranks
-    for item in order:
-        best, least = -1, 0
-        for rank in range(ranks):
-            if tokens[rank] < tokens[least]:
-                least = rank
-            fits = tokens[rank] + frequency[item] <= most
-            if fits and (best < 0 or scores[item, rank] > scores[item, best]):
-                best = rank
-        out[item] = best if best >= 0 else least
-        tokens[out[item]] += frequency[item]
+    placed = found[np.repeat(best, items.layers_each), np.arange(layers)]
+    label = labels[best, np.arange(groups)]
+    side_by_side(_answering_swaps, groups, *arrays, placed, label)
+    return placed, label
 
 
 @njit()
@@ -109,9 +79,10 @@ def _descend(
     weights: NDArray[Any],
     load: NDArray[Any],
     most: NDArray[Any],
+    ratio: float,
     found: NDArray[Any],
+    labels: NDArray[Any],
     values: NDArray[Any],
-    prices: NDArray[Any],
 ) -> None:
     """Items answer, experts swap, until neither gains: from every start [start, layer, expert], in place."""
     ranks = most.shape[1]
@@ -120,29 +91,28 @@ def _descend(
     for group in which:
         first, last = group * each, (group + 1) * each
         for start in range(len(found)):
-            placed, price = found[start, first:last], prices[start, group]
-            best = -np.inf
-            kept = placed.copy()
+            placed, price = found[start, first:last], np.zeros(ranks)
+            kept, best = placed.copy(), -np.inf
             for turn in range(TURNS):
                 _local(first, trust, experts, weights, placed, scores)
-                value = _set_prices(frequency, scores, price, label, PRICE_STEPS if turn == 0 else PRICE_STEPS // 4)
-                for layer in range(first, last):
-                    value -= PENALTY * _overload(load[layer], most[layer], placed[layer - first])
-                if value <= best * (1 + 1e-6) and turn > 0:
+                steps = PRICE_STEPS if turn == 0 else PRICE_STEPS // 4
+                value = _assign(frequency, scores, price, label, ratio, steps)
+                value -= PENALTY * _overload(load[first:last], most[first:last], placed)
+                if value <= best + 1e-6 * abs(best) and turn > 0:
                     break
                 best = value
                 kept[:] = placed
+                labels[start, group] = label
                 activations = np.zeros((each, load.shape[1], ranks))
                 for item in range(len(frequency)):
+                    counted = frequency[item] * trust[item]
                     for at in range(each):
                         for j in range(experts.shape[2]):
-                            activations[at, experts[item, first + at, j], label[item]] += (
-                                frequency[item] * trust[item] * weights[item, first + at, j]
-                            )
+                            expert = experts[item, first + at, j]
+                            activations[at, expert, label[item]] += counted * weights[item, first + at, j]
                 moved = False
-                for layer in range(first, last):
-                    at = layer - first
-                    moved = _fixed_swaps(activations[at], load[layer], most[layer], placed[at]) or moved
+                for at in range(each):
+                    moved = _fixed_swaps(activations[at], load[first + at], most[first + at], placed[at]) or moved
                 if not moved:
                     break
             placed[:] = kept
@@ -151,10 +121,15 @@ def _descend(
 
 @helper()
 def _overload(load: NDArray[Any], most: NDArray[Any], placed: NDArray[Any]) -> float:
-    total = np.zeros(len(most))
-    for expert in range(len(placed)):
-        total[placed[expert]] += load[expert]
-    return float(np.maximum(total - most, 0.0).sum())
+    """Tokens above the largest loads, over layers and ranks."""
+    above, total = 0.0, np.empty(most.shape[1])
+    for layer in range(len(placed)):
+        total[:] = 0.0
+        for expert in range(placed.shape[1]):
+            total[placed[layer, expert]] += load[layer, expert]
+        for rank in range(len(total)):
+            above += _over(total[rank], most[layer, rank])
+    return above
 
 
 @helper()
@@ -163,11 +138,80 @@ def _over(load: float, most: float) -> float:
 
 
 @helper()
-def _set_prices(
-    frequency: NDArray[Any], scores: NDArray[Any], price: NDArray[Any], label: NDArray[Any], steps: int
+def _assign(
+    frequency: NDArray[Any], scores: NDArray[Any], price: NDArray[Any], label: NDArray[Any], ratio: float, steps: int
 ) -> float:
-    """Move `price` [rank] until ranks have about the same tokens; fill label [item]. Returns the dual's value, which no
-    even assignment of items exceeds."""
+    """Fill label [item] so that no rank has more than `ratio` x an even share of tokens; returns local activations.
+
+    Prices are moved until ranks are asked for alike; then items choose, those with the most to lose first, and small
+    numbers of them change places where that gains.
+    """
+    count, ranks = scores.shape
+    _set_prices(frequency, scores, price, steps)
+    regret = np.zeros(count)
+    for item in range(count):
+        top, second = -np.inf, -np.inf
+        for rank in range(ranks):
+            worth = scores[item, rank] - price[rank]
+            if worth > top:
+                top, second = worth, top
+            elif worth > second:
+                second = worth
+        if ranks > 1:
+            regret[item] = frequency[item] * (top - second)
+    tokens, most = np.zeros(ranks), ratio * frequency.sum() / ranks
+    for item in np.argsort(-regret):
+        best, least = -1, 0
+        for rank in range(ranks):
+            if tokens[rank] < tokens[least]:
+                least = rank
+            fits = tokens[rank] + frequency[item] <= most
+            if fits and (best < 0 or scores[item, rank] - price[rank] > scores[item, best] - price[best]):
+                best = rank
+        label[item] = best if best >= 0 else least
+        tokens[label[item]] += frequency[item]
+    if count <= FEW_ITEMS:
+        _change_places(frequency, scores, label, tokens, most)
+    value = 0.0
+    for item in range(count):
+        value += frequency[item] * scores[item, label[item]]
+    return value
+
+
+@helper()
+def _change_places(
+    frequency: NDArray[Any], scores: NDArray[Any], label: NDArray[Any], tokens: NDArray[Any], most: float
+) -> None:
+    """Move items and swap pairs of them while local activations gain and no rank gets more than `most` tokens."""
+    count, ranks = scores.shape
+    for _ in range(count):
+        moved = False
+        for one in range(count):
+            for rank in range(ranks):
+                a = label[one]
+                gain = frequency[one] * (scores[one, rank] - scores[one, a])
+                if gain > 1e-9 and tokens[rank] + frequency[one] <= most:
+                    tokens[a] -= frequency[one]
+                    tokens[rank] += frequency[one]
+                    label[one] = rank
+                    moved = True
+            for two in range(one):
+                a, b = label[one], label[two]
+                gain = frequency[one] * (scores[one, b] - scores[one, a])
+                gain += frequency[two] * (scores[two, a] - scores[two, b])
+                more = frequency[two] - frequency[one]  # that rank a gets
+                if gain > 1e-9 and tokens[a] + more <= max(most, tokens[a]) and tokens[b] - more <= max(most, tokens[b]):
+                    tokens[a] += more
+                    tokens[b] -= more
+                    label[one], label[two] = b, a
+                    moved = True
+        if not moved:
+            break
+
+
+@helper()
+def _set_prices(frequency: NDArray[Any], scores: NDArray[Any], price: NDArray[Any], steps: int) -> None:
+    """Move `price` [rank] until ranks are asked for by about the same tokens: the subgradient of the dual."""
     ranks = len(price)
     even = max(frequency.sum() / ranks, 1e-300)
     tokens = np.empty(ranks)
@@ -178,7 +222,7 @@ def _set_prices(
     kept = price.copy()
     for turn in range(steps):
         tokens[:] = 0.0
-        value = 0.0
+        value = even * price.sum()
         for item in range(len(frequency)):
             top, most = 0, scores[item, 0] - price[0]
             for rank in range(1, ranks):
@@ -186,15 +230,11 @@ def _set_prices(
                     top, most = rank, scores[item, rank] - price[rank]
             tokens[top] += frequency[item]
             value += frequency[item] * most
-        value += even * price.sum()
         if value < best:
             best = value
             kept[:] = price
         price += step / (1.0 + 0.3 * turn) * (tokens / even - 1.0)
     price[:] = kept
-    for item in range(len(frequency)):
-        label[item] = np.argmax(scores[item] - price)
-    return best
 
 
 @helper()
@@ -239,29 +279,32 @@ def _answering_swaps(
     weights: NDArray[Any],
     load: NDArray[Any],
     most: NDArray[Any],
+    ratio: float,
     chosen: NDArray[Any],
-    prices: NDArray[Any],
+    labels: NDArray[Any],
 ) -> None:
-    """Swap experts wherever the items' best answer gains, prices as they are; then set these anew."""
+    """Swap experts wherever the items' best answer at the prices gains, as long as their even answer gains too."""
     ranks, count = most.shape[1], len(frequency)
     scores, label = np.empty((count, ranks)), np.empty(count, np.int64)
     for group in which:
         first, last = group * each, (group + 1) * each
-        placed, price = chosen[first:last], prices[group]
-        _local(first, trust, experts, weights, placed, scores)
-        for _ in range(PASSES):
-            moved = False
+        placed, price = chosen[first:last].copy(), np.zeros(ranks)
+        best = -np.inf
+        for turn in range(PASSES + 1):
+            _local(first, trust, experts, weights, placed, scores)
+            value = _assign(frequency, scores, price, label, ratio, PRICE_STEPS if turn == 0 else PRICE_STEPS // 4)
+            value -= PENALTY * _overload(load[first:last], most[first:last], placed)
+            if value <= best + 1e-6 * abs(best) and turn > 0:
+                break
+            best = value
+            chosen[first:last] = placed
+            labels[group] = label
             for rank in range(ranks):
                 scores[:, rank] -= price[rank]
             for layer in range(first, last):
-                at = layer - first
-                moved = _answering_layer(
-                    layer, frequency, trust, experts, weights, load[layer], most[layer], placed[at], scores
-                ) or moved  # fmt: skip
-            _local(first, trust, experts, weights, placed, scores)
-            _set_prices(frequency, scores, price, label, PRICE_STEPS // 4)
-            if not moved:
-                break
+                _answering_layer(
+                    layer, frequency, trust, experts, weights, load[layer], most[layer], placed[layer - first], scores
+                )
 
 
 @helper()
@@ -275,7 +318,7 @@ def _answering_layer(
     most: NDArray[Any],
     placed: NDArray[Any],
     scores: NDArray[Any],
-) -> bool:
+) -> None:
     """Swaps of one layer; `scores` [item, rank] are kept, prices taken off."""
     num_experts, ranks, count, kept = len(load), len(most), len(frequency), experts.shape[2]
     begin = np.zeros(num_experts + 1, np.int64)  # items of expert e are who[begin[e]:begin[e + 1]]
@@ -300,7 +343,6 @@ def _answering_layer(
         total[placed[expert]] += load[expert]
     delta, touched = np.zeros(count), np.empty(count, np.int64)
     tolerance = 1e-9 * (frequency.sum() + 1.0)
-    moved = False
     for x in range(num_experts):
         for y in range(num_experts):
             a, b = placed[x], placed[y]
@@ -334,7 +376,6 @@ def _answering_layer(
                             break
                     gain += frequency[item] * (now - was)
             if gain > tolerance:
-                moved = True
                 total[a] += more
                 total[b] -= more
                 placed[x], placed[y] = b, a
@@ -345,7 +386,6 @@ def _answering_layer(
                     _rank_top(scores[item], top[item])
             for at in range(size):
                 delta[touched[at]] = 0.0
-    return moved
 
 
 @helper()
