@@ -3,15 +3,15 @@
 Items start in clusters of alike ones. Then, in every iteration:
 
 * experts, hottest first, go to the rank with the highest score: affinity with the experts that are there (tokens that
-  activate both) and with its items (activations), weighted, divided by 1 + the rank's load ÷ an even one. A full rank is
-  masked.
+  activate both) and with its items (activations), weighted, divided by 1 + the rank's load ÷ an even one. A full rank
+  is masked.
 * pairs of ranks drawn at random swap the two experts whose swap raises the affinities most.
 * items, the most frequent first, go to the rank with the highest score: affinity with the items that are there (the
   experts they share) and with its experts. A rank with its share of tokens is masked.
 * items drawn at random move, or change places with another, where that lowers the cost.
 
-All of it is done from several starts. The best iterate by :func:`~coterie.placement.co_clustering.base.cost` is kept. The published text names the steps, not
-the scales of the affinities nor the adjustment by load: those above are ours.
+All of it is done from several starts. The best iterate by :func:`~coterie.placement.co_clustering.base.cost` is kept.
+The published text names the steps, not the scales of the affinities nor the adjustment by load: those above are ours.
 
 Wrong where the load of experts must be even too: nothing here looks at it past the order of placement.
 """
@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from coterie._numba import helper, njit, side_by_side
 from coterie.errors import check_at_least, check_not_negative, check_share
-from coterie.placement.co_clustering.base import Array, Items, Ranks, cost
+from coterie.placement.co_clustering.base import Items, Ranks, cost
+from coterie.placement.planning.spare import room_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,7 @@ class AlternatingSettings:
         check_at_least(1, iterations=self.iterations, starts=self.starts)
         check_at_least(0, swaps=self.swaps)
         check_not_negative(
-            expert_expert=self.expert_expert,
-            expert_item=self.expert_item,
-            item_item=self.item_item,
-            slack=self.slack,
+            expert_expert=self.expert_expert, expert_item=self.expert_item, item_item=self.item_item, slack=self.slack
         )
 
 
@@ -98,12 +96,6 @@ def _run(
         by_frequency, seeds, pairs, drawn, room_of(num_experts, num_ranks), scales, expert_ranks, ranks,
     )  # fmt: skip
     return expert_ranks, ranks
-
-
-def room_of(num_experts: int, num_ranks: int) -> NDArray[np.int64]:
-    """[rank] experts of a layer that each holds: as many, and one more on the first ranks where they do not divide."""
-    each, more = divmod(num_experts, num_ranks)
-    return np.asarray(each + (np.arange(num_ranks) < more), np.int64)
 
 
 def _spread(items: Items, group: int, num_ranks: int, rng: Generator) -> NDArray[np.int64]:
@@ -250,11 +242,7 @@ def _place(
 
 @helper()
 def _swap(
-    together: NDArray[Any],
-    activations: NDArray[Any],
-    pairs: NDArray[Any],
-    scales: NDArray[Any],
-    placed: NDArray[Any],
+    together: NDArray[Any], activations: NDArray[Any], pairs: NDArray[Any], scales: NDArray[Any], placed: NDArray[Any]
 ) -> None:
     experts, ranks = activations.shape
     near = np.zeros((experts, ranks))  # tokens that an expert shares with the experts of a rank
@@ -300,8 +288,8 @@ def _schedule(
     label: NDArray[Any],
     ranks: int,
 ) -> None:
-    """Fill label [item]. `placed` [layer, expert] ranks, -1 where nothing is placed yet; `seeds` [rank] items that start
-    there, or -1."""
+    """Fill label [item]. `placed` [layer, expert] ranks, -1 where nothing is placed yet; `seeds` [rank] items that
+    start there, or -1."""
     layers, kept = len(placed), experts.shape[2]
     profile = np.zeros((layers, placed.shape[1], ranks))  # activations of the items of a rank
     tokens = np.zeros(ranks)

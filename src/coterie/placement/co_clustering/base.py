@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
+from coterie.costs.exchange import first_rank
 from coterie.errors import ConfigError, check_share
 from coterie.types import Placement
 
@@ -112,7 +113,7 @@ class CoClusters(NamedTuple):
     """Ranks of experts and of the items beside them."""
 
     placement: Placement
-    """As many experts on every rank, none twice."""
+    """As many experts on every rank; replicas where it has slots to spare."""
     ranks: Ranks
     """[layer, item] rank of the item; [1, item] where it has one for all layers."""
     confidence: Array
@@ -125,13 +126,8 @@ class CoClusters(NamedTuple):
 
 
 def placed_ranks(placement: Placement) -> Ranks:
-    """[layer, expert] the rank of each expert of a placement without replicas."""
-    if placement.num_slots != placement.num_experts:
-        raise ConfigError(
-            f"num_slots={placement.num_slots} must equal num_experts={placement.num_experts}: co-clusters have no replicas"
-        )
-    slots = np.argsort(placement.slot_experts, axis=1, kind="stable")
-    return np.asarray(slots // placement.slots_per_rank, np.int64)
+    """[layer, expert] the rank of each expert's first slot."""
+    return np.stack([first_rank(placement, layer) for layer in range(placement.num_layers)])
 
 
 def co_clusters(items: Items, expert_ranks: Ranks, ranks: Ranks, num_ranks: int) -> CoClusters:
@@ -172,9 +168,7 @@ def imbalance(rank_load: NDArray[np.floating]) -> Array:
 
 
 @njit()
-def _add_load(
-    frequency: NDArray[Any], experts: NDArray[Any], weights: NDArray[Any], out: NDArray[np.float64]
-) -> None:
+def _add_load(frequency: NDArray[Any], experts: NDArray[Any], weights: NDArray[Any], out: NDArray[np.float64]) -> None:
     count, layers, kept = experts.shape
     for item in range(count):
         for layer in range(layers):

@@ -23,6 +23,8 @@ PENALTY = 10.0
 """Price of a token above a rank's largest load, in activations."""
 PRICE_STEPS = 40
 """Steps of the prices from 0; a quarter of them where the placement changed a little."""
+SLACK = 0.05
+"""Share by which the tokens of a rank's items may exceed an even share."""
 TURNS = 20
 """Most rounds of items, then swaps."""
 FEW_ITEMS = 512
@@ -32,7 +34,7 @@ PASSES = 3
 
 
 def descend(
-    items: Items, load: Array, most: Array, starts: list[Ranks], trust: Array, num_ranks: int, slack: float
+    items: Items, load: Array, most: Array, starts: list[Ranks], trust: Array, slack: float = SLACK
 ) -> tuple[Ranks, Ranks]:
     """The best ranks of experts [layer, expert] and items [group, item] that are reached from the starts.
 
@@ -200,7 +202,11 @@ def _change_places(
                 gain = frequency[one] * (scores[one, b] - scores[one, a])
                 gain += frequency[two] * (scores[two, a] - scores[two, b])
                 more = frequency[two] - frequency[one]  # that rank a gets
-                if gain > 1e-9 and tokens[a] + more <= max(most, tokens[a]) and tokens[b] - more <= max(most, tokens[b]):
+                if (
+                    gain > 1e-9
+                    and tokens[a] + more <= max(most, tokens[a])
+                    and tokens[b] - more <= max(most, tokens[b])
+                ):
                     tokens[a] += more
                     tokens[b] -= more
                     label[one], label[two] = b, a

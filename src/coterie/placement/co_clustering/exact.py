@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from coterie.errors import check_share
-from coterie.placement.co_clustering.alternating import AlternatingSettings, alternate, room_of
+from coterie.placement.co_clustering.alternating import AlternatingSettings, alternate
 from coterie.placement.co_clustering.base import Array, Items, Ranks, cost
 from coterie.placement.planning.milp.program import INF, Index, Rows
 from coterie.placement.planning.milp.running import Search, minimise
+from coterie.placement.planning.spare import room_of
 
 
 class Exact(NamedTuple):
@@ -63,7 +64,7 @@ def _solve(items: Items, num_experts: int, num_ranks: int, theta: float, time_li
 class _Program:
     def __init__(self, items: Items, num_experts: int, num_ranks: int, theta: float) -> None:
         self.items, self.num_ranks = items, num_ranks
-        count, layers, kept = items.experts.shape
+        count, layers = items.experts.shape[:2]
         self.shape = (layers, num_experts)
         item, layer, _ = np.nonzero(items.weights)
         active = items.weights > 0
@@ -127,7 +128,9 @@ class _Program:
             return  # ranks that hold more experts than others cannot be renamed
         for place, expert in enumerate(self._hottest()[: self.num_ranks - 1]):
             shut = np.arange(place + 1, self.num_ranks)
-            self.rows.add(shut - place - 1, self.first_expert + expert * self.num_ranks + shut, np.ones(1), 0.0, 0.0, len(shut))
+            self.rows.add(
+                shut - place - 1, self.first_expert + expert * self.num_ranks + shut, np.ones(1), 0.0, 0.0, len(shut)
+            )
 
     def _hottest(self) -> Index:
         load = self.items.load(self.shape[1])[0]
