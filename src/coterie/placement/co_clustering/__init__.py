@@ -13,6 +13,7 @@ from coterie.placement.co_clustering.base import (
     cost,
     imbalance,
     local_activations,
+    placed_ranks,
 )
 
-__all__ = ["ITEMS_HINT", "CoClusters", "Items", "co_clusters", "cost", "imbalance", "local_activations"]
+__all__ = ["ITEMS_HINT", "CoClusters", "Items", "co_clusters", "cost", "imbalance", "local_activations", "placed_ranks"]

@@ -29,6 +29,8 @@ TURNS = 20
 """Most rounds of items, then swaps."""
 FEW_ITEMS = 512
 """Items up to which pairs of them may change places: one may be as large as a rank's share."""
+MANY_ITEMS = 4096
+"""Items that answer swaps, the most frequent: of 20,000 token ids these are most tokens, in a third of the time."""
 PASSES = 3
 """Most passes over all swaps with the items answering."""
 
@@ -50,7 +52,9 @@ def descend(
     best = values.argmax(axis=0)  # [group] start
     placed = found[np.repeat(best, items.layers_each), np.arange(layers)]
     label = labels[best, np.arange(groups)]
-    side_by_side(_answering_swaps, groups, *arrays, placed, label)
+    asked = np.zeros(len(items), np.bool_)
+    asked[np.argsort(-items.frequency, kind="stable")[:MANY_ITEMS]] = True
+    side_by_side(_answering_swaps, groups, *arrays, asked, placed, label)
     return placed, label
 
 
@@ -286,10 +290,14 @@ def _answering_swaps(
     load: NDArray[Any],
     most: NDArray[Any],
     ratio: float,
+    asked: NDArray[Any],
     chosen: NDArray[Any],
     labels: NDArray[Any],
 ) -> None:
-    """Swap experts wherever the items' best answer at the prices gains, as long as their even answer gains too."""
+    """Swap experts wherever the items' best answer at the prices gains, as long as their even answer gains too.
+
+    `asked` [item] marks the items that answer.
+    """
     ranks, count = most.shape[1], len(frequency)
     scores, label = np.empty((count, ranks)), np.empty(count, np.int64)
     for group in which:
@@ -309,13 +317,23 @@ def _answering_swaps(
                 scores[:, rank] -= price[rank]
             for layer in range(first, last):
                 _answering_layer(
-                    layer, frequency, trust, experts, weights, load[layer], most[layer], placed[layer - first], scores
+                    layer,
+                    asked,
+                    frequency,
+                    trust,
+                    experts,
+                    weights,
+                    load[layer],
+                    most[layer],
+                    placed[layer - first],
+                    scores,
                 )
 
 
 @helper()
 def _answering_layer(
     layer: int,
+    asked: NDArray[Any],
     frequency: NDArray[Any],
     trust: NDArray[Any],
     experts: NDArray[Any],
@@ -330,14 +348,14 @@ def _answering_layer(
     begin = np.zeros(num_experts + 1, np.int64)  # items of expert e are who[begin[e]:begin[e + 1]]
     for item in range(count):
         for j in range(kept):
-            if weights[item, layer, j] > 0.0:
+            if asked[item] and weights[item, layer, j] > 0.0:
                 begin[experts[item, layer, j] + 1] += 1
     begin = np.cumsum(begin)
     fill = begin.copy()
     who, what = np.empty(begin[-1], np.int64), np.empty(begin[-1])
     for item in range(count):
         for j in range(kept):
-            if weights[item, layer, j] > 0.0:
+            if asked[item] and weights[item, layer, j] > 0.0:
                 at = fill[experts[item, layer, j]]
                 who[at], what[at] = item, trust[item] * weights[item, layer, j]
                 fill[experts[item, layer, j]] += 1

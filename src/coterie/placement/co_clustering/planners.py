@@ -92,7 +92,7 @@ class CoCluster:
     activations, more gains hardly any for tokens, and some for requests."""
     shrink: float = 4.0
     """Tokens of an item at which half of its activations count."""
-    starts: int = 3
+    starts: int = 2
     """Starts from the alternating algorithm; one more is packed by load."""
     seed: int = 0
     """Seed of the starts."""
