@@ -20,7 +20,9 @@ from coterie._numba import helper, njit, side_by_side
 from coterie.placement.co_clustering.base import Array, Items, Ranks
 
 PENALTY = 10.0
-"""Price of a token above a rank's largest load, in activations."""
+"""Price of a token above a rank's largest load, in activations. A descent begins at a 64th of it and doubles it: at full
+price from the start, the swaps that shed most load come first, whatever they lose."""
+DOUBLINGS = 6
 PRICE_STEPS = 40
 """Steps of the prices from 0; a quarter of them where the placement changed a little."""
 SLACK = 0.05
@@ -104,11 +106,13 @@ def _descend(
                 steps = PRICE_STEPS if turn == 0 else PRICE_STEPS // 4
                 value = _assign(frequency, scores, price, label, ratio, steps)
                 value -= PENALTY * _overload(load[first:last], most[first:last], placed)
-                if value <= best + 1e-6 * abs(best) and turn > 0:
+                if value > best + 1e-6 * abs(best) or turn == 0:
+                    best = value
+                    kept[:] = placed
+                    labels[start, group] = label
+                elif turn > DOUBLINGS:
                     break
-                best = value
-                kept[:] = placed
-                labels[start, group] = label
+                penalty = PENALTY * 0.5 ** max(DOUBLINGS - turn, 0)
                 activations = np.zeros((each, load.shape[1], ranks))
                 for item in range(len(frequency)):
                     counted = frequency[item] * trust[item]
@@ -118,8 +122,10 @@ def _descend(
                             activations[at, expert, label[item]] += counted * weights[item, first + at, j]
                 moved = False
                 for at in range(each):
-                    moved = _fixed_swaps(activations[at], load[first + at], most[first + at], placed[at]) or moved
-                if not moved:
+                    moved = (
+                        _fixed_swaps(activations[at], load[first + at], most[first + at], penalty, placed[at]) or moved
+                    )
+                if not moved and turn >= DOUBLINGS:
                     break
             placed[:] = kept
             values[start, group] = best
@@ -248,7 +254,9 @@ def _set_prices(frequency: NDArray[Any], scores: NDArray[Any], price: NDArray[An
 
 
 @helper()
-def _fixed_swaps(activations: NDArray[Any], load: NDArray[Any], most: NDArray[Any], placed: NDArray[Any]) -> bool:
+def _fixed_swaps(
+    activations: NDArray[Any], load: NDArray[Any], most: NDArray[Any], penalty: float, placed: NDArray[Any]
+) -> bool:
     """Swap experts of one layer while local activations gain, the items' ranks as they are; whether any moved."""
     experts, ranks = activations.shape
     total = np.zeros(ranks)
@@ -266,7 +274,7 @@ def _fixed_swaps(activations: NDArray[Any], load: NDArray[Any], most: NDArray[An
                 gain = activations[x, b] + activations[y, a] - activations[x, a] - activations[y, b]
                 more = load[y] - load[x]  # that rank a gets
                 over = _over(total[a] + more, most[a]) + _over(total[b] - more, most[b])
-                gain -= PENALTY * (over - _over(total[a], most[a]) - _over(total[b], most[b]))
+                gain -= penalty * (over - _over(total[a], most[a]) - _over(total[b], most[b]))
                 if gain > best:
                     best, one, two = gain, x, y
         if one < 0:

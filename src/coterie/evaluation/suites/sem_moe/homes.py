@@ -12,6 +12,8 @@ from coterie._numba import njit
 
 Array = NDArray[np.floating]
 
+FEW_PAIRS = 8
+
 
 def aligned(scores: Array, num_batches: int) -> NDArray[np.int64]:
     """[token] ranks from scores [token, rank], batch by batch: those with the most to lose choose first, and every
@@ -25,6 +27,32 @@ def aligned(scores: Array, num_batches: int) -> NDArray[np.int64]:
     order = np.lexsort((-regret, batch))
     _choose(np.ascontiguousarray(scores, np.float64), order, batch, -(-size // ranks), homes)
     return homes
+
+
+def after_ranks(fitted: Array, tested: Array, layer: int) -> NDArray[np.float64]:
+    """[token, rank] activations expected in a layer after the ranks with most activations in the two layers before.
+
+    From activations [token, layer, rank] of fitted tokens; a pair of ranks seen FEW_PAIRS times counts half, the
+    average token the rest.
+    """
+    ranks = fitted.shape[2]
+    before, after = (_pairs(side, layer) for side in (fitted, tested))
+    here = fitted[:, layer]
+    seen = np.bincount(before, minlength=ranks * ranks)
+    sums = np.stack([np.bincount(before, here[:, rank], ranks * ranks) for rank in range(ranks)], axis=1)
+    table = (sums + FEW_PAIRS * here.mean(axis=0)) / (seen + FEW_PAIRS)[:, None]
+    return np.asarray(table[after], np.float64)
+
+
+def _pairs(activations: Array, layer: int) -> NDArray[np.int64]:
+    ranks = activations.shape[2]
+    last, second = activations[:, layer - 1].argmax(axis=1), activations[:, max(layer - 2, 0)].argmax(axis=1)
+    return np.asarray(second * ranks + last, np.int64)
+
+
+def surer(one: Array, other: Array) -> NDArray[np.float64]:
+    """[token, rank] of two expectations, for each token the one with the higher peak."""
+    return np.where((one.max(axis=1) >= other.max(axis=1))[:, None], one, other)
 
 
 def masked_rounds(scores: Array) -> NDArray[np.int64]:

@@ -41,8 +41,10 @@ class Sample(NamedTuple):
     """[tested, layer, expert] activations of tested tokens or requests."""
     known: Array
     """[tested, layer, expert] activations per token that are expected of them."""
-    transitions: Array | None
+    transitions: Array | None = None
     """[layer - 1, expert, expert] fitted tokens; None where layers do not follow each other."""
+    fitted: Array | None = None
+    """[token, layer, expert] activations of fitted tokens, where layers follow each other and items are tokens."""
 
 
 def split(groups: Sequence[Hashable], rng: Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -77,6 +79,7 @@ def token_sample(trace: ActivationTrace, groups: Sequence[Hashable], rng: Genera
         _dense(tokens.expert_ids[drawn], experts),
         expected[at],
         _transitions(tokens.expert_ids[fitted], experts),
+        _dense(tokens.expert_ids[fitted], experts),
     )
 
 
@@ -128,7 +131,7 @@ def table_sample(counts: Array, top_k: int, rng: Generator) -> Sample:
     known[unseen] = np.broadcast_to(popular, known.shape)[unseen]
     truth = rest[drawn] / np.maximum(rest[drawn].sum(axis=2, keepdims=True), 1e-9) * top_k
     items = Items.of_counts(fit[seen], frequency[seen], kept=2 * top_k)
-    return Sample(items, load, test_load, truth, known, None)
+    return Sample(items, load, test_load, truth, known)
 
 
 def _tokens_of(offsets: NDArray[np.integer], requests: NDArray[np.int64]) -> NDArray[np.int64]:
