@@ -6,6 +6,8 @@ Every placement is measured under several schedules of items to ranks, each with
 * affinity: by what was learned. A token id by the fitted table (an unseen one as the average token), a request by the
   experts of its first tokens.
 * follow (tokens): where most of the token's experts of the layer before were, as MoETuner has it.
+* surer (tokens): by the table, or by what follows the ranks of the two layers before, whichever peaks higher, as
+  Sem-MoE has it. added: by the sum of the two.
 * oracle: by the item's own activations. An upper bound that no service has.
 
 Imbalance is max ÷ median rank load by layer, averaged, of all test tokens; the schedule does not change it.
@@ -25,7 +27,7 @@ from numpy.typing import NDArray
 from coterie.evaluation.runs import interval, with_ends
 from coterie.evaluation.suites.base import Report, SuiteOptions
 from coterie.evaluation.suites.predictors.cases import trace_cases
-from coterie.evaluation.suites.sem_moe.homes import aligned, masked_rounds
+from coterie.evaluation.suites.sem_moe.homes import after_ranks, aligned, masked_rounds, surer
 from coterie.evaluation.suites.sem_moe.samples import (
     BATCHES,
     HEAD,
@@ -48,6 +50,8 @@ TABLES = Path("olmoe-mixtral") / "eid2token_coo.npz"
 EVEN_SLACK = 0.01
 """`load_slack` at which co_cluster is about as even as popularity."""
 BASELINES = ("vanilla", "popularity", "moetuner")
+LEARNED = ("affinity", "surer", "added")
+"""Schedules by what was learned."""
 PUBLISHED_EP = 8
 PUBLISHED = {"over_best_baseline_pct": 15.4, "imbalance_better_pct": 36.7, "over_vanilla_pct": 37.0}
 """Sem-MoE on DeepSeek-V2-Lite at EP8; 43% over vanilla on Qwen3-30B-A3B. Whether in per cent or points is not said."""
@@ -178,21 +182,19 @@ def _rates(sample: Sample, expert_ranks: NDArray[np.int64], ranks: int) -> dict[
         }
         whole = by_rank.sum(axis=1)
         return {name: float(whole[np.arange(count), home].sum()) / total for name, home in homes.items()}
-    local = dict.fromkeys(("round_robin", "affinity", "oracle"), 0.0)
-    if sample.transitions is not None:
-        local["follow"] = 0.0
+    local: dict[str, float] = {}
+    fitted = None if sample.fitted is None else _on_ranks(sample.fitted, expert_ranks, ranks)
     token, turn = np.arange(count), np.arange(count) % ranks
     for layer in range(by_rank.shape[1]):
-        here = by_rank[:, layer]
-        homes = {
-            "round_robin": turn,
-            "affinity": aligned(expected[:, layer], BATCHES),
-            "oracle": aligned(here, BATCHES),
-        }
-        if sample.transitions is not None:
-            homes["follow"] = turn if layer == 0 else aligned(by_rank[:, layer - 1], BATCHES)
+        here, table = by_rank[:, layer], expected[:, layer]
+        homes = {"round_robin": turn, "affinity": aligned(table, BATCHES), "oracle": aligned(here, BATCHES)}
+        if fitted is not None:
+            after = after_ranks(fitted, by_rank, layer) if layer else table
+            homes["follow"] = aligned(by_rank[:, layer - 1], BATCHES) if layer else turn
+            homes["surer"] = aligned(surer(table, after), BATCHES)
+            homes["added"] = aligned(table + after - fitted[:, layer].mean(axis=0), BATCHES)
         for name, home in homes.items():
-            local[name] += float(here[token, home].sum())
+            local[name] = local.get(name, 0.0) + float(here[token, home].sum())
     return {name: value / total for name, value in local.items()}
 
 
@@ -216,7 +218,7 @@ def locality_notes(rows: Sequence[Row]) -> list[str]:
         "Mixtral, counts of token ids: a fifth of the occurrences). Intervals are 95%, over splits.",
         "With items dealt in turn every placement has a rate of 1 ÷ ranks: placement alone gains nothing, only "
         "placement and schedule together. Sem-MoE's baselines are published with round robin; `affinity` gives them "
-        "its schedule too, `follow` is MoETuner's own.",
+        "its schedule too, `follow` is MoETuner's own, `surer` Sem-MoE's, `added` Coterie's.",
         f"A request's rank comes from the experts of its first {HEAD} tokens, a token's from its id; `oracle` knows "
         "the item's own experts and is an upper bound.",
     ]
@@ -228,19 +230,19 @@ def locality_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _gain_note(what: str, rows: Sequence[Row]) -> str:
-    def best(*names: str, schedules: tuple[str, ...] = ("affinity",), setting: bool = False) -> Row:
+    def best(*names: str, schedules: tuple[str, ...] = LEARNED, setting: bool = False) -> Row:
         chosen = [row for row in rows if row["planner"] in names and row["schedule"] in schedules]
         return max((row for row in chosen if bool(row["setting"]) == setting), key=_rate)
 
-    ours, even, paper = best("co_cluster"), best("co_cluster", setting=True), best("sem_moe")
-    own = best(*BASELINES, schedules=("round_robin", "follow"))
-    given = best(*BASELINES, schedules=("round_robin", "follow", "affinity"))
-    packed = best("popularity")
+    ours, even, packed = best("co_cluster"), best("co_cluster", setting=True), best("popularity")
+    paper = best("sem_moe", schedules=("affinity", "surer"))
+    own, given = best(*BASELINES, schedules=("round_robin", "follow")), best(*BASELINES)
     return (
-        f"{what}: co_cluster keeps {_rate(ours):.1%} of activations local, {_over(ours, own)} over the best baseline "
-        f"with its own schedule ({own['planner']}) and {_over(ours, given)} over the best with any "
-        f"({given['planner']}, {given['schedule']}), at an imbalance of {ours['imbalance']:.2f} against "
-        f"{given['imbalance']:.2f}; sem_moe {_rate(paper):.1%} at {paper['imbalance']:.2f}. As even as popularity "
+        f"{what}: co_cluster keeps {_rate(ours):.1%} of activations local ({ours['schedule']}), {_over(ours, own)} over "
+        f"the best baseline with its own schedule ({own['planner']}, {own['schedule']}, imbalance "
+        f"{own['imbalance']:.2f}) and {_over(ours, given)} over the best with Coterie's schedules "
+        f"({given['planner']}, {given['schedule']}, {given['imbalance']:.2f}), at an imbalance of "
+        f"{ours['imbalance']:.2f}; sem_moe {_rate(paper):.1%} at {paper['imbalance']:.2f}. About as even as popularity "
         f"({_rate(packed):.1%} at {packed['imbalance']:.2f}), with {even['setting']}: {_rate(even):.1%} at "
         f"{even['imbalance']:.2f}."
     )
