@@ -20,9 +20,10 @@ from coterie._numba import helper, njit, side_by_side
 from coterie.placement.co_clustering.base import Array, Items, Ranks
 
 PENALTY = 10.0
-"""Price of a token above a rank's largest load, in activations. A descent begins at a 64th of it and doubles it: at full
-price from the start, the swaps that shed most load come first, whatever they lose."""
+"""Price of a token above a rank's largest load, in activations."""
 DOUBLINGS = 6
+"""A descent begins at 2^-DOUBLINGS of that price and doubles it: at the full price, the swaps that shed most load come
+first, whatever they lose."""
 PRICE_STEPS = 40
 """Steps of the prices from 0; a quarter of them where the placement changed a little."""
 SLACK = 0.05

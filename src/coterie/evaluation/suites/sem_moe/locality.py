@@ -238,8 +238,8 @@ def _gain_note(what: str, rows: Sequence[Row]) -> str:
     paper = best("sem_moe", schedules=("affinity", "surer"))
     own, given = best(*BASELINES, schedules=("round_robin", "follow")), best(*BASELINES)
     return (
-        f"{what}: co_cluster keeps {_rate(ours):.1%} of activations local ({ours['schedule']}), {_over(ours, own)} over "
-        f"the best baseline with its own schedule ({own['planner']}, {own['schedule']}, imbalance "
+        f"{what}: co_cluster keeps {_rate(ours):.1%} of activations local ({ours['schedule']}), {_over(ours, own)} "
+        f"over the best baseline with its own schedule ({own['planner']}, {own['schedule']}, imbalance "
         f"{own['imbalance']:.2f}) and {_over(ours, given)} over the best with Coterie's schedules "
         f"({given['planner']}, {given['schedule']}, {given['imbalance']:.2f}), at an imbalance of "
         f"{ours['imbalance']:.2f}; sem_moe {_rate(paper):.1%} at {paper['imbalance']:.2f}. About as even as popularity "
