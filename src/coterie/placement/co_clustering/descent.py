@@ -5,8 +5,9 @@ dual has one price per rank, and an item goes where its local activations minus 
 a placement is that of its items' best answer, and two experts are swapped only where the answer to the swap is better:
 the true objective, not an affinity. Swaps that fix the items' ranks come first, because they are cheap.
 
-A rank's load may exceed its share by `load_slack` of it: an overload costs PENALTY activations per token, more than a
-swap can gain. An item seen n times counts n / (n + shrink) of its activations: what a rare token did once is chance.
+No swap may take a rank above its largest load; starts that are above it pay for every token, more and more, until
+their swaps bring them below. An item seen n times counts n / (n + shrink) of its activations: what a rare token did
+once is chance.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from numpy.typing import NDArray
 from coterie._numba import helper, njit, side_by_side
 from coterie.placement.co_clustering.base import Array, Items, Ranks
 
-PENALTY = 10.0
+PENALTY = 100.0
 """Price of a token above a rank's largest load, in activations."""
-DOUBLINGS = 6
+DOUBLINGS = 9
 """A descent begins at 2^-DOUBLINGS of that price and doubles it: at the full price, the swaps that shed most load come
 first, whatever they lose."""
 PRICE_STEPS = 40
@@ -275,7 +276,10 @@ def _fixed_swaps(
                 gain = activations[x, b] + activations[y, a] - activations[x, a] - activations[y, b]
                 more = load[y] - load[x]  # that rank a gets
                 over = _over(total[a] + more, most[a]) + _over(total[b] - more, most[b])
-                gain -= penalty * (over - _over(total[a], most[a]) - _over(total[b], most[b]))
+                over -= _over(total[a], most[a]) + _over(total[b], most[b])
+                if over > 0.0 and penalty == PENALTY:
+                    continue
+                gain -= penalty * over
                 if gain > best:
                     best, one, two = gain, x, y
         if one < 0:
@@ -383,9 +387,10 @@ def _answering_layer(
                 continue
             more = load[y] - load[x]
             over = _over(total[a] + more, most[a]) + _over(total[b] - more, most[b])
-            gain = -PENALTY * (over - _over(total[a], most[a]) - _over(total[b], most[b]))
-            if gain < -0.5 * (load[x] + load[y]):
-                continue  # a swap gains at most the activations of its two experts
+            over -= _over(total[a], most[a]) + _over(total[b], most[b])
+            if over > 0.0:
+                continue
+            gain = -PENALTY * over
             size = 0
             for at in range(begin[x], begin[x + 1]):
                 delta[who[at]] = what[at]

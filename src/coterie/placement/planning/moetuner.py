@@ -28,6 +28,9 @@ from coterie.placement.planning.spare import fill_spare, pack_even, room_of
 from coterie.registry import needs
 from coterie.types import Placement, Topology
 
+GAP = 1e-3
+"""Share of a layer's tokens between what is found and the bound, at which a program ends."""
+
 
 @planners.register("moetuner")
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +94,6 @@ class MoeTuner:
         scale = max(float(near.sum()), 1e-300)
         values = np.zeros(len(column))
         values[np.arange(experts) * ranks + start] = 1.0
-        search = Search(1e-4, self.time_limit_s, 1)
+        search = Search(GAP, self.time_limit_s, 1)
         found = minimise(rows, -near.ravel() / scale, np.ones(len(column)), column, search, values)
         return np.asarray(found.values.reshape(experts, ranks).argmax(axis=1), np.int64)
