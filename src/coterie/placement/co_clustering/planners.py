@@ -170,9 +170,7 @@ def _slots(items: Items, problem: Problem, found: Clustered) -> NDArray[np.int32
 
 
 def _with_items(items: Items, problem: Problem, found: Clustered) -> CoClusters:
-    slots = np.array(problem.current.slot_experts, np.int32)
-    slots[:, np.repeat(problem.alive, problem.current.slots_per_rank)] = _slots(items, problem, found)
+    placement = plan_for_living(problem, _slots(items, problem, found), perf_counter(), SAME).placement
     local, total = local_activations(items, found.expert_ranks, found.ranks)
-    placement = Placement(slots, problem.current.num_ranks, problem.current.num_experts)
     ranks = np.flatnonzero(problem.alive)[found.ranks]
     return CoClusters(placement, ranks, local / np.where(total > 0, total, 1.0))
