@@ -14,6 +14,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from coterie.errors import ConfigError
 from coterie.placement import Items
 from coterie.predictors import TokenTable
 from coterie.predictors.token_table import ONE
@@ -24,7 +25,8 @@ Array = NDArray[np.floating]
 
 FIT_SHARE = 0.2
 BATCH, BATCHES = 256, 20
-"""Tokens of a step over all ranks, and steps. Drawn from all test tokens: a decode step's come from many requests."""
+"""Tokens of a step over all ranks (fewer where a trace is short), and steps. They are drawn from all test tokens: a
+decode step's come from many requests."""
 HEAD = 16
 """First tokens of a request whose experts are known when it is given a rank."""
 
@@ -64,8 +66,9 @@ def token_sample(trace: ActivationTrace, groups: Sequence[Hashable], rng: Genera
     assert tokens.token_ids is not None
     experts = trace.meta.num_experts
     fitted, tested = _tokens_of(offsets, fit), _tokens_of(offsets, test)
-    size = min(BATCH * BATCHES, len(tested) // BATCH * BATCH)
-    drawn = rng.permutation(tested)[:size]
+    if len(tested) < BATCHES:
+        raise ConfigError(f"{len(tested)} test tokens must be at least the {BATCHES} steps they are drawn for")
+    drawn = rng.permutation(tested)[: BATCHES * min(BATCH, len(tested) // BATCHES)]
     load, test_load = (_load(tokens.expert_ids[at], experts) for at in (fitted, tested))
     expected = np.zeros((len(rows.counts) + 1, *load.shape), np.float32)
     np.put_along_axis(expected[:-1], rows.experts.astype(np.int64), (rows.weights / ONE).astype(np.float32), axis=2)
