@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
-from coterie.placement import HOST, Load, Moves, Objective, Plan, planners
+from coterie.placement import HOST, Items, Load, Moves, Objective, Plan, planners
 from coterie.placement.planning.baselines import Linear, Popularity, RoundRobin, deal
 from coterie.placement.planning.eplb import Eplb, rebalance
 from coterie.testing import check_planner
@@ -27,13 +27,22 @@ EXACT = {"gap": 0.5}
 """How far an exact planner may stay from the optimum here: the contract holds at any gap, and a second is enough."""
 
 
+def learned() -> dict[str, Any]:
+    """What some planners learn from besides the load, at the size of the contract's snapshots."""
+    counts = np.random.default_rng(0).poisson(2.0, (12, 2, 6)).astype(float)
+    return {
+        "items": Items.of_counts(counts, counts.sum(axis=(1, 2)) / 4 + 1),
+        "transitions": np.einsum("if,ie->fe", counts[:, 0], counts[:, 1])[None],
+    }
+
+
 @pytest.mark.parametrize("name", planners.names())
 def test_every_planner_keeps_the_contract(name: str) -> None:
     settings = EXACT if name == "latency_optimal_ilp" else {}
     priced = v3_prices(touch_s=1e-5, row_bytes=14336.0, horizon=100.0)
-    check_planner(lambda: planners.make(name, {"objective": v3_prices()}, **settings))
-    check_planner(lambda: planners.make(name, objective=priced, **settings), seed=1)
-    check_planner(lambda: planners.make(name, objective=v3_prices(horizon=0.0), **settings), seed=2)
+    check_planner(lambda: planners.make(name, {"objective": v3_prices(), **learned()}, **settings))
+    check_planner(lambda: planners.make(name, {**learned(), "objective": priced}, **settings), seed=1)
+    check_planner(lambda: planners.make(name, {**learned(), "objective": v3_prices(horizon=0.0)}, **settings), seed=2)
 
 
 @pytest.mark.parametrize("split", ["weighted", "optimal"])

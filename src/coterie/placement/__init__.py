@@ -1,6 +1,8 @@
 """Where experts live: planners, how replicas share tokens, when to move, and moving without a stop."""
 
 from coterie.placement.base import HOST, Load, Moves, Plan, Planner, planners
+from coterie.placement.co_clustering.base import CoClusters, Items
+from coterie.placement.co_clustering.planners import CoCluster, SemMoe
 from coterie.placement.maps.formats import PlacementMap, map_formats, read_map, write_map
 from coterie.placement.migration.memory import MemoryBudget
 from coterie.placement.migration.migrator import Migrator
@@ -10,6 +12,7 @@ from coterie.placement.planning.baselines import Linear, Popularity, RoundRobin
 from coterie.placement.planning.eplb import Eplb
 from coterie.placement.planning.latency_optimal import LatencyOptimal
 from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
+from coterie.placement.planning.moetuner import MoeTuner
 from coterie.placement.triggers.demand import DemandTracker, WindowTracker, mismatch
 from coterie.placement.triggers.drift import DriftEstimator
 from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettings
@@ -17,15 +20,19 @@ from coterie.placement.triggers.rebalancing import Rebalancer, RebalancingSettin
 __all__ = [
     "DEEPSEEK_V3_PREFILL",
     "HOST",
+    "CoCluster",
+    "CoClusters",
     "DemandTracker",
     "DriftEstimator",
     "Eplb",
+    "Items",
     "LatencyOptimal",
     "LatencyOptimalIlp",
     "Linear",
     "Load",
     "MemoryBudget",
     "Migrator",
+    "MoeTuner",
     "Moves",
     "Objective",
     "PlacementMap",
@@ -37,6 +44,7 @@ __all__ = [
     "RebalancingSettings",
     "RoundRobin",
     "Score",
+    "SemMoe",
     "WindowTracker",
     "map_formats",
     "mismatch",

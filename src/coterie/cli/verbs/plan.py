@@ -32,7 +32,17 @@ if TYPE_CHECKING:  # NumPy and numba take a second to import: only when a plan i
     from coterie.evaluation.placement.plans import BatchRow, Planned
     from coterie.types import WeightDtype
 
-PLANNERS = ("eplb", "latency_optimal", "latency_optimal_ilp", "linear", "popularity", "round_robin")
+PLANNERS = (
+    "co_cluster",
+    "eplb",
+    "latency_optimal",
+    "latency_optimal_ilp",
+    "linear",
+    "moetuner",
+    "popularity",
+    "round_robin",
+    "sem_moe",
+)
 """Built-in planners, for the help: importing them takes a second."""
 DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp4")
 """The values of ``WeightDtype``, for the help: importing it imports NumPy."""

@@ -101,7 +101,8 @@ def _planner_rows(report: Report) -> Iterator[Row]:
         cases = [drifted(size, seed) for seed in SEEDS]
         objective = balance_first(size.target_balance)
         yield _kept_row(size, cases, "equal")
-        names = dict.fromkeys((*BASELINES, "latency_optimal", *(name for name in planners if name != EXACT)))
+        alone = [name for name in planners if _needs_prices_only(name) and name != EXACT]
+        names = dict.fromkeys((*BASELINES, "latency_optimal", *alone))
         for done, name in enumerate(names):
             report(f"{name}, {size.slots} slots, {size.ranks} ranks", done, len(names))
             yield _planner_row(name, planners.make(name, {"objective": objective}), size, cases)
@@ -110,6 +111,11 @@ def _planner_rows(report: Report) -> Iterator[Row]:
             priced = {"objective": balance_first(size.free.target_balance)}
             free = planners.make("latency_optimal", priced, split="optimal")
             yield _planner_row("latency_optimal", free, size.free, cases)
+
+
+def _needs_prices_only(name: str) -> bool:
+    """Whether a planner decides from the load alone: some learn from items or transitions too."""
+    return all(part == "objective" for part, required in planners.parameters(name).items() if required)
 
 
 def _planner_row(name: str, planner: Any, size: Size, cases: Sequence[Case]) -> Row:

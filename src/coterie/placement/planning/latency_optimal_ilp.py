@@ -25,7 +25,8 @@ from coterie.errors import ConfigError, check_at_least, check_not_negative
 from coterie.placement.base import Load, Plan, Progress, Proof, SearchProgress, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning.milp.program import Array, Found, Layer, Mask
-from coterie.placement.planning.milp.solving import Search, best_shares, solve
+from coterie.placement.planning.milp.running import Search
+from coterie.placement.planning.milp.solving import best_shares, solve
 from coterie.placement.planning.packing import living_ranks
 from coterie.registry import needs
 from coterie.types import Placement, Topology

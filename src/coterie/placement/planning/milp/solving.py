@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Event, Thread
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import highspy
 import numpy as np
 
 from coterie.placement.planning.milp.program import INF, Array, Found, Index, Layer, Mask, Program, Rows
+from coterie.placement.planning.milp.running import Search, make_solver, run_watched
 
 Tell = Callable[[float, float], bool]
 """Callback: the best excess and its bound so far, in seconds; returning False stops the search."""
 
 CUT_ROUNDS = 30
-TELL_EVERY_S = 0.5
-
-
-class Search(NamedTuple):
-    """When the search of one layer may end."""
-
-    gap_s: float
-    """Seconds between what was found and the bound."""
-    time_limit_s: float
-    threads: int
 
 
 def solve(layer: Layer, split: str, start: Found, search: Search, tell: Tell) -> Found:
@@ -56,7 +46,7 @@ def _solve_once(program: Program, start: Found, search: Search, tell: Tell) -> t
     """What was found, and the experts [expert] that the solver's optimum has in lumped levels."""
     layer, began = program.layer, perf_counter()
     none = np.zeros(layer.unit.shape[1], bool)
-    solver = _solver(search)
+    solver = make_solver(search)
     solver.passModel(program.lp())
 
     def in_time(reached: float) -> bool:  # HiGHS looks at its own limit now and then only
@@ -76,7 +66,7 @@ def _solve_once(program: Program, start: Found, search: Search, tell: Tell) -> t
     def look(data: Any) -> bool:
         return tell(data.mip_primal_bound * program.worth, max(data.mip_dual_bound * program.worth, best.bound))
 
-    _run(solver, solver.cbMipInterrupt, look)
+    run_watched(solver, solver.cbMipInterrupt, look)
     info = solver.getInfo()
     bound = info.mip_dual_bound * program.worth
     if np.isfinite(bound):
@@ -92,18 +82,6 @@ def _solve_once(program: Program, start: Found, search: Search, tell: Tell) -> t
     return best._replace(bound=min(best.bound, best.excess)), none
 
 
-def _solver(search: Search) -> Any:
-    solver = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("threads", search.threads)
-    solver.setOptionValue("random_seed", 0)
-    for tolerance in ("primal_feasibility_tolerance", "mip_feasibility_tolerance"):
-        solver.setOptionValue(tolerance, 1e-8)
-    solver.setOptionValue("mip_rel_gap", 0.0)
-    solver.setOptionValue("time_limit", search.time_limit_s)
-    return solver
-
-
 def _root(solver: Any, program: Program, target: float, tell: Callable[[float], bool]) -> float:
     """Bound of the relaxation, in seconds, with the cuts it breaks added as long as that helps."""
     cuts = Cuts(program)
@@ -113,7 +91,7 @@ def _root(solver: Any, program: Program, target: float, tell: Callable[[float], 
         return tell(bound)
 
     for _ in range(CUT_ROUNDS):
-        _run(solver, solver.cbSimplexInterrupt, look)
+        run_watched(solver, solver.cbSimplexInterrupt, look)
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return bound
         reached = solver.getObjectiveValue() * program.worth
@@ -124,52 +102,6 @@ def _root(solver: Any, program: Program, target: float, tell: Callable[[float], 
         for columns, values in rows:
             solver.addRow(1.0, INF, len(columns), columns.astype(np.int32), values)
     return bound
-
-
-def _run(solver: Any, calls: Any, look: Callable[[Any], bool]) -> None:
-    """Run it, with a look now and then at where it is; a look that says False stops it.
-
-    What a look raises, and Ctrl-C, also stop it and are raised when it has ended: nothing may unwind through the
-    solver. It runs in a thread of its own because Ctrl-C goes to the first one, which would not heed it inside HiGHS.
-    """
-    failures: list[BaseException] = []
-    ended = Event()
-    last = perf_counter()
-
-    def watch(event: Any) -> None:
-        nonlocal last
-        going = not failures
-        if going and perf_counter() - last < TELL_EVERY_S:
-            return
-        last = perf_counter()
-        try:
-            going = going and look(event.data_out)
-        except BaseException as error:
-            failures.append(error)
-            going = False
-        if not going:
-            event.interrupt()
-
-    def work() -> None:
-        try:
-            solver.run()
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            ended.set()
-
-    calls.subscribe(watch)
-    running = Thread(target=work, name="highs")
-    running.start()
-    while not ended.is_set():
-        try:
-            ended.wait()  # not join: interrupted, it takes the thread for ended (Python 3.11)
-        except BaseException as error:
-            failures.append(error)
-    running.join()
-    calls.unsubscribe(watch)
-    if failures:
-        raise failures[0]
 
 
 def best_shares(layer: Layer, holds: Mask) -> Array:
@@ -197,7 +129,7 @@ def best_shares(layer: Layer, holds: Mask) -> Array:
     cost[-1] = 1.0
     lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(columns), np.append(np.ones(len(rank)), INF)
     rows.into(lp, columns)
-    solver = _solver(Search(0.0, INF, 1))
+    solver = make_solver(Search(0.0, INF, 1))
     solver.passModel(lp)
     solver.run()
     shares = np.zeros(holds.shape)

@@ -1,0 +1,197 @@
+"""Items, co-clusters, and what both cost.
+
+    cost = theta x sum over ranks of |tokens of its items - even share|  +  (1 - theta) x remote activations
+
+in tokens and activations of the window that the items were counted in, summed over layers. Every item has one rank
+(in each layer, or one for all layers), every expert of a layer has one, and ranks hold equal numbers of experts.
+
+The first term speaks of items, not of experts: a placement may be cheap by it and still give one rank the hot experts.
+:func:`imbalance` measures that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.costs.exchange import first_rank
+from coterie.errors import ConfigError, check_share
+from coterie.types import Placement
+
+Array = NDArray[np.float64]
+Ranks = NDArray[np.int64]
+
+ITEMS_HINT = "the experts that tokens or requests activate, as coterie.placement.co_clustering.Items"
+"""Error hint for planners that are made without items."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Items:
+    """How often each item was seen, and the experts it activates."""
+
+    frequency: Array
+    """[item] tokens: occurrences of a token id, or tokens of a request."""
+    experts: NDArray[np.int32]
+    """[item, layer, kept]"""
+    weights: Array
+    """[item, layer, kept] share of the item's tokens that activated the expert; 0 fills a row up."""
+    one_rank: bool = False
+    """Whether an item has one rank for all layers (a request under data-parallel attention)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "frequency", np.ascontiguousarray(self.frequency, np.float64))
+        object.__setattr__(self, "experts", np.ascontiguousarray(self.experts, np.int32))
+        object.__setattr__(self, "weights", np.ascontiguousarray(self.weights, np.float64))
+        shape = self.experts.shape
+        if len(shape) != 3 or 0 in shape:
+            raise ConfigError(f"experts of items has shape {shape}; it must be [item, layer, kept], none 0")
+        if self.weights.shape != shape or self.frequency.shape != shape[:1]:
+            raise ConfigError(
+                f"weights {self.weights.shape} and frequency {self.frequency.shape} of items must be {shape} and "
+                f"{shape[:1]}, as their experts"
+            )
+        if int(self.experts.min()) < 0:
+            raise ConfigError(f"experts of items holds {int(self.experts.min())}; it must not be negative")
+        for name, array in (("frequency", self.frequency), ("weights", self.weights)):
+            if not (array >= 0).all() or not np.isfinite(array).all():
+                raise ConfigError(f"{name} of items must be finite and not negative")
+
+    @classmethod
+    def of_counts(
+        cls, counts: NDArray[Any], frequency: NDArray[Any], *, kept: int | None = None, one_rank: bool = False
+    ) -> Items:
+        """From activations [item, layer, expert]; of each row the `kept` largest, or all that are not 0."""
+        most = int((counts > 0).sum(axis=2).max(initial=1))
+        size = max(1, min(most, kept or most))
+        experts = np.argsort(-counts, axis=2, kind="stable")[:, :, :size]
+        tokens = np.maximum(np.asarray(frequency, np.float64), 1e-300)
+        weights = np.take_along_axis(counts, experts, axis=2) / tokens[:, None, None]
+        return cls(np.asarray(frequency, np.float64), experts.astype(np.int32), weights, one_rank)
+
+    def __len__(self) -> int:
+        return len(self.frequency)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.experts.shape[1])
+
+    @property
+    def groups(self) -> int:
+        """Sets of layers with ranks of their own: one per layer, or one in all."""
+        return 1 if self.one_rank else self.num_layers
+
+    @property
+    def layers_each(self) -> int:
+        """Layers in such a set."""
+        return self.num_layers // self.groups
+
+    def layers(self, chosen: slice) -> Items:
+        """The same items in some layers only."""
+        return Items(self.frequency, self.experts[:, chosen], self.weights[:, chosen], self.one_rank)
+
+    def load(self, num_experts: int) -> Array:
+        """[layer, expert] tokens."""
+        out = np.zeros((self.num_layers, num_experts))
+        _add_load(self.frequency, self.experts, self.weights, out)
+        return out
+
+    def check_fits(self, num_layers: int, num_experts: int) -> None:
+        """Raise where the items are of another model."""
+        highest = int(self.experts.max())
+        if self.num_layers != num_layers or highest >= num_experts:
+            raise ConfigError(
+                f"items have {self.num_layers} layers and experts up to {highest}; "
+                f"the placement has {num_layers} layers of {num_experts} experts"
+            )
+
+
+class CoClusters(NamedTuple):
+    """Ranks of experts and of the items beside them."""
+
+    placement: Placement
+    """As many experts on every rank; replicas where it has slots to spare."""
+    ranks: Ranks
+    """[layer, item] rank of the item; [1, item] where it has one for all layers."""
+    confidence: Array
+    """As `ranks`: share of the item's activations that are local."""
+
+    @property
+    def expert_ranks(self) -> Ranks:
+        """[layer, expert]"""
+        return placed_ranks(self.placement)
+
+
+def placed_ranks(placement: Placement) -> Ranks:
+    """[layer, expert] the rank of each expert's first slot."""
+    return np.stack([first_rank(placement, layer) for layer in range(placement.num_layers)])
+
+
+def co_clusters(items: Items, expert_ranks: Ranks, ranks: Ranks, num_ranks: int) -> CoClusters:
+    """The result, from ranks of experts [layer, expert] and of items [group, item]."""
+    slots = np.argsort(expert_ranks, axis=1, kind="stable").astype(np.int32)
+    placement = Placement(slots, num_ranks, expert_ranks.shape[1])
+    local, total = local_activations(items, expert_ranks, ranks)
+    return CoClusters(placement, ranks, local / np.where(total > 0, total, 1.0))
+
+
+def local_activations(items: Items, expert_ranks: Ranks, ranks: Ranks) -> tuple[Array, Array]:
+    """[group, item] activations per token that are local, and all of them."""
+    local = np.zeros((items.groups, len(items)))
+    total = np.zeros((items.groups, len(items)))
+    _count_local(items.experts, items.weights, expert_ranks, np.asarray(ranks, np.int64), local, total)
+    return local, total
+
+
+def cost(items: Items, expert_ranks: Ranks, ranks: Ranks, num_ranks: int, theta: float) -> Array:
+    """[group] theta x imbalance of tokens + (1 - theta) x remote activations."""
+    check_share(theta=theta)
+    local, total = local_activations(items, expert_ranks, ranks)
+    remote = (total - local) @ items.frequency
+    tokens = np.stack([np.bincount(row, items.frequency, num_ranks) for row in np.asarray(ranks, np.int64)])
+    uneven = np.abs(tokens - items.frequency.sum() / num_ranks).sum(axis=1) * items.layers_each
+    return np.asarray(theta * uneven + (1 - theta) * remote)
+
+
+def imbalance(rank_load: NDArray[np.floating]) -> Array:
+    """[layer] busiest ÷ median rank of [layer, rank] load, Sem-MoE's measure; 1 for a layer without load.
+
+    Infinite where more than half of the ranks have no load.
+    """
+    median = np.median(rank_load, axis=1)
+    peak = rank_load.max(axis=1)
+    ratio = np.divide(peak, median, out=np.full(len(peak), np.inf), where=median > 0)
+    return np.where(peak > 0, ratio, 1.0)
+
+
+@njit()
+def _add_load(frequency: NDArray[Any], experts: NDArray[Any], weights: NDArray[Any], out: NDArray[np.float64]) -> None:
+    count, layers, kept = experts.shape
+    for item in range(count):
+        for layer in range(layers):
+            for j in range(kept):
+                out[layer, experts[item, layer, j]] += frequency[item] * weights[item, layer, j]
+
+
+@njit()
+def _count_local(
+    experts: NDArray[Any],
+    weights: NDArray[Any],
+    expert_ranks: NDArray[Any],
+    ranks: NDArray[Any],
+    local: NDArray[Any],
+    total: NDArray[Any],
+) -> None:
+    count, layers, kept = experts.shape
+    each = layers // len(ranks)
+    for item in range(count):
+        for layer in range(layers):
+            group = layer // each
+            for j in range(kept):
+                weight = weights[item, layer, j]
+                total[group, item] += weight
+                if expert_ranks[layer, experts[item, layer, j]] == ranks[group, item]:
+                    local[group, item] += weight

@@ -1,0 +1,163 @@
+"""The 0-1 program of co-clustering, solved exactly by HiGHS: what the fast algorithms are held against.
+
+Columns: x[item, rank] and y[expert, rank] say who is where, z[item, expert, rank] <= both that the activations of the
+pair are local there, d[rank] >= |tokens - even share|. With r ranks there are r! copies of every solution, so the
+hottest expert of the first layer is on rank 0, and the next on rank 0 or 1.
+
+Small cases only: some dozens of items and experts. Past that z alone is more than the solver closes in minutes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from coterie.errors import check_share
+from coterie.placement.co_clustering.alternating import AlternatingSettings, alternate
+from coterie.placement.co_clustering.base import Array, Items, Ranks, cost
+from coterie.placement.planning.milp.program import INF, Index, Rows
+from coterie.placement.planning.milp.running import Search, minimise
+from coterie.placement.planning.spare import room_of
+
+
+class Exact(NamedTuple):
+    """The best co-clusters, layer by layer where items have a rank in each, and how far that is proven."""
+
+    expert_ranks: Ranks
+    """[layer, expert]"""
+    ranks: Ranks
+    """[group, item]"""
+    cost: Array
+    """[group]"""
+    bound: Array
+    """[group] that no co-clusters go below."""
+
+
+def solve_exactly(
+    items: Items, num_experts: int, num_ranks: int, theta: float, *, time_limit_s: float = 60.0, gap: float = 1e-6
+) -> Exact:
+    """The optimum of :func:`~coterie.placement.co_clustering.base.cost`; `gap` is a share of it."""
+    check_share(theta=theta)
+    items.check_fits(items.num_layers, num_experts)
+    parts = [items.layers(slice(at, at + items.layers_each)) for at in range(0, items.num_layers, items.layers_each)]
+    found = [_solve(part, num_experts, num_ranks, theta, time_limit_s, gap) for part in parts]
+    return Exact(*(np.concatenate(side) for side in zip(*found, strict=True)))
+
+
+def _solve(items: Items, num_experts: int, num_ranks: int, theta: float, time_limit_s: float, gap: float) -> Exact:
+    """One group of layers whose items have the same ranks."""
+    settings = AlternatingSettings(theta=theta)
+    known = alternate(items, num_experts, num_ranks, np.random.default_rng(0), settings)
+    program = _Program(items, num_experts, num_ranks, theta)
+    placed, label = program.in_order(known[0], known[1][0])
+    start = program.columns_of(placed, label)
+    search = Search(gap * float(program.cost @ start), time_limit_s, 1)
+    solved = minimise(program.rows, program.cost, program.upper, program.whole, search, start)
+    placed, label = program.ranks_of(solved.values)
+    # The constant that the columns leave out: all activations, were they remote.
+    constant = (1 - theta) * float(items.frequency @ items.weights.sum(axis=(1, 2)))
+    found = cost(items, placed, label[None], num_ranks, theta)
+    return Exact(placed, label[None], found, np.minimum(np.array([solved.bound + constant]), found))
+
+
+class _Program:
+    def __init__(self, items: Items, num_experts: int, num_ranks: int, theta: float) -> None:
+        self.items, self.num_ranks = items, num_ranks
+        count, layers = items.experts.shape[:2]
+        self.shape = (layers, num_experts)
+        item, layer, _ = np.nonzero(items.weights)
+        active = items.weights > 0
+        expert = items.experts[active].astype(np.int64) + layer * num_experts  # counted over layers
+        self.pairs = (item, expert)
+        self.activations = (items.weights * items.frequency[:, None, None])[active]
+        self.first_expert = count * num_ranks
+        self.first_pair = self.first_expert + layers * num_experts * num_ranks
+        self.first_excess = self.first_pair + len(item) * num_ranks
+        columns = self.first_excess + num_ranks
+        self.whole: Index = np.arange(self.first_pair)
+        self.cost = np.zeros(columns)
+        self.cost[self.first_pair : self.first_excess] = -(1 - theta) * np.repeat(self.activations, num_ranks)
+        self.cost[self.first_excess :] = theta * layers
+        self.upper = np.ones(columns)
+        self.upper[self.first_excess :] = INF
+        self.rows = Rows()
+        self._add_places(num_experts)
+        self._add_pairs()
+        self._add_balance()
+        self._break_symmetry()
+
+    def _add_places(self, num_experts: int) -> None:
+        count, ranks, layers = len(self.items), self.num_ranks, self.shape[0]
+        one, placed = np.ones(1), np.arange(layers * num_experts * ranks)
+        self.rows.add(np.repeat(np.arange(count), ranks), np.arange(count * ranks), one, 1.0, 1.0, count)
+        columns = placed + self.first_expert
+        self.rows.add(placed // ranks, columns, one, 1.0, 1.0, layers * num_experts)
+        held = placed // (num_experts * ranks) * ranks + placed % ranks  # layer and rank
+        room = np.tile(room_of(num_experts, ranks), layers).astype(float)
+        self.rows.add(held, columns, one, room, room, layers * ranks)
+
+    def _add_pairs(self) -> None:
+        item, expert = self.pairs
+        size, ranks = len(item), self.num_ranks
+        row = np.arange(size * ranks)
+        rank = np.tile(np.arange(ranks), size)
+        pair = row + self.first_pair
+        sides = (np.repeat(item, ranks) * ranks + rank, self.first_expert + np.repeat(expert, ranks) * ranks + rank)
+        for other in sides:
+            values = np.repeat([1.0, -1.0], len(row))
+            self.rows.add(np.tile(row, 2), np.concatenate([pair, other]), values, -INF, 0.0, len(row))
+        # A pair is local on one rank at most: not needed for whole numbers, and far tighter for fractions.
+        self.rows.add(np.repeat(np.arange(size), ranks), pair, np.ones(1), -INF, 1.0, size)
+
+    def _add_balance(self) -> None:
+        count, ranks = len(self.items), self.num_ranks
+        even = float(self.items.frequency.sum()) / ranks
+        at = np.arange(count * ranks)
+        rank, tokens = at % ranks, np.repeat(self.items.frequency, ranks)
+        excess = np.arange(ranks)
+        for sign in (1.0, -1.0):
+            row = np.concatenate([rank, excess])
+            columns = np.concatenate([at, self.first_excess + excess])
+            values = np.concatenate([sign * tokens, -np.ones(ranks)])
+            self.rows.add(row, columns, values, -INF, sign * even, ranks)
+
+    def _break_symmetry(self) -> None:
+        """The hottest expert is on rank 0, the next on one of the first two, and so on."""
+        if self.shape[1] % self.num_ranks:
+            return  # ranks that hold more experts than others cannot be renamed
+        for place, expert in enumerate(self._hottest()[: self.num_ranks - 1]):
+            shut = np.arange(place + 1, self.num_ranks)
+            self.rows.add(
+                shut - place - 1, self.first_expert + expert * self.num_ranks + shut, np.ones(1), 0.0, 0.0, len(shut)
+            )
+
+    def _hottest(self) -> Index:
+        load = self.items.load(self.shape[1])[0]
+        return np.argsort(-load, kind="stable")
+
+    def in_order(self, placed: Ranks, label: Ranks) -> tuple[Ranks, Ranks]:
+        """The same co-clusters with ranks numbered as the symmetry rows want them."""
+        if self.shape[1] % self.num_ranks:
+            return placed, label
+        seen = list(dict.fromkeys(placed[0, self._hottest()].tolist()))
+        number = np.argsort(np.array(seen))
+        return number[placed], number[label]
+
+    def columns_of(self, placed: Ranks, label: Ranks) -> Array:
+        ranks, (item, expert) = self.num_ranks, self.pairs
+        values = np.zeros(len(self.cost))
+        flat = placed.ravel()
+        values[np.arange(len(label)) * ranks + label] = 1.0
+        values[self.first_expert + np.arange(len(flat)) * ranks + flat] = 1.0
+        local = np.flatnonzero(flat[expert] == label[item])
+        values[self.first_pair + local * ranks + label[item[local]]] = 1.0
+        tokens = np.bincount(label, self.items.frequency, ranks)
+        values[self.first_excess :] = np.abs(tokens - self.items.frequency.sum() / ranks)
+        return values
+
+    def ranks_of(self, values: Array) -> tuple[Ranks, Ranks]:
+        ranks = self.num_ranks
+        label = values[: self.first_expert].reshape(-1, ranks).argmax(axis=1)
+        placed = values[self.first_expert : self.first_pair].reshape(*self.shape, ranks).argmax(axis=2)
+        return placed, label

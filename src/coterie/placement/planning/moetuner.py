@@ -1,0 +1,99 @@
+"""MoETuner's planning: keep tokens on the rank where the layer before left them, with even ranks.
+
+Layer by layer, a 0-1 program puts every expert on the rank from whose experts, in the layer before, most of its tokens
+come. Ranks hold equal numbers of experts and at most `balance` more load than an even share. The first layer is packed
+by load alone; further sweeps look at the layers on both sides. Of MoETuner the dependencies between layers, the balance
+and the integer programs are kept; it groups experts first and then assigns the groups, which one program does here.
+
+Right where a token is processed where it is and moves on from there: one expert a token, no return to a home rank.
+Wrong with data-parallel attention, where every token comes home after each layer, and then it is no better than
+`popularity`; and at top-k above 1, where only one of the k ranks can be the one that a token stays on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
+from coterie.placement.base import Load, Plan, planners
+from coterie.placement.objective import PRICES_HINT, Objective
+from coterie.placement.planning.milp.program import INF, Array, Index, Rows
+from coterie.placement.planning.milp.running import Search, minimise
+from coterie.placement.planning.packing import living_ranks, plan_for_living
+from coterie.placement.planning.spare import fill_spare, pack_even, room_of
+from coterie.registry import needs
+from coterie.types import Placement, Topology
+
+GAP = 1e-3
+"""Share of a layer's tokens between what is found and the bound, at which a program ends."""
+
+
+@planners.register("moetuner")
+@dataclass(frozen=True, slots=True, eq=False)
+class MoeTuner:
+    """Experts beside those of the layer before that feed them, by integer programs."""
+
+    objective: Objective = needs(PRICES_HINT)
+    transitions: NDArray[np.float64] = needs("tokens that go from expert to expert, [layer - 1, expert, expert]")
+    balance: float = 0.05
+    """Share of an even load by which a rank may exceed it, where packing heaviest first reaches that."""
+    sweeps: int = 2
+    """Times that all layers are planned; the first looks back only."""
+    time_limit_s: float = 2.0
+    """Most seconds per layer and sweep; then the best that was found is taken."""
+
+    def __post_init__(self) -> None:
+        check_not_negative(balance=self.balance)
+        check_at_least(1, sweeps=self.sweeps)
+        check_positive(time_limit_s=self.time_limit_s)
+
+    def plan(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Plan:
+        started = perf_counter()
+        problem = self.objective.problem(load, topology, current, shares)
+        ranks, speeds = living_ranks(problem), topology.rank_speeds[problem.alive]
+        flows = self._flows(load)
+        placed = np.stack([pack_even(row, speeds) for row in load.tokens])
+        for sweep in range(self.sweeps):
+            for layer in range(load.num_layers):
+                near = np.zeros((load.num_experts, ranks))  # tokens shared with the neighbouring layers' experts
+                if layer:
+                    np.add.at(near.T, placed[layer - 1], flows[layer - 1])
+                if sweep and layer + 1 < load.num_layers:
+                    np.add.at(near.T, placed[layer + 1], flows[layer].T)
+                if near.any():
+                    placed[layer] = self._layer(near, load.tokens[layer], speeds, placed[layer])
+        slots = fill_spare(placed, load.tokens, current.slots_per_rank, ranks)
+        return plan_for_living(problem, slots, started, "tokens stay where they are as it is")
+
+    def _flows(self, load: Load) -> Array:
+        flows = np.asarray(self.transitions, np.float64)
+        expected = (load.num_layers - 1, load.num_experts, load.num_experts)
+        if flows.shape != expected or not np.isfinite(flows).all() or (flows < 0).any():
+            raise ConfigError(f"transitions has shape {flows.shape}; it must be {expected}, finite and not negative")
+        return flows
+
+    def _layer(self, near: Array, tokens: Array, speeds: Array, start: Index) -> Index:
+        """[expert] ranks with the most tokens that stay."""
+        experts, ranks = near.shape
+        column = np.arange(experts * ranks)
+        expert, rank = column // ranks, column % ranks
+        rows = Rows()
+        rows.add(expert, column, np.ones(1), 1.0, 1.0, experts)
+        room = room_of(experts, ranks).astype(float)
+        rows.add(rank, column, np.ones(1), room, room, ranks)
+        total = max(float(tokens.sum()), 1e-300)
+        even = speeds / speeds.sum()
+        known = np.bincount(start, tokens, ranks) / total
+        rows.add(rank, column, tokens[expert] / total, -INF, np.maximum((1 + self.balance) * even, known), ranks)
+        scale = max(float(near.sum()), 1e-300)
+        values = np.zeros(len(column))
+        values[np.arange(experts) * ranks + start] = 1.0
+        search = Search(GAP, self.time_limit_s, 1)
+        found = minimise(rows, -near.ravel() / scale, np.ones(len(column)), column, search, values)
+        return np.asarray(found.values.reshape(experts, ranks).argmax(axis=1), np.int64)
