@@ -54,7 +54,7 @@ class ShuffleSchedule(NamedTuple):
     def tokens_of(self, rank: int) -> Ints:
         """Tokens of a rank's block, in their places' order, without padding."""
         block = self.order[rank * self.per_rank : (rank + 1) * self.per_rank]
-        return block[block != PADDING]
+        return np.asarray(block[block != PADDING])
 
 
 def shuffle_schedule(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | None = None) -> ShuffleSchedule:
