@@ -27,7 +27,7 @@ except ImportError:
     torch = dist = None
 
 GRACE_S = 2.0
-"""Seconds to wait for the other ranks after the first failure: their errors may tell the cause."""
+"""Seconds to wait for the other ranks after the first failure, by default: their errors may tell the cause."""
 HOST = "127.0.0.1"
 """Address of the store: all ranks run on this machine."""
 FAILED = "coterie/failed/{}"
@@ -107,6 +107,7 @@ def run_ranks(
     *,
     doing: str,
     timeout_s: float = 300.0,
+    grace_s: float = GRACE_S,
     report: Report | None = None,
     steps: int = 0,
 ) -> list[Any]:
@@ -128,7 +129,7 @@ def run_ranks(
     try:
         for number in range(processes):
             ranks.append(_Rank(number, plan))
-        _listen(ranks, deadline, store, steps, report or (lambda *_: None))
+        _listen(ranks, deadline, grace_s, store, steps, report or (lambda *_: None))
         if any(rank.answer is None for rank in ranks):
             raise UnavailableError(f"{doing} with {processes} {backend} processes: {_verdict(ranks)}")
         for rank in ranks:
@@ -173,7 +174,7 @@ class _Rank:
         self.process.close()
 
 
-def _listen(ranks: Sequence[_Rank], deadline: float, store: Any, steps: int, report: Report) -> None:
+def _listen(ranks: Sequence[_Rank], deadline: float, grace_s: float, store: Any, steps: int, report: Report) -> None:
     """Wait until every rank has answered, failed or died, or time is up."""
     waiting = {rank.channel: rank for rank in ranks}
     troubled = False
@@ -198,7 +199,7 @@ def _listen(ranks: Sequence[_Rank], deadline: float, store: Any, steps: int, rep
                     rank.failure = message
             del waiting[rank.channel]
             if rank.answer is None and not troubled:
-                troubled, deadline = True, min(deadline, time.monotonic() + GRACE_S)
+                troubled, deadline = True, min(deadline, time.monotonic() + grace_s)
                 reason = rank.failure.reason if rank.failure else f"rank {rank.number} {_death(rank)} {rank.where}"
                 announce_failure(store, len(ranks), reason)
 

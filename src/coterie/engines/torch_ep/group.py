@@ -1,7 +1,7 @@
 """Collectives of a group of ranks, with two things that torch.distributed leaves out: bytes counted, failures shared.
 
-**Bytes.** Each collective adds the bytes that left this rank for another one to :class:`ByteCounters`, under the name of
-what they carried. What stays on the rank is not counted.
+**Bytes.** Each collective adds the bytes that left this rank for another one to :class:`ByteCounters`, under the name
+of what they carried. What stays on the rank is not counted.
 
 **Failures.** A rank that raises, times out or loses a peer writes the cause into the group's store. Every rank watches
 one key of it in a thread, and an operation waits for its end *or* for that key, so all ranks raise RankFailedError with
