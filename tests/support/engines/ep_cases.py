@@ -7,6 +7,7 @@ be those of the dense layer. `float64` and `float32` cases are what a model woul
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,7 +64,9 @@ TENSOR_PARALLEL = (
 )
 
 
+@cache
 def load_expert(numbers: str) -> Callable[[int, int], tuple[Any, Any]]:
+    @cache
     def load(layer: int, expert: int) -> tuple[Any, Any]:
         rng = np.random.default_rng([layer, expert])
         shapes = (2 * INNER, HIDDEN), (HIDDEN, INNER)
