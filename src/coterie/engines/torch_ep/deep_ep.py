@@ -1,4 +1,6 @@
-"""DeepEP as the exchange, where it is installed. Written for its public interface; **not run**: it needs its own GPUs.
+"""DeepEP as the exchange, where it is installed. **Not run**: it needs several GPUs.
+
+Written for ``deep_ep.Buffer``, the public interface of DeepEP 1, which DeepEP 2 keeps as its legacy one.
 
 DeepEP's intranode and internode kernels send a token once to each distinct rank, as the deduplicated exchange does, and
 return with each row the indices of its experts on the rank that received it, -1 for those elsewhere. bf16 only.

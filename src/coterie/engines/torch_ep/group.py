@@ -101,7 +101,7 @@ class Group:
         if self.device.type == "cuda":
             out = torch.empty_like(blocks[0])
             self.bytes.add(what, (self.size - 1) * blocks[0].numel() * blocks.element_size())
-            self._run(what, lambda: dist.reduce_scatter_tensor(out, blocks.flatten(0, 1), async_op=True))
+            self._run(what, lambda: torch_reduce_scatter(out, blocks.flatten(0, 1), async_op=True))
             return out
         ones = [1] * self.size
         return _sum_in_order(self.all_to_all(blocks, ones, ones, what))
@@ -187,6 +187,12 @@ class Group:
         self._failure = cause
         if (waiting := self._waiting) is not None:
             waiting.set()
+
+
+def torch_reduce_scatter(out: Any, given: Any, async_op: bool = False) -> Any:
+    """torch's own collective, by the name that this torch has for it."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(out, given, async_op=async_op)
 
 
 def _as_bytes(tensor: Any) -> Any:
