@@ -1,4 +1,4 @@
-"""Bytes on the wire of the expert-parallel layer beside the prediction, and the time that a shuffle adds.
+"""Bytes on the wire of the expert-parallel layer beside the prediction; what shuffles and migrations add.
 
 Real processes joined by gloo run real routing through :mod:`coterie.engines.torch_ep`. The prediction is
 :func:`coterie.costs.exchange.counted_locality`: distinct remote ranks of each token where a dispatch deduplicates,
@@ -26,7 +26,7 @@ from coterie.types import Placement, Topology
 
 TRACE = "gpt-oss-20b"
 RANKS = (2, 4, 8)
-TOKENS, LAYERS, HIDDEN = 256, 4, 512
+TOKENS, LAYERS, HIDDEN = 1024, 4, 512
 """A step of the layer: tokens of all ranks, layers taken evenly, hidden size in float32."""
 SHUFFLE_TOKENS, SHUFFLE_HIDDEN = 1024, 2880
 """A prefill chunk at gpt-oss-20b's hidden size."""
@@ -44,13 +44,13 @@ class _Sample(NamedTuple):
 
 
 def wire_rows(options: SuiteOptions, report: Report) -> list[dict[str, Any]]:
-    """Rows of `part` "wire" (bytes) and "shuffle" (time); none where torch is missing."""
+    """Rows of `part` "wire" (bytes), "shuffle" (time) and "migration" (both); none where torch is missing."""
     rows: list[dict[str, Any]] = []
     sample = _sample(options)
     try:
         for number, ranks in enumerate(RANKS):
-            report(f"Shuffling between {ranks} processes", 2 * number, 2 * len(RANKS))
-            rows.append(_shuffle_row(ranks))
+            report(f"Shuffling and moving experts between {ranks} processes", 2 * number, 2 * len(RANKS))
+            rows += [_shuffle_row(ranks), _migration_row(ranks)]
             if sample is not None:
                 report(f"Sending rows between {ranks} processes", 2 * number + 1, 2 * len(RANKS))
                 rows += _wire_rows(sample, ranks)
@@ -61,7 +61,7 @@ def wire_rows(options: SuiteOptions, report: Report) -> list[dict[str, Any]]:
 
 def wire_notes(rows: list[dict[str, Any]]) -> list[str]:
     """Sentences for the rows of :func:`wire_rows`."""
-    wire, shuffle = ([row for row in rows if row["part"] == part] for part in ("wire", "shuffle"))
+    wire, shuffle, moves = ([row for row in rows if row["part"] == part] for part in ("wire", "shuffle", "migration"))
     if not shuffle:
         return ["No bytes on the wire: the expert-parallel layer needs torch: pip install 'coterie[torch]'."]
     notes = [
@@ -69,19 +69,26 @@ def wire_notes(rows: list[dict[str, Any]]) -> list[str]:
         f"{_span(shuffle, 'shuffled_to_gloo')} of gloo's own (which is an all-reduce inside and sends twice as much), "
         f"{_span(shuffle, 'shuffled_to_plain')} of ours without it, and {_span(shuffle, 'early_to_plain')} where the "
         "projection's input is shuffled instead of its output. Published: about 1.01 of a ring collective on GPUs, "
-        "where a copy is tens of times faster than a link; NCCL was not run, for lack of a second GPU."
+        "where a copy is tens of times faster than a link; NCCL was not run, for lack of a second GPU.",
+        f"Migration under traffic: {sum(row['switches'] for row in moves)} switches, "
+        f"{sum(row['sent_bytes'] for row in moves) / 1e6:.0f} MB of weights sent, as planned "
+        f"({sum(row['planned_bytes'] for row in moves) / 1e6:.0f} MB), "
+        f"{sum(row['changed_steps'] for row in moves)} of {sum(row['steps'] for row in moves)} steps with another "
+        f"output; a step stalls for {_span(moves, 'stall_ms')} ms.",
     ]
     if not wire:
         return [*notes, f"No bytes on the wire: set COTERIE_DATA to the folder of real data ({TRACE}, docs/data.md)."]
     hidden = max(abs(row["hidden_bytes"] / row["predicted_bytes"] - 1) for row in wire)
     total = max(abs(row["ratio"] - 1) for row in wire)
+    told = [row["tcp_bytes"] / row["predicted_bytes"] - 1 for row in wire if row["tcp_bytes"] is not None]
+    tcp = f"; the system's own count of TCP bytes differs by at most {max(map(abs, told)):.1%}" if told else ""
     fewer = [row["hidden_bytes"] for row in wire if row["dispatch"] == "deduplicated"]
     single = [row["hidden_bytes"] for row in wire if row["dispatch"] == "per activation"]
     saved = [1 - one / other for one, other in zip(fewer, single, strict=True)]
     return [
         *notes,
         f"Bytes on the wire, gloo: hidden states differ from the prediction by at most {hidden:.1%}, all bytes, with "
-        f"slots, weights and counts, by at most {total:.1%}. Sending a token once to each rank saves "
+        f"slots, weights and counts, by at most {total:.1%}{tcp}. Sending a token once to each rank saves "
         f"{min(saved):.0%} to {max(saved):.0%} of the rows.",
     ]
 
@@ -124,6 +131,7 @@ def _wire_rows(sample: _Sample, ranks: int) -> list[dict[str, Any]]:
             "hidden_size": HIDDEN,
             "hidden_bytes": found.hidden,
             "other_bytes": found.other,
+            "tcp_bytes": found.tcp,
             "predicted_bytes": round(predicted),
             "ratio": (found.hidden + found.other) / predicted,
             "published": None,
@@ -144,3 +152,9 @@ def _shuffle_row(ranks: int) -> dict[str, Any]:
         **found._asdict(),
         "published": 1 + PUBLISHED_OVERHEAD,
     }
+
+
+def _migration_row(ranks: int) -> dict[str, Any]:
+    from coterie.engines.torch_ep.measuring import measure_migration
+
+    return {"part": "migration", "ep": ranks, **measure_migration(ranks)._asdict(), "published": None}
