@@ -122,18 +122,34 @@ def _checked(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | None) -> 
 
 @njit()
 def _align(wanted: Ints, sure: Floats, num_ranks: int, per_rank: int) -> tuple[Ints, Ints]:
-    """Order and inverse. Two passes over the tokens, and a sort of those on ranks that are too full."""
+    """Order and inverse. A few passes over the tokens: those that leave a full rank are selected, not sorted."""
     homes = wanted.copy()
     counts = np.zeros(num_ranks, np.int64)
     for rank in wanted:
         counts[rank] += 1
-    moves = np.zeros(len(wanted), np.bool_)
+    ends = np.cumsum(counts)
+    grouped = np.empty(len(wanted))  # confidences, by rank
+    filled = ends - counts
+    for token, rank in enumerate(wanted):
+        grouped[filled[rank]] = sure[token]
+        filled[rank] += 1
+    # Tokens below a rank's bar leave it, and the first `ties` of those at the bar.
+    bars = np.full(num_ranks, -np.inf)
+    ties = np.zeros(num_ranks, np.int64)
     for rank in range(num_ranks):
-        if counts[rank] > per_rank:
-            tokens = np.flatnonzero(wanted == rank)
-            least_sure_first = tokens[np.argsort(sure[tokens], kind="mergesort")]
-            moves[least_sure_first[: counts[rank] - per_rank]] = True
+        surplus = counts[rank] - per_rank
+        if surplus > 0:
+            own = grouped[ends[rank] - counts[rank] : ends[rank]]
+            bars[rank] = np.partition(own, surplus - 1)[surplus - 1]
+            ties[rank] = surplus - (own < bars[rank]).sum()
             counts[rank] = per_rank
+    moves = np.zeros(len(wanted), np.bool_)
+    for token, rank in enumerate(wanted):
+        if sure[token] < bars[rank]:
+            moves[token] = True
+        elif sure[token] == bars[rank] and ties[rank] > 0:
+            moves[token] = True
+            ties[rank] -= 1
     to = 0
     for token in range(len(wanted)):
         if moves[token]:
