@@ -35,3 +35,10 @@ def test_a_row_without_an_expert_is_refused() -> None:
         SlotTable.of([0, 1, 1, 0], 3, 2)
     with pytest.raises(ConfigError, match="multiple of num_ranks=2"):
         SlotTable.of([0, 1, 2], 3, 2)
+
+
+@pytest.mark.parametrize("wrong", [-1, 3])
+def test_what_is_no_expert_is_refused(wrong: int) -> None:
+    table = SlotTable.of([0, 1, 2, 0], 3, 2)
+    with pytest.raises(ConfigError, match=rf"experts holds {wrong}; it must be in 0 … 2"):
+        choose_slots(np.array([[0, wrong]]), 0, table)

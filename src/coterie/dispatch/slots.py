@@ -47,6 +47,9 @@ class SlotTable(NamedTuple):
 def choose_slots(experts: NDArray[np.integer], rank: int, table: SlotTable) -> Ints:
     """[token, k] slot for each activation in `experts` [token, k] of tokens that live on `rank`."""
     flat = np.asarray(experts, np.int64).ravel()
+    if flat.size and not 0 <= flat.min() <= flat.max() < len(table.replicas):
+        wrong = flat[(flat < 0) | (flat >= len(table.replicas))][0]
+        raise ConfigError(f"experts holds {wrong}; it must be in 0 … {len(table.replicas) - 1}")
     options = table.slots[flat]  # [activation, replica]
     own = options // table.per_rank == rank
     here = own.any(axis=1)

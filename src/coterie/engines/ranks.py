@@ -30,8 +30,13 @@ GRACE_S = 2.0
 """Seconds to wait for the other ranks after the first failure, by default: their errors may tell the cause."""
 HOST = "127.0.0.1"
 """Address of the store: all ranks run on this machine."""
+CAUSE = "coterie/failed"
+"""Key of the store: why the first rank failed."""
 FAILED = "coterie/failed/{}"
-"""Key of the store that a rank watches; its value is the cause that some rank failed of."""
+"""Key of the store that a rank watches: the cause, again."""
+
+PRELOADED = ["torch.distributed", "coterie.engines.torch_ep.measuring"]
+"""Modules that are imported once, for all ranks: each would take seconds over it."""
 
 Report = Callable[[str, int, int], None]
 
@@ -147,7 +152,7 @@ class _Rank:
 
     def __init__(self, number: int, plan: _Plan) -> None:
         context = torch.multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "coterie.engines.ranks"])  # torch is imported once
+        context.set_forkserver_preload(PRELOADED)
         self.channel, theirs = context.Pipe()
         self.process = context.Process(
             target=_process, args=(number, plan, theirs), name=f"coterie-rank-{number}", daemon=True
@@ -200,14 +205,15 @@ def _listen(ranks: Sequence[_Rank], deadline: float, grace_s: float, store: Any,
             del waiting[rank.channel]
             if rank.answer is None and not troubled:
                 troubled, deadline = True, min(deadline, time.monotonic() + grace_s)
-                reason = rank.failure.reason if rank.failure else f"rank {rank.number} {_death(rank)} {rank.where}"
-                announce_failure(store, len(ranks), reason)
+                how = f"failed {rank.where}: {rank.failure.reason}" if rank.failure else f"{_death(rank)} {rank.where}"
+                announce_failure(store, len(ranks), f"rank {rank.number} {how}")
 
 
 def announce_failure(store: Any, processes: int, reason: str) -> None:
-    """Tell every rank that watches the store; the first cause stays."""
+    """Tell every rank that watches the store. Several may find a cause at the same time: all hear of the first."""
+    cause = store.compare_set(CAUSE, "", reason).decode()
     for rank in range(processes):
-        store.compare_set(FAILED.format(rank), "", reason)
+        store.compare_set(FAILED.format(rank), "", cause)
 
 
 def _verdict(ranks: Sequence[_Rank]) -> str:

@@ -16,7 +16,7 @@ from coterie.engines.torch_ep.layer import ExpertParallelLayers
 from coterie.engines.torch_ep.migration import LiveMigration
 from coterie.engines.torch_ep.mover import Mover
 from coterie.engines.torch_ep.weights import SlotWeights
-from coterie.errors import RankFailedError
+from coterie.errors import ConfigError, RankFailedError
 from coterie.placement.migration.rounds import Limits, Transfer, schedule_moves
 from coterie.types import Placement, Topology
 from ep_cases import EXPERTS, LAYERS, Case, dense, hidden_rows, load_expert, make_layers, placement_of, routing
@@ -168,20 +168,20 @@ def fails(member: Member, how: str) -> str:
     group = Group(timeout_s=member.timeout_s)
     layers = make_layers(group, placement_of(REPLICATED, group.size, np.random.default_rng(0)), "exact", True)
     layer, hidden, experts, weights, _ = batch(0, group.rank, np.random.default_rng(0))
-    layers.forward(layer, hidden, experts, weights)
     member.say("the failure")
-    if group.rank == 1 and how == "dies":
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
+    try:  # around the first pass too: a fast rank may fail while a slow one is still in it
+        layers.forward(layer, hidden, experts, weights)
+        if group.rank == 1 and how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
         if how == "is silent":
             group.timeout_s = 1.0  # of an operation that cannot end
         if group.rank == 1 and how == "is silent":
             group._watch.join(member.timeout_s)
             group.check()
         if group.rank == 1 and how == "raises":
-            layers.forward(layer, hidden, experts + EXPERTS, weights)
+            layers.forward(layer, hidden, experts - EXPERTS, weights)
         layers.forward(layer, hidden, experts, weights)
-    except (RankFailedError, IndexError) as error:
+    except (RankFailedError, ConfigError) as error:
         if how == "dies":
             raise
         return f"{type(error).__name__}: {error}"

@@ -8,8 +8,8 @@ Two modes, by what is sent:
 Deduplicated sends less, the more so the more experts of a token share a rank. Per activation adds up in the same order
 as a layer on one device, so the placement of experts does not change a sum's rounding.
 
-With each row travel its slots and weights, 4 bytes each and 8 with float64: 12 bytes an activation at most, where a row
-has thousands. They are counted apart, as "routing".
+With each row go its slots and weights, top-k of both or one of each: tens of bytes, where a row has thousands. They are
+counted apart, as "routing".
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -139,9 +140,12 @@ class Group:
             raise RankFailedError(self._failure)
 
     def close(self) -> None:
-        """End the watch; the process group stays. Not for a group that failed."""
-        self._store.compare_set(FAILED.format(self.rank), "", CLOSED)
+        """End the watch; the process group stays, for another Group too. Not for a group that failed."""
+        key = FAILED.format(self.rank)
+        self._store.compare_set(key, "", CLOSED)
         self._watch.join()
+        if self._failure is None:
+            self._store.delete_key(key)
 
     def _run(self, what: str, start: Callable[[], Any]) -> None:
         """Start an operation; return when it has ended, raise when it, or any rank, has failed."""
@@ -171,7 +175,7 @@ class Group:
 
     def _lost(self, what: str, error: RuntimeError) -> RankFailedError:
         """A peer is gone. The cause may have been told a moment ago: it counts rather than this rank's loss."""
-        self.fail(f"rank {self.rank} lost a peer in {what}: {str(error).splitlines()[0][:160]}")
+        self.fail(f"rank {self.rank} lost a peer in {what}: {_first_sentence(error)}")
         self._watch.join()
         return RankFailedError(self._failure or str(error))
 
@@ -181,7 +185,7 @@ class Group:
             store.wait([key])
             cause = store.get(key).decode()
         except RuntimeError as error:
-            cause = f"rank {self.rank} lost the store of the group: {str(error).splitlines()[0][:160]}"
+            cause = f"rank {self.rank} lost the store of the group: {_first_sentence(error)}"
         if cause == CLOSED:
             return
         self._failure = cause
@@ -193,6 +197,11 @@ def torch_reduce_scatter(out: Any, given: Any, async_op: bool = False) -> Any:
     """torch's own collective, by the name that this torch has for it."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(out, given, async_op=async_op)
+
+
+def _first_sentence(error: RuntimeError) -> str:
+    """Of gloo's message, without the line of its source."""
+    return re.sub(r"^\[[^]]*\] *", "", str(error).splitlines()[0]).partition(". ")[0]
 
 
 def _as_bytes(tensor: Any) -> Any:
