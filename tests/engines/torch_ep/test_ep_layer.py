@@ -1,8 +1,10 @@
-"""The expert-parallel layer beside the dense one, on 2, 4 and 8 processes; bytes beside the prediction."""
+"""The expert-parallel layer beside the dense one, on 2, 4 and 8 processes; bytes beside the prediction.
+
+One test for each world: processes are started once, and answer for all cases.
+"""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,46 +14,38 @@ from coterie.engines.ranks import run_ranks
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-WORLDS = (2, 4, 8)
 ROUNDING = {"float64": 1e-12, "float32": 2e-5}
 """Largest error ÷ largest output: a hundred times what was seen."""
 
 
-@cache
-def answers(world: int) -> list[dict[str, Any]]:
-    """Of every rank; processes are started once for all tests of a world."""
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_equal_to_the_dense_layer_with_the_bytes_predicted(world: int) -> None:
     from ep_cases import run_all
 
-    return run_ranks(run_all, None, world, doing="checking layers", timeout_s=240)
+    ranks = run_ranks(run_all, None, world, doing="checking layers", timeout_s=240)
+    for attention in ("data parallel", "tensor parallel"):
+        cases = [rank[attention] for rank in ranks]
+        check_outputs(cases)
+        check_bytes(cases)
+    assert all(rank["reduce-scatter bits"] for rank in ranks), "a shuffle does not change a sum"
 
 
-@pytest.mark.parametrize("attention", ["data parallel", "tensor parallel"])
-@pytest.mark.parametrize("world", WORLDS)
-def test_output_is_the_dense_layers(world: int, attention: str) -> None:
+def check_outputs(ranks: list[list[Any]]) -> None:
     """Bit-equal where arithmetic is exact, in both dispatch modes; within rounding for floats."""
     exact = rounded = 0
-    for rank in answers(world):
-        for found in rank[attention]:
-            if found.numbers == "exact":
-                exact += 1
-                assert found.equal, found
-            else:
-                rounded += 1
-                assert found.error <= ROUNDING[found.numbers] * max(found.scale, 1), found
-    assert exact >= 10 * world
-    assert rounded >= 4 * world
+    for found in (found for rank in ranks for found in rank):
+        if found.numbers == "exact":
+            exact += 1
+            assert found.equal, found
+        else:
+            rounded += 1
+            assert found.error <= ROUNDING[found.numbers] * max(found.scale, 1), found
+    assert exact >= 10 * len(ranks)
+    assert rounded >= 4 * len(ranks)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_shuffle_does_not_change_a_sum(world: int) -> None:
-    assert all(rank["reduce-scatter bits"] for rank in answers(world))
-
-
-@pytest.mark.parametrize("attention", ["data parallel", "tensor parallel"])
-@pytest.mark.parametrize("world", WORLDS)
-def test_bytes_are_as_predicted(world: int, attention: str) -> None:
-    """Hidden states exactly; counts and routing are counted beside them."""
-    ranks = [rank[attention] for rank in answers(world)]
+def check_bytes(ranks: list[list[Any]]) -> None:
+    """Hidden states to the byte; slots and weights are counted beside them."""
     crossed = 0
     for case in zip(*ranks, strict=True):
         sent = {key: sum(found.sent.get(key, 0) for found in case) for key in ("dispatch", "combine", "routing")}
