@@ -6,7 +6,8 @@
     │   ├── ConfigError       a setting or a combination of settings
     │   │   └── NotFittedError    used before its fit()
     │   └── UnknownNameError  a name that no registry knows: suggests and lists the known ones
-    └── UnavailableError      the request is valid, but this machine lacks what it needs (torch, a GPU)
+    ├── UnavailableError      the request is valid, but this machine lacks what it needs (torch, a GPU)
+    └── RankFailedError       a process of an expert-parallel group raised, died or was silent too long
 
 :class:`UnfinishedWarning` is no error: what is there was read.
 
@@ -133,3 +134,7 @@ class UnknownNameError(InputError, KeyError):
 
 class UnavailableError(CoterieError, RuntimeError):
     """This machine lacks what the request needs."""
+
+
+class RankFailedError(CoterieError, RuntimeError):
+    """A rank of a group failed, so no rank can go on."""

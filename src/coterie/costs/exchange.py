@@ -77,20 +77,43 @@ def counted_locality(expert_ids: NDArray[np.integer], placement: Placement, topo
     ranks = topology.num_ranks
     if placement.num_ranks != ranks:
         raise ConfigError(f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={ranks}")
-    home = (np.arange(len(expert_ids)) % ranks)[:, None]
+    home = np.arange(len(expert_ids)) % ranks
+    nodes = topology.rank_nodes
+    far = nodes[:, None] != nodes[None, :]
     local = remote_ranks = inter = 0
     for layer in range(placement.num_layers):
-        rank_of = first_rank(placement, layer)
-        at = rank_of[expert_ids[:, layer].astype(np.int64)]
-        here = at == home
-        local += int(here.sum())
-        inter += int((at // topology.ranks_per_node != home // topology.ranks_per_node).sum())
-        held = np.zeros((len(expert_ids), ranks), bool)
-        np.put_along_axis(held, at, True, axis=1)
-        remote_ranks += int(held.sum() - held[np.arange(len(held)), home[:, 0]].sum())
+        rows = rows_between(first_rank(placement, layer)[expert_ids[:, layer].astype(np.int64)], home, ranks)
+        local += int(np.trace(rows.activations))
+        inter += int(rows.activations[far].sum())
+        remote_ranks += crossing(rows.copies)
     cells = len(expert_ids) * placement.num_layers
     remote = expert_ids.size - local
     return Locality(local / cells, remote / cells, remote_ranks / cells, inter / cells)
+
+
+class RowsBetween(NamedTuple):
+    """Rows of hidden states that tokens' ranks send to experts' ranks in one dispatch; as many come back."""
+
+    activations: NDArray[np.int64]
+    """[source, rank] where each activation is sent by itself."""
+    copies: NDArray[np.int64]
+    """[source, rank] where a token is sent once to each distinct rank."""
+
+
+def rows_between(to: NDArray[np.integer], home: NDArray[np.integer], num_ranks: int) -> RowsBetween:
+    """Rows of tokens on ranks `home` [token] whose activations are computed on ranks `to` [token, k]."""
+    pairs = home[:, None].astype(np.int64) * num_ranks + to
+    activations = np.bincount(pairs.ravel(), minlength=num_ranks**2).reshape(num_ranks, num_ranks)
+    held = np.zeros((len(to), num_ranks), np.int64)
+    np.put_along_axis(held, to.astype(np.int64), 1, axis=1)
+    copies = np.zeros((num_ranks, num_ranks), np.int64)
+    np.add.at(copies, home, held)
+    return RowsBetween(activations, copies)
+
+
+def crossing(rows: NDArray[np.int64]) -> int:
+    """Rows [source, rank] that leave their rank."""
+    return int(rows.sum() - np.trace(rows))
 
 
 def first_rank(placement: Placement, layer: int) -> NDArray[np.int64]:

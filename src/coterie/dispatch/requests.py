@@ -1,0 +1,118 @@
+"""Attention-DP: give requests to ranks by score, in rounds that keep the ranks' loads even.
+
+Where attention is data parallel, a request has one rank for all layers. It should be the rank that holds most of its
+experts, but a rank that many requests prefer would be swamped. So requests are dealt in rounds: a round has as many
+turns as there are ranks, each rank gets its share of them, and a request takes the best rank that has a turn left. When
+no rank has one, the next round begins.
+
+With equal loads each rank has one turn a round, as in Sem-MoE's algorithm. With unequal loads the turns go to the least
+loaded ranks, one by one, as if every turn brought a mean request: a rank that is three requests ahead gets no turn
+until the others have caught up.
+
+Wrong where requests differ so much in work that the last turn of a round decides the balance: turns count requests, and
+only the next round sees what they weigh.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from coterie.errors import ConfigError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class RequestSchedule(NamedTuple):
+    """Which rank takes each request, and why."""
+
+    ranks: Ints
+    """[request] rank."""
+    rounds: Ints
+    """[request] round it was dealt in, from 0."""
+    scores: Floats
+    """[request, rank] scores it was decided by."""
+    open_ranks: NDArray[np.bool_]
+    """[request, rank] whether the rank had a turn left: the mask of the request's round."""
+    load: Floats
+    """[rank] load with these requests."""
+    turns: Ints
+    """[rank] turns left in the last round: pass them to the next call."""
+
+    def reason(self, request: int) -> str:
+        """Why a request went to its rank, in words."""
+        rank, scores = int(self.ranks[request]), self.scores[request]
+        best = int(np.argmax(scores))
+        where = f"rank {rank} (score {scores[rank]:.3g}) in round {self.rounds[request]}"
+        if scores[rank] == scores[best]:
+            return f"{where}: the highest score"
+        masked = int((~self.open_ranks[request]).sum())
+        return f"{where}: rank {best} (score {scores[best]:.3g}) had no turn left; {masked} ranks were masked"
+
+
+def schedule_requests(
+    scores: ArrayLike, load: ArrayLike | None = None, work: ArrayLike | None = None, turns: ArrayLike | None = None
+) -> RequestSchedule:
+    """Deal requests, in the order given, to ranks by `scores` [request, rank]; of equals to the less loaded rank.
+
+    `load` [rank] is what the ranks have to do already, `work` [request] what each request adds, in the same unit; by
+    default ranks are idle and requests count 1 each. `turns` [rank] are those that an earlier call left.
+    """
+    values = np.array(scores, np.float64)
+    if values.ndim != 2 or not values.shape[1]:
+        raise ConfigError(f"scores has shape {values.shape}; it must be [request, rank] with at least one rank")
+    if not np.isfinite(values).all():
+        raise ConfigError("scores must be finite numbers")
+    requests, ranks = values.shape
+    loads = _amounts("load", load, ranks, 0.0)
+    works = _amounts("work", work, requests, 1.0)
+    left = _turns_given(turns, ranks)
+    mean = float(works.mean()) if works.any() else 1.0
+    chosen, rounds = np.empty(requests, np.int64), np.empty(requests, np.int64)
+    masks = np.empty((requests, ranks), np.bool_)
+    number = 0
+    for request in range(requests):
+        if not left.any():
+            left = _turns_of_round(loads, mean)
+            number += request > 0
+        masks[request] = left > 0
+        rank = _best(values[request], masks[request], loads)
+        chosen[request], rounds[request] = rank, number
+        left[rank] -= 1
+        loads[rank] += works[request]
+    return RequestSchedule(chosen, rounds, values, masks, loads, left)
+
+
+def _turns_of_round(load: Floats, work: float) -> Ints:
+    """[rank] turns: as many as ranks, each to the rank that is least loaded with its turns so far."""
+    turns, filled = np.zeros(len(load), np.int64), load.copy()
+    for _ in range(len(load)):
+        rank = int(np.argmin(filled))
+        turns[rank] += 1
+        filled[rank] += work
+    return turns
+
+
+def _best(scores: Floats, open_ranks: NDArray[np.bool_], load: Floats) -> int:
+    masked = np.where(open_ranks, scores, -np.inf)
+    tied = np.flatnonzero(masked == masked.max())
+    return int(tied[np.argmin(load[tied])])
+
+
+def _amounts(name: str, given: ArrayLike | None, count: int, default: float) -> Floats:
+    values = np.full(count, default) if given is None else np.array(given, np.float64)
+    if values.shape != (count,):
+        raise ConfigError(f"{name} has shape {values.shape}; it must be [{count}]")
+    if not (np.isfinite(values) & (values >= 0)).all():
+        raise ConfigError(f"{name} must hold finite numbers of at least 0")
+    return values
+
+
+def _turns_given(turns: ArrayLike | None, ranks: int) -> Ints:
+    left = np.zeros(ranks, np.int64) if turns is None else np.array(turns, np.int64)
+    if left.shape != (ranks,) or (left < 0).any():
+        raise ConfigError(f"turns={left.tolist()} must be {ranks} numbers of at least 0, one per rank")
+    return left

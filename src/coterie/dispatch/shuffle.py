@@ -1,0 +1,168 @@
+"""Attention-TP: the order in which a reduce-scatter leaves each rank the tokens whose experts it holds.
+
+After tensor-parallel attention every rank holds a partial sum of every token. The reduce-scatter that adds them up
+leaves each rank an equal block of tokens, in whatever order the rows come. So the rows are put in an order in which
+rank r's block holds the tokens predicted for rank r:
+
+    argsort   tokens by predicted rank, stable
+    group     one group per rank
+    align     every block holds ceil(tokens ÷ ranks): surplus tokens move to ranks with room, padding fills the rest
+
+Which tokens move is decided by confidence, the share of a token's activations expected to be local on its rank: those
+that lose least. Of the ranks with room the lowest is filled first; all are as good, since a token's second choice is
+not known. A token's confidence is all that counts, so moving the least sure of each full rank is the optimum.
+
+:func:`shuffle_schedule` is compiled: it runs per layer and step. :func:`shuffle_schedule_numpy` says the same in NumPy.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from coterie._numba import njit
+from coterie.errors import ConfigError, check_at_least
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+PADDING = -1
+"""Entry of `order` that stands for no token."""
+
+
+class ShuffleSchedule(NamedTuple):
+    """A shuffle of n tokens into equal blocks, one per rank."""
+
+    order: Ints
+    """[rank x per_rank] token at each place, or PADDING."""
+    per_rank: int
+    """Places of a block."""
+    inverse: Ints
+    """[token] its place: ``shuffled[inverse]`` restores the order."""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.order) // self.per_rank if self.per_rank else 0
+
+    @property
+    def homes(self) -> Ints:
+        """[token] rank whose block holds it."""
+        return np.asarray(self.inverse // max(self.per_rank, 1))
+
+    def tokens_of(self, rank: int) -> Ints:
+        """Tokens of a rank's block, in their places' order, without padding."""
+        block = self.order[rank * self.per_rank : (rank + 1) * self.per_rank]
+        return np.asarray(block[block != PADDING])
+
+
+def shuffle_schedule(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | None = None) -> ShuffleSchedule:
+    """Schedule of tokens predicted for `ranks` [token]; without `confidence` [token] all are equally sure.
+
+    Of equally sure tokens the earlier ones move.
+    """
+    wanted, sure = _checked(ranks, num_ranks, confidence)
+    per_rank = -(-len(wanted) // num_ranks)
+    order, inverse = _align(wanted, sure, num_ranks, per_rank)
+    return ShuffleSchedule(order, per_rank, inverse)
+
+
+def in_turn_schedule(num_tokens: int, num_ranks: int) -> ShuffleSchedule:
+    """Blocks in the tokens' own order: the plain reduce-scatter."""
+    check_at_least(1, num_ranks=num_ranks)
+    per_rank = -(-num_tokens // num_ranks)
+    order = np.arange(num_ranks * per_rank)
+    order[num_tokens:] = PADDING
+    return ShuffleSchedule(order, per_rank, np.arange(num_tokens))
+
+
+def shuffle_schedule_numpy(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | None = None) -> ShuffleSchedule:
+    """Reference of :func:`shuffle_schedule`."""
+    wanted, sure = _checked(ranks, num_ranks, confidence)
+    per_rank = -(-len(wanted) // num_ranks)
+    homes = wanted.copy()
+    counts = np.bincount(wanted, minlength=num_ranks)
+    leaving = []
+    for rank in np.flatnonzero(counts > per_rank):
+        tokens = np.flatnonzero(wanted == rank)
+        least_sure_first = tokens[np.argsort(sure[tokens], kind="stable")]
+        leaving.append(least_sure_first[: counts[rank] - per_rank])
+    if leaving:
+        moving = np.sort(np.concatenate(leaving))
+        room = np.maximum(per_rank - counts, 0)
+        homes[moving] = np.repeat(np.arange(num_ranks), room)[: len(moving)]
+    by_home = np.argsort(homes, kind="stable")
+    counts = np.bincount(homes, minlength=num_ranks)
+    starts = np.cumsum(counts) - counts
+    places = homes[by_home] * per_rank + np.arange(len(wanted)) - starts[homes[by_home]]
+    order = np.full(num_ranks * per_rank, PADDING, np.int64)
+    order[places] = by_home
+    inverse = np.empty(len(wanted), np.int64)
+    inverse[by_home] = places
+    return ShuffleSchedule(order, per_rank, inverse)
+
+
+def _checked(ranks: ArrayLike, num_ranks: int, confidence: ArrayLike | None) -> tuple[Ints, Floats]:
+    check_at_least(1, num_ranks=num_ranks)
+    wanted = np.asarray(ranks)
+    if wanted.ndim != 1 or (wanted.size and wanted.dtype.kind not in "iu"):
+        raise ConfigError(f"ranks has shape {wanted.shape} and dtype {wanted.dtype}; it must be [token] whole numbers")
+    wanted = np.ascontiguousarray(wanted, np.int64)
+    if wanted.size and not 0 <= wanted.min() <= wanted.max() < num_ranks:
+        wrong = wanted[(wanted < 0) | (wanted >= num_ranks)][0]
+        raise ConfigError(f"ranks holds {wrong}; it must be in 0 … {num_ranks - 1}")
+    sure = np.zeros(len(wanted)) if confidence is None else np.ascontiguousarray(confidence, np.float64)
+    if sure.shape != wanted.shape:
+        raise ConfigError(f"confidence has shape {sure.shape}; ranks has {wanted.shape}")
+    if not np.isfinite(sure).all():
+        raise ConfigError("confidence must hold finite numbers")
+    return wanted, sure
+
+
+@njit()
+def _align(wanted: Ints, sure: Floats, num_ranks: int, per_rank: int) -> tuple[Ints, Ints]:
+    """Order and inverse. A few passes over the tokens: those that leave a full rank are selected, not sorted."""
+    homes = wanted.copy()
+    counts = np.zeros(num_ranks, np.int64)
+    for rank in wanted:
+        counts[rank] += 1
+    ends = np.cumsum(counts)
+    grouped = np.empty(len(wanted))  # confidences, by rank
+    filled = ends - counts
+    for token, rank in enumerate(wanted):
+        grouped[filled[rank]] = sure[token]
+        filled[rank] += 1
+    # Tokens below a rank's bar leave it, and the first `ties` of those at the bar.
+    bars = np.full(num_ranks, -np.inf)
+    ties = np.zeros(num_ranks, np.int64)
+    for rank in range(num_ranks):
+        surplus = counts[rank] - per_rank
+        if surplus > 0:
+            own = grouped[ends[rank] - counts[rank] : ends[rank]]
+            bars[rank] = np.partition(own, surplus - 1)[surplus - 1]
+            ties[rank] = surplus - (own < bars[rank]).sum()
+            counts[rank] = per_rank
+    moves = np.zeros(len(wanted), np.bool_)
+    for token, rank in enumerate(wanted):
+        if sure[token] < bars[rank]:
+            moves[token] = True
+        elif sure[token] == bars[rank] and ties[rank] > 0:
+            moves[token] = True
+            ties[rank] -= 1
+    to = 0
+    for token in range(len(wanted)):
+        if moves[token]:
+            while counts[to] >= per_rank:
+                to += 1
+            homes[token] = to
+            counts[to] += 1
+    places = np.arange(num_ranks) * per_rank  # [rank] next free place
+    order = np.full(num_ranks * per_rank, PADDING, np.int64)
+    inverse = np.empty(len(wanted), np.int64)
+    for token, home in enumerate(homes):
+        place = places[home]
+        order[place] = token
+        inverse[token] = place
+        places[home] = place + 1
+    return order, inverse

@@ -1,0 +1,70 @@
+"""Activations to slots: which replica of an expert computes a token's row.
+
+A token's own rank first: what is there need not be sent. Else the replicas take turns: the i-th activation of an expert
+that a rank has to send goes to replica (i + rank) mod replicas, so that ranks do not all begin with the same one.
+
+Wrong where replicas differ in load: turns are equal shares. :mod:`coterie.placement.splits` computes unequal ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError
+
+Ints = NDArray[np.int64]
+
+
+class SlotTable(NamedTuple):
+    """Slots of each expert in one layer, as its map says."""
+
+    slots: Ints
+    """[expert, replica] slot, rising; the first one again where an expert has fewer replicas."""
+    replicas: Ints
+    """[expert] slots that hold it."""
+    per_rank: int
+
+    @classmethod
+    def of(cls, row: Sequence[int] | NDArray[np.integer], num_experts: int, num_ranks: int) -> SlotTable:
+        """From a placement's row: [slot] expert."""
+        experts = np.asarray(row, np.int64)
+        if len(experts) % num_ranks:
+            raise ConfigError(f"{len(experts)} slots must be a multiple of num_ranks={num_ranks}")
+        replicas = np.bincount(experts, minlength=num_experts)
+        if len(replicas) > num_experts or not replicas.all():
+            raise ConfigError(f"the row must hold every expert in 0 … {num_experts - 1} and no other")
+        by_expert = np.argsort(experts, kind="stable")
+        starts = np.cumsum(replicas) - replicas
+        turn = np.arange(replicas.max())[None, :]
+        slots = by_expert[starts[:, None] + np.where(turn < replicas[:, None], turn, 0)]
+        return cls(slots, replicas, len(experts) // num_ranks)
+
+
+def choose_slots(experts: NDArray[np.integer], rank: int, table: SlotTable) -> Ints:
+    """[token, k] slot for each activation in `experts` [token, k] of tokens that live on `rank`."""
+    flat = np.asarray(experts, np.int64).ravel()
+    if flat.size and not 0 <= flat.min() <= flat.max() < len(table.replicas):
+        wrong = flat[(flat < 0) | (flat >= len(table.replicas))][0]
+        raise ConfigError(f"experts holds {wrong}; it must be in 0 … {len(table.replicas) - 1}")
+    options = table.slots[flat]  # [activation, replica]
+    own = options // table.per_rank == rank
+    here = own.any(axis=1)
+    chosen = options[np.arange(len(flat)), own.argmax(axis=1)]
+    away = np.flatnonzero(~here)
+    turn = _occurrence(flat[away]) + rank
+    chosen[away] = options[away, turn % table.replicas[flat[away]]]
+    return np.asarray(chosen.reshape(np.shape(experts)))
+
+
+def _occurrence(values: Ints) -> Ints:
+    """[i] how often the value of i occurs before it."""
+    order = np.argsort(values, kind="stable")
+    grouped = values[order]
+    first = np.searchsorted(grouped, grouped)
+    found = np.empty(len(values), np.int64)
+    found[order] = np.arange(len(values)) - first
+    return found

@@ -1,0 +1,267 @@
+"""Processes that form one group of torch.distributed: started together, and failed together.
+
+The caller's process starts them, hosts the store by which they find each other, and listens to each by a pipe. A rank
+that raises says so; one that dies is noticed by its pipe, which closes. Either is written into the store, where
+:class:`coterie.engines.torch_ep.group.Group` hears of it, so that no rank waits for one that will not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing.connection
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from coterie.errors import ConfigError, UnavailableError
+
+try:
+    import torch
+    import torch.distributed as dist
+except ImportError:
+    torch = dist = None
+
+GRACE_S = 2.0
+"""Seconds to wait for the other ranks after the first failure, by default: their errors may tell the cause."""
+HOST = "127.0.0.1"
+"""Address of the store: all ranks run on this machine."""
+CAUSE = "coterie/failed"
+"""Key of the store: why the first rank failed."""
+FAILED = "coterie/failed/{}"
+"""Key of the store that a rank watches: the cause, again."""
+
+PRELOADED = ["torch.distributed", "coterie.engines.torch_ep.measuring"]
+"""Modules that are imported once, for all ranks: each would take seconds over it."""
+
+Report = Callable[[str, int, int], None]
+
+
+class _Step(NamedTuple):
+    """A rank says what it starts on."""
+
+    done: int
+    what: str
+
+
+class _Failure(NamedTuple):
+    reason: str
+    monotonic_s: float
+    """Time of failure: the first is the cause, the others follow within milliseconds."""
+
+
+class _Answer(NamedTuple):
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank of a group, as the function that it runs sees it. The process group is initialised."""
+
+    rank: int
+    processes: int
+    backend: str
+    timeout_s: float
+    """Seconds per operation."""
+    channel: Connection
+
+    @property
+    def device(self) -> Any:
+        return torch.device("cuda", self.rank) if self.backend == "nccl" else torch.device("cpu")
+
+    def say(self, what: str, done: int = 0) -> None:
+        """Tell the caller what comes next: progress, and the place an error names."""
+        self.channel.send(_Step(done, what))
+
+
+class _Plan(NamedTuple):
+    """Settings of every rank."""
+
+    target: Callable[[Member, Any], Any]
+    argument: Any
+    processes: int
+    backend: str
+    timeout_s: float
+    port: int
+
+
+def choose_backend(processes: int, backend: str = "auto") -> str:
+    """NCCL where there is a CUDA device for each rank, else gloo on the CPU."""
+    if torch is None:
+        raise UnavailableError("processes of a group need torch: pip install 'coterie[torch]'")
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    nccl = dist.is_available() and dist.is_nccl_available() and devices >= processes
+    if backend == "nccl" and not nccl:
+        raise UnavailableError(f"backend 'nccl' needs {processes} CUDA devices and NCCL; torch sees {devices}")
+    if nccl and backend != "gloo":
+        return "nccl"
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise UnavailableError("this torch was built without gloo")
+    return "gloo"
+
+
+def run_ranks(
+    target: Callable[[Member, Any], Any],
+    argument: Any,
+    processes: int,
+    backend: str = "gloo",
+    *,
+    doing: str,
+    timeout_s: float = 300.0,
+    grace_s: float = GRACE_S,
+    report: Report | None = None,
+    steps: int = 0,
+) -> list[Any]:
+    """[rank] what ``target(member, argument)`` returned on it; both travel by pickle.
+
+    Raises UnavailableError, which names the rank that failed first, if one fails, dies or has not answered after
+    `timeout_s`. `doing` says in the message what failed. `report` hears what rank 0 starts on, of `steps`. A script
+    must call this under ``if __name__ == "__main__":``, since each process imports the script once more.
+    """
+    if not timeout_s > 0:
+        raise ConfigError(f"timeout_s={timeout_s} must be positive")
+    backend = choose_backend(processes, backend)
+    deadline = time.monotonic() + timeout_s
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    # Half of the time per operation: ranks that wait for a silent one fail before the caller gives up.
+    plan = _Plan(target, argument, processes, backend, timeout_s / 2, store.port)
+    ranks: list[_Rank] = []
+    patience_s = 0.0
+    try:
+        for number in range(processes):
+            ranks.append(_Rank(number, plan))
+        _listen(ranks, deadline, grace_s, store, steps, report or (lambda *_: None))
+        if any(rank.answer is None for rank in ranks):
+            raise UnavailableError(f"{doing} with {processes} {backend} processes: {_verdict(ranks)}")
+        for rank in ranks:
+            with contextlib.suppress(OSError):  # it has answered: how it ends does not matter
+                rank.channel.send(None)
+        patience_s = 5.0
+        return [rank.answer.value for rank in ranks if rank.answer is not None]
+    finally:
+        for rank in ranks:
+            rank.end(patience_s)
+
+
+class _Rank:
+    """A process, from the caller's side."""
+
+    def __init__(self, number: int, plan: _Plan) -> None:
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.channel, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_process, args=(number, plan, theirs), name=f"coterie-rank-{number}", daemon=True
+        )
+        self.process.start()
+        theirs.close()  # else the channel would stay open when the process dies
+        self.number = number
+        self.at: str | None = None
+        self.answer: _Answer | None = None
+        self.failure: _Failure | None = None
+        self.gone = False
+
+    @property
+    def where(self) -> str:
+        return "before it joined the others" if self.at is None else f"at {self.at}"
+
+    def end(self, patience_s: float) -> None:
+        """Leave no process behind. Killed, not asked: a stopped one would not hear."""
+        self.process.join(patience_s)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.channel.close()
+        self.process.close()
+
+
+def _listen(ranks: Sequence[_Rank], deadline: float, grace_s: float, store: Any, steps: int, report: Report) -> None:
+    """Wait until every rank has answered, failed or died, or time is up."""
+    waiting = {rank.channel: rank for rank in ranks}
+    troubled = False
+    while waiting:
+        ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return
+        for rank in [rank for channel, rank in waiting.items() if channel in ready]:
+            try:
+                message = rank.channel.recv()
+            except (EOFError, OSError):
+                rank.gone = True
+            else:
+                if isinstance(message, _Step):
+                    rank.at = message.what
+                    if rank.number == 0:
+                        report(f"{len(ranks)} processes: {message.what}", message.done, steps)
+                    continue
+                if isinstance(message, _Answer):
+                    rank.answer = message
+                else:
+                    rank.failure = message
+            del waiting[rank.channel]
+            if rank.answer is None and not troubled:
+                troubled, deadline = True, min(deadline, time.monotonic() + grace_s)
+                how = f"failed {rank.where}: {rank.failure.reason}" if rank.failure else f"{_death(rank)} {rank.where}"
+                announce_failure(store, len(ranks), f"rank {rank.number} {how}")
+
+
+def announce_failure(store: Any, processes: int, reason: str) -> None:
+    """Tell every rank that watches the store. Several may find a cause at the same time: all hear of the first."""
+    cause = store.compare_set(CAUSE, "", reason).decode()
+    for rank in range(processes):
+        store.compare_set(FAILED.format(rank), "", cause)
+
+
+def _verdict(ranks: Sequence[_Rank]) -> str:
+    """Why there is no result: the dead first, since the others then fail for their lack."""
+    found = [f"rank {rank.number} {_death(rank)} {rank.where}" for rank in ranks if rank.gone]
+    failed = [
+        (rank.failure.monotonic_s, rank.number, rank.where, rank.failure.reason) for rank in ranks if rank.failure
+    ]
+    found += [f"rank {number} failed {where}: {reason}" for _, number, where, reason in sorted(failed)]
+    silent = [rank for rank in ranks if not (rank.gone or rank.failure or rank.answer)]
+    found += [f"rank {rank.number} gave no answer in time, {rank.where}" for rank in silent]
+    return "; ".join(found)
+
+
+def _death(rank: _Rank) -> str:
+    rank.process.join(1.0)  # its channel closed a moment ago
+    code = rank.process.exitcode
+    if code is None:
+        return "closed its channel"
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    if rank.at is None:
+        return f'ended with exit code {code} (does the script lack if __name__ == "__main__"?)'
+    return f"ended with exit code {code}"
+
+
+def _process(rank: int, plan: _Plan, channel: Connection) -> None:
+    """One rank: join, run, answer, and stay until all have answered."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too, and ends its ranks
+    member = Member(rank, plan.processes, plan.backend, plan.timeout_s, channel)
+    try:
+        torch.set_num_threads(1)
+        if member.device.type == "cuda":
+            torch.cuda.set_device(member.device)
+        timeout = datetime.timedelta(seconds=plan.timeout_s)
+        store = dist.TCPStore(HOST, plan.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        dist.init_process_group(
+            plan.backend,
+            store=store,
+            rank=rank,
+            world_size=plan.processes,
+            timeout=timeout,
+            device_id=member.device if member.device.type == "cuda" else None,
+        )
+        channel.send(_Answer(plan.target(member, plan.argument)))
+        channel.recv()  # a rank that left now would break the last transfer of a slower one
+    except Exception as error:  # whatever it is, the caller must hear of it; its ending tells the other ranks
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        channel.send(_Failure(reason, time.monotonic()))
+        os._exit(1)  # an operation that waits for a peer would hold up an orderly end
+    dist.destroy_process_group()

@@ -1,0 +1,217 @@
+"""Collectives of a group of ranks, with two things that torch.distributed leaves out: bytes counted, failures shared.
+
+**Bytes.** Each collective adds the bytes that left this rank for another one to :class:`ByteCounters`, under the name
+of what they carried. What stays on the rank is not counted.
+
+**Failures.** A rank that raises, times out or loses a peer writes the cause into the group's store. Every rank watches
+one key of it in a thread, and an operation waits for its end *or* for that key, so all ranks raise RankFailedError with
+the first cause, at once, whatever they wait for. gloo alone tells only the peers of a dead rank, and has no way to end
+an operation that waits for a rank which is alive but does something else. An operation that was given up still holds
+its buffers: after a failure a group is of no use, and its process should end.
+
+The reduce-scatter on gloo is an all-to-all and a sum in the order of ranks. gloo's own one is an all-reduce inside and
+sends twice as much; and the order of a sum that is always the same makes results independent of the shuffle.
+
+Written for NCCL too, where torch's own collectives and its watchdog are used; only gloo was run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from coterie.engines.ranks import FAILED, announce_failure
+from coterie.errors import RankFailedError, UnavailableError
+
+try:
+    import torch
+    import torch.distributed as dist
+except ImportError:
+    torch = dist = None
+
+FOREVER = datetime.timedelta(days=365)
+CLOSED = "closed"
+"""Value of a rank's own failure key that ends its watch; no other rank sees it."""
+
+
+class ByteCounters:
+    """Bytes that left this rank for others, and calls, by what they carried."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def add(self, what: str, nbytes: int) -> None:
+        self.sent[what] += nbytes
+        self.calls[what] += 1
+
+    def reset(self) -> None:
+        self.sent.clear()
+        self.calls.clear()
+
+
+class Group:
+    """The ranks of the default process group, which must be initialised. Made by all ranks at the same time."""
+
+    def __init__(self, device: Any = None, timeout_s: float = 300.0) -> None:
+        if dist is None or not dist.is_initialized():
+            raise UnavailableError("an expert-parallel group needs torch.distributed: call init_process_group() first")
+        self.rank: int = dist.get_rank()
+        self.size: int = dist.get_world_size()
+        self.device = torch.device("cpu") if device is None else device
+        self.timeout_s = timeout_s
+        self.bytes = ByteCounters()
+        self._failure: str | None = None
+        self._waiting: threading.Event | None = None
+        self._store = dist.distributed_c10d._get_default_store()
+        while hasattr(self._store, "underlying_store"):  # prefixes of torch: the caller of run_ranks does not know them
+            self._store = self._store.underlying_store
+        # A connection of its own: one that waits lets no other call through.
+        watched = self._store.clone()
+        watched.set_timeout(FOREVER)
+        self._watch = threading.Thread(target=self._watch_failures, args=(watched,), name="coterie-watch", daemon=True)
+        self._watch.start()
+
+    # --------------------------------------------------------------------------------------------------- collectives
+
+    def all_to_all(self, sent: Any, send_counts: Sequence[int], receive_counts: Sequence[int], what: str) -> Any:
+        """Rows of `sent` [row, ...], grouped by receiver; returns the rows received, grouped by sender."""
+        received = sent.new_empty((sum(receive_counts), *sent.shape[1:]))
+        row_bytes = sent.element_size() * (sent[0].numel() if len(sent) else 0)
+        self.bytes.add(what, row_bytes * (sum(send_counts) - send_counts[self.rank]))
+        # Bytes, since gloo does not know every type of number.
+        there, here = (_as_bytes(tensor) for tensor in (received, sent))
+        self._run(
+            what, lambda: dist.all_to_all_single(there, here, list(receive_counts), list(send_counts), async_op=True)
+        )
+        return received
+
+    def exchange_counts(self, counts: Sequence[int]) -> list[int]:
+        """Rows that each rank will send here, from the rows that this one will send to each."""
+        sent = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        ones = [1] * self.size
+        return [int(count) for count in self.all_to_all(sent, ones, ones, "counts").tolist()]
+
+    def reduce_scatter(self, blocks: Any, what: str) -> Any:
+        """[place, ...] this rank's block of `blocks` [rank, place, ...], summed over all ranks."""
+        if self.device.type == "cuda":
+            out = torch.empty_like(blocks[0])
+            self.bytes.add(what, (self.size - 1) * blocks[0].numel() * blocks.element_size())
+            self._run(what, lambda: torch_reduce_scatter(out, blocks.flatten(0, 1), async_op=True))
+            return out
+        ones = [1] * self.size
+        return _sum_in_order(self.all_to_all(blocks, ones, ones, what))
+
+    def all_gather(self, block: Any, what: str) -> Any:
+        """[rank, ...] the block of every rank; all have the same shape."""
+        gathered = block.new_empty((self.size, *block.shape))
+        self.bytes.add(what, (self.size - 1) * block.numel() * block.element_size())
+        here = _as_bytes(block.contiguous().unsqueeze(0))
+        parts = list(_as_bytes(gathered).split(1))
+        self._run(what, lambda: dist.all_gather(parts, here, async_op=True))
+        return gathered
+
+    # ------------------------------------------------------------------------------------------------------ failures
+
+    @contextlib.contextmanager
+    def guard(self, doing: str) -> Iterator[None]:
+        """What raises inside is told to all ranks: none waits for this one."""
+        try:
+            yield
+        except RankFailedError:
+            raise
+        except Exception as error:
+            self.fail(f"rank {self.rank} failed in {doing}: {type(error).__name__}: {error}")
+            raise
+
+    def fail(self, reason: str) -> None:
+        """Make every rank of the group raise; the first cause given counts."""
+        with contextlib.suppress(RuntimeError):  # a store that is gone has failed them already
+            announce_failure(self._store, self.size, " ".join(reason.split())[:300])
+
+    def check(self) -> None:
+        """Raise if some rank has failed."""
+        if self._failure is not None:
+            raise RankFailedError(self._failure)
+
+    def close(self) -> None:
+        """End the watch; the process group stays, for another Group too. Not for a group that failed."""
+        key = FAILED.format(self.rank)
+        self._store.compare_set(key, "", CLOSED)
+        self._watch.join()
+        if self._failure is None:
+            self._store.delete_key(key)
+
+    def _run(self, what: str, start: Callable[[], Any]) -> None:
+        """Start an operation; return when it has ended, raise when it, or any rank, has failed."""
+        self.check()
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self._lost(what, error) from error
+        if self.device.type == "cuda":
+            work.wait()  # orders streams and returns: torch's watchdog ends what does not come
+            return
+        ended = threading.Event()
+        self._waiting = ended
+        self.check()  # a failure told since the last check found nothing to wake
+        work.get_future().add_done_callback(lambda _: ended.set())
+        in_time = ended.wait(self.timeout_s)
+        self._waiting = None
+        self.check()
+        if not in_time:
+            self.fail(f"rank {self.rank} waited {self.timeout_s:g} s for {what}")
+            self._watch.join()
+            self.check()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(what, error) from error
+
+    def _lost(self, what: str, error: RuntimeError) -> RankFailedError:
+        """A peer is gone. The cause may have been told a moment ago: it counts rather than this rank's loss."""
+        self.fail(f"rank {self.rank} lost a peer in {what}: {_first_sentence(error)}")
+        self._watch.join()
+        return RankFailedError(self._failure or str(error))
+
+    def _watch_failures(self, store: Any) -> None:
+        key = FAILED.format(self.rank)
+        try:
+            store.wait([key])
+            cause = store.get(key).decode()
+        except RuntimeError as error:
+            cause = f"rank {self.rank} lost the store of the group: {_first_sentence(error)}"
+        if cause == CLOSED:
+            return
+        self._failure = cause
+        if (waiting := self._waiting) is not None:
+            waiting.set()
+
+
+def torch_reduce_scatter(out: Any, given: Any, async_op: bool = False) -> Any:
+    """torch's own collective, by the name that this torch has for it."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(out, given, async_op=async_op)
+
+
+def _first_sentence(error: RuntimeError) -> str:
+    """Of gloo's message, without the line of its source."""
+    return re.sub(r"^\[[^]]*\] *", "", str(error).splitlines()[0]).partition(". ")[0]
+
+
+def _as_bytes(tensor: Any) -> Any:
+    """[row, bytes] view of [row, ...]."""
+    flat = tensor.contiguous().flatten(1) if tensor.dim() > 1 else tensor.contiguous().unsqueeze(1)
+    return flat.view(torch.uint8)
+
+
+def _sum_in_order(parts: Any) -> Any:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

@@ -1,0 +1,207 @@
+"""Migration under traffic: carries out a schedule between steps, by the same state machine on every rank.
+
+Every rank runs its own :class:`~coterie.placement.migration.migrator.Migrator` on the same events in the same order, so
+all have the same state and none is in charge. Only the rank that a copy goes to knows when it has ended; so before each
+step the ranks tell each other, in one small gather, and then switch, roll back or go on together. Copies run behind the
+steps (:mod:`.mover`); a step sees new weights only where all ranks switched before it.
+
+A rank that dies takes the group with it: torch.distributed has no smaller group to go on with. A migration that was
+begun is then as good as not begun, as nothing that it has not switched was used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from coterie.engines.torch_ep.layer import ExpertParallelLayers
+from coterie.engines.torch_ep.mover import MIGRATION, Ended, Mover
+from coterie.errors import ConfigError
+from coterie.placement.migration.migrator import (
+    BeginTransfer,
+    Cancel,
+    Command,
+    EndStep,
+    Event,
+    FreeOld,
+    FreeStaging,
+    Migrator,
+    RolledBack,
+    RunStep,
+    StartStep,
+    SwitchLayer,
+    TransferDone,
+    TransferFailed,
+)
+from coterie.placement.migration.rounds import Schedule, Transfer
+from coterie.types import Placement
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+REPORTS = "migration reports"
+"""Name of the byte counter of the gathers before steps."""
+REASON_WORDS = 14
+"""Length of the reason in a report, in 8 bytes."""
+
+
+class MigrationReport(NamedTuple):
+    """What a migration did, on this rank."""
+
+    switches: int
+    rolled_back: tuple[RolledBack, ...]
+    stopped: str | None
+    steps: int
+    """Steps that ran meanwhile."""
+    sent_bytes: int
+    """Bytes of weights that this rank sent."""
+    stall_s: float
+    """Time between steps that the migration took: what a step waits for."""
+    copy_s: float
+    """Time of copying, behind the steps."""
+
+
+class LiveMigration:
+    """One schedule, from its start to its end. All ranks make it, and take its steps, together."""
+
+    def __init__(self, layers: ExpertParallelLayers, schedule: Schedule, mover: Mover) -> None:
+        weights = layers.weights
+        if schedule.limits.expert_bytes != weights.expert_bytes:
+            raise ConfigError(
+                f"the schedule's expert_bytes={schedule.limits.expert_bytes:g} "
+                f"must be the weights' {weights.expert_bytes}"
+            )
+        if len(weights.free) < schedule.staging_experts:
+            raise ConfigError(
+                f"the weights have staging for {len(weights.free)} experts; "
+                f"the schedule may use {schedule.staging_experts}"
+            )
+        self._layers, self._mover, self._schedule = layers, mover, schedule
+        self._migrator = Migrator(schedule)
+        self._staged: dict[int, int | None] = {}  # transfer → row of this rank
+        self._old: dict[int, list[int]] = {}  # switch → rows of this rank that it replaced
+        self._steps, self._stall_s = 0, 0.0
+        self._sent_before, self._busy_before = layers.group.bytes.sent[MIGRATION], mover.busy_s
+        outcome = self._migrator.start()
+        self._state = outcome.state
+        self._carry_out(outcome.commands)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended and holds no staging."""
+        return self._migrator.is_over(self._state)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the experts are now."""
+        current = self._schedule.current
+        return Placement(np.array(self._state.rows, np.int32), current.num_ranks, current.num_experts)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the forward pass of a step: news first, then the pass, by one map to its end."""
+        group = self._layers.group
+        start = time.perf_counter()
+        with group.guard("migration"):
+            if not self.over:
+                for event in self._news():
+                    self._handle(event)
+            self._steps += 1
+            self._handle(StartStep(self._steps))
+        self._stall_s += time.perf_counter() - start
+        yield
+        start = time.perf_counter()
+        with group.guard("migration"):
+            self._handle(EndStep(self._steps))
+        self._stall_s += time.perf_counter() - start
+
+    def cancel(self, reason: str) -> None:
+        """Roll back what has not switched; called by all ranks between the same steps."""
+        self._handle(Cancel(reason))
+
+    def report(self) -> MigrationReport:
+        state = self._state
+        return MigrationReport(
+            switches=state.version,
+            rolled_back=state.rolled_back,
+            stopped=state.stopped,
+            steps=self._steps,
+            sent_bytes=self._layers.group.bytes.sent[MIGRATION] - self._sent_before,
+            stall_s=self._stall_s,
+            copy_s=self._mover.busy_s - self._busy_before,
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- events
+
+    def _news(self) -> list[Event]:
+        """Copies that have ended anywhere, the same on every rank and in the same order."""
+        limit = self._schedule.staging_experts
+        mine = torch.zeros((limit, 2 + REASON_WORDS), dtype=torch.int64, device=self._layers.group.device)
+        for place, ended in enumerate(self._mover.ended(limit)):
+            mine[place] = torch.from_numpy(_encode(ended))
+        gathered = self._layers.group.all_gather(mine, REPORTS).cpu().numpy()
+        found = [_decode(words) for rank in gathered for words in rank if words[0]]
+        return [TransferDone(e.id) if e.error is None else TransferFailed(e.id, e.error) for e in found]
+
+    def _handle(self, event: Event) -> None:
+        outcome = self._migrator.handle(self._state, event)
+        self._state = outcome.state
+        self._carry_out(outcome.commands)
+
+    # -------------------------------------------------------------------------------------------------------- commands
+
+    def _carry_out(self, commands: list[Command]) -> None:
+        weights = self._layers.weights
+        for command in commands:
+            match command:
+                case RunStep():
+                    self._layers.map = self._layers.step_map(command.rows)
+                case BeginTransfer(transfer):
+                    self._begin(transfer)
+                case SwitchLayer(switch, layer):
+                    self._switch(switch, layer)
+                case FreeStaging(id):
+                    row = self._staged.pop(id, None)
+                    weights.free += [] if row is None else [row]
+                case FreeOld(switch):
+                    weights.free += self._old.pop(switch)
+
+    def _begin(self, transfer: Transfer) -> None:
+        """The ranks at both ends take part; the others have nothing to do."""
+        rank, per_rank = self._layers.group.rank, self._schedule.current.slots_per_rank
+        to = transfer.slot // per_rank
+        if rank not in (transfer.source, to):
+            return
+        from_row = None
+        if rank == transfer.source:
+            own = self._state.rows[transfer.layer][rank * per_rank : (rank + 1) * per_rank]
+            from_row = self._layers.weights.rows[transfer.layer][own.index(transfer.expert)]
+        row = self._mover.begin(transfer, to, from_row)
+        if rank == to:
+            self._staged[transfer.id] = row
+
+    def _switch(self, switch: int, layer: int) -> None:
+        first = self._layers.group.rank * self._schedule.current.slots_per_rank
+        arriving = {}
+        for transfer in self._schedule.switches[switch].transfers:
+            row = self._staged.pop(transfer.id, None)
+            if row is not None:
+                arriving[transfer.slot - first] = row
+        self._old[switch] = self._layers.weights.replace(layer, arriving)
+
+
+def _encode(ended: Ended) -> np.ndarray:
+    """[word] number of the copy from 1, whether it failed, and why."""
+    text = (ended.error or "").encode()[: 8 * REASON_WORDS].ljust(8 * REASON_WORDS, b"\0")
+    return np.concatenate([[ended.id + 1, ended.error is not None], np.frombuffer(text, np.int64)])
+
+
+def _decode(words: Any) -> Ended:
+    text = words[2:].tobytes().rstrip(b"\0").decode(errors="ignore")
+    return Ended(int(words[0]) - 1, text if words[1] else None)

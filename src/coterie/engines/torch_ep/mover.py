@@ -1,0 +1,179 @@
+"""Copies of experts between ranks, in a thread of its own, while steps run.
+
+Messages go by a process group of their own, so that they do not mix with those of the layers. Both ends may fail, and
+each must hear of the other's failure instead of waiting for it:
+
+    receiver ──▶ sender     ready, or not: it has no staging
+    sender   ──▶ receiver   a header: whether the weights follow, and their checksum
+    sender   ──▶ receiver   the weights
+
+A rank copies in the order of transfers, so that of all that are not done the first can always go on. A copy that is no
+longer wanted is let run to its end: gloo cannot end one in the middle.
+
+On a GPU weights go through the host's memory, by gloo: right, and slower than NCCL would be; it was not run.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import zlib
+from typing import Any, NamedTuple
+
+from coterie.engines.torch_ep.group import Group
+from coterie.engines.torch_ep.weights import SlotWeights
+from coterie.errors import UnavailableError
+from coterie.placement.base import HOST
+from coterie.placement.migration.rounds import Transfer
+
+try:
+    import torch
+    import torch.distributed as dist
+except ImportError:
+    torch = dist = None
+
+READY, HEADER, WEIGHTS = range(3)
+"""Tags of the messages."""
+MIGRATION = "migration"
+"""Name of the byte counter."""
+
+
+class Ended(NamedTuple):
+    """A copy to this rank that has ended."""
+
+    id: int
+    error: str | None
+
+
+class _Job(NamedTuple):
+    transfer: Transfer
+    to: int
+    from_row: int | None
+    """Row of the weights on the sending rank."""
+    into_row: int | None
+    """Row that the receiving rank has for it; None where it has not."""
+    error: str
+
+
+class Mover:
+    """One per rank, made by all ranks at the same time; serves any number of migrations."""
+
+    def __init__(self, group: Group, weights: SlotWeights) -> None:
+        self.group, self.weights = group, weights
+        self.busy_s = 0.0
+        """Seconds spent copying."""
+        self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._messages = dist.new_group(backend="gloo")
+        self._thread = threading.Thread(target=self._work, name="coterie-mover", daemon=True)
+        self._thread.start()
+
+    def begin(self, transfer: Transfer, to: int, from_row: int | None) -> int | None:
+        """Take part in a copy to rank `to`; returns the row that it fills on this rank, if it does."""
+        into_row, error = None, ""
+        if to == self.group.rank:
+            try:
+                into_row = self.stage(transfer)
+            except Exception as caught:  # told to the sender, and by way of `ended` to all
+                error = f"rank {to} has no staging: {caught}"
+        self._jobs.put(_Job(transfer, to, from_row, into_row, error))
+        return into_row
+
+    def ended(self, limit: int) -> list[Ended]:
+        """Copies to this rank that have ended since the last call, at most `limit` of them."""
+        found: list[Ended] = []
+        while len(found) < limit:
+            try:
+                found.append(self._ended.get_nowait())
+            except queue.Empty:
+                break
+        return found
+
+    def close(self) -> None:
+        """End the thread, after what it was told to copy."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    # ------------------------------------------------------------------------------------------------- what may fail
+
+    def stage(self, transfer: Transfer) -> int:  # noqa: ARG002  a mover may stage by expert
+        """Row for arriving weights."""
+        return self.weights.free.pop()
+
+    def read(self, transfer: Transfer, row: int) -> Any:  # noqa: ARG002
+        """Weights to send."""
+        return self.weights.block[row].cpu()
+
+    def send(self, weights: Any, to: int) -> None:
+        dist.send(weights, to, group=self._messages, tag=WEIGHTS)
+        self.group.bytes.add(MIGRATION, weights.numel() * weights.element_size())
+
+    # ---------------------------------------------------------------------------------------------------- the thread
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            start = time.perf_counter()
+            error = None
+            try:
+                self._copy(job)
+            except Exception as caught:  # whatever it was, the layer is rolled back; a lost peer ends the group besides
+                error = " ".join(str(caught).split()) or type(caught).__name__
+            self.busy_s += time.perf_counter() - start
+            if job.to == self.group.rank:
+                self._ended.put(Ended(job.transfer.id, error))
+
+    def _copy(self, job: _Job) -> None:
+        transfer, rank = job.transfer, self.group.rank
+        if transfer.source not in (HOST, job.to):
+            if rank == job.to:
+                self._receive(job)
+            else:
+                self._send(job)
+            return
+        if job.into_row is None:
+            raise UnavailableError(job.error)
+        if transfer.source == HOST:
+            self.weights.fill(job.into_row, transfer.layer, transfer.expert)
+        else:
+            self.weights.block[job.into_row].copy_(self.weights.block[job.from_row])
+
+    def _receive(self, job: _Job) -> None:
+        source = job.transfer.source
+        self._send_numbers(READY, source, job.into_row is not None)
+        if job.into_row is None:
+            raise UnavailableError(job.error)
+        sends, checksum = self._receive_numbers(HEADER, source, 2)
+        if not sends:
+            raise UnavailableError(f"rank {source} could not send expert {job.transfer.expert}")
+        row = self.weights.block[job.into_row]
+        arriving = row if row.device.type == "cpu" else torch.empty_like(row, device="cpu")
+        dist.recv(arriving, source, group=self._messages, tag=WEIGHTS)
+        if _checksum(arriving) != checksum:
+            raise UnavailableError(f"expert {job.transfer.expert} arrived damaged from rank {source}")
+        if arriving is not row:
+            row.copy_(arriving)
+
+    def _send(self, job: _Job) -> None:
+        ready = self._receive_numbers(READY, job.to, 1)[0]
+        if not ready:
+            return
+        try:
+            weights = self.read(job.transfer, job.from_row if job.from_row is not None else -1)
+        except Exception:  # the receiver reports it
+            self._send_numbers(HEADER, job.to, 0, 0)
+            return
+        self._send_numbers(HEADER, job.to, 1, _checksum(weights))
+        self.send(weights, job.to)
+
+    def _send_numbers(self, tag: int, to: int, *numbers: int) -> None:
+        dist.send(torch.tensor(numbers, dtype=torch.int64), to, group=self._messages, tag=tag)
+
+    def _receive_numbers(self, tag: int, source: int, count: int) -> list[int]:
+        numbers = torch.empty(count, dtype=torch.int64)
+        dist.recv(numbers, source, group=self._messages, tag=tag)
+        return [int(number) for number in numbers.tolist()]
+
+
+def _checksum(weights: Any) -> int:
+    return zlib.crc32(weights.view(torch.uint8).numpy())

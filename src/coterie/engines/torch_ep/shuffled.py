@@ -1,0 +1,96 @@
+"""Attention-TP: a shuffled reduce-scatter in place of the all-reduce, and the gather deferred past the experts.
+
+    all-reduce               partial sums [token, hidden] ──▶ every rank: all tokens summed; each then routes its share
+    shuffled reduce-scatter  partial sums, rows in the schedule's order ──▶ rank r: its own tokens summed, and no others
+    ... residual added, norm, router, experts, on tokens that mostly need no dispatch ...
+    gather                   every rank's tokens ──▶ every rank: all tokens, in their own order again
+
+An all-reduce is a reduce-scatter and a gather, so this sends no more: the gather only waits. The residual stream is
+replicated before attention, so a rank takes the rows of its tokens from its own copy; what is gathered is the residual
+stream after the experts.
+
+The shuffle is a copy of rows. Done on the partial sums it touches [token, hidden]; done before the row-parallel
+projection that makes them (`already_shuffled`), it touches [token, hidden ÷ ranks], since the rows of a product follow
+those of its left factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from coterie.dispatch.shuffle import ShuffleSchedule
+from coterie.engines.torch_ep.group import Group
+from coterie.engines.torch_ep.layer import ExpertParallelLayers
+from coterie.errors import ConfigError
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+REDUCE_SCATTER, GATHER = "reduce-scatter", "gather"
+"""Names of the byte counters."""
+
+
+class Routed(NamedTuple):
+    """Answer of a router."""
+
+    experts: Any
+    """[token, k]"""
+    weights: Any
+    """[token, k]"""
+
+
+def shuffle_rows(rows: Any, schedule: ShuffleSchedule) -> Any:
+    """[rank x per_rank, ...] rows in the schedule's order; padding repeats the first row, and is never read."""
+    order = torch.from_numpy(schedule.order).to(rows.device)
+    return rows.index_select(0, order.clamp(min=0)) if len(order) else rows[:0]
+
+
+def shuffled_reduce_scatter(
+    group: Group, partial: Any, schedule: ShuffleSchedule, *, already_shuffled: bool = False
+) -> Any:
+    """[token of this rank, hidden] sum over ranks of `partial` [token, hidden], in the order of the rank's block."""
+    places = len(schedule.order) if already_shuffled else len(schedule.inverse)
+    if len(partial) != places:
+        raise ConfigError(f"partial has {len(partial)} rows; the schedule asks for {places}")
+    rows = partial if already_shuffled else shuffle_rows(partial, schedule)
+    summed = group.reduce_scatter(rows.view(group.size, schedule.per_rank, *rows.shape[1:]), REDUCE_SCATTER)
+    return summed[: len(schedule.tokens_of(group.rank))]  # padding is at a block's end
+
+
+def deferred_gather(group: Group, own: Any, schedule: ShuffleSchedule) -> Any:
+    """[token, hidden] of all ranks, in the tokens' own order, from each rank's `own` [token of this rank, hidden]."""
+    block = own.new_zeros((schedule.per_rank, *own.shape[1:]))
+    block[: len(own)] = own
+    gathered = group.all_gather(block, GATHER).flatten(0, 1)
+    return gathered.index_select(0, torch.from_numpy(schedule.inverse).to(own.device))
+
+
+def shuffled_experts(
+    layers: ExpertParallelLayers,
+    layer: int,
+    partial: Any,
+    residual: Any,
+    schedule: ShuffleSchedule,
+    *,
+    norm: Callable[[Any], Any],
+    route: Callable[[Any], Routed],
+    already_shuffled: bool = False,
+) -> Any:
+    """[token, hidden] residual stream after attention and experts, the same on every rank.
+
+    `partial` [token, hidden] is this rank's share of the attention's output, `residual` [token, hidden] the stream
+    before it, and `route` gives the experts of normed rows.
+    """
+    group = layers.group
+    with group.guard(f"layer {layer}"):
+        if schedule.num_ranks not in (0, group.size):
+            raise ConfigError(f"the schedule has {schedule.num_ranks} ranks; the group has {group.size}")
+        own = shuffled_reduce_scatter(group, partial, schedule, already_shuffled=already_shuffled)
+        stream = own + residual[torch.from_numpy(schedule.tokens_of(group.rank)).to(own.device)]
+        normed = norm(stream)
+        routed = route(normed)
+        stream = stream + layers.forward(layer, normed, routed.experts, routed.weights)
+        return deferred_gather(group, stream, schedule)
