@@ -75,7 +75,7 @@ def keep_groups(placement: Placement, groups: int) -> Placement:
     """The placement nearest to this one that keeps groups whole: the most experts stay on their ranks.
 
     Which block of slots a group gets is an assignment problem: a group in a block can leave on each rank as many
-    experts as it has there, up to the slots of the block on that rank. Experts that stay keep their slot where they can.
+    experts as it has there, up to the slots of the block on that rank. Ties go to the block where most keep their slots.
     """
     experts, ranks = placement.num_experts, placement.num_ranks
     if placement.num_slots != experts or experts % groups:
@@ -87,14 +87,15 @@ def keep_groups(placement: Placement, groups: int) -> Placement:
         slot_of = np.argsort(row)
         group_ranks = _counts(rank_of[slot_of].reshape(groups, -1), ranks)
         stay = np.minimum(group_ranks[:, None], block_ranks[None]).sum(axis=2)  # [group, block]
-        block_of = linear_sum_assignment(stay, maximize=True)[1]
+        keep = _counts(slot_of.reshape(groups, -1) // (experts // groups), groups)
+        block_of = linear_sum_assignment(stay * (experts + 1) + keep, maximize=True)[1]
         rows.append(_filled(slot_of.reshape(groups, -1), block_of, rank_of))
     return Placement(np.array(rows, np.int32), ranks, experts)
 
 
-def _counts(ranks: Slots, num_ranks: int) -> Slots:
-    """[row, rank] how often each rank is in each row."""
-    return np.stack([np.bincount(row, minlength=num_ranks) for row in ranks])
+def _counts(rows: Slots, length: int) -> Slots:
+    """[row, number] how often each number below `length` is in each row."""
+    return np.stack([np.bincount(row, minlength=length) for row in rows])
 
 
 def _filled(slot_of: Slots, block_of: Slots, rank_of: Slots) -> Slots:
