@@ -24,8 +24,10 @@ Slots = NDArray[np.int64]
 def routing_groups(config: Mapping[str, Any]) -> int:
     """Groups that limit the choice of a model's routers, from its config; 1 where they limit nothing."""
     text = config.get("text_config") or config
-    groups, kept = text.get("n_group") or 1, text.get("topk_group") or 1
-    return 1 if text.get("topk_method") == "greedy" or kept >= groups else int(groups)
+    groups, kept = (text.get(name) or 1 for name in ("n_group", "topk_group"))
+    if not isinstance(groups, int) or not isinstance(kept, int) or min(groups, kept) < 1:
+        raise ConfigError(f"n_group={groups!r} and topk_group={kept!r} must be whole numbers of at least 1")
+    return 1 if text.get("topk_method") == "greedy" or kept >= groups else groups
 
 
 def rows_by_layer(
@@ -75,7 +77,8 @@ def keep_groups(placement: Placement, groups: int) -> Placement:
     """The placement nearest to this one that keeps groups whole: the most experts stay on their ranks.
 
     Which block of slots a group gets is an assignment problem: a group in a block can leave on each rank as many
-    experts as it has there, up to the slots of the block on that rank. Ties go to the block where most keep their slots.
+    experts as it has there, up to the slots of the block on that rank. Of equal blocks, the one where most keep their
+    slots.
     """
     experts, ranks = placement.num_experts, placement.num_ranks
     if placement.num_slots != experts or experts % groups:

@@ -101,14 +101,13 @@ def permute_checkpoint(
         raise UnavailableError(f"{target} needs {source.weight_bytes:,} bytes; its disk has {free:,} free")
     record = PlacementMap(placement, asked.model, tuple(rows), asked.shares)
     left_out, tensors = _write(source, target, blocks, rows, record, on_progress or (lambda *_: None))
-    before = np.sort(asked.placement.slot_experts.reshape(-1, placement.num_ranks, placement.slots_per_rank), axis=2)
-    after = np.sort(placement.slot_experts.reshape(before.shape), axis=2)
+    ranks = [np.argsort(one.slot_experts) // placement.slots_per_rank for one in (asked.placement, placement)]
     return PermutedCheckpoint(
         folder=target,
         placement=placement,
         layer_ids=tuple(rows),
         moved=sum(int((row != np.arange(experts)).sum()) for row in rows.values()),
-        regrouped=_on_other_ranks(before, after, experts),
+        regrouped=int((ranks[0] != ranks[1]).sum()),
         tensors=tensors,
         weight_bytes=source.weight_bytes,
         left_out=left_out,
@@ -126,21 +125,21 @@ def check_target(target: Path, checkpoint: Path) -> None:
         raise ConfigError(f"{target} is the checkpoint or lies in it ({checkpoint}); choose another place")
 
 
-def _on_other_ranks(before: Slots, after: Slots, experts: int) -> int:
-    """Experts of sorted [layer, rank, slot] `after` that are on another rank in `before`."""
-    ranks = np.arange(before.shape[1])[None, :, None] * experts
-    return sum(int(np.setdiff1d(new, old).size) for new, old in zip(after + ranks, before + ranks, strict=True))
-
-
 def _read(folder: Path) -> _Source:
     if not folder.is_dir():
-        raise TraceError(folder, "checkpoint", "is a file; a checkpoint is a folder" if folder.exists() else "is missing")
+        raise TraceError(
+            folder, "checkpoint", "is a file; a checkpoint is a folder" if folder.exists() else "is missing"
+        )
     config = read_json(folder / "config.json")
+    if not isinstance(config.get("text_config") or {}, dict):
+        raise TraceError(folder / "config.json", "text_config", "must be an object")
     if (folder / RECORD).exists():
         raise ConfigError(f"{folder} was permuted already ({RECORD}): apply the placement to the original checkpoint")
     quantised = config.get("quantization_config") or {}
     if re.search(r"experts\.\d", str(quantised)):
-        raise ConfigError(f"{folder}/config.json: quantization_config names single experts; they would have to move too")
+        raise ConfigError(
+            f"{folder}/config.json: quantization_config names single experts; they would have to move too"
+        )
     paths = sorted(folder.glob("*.safetensors"))
     if (folder / _INDEX).exists():
         paths = sorted({folder / str(name) for name in _weight_map(folder).values()})
@@ -170,7 +169,10 @@ def _main_blocks(source: _Source) -> list[Block]:
     """Without layers past the model's own, which predict several tokens at a time: they stay as they are."""
     text = source.config.get("text_config") or source.config
     layers = text.get("num_hidden_layers")
-    return [block for block in source.blocks if layers is None or block.layer_id < int(layers)]
+    own = [block for block in source.blocks if not isinstance(layers, int) or block.layer_id < layers]
+    if not own:
+        raise TraceError(source.folder / "config.json", "num_hidden_layers", f"is {layers}; no MoE layer is below it")
+    return own
 
 
 def _one_count(folder: Path, blocks: list[Block]) -> int:
@@ -193,7 +195,11 @@ def _check_ties(source: _Source, blocks: dict[int, Block], rows: dict[int, Slots
                 continue
             raise ConfigError(
                 f"layer {layer}: experts {other} and {expert} have equal router rows and tie for every token; "
-                + ("their order must stay" if ties == "lowest_index" else "an engine may choose the other once they move")
+                + (
+                    "their order must stay"
+                    if ties == "lowest_index"
+                    else "an engine may choose the other once they move"
+                )
                 + ("" if ties == "lowest_index" else " (ties='lowest_index' if the engine takes the lower index)")
             )
 

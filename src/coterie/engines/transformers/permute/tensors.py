@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -59,7 +60,8 @@ def read_shard(path: Path) -> Shard:
             shape = [int(length) for length in entry["shape"]]
         except (KeyError, TypeError, ValueError):
             raise TraceError(path, name, f"header entry {entry!r} must have dtype, shape, data_offsets") from None
-        if not 0 <= first <= last <= size - start or (shape and shape[0] and (last - first) % shape[0]):
+        whole = min(shape, default=0) >= 0 and 0 <= first <= last <= size - start
+        if not whole or (last - first) % (shape[0] or 1 if shape else 1):
             raise TraceError(path, name, f"data_offsets {first} to {last} do not fit {shape}, or the file is cut")
         tensors[name] = Tensor(entry, start + first, last - first)
     return Shard(path, metadata, dict(sorted(tensors.items(), key=lambda item: item[1].start)))
@@ -115,7 +117,7 @@ def find_blocks(folder: Path, tensors: Mapping[str, Tensor]) -> list[Block]:
     for block in found:
         _count_experts(folder, block, tensors)
         _find_router(folder, block, others)
-    for one, other in zip(found, found[1:], strict=False):
+    for one, other in pairwise(found):
         if one.layer_id == other.layer_id:
             raise TraceError(folder, other.path, f"and {one.path} are both of layer {one.layer_id}")
     return found
