@@ -6,7 +6,6 @@ The kernel gives up a lock (``flock``) with its process, however that ends, so n
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 from pathlib import Path
@@ -53,6 +52,8 @@ def remove_dead(path: Path, magic: int) -> bool:
 
 
 def _lock(descriptor: int) -> bool:
+    import fcntl  # Unix alone has it, and nobody else has stores in files
+
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
