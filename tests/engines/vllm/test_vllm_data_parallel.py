@@ -20,17 +20,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5")
 
-import torch
-import transformers
-
-import transformers_models as models
 from coterie.gateway.proxy import RoutedFleet, Served, rank_clients
 from coterie.routing import Fleet as Workers
 from coterie.routing import Semantic
 from coterie.types import Placement
+from vllm_checks import dense_model
 from vllm_servers import MODEL, Fleet, Server, needs_vllm
 
-pytestmark = [pytest.mark.vllm, needs_vllm]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, needs_vllm]
 
 RANKS, LAYERS, EXPERTS = 2, 1, 4
 TOKENS = 3
@@ -38,20 +35,7 @@ TOKENS = 3
 
 @pytest.fixture(scope="module")
 def engine(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    folder = tmp_path_factory.mktemp("dense")
-    config = transformers.Qwen3Config(
-        vocab_size=models.VOCAB,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-    )
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    models.tokenizer().save_pretrained(folder)
+    folder = dense_model(tmp_path_factory.mktemp("ranks") / "dense")
     [server] = fleet.start({"ranks": {"model": folder, "extra": ("--data-parallel-size", str(RANKS))}})
     return server
 

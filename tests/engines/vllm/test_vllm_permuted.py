@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
 from coterie.engines.tiny import tiny_model_path
 from coterie.engines.transformers.permute import permute_checkpoint
 from coterie.placement.maps.files import PlacementMap

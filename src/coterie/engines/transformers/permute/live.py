@@ -32,13 +32,20 @@ class _Permuted:
     def __init__(self, router: Any, row: Slots) -> None:
         self.router = router
         self.row = row
+        self._orders: dict[Any, tuple[Any, Any]] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    def _order(self, device: Any) -> tuple[Any, Any]:
+        """[slot] expert and [expert] slot, copied to a device once: a copy in each pass would wait for it."""
         import torch
 
+        if device not in self._orders:
+            row = torch.as_tensor(self.row, device=device)
+            self._orders[device] = row, torch.argsort(row)
+        return self._orders[device]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         router = self.router
-        row = torch.as_tensor(self.row, device=router.weight.device)
-        slot_of = torch.argsort(row)
+        row, slot_of = self._order(router.weight.device)
         former = copy.copy(router)  # of this pass alone, so that threads may share the model
         former._parameters = {name: _rows(tensor, slot_of) for name, tensor in router._parameters.items()}
         former._buffers = {name: _rows(tensor, slot_of) for name, tensor in router._buffers.items()}
