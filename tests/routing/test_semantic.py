@@ -11,6 +11,7 @@ from coterie.errors import ConfigError
 from coterie.routing import Fleet, Request, Semantic, routers
 from coterie.testing import check_router
 from coterie.types import Placement
+from routing_cases import draw
 
 LAYERS, EXPERTS, RANKS = 3, 8, 4
 
@@ -92,6 +93,22 @@ def test_full_dead_and_busy_ranks_are_passed_over_and_rounds_go_on(seed: int) ->
         running.append(str(number))
     fleet.alive[:] = True
     assert not fleet.in_round.all()
+
+
+def test_more_activations_are_local_than_in_turn_and_every_rank_gets_its_share() -> None:
+    """Four groups of requests, each at home on one rank: in turn a quarter is local, as by chance."""
+    drawn, placement, share = draw(200, 1), Placement.linear(LAYERS, EXPERTS, RANKS), {}
+    for name in ("semantic", "round_robin"):
+        fleet, router = Fleet([64] * RANKS), routers.make(name, {"placement": placement})
+        local = []
+        for number, use in enumerate(drawn.prefill):
+            worker = router.route(Request(str(number), 9, use), fleet).worker
+            fleet.admit(str(number), worker)
+            local.append(local_share(placement, use, worker))
+        share[name] = np.mean(local)
+        assert fleet.running.tolist() == [50] * RANKS
+    assert abs(share["round_robin"] - 0.25) < 0.05
+    assert share["semantic"] > 1.5 * share["round_robin"]
 
 
 def test_a_rank_far_above_the_mean_waits_although_it_is_its_turn() -> None:
