@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from aiohttp import web
 
-from coterie.gateway.proxy import RoutedFleet, Served, rank_clients
+from coterie.gateway.proxy import RoutedFleet, Served, predict_with, rank_clients
+from coterie.predictors import TokenTable
 from coterie.routing import Fleet, Semantic
+from coterie.traces import ActivationTrace, TraceMeta
 from coterie.types import Placement
 
 LAYERS, EXPERTS, RANKS = 2, 8, 4
@@ -46,14 +47,13 @@ class Engine:
             await runner.cleanup()
 
 
-def predict(body: Mapping[str, Any]) -> np.ndarray | None:
-    """A prompt of token t asks for expert t in every layer."""
-    if not body["prompt"]:
-        return None
-    counts = np.zeros((LAYERS, EXPERTS))
-    for token in body["prompt"]:
-        counts[:, token] += 1
-    return counts
+def table() -> TokenTable:
+    """Learned from one request: token t asks for expert t in every layer."""
+    tokens = np.arange(EXPERTS)
+    meta = TraceMeta("model", EXPERTS, LAYERS, 1, tuple(range(LAYERS)))
+    ids = np.repeat(tokens[:, None, None], LAYERS, axis=1)
+    trace = ActivationTrace.from_arrays(meta, ids, np.array([0, EXPERTS]), token_ids=tokens.astype(np.int32))
+    return TokenTable().fit(trace)
 
 
 def serve(prompts: list[list[int]], failing: frozenset[str] = frozenset()) -> tuple[Engine, list[Served], RoutedFleet]:
@@ -63,7 +63,7 @@ def serve(prompts: list[list[int]], failing: frozenset[str] = frozenset()) -> tu
         async with engine.serving() as url, contextlib.AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(client) for client in rank_clients(url, RANKS)]
             router = Semantic(Placement.linear(LAYERS, EXPERTS, RANKS))
-            proxy = RoutedFleet([], clients, router, Fleet([8] * RANKS), predict)
+            proxy = RoutedFleet([], clients, router, Fleet([8] * RANKS), predict_with(table()))
             served = [
                 await proxy.serve("/v1/completions", {"prompt": prompt}, name=str(number))
                 for number, prompt in enumerate(prompts)
@@ -94,3 +94,14 @@ def test_a_rank_that_fails_is_passed_over() -> None:
     assert engine.headers[0] == ("0", "2")
     assert proxy.fleet.alive.tolist() == [True, True, False, True]
     assert all(rank != "2" for _, rank in engine.headers[1:])
+
+
+def test_a_prompt_that_is_not_token_ids_is_not_guessed_at() -> None:
+    predict = predict_with(table())
+    assert predict({"prompt": "a text"}) is None
+    assert predict({"prompt": []}) is None
+    assert predict({"prompt": ["a", "b"]}) is None
+    assert predict({"messages": []}) is None
+    found = predict({"prompt": [3, 3, 5]})
+    assert found is not None
+    np.testing.assert_allclose(found[0], [0, 0, 0, 2, 0, 1, 0, 0], atol=1e-3)

@@ -6,7 +6,7 @@ is admitted when it is routed and leaves when it is answered. Workers are real v
 
 The data-parallel ranks of one engine are workers too: :func:`rank_clients` makes a client of each, which names its rank
 in vLLM's request header. Such an engine prefills for itself, so there is no prefill worker and no footprint in time: a
-`predict` function stands for it.
+prediction stands for it (:func:`predict_with`).
 
 A worker that fails (no connection, HTTP 5xx) is marked dead and gets nothing more until :meth:`RoutedFleet.look` finds
 it well; its request is tried once more elsewhere. KV already handed over is not offered twice: the second decode worker
@@ -22,10 +22,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.net.http_client import Answer, Client
+from coterie.predictors.base import Predictor, PredictRequest
 from coterie.routing import Fleet, Request, Router
 from coterie.wire.footprints import WireFootprint, footprint_of, without_footprint
 from coterie.wire.handoff import decode_body, prefill_body
@@ -89,6 +91,18 @@ class Served(NamedTuple):
 
 Predict = Callable[[Mapping[str, Any]], NDArray[Any] | None]
 """Body of a request → footprint [layer, expert] that is expected of it; None where nothing is known."""
+
+
+def predict_with(predictor: Predictor) -> Predict:
+    """Ask a predictor for the footprint of a body whose prompt is given as token ids; of others nothing is known."""
+
+    def predict(body: Mapping[str, Any]) -> NDArray[Any] | None:
+        prompt = body.get("prompt")
+        if not isinstance(prompt, list) or not prompt or not all(isinstance(token, int) for token in prompt):
+            return None
+        return predictor.predict(PredictRequest(token_ids=np.array(prompt)))
+
+    return predict
 
 
 def rank_clients(url: str, ranks: int) -> list[Client]:
