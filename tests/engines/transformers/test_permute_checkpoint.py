@@ -235,6 +235,7 @@ def edited(folder: Path, **changed: Any) -> None:
         ({"model.layers.0.mlp.moe_statics.e_score_correction_bias": torch.ones(1, 4)}, "how it is indexed by them"),
         ({"model.layers.0.mlp.expert_bias": torch.ones(4)}, "how it is indexed by them"),
         ({"model.layers.0.mlp.gate.weight": torch.ones(3, 2)}, "how it is indexed by them"),
+        ({"model.layers.0.mlp.experts.bias": torch.ones(1, 4)}, "how it is indexed by them"),
         ({"model.layers.0.mlp.experts.down_proj": torch.ones(3, 2)}, r"tensors of \[3, 4\] experts"),
         ({"model.layers.0.mlp.experts.5.up_proj.weight": torch.ones(3, 2)}, "no tensor of expert 0"),
         ({"model.layers.0.mlp.experts.gate_up_proj": None}, "not a MoE checkpoint"),

@@ -193,14 +193,10 @@ def _check_ties(source: _Source, blocks: dict[int, Block], rows: dict[int, Slots
             seen[key] = expert
             if other is None or (ties == "lowest_index" and slot_of[other] < slot_of[expert]):
                 continue
+            why = "an engine may choose the other once they move (ties='lowest_index' if it takes the lower index)"
             raise ConfigError(
                 f"layer {layer}: experts {other} and {expert} have equal router rows and tie for every token; "
-                + (
-                    "their order must stay"
-                    if ties == "lowest_index"
-                    else "an engine may choose the other once they move"
-                )
-                + ("" if ties == "lowest_index" else " (ties='lowest_index' if the engine takes the lower index)")
+                + ("their order must stay" if ties == "lowest_index" else why)
             )
 
 
@@ -208,7 +204,7 @@ def _router_rows(source: _Source, block: Block) -> list[bytes]:
     """[expert] the bytes of all that its router score is computed from."""
     rows = [b""] * block.num_experts
     for shard in source.shards:
-        for name in sorted(set(block.router) & set(shard.tensors)):
+        for name in (name for name in block.router if name in shard.tensors):
             with shard.path.open("rb") as stream:
                 own = row_bytes(stream, shard.tensors[name])
             rows = [row + more for row, more in zip(rows, own, strict=True)]

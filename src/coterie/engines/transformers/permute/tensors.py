@@ -17,8 +17,9 @@ from typing import Any, BinaryIO, NamedTuple
 from coterie.errors import ConfigError, TraceError, check_input_file
 from coterie.traces.store import read_header
 
-_EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<expert>\d+)\.(?P<rest>.+)")
-_PACKED = re.compile(r"(?P<block>.+)\.experts\.(?P<rest>\D.*)")
+_EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<expert>[0-9]{1,9})\.(?P<rest>.+)")
+_PACKED = re.compile(r"(?P<block>.+)\.experts\.(?P<rest>[^0-9].*)")
+_LAYER = re.compile(r"(?:.*?\.)?([0-9]{1,9})(?:\..*)?")
 _ROUTER = re.compile(r"(gate|router)\.\w+|\w*correction_bias")
 
 
@@ -58,7 +59,7 @@ def read_shard(path: Path) -> Shard:
         try:
             first, last = (int(at) for at in entry["data_offsets"])
             shape = [int(length) for length in entry["shape"]]
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise TraceError(path, name, f"header entry {entry!r} must have dtype, shape, data_offsets") from None
         whole = min(shape, default=0) >= 0 and 0 <= first <= last <= size - start
         if not whole or (last - first) % (shape[0] or 1 if shape else 1):
@@ -71,7 +72,7 @@ def row_bytes(stream: BinaryIO, tensor: Tensor) -> list[bytes]:
     """[row] the bytes of each."""
     stream.seek(tensor.start)
     data, width = stream.read(tensor.nbytes), tensor.nbytes // tensor.rows
-    return [data[at : at + width] for at in range(0, len(data), width)]
+    return [data[row * width : (row + 1) * width] for row in range(tensor.rows)]
 
 
 @dataclass(slots=True)
@@ -103,10 +104,10 @@ def find_blocks(folder: Path, tensors: Mapping[str, Tensor]) -> list[Block]:
             others[name] = tensors[name]
             continue
         path = match["block"]
-        numbers = [int(part) for part in path.split(".") if part.isdigit()]
-        if not numbers:
+        layer = _LAYER.fullmatch(path)
+        if layer is None:
             raise TraceError(folder, name, "does not say of which layer it is")
-        block = blocks.setdefault(path, Block(path, numbers[0]))
+        block = blocks.setdefault(path, Block(path, int(layer[1])))
         if "expert" in match.groupdict():
             block.experts[name] = int(match["expert"])
         else:
@@ -142,7 +143,10 @@ def _count_experts(folder: Path, block: Block, tensors: Mapping[str, Tensor]) ->
         raise TraceError(folder, block.path, f"holds tensors of {sorted(counts)} experts; expected one number")
     block.num_experts = counts.pop()
     # A scale that all experts share has one row, and stays.
-    block.packed = [name for name in block.packed if tensors[name].rows == block.num_experts]
+    shared = [name for name in block.packed if tensors[name].rows != block.num_experts]
+    for name in shared:
+        _check_shared(folder, name, tensors[name], block.num_experts)
+    block.packed = [name for name in block.packed if name not in shared]
 
 
 def _find_router(folder: Path, block: Block, others: Mapping[str, Tensor]) -> None:
@@ -153,8 +157,15 @@ def _find_router(folder: Path, block: Block, others: Mapping[str, Tensor]) -> No
         known = _ROUTER.fullmatch(rest) is not None
         if known and tensor.rows == block.num_experts:
             block.router.append(name)
-        elif known or block.num_experts in tensor.entry["shape"]:
-            shape = f"has shape {tensor.entry['shape']} in a layer of {block.num_experts} experts"
-            raise TraceError(folder, name, f"{shape}: how it is indexed by them is not known")
+        else:
+            _check_shared(folder, name, tensor, block.num_experts, known)
     if not block.router:
         raise TraceError(folder, block.path, "has experts and no router (gate.weight, router.weight)")
+
+
+def _check_shared(folder: Path, name: str, tensor: Tensor, experts: int, routers: bool = False) -> None:
+    """Refuse a tensor that stays as it is and may be indexed by experts: it has an axis of them, or is the router's."""
+    shape = tensor.entry["shape"]
+    if routers or experts in shape:
+        problem = "how it is indexed by them is not known"
+        raise TraceError(folder, name, f"has shape {shape} in a layer of {experts} experts: {problem}")
