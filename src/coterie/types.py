@@ -252,6 +252,14 @@ class Placement:
         np.add.at(counts, (np.arange(self.num_layers)[:, None], self.slot_experts), 1)
         return counts
 
+    @property
+    def held(self) -> NDArray[np.bool_]:
+        """[rank, layer, expert] whether the rank has a slot of it."""
+        held = np.zeros((self.num_ranks, self.num_layers, self.num_experts), np.bool_)
+        rank = np.arange(self.num_slots) // self.slots_per_rank
+        held[rank[None, :], np.arange(self.num_layers)[:, None], self.slot_experts] = True
+        return held
+
     def rank_load(self, load: NDArray[np.integer] | NDArray[np.floating]) -> NDArray[np.float64]:
         """[layer, rank] tokens, from load [layer, expert] tokens; replicas share an expert's tokens equally."""
         per_slot = np.take_along_axis(load / self.replicas, self.slot_experts.astype(np.int64), axis=1)

@@ -198,6 +198,49 @@ def test_stores_of_dead_processes_are_swept(tmp_path: Path) -> None:
     assert (tmp_path / "coterie-noise.slots").exists(), "what is not ours stays"
 
 
+@pytest.mark.parametrize("waited", [True, False], ids=["reaped", "zombie"])
+def test_the_store_of_a_killed_process_is_taken_over(tmp_path: Path, waited: bool) -> None:
+    """A killed process that nobody waited for still has its process id; its lock is free all the same."""
+    path = tmp_path / "coterie-plugin-0.slots"
+    code = (
+        "import pathlib, sys\nfrom coterie.footprints import PositionShape, PositionStore\n"
+        "store = PositionStore.create(PositionShape(8, 1, 1, 2), pathlib.Path(sys.argv[1]))\n"
+        "print('ready', flush=True)\nsys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as engine:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == b"ready\n"
+        with pytest.raises(ConfigError, match="position store of a running engine"):
+            PositionStore.create(SHAPE, path)
+        assert sweep(tmp_path, "coterie-") == []
+        assert PositionStore.attach(path).shape.num_positions == 8
+        engine.kill()
+        if waited:
+            engine.wait()
+        else:
+            os.waitid(os.P_PID, engine.pid, os.WEXITED | os.WNOWAIT)  # dead, and left in the process table
+        store = PositionStore.create(SHAPE, path)
+        assert PositionStore.attach(path).shape == SHAPE
+    store.unlink()
+    assert not path.exists()
+    again = PositionStore.create(SHAPE, path)
+    again.unlink()
+
+
+def test_a_store_that_was_dropped_is_no_running_engines(tmp_path: Path) -> None:
+    path = tmp_path / "coterie-a.slots"
+    first = PositionStore.create(SHAPE, path)
+    del first
+    PositionStore.create(SHAPE, path).unlink()
+    path.touch()  # by an engine that was killed as it began
+    PositionStore.create(SHAPE, path).unlink()
+    path.write_bytes(b"a file of somebody else")
+    with pytest.raises(ConfigError, match="or not one of this version"):
+        PositionStore.create(SHAPE, path)
+
+
 BLOCK = 4
 BLOCKS = SHAPE.num_positions // BLOCK
 

@@ -187,8 +187,10 @@ def test_a_refused_request_is_its_own_fault(workers: Workers) -> None:
 
 
 def test_a_fleet_needs_both_kinds() -> None:
-    with pytest.raises(ConfigError, match="0 prefill and 1 decode"):
+    with pytest.raises(ConfigError, match="0 prefill and 1 decode workers: at least one of each, or predict"):
         RoutedFleet([], [Client("http://127.0.0.1:1")], RoundRobin(), Fleet([16]))
+    with pytest.raises(ConfigError, match="data_parallel_rank=-1 must be at least 0"):
+        Client("http://127.0.0.1:1", data_parallel_rank=-1)
 
 
 def test_recorded_counts_are_those_of_each_request_alone(workers: Workers) -> None:

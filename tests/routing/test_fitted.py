@@ -26,6 +26,7 @@ from coterie.traces import ActivationTrace, TraceMeta
 from coterie.traces.arrivals import LognormalLengths
 from coterie.traces.readers import read_trace
 from coterie.traces.synthetic import SyntheticSettings, generate
+from coterie.types import Placement
 
 SETTINGS = SyntheticSettings(
     num_layers=4,
@@ -258,9 +259,11 @@ def test_what_is_not_fitted_says_so() -> None:
 def test_every_router_is_made_of_a_fit(known: Calibration, fitted: RouterFit) -> None:
     model = step_model(get_model("gpt-oss-20b"), "h200")
     request = Request("r", 100, known.prefill[0])
+    _, layers, experts = known.prefill.shape
+    placement = Placement.linear(layers, experts, 5, 5 * experts)
+    own: dict[str, dict[str, Any]] = {"domain": {"labels": {}}, "semantic": {"placement": placement}}
     for name in routers:
-        settings: dict[str, Any] = {"labels": {}} if name == "domain" else {}
-        decision = fitted.router(name, model, **settings).route(request, fitted.fleet(places=8))
+        decision = fitted.router(name, model, **own.get(name, {})).route(request, fitted.fleet(places=8))
         assert 0 <= decision.worker < 5
     assert fitted.router("locality_band", model, band=0.5) == LocalityBand(fitted, 0.5)
     with pytest.raises(ConfigError, match="router 'domain' needs labels: label → workers"):

@@ -18,13 +18,16 @@ from coterie.routing.joint import Joint
 from coterie.routing.latency_aware import LatencyAware
 from coterie.routing.locality_band import LocalityBand
 from coterie.testing import check_router
+from coterie.types import Placement
 from routing_cases import COST, EXPERTS, LAYERS, TOP_K, WORKERS, draw, fitted
 
 INDICES = LAYERS * EXPERTS
+PLACEMENT = Placement.linear(LAYERS, EXPERTS, WORKERS, 2 * WORKERS)
 
 
 def make(name: str) -> Callable[[], Router]:
-    return lambda: routers.make(name, {"fitted": fitted(), "cost": COST, "labels": {"code": (1, 2)}})
+    context = {"fitted": fitted(), "cost": COST, "labels": {"code": (1, 2)}, "placement": PLACEMENT}
+    return lambda: routers.make(name, context)
 
 
 def latency_aware(cost: StepPrices = COST) -> LatencyAware:
@@ -42,6 +45,7 @@ def test_all_that_the_package_promises_are_there() -> None:
         "locality_band",
         "joint",
         "latency_aware",
+        "semantic",
     }
     with pytest.raises(UnknownNameError, match="locality_band"):
         routers["locality_bend"]

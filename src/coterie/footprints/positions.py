@@ -16,6 +16,10 @@ must not be read as known. So each position carries the *epoch* of its writing, 
 
 The file is in memory (``/dev/shm``). One process writes, in the order of the steps; others map it and read a request's
 positions after the step that wrote them. Ids are exact at any block size; counts per block clip.
+
+Its creator holds a lock (``flock``) on the file as long as it lives: a store whose lock is free is that of a dead
+engine, and the next engine of its name takes the name over. The creator's process id would not do: a killed process
+that nobody waited for still has one, and ids are used again.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,16 +38,17 @@ from numpy.typing import NDArray
 
 from coterie._numba import njit
 from coterie.errors import ConfigError, InputError
+from coterie.footprints._owned_files import locked_new, remove_dead
 from coterie.types import narrowest_uint
 
-MAGIC = 0x53_4C_4F_54_43_4F_54_32  # "SLOTCOT2"
+MAGIC = 0x53_4C_4F_54_43_4F_54_33  # "SLOTCOT3": stores before held no lock, so none may be taken for dead
 HEADER_WORDS = 64
 MAX_EPOCH = (1 << 16) - 1
 SUFFIX = ".slots"
 
 # Header words.
-_MAGIC, _POSITIONS, _LAYERS, _TOP_K, _EXPERTS, _PID, _OWNER = range(7)
-_EPOCH, _ENABLED, _STEP, _STEPS, _TOKENS, _DISTINCT, _ERRORS = range(7, 14)
+_MAGIC, _POSITIONS, _LAYERS, _TOP_K, _EXPERTS, _OWNER = range(6)
+_EPOCH, _ENABLED, _STEP, _STEPS, _TOKENS, _DISTINCT, _ERRORS = range(6, 13)
 
 
 class PositionShape(NamedTuple):
@@ -96,6 +102,8 @@ class PositionStore:
         self.shape = shape
         self.path = path
         self._buffer = buffer
+        self._release: Callable[[], object] = lambda: None
+        """Gives up the creator's lock."""
         self._header = np.frombuffer(buffer, np.uint64, HEADER_WORDS)
         self._layer_ids = np.frombuffer(buffer, np.uint64, shape.num_layers, shape.layers_at)
         self.load = np.frombuffer(buffer, np.uint64, shape.num_layers * shape.num_experts, shape.load_at).reshape(
@@ -116,7 +124,8 @@ class PositionStore:
         """Create a store, in memory of this process or in a file that others attach to. Capture starts on.
 
         `layer_ids` are the recorded layers' indices in the model, dense layers counted; 0 … layers - 1 by default.
-        `owner` identifies the engine: `attach` can require it, since a file of that name may be another engine's.
+        `owner` identifies the engine: `attach` can require it, since a file of that name may be another engine's. The
+        file of a dead process is replaced, that of a living one is refused.
         """
         layers = range(shape.num_layers) if layer_ids is None else layer_ids
         if len(layers) != shape.num_layers:
@@ -124,21 +133,20 @@ class PositionStore:
         if min(shape) < 1 or shape.top_k > shape.num_experts or shape.num_experts > 1 << 16:
             raise ConfigError(f"{shape} must be at least 1 everywhere, with top_k <= num_experts <= {1 << 16}")
         if path is None:
-            buffer = mmap.mmap(-1, shape.nbytes)
+            store = cls(shape, mmap.mmap(-1, shape.nbytes), None)
         else:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            descriptor = locked_new(path, MAGIC)
             try:
                 os.posix_fallocate(descriptor, 0, shape.nbytes)  # a full /dev/shm must fail here, not by SIGBUS later
-                buffer = mmap.mmap(descriptor, shape.nbytes)
+                store = cls(shape, mmap.mmap(descriptor, shape.nbytes), path)
             except OSError:
                 path.unlink()
-                raise
-            finally:
                 os.close(descriptor)
-        store = cls(shape, buffer, path)
+                raise
+            store._release = weakref.finalize(store, os.close, descriptor)
         store._header[[_POSITIONS, _LAYERS, _TOP_K, _EXPERTS]] = shape
         store._layer_ids[:] = layers
-        store._header[[_PID, _EPOCH, _ENABLED, _OWNER]] = os.getpid(), 1, 1, owner
+        store._header[[_EPOCH, _ENABLED, _OWNER]] = 1, 1, owner
         store._header[_MAGIC] = MAGIC  # last: a reader that sees it sees the rest
         return store
 
@@ -266,6 +274,7 @@ class PositionStore:
         """Remove the file; processes that map it keep their view."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+        self._release()
 
 
 def block_positions(block_ids: Sequence[int], block_size: int, start: int, stop: int) -> NDArray[np.int64]:
@@ -287,16 +296,11 @@ def sweep(folder: Path, prefix: str) -> list[Path]:
     removed = []
     for path in folder.glob(f"{prefix}*{SUFFIX}"):
         try:
-            pid = int(PositionStore.attach(path)._header[_PID])
+            PositionStore.attach(path)
         except InputError:
             continue  # not a store, or still being created
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            path.unlink(missing_ok=True)
+        if remove_dead(path, MAGIC):
             removed.append(path)
-        except PermissionError:
-            continue  # alive, of another user
     return removed
 
 

@@ -4,6 +4,10 @@ The prefill worker answers one token and the prompt's footprint (:mod:`coterie.w
 router picks the decode worker, in a :class:`~coterie.routing.fleet.Fleet` that this class keeps up to date: a request
 is admitted when it is routed and leaves when it is answered. Workers are real vLLM servers or reference workers alike.
 
+The data-parallel ranks of one engine are workers too: :func:`rank_clients` makes a client of each, which names its rank
+in vLLM's request header. Such an engine prefills for itself, so there is no prefill worker and no footprint in time: a
+prediction stands for it (:func:`predict_with`).
+
 A worker that fails (no connection, HTTP 5xx) is marked dead and gets nothing more until :meth:`RoutedFleet.look` finds
 it well; its request is tried once more elsewhere. KV already handed over is not offered twice: the second decode worker
 computes the prompt, because the first may have taken the blocks and the prefill worker given them to another request.
@@ -14,12 +18,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.net.http_client import Answer, Client
+from coterie.predictors.base import Predictor, PredictRequest
 from coterie.routing import Fleet, Request, Router
 from coterie.wire.footprints import WireFootprint, footprint_of, without_footprint
 from coterie.wire.handoff import decode_body, prefill_body
@@ -81,14 +89,49 @@ class Served(NamedTuple):
         return [int(token) for token in found]
 
 
+Predict = Callable[[Mapping[str, Any]], NDArray[Any] | None]
+"""Body of a request → footprint [layer, expert] that is expected of it; None where nothing is known."""
+
+
+def predict_with(predictor: Predictor) -> Predict:
+    """Ask a predictor for the footprint of a body whose prompt is given as token ids; of others nothing is known."""
+
+    def predict(body: Mapping[str, Any]) -> NDArray[Any] | None:
+        prompt = body.get("prompt")
+        if not isinstance(prompt, list) or not prompt or not all(isinstance(token, int) for token in prompt):
+            return None
+        return predictor.predict(PredictRequest(token_ids=np.array(prompt)))
+
+    return predict
+
+
+def rank_clients(url: str, ranks: int) -> list[Client]:
+    """A client of each data-parallel rank of one engine; open and close them as others."""
+    return [Client(url, data_parallel_rank=rank) for rank in range(ranks)]
+
+
 class RoutedFleet:
     """Prefill workers, decode workers and the router between them. Close the clients yourself."""
 
-    def __init__(self, prefill: Sequence[Client], decoders: Sequence[Client], router: Router, fleet: Fleet) -> None:
-        """`fleet` is the router's view of the decoders; give an empty one, the proxy keeps it up to date."""
-        if not prefill or not decoders:
-            raise ConfigError(f"{len(prefill)} prefill and {len(decoders)} decode workers: at least one of each")
+    def __init__(
+        self,
+        prefill: Sequence[Client],
+        decoders: Sequence[Client],
+        router: Router,
+        fleet: Fleet,
+        predict: Predict | None = None,
+    ) -> None:
+        """`fleet` is the router's view of the decoders; give an empty one, the proxy keeps it up to date.
+
+        `predict` gives the footprint of a request that no prefill worker has answered with one. With it there need not
+        be a prefill worker.
+        """
+        if not decoders or not (prefill or predict):
+            raise ConfigError(
+                f"{len(prefill)} prefill and {len(decoders)} decode workers: at least one of each, or predict"
+            )
         self.router = router
+        self._predict = predict
         if len(fleet) != len(decoders):
             raise ConfigError(f"fleet has {len(fleet)} workers; there are {len(decoders)} decode workers")
         self.fleet = fleet
@@ -123,7 +166,10 @@ class RoutedFleet:
         self.counts.handoffs += first is not None
         params, footprint = self._params(first)
         tokens = int((first.body or {}).get("usage", {}).get("prompt_tokens", 0)) if first is not None else 0
-        wanted = Request(name, tokens, None if footprint is None else footprint.counts, domain)
+        counts: NDArray[Any] | None = None if footprint is None else footprint.counts
+        if counts is None and self._predict is not None:
+            counts = self._predict(body)
+        wanted = Request(name, tokens, counts, domain)
         answer, worker, reason = Answer(0, 0.0, None, "it was not sent"), None, ""
         for attempt in range(2):
             try:

@@ -20,7 +20,7 @@ import aiohttp
 
 from coterie.errors import ConfigError, UnavailableError, check_at_least
 from coterie.prompts import Prompt
-from coterie.wire.handoff import REQUEST_ID_HEADER
+from coterie.wire.handoff import DP_RANK_HEADER, REQUEST_ID_HEADER
 
 CONNECT_S = 10.0
 REQUEST_S = 3600.0
@@ -95,8 +95,11 @@ def completion_body(prompt: Prompt, model: str, max_tokens: int, chat: bool, **m
 class Client:
     """One server. ``async with Client(url) as client: async for answer in client.send(path, bodies, 8): …``"""
 
-    def __init__(self, url: str, timeout_s: float = REQUEST_S) -> None:
+    def __init__(self, url: str, timeout_s: float = REQUEST_S, data_parallel_rank: int | None = None) -> None:
+        """With `data_parallel_rank`, what is posted goes to that rank of a data-parallel engine, not to any."""
+        check_at_least(0, data_parallel_rank=data_parallel_rank)
         self.url = server_url(url)
+        self.data_parallel_rank = data_parallel_rank
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S))
         self._call_timeout = aiohttp.ClientTimeout(total=min(timeout_s, CALL_S), sock_connect=CONNECT_S)
         self._open: aiohttp.ClientSession | None = None
@@ -146,7 +149,9 @@ class Client:
 
         `number` and `sent_s` are copied to the answer.
         """
-        headers = None if request_id is None else {REQUEST_ID_HEADER: request_id}
+        headers = {} if request_id is None else {REQUEST_ID_HEADER: request_id}
+        if self.data_parallel_rank is not None:
+            headers[DP_RANK_HEADER] = str(self.data_parallel_rank)
         try:
             async with self._session.post(self.url + path, json=body, headers=headers) as response:
                 data, status = await response.read(), response.status

@@ -17,10 +17,7 @@ Demand = NDArray[np.float64]
 
 def held_by(placement: Placement) -> Held:
     """[rank, layer, expert]"""
-    held = np.zeros((placement.num_ranks, placement.num_layers, placement.num_experts), np.bool_)
-    rank = np.arange(placement.num_slots) // placement.slots_per_rank
-    held[rank[None, :], np.arange(placement.num_layers)[:, None], placement.slot_experts] = True
-    return held
+    return placement.held
 
 
 def placement_of(held: Held, slots_per_rank: int, current: Placement | None = None) -> Placement:

@@ -13,6 +13,7 @@ from coterie.routing.power_of_two import PowerOfTwo
 from coterie.routing.pressure import Pressure
 from coterie.routing.random_worker import RandomWorker
 from coterie.routing.round_robin import RoundRobin
+from coterie.routing.semantic import Semantic
 
 __all__ = [
     "BatchRouter",
@@ -31,6 +32,7 @@ __all__ = [
     "RoundRobin",
     "Router",
     "RouterFit",
+    "Semantic",
     "admit_together",
     "calibration",
     "routers",

@@ -93,6 +93,8 @@ class Fleet:
         """[worker, layer, word] bit e of a layer: the worker holds expert e; None where all hold all."""
         self.routed = 0
         """Requests admitted so far."""
+        self.in_round = np.zeros(workers, np.bool_)
+        """Got a request in this round. A round ends when all living workers got one, or one got a second."""
         self._logs = np.zeros((workers, size), np.int32)
         self._profiled = np.zeros(workers, np.int64)
         self._prior = np.zeros((workers, 0), np.float32) if prior is None else np.array(prior, np.float32)
@@ -135,6 +137,11 @@ class Fleet:
         self.running[worker] += 1
         self.context_tokens[worker] += context
         self.routed += 1
+        if self.in_round[worker]:
+            self.in_round[:] = False
+        self.in_round[worker] = True
+        if self.in_round[self.alive].all():
+            self.in_round[:] = False
         self._shift(worker, logs, 1)
 
     def finish(self, request_id: str) -> None:

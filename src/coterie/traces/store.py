@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +61,7 @@ class ArrayFile:
         try:
             with path.open("rb") as stream:
                 size = os.fstat(stream.fileno()).st_size
-                header, start = self._read_header(stream.read(8), stream, size)
+                header, start = read_header(path, stream, size)
                 self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise TraceError(path, "file", "does not exist") from None
@@ -88,20 +88,6 @@ class ArrayFile:
             problem = f"found {found[0]!r} version {found[1]!r}, expected {kind!r} version {version}"
             raise TraceError(self.path, "metadata format", problem)
         return dict(about)
-
-    def _read_header(self, prefix: bytes, stream: Any, size: int) -> tuple[dict[str, Any], int]:
-        if len(prefix) < 8:
-            raise TraceError(self.path, "header", f"file has {size} bytes; safetensors starts with 8 of header length")
-        length = int.from_bytes(prefix, "little")
-        if length > min(_MAX_HEADER, size - 8):
-            raise TraceError(self.path, "header", f"claims {length} bytes, file has {size}: not safetensors, or cut")
-        try:
-            header = json.loads(stream.read(length))
-        except (ValueError, RecursionError):
-            raise TraceError(self.path, "header", "is not JSON: not a safetensors file") from None
-        if not isinstance(header, dict):
-            raise TraceError(self.path, "header", "must be a JSON object")
-        return header, 8 + length
 
     def _view(self, name: str, entry: Any, start: int, size: int) -> tuple[NDArray[Any], int]:
         try:
@@ -137,6 +123,23 @@ class ArrayFile:
         """Release the pages read so far: they stay in the page cache but no longer count as this process's memory."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def read_header(path: Path, stream: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
+    """Header of a safetensors file of `size` bytes, read from its start, and the byte where its data begins."""
+    prefix = stream.read(8)
+    if len(prefix) < 8:
+        raise TraceError(path, "header", f"file has {size} bytes; safetensors starts with 8 of header length")
+    length = int.from_bytes(prefix, "little")
+    if length > min(_MAX_HEADER, size - 8):
+        raise TraceError(path, "header", f"claims {length} bytes, file has {size}: not safetensors, or cut")
+    try:
+        header = json.loads(stream.read(length))
+    except (ValueError, RecursionError):
+        raise TraceError(path, "header", "is not JSON: not a safetensors file") from None
+    if not isinstance(header, dict):
+        raise TraceError(path, "header", "must be a JSON object")
+    return header, 8 + length
 
 
 class ArrayFileWriter:

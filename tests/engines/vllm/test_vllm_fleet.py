@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import torch
 
-from coterie.engines.tiny import tiny_model_path
 from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.errors import ConfigError
 from coterie.gateway.proxy import FleetCounts, RoutedFleet, Served
@@ -24,7 +21,7 @@ from coterie.net.http_client import Client
 from coterie.prompts import load_prompts, take_in_turn
 from coterie.routing import RoundRobin
 from coterie.routing.fleet import Fleet as Workers
-from vllm_checks import Listener, Truth, event_of, sequence
+from vllm_checks import Listener, Truth, dense_model, event_of, sequence
 from vllm_servers import MODEL, Fleet, Server, needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
@@ -129,26 +126,6 @@ def test_a_prefill_worker_killed_in_the_middle(fleet: Fleet, trio: list[Server])
     for server in trio[1:]:
         assert server.counter("errors") == 0
     fleet.stop("prefill", "decode-0", "decode-1")
-
-
-def dense_model(folder: Path) -> Path:
-    """A model without experts, with the tokenizer of coterie-tiny."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    shutil.copytree(tiny_model_path(), folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    config = Qwen3Config(
-        vocab_size=4096,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.long

@@ -74,12 +74,12 @@ ALIKE: dict[str, dict[str, Any]] = {
 
 
 @cache
-def build(family: str, width: int = 32) -> Any:
+def build(family: str, width: int = 32, top_k: int = TOP_K) -> Any:
     """A model in float32 with weights wide enough that routing differs from token to token."""
     kind = {**FAMILIES, **ALIKE}[family]
     if width != 32:
         kind = {**kind, "hidden_size": width, "moe_intermediate_size": width, "head_dim": width // 4}
-    config = transformers.AutoConfig.for_model(family, **{**_BASE, **kind})
+    config = transformers.AutoConfig.for_model(family, **{**_BASE, "num_experts_per_tok": top_k, **kind})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     scramble(model)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,3 +97,23 @@ def sent_footprint(answer: dict[str, Any]) -> WireFootprint:
 def sequence(answer: dict[str, Any]) -> list[int]:
     choice = answer["choices"][0]
     return [*choice["prompt_token_ids"], *choice["token_ids"]]
+
+
+def dense_model(folder: Path) -> Path:
+    """A model without experts, with the tokenizer of coterie-tiny."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shutil.copytree(tiny_model_path(), folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    config = Qwen3Config(
+        vocab_size=4096,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -46,7 +46,7 @@ VERBS = {
     "generate": Verb("Generate a synthetic trace.", 7),
     "inspect": Verb("Show how a trace uses its experts.", 2),
     "models": Verb("List known models, or show the shape of one."),
-    "place": Verb("Look at placements."),
+    "place": Verb("Look at placements, and apply them to checkpoints."),
     "plan": Verb("Plan where experts live, and when moving them pays off.", 30, "PlannersInHelp"),
     "record": Verb("Record the experts of real requests, from a model run here or a running server."),
     "replay": Verb("Run decode batches through real MoE layers on a device and compare routers."),

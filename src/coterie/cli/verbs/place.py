@@ -1,10 +1,10 @@
-"""``coterie place``: look at placements."""
+"""``coterie place``: look at placements, and apply them to checkpoints."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import numpy as np
 import typer
@@ -18,8 +18,11 @@ from coterie.cli.output import (
     print_json,
     print_rank_bars,
     print_table,
+    print_verdict,
     relative,
+    reporting,
     set_width,
+    shell,
 )
 from coterie.errors import ConfigError
 
@@ -27,19 +30,24 @@ if TYPE_CHECKING:  # matplotlib takes a second to import: only when a figure is 
     from coterie.evaluation.placement.inspection import MapInspection
 
 
-place_app = typer.Typer(help="Look at placements.", no_args_is_help=True, add_completion=False)
+place_app = typer.Typer(
+    help="Look at placements, and apply them to checkpoints.", no_args_is_help=True, add_completion=False
+)
 
-
-@place_app.callback()
-def _group() -> None:
-    """Look at placements."""  # keeps `inspect` a subcommand although it is the only one
+PlacementArgument = Annotated[
+    Path, typer.Argument(help="Placement file, in any known format; FILE.npz#NAME selects one of several.")
+]
+RanksOption = Annotated[
+    int | None, typer.Option("--ranks", help="Number of ranks, if the file does not give it (sglang, tensorrt-llm).")
+]
+MapFormatOption = Annotated[
+    str | None, typer.Option("--from", help="Format of the placement; detected from the file by default.")
+]
 
 
 @place_app.command("inspect")
 def inspect_command(
-    placement: Annotated[
-        Path, typer.Argument(help="Placement file, in any known format; FILE.npz#NAME selects one of several.")
-    ],
+    placement: PlacementArgument,
     load: Annotated[
         Path | None,
         typer.Option("--load", help="Load table or activation trace; shows the load it puts on every rank."),
@@ -54,14 +62,9 @@ def inspect_command(
         str | None,
         typer.Option("--model", help="Model shape: a known name, or a folder with config.json. Default: the file's."),
     ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", help="Number of ranks, if the file does not give it (sglang, tensorrt-llm)."),
-    ] = None,
+    ranks: RanksOption = None,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes; each holds the same number of ranks.")] = 1,
-    from_: Annotated[
-        str | None, typer.Option("--from", help="Format of the placement; detected from the file by default.")
-    ] = None,
+    from_: MapFormatOption = None,
     out_file: Annotated[
         Path | None,
         typer.Option(
@@ -99,6 +102,79 @@ def inspect_command(
     _print(shown, what)
     if out_file is not None:
         out.print(f"Figure: {escape(str(out_file))}", highlight=False, soft_wrap=True)
+
+
+@place_app.command("apply")
+def apply_command(
+    placement: PlacementArgument,
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of the model: config.json and safetensors files.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; new or empty.")],
+    nearest: Annotated[
+        bool,
+        typer.Option(
+            "--nearest", help="Apply the nearest placement that keeps routing groups whole, if this one does not."
+        ),
+    ] = False,
+    ties: Annotated[
+        str,
+        typer.Option(
+            "--ties",
+            help="Experts with equal router rows: refuse to move them, or keep their order, where the engine takes the "
+            "lowest_index first.",
+        ),
+    ] = "refuse",
+    ranks: RanksOption = None,
+    from_: MapFormatOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Write a checkpoint whose experts are in the order of a placement; what the model computes is unchanged."""
+    from coterie.engines.transformers.permute.checkpoint import Ties, permute_checkpoint
+    from coterie.placement.maps.formats import read_map
+
+    found = read_map(placement, from_, num_ranks=ranks)
+    with reporting("Reading the checkpoint") as report:
+        done = permute_checkpoint(found, checkpoint, output, nearest=nearest, ties=cast(Ties, ties), on_progress=report)
+    applied = done.placement
+    verdict = (
+        f"{done.moved:,} of {applied.slot_experts.size:,} experts have another index in {output}: an engine that gives "
+        f"each of {applied.num_ranks} ranks {applied.slots_per_rank} consecutive experts a layer holds the placement."
+    )
+    then = shell("vllm", "serve", output, "--enable-expert-parallel", "--data-parallel-size", applied.num_ranks)
+    result = {
+        "folder": str(done.folder),
+        "layers": list(done.layer_ids),
+        "experts": applied.num_experts,
+        "ranks": applied.num_ranks,
+        "moved": done.moved,
+        "regrouped": done.regrouped,
+        "tensors": done.tensors,
+        "weight_bytes": done.weight_bytes,
+        "left_out": list(done.left_out),
+        "verdict": verdict,
+        "next": then,
+    }
+    if json_output:
+        print_json(result)
+        return
+    set_width()
+    print_table(
+        f"Permuted {checkpoint}",
+        ["field", "value"],
+        [
+            ["layers", len(done.layer_ids)],
+            ["experts of a layer", applied.num_experts],
+            ["tensors renamed or reordered", done.tensors],
+            ["bytes of weights", done.weight_bytes],
+        ],
+    )
+    if done.regrouped:
+        out.print(
+            f"{done.regrouped:,} experts are on another rank than asked for, so that routing groups stay whole.",
+            highlight=False,
+        )
+    for name in done.left_out:
+        out.print(f"Left out: {escape(name)} (not permuted)", highlight=False, soft_wrap=True)
+    print_verdict(verdict, then)
 
 
 def _print(shown: MapInspection, load: str | None) -> None:

@@ -1,0 +1,13 @@
+"""Model scheduling: put every expert in the slot that a placement gives it, in a checkpoint or in a live model.
+
+The experts of a layer and everything that is indexed by them (router rows, router biases, score corrections) are
+permuted together, so the model computes the same function with another numbering: expert s of the new model is expert
+``slot_experts[layer, s]`` of the old one. Any engine that gives rank r the r-th block of experts then holds the
+placement, without a patch. See docs/model-scheduling.md for what is bit-equal and what is equal within rounding.
+"""
+
+from coterie.engines.transformers.permute.admissible import keep_groups, routing_groups
+from coterie.engines.transformers.permute.checkpoint import RECORD, PermutedCheckpoint, permute_checkpoint
+from coterie.engines.transformers.permute.live import permute_model
+
+__all__ = ["RECORD", "PermutedCheckpoint", "keep_groups", "permute_checkpoint", "permute_model", "routing_groups"]

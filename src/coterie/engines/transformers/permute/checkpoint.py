@@ -1,0 +1,303 @@
+"""Permute a checkpoint's experts: safetensors in, safetensors out, no byte of a weight changed.
+
+A tensor of one expert takes the name of the expert's slot; a tensor of all experts, and what belongs to the router, has
+its rows moved. Nothing is decoded, so every dtype and every quantisation whose scales lie beside the weights works, and
+no more than a few rows are in memory. The new folder is written beside its final name and renamed when it is whole.
+
+**Ties.** An engine settles equal router scores by the experts' indices, and a checkpoint carries no rule of its own, so
+a tie between different experts at the edge of the top-k may be settled otherwise than before. Experts with equal router
+rows tie for every token. A layer that has them stays as it is or is refused; with ``ties="lowest_index"`` it is enough
+that they keep their order, which is sufficient where the engine takes the lower index first (vLLM's GPU kernels) and
+not where top-k has no such rule (``torch.topk``). :func:`~coterie.engines.transformers.permute.permute_model` settles
+all ties as before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+import numpy as np
+
+from coterie.engines.transformers.permute.admissible import Slots, keep_groups, routing_groups, rows_by_layer
+from coterie.engines.transformers.permute.tensors import Block, Shard, Tensor, find_blocks, read_shard, row_bytes
+from coterie.errors import ConfigError, TraceError, UnavailableError, check_one_of
+from coterie.placement.maps.files import PlacementMap
+from coterie.placement.maps.formats import write_map
+from coterie.traces.store import read_json, write_json
+from coterie.types import Placement
+
+Ties = Literal["refuse", "lowest_index"]
+TIES = ("refuse", "lowest_index")
+RECORD = "coterie-placement.json"
+"""The placement of a permuted checkpoint, beside its weights."""
+
+_INDEX = "model.safetensors.index.json"
+_CHUNK = 1 << 24
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5")
+
+Progress = Callable[[str, int, int], None]
+
+
+class PermutedCheckpoint(NamedTuple):
+    """What was written."""
+
+    folder: Path
+    placement: Placement
+    """As applied: that asked for, or the nearest that keeps groups."""
+    layer_ids: tuple[int, ...]
+    """[layer] of the model, dense layers counted."""
+    moved: int
+    """Experts that have another index than before, over all layers."""
+    regrouped: int
+    """Experts that are on another rank than asked for, so that groups stay whole."""
+    tensors: int
+    """Tensors renamed or with rows moved."""
+    weight_bytes: int
+    left_out: tuple[str, ...]
+    """Files of the checkpoint that are not in the new folder: weights in other formats, and folders."""
+
+
+class _Source(NamedTuple):
+    folder: Path
+    config: dict[str, Any]
+    shards: list[Shard]
+    blocks: list[Block]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(shard.path.stat().st_size for shard in self.shards)
+
+
+def permute_checkpoint(
+    asked: PlacementMap,
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    nearest: bool = False,
+    ties: Ties = "refuse",
+    on_progress: Progress | None = None,
+) -> PermutedCheckpoint:
+    """Write the checkpoint with its experts in the order of the placement to the new folder `out`.
+
+    `nearest` applies the nearest placement that keeps routing groups whole, where the one asked for does not.
+    """
+    check_one_of(TIES, ties=ties)
+    source, target = _read(Path(checkpoint)), Path(out)
+    check_target(target, source.folder)
+    groups = routing_groups(source.config)
+    placement = keep_groups(asked.placement, groups) if nearest and groups > 1 else asked.placement
+    blocks = {block.layer_id: block for block in _main_blocks(source)}
+    experts = _one_count(source.folder, list(blocks.values()))
+    rows = rows_by_layer(placement, asked.layer_ids, list(blocks), experts, groups)
+    _check_ties(source, blocks, rows, ties)
+    free = shutil.disk_usage(_existing(target)).free
+    if free < source.weight_bytes:
+        raise UnavailableError(f"{target} needs {source.weight_bytes:,} bytes; its disk has {free:,} free")
+    record = PlacementMap(placement, asked.model, tuple(rows), asked.shares)
+    left_out, tensors = _write(source, target, blocks, rows, record, on_progress or (lambda *_: None))
+    ranks = [np.argsort(one.slot_experts) // placement.slots_per_rank for one in (asked.placement, placement)]
+    return PermutedCheckpoint(
+        folder=target,
+        placement=placement,
+        layer_ids=tuple(rows),
+        moved=sum(int((row != np.arange(experts)).sum()) for row in rows.values()),
+        regrouped=int((ranks[0] != ranks[1]).sum()),
+        tensors=tensors,
+        weight_bytes=source.weight_bytes,
+        left_out=left_out,
+    )
+
+
+def check_target(target: Path, checkpoint: Path) -> None:
+    """Refuse a folder that holds anything, or that is or lies in the checkpoint."""
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ConfigError(f"{target} must be a new folder; it is a link or a file")
+    if target.exists() and any(target.iterdir()):
+        raise ConfigError(f"{target} is not empty; choose another folder")
+    real, given = Path(os.path.realpath(target)), Path(os.path.realpath(checkpoint))
+    if real == given or given in real.parents:
+        raise ConfigError(f"{target} is the checkpoint or lies in it ({checkpoint}); choose another place")
+
+
+def _read(folder: Path) -> _Source:
+    if not folder.is_dir():
+        raise TraceError(
+            folder, "checkpoint", "is a file; a checkpoint is a folder" if folder.exists() else "is missing"
+        )
+    config = read_json(folder / "config.json")
+    if not isinstance(config.get("text_config") or {}, dict):
+        raise TraceError(folder / "config.json", "text_config", "must be an object")
+    if (folder / RECORD).exists():
+        raise ConfigError(f"{folder} was permuted already ({RECORD}): apply the placement to the original checkpoint")
+    quantised = config.get("quantization_config") or {}
+    if re.search(r"experts\.\d", str(quantised)):
+        raise ConfigError(
+            f"{folder}/config.json: quantization_config names single experts; they would have to move too"
+        )
+    paths = sorted(folder.glob("*.safetensors"))
+    if (folder / _INDEX).exists():
+        paths = sorted({folder / str(name) for name in _weight_map(folder).values()})
+    if not paths:
+        raise TraceError(folder, "weights", "there is no .safetensors file; other formats are not permuted")
+    for path in paths:
+        if not path.exists() or path.parent != folder:
+            raise TraceError(folder / _INDEX, "weight_map", f"names {path.name}, which is not in the folder")
+    shards = [read_shard(path) for path in paths]
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        twice = next((name for name in shard.tensors if name in tensors), None)
+        if twice is not None:
+            raise TraceError(shard.path, twice, "is in another file of the checkpoint too")
+        tensors |= shard.tensors
+    return _Source(folder, config, shards, find_blocks(folder, tensors))
+
+
+def _weight_map(folder: Path) -> dict[str, Any]:
+    found = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(found, dict):
+        raise TraceError(folder / _INDEX, "weight_map", "must be an object: tensor → file")
+    return found
+
+
+def _main_blocks(source: _Source) -> list[Block]:
+    """Without layers past the model's own, which predict several tokens at a time: they stay as they are."""
+    text = source.config.get("text_config") or source.config
+    layers = text.get("num_hidden_layers")
+    own = [block for block in source.blocks if not isinstance(layers, int) or block.layer_id < layers]
+    if not own:
+        raise TraceError(source.folder / "config.json", "num_hidden_layers", f"is {layers}; no MoE layer is below it")
+    return own
+
+
+def _one_count(folder: Path, blocks: list[Block]) -> int:
+    counts = {block.num_experts for block in blocks}
+    if len(counts) != 1:
+        raise TraceError(folder, "experts", f"layers hold {sorted(counts)}; a placement has one number for all")
+    return counts.pop()
+
+
+def _check_ties(source: _Source, blocks: dict[int, Block], rows: dict[int, Slots], ties: Ties) -> None:
+    for layer, row in rows.items():
+        if (row == np.arange(len(row))).all():
+            continue
+        slot_of = np.argsort(row)
+        seen: dict[bytes, int] = {}
+        for expert, key in enumerate(_router_rows(source, blocks[layer])):
+            other = seen.get(key)
+            seen[key] = expert
+            if other is None or (ties == "lowest_index" and slot_of[other] < slot_of[expert]):
+                continue
+            why = "an engine may choose the other once they move (ties='lowest_index' if it takes the lower index)"
+            raise ConfigError(
+                f"layer {layer}: experts {other} and {expert} have equal router rows and tie for every token; "
+                + ("their order must stay" if ties == "lowest_index" else why)
+            )
+
+
+def _router_rows(source: _Source, block: Block) -> list[bytes]:
+    """[expert] the bytes of all that its router score is computed from."""
+    rows = [b""] * block.num_experts
+    for shard in source.shards:
+        for name in (name for name in block.router if name in shard.tensors):
+            with shard.path.open("rb") as stream:
+                own = row_bytes(stream, shard.tensors[name])
+            rows = [row + more for row, more in zip(rows, own, strict=True)]
+    return rows
+
+
+def _write(
+    source: _Source,
+    target: Path,
+    blocks: dict[int, Block],
+    rows: dict[int, Slots],
+    record: PlacementMap,
+    report: Progress,
+) -> tuple[tuple[str, ...], int]:
+    """Write the folder; returns the names left out and the number of tensors changed."""
+    names, moves = _changes(blocks, rows)
+    target.absolute().parent.mkdir(parents=True, exist_ok=True)
+    beside = target.absolute().with_name(f".{target.name}.{os.getpid()}.tmp")
+    beside.mkdir()
+    try:
+        left_out = []
+        shards = {shard.path.name for shard in source.shards}
+        for path in sorted(source.folder.iterdir()):
+            if path.name in shards:
+                continue
+            if path.is_dir() or path.suffix in (*_OTHER_WEIGHTS, ".safetensors"):
+                left_out.append(path.name)
+            elif path.name == _INDEX:
+                index = read_json(path)
+                renamed = {names.get(name, name): file for name, file in _weight_map(source.folder).items()}
+                write_json(beside / _INDEX, index | {"weight_map": renamed})
+            else:
+                shutil.copyfile(path, beside / path.name)
+        for number, shard in enumerate(source.shards):
+            report("Writing shards", number, len(source.shards))
+            _write_shard(shard, beside / shard.path.name, names, moves)
+        write_map(beside / RECORD, record)
+        check_target(target, source.folder)  # a rename would replace an empty folder alone, but say so in words
+        beside.rename(target)
+    except OSError as error:
+        raise UnavailableError(f"{target} cannot be written: {error.strerror or error}") from None
+    finally:
+        if beside.exists():
+            shutil.rmtree(beside)
+    return tuple(left_out), len(moves) + sum(old != new for old, new in names.items())
+
+
+def _changes(blocks: dict[int, Block], rows: dict[int, Slots]) -> tuple[dict[str, str], dict[str, Slots]]:
+    """Tensors that take another name, and tensors whose rows move: new row s is old row moves[name][s]."""
+    names: dict[str, str] = {}
+    moves: dict[str, Slots] = {}
+    for layer, row in rows.items():
+        block, slot_of = blocks[layer], np.argsort(row)
+        names |= {name: block.renamed(name, int(slot_of[expert])) for name, expert in block.experts.items()}
+        if (row != np.arange(len(row))).any():
+            moves |= dict.fromkeys((*block.packed, *block.router), row)
+    return names, moves
+
+
+def _write_shard(shard: Shard, path: Path, names: dict[str, str], moves: dict[str, Slots]) -> None:
+    header: dict[str, Any] = {} if shard.metadata is None else {"__metadata__": shard.metadata}
+    at = 0
+    for name, tensor in shard.tensors.items():
+        header[names.get(name, name)] = tensor.entry | {"data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with shard.path.open("rb") as stream, path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in shard.tensors.items():
+            width = tensor.nbytes // tensor.rows if tensor.rows else 0
+            if name in moves and width:
+                for row in moves[name]:
+                    _copy(stream, tensor.start + int(row) * width, width, out)
+            else:
+                _copy(stream, tensor.start, tensor.nbytes, out)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _copy(stream: BinaryIO, start: int, nbytes: int, out: BinaryIO) -> None:
+    stream.seek(start)
+    while nbytes:
+        part = stream.read(min(nbytes, _CHUNK))
+        if not part:
+            raise OSError(f"{stream.name} ends early: it changed while it was read")
+        out.write(part)
+        nbytes -= len(part)
+
+
+def _existing(path: Path) -> Path:
+    """The nearest folder above that exists."""
+    above = path.absolute()
+    while not above.exists():
+        above = above.parent
+    return above

@@ -1,0 +1,171 @@
+"""Names of a checkpoint's tensors: which belong to experts, which to routers, and which layer they are of.
+
+A *block* is the path that a layer's experts and router share: `model.layers.3.mlp`. Two layouts are known, one tensor
+per expert (`…experts.7.up_proj.weight`, with any scales beside it) and one tensor for all (`…experts.gate_up_proj`,
+first axis the experts). Whatever else has an axis of experts and is not known here is refused, never left as it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from coterie.errors import ConfigError, TraceError, check_input_file
+from coterie.traces.store import read_header
+
+_EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<expert>[0-9]{1,9})\.(?P<rest>.+)")
+_PACKED = re.compile(r"(?P<block>.+)\.experts\.(?P<rest>[^0-9].*)")
+_LAYER = re.compile(r"(?:.*?\.)?([0-9]{1,9})(?:\..*)?")
+_ROUTER = re.compile(r"(gate|router)\.\w+|\w*correction_bias")
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies in its file."""
+
+    entry: dict[str, Any]
+    """Its entry in the header."""
+    start: int
+    """First byte in the file."""
+    nbytes: int
+
+    @property
+    def rows(self) -> int:
+        """Length of the first axis; 1 for a scalar."""
+        shape = self.entry["shape"]
+        return int(shape[0]) if shape else 1
+
+
+class Shard(NamedTuple):
+    """One safetensors file of a checkpoint."""
+
+    path: Path
+    metadata: dict[str, str] | None
+    tensors: dict[str, Tensor]
+    """By name, in the order of their bytes."""
+
+
+def read_shard(path: Path) -> Shard:
+    check_input_file(path)
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        header, start = read_header(path, stream, size)
+    metadata = header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        try:
+            first, last = (int(at) for at in entry["data_offsets"])
+            shape = [int(length) for length in entry["shape"]]
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise TraceError(path, name, f"header entry {entry!r} must have dtype, shape, data_offsets") from None
+        whole = min(shape, default=0) >= 0 and 0 <= first <= last <= size - start
+        if not whole or (last - first) % (shape[0] or 1 if shape else 1):
+            raise TraceError(path, name, f"data_offsets {first} to {last} do not fit {shape}, or the file is cut")
+        tensors[name] = Tensor(entry, start + first, last - first)
+    return Shard(path, metadata, dict(sorted(tensors.items(), key=lambda item: item[1].start)))
+
+
+def row_bytes(stream: BinaryIO, tensor: Tensor) -> list[bytes]:
+    """[row] the bytes of each."""
+    stream.seek(tensor.start)
+    data, width = stream.read(tensor.nbytes), tensor.nbytes // tensor.rows
+    return [data[row * width : (row + 1) * width] for row in range(tensor.rows)]
+
+
+@dataclass(slots=True)
+class Block:
+    """The tensors of one MoE layer, by name."""
+
+    path: str
+    layer_id: int
+    experts: dict[str, int] = field(default_factory=dict)
+    """One per expert: name → expert."""
+    packed: list[str] = field(default_factory=list)
+    """Rows are experts, in the experts' module."""
+    router: list[str] = field(default_factory=list)
+    """Rows are experts, beside it."""
+    num_experts: int = 0
+
+    def renamed(self, name: str, slot: int) -> str:
+        """Name of one expert's tensor with the expert's new index."""
+        return f"{self.path}.experts.{slot}.{name.removeprefix(f'{self.path}.experts.').partition('.')[2]}"
+
+
+def find_blocks(folder: Path, tensors: Mapping[str, Tensor]) -> list[Block]:
+    """The MoE layers of a checkpoint, in order."""
+    blocks: dict[str, Block] = {}
+    others = {}
+    for name in tensors:
+        match = _EXPERT.fullmatch(name) or _PACKED.fullmatch(name)
+        if match is None:
+            others[name] = tensors[name]
+            continue
+        path = match["block"]
+        layer = _LAYER.fullmatch(path)
+        if layer is None:
+            raise TraceError(folder, name, "does not say of which layer it is")
+        block = blocks.setdefault(path, Block(path, int(layer[1])))
+        if "expert" in match.groupdict():
+            block.experts[name] = int(match["expert"])
+        else:
+            block.packed.append(name)
+    if not blocks:
+        raise ConfigError(f"{folder} has no experts among its {len(tensors)} tensors: it is not a MoE checkpoint")
+    found = sorted(blocks.values(), key=lambda block: block.layer_id)
+    for block in found:
+        _count_experts(folder, block, tensors)
+        _find_router(folder, block, others)
+    for one, other in pairwise(found):
+        if one.layer_id == other.layer_id:
+            raise TraceError(folder, other.path, f"and {one.path} are both of layer {one.layer_id}")
+    return found
+
+
+def _count_experts(folder: Path, block: Block, tensors: Mapping[str, Tensor]) -> None:
+    held = sorted(set(block.experts.values()))
+    counts = {tensors[name].rows for name in block.packed if tensors[name].rows > 1}
+    if held:
+        counts.add(len(held))
+        if held != list(range(len(held))):
+            missing = next(expert for expert in range(len(held)) if expert not in held)
+            raise TraceError(folder, block.path, f"has no tensor of expert {missing}, but one of expert {held[-1]}")
+        by_rest: dict[str, int] = {}
+        for name in block.experts:
+            rest = block.renamed(name, 0)
+            by_rest[rest] = by_rest.get(rest, 0) + 1
+        uneven = next((rest for rest, count in by_rest.items() if count != len(held)), None)
+        if uneven is not None:
+            raise TraceError(folder, uneven, f"is there for {by_rest[uneven]} of {len(held)} experts")
+    if len(counts) != 1:
+        raise TraceError(folder, block.path, f"holds tensors of {sorted(counts)} experts; expected one number")
+    block.num_experts = counts.pop()
+    # A scale that all experts share has one row, and stays.
+    shared = [name for name in block.packed if tensors[name].rows != block.num_experts]
+    for name in shared:
+        _check_shared(folder, name, tensors[name], block.num_experts)
+    block.packed = [name for name in block.packed if name not in shared]
+
+
+def _find_router(folder: Path, block: Block, others: Mapping[str, Tensor]) -> None:
+    for name, tensor in others.items():
+        rest = name.removeprefix(f"{block.path}.")
+        if rest == name or rest.startswith("shared_"):
+            continue
+        known = _ROUTER.fullmatch(rest) is not None
+        if known and tensor.rows == block.num_experts:
+            block.router.append(name)
+        else:
+            _check_shared(folder, name, tensor, block.num_experts, known)
+    if not block.router:
+        raise TraceError(folder, block.path, "has experts and no router (gate.weight, router.weight)")
+
+
+def _check_shared(folder: Path, name: str, tensor: Tensor, experts: int, routers: bool = False) -> None:
+    """Refuse a tensor that stays as it is and may be indexed by experts: it has an axis of them, or is the router's."""
+    shape = tensor.entry["shape"]
+    if routers or experts in shape:
+        problem = "how it is indexed by them is not known"
+        raise TraceError(folder, name, f"has shape {shape} in a layer of {experts} experts: {problem}")
