@@ -180,7 +180,7 @@ def dispatch(
     holders: NDArray[np.int64],
     copies: NDArray[np.int64],
     turns: NDArray[np.int64],
-    rows: NDArray[np.float64],
+    rows: NDArray[np.float64] | NDArray[np.int64],
     crossing: NDArray[np.int64],
     asked: NDArray[np.float64],
     deduplicate: bool,
@@ -210,7 +210,7 @@ def dispatch(
                         crossing[1, layer, there] += 1
                         sent_to[there] = cell
                     remote += 1
-                rows[layer, slot] += 1.0
+                rows[layer, slot] += 1
     return remote
 
 
