@@ -79,6 +79,25 @@ def _add_piece(
                 crossing[1, number, rank] += got[number, rank]
 
 
+@helper()
+def _clear(rows: Ints, crossing: Ints) -> None:
+    for number in range(len(rows)):
+        for slot in range(rows.shape[1]):
+            rows[number, slot] = 0
+        for rank in range(crossing.shape[2]):
+            crossing[0, number, rank], crossing[1, number, rank] = 0, 0
+
+
+@helper()
+def _longer(log: Floats) -> Floats:
+    """A log with room for twice the steps."""
+    longer = np.empty((2 * len(log), log.shape[1]))
+    for step in range(len(log)):
+        for column in range(log.shape[1]):
+            longer[step, column] = log[step, column]
+    return longer
+
+
 @njit()
 def serve(
     arrival_s: Floats,
@@ -110,14 +129,15 @@ def serve(
     spread: int,
     places: int,
     chunk: int,
+    prompt_tokens: int,
     deduplicate: bool,
     until_s: float,
     first_s: Floats,
     finish_s: Floats,
     decoded: Ints,
     asked: Floats,
-) -> tuple[Floats, float, int, int]:
-    """Serve requests until all are done or `until_s`; the log of steps, the clock, requests queued and running.
+) -> tuple[Floats, int, float, int, int]:
+    """Serve requests until all are done or `until_s`; log and number of steps, clock, requests queued and running.
 
     `order` lists requests by lane, then by arrival; lane l has those from starts[l] to starts[l + 1]. Fills first_s,
     finish_s, decoded [request] and asked [rank, layer, expert]. With predicted [layer, row] not empty, attention is
@@ -126,9 +146,10 @@ def serve(
     """
     lanes, ranks, layers, top_k = len(starts) - 1, own.shape[1], ids.shape[1], ids.shape[2]
     tensor, pieces = len(predicted) > 0, len(piece_tokens)
-    prompt_tokens = piece_tokens.sum()
     done_pieces = np.zeros(len(recorded), np.int64)
-    head, tail = starts[:-1].copy(), starts[:-1].copy()  # [lane] next to start, next to arrive; indices into order
+    head, tail = np.empty(lanes, np.int64), np.empty(lanes, np.int64)  # [lane] next to start and to arrive, in order
+    for lane in range(lanes):
+        head[lane], tail[lane] = starts[lane], starts[lane]
     active, running = np.empty((lanes, places), np.int64), np.zeros(lanes, np.int64)
     picked = np.empty(lanes * places, np.int64)
     home = np.empty((layers if tensor else 1, lanes * places), np.int64)
@@ -151,8 +172,7 @@ def serve(
             continue
         if clock >= until_s:
             break
-        rows[:] = 0
-        crossing[:] = 0
+        _clear(rows, crossing)
         rest, tokens, count, here, decoding_all = 0.0, 0, 0, 0, 0
         for lane in range(lanes):
             decoding, context = 0, 0
@@ -165,8 +185,7 @@ def serve(
                         home[0, count] = lane
                     count, decoding, context = count + 1, decoding + 1, context + prompt_tokens + number
             budget = chunk - decoding
-            prompt[:] = 0
-            at = 0
+            prompt[0], prompt[1], prompt[2], at = 0, 0, 0, 0
             while True:  # running prompts in order, then those that wait while places last
                 if at == running[lane]:
                     if running[lane] == places or head[lane] == tail[lane] or piece_tokens[0] > budget:
@@ -179,7 +198,7 @@ def serve(
                 while done_pieces[request] < pieces and piece_tokens[done_pieces[request]] <= budget:
                     piece, recording = done_pieces[request], recorded[request]
                     if piece == begun:
-                        prompt[1] += piece_tokens[:begun].sum()
+                        prompt[1] += begun * piece_tokens[0]
                         prompt[2] += 1
                     _add_piece(
                         rows,
@@ -203,22 +222,19 @@ def serve(
             tokens += decoding + prompt[0]
             decoding_all += decoding
         if tensor:
-            deal_layers(predicted, picked[:count], ranks, home[:, :count])
-        remote = dispatch(
-            ids, picked[:count], home[:, :count], own, holders, copies, turns, rows, crossing, asked, deduplicate
-        )
+            deal_layers(predicted, picked, count, ranks, home)
+        remote = dispatch(ids, picked, count, home, own, holders, copies, turns, rows, crossing, asked, deduplicate)
         remote += (tokens - decoding_all) * layers * top_k - here
         around = 0.0
         if tensor:
             share = (tokens + spread - 1) // spread
-            computed[:] = share
+            for rank in range(ranks):
+                computed[rank] = share
             rest += routing[share]
             around = ring[0] + ring[1] * (share * spread)
         computing, exchange = _layers_us(layer, experts, blend, links, rows, crossing, computed)
         if steps == len(log):
-            longer = np.empty((2 * steps, log.shape[1]))
-            longer[:steps] = log
-            log = longer
+            log = _longer(log)
         log[steps, START], log[steps, REST], log[steps, EXPERTS] = clock, rest, computing
         log[steps, EXCHANGE], log[steps, RING], log[steps, REMOTE] = exchange, around, remote
         log[steps, ACTIVATIONS], log[steps, DECODED] = tokens * layers * top_k, decoding_all
@@ -241,7 +257,8 @@ def serve(
                     active[lane, kept] = request
                     kept += 1
             running[lane] = kept
-    queued = 0
+    queued, still = 0, 0
     for lane in range(lanes):
         queued += tail[lane] - head[lane]
-    return log[:steps].copy(), clock, queued, int(running.sum())
+        still += running[lane]
+    return log, steps, clock, queued, still

@@ -92,10 +92,12 @@ def shuffled_tables(
         for at, tokens in enumerate(tables.tokens.tolist()):
             picked = first + np.arange(start, start + tokens) % length
             home = np.empty((placement.num_layers, tokens), np.int64)
-            deal_layers(predicted, picked, placement.num_ranks, home)
+            deal_layers(predicted, picked, tokens, placement.num_ranks, home)
             rows = np.zeros(placement.slot_experts.shape, np.int64)
             crossing = np.zeros((2, placement.num_layers, placement.num_ranks), np.int64)
-            remote = dispatch(recordings.expert_ids, picked, home, *slots, turns, rows, crossing, asked, deduplicate)
+            remote = dispatch(
+                recordings.expert_ids, picked, tokens, home, *slots, turns, rows, crossing, asked, deduplicate
+            )
             tables.rows[recording, at], tables.sent[recording, at] = rows, crossing[0]
             tables.got[recording, at] = crossing[1]
             tables.local[recording, at] = int(rows.sum()) - remote
@@ -147,22 +149,25 @@ def _count_pieces(
 
 
 @njit()
-def deal_layers(predicted: NDArray[np.integer], picked: NDArray[np.int64], ranks: int, home: NDArray[np.int64]) -> None:
+def deal_layers(
+    predicted: NDArray[np.integer], picked: NDArray[np.int64], count: int, ranks: int, home: NDArray[np.int64]
+) -> None:
     """Fill home [layer, token]: equal shares of every layer's tokens, each on its predicted rank while that has room.
 
     Tokens that find it full, or for which none is predicted, go in order to the first rank with room.
     """
     room = np.empty(ranks, np.int64)
     for layer in range(len(home)):
-        room[:] = (len(picked) + ranks - 1) // ranks
-        for token in range(len(picked)):
-            rank = np.int64(predicted[layer, picked[token]])
+        for rank in range(ranks):
+            room[rank] = (count + ranks - 1) // ranks
+        for token in range(count):
+            wanted = np.int64(predicted[layer, picked[token]])
             home[layer, token] = IN_ORDER
-            if rank >= 0 and room[rank] > 0:
-                home[layer, token] = rank
-                room[rank] -= 1
+            if wanted >= 0 and room[wanted] > 0:
+                home[layer, token] = wanted
+                room[wanted] -= 1
         free = 0
-        for token in range(len(picked)):
+        for token in range(count):
             if home[layer, token] == IN_ORDER:
                 while room[free] == 0:
                     free += 1

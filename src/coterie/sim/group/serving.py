@@ -35,7 +35,7 @@ MOST_RANKS = 64
 """Ranks whose copies of a token are told apart by the bits of a word."""
 
 Collectives = Literal["all_reduce", "reduce_scatter", "replicated"]
-PASSES: dict[str, int] = {"all_reduce": 3, "reduce_scatter": 2, "replicated": 4}
+PASSES: dict[Collectives, int] = {"all_reduce": 3, "reduce_scatter": 2, "replicated": 4}
 """Passes around the ring in a MoE layer. all_reduce: two after attention, and a gather after the experts.
 reduce_scatter: one after attention, and the gather. replicated: an all-reduce after each, and no exchange."""
 DENSE_PASSES = 4
@@ -221,7 +221,7 @@ class ServingGroup:
         first, finish = np.full(count, np.nan), np.full(count, np.nan)
         decoded = np.zeros(count, np.int64)
         tables, settings, records = self.prices.tables, self.prices.settings, requests.recordings
-        log, end_s, queued, running = serve(
+        log, steps, end_s, queued, running = serve(
             np.asarray(arrival_s, np.float64),
             order,
             starts.astype(np.int64),
@@ -231,7 +231,7 @@ class ServingGroup:
             records.decode_row,
             records.decode_rows,
             *self.slots,
-            self.predicted.astype(np.int64),
+            self.predicted,
             self.prompts.tokens,
             self.prompts.rows,
             self.prompts.sent,
@@ -249,6 +249,7 @@ class ServingGroup:
             self.prices.spread,
             settings.places,
             settings.chunk_tokens,
+            settings.prompt_tokens,
             settings.deduplicate,
             until_s,
             first,
@@ -256,10 +257,10 @@ class ServingGroup:
             decoded,
             self.asked,
         )
-        return ServedRun(arrival_s, first, finish, decoded, lane, _steps(log), end_s, queued, running)
+        return ServedRun(arrival_s, first, finish, decoded, lane, _steps(log[:steps]), end_s, queued, running)
 
 
-def _predicted(token_ranks: NDArray[np.integer] | None, placement: Placement, rows: int) -> NDArray[np.integer]:
+def _predicted(token_ranks: NDArray[np.integer] | None, placement: Placement, rows: int) -> NDArray[np.int64]:
     shape = (placement.num_layers, rows)
     if token_ranks is None:
         return np.full(shape, IN_ORDER, np.int64)
@@ -267,7 +268,7 @@ def _predicted(token_ranks: NDArray[np.integer] | None, placement: Placement, ro
         raise ConfigError(f"token_ranks has shape {token_ranks.shape}; expected {shape}, [layer, row of recordings]")
     if token_ranks.min(initial=0) < IN_ORDER or token_ranks.max(initial=0) >= placement.num_ranks:
         raise ConfigError(f"token_ranks must be in {IN_ORDER} … {placement.num_ranks - 1}")
-    return token_ranks
+    return np.ascontiguousarray(token_ranks, np.int64)  # one layout: the loop is compiled once
 
 
 def _lanes(ranks: NDArray[np.integer] | None, count: int, lanes: int, tensor: bool) -> NDArray[np.int64]:

@@ -99,6 +99,7 @@ class Group:
         remote = dispatch(
             expert_ids,
             np.arange(len(home)),
+            len(home),
             home[None],
             *self.slots,
             self._turns,
@@ -175,6 +176,7 @@ def slot_tables(placement: Placement) -> SlotTables:
 def dispatch(
     ids: NDArray[np.integer],
     picked: NDArray[np.int64],
+    count: int,
     home: NDArray[np.int64],
     own: NDArray[np.int64],
     holders: NDArray[np.int64],
@@ -187,15 +189,16 @@ def dispatch(
 ) -> int:
     """Add to rows [layer, slot] and crossing [sent or received, layer, rank]; activations that crossed.
 
-    `picked` are rows of ids [row, layer, k]; home [1 or layer, token] their ranks, for all layers or by layer.
+    The first `count` of `picked` are rows of ids [row, layer, k]; home [1 or layer, token] are their ranks, for all
+    layers or by layer.
     """
     remote, per_rank = 0, rows.shape[1] // own.shape[1]
     sent_to = np.full(own.shape[1], -1, np.int64)  # [rank] last cell (token and layer) that sent a copy there
     for layer in range(ids.shape[1]):
         homes = home[layer if len(home) > 1 else 0]
-        for token in range(len(picked)):
+        for token in range(count):
             rank = homes[token]
-            cell = layer * len(picked) + token
+            cell = layer * count + token
             for at in range(ids.shape[2]):
                 expert = np.int64(ids[picked[token], layer, at])
                 asked[rank, layer, expert] += 1.0
