@@ -1,0 +1,1 @@
+"""Semantic parallelism (Sem-MoE): tokens and experts scheduled together, beside the published numbers."""
