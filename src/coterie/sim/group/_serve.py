@@ -135,12 +135,11 @@ def serve(
     first_s: Floats,
     finish_s: Floats,
     decoded: Ints,
-    asked: Floats,
 ) -> tuple[Floats, int, float, int, int]:
     """Serve requests until all are done or `until_s`; log and number of steps, clock, requests queued and running.
 
     `order` lists requests by lane, then by arrival; lane l has those from starts[l] to starts[l + 1]. Fills first_s,
-    finish_s, decoded [request] and asked [rank, layer, expert]. With predicted [layer, row] not empty, attention is
+    finish_s and decoded [request]. With predicted [layer, row] not empty, attention is
     tensor parallel: `spread` ranks share a step's tokens, and routing [tokens] and ring (microseconds, and per row)
     are added.
     """
@@ -155,7 +154,7 @@ def serve(
     home = np.empty((layers if tensor else 1, lanes * places), np.int64)
     prompt, computed = np.empty(3, np.int64), np.empty(ranks, np.int64)
     rows, crossing = np.zeros((layers, holders.shape[1]), np.int64), np.zeros((2, layers, ranks), np.int64)
-    turns = np.zeros((layers, holders.shape[1]), np.int64)
+    turns, asked = np.zeros((layers, holders.shape[1]), np.int64), np.empty((0, layers, holders.shape[1]))
     log, steps, clock, left = np.empty((1024, 9)), 0, 0.0, len(recorded)
     while left > 0:
         soonest, present = np.inf, 0

@@ -85,7 +85,7 @@ def shuffled_tables(
     check_one_slot_each(placement)
     tables = _empty(len(recordings), placement, piece_lengths(prompt_tokens, piece), 1)
     slots, shape = slot_tables(placement), (placement.num_layers, placement.num_experts)
-    turns, asked = np.zeros(shape, np.int64), np.zeros((placement.num_ranks, *shape))
+    turns, asked = np.zeros(shape, np.int64), np.empty((0, *shape))
     for recording in range(len(recordings)):
         first, length = int(recordings.prompt_row[recording]), int(recordings.prompt_rows[recording])
         start = 0
@@ -128,7 +128,10 @@ def _count_pieces(
     copies: NDArray[np.int32],
     local: NDArray[np.int64],
 ) -> None:
-    per_rank = rows.shape[3] // copies.shape[3]
+    slots, ranks = rows.shape[3], copies.shape[3]
+    rank_at = np.empty(slots, np.int64)
+    for slot in range(slots):
+        rank_at[slot] = slot // (slots // ranks)
     for recording in range(len(first)):
         start = 0
         for piece in range(len(tokens)):
@@ -138,7 +141,7 @@ def _count_pieces(
                     seen = np.uint64(0)  # bit r: a copy for rank r is counted
                     for k in range(ids.shape[2]):
                         slot = slot_of[layer, np.int64(ids[row, layer, k])]
-                        rank = slot // per_rank
+                        rank = rank_at[slot]
                         bit = np.uint64(1) << np.uint64(rank)
                         rows[recording, piece, layer, slot] += np.uint32(1)
                         local[recording, piece, rank] += 1

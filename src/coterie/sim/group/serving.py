@@ -177,7 +177,7 @@ class ServedRun(NamedTuple):
 
 
 class ServingGroup:
-    """Serves requests on one placement; `asked` counts each rank's activations of answers over all runs."""
+    """Serves requests on one placement."""
 
     def __init__(
         self,
@@ -194,7 +194,6 @@ class ServingGroup:
             raise ConfigError(f"all prompts must have prompt_tokens={settings.prompt_tokens} tokens")
         self.prices, self.placement, self.requests = prices, placement, requests
         self.slots: SlotTables = slot_tables(placement)
-        self.asked = np.zeros((placement.num_ranks, placement.num_layers, placement.num_experts))
         tensor, records = settings.collectives is not None, requests.recordings
         if token_ranks is not None and not tensor:
             raise ConfigError("token_ranks are for attention tensor parallel; give the requests' ranks to serve()")
@@ -255,7 +254,6 @@ class ServingGroup:
             first,
             finish,
             decoded,
-            self.asked,
         )
         return ServedRun(arrival_s, first, finish, decoded, lane, _steps(log[:steps]), end_s, queued, running)
 

@@ -190,30 +190,37 @@ def dispatch(
     """Add to rows [layer, slot] and crossing [sent or received, layer, rank]; activations that crossed.
 
     The first `count` of `picked` are rows of ids [row, layer, k]; home [1 or layer, token] are their ranks, for all
-    layers or by layer.
+    layers or by layer. `asked` [rank, layer, expert] counts activations by home; it may be empty.
     """
-    remote, per_rank = 0, rows.shape[1] // own.shape[1]
-    sent_to = np.full(own.shape[1], -1, np.int64)  # [rank] last cell (token and layer) that sent a copy there
+    remote, slots, ranks = 0, rows.shape[1], own.shape[1]
+    rank_at = np.empty(slots, np.int64)  # [slot] its rank: a division for every activation would take most of the time
+    for slot in range(slots):
+        rank_at[slot] = slot // (slots // ranks)
+    sent_to = np.full(ranks, -1, np.int64)  # [rank] last cell (token and layer) that sent a copy there
     for layer in range(ids.shape[1]):
         homes = home[layer if len(home) > 1 else 0]
         for token in range(count):
-            rank = homes[token]
-            cell = layer * count + token
+            rank, row = homes[token], picked[token]
+            cell, away = layer * count + token, 0
             for at in range(ids.shape[2]):
-                expert = np.int64(ids[picked[token], layer, at])
-                asked[rank, layer, expert] += 1.0
+                expert = np.int64(ids[row, layer, at])
+                if len(asked) > 0:
+                    asked[rank, layer, expert] += 1.0
                 slot = own[layer, rank, expert]
                 if slot < 0:
-                    turn = turns[layer, expert]
-                    slot = holders[layer, expert, turn]
-                    turns[layer, expert] = turn + 1 if turn + 1 < copies[layer, expert] else 0
-                    there = slot // per_rank
+                    slot = holders[layer, expert, 0]
+                    if copies[layer, expert] > 1:
+                        turn = turns[layer, expert]
+                        slot = holders[layer, expert, turn]
+                        turns[layer, expert] = turn + 1 if turn + 1 < copies[layer, expert] else 0
+                    there = rank_at[slot]
                     if not deduplicate or sent_to[there] != cell:
-                        crossing[0, layer, rank] += 1
+                        away += 1
                         crossing[1, layer, there] += 1
                         sent_to[there] = cell
                     remote += 1
                 rows[layer, slot] += 1
+            crossing[0, layer, rank] += away
     return remote
 
 
