@@ -167,6 +167,24 @@ def test_whenever_it_ends_nobody_is_lost(seed: int, until_s: float, collectives:
     assert np.array_equal(again.finish_s, whole.finish_s), "the same requests give the same times, to the last bit"
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_requests_go_to_the_least_busy_rank(seed: int) -> None:
+    """Prompts that arrive together spread out, affinity decides among idle ranks, and no rank runs far ahead."""
+    rng = np.random.default_rng(seed)
+    requests = drawn(recordings(rng), 24, rng)
+    group = ServingGroup(GroupPrices.of(small_model(), SETTINGS), shuffled_placement(rng), requests)
+    together = group.serve(np.zeros(24), affinity=rng.random((6, RANKS)))
+    check_served(together, requests, 40)
+    assert np.bincount(together.rank, minlength=RANKS).tolist() == [6] * RANKS, "equal prompts, equal queues"
+    affinity = rng.random((6, RANKS))
+    alone = group.serve(np.linspace(0.0, 230.0, 24), affinity=affinity)
+    assert alone.rank.tolist() == affinity.argmax(axis=1)[requests.recorded].tolist()
+    random = group.serve(np.cumsum(rng.exponential(3e-4, 24)), affinity=affinity)
+    check_served(random, requests, 40)
+    assert random.done == 24
+
+
 def served() -> tuple[ServedRun, FleetRequests]:
     rng = np.random.default_rng(1)
     requests = drawn(recordings(rng), 12, rng)
@@ -333,8 +351,10 @@ def test_refusals() -> None:
         ServingGroup(prices, placement, replace(requests, prompt_tokens=np.full(4, 41)))
     with pytest.raises(ConfigError, match="token_ranks are for attention tensor parallel"):
         ServingGroup(prices, placement, requests, np.zeros((LAYERS, 72), np.int64))
-    with pytest.raises(ConfigError, match="one rank for each of 4 requests"):
-        ServingGroup(prices, placement, requests).serve(np.zeros(4))
+    with pytest.raises(ConfigError, match="one rank for each of 4 requests; it has 3"):
+        ServingGroup(prices, placement, requests).serve(np.zeros(4), np.zeros(3, np.int64))
+    with pytest.raises(ConfigError, match="affinity has shape"):
+        ServingGroup(prices, placement, requests).serve(np.zeros(4), affinity=np.zeros((6, 3)))
     with pytest.raises(ConfigError, match="ranks must be in 0 … 3"):
         ServingGroup(prices, placement, requests).serve(np.zeros(4), np.full(4, 4))
     tensor = GroupPrices.of(small_model(), replace(SETTINGS, collectives="all_reduce"))

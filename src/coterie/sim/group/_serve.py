@@ -98,11 +98,38 @@ def _longer(log: Floats) -> Floats:
     return longer
 
 
+@helper()
+def _pick_lane(affinity: Floats, waiting: Ints, present: Ints, ahead: int) -> int:
+    """Among lanes with the fewest pieces to compute, the one of highest affinity, then of fewest requests.
+
+    Lanes with `ahead` requests more than the one with the fewest are left out where others remain.
+    """
+    least, fewest = waiting[0], present[0]
+    for lane in range(len(waiting)):
+        least, fewest = min(least, waiting[lane]), min(fewest, present[lane])
+    room = False
+    for lane in range(len(waiting)):
+        room = room or (waiting[lane] == least and present[lane] < fewest + ahead)
+    best = -1
+    for lane in range(len(waiting)):
+        if waiting[lane] > least or (room and present[lane] >= fewest + ahead):
+            continue
+        if (
+            best < 0
+            or affinity[lane] > affinity[best]
+            or (affinity[lane] == affinity[best] and present[lane] < present[best])
+        ):
+            best = lane
+    return best
+
+
 @njit()
 def serve(
     arrival_s: Floats,
-    order: Ints,
-    starts: Ints,
+    lane_of: Ints,
+    lanes: int,
+    affinity: Floats,
+    ahead: int,
     recorded: Ints,
     outputs: Ints,
     ids: NDArray[np.integer],
@@ -138,17 +165,19 @@ def serve(
 ) -> tuple[Floats, int, float, int, int]:
     """Serve requests until all are done or `until_s`; log and number of steps, clock, requests queued and running.
 
-    `order` lists requests by lane, then by arrival; lane l has those from starts[l] to starts[l + 1]. Fills first_s,
-    finish_s and decoded [request]. With predicted [layer, row] not empty, attention is
-    tensor parallel: `spread` ranks share a step's tokens, and routing [tokens] and ring (microseconds, and per row)
-    are added.
+    A request whose lane_of is -1 gets its lane when it arrives, by affinity [recording, lane] among the least busy
+    (see `_pick_lane`). Fills lane_of, first_s, finish_s and decoded [request]. With predicted [layer, row] not empty,
+    attention is tensor parallel: `spread` ranks share a step's tokens, and routing [tokens] and ring (microseconds, and
+    per row) are added.
     """
-    lanes, ranks, layers, top_k = len(starts) - 1, own.shape[1], ids.shape[1], ids.shape[2]
+    ranks, layers, top_k = own.shape[1], ids.shape[1], ids.shape[2]
     tensor, pieces = len(predicted) > 0, len(piece_tokens)
     done_pieces = np.zeros(len(recorded), np.int64)
-    head, tail = np.empty(lanes, np.int64), np.empty(lanes, np.int64)  # [lane] next to start and to arrive, in order
-    for lane in range(lanes):
-        head[lane], tail[lane] = starts[lane], starts[lane]
+    # [lane] first and last request that waits, or -1; how many wait, run or both; pieces of prompts to compute
+    head, tail, queued = np.full(lanes, -1), np.full(lanes, -1), np.zeros(lanes, np.int64)
+    present, waiting = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
+    behind = np.full(len(recorded), -1)  # [request] the next one in its lane
+    arrived = 0
     active, running = np.empty((lanes, places), np.int64), np.zeros(lanes, np.int64)
     picked = np.empty(lanes * places, np.int64)
     home = np.empty((layers if tensor else 1, lanes * places), np.int64)
@@ -157,17 +186,23 @@ def serve(
     turns, asked = np.zeros((layers, holders.shape[1]), np.int64), np.empty((0, layers, holders.shape[1]))
     log, steps, clock, left = np.empty((1024, 9)), 0, 0.0, len(recorded)
     while left > 0:
-        soonest, present = np.inf, 0
-        for lane in range(lanes):
-            while tail[lane] < starts[lane + 1] and arrival_s[order[tail[lane]]] <= clock:
-                tail[lane] += 1
-            if tail[lane] < starts[lane + 1]:
-                soonest = min(soonest, arrival_s[order[tail[lane]]])
-            present += running[lane] + tail[lane] - head[lane]
-        if present == 0:
-            if soonest > until_s:
+        while arrived < len(recorded) and arrival_s[arrived] <= clock:
+            if lane_of[arrived] < 0:
+                lane_of[arrived] = _pick_lane(affinity[recorded[arrived]], waiting, present, ahead)
+            lane = lane_of[arrived]
+            if head[lane] < 0:
+                head[lane] = arrived
+            else:
+                behind[tail[lane]] = arrived
+            tail[lane] = arrived
+            queued[lane] += 1
+            present[lane] += 1
+            waiting[lane] += pieces
+            arrived += 1
+        if left == len(recorded) - arrived:  # all that arrived are done
+            if arrival_s[arrived] > until_s:
                 break
-            clock = soonest
+            clock = arrival_s[arrived]
             continue
         if clock >= until_s:
             break
@@ -187,10 +222,11 @@ def serve(
             prompt[0], prompt[1], prompt[2], at = 0, 0, 0, 0
             while True:  # running prompts in order, then those that wait while places last
                 if at == running[lane]:
-                    if running[lane] == places or head[lane] == tail[lane] or piece_tokens[0] > budget:
+                    if running[lane] == places or head[lane] < 0 or piece_tokens[0] > budget:
                         break
-                    active[lane, at] = order[head[lane]]
-                    head[lane] += 1
+                    active[lane, at] = head[lane]
+                    head[lane] = behind[head[lane]]
+                    queued[lane] -= 1
                     running[lane] += 1
                 request = active[lane, at]
                 begun = done_pieces[request]
@@ -211,6 +247,7 @@ def serve(
                     prompt[0] += piece_tokens[piece]
                     budget -= piece_tokens[piece]
                     done_pieces[request] += 1
+                    waiting[lane] -= 1
                     if done_pieces[request] == pieces:
                         decoded[request] = -1  # gives its first token at the end of this step
                 at += 1
@@ -251,13 +288,14 @@ def serve(
                         decoded[request] += 1
                 if decoded[request] >= outputs[request]:
                     finish_s[request] = clock
+                    present[lane] -= 1
                     left -= 1
                 else:
                     active[lane, kept] = request
                     kept += 1
             running[lane] = kept
-    queued, still = 0, 0
+    waits, runs = 0, 0
     for lane in range(lanes):
-        queued += tail[lane] - head[lane]
-        still += running[lane]
-    return log, steps, clock, queued, still
+        waits += queued[lane]
+        runs += running[lane]
+    return log, steps, clock, waits, runs

@@ -34,6 +34,9 @@ from coterie.types import ModelSpec, Placement
 MOST_RANKS = 64
 """Ranks whose copies of a token are told apart by the bits of a word."""
 
+MOST_AHEAD = 2
+"""Requests by which a rank may be ahead of another before no more are sent to it."""
+
 Collectives = Literal["all_reduce", "reduce_scatter", "replicated"]
 PASSES: dict[Collectives, int] = {"all_reduce": 3, "reduce_scatter": 2, "replicated": 4}
 """Passes around the ring in a MoE layer. all_reduce: two after attention, and a gather after the experts.
@@ -204,9 +207,18 @@ class ServingGroup:
         self.prompts: PromptTables = shuffled_tables(*counted, self.predicted) if tensor else prompt_tables(*counted)
 
     def serve(
-        self, arrival_s: NDArray[np.float64], ranks: NDArray[np.integer] | None = None, until_s: float = np.inf
+        self,
+        arrival_s: NDArray[np.float64],
+        ranks: NDArray[np.integer] | None = None,
+        until_s: float = np.inf,
+        affinity: NDArray[np.floating] | None = None,
     ) -> ServedRun:
-        """The first len(arrival_s) requests; `ranks` [request] where attention is data parallel, else None."""
+        """The first len(arrival_s) requests.
+
+        Where attention is data parallel, `ranks` [request] says where they run. Without it a request goes, when it
+        arrives, to one of the ranks with the fewest prompt tokens to compute: by `affinity` [recording, rank] if
+        given, then by the fewest requests; ranks MOST_AHEAD requests ahead of another are left out.
+        """
         count, tensor = len(arrival_s), self.prices.settings.collectives is not None
         requests = replace(self.requests, recorded=self.requests.recorded[:count], arrival_s=arrival_s)
         requests = replace(
@@ -215,15 +227,18 @@ class ServingGroup:
         check_requests(requests, self.prices.model.spec, None)
         lanes = 1 if tensor else self.placement.num_ranks
         lane = _lanes(ranks, count, lanes, tensor)
-        order = np.argsort(lane, kind="stable")
-        starts = np.searchsorted(lane[order], np.arange(lanes + 1))
+        scores = np.zeros((len(requests.recordings), lanes)) if affinity is None else np.asarray(affinity, np.float64)
+        if scores.shape != (len(requests.recordings), lanes):
+            raise ConfigError(f"affinity has shape {scores.shape}; expected {(len(requests.recordings), lanes)}")
         first, finish = np.full(count, np.nan), np.full(count, np.nan)
         decoded = np.zeros(count, np.int64)
         tables, settings, records = self.prices.tables, self.prices.settings, requests.recordings
         log, steps, end_s, queued, running = serve(
             np.asarray(arrival_s, np.float64),
-            order,
-            starts.astype(np.int64),
+            lane,
+            lanes,
+            np.ascontiguousarray(scores),
+            MOST_AHEAD,
             requests.recorded,
             requests.output_tokens,
             records.expert_ids,
@@ -274,11 +289,13 @@ def _lanes(ranks: NDArray[np.integer] | None, count: int, lanes: int, tensor: bo
         if ranks is not None:
             raise ConfigError("with attention tensor parallel a request has no rank; give ranks=None")
         return np.zeros(count, np.int64)
-    if ranks is None or len(ranks) != count:
-        raise ConfigError(f"ranks must have one rank for each of {count} requests")
+    if ranks is None:
+        return np.full(count, -1, np.int64)
+    if len(ranks) != count:
+        raise ConfigError(f"ranks must have one rank for each of {count} requests; it has {len(ranks)}")
     if count and not 0 <= ranks.min() <= ranks.max() < lanes:
         raise ConfigError(f"ranks must be in 0 … {lanes - 1}")
-    return np.asarray(ranks, np.int64)
+    return np.array(ranks, np.int64)
 
 
 def _steps(log: NDArray[np.float64]) -> ServedSteps:

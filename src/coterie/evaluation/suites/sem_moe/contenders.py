@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,13 +36,19 @@ STEP_TOKENS = 2048 * RANKS
 """Tokens of a step for which planners price a placement: a full chunk on every rank."""
 
 
+Schedule = Literal["rounds", "least_busy"]
+"""rounds: every rank takes one request of a round (round robin without affinity), as published. least_busy: among the
+ranks with the fewest prompt tokens to compute when the request arrives."""
+
+
 class Contender(NamedTuple):
     """A placement, and where requests or tokens go. Without either, requests go round robin and tokens in order."""
 
     name: str
     placement: Placement
     affinity: NDArray[np.float64] | None = None
-    """[recording, rank] of the requests served: the highest rank that its round has left takes the request."""
+    """[recording, rank] of the requests served: they go to the rank of highest affinity that their schedule allows."""
+    schedule: Schedule = "rounds"
     token_ranks: NDArray[np.integer] | None = None
     """[layer, row of the recordings] predicted rank of a token, or -1."""
     baseline: bool = True
@@ -125,11 +131,42 @@ def round_masked(affinity: NDArray[np.float64], recorded: NDArray[np.int64]) -> 
     return ranks
 
 
-def request_ranks(contender: Contender, recorded: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[request] by affinity with round masks, or round robin."""
+class Serving(NamedTuple):
+    """How a contender's requests find their ranks, as :meth:`ServingGroup.serve` takes it."""
+
+    ranks: NDArray[np.int64] | None
+    """[request] ranks known beforehand; None: decided when a request arrives."""
+    affinity: NDArray[np.float64] | None
+
+
+def serving_of(contender: Contender, recorded: NDArray[np.int64]) -> Serving:
+    if contender.schedule == "least_busy":
+        return Serving(None, contender.affinity)
     if contender.affinity is None:
-        return np.arange(len(recorded)) % contender.placement.num_ranks
-    return round_masked(contender.affinity, recorded)
+        return Serving(np.arange(len(recorded)) % contender.placement.num_ranks, None)
+    return Serving(round_masked(contender.affinity, recorded), None)
+
+
+def fitted_counts(bench: ServingBench) -> NDArray[np.int64]:
+    """[recording, layer, expert] activations of each request for fitting, all of its tokens."""
+    records = bench.fit
+    ends = records.decode_row + records.decode_rows
+    return np.stack(
+        [
+            footprint(records.expert_ids[first:end], bench.spec.num_experts)
+            for first, end in zip(records.prompt_row, ends, strict=True)
+        ]
+    ).astype(np.int64)
+
+
+def fitted_transitions(bench: ServingBench) -> NDArray[np.float64]:
+    """[layer - 1, expert, expert] tokens for fitting that go from an expert to one of the next layer."""
+    ids, experts = bench.fit.expert_ids.astype(np.int64), bench.spec.num_experts
+    found = np.zeros((ids.shape[1] - 1, experts, experts))
+    for layer in range(len(found)):
+        pairs = ids[:, layer, :, None] * experts + ids[:, layer + 1, None, :]
+        found[layer] = np.bincount(pairs.ravel(), minlength=experts * experts).reshape(experts, experts)
+    return found
 
 
 def planned(bench: ServingBench, name: str, link: Link, context: Mapping[str, Any]) -> Placement:
@@ -143,12 +180,14 @@ def planned(bench: ServingBench, name: str, link: Link, context: Mapping[str, An
 def default_contenders(
     bench: ServingBench, link: Link, context: Mapping[str, Any] | None = None
 ) -> tuple[list[Contender], list[str]]:
-    """Vanilla, requests by affinity alone, and every planner that is registered; notes on those left out, and why.
+    """Vanilla, requests by queue or affinity alone, and every planner that is registered; notes on those left out.
 
-    `context` holds what planners of co-clustering learn from (`items`, `transitions`).
+    `context` holds what planners learn from besides the load, `items` and more; `transitions` are offered always.
     """
+    offered = {"transitions": fitted_transitions(bench), **(context or {})}
     found = [
         Contender("vanilla", bench.linear),
+        Contender("vanilla, least busy", bench.linear, schedule="least_busy"),
         Contender("affinity", bench.linear, affinity_to(bench.linear, bench.test), baseline=False),
     ]
     notes = []
@@ -157,12 +196,23 @@ def default_contenders(
             notes.append(f"{bench.trace}: planner {name!r} is not registered; it was not served.")
             continue
         try:
-            placement = planned(bench, name, link, context or {})
+            placement = planned(bench, name, link, offered)
         except ConfigError as error:
             notes.append(f"{bench.trace}: planner {name!r} was not served: {error}")
             continue
-        together = name in CO_SCHEDULED
-        affinity = affinity_to(placement, bench.test) if together else None
-        tokens = best_token_ranks(placement, bench.test) if together else None
-        found.append(Contender(name, placement, affinity, tokens, baseline=not together))
+        if name in CO_SCHEDULED:
+            found.append(
+                Contender(
+                    name=name,
+                    placement=placement,
+                    affinity=affinity_to(placement, bench.test),
+                    schedule="rounds" if name == "sem_moe" else "least_busy",
+                    token_ranks=best_token_ranks(placement, bench.test),
+                    baseline=False,
+                )
+            )
+        else:
+            found.append(Contender(name, placement))
+            if name == "popularity":
+                found.append(Contender(f"{name}, least busy", placement, schedule="least_busy"))
     return found, notes

@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 
 from coterie.evaluation.runs import in_parallel, interval, interval_of, with_ends
 from coterie.evaluation.suites.base import Report, SuiteOptions
+from coterie.evaluation.suites.sem_moe.choosing import CHOSEN, Trial, choose, halves
 from coterie.evaluation.suites.sem_moe.contenders import (
     RANKS,
     Contender,
     ServingBench,
     bench_of,
     default_contenders,
-    request_ranks,
+    serving_of,
 )
 from coterie.evaluation.suites.sem_moe.published import THROUGHPUT_GAINS
 from coterie.sim.group.serving import (
@@ -88,6 +89,8 @@ class Served(NamedTuple):
     curve: dict[float, ServeSummary]
     """Metrics by rate."""
     limits: dict[str, Limit]
+    chosen: dict[str, str] | None = None
+    """Limit → contender that was deployed for it, where one was chosen."""
 
 
 class Curve:
@@ -97,9 +100,13 @@ class Curve:
         settings = prices.settings
         self.requests = bench.requests(bench.test, MOST, settings.prompt_tokens, OUTPUT_TOKENS)
         self.group = ServingGroup(prices, contender.placement, self.requests)
-        self.ranks = request_ranks(contender, self.requests.recorded)
+        self.ranks, self.affinity = serving_of(contender, self.requests.recorded)
         self.unit_s = bench.arrivals(MOST)
         self._found: dict[tuple[float, int], tuple[ServeSummary, float]] = {}
+
+    def serve(self, arrival_s: NDArray[np.float64]) -> ServedRun:
+        ranks = None if self.ranks is None else self.ranks[: len(arrival_s)]
+        return self.group.serve(arrival_s, ranks, affinity=self.affinity)
 
     def at(self, rate: float, count: int | None = None) -> ServeSummary:
         return self._run(rate, count)[0]
@@ -110,7 +117,7 @@ class Curve:
     def _run(self, rate: float, count: int | None) -> tuple[ServeSummary, float]:
         size = requests_at(rate) if count is None else count
         if (rate, size) not in self._found:
-            run = self.group.serve(self.unit_s[:size] / rate, self.ranks[:size])
+            run = self.serve(self.unit_s[:size] / rate)
             self._found[rate, size] = summarise_served(run), duplicates_pct(run, self.requests.recorded[:size])
         return self._found[rate, size]
 
@@ -168,13 +175,20 @@ def serve_cell(cell: ServingCell, data: Path, contenders: Contenders, rates: Seq
     """Every contender in every regime; contenders are planned once, for the faster link."""
     bench = bench_of(data, cell.trace, cell.seed)
     made, notes = contenders(bench, LINKS[0])
+    trials = [Trial(half, contenders(half, LINKS[0])[0]) for half in halves(bench)]
     served: dict[tuple[Regime, str], Served] = {}
     for link in LINKS:
         for deduplicate in (False, True):
             prices = GroupPrices.of(bench.model(link), ServeSettings(PROMPT_TOKENS, deduplicate=deduplicate))
             found = _regime(bench, made, prices, rates)
+            chosen = choose(trials, prices, OUTPUT_TOKENS)
+            found[CHOSEN] = Served(
+                found[chosen["ttft"]].curve,
+                {limit: found[name].limits[limit] for limit, name in chosen.items()},
+                chosen,
+            )
             served |= {(Regime(link.name, deduplicate), name): one for name, one in found.items()}
-    return CellResult(served, {one.name: one.baseline for one in made}, notes)
+    return CellResult(served, {one.name: one.baseline for one in made} | {CHOSEN: False}, notes)
 
 
 def _regime(
@@ -185,7 +199,7 @@ def _regime(
     vanilla = next(iter(curves.values()))
     light = vanilla.at(LIGHTEST)
     most = MOST // 2
-    guess = float(most / vanilla.group.serve(np.zeros(most), vanilla.ranks[:most]).end_s)
+    guess = float(most / vanilla.serve(np.zeros(most)).end_s)
     count = requests_at(guess)
     starts = dict.fromkeys(METRICS, 0.9 * guess)
     found: dict[str, Served] = {}
@@ -254,6 +268,7 @@ def rows_of(trace: str, results: Sequence[CellResult]) -> list[Row]:
             row[f"{limit}_duplicates_pct"] = float(np.mean([one.duplicates_pct for one in mine]))
             row |= _gains(limit, "vanilla", mine, [_of(result, regime, "vanilla", limit) for result in results])
             row |= _gains(limit, "best", mine, [_best_baseline(result, regime, limit) for result in results])
+        row["chosen"] = [run.chosen for run in runs] if runs[0].chosen else None
         row["left_out"] = list(dict.fromkeys(note for result in results for note in result.notes))
         row["published"] = None if row["baseline"] else THROUGHPUT_GAINS.get(trace)
         rows.append(row)
