@@ -18,6 +18,7 @@ from coterie.sim.fleet.requests import FleetRequests, Recordings
 from coterie.sim.group import Group
 from coterie.sim.group.prompts import deal_layers
 from coterie.sim.group.serving import (
+    MOST_AHEAD,
     PASSES,
     GroupPrices,
     ServedRun,
@@ -176,7 +177,7 @@ def test_requests_go_to_the_least_busy_rank(seed: int) -> None:
     group = ServingGroup(GroupPrices.of(small_model(), SETTINGS), shuffled_placement(rng), requests)
     together = group.serve(np.zeros(24), affinity=rng.random((6, RANKS)))
     check_served(together, requests, 40)
-    assert np.bincount(together.rank, minlength=RANKS).tolist() == [6] * RANKS, "equal prompts, equal queues"
+    assert np.ptp(np.bincount(together.rank, minlength=RANKS)) <= MOST_AHEAD, "equal prompts, equal queues"
     affinity = rng.random((6, RANKS))
     alone = group.serve(np.linspace(0.0, 230.0, 24), affinity=affinity)
     assert alone.rank.tolist() == affinity.argmax(axis=1)[requests.recorded].tolist()

@@ -99,26 +99,26 @@ def _longer(log: Floats) -> Floats:
 
 
 @helper()
-def _pick_lane(affinity: Floats, waiting: Ints, present: Ints, ahead: int) -> int:
-    """Among lanes with the fewest pieces to compute, the one of highest affinity, then of fewest requests.
+def _pick_lane(affinity: Floats, waiting: Ints, present: Ints, prompt: int, ahead: int) -> int:
+    """The lane of highest affinity among the least busy, then of fewest requests.
 
-    Lanes with `ahead` requests more than the one with the fewest are left out where others remain.
+    Least busy are the lanes with no piece of a prompt to compute. Where all have some, it is those with less than a
+    `prompt` more than the fewest. Lanes with `ahead` requests more than another are left out where others remain.
     """
-    least, fewest = waiting[0], present[0]
+    most, fewest = waiting[0], present[0]
     for lane in range(len(waiting)):
-        least, fewest = min(least, waiting[lane]), min(fewest, present[lane])
+        most, fewest = min(most, waiting[lane]), min(fewest, present[lane])
+    if most > 0:
+        most += prompt - 1
     room = False
     for lane in range(len(waiting)):
-        room = room or (waiting[lane] == least and present[lane] < fewest + ahead)
+        room = room or (waiting[lane] <= most and present[lane] < fewest + ahead)
     best = -1
     for lane in range(len(waiting)):
-        if waiting[lane] > least or (room and present[lane] >= fewest + ahead):
+        if waiting[lane] > most or (room and present[lane] >= fewest + ahead):
             continue
-        if (
-            best < 0
-            or affinity[lane] > affinity[best]
-            or (affinity[lane] == affinity[best] and present[lane] < present[best])
-        ):
+        better = best < 0 or affinity[lane] > affinity[best]
+        if better or (affinity[lane] == affinity[best] and present[lane] < present[best]):
             best = lane
     return best
 
@@ -188,7 +188,7 @@ def serve(
     while left > 0:
         while arrived < len(recorded) and arrival_s[arrived] <= clock:
             if lane_of[arrived] < 0:
-                lane_of[arrived] = _pick_lane(affinity[recorded[arrived]], waiting, present, ahead)
+                lane_of[arrived] = _pick_lane(affinity[recorded[arrived]], waiting, present, pieces, ahead)
             lane = lane_of[arrived]
             if head[lane] < 0:
                 head[lane] = arrived

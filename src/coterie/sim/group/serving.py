@@ -216,8 +216,9 @@ class ServingGroup:
         """The first len(arrival_s) requests.
 
         Where attention is data parallel, `ranks` [request] says where they run. Without it a request goes, when it
-        arrives, to one of the ranks with the fewest prompt tokens to compute: by `affinity` [recording, rank] if
-        given, then by the fewest requests; ranks MOST_AHEAD requests ahead of another are left out.
+        arrives, to a rank with no prompt to compute, or else with less than a prompt more to compute than another: by
+        `affinity` [recording, rank] if given, then by the fewest requests. Ranks MOST_AHEAD requests ahead of another
+        are left out.
         """
         count, tensor = len(arrival_s), self.prices.settings.collectives is not None
         requests = replace(self.requests, recorded=self.requests.recorded[:count], arrival_s=arrival_s)

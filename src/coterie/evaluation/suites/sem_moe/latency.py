@@ -78,8 +78,11 @@ def plans_of(bench: ServingBench, contenders: Sequence[Contender]) -> list[tuple
 
 def serve_cell(cell: ServingCell, data: Path, contenders: Contenders) -> dict[Served, ServeSummary]:
     bench = bench_of(data, cell.trace, cell.seed)
-    made, _ = contenders(bench, LINKS[0])
-    plans, found = plans_of(bench, made), dict[Served, ServeSummary]()
+    return serve_bench(bench, contenders(bench, LINKS[0])[0])
+
+
+def serve_bench(bench: ServingBench, contenders: Sequence[Contender]) -> dict[Served, ServeSummary]:
+    plans, found = plans_of(bench, contenders), dict[Served, ServeSummary]()
     arrival_s = bench.arrivals(REQUESTS) / RATE
     for link in LINKS:
         for prompt in PROMPTS:

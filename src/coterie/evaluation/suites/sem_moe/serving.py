@@ -172,8 +172,11 @@ class CellResult(NamedTuple):
 
 
 def serve_cell(cell: ServingCell, data: Path, contenders: Contenders, rates: Sequence[float] = RATES) -> CellResult:
+    return serve_bench(bench_of(data, cell.trace, cell.seed), contenders, rates)
+
+
+def serve_bench(bench: ServingBench, contenders: Contenders, rates: Sequence[float] = RATES) -> CellResult:
     """Every contender in every regime; contenders are planned once, for the faster link."""
-    bench = bench_of(data, cell.trace, cell.seed)
     made, notes = contenders(bench, LINKS[0])
     trials = [Trial(half, contenders(half, LINKS[0])[0]) for half in halves(bench)]
     served: dict[tuple[Regime, str], Served] = {}
