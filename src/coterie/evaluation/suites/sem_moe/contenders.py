@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from coterie.costs.presets import step_model
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError
-from coterie.evaluation.fleets import recorded_source
+from coterie.evaluation.fleets import TRACES
 from coterie.footprints.counting import footprint
 from coterie.models import get_model
 from coterie.placement import Load, Objective, planners
 from coterie.placement.holdings import held_by
 from coterie.sim.fleet.requests import FleetRequests, Recordings, order_apart, split_recordings
+from coterie.traces.activations import ActivationTrace
+from coterie.traces.readers import read_as
 from coterie.types import Link, ModelSpec, Placement, Topology
 
 RANKS = 8
@@ -35,10 +37,9 @@ CO_SCHEDULED = ("sem_moe", "co_cluster")
 STEP_TOKENS = 2048 * RANKS
 """Tokens of a step for which planners price a placement: a full chunk on every rank."""
 
-
 Schedule = Literal["rounds", "least_busy"]
 """rounds: every rank takes one request of a round (round robin without affinity), as published. least_busy: among the
-ranks with the fewest prompt tokens to compute when the request arrives."""
+ranks with the least of prompts to compute when the request arrives (:meth:`ServingGroup.serve` without ranks)."""
 
 
 class Contender(NamedTuple):
@@ -90,10 +91,10 @@ class ServingBench:
 
 @lru_cache(maxsize=4)
 def bench_of(data: Path, trace: str, seed: int) -> ServingBench:
-    source = recorded_source(data, trace)
-    order = np.random.default_rng([seed, 0]).permutation(source.trace.num_requests)
+    recorded = read_as(ActivationTrace, data / "activations" / TRACES[trace])
+    order = np.random.default_rng([seed, 0]).permutation(recorded.num_requests)
     cut = max(1, round(FIT_SHARE * len(order)))
-    fit, test = (split_recordings(source.trace, np.sort(part)) for part in (order[:cut], order[cut:]))
+    fit, test = (split_recordings(recorded, np.sort(part)) for part in (order[:cut], order[cut:]))
     return ServingBench(trace, seed, get_model(trace), fit, test)
 
 

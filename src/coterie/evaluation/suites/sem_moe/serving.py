@@ -52,6 +52,8 @@ SLO = 5.0
 """Limit of a latency, as a multiple of vanilla's at the lightest load."""
 METRICS = {"ttft": "ttft_p99_ms", "e2e": "e2e_p50_ms"}
 """Name of a limit → latency that it bounds."""
+MOST_POWER = 60
+"""Steps of the grid that are tried above the first guess: 10 times its rate."""
 SPAN_S, LEAST = 5.0, 200
 """Seconds of arrivals of a run, and fewest requests."""
 GRID = 1.04
@@ -61,6 +63,8 @@ MOST = 4000
 
 Row = dict[str, Any]
 Contenders = Callable[[ServingBench, Link], tuple[list[Contender], list[str]]]
+"""Makes contenders from the requests for fitting, and notes on what is left out; the first is named `vanilla`. It runs
+in other processes, so it must be a function of a module."""
 
 
 class Regime(NamedTuple):
@@ -134,7 +138,7 @@ class Curve:
         low = 0
         while latency(low) > slo_ms and guess * GRID**low > LIGHTEST:
             low -= 1
-        while latency(low + 1) <= slo_ms:
+        while latency(low + 1) <= slo_ms and low < MOST_POWER:  # so few requests may never cross it
             low += 1
         ends = np.log([latency(low), latency(low + 1)])
         part = float(np.clip((np.log(slo_ms) - ends[0]) / (ends[1] - ends[0]), 0.0, 1.0))
