@@ -73,6 +73,7 @@ TOGETHER = {
         "stranger",
         "waiting_machine",
     ),
+    "serving": ("sem_moe_layer_time", "sem_moe_serving", "serving_group"),
     "generated": ("fitting", "generate", "inspect", "inspection", "page", "synthetic", "trace_invariants"),
 }
 """Files of tests that run the same loops: one worker takes them all, or both would compile them, for a minute each.
@@ -86,6 +87,7 @@ PAGES = {
     "docs/engines/worker": "fleets",
     "docs/fleet": "fleets",
     "docs/fleet-simulator": "fleets",
+    "docs/group-simulator": "serving",
     "docs/placement": "planning",
     "docs/results/routed-fleet": "fleets",
     "docs/routing": "test_fitted",

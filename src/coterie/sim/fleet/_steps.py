@@ -82,6 +82,29 @@ def _together_us(
 
 
 @helper()
+def rank_us(
+    layer: NDArray[np.float64],
+    experts: NDArray[np.float64],
+    blend: NDArray[np.float64],
+    rows: NDArray[np.int64],
+    tokens: float,
+) -> float:
+    """Experts of one rank in one layer, from the rows of its slots; 0 without rows."""
+    here = 0
+    for mine in rows:
+        here += mine
+    if here == 0:
+        return 0.0
+    large = 1 if here / len(rows) > layer[2] else 0
+    alone, arrive, work = 0.0, 0.0, 0.0
+    for mine in rows:
+        alone += experts[0, large, mine]
+        arrive += experts[1, large, mine]
+        work += experts[2, large, mine]
+    return float(overlapped_us(layer[0] + layer[1] * tokens, layer[3], alone, blended(arrive, work, blend)))
+
+
+@helper()
 def _ranks_us(
     shape: NDArray[np.int64],
     layer: NDArray[np.float64],
@@ -94,23 +117,15 @@ def _ranks_us(
     tokens: float,
 ) -> float:
     """The slowest rank of one layer and the all-to-all, replicas sharing an expert's rows."""
-    ranks, per_rank, hidden = shape[2], shape[3], layer[3]
-    slowest, busiest = 0.0, 0
+    ranks, per_rank = shape[2], shape[3]
+    slowest, busiest, rows = 0.0, 0, np.empty(per_rank, np.int64)
     for rank in range(ranks):
         here = 0
-        for slot in range(rank * per_rank, rank * per_rank + per_rank):
-            here += _rows_at(slots, counts, number, slot)
-        if here == 0:
-            continue
-        large = 1 if here / per_rank > layer[2] else 0
-        alone, arrive, work = 0.0, 0.0, 0.0
-        for slot in range(rank * per_rank, rank * per_rank + per_rank):
-            mine = _rows_at(slots, counts, number, slot)
-            alone += experts[0, large, mine]
-            arrive += experts[1, large, mine]
-            work += experts[2, large, mine]
-        us = overlapped_us(layer[0] + layer[1] * tokens, hidden, alone, blended(arrive, work, blend))
-        slowest, busiest = max(slowest, us), max(busiest, here)
+        for at in range(per_rank):
+            rows[at] = _rows_at(slots, counts, number, rank * per_rank + at)
+            here += rows[at]
+        slowest = max(slowest, rank_us(layer, experts, blend, rows, tokens))
+        busiest = max(busiest, here)
     return float(slowest + exposed(exchange_us(links, busiest), layer[4], slowest))
 
 

@@ -1,0 +1,301 @@
+"""The compiled loop of a group that serves: admission, steps of prompts and decoded tokens, and their time.
+
+A lane is a queue with an attention of its own: every rank where attention is data parallel, all of them together where
+it is tensor parallel. All lanes step together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import helper, njit
+from coterie.costs.exchange import exchange_us, exposed
+from coterie.sim.fleet._steps import all_attention_us, rank_us
+from coterie.sim.group.prompts import deal_layers
+from coterie.sim.group.step import dispatch
+
+START, REST, EXPERTS, EXCHANGE, RING, REMOTE, ACTIVATIONS, DECODED, PROMPT = range(9)
+"""Columns of the log of steps: start in seconds, four times in microseconds, then counts of activations and tokens."""
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@helper()
+def _lane_us(
+    dense: Floats, padded: Ints, attention: Floats, decoding: int, context: int, prompt: Ints
+) -> tuple[float, int]:
+    """Time of a lane without its experts, and the tokens it computes; prompt [3]: tokens, cached before, prompts."""
+    tokens = decoding + prompt[0]
+    if tokens == 0:
+        return 0.0, padded[0]
+    outputs = decoding + (prompt[2] if prompt[0] > 0 else 0)
+    if prompt[0] == 0:
+        tokens = padded[tokens]
+    us = all_attention_us(attention, decoding, context, prompt[0], prompt[1], prompt[2])
+    return us + dense[0, tokens] + dense[1, outputs], tokens
+
+
+@helper()
+def _layers_us(
+    layer: Floats, experts: Floats, blend: Floats, links: Floats, rows: Ints, crossing: Ints, tokens: Ints
+) -> tuple[float, float]:
+    """Experts of the slowest rank and the exchange of the busiest, summed over layers."""
+    layers, ranks = crossing.shape[1], crossing.shape[2]
+    per_rank = rows.shape[1] // ranks
+    computing, exchange = 0.0, 0.0
+    for number in range(layers):
+        slowest, busiest = 0.0, 0
+        for rank in range(ranks):
+            mine = rows[number, rank * per_rank : (rank + 1) * per_rank]
+            slowest = max(slowest, rank_us(layer, experts, blend, mine, float(tokens[rank])))
+            busiest = max(busiest, crossing[0, number, rank], crossing[1, number, rank])
+        computing += slowest
+        exchange += exposed(exchange_us(links, busiest), layer[4], slowest)
+    return computing, exchange
+
+
+@helper()
+def _add_piece(
+    rows: Ints,
+    crossing: Ints,
+    piece_rows: NDArray[np.uint32],
+    sent: NDArray[np.int32],
+    got: NDArray[np.int32],
+    home: int,
+) -> None:
+    """Add a piece of a prompt; `home` is the rank of its tokens, or -1 where they are dealt to all ranks."""
+    layers, ranks = crossing.shape[1], crossing.shape[2]
+    for number in range(layers):
+        for slot in range(rows.shape[1]):
+            rows[number, slot] += np.int64(piece_rows[number, slot])
+        for rank in range(ranks):
+            if home < 0:
+                crossing[0, number, rank] += sent[number, rank]
+                crossing[1, number, rank] += got[number, rank]
+            elif rank != home:
+                crossing[0, number, home] += sent[number, rank]
+                crossing[1, number, rank] += got[number, rank]
+
+
+@helper()
+def _clear(rows: Ints, crossing: Ints) -> None:
+    for number in range(len(rows)):
+        for slot in range(rows.shape[1]):
+            rows[number, slot] = 0
+        for rank in range(crossing.shape[2]):
+            crossing[0, number, rank], crossing[1, number, rank] = 0, 0
+
+
+@helper()
+def _longer(log: Floats) -> Floats:
+    """A log with room for twice the steps."""
+    longer = np.empty((2 * len(log), log.shape[1]))
+    for step in range(len(log)):
+        for column in range(log.shape[1]):
+            longer[step, column] = log[step, column]
+    return longer
+
+
+@helper()
+def _pick_lane(affinity: Floats, waiting: Ints, present: Ints, prompt: int, ahead: int) -> int:
+    """The lane of highest affinity among the least busy, then of fewest requests.
+
+    Least busy are the lanes with no piece of a prompt to compute. Where all have some, it is those with less than a
+    `prompt` more than the fewest. Lanes with `ahead` requests more than another are left out where others remain.
+    """
+    most, fewest = waiting[0], present[0]
+    for lane in range(len(waiting)):
+        most, fewest = min(most, waiting[lane]), min(fewest, present[lane])
+    if most > 0:
+        most += prompt - 1
+    room = False
+    for lane in range(len(waiting)):
+        room = room or (waiting[lane] <= most and present[lane] < fewest + ahead)
+    best = -1
+    for lane in range(len(waiting)):
+        if waiting[lane] > most or (room and present[lane] >= fewest + ahead):
+            continue
+        better = best < 0 or affinity[lane] > affinity[best]
+        if better or (affinity[lane] == affinity[best] and present[lane] < present[best]):
+            best = lane
+    return best
+
+
+@njit()
+def serve(
+    arrival_s: Floats,
+    lane_of: Ints,
+    lanes: int,
+    affinity: Floats,
+    ahead: int,
+    recorded: Ints,
+    outputs: Ints,
+    ids: NDArray[np.integer],
+    decode_row: Ints,
+    decode_rows: Ints,
+    own: Ints,
+    holders: Ints,
+    copies: Ints,
+    predicted: NDArray[np.integer],
+    piece_tokens: Ints,
+    piece_rows: NDArray[np.uint32],
+    sent: NDArray[np.int32],
+    got: NDArray[np.int32],
+    local: Ints,
+    layer: Floats,
+    experts: Floats,
+    dense: Floats,
+    padded: Ints,
+    attention: Floats,
+    blend: Floats,
+    links: Floats,
+    routing: Floats,
+    ring: Floats,
+    spread: int,
+    places: int,
+    chunk: int,
+    prompt_tokens: int,
+    deduplicate: bool,
+    until_s: float,
+    first_s: Floats,
+    finish_s: Floats,
+    decoded: Ints,
+) -> tuple[Floats, int, float, int, int]:
+    """Serve requests until all are done or `until_s`; log and number of steps, clock, requests queued and running.
+
+    A request whose lane_of is -1 gets its lane when it arrives, by affinity [recording, lane] among the least busy
+    (see `_pick_lane`). Fills lane_of, first_s, finish_s and decoded [request]. With predicted [layer, row] not empty,
+    attention is tensor parallel: `spread` ranks share a step's tokens, and routing [tokens] and ring (microseconds, and
+    per row) are added.
+    """
+    ranks, layers, top_k = own.shape[1], ids.shape[1], ids.shape[2]
+    tensor, pieces = len(predicted) > 0, len(piece_tokens)
+    done_pieces = np.zeros(len(recorded), np.int64)
+    # [lane] first and last request that waits, or -1; how many wait, run or both; pieces of prompts to compute
+    head, tail, queued = np.full(lanes, -1), np.full(lanes, -1), np.zeros(lanes, np.int64)
+    present, waiting = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
+    behind = np.full(len(recorded), -1)  # [request] the next one in its lane
+    arrived = 0
+    active, running = np.empty((lanes, places), np.int64), np.zeros(lanes, np.int64)
+    picked = np.empty(lanes * places, np.int64)
+    home = np.empty((layers if tensor else 1, lanes * places), np.int64)
+    prompt, computed = np.empty(3, np.int64), np.empty(ranks, np.int64)
+    rows, crossing = np.zeros((layers, holders.shape[1]), np.int64), np.zeros((2, layers, ranks), np.int64)
+    turns, asked = np.zeros((layers, holders.shape[1]), np.int64), np.empty((0, layers, holders.shape[1]))
+    log, steps, clock, left = np.empty((1024, 9)), 0, 0.0, len(recorded)
+    while left > 0:
+        while arrived < len(recorded) and arrival_s[arrived] <= clock:
+            if lane_of[arrived] < 0:
+                lane_of[arrived] = _pick_lane(affinity[recorded[arrived]], waiting, present, pieces, ahead)
+            lane = lane_of[arrived]
+            if head[lane] < 0:
+                head[lane] = arrived
+            else:
+                behind[tail[lane]] = arrived
+            tail[lane] = arrived
+            queued[lane] += 1
+            present[lane] += 1
+            waiting[lane] += pieces
+            arrived += 1
+        if left == len(recorded) - arrived:  # all that arrived are done
+            if arrival_s[arrived] > until_s:
+                break
+            clock = arrival_s[arrived]
+            continue
+        if clock >= until_s:
+            break
+        _clear(rows, crossing)
+        rest, tokens, count, here, decoding_all = 0.0, 0, 0, 0, 0
+        for lane in range(lanes):
+            decoding, context = 0, 0
+            for at in range(running[lane]):
+                request = active[lane, at]
+                if done_pieces[request] == pieces:
+                    recording, number = recorded[request], decoded[request] - 1
+                    picked[count] = decode_row[recording] + number % decode_rows[recording]
+                    if not tensor:
+                        home[0, count] = lane
+                    count, decoding, context = count + 1, decoding + 1, context + prompt_tokens + number
+            budget = chunk - decoding
+            prompt[0], prompt[1], prompt[2], at = 0, 0, 0, 0
+            while True:  # running prompts in order, then those that wait while places last
+                if at == running[lane]:
+                    if running[lane] == places or head[lane] < 0 or piece_tokens[0] > budget:
+                        break
+                    active[lane, at] = head[lane]
+                    head[lane] = behind[head[lane]]
+                    queued[lane] -= 1
+                    running[lane] += 1
+                request = active[lane, at]
+                begun = done_pieces[request]
+                while done_pieces[request] < pieces and piece_tokens[done_pieces[request]] <= budget:
+                    piece, recording = done_pieces[request], recorded[request]
+                    if piece == begun:
+                        prompt[1] += begun * piece_tokens[0]
+                        prompt[2] += 1
+                    _add_piece(
+                        rows,
+                        crossing,
+                        piece_rows[recording, piece],
+                        sent[recording, piece],
+                        got[recording, piece],
+                        -1 if tensor else lane,
+                    )
+                    here += local[recording, piece, 0 if tensor else lane]
+                    prompt[0] += piece_tokens[piece]
+                    budget -= piece_tokens[piece]
+                    done_pieces[request] += 1
+                    waiting[lane] -= 1
+                    if done_pieces[request] == pieces:
+                        decoded[request] = -1  # gives its first token at the end of this step
+                at += 1
+            mine, lane_tokens = _lane_us(dense, padded, attention, decoding, context, prompt)
+            rest = max(rest, mine)
+            if not tensor:
+                computed[lane] = lane_tokens
+            tokens += decoding + prompt[0]
+            decoding_all += decoding
+        if tensor:
+            deal_layers(predicted, picked, count, ranks, home)
+        remote = dispatch(ids, picked, count, home, own, holders, copies, turns, rows, crossing, asked, deduplicate)
+        remote += (tokens - decoding_all) * layers * top_k - here
+        around = 0.0
+        if tensor:
+            share = (tokens + spread - 1) // spread
+            for rank in range(ranks):
+                computed[rank] = share
+            rest += routing[share]
+            around = ring[0] + ring[1] * (share * spread)
+        computing, exchange = _layers_us(layer, experts, blend, links, rows, crossing, computed)
+        if steps == len(log):
+            log = _longer(log)
+        log[steps, START], log[steps, REST], log[steps, EXPERTS] = clock, rest, computing
+        log[steps, EXCHANGE], log[steps, RING], log[steps, REMOTE] = exchange, around, remote
+        log[steps, ACTIVATIONS], log[steps, DECODED] = tokens * layers * top_k, decoding_all
+        log[steps, PROMPT] = tokens - decoding_all
+        steps += 1
+        clock += 1e-6 * (rest + computing + exchange + around)
+        for lane in range(lanes):
+            kept = 0
+            for at in range(running[lane]):
+                request = active[lane, at]
+                if done_pieces[request] == pieces:
+                    if decoded[request] < 0:
+                        decoded[request], first_s[request] = 1, clock
+                    else:
+                        decoded[request] += 1
+                if decoded[request] >= outputs[request]:
+                    finish_s[request] = clock
+                    present[lane] -= 1
+                    left -= 1
+                else:
+                    active[lane, kept] = request
+                    kept += 1
+            running[lane] = kept
+    waits, runs = 0, 0
+    for lane in range(lanes):
+        waits += queued[lane]
+        runs += running[lane]
+    return log, steps, clock, waits, runs

@@ -1,0 +1,373 @@
+"""One expert-parallel group that serves: requests arrive, prompts and answers share steps, ranks wait for each other.
+
+Every token replays its recorded experts. Two ways to compute attention:
+
+* data parallel: a request lives on one rank, which computes its attention. Tokens cross to their experts and back.
+* tensor parallel: all ranks compute a part of every token's attention, and each takes an equal share of the tokens
+  into the MoE layer, by layer. How results are added and brought back is the `collectives` setting.
+
+A step holds one token of every request that decodes, then pieces of prompts in order while `chunk_tokens` last; the
+last piece gives the first token, as on a worker of both roles. Wrong for engines that preempt, whose memory limits
+who runs, whose ranks do not wait for each other, and for the time of the host between steps, which is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.costs.collectives import ring_time
+from coterie.costs.exchange import BYTES_PER_VALUE, crossing_links
+from coterie.costs.step import ONE_DEVICE, StepModel
+from coterie.errors import ConfigError, check_at_least
+from coterie.sim.fleet._tables import StepTables, step_tables
+from coterie.sim.fleet.requests import FleetRequests, check_requests
+from coterie.sim.group._serve import ACTIVATIONS, DECODED, EXCHANGE, EXPERTS, PROMPT, REMOTE, REST, RING, START, serve
+from coterie.sim.group.prompts import IN_ORDER, PromptTables, prompt_tables, shuffled_tables
+from coterie.sim.group.step import SlotTables, check_group, slot_tables
+from coterie.sim.invariants import check_times, check_tokens, holds
+from coterie.types import ModelSpec, Placement
+
+MOST_RANKS = 64
+"""Ranks whose copies of a token are told apart by the bits of a word."""
+
+MOST_AHEAD = 2
+"""Requests by which a rank may be ahead of another before no more are sent to it."""
+
+Collectives = Literal["all_reduce", "reduce_scatter", "replicated"]
+PASSES: dict[Collectives, int] = {"all_reduce": 3, "reduce_scatter": 2, "replicated": 4}
+"""Passes around the ring in a MoE layer. all_reduce: two after attention, and a gather after the experts.
+reduce_scatter: one after attention, and the gather. replicated: an all-reduce after each, and no exchange."""
+DENSE_PASSES = 4
+"""Passes around the ring in a layer without experts: an all-reduce after attention and after its MLP."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """How a group runs requests."""
+
+    prompt_tokens: int
+    """Length of every prompt."""
+    places: int = 256
+    """Requests that a rank runs at once; with attention tensor parallel, that all ranks run together."""
+    chunk_tokens: int = 2048
+    """Most tokens of a step on a rank, decoded ones included."""
+    piece_tokens: int = 256
+    """Tokens by which prompts are cut."""
+    deduplicate: bool = False
+    """Send a token once to a rank, however many of its experts are there."""
+    collectives: Collectives | None = None
+    """None: attention is data parallel. Else tensor parallel, and how partial sums are added (see PASSES)."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, prompt_tokens=self.prompt_tokens, places=self.places, piece_tokens=self.piece_tokens)
+        least = self.places + self.piece_tokens
+        if self.chunk_tokens < least:
+            raise ConfigError(
+                f"chunk_tokens={self.chunk_tokens} must be at least places + piece_tokens = {least}: "
+                "a prompt could wait for ever"
+            )
+        if self.collectives is not None and self.collectives not in PASSES:
+            raise ConfigError(f"collectives={self.collectives!r} must be one of {', '.join(PASSES)}, or None")
+
+
+def sharded(spec: ModelSpec, ranks: int) -> ModelSpec:
+    """One rank's part of a model with attention, MLPs and output head tensor parallel; its experts stay whole.
+
+    Heads that do not divide are rounded up, and a KV head is held by several ranks where there are fewer.
+    """
+
+    def part(size: int) -> int:
+        return -(-size // ranks)
+
+    return replace(
+        spec,
+        num_heads=part(spec.num_heads),
+        num_kv_heads=part(spec.num_kv_heads),
+        vocab_size=part(spec.vocab_size),
+        shared_intermediate_size=part(spec.shared_intermediate_size),
+        dense_intermediate_size=part(spec.dense_intermediate_size),
+    )
+
+
+class GroupPrices(NamedTuple):
+    """Step prices of a model under some settings, as tables; shared by all placements."""
+
+    model: StepModel
+    settings: ServeSettings
+    tables: StepTables
+    links: NDArray[np.float64]
+    """Links of the exchange, as `exchange_us` takes them."""
+    routing: NDArray[np.float64]
+    """[tokens] microseconds of all layers, of a rank's share of the tokens; empty where `tables` has it."""
+    ring: NDArray[np.float64]
+    """[2] microseconds of a step's collectives, and per row."""
+    spread: int
+    """Ranks that share the tokens of a step; 1 where each rank computes all of them."""
+
+    @classmethod
+    def of(cls, model: StepModel, settings: ServeSettings) -> GroupPrices:
+        spec, ranks = model.spec, model.topology.num_ranks
+        if ranks > MOST_RANKS:
+            raise ConfigError(f"num_ranks={ranks} must be at most {MOST_RANKS}")
+        most, links = settings.chunk_tokens * ranks, crossing_links(spec, model.topology.intra)
+        if settings.collectives is None:
+            tables = step_tables(replace(model, topology=ONE_DEVICE), most)
+            return cls(model, settings, tables, links, np.empty(0), np.zeros(2), 1)
+        lane = replace(model, spec=sharded(spec, ranks), routing=None, topology=ONE_DEVICE)
+        spread = 1 if settings.collectives == "replicated" else ranks
+        routing = np.array([model.routing_us(tokens) for tokens in range(-(-most // spread) + 1)])
+        around = ring_time(model.topology)
+        dense_layers = spec.num_layers - spec.num_moe_layers
+        passes = PASSES[settings.collectives] * spec.num_moe_layers + DENSE_PASSES * dense_layers
+        row_bytes = BYTES_PER_VALUE * spec.hidden_size
+        return cls(
+            model=model,
+            settings=settings,
+            tables=step_tables(lane, settings.chunk_tokens),
+            links=links if spread > 1 else np.zeros_like(links),
+            routing=spec.num_moe_layers * routing,
+            ring=passes * np.array([around.fixed_us, around.byte_us * row_bytes]),
+            spread=spread,
+        )
+
+
+class ServedSteps(NamedTuple):
+    """Steps of a run; arrays are [step]."""
+
+    start_s: NDArray[np.float64]
+    rest_s: NDArray[np.float64]
+    """Attention, dense layers and routing of the busiest rank."""
+    experts_s: NDArray[np.float64]
+    all_to_all_s: NDArray[np.float64]
+    ring_s: NDArray[np.float64]
+    """Collectives of tensor parallelism."""
+    remote: NDArray[np.int64]
+    """Activations whose expert was on another rank."""
+    activations: NDArray[np.int64]
+    decoded: NDArray[np.int64]
+    """Tokens of answers."""
+    prompt: NDArray[np.int64]
+    """Tokens of prompts."""
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        return self.rest_s + self.experts_s + self.all_to_all_s + self.ring_s
+
+
+class ServedRun(NamedTuple):
+    """One run; arrays are [request] in order of arrival."""
+
+    arrival_s: NDArray[np.float64]
+    first_s: NDArray[np.float64]
+    """End of the step that gave its first token; NaN where there was none."""
+    finish_s: NDArray[np.float64]
+    decoded: NDArray[np.int64]
+    """Tokens of its answer so far."""
+    rank: NDArray[np.int64]
+    steps: ServedSteps
+    end_s: float
+    queued: int
+    """Requests that had arrived and not started when the run ended."""
+    running: int
+
+    @property
+    def done(self) -> int:
+        return int(np.isfinite(self.finish_s).sum())
+
+
+class ServingGroup:
+    """Serves requests on one placement."""
+
+    def __init__(
+        self,
+        prices: GroupPrices,
+        placement: Placement,
+        requests: FleetRequests,
+        token_ranks: NDArray[np.integer] | None = None,
+    ) -> None:
+        """`token_ranks` [layer, row of the recordings] are predicted ranks, for attention tensor parallel alone."""
+        model, settings = prices.model, prices.settings
+        check_group(model, placement)
+        check_requests(replace(requests, arrival_s=None), model.spec, 1)
+        if (requests.prompt_tokens != settings.prompt_tokens).any():
+            raise ConfigError(f"all prompts must have prompt_tokens={settings.prompt_tokens} tokens")
+        self.prices, self.placement, self.requests = prices, placement, requests
+        self.slots: SlotTables = slot_tables(placement)
+        tensor, records = settings.collectives is not None, requests.recordings
+        if token_ranks is not None and not tensor:
+            raise ConfigError("token_ranks are for attention tensor parallel; give the requests' ranks to serve()")
+        counted = (records, placement, settings.prompt_tokens, settings.piece_tokens, settings.deduplicate)
+        self.predicted = (
+            _predicted(token_ranks, placement, len(records.expert_ids)) if tensor else np.empty((0, 0), np.int64)
+        )
+        self.prompts: PromptTables = shuffled_tables(*counted, self.predicted) if tensor else prompt_tables(*counted)
+
+    def serve(
+        self,
+        arrival_s: NDArray[np.float64],
+        ranks: NDArray[np.integer] | None = None,
+        until_s: float = np.inf,
+        affinity: NDArray[np.floating] | None = None,
+    ) -> ServedRun:
+        """The first len(arrival_s) requests.
+
+        Where attention is data parallel, `ranks` [request] says where they run. Without it a request goes, when it
+        arrives, to a rank with no prompt to compute, or else with less than a prompt more to compute than another: by
+        `affinity` [recording, rank] if given, then by the fewest requests. Ranks MOST_AHEAD requests ahead of another
+        are left out.
+        """
+        count, tensor = len(arrival_s), self.prices.settings.collectives is not None
+        requests = replace(self.requests, recorded=self.requests.recorded[:count], arrival_s=arrival_s)
+        requests = replace(
+            requests, prompt_tokens=requests.prompt_tokens[:count], output_tokens=requests.output_tokens[:count]
+        )
+        check_requests(requests, self.prices.model.spec, None)
+        lanes = 1 if tensor else self.placement.num_ranks
+        lane = _lanes(ranks, count, lanes, tensor)
+        scores = np.zeros((len(requests.recordings), lanes)) if affinity is None else np.asarray(affinity, np.float64)
+        if scores.shape != (len(requests.recordings), lanes):
+            raise ConfigError(f"affinity has shape {scores.shape}; expected {(len(requests.recordings), lanes)}")
+        first, finish = np.full(count, np.nan), np.full(count, np.nan)
+        decoded = np.zeros(count, np.int64)
+        tables, settings, records = self.prices.tables, self.prices.settings, requests.recordings
+        log, steps, end_s, queued, running = serve(
+            np.asarray(arrival_s, np.float64),
+            lane,
+            lanes,
+            np.ascontiguousarray(scores),
+            MOST_AHEAD,
+            requests.recorded,
+            requests.output_tokens,
+            records.expert_ids,
+            records.decode_row,
+            records.decode_rows,
+            *self.slots,
+            self.predicted,
+            self.prompts.tokens,
+            self.prompts.rows,
+            self.prompts.sent,
+            self.prompts.got,
+            self.prompts.local,
+            tables.layer,
+            tables.experts,
+            tables.dense,
+            tables.padded,
+            tables.attention,
+            tables.blend,
+            self.prices.links,
+            self.prices.routing,
+            self.prices.ring,
+            self.prices.spread,
+            settings.places,
+            settings.chunk_tokens,
+            settings.prompt_tokens,
+            settings.deduplicate,
+            until_s,
+            first,
+            finish,
+            decoded,
+        )
+        return ServedRun(arrival_s, first, finish, decoded, lane, _steps(log[:steps]), end_s, queued, running)
+
+
+def _predicted(token_ranks: NDArray[np.integer] | None, placement: Placement, rows: int) -> NDArray[np.int64]:
+    shape = (placement.num_layers, rows)
+    if token_ranks is None:
+        return np.full(shape, IN_ORDER, np.int64)
+    if token_ranks.shape != shape:
+        raise ConfigError(f"token_ranks has shape {token_ranks.shape}; expected {shape}, [layer, row of recordings]")
+    if token_ranks.min(initial=0) < IN_ORDER or token_ranks.max(initial=0) >= placement.num_ranks:
+        raise ConfigError(f"token_ranks must be in {IN_ORDER} … {placement.num_ranks - 1}")
+    return np.ascontiguousarray(token_ranks, np.int64)  # one layout: the loop is compiled once
+
+
+def _lanes(ranks: NDArray[np.integer] | None, count: int, lanes: int, tensor: bool) -> NDArray[np.int64]:
+    if tensor:
+        if ranks is not None:
+            raise ConfigError("with attention tensor parallel a request has no rank; give ranks=None")
+        return np.zeros(count, np.int64)
+    if ranks is None:
+        return np.full(count, -1, np.int64)
+    if len(ranks) != count:
+        raise ConfigError(f"ranks must have one rank for each of {count} requests; it has {len(ranks)}")
+    if count and not 0 <= ranks.min() <= ranks.max() < lanes:
+        raise ConfigError(f"ranks must be in 0 … {lanes - 1}")
+    return np.array(ranks, np.int64)
+
+
+def _steps(log: NDArray[np.float64]) -> ServedSteps:
+    return ServedSteps(
+        start_s=log[:, START],
+        rest_s=1e-6 * log[:, REST],
+        experts_s=1e-6 * log[:, EXPERTS],
+        all_to_all_s=1e-6 * log[:, EXCHANGE],
+        ring_s=1e-6 * log[:, RING],
+        remote=log[:, REMOTE].astype(np.int64),
+        activations=log[:, ACTIVATIONS].astype(np.int64),
+        decoded=log[:, DECODED].astype(np.int64),
+        prompt=log[:, PROMPT].astype(np.int64),
+    )
+
+
+class ServeSummary(NamedTuple):
+    """Metrics of the requests of a run; shares are of the time of all steps, in percent."""
+
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    e2e_p50_ms: float
+    e2e_p99_ms: float
+    tokens_per_s: float
+    """Tokens computed a second, of prompts and answers, from the first arrival to the last."""
+    local_rate: float
+    """Share of activations whose expert is on the token's own rank."""
+    all_to_all_pct: float
+    ring_pct: float
+    experts_pct: float
+    step_ms: float
+    """Mean time of a step."""
+
+
+def summarise_served(run: ServedRun) -> ServeSummary:
+    """Every request must have finished."""
+    if run.done < len(run.arrival_s) or not run.done:
+        raise ConfigError(f"{run.done} of {len(run.arrival_s)} requests finished; metrics are of whole runs")
+    ttft, e2e = 1e3 * (run.first_s - run.arrival_s), 1e3 * (run.finish_s - run.arrival_s)
+    steps, seconds = run.steps, run.steps.seconds
+    counted = steps.start_s <= run.arrival_s[-1]
+    span = float((steps.start_s + seconds)[counted].max() - run.arrival_s[0])
+    total = float(seconds.sum())
+    return ServeSummary(
+        ttft_p50_ms=float(np.quantile(ttft, 0.5)),
+        ttft_p99_ms=float(np.quantile(ttft, 0.99)),
+        e2e_p50_ms=float(np.quantile(e2e, 0.5)),
+        e2e_p99_ms=float(np.quantile(e2e, 0.99)),
+        tokens_per_s=float((steps.prompt + steps.decoded)[counted].sum()) / span,
+        local_rate=1.0 - float(steps.remote.sum()) / float(steps.activations.sum()),
+        all_to_all_pct=100.0 * float(steps.all_to_all_s.sum()) / total,
+        ring_pct=100.0 * float(steps.ring_s.sum()) / total,
+        experts_pct=100.0 * float(steps.experts_s.sum()) / total,
+        step_ms=1e3 * float(seconds.mean()),
+    )
+
+
+def check_served(run: ServedRun, requests: FleetRequests, prompt_tokens: int) -> None:
+    """INV-19, 20, 21 and 29 of a run: nobody is lost, times are in order, steps neither overlap nor invent tokens."""
+    arrived, done = int((run.arrival_s <= run.end_s).sum()), run.done
+    words = f"{arrived} arrived, {done} are done, {run.queued} wait and {run.running} run"
+    holds(29, arrived == done + run.queued + run.running, words)
+    finished = np.isfinite(run.finish_s)
+    check_times(run.arrival_s[finished], run.first_s[finished], run.finish_s[finished])
+    check_tokens(run.decoded[finished], requests.output_tokens[: len(finished)][finished])
+    begun = np.isfinite(run.first_s)
+    tokens = int(np.maximum(run.decoded[begun] - 1, 0).sum())
+    holds(19, int(run.steps.decoded.sum()) == tokens, f"steps decoded {run.steps.decoded.sum()} tokens of {tokens}")
+    if not run.running:
+        counted, wanted = int(run.steps.prompt.sum()), prompt_tokens * done
+        holds(19, counted == wanted, f"steps computed {counted} prompt tokens of {wanted}")
+    ends = run.steps.start_s + run.steps.seconds
+    late = np.flatnonzero(run.steps.start_s[1:] < ends[:-1] - 1e-9 * ends[:-1])
+    holds(21, not len(late), f"{len(late)} steps start before the one before them ended")

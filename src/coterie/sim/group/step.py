@@ -1,0 +1,249 @@
+"""One expert-parallel group that decodes in lockstep, attention data parallel: every rank is a worker.
+
+A rank keeps the KV cache of its own requests, computes their attention and dense layers, and holds some experts of
+every layer. A token whose expert is not on its rank crosses to one that has it and its result comes back; all ranks
+wait for each other in every layer. Every step replays the recorded experts of each token, exactly:
+
+    step = attention + dense + routing of the busiest rank
+         + sum over layers of (experts of the slowest rank + dispatch and combine of the busiest link)
+
+A rank's own slot takes its tokens; others go to the slots of their expert in turn. A token crosses once for each expert
+it needs elsewhere, or with `deduplicate` once for each rank that holds some of them, as in
+:mod:`coterie.costs.exchange`. Wrong for engines whose ranks do not wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.costs.exchange import crossing_links, exchange_us, exposed
+from coterie.costs.experts import slowest_us
+from coterie.costs.step import Batch, StepModel
+from coterie.errors import ConfigError
+from coterie.placement.holdings import Demand, Held, held_by
+from coterie.types import Placement
+
+
+class GroupStep(NamedTuple):
+    """One step's parts in seconds, and its remote activations."""
+
+    rest_s: float
+    """Attention, dense layers and routing of the busiest rank."""
+    experts_s: float
+    all_to_all_s: float
+    remote: int
+    """Activations whose expert was on another rank."""
+    activations: int
+
+    @property
+    def total_s(self) -> float:
+        return self.rest_s + self.experts_s + self.all_to_all_s
+
+
+class Group:
+    """Step times of a model on a placement; `asked` counts each rank's activations over all steps.
+
+    With `deduplicate` a token is sent once to a rank, however many of its experts are there.
+    """
+
+    def __init__(self, model: StepModel, placement: Placement, deduplicate: bool = False) -> None:
+        check_group(model, placement)
+        spec = model.spec
+        self.model, self.placement, self.ranks = model, placement, placement.num_ranks
+        self.held: Held = held_by(placement)
+        self.slots = slot_tables(placement)
+        self.deduplicate = deduplicate
+        self._rows = np.zeros(placement.slot_experts.shape)
+        self._crossing = np.zeros((2, placement.num_layers, self.ranks), np.int64)
+        self._turns = np.zeros((spec.num_moe_layers, spec.num_experts), np.int64)
+        self._links = crossing_links(spec, model.topology.intra)
+        self._dense_s: dict[tuple[int, int], float] = {}
+        self.asked: Demand = np.zeros(self.held.shape)
+
+    @property
+    def local(self) -> NDArray[np.uint64]:
+        """[rank, layer, word] bit e is set where the rank holds expert e of the layer."""
+        experts = self.held.shape[2]
+        words = np.zeros((*self.held.shape[:2], -(-experts // 64)), np.uint64)
+        for expert in range(experts):
+            words[:, :, expert // 64] |= self.held[:, :, expert].astype(np.uint64) << np.uint64(expert % 64)
+        return words
+
+    def step(self, expert_ids: NDArray[np.integer], home: NDArray[np.int64], context: NDArray[np.int64]) -> GroupStep:
+        """One token of every request: expert_ids [token, layer, k], the rank each is on, its cached tokens."""
+        tokens = np.bincount(home, minlength=self.ranks)
+        cached = np.bincount(home, weights=context, minlength=self.ranks).astype(np.int64)
+        batches = [Batch(int(n), int(held)) for n, held in zip(tokens, cached, strict=True)]
+        return self.mixed_step(expert_ids, home, batches)
+
+    def mixed_step(
+        self, expert_ids: NDArray[np.integer], home: NDArray[np.int64], batches: Sequence[Batch]
+    ) -> GroupStep:
+        """Decoded and prompt tokens: expert_ids [token, layer, k], the rank each is on, and `batches` [rank]."""
+        if expert_ids.shape[1] != self.placement.num_layers or len(expert_ids) != len(home):
+            raise ConfigError(
+                f"expert_ids has shape {expert_ids.shape}; expected [{len(home)}, {self.placement.num_layers}, k]"
+            )
+        counts = np.bincount(home, minlength=self.ranks).tolist()
+        if counts != [batch.tokens for batch in batches]:
+            raise ConfigError(f"ranks have {counts} tokens; batches have {[batch.tokens for batch in batches]}")
+        rest = max(self._rest_s(batch) for batch in batches)
+        running = np.array([self.model.running_tokens(batch) for batch in batches], np.float64)
+        self._rows.fill(0.0)
+        self._crossing.fill(0)
+        remote = dispatch(
+            expert_ids,
+            np.arange(len(home)),
+            len(home),
+            home[None],
+            *self.slots,
+            self._turns,
+            self._rows,
+            self._crossing,
+            self.asked,
+            self.deduplicate,
+        )
+        spec, options = self.model.spec, self.model.options
+        experts_us, all_to_all_us = _layers_us(
+            self.model.moe.array(),
+            self._rows,
+            self._crossing,
+            running,
+            spec.expert_bytes(self.model.dtype),
+            2.0 * spec.expert_params,
+            options.cache_resident,
+            self._links,
+            options.overlap,
+        )
+        return GroupStep(rest, 1e-6 * experts_us, 1e-6 * all_to_all_us, int(remote), expert_ids.size)
+
+    def _rest_s(self, batch: Batch) -> float:
+        if not batch.tokens:
+            return 0.0
+        sizes = self.model.running_tokens(batch), batch.outputs
+        if sizes not in self._dense_s:
+            routing = self.model.routing_us(sizes[0]) * 1e-6 * self.model.spec.num_moe_layers
+            self._dense_s[sizes] = self.model.dense_s(*sizes) + routing
+        return self.model.attention_s(batch) + self._dense_s[sizes]
+
+
+def check_group(model: StepModel, placement: Placement) -> None:
+    """Raise where a placement is not of the model's layers and experts, or not of one node's ranks."""
+    spec, topology = model.spec, model.topology
+    shape = (spec.num_moe_layers, spec.num_experts)
+    if (placement.num_layers, placement.num_experts) != shape:
+        raise ConfigError(
+            f"the placement is for {placement.num_layers} layers of {placement.num_experts} experts; "
+            f"{spec.name} has {shape[0]} of {shape[1]}"
+        )
+    if placement.num_ranks != topology.num_ranks:
+        raise ConfigError(
+            f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={topology.num_ranks}"
+        )
+    if topology.num_nodes > 1:
+        raise ConfigError(f"{topology.num_ranks} ranks in nodes of {topology.ranks_per_node}: it must be one node")
+
+
+class SlotTables(NamedTuple):
+    """Where the tokens of an expert go. Of two slots of an expert on one rank the first is used."""
+
+    own: NDArray[np.int64]
+    """[layer, rank, expert] its slot there, or -1."""
+    holders: NDArray[np.int64]
+    """[layer, expert, turn] slots, as many as ranks that hold it."""
+    copies: NDArray[np.int64]
+    """[layer, expert] ranks that hold it."""
+
+
+def slot_tables(placement: Placement) -> SlotTables:
+    layers, ranks, experts = placement.num_layers, placement.num_ranks, placement.num_experts
+    own = np.full((layers, ranks, experts), -1, np.int64)
+    slots = placement.slot_experts
+    for slot in range(placement.num_slots - 1, -1, -1):
+        own[np.arange(layers), slot // placement.slots_per_rank, slots[:, slot]] = slot
+    copies = (own >= 0).sum(axis=1)
+    order = np.argsort(own < 0, axis=1, kind="stable")
+    holders = np.take_along_axis(own, order, axis=1).transpose(0, 2, 1)
+    return SlotTables(own, np.ascontiguousarray(holders), copies.astype(np.int64))
+
+
+@njit()
+def dispatch(
+    ids: NDArray[np.integer],
+    picked: NDArray[np.int64],
+    count: int,
+    home: NDArray[np.int64],
+    own: NDArray[np.int64],
+    holders: NDArray[np.int64],
+    copies: NDArray[np.int64],
+    turns: NDArray[np.int64],
+    rows: NDArray[np.float64] | NDArray[np.int64],
+    crossing: NDArray[np.int64],
+    asked: NDArray[np.float64],
+    deduplicate: bool,
+) -> int:
+    """Add to rows [layer, slot] and crossing [sent or received, layer, rank]; activations that crossed.
+
+    The first `count` of `picked` are rows of ids [row, layer, k]; home [1 or layer, token] are their ranks, for all
+    layers or by layer. `asked` [rank, layer, expert] counts activations by home; it may be empty.
+    """
+    remote, slots, ranks = 0, rows.shape[1], own.shape[1]
+    rank_at = np.empty(slots, np.int64)  # [slot] its rank: a division for every activation would take most of the time
+    for slot in range(slots):
+        rank_at[slot] = slot // (slots // ranks)
+    sent_to = np.full(ranks, -1, np.int64)  # [rank] last cell (token and layer) that sent a copy there
+    for layer in range(ids.shape[1]):
+        homes = home[layer if len(home) > 1 else 0]
+        for token in range(count):
+            rank, row = homes[token], picked[token]
+            cell, away = layer * count + token, 0
+            for at in range(ids.shape[2]):
+                expert = np.int64(ids[row, layer, at])
+                if len(asked) > 0:
+                    asked[rank, layer, expert] += 1.0
+                slot = own[layer, rank, expert]
+                if slot < 0:
+                    slot = holders[layer, expert, 0]
+                    if copies[layer, expert] > 1:
+                        turn = turns[layer, expert]
+                        slot = holders[layer, expert, turn]
+                        turns[layer, expert] = turn + 1 if turn + 1 < copies[layer, expert] else 0
+                    there = rank_at[slot]
+                    if not deduplicate or sent_to[there] != cell:
+                        away += 1
+                        crossing[1, layer, there] += 1
+                        sent_to[there] = cell
+                    remote += 1
+                rows[layer, slot] += 1
+            crossing[0, layer, rank] += away
+    return remote
+
+
+@njit()
+def _layers_us(
+    p: NDArray[np.float64],
+    rows: NDArray[np.float64],
+    crossing: NDArray[np.int64],
+    tokens: NDArray[np.float64],
+    nbytes: float,
+    flops: float,
+    resident: bool,
+    links: NDArray[np.float64],
+    overlap: float,
+) -> tuple[float, float]:
+    """Experts of the slowest rank and the exchange of the busiest link, summed over layers."""
+    layers, ranks = crossing.shape[1], crossing.shape[2]
+    by_rank = rows.reshape(layers, ranks, rows.shape[1] // ranks)
+    experts, exchange = 0.0, 0.0
+    for layer in range(layers):
+        slowest, busiest = slowest_us(p, by_rank[layer], tokens, nbytes, flops, resident), 0
+        for rank in range(ranks):
+            busiest = max(busiest, crossing[0, layer, rank], crossing[1, layer, rank])
+        experts += slowest
+        exchange += exposed(exchange_us(links, busiest), overlap, slowest)
+    return experts, exchange
