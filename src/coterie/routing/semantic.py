@@ -33,13 +33,16 @@ class Semantic:
     placement: Placement = needs("where the experts live, on ranks that are the fleet's workers (a Placement)")
     most: float = 1.25
     """Running requests, as a multiple of the mean over living ranks, above which a rank gets no more; by speed."""
-    _held: NDArray[np.float32] = field(init=False, repr=False, compare=False)
-    """[rank, expert index] 1 where the rank has a slot of it."""
+    _indices: NDArray[np.int64] = field(init=False, repr=False, compare=False)
+    """Expert indices that ranks hold, rank by rank; a replica on another rank is there again."""
+    _starts: NDArray[np.int64] = field(init=False, repr=False, compare=False)
+    """[rank] where its own begin."""
 
     def __post_init__(self) -> None:
         check_at_least(1, most=self.most)
-        held = self.placement.held.reshape(self.placement.num_ranks, -1)
-        object.__setattr__(self, "_held", held.astype(np.float32))
+        rank, index = np.nonzero(self.placement.held.reshape(self.placement.num_ranks, -1))
+        object.__setattr__(self, "_indices", index)
+        object.__setattr__(self, "_starts", np.searchsorted(rank, np.arange(self.placement.num_ranks)))
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
         if len(fleet) != self.placement.num_ranks:
@@ -64,7 +67,8 @@ class Semantic:
         total = float(use.sum())
         if not total > 0:
             return None
-        return np.asarray(self._held @ use.reshape(-1).astype(np.float32), np.float64) / total
+        # Every rank holds some expert, so no run is empty.
+        return np.add.reduceat(use.reshape(-1)[self._indices], self._starts, dtype=np.float64) / total
 
     def _masked(self, fleet: Fleet) -> NDArray[np.bool_]:
         """[rank] may not be chosen now. At least one open rank is left, if there is any."""

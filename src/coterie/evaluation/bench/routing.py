@@ -15,6 +15,7 @@ from coterie.evaluation.bench.base import Report, Row, benches, median_us
 from coterie.evaluation.bench.kvindex import kv_directory_rows
 from coterie.models import get_model
 from coterie.routing import Calibration, Fleet, Request, Router, RouterFit, routers
+from coterie.types import Placement
 
 SHAPE = "qwen3-30b-a3b"
 LAYERS, EXPERTS, TOP_K = 48, 128, 8
@@ -82,7 +83,8 @@ def _decision_rows(report: Report) -> Iterator[Row]:
         fleet = _busy_fleet(size, fitted, counts, rng)
         cached = rng.integers(0, 900, size)
         labels = {"code": tuple(range(size))}
-        context = {"fitted": fitted, "cost": cost, "labels": labels, "seed": 0}
+        placement = Placement.linear(LAYERS, EXPERTS, size, -(-EXPERTS // size) * size)
+        context = {"fitted": fitted, "cost": cost, "labels": labels, "placement": placement, "seed": 0}
         asked = [Request(str(n), 1000, one, "code", cached) for n, one in enumerate(counts)]
         for done, name in enumerate(routers.names()):
             report(f"{name}, {size} workers", done, len(routers.names()))

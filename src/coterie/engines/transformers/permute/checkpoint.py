@@ -7,8 +7,8 @@ no more than a few rows are in memory. The new folder is written beside its fina
 **Ties.** An engine settles equal router scores by the experts' indices, and a checkpoint carries no rule of its own, so
 a tie between different experts at the edge of the top-k may be settled otherwise than before. Experts with equal router
 rows tie for every token. A layer that has them stays as it is or is refused; with ``ties="lowest_index"`` it is enough
-that they keep their order, which is sufficient where the engine takes the lower index first (vLLM's GPU kernels) and
-not where top-k has no such rule (``torch.topk``). :func:`~coterie.engines.transformers.permute.permute_model` settles
+that they keep their order, which is sufficient where the engine takes the lower index first and not where its top-k has
+no such rule (``torch.topk``, and so vLLM on CPUs). :func:`~coterie.engines.transformers.permute.permute_model` settles
 all ties as before.
 """
 
