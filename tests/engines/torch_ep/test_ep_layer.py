@@ -53,6 +53,9 @@ def check_bytes(ranks: list[list[Any]]) -> None:
         if case[0].numbers == "exact":  # else a near tie may be settled otherwise
             assert sent["dispatch"] + sent["combine"] == case[0].predicted, case[0]
         crossed += sent["routing"] > 0
+        for found in case:
+            for collective in ("reduce-scatter", "gather"):
+                assert found.sent.get(collective, 0) == found.predicted_block
     assert crossed >= 10
     for one, other in zip(ranks[0][::2], ranks[0][1::2], strict=True):
         assert (one.deduplicate, other.deduplicate) == (True, False)
