@@ -28,6 +28,7 @@ def test_equal_to_the_dense_layer_with_the_bytes_predicted(world: int) -> None:
         check_outputs(cases)
         check_bytes(cases)
     assert all(rank["reduce-scatter bits"] for rank in ranks), "a shuffle does not change a sum"
+    assert all(rank["reopened"] for rank in ranks)
 
 
 def check_outputs(ranks: list[list[Any]]) -> None:

@@ -262,10 +262,20 @@ def run_all(member: Member, _: None) -> dict[str, Any]:
     """Every case on this rank."""
     group = Group(timeout_s=member.timeout_s)
     member.say("the cases")
-    found = {
+    found: dict[str, Any] = {
         "data parallel": [data_parallel(group, case, d) for case in DATA_PARALLEL for d in (True, False)],
         "tensor parallel": [tensor_parallel(group, case, d) for case in TENSOR_PARALLEL for d in (True, False)],
         "reduce-scatter bits": reduce_scatter_bits(group),
     }
     group.close()
+    found["reopened"] = reopened(group.rank, member.timeout_s)
     return found
+
+
+def reopened(rank: int, timeout_s: float) -> bool:
+    """A second group of the same processes works, and watches again."""
+    group = Group(timeout_s=timeout_s)
+    ranks = group.all_gather(torch.tensor([rank]), "ranks").flatten().tolist()
+    watching = group._watch.is_alive()
+    group.close()
+    return watching and ranks == list(range(group.size))
