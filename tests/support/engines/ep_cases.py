@@ -161,6 +161,8 @@ class Found(NamedTuple):
     """Bytes by counter."""
     predicted: int
     """Bytes of hidden states over the whole group, there and back."""
+    predicted_block: int = 0
+    """Bytes that each rank sends in reduce-scatters, and as many in gathers."""
 
 
 def data_parallel(group: Group, case: Case, deduplicate: bool) -> Found:
@@ -216,7 +218,7 @@ def tensor_parallel(group: Group, case: Case, deduplicate: bool) -> Found:
     norm, route = norm_of(case.numbers), route_of(case.numbers)
     stream = own = hidden_rows(tokens, case.numbers, rng)
     group.bytes.reset()
-    equal, error, scale, predicted = True, 0.0, 0.0, 0
+    equal, error, scale, predicted, blocks = True, 0.0, 0.0, 0, 0
     for layer in range(LAYERS):
         partials = [hidden_rows(tokens, case.numbers, rng) for _ in range(world)]
         ranks = np.ones(tokens, np.int64) if case.routing == "rank 1" else rng.integers(0, world, tokens)
@@ -236,11 +238,12 @@ def tensor_parallel(group: Group, case: Case, deduplicate: bool) -> Found:
         stream = stream + dense(layer, norm(stream), experts, weights, case.numbers)
         rows = predicted_rows(experts.numpy(), schedule.homes, placement, layer, deduplicate)
         predicted += 2 * rows * HIDDEN * stream.element_size()
+        blocks += (world - 1) * schedule.per_rank * HIDDEN * stream.element_size()
         equal &= torch.equal(own, stream)
         error, scale = max(error, largest(own - stream)), max(scale, largest(stream))
         if case.numbers == "exact":
             own = stream = norm(stream)  # whole numbers stay small
-    return Found(case.name, deduplicate, case.numbers, equal, error, scale, dict(group.bytes.sent), predicted)
+    return Found(case.name, deduplicate, case.numbers, equal, error, scale, dict(group.bytes.sent), predicted, blocks)
 
 
 def reduce_scatter_bits(group: Group) -> bool:
@@ -259,10 +262,20 @@ def run_all(member: Member, _: None) -> dict[str, Any]:
     """Every case on this rank."""
     group = Group(timeout_s=member.timeout_s)
     member.say("the cases")
-    found = {
+    found: dict[str, Any] = {
         "data parallel": [data_parallel(group, case, d) for case in DATA_PARALLEL for d in (True, False)],
         "tensor parallel": [tensor_parallel(group, case, d) for case in TENSOR_PARALLEL for d in (True, False)],
         "reduce-scatter bits": reduce_scatter_bits(group),
     }
     group.close()
+    found["reopened"] = reopened(group.rank, member.timeout_s)
     return found
+
+
+def reopened(rank: int, timeout_s: float) -> bool:
+    """A second group of the same processes works, and watches again."""
+    group = Group(timeout_s=timeout_s)
+    ranks = group.all_gather(torch.tensor([rank]), "ranks").flatten().tolist()
+    watching = group._watch.is_alive()
+    group.close()
+    return watching and ranks == list(range(group.size))

@@ -76,8 +76,8 @@ def migrate(member: Member, wanted: int) -> Migrated:
     member.say("migrations")
     rng = np.random.default_rng(3)
     placement = placement_of(REPLICATED, group.size, rng)
-    weights = SlotWeights(placement, group.rank, load_expert("exact"), staging=STAGING, activation="relu")
-    layers = ExpertParallelLayers(group, placement, weights, TorchExchange(group, placement.slots_per_rank))
+    layers = staged_layers(group, placement)
+    weights = layers.weights
     mover = FaultyMover(group, weights)
     limits = Limits(weights.expert_bytes, STAGING * weights.expert_bytes)
     batches = [batch(layer, group.rank, rng) for layer in range(LAYERS) for _ in range(4)]
@@ -117,6 +117,11 @@ def migrate(member: Member, wanted: int) -> Migrated:
     return found
 
 
+def staged_layers(group: Group, placement: Placement) -> ExpertParallelLayers:
+    weights = SlotWeights(placement, group.rank, load_expert("exact"), staging=STAGING, activation="relu")
+    return ExpertParallelLayers(group, placement, weights, TorchExchange(group, placement.slots_per_rank))
+
+
 def batch(layer: int, rank: int, rng: np.random.Generator) -> tuple[int, Any, Any, Any, Any]:
     """Tokens of this rank, and what the dense layer gives for them."""
     placement = Placement.linear(LAYERS, EXPERTS, 1)
@@ -146,8 +151,8 @@ def cancelled(member: Member, _: None) -> tuple[str | None, int, int]:
     group = Group(timeout_s=member.timeout_s)
     rng = np.random.default_rng(4)
     placement = placement_of(REPLICATED, group.size, rng)
-    weights = SlotWeights(placement, group.rank, load_expert("exact"), staging=STAGING, activation="relu")
-    layers = ExpertParallelLayers(group, placement, weights, TorchExchange(group, placement.slots_per_rank))
+    layers = staged_layers(group, placement)
+    weights = layers.weights
     mover = Mover(group, weights)
     limits = Limits(weights.expert_bytes, STAGING * weights.expert_bytes)
     target = placement_of(REPLICATED, group.size, rng)

@@ -35,6 +35,8 @@ except ImportError:
     torch = dist = None
 
 FOREVER = datetime.timedelta(days=365)
+WATCH_S = 30.0
+"""Seconds to wait for the store's answer to a failure; it takes milliseconds unless its host is stopped."""
 CLOSED = "closed"
 """Value of a rank's own failure key that ends its watch; no other rank sees it."""
 
@@ -165,19 +167,20 @@ class Group:
         self._waiting = None
         self.check()
         if not in_time:
-            self.fail(f"rank {self.rank} waited {self.timeout_s:g} s for {what}")
-            self._watch.join()
-            self.check()
+            raise self._first_cause(f"rank {self.rank} waited {self.timeout_s:g} s for {what}")
         try:
             work.wait()
         except RuntimeError as error:
             raise self._lost(what, error) from error
 
     def _lost(self, what: str, error: RuntimeError) -> RankFailedError:
-        """A peer is gone. The cause may have been told a moment ago: it counts rather than this rank's loss."""
-        self.fail(f"rank {self.rank} lost a peer in {what}: {_first_sentence(error)}")
-        self._watch.join()
-        return RankFailedError(self._failure or str(error))
+        return self._first_cause(f"rank {self.rank} lost a peer in {what}: {_first_sentence(error)}")
+
+    def _first_cause(self, found: str) -> RankFailedError:
+        """Tell what this rank found. Another may have told of a cause a moment ago: that one counts, on all ranks."""
+        self.fail(found)
+        self._watch.join(WATCH_S)
+        return RankFailedError(self._failure or found)
 
     def _watch_failures(self, store: Any) -> None:
         key = FAILED.format(self.rank)
@@ -191,6 +194,9 @@ class Group:
         self._failure = cause
         if (waiting := self._waiting) is not None:
             waiting.set()
+        if self.device.type == "cuda":  # the host may wait for a kernel of a collective that will not end
+            with contextlib.suppress(RuntimeError):
+                dist.distributed_c10d._get_default_group().abort()
 
 
 def torch_reduce_scatter(out: Any, given: Any, async_op: bool = False) -> Any:

@@ -24,6 +24,7 @@ from coterie.engines.torch_ep.migration import LiveMigration
 from coterie.engines.torch_ep.mover import Mover
 from coterie.engines.torch_ep.shuffled import shuffle_rows, shuffled_reduce_scatter
 from coterie.engines.torch_ep.weights import SlotWeights
+from coterie.errors import ConfigError
 from coterie.placement.migration.rounds import Limits, schedule_moves
 from coterie.types import Placement, Topology
 
@@ -146,7 +147,9 @@ class _Shuffle(NamedTuple):
 
 
 def measure_shuffle(processes: int, tokens: int, hidden_size: int, repeats: int = 15) -> ShuffleTimes:
-    """Time the reduce-scatter of [token, hidden] float32, with and without a random shuffle; `tokens` must divide."""
+    """Time the reduce-scatter of [token, hidden] float32, with and without a random shuffle."""
+    if tokens % processes:
+        raise ConfigError(f"tokens={tokens} must be a multiple of processes={processes}")
     found: ShuffleTimes = run_ranks(
         _shuffle, _Shuffle(tokens, hidden_size, repeats), processes, doing="timing the shuffle"
     )[0]
