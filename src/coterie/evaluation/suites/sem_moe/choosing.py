@@ -21,7 +21,7 @@ from coterie.sim.group.serving import GroupPrices, ServingGroup, summarise_serve
 CHOSEN = "coterie"
 MARGIN = 0.01
 """Share by which co-scheduling must be better than the best baseline on requests it was not fitted to."""
-REQUESTS = 400
+REQUESTS = 240
 """Requests of a trial run."""
 HALF_LOAD = 0.5
 """Share of vanilla's capacity at which E2E is compared."""

@@ -54,7 +54,7 @@ METRICS = {"ttft": "ttft_p99_ms", "e2e": "e2e_p50_ms"}
 """Name of a limit → latency that it bounds."""
 MOST_POWER = 60
 """Steps of the grid that are tried above the first guess: 10 times its rate."""
-SPAN_S, LEAST = 5.0, 200
+SPAN_S, LEAST = 4.0, 200
 """Seconds of arrivals of a run, and fewest requests."""
 GRID = 1.04
 """Ratio of neighbouring rates at which a limit is sought."""
