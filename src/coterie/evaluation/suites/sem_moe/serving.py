@@ -54,7 +54,7 @@ METRICS = {"ttft": "ttft_p99_ms", "e2e": "e2e_p50_ms"}
 """Name of a limit → latency that it bounds."""
 MOST_POWER = 60
 """Steps of the grid that are tried above the first guess: 10 times its rate."""
-SPAN_S, LEAST = 5.0, 200
+SPAN_S, LEAST = 4.0, 200
 """Seconds of arrivals of a run, and fewest requests."""
 GRID = 1.04
 """Ratio of neighbouring rates at which a limit is sought."""
@@ -274,7 +274,8 @@ def rows_of(trace: str, results: Sequence[CellResult]) -> list[Row]:
             row[f"{limit}_tokens_per_s"] = float(np.mean([one.tokens_per_s for one in mine]))
             row[f"{limit}_duplicates_pct"] = float(np.mean([one.duplicates_pct for one in mine]))
             row |= _gains(limit, "vanilla", mine, [_of(result, regime, "vanilla", limit) for result in results])
-            row |= _gains(limit, "best", mine, [_best_baseline(result, regime, limit) for result in results])
+            best = _best_baseline(results, regime, limit)
+            row |= _gains(limit, "best", mine, [_of(result, regime, best, limit) for result in results])
         row["chosen"] = [run.chosen for run in runs] if runs[0].chosen else None
         row["left_out"] = list(dict.fromkeys(note for result in results for note in result.notes))
         row["published"] = None if row["baseline"] else THROUGHPUT_GAINS.get(trace)
@@ -290,9 +291,13 @@ def _of(result: CellResult, regime: Regime, name: str, limit: str) -> Limit:
     return result.served[regime, name].limits[limit]
 
 
-def _best_baseline(result: CellResult, regime: Regime, limit: str) -> Limit:
-    baselines = [name for name, baseline in result.baselines.items() if baseline]
-    return max((_of(result, regime, name, limit) for name in baselines), key=lambda found: found.rate)
+def _best_baseline(results: Sequence[CellResult], regime: Regime, limit: str) -> str:
+    """The baseline of the highest mean rate; the best of each seed would be the luckiest."""
+
+    def mean_rate(name: str) -> float:
+        return float(np.mean([_of(result, regime, name, limit).rate for result in results]))
+
+    return max((name for name, baseline in results[0].baselines.items() if baseline), key=mean_rate)
 
 
 def _gains(limit: str, against: str, mine: Sequence[Limit], others: Sequence[Limit]) -> Row:
@@ -351,7 +356,7 @@ def _range_note(rows: Sequence[Row]) -> str:
 
 def _published_note(rows: Sequence[Row]) -> str:
     known = THROUGHPUT_GAINS["deepseek-v2-lite"]
-    ours = [row for row in rows if not row["baseline"]]
+    ours = [row for row in rows if row["planner"] == CHOSEN]
     spans = [
         f"{min(row[f'{limit}_over_best_pct'] for row in ours):+.1f} to "
         f"{max(row[f'{limit}_over_best_pct'] for row in ours):+.1f}% ({limit.upper()})"
@@ -360,7 +365,7 @@ def _published_note(rows: Sequence[Row]) -> str:
     return (
         f"Published gains under limits, DeepSeek-V2-Lite: {known['ttft_over_sglang_pct']}% (TTFT) and "
         f"{known['e2e_over_sglang_pct']}% (E2E) over SGLang, {known['ttft_over_moetuner_pct']} and "
-        f"{known['e2e_over_moetuner_pct']}% over MoETuner. Ours over the best baseline, all regimes: "
+        f"{known['e2e_over_moetuner_pct']}% over MoETuner. Ours (`{CHOSEN}`) over the best baseline, all regimes: "
         f"{' and '.join(spans)}. A gain of 221% needs a baseline that is past its capacity where ours is not: here "
         "capacities differ by what the exchange and the slowest rank take."
     )
