@@ -6,7 +6,7 @@ in tokens and activations of the window that the items were counted in, summed o
 (in each layer, or one for all layers), every expert of a layer has one, and ranks hold equal numbers of experts.
 
 The first term speaks of items, not of experts: a placement may be cheap by it and still give one rank the hot experts.
-:func:`imbalance` measures that.
+:func:`median_imbalance` measures that.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def cost(items: Items, expert_ranks: Ranks, ranks: Ranks, num_ranks: int, theta:
     return np.asarray(theta * uneven + (1 - theta) * remote)
 
 
-def imbalance(rank_load: NDArray[np.floating]) -> Array:
+def median_imbalance(rank_load: NDArray[np.floating]) -> Array:
     """[layer] busiest ÷ median rank of [layer, rank] load, Sem-MoE's measure; 1 for a layer without load.
 
     Infinite where more than half of the ranks have no load.
