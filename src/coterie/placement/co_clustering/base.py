@@ -130,14 +130,6 @@ def placed_ranks(placement: Placement) -> Ranks:
     return np.stack([first_rank(placement, layer) for layer in range(placement.num_layers)])
 
 
-def co_clusters(items: Items, expert_ranks: Ranks, ranks: Ranks, num_ranks: int) -> CoClusters:
-    """The result, from ranks of experts [layer, expert] and of items [group, item]."""
-    slots = np.argsort(expert_ranks, axis=1, kind="stable").astype(np.int32)
-    placement = Placement(slots, num_ranks, expert_ranks.shape[1])
-    local, total = local_activations(items, expert_ranks, ranks)
-    return CoClusters(placement, ranks, local / np.where(total > 0, total, 1.0))
-
-
 def local_activations(items: Items, expert_ranks: Ranks, ranks: Ranks) -> tuple[Array, Array]:
     """[group, item] activations per token that are local, and all of them."""
     local = np.zeros((items.groups, len(items)))
