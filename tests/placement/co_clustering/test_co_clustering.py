@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.placement import CoCluster, Items, Load, SemMoe, planners
-from coterie.placement.co_clustering import cost, imbalance, local_activations
+from coterie.placement.co_clustering import cost, local_activations, median_imbalance
 from coterie.placement.co_clustering.alternating import AlternatingSettings, alternate
 from coterie.placement.co_clustering.descent import descend
 from coterie.placement.co_clustering.exact import solve_exactly
@@ -83,7 +83,7 @@ def test_names_of_items_experts_and_ranks_do_not_change_the_cost(size: dict[str,
 
 def test_the_busiest_rank_over_the_median() -> None:
     load = np.array([[4.0, 1.0, 2.0], [0.0, 0.0, 0.0], [3.0, 0.0, 0.0]])
-    assert imbalance(load).tolist() == [2.0, 1.0, np.inf]
+    assert median_imbalance(load).tolist() == [2.0, 1.0, np.inf]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from numpy.random import Generator, default_rng
 
 from coterie.evaluation.bench.base import Report, Row, benches
 from coterie.placement import DEEPSEEK_V3_PREFILL, Items, Load, planners
-from coterie.placement.co_clustering import cost, imbalance
+from coterie.placement.co_clustering import cost, median_imbalance
 from coterie.placement.co_clustering.alternating import alternate
 from coterie.placement.co_clustering.exact import solve_exactly
 from coterie.types import Placement, Topology
@@ -67,7 +67,7 @@ def _timed_rows(report: Report) -> Iterator[Row]:
             "experts": EXPERTS,
             "ranks": RANKS,
             "median_ms": round(1e3 * (perf_counter() - started), 1),
-            "imbalance": round(float(imbalance(plan.placement.rank_load(load.tokens)).mean()), 3),
+            "imbalance": round(float(median_imbalance(plan.placement.rank_load(load.tokens)).mean()), 3),
         }
 
 

@@ -9,11 +9,10 @@ from coterie.placement.co_clustering.base import (
     ITEMS_HINT,
     CoClusters,
     Items,
-    co_clusters,
     cost,
-    imbalance,
     local_activations,
+    median_imbalance,
     placed_ranks,
 )
 
-__all__ = ["ITEMS_HINT", "CoClusters", "Items", "co_clusters", "cost", "imbalance", "local_activations", "placed_ranks"]
+__all__ = ["ITEMS_HINT", "CoClusters", "Items", "cost", "local_activations", "median_imbalance", "placed_ranks"]

@@ -37,9 +37,9 @@ class AlternatingSettings:
 
     theta: float = 0.5
     """Weight of the imbalance of tokens in the cost; the rest weighs remote activations."""
-    iterations: int = 12
+    iterations: int = 8
     """Rounds of placing experts, then items."""
-    starts: int = 2
+    starts: int = 4
     """Times that all of it is done, from other clusters of items."""
     swaps: int = 64
     """Pairs of ranks that are drawn per iteration and layer to swap experts, and pairs of items to change places."""
@@ -49,7 +49,7 @@ class AlternatingSettings:
     """Weight of the affinity between experts and items."""
     item_item: float = 0.2
     """Weight of the affinity between items."""
-    slack: float = 0.05
+    slack: float = 0.3
     """Share by which the tokens of a rank's items may exceed an even share before the rank is masked."""
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ in tokens and activations of the window that the items were counted in, summed o
 (in each layer, or one for all layers), every expert of a layer has one, and ranks hold equal numbers of experts.
 
 The first term speaks of items, not of experts: a placement may be cheap by it and still give one rank the hot experts.
-:func:`imbalance` measures that.
+:func:`median_imbalance` measures that.
 """
 
 from __future__ import annotations
@@ -130,14 +130,6 @@ def placed_ranks(placement: Placement) -> Ranks:
     return np.stack([first_rank(placement, layer) for layer in range(placement.num_layers)])
 
 
-def co_clusters(items: Items, expert_ranks: Ranks, ranks: Ranks, num_ranks: int) -> CoClusters:
-    """The result, from ranks of experts [layer, expert] and of items [group, item]."""
-    slots = np.argsort(expert_ranks, axis=1, kind="stable").astype(np.int32)
-    placement = Placement(slots, num_ranks, expert_ranks.shape[1])
-    local, total = local_activations(items, expert_ranks, ranks)
-    return CoClusters(placement, ranks, local / np.where(total > 0, total, 1.0))
-
-
 def local_activations(items: Items, expert_ranks: Ranks, ranks: Ranks) -> tuple[Array, Array]:
     """[group, item] activations per token that are local, and all of them."""
     local = np.zeros((items.groups, len(items)))
@@ -156,7 +148,7 @@ def cost(items: Items, expert_ranks: Ranks, ranks: Ranks, num_ranks: int, theta:
     return np.asarray(theta * uneven + (1 - theta) * remote)
 
 
-def imbalance(rank_load: NDArray[np.floating]) -> Array:
+def median_imbalance(rank_load: NDArray[np.floating]) -> Array:
     """[layer] busiest ÷ median rank of [layer, rank] load, Sem-MoE's measure; 1 for a layer without load.
 
     Infinite where more than half of the ranks have no load.

@@ -22,14 +22,14 @@ from coterie.placement.co_clustering.base import Array, Items, Ranks
 
 PENALTY = 100.0
 """Price of a token above a rank's largest load, in activations."""
-DOUBLINGS = 9
-"""A descent begins at 2^-DOUBLINGS of that price and doubles it: at the full price, the swaps that shed most load come
-first, whatever they lose."""
+RISES = 5
+"""A descent begins at 4^-RISES of that price, which rises turn by turn: at the full price, swaps that shed most load
+come first, whatever they lose."""
 PRICE_STEPS = 40
-"""Steps of the prices from 0; a quarter of them where the placement changed a little."""
+"""Steps of the prices from 0; a fifth of them where the placement changed a little."""
 SLACK = 0.05
 """Share by which the tokens of a rank's items may exceed an even share."""
-TURNS = 20
+TURNS = 14
 """Most rounds of items, then swaps."""
 FEW_ITEMS = 512
 """Items up to which pairs of them may change places: one may be as large as a rank's share."""
@@ -105,16 +105,16 @@ def _descend(
             kept, best = placed.copy(), -np.inf
             for turn in range(TURNS):
                 _local(first, trust, experts, weights, placed, scores)
-                steps = PRICE_STEPS if turn == 0 else PRICE_STEPS // 4
+                steps = PRICE_STEPS if turn == 0 else PRICE_STEPS // 5
                 value = _assign(frequency, scores, price, label, ratio, steps)
                 value -= PENALTY * _overload(load[first:last], most[first:last], placed)
                 if value > best + 1e-6 * abs(best) or turn == 0:
                     best = value
                     kept[:] = placed
                     labels[start, group] = label
-                elif turn > DOUBLINGS:
+                elif turn > RISES:
                     break
-                penalty = PENALTY * 0.5 ** max(DOUBLINGS - turn, 0)
+                penalty = PENALTY * 0.25 ** max(RISES - turn, 0)
                 activations = np.zeros((each, load.shape[1], ranks))
                 for item in range(len(frequency)):
                     counted = frequency[item] * trust[item]
@@ -127,7 +127,7 @@ def _descend(
                     moved = (
                         _fixed_swaps(activations[at], load[first + at], most[first + at], penalty, placed[at]) or moved
                     )
-                if not moved and turn >= DOUBLINGS:
+                if not moved and turn >= RISES:
                     break
             placed[:] = kept
             values[start, group] = best
@@ -319,7 +319,7 @@ def _answering_swaps(
         best = -np.inf
         for turn in range(PASSES + 1):
             _local(first, trust, experts, weights, placed, scores)
-            value = _assign(frequency, scores, price, label, ratio, PRICE_STEPS if turn == 0 else PRICE_STEPS // 4)
+            value = _assign(frequency, scores, price, label, ratio, PRICE_STEPS if turn == 0 else PRICE_STEPS // 5)
             value -= PENALTY * _overload(load[first:last], most[first:last], placed)
             if value <= best + 1e-6 * abs(best) and turn > 0:
                 break

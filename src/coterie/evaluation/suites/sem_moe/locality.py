@@ -38,7 +38,7 @@ from coterie.evaluation.suites.sem_moe.samples import (
     token_sample,
 )
 from coterie.placement import Load, Objective, planners
-from coterie.placement.co_clustering import imbalance, placed_ranks
+from coterie.placement.co_clustering import median_imbalance, placed_ranks
 from coterie.types import Placement, Topology
 
 Row = dict[str, Any]
@@ -126,7 +126,7 @@ def _ep_rows(case: Case, ep: int, seeds: Sequence[int]) -> list[Row]:
             if contender.planner == "moetuner" and sample.transitions is None:
                 continue
             placement = _plan(contender, sample, ep, seed)
-            uneven = float(imbalance(placement.rank_load(sample.test_load)).mean())
+            uneven = float(median_imbalance(placement.rank_load(sample.test_load)).mean())
             for schedule, rate in _rates(sample, placed_ranks(placement), ep).items():
                 found.setdefault((at, schedule), []).append((rate, uneven))
     return [
