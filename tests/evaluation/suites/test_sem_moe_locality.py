@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coterie.evaluation.suites.base import SuiteOptions
 from coterie.evaluation.suites.sem_moe import locality
-from coterie.evaluation.suites.sem_moe.homes import after_ranks, aligned, masked_rounds, surer
+from coterie.evaluation.suites.sem_moe.homes import after_ranks, aligned, surer
 from coterie.evaluation.suites.sem_moe.locality import locality_notes, locality_rows
 from coterie.evaluation.suites.sem_moe.samples import FIT_SHARE, split, table_sample
 from coterie.traces import ActivationTrace, TraceMeta
@@ -30,15 +30,6 @@ def test_every_rank_gets_its_share_of_every_batch(seed: int, ranks: int, each: i
     homes = aligned(np.random.default_rng(seed).random((size * batches, ranks)), batches)
     for batch in homes.reshape(batches, size):
         assert np.bincount(batch, minlength=ranks).tolist() == [each] * ranks
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(0, 999), st.integers(1, 6), st.integers(1, 20))
-def test_a_round_ends_when_every_rank_has_had_a_request(seed: int, ranks: int, count: int) -> None:
-    homes = masked_rounds(np.random.default_rng(seed).random((count, ranks)))
-    for first in range(0, count, ranks):
-        part = homes[first : first + ranks]
-        assert len({*part.tolist()}) == len(part)
 
 
 def test_who_has_the_most_to_lose_chooses_first() -> None:

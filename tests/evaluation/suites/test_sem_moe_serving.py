@@ -20,11 +20,10 @@ from coterie.evaluation.suites.sem_moe.contenders import (
     best_token_ranks,
     default_contenders,
     fitted_counts,
-    fitted_transitions,
-    round_masked,
     serving_of,
 )
 from coterie.evaluation.suites.sem_moe.published import E2E_P50, TEXT_GAINS, TTFT_P99
+from coterie.evaluation.suites.sem_moe.samples import transitions_of
 from coterie.footprints.counting import footprint
 from coterie.sim.fleet.requests import Recordings
 from coterie.sim.group.serving import GroupPrices, ServeSettings
@@ -84,7 +83,8 @@ def test_affinity_and_masks(seed: int) -> None:
     affinity = affinity_to(placement, records)
     assert affinity.sum(axis=1) == pytest.approx(1.0), "every activation is on one rank"
     recorded = rng.integers(0, 10, 40)
-    ranks = round_masked(affinity, recorded)
+    ranks = serving_of(Contender("x", placement, affinity), recorded).ranks
+    assert ranks is not None
     for start in range(0, 40, RANKS):
         assert sorted(ranks[start : start + RANKS]) == list(range(RANKS)), "a round takes every rank once"
         assert ranks[start] == affinity[recorded[start]].argmax(), "the first of a round goes where it likes"
@@ -100,7 +100,7 @@ def test_affinity_and_masks(seed: int) -> None:
 
 def test_what_planners_learn_from() -> None:
     one = bench()
-    counts, flows = fitted_counts(one), fitted_transitions(one)
+    counts, flows = fitted_counts(one), transitions_of(one.fit.expert_ids, 16)
     assert counts.sum() == one.fit.expert_ids.size
     assert np.array_equal(counts.sum(axis=0), one.load.tokens)
     assert flows.sum() == len(one.fit.expert_ids) * (LAYERS - 1) * 2 * 2

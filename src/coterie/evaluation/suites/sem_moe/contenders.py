@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 
 from coterie.costs.presets import step_model
 from coterie.costs.step import StepModel
+from coterie.dispatch.requests import schedule_requests
 from coterie.errors import ConfigError
 from coterie.evaluation.fleets import TRACES
+from coterie.evaluation.suites.sem_moe.samples import transitions_of
 from coterie.footprints.counting import footprint
 from coterie.models import get_model
-from coterie.placement import Load, Objective, planners
+from coterie.placement import Items, Load, Objective, planners
 from coterie.placement.holdings import held_by
 from coterie.sim.fleet.requests import FleetRequests, Recordings, order_apart, split_recordings
 from coterie.traces.activations import ActivationTrace
@@ -121,17 +123,6 @@ def best_token_ranks(placement: Placement, recordings: Recordings) -> NDArray[np
     return found
 
 
-def round_masked(affinity: NDArray[np.float64], recorded: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[request] the rank of highest affinity among those that its round has left; a round takes every rank once."""
-    ranks, free = np.empty(len(recorded), np.int64), np.ones(affinity.shape[1], bool)
-    for request, recording in enumerate(recorded):
-        ranks[request] = int(np.argmax(np.where(free, affinity[recording], -np.inf)))
-        free[ranks[request]] = False
-        if not free.any():
-            free[:] = True
-    return ranks
-
-
 class Serving(NamedTuple):
     """How a contender's requests find their ranks, as :meth:`ServingGroup.serve` takes it."""
 
@@ -145,7 +136,7 @@ def serving_of(contender: Contender, recorded: NDArray[np.int64]) -> Serving:
         return Serving(None, contender.affinity)
     if contender.affinity is None:
         return Serving(np.arange(len(recorded)) % contender.placement.num_ranks, None)
-    return Serving(round_masked(contender.affinity, recorded), None)
+    return Serving(schedule_requests(contender.affinity[recorded]).ranks, None)
 
 
 def fitted_counts(bench: ServingBench) -> NDArray[np.int64]:
@@ -158,16 +149,6 @@ def fitted_counts(bench: ServingBench) -> NDArray[np.int64]:
             for first, end in zip(records.prompt_row, ends, strict=True)
         ]
     ).astype(np.int64)
-
-
-def fitted_transitions(bench: ServingBench) -> NDArray[np.float64]:
-    """[layer - 1, expert, expert] tokens for fitting that go from an expert to one of the next layer."""
-    ids, experts = bench.fit.expert_ids.astype(np.int64), bench.spec.num_experts
-    found = np.zeros((ids.shape[1] - 1, experts, experts))
-    for layer in range(len(found)):
-        pairs = ids[:, layer, :, None] * experts + ids[:, layer + 1, None, :]
-        found[layer] = np.bincount(pairs.ravel(), minlength=experts * experts).reshape(experts, experts)
-    return found
 
 
 def planned(bench: ServingBench, name: str, link: Link, context: Mapping[str, Any]) -> Placement:
@@ -183,9 +164,15 @@ def default_contenders(
 ) -> tuple[list[Contender], list[str]]:
     """Vanilla, requests by queue or affinity alone, and every planner that is registered; notes on those left out.
 
-    `context` holds what planners learn from besides the load, `items` and more; `transitions` are offered always.
+    Planners are offered requests as `items`, and `transitions`; `context` replaces or adds to these.
     """
-    offered = {"transitions": fitted_transitions(bench), **(context or {})}
+    counts = fitted_counts(bench)
+    offered = {
+        "items": Items.of_counts(counts, counts[:, 0].sum(axis=1) / bench.spec.top_k, one_rank=True),
+        "transitions": transitions_of(bench.fit.expert_ids, bench.spec.num_experts),
+        "seed": bench.seed,
+        **(context or {}),
+    }
     found = [
         Contender("vanilla", bench.linear),
         Contender("vanilla, least busy", bench.linear, schedule="least_busy"),

@@ -55,16 +55,6 @@ def surer(one: Array, other: Array) -> NDArray[np.float64]:
     return np.where((one.max(axis=1) >= other.max(axis=1))[:, None], one, other)
 
 
-def masked_rounds(scores: Array) -> NDArray[np.int64]:
-    """[request] ranks from scores [request, rank], in order of arrival: the best rank that has not had a request in
-    this round; a round ends when all have."""
-    count, ranks = scores.shape
-    homes = np.empty(count, np.int64)
-    rounds = np.arange(count) // ranks
-    _choose(np.ascontiguousarray(scores, np.float64), np.arange(count), rounds, 1, homes)
-    return homes
-
-
 @njit()
 def _choose(
     scores: NDArray[np.float64],

@@ -15,8 +15,8 @@ Imbalance is max ÷ median rank load by layer, averaged, of all test tokens; the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +24,11 @@ import numpy as np
 from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
-from coterie.evaluation.runs import interval, with_ends
+from coterie.dispatch.requests import schedule_requests
+from coterie.evaluation.runs import in_parallel, interval, with_ends
 from coterie.evaluation.suites.base import Report, SuiteOptions
 from coterie.evaluation.suites.predictors.cases import trace_cases
-from coterie.evaluation.suites.sem_moe.homes import after_ranks, aligned, masked_rounds, surer
+from coterie.evaluation.suites.sem_moe.homes import after_ranks, aligned, surer
 from coterie.evaluation.suites.sem_moe.samples import (
     BATCHES,
     HEAD,
@@ -87,22 +88,48 @@ class Case(NamedTuple):
     sample: Callable[[Generator], Sample]
 
 
+class Cell(NamedTuple):
+    """One case on so many ranks, for one split."""
+
+    case: int
+    ep: int
+    seed: int
+
+
+Found = dict[tuple[int, str], tuple[float, float]]
+"""Contender and schedule → local activation rate, imbalance."""
+
+
 def locality_rows(options: SuiteOptions, report: Report) -> list[Row]:
     """One row per trace, kind of items, planner, ranks and schedule."""
     seeds = options.seeds or SEEDS
-    cases = list(_cases(options))
-    work = [(case, ep) for case in cases for ep in EP if case.experts % ep == 0 and case.experts > ep]
-    rows: list[Row] = []
-    for done, (case, ep) in enumerate(work):
-        report(f"Locality: {case.items} of {case.trace}, EP{ep}", done, len(work))
-        rows += _ep_rows(case, ep, seeds)
-    return rows
+    cases = _cases(options)
+    work = [
+        (case, ep)
+        for case, one in enumerate(cases)
+        for ep in reversed(EP)  # the longest first
+        if one.experts % ep == 0 and one.experts > ep
+    ]
+    found: dict[Cell, Found] = {}
+    cells = [Cell(case, ep, seed) for case, ep in work for seed in seeds]
+    report("Locality", 0, len(cells))
+    for cell, values in in_parallel(partial(_measure, options=options), cells):
+        found[cell] = values
+        report("Locality", len(found), len(cells))
+    return [
+        _row(cases[case], ep, CONTENDERS[key[0]], key[1], samples, seeds)
+        for case, ep in sorted(work)
+        for key in found[Cell(case, ep, seeds[0])]
+        for samples in [np.array([found[Cell(case, ep, seed)][key] for seed in seeds])]
+    ]
 
 
-def _cases(options: SuiteOptions) -> Iterator[Case]:
+@lru_cache(maxsize=1)
+def _cases(options: SuiteOptions) -> list[Case]:
     """The user's trace, else those of the real data."""
     if options.trace is None and options.data is None:
-        return
+        return []
+    cases: list[Case] = []
     folder = Path() if options.data is None else options.data / "activations"
     for path in [options.trace] if options.trace is not None else [folder / name for name in TRACES]:
         if not path.exists():
@@ -110,28 +137,27 @@ def _cases(options: SuiteOptions) -> Iterator[Case]:
         found = trace_cases(path, options, [])[0]
         trace, groups = found.trace, found.groups
         if trace.arrays()[0].token_ids is not None:
-            yield Case(found.name, "tokens", trace.meta.num_experts, partial(token_sample, trace, groups))
-        yield Case(found.name, "requests", trace.meta.num_experts, partial(request_sample, trace, groups))
+            cases.append(Case(found.name, "tokens", trace.meta.num_experts, partial(token_sample, trace, groups)))
+        cases.append(Case(found.name, "requests", trace.meta.num_experts, partial(request_sample, trace, groups)))
     if options.trace is None and (folder / TABLES).exists():
         for model in ("olmoe", "mixtral-8x7b"):
             counts, top_k = read_tables(folder / TABLES, model)
-            yield Case(model, "tokens", counts.shape[2], partial(table_sample, counts, top_k))
+            cases.append(Case(model, "tokens", counts.shape[2], partial(table_sample, counts, top_k)))
+    return cases
 
 
-def _ep_rows(case: Case, ep: int, seeds: Sequence[int]) -> list[Row]:
-    found: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    for seed in seeds:
-        sample = case.sample(default_rng(seed))
-        for at, contender in enumerate(CONTENDERS):
-            if contender.planner == "moetuner" and sample.transitions is None:
-                continue
-            placement = _plan(contender, sample, ep, seed)
-            uneven = float(median_imbalance(placement.rank_load(sample.test_load)).mean())
-            for schedule, rate in _rates(sample, placed_ranks(placement), ep).items():
-                found.setdefault((at, schedule), []).append((rate, uneven))
-    return [
-        _row(case, ep, CONTENDERS[at], schedule, np.array(values), seeds) for (at, schedule), values in found.items()
-    ]
+def _measure(cell: Cell, options: SuiteOptions) -> Found:
+    """Every contender on one split, under every schedule."""
+    sample = _cases(options)[cell.case].sample(default_rng(cell.seed))
+    found: Found = {}
+    for at, contender in enumerate(CONTENDERS):
+        if contender.planner == "moetuner" and sample.transitions is None:
+            continue
+        placement = _plan(contender, sample, cell.ep, cell.seed)
+        uneven = float(median_imbalance(placement.rank_load(sample.test_load)).mean())
+        for schedule, rate in _rates(sample, placed_ranks(placement), cell.ep).items():
+            found[at, schedule] = rate, uneven
+    return found
 
 
 def _row(
@@ -177,8 +203,8 @@ def _rates(sample: Sample, expert_ranks: NDArray[np.int64], ranks: int) -> dict[
         scores = expected.sum(axis=1)
         homes = {
             "round_robin": np.arange(count) % ranks,
-            "affinity": masked_rounds(scores / np.maximum(usual, 1e-9)),
-            "oracle": masked_rounds(by_rank.sum(axis=1) / by_rank.sum(axis=(1, 2))[:, None]),
+            "affinity": schedule_requests(scores / np.maximum(usual, 1e-9)).ranks,
+            "oracle": schedule_requests(by_rank.sum(axis=1) / by_rank.sum(axis=(1, 2))[:, None]).ranks,
         }
         whole = by_rank.sum(axis=1)
         return {name: float(whole[np.arange(count), home].sum()) / total for name, home in homes.items()}

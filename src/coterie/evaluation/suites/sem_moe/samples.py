@@ -81,7 +81,7 @@ def token_sample(trace: ActivationTrace, groups: Sequence[Hashable], rng: Genera
         test_load,
         _dense(tokens.expert_ids[drawn], experts),
         expected[at],
-        _transitions(tokens.expert_ids[fitted], experts),
+        transitions_of(tokens.expert_ids[fitted], experts),
         _dense(tokens.expert_ids[fitted], experts),
     )
 
@@ -105,7 +105,7 @@ def request_sample(trace: ActivationTrace, groups: Sequence[Hashable], rng: Gene
         truth.sum(axis=0),
         truth,
         heads / np.minimum(lengths[test], HEAD)[:, None, None],
-        _transitions(tokens.expert_ids[_tokens_of(offsets, fit)], experts),
+        transitions_of(tokens.expert_ids[_tokens_of(offsets, fit)], experts),
     )
 
 
@@ -154,7 +154,7 @@ def _dense(ids: NDArray[np.integer], experts: int) -> NDArray[np.float32]:
     return out
 
 
-def _transitions(ids: NDArray[np.integer], experts: int) -> NDArray[np.float64]:
+def transitions_of(ids: NDArray[np.integer], experts: int) -> NDArray[np.float64]:
     """[layer - 1, expert, expert] tokens of ids [token, layer, k] that activate the one, then the other."""
     out = np.empty((ids.shape[1] - 1, experts, experts))
     for layer in range(len(out)):
