@@ -45,7 +45,8 @@ from coterie.types import Placement, Topology
 Row = dict[str, Any]
 
 EP = (2, 4, 8, 16)
-SEEDS = (0, 1, 2)
+SEEDS = (2, 3, 4)
+"""Seeds of the splits. 0 and 1 are not among them: `load_slack` and `shrink` of co_cluster were chosen on those."""
 TRACES = ("gpt-oss-20b", "deepseek-v2-lite")
 TABLES = Path("olmoe-mixtral") / "eid2token_coo.npz"
 EVEN_SLACK = 0.01

@@ -41,7 +41,8 @@ from coterie.types import INFINIBAND_400G, NVLINK4, Link
 
 PART = "serving"
 TRACES = ("deepseek-v2-lite", "gpt-oss-20b")
-SEEDS = (0, 1, 2)
+SEEDS = (2, 3, 4)
+"""Seeds of the splits. 0 and 1 are not among them: the margins of `choosing` were chosen on those."""
 LINKS = (NVLINK4, INFINIBAND_400G)
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 32
 LIGHTEST = 10.0
