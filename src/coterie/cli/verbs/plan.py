@@ -32,18 +32,10 @@ if TYPE_CHECKING:  # NumPy and numba take a second to import: only when a plan i
     from coterie.evaluation.placement.plans import BatchRow, Planned
     from coterie.types import WeightDtype
 
-PLANNERS = (
-    "co_cluster",
-    "eplb",
-    "latency_optimal",
-    "latency_optimal_ilp",
-    "linear",
-    "moetuner",
-    "popularity",
-    "round_robin",
-    "sem_moe",
-)
-"""Built-in planners, for the help: importing them takes a second."""
+PLANNERS = ("eplb", "latency_optimal", "latency_optimal_ilp", "linear", "popularity", "round_robin")
+"""Built-in planners that a load is enough for. Named here for the help: importing them takes a second."""
+FROM_PYTHON = ("co_cluster", "moetuner", "sem_moe")
+"""Those that learn from more than a load; what they save needs a schedule of tokens as well, which no load tells."""
 DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp4")
 """The values of ``WeightDtype``, for the help: importing it imports NumPy."""
 SPLITS = ("equal", "weighted", "optimal")
@@ -54,7 +46,7 @@ class PlannersInHelp(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
-        added = sorted({point.name for point in entry_points(group="coterie.planners")} - {*PLANNERS})
+        added = sorted({point.name for point in entry_points(group="coterie.planners")} - {*PLANNERS, *FROM_PYTHON})
         if added:
             typer.echo(f" Planners of other packages: {', '.join(added)}")
 

@@ -25,7 +25,7 @@ from coterie.types import Placement
 Array = NDArray[np.float64]
 Ranks = NDArray[np.int64]
 
-ITEMS_HINT = "the experts that tokens or requests activate, as coterie.placement.co_clustering.Items"
+ITEMS_HINT = "the experts that tokens or requests activate, as coterie.placement.Items: see docs/placement.md"
 """Error hint for planners that are made without items."""
 
 

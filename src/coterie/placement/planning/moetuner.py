@@ -32,13 +32,17 @@ GAP = 1e-3
 """Share of a layer's tokens between what is found and the bound, at which a program ends."""
 
 
+TRANSITIONS_HINT = "tokens that go from expert to expert, [layer - 1, expert, expert]: see docs/placement.md"
+"""Error hint for planners that are made without transitions."""
+
+
 @planners.register("moetuner")
 @dataclass(frozen=True, slots=True, eq=False)
 class MoeTuner:
     """Experts beside those of the layer before that feed them, by integer programs."""
 
     objective: Objective = needs(PRICES_HINT)
-    transitions: NDArray[np.float64] = needs("tokens that go from expert to expert, [layer - 1, expert, expert]")
+    transitions: NDArray[np.float64] = needs(TRANSITIONS_HINT)
     balance: float = 0.05
     """Share of an even load by which a rank may exceed it, where packing heaviest first reaches that."""
     sweeps: int = 2
