@@ -104,7 +104,7 @@ Found = dict[tuple[int, str], tuple[float, float]]
 def locality_rows(options: SuiteOptions, report: Report) -> list[Row]:
     """One row per trace, kind of items, planner, ranks and schedule."""
     seeds = options.seeds or SEEDS
-    cases = _cases(options)
+    cases = locality_cases(options)
     work = [
         (case, ep)
         for case, one in enumerate(cases)
@@ -126,7 +126,7 @@ def locality_rows(options: SuiteOptions, report: Report) -> list[Row]:
 
 
 @lru_cache(maxsize=1)
-def _cases(options: SuiteOptions) -> list[Case]:
+def locality_cases(options: SuiteOptions) -> list[Case]:
     """The user's trace, else those of the real data."""
     if options.trace is None and options.data is None:
         return []
@@ -149,7 +149,7 @@ def _cases(options: SuiteOptions) -> list[Case]:
 
 def _measure(cell: Cell, options: SuiteOptions) -> Found:
     """Every contender on one split, under every schedule."""
-    sample = _cases(options)[cell.case].sample(default_rng(cell.seed))
+    sample = locality_cases(options)[cell.case].sample(default_rng(cell.seed))
     found: Found = {}
     for at, contender in enumerate(CONTENDERS):
         if contender.planner == "moetuner" and sample.transitions is None:
