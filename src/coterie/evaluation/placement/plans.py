@@ -372,6 +372,11 @@ def _current(options: PlanOptions, path: Path, load: WindowLoad) -> Placed:
     return Placed(Placement(rows, options.ranks, spec.num_experts), shares)
 
 
+def _learns(planner: str) -> bool:
+    """Whether it learns from more than a load, which is all there is here."""
+    return bool({"items", "transitions"} & {*planners.parameters(planner)})
+
+
 def _planner(options: PlanOptions, objective: Objective, progress: Progress) -> Planner:
     known = planners.parameters(options.planner)
     asked = {"split": options.split, "max_moves": options.max_moves, "time_limit_s": options.time_limit}
@@ -379,7 +384,7 @@ def _planner(options: PlanOptions, objective: Objective, progress: Progress) -> 
     for name in given:
         if name not in known:
             option = f"--{name.removesuffix('_s').replace('_', '-')}"
-            able = [other for other in planners if name in planners.parameters(other)]
+            able = [other for other in planners if name in planners.parameters(other) and not _learns(other)]
             raise ConfigError(
                 f"planner {options.planner} has no {option}; {', '.join(able)} {'have' if len(able) > 1 else 'has'} it"
             )
