@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from coterie.errors import ConfigError
 from coterie.evaluation.suites.base import Column, Report, Row, Suite, SuiteOptions, SuiteResult, SuiteTable, suites
 from coterie.evaluation.suites.sem_moe.latency import latency_notes, latency_rows
 from coterie.evaluation.suites.sem_moe.layer_time import draw_layer_time, layer_time_notes, layer_time_rows
@@ -51,8 +52,12 @@ OF_A_TRACE = (PARTS[0], PARTS[1], PARTS[5])
 
 
 def run(options: SuiteOptions, report: Report) -> SuiteResult:
+    if options.trace_format is not None and options.trace is None:
+        raise ConfigError(f"trace_format={options.trace_format} is of a trace; there is none")
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
+    if options.requests is not None:
+        notes.append(f"Local activations and prediction: at most {options.requests:,} requests of a trace, drawn.")
     for part in PARTS if options.trace is None else OF_A_TRACE:
         found = part.rows(options, report)
         rows += found
