@@ -67,6 +67,11 @@ def test_the_surer_table_decides(seed: int, order: int, tokens: int) -> None:
             right = own[layer, known[token]] if by_token >= by_context else shares[i].argmax()
             assert found.ranks[i] == right
             assert found.confidence[i] == pytest.approx(max(by_token, by_context) / ONE)
+        shuffle = tables.shuffle(asked, layer, previous)
+        assert np.bincount(shuffle.homes, minlength=RANKS).max() <= -(-len(asked) // RANKS), "an equal share"
+        for moved in np.flatnonzero(shuffle.homes != found.ranks):
+            stayed = (shuffle.homes == found.ranks) & (found.ranks == found.ranks[moved])
+            assert found.confidence[moved] <= found.confidence[stayed].min(initial=1.0), "the least sure leave"
         at = tables.ranks_at(tables.rows_of(asked), layer, previous)
         np.testing.assert_array_equal(at.ranks, found.ranks)
 
@@ -98,6 +103,16 @@ def test_request_scores_are_means_over_tokens(seed: int, given_affinity: bool) -
     np.testing.assert_allclose(tables.request_scores(asked), right, atol=1 / AFFINITY_ONE)
     np.testing.assert_array_equal(tables.request_scores(np.array([99])), 1 / RANKS)
     np.testing.assert_array_equal(tables.request_scores(np.empty(0, np.int64)), 1 / RANKS)
+
+
+def test_requests_are_dealt_in_rounds_by_their_scores(rng: np.random.Generator) -> None:
+    tables = random_tables(rng, 2, 20)
+    requests = [rng.choice(tables.token_ids, 6) for _ in range(2 * RANKS)]
+    found = tables.request_ranks(requests)
+    for first in (0, RANKS):
+        assert sorted(found.ranks[first : first + RANKS].tolist()) == list(range(RANKS))
+        assert found.ranks[first] == tables.request_scores(requests[first]).argmax()
+    assert len(tables.request_ranks([]).ranks) == 0
 
 
 def test_ranks_of_all_layers_are_taken_for_each(rng: np.random.Generator) -> None:

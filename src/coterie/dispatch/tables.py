@@ -12,13 +12,16 @@ A token never seen has no row; its context decides, and without one the most pop
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from coterie.dispatch.requests import RequestSchedule, schedule_requests
+from coterie.dispatch.shuffle import ShuffleSchedule, shuffle_schedule
 from coterie.errors import ConfigError, TraceError, check_at_least, check_new_file
 from coterie.footprints.ranks import MAX_ORDER, context_keys, find_contexts, key_starts
 from coterie.traces.store import ArrayFile, write_described
@@ -221,6 +224,18 @@ class RankTables:
             ranks = np.where(surer, self.token_ranks[layer][rows], ranks).astype(np.int64)
             sure = np.where(surer, own, sure)
         return Ranks(ranks, sure.astype(np.float32) / np.float32(ONE))
+
+    def shuffle(
+        self, token_ids: NDArray[np.integer], layer: int, previous: NDArray[np.integer] | None = None
+    ) -> ShuffleSchedule:
+        """Attention-TP: the shuffle that takes a step's tokens to their ranks in a layer, as many to every rank."""
+        found = self.ranks_of(token_ids, layer, previous)
+        return shuffle_schedule(found.ranks, self.placement.num_ranks, found.confidence)
+
+    def request_ranks(self, requests: Sequence[NDArray[np.integer]], load: ArrayLike | None = None) -> RequestSchedule:
+        """Attention-DP: ranks of requests, given by their token ids, in rounds; `load` [rank] is there already."""
+        scores = [self.request_scores(token_ids) for token_ids in requests]
+        return schedule_requests(np.array(scores).reshape(len(scores), self.placement.num_ranks), load)
 
     def request_scores(self, token_ids: NDArray[np.integer]) -> NDArray[np.float64]:
         """[rank] mean affinity of a request's tokens, in 0 … 1.
