@@ -10,6 +10,7 @@ they do not look at what moving costs.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
@@ -42,7 +43,7 @@ class Clustered(NamedTuple):
     """[group, item]"""
 
 
-class _CoClustering:
+class _CoClustering(ABC):
     """What both planners do with their clusters."""
 
     __slots__ = ()
@@ -66,8 +67,9 @@ class _CoClustering:
         ranks = np.flatnonzero(problem.alive)[found.ranks]
         return CoClusters(placement, ranks, local / np.where(total > 0, total, 1.0))
 
+    @abstractmethod
     def _clustered(self, problem: Problem, tokens: NDArray[np.float64]) -> Clustered:
-        raise NotImplementedError
+        """Cluster experts and items; `tokens` [layer, expert] is the load."""
 
 
 @planners.register("sem_moe")
