@@ -13,6 +13,7 @@ from typing import Any
 REQUEST_ID_HEADER = "X-Request-Id"
 DP_RANK_HEADER = "X-data-parallel-rank"
 
+KV_KEY = "remote_request_id"
 REMOTE_DECODE: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

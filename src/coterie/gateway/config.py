@@ -1,0 +1,293 @@
+"""Settings of a gateway, as its YAML file has them. Attribute docstrings are the reference of the file.
+
+    listen: 127.0.0.1:8000
+    handshake: vllm
+    tokenizer: /models/Qwen3-30B-A3B
+    workers:
+      - {id: prefill-0, url: http://10.0.0.2:8000, role: prefill, kv_events: tcp://10.0.0.2:5557}
+      - {id: decode-0, url: http://10.0.0.3:8000, role: decode}
+      - {id: decode-1, url: http://10.0.0.4:8000, role: decode}
+    prefill: {router: joint}
+    decode: {router: latency_aware, fit: router.safetensors}
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+import yaml
+
+from coterie.errors import (
+    ConfigError,
+    TraceError,
+    check_at_least,
+    check_input_file,
+    check_not_negative,
+    check_positive,
+)
+from coterie.gateway.fleet.spec import RouterSpec
+
+Role = Literal["prefill", "decode", "both"]
+Handshake = Literal["none", "vllm", "sglang"]
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 16
+"""Deepest nesting of a file: PyYAML's loader in C overflows the stack where lists nest 200,000 deep."""
+SECRET_VARIABLE = "COTERIE_FLEET_SECRET"
+WORKER_KEY_VARIABLE = "COTERIE_WORKER_KEY"
+
+
+class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One worker, or one data-parallel rank of an engine."""
+
+    id: str
+    url: str
+    role: Role = "both"
+    """prefill, decode, or both: it serves requests alone."""
+    places: int = 16
+    """Requests that it runs at once."""
+    speed: float = 1.0
+    """Speed relative to the other workers of its pool."""
+    data_parallel_rank: int | None = None
+    """Rank of a data-parallel engine that this entry stands for; it is named in vLLM's request header."""
+    placement_rank: int | None = None
+    """Rank whose experts, by the placement file, this worker holds."""
+    kv_events: str | None = None
+    """ZMQ endpoint of its KV events. Without it nothing is known of its cached prefixes."""
+    kv_replay: str | None = None
+    """ZMQ endpoint that sends lost KV events again."""
+    bootstrap_port: int | None = None
+    """Port of an SGLang prefill worker's bootstrap server."""
+
+    def __post_init__(self) -> None:
+        if not (self.id.isascii() and self.id.isprintable() and 0 < len(self.id) <= 128):
+            raise ConfigError(f"id={self.id!r} must be 1 to 128 printable ASCII characters")
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+            raise ConfigError(f"worker {self.id!r}: url={self.url!r} must be http://HOST:PORT or https://HOST:PORT")
+        try:
+            _ = parts.port
+        except ValueError as error:
+            raise ConfigError(f"worker {self.id!r}: url={self.url!r}: {error}") from None
+        check_at_least(1, places=self.places)
+        check_positive(speed=self.speed)
+        check_at_least(0, data_parallel_rank=self.data_parallel_rank, placement_rank=self.placement_rank)
+        check_at_least(1, bootstrap_port=self.bootstrap_port)
+        for name in ("kv_events", "kv_replay"):
+            endpoint = getattr(self, name)
+            if endpoint is not None and not endpoint.startswith(("tcp://", "ipc://")):
+                raise ConfigError(f"worker {self.id!r}: {name}={endpoint!r} must begin with tcp:// or ipc://")
+
+
+class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Bounds: nothing is infinite. Times are in seconds."""
+
+    body_bytes: int | None = None
+    """Largest body. Default: 64 bytes for each token of the models' context, and 64 KiB."""
+    connections: int = 1024
+    connections_per_peer: int = 0
+    """Connections of one address; 0: no limit but `connections`."""
+    head_s: float = 10.0
+    """Time for a request's head."""
+    body_s: float = 30.0
+    """Time for a request's body."""
+    write_s: float = 60.0
+    """Time for which a client may read nothing."""
+    in_flight: int = 1024
+    """Requests served at once; more wait."""
+    waiting: int = 1024
+    """Requests that wait; more are refused with 429."""
+    queue_s: float = 30.0
+    """Time that a request waits before it is refused with 503."""
+    connect_s: float = 2.0
+    """Time to connect to a worker."""
+    prefill_s: float = 120.0
+    """Time for a prefill worker's answer."""
+    first_token_s: float = 300.0
+    """Time for the first byte of an answer."""
+    idle_s: float = 120.0
+    """Time between two pieces of an answer."""
+    total_s: float = 3600.0
+    """Time for a request in all."""
+    tokenise_s: float = 1.0
+    """Time to wait for a prompt's token ids; past it the request is routed without."""
+    answer_bytes: int = 64 << 20
+    """Largest answer that is not streamed."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, body_bytes=self.body_bytes, connections=self.connections, in_flight=self.in_flight)
+        check_at_least(0, waiting=self.waiting, connections_per_peer=self.connections_per_peer)
+        check_at_least(1, answer_bytes=self.answer_bytes)
+        check_positive(
+            **{name: getattr(self, name) for name in self.__struct_fields__ if name.endswith("_s")}  # all the times
+        )
+
+
+class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """When a worker is asked, and when it gets no more requests."""
+
+    every_s: float = 2.0
+    """Time between two checks of ``/health``."""
+    timeout_s: float = 2.0
+    unhealthy_after: int = 3
+    """Failed checks in a row after which a worker is closed."""
+    healthy_after: int = 2
+    """Good checks in a row after which it is open again."""
+    failures: int = 5
+    """Failed requests (no connection, HTTP 5xx) within `window_s` that open its circuit breaker."""
+    window_s: float = 30.0
+    open_s: float = 5.0
+    """Time before one request probes a worker whose breaker is open."""
+    retries: int = 2
+    """Further workers that a request is sent to if one fails before the first byte of its answer."""
+    backoff_s: float = 0.05
+    """Mean wait before a retry; it doubles with each and is drawn at random."""
+
+    def __post_init__(self) -> None:
+        check_positive(every_s=self.every_s, timeout_s=self.timeout_s, window_s=self.window_s, open_s=self.open_s)
+        check_at_least(
+            1, unhealthy_after=self.unhealthy_after, healthy_after=self.healthy_after, failures=self.failures
+        )
+        check_at_least(0, retries=self.retries)
+        check_not_negative(backoff_s=self.backoff_s)
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The whole file."""
+
+    workers: list[WorkerEntry] = []
+    listen: str = "127.0.0.1:8000"
+    """Address and port; port 0 takes a free one."""
+    handshake: Handshake = "none"
+    """How prefill and decode workers hand over a request: vllm (one after the other), sglang (both at once), or none:
+    each worker serves requests alone."""
+    prefill: RouterSpec = RouterSpec()
+    decode: RouterSpec = RouterSpec()
+    """Pool of decode workers, or of all workers where `handshake` is none."""
+    tokenizer: str | None = None
+    """Folder with the model's tokenizer.json. Without it prefixes are compared as text."""
+    block_size: int = 16
+    """Tokens per KV block of the workers."""
+    placement: str | None = None
+    """Placement file: which experts each worker with a `placement_rank` holds."""
+    predictor: str | None = None
+    """Token table (`coterie tokens`) that predicts footprints where no prefill has given one."""
+    keys: str | None = None
+    """File of API keys; see ``coterie serve --new-key``. Required unless `listen` is a loopback address."""
+    separate_caches: bool = True
+    """Whether callers with different keys share no cached prefix (by `cache_salt`)."""
+    limits: LimitSettings = LimitSettings()
+    health: HealthSettings = HealthSettings()
+    state: str | None = None
+    """File that keeps the workers and routers set at run time over a restart."""
+    decisions: int = 1000
+    """Decisions kept for ``GET /decisions``."""
+    drain_s: float = 30.0
+    """Time to finish running requests after SIGTERM."""
+    log_requests: bool = False
+    """Whether each request's outcome is logged; its text never is."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, block_size=self.block_size, decisions=self.decisions)
+        check_positive(drain_s=self.drain_s)
+        ids = [worker.id for worker in self.workers]
+        twice = next((one for one in ids if ids.count(one) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"worker id {twice!r} is there twice")
+        for worker in self.workers:
+            check_role(self.handshake, worker)
+        self.address  # noqa: B018  raises where it cannot be read
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of `listen`."""
+        host, colon, port = self.listen.rpartition(":")
+        if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+            raise ConfigError(f"listen={self.listen!r} must be HOST:PORT, with a port in 0 … 65535")
+        return host.strip("[]") or "127.0.0.1", int(port)
+
+    @property
+    def loopback(self) -> bool:
+        return is_loopback(self.address[0])
+
+
+def check_role(handshake: Handshake, worker: WorkerEntry) -> None:
+    """Refuse a role that the handshake has no use for."""
+    if handshake == "none" and worker.role == "prefill":
+        raise ConfigError(f"worker {worker.id!r} has role prefill: set handshake to vllm or sglang")
+    if handshake == "sglang" and worker.role == "prefill" and worker.bootstrap_port is None:
+        raise ConfigError(f"worker {worker.id!r} needs bootstrap_port: SGLang's decode workers connect to it")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_config(path: Path) -> GatewayConfig:
+    """Raises TraceError or ConfigError in one line, whatever the file holds."""
+    check_input_file(path)
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise TraceError(path, "file", f"has {path.stat().st_size} bytes; a config has at most {MAX_BYTES}")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TraceError(path, "file", f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise TraceError(path, "file", "is not text") from None
+    return parse_config(text, path)
+
+
+def parse_config(text: str, path: Path) -> GatewayConfig:
+    try:
+        value = _value(text, path)
+        return msgspec.convert({} if value is None else value, GatewayConfig)
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        where = "YAML" if mark is None else f"line {mark.line + 1}"
+        raise TraceError(path, where, f"cannot be parsed: {' '.join(problem.split())}") from None
+    except (ConfigError, msgspec.ValidationError, ValueError) as error:
+        raise TraceError(path, "config", " ".join(str(error).split())) from None
+
+
+def _value(text: str, path: Path) -> Any:
+    """The file's value. Aliases, repeated keys and deep nesting are refused: a loader would follow or drop them."""
+    depth = 0
+    for event in yaml.parse(text, Loader=LOADER):
+        if isinstance(event, yaml.AliasEvent):
+            raise TraceError(path, f"line {event.start_mark.line + 1}", "has an alias")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise TraceError(path, f"line {event.start_mark.line + 1}", f"is nested more than {MAX_DEPTH} deep")
+    node = yaml.compose(text, Loader=LOADER)
+    _check_repeated(node, path)
+    return yaml.load(text, Loader=LOADER)
+
+
+def _check_repeated(node: Any, path: Path) -> None:
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise TraceError(path, f"line {key.start_mark.line + 1}", "has a key that is not a name")
+            if key.value in seen:
+                raise TraceError(path, f"line {key.start_mark.line + 1}: {key.value}", "is there twice")
+            seen.add(str(key.value))
+            _check_repeated(value, path)
+    elif isinstance(node, yaml.SequenceNode):
+        for one in node.value:
+            _check_repeated(one, path)
+
+
+def secret_of(variable: str) -> str | None:
+    """A secret from the environment; an empty one is none."""
+    return os.environ.get(variable) or None

@@ -1,0 +1,1 @@
+"""One request through the fleet: chosen, sent, passed on. Nothing here parses HTTP from a client."""

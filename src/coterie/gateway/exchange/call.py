@@ -1,0 +1,192 @@
+"""A client's request as the fleet gets it, the place its answer goes to, and what came of it.
+
+What a client may not decide is taken out of its body here: where KV comes from, which rank serves it, under which id.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from coterie.gateway.watching.spans import NO_SPAN, Span
+from coterie.net.http1.messages import Headers, HttpError
+from coterie.wire.footprints import WireFootprint
+
+OWNED = (
+    "kv_transfer_params",
+    "request_id",
+    "rid",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "data_parallel_rank",
+    "routed_dp_rank",
+    "routed_data_parallel_rank",
+    "disagg_prefill_dp_rank",
+)
+"""Fields of a body that only the gateway may set: they make a worker fetch KV, or name a request or a rank."""
+PASSED = frozenset((b"accept", b"content-type", b"user-agent", b"traceparent", b"tracestate", b"baggage"))
+"""Headers of a client that workers get."""
+MAX_ID = 256
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+
+
+class Sink(Protocol):
+    """Where an answer goes: a client's connection, or a buffer."""
+
+    @property
+    def started(self) -> bool: ...
+
+    def send(
+        self, status: int, body: bytes = b"", content_type: bytes = b"application/json", headers: Headers = ...
+    ) -> None: ...
+
+    def start(self, status: int, headers: Headers, length: int | None = None) -> None: ...
+
+    def write(self, data: bytes) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class Call(NamedTuple):
+    """A request, checked."""
+
+    key: str
+    """Name inside the gateway, and towards workers: no two requests in flight have the same."""
+    id: str
+    """The client's own id, or `key`."""
+    path: str
+    body: dict[str, Any]
+    raw: bytes
+    """Body as it goes to a worker that needs nothing added."""
+    stream: bool
+    headers: Headers
+    """Headers for the worker."""
+    caller: str = ""
+    """Name of the caller's key."""
+    domain: str | None = None
+    span: Span = NO_SPAN
+
+    def with_fields(self, **fields: Any) -> bytes:
+        """Body with further fields."""
+        return msgspec.json.encode({**self.body, **fields})
+
+
+class Outcome(NamedTuple):
+    """What came of a request."""
+
+    status: int
+    """Status that the client got; 499 if it went away."""
+    worker: str | None = None
+    prefill: str | None = None
+    """Prefill worker, if there was a handoff."""
+    footprint: WireFootprint | None = None
+    reason: str = ""
+    """Reason of the last decision."""
+    tokens: int = 0
+    """Prompt tokens; 0 if unknown."""
+    prefill_s: float = 0.0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    problem: str | None = None
+    """Why it failed."""
+    cut: bool = False
+    """The answer ended after its first byte, before its end."""
+
+
+class Collected:
+    """A sink that keeps the answer, for callers without a connection."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self.pieces: list[bytes] = []
+        self.started = self.ended = self.aborted = False
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.pieces)
+
+    def send(
+        self, status: int, body: bytes = b"", content_type: bytes = b"application/json", headers: Headers = ()
+    ) -> None:
+        self.start(status, [(b"content-type", content_type), *headers], len(body))
+        self.pieces.append(body)
+        self.end()
+
+    def start(self, status: int, headers: Headers, length: int | None = None) -> None:
+        del length
+        self.status, self.headers, self.started = status, list(headers), True
+
+    def write(self, data: bytes) -> None:
+        self.pieces.append(data)
+
+    async def drain(self) -> None:
+        return
+
+    def end(self) -> None:
+        self.ended = True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """The body of a request; HttpError unless it is a JSON object."""
+    try:
+        body = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        raise HttpError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise HttpError(400, f"the body must be a JSON object, found {type(body).__name__}")
+    return body
+
+
+def make_call(
+    path: str,
+    data: bytes,
+    *,
+    request_id: str | None = None,
+    headers: Headers = (),
+    caller: str = "",
+    salt: str | None = None,
+    body: Mapping[str, Any] | None = None,
+) -> Call:
+    """Check a body, and take out what only the gateway may set; `salt` keeps this caller's cached prefixes apart."""
+    found = dict(body) if body is not None else parse_object(data)
+    changed = body is not None
+    for name in OWNED:
+        if name in found:
+            del found[name]
+            changed = True
+    stream = found.get("stream", False)
+    if stream is None:
+        stream = False
+    if not isinstance(stream, bool):
+        raise HttpError(400, "stream must be true or false", param="stream")
+    own = found.get("cache_salt")
+    if own is not None and not isinstance(own, str):
+        raise HttpError(400, "cache_salt must be a text", param="cache_salt")
+    if salt is not None:
+        found["cache_salt"] = salt if own is None else f"{salt}/{own}"
+        changed = True
+    if not isinstance(found.get("model"), str | None):
+        raise HttpError(400, "model must be a text", param="model")
+    key = uuid.uuid4().hex if request_id is None else request_id
+    return Call(
+        key=key,
+        id=key,
+        path=path,
+        body=found,
+        raw=msgspec.json.encode(found) if changed else data,
+        stream=stream,
+        headers=[pair for pair in headers if pair[0] in PASSED],
+        caller=caller,
+    )

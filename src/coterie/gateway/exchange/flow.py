@@ -1,0 +1,172 @@
+"""What all ways through the fleet share: ask a pool, retry before the first byte, pass the answer on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from coterie.errors import UnavailableError
+from coterie.gateway.config import GatewayConfig
+from coterie.gateway.exchange.call import Call, Outcome, Sink
+from coterie.gateway.exchange.pool import Member, Pool
+from coterie.gateway.exchange.relay import Relayed, is_stream, pass_stream, pass_whole
+from coterie.gateway.fleet.keeper import Choice
+from coterie.gateway.signals.knowledge import Known, Knowledge
+from coterie.net.http1.messages import Headers, HttpError
+from coterie.net.http1.upstream import Answer, UpstreamError
+from coterie.routing.base import Request
+from coterie.wire.footprints import WireFootprint
+from coterie.wire.handoff import REQUEST_ID_HEADER
+
+REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
+RETRY_AFTER: Headers = [(b"retry-after", b"1")]
+BUSY = 429
+REFUSAL_BYTES = 1 << 16
+"""Most bytes that are read of an answer that is not passed on."""
+
+
+class Observer(Protocol):
+    """Told of everything that happens to a request."""
+
+    def decided(self, pool: Pool, call: Call, wanted: Request, choice: Choice, seconds: float, source: str) -> None: ...
+
+    def failed(self, pool: Pool, member: Member, kind: str) -> None:
+        """A worker failed: connect, reset, timeout, protocol, too_large or status_5xx."""
+        ...
+
+    def retried(self, pool: Pool) -> None: ...
+
+    def not_handed_over(self) -> None:
+        """No prefill worker answered: a decode worker computes the prompt."""
+        ...
+
+    def handed_over(self, call: Call, footprint: WireFootprint | None, problem: str | None) -> None: ...
+
+
+class Delivered(NamedTuple):
+    """An answer that was passed on."""
+
+    member: Member
+    choice: Choice
+    status: int
+    relayed: Relayed
+
+
+class Flow(ABC):
+    """Base of the ways through the fleet. Subclasses define `serve`."""
+
+    def __init__(self, config: GatewayConfig, knowledge: Knowledge, observer: Observer) -> None:
+        self.limits, self.health = config.limits, config.health
+        self.knowledge, self.observer = knowledge, observer
+        self._rng = random.Random()
+
+    @abstractmethod
+    async def serve(self, call: Call, sink: Sink, known: Known) -> Outcome:
+        """Serve one request. Raises HttpError if the client got nothing."""
+
+    async def close(self) -> None:
+        """Wait for what still runs in the background."""
+        return
+
+    def choose(
+        self, pool: Pool, call: Call, known: Known, tried: set[str], footprint: WireFootprint | None = None
+    ) -> tuple[Member, Choice]:
+        """Ask the pool's router; HttpError 503 if the pool has no worker."""
+        started = time.perf_counter()
+        wanted, source = self.knowledge.wanted(pool.name, call, known, footprint)
+        try:
+            member, choice = pool.route(call.key, wanted, tried)
+        except UnavailableError as error:
+            raise HttpError(503, str(error), code="no_worker", headers=RETRY_AFTER) from None
+        self.observer.decided(pool, call, wanted, choice, time.perf_counter() - started, source)
+        return member, choice
+
+    async def deliver(
+        self,
+        pool: Pool,
+        call: Call,
+        known: Known,
+        sink: Sink,
+        body: Callable[[bool], bytes],
+        footprint: WireFootprint | None = None,
+    ) -> Delivered:
+        """Send to a worker of the pool and pass its answer on; others are tried until the first byte came.
+
+        `body` makes the body; its argument tells whether a worker may have read it before.
+        """
+        tried: set[str] = set()
+        seen = False
+        for attempt in range(self.health.retries + 1):
+            member, choice = self.choose(pool, call, known, tried, footprint)
+            last = attempt == self.health.retries or len(tried) + 1 >= len(pool)
+            try:
+                answer = await self.ask(member, call, body(seen), self.limits.first_token_s)
+                if last or not may_retry(answer.status):
+                    relayed = await self.pass_on(answer, call, sink)
+                    self.report(pool, member, answer.status, relayed.problem)
+                    return Delivered(member, choice, answer.status, relayed)
+                await answer.read(REFUSAL_BYTES)
+                self.report(pool, member, answer.status)
+                seen = True
+            except UpstreamError as error:
+                self.report(pool, member, 0, error)
+                seen = seen or error.kind != "connect"
+                if last:
+                    raise failed(error) from None
+            finally:
+                pool.finish(call.key)
+            tried.add(member.entry.id)
+            self.observer.retried(pool)
+            await self.back_off(attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    def report(self, pool: Pool, member: Member, status: int, error: UpstreamError | None = None) -> None:
+        """Count a worker's part in a request: it failed if it broke off or answered 5xx, never by a refusal."""
+        kind = error.kind if error is not None else "status_5xx" if status >= 500 else None
+        pool.report(member, kind is None)
+        if kind is not None:
+            self.observer.failed(pool, member, kind)
+
+    async def ask(self, member: Member, call: Call, body: bytes, head_s: float) -> Answer:
+        headers = [*call.span.outgoing(call.headers), (REQUEST_ID, call.key.encode()), *member.headers]
+        return await member.upstream.send("POST", call.path, headers, body, head_s=head_s)
+
+    async def pass_on(self, answer: Answer, call: Call, sink: Sink) -> Relayed:
+        extra: Headers = [(REQUEST_ID, call.id.encode())]
+        if is_stream(answer):
+            return await pass_stream(answer, sink, extra)
+        return await pass_whole(answer, sink, extra, self.limits.answer_bytes)
+
+    async def back_off(self, attempt: int) -> None:
+        if self.health.backoff_s:
+            await asyncio.sleep(self._rng.uniform(0.5, 1.5) * self.health.backoff_s * 2**attempt)
+
+
+def may_retry(status: int) -> bool:
+    """Whether another worker may do better: this one failed, or is full."""
+    return status >= 500 or status == BUSY
+
+
+def failed(error: UpstreamError) -> HttpError:
+    """What the client hears if every worker that was tried failed."""
+    if error.kind == "timeout":
+        return HttpError(504, f"the worker did not answer in time: {error}", code="worker_timeout")
+    return HttpError(502, f"the worker failed: {error}", code="worker_failed", headers=RETRY_AFTER)
+
+
+def outcome(delivered: Delivered, call: Call, known: Known, started: float, **more: object) -> Outcome:
+    relayed = delivered.relayed
+    return Outcome(
+        status=delivered.status,
+        worker=delivered.member.entry.id,
+        reason=delivered.choice.decision.reason,
+        ttft_s=relayed.first_s - started,
+        tpot_s=relayed.tpot_s if call.stream else None,
+        problem=None if relayed.problem is None else str(relayed.problem),
+        cut=relayed.problem is not None,
+        **{"tokens": known.tokens, **more},  # type: ignore[arg-type]
+    )

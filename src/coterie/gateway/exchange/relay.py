@@ -1,0 +1,77 @@
+"""Pass a worker's answer on: whole, or piece by piece as it comes.
+
+The head goes out with the first piece of the body, not before: until then a request can still go to another worker.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from coterie.gateway.exchange.call import Sink
+from coterie.net.http1.messages import Headers, HttpError, passed_on
+from coterie.net.http1.upstream import Answer, UpstreamError
+
+EVENT_STREAM = b"text/event-stream"
+
+
+class Relayed(NamedTuple):
+    """What was passed on."""
+
+    first_s: float
+    """Time of the first piece, by the monotonic clock."""
+    last_s: float
+    events: int
+    """Events of a stream; 1 for a whole answer."""
+    problem: UpstreamError | None = None
+    """The stream broke after its first byte; the client was told."""
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per event after the first; None if there are too few. Workers send one event a token, or nearly."""
+        return (self.last_s - self.first_s) / (self.events - 1) if self.events > 2 else None
+
+
+def is_stream(answer: Answer) -> bool:
+    return any(name == b"content-type" and value.startswith(EVENT_STREAM) for name, value in answer.headers)
+
+
+async def pass_whole(answer: Answer, sink: Sink, extra: Headers, limit: int) -> Relayed:
+    """Read the answer, then send it. Raises UpstreamError before the client got anything."""
+    body = await answer.read(limit)
+    now = time.monotonic()
+    sink.start(answer.status, [*passed_on(answer.headers), *extra], len(body))
+    sink.write(body)
+    sink.end()
+    return Relayed(now, now, 1)
+
+
+async def pass_stream(answer: Answer, sink: Sink, extra: Headers) -> Relayed:
+    """Send each piece as it comes. Raises UpstreamError if it breaks before the first piece."""
+    first = last = 0.0
+    events = 0
+    try:
+        async for piece in answer:
+            last = time.monotonic()
+            if not sink.started:
+                first = last
+                sink.start(answer.status, [*passed_on(answer.headers), *extra])
+            events += piece.count(b"\n\n")
+            sink.write(piece)
+            await sink.drain()
+    except UpstreamError as error:
+        if not sink.started:
+            raise
+        sink.write(broken_stream(str(error)))
+        sink.end()
+        return Relayed(first, last, events, error)
+    if not sink.started:  # an empty stream
+        first = last = time.monotonic()
+        sink.start(answer.status, [*passed_on(answer.headers), *extra])
+    sink.end()
+    return Relayed(first, last, events)
+
+
+def broken_stream(why: str) -> bytes:
+    """Last event of a stream that broke: no [DONE] follows. It may have broken inside an event, so that is ended."""
+    return b"\n\ndata: " + HttpError(502, f"the worker's answer broke off: {why}", "worker_failed").body() + b"\n\n"

@@ -1,0 +1,194 @@
+"""vLLM's prefill/decode pair, one after the other: the decode worker is chosen by the footprint of the prefill.
+
+The prefill worker keeps the prompt's KV until a decode worker has fetched it. So from its answer on, something must
+fetch or drop it, whatever becomes of the client: a decode worker that gets the request, or :meth:`_let_go`. KV is
+offered to a second decode worker only if the first was never reached: it may have taken the blocks, and the prefill
+worker may have given them to another request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from coterie.errors import InputError
+from coterie.gateway.config import GatewayConfig
+from coterie.gateway.exchange.call import Call, Outcome, Sink
+from coterie.gateway.exchange.flow import Flow, Observer, may_retry, outcome
+from coterie.gateway.exchange.pool import Member, Pool
+from coterie.gateway.exchange.relay import pass_whole
+from coterie.gateway.signals.knowledge import Knowledge, Known
+from coterie.net.http1.messages import HttpError
+from coterie.net.http1.upstream import UpstreamError
+from coterie.wire.footprints import WireFootprint, footprint_of, without_footprint
+from coterie.wire.handoff import KV_KEY, prefill_body
+
+MOST_TOKENS = 1 << 31
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
+
+
+class _Prefilled(msgspec.Struct):
+    """What is read of a prefill worker's answer."""
+
+    usage: _Usage | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class Handoff(NamedTuple):
+    """What a prefill worker handed over."""
+
+    member: Member
+    params: dict[str, Any]
+    footprint: WireFootprint | None
+    tokens: int
+
+
+class VllmPairFlow(Flow):
+    def __init__(
+        self, prefill: Pool, decode: Pool, config: GatewayConfig, knowledge: Knowledge, observer: Observer
+    ) -> None:
+        super().__init__(config, knowledge, observer)
+        self.prefill, self.decode = prefill, decode
+        self._drops: set[asyncio.Task[None]] = set()
+
+    async def serve(self, call: Call, sink: Sink, known: Known) -> Outcome:
+        started = time.monotonic()
+        found = await self._prefilled(call, sink, known)
+        prefill_s = time.monotonic() - started
+        if isinstance(found, Outcome):
+            return found._replace(prefill_s=prefill_s)
+        if found is None:  # no prefill worker answered: the decode worker computes the prompt
+            delivered = await self.deliver(self.decode, call, known, sink, lambda _: call.raw)
+            return outcome(delivered, call, known, started, prefill_s=prefill_s)
+        if found.tokens:
+            known = known._replace(tokens=found.tokens)
+        if found.footprint is not None:
+            self.knowledge.learn(known, found.footprint)
+        offered = taken = False
+
+        def body(seen: bool) -> bytes:
+            nonlocal offered, taken
+            offered, taken = True, bool(found.params) and not seen
+            return call.with_fields(kv_transfer_params=found.params) if taken else call.raw
+
+        try:
+            delivered = await self.deliver(self.decode, call, known, sink, body, found.footprint)
+        except BaseException:  # the client went away, or no decode worker answered
+            self._let_go(found, call, offered)
+            raise
+        if not taken:
+            self._let_go(found, call, offered)
+        return outcome(
+            delivered,
+            call,
+            known,
+            started,
+            prefill=found.member.entry.id,
+            footprint=found.footprint,
+            prefill_s=prefill_s,
+        )
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._drops, return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------------------------- prefill
+
+    async def _prefilled(self, call: Call, sink: Sink, known: Known) -> Handoff | Outcome | None:
+        """What a prefill worker handed over; its refusal, passed on; None if none answered."""
+        asked = msgspec.json.encode(prefill_body(call.body))
+        tried: set[str] = set()
+        for attempt in range(self.health.retries + 1):
+            if len(tried) >= len(self.prefill):
+                break
+            member, choice = self.choose(self.prefill, call, known, tried)
+            try:
+                answer = await self.ask(member, call, asked, self.limits.prefill_s)
+                status = answer.status
+                if 400 <= status < 500 and not may_retry(status):  # the request's own fault
+                    await pass_whole(answer, sink, [], self.limits.answer_bytes)
+                    self.report(self.prefill, member, status)
+                    return Outcome(status, None, member.entry.id, reason=choice.decision.reason)
+                data = await answer.read(self.limits.answer_bytes)
+                if status == 200:
+                    handoff = self._read(member, call, data)
+                    self.report(self.prefill, member, status)
+                    self.knowledge.routed(self.prefill.name, choice.row, known)
+                    return handoff
+                self.report(self.prefill, member, status)
+            except UpstreamError as error:
+                self.report(self.prefill, member, 0, error)
+            finally:
+                self.prefill.finish(call.key)
+            tried.add(member.entry.id)
+            if len(tried) < len(self.prefill) and attempt < self.health.retries:
+                self.observer.retried(self.prefill)
+                await self.back_off(attempt)
+        self.observer.not_handed_over()
+        return None
+
+    def _read(self, member: Member, call: Call, data: bytes) -> Handoff:
+        """Raises UpstreamError for an answer that is no completion; a damaged footprint is counted and left out."""
+        try:
+            answer = msgspec.json.decode(data, type=_Prefilled)
+        except (msgspec.DecodeError, RecursionError, ValueError) as error:
+            raise UpstreamError("protocol", f"the prefill worker's answer cannot be read: {error}", True) from None
+        params = answer.kv_transfer_params or {}
+        footprint, problem = None, None
+        try:
+            footprint = footprint_of(params)
+        except InputError as error:
+            problem = str(error)
+        if footprint is not None and (wrong := self.knowledge.refuses(footprint)) is not None:
+            footprint, problem = None, wrong
+        self.observer.handed_over(call, footprint, problem)
+        tokens = 0 if answer.usage is None else answer.usage.prompt_tokens
+        return Handoff(member, without_footprint(params), footprint, tokens)
+
+    # ---------------------------------------------------------------------------------------------------- staged KV
+
+    def _let_go(self, found: Handoff, call: Call, offered: bool) -> None:
+        """Have the prompt's KV dropped, in the background.
+
+        A reference worker drops it when it is told to, fetched or not. Another engine keeps it until a decode worker
+        has taken it: if none was reached, one is asked for a single token. Engines give up KV after a while by
+        themselves, so what fails here costs memory for that time only.
+        """
+        if not found.params:
+            return
+        key = found.params.get(KV_KEY)
+        if isinstance(key, str):
+            work = self._delete(found.member, key)
+        elif not offered:
+            work = self._take(found, call)
+        else:
+            return
+        task = asyncio.create_task(work)
+        self._drops.add(task)
+        task.add_done_callback(self._drops.discard)
+
+    async def _delete(self, member: Member, key: str) -> None:
+        try:
+            answer = await member.upstream.send("DELETE", f"/kv/{key}", member.headers, head_s=self.limits.connect_s)
+            await answer.read()
+        except UpstreamError:
+            return
+
+    async def _take(self, found: Handoff, call: Call) -> None:
+        body = msgspec.json.encode({**prefill_body(call.body), "kv_transfer_params": found.params})
+        try:
+            member, _ = self.choose(self.decode, call, Known(), set())
+        except HttpError:
+            return
+        try:
+            answer = await self.ask(member, call, body, self.limits.prefill_s)
+            await answer.read()
+        except UpstreamError:
+            return
+        finally:
+            self.decode.finish(call.key)

@@ -1,0 +1,228 @@
+"""The gateway: OpenAI's endpoints in front of a fleet, and the endpoints of those who run it.
+
+    POST /v1/chat/completions, /v1/completions, /v1/embeddings, GET /v1/models     callers
+    GET /health                                                                    anyone
+    GET /metrics, /decisions, /workers, /routers                                   administrators
+    POST /workers, DELETE /workers/ID, PUT /routers/POOL, POST /reload             administrators
+
+A caller presents an API key; administrators have keys of their own. Without a keys file the gateway listens on a
+loopback address only, and takes requests for that address only: a page in a browser that was made to resolve to it is
+refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import Callable
+
+from coterie.errors import ConfigError
+from coterie.gateway.access.keys import Caller, Keys
+from coterie.gateway.access.rates import Rates
+from coterie.gateway.admin import Admin
+from coterie.gateway.config import GatewayConfig, is_loopback
+from coterie.gateway.exchange.call import CHAT, COMPLETIONS, EMBEDDINGS, MAX_ID, Call, Outcome, make_call
+from coterie.gateway.exchange.flow import RETRY_AFTER, failed
+from coterie.gateway.fleet.waiting import Refused, WaitingQueue
+from coterie.gateway.observing import CLIENT_GONE, Watcher, outcome_of
+from coterie.gateway.parts import Parts
+from coterie.gateway.signals.knowledge import NOTHING
+from coterie.net.http1.messages import Headers, HttpError, Limits, Request
+from coterie.net.http1.responder import Responder
+from coterie.net.http1.upstream import UpstreamError
+from coterie.wire.handoff import REQUEST_ID_HEADER
+
+REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
+DOMAIN_HEADER = b"x-coterie-domain"
+BYTES_PER_TOKEN = 64
+"""Most bytes of JSON that a token of a prompt takes: a long word with every character escaped."""
+LEAST_BODY = 1 << 16
+DEFAULT_BODY = 4 << 20
+"""Limit of bodies while no worker has told its context length."""
+ADMIN_BODY = 1 << 16
+OPEN = Caller("", admin=True)
+"""Caller on a loopback address without keys."""
+
+
+class Gateway:
+    """Handles requests; :mod:`coterie.gateway.serve` runs it."""
+
+    def __init__(self, parts: Parts, reload: Callable[[], None] | None = None) -> None:
+        self.parts = parts
+        self.watcher: Watcher = parts.watcher
+        self.draining = False
+        self.keys: Keys | None = None
+        self.rates = Rates()
+        self.body_limit = DEFAULT_BODY
+        self._admin = Admin(parts, reload)
+        self._in_flight: set[str] = set()
+        self._salts: dict[str, str] = {}
+        self.configure(parts.config)
+
+    def configure(self, config: GatewayConfig) -> None:
+        """Take over keys and limits of a config. Raises ConfigError and changes nothing if it cannot be used."""
+        keys = None if config.keys is None else Keys.load(config.keys)
+        if keys is None and not config.loopback:
+            raise ConfigError(
+                f"listen={config.listen} can be reached from other machines: set keys to a file of API keys "
+                "(coterie serve --new-key NAME makes one), or listen on 127.0.0.1"
+            )
+        self.config, self.keys = config, keys
+        limits = config.limits
+        self.queue: WaitingQueue = self.parts.queue
+        self.http_limits = Limits(
+            body_bytes=limits.body_bytes or self.body_limit,
+            head_s=limits.head_s,
+            body_s=limits.body_s,
+            write_s=limits.write_s,
+            connections=limits.connections,
+            connections_per_peer=limits.connections_per_peer,
+        )
+
+    def learn_context(self, tokens: int) -> None:
+        """Bound bodies by the context length of the models."""
+        self.body_limit = max(LEAST_BODY, tokens * BYTES_PER_TOKEN + LEAST_BODY)
+
+    # ------------------------------------------------------------------------------------------------- before the body
+
+    def check_head(self, request: Request) -> int:
+        """Refuse a request by its head; return the limit of its body."""
+        path = request.path
+        if path == "/health":
+            return 0
+        caller = self._caller(request)
+        request.context = caller
+        if not path.startswith("/v1/"):
+            if not caller.admin:
+                raise self._rejected("key", HttpError(403, "this endpoint needs an administrator's key"))
+            return ADMIN_BODY
+        wait_s = self.rates.take(caller, now=time.monotonic())
+        if wait_s:
+            after: Headers = [(b"retry-after", str(int(wait_s) + 1).encode())]
+            message = f"caller {caller.name!r} is over its rate; try again in {wait_s:.1f} s"
+            raise self._rejected("rate", HttpError(429, message, "rate_limit_exceeded", headers=after))
+        if self.draining:
+            error = HttpError(503, "the gateway is shutting down", "draining", headers=RETRY_AFTER)
+            raise self._rejected("draining", error)
+        return self.config.limits.body_bytes or self.body_limit
+
+    def _caller(self, request: Request) -> Caller:
+        if self.keys is not None:
+            caller = self.keys.check(request.header(b"authorization"))
+            if caller is None:
+                error = HttpError(
+                    401, "a known API key is needed: Authorization: Bearer KEY", headers=[(b"www-authenticate", b"Bearer")]
+                )
+                raise self._rejected("key", error)
+            return caller
+        host = (request.header(b"host") or b"").decode("latin-1")
+        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+        if not is_loopback(name.strip("[]")) or (request.header(b"origin") and not request.path.startswith("/v1/")):
+            raise self._rejected("key", HttpError(403, "without keys only this machine's own programs are served"))
+        return OPEN
+
+    def _rejected(self, reason: str, error: HttpError) -> HttpError:
+        self.watcher.metrics.rejected.inc(reason)
+        return error
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    async def handle(self, request: Request, responder: Responder) -> None:
+        path, method = request.path, request.method
+        if path in (COMPLETIONS, CHAT, EMBEDDINGS):
+            if method != "POST":
+                raise HttpError(405, f"{path} takes POST, not {method}", headers=[(b"allow", b"POST")])
+            await self._complete(request, responder)
+        elif path == "/health":
+            if self.draining:
+                raise HttpError(503, "the gateway is shutting down", "draining")
+            responder.send(200)
+        elif path == "/v1/models" and method in ("GET", "HEAD"):
+            await self._models(responder)
+        else:
+            await self._admin.handle(request, responder)
+
+    async def _complete(self, request: Request, responder: Responder) -> None:
+        started, watcher = time.monotonic(), self.watcher
+        call = self._call(request)
+        found = Outcome(500)
+        try:
+            async with self.queue.place(self.config.limits.queue_s), asyncio.timeout(self.config.limits.total_s):
+                watcher.metrics.queue_seconds.observe(time.monotonic() - started)
+                if call.path == EMBEDDINGS:
+                    found = await self.parts.plain.serve(call, responder, NOTHING)
+                else:
+                    known = await self.parts.knowledge.known(call)
+                    found = await self.parts.flow.serve(call, responder, known)
+        except Refused as refused:
+            found = Outcome(refused.status, problem=str(refused))
+            watcher.metrics.rejected.inc("queue_full" if refused.status == 429 else "queue_deadline")
+            after: Headers = [(b"retry-after", str(max(1, round(refused.retry_after_s))).encode())]
+            raise HttpError(refused.status, str(refused), "overloaded", headers=after) from None
+        except HttpError as error:
+            found = Outcome(error.status, problem=str(error))
+            raise
+        except TimeoutError:
+            found = Outcome(504, cut=responder.started, problem="timeout")
+            raise HttpError(504, f"no whole answer within {self.config.limits.total_s:g} s", "timeout") from None
+        except asyncio.CancelledError:
+            found = Outcome(CLIENT_GONE)
+            raise
+        finally:
+            self._in_flight.discard(call.key)
+            watcher.ended(call, found, time.monotonic() - started)
+
+    def _call(self, request: Request) -> Call:
+        """The request, checked, under a name that no other request in flight has."""
+        caller: Caller = request.context
+        try:
+            call = make_call(
+                request.path,
+                request.body,
+                headers=request.headers,
+                caller=caller.name,
+                salt=self._salt(caller),
+            )
+            given = request.header(REQUEST_ID)
+            if given is not None:
+                call = call._replace(id=_checked_id(given))
+            key = call.id if call.id not in self._in_flight else uuid.uuid4().hex
+        except HttpError as error:
+            self.watcher.metrics.requests.inc(request.path, outcome_of(error.status))
+            raise
+        self._in_flight.add(key)
+        domain = request.header(DOMAIN_HEADER)
+        span = self.parts.spans.request(f"POST {request.path}", request.headers)
+        return call._replace(key=key, domain=None if domain is None else domain.decode("latin-1"), span=span)
+
+    def _salt(self, caller: Caller) -> str | None:
+        """Salt of the caller's cached prefixes: others cannot guess it, and it is the same after a restart."""
+        if not caller.name or not self.config.separate_caches:
+            return None
+        salt = self._salts.get(caller.name)
+        if salt is None:
+            stored = next((one.sha256 for one in self.keys.entries if one.name == caller.name), "") if self.keys else ""
+            salt = self._salts[caller.name] = hashlib.sha256(f"cache {stored}".encode()).hexdigest()[:32]
+        return salt
+
+    async def _models(self, responder: Responder) -> None:
+        """The list of a worker: all serve the same."""
+        problem: HttpError = HttpError(503, "the fleet has no workers", "no_worker", headers=RETRY_AFTER)
+        for member in self.parts.first_open():
+            try:
+                answer = await member.upstream.send("GET", "/v1/models", member.headers, head_s=10.0)
+                body = await answer.read(1 << 20)
+            except UpstreamError as error:
+                problem = failed(error)
+                continue
+            responder.send(answer.status, body)
+            return
+        raise problem
+
+
+def _checked_id(given: bytes) -> str:
+    if not 0 < len(given) <= MAX_ID or not given.isascii() or not given.decode().isprintable():
+        raise HttpError(400, f"{REQUEST_ID_HEADER} must be 1 to {MAX_ID} printable ASCII characters")
+    return given.decode()

@@ -1,0 +1,108 @@
+"""Config files: what is accepted, what is refused in one line, and that nothing else ever happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coterie.errors import InputError
+from coterie.gateway.config import GatewayConfig, is_loopback, parse_config, read_config
+
+WHERE = Path("fleet.yaml")
+WHOLE = """
+listen: 127.0.0.1:0
+handshake: vllm
+workers:
+  - {id: p0, url: "http://127.0.0.1:1", role: prefill, kv_events: "tcp://127.0.0.1:2"}
+  - {id: d0, url: "http://127.0.0.1:3", role: decode, places: 8}
+decode: {router: joint, settings: {kv: 0.5}}
+limits: {body_bytes: 1000, queue_s: 1.5}
+"""
+
+
+def test_a_whole_file() -> None:
+    config = parse_config(WHOLE, WHERE)
+    assert [worker.id for worker in config.workers] == ["p0", "d0"]
+    assert config.address == ("127.0.0.1", 0)
+    assert config.loopback
+    assert config.decode.settings == {"kv": 0.5}
+    assert config.limits.queue_s == 1.5
+    assert parse_config("", WHERE) == GatewayConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("handshak: vllm", "handshak"),
+        ("listen: 8000", "listen"),
+        ("listen: localhost", "HOST:PORT"),
+        ("listen: localhost:99999", "0 … 65535"),
+        ("workers: [{id: a, url: 'ftp://x'}]", "http://HOST:PORT"),
+        ("workers: [{id: a, url: 'http://x:port'}]", "http://x:port"),
+        ("workers: [{id: a, url: 'http://x'}, {id: a, url: 'http://y'}]", "'a' is there twice"),
+        ("workers: [{id: a, url: 'http://x', role: prefill}]", "set handshake"),
+        ("handshake: sglang\nworkers: [{id: a, url: 'http://x', role: prefill}]", "bootstrap_port"),
+        ("limits: {queue_s: 0}", "queue_s=0"),
+        ("limits: {queue_s: .inf}", "queue_s=inf"),
+        ("a: &x 1\nb: *x", "alias"),
+        ("listen: a:1\nlisten: b:2", "is there twice"),
+        ("? [a, b]\n: 1", "not a name"),
+        ("[" * 5000, "nested"),
+        ("- 1", "object"),
+        ("{", "cannot be parsed"),
+    ],
+)
+def test_what_is_refused(text: str, words: str) -> None:
+    with pytest.raises(InputError, match="fleet.yaml") as error:
+        parse_config(text, WHERE)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path, content in ((tmp_path / "missing", None), (tmp_path / "binary", b"\xff\xfe\x00"), (tmp_path, None)):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(InputError):
+            read_config(path)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+names = st.sampled_from([*GatewayConfig.__struct_fields__, "more"])
+
+
+@given(st.dictionaries(names, values, max_size=4))
+def test_any_values(found: dict[str, Any]) -> None:
+    try:
+        parse_config(yaml.safe_dump(found), WHERE)
+    except InputError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+
+
+@given(st.text(max_size=60))
+def test_any_text(text: str) -> None:
+    try:
+        parse_config(text, WHERE)
+    except InputError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+
+
+def test_loopback() -> None:
+    assert [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::", "10.0.0.1", "x")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
