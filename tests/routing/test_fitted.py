@@ -19,8 +19,9 @@ from coterie.models import get_model
 from coterie.routing import LocalityBand, Request, routers
 from coterie.routing.calibration import Calibration, calibration
 from coterie.routing.clustering import assign, capacities
-from coterie.routing.fitted import Learned, RouterFit
+from coterie.routing.fitted import RouterFit
 from coterie.routing.forecast import Forecast
+from coterie.routing.learned import Learned
 from coterie.routing.union import expected_distinct_saving, tangents, union_clusters
 from coterie.traces import ActivationTrace, TraceMeta
 from coterie.traces.arrivals import LognormalLengths

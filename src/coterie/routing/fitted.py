@@ -12,32 +12,29 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from coterie._numba import njit
 from coterie.costs.lines import StepPrices
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError, InputError, TraceError, check_at_least, check_not_negative, require_fitted
+from coterie.errors import ConfigError, InputError, TraceError, check_at_least, require_fitted
 from coterie.footprints.signatures import Counts, Signature, Weighting
-from coterie.routing._dots import products
 from coterie.routing.base import Router, routers
 from coterie.routing.calibration import Calibration, activation_probabilities, calibration, tokens_of
 from coterie.routing.clustering import Labels, cluster
 from coterie.routing.fleet import Fleet
 from coterie.routing.forecast import Forecast
+from coterie.routing.learned import Learned, check_ranges
 from coterie.routing.union import cluster_profiles, union_clusters
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.store import ArrayFile, write_described
 
 FORMAT, VERSION = "coterie-router", 1
 FIT_HINT = "a fit to a trace; make it with coterie.fit_router(trace, workers)"
-NARROW_BYTES = 1 << 20
-"""Centroids above this size are kept in 8 bits: reading them dominates the time of a similarity."""
 RESTART_WORK = 2e8
 """Work for all random starts of the union search. One start costs requests x expert indices x workers; at most 10 are
 made."""
@@ -45,88 +42,6 @@ made."""
 
 MOST_BATCH = 1 << 16
 """Most requests in a decode step: far more than any device decodes."""
-SLACK = 1e-3
-"""Relative slack for rounding errors of sums in 32 bits."""
-
-
-class Learned(NamedTuple):
-    """Fitted values of a :class:`RouterFit`."""
-
-    model: str
-    """Name of the model whose routing was learned."""
-    num_layers: int
-    num_experts: int
-    shape: tuple[int, ...]
-    """Shape of a footprint: (layers, experts)."""
-    top_k: int
-    signature: Signature
-    centroids: NDArray[np.float32]
-    """[worker, index in kept layers] mean signatures, of length 1."""
-    profiles: NDArray[np.float32]
-    """[worker, expert index] mean activation probabilities in decode."""
-    forecast: Forecast
-    shares: NDArray[np.float32]
-    """[worker] share of calibration requests in the worker's union-minimising cluster."""
-    narrow: NDArray[np.int8] | None
-    """Centroids in 8 bits, if they are large."""
-    scales: NDArray[np.float32] | None
-    """[worker] factor from 8-bit products to similarities."""
-    seen: NDArray[np.uint64] | None
-    """Digests of the calibration requests, ascending; None in a file that does not have them."""
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        model: str,
-        num_layers: int,
-        num_experts: int,
-        top_k: int,
-        signature: Signature,
-        centroids: NDArray[np.float32],
-        profiles: NDArray[np.float32],
-        forecast: Forecast,
-        shares: NDArray[np.float32],
-        seen: NDArray[np.uint64] | None = None,
-    ) -> Learned:
-        """Check the values, and quantise large centroids."""
-        size, workers = num_layers * num_experts, len(centroids)
-        expected = {
-            "signature.weights": (signature.weights.shape, (num_layers, num_experts)),
-            "centroids": (centroids.shape, (workers, signature.size)),
-            "profiles": (profiles.shape, (workers, size)),
-            "forecast.after": (forecast.map.after.shape, (size,)),
-            "shares": (shares.shape, (workers,)),
-        }
-        for name, (found, right) in expected.items():
-            if found != right:
-                raise ConfigError(f"{name} has shape {found}; it must be {right}")
-        if not 1 <= top_k <= num_experts:
-            raise ConfigError(f"top_k={top_k} must be in 1 … {num_experts}")
-        for name, array in (("centroids", centroids), ("profiles", profiles), ("shares", shares)):
-            if not np.isfinite(array).all():
-                raise ConfigError(f"{name} must be finite")
-        narrow = scales = None
-        if centroids.nbytes > NARROW_BYTES:
-            scales = np.abs(centroids).max(axis=1) / 127
-            scales = np.where(scales > 0, scales, 1.0).astype(np.float32)
-            narrow = np.round(centroids / scales[:, None]).astype(np.int8)
-            scales = scales / np.float32(_WIDE)
-        return cls(
-            model=model,
-            num_layers=num_layers,
-            num_experts=num_experts,
-            shape=(num_layers, num_experts),
-            top_k=top_k,
-            signature=signature,
-            centroids=centroids,
-            profiles=profiles,
-            forecast=forecast,
-            shares=shares,
-            narrow=narrow,
-            scales=scales,
-            seen=None if seen is None else np.sort(seen),
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -216,20 +131,26 @@ class RouterFit:
     def with_signature(self, signature: Signature, centroids: NDArray[np.float32]) -> RouterFit:
         """Copy the fit with another signature and its centroids."""
         other = RouterFit(self.workers, self.batch, self.weighting, self.speeds)
-        kept = self.learned
-        other.learned_ = Learned.of(
-            model=kept.model,
-            num_layers=kept.num_layers,
-            num_experts=kept.num_experts,
-            top_k=kept.top_k,
-            signature=signature,
-            centroids=centroids,
-            profiles=kept.profiles,
-            forecast=kept.forecast,
-            shares=kept.shares,
-            seen=kept.seen,
-        )
+        other.learned_ = self.learned.changed(signature=signature, centroids=centroids)
         return other
+
+    def widened(self, workers: int) -> RouterFit:
+        """The fit for a fleet of more workers, made without fitting again; for fewer, the fit itself.
+
+        Rows of the fit stay as they are. Each further row repeats the cluster with the largest share of requests per
+        worker, as the fleet grows. For fewer workers than rows, leave rows of the fleet without a living worker.
+        """
+        if workers <= self.workers:
+            return self
+        rows = self.learned.rows_for(workers)
+        speeds = None if self.speeds is None else np.asarray(self.speeds)[rows]
+        wider = RouterFit(workers, self.batch, self.weighting, speeds)
+        wider.learned_ = self.learned.changed(
+            centroids=self.learned.centroids[rows],
+            profiles=self.learned.profiles[rows],
+            shares=(self.learned.shares / np.bincount(rows))[rows].astype(np.float32),
+        )
+        return wider
 
     def router(self, name: str, model: StepModel, **settings: Any) -> Router:
         """Make a registered router for a fleet of this fit's workers, with step prices from `model`.
@@ -250,13 +171,7 @@ class RouterFit:
     def similarities(self, footprint: Counts) -> NDArray[np.float32]:
         """[worker] cosine of a request's signature with each centroid, from its prefill's counts [layer, expert]."""
         learned = self.learned
-        own = learned.signature.transform(footprint)
-        out = np.empty(self.workers, np.float32)
-        if learned.narrow is None or learned.scales is None:
-            products(learned.centroids, own, out)
-        else:
-            _narrow_similarities(learned.narrow, learned.scales, np.asarray(own * _WIDE, np.int16), out)
-        return out
+        return learned.similarities(learned.signature.transform(footprint))
 
     def profile(self, footprint: Counts) -> NDArray[np.float32]:
         """[expert index] activation probabilities forecast for decode, from prefill counts; the mean if all are 0."""
@@ -353,7 +268,7 @@ class RouterFit:
                 shares=found["shares"],
                 seen=None if seen is None else np.array(seen),
             )
-            _check_ranges(fitted.learned_)
+            check_ranges(fitted.learned_)
         except KeyError as error:
             raise TraceError(file, f"metadata {error.args[0]}", "is missing") from None
         except (ConfigError, TypeError, ValueError, OverflowError) as error:
@@ -370,8 +285,6 @@ class RouterFit:
             raise ConfigError(f"the router was fitted for {self.workers} workers; the fleet has {workers}")
 
 
-_WIDE = 32767.0
-"""Fixed-point scale of a 16-bit signature. Its product with an 8-bit row fits in 32 bits: the lengths bound it."""
 _DTYPES: dict[str, Any] = {
     "weights": np.float32,
     "layers": np.int64,
@@ -383,29 +296,6 @@ _DTYPES: dict[str, Any] = {
     "inward": np.float32,
     "outward": np.float32,
 }
-
-
-def _check_ranges(learned: Learned) -> None:
-    """Refuse values that no fit gives, and that a router would compare without a word."""
-    forecast = learned.forecast.map
-    means = np.stack([forecast.before, forecast.after]).sum(axis=1, dtype=np.float64)
-    per_token = float(learned.top_k * learned.num_layers)
-    for name, array, most in (("profiles", learned.profiles, learned.top_k), ("shares", learned.shares, 1)):
-        low, high = float(array.min()), float(array.max())
-        if low < 0 or high > most * (1 + SLACK):
-            raise ConfigError(f"{name} hold {low if low < 0 else high:g}; they must be in 0 … {most}")
-    lengths = np.linalg.norm(learned.centroids.astype(np.float64), axis=1)
-    sums = learned.profiles.sum(axis=1, dtype=np.float64)
-    for name, found, right in (
-        ("lengths of centroids", lengths, 1.0),
-        ("sums of profiles over experts and layers", sums, per_token),
-        ("sums of before and after over experts and layers", means, per_token),
-        ("sum of shares", learned.shares.sum(dtype=np.float64, keepdims=True), 1.0),
-    ):
-        off = np.where(found == 0, 0.0, np.abs(found / right - 1))  # 0: a worker without requests
-        if off.max() > SLACK:
-            raise ConfigError(f"{name} must be {right:g}; found {found[off.argmax()]:g}")
-    check_not_negative(own=forecast.own, noise=forecast.noise, ridge=forecast.ridge)
 
 
 class _Watch:
@@ -429,14 +319,3 @@ def _follow(labels: Labels, leading: Labels, workers: int, speeds: NDArray[np.fl
     if speeds is not None:
         shared[np.not_equal.outer(np.asarray(speeds), np.asarray(speeds))] = -float(len(labels))
     return np.asarray(linear_sum_assignment(shared, maximize=True)[1][labels], np.int64)
-
-
-@njit(fastmath=True)
-def _narrow_similarities(
-    rows: NDArray[np.int8], scales: NDArray[np.float32], own: NDArray[np.int16], out: NDArray[np.float32]
-) -> None:
-    for worker in range(rows.shape[0]):
-        total = np.int32(0)
-        for index in range(rows.shape[1]):  # casts keep Numba from widening to 64 bits, which is not vectorised
-            total = np.int32(total + np.int32(np.int32(rows[worker, index]) * np.int32(own[index])))
-        out[worker] = total * scales[worker]

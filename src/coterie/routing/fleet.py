@@ -16,6 +16,7 @@ calibration at first, then a moving average of those that arrived.
 
 from __future__ import annotations
 
+from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,12 @@ the sums of 37,000 requests of probability `MOST_CERTAIN`."""
 
 LEAST_LOG = -16.0
 """Logarithm of the smallest probability distinguished from 0."""
+
+MOST_CONTEXT = 1 << 40
+"""Most tokens of a request: 64 bits hold the sum over eight million of them."""
+
+MOST_ACTIVATIONS = 64
+"""Most times that a token activates an expert: traces with repeated ids give more than 1."""
 
 STALE = 0.1
 """Relative change of the fleet's mean load after which the values of all workers are recomputed."""
@@ -119,13 +126,15 @@ class Fleet:
         return free if free.any() else self.alive
 
     def admit(self, request_id: str, worker: int, context: int = 0, profile: NDArray[np.float32] | None = None) -> None:
-        """Add a request to its worker."""
+        """Add a request to its worker. What is refused with an error leaves the fleet as it was."""
         if request_id in self._residents:
             worker = self._residents[request_id].worker
             raise ConfigError(f"request {request_id!r} is in the fleet already, on worker {worker}")
         if not 0 <= worker < len(self):
             raise ConfigError(f"worker={worker} must be in 0 … {len(self) - 1}")
-        logs = None
+        worker, context, logs = index(worker), index(context), None
+        if not 0 <= context <= MOST_CONTEXT:
+            raise ConfigError(f"context={shown(context)} must be in 0 … {MOST_CONTEXT} tokens")
         if profile is not None:
             profile = self._checked(profile)
             logs = _logs(profile)
@@ -160,6 +169,56 @@ class Fleet:
         self._shift(known.worker, known.logs, -1, refresh=False)
         self._shift(known.worker, logs, 1)
 
+    def take_over(self, other: Fleet, priors: bool = False) -> None:
+        """Copy another fleet's requests into this empty one. They stay on their rows, which this one must have.
+
+        Places, speeds and which workers are alive are this fleet's own. Profiles are dropped if the fleets track
+        different experts. With `priors`, rows that both have keep what `other` learned of the requests they usually
+        get.
+        """
+        if self._residents:
+            raise ConfigError(f"the fleet has {len(self._residents)} requests; only an empty one can take over another")
+        rows = min(len(self), len(other))
+        if other.running[rows:].any():
+            raise ConfigError(
+                f"the fleet has {rows} workers; requests run on worker {int(np.flatnonzero(other.running)[-1])}"
+            )
+        same = self.tracks_experts and self.missed.shape[1] == other.missed.shape[1]
+        for name in ("running", "context_tokens", "prefill_tokens", "kv_used", "in_round"):
+            getattr(self, name)[:rows] = getattr(other, name)[:rows]
+        self.routed = other.routed
+        self._residents = dict(other._residents)
+        if same:
+            self._logs[:rows], self._profiled[:rows] = other._logs[:rows], other._profiled[:rows]
+            if priors:
+                self._prior[:rows], self._prior_logs[:rows] = other._prior[:rows], other._prior_logs[:rows]
+            self._tracking = other._tracking
+        else:
+            self._residents = {name: one._replace(logs=None) for name, one in other._residents.items()}
+        self._mean = -1.0  # no mean is this small: the values of all workers are computed
+        self._shift(0, None, 0)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where sums differ from those of the requests that are in the fleet."""
+        running, context, profiled = (np.zeros(len(self), np.int64) for _ in range(3))
+        logs = np.zeros_like(self._logs)
+        for one in self._residents.values():
+            running[one.worker] += 1
+            context[one.worker] += one.context
+            if one.logs is not None:
+                profiled[one.worker] += 1
+                logs[one.worker] += one.logs
+        for name, found, right in (
+            ("running", self.running, running),
+            ("context_tokens", self.context_tokens, context),
+            ("_profiled", self._profiled, profiled),
+            ("_logs", self._logs, logs),
+        ):
+            if not np.array_equal(found, right):
+                raise AssertionError(f"fleet.{name} differs from its requests' sum")
+        if not np.isfinite(self._prior).all():
+            raise AssertionError("a prior of the fleet is not finite")
+
     def _known(self, request_id: str) -> _Resident:
         known = self._residents.get(request_id)
         if known is None:
@@ -169,9 +228,12 @@ class Fleet:
     def _checked(self, profile: NDArray[np.float32]) -> NDArray[np.float32]:
         if not self.tracks_experts:
             raise ConfigError("the fleet tracks no experts but a request has a profile: make the fleet with a prior")
-        if len(profile) != self.missed.shape[1]:
-            raise ConfigError(f"profile has {len(profile)} expert indices; the fleet has {self.missed.shape[1]}")
-        return np.ascontiguousarray(profile, np.float32)
+        if profile.shape != self.missed.shape[1:]:
+            raise ConfigError(f"profile has shape {profile.shape}; the fleet has {self.missed.shape[1]} expert indices")
+        profile = np.ascontiguousarray(profile, np.float32)
+        if not _probable(profile):
+            raise ConfigError(f"profile must hold finite numbers in 0 … {MOST_ACTIVATIONS}")
+        return profile
 
     def _shift(self, worker: int, logs: NDArray[np.int32] | None, sign: int, refresh: bool = True) -> None:
         """Add or subtract a request's experts, and update the workers' values."""
@@ -194,6 +256,21 @@ class Fleet:
                 self.distinct,
                 self.missed,
             )
+
+
+def shown(number: int) -> str:
+    """A number for a message: Python refuses to print one of thousands of digits."""
+    return str(number) if abs(number) < 1 << 64 else f"a number of {number.bit_length()} bits"
+
+
+# Not with fastmath, which assumes that nothing is NaN.
+@njit()
+def _probable(p: NDArray[np.float32]) -> bool:
+    """Whether all are activation counts of a token, give or take rounding; a NaN is not."""
+    wrong = 0
+    for at in range(len(p)):
+        wrong += not (np.float32(-0.001) <= p[at] <= np.float32(MOST_ACTIVATIONS))
+    return wrong == 0
 
 
 def _logs(profiles: NDArray[np.float32]) -> NDArray[np.int32]:

@@ -1,0 +1,1 @@
+"""The workers of a live fleet: who runs what, who may be chosen, who waits. Nothing here knows of HTTP."""

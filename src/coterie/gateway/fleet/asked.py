@@ -1,0 +1,172 @@
+"""What a keeper lets through to a router, and how it names what went wrong.
+
+A request comes from a client, its footprint from a worker or a predictor, its cached tokens from event streams: none of
+them can be trusted to be of the right size. Compiled loops do not check their indices, so it is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import index
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.errors import ConfigError, CoterieError
+from coterie.routing import Decision, Fleet, Request
+from coterie.routing.fleet import MOST_CONTEXT, shown
+
+MOST_COUNT = 1 << 40
+"""Most activations of one expert by a request."""
+COUNTS, SHARES = np.dtype(np.int64), np.dtype(np.float32)
+"""Types of footprints that routers get: loops are compiled for these two."""
+
+
+class BadRequestError(ConfigError):
+    """A value of a request that no router may see; `reason` is what it is counted as."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Fallback(NamedTuple):
+    """Why a router did not choose."""
+
+    reason: str
+    """One of a few words, to count by."""
+    text: str
+
+
+def fallback_of(error: Exception) -> Fallback:
+    """Name an error. The text of errors that are not Coterie's is left out: it may quote the request."""
+    name = type(error).__name__
+    if isinstance(error, BadRequestError):
+        return Fallback(error.reason, str(error))
+    return Fallback("router_error", f"{name}: {error}" if isinstance(error, CoterieError) else name)
+
+
+class HasRow(Protocol):
+    @property
+    def row(self) -> int: ...
+
+
+def tokens_of(wanted: Request) -> int:
+    """The prompt's tokens; 0 if that is no number of tokens."""
+    try:
+        tokens = index(wanted.prompt_tokens)
+    except TypeError:
+        return 0
+    return tokens if 0 <= tokens <= MOST_CONTEXT else 0
+
+
+def checked(
+    wanted: Request, fleet: Fleet, members: Mapping[str, HasRow], cached: Mapping[str, int] | None = None
+) -> Request:
+    """The request as a router may see it: types that loops are compiled for, no NaN, an entry for every row.
+
+    Raises :class:`BadRequestError`. Cached tokens are clipped to the prompt's, because workers may report more.
+    """
+    tokens = wanted.prompt_tokens
+    if type(tokens) is not int or not 0 <= tokens <= MOST_CONTEXT:
+        tokens = _checked_tokens(tokens)
+    footprint, held = wanted.footprint, wanted.cached_tokens
+    if footprint is not None:
+        footprint = _checked_footprint(footprint)
+    if cached is not None:
+        held = _by_row(cached, len(fleet), members)
+    if held is not None:
+        held = _checked_cached(held, len(fleet), tokens)
+    if tokens is wanted.prompt_tokens and footprint is wanted.footprint and held is wanted.cached_tokens:
+        return wanted
+    return Request(wanted.id, tokens, footprint, wanted.domain, held)
+
+
+def checked_row(decision: Decision, fleet: Fleet) -> int:
+    """The row that a router chose; refuses one that it may not choose, and what is no decision."""
+    if not isinstance(decision, Decision):
+        raise BadRequestError("bad_decision", f"the router gave a {type(decision).__name__}; expected a Decision")
+    row, scores = decision.worker, decision.scores
+    try:
+        row = index(row)
+    except TypeError:
+        raise BadRequestError("bad_decision", f"the router chose a {type(row).__name__}; expected a row") from None
+    if not 0 <= row < len(fleet.alive) or not fleet.alive.item(row):
+        raise BadRequestError("bad_choice", f"the router chose row {shown(row)}, which may not be chosen")
+    if type(scores) is not np.ndarray or scores.shape != fleet.alive.shape:
+        raise BadRequestError("bad_decision", f"the router's scores must be an array of {len(fleet)}")
+    return row
+
+
+def _checked_tokens(tokens: Any) -> int:
+    try:
+        found = index(tokens)
+    except TypeError:
+        raise BadRequestError("bad_tokens", f"prompt_tokens is a {type(tokens).__name__}; expected an int") from None
+    if not 0 <= found <= MOST_CONTEXT:
+        raise BadRequestError("bad_tokens", f"prompt_tokens={shown(found)} must be in 0 … {MOST_CONTEXT}")
+    return found
+
+
+def _checked_footprint(footprint: Any) -> NDArray[Any]:
+    if type(footprint) is not np.ndarray or footprint.ndim != 2 or footprint.size == 0:
+        found = getattr(footprint, "shape", type(footprint).__name__)
+        raise BadRequestError("bad_footprint", f"footprint is {found}; expected an array [layer, expert]")
+    dtype = footprint.dtype
+    if (dtype != COUNTS and dtype != SHARES) or not footprint.flags.c_contiguous:
+        if dtype.kind not in "iuf":
+            raise BadRequestError("bad_footprint", f"footprint has dtype {dtype}; expected numbers")
+        with np.errstate(all="ignore"):  # what overflows is refused below
+            footprint = np.ascontiguousarray(footprint, SHARES if dtype.kind == "f" else COUNTS)
+    if not _countable(footprint.reshape(-1)):
+        raise BadRequestError("bad_footprint", f"footprint must hold numbers in 0 … {MOST_COUNT}")
+    found: NDArray[Any] = footprint
+    return found
+
+
+def _by_row(cached: Mapping[str, int], rows: int, members: Mapping[str, HasRow]) -> NDArray[np.int64]:
+    held = np.zeros(rows, np.int64)
+    for worker_id, tokens in cached.items():
+        member = members.get(worker_id)
+        if member is not None:
+            held[member.row] = min(max(_cached_int(tokens), 0), MOST_CONTEXT)
+    return held
+
+
+def _cached_int(tokens: Any) -> int:
+    try:
+        return index(tokens)
+    except TypeError:
+        raise BadRequestError(
+            "bad_cached_tokens", f"{type(tokens).__name__} tokens are cached; expected an int"
+        ) from None
+
+
+def _checked_cached(held: Any, rows: int, tokens: int) -> NDArray[np.int64]:
+    if type(held) is not np.ndarray or held.ndim != 1 or held.dtype.kind not in "iu":
+        raise BadRequestError("bad_cached_tokens", "cached_tokens must be an array [row] of whole numbers")
+    if held.dtype == COUNTS and len(held) == rows and held.flags.c_contiguous and _within(held, tokens):
+        return held
+    whole = np.zeros(rows, np.int64)
+    some = min(rows, len(held))
+    whole[:some] = np.minimum(np.maximum(held[:some], 0), tokens)
+    return whole
+
+
+@njit()
+def _countable(counts: NDArray[Any]) -> bool:
+    """Whether all are numbers of activations; a NaN is not."""
+    wrong = 0
+    for at in range(len(counts)):
+        wrong += not (0 <= counts[at] <= MOST_COUNT)
+    return wrong == 0
+
+
+@njit()
+def _within(held: NDArray[np.int64], most: int) -> bool:
+    wrong = 0
+    for at in range(len(held)):
+        wrong += not (0 <= held[at] <= most)
+    return wrong == 0

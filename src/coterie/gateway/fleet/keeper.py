@@ -1,0 +1,232 @@
+"""The keeper of a pool of workers: worker ids → rows of a :class:`~coterie.routing.fleet.Fleet`, and who runs where.
+
+A front end asks :meth:`FleetKeeper.route` for a worker, and tells :meth:`FleetKeeper.finish` when the request ended;
+one that chooses by itself tells :meth:`FleetKeeper.admit`. Such messages may come more than once and in any order, as
+networks deliver them: a request is counted once, and one whose end came first is never counted.
+
+Serving comes before routing well. Whatever a router raises, and a choice that it may not make, falls back to the
+shortest queue. It is counted by reason and leaves the fleet as it was. If no worker is open, requests go to the least
+loaded one all the same: a breaker that is wrong about all workers must not stop the service.
+
+Rows are stable: a worker that leaves and comes back gets its row again, with what the fleet learned of the requests it
+usually gets, unless another took it. Requests that still run on a worker that left are counted there until they finish.
+
+No I/O, no clock, not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import UnavailableError
+from coterie.gateway.fleet.asked import Fallback, checked, checked_row, fallback_of, tokens_of
+from coterie.gateway.fleet.pool import NO_SPEC, Pool, RouterSource
+from coterie.routing import Decision, JoinShortestQueue, Request
+
+NO_ROWS: list[int] = []
+ROUTER_ERROR = Fallback("router_error", "the router failed")
+ALL_CLOSED = Fallback("all_closed", "all workers are closed: the least loaded all the same")
+ALL_EXCLUDED = Fallback("all_excluded", "all workers failed the request: the least loaded all the same")
+ENDED = Fallback("ended", "the request ended before it was routed: not counted")
+REMEMBERED = 16_384
+"""Requests that ended, and ends that came before their requests, remembered to tell messages that come twice."""
+
+
+class Choice(NamedTuple):
+    """The worker that got a request."""
+
+    worker_id: str
+    row: int
+    decision: Decision
+    """Scores are [row]."""
+    fallback: str | None = None
+    """Why the router did not choose, a key of :attr:`Counters.fallbacks`; None where it did."""
+
+
+class FleetKeeper(Pool):
+    """Keeps one pool. Make one with the spec of a router; workers join later."""
+
+    def __init__(self, spec: RouterSource = NO_SPEC, context: Mapping[str, Any] | None = None) -> None:
+        """`spec` names the router.
+
+        `context` holds values for it that a spec cannot name: `fitted` (a RouterFit), `cost` (StepPrices), `placement`,
+        `labels` by row, and what a plugin's router needs.
+        """
+        super().__init__(spec, context)
+        self._running: dict[str, Choice] = {}
+        self._ended = _Recent()
+        self._early = _Recent()
+        """Requests whose end came before them."""
+        self._shortest = JoinShortestQueue()
+
+    def route(
+        self, request_id: str, wanted: Request, exclude: Collection[str] = (), cached: Mapping[str, int] | None = None
+    ) -> Choice:
+        """Choose a worker for a request and admit it there. Finish it, whatever becomes of it.
+
+        `request_id` must differ from those of all requests that run: make it yourself, do not take a client's.
+        `wanted.cached_tokens` is [row]; an array made before the pool grew may be shorter. `cached` gives the same by
+        worker id and replaces it; workers it does not name hold nothing. `exclude` names workers that failed the
+        request. A request that runs already is answered with its choice, unless that worker is excluded: then it
+        moves. Raises UnavailableError if the pool is empty.
+        """
+        known = self._running.get(request_id)
+        if known is not None:
+            if known.worker_id not in exclude:
+                self.counters.repeated += 1
+                return known
+            self.finish(request_id)
+        if not self._members:
+            raise UnavailableError("the pool has no workers")
+        fleet, failure = self._made.fleet, None
+        if request_id in self._early:
+            self._ended_first(request_id)
+            return self._fall_back(exclude, ENDED)
+        hidden = self._hide(exclude) if exclude else NO_ROWS
+        if self._open > len(hidden):
+            try:
+                asked = checked(wanted, fleet, self._members, cached)
+                decision = self._made.router.route(asked, fleet)
+                row = checked_row(decision, fleet)
+                for one in hidden:
+                    fleet.alive[one] = True
+                fleet.admit(request_id, row, asked.prompt_tokens, decision.profile)
+                choice = Choice(self._ids[row] or "", row, decision)
+                self._running[request_id] = choice
+                self.counters.admitted += 1
+                return choice
+            except Exception as error:  # a router may be anyone's code
+                failure = fallback_of(error)
+        for one in hidden:
+            fleet.alive[one] = True
+        choice = self._fall_back(exclude, failure)
+        fleet.admit(request_id, choice.row, tokens_of(wanted))
+        self._running[request_id] = choice
+        self.counters.admitted += 1
+        return choice
+
+    def admit(
+        self, request_id: str, worker_id: str, tokens: int = 0, profile: NDArray[np.float32] | None = None
+    ) -> bool:
+        """Count a request on a worker that a front end chose by itself; returns whether it was added.
+
+        Admitting a request again changes nothing, nor does admitting one that ended: ids are used once.
+        """
+        if request_id in self._running or request_id in self._ended:
+            self.counters.repeated += 1
+            return False
+        if request_id in self._early:
+            self._ended_first(request_id)
+            return False
+        member = self._members.get(worker_id)
+        if member is None:
+            self.counters.unknown_workers += 1
+            return False
+        fleet, failure, tokens = self._made.fleet, None, tokens_of(Request(prompt_tokens=tokens))
+        try:
+            fleet.admit(request_id, member.row, tokens, profile)
+        except Exception as error:
+            failure = fallback_of(error).reason
+            self.counters.fallbacks[failure] += 1
+            fleet.admit(request_id, member.row, tokens)
+        decision = Decision(member.row, np.zeros(len(fleet)), "chosen by the front end")
+        self._running[request_id] = Choice(worker_id, member.row, decision, failure)
+        self.counters.admitted += 1
+        return True
+
+    def finish(self, request_id: str) -> bool:
+        """Remove a request that ended, failed or was cancelled; returns whether it ran. It may be told again."""
+        if self._running.pop(request_id, None) is not None:
+            self._made.fleet.finish(request_id)
+            self.counters.finished += 1
+            self._ended.add(request_id)
+            return True
+        if request_id in self._ended:
+            self.counters.repeated += 1
+        else:
+            self.counters.unknown_finishes += 1
+            self._early.add(request_id)
+        return False
+
+    @property
+    def in_flight(self) -> int:
+        """Requests admitted and not finished."""
+        return len(self._running)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where ids, rows, requests and the fleet do not agree."""
+        fleet = self.fleet
+        fleet.check_integrity()
+        rows = {worker_id: one.row for worker_id, one in self._members.items()}
+        found = {worker_id: row for row, worker_id in enumerate(self._ids) if worker_id is not None}
+        alive = np.zeros(len(fleet), np.bool_)
+        for one in self._members.values():
+            alive[one.row] = one.open
+        counts = np.bincount([one.row for one in self._running.values()], minlength=len(fleet))
+        for right, what in (
+            (rows == found, "rows of workers"),
+            (len(self._ids) == len(self._last) == len(fleet), "number of rows"),
+            (set(self._left) <= {row for row, there in enumerate(self._ids) if there is None}, "rows that are free"),
+            (np.array_equal(alive, fleet.alive), "workers that may be chosen"),
+            (self._open == int(alive.sum()), "number of workers that may be chosen"),
+            (np.array_equal(counts, fleet.running), "requests that run"),
+            (len(self._running) == self.counters.admitted - self.counters.finished, "requests that did not finish"),
+        ):
+            if not right:
+                raise AssertionError(f"the keeper and its fleet disagree on the {what}")
+
+    def _fall_back(self, exclude: Collection[str], failure: Fallback | None) -> Choice:
+        """The shortest queue of the workers that are left, best of all an open one that is not excluded."""
+        fleet, excluded = self._made.fleet, set(exclude)
+        members = self._members.items()
+        why, rows = next(
+            (why, rows)
+            for why, rows in (
+                (failure or ROUTER_ERROR, [one.row for name, one in members if one.open and name not in excluded]),
+                (ALL_CLOSED, [one.row for name, one in members if name not in excluded]),
+                (ALL_EXCLUDED, [one.row for _, one in members if one.open]),
+                (ALL_EXCLUDED, [one.row for _, one in members]),
+            )
+            if rows
+        )
+        alive = fleet.alive.copy()
+        fleet.alive[:] = False
+        fleet.alive[rows] = True
+        try:
+            found = self._shortest.route(Request(), fleet)
+        finally:
+            fleet.alive[:] = alive
+        self.counters.fallbacks[why.reason] += 1
+        decision = found._replace(reason=f"{why.text}; {found.reason}")
+        return Choice(self._ids[found.worker] or "", found.worker, decision, why.reason)
+
+    def _ended_first(self, request_id: str) -> None:
+        self._early.discard(request_id)
+        self._ended.add(request_id)
+        self.counters.early_finishes += 1
+
+
+class _Recent:
+    """The last ids, at least `REMEMBERED` of them. Two generations: a dictionary that loses its oldest is slow."""
+
+    __slots__ = ("_new", "_old")
+
+    def __init__(self) -> None:
+        self._new: set[str] = set()
+        self._old: set[str] = set()
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._new or request_id in self._old
+
+    def add(self, request_id: str) -> None:
+        self._new.add(request_id)
+        if len(self._new) >= REMEMBERED:
+            self._old, self._new = self._new, set()
+
+    def discard(self, request_id: str) -> None:
+        self._new.discard(request_id)
+        self._old.discard(request_id)

@@ -1,0 +1,290 @@
+"""The workers of a pool on the rows of a fleet: they join, leave and come back; the router can be swapped.
+
+Rows are stable: a worker that leaves and comes back gets its row again, with what the fleet learned of the requests it
+usually gets, unless another took it. The fleet is made anew when it needs another row; requests that run are carried
+over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, UnknownNameError
+from coterie.gateway.fleet.spec import Made, Maker, PoolShape, RouterSpec, maker, maker_of, try_out
+from coterie.routing import Fleet, Router
+from coterie.routing.fleet import MOST_CONTEXT
+
+MOST_PLACES = 1 << 20
+MOST_ROWS = 1 << 14
+NO_SPEC = RouterSpec()
+
+Held = NDArray[np.bool_] | NDArray[np.uint64]
+"""Experts that a worker holds: [layer, expert] flags, or [layer, word] bits as in :attr:`Fleet.local`."""
+
+RouterSource = RouterSpec | Callable[[int], tuple[Router, Fleet]]
+"""Spec of a router, or a function of the number of rows that makes one with an empty fleet of at least so many."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the keeper was made."""
+
+    admitted: int = 0
+    """Requests that were added to the fleet."""
+    finished: int = 0
+    repeated: int = 0
+    """Messages that came again: a request that runs was admitted, one that ended was admitted or finished."""
+    unknown_finishes: int = 0
+    """Ends of requests that were never admitted; they are remembered for a while."""
+    early_finishes: int = 0
+    """Requests whose end had come before them: not admitted."""
+    unknown_workers: int = 0
+    """Requests admitted elsewhere to a worker that is not in the pool: not admitted."""
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """Reason → requests that the router did not place."""
+    reloads: int = 0
+    reloads_refused: int = 0
+
+
+class Member(NamedTuple):
+    """A worker of a pool."""
+
+    row: int
+    places: int
+    speed: float
+    held: NDArray[np.uint64] | None
+    open: bool
+
+
+class Pool:
+    """Workers and their rows; :class:`~coterie.gateway.fleet.keeper.FleetKeeper` adds the requests."""
+
+    def __init__(self, spec: RouterSource, context: Mapping[str, Any] | None) -> None:
+        self.counters = Counters()
+        self.spec = spec
+        """What the router was made of."""
+        self._members: dict[str, Member] = {}
+        self._ids: list[str | None] = []
+        """[row] worker there."""
+        self._last: list[str | None] = []
+        """[row] worker that is there, or was last."""
+        self._left: dict[int, None] = {}
+        """Rows whose workers left, the first that left first."""
+        self._open = 0
+        """Workers that may be chosen."""
+        self._make = _maker(spec, context)
+        self._made = self._prepared(self._make, 1, {})
+        self._write_rows()
+
+    @property
+    def ids(self) -> list[str | None]:
+        """[row] worker id; None where there is no worker."""
+        return list(self._ids)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the fleet, those without a worker included."""
+        return len(self._ids)
+
+    @property
+    def fleet(self) -> Fleet:
+        """For reading: the arrays that routers see. It is another object after a reload, or when the pool grew."""
+        return self._made.fleet
+
+    def row_of(self, worker_id: str) -> int:
+        return self._member(worker_id).row
+
+    def running(self, worker_id: str) -> int:
+        """Requests that a worker has, those that wait there included."""
+        return int(self.fleet.running[self.row_of(worker_id)])
+
+    def is_open(self, worker_id: str) -> bool:
+        return self._member(worker_id).open
+
+    def __contains__(self, worker_id: object) -> bool:
+        return worker_id in self._members
+
+    def __len__(self) -> int:
+        """Workers in the pool, open or not."""
+        return len(self._members)
+
+    def join(
+        self, worker_id: str, places: int, speed: float = 1.0, held: Held | None = None, row: int | None = None
+    ) -> int:
+        """Add a worker and return its row, or change one that is there. A worker that joins is open.
+
+        `held` are the experts that the worker holds; None means all. `row` asks for a certain row, as the ranks of a
+        placement need.
+        """
+        if not worker_id:
+            raise ConfigError("worker_id='' must not be empty")
+        if not 1 <= places <= MOST_PLACES or not 0 < speed < math.inf:
+            raise ConfigError(f"places={places} must be in 1 … {MOST_PLACES}, speed={speed} a finite number above 0")
+        bits = None if held is None else _bits(held)
+        for other, one in self._members.items():
+            if bits is not None and other != worker_id and one.held is not None and one.held.shape != bits.shape:
+                raise ConfigError(f"held has shape {bits.shape} in words; that of worker {other!r} is {one.held.shape}")
+        before = self._members.get(worker_id)
+        at = self._row_for(worker_id, row) if before is None else before.row
+        if row is not None and at != row:
+            raise ConfigError(f"worker {worker_id!r} is on row {at}; it must leave before it joins on row {row}")
+        member = Member(at, int(places), float(speed), bits, True if before is None else before.open)
+        members = {**self._members, worker_id: member}
+        remade = before is None and (at >= len(self._ids) or self._made.by_worker)
+        if remade or (bits is not None and self.fleet.local is None):
+            made = self._prepared(self._make, max(at + 1, len(self._ids)), members)
+            self._use(made, members, priors=True)
+        else:
+            self._members, fleet = members, self.fleet
+            fleet.places[at], fleet.speeds[at], fleet.alive[at] = member.places, member.speed, member.open
+            fleet.local = _masks(members, len(fleet))
+            self._write_rows()
+        return at
+
+    def leave(self, worker_id: str) -> bool:
+        """Remove a worker; requests that run there stay counted until they finish. Returns whether it was there."""
+        gone = self._members.pop(worker_id, None)
+        if gone is None:
+            return False
+        self._open -= gone.open
+        self._ids[gone.row] = None
+        self._left[gone.row] = None
+        self.fleet.alive[gone.row] = False
+        self.fleet.local = _masks(self._members, self.rows)
+        return True
+
+    def set_open(self, worker_id: str, open: bool) -> None:
+        """Say whether a worker may be chosen: breakers, health checks and drains close it."""
+        member = self._member(worker_id)
+        if member.open != open:
+            self._members[worker_id] = member._replace(open=open)
+            self._open += 1 if open else -1
+            self.fleet.alive[member.row] = open
+
+    def observe(self, worker_id: str, kv_used: float | None = None, prefill_tokens: int | None = None) -> None:
+        """Take over a worker's own numbers: the share of its KV blocks in use, the prompt tokens it must compute."""
+        row, fleet = self.row_of(worker_id), self.fleet
+        if kv_used is not None:
+            fleet.kv_used[row] = min(max(kv_used, 0.0), 1.0) if kv_used == kv_used else 0.0
+        if prefill_tokens is not None:
+            fleet.prefill_tokens[row] = min(max(prefill_tokens, 0), MOST_CONTEXT)
+
+    def reload(self, spec: RouterSource, context: Mapping[str, Any] | None = None) -> None:
+        """Swap the router and the fleet; requests that run keep their rows and their load.
+
+        A router that cannot be made, or that fails on a plain request, raises ConfigError, and the old one stays.
+        Loops that are not compiled yet are compiled here: to keep an event loop free, run :func:`check_spec` in a
+        thread first.
+        """
+        try:
+            make = _maker(spec, context)
+            made = self._prepared(make, self._rows_needed(), self._members)
+        except ConfigError:
+            self.counters.reloads_refused += 1
+            raise
+        self._make, self.spec = make, spec
+        self._use(made, self._members)
+        self.counters.reloads += 1
+
+    def _member(self, worker_id: str) -> Member:
+        member = self._members.get(worker_id)
+        if member is None:
+            raise UnknownNameError("worker", worker_id, self._members)
+        return member
+
+    def _hide(self, exclude: Collection[str]) -> list[int]:
+        """Close workers for one decision; returns those rows that were open."""
+        alive = self._made.fleet.alive
+        rows = {one.row for name in exclude if (one := self._members.get(name)) is not None and one.open}
+        for row in rows:
+            alive[row] = False
+        return list(rows)
+
+    def _row_for(self, worker_id: str, wanted: int | None) -> int:
+        """Row for a worker that joins: the one asked for, its old one, an unused, one left long ago, or a new one."""
+        if wanted is not None:
+            if not 0 <= wanted < MOST_ROWS or (wanted < self.rows and self._ids[wanted] is not None):
+                raise ConfigError(f"row={wanted} for worker {worker_id!r} must be free, in 0 … {MOST_ROWS - 1}")
+            return wanted
+        free = [row for row, there in enumerate(self._ids) if there is None and row not in self._left]
+        mine = [row for row in self._left if self._last[row] == worker_id]
+        left = [row for row in self._left if self._made.fixed or not self.fleet.running[row]]
+        rows = mine or free or left or [self.rows]
+        if rows[0] >= MOST_ROWS:
+            raise ConfigError(f"the pool has {MOST_ROWS} workers, the most it can have: {worker_id!r} cannot join")
+        return rows[0]
+
+    def _rows_needed(self) -> int:
+        """Rows up to the last that has a worker or a request."""
+        used = self.fleet.running > 0
+        for one in self._members.values():
+            used[one.row] = True
+        return int(np.flatnonzero(used)[-1]) + 1 if used.any() else 1
+
+    def _prepared(self, make: Maker, rows: int, members: Mapping[str, Member]) -> Made:
+        """A router that was tried, and its fleet with the members' places and speeds."""
+        made = make(PoolShape(rows, {worker_id: one.row for worker_id, one in members.items()}))
+        fleet = made.fleet
+        if len(fleet) < rows:
+            raise ConfigError(f"the fleet has {len(fleet)} rows; the pool needs {rows}")
+        fleet.local = _masks(members, len(fleet))
+        try_out(made)
+        fleet.alive[:] = False
+        for one in members.values():
+            fleet.places[one.row], fleet.speeds[one.row], fleet.alive[one.row] = one.places, one.speed, one.open
+        return made
+
+    def _use(self, made: Made, members: Mapping[str, Member], priors: bool = False) -> None:
+        """Swap the router and the fleet; requests that run stay on their rows."""
+        made.fleet.take_over(self.fleet, priors)
+        self._made, self._members = made, dict(members)
+        self._write_rows()
+
+    def _write_rows(self) -> None:
+        """Update what follows from the members and the size of the fleet."""
+        rows = len(self.fleet)
+        self._ids = [None] * rows
+        self._last = [*self._last[:rows], *[None] * (rows - len(self._last))]
+        for worker_id, one in self._members.items():
+            self._ids[one.row] = self._last[one.row] = worker_id
+        self._left = {row: None for row in self._left if row < rows and self._ids[row] is None}
+        self._open = sum(one.open for one in self._members.values())
+
+
+def check_spec(spec: RouterSpec, context: Mapping[str, Any] | None = None, workers: int = 1) -> None:
+    """Raise ConfigError if no router can be made of a spec; compiles its loops, so that a reload is quick."""
+    try_out(maker(spec, context)(PoolShape(workers, {})))
+
+
+def _maker(spec: RouterSource, context: Mapping[str, Any] | None) -> Maker:
+    return maker(spec, context) if isinstance(spec, RouterSpec) else maker_of(spec)
+
+
+def _masks(members: Mapping[str, Member], rows: int) -> NDArray[np.uint64] | None:
+    """[row, layer, word] experts of each worker; one without a mask holds all. None where all do."""
+    masks = {one.row: one.held for one in members.values() if one.held is not None}
+    if not masks:
+        return None
+    shape = next(iter(masks.values())).shape
+    local = np.full((rows, *shape), np.uint64(0xFFFFFFFFFFFFFFFF))
+    for row, bits in masks.items():
+        local[row] = bits
+    return local
+
+
+def _bits(held: Held) -> NDArray[np.uint64]:
+    """[layer, word] bits."""
+    if held.ndim != 2 or held.dtype not in (np.bool_, np.uint64) or 0 in held.shape:
+        raise ConfigError(f"held is {held.dtype} {held.shape}; expected [layer, expert] flags or [layer, word] uint64")
+    if held.dtype == np.uint64:
+        return np.array(held, np.uint64)
+    wide = np.zeros((len(held), -(-held.shape[1] // 64) * 64), np.bool_)
+    wide[:, : held.shape[1]] = held
+    return np.packbits(wide, axis=1, bitorder="little").view("<u8").astype(np.uint64)

@@ -1,0 +1,175 @@
+"""Routers by name, as a configuration file or an administrator's request gives them, and the fleets they choose from.
+
+    router: latency_aware          a registered router, a plugin's too
+    settings: {}                   its own settings
+    fit: fits/gpt-oss-20b.safetensors
+    model: gpt-oss-20b             whose steps are priced, on `device`; without it the model that was fitted
+    device: h200
+
+Files are read when a router is made, so a :class:`RouterSpec` is plain data that can be stored. Values that have no
+name (a fit just learned, prices of your own, what a plugin needs) go into a *context*, which overrides the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from coterie.costs.lines import StepPrices
+from coterie.costs.presets import step_model
+from coterie.errors import ConfigError, CoterieError
+from coterie.gateway.fleet.asked import checked_row, fallback_of
+from coterie.models import get_model
+from coterie.placement.maps.formats import read_map
+from coterie.routing import Fleet, Request, Router, RouterFit, routers
+from coterie.types import Placement, WeightDtype
+
+
+class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The router of a pool of workers, as plain data."""
+
+    router: str = "join_shortest_queue"
+    """Name of a registered router."""
+    settings: dict[str, Any] = {}
+    """The router's own settings, such as ``band: 0.05``."""
+    fit: str | None = None
+    """File of a saved fit (:meth:`RouterFit.save`)."""
+    model: str | None = None
+    """Model whose decode steps are priced; without it the one that was fitted."""
+    device: str = "h200"
+    """Preset of the device whose decode steps are priced."""
+    dtype: WeightDtype | None = None
+    """Weight dtype as deployed; without it the model's own."""
+    placement: str | None = None
+    """File of the experts' placement, on ranks that are the workers of the pool."""
+    labels: dict[str, list[str]] = {}
+    """Domain → ids of the workers that take its requests."""
+    seed: int = 0
+    """Seed for routers that choose at random."""
+
+
+class PoolShape(NamedTuple):
+    """What a router is made for: the rows of a fleet, and the workers on them."""
+
+    rows: int
+    """Rows that the fleet needs at least."""
+    row_of: Mapping[str, int]
+    """Worker id → row."""
+
+
+class Made(NamedTuple):
+    """A router and an empty fleet for it."""
+
+    router: Router
+    fleet: Fleet
+    fixed: bool
+    """Whether the number of rows cannot change: they are the ranks of a placement."""
+    shape: tuple[int, ...] | None = None
+    """Shape of a footprint, if it is known."""
+    by_worker: bool = False
+    """Whether the router must be made again when a worker joins: it knows workers by their rows."""
+
+
+Maker = Callable[[PoolShape], Made]
+"""Makes a router for a pool; called again when it grows."""
+
+
+def maker(spec: RouterSpec, context: Mapping[str, Any] | None = None) -> Maker:
+    """Read what the spec names. Raises ConfigError if that cannot be done."""
+    given = dict(context or {})
+    try:
+        taken = routers.parameters(spec.router)
+        if "fitted" not in given and spec.fit is not None:
+            given["fitted"] = RouterFit.load(spec.fit)
+        if "placement" not in given and spec.placement is not None and "placement" in taken:
+            given["placement"] = read_map(spec.placement, model=spec.model).placement
+        if "cost" not in given and "cost" in taken and (spec.model is not None or "fitted" in given):
+            given["cost"] = _prices(spec, given.get("fitted"))
+    except (CoterieError, OSError) as error:
+        raise _refused(spec, error) from error
+
+    def make(pool: PoolShape) -> Made:
+        try:
+            return _made(spec, given, pool)
+        except Exception as error:  # settings of a wrong type raise what they like
+            raise _refused(spec, error) from error
+
+    return make
+
+
+def maker_of(make: Callable[[int], tuple[Router, Fleet]]) -> Maker:
+    """A maker from a function of the number of rows."""
+
+    def made(pool: PoolShape) -> Made:
+        router, fleet = make(pool.rows)
+        return Made(router, fleet, False)
+
+    return made
+
+
+def try_out(made: Made) -> None:
+    """Route requests of which nothing and much is known, on the empty fleet: compiles loops, and finds wrong settings.
+
+    Raises ConfigError if the router raises, or gives what is no decision.
+    """
+    fleet = made.fleet
+    requests = [Request("first"), Request("second", 100, cached_tokens=np.zeros(len(fleet), np.int64))]
+    shape = made.shape
+    if shape is None and fleet.local is not None:
+        shape = (fleet.local.shape[1], 64 * fleet.local.shape[2])
+    if shape is not None:
+        ones = np.ones(shape)
+        requests += [Request("third", 100, ones.astype(np.int64)), Request("fourth", 100, ones.astype(np.float32))]
+    for request in requests:
+        try:
+            checked_row(made.router.route(request, fleet), fleet)
+        except Exception as error:
+            raise ConfigError(f"the router fails on a plain request: {fallback_of(error).text}") from error
+
+
+def _made(spec: RouterSpec, given: Mapping[str, Any], pool: PoolShape) -> Made:
+    taken = routers.parameters(spec.router)
+    fitted, placement = given.get("fitted"), given.get("placement")
+    rows = max(1, pool.rows)
+    fixed = "placement" in taken and isinstance(placement, Placement)
+    if fixed and isinstance(placement, Placement):
+        if rows > placement.num_ranks:
+            raise ConfigError(f"the placement has {placement.num_ranks} ranks; the pool has {rows} workers")
+        rows = placement.num_ranks
+    context = {"seed": spec.seed, **given}
+    profiles = None
+    if isinstance(fitted, RouterFit):
+        context["fitted"] = fitted = fitted.widened(rows)
+        rows = rows if fixed else fitted.workers
+        profiles = fitted.profiles[:rows]
+    if spec.labels:
+        context["labels"] = _rows_of(spec.labels, pool.row_of)
+    router = routers.make(spec.router, context, **spec.settings)
+    by_worker = bool(spec.labels) and "labels" in taken
+    return Made(router, Fleet([1] * rows, profiles), fixed, _shape(fitted, placement), by_worker)
+
+
+def _shape(fitted: Any, placement: Any) -> tuple[int, ...] | None:
+    if isinstance(fitted, RouterFit):
+        return fitted.learned.shape
+    return (placement.num_layers, placement.num_experts) if isinstance(placement, Placement) else None
+
+
+def _rows_of(labels: Mapping[str, list[str]], row_of: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Rows of the workers that are there; a label of which none is has no workers of its own."""
+    rows = {label: tuple(row_of[one] for one in ids if one in row_of) for label, ids in labels.items()}
+    return {label: own for label, own in rows.items() if own}
+
+
+def _prices(spec: RouterSpec, fitted: RouterFit | None) -> StepPrices:
+    name = spec.model if spec.model is not None else fitted.model if fitted is not None else ""
+    model = step_model(get_model(name), spec.device, spec.dtype)
+    return StepPrices.of(model) if fitted is None else StepPrices.of(model, fitted.batch)
+
+
+def _refused(spec: RouterSpec, error: Exception) -> ConfigError:
+    told = str(error) if isinstance(error, CoterieError | OSError) else f"{type(error).__name__}: {error}"
+    return ConfigError(f"router {spec.router!r} cannot be made: {told}")

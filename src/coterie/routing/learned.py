@@ -1,0 +1,157 @@
+"""Fitted values of a router: checked, quantised where they are large, and repeated for a larger fleet."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import njit
+from coterie.errors import ConfigError, check_not_negative
+from coterie.footprints.signatures import Signature
+from coterie.routing._dots import products
+from coterie.routing.forecast import Forecast
+
+NARROW_BYTES = 1 << 20
+"""Centroids above this size are kept in 8 bits: reading them dominates the time of a similarity."""
+WIDE = 32767.0
+"""Fixed-point scale of a 16-bit signature. Its product with an 8-bit row fits in 32 bits: the lengths bound it."""
+SLACK = 1e-3
+"""Relative slack for rounding errors of sums in 32 bits."""
+
+
+class Learned(NamedTuple):
+    """Fitted values of a :class:`RouterFit`."""
+
+    model: str
+    """Name of the model whose routing was learned."""
+    num_layers: int
+    num_experts: int
+    shape: tuple[int, ...]
+    """Shape of a footprint: (layers, experts)."""
+    top_k: int
+    signature: Signature
+    centroids: NDArray[np.float32]
+    """[worker, index in kept layers] mean signatures, of length 1."""
+    profiles: NDArray[np.float32]
+    """[worker, expert index] mean activation probabilities in decode."""
+    forecast: Forecast
+    shares: NDArray[np.float32]
+    """[worker] share of calibration requests in the worker's union-minimising cluster."""
+    narrow: NDArray[np.int8] | None
+    """Centroids in 8 bits, if they are large."""
+    scales: NDArray[np.float32] | None
+    """[worker] factor from 8-bit products to similarities."""
+    seen: NDArray[np.uint64] | None
+    """Digests of the calibration requests, ascending; None in a file that does not have them."""
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        model: str,
+        num_layers: int,
+        num_experts: int,
+        top_k: int,
+        signature: Signature,
+        centroids: NDArray[np.float32],
+        profiles: NDArray[np.float32],
+        forecast: Forecast,
+        shares: NDArray[np.float32],
+        seen: NDArray[np.uint64] | None = None,
+    ) -> Learned:
+        """Check the values, and quantise large centroids."""
+        size, workers = num_layers * num_experts, len(centroids)
+        expected = {
+            "signature.weights": (signature.weights.shape, (num_layers, num_experts)),
+            "centroids": (centroids.shape, (workers, signature.size)),
+            "profiles": (profiles.shape, (workers, size)),
+            "forecast.after": (forecast.map.after.shape, (size,)),
+            "shares": (shares.shape, (workers,)),
+        }
+        for name, (found, right) in expected.items():
+            if found != right:
+                raise ConfigError(f"{name} has shape {found}; it must be {right}")
+        if not 1 <= top_k <= num_experts:
+            raise ConfigError(f"top_k={top_k} must be in 1 … {num_experts}")
+        for name, array in (("centroids", centroids), ("profiles", profiles), ("shares", shares)):
+            if not np.isfinite(array).all():
+                raise ConfigError(f"{name} must be finite")
+        narrow = scales = None
+        if centroids.nbytes > NARROW_BYTES:
+            scales = np.abs(centroids).max(axis=1) / 127
+            scales = np.where(scales > 0, scales, 1.0).astype(np.float32)
+            narrow = np.round(centroids / scales[:, None]).astype(np.int8)
+            scales = scales / np.float32(WIDE)
+        return cls(
+            model=model,
+            num_layers=num_layers,
+            num_experts=num_experts,
+            shape=(num_layers, num_experts),
+            top_k=top_k,
+            signature=signature,
+            centroids=centroids,
+            profiles=profiles,
+            forecast=forecast,
+            shares=shares,
+            narrow=narrow,
+            scales=scales,
+            seen=None if seen is None else np.sort(seen),
+        )
+
+    def changed(self, **values: Any) -> Learned:
+        """A copy with other values, checked as all are."""
+        derived = ("shape", "narrow", "scales")
+        return Learned.of(**{name: one for name, one in self._asdict().items() if name not in derived} | values)
+
+    def rows_for(self, workers: int) -> NDArray[np.int64]:
+        """[worker] row for each worker of a larger fleet: each further one goes to the largest share per worker."""
+        rows, count = list(range(len(self.shares))), np.ones(len(self.shares))
+        while len(rows) < workers:
+            rows.append(int(np.argmax(self.shares / count)))
+            count[rows[-1]] += 1
+        return np.array(rows, np.int64)
+
+    def similarities(self, own: NDArray[np.float32]) -> NDArray[np.float32]:
+        """[worker] cosine of a request's signature with each centroid."""
+        out = np.empty(len(self.centroids), np.float32)
+        if self.narrow is None or self.scales is None:
+            products(self.centroids, own, out)
+        else:
+            _narrow_similarities(self.narrow, self.scales, np.asarray(own * WIDE, np.int16), out)
+        return out
+
+
+def check_ranges(learned: Learned) -> None:
+    """Refuse values that no fit gives, and that a router would compare without a word."""
+    forecast = learned.forecast.map
+    means = np.stack([forecast.before, forecast.after]).sum(axis=1, dtype=np.float64)
+    per_token = float(learned.top_k * learned.num_layers)
+    for name, array, most in (("profiles", learned.profiles, learned.top_k), ("shares", learned.shares, 1)):
+        low, high = float(array.min()), float(array.max())
+        if low < 0 or high > most * (1 + SLACK):
+            raise ConfigError(f"{name} hold {low if low < 0 else high:g}; they must be in 0 … {most}")
+    lengths = np.linalg.norm(learned.centroids.astype(np.float64), axis=1)
+    sums = learned.profiles.sum(axis=1, dtype=np.float64)
+    for name, found, right in (
+        ("lengths of centroids", lengths, 1.0),
+        ("sums of profiles over experts and layers", sums, per_token),
+        ("sums of before and after over experts and layers", means, per_token),
+        ("sum of shares", learned.shares.sum(dtype=np.float64, keepdims=True), 1.0),
+    ):
+        off = np.where(found == 0, 0.0, np.abs(found / right - 1))  # 0: a worker without requests
+        if off.max() > SLACK:
+            raise ConfigError(f"{name} must be {right:g}; found {found[off.argmax()]:g}")
+    check_not_negative(own=forecast.own, noise=forecast.noise, ridge=forecast.ridge)
+
+
+@njit(fastmath=True)
+def _narrow_similarities(
+    rows: NDArray[np.int8], scales: NDArray[np.float32], own: NDArray[np.int16], out: NDArray[np.float32]
+) -> None:
+    for worker in range(rows.shape[0]):
+        total = np.int32(0)
+        for index in range(rows.shape[1]):  # casts keep Numba from widening to 64 bits, which is not vectorised
+            total = np.int32(total + np.int32(np.int32(rows[worker, index]) * np.int32(own[index])))
+        out[worker] = total * scales[worker]
