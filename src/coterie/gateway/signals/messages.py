@@ -1,0 +1,181 @@
+"""Messages of a chat body, in the form in which vLLM hands them to a model's template.
+
+Ids equal the worker's own only if the messages do: parts of content are joined or wrapped, arguments of tool calls are
+parsed, tools get the fields that vLLM's schema gives them, a developer becomes the system where the template knows
+none. What is not text (images, audio) has no ids here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from coterie.errors import InputError
+
+_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"} | {
+    "thinking": "thinking"
+}
+"""Type of a part → the field that holds its text."""
+_BILLING = "x-anthropic-billing-header"
+"""vLLM drops a line that begins so from system messages: it differs in each request."""
+
+
+class NoTokensError(InputError):
+    """Token ids of a body cannot be known here; the message says why."""
+
+
+def messages_of(body: Mapping[str, Any], *, wrapped: bool, separator: str = "\n") -> list[dict[str, Any]]:
+    """Messages for a template; `wrapped` where it goes through the parts of content itself."""
+    found = body.get("messages")
+    if not isinstance(found, list) or not found:
+        raise NoTokensError("messages must be a list of at least one message")
+    return [_message(message, wrapped, separator) for message in found]
+
+
+def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Tools with the fields of vLLM's schema, in its order."""
+    tools = body.get("tools")
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not tools:
+        raise NoTokensError("tools must be a list of at least one tool")
+    return [_tool(tool) for tool in tools]
+
+
+def template_settings(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables for the template: the body's own fields win over `chat_template_kwargs`, those over tools."""
+    if body.get("chat_template") is not None:
+        raise NoTokensError("the request brings its own chat template")
+    given = body.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict) or {"chat_template", "tokenize", "messages", "conversation"} & given.keys():
+        raise NoTokensError("chat_template_kwargs must be an object without a template, messages or tokenize")
+    effort = body.get("reasoning_effort")
+    own = {
+        "add_generation_prompt": _flag(body, "add_generation_prompt", True),
+        "continue_final_message": _flag(body, "continue_final_message", False),
+        "documents": body.get("documents"),
+        "reasoning_effort": None if effort == "auto" else effort,
+        "enable_thinking": None if effort is None or "enable_thinking" in given else effort != "none",
+    }
+    tools = tools_of(body)
+    settings = {"tools": tools, **given} if tools is not None else dict(given)
+    return settings | {name: value for name, value in own.items() if value is not None}
+
+
+def developer_as_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For a template without that role: developers become the system, and all system messages one, at the start."""
+    if not any(message["role"] == "developer" for message in messages):
+        return messages
+    changed = [
+        {**{key: value for key, value in message.items() if key != "tools"}, "role": "system"}
+        if message["role"] == "developer"
+        else message
+        for message in messages
+    ]
+    systems = [message for message in changed if message["role"] == "system"]
+    if len(systems) == 1 and changed[0] is systems[0]:
+        return changed
+    texts = [text for message in systems if (text := _joined(message.get("content", "")))]
+    return [
+        {"role": "system", "content": "\n\n".join(texts)},
+        *(message for message in changed if message["role"] != "system"),
+    ]
+
+
+def _message(message: Any, wrapped: bool, separator: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise NoTokensError('a message must be an object such as {"role": "user", "content": "…"}')
+    role, content = message["role"], message.get("content")
+    parts = [] if content is None else [content] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise NoTokensError("content must be a text or a list of parts")
+    texts = [text for part in parts if (text := _text_of(part)) is not None]
+    if role == "system":
+        texts = list(_without_billing(texts))
+    told: dict[str, Any] = {"role": role}
+    if not wrapped or role == "tool":
+        # vLLM leaves empty texts out, but for a tool's that were wrapped.
+        told["content"] = ("\n" if wrapped else separator).join(texts if wrapped else filter(None, texts))
+    else:
+        told["content"] = [{"type": "text", "text": text} for text in texts]
+    if role == "assistant":
+        told |= _spoken(message)
+    if role == "tool" and "tool_call_id" in message:
+        told["tool_call_id"] = message["tool_call_id"]
+    told |= {key: message[key] for key in ("name", "task") if isinstance(message.get(key), str)}
+    if role == "developer":
+        told["tools"] = message.get("tools")
+    return told
+
+
+def _text_of(part: Any) -> str | None:
+    """Text of a part; None for one that vLLM skips."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise NoTokensError("content holds what is not text")
+    text = part.get(field)
+    if text is not None and not isinstance(text, str):
+        raise NoTokensError("content holds a part without a text")
+    return text
+
+
+def _without_billing(texts: Iterable[str]) -> Iterable[str]:
+    for text in texts:
+        if not text.startswith(_BILLING):
+            yield text
+        elif rest := text.partition("\n")[2]:
+            yield rest
+
+
+def _spoken(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Calls and reasoning of an assistant's message."""
+    told: dict[str, Any] = {}
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise NoTokensError("tool_calls must be a list")
+        told["tool_calls"] = [_call(call) for call in calls]
+    if message.get("reasoning") is not None:
+        told["reasoning"] = told["reasoning_content"] = message["reasoning"]
+    return told
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise NoTokensError("tool_calls must hold functions")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise NoTokensError("a tool must be an object with a function that has a name")
+    late = tool.get("defer_loading")
+    told = {name: function.get(name) for name in ("name", "description", "parameters")}
+    if function.get("strict") is not None:
+        told["strict"] = function["strict"]
+    if (own := function.get("defer_loading", late)) is not None:
+        told["defer_loading"] = own
+    return {"type": "function", "function": told} | ({} if late is None else {"defer_loading": late})
+
+
+def _joined(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise NoTokensError(f"{name} must be true or false")
+    return default if value is None else value

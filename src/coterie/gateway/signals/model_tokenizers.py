@@ -1,0 +1,181 @@
+"""A model's tokenizer and chat template, from the files beside its weights: the ids that its workers make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, UnavailableError
+from coterie.gateway.signals.messages import NoTokensError, messages_of, template_settings
+
+Ids = NDArray[np.int64]
+"""[token] ids; shared by all who ask, never written to."""
+
+OWN_RENDERERS = ("gpt_oss", "deepseek_v32", "deepseek_v4", "kimi_k3", "inkling")
+"""Types of model whose chats vLLM renders by a program of its own: the template's ids are near, not the same."""
+
+
+class Tokenizer(Protocol):
+    """What the service asks of a tokenizer; called from several threads at once."""
+
+    exact_chat: str
+    """Why ids of chats may differ from the worker's; empty if they do not."""
+    tells_time: bool
+    """Whether the ids of a chat depend on the date."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Ids: ...
+
+    def chat(self, body: Mapping[str, Any]) -> Ids:
+        """Ids of a chat body; raises NoTokensError where they cannot be known."""
+        ...
+
+
+class FolderTokenizer:
+    """A model's own tokenizer and chat templates, from the files beside its weights.
+
+    Special tokens at the ends follow ``tokenizer_config.json`` as in transformers: `add_bos_token` or `add_eos_token`
+    there replace what ``tokenizer.json`` adds.
+    """
+
+    def __init__(self, folder: str | Path, separator: str = "\n") -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise UnavailableError(
+                "tokenizers is not installed: pip install 'coterie[gateway]' for token ids and prefix hits"
+            ) from None
+        folder = Path(folder)
+        file = folder / "tokenizer.json"
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises bare Exceptions
+            raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from None
+        config = _json(folder / "tokenizer_config.json")
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        special = {**_special_tokens(_json(folder / "special_tokens_map.json")), **_special_tokens(config)}
+        self._add_tokens(tokenizers, config, special)
+        self._set_ends(tokenizers, config, special)
+        self._template = _template(folder, config, special, separator)
+        self.tells_time = self._template is not None and self._template.tells_time
+        kind = _json(folder / "config.json").get("model_type")
+        self.exact_chat = f"vLLM renders chats of {kind} without its template" if kind in OWN_RENDERERS else ""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Ids:
+        found = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return np.array(found, np.int64)
+
+    def chat(self, body: Mapping[str, Any]) -> Ids:
+        if self._template is None:
+            raise NoTokensError("the model has no chat template")
+        # The template writes the special tokens itself.
+        return self.encode(self._template.render(body), body.get("add_special_tokens") is True)
+
+    def _add_tokens(self, library: Any, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+        """Add what the config names and ``tokenizer.json`` lacks, in the order of ids."""
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        listed = config.get("added_tokens_decoder")
+        rows = sorted(listed.items(), key=lambda row: int(row[0])) if isinstance(listed, dict) else []
+        for _, about in rows:
+            if about["content"] not in known:
+                self._tokenizer.add_tokens([library.AddedToken(**about)])
+                known.add(about["content"])
+        more = [text for text in dict.fromkeys(special.values()) if text not in known]
+        self._tokenizer.add_tokens([library.AddedToken(text, special=True) for text in more])
+
+    def _set_ends(self, library: Any, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+        given = "add_bos_token" in config or "add_eos_token" in config
+        if not given and self._tokenizer.post_processor is not None:
+            return
+        first = special.get("bos_token") if config.get("add_bos_token") else None
+        last = special.get("eos_token") if config.get("add_eos_token") else None
+        ends = [token for token in (first, last) if token]
+        single = [*([first] if first else []), "$A", *([last] if last else [])]
+        self._tokenizer.post_processor = library.processors.TemplateProcessing(
+            single=single,
+            pair=[*single, "$B:1"],
+            special_tokens=[(token, self._tokenizer.token_to_id(token)) for token in dict.fromkeys(ends)],
+        )
+
+
+class TinyTokenizer:
+    """coterie-tiny's tokenizer without any library: slower, with the ids of its NumPy worker."""
+
+    exact_chat, tells_time = "", False
+
+    def __init__(self, folder: str | Path, separator: str = "\n") -> None:
+        from coterie.engines.worker.numpy_model import BytePairs
+
+        self._pairs, self._separator = BytePairs(Path(folder)), separator
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Ids:
+        return np.array(self._pairs.encode(text, add_special_tokens), np.int64)
+
+    def chat(self, body: Mapping[str, Any]) -> Ids:
+        settings = template_settings(body)
+        if settings["continue_final_message"]:
+            raise NoTokensError("continue_final_message needs jinja2")
+        messages = messages_of(body, wrapped=False, separator=self._separator)
+        prompt = self._pairs.apply_chat_template(messages, add_generation_prompt=settings["add_generation_prompt"])
+        return self.encode(prompt)
+
+
+def load_tokenizer(folder: str | Path, separator: str = "\n") -> Tokenizer:
+    """Tokenizer of a model's folder; coterie-tiny's own where the libraries are missing.
+
+    Raises UnavailableError or ConfigError, whose text is a good `reason` for a service without a tokenizer.
+    """
+    try:
+        return FolderTokenizer(folder, separator)
+    except UnavailableError as missing:
+        try:
+            return TinyTokenizer(folder, separator)
+        except (UnavailableError, OSError, ValueError, KeyError, TypeError):
+            raise missing from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """An object from a file; empty if there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must be a JSON object")
+    return value
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Variables of a template such as bos_token; a token may be a text or an object with its content."""
+    names = [name for name in config if name.endswith("_token") and not name.startswith("add_")]
+    extra = config.get("extra_special_tokens")
+    rows = {**{name: config[name] for name in names}, **(extra if isinstance(extra, dict) else {})}
+    texts = {name: row.get("content") if isinstance(row, dict) else row for name, row in rows.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _template(folder: Path, config: Mapping[str, Any], special: Mapping[str, str], separator: str) -> Any:
+    """The folder's chat templates, compiled; files win over the config. None if it has none."""
+    found = config.get("chat_template")
+    sources = {"default": found} if isinstance(found, str) else {}
+    if isinstance(found, list):
+        sources = {row["name"]: row["template"] for row in found if isinstance(row, dict)}
+    files = {"default": folder / "chat_template.jinja"} | {
+        file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    }
+    read = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    sources = read or sources
+    if not sources:
+        return None
+    try:
+        from coterie.gateway.signals.templates import ChatTemplate
+    except ImportError:
+        raise UnavailableError("jinja2 is not installed: pip install 'coterie[gateway]' for token ids") from None
+    return ChatTemplate(sources, special, separator)

@@ -1,0 +1,213 @@
+"""Chat templates: Jinja programs of a model, rendered as transformers and vLLM render them.
+
+A template is part of the model and runs in Jinja's sandbox, with the helpers that transformers gives it. A request's
+own template is never run. Needs jinja2.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from coterie.errors import ConfigError
+from coterie.gateway.signals.messages import NoTokensError, developer_as_system, messages_of, template_settings
+
+_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks the end of the last message, where its continuation begins; a template may strip the space."""
+DEFAULT, TOOLS = "default", "tool_use"
+"""Names of a model's templates, where it has several."""
+
+
+class _Generation(Extension):
+    """``{% generation %}``: marks what an assistant says, for training; here only its body counts."""
+
+    tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+    def _said(self, caller: Macro) -> str:
+        said: str = caller()
+        return said
+
+
+class ChatTemplate:
+    """Renders chat bodies; safe for several threads at once.
+
+    `sources` are a model's templates by name. `special_tokens` are variables such as ``bos_token``. `separator` joins
+    the parts of content where a template expects one text: a line break in vLLM, a space in SGLang.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str] | None = None, separator: str = "\n"
+    ) -> None:
+        self._special, self._separator = dict(special_tokens or {}), separator
+        self._templates = {name: _Template(name, source) for name, source in sources.items()}
+        if not self._templates:
+            raise ConfigError("a chat template must be given")
+        self.tells_time = any("strftime_now" in source for source in sources.values())
+        """Whether the same messages give another text at another time."""
+
+    def render(self, body: Mapping[str, Any]) -> str:
+        """Text of a chat body; raises NoTokensError if this text cannot be known."""
+        settings = template_settings(body)
+        template = self._chosen(settings.get("tools") is not None)
+        messages = messages_of(body, wrapped=template.wraps, separator=self._separator)
+        if not template.knows_developers:
+            messages = developer_as_system(messages)
+        continued = settings.pop("continue_final_message")
+        if continued and settings["add_generation_prompt"]:
+            raise NoTokensError("continue_final_message and add_generation_prompt must not both be true")
+        variables = {"tools": None, "documents": None, **self._special, **settings}
+        try:
+            if continued:
+                return _continued(template, messages, variables)
+            return template.compiled.render(messages=messages, **variables)
+        except NoTokensError:
+            raise
+        except Exception as error:  # a template is a program: whatever it raises is about these messages
+            raise NoTokensError(f"the chat template refuses these messages: {error}"[:200]) from None
+
+    def _chosen(self, with_tools: bool) -> _Template:
+        for name in (TOOLS, DEFAULT) if with_tools else (DEFAULT,):
+            if name in self._templates:
+                return self._templates[name]
+        raise NoTokensError(f"none of the model's chat templates is named {DEFAULT!r}")
+
+
+class _Template:
+    def __init__(self, name: str, source: str) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _time_now
+        try:
+            self.compiled = environment.from_string(source)
+            tree = environment.parse(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"chat template {name!r} cannot be compiled: {error}") from None
+        self.wraps = next(_loops_over_content(tree), None) is not None
+        self.knows_developers = '"developer"' in source or "'developer'" in source
+        self.reads_content = "content" in source
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _time_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _continued(template: _Template, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    """The chat up to the end of its last message's text."""
+    messages = copy.deepcopy(messages)
+    content = messages[-1].get("content")
+    if isinstance(content, list):
+        if not content:
+            raise NoTokensError("continue_final_message: the last message has no text")
+        last: str = content[-1]["text"]
+        content[-1]["text"] += _CONTINUE
+    else:
+        last = content or ""
+        messages[-1]["content"] = last + _CONTINUE
+    if not template.reads_content:
+        raise NoTokensError("continue_final_message: the chat template reads no content")
+    text = template.compiled.render(messages=messages, **variables)
+    if last.strip() not in text or _CONTINUE.strip() not in text:
+        raise NoTokensError("continue_final_message: the chat template changes the last message")
+    at = text.rindex(_CONTINUE.strip())
+    return text[:at] if text[at : at + len(_CONTINUE)] == _CONTINUE else text[:at].rstrip()
+
+
+# Whether a template goes through the parts of content. The same rules as vLLM's, by names: a loop over ``X.content`` of
+# a loop variable X of messages, over ``content`` outside of macros, or over a macro's parameter that is given one.
+
+
+def _loops_over_content(tree: nodes.Template) -> Iterator[nodes.For]:
+    of_messages = _names_of(tree, "messages")
+    messages = {
+        loop.target.name
+        for loop in tree.find_all(nodes.For)
+        if isinstance(loop.target, nodes.Name) and any(_reads(loop.iter, name) for name in of_messages)
+    }
+    inside: dict[int, set[str]] = {}
+    for macro in tree.find_all(nodes.Macro):
+        given = _parameters_with_content(tree, macro, messages)
+        for loop in macro.find_all(nodes.For):
+            inside.setdefault(id(loop), set()).update(given)
+    for loop in tree.find_all(nodes.For):
+        names = inside.get(id(loop), {"content"})
+        if any(_reads(loop.iter, name, "content") for name in messages) or (
+            isinstance(loop.iter, nodes.Name) and loop.iter.name in names
+        ):
+            yield loop
+
+
+def _names_of(tree: nodes.Template, first: str) -> set[str]:
+    """The variable, and those that it or a part of it is assigned to."""
+    names, waiting = {first}, [first]
+    while waiting:
+        name = waiting.pop()
+        for assign in tree.find_all(nodes.Assign):
+            target = assign.target
+            if isinstance(target, nodes.Name) and target.name not in names and _reads(assign.node, name):
+                names.add(target.name)
+                waiting.append(target.name)
+    return names
+
+
+def _parameters_with_content(tree: nodes.Template, macro: nodes.Macro, messages: set[str]) -> set[str]:
+    given = set()
+    for call in tree.find_all(nodes.Call):
+        if not (isinstance(call.node, nodes.Name) and call.node.name == macro.name):
+            continue
+        by_place = [(parameter.name, value) for parameter, value in zip(macro.args, call.args, strict=False)]
+        by_name = [(keyword.key, keyword.value) for keyword in call.kwargs if isinstance(keyword, nodes.Keyword)]
+        known = {parameter.name for parameter in macro.args}
+        for parameter, value in by_place + by_name:
+            if parameter in known and any(_reads(value, name, "content") for name in messages):
+                given.add(parameter)
+    return given
+
+
+def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
+    """Whether an expression is the variable, or its item `key`; through filters, tests and slices."""
+    if isinstance(node, nodes.Filter | nodes.Test) or (
+        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    ):
+        return _reads(node.node, name, key)
+    if key is not None:
+        if isinstance(node, nodes.Getitem):
+            right = isinstance(node.arg, nodes.Const) and node.arg.value == key
+        elif isinstance(node, nodes.Getattr):
+            right = node.attr == key
+        else:
+            return False
+        return right and _reads_name(node.node, name)
+    return _reads_name(node, name)
+
+
+def _reads_name(node: nodes.Node | None, name: str) -> bool:
+    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name

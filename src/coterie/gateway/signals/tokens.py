@@ -1,0 +1,276 @@
+"""Token ids of a request, equal to those that its worker will make: prefix hits and predicted footprints need them.
+
+A :class:`TokenService` keeps what it made by a digest of the text, and makes the rest in a few threads: the work runs
+in Rust, without Python's lock. It never delays a request by more than its deadline: a full queue, a late answer or a
+text that is too long give no ids, a reason, and a count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from array import array
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from coterie.errors import check_at_least, check_positive
+from coterie.gateway.signals.messages import NoTokensError
+from coterie.gateway.signals.model_tokenizers import Ids, Tokenizer
+
+CHAT_FIELDS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "documents",
+    "reasoning_effort",
+    "chat_template",
+    "chat_template_kwargs",
+    "add_special_tokens",
+)
+"""Fields of a chat body that decide its ids."""
+_ENTRY_BYTES = 400
+"""Memory of a kept result besides its ids."""
+
+
+class Tokens(NamedTuple):
+    """Ids of a request."""
+
+    ids: Ids | None
+    exact: bool
+    """Whether the worker's ids are the same; if not, a common beginning is likely and a prefix hit is still one."""
+    reason: str = ""
+    """Why there are no ids, or none that are exact."""
+
+
+@dataclass(slots=True)
+class TokenCounters:
+    hits: int = 0
+    """Answered from the cache."""
+    made: int = 0
+    """Texts that were tokenised."""
+    busy: int = 0
+    """Given up at once, because the queue was full."""
+    late: int = 0
+    """Given up at the deadline."""
+    too_long: int = 0
+    refused: int = 0
+    """Bodies whose ids cannot be known: images, a template of their own, several prompts."""
+    failed: int = 0
+    """Unexpected errors of a tokenizer."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    task: asyncio.Task[Tokens]
+    waiting: int = 0
+    """Requests that wait for it."""
+    started: bool = False
+
+
+class TokenService:
+    """Token ids off the event loop: cached, bounded in memory, threads and time. Belongs to one event loop.
+
+    Without a tokenizer every answer is the same `reason`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        reason: str = "no tokenizer is configured",
+        *,
+        threads: int = 2,
+        queue: int = 128,
+        deadline_s: float = 0.5,
+        cache_bytes: int = 64 << 20,
+        max_bytes: int = 1 << 20,
+        observe: Callable[[float], None] | None = None,
+    ) -> None:
+        """`max_bytes` bounds the text; `observe` is told the seconds of each text that is tokenised."""
+        check_at_least(1, threads=threads, queue=queue, max_bytes=max_bytes)
+        check_at_least(0, cache_bytes=cache_bytes)
+        check_positive(deadline_s=deadline_s)
+        self.tokenizer = tokenizer
+        self.counters = TokenCounters()
+        self._none = Tokens(None, False, reason)
+        self._queue, self._deadline_s = queue, deadline_s
+        self._cache_bytes, self._max_bytes = cache_bytes, max_bytes
+        self._observe = observe
+        self._kept: dict[bytes, Tokens] = {}  # the latest used last
+        self.kept_bytes = 0
+        self._jobs: dict[bytes, _Job] = {}
+        self._free = asyncio.Semaphore(threads)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokens") if tokenizer is not None else None
+
+    async def ids(self, path: str, body: Mapping[str, Any]) -> Tokens:
+        """Ids of a request's prompt, by the path that it was sent to; never raises but when cancelled."""
+        if self.tokenizer is None and not _is_ids(body.get("prompt")):
+            return self._none
+        try:
+            asked = self._asked(path, body)
+        except NoTokensError as error:
+            self.counters.refused += 1
+            return Tokens(None, False, str(error))
+        if isinstance(asked, Tokens):
+            return asked
+        found = self._kept.pop(asked.key, None)
+        if found is not None:
+            self._kept[asked.key] = found
+            self.counters.hits += 1
+            return found
+        job = self._jobs.get(asked.key)
+        if job is None:
+            if len(self._jobs) >= self._queue:
+                self.counters.busy += 1
+                return Tokens(None, False, f"{self._queue} texts are waiting for the tokenizer")
+            job = _Job(asyncio.get_running_loop().create_task(self._make(asked)))
+            self._jobs[asked.key] = job
+        return await self._wait(asked.key, job)
+
+    def close(self) -> None:
+        for job in self._jobs.values():
+            job.task.cancel()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _wait(self, key: bytes, job: _Job) -> Tokens:
+        job.waiting += 1
+        try:
+            done, _ = await asyncio.wait((job.task,), timeout=self._deadline_s)
+        finally:
+            job.waiting -= 1
+            # One that runs cannot be stopped, and the next request may want it.
+            if not job.waiting and not job.started and not job.task.done():
+                self._jobs.pop(key, None)
+                job.task.cancel()
+        if not done:
+            self.counters.late += 1
+            return Tokens(None, False, f"the tokenizer took longer than {self._deadline_s:g} s")
+        return Tokens(None, False, "the service was closed") if job.task.cancelled() else job.task.result()
+
+    async def _make(self, asked: _Asked) -> Tokens:
+        try:
+            await self._free.acquire()
+            if (job := self._jobs.get(asked.key)) is not None:
+                job.started = True
+            assert self._pool is not None
+            began, loop = time.perf_counter(), asyncio.get_running_loop()
+            work = self._pool.submit(self._tokenise, asked)
+            # Not at the end of this task: it may be cancelled while the thread is at work.
+            work.add_done_callback(lambda _: _call_soon(loop, self._free.release))
+            found = await asyncio.wrap_future(work)
+            if found.ids is not None or found.reason:
+                self._keep(asked.key, found)
+            self.counters.made += 1
+            if self._observe is not None:
+                self._observe(time.perf_counter() - began)
+            return found
+        except NoTokensError as error:
+            self.counters.refused += 1
+            found = Tokens(None, False, str(error))
+            self._keep(asked.key, found)
+            return found
+        except Exception as error:  # a tokenizer's bug is no reason to lose a request
+            self.counters.failed += 1
+            return Tokens(None, False, f"the tokenizer failed: {type(error).__name__}")
+        finally:
+            self._jobs.pop(asked.key, None)
+
+    def _tokenise(self, asked: _Asked) -> Tokens:
+        assert self.tokenizer is not None
+        if asked.body is None:
+            return Tokens(self.tokenizer.encode(asked.text, asked.ends), True)
+        return Tokens(self.tokenizer.chat(asked.body), not self.tokenizer.exact_chat, self.tokenizer.exact_chat)
+
+    def _keep(self, key: bytes, found: Tokens) -> None:
+        size = _size(found)
+        if size > self._cache_bytes or key in self._kept:
+            return
+        self._kept[key] = found
+        self.kept_bytes += size
+        while self.kept_bytes > self._cache_bytes:
+            self.kept_bytes -= _size(self._kept.pop(next(iter(self._kept))))
+
+    def _asked(self, path: str, body: Mapping[str, Any]) -> _Asked | Tokens:
+        if body.get("truncate_prompt_tokens") is not None or body.get("prompt_embeds") is not None:
+            raise NoTokensError("the worker cuts the prompt, or is given its embeddings")
+        if path.endswith("/chat/completions"):
+            return self._asked_chat(body)
+        if path.endswith("/completions"):
+            return self._asked_text(body)
+        raise NoTokensError(f"{path} has no prompt")
+
+    def _asked_chat(self, body: Mapping[str, Any]) -> _Asked | Tokens:
+        if self.tokenizer is None:
+            return self._none
+        try:
+            packed = _PACK([body.get(field) for field in CHAT_FIELDS])
+        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
+            raise NoTokensError("the messages hold what is not text or a number of 64 bits") from None
+        if len(packed) > self._max_bytes:
+            return self._long(len(packed))
+        digest = hashlib.blake2b(packed, digest_size=16, salt=b"chat")
+        if self.tokenizer.tells_time:
+            digest.update(time.strftime("%Y-%m-%d").encode())
+        return _Asked(digest.digest(), "", False, body)
+
+    def _asked_text(self, body: Mapping[str, Any]) -> _Asked | Tokens:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        if isinstance(prompt, list):
+            return Tokens(_given_ids(prompt), True)
+        if not isinstance(prompt, str):
+            raise NoTokensError("prompt must be one text or a list of token ids")
+        if len(prompt) > self._max_bytes:  # characters, of one byte or more
+            return self._long(len(prompt))
+        try:
+            raw = prompt.encode()
+        except UnicodeEncodeError:
+            raise NoTokensError("prompt holds half a surrogate pair") from None
+        ends = body.get("add_special_tokens") is not False
+        digest = hashlib.blake2b(raw, digest_size=16, salt=b"text" if ends else b"bare")
+        return _Asked(digest.digest(), prompt, ends, None)
+
+    def _long(self, size: int) -> Tokens:
+        self.counters.too_long += 1
+        return Tokens(None, False, f"the prompt has {size} bytes, more than {self._max_bytes}")
+
+
+class _Asked(NamedTuple):
+    """What is to be tokenised: a text, or the body of a chat."""
+
+    key: bytes
+    text: str
+    ends: bool
+    """Whether special tokens are added at the ends of the text."""
+    body: Mapping[str, Any] | None
+
+
+_PACK = msgspec.msgpack.Encoder().encode
+
+
+def _size(found: Tokens) -> int:
+    return _ENTRY_BYTES + (0 if found.ids is None else found.ids.nbytes)
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and (type(prompt[0]) is int or _is_ids(prompt[0]))
+
+
+def _given_ids(prompt: list[Any]) -> Ids:
+    try:
+        return np.frombuffer(array("q", prompt), np.int64)
+    except (TypeError, OverflowError, ValueError):
+        raise NoTokensError("prompt must be one text or a list of token ids") from None
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(what)
