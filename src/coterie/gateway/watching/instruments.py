@@ -21,7 +21,8 @@ MAX_SERIES = 2048
 
 Values = Mapping[tuple[str, ...], float]
 """Label values → value. An unlabelled metric has one, of the empty tuple."""
-Read = Callable[[], Values]
+Read = Callable[[], Values | Mapping[tuple[()], float] | Mapping[tuple[str], float] | Mapping[tuple[str, str], float]]
+"""Gives such values; keys of a mapping's type are invariant, so each number of labels is named."""
 
 
 class Labels:

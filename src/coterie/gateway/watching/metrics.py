@@ -139,7 +139,7 @@ class Metrics(Collector):
         for metric in self._all:
             metric.forget("worker", worker)
 
-    def describe(self) -> list[Described]:
+    def table(self) -> list[Described]:
         """The table of metrics, in order."""
         return [Described(metric.name, metric.kind, metric.labels.names, metric.help) for metric in self._all]
 
