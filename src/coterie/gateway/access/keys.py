@@ -1,0 +1,182 @@
+"""API keys: the gateway stores their SHA-256, never the keys.
+
+A keys file, in YAML or JSON, is a list of entries::
+
+    - {name: search-team, sha256: 9f86d081…, rate: 50, burst: 100}
+    - {name: on-call, sha256: 60303ae2…, admin: true}
+
+Keys are 256 random bits (:func:`new_key`), so a plain hash is enough: there is no dictionary to try. A presented key is
+hashed once and its digest is compared with every entry by :func:`hmac.compare_digest`, so the time of a check tells
+neither how much of a key was right nor which entry matched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import yaml
+
+from coterie.errors import ConfigError, check_input_file
+
+MAX_FILE_BYTES = 1 << 20
+MAX_NAME = 128
+MAX_KEY_BYTES = 512
+"""Longest key that is hashed; a longer one is not of ours."""
+KEY_PREFIX = "coterie-"
+"""Keys start with it, so that scanners for leaked secrets find them."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One stored key."""
+
+    name: str
+    """Name of the caller: in logs and errors, and what its rate is counted by."""
+    sha256: str
+    """SHA-256 of the key, 64 hexadecimal digits."""
+    admin: bool = False
+    """The key opens the admin endpoints."""
+    rate: float | None = None
+    """Requests a second in the long run; None: no limit of its own."""
+    burst: float | None = None
+    """Requests at once; None: a second's worth, and at least 1."""
+
+    def as_yaml(self) -> str:
+        """The line to add to a keys file."""
+        fields = yaml.safe_dump(msgspec.to_builtins(self), default_flow_style=True, sort_keys=False, width=10_000)
+        return f"- {fields}"
+
+
+class Caller(NamedTuple):
+    """The entry that a presented key belongs to."""
+
+    name: str
+    admin: bool = False
+    rate: float | None = None
+    burst: float | None = None
+
+
+class NewKey(NamedTuple):
+    key: str
+    """Show it once; it is not stored."""
+    entry: Entry
+
+
+def new_key(name: str, *, admin: bool = False, rate: float | None = None, burst: float | None = None) -> NewKey:
+    """A random key and the entry to store for it."""
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    entry = Entry(name=name, sha256=_digest(key.encode()).hex(), admin=admin, rate=rate, burst=burst)
+    Keys.load([entry])
+    return NewKey(key, entry)
+
+
+class Keys:
+    """Stored keys, and the check of a presented one."""
+
+    def __init__(self, entries: Sequence[Entry], warnings: Sequence[str] = ()) -> None:
+        """Entries that passed :meth:`load`'s checks."""
+        self.entries = tuple(entries)
+        self.warnings = tuple(warnings)
+        """What an operator should know of the file, one line each."""
+        self._digests = [bytes.fromhex(entry.sha256) for entry in entries]
+        self._callers = [Caller(entry.name, entry.admin, entry.rate, entry.burst) for entry in entries]
+
+    @classmethod
+    def load(cls, source: str | Path | Sequence[Any]) -> Keys:
+        """Read a keys file, or a list of entries or mappings. Raises ConfigError with the entry's name."""
+        if isinstance(source, str | Path):
+            path = Path(source)
+            raw, warnings, where = _read(path), _mode_warnings(path), str(path)
+        else:
+            raw, warnings, where = list(source), [], "keys"
+        if not isinstance(raw, list):
+            raise ConfigError(f"{where}: must be a list of entries with name and sha256")
+        entries = [_entry(where, number, item) for number, item in enumerate(raw)]
+        _check_distinct(where, entries)
+        return cls(entries, warnings)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def has_admin(self) -> bool:
+        return any(entry.admin for entry in self.entries)
+
+    def check(self, header: bytes | None) -> Caller | None:
+        """The caller whose key an `Authorization` header presents; None if it presents none that is stored."""
+        if header is None or len(header) > MAX_KEY_BYTES or header[:7].lower() != b"bearer ":
+            return None
+        digest, compare = _digest(header[7:].strip()), hmac.compare_digest
+        # All entries are compared; find() is one memchr, whose time does not show beside them.
+        found = bytes([compare(stored, digest) for stored in self._digests]).find(1)
+        return self._callers[found] if found >= 0 else None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _read(path: Path) -> Any:
+    check_input_file(path)
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: has {path.stat().st_size} bytes; a keys file has at most {MAX_FILE_BYTES}")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not text, expected YAML or JSON") from None
+    try:
+        return msgspec.json.decode(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: is not JSON: {error}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)  # the text of the error may quote the file
+        raise ConfigError(f"{path}: is not YAML" + (f": see line {mark.line + 1}" if mark else "")) from None
+
+
+def _mode_warnings(path: Path) -> list[str]:
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o022:
+        return [f"{path}: others may write it (mode {mode:o}) and so let themselves in; chmod 600 {path}"]
+    if mode & 0o044:
+        return [f"{path}: others may read it (mode {mode:o}); chmod 600 {path}"]
+    return []
+
+
+def _entry(where: str, number: int, item: Any) -> Entry:
+    """The checked entry. No message quotes `sha256`: someone may have put the key itself there."""
+    name = item.name if isinstance(item, Entry) else item.get("name") if isinstance(item, dict) else None
+    label = f"{where}: entry {number + 1}" + (f" ({name[:MAX_NAME]!r})" if isinstance(name, str) else "")
+    try:
+        entry = item if isinstance(item, Entry) else msgspec.convert(item, Entry)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{label}: {error}") from None
+    if not entry.name or len(entry.name) > MAX_NAME or not entry.name.isprintable():
+        raise ConfigError(f"{label}: name must have 1 to {MAX_NAME} printable characters")
+    if len(entry.sha256) != 64 or not all(digit in "0123456789abcdefABCDEF" for digit in entry.sha256):
+        raise ConfigError(f"{label}: sha256 must be 64 hexadecimal digits, the SHA-256 of the key and not the key")
+    for setting, value in (("rate", entry.rate), ("burst", entry.burst)):
+        if value is not None and not 0 < value < 1e9:
+            raise ConfigError(f"{label}: {setting}={value} must be above 0 and below 1e9")
+    if entry.burst is not None and entry.burst < 1:
+        raise ConfigError(f"{label}: burst={entry.burst} must be at least 1, or no request would pass")
+    if entry.burst is not None and entry.rate is None:
+        raise ConfigError(f"{label}: burst={entry.burst} needs a rate")
+    return entry
+
+
+def _check_distinct(where: str, entries: Sequence[Entry]) -> None:
+    seen: dict[str, str] = {}
+    for number, entry in enumerate(entries):
+        for field, value in (("name", entry.name), ("sha256", entry.sha256.lower())):
+            if f"{field} {value}" in seen:
+                earlier = seen[f"{field} {value}"]
+                raise ConfigError(f"{where}: entry {number + 1} ({entry.name!r}): {field} is that of {earlier}")
+            seen[f"{field} {value}"] = f"entry {number + 1} ({entry.name!r})"

@@ -1,0 +1,1 @@
+"""What the gateway says of itself: metrics, last decisions, spans, log lines."""

@@ -1,0 +1,158 @@
+"""Counters, gauges and histograms that cost a fraction of a microsecond.
+
+The Prometheus client's own take a lock for each value (an observation is 1.5 µs; 0.3 here) and cannot be read from
+totals that other objects keep. These are for one thread, the event loop's, and are collected when asked for.
+
+Series are bounded. A label whose values are listed shows any other as ``other``. A label with free values (worker,
+pool) does so once a metric has `MAX_SERIES`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, product
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+OTHER = "other"
+MAX_SERIES = 2048
+
+Values = Mapping[tuple[str, ...], float]
+"""Label values → value. An unlabelled metric has one, of the empty tuple."""
+Read = Callable[[], Values | Mapping[tuple[()], float] | Mapping[tuple[str], float] | Mapping[tuple[str, str], float]]
+"""Gives such values; keys of a mapping's type are invariant, so each number of labels is named."""
+
+
+class Labels:
+    """Names of a metric's labels, and the values they may have."""
+
+    def __init__(self, values: Mapping[str, Sequence[str] | None]) -> None:
+        """Name → listed values; None: any."""
+        self.names = tuple(values)
+        self._listed = [None if known is None else frozenset(known) for known in values.values()]
+        self.known: list[tuple[str, ...]] = []
+        """Series that are there from the start, so that a rate sees their first event."""
+        if None not in values.values():
+            self.known = list(product(*(known for known in values.values() if known is not None)))
+
+    def bounded(self, given: tuple[str, ...], series: int) -> tuple[str, ...]:
+        """The series that a new combination of values belongs to, where there are `series` already."""
+        if len(given) != len(self.names):
+            raise TypeError(f"{len(given)} label values {given}; the metric has {len(self.names)}: {self.names}")
+        full = series >= MAX_SERIES
+        return tuple(
+            OTHER if (full if listed is None else value not in listed) else value
+            for value, listed in zip(given, self._listed, strict=True)
+        )
+
+    def drop(self, series: dict[tuple[str, ...], object], name: str, value: str) -> None:
+        """Remove the series in which label `name` has this value."""
+        if name in self.names:
+            place = self.names.index(name)
+            for key in [key for key in series if key[place] == value]:
+                del series[key]
+
+
+class _Number:
+    __slots__ = ("_values", "help", "labels", "name", "read")
+
+    def __init__(self, name: str, help: str, labels: Labels) -> None:
+        self.name, self.help, self.labels = name, help, labels
+        self._values: dict[tuple[str, ...], float] = dict.fromkeys(labels.known, 0.0)
+        self.read: Read | None = None
+        """Gives all values when they are collected, in place of those kept here."""
+
+    def forget(self, label: str, value: str) -> None:
+        self.labels.drop(self._values, label, value)  # type: ignore[arg-type]
+
+    def values(self) -> Values:
+        if self.read is None:
+            return self._values
+        found: dict[tuple[str, ...], float] = dict.fromkeys(self.labels.known, 0.0)
+        for key, value in self.read().items():
+            series = self.labels.bounded(key, len(found))
+            found[series] = found.get(series, 0.0) + value
+        return found
+
+
+class Counter(_Number):
+    """A total that only grows."""
+
+    __slots__ = ()
+    kind = "counter"
+
+    def inc(self, *labels: str, by: float = 1.0) -> None:
+        values = self._values
+        if labels in values:
+            values[labels] += by
+        else:
+            series = self.labels.bounded(labels, len(values))
+            values[series] = values.get(series, 0.0) + by
+
+    def collect(self) -> CounterMetricFamily:
+        family = CounterMetricFamily(self.name.removesuffix("_total"), self.help, labels=self.labels.names)
+        for key, value in self.values().items():
+            family.add_metric(key, value)
+        return family
+
+
+class Gauge(_Number):
+    """A value of now."""
+
+    __slots__ = ()
+    kind = "gauge"
+
+    def set(self, value: float, *labels: str) -> None:
+        values = self._values
+        values[labels if labels in values else self.labels.bounded(labels, len(values))] = value
+
+    def collect(self) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(self.name, self.help, labels=self.labels.names)
+        for key, value in self.values().items():
+            family.add_metric(key, value)
+        return family
+
+
+class Histogram:
+    """Counts of values by upper bound."""
+
+    __slots__ = ("_counts", "_sums", "bounds", "help", "labels", "name")
+    kind = "histogram"
+
+    def __init__(self, name: str, help: str, labels: Labels, bounds: Sequence[float]) -> None:
+        self.name, self.help, self.labels, self.bounds = name, help, labels, list(bounds)
+        self._counts = {key: [0] * (len(self.bounds) + 1) for key in labels.known}
+        self._sums: dict[tuple[str, ...], float] = dict.fromkeys(labels.known, 0.0)
+
+    def observe(self, value: float, *labels: str) -> None:
+        """Count a value; one that is negative or not finite is left out, as it would spoil the sum for good."""
+        if not 0.0 <= value < math.inf:
+            return
+        counts = self._counts
+        if labels not in counts:
+            labels = self._series(labels)
+        counts[labels][bisect_left(self.bounds, value)] += 1
+        self._sums[labels] += value
+
+    def forget(self, label: str, value: str) -> None:
+        self.labels.drop(self._counts, label, value)  # type: ignore[arg-type]
+        self.labels.drop(self._sums, label, value)  # type: ignore[arg-type]
+
+    def count(self, *labels: str) -> int:
+        return sum(self._counts.get(labels, ()))
+
+    def collect(self) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(self.name, self.help, labels=self.labels.names)
+        bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        for key, counts in self._counts.items():
+            family.add_metric(key, list(zip(bounds, accumulate(counts), strict=True)), self._sums[key])
+        return family
+
+    def _series(self, labels: tuple[str, ...]) -> tuple[str, ...]:
+        series = self.labels.bounded(labels, len(self._counts))
+        if series not in self._counts:
+            self._counts[series] = [0] * (len(self.bounds) + 1)
+            self._sums[series] = 0.0
+        return series

@@ -1,0 +1,180 @@
+"""Log lines: one JSON object per event, on stderr.
+
+Events are the gateway's start and stop, reloads, changes of a worker's state, unexpected exceptions, and the end of
+each request where that is asked for. No line has text of a request, a header or a key: an event has the fields of its
+method and no others, and of an exception the class and the place are logged, as its message may quote the request.
+
+A thread writes, because a reader that stalls would otherwise stop the event loop. Lines that it cannot write in time
+are dropped, counted, and said.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TextIO
+
+import msgspec
+
+from coterie.errors import check_at_least
+
+MAX_TEXT = 500
+"""Characters kept of a value."""
+
+
+class _Event(NamedTuple):
+    time_s: float
+    name: str
+    fields: Mapping[str, Any]
+
+
+class Log:
+    """Writes events as JSON lines. Close it, or the last lines may be lost."""
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        requests: bool = False,
+        most_waiting: int = 10_000,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`requests`: log the end of every request. `most_waiting`: lines that may wait to be written."""
+        check_at_least(1, most_waiting=most_waiting)
+        self.requests, self.lost = requests, 0
+        self._stream = sys.stderr if stream is None else stream
+        self._most, self._clock = most_waiting, clock
+        self._waiting: SimpleQueue[_Event | None] = SimpleQueue()
+        self._writer: threading.Thread | None = None
+        self._closed = False
+
+    def started(self, url: str, version: str, pools: Mapping[str, str], workers: int) -> None:
+        """`pools`: name → router."""
+        self._put("start", url=url, version=version, pools=dict(pools), workers=workers)
+
+    def stopped(self, reason: str, cut: int = 0, seconds: float = 0.0) -> None:
+        """`cut`: requests that had not ended when the drain did; `seconds`: how long the drain took."""
+        self._put("stop", reason=reason, cut=cut, seconds=round(seconds, 3))
+
+    def reloaded(self, changed: Sequence[str] = (), problem: str | None = None) -> None:
+        """A reload of the configuration; with a problem the old one stays."""
+        self._put("reload", ok=problem is None, changed=list(changed), problem=problem)
+
+    def worker(self, worker: str, pool: str, state: str, reason: str | None = None) -> None:
+        """A worker's change of state: joined, left, healthy, unhealthy, open, half_open, closed, draining…"""
+        self._put("worker", worker=worker, pool=pool, state=state, reason=reason)
+
+    def warning(self, problem: str) -> None:
+        """A sentence for the operator, of the configuration and not of a request."""
+        self._put("warning", problem=problem)
+
+    def failed(self, error: BaseException, where: str) -> None:
+        """An unexpected exception: its class, and the line that raised it."""
+        frames = traceback.extract_tb(error.__traceback__)
+        line = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else None
+        self._put("exception", where=where, error=type(error).__name__, line=line)
+
+    def request(
+        self,
+        id: str,
+        path: str,
+        outcome: str,
+        status: int | None,
+        *,
+        caller: str | None = None,
+        worker: str | None = None,
+        prefill_worker: str | None = None,
+        retries: int = 0,
+        ttft_s: float | None = None,
+        total_s: float | None = None,
+        prompt_tokens: int | None = None,
+        output_tokens: int | None = None,
+        cached_tokens: int | None = None,
+    ) -> None:
+        """The end of a request; nothing unless request lines are asked for. `path` is without its query."""
+        if self.requests:
+            self._put(
+                "request",
+                id=id,
+                path=path,
+                outcome=outcome,
+                status=status,
+                caller=caller,
+                worker=worker,
+                prefill_worker=prefill_worker,
+                retries=retries,
+                ttft_ms=None if ttft_s is None else round(ttft_s * 1e3, 3),
+                total_ms=None if total_s is None else round(total_s * 1e3, 3),
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                cached_tokens=cached_tokens,
+            )
+
+    def capture(self, *names: str) -> None:
+        """Write the warnings of these loggers as events: the format of the message, without its values."""
+        for name in names:
+            logger = logging.getLogger(name)
+            logger.handlers, logger.propagate = [_Captured(self)], False
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what waits; gives up after `timeout_s` if nobody reads."""
+        if not self._closed:
+            self._closed = True
+            self._waiting.put(None)
+            if self._writer is not None:
+                self._writer.join(timeout_s)
+
+    def _put(self, name: str, **fields: Any) -> None:
+        if self._closed or self._waiting.qsize() >= self._most:
+            self.lost += 1
+            return
+        self._waiting.put(_Event(self._clock(), name, fields))
+        if self._writer is None:
+            self._writer = threading.Thread(target=self._write, name="coterie-log", daemon=True)
+            self._writer.start()
+
+    def _write(self) -> None:
+        told = 0
+        while (event := self._waiting.get()) is not None:
+            try:
+                self._stream.write(_line(event))
+                if self.lost > told:
+                    self._stream.write(_line(_Event(self._clock(), "lines_lost", {"lines": self.lost - told})))
+                    told = self.lost
+                if self._waiting.empty():
+                    self._stream.flush()
+            except (OSError, ValueError):  # the stream is closed, or nobody reads any more
+                self.lost += 1
+
+
+class _Captured(logging.Handler):
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else None
+        self._log._put("library", logger=record.name, level=record.levelname, message=str(record.msg), error=error)
+
+
+def _line(event: _Event) -> str:
+    when = datetime.fromtimestamp(event.time_s, UTC).isoformat(timespec="milliseconds")
+    fields = {name: _short(value) for name, value in event.fields.items() if value is not None}
+    return msgspec.json.encode({"time": when, "event": event.name, **fields}).decode() + "\n"
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, str):
+        return value[:MAX_TEXT].encode("utf-8", "replace").decode()  # a lone surrogate is no UTF-8
+    if isinstance(value, dict):
+        return {_short(key): _short(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_short(one) for one in value]
+    return value

@@ -1,0 +1,172 @@
+"""Prometheus metrics of the gateway, in a registry of their own.
+
+One attribute is one metric: ``metrics.requests.inc("/v1/completions", "ok")``, ``metrics.ttft_seconds.observe(0.12)``.
+No label has a request, a prompt, an expert or a caller in it. A worker that leaves takes its series with it
+(:meth:`Metrics.forget_worker`), and unknown paths share one label.
+
+Values that another object keeps anyway are read when they are collected, which costs a request nothing::
+
+    metrics.worker_running.read = lambda: {(id,): running for id, running in …}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from coterie.gateway.watching.instruments import OTHER, Counter, Gauge, Histogram, Labels
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+PREFIX = "coterie_gateway_"
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", OTHER)
+OUTCOMES = ("ok", "refused", "invalid", "failed", "broken", "cancelled", OTHER)
+"""Answered; refused by a limit (401, 403, 429, 503); the request's own fault (other 4xx); failed before the first byte
+(5xx); broken off after it; left by the client."""
+REJECTED = (
+    "key",
+    "rate",
+    "queue_full",
+    "queue_deadline",
+    "too_large",
+    "encoding",
+    "malformed",
+    "slow_client",
+    "connections",
+    "draining",
+    "no_worker",
+    OTHER,
+)
+FAILURES = ("connect", "reset", "timeout", "protocol", "too_large", "status_5xx", OTHER)
+HANDOFFS = ("ok", "no_prefill", "prefill_failed", "refused", OTHER)
+FOOTPRINTS = ("answer", "prefix", "predictor", "popularity", "none", "damaged", OTHER)
+TOKENISED = ("exact", "cached", "approximate", "none", "late", "busy", "too_long", "failed", OTHER)
+CACHED = ("expected", "reported")
+EVENTS = ("applied", "replayed", "gap", "malformed", OTHER)
+RELOADS = ("ok", "rejected")
+BREAKER_STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
+
+DECISION_BOUNDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
+QUEUE_BOUNDS = (1e-4, 1e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+TTFT_BOUNDS = (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
+TPOT_BOUNDS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+REQUEST_BOUNDS = (5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+TOKENISE_BOUNDS = (1e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
+EXPERT_BOUNDS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+class Described(NamedTuple):
+    """One row of the table of metrics."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    help: str
+
+
+class Metrics(Collector):
+    """All metrics of one gateway."""
+
+    def __init__(self, version: str = "") -> None:
+        self._all: list[Counter | Gauge | Histogram] = []
+        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+
+        self.requests = counter("requests_total", "Requests that ended", path=PATHS, outcome=OUTCOMES)
+        self.rejected = counter("rejected_total", "Requests the gateway refused, by limit", reason=REJECTED)
+        self.in_flight = gauge("in_flight", "Requests begun and not ended")
+        self.request_seconds = histogram("request_seconds", "From a request's head to its answer's end", REQUEST_BOUNDS)
+        self.ttft_seconds = histogram("ttft_seconds", "From a request's head to its first token", TTFT_BOUNDS)
+        self.tpot_seconds = histogram("tpot_seconds", "Mean time between a request's later tokens", TPOT_BOUNDS)
+        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens, as workers report them")
+        self.output_tokens = counter("output_tokens_total", "Tokens generated, as workers report them")
+
+        self.decision_seconds = histogram("decision_seconds", "Time to choose a worker", DECISION_BOUNDS, pool=None)
+        self.routed = counter("routed_total", "Requests sent to a worker, retries too", pool=None, worker=None)
+        self.fallbacks = counter(
+            "fallbacks_total", "Requests sent to the shortest queue because the router failed", reason=None
+        )
+        self.retries = counter("retries_total", "Requests sent to another worker before their first byte", pool=None)
+        self.handoffs = counter("handoffs_total", "Requests of prefill and decode pairs, by handoff", outcome=HANDOFFS)
+
+        self.queue_length = gauge("queue_length", "Requests that wait for a place in the fleet")
+        self.queue_seconds = histogram("queue_seconds", "Wait for a place in the fleet", QUEUE_BOUNDS)
+
+        self.worker_running = gauge("worker_running", "Requests sent to a worker and not ended", worker=None)
+        self.worker_places = gauge("worker_places", "Requests that a worker may run at once", worker=None)
+        self.worker_healthy = gauge("worker_healthy", "1 if the worker's health checks pass", worker=None)
+        self.breaker_state = gauge("breaker_state", "0: closed, 1: half open, 2: open, gets no requests", worker=None)
+        self.worker_failures = counter(
+            "worker_failures_total", "Exchanges in which a worker failed", worker=None, kind=FAILURES
+        )
+
+        self.cached_tokens = counter(
+            "cached_tokens_total",
+            "Prompt tokens in the chosen worker's cache: expected by the directory, reported by the worker",
+            source=CACHED,
+        )
+        self.predicted_experts = histogram(
+            "predicted_experts", "Distinct experts a layer in a request's footprint, mean over layers", EXPERT_BOUNDS
+        )
+        self.distinct_experts = gauge(
+            "distinct_experts", "Distinct experts a layer expected of a step of the worker's requests", worker=None
+        )
+        self.footprints = counter("footprints_total", "Requests by where their footprint came from", source=FOOTPRINTS)
+        self.tokenise_seconds = histogram(
+            "tokenise_seconds", "Time to tokenise a prompt, cached ones left out", TOKENISE_BOUNDS
+        )
+        self.tokenised = counter("tokenised_total", "Prompts by how their token ids were found", outcome=TOKENISED)
+        self.kv_events = counter("kv_events_total", "Batches of KV events from workers", outcome=EVENTS)
+
+        self.connections = gauge("connections", "Open client connections")
+        self.connections_accepted = counter("connections_accepted_total", "Client connections accepted")
+        self.connections_refused = counter("connections_refused_total", "Client connections past the limit")
+        self.connection_timeouts = counter("connection_timeouts_total", "Clients that were too slow", kind=None)
+        self.malformed = counter("malformed_total", "Requests that are not valid HTTP")
+        self.disconnects = counter("disconnects_total", "Clients that left before their answer's end")
+        self.errors = counter("errors_total", "Unexpected exceptions, by class; each is a fault to report", kind=None)
+        self.reloads = counter("reloads_total", "Reloads of the configuration", outcome=RELOADS)
+        self.build = gauge("build_info", "1, with the version of Coterie", version=None)
+        self.build.set(1.0, version)
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def forget_worker(self, worker: str) -> None:
+        """Remove the series of a worker that left."""
+        for metric in self._all:
+            metric.forget("worker", worker)
+
+    def table(self) -> list[Described]:
+        """The table of metrics, in order."""
+        return [Described(metric.name, metric.kind, metric.labels.names, metric.help) for metric in self._all]
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._all:
+            try:
+                family = metric.collect()
+            except Exception as error:  # a source that fails costs its own metric, not the page
+                self.errors.inc(type(error).__name__)
+                continue
+            yield family
+
+    def render(self) -> bytes:
+        """Prometheus text format 0.0.4."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, help: str, **labels: Sequence[str] | None) -> Counter:
+        metric = Counter(PREFIX + name, help, Labels(labels))
+        self._all.append(metric)
+        return metric
+
+    def _gauge(self, name: str, help: str, **labels: Sequence[str] | None) -> Gauge:
+        metric = Gauge(PREFIX + name, help, Labels(labels))
+        self._all.append(metric)
+        return metric
+
+    def _histogram(self, name: str, help: str, bounds: Sequence[float], **labels: Sequence[str] | None) -> Histogram:
+        metric = Histogram(PREFIX + name, help, Labels(labels), bounds)
+        self._all.append(metric)
+        return metric

@@ -1,0 +1,208 @@
+"""OpenTelemetry spans of requests, where they are asked for; else calls that do nothing.
+
+They are asked for by the standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or its ``…_TRACES_…`` form), or
+``OTEL_TRACES_EXPORTER`` (``otlp``, ``console``, ``none``). Sampling, resource and batching follow their own ``OTEL_``
+variables, which the SDK reads. The SDK comes with ``pip install coterie[telemetry]``.
+
+A client's trace (W3C ``traceparent``) is continued, and workers get the span's own, so that their spans hang below it.
+Without spans the client's header is passed on as it came. Attributes are those of :meth:`Span.note`: no prompt, no
+header, no key.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from coterie.errors import ConfigError, UnavailableError, check_one_of
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+Headers = list[tuple[bytes, bytes]]
+
+TRACE_HEADERS = (b"traceparent", b"tracestate")
+EXPORTERS = ("otlp", "console", "none")
+MAX_REASON = 200
+
+
+class Span:
+    """One operation. This one does nothing; a recorded one is its subclass."""
+
+    __slots__ = ()
+    recording = False
+
+    def note(
+        self,
+        *,
+        pool: str | None = None,
+        worker: str | None = None,
+        reason: str | None = None,
+        fallback: str | None = None,
+        cached_tokens: int | None = None,
+        prompt_tokens: int | None = None,
+        output_tokens: int | None = None,
+        footprint: str | None = None,
+        status: int | None = None,
+        retries: int | None = None,
+        outcome: str | None = None,
+    ) -> None:
+        """Set attributes; those left out stay as they are."""
+
+    def event(self, name: str) -> None:
+        """Mark a moment, such as the first token."""
+
+    def child(self, name: str) -> Span:  # noqa: ARG002 (a recorded span has the name)
+        """Begin an operation inside this one: the exchange with one worker."""
+        return self
+
+    def outgoing(self, headers: Headers) -> Headers:
+        """Headers for a worker: with this span's trace context in place of the client's."""
+        return headers
+
+    def end(self, problem: str | None = None) -> None:
+        """End it; `problem` is a kind of failure ("timeout"), without text of the request."""
+
+
+NO_SPAN = Span()
+
+
+class Spans:
+    """Makes spans of requests; without a provider, ones that do nothing."""
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        self._provider = provider
+        self._tracer: Any = None if provider is None else provider.get_tracer("coterie.gateway")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Spans:
+        """Spans as the OTEL_ variables ask; without them, ones that do nothing."""
+        kind = exporter_kind(environ)
+        return cls() if kind == "none" else cls(_provider(kind, environ))
+
+    @property
+    def recording(self) -> bool:
+        return self._tracer is not None
+
+    def request(self, name: str, headers: Headers) -> Span:
+        """Begin the span of a client's request, such as ``POST /v1/completions``, as part of the client's trace."""
+        if self._tracer is None:
+            return NO_SPAN
+        from opentelemetry.trace import SpanKind
+
+        started = self._tracer.start_span(name, context=_context_of(headers), kind=SpanKind.SERVER)
+        return _Recorded(self._tracer, started)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Send what is left. Gives up after a while: a collector that hangs must not hold the gateway."""
+        if self._provider is not None:
+            closing = threading.Thread(target=self._provider.shutdown, name="coterie-spans-close", daemon=True)
+            closing.start()
+            closing.join(timeout_s)
+            self._provider = self._tracer = None
+
+
+class _Recorded(Span):
+    __slots__ = ("_span", "_tracer")
+    recording = True
+
+    def __init__(self, tracer: Any, span: Any) -> None:
+        self._tracer, self._span = tracer, span
+
+    def note(self, **values: Any) -> None:
+        for name, value in values.items():
+            if value is not None:
+                kept = value[:MAX_REASON] if isinstance(value, str) else value
+                self._span.set_attribute(ATTRIBUTES[name], kept)
+
+    def event(self, name: str) -> None:
+        self._span.add_event(name)
+
+    def child(self, name: str) -> Span:
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        started = self._tracer.start_span(name, context=set_span_in_context(self._span), kind=SpanKind.CLIENT)
+        return _Recorded(self._tracer, started)
+
+    def outgoing(self, headers: Headers) -> Headers:
+        from opentelemetry.trace import set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        carrier: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(carrier, set_span_in_context(self._span))
+        kept = [header for header in headers if header[0] not in TRACE_HEADERS]
+        return kept + [(name.encode(), value.encode("latin-1")) for name, value in carrier.items()]
+
+    def end(self, problem: str | None = None) -> None:
+        if problem is not None:
+            from opentelemetry.trace import Status, StatusCode
+
+            self._span.set_status(Status(StatusCode.ERROR, problem[:MAX_REASON]))
+        self._span.end()
+
+
+ATTRIBUTES = {
+    "pool": "coterie.pool",
+    "worker": "coterie.worker",
+    "reason": "coterie.reason",
+    "fallback": "coterie.fallback",
+    "cached_tokens": "coterie.cached_tokens",
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "output_tokens": "gen_ai.usage.output_tokens",
+    "footprint": "coterie.footprint",
+    "status": "http.response.status_code",
+    "retries": "coterie.retries",
+    "outcome": "coterie.outcome",
+}
+"""Argument of :meth:`Span.note` → name of the attribute. No other is ever set."""
+
+
+def exporter_kind(environ: Mapping[str, str]) -> str:
+    """Exporter that the variables ask for: otlp, console or none."""
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return "none"
+    endpoint = environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    kind = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() or ("otlp" if endpoint else "none")
+    check_one_of(EXPORTERS, OTEL_TRACES_EXPORTER=kind)
+    return kind
+
+
+def _provider(kind: str, environ: Mapping[str, str]) -> TracerProvider:
+    protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    if kind == "otlp" and protocol not in (None, "http/protobuf"):
+        raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol!r} must be 'http/protobuf'")
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
+    except ImportError:
+        raise UnavailableError("spans need the OpenTelemetry SDK: pip install 'coterie[telemetry]'") from None
+    exporter: SpanExporter
+    if kind == "console":
+        exporter = ConsoleSpanExporter()
+    else:
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        except ImportError:
+            raise UnavailableError("OTEL_TRACES_EXPORTER=otlp needs pip install 'coterie[telemetry]'") from None
+        exporter = OTLPSpanExporter()
+    named = {} if environ.get("OTEL_SERVICE_NAME") else {"service.name": "coterie-gateway"}
+    provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+def _context_of(headers: Headers) -> Any:
+    """Trace context of a client's headers; an empty one where there is none, or one that is not valid."""
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    parents = [value for name, value in headers if name == b"traceparent"]
+    if len(parents) != 1:
+        return Context()
+    states = b",".join(value for name, value in headers if name == b"tracestate")
+    carrier = {"traceparent": parents[0].decode("latin-1"), "tracestate": states.decode("latin-1")}
+    return TraceContextTextMapPropagator().extract(carrier, Context())
