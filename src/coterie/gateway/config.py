@@ -61,6 +61,8 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """ZMQ endpoint of its KV events. Without it nothing is known of its cached prefixes."""
     kv_replay: str | None = None
     """ZMQ endpoint that sends lost KV events again."""
+    secure_events: bool = False
+    """Whether its event streams are encrypted with the fleet's secret, as reference workers do. vLLM's cannot be."""
     bootstrap_port: int | None = None
     """Port of an SGLang prefill worker's bootstrap server."""
 

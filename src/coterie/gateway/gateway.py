@@ -171,7 +171,7 @@ class Gateway:
             found = Outcome(CLIENT_GONE)
             raise
         finally:
-            self._in_flight.discard(call.key)
+            self._in_flight.discard(call.name)
             watcher.ended(call, found, time.monotonic() - started)
 
     def _call(self, request: Request) -> Call:
@@ -188,14 +188,14 @@ class Gateway:
             given = request.header(REQUEST_ID)
             if given is not None:
                 call = call._replace(id=_checked_id(given))
-            key = call.id if call.id not in self._in_flight else uuid.uuid4().hex
+            name = call.id if call.id not in self._in_flight else uuid.uuid4().hex
         except HttpError as error:
             self.watcher.metrics.requests.inc(request.path, outcome_of(error.status))
             raise
-        self._in_flight.add(key)
+        self._in_flight.add(name)
         domain = request.header(DOMAIN_HEADER)
         span = self.parts.spans.request(f"POST {request.path}", request.headers)
-        return call._replace(key=key, domain=None if domain is None else domain.decode("latin-1"), span=span)
+        return call._replace(name=name, domain=None if domain is None else domain.decode("latin-1"), span=span)
 
     def _salt(self, caller: Caller) -> str | None:
         """Salt of the caller's cached prefixes: others cannot guess it, and it is the same after a restart."""

@@ -59,9 +59,11 @@ class Call(NamedTuple):
     """A request, checked."""
 
     key: str
-    """Name inside the gateway, and towards workers: no two requests in flight have the same."""
+    """Name inside the gateway: no other request ever has it."""
+    name: str
+    """Name towards workers: no other request in flight has it."""
     id: str
-    """The client's own id, or `key`."""
+    """The client's own id, or `name`."""
     path: str
     body: dict[str, Any]
     raw: bytes
@@ -179,10 +181,11 @@ def make_call(
         changed = True
     if not isinstance(found.get("model"), str | None):
         raise HttpError(400, "model must be a text", param="model")
-    key = uuid.uuid4().hex if request_id is None else request_id
+    key = uuid.uuid4().hex
     return Call(
         key=key,
-        id=key,
+        name=request_id or key,
+        id=request_id or key,
         path=path,
         body=found,
         raw=msgspec.json.encode(found) if changed else data,

@@ -132,7 +132,7 @@ class Flow(ABC):
             self.observer.failed(pool, member, kind)
 
     async def ask(self, member: Member, call: Call, body: bytes, head_s: float) -> Answer:
-        headers = [*call.span.outgoing(call.headers), (REQUEST_ID, call.key.encode()), *member.headers]
+        headers = [*call.span.outgoing(call.headers), (REQUEST_ID, call.name.encode()), *member.headers]
         return await member.upstream.send("POST", call.path, headers, body, head_s=head_s)
 
     async def pass_on(self, answer: Answer, call: Call, sink: Sink) -> Relayed:

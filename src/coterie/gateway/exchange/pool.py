@@ -13,6 +13,7 @@ from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.fleet.breaker import Breaker
 from coterie.gateway.fleet.health import Health
 from coterie.gateway.fleet.keeper import Choice, FleetKeeper
+from coterie.gateway.fleet.pool import Held
 from coterie.net.http1.messages import Headers
 from coterie.net.http1.upstream import Upstream, UpstreamLimits
 from coterie.routing.base import Request
@@ -53,18 +54,22 @@ class Pool:
         self.name = name
         self.keeper = keeper
         self.members: dict[str, Member] = {}
+        self.ids: list[str | None] = []
+        """[row] worker id. Replaced, never changed in place: records of decisions keep it."""
         self._clock = clock
 
     def __len__(self) -> int:
         return len(self.members)
 
-    def add(self, member: Member) -> None:
+    def add(self, member: Member, held: Held | None = None) -> None:
         entry = member.entry
-        self.keeper.join(entry.id, entry.places, entry.speed)
+        self.keeper.join(entry.id, entry.places, entry.speed, held)
         self.members[entry.id] = member
+        self.ids = self.keeper.ids
 
     def remove(self, worker_id: str) -> Member:
         self.keeper.leave(worker_id)
+        self.ids = self.keeper.ids
         return self.members.pop(worker_id)
 
     def route(self, key: str, wanted: Request, exclude: Collection[str] = ()) -> tuple[Member, Choice]:

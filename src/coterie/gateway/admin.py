@@ -1,0 +1,130 @@
+"""Endpoints of those who run the gateway: what it does, its workers, its routers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from urllib.parse import parse_qs, unquote
+
+import msgspec
+
+from coterie.errors import InputError, UnknownNameError
+from coterie.gateway.config import WorkerEntry
+from coterie.gateway.fleet.spec import RouterSpec
+from coterie.gateway.parts import Parts
+from coterie.gateway.watching.metrics import CONTENT_TYPE
+from coterie.net.http1.messages import HttpError, Request
+from coterie.net.http1.responder import Responder
+
+KNOWN = (
+    "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics, /decisions, /workers, "
+    "/routers, /reload"
+)
+MOST_DECISIONS = 10_000
+Endpoint = Callable[[Request, Responder], Awaitable[None] | None]
+
+
+class Admin:
+    """Answers requests that are not for a worker; callers were checked before."""
+
+    def __init__(self, parts: Parts, reload: Callable[[], None] | None) -> None:
+        self.parts, self._reload = parts, reload
+
+    async def handle(self, request: Request, responder: Responder) -> None:
+        path, method = request.path, request.method
+        head, _, name = path[1:].partition("/")
+        ways = {
+            "metrics": {"GET": self._metrics},
+            "decisions": {"GET": self._decisions},
+            "workers": {"DELETE": self._remove} if name else {"GET": self._workers, "POST": self._add},
+            "routers": {"PUT": self._set_router} if name else {"GET": self._routers},
+            "reload": {"POST": self._reloaded},
+        }.get(head)
+        if ways is None or (name and head not in ("workers", "routers")):
+            raise HttpError(404, f"{path[:200]} is not served here; known: {KNOWN}")
+        way = ways.get("GET" if method == "HEAD" else method)
+        if way is None:
+            allowed = ", ".join(ways)
+            message = f"{path[:200]} takes {allowed}, not {method}"
+            raise HttpError(405, message, headers=[(b"allow", allowed.encode())])
+        if method not in ("GET", "HEAD", "DELETE") and head != "reload":
+            kind = (request.header(b"content-type") or b"").partition(b";")[0].strip()
+            if kind != b"application/json":  # what a page in a browser may send unasked is not JSON
+                raise HttpError(415, "Content-Type must be application/json")
+        try:
+            way(request, responder, unquote(name))
+        except HttpError:
+            raise
+        except UnknownNameError as error:
+            raise HttpError(404, str(error)) from None
+        except InputError as error:
+            raise HttpError(400, str(error)) from None
+
+    def _metrics(self, _: Request, responder: Responder, __: str) -> None:
+        responder.send(200, self.parts.metrics.render(), CONTENT_TYPE)
+
+    def _decisions(self, request: Request, responder: Responder, _: str) -> None:
+        """The last ones; ``?last=N``, ``?pool=NAME``, ``?worker=ID``."""
+        asked = {name: values[-1] for name, values in parse_qs(request.query).items()}
+        last = asked.get("last", "100")
+        if not (last.isascii() and last.isdigit() and len(last) < 9):
+            raise HttpError(400, f"last={last[:20]!r} must be a number of decisions", param="last")
+        most = min(int(last), MOST_DECISIONS)
+        responder.send(200, self.parts.decisions.as_json(most, pool=asked.get("pool"), worker=asked.get("worker")))
+
+    def _workers(self, _: Request, responder: Responder, __: str) -> None:
+        rows = [
+            {
+                **msgspec.to_builtins(member.entry),
+                "pool": pool.name,
+                "open": pool.keeper.is_open(id),
+                "healthy": member.health.healthy,
+                "breaker": member.breaker.state,
+                "running": pool.keeper.running(id),
+                "kv_events_connected": self.parts.knowledge.connected(pool.name, id),
+            }
+            for pool in self.parts.pools.values()
+            for id, member in pool.members.items()
+        ]
+        _send(responder, {"workers": rows})
+
+    def _add(self, request: Request, responder: Responder, _: str) -> None:
+        entry = _read(request, WorkerEntry)
+        self.parts.add_worker(entry)
+        self.parts.save()
+        _send(responder, {"added": entry.id})
+
+    def _remove(self, _: Request, responder: Responder, name: str) -> None:
+        self.parts.remove_worker(name)
+        self.parts.save()
+        _send(responder, {"removed": name})
+
+    def _routers(self, _: Request, responder: Responder, __: str) -> None:
+        _send(responder, {name: pool.keeper.spec for name, pool in self.parts.pools.items()})
+
+    def _set_router(self, request: Request, responder: Responder, name: str) -> None:
+        """Swap a pool's router; what the body leaves out (the fit, the model) stays as it is."""
+        if name not in self.parts.pools:
+            raise UnknownNameError("pool", name, list(self.parts.pools))
+        before = msgspec.to_builtins(self.parts.pools[name].keeper.spec)
+        given = _read(request, dict)
+        spec = msgspec.convert({**before, "settings": {}, **given}, RouterSpec)
+        self.parts.set_router(name, spec)
+        self.parts.save()
+        _send(responder, {"pool": name, "router": spec.router, "settings": spec.settings})
+
+    def _reloaded(self, _: Request, responder: Responder, __: str) -> None:
+        if self._reload is None:
+            raise HttpError(400, "this gateway was started without a config file")
+        self._reload()
+        _send(responder, {"reloaded": True})
+
+
+def _read(request: Request, kind: type) -> object:
+    try:
+        return msgspec.json.decode(request.body, type=kind)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise HttpError(400, f"the body cannot be read: {error}") from None
+
+
+def _send(responder: Responder, value: object) -> None:
+    responder.send(200, msgspec.json.encode(value))

@@ -1,0 +1,211 @@
+"""The parts of a gateway, put together from its config: pools, what is known of requests, what watches them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from coterie import __version__
+from coterie.errors import ConfigError, UnknownNameError
+from coterie.gateway.config import (
+    SECRET_VARIABLE,
+    WORKER_KEY_VARIABLE,
+    GatewayConfig,
+    WorkerEntry,
+    check_role,
+    secret_of,
+)
+from coterie.gateway.exchange.flow import Flow
+from coterie.gateway.exchange.plain import PlainFlow
+from coterie.gateway.exchange.pool import Member, Pool
+from coterie.gateway.exchange.sglang_pair import SglangPairFlow
+from coterie.gateway.exchange.vllm_pair import VllmPairFlow
+from coterie.gateway.fleet.keeper import FleetKeeper
+from coterie.gateway.fleet.spec import RouterSpec
+from coterie.gateway.fleet.waiting import WaitingQueue
+from coterie.gateway.observing import Watcher
+from coterie.gateway.signals.knowledge import Knowledge
+from coterie.gateway.watching.decisions import Decisions
+from coterie.gateway.watching.logs import Log
+from coterie.gateway.watching.metrics import BREAKER_STATES, Metrics
+from coterie.gateway.watching.spans import Spans
+from coterie.net.http1.upstream import UpstreamError
+
+PREFILL, DECODE = "prefill", "decode"
+MODELS_BYTES = 1 << 20
+
+
+class Parts:
+    """Everything but HTTP. Make it in a running event loop, `start` it, `close` it."""
+
+    def __init__(self, config: GatewayConfig, log: Log | None = None) -> None:
+        self.config = config
+        self.metrics = Metrics(__version__)
+        self.decisions = Decisions(config.decisions)
+        self.log = Log(requests=config.log_requests) if log is None else log
+        self.spans = Spans.from_environment()
+        self.watcher = Watcher(self.metrics, self.decisions, self.log)
+        self.worker_key = secret_of(WORKER_KEY_VARIABLE)
+        self.queue = WaitingQueue(config.limits.in_flight, config.limits.waiting)
+        self.pools = {DECODE: Pool(DECODE, FleetKeeper(config.decode))}
+        if config.handshake != "none":
+            self.pools[PREFILL] = Pool(PREFILL, FleetKeeper(config.prefill))
+        self.knowledge = Knowledge(config, list(self.pools), secret_of(SECRET_VARIABLE))
+        self.plain = PlainFlow(self.pools[DECODE], config, self.knowledge, self.watcher)
+        self.flow: Flow = self.plain
+        if config.handshake != "none":
+            pair = VllmPairFlow if config.handshake == "vllm" else SglangPairFlow
+            self.flow = pair(self.pools[PREFILL], self.pools[DECODE], config, self.knowledge, self.watcher)
+        self.context_tokens = 0
+        """Longest context that a worker has told of."""
+        self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._gauges()
+
+    async def start(self) -> None:
+        for entry in self.config.workers:
+            self.add_worker(entry)
+
+    async def close(self) -> None:
+        for task in self._checks.values():
+            task.cancel()
+        await asyncio.gather(*self._checks.values(), return_exceptions=True)
+        await self.flow.close()
+        await self.knowledge.close()
+        for pool in self.pools.values():
+            for member in pool.members.values():
+                await member.upstream.close()
+        await asyncio.to_thread(self.spans.close)
+
+    # -------------------------------------------------------------------------------------------------------- workers
+
+    def entries(self) -> list[WorkerEntry]:
+        """Workers, each once."""
+        return list({id: member.entry for pool in self.pools.values() for id, member in pool.members.items()}.values())
+
+    def pools_of(self, entry: WorkerEntry) -> list[Pool]:
+        """Pools that a worker belongs to: where there are two, one of role both is in both."""
+        names = [name for name in self.pools if entry.role in (name, "both")]
+        return [self.pools[name] for name in names]
+
+    def add_worker(self, entry: WorkerEntry) -> None:
+        """Add a worker, or replace one of the same id. Raises ConfigError and changes nothing if it cannot join."""
+        check_role(self.config.handshake, entry)
+        held = self.knowledge.held(entry)
+        if any(entry.id in pool.members for pool in self.pools.values()):
+            if self.find(entry.id) == entry:
+                return
+            self.remove_worker(entry.id)
+        for pool in self.pools_of(entry):
+            member = Member(entry, self.config, self.worker_key)
+            pool.add(member, held)
+            self.knowledge.join(pool.name, pool.keeper.row_of(entry.id), entry)
+            check = self._watch_health(pool, member)
+            self._checks[pool.name, entry.id] = asyncio.create_task(check, name=f"health of {entry.id}")
+            self.log.worker(entry.id, pool.name, "joined")
+
+    def remove_worker(self, worker_id: str) -> None:
+        """Remove a worker. Its running requests go on; new ones go elsewhere. Raises UnknownNameError."""
+        self.find(worker_id)
+        for pool in self.pools.values():
+            if worker_id in pool.members:
+                member = pool.remove(worker_id)
+                self.knowledge.leave(pool.name, worker_id)
+                self._checks.pop((pool.name, worker_id)).cancel()
+                member.draining = True
+                self.log.worker(worker_id, pool.name, "left")
+        self.metrics.forget_worker(worker_id)
+
+    def find(self, worker_id: str) -> WorkerEntry:
+        for pool in self.pools.values():
+            if worker_id in pool.members:
+                return pool.members[worker_id].entry
+        raise UnknownNameError("worker", worker_id, [entry.id for entry in self.entries()])
+
+    def first_open(self) -> Iterator[Member]:
+        """Workers to ask what all can answer: those that may get requests first."""
+        pool = self.pools[DECODE]
+        yield from sorted(pool.members.values(), key=lambda member: not pool.keeper.is_open(member.entry.id))
+
+    def set_router(self, pool: str, spec: RouterSpec) -> None:
+        """Swap a pool's router. Raises ConfigError and keeps the old one if it cannot be made."""
+        if pool not in self.pools:
+            raise UnknownNameError("pool", pool, list(self.pools))
+        if not isinstance(spec, RouterSpec):
+            raise ConfigError("a router is given as {router: NAME, settings: {…}}")
+        self.pools[pool].keeper.reload(spec)
+
+    # --------------------------------------------------------------------------------------------------------- health
+
+    async def _watch_health(self, pool: Pool, member: Member) -> None:
+        """Ask a worker in turn whether it is well, for as long as it is in the pool."""
+        settings, rng = self.config.health, random.Random()
+        told = False
+        while True:
+            well = await self._is_well(member, settings.timeout_s)
+            if pool.checked(member, well):
+                state = "healthy" if member.health.healthy else "unhealthy"
+                self.log.worker(member.entry.id, pool.name, state)
+                if state == "unhealthy":
+                    self.knowledge.restarted(pool.name, member.entry.id)
+            if well and not told:
+                told = await self._learn_context(member)
+            await asyncio.sleep(settings.every_s * rng.uniform(0.8, 1.2))
+
+    async def _is_well(self, member: Member, timeout_s: float) -> bool:
+        try:
+            answer = await member.upstream.send("GET", "/health", [], head_s=timeout_s)
+            await answer.read(MODELS_BYTES)
+        except UpstreamError:
+            return False
+        return answer.status == 200
+
+    async def _learn_context(self, member: Member) -> bool:
+        """Ask for the context length, which bounds bodies; whether the worker answered."""
+        try:
+            answer = await member.upstream.send("GET", "/v1/models", member.headers, head_s=10.0)
+            found = msgspec.json.decode(await answer.read(MODELS_BYTES), type=_Models)
+        except (UpstreamError, msgspec.DecodeError, RecursionError, ValueError):
+            return False
+        for card in found.data:
+            if card.max_model_len is not None and 0 < card.max_model_len < 1 << 31:
+                self.context_tokens = max(self.context_tokens, card.max_model_len)
+        return True
+
+    # --------------------------------------------------------------------------------------------------------- gauges
+
+    def _gauges(self) -> None:
+        """Values that others keep are read when metrics are collected."""
+        metrics = self.metrics
+        metrics.in_flight.read = lambda: {(): float(self.queue.in_flight)}
+        metrics.queue_length.read = lambda: {(): float(self.queue.waiting)}
+        metrics.worker_running.read = functools.partial(self._each, _running)
+        metrics.worker_places.read = functools.partial(self._each, lambda _, member: float(member.entry.places))
+        metrics.worker_healthy.read = functools.partial(self._each, lambda _, member: float(member.health.healthy))
+        metrics.breaker_state.read = functools.partial(self._each, lambda _, one: BREAKER_STATES[one.breaker.state])
+        metrics.distinct_experts.read = functools.partial(self._each, _distinct)
+
+    def _each(self, value: Any) -> dict[tuple[str, ...], float]:
+        return {
+            (id,): value(pool, member) for pool in self.pools.values() for id, member in pool.members.items()
+        }
+
+
+class _Card(msgspec.Struct):
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card] = []
+
+
+def _running(pool: Pool, member: Member) -> float:
+    return float(pool.keeper.running(member.entry.id))
+
+
+def _distinct(pool: Pool, member: Member) -> float:
+    return float(pool.keeper.fleet.distinct[pool.keeper.row_of(member.entry.id)])

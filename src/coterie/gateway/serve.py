@@ -1,0 +1,142 @@
+"""Run a gateway: bind, start, serve, reload on SIGHUP, drain on SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from coterie import __version__
+from coterie.errors import ConfigError, InputError
+from coterie.gateway.config import GatewayConfig, read_config
+from coterie.gateway.gateway import Gateway
+from coterie.gateway.parts import Parts
+from coterie.gateway.watching.logs import Log
+from coterie.net.http1.server import HttpServer
+from coterie.net.listening import bind
+
+FIXED = ("listen", "handshake", "tokenizer", "block_size", "placement", "predictor", "state", "decisions")
+"""Settings that a reload cannot change."""
+Ready = Callable[[str, asyncio.Event], None]
+"""Called once with the URL, and with the event that stops the gateway."""
+
+
+def run_gateway(config: GatewayConfig, path: Path | None, ready: Ready, log: Log | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. `path` is the config file, read again at a reload."""
+    host, port = config.address
+    listener = bind(host, port)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(serve(config, path, listener, ready, log))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # asyncio's own loop does the same, slower
+        return None
+    return uvloop.new_event_loop
+
+
+async def serve(
+    config: GatewayConfig, path: Path | None, listener: socket.socket, ready: Ready, log: Log | None = None
+) -> None:
+    running = Running(config, path, log)
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, running.stop, stop)
+    loop.add_signal_handler(signal.SIGHUP, running.try_reload)
+    try:
+        await running.start(listener)
+        ready(running.url, stop)
+        await stop.wait()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.remove_signal_handler(number)
+        await running.close()
+
+
+class Running:
+    """A gateway with its server."""
+
+    def __init__(self, config: GatewayConfig, path: Path | None = None, log: Log | None = None) -> None:
+        self.path = path
+        self.parts = Parts(config, log)
+        self.gateway = Gateway(self.parts, self.reload)
+        self.server = HttpServer(self.gateway.handle, self.gateway.http_limits, self.gateway.check_head)
+        self.url = ""
+        self._drain_s = config.drain_s
+
+    async def start(self, listener: socket.socket) -> None:
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        await self.parts.start()
+        self._gauges()
+        await self.server.start(listener)
+        pools = {name: pool.keeper.spec.router for name, pool in self.parts.pools.items()}
+        self.parts.log.started(self.url, __version__, pools, len(self.parts.entries()))
+        for warning in () if self.gateway.keys is None else self.gateway.keys.warnings:
+            self.parts.log.warning(warning)
+
+    def stop(self, stopped: asyncio.Event) -> None:
+        """Asked to end: finish what runs, and take nothing new. Asked twice: end at once."""
+        if self.gateway.draining:
+            self._drain_s = 0.0
+        self.gateway.draining = True
+        self.server.pause()
+        stopped.set()
+
+    async def close(self) -> None:
+        started = time.monotonic()
+        self.gateway.draining = True
+        await self.server.close(self._drain_s)
+        cut = self.parts.queue.in_flight
+        await self.parts.close()
+        self.parts.log.stopped("asked to", cut, time.monotonic() - started)
+        self.parts.log.close()
+
+    def try_reload(self) -> None:
+        try:
+            self.reload()
+        except InputError as error:
+            self.parts.log.reloaded(problem=str(error))
+
+    def reload(self) -> None:
+        """Read the config file again. Raises InputError and keeps everything as it is if it cannot be used."""
+        try:
+            changed = self._reload()
+        except InputError:
+            self.parts.metrics.reloads.inc("rejected")
+            raise
+        self.parts.metrics.reloads.inc("ok")
+        self.parts.log.reloaded(changed)
+
+    def _reload(self) -> list[str]:
+        if self.path is None:
+            raise ConfigError("the gateway was started without a config file")
+        before, config = self.parts.config, read_config(self.path)
+        fixed = next((name for name in FIXED if getattr(config, name) != getattr(before, name)), None)
+        if fixed is not None:
+            raise ConfigError(f"{self.path}: {fixed} cannot change while the gateway runs; restart it")
+        self.gateway.configure(config)
+        try:
+            self.parts.reconfigure(config)
+        except InputError:
+            self.gateway.configure(before)
+            raise
+        self.server.limits = self.gateway.http_limits
+        self._drain_s = config.drain_s
+        return [name for name in msgspec.structs.asdict(config) if getattr(config, name) != getattr(before, name)]
+
+    def _gauges(self) -> None:
+        metrics, counters = self.parts.metrics, self.server.counters
+        metrics.connections.read = lambda: {(): float(len(self.server.connections))}
+        metrics.connections_accepted.read = lambda: {(): float(counters.accepted)}
+        metrics.connections_refused.read = lambda: {(): float(counters.refused)}
+        metrics.connection_timeouts.read = lambda: {(kind,): float(n) for kind, n in counters.timeouts.items()}
+        metrics.malformed.read = lambda: {(): float(counters.malformed)}
+        metrics.disconnects.read = lambda: {(): float(counters.disconnects)}
