@@ -106,13 +106,8 @@ def table(rows: Sequence[dict[str, Any]], clients: int, reference: str | None) -
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = (
-            row["p50_ms"],
-            row["added_p50_ms"],
-            row.get("added_ratio"),
-            row["requests_per_s"],
-            row.get("rate_ratio"),
-        )
+        keys = ("p50_ms", "added_p50_ms", "added_ratio", "requests_per_s", "rate_ratio")
+        cells = [row.get(key) for key in keys]
         lines.append(f"| {row['name']} | " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |")
     return "\n".join(lines)
 

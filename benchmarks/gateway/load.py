@@ -11,7 +11,8 @@ from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 BODY = (
-    b'{"model":"canned","messages":[{"role":"system","content":"You are a helpful assistant."},{"role":"user","content":"'
+    b'{"model":"canned","messages":[{"role":"system","content":"You are a helpful assistant."},'
+    b'{"role":"user","content":"'
     + b"How are experts chosen in a mixture of experts? " * 12
     + b'"}],"max_tokens":16,"temperature":0.0%b}'
 )
@@ -99,10 +100,9 @@ async def closed_loop(
     """Let each client send `requests`, or send for `seconds`."""
     loop = asyncio.get_running_loop()
     where = urlsplit(url)
+    host, port = where.hostname or "127.0.0.1", where.port or 80
     message = request_bytes(url, stream)
-    connected = [
-        (await loop.create_connection(lambda: _Client(message), where.hostname, where.port))[1] for _ in range(clients)
-    ]
+    connected = [(await loop.create_connection(lambda: _Client(message), host, port))[1] for _ in range(clients)]
     try:
         start = time.perf_counter()
         for client in connected:

@@ -35,7 +35,7 @@ class Target(NamedTuple):
 def start_workers(count: int, logs: Path) -> tuple[ServerProcess, list[str]]:
     ports = [free_port() for _ in range(count)]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    argv = [sys.executable, HERE / "canned.py", *map(str, ports)]
+    argv = [sys.executable, str(HERE / "canned.py"), *map(str, ports)]
     return ServerProcess(argv, urls[0], logs / "canned.log").start(START_S), urls
 
 
