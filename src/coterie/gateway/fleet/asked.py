@@ -122,8 +122,8 @@ def _checked_footprint(footprint: Any) -> NDArray[Any]:
             footprint = np.ascontiguousarray(footprint, SHARES if dtype.kind == "f" else COUNTS)
     if not _countable(footprint.reshape(-1)):
         raise BadRequestError("bad_footprint", f"footprint must hold numbers in 0 … {MOST_COUNT}")
-    found: NDArray[Any] = footprint
-    return found
+    counts: NDArray[Any] = footprint
+    return counts
 
 
 def _by_row(cached: Mapping[str, int], rows: int, members: Mapping[str, HasRow]) -> NDArray[np.int64]:
