@@ -48,7 +48,7 @@ class LocalityBand:
             fleet.running,
             fleet.places,
             fleet.speeds,
-            fleet.routed % workers,
+            fleet.routed,
             scores,
         )
         worker = chosen(found, fleet)
@@ -64,7 +64,7 @@ def _least_loaded(
     running: NDArray[np.int64],
     places: NDArray[np.int64],
     speeds: NDArray[np.float64],
-    start: int,
+    routed: int,
     scores: NDArray[np.float64],
 ) -> tuple[np.int64, int]:
     """Choose the worker; also returns the number of candidates."""
@@ -78,4 +78,4 @@ def _least_loaded(
         near = similarity[worker] >= most - band
         loads[worker] = (running[worker] + 1) / speeds[worker] if near else np.inf
         inside += near and alive[worker] and (running[worker] < places[worker] or not free)
-    return best_of(loads, alive, running, places, start, scores), inside
+    return best_of(loads, alive, running, places, routed, scores), inside
