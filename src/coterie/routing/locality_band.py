@@ -42,14 +42,7 @@ class LocalityBand:
         self.fitted.check_workers(workers)
         similarity, scores = self.fitted.similarities(request.footprint), np.empty(workers)
         found, inside = _least_loaded(
-            similarity,
-            self.band,
-            fleet.alive,
-            fleet.running,
-            fleet.places,
-            fleet.speeds,
-            fleet.routed,
-            scores,
+            similarity, self.band, fleet.alive, fleet.running, fleet.places, fleet.speeds, fleet.routed, scores
         )
         worker = chosen(found, fleet)
         load = f"{fleet.running.item(worker)} in flight"

@@ -45,7 +45,8 @@ def fallback_of(error: Exception) -> Fallback:
     name = type(error).__name__
     if isinstance(error, BadRequestError):
         return Fallback(error.reason, str(error))
-    return Fallback("router_error", f"{name}: {error}" if isinstance(error, CoterieError) else name)
+    text = f"{name}: {error}" if isinstance(error, CoterieError) else name
+    return Fallback("router_error", f"the router failed with {text}")
 
 
 class HasRow(Protocol):
