@@ -316,3 +316,32 @@ def test_settings_that_no_fit_gives_are_refused(fitted: RouterFit, tmp_path: Pat
         return
     with pytest.raises(TraceError):
         RouterFit.load(tmp_path / "r.safetensors")
+
+
+@pytest.mark.parametrize("more", [1, 5, 20])
+def test_a_fit_serves_a_larger_fleet(fitted: RouterFit, more: int) -> None:
+    """Rows of the fit stay; further ones go to the largest share per worker, as apportionment by D'Hondt gives it."""
+    workers, learned = fitted.workers, fitted.learned
+    wide = fitted.widened(workers + more)
+    assert wide.workers == workers + more
+    np.testing.assert_array_equal(wide.profiles[:workers], fitted.profiles)
+    copies = np.array([int((wide.learned.centroids == row).all(axis=1).sum()) for row in learned.centroids])
+    assert copies.sum() == workers + more
+    # No row could give a copy to another cluster that has a larger share per worker without it.
+    per_worker = learned.shares / copies
+    with np.errstate(divide="ignore"):
+        before = np.where(copies > 1, learned.shares / (copies - 1), np.inf)
+    assert before.min() >= per_worker.max()
+    assert wide.learned.shares.sum() == pytest.approx(1.0, abs=1e-5)
+    assert wide.learned.shares.max() == pytest.approx(per_worker.max())
+    counts = np.ones(learned.shape, np.int64)
+    router, fleet = LocalityBand(wide), wide.fleet(4)
+    assert 0 <= router.route(Request("r", 1, counts), fleet).worker < workers + more
+    np.testing.assert_array_equal(wide.similarities(counts)[:workers], fitted.similarities(counts))
+    assert fitted.widened(workers) is fitted
+    assert fitted.widened(1) is fitted
+
+
+def test_a_wider_fit_is_saved_as_any(fitted: RouterFit, tmp_path: Path) -> None:
+    fitted.widened(fitted.workers + 3).save(tmp_path / "wide.safetensors")
+    assert RouterFit.load(tmp_path / "wide.safetensors").workers == fitted.workers + 3

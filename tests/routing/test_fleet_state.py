@@ -163,6 +163,77 @@ def test_mistakes_are_told() -> None:
     assert fleet.running.tolist() == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("context", "profile"),
+    [
+        (10**30, None),
+        (10**9000, None),
+        (-1, None),
+        (1.5, None),
+        ("9", None),
+        (0, np.array([0.1, np.nan], np.float32)),
+        (0, np.array([0.1, np.inf], np.float32)),
+        (0, np.array([0.1, 1e30], np.float32)),
+        (0, np.array([0.1, -3.0], np.float32)),
+        (0, np.array([[0.1], [0.2]], np.float32)),
+        (10**30, np.array([0.1, 0.2], np.float32)),
+    ],
+    ids=str.split("huge printless negative fraction text nan infinite large below-0 shape huge-with-profile"),
+)
+def test_what_is_refused_leaves_no_trace(context: Any, profile: np.ndarray | None) -> None:
+    fleet = Fleet([4, 4], np.full((2, 2), 0.2))
+    fleet.admit("there", 1, 7, np.array([0.3, 0.4], np.float32))
+    before = {name: np.copy(value) for name, value in vars(fleet).items() if name != "_residents"}
+    with pytest.raises((ConfigError, TypeError)):
+        fleet.admit("new", 1, context, profile)
+    for name, value in before.items():
+        np.testing.assert_array_equal(getattr(fleet, name), value, err_msg=name)
+    fleet.check_integrity()
+    fleet.admit("new", 1, 3)
+    fleet.finish("new")
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(0, 99)), max_size=20), st.integers(0, 99))
+def test_a_fleet_takes_over_another(requests: list[tuple[int, bool, int]], seed: int) -> None:
+    """With one row more and the same priors, the values are those of a fleet that got the same requests itself."""
+    rng, prior = np.random.default_rng(seed), np.full((4, 5), 0.2, np.float32)
+    old, same, plain = Fleet([8] * 3, prior[:3]), Fleet([8] * 4, prior), Fleet([8] * 3)
+    for number, (worker, known, tokens) in enumerate(requests):
+        one = profile(rng, 5) if known else None
+        for fleet in (old, same):
+            fleet.admit(f"r{number}", worker, tokens, one)
+    new = Fleet([8] * 4, prior)
+    new.take_over(old, priors=True)
+    plain.take_over(old)
+    for fleet in (new, plain):
+        fleet.check_integrity()
+        assert fleet.running[:3].tolist() == old.running.tolist()
+        assert fleet.context_tokens[:3].tolist() == old.context_tokens.tolist()
+        assert fleet.routed == len(requests)
+    same._mean = -1.0  # all are made anew, as after a large change
+    same._shift(0, None, 0)
+    np.testing.assert_array_equal(new.missed, same.missed)
+    np.testing.assert_array_equal(new._prior, same._prior)
+    for number in range(len(requests)):
+        new.finish(f"r{number}")
+        plain.finish(f"r{number}")
+    assert not new._logs.any()
+    assert not plain.running.any()
+    if requests:
+        with pytest.raises(ConfigError, match="only an empty one"):
+            old.take_over(old)
+
+
+def test_a_smaller_fleet_takes_over_what_fits() -> None:
+    old, new = Fleet([2, 2, 2]), Fleet([2, 2])
+    old.admit("a", 1)
+    new.take_over(old)
+    assert new.running.tolist() == [0, 1]
+    old.admit("b", 2)
+    with pytest.raises(ConfigError, match="worker 2"):
+        Fleet([2, 2]).take_over(old)
+
+
 def test_a_worker_takes_on_the_character_of_who_comes() -> None:
     """After drift the fitted character counts for little, also once those who came have gone."""
     prior = np.array([[0.5, 0.0], [0.0, 0.5]], np.float32)

@@ -114,6 +114,9 @@ class Fleet:
     def __len__(self) -> int:
         return len(self.places)
 
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._residents
+
     @property
     def tracks_experts(self) -> bool:
         """Whether the fleet was made with a prior."""
@@ -146,11 +149,7 @@ class Fleet:
         self.running[worker] += 1
         self.context_tokens[worker] += context
         self.routed += 1
-        if self.in_round[worker]:
-            self.in_round[:] = False
-        self.in_round[worker] = True
-        if self.in_round[self.alive].all():
-            self.in_round[:] = False
+        _take_turn(worker, self.in_round, self.alive)
         self._shift(worker, logs, 1)
 
     def finish(self, request_id: str) -> None:
@@ -256,6 +255,19 @@ class Fleet:
                 self.distinct,
                 self.missed,
             )
+
+
+@njit()
+def _take_turn(worker: int, in_round: NDArray[np.bool_], alive: NDArray[np.bool_]) -> None:
+    """Mark a worker in the round; a new round begins with its second request, or once all living ones got one."""
+    if in_round[worker]:
+        in_round[:] = False
+    in_round[worker] = True
+    left = 0
+    for every in range(len(alive)):
+        left += alive[every] and not in_round[every]
+    if left == 0:
+        in_round[:] = False
 
 
 def shown(number: int) -> str:

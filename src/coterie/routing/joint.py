@@ -114,7 +114,7 @@ class Joint:
             fleet.alive,
             fleet.running,
             fleet.places,
-            fleet.routed % len(fleet),
+            fleet.routed,
             fleet.speeds,
             shares,
             scores,
@@ -191,7 +191,7 @@ def _add_up(
     alive: NDArray[np.bool_],
     running: NDArray[np.int64],
     places: NDArray[np.int64],
-    start: int,
+    routed: int,
     speeds: NDArray[np.float64],
     shares: NDArray[np.float64],
     scores: NDArray[np.float64],
@@ -212,7 +212,7 @@ def _add_up(
         sums[worker] = (
             kv * missing + experts * (1.0 - shares[worker]) + load * 100.0 * running[worker] / speeds[worker] / most
         )
-    return best_of(sums, alive, running, places, start, scores)
+    return best_of(sums, alive, running, places, routed, scores)
 
 
 @njit(fastmath=True)

@@ -60,7 +60,7 @@ class LatencyAware:
             fleet.alive,
             fleet.running,
             fleet.places,
-            fleet.routed % workers,
+            fleet.routed,
             fleet.expected,
             fleet.distinct,
             fleet.context_tokens,
@@ -92,7 +92,7 @@ def _cheapest(
     alive: NDArray[np.bool_],
     running: NDArray[np.int64],
     places: NDArray[np.int64],
-    start: int,
+    routed: int,
     expected: NDArray[np.float64],
     distinct: NDArray[np.float64],
     context: NDArray[np.int64],
@@ -127,4 +127,4 @@ def _cheapest(
         if len(cached):
             more += prices[PREFILL] * (prompt - cached[worker])
         costs[worker] = (step + (others + 1.0) * more) / speeds[worker]
-    return best_of(costs, alive, running, places, start, scores)
+    return best_of(costs, alive, running, places, routed, scores)

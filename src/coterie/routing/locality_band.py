@@ -42,14 +42,7 @@ class LocalityBand:
         self.fitted.check_workers(workers)
         similarity, scores = self.fitted.similarities(request.footprint), np.empty(workers)
         found, inside = _least_loaded(
-            similarity,
-            self.band,
-            fleet.alive,
-            fleet.running,
-            fleet.places,
-            fleet.speeds,
-            fleet.routed % workers,
-            scores,
+            similarity, self.band, fleet.alive, fleet.running, fleet.places, fleet.speeds, fleet.routed, scores
         )
         worker = chosen(found, fleet)
         load = f"{fleet.running.item(worker)} in flight"
@@ -64,7 +57,7 @@ def _least_loaded(
     running: NDArray[np.int64],
     places: NDArray[np.int64],
     speeds: NDArray[np.float64],
-    start: int,
+    routed: int,
     scores: NDArray[np.float64],
 ) -> tuple[np.int64, int]:
     """Choose the worker; also returns the number of candidates."""
@@ -78,4 +71,4 @@ def _least_loaded(
         near = similarity[worker] >= most - band
         loads[worker] = (running[worker] + 1) / speeds[worker] if near else np.inf
         inside += near and alive[worker] and (running[worker] < places[worker] or not free)
-    return best_of(loads, alive, running, places, start, scores), inside
+    return best_of(loads, alive, running, places, routed, scores), inside

@@ -15,10 +15,10 @@ NONE = np.int64(-1)
 def best(scores: NDArray[np.float64], fleet: Fleet) -> tuple[int, NDArray[np.float64]]:
     """The open worker with the lowest score, and the scores with those that are not open at infinity.
 
-    Ties go to the next worker in round-robin order, so that they do not all go to the first.
+    Ties go to the next living worker in round-robin order, so that they do not all go to the first.
     """
     allowed = np.empty(len(scores))
-    worker = best_of(scores, fleet.alive, fleet.running, fleet.places, fleet.routed % len(scores), allowed)
+    worker = best_of(scores, fleet.alive, fleet.running, fleet.places, fleet.routed, allowed)
     return chosen(worker, fleet), allowed
 
 
@@ -35,12 +35,12 @@ def best_of(
     alive: NDArray[np.bool_],
     running: NDArray[np.int64],
     places: NDArray[np.int64],
-    start: int,
+    routed: int,
     allowed: NDArray[np.float64],
 ) -> np.int64:
     """Compiled form of `best`: returns the worker or -1, and fills `allowed`."""
     free = any_free(alive, running, places)
-    found, least = NONE, np.inf
+    found, least, start = NONE, np.inf, next_living(alive, routed)
     for turn in range(len(scores)):
         worker = start + turn
         if worker >= len(scores):
@@ -50,6 +50,20 @@ def best_of(
         if allowed[worker] < least:
             found, least = np.int64(worker), allowed[worker]
     return found
+
+
+@njit()
+def next_living(alive: NDArray[np.bool_], routed: int) -> int:
+    """The worker whose turn it is after `routed` requests; a dead worker's turns are not all its neighbour's."""
+    living = 0
+    for worker in range(len(alive)):
+        living += alive[worker]
+    left = routed % max(1, living)
+    for worker in range(len(alive)):
+        left -= alive[worker]
+        if left < 0:
+            return worker
+    return 0
 
 
 @njit()

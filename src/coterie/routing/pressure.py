@@ -52,7 +52,7 @@ class Pressure:
             fleet.alive,
             fleet.running,
             fleet.places,
-            fleet.routed % len(fleet),
+            fleet.routed,
             scores,
         )
         worker = chosen(found, fleet)
@@ -72,7 +72,7 @@ def _least_pressed(
     alive: NDArray[np.bool_],
     running: NDArray[np.int64],
     places: NDArray[np.int64],
-    start: int,
+    routed: int,
     scores: NDArray[np.float64],
 ) -> np.int64:
     longest, widest = 1.0, 1e-9
@@ -86,4 +86,4 @@ def _least_pressed(
             + prefill * prefill_tokens[worker] / longest
             + experts * distinct[worker] / widest
         )
-    return best_of(pressures, alive, running, places, start, scores)
+    return best_of(pressures, alive, running, places, routed, scores)

@@ -8,13 +8,14 @@ import numpy as np
 
 from coterie.routing.base import Decision, Request, routers
 from coterie.routing.fleet import Fleet
-from coterie.routing.picking import best
+from coterie.routing.picking import best, next_living
 
 
 @routers.register("round_robin")
 @dataclass(frozen=True, slots=True)
 class RoundRobin:
     def route(self, request: Request, fleet: Fleet) -> Decision:
-        ahead = (np.arange(len(fleet)) - fleet.routed) % len(fleet)
+        turn = next_living(fleet.alive, fleet.routed)
+        ahead = (np.arange(len(fleet)) - turn) % len(fleet)
         worker, scores = best(ahead.astype(np.float64), fleet)
         return Decision(worker, scores, f"number {fleet.routed} goes to the next")

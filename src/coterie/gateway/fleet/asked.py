@@ -45,7 +45,8 @@ def fallback_of(error: Exception) -> Fallback:
     name = type(error).__name__
     if isinstance(error, BadRequestError):
         return Fallback(error.reason, str(error))
-    return Fallback("router_error", f"{name}: {error}" if isinstance(error, CoterieError) else name)
+    text = f"{name}: {error}" if isinstance(error, CoterieError) else name
+    return Fallback("router_error", f"the router failed with {text}")
 
 
 class HasRow(Protocol):
@@ -122,8 +123,8 @@ def _checked_footprint(footprint: Any) -> NDArray[Any]:
             footprint = np.ascontiguousarray(footprint, SHARES if dtype.kind == "f" else COUNTS)
     if not _countable(footprint.reshape(-1)):
         raise BadRequestError("bad_footprint", f"footprint must hold numbers in 0 … {MOST_COUNT}")
-    found: NDArray[Any] = footprint
-    return found
+    counts: NDArray[Any] = footprint
+    return counts
 
 
 def _by_row(cached: Mapping[str, int], rows: int, members: Mapping[str, HasRow]) -> NDArray[np.int64]:

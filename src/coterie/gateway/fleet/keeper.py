@@ -28,7 +28,6 @@ from coterie.gateway.fleet.pool import NO_SPEC, Pool, RouterSource
 from coterie.routing import Decision, JoinShortestQueue, Request
 
 NO_ROWS: list[int] = []
-ROUTER_ERROR = Fallback("router_error", "the router failed")
 ALL_CLOSED = Fallback("all_closed", "all workers are closed: the least loaded all the same")
 ALL_EXCLUDED = Fallback("all_excluded", "all workers failed the request: the least loaded all the same")
 ENDED = Fallback("ended", "the request ended before it was routed: not counted")
@@ -82,10 +81,10 @@ class FleetKeeper(Pool):
             self.finish(request_id)
         if not self._members:
             raise UnavailableError("the pool has no workers")
-        fleet, failure = self._made.fleet, None
         if request_id in self._early:
             self._ended_first(request_id)
             return self._fall_back(exclude, ENDED)
+        fleet, failure = self._made.fleet, ALL_CLOSED
         hidden = self._hide(exclude) if exclude else NO_ROWS
         if self._open > len(hidden):
             try:
@@ -95,19 +94,15 @@ class FleetKeeper(Pool):
                 for one in hidden:
                     fleet.alive[one] = True
                 fleet.admit(request_id, row, asked.prompt_tokens, decision.profile)
-                choice = Choice(self._ids[row] or "", row, decision)
-                self._running[request_id] = choice
-                self.counters.admitted += 1
-                return choice
+                if decision.profile is not None:  # the fleet has its own
+                    decision = decision._replace(profile=None)
+                return self._began(request_id, Choice(self._ids[row] or "", row, decision))
             except Exception as error:  # a router may be anyone's code
                 failure = fallback_of(error)
-        for one in hidden:
-            fleet.alive[one] = True
+        self._undo(request_id)
         choice = self._fall_back(exclude, failure)
         fleet.admit(request_id, choice.row, tokens_of(wanted))
-        self._running[request_id] = choice
-        self.counters.admitted += 1
-        return choice
+        return self._began(request_id, choice)
 
     def admit(
         self, request_id: str, worker_id: str, tokens: int = 0, profile: NDArray[np.float32] | None = None
@@ -129,13 +124,12 @@ class FleetKeeper(Pool):
         fleet, failure, tokens = self._made.fleet, None, tokens_of(Request(prompt_tokens=tokens))
         try:
             fleet.admit(request_id, member.row, tokens, profile)
-        except Exception as error:
-            failure = fallback_of(error).reason
+        except Exception:
+            failure = "bad_profile"
             self.counters.fallbacks[failure] += 1
             fleet.admit(request_id, member.row, tokens)
         decision = Decision(member.row, np.zeros(len(fleet)), "chosen by the front end")
-        self._running[request_id] = Choice(worker_id, member.row, decision, failure)
-        self.counters.admitted += 1
+        self._began(request_id, Choice(worker_id, member.row, decision, failure))
         return True
 
     def finish(self, request_id: str) -> bool:
@@ -179,14 +173,14 @@ class FleetKeeper(Pool):
             if not right:
                 raise AssertionError(f"the keeper and its fleet disagree on the {what}")
 
-    def _fall_back(self, exclude: Collection[str], failure: Fallback | None) -> Choice:
+    def _fall_back(self, exclude: Collection[str], failure: Fallback) -> Choice:
         """The shortest queue of the workers that are left, best of all an open one that is not excluded."""
         fleet, excluded = self._made.fleet, set(exclude)
         members = self._members.items()
         why, rows = next(
             (why, rows)
             for why, rows in (
-                (failure or ROUTER_ERROR, [one.row for name, one in members if one.open and name not in excluded]),
+                (failure, [one.row for name, one in members if one.open and name not in excluded]),
                 (ALL_CLOSED, [one.row for name, one in members if name not in excluded]),
                 (ALL_EXCLUDED, [one.row for _, one in members if one.open]),
                 (ALL_EXCLUDED, [one.row for _, one in members]),
@@ -203,6 +197,20 @@ class FleetKeeper(Pool):
         self.counters.fallbacks[why.reason] += 1
         decision = found._replace(reason=f"{why.text}; {found.reason}")
         return Choice(self._ids[found.worker] or "", found.worker, decision, why.reason)
+
+    def _began(self, request_id: str, choice: Choice) -> Choice:
+        self._running[request_id] = choice
+        self.counters.admitted += 1
+        return choice
+
+    def _undo(self, request_id: str) -> None:
+        """Undo what was done for a decision that failed, and what a router did that must not change the fleet."""
+        fleet = self._made.fleet
+        if request_id in fleet:
+            fleet.finish(request_id)
+        fleet.alive[:] = False
+        for one in self._members.values():
+            fleet.alive[one.row] = one.open
 
     def _ended_first(self, request_id: str) -> None:
         self._early.discard(request_id)
