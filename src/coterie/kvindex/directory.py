@@ -102,6 +102,12 @@ class _Table:
         _tables.rehash(self.entries, grown)
         self.entries, self.limit = grown, int(entries * _FILL)
 
+    def widen(self, width: int) -> None:
+        """Add columns of zeros; an entry's place depends on its key alone."""
+        more = 2 + width - self.entries.shape[1]
+        if more:
+            self.entries = np.pad(self.entries, ((0, 0), (0, more)))
+
 
 class _Waiting(NamedTuple):
     """A block whose parent is unknown."""
@@ -157,6 +163,14 @@ class KVDirectory:
         self._hashes = _Table(words, capacity)
         self._contents = _Table(words, capacity)
         self._workers = [_Worker(group) for _ in range(num_workers)]
+
+    def grow(self, num_workers: int) -> None:
+        """Make room for more workers; those there keep their numbers and blocks."""
+        check_at_least(self.num_workers, num_workers=num_workers)
+        self._workers += [_Worker(self.group) for _ in range(num_workers - self.num_workers)]
+        self.num_workers = num_workers
+        for table in (self._hashes, self._contents):
+            table.widen(-(-num_workers // 64))
 
     def apply(self, worker: int, events: KVEvents) -> None:
         """Apply the next message of a worker's stream; see :class:`Follower` for gaps."""

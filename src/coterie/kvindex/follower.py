@@ -48,6 +48,11 @@ class Follower:
         self._heal(worker, seq, replayed)
         self._apply(worker, payload)
 
+    def grow(self, num_workers: int) -> None:
+        """Make room for more workers, in the directory too."""
+        self.directory.grow(num_workers)
+        self._next += [None] * (num_workers - len(self._next))
+
     def drop_worker(self, worker: int) -> None:
         """Forget the blocks of a worker that is gone; the next message under its number counts as a first one."""
         self.directory.drop_worker(worker)
