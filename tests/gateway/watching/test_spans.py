@@ -135,6 +135,18 @@ def test_without_a_valid_trace_one_begins(headers: Headers, spans: Spans, memory
     assert memory.get_finished_spans()[0].parent is None
 
 
+def test_what_the_client_does_not_sample_is_passed_on_so(spans: Spans, memory: InMemorySpanExporter) -> None:
+    unsampled: Headers = [(b"traceparent", f"00-{TRACE}-{PARENT}-00".encode()), (b"tracestate", b"vendor=1")]
+    span = spans.request("POST /v1/completions", unsampled)
+    sent = dict(span.child("decode").outgoing(unsampled))
+    span.note(pool="decode")
+    span.end("timeout")
+    assert not span.recording
+    assert (sent[b"traceparent"][:36], sent[b"traceparent"][-3:]) == (f"00-{TRACE}-".encode(), b"-00")
+    assert sent[b"tracestate"] == b"vendor=1"
+    assert memory.get_finished_spans() == ()
+
+
 def test_a_problem_marks_the_span(spans: Spans, memory: InMemorySpanExporter) -> None:
     spans.request("POST /v1/completions", []).end("timeout")
     status = memory.get_finished_spans()[0].status

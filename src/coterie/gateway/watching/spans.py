@@ -94,7 +94,7 @@ class Spans:
         from opentelemetry.trace import SpanKind
 
         started = self._tracer.start_span(name, context=_context_of(headers), kind=SpanKind.SERVER)
-        return _Recorded(self._tracer, started)
+        return _Recorded(self._tracer, started) if started.is_recording() else _Unsampled(started)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Send what is left. Gives up after a while: a collector that hangs must not hold the gateway."""
@@ -105,12 +105,32 @@ class Spans:
             self._provider = self._tracer = None
 
 
-class _Recorded(Span):
-    __slots__ = ("_span", "_tracer")
+class _Unsampled(Span):
+    """A trace that the sampler left out: only its context goes on, so that workers leave it out too."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, span: Any) -> None:
+        self._span = span
+
+    def outgoing(self, headers: Headers) -> Headers:
+        # Formatted here: the SDK's propagator takes twice the time.
+        context = self._span.get_span_context()
+        parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        sent = [header for header in headers if header[0] not in TRACE_HEADERS]
+        sent.append((b"traceparent", parent.encode()))
+        if context.trace_state:
+            sent.append((b"tracestate", context.trace_state.to_header().encode("latin-1")))
+        return sent
+
+
+class _Recorded(_Unsampled):
+    __slots__ = ("_tracer",)
     recording = True
 
     def __init__(self, tracer: Any, span: Any) -> None:
-        self._tracer, self._span = tracer, span
+        super().__init__(span)
+        self._tracer = tracer
 
     def note(self, **values: Any) -> None:
         for name, value in values.items():
@@ -126,15 +146,6 @@ class _Recorded(Span):
 
         started = self._tracer.start_span(name, context=set_span_in_context(self._span), kind=SpanKind.CLIENT)
         return _Recorded(self._tracer, started)
-
-    def outgoing(self, headers: Headers) -> Headers:
-        from opentelemetry.trace import set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        carrier: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(carrier, set_span_in_context(self._span))
-        kept = [header for header in headers if header[0] not in TRACE_HEADERS]
-        return kept + [(name.encode(), value.encode("latin-1")) for name, value in carrier.items()]
 
     def end(self, problem: str | None = None) -> None:
         if problem is not None:
