@@ -19,12 +19,14 @@ class Verb(NamedTuple):
     """Seconds that compiling its loops takes, once, on an idle core; None: whether it has any depends on options."""
     command_class: str | None = None
     """Name of a class in the verb's module that builds the command, where Typer's own does not do."""
+    folder: str = ""
+    """Sub-folder of the verb's module; empty: this one."""
 
     def load(self, name: str) -> Any:
         """The verb as a command."""
         import typer
 
-        module = import_module(f"{__name__}.{name}")
+        module = import_module(".".join(filter(None, (__name__, self.folder, name))))
         group = getattr(module, f"{name}_app", None)
         if group is None:
             group = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -45,6 +47,7 @@ VERBS = {
     "fleet": Verb("Say what every router would save on a fleet of yours, on a trace's own requests.", 20),
     "generate": Verb("Generate a synthetic trace.", 7),
     "inspect": Verb("Show how a trace uses its experts.", 2),
+    "load": Verb("Measure a server under load: TTFT and TPOT with intervals, routers compared.", folder="serving"),
     "models": Verb("List known models, or show the shape of one."),
     "place": Verb("Look at placements, and apply them to checkpoints."),
     "plan": Verb("Plan where experts live, and when moving them pays off.", 30, "PlannersInHelp"),
@@ -53,5 +56,5 @@ VERBS = {
     "simulate": Verb("Simulate batch selection on your own requests.", 10),
     "tokens": Verb("Make the token table that vLLM's scheduler takes as `loads`.", 3),
     "warm": Verb("Compile the loops of all verbs ahead."),
-    "worker": Verb("Serve a model with the reference worker."),
+    "worker": Verb("Serve a model with the reference worker.", folder="serving"),
 }

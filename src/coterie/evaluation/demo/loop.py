@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +28,9 @@ from coterie.costs.presets import step_model
 from coterie.engines.vllm.subscriber import Subscriber, hear
 from coterie.errors import ConfigError, InputError, UnavailableError, check_at_least
 from coterie.evaluation.demo.runs import REFERENCE_SHAPE, LoopResult, RouterRun
+from coterie.evaluation.load.steps import read_steps
 from coterie.footprints import PositionStore, footprint
-from coterie.footprints.positions import COLUMNS, ROWS, Steps
+from coterie.footprints.positions import ROWS, Steps
 from coterie.gateway.proxy import RoutedFleet, Served
 from coterie.models import get_model
 from coterie.net.http_client import Client, completion_path, served_model
@@ -304,13 +304,7 @@ async def steps_of(client: Client, decoder: DecodeWorker, after: int | None = No
     """What a decode worker logged of all steps but its first `after`, or all that it keeps."""
     if decoder.store is not None:
         return PositionStore.attach(decoder.store).log.read(after)
-    status, text = await client.call("GET", "/steps" if after is None else f"/steps?after={after}")
-    if status != 200:
-        raise UnavailableError(
-            f"{client.url}/steps: HTTP {status}: not a reference worker, and no position store is named; {text[:200]}"
-        )
-    found = json.loads(text)
-    return Steps(found["total"], np.array(found["steps"], np.float64).reshape(-1, len(COLUMNS)))
+    return await read_steps(client, after)
 
 
 async def _serve_all(

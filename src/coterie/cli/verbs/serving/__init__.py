@@ -1,0 +1,1 @@
+"""Verbs that serve, or send requests to a server."""

@@ -1,0 +1,339 @@
+"""``coterie load``: TTFT, TPOT and failures of any OpenAI-compatible server under load, and comparisons."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coterie.cli.output import JsonOption, out, print_json, print_table, print_verdict, reporting, set_width, shell
+from coterie.cli.outputs import check_output
+from coterie.errors import InputError
+
+if TYPE_CHECKING:
+    from coterie.evaluation.load.measure import LoadSettings
+    from coterie.evaluation.load.report import LoadReport, Row
+    from coterie.traces.requests import RequestTrace
+    from coterie.types import Interval
+
+DEFAULT_CONCURRENCY = 8
+_STATISTICS = ("mean", "p50", "p90", "p99")
+
+
+def load_command(
+    url: Annotated[str, typer.Argument(help="Server or gateway, such as http://127.0.0.1:8000.")],
+    compare: Annotated[
+        list[str] | None,
+        typer.Option("--compare", help="Another server to compare with the first; may be repeated.", metavar="URL"),
+    ] = None,
+    router: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--router",
+            help="Router of a Coterie gateway at URL to compare, such as round_robin or joint:experts=0; repeat for "
+            "several. The first is the base; the one in use is put back.",
+        ),
+    ] = None,
+    pool: Annotated[str, typer.Option("--pool", help="Pool of the gateway whose router is swapped.")] = "decode",
+    workload: Annotated[
+        str,
+        typer.Option(
+            "--workload",
+            help="prompts: of mixed domains. shared-prefix: conversations with common system prompts. trace: lengths "
+            "and shared prefixes of --arrivals.",
+        ),
+    ] = "prompts",
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="Prompts to use: .txt, .jsonl or .csv. Default: those that ship.")
+    ] = None,
+    requests: Annotated[
+        int, typer.Option("--requests", min=1, max=10_000_000, help="Requests to measure, for each contender.")
+    ] = 200,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Requests before them that are not counted.")] = 8,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            "--concurrency", min=1, max=10_000, help="Closed loop: clients that wait for their answers. Default: 8."
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", help="Open loop: Poisson arrivals, or --arrivals, at this many requests a second."),
+    ] = None,
+    arrivals: Annotated[
+        Path | None,
+        typer.Option("--arrivals", help="Open loop: times of a request trace (Mooncake, Azure, ServeGen, …)."),
+    ] = None,
+    speed_up: Annotated[
+        float | None, typer.Option("--speed-up", help="Replay the times of --arrivals this many times as fast.")
+    ] = None,
+    length_scale: Annotated[
+        float, typer.Option("--length-scale", help="Factor on the lengths of a trace, for a shorter context.")
+    ] = 1.0,
+    duration: Annotated[
+        float | None, typer.Option("--duration", help="Seconds after which no request is sent.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Largest number of tokens per answer.")] = 64,
+    hit_rate: Annotated[
+        float, typer.Option("--hit-rate", help="Share of the prompts that is a shared prefix (shared-prefix).")
+    ] = 0.75,
+    turns: Annotated[int, typer.Option("--turns", min=1, help="Turns of a conversation (shared-prefix).")] = 4,
+    systems: Annotated[int, typer.Option("--systems", min=1, help="System prompts (shared-prefix).")] = 8,
+    model: Annotated[str | None, typer.Option("--model", help="Model name. Default: the first the server has.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat/--no-chat", help="Ask for chat completions, or for completions of a text.")
+    ] = True,
+    stream: Annotated[
+        bool, typer.Option("--stream/--no-stream", help="Stream answers; otherwise only E2E is measured.")
+    ] = True,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Generate exactly --max-tokens tokens, if the server can.")
+    ] = False,
+    temperature: Annotated[float, typer.Option("--temperature", help="Sampling temperature; 0 is greedy.")] = 0.0,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds within which an answer must be complete.")] = 300,
+    ttft_target_ms: Annotated[
+        float | None, typer.Option("--ttft-target-ms", help="Goodput counts answers with a TTFT of at most this.")
+    ] = None,
+    tpot_target_ms: Annotated[
+        float | None, typer.Option("--tpot-target-ms", help="Goodput counts answers with a TPOT of at most this.")
+    ] = None,
+    blocks: Annotated[
+        int, typer.Option("--blocks", min=1, max=1000, help="Blocks in which contenders take turns.")
+    ] = 8,
+    expert_steps: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--expert-steps", help="Reference worker whose decode steps tell distinct experts; repeat for several."
+        ),
+    ] = None,
+    key_file: Annotated[
+        Path | None, typer.Option("--key-file", help="File with the API key. Default: COTERIE_API_KEY, if set.")
+    ] = None,
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option("--admin-key-file", help="File with the gateway's admin key. Default: COTERIE_ADMIN_KEY."),
+    ] = None,
+    worker_key_file: Annotated[
+        Path | None,
+        typer.Option("--worker-key-file", help="File with the key of --expert-steps. Default: COTERIE_WORKER_KEY."),
+    ] = None,
+    warm_caches: Annotated[
+        bool, typer.Option("--warm-caches", help="Let caches of earlier runs help: prompts get no marker of this run.")
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the workload and its arrivals.")] = 0,
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder for a figure (load.png, .pdf) and load.json.")
+    ] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Send a workload to a server and print TTFT, TPOT and E2E with 95% intervals, failures by kind, and hit rate.
+
+    Open loop with --rate or --arrivals (times count from the planned arrival), closed loop with --concurrency. With
+    --compare or --router, the same requests are served by each in turn, block by block, and differences are printed.
+    Ctrl-C prints what was measured so far.
+    """
+    import asyncio
+
+    from coterie.evaluation.load.measure import Keys, LoadSettings, Measured, measure
+    from coterie.evaluation.load.report import report_of
+    from coterie.evaluation.load.result import RESULT_FILES, read_result, write_result
+    from coterie.evaluation.load.summary import Targets
+    from coterie.evaluation.load.workload import SharedPrefixes
+    from coterie.net.http_client import server_url
+    from coterie.prompts import load_prompts, read_prompts
+
+    if out_folder is not None and out_folder.exists():
+        for name in RESULT_FILES:
+            check_output(out_folder / name, "--out", "a result of coterie load", read_result, (arrivals, prompts))
+    if concurrency is None and rate is None and arrivals is None:
+        concurrency = DEFAULT_CONCURRENCY
+    settings = LoadSettings(
+        urls=tuple(server_url(one) for one in (url, *(compare or ()))),
+        workload=workload,
+        requests=requests,
+        warmup=warmup,
+        max_tokens=max_tokens,
+        rate=rate,
+        concurrency=concurrency,
+        trace=None if arrivals is None else _trace(arrivals),
+        speed_up=speed_up,
+        length_scale=length_scale,
+        prefixes=SharedPrefixes(hit_rate=hit_rate, turns=turns, systems=systems)
+        if workload == "shared-prefix"
+        else SharedPrefixes(),
+        duration_s=duration,
+        model=model,
+        chat=chat,
+        stream=stream,
+        ignore_eos=ignore_eos,
+        temperature=temperature,
+        timeout_s=timeout,
+        routers=tuple(router or ()),
+        pool=pool,
+        blocks=blocks,
+        targets=Targets(*(None if ms is None else ms / 1e3 for ms in (ttft_target_ms, tpot_target_ms))),
+        expert_steps=tuple(server_url(one) for one in expert_steps or ()),
+        marker="" if warm_caches else secrets.token_hex(3),
+        seed=seed,
+    )
+    keys = Keys(
+        _key(key_file, "COTERIE_API_KEY"),
+        _key(admin_key_file, "COTERIE_ADMIN_KEY"),
+        _key(worker_key_file, "COTERIE_WORKER_KEY"),
+    )
+    texts = load_prompts() if prompts is None else read_prompts(prompts)
+    measured, interrupt = Measured(), None
+    try:
+        with reporting("Starting") as report:
+            asyncio.run(measure(settings, texts, measured, keys, report))
+    except KeyboardInterrupt as stopped:
+        interrupt = stopped
+    found = report_of(settings, measured, interrupt is not None)
+    result: dict[str, Any] = {"url": settings.urls[0], **found.to_json(), "next": _next(settings, found)}
+    if out_folder is not None and any(row.summary.requests for row in found.rows):
+        written = write_result(out_folder, result, measured.contenders, warmup)
+        result["written"] = [str(path) for path in written]
+    if json_output:
+        print_json(result)
+    else:
+        _print(result, found, settings)
+    if interrupt is not None:
+        raise interrupt
+    if not any(row.summary.answered for row in found.rows):
+        raise typer.Exit(1)
+
+
+def _key(path: Path | None, variable: str) -> str | None:
+    """A key from its file or the environment: never from the command line, which every user of the machine can read."""
+    if path is None:
+        text, where = os.environ.get(variable), variable
+    else:
+        try:
+            text, where = path.read_text(encoding="ascii"), str(path)
+        except UnicodeDecodeError:
+            raise InputError(f"{path} must hold a key of ASCII characters") from None
+    if text is None:
+        return None
+    key = text.strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise InputError(f"{where} must hold one key: printable ASCII characters without spaces")
+    return key
+
+
+def _trace(path: Path) -> RequestTrace:
+    from coterie.evaluation.simulate.fleet import requests_of
+    from coterie.traces.readers import read_trace
+
+    return requests_of(read_trace(path))
+
+
+def _next(settings: LoadSettings, report: LoadReport) -> str:
+    """The command to type after this answer."""
+    url, rows = settings.urls[0], report.rows
+    if not rows or not rows[0].summary.answered:
+        return shell("curl", f"{url}/v1/models")
+    summary = rows[0].summary
+    if len(rows) > 1:
+        sure = any(change.sure for row in rows[1:] for change in row.changes)
+        more = ["--router", *" --router ".join(settings.routers).split(" ")] if settings.routers else []
+        others = more or [word for other in settings.urls[1:] for word in ("--compare", other)]
+        if not sure:
+            return shell("coterie", "load", url, *others, "--requests", 4 * settings.requests)
+        return shell("coterie", "load", url, *others, "--workload", _other(settings.workload))
+    if settings.concurrency is not None:
+        return shell("coterie", "load", url, "--rate", f"{0.8 * summary.requests_per_s:.2g}")
+    if summary.failures:
+        return shell("coterie", "load", url, "--rate", f"{max(summary.requests_per_s / 2, 0.01):.2g}")
+    return shell("coterie", "load", url, "--rate", f"{1.5 * summary.requests_per_s:.2g}")
+
+
+def _other(workload: str) -> str:
+    return "prompts" if workload == "shared-prefix" else "shared-prefix"
+
+
+def _print(result: dict[str, Any], report: LoadReport, settings: LoadSettings) -> None:
+    from coterie.evaluation.load.report import WORDS
+
+    set_width()
+    if report.rows:
+        out.print(
+            f"{report.model}: {report.workload}; {report.paced}; {settings.max_tokens} tokens an answer at most",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    for row in report.rows:
+        if row.summary.metrics:
+            print_table(
+                f"{row.name}, ms with 95% intervals",
+                ["", *_STATISTICS],
+                [
+                    [WORDS[name], *(_interval(getattr(found, key), 1e3) for key in _STATISTICS)]
+                    for name, found in row.summary.metrics.items()
+                ],
+            )
+        _print_counts(row, report.reachable_hit_rate)
+    if len(report.rows) > 1:
+        _print_changes(report)
+    for note in report.notes:
+        out.print(f"Note: {note}", markup=False, highlight=False, soft_wrap=True)
+    for path in result.get("written", ()):
+        out.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
+    print_verdict(report.verdict[:1].upper() + report.verdict[1:], result["next"])
+
+
+def _print_counts(row: Row, reachable: float) -> None:
+    from coterie.evaluation.load.report import failures_of
+
+    found = row.summary
+    parts = [
+        f"{found.answered} of {found.requests} answered in {found.wall_s:.1f} s",
+        f"{found.requests_per_s:.3g} requests and {found.output_tokens_per_s:.3g} tokens a second",
+        f"goodput {found.goodput_per_s:.3g} a second",
+        f"{found.in_flight:.3g} in flight",
+    ]
+    if found.unfinished:
+        parts.append(f"{found.unfinished} unfinished")
+    if found.hit_rate is not None:
+        reach = f" (an endless cache: {100 * reachable:.0f}%)" if reachable else ""
+        parts.append(f"hit rate {_interval(found.hit_rate, 100)}%{reach}")
+    if row.experts_by_token is not None and row.rows_per_step is not None:
+        parts.append(f"{row.experts_by_token:.2f} experts in a token's step, {row.rows_per_step:.1f} rows a step")
+    if found.failures:
+        parts.append(f"failed: {failures_of(found)}")
+    out.print("; ".join(parts) + ".\n", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_changes(report: LoadReport) -> None:
+    from coterie.evaluation.load.report import WORDS
+    from coterie.evaluation.runs import with_ends
+
+    statistics = list(dict.fromkeys(change.statistic for row in report.rows[1:] for change in row.changes))
+    names = {
+        one: " ".join((WORDS.get(one.partition("_")[0], one), one.partition("_")[2])).strip() for one in statistics
+    }
+    cells = []
+    for statistic in statistics:
+        found = [next((c.pct for c in row.changes if c.statistic == statistic), None) for row in report.rows[1:]]
+        cells.append([names[statistic], *("-" if one is None else with_ends(one) for one in found)])
+    print_table(
+        f"Change against {report.rows[0].name}, percent (below 0: less)",
+        ["", *(row.name for row in report.rows[1:])],
+        cells,
+        note="95% intervals from blocks left out in turn. Experts: in decode steps of equal size.",
+    )
+
+
+def _interval(found: Interval, factor: float) -> str:
+    value = _number(factor * found.mean)
+    if found.low is None:
+        return value
+    high = "…" if found.high is None else _number(factor * found.high)
+    return f"{value} [{_number(factor * found.low)}, {high}]"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

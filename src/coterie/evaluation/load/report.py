@@ -1,0 +1,194 @@
+"""What a measurement says: a summary per contender, changes against the first, a sentence, and the next command."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from coterie.evaluation.load.compare import Change, Contender, changes
+from coterie.evaluation.load.measure import LoadSettings, Measured
+from coterie.evaluation.load.summary import Percentiles, Summary, summarise
+from coterie.types import Interval
+
+WORDS = {"ttft": "TTFT", "tpot": "TPOT", "gap": "longest gap", "e2e": "E2E"}
+FAILED = {
+    "refused": "refused the connection",
+    "http_429": "answered 429",
+    "http_4xx": "answered 4xx",
+    "http_5xx": "answered 5xx",
+    "reset": "reset before the first byte",
+    "timeout": "timed out",
+    "malformed": "malformed",
+    "cut": "cut after the first byte",
+}
+"""Kind of failure → words."""
+LATE = 0.1
+"""Delay of the client, as a share of the median TTFT or E2E, above which the report says so."""
+
+
+class Row(NamedTuple):
+    """One contender."""
+
+    name: str
+    summary: Summary
+    changes: list[Change]
+    """Against the first contender; of the first itself, none."""
+    experts_per_step: float | None
+    """Distinct experts of a layer in a decode step."""
+    experts_by_token: float | None
+    """The same in the step of a token."""
+    rows_per_step: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            **self.summary.to_json(),
+            "experts_per_step": self.experts_per_step,
+            "experts_by_token": self.experts_by_token,
+            "rows_per_step": self.rows_per_step,
+            "changes_pct": {
+                one.statistic: {"value": one.pct.mean, "low": one.pct.low, "high": one.pct.high} for one in self.changes
+            },
+        }
+
+
+class LoadReport(NamedTuple):
+    model: str
+    workload: str
+    paced: str
+    reachable_hit_rate: float
+    """Of one endless cache of characters."""
+    interrupted: bool
+    rows: list[Row]
+    notes: list[str]
+    verdict: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "rows": [row.to_json() for row in self.rows]}
+
+
+def report_of(settings: LoadSettings, measured: Measured, interrupted: bool = False) -> LoadReport:
+    """The report of a measurement, whole or interrupted."""
+    skip = settings.warmup
+    rows: list[Row] = []
+    for contender in measured.contenders:
+        found = summarise(contender.runs, np.random.default_rng(settings.seed), settings.targets, skip)
+        against = changes(measured.contenders[0], contender, skip) if rows else []
+        steps = contender.all_steps
+        rows.append(
+            Row(
+                contender.name,
+                found,
+                against,
+                None if steps is None else steps.experts_per_step,
+                None if steps is None else steps.experts_by_token,
+                None if steps is None else steps.rows_per_step,
+            )
+        )
+    return LoadReport(
+        model=measured.model,
+        workload="" if measured.workload is None else measured.workload.name,
+        paced=settings.paced,
+        reachable_hit_rate=0.0 if measured.workload is None else measured.workload.hit_rate,
+        interrupted=interrupted,
+        rows=rows,
+        notes=_notes(rows, measured.contenders),
+        verdict=_verdict(rows, settings, interrupted),
+    )
+
+
+def failures_of(summary: Summary) -> str:
+    """Failures in words; empty if there were none."""
+    return ", ".join(f"{count} {FAILED[kind]}" for kind, count in summary.failures.items())
+
+
+def _notes(rows: list[Row], contenders: list[Contender]) -> list[str]:
+    notes = []
+    for row in rows:
+        summary, of = row.summary, f"{row.name}: " if len(rows) > 1 else ""
+        for problem, count in list(summary.problems.items())[:3]:
+            notes.append(f"{of}{count} x {problem}")
+        typical = summary.metrics.get("ttft") or summary.metrics.get("e2e")
+        if typical is not None and summary.late_p99_s > LATE * typical.p50.mean:
+            notes.append(
+                f"{of}this client sent requests up to {1e3 * summary.late_p99_s:.3g} ms late (p99): it was too slow "
+                "for this rate, and times count that"
+            )
+        if any(one.high is None for found in summary.metrics.values() for one in found[1:]):
+            notes.append(
+                f"{of}{summary.answered} answers are too few to bound some percentiles from above: "
+                "p99 takes 368 or more"
+            )
+    if len(rows) > 1:
+        pairs = [sum(len(run.outcomes) for run in one.runs) for one in contenders]
+        if len(set(pairs)) > 1:
+            notes.append("Contenders served different numbers of requests; changes are over those that both answered")
+    return list(dict.fromkeys(notes))
+
+
+def _verdict(rows: list[Row], settings: LoadSettings, interrupted: bool) -> str:
+    if not rows or not any(row.summary.requests for row in rows):
+        return "Interrupted before any request was answered." if interrupted else "No request was sent."
+    first = rows[0]
+    began = "Interrupted: so far, " if interrupted else ""
+    if len(rows) == 1:
+        return began + _alone(first.summary, settings)
+    return began + " ".join(_against(first, row) for row in rows[1:])
+
+
+def _alone(summary: Summary, settings: LoadSettings) -> str:
+    failed = failures_of(summary)
+    if not summary.answered:
+        return f"none of {summary.requests} requests was answered: {failed}."
+    said = f"{summary.answered} of {summary.requests} requests were answered"
+    said += f" ({failed})" if failed else ""
+    if "ttft" in summary.metrics:
+        said += f": half had their first token within {_ms(summary.metrics['ttft'], 'p50')}"
+        said += f", 99% within {_ms(summary.metrics['ttft'], 'p99')}"
+        if "tpot" in summary.metrics:
+            said += f"; a token then took {_ms(summary.metrics['tpot'], 'p50')} (median)"
+    else:
+        said += f": half within {_ms(summary.metrics['e2e'], 'p50')}, 99% within {_ms(summary.metrics['e2e'], 'p99')}"
+    if settings.targets.ttft_s is not None or settings.targets.tpot_s is not None:
+        said += f"; {100 * summary.within.mean:.1f}% met the targets"
+    return said + "."
+
+
+def _against(first: Row, row: Row) -> str:
+    """What changed for sure, and what cannot be told apart."""
+    if not row.summary.answered or not first.summary.answered:
+        none = row if not row.summary.answered else first
+        return f"{none.name} answered no request: {failures_of(none.summary)}."
+    told = {one.statistic: one for one in row.changes}
+    sure, unsure = [], []
+    for statistic, words in (("experts", "experts a step"), ("ttft_mean", "mean TTFT"), ("tpot_mean", "mean TPOT")):
+        change = told.get(statistic)
+        if change is None:
+            continue
+        if change.sure:
+            direction = "fewer" if statistic == "experts" and change.pct.mean < 0 else _direction(change.pct)
+            more = "more" if statistic == "experts" and change.pct.mean > 0 else direction
+            sure.append(f"{abs(change.pct.mean):.1f}% {more} {words} (95% {_range(change.pct)})")
+        else:
+            unsure.append(words)
+    said = f"{row.name} against {first.name}: " + (", ".join(sure) if sure else "no difference that this run can tell")
+    if sure and unsure:
+        said += f"; no difference in {' or '.join(unsure)} that this run can tell"
+    lost = failures_of(row.summary)
+    return said + (f"; {lost}" if lost else "") + "."
+
+
+def _direction(found: Interval) -> str:
+    return "less" if found.mean < 0 else "more"
+
+
+def _range(found: Interval) -> str:
+    assert found.low is not None
+    assert found.high is not None
+    low, high = sorted((abs(found.low), abs(found.high)))
+    return f"{low:.1f} to {high:.1f}"
+
+
+def _ms(found: Percentiles, level: str) -> str:
+    return f"{1e3 * getattr(found, level).mean:.3g} ms"

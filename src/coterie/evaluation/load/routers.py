@@ -1,0 +1,81 @@
+"""Routers of a Coterie gateway, swapped between blocks of a comparison and put back at its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+from coterie.errors import ConfigError, UnavailableError
+from coterie.net.http_client import Client
+
+
+class RouterSetting(NamedTuple):
+    """A router by name, with settings that differ from its defaults."""
+
+    router: str
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, text: str) -> RouterSetting:
+        """``NAME`` or ``NAME:setting=value,setting=value``; values are JSON, or else text."""
+        name, _, rest = text.partition(":")
+        settings: dict[str, Any] = {}
+        for part in filter(None, rest.split(",")):
+            key, equals, value = part.partition("=")
+            if not equals or not key.strip():
+                raise ConfigError(f"router={text!r} must be NAME or NAME:setting=value,…, such as joint:experts=0")
+            try:
+                settings[key.strip()] = json.loads(value)
+            except ValueError:
+                settings[key.strip()] = value.strip()
+        if not name.strip():
+            raise ConfigError(f"router={text!r} has no name")
+        return cls(name.strip(), settings)
+
+
+async def routers_in_use(gateway: Client) -> dict[str, RouterSetting]:
+    """Pool → router in use; a server that is no Coterie gateway raises."""
+    status, text = await gateway.call("GET", "/routers")
+    try:
+        found = json.loads(text)
+        pools = found.get("pools", found)
+        in_use = {
+            name: RouterSetting(str(one["router"]), dict(one.get("settings") or {})) for name, one in pools.items()
+        }
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        in_use = {}
+    if status != 200 or not in_use:
+        hint = "; an admin key is needed" if status in (401, 403) else ""
+        raise UnavailableError(
+            f"{gateway.url}/routers answers HTTP {status}, not the routers of a Coterie gateway{hint}"
+        )
+    return in_use
+
+
+async def use_router(gateway: Client, pool: str, wanted: RouterSetting) -> None:
+    """Swap a pool's router; a name or a setting that the gateway refuses raises with its reason."""
+    body = {"router": wanted.router, "settings": dict(wanted.settings)}
+    status, text = await gateway.call("PUT", f"/routers/{pool}", body)
+    if status == 200:
+        return
+    try:
+        error = json.loads(text)["error"]
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, RecursionError, LookupError, TypeError):
+        pass
+    wrong = ConfigError if status in (400, 404, 422) else UnavailableError
+    raise wrong(f"{gateway.url} does not take router {wanted.router!r} for pool {pool!r}: HTTP {status}: {text[:300]}")
+
+
+@asynccontextmanager
+async def put_back(gateway: Client, pool: str) -> AsyncIterator[RouterSetting]:
+    """Give the router in use, and set it again at the end, whatever ends the block."""
+    in_use = await routers_in_use(gateway)
+    if pool not in in_use:
+        raise ConfigError(f"pool={pool!r} must be one of {', '.join(in_use)}")
+    try:
+        yield in_use[pool]
+    finally:
+        await use_router(gateway, pool, in_use[pool])

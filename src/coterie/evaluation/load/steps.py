@@ -1,0 +1,84 @@
+"""Distinct experts per decode step, as workers count them: read from the log of steps of reference workers.
+
+A step with few requests touches few experts whoever they are, and routers differ in how evenly they spread requests.
+So experts are also compared at equal rows: step sizes that both runs have, weighted by the first one's tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import UnavailableError
+from coterie.footprints.positions import COLUMNS, DISTINCT, ROWS, Steps
+from coterie.net.http_client import Client
+
+
+async def read_steps(client: Client, after: int | None = None) -> Steps:
+    """What a reference worker logged of all steps but its first `after`, or all that it keeps."""
+    status, text = await client.call("GET", "/steps" if after is None else f"/steps?after={after}")
+    if status != 200:
+        raise UnavailableError(
+            f"{client.url}/steps: HTTP {status}: not a reference worker, or not its key; {text[:200]}"
+        )
+    found = json.loads(text)
+    return Steps(found["total"], np.array(found["steps"], np.float64).reshape(-1, len(COLUMNS)))
+
+
+class StepTotals(NamedTuple):
+    """Sums over steps of each size, which add up over workers and blocks."""
+
+    steps: NDArray[np.float64]
+    """[rows] number of decode steps with that many tokens."""
+    distinct: NDArray[np.float64]
+    """[rows] sum of their distinct experts."""
+
+    @classmethod
+    def of(cls, logs: Sequence[NDArray[np.float64]]) -> StepTotals:
+        """From logs of steps, [step, column] each."""
+        log = np.concatenate([np.empty((0, len(COLUMNS))), *logs])
+        rows = log[:, ROWS].astype(np.int64)
+        steps = np.bincount(rows, minlength=1).astype(np.float64)
+        return cls(steps, np.bincount(rows, log[:, DISTINCT], minlength=1).astype(np.float64))
+
+    def plus(self, other: StepTotals) -> StepTotals:
+        size = max(len(self.steps), len(other.steps))
+        return StepTotals(*(_padded(a, size) + _padded(b, size) for a, b in zip(self, other, strict=True)))
+
+    @property
+    def rows_per_step(self) -> float:
+        return float(self._rows @ self.steps / max(float(self.steps.sum()), 1.0))
+
+    @property
+    def experts_per_step(self) -> float:
+        """Distinct experts of a layer in a decode step, mean over layers and steps."""
+        return float(self.distinct.sum() / max(float(self.steps.sum()), 1.0))
+
+    @property
+    def experts_by_token(self) -> float:
+        """The same in the step of a token: steps weighted by their rows."""
+        return float(self._rows @ self.distinct / max(float(self._rows @ self.steps), 1.0))
+
+    @property
+    def _rows(self) -> NDArray[np.float64]:
+        return np.arange(len(self.steps), dtype=np.float64)
+
+
+def experts_change(first: StepTotals, other: StepTotals) -> float | None:
+    """Change of distinct experts at equal rows, as a ratio; None where no step size is common to both."""
+    size = max(len(first.steps), len(other.steps))
+    steps, distinct = (np.array([_padded(one[at], size) for one in (first, other)]) for at in (0, 1))
+    both = np.flatnonzero((steps[0] > 0) & (steps[1] > 0))
+    if not len(both):
+        return None
+    means = distinct[:, both] / steps[:, both]  # [run, rows]
+    weights = both * steps[0, both]
+    return float(weights @ means[1] / (weights @ means[0]) - 1)
+
+
+def _padded(values: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+    return np.pad(values, (0, size - len(values)))
