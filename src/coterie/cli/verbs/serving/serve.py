@@ -1,0 +1,197 @@
+"""``coterie serve``: the gateway in front of a fleet."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from coterie.cli.output import JsonOption, out, print_json, print_verdict
+from coterie.errors import ConfigError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from coterie.evaluation.demo.serving import FirstCompletion
+    from coterie.gateway.config import GatewayConfig
+    from coterie.gateway.embedded import EmbeddedFleet
+    from coterie.gateway.serve import Ready
+
+
+def serve_command(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="YAML file of the fleet: workers, routers, keys, limits.")
+    ] = None,
+    embedded: Annotated[
+        bool,
+        typer.Option(
+            "--embedded", help="Start a small fleet here: one prefill and three decode workers of coterie-tiny."
+        ),
+    ] = False,
+    demo: Annotated[
+        bool,
+        typer.Option(
+            "--demo",
+            help="With --embedded: serve one completion, compare routers as `coterie demo` does, and stay up only on a "
+            "terminal.",
+        ),
+    ] = False,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", help="With --embedded: port to listen on; 0 takes any free port.", min=0, max=65535),
+    ] = None,
+    router: Annotated[
+        str | None, typer.Option("--router", help="With --embedded: router of the decode workers.")
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option("--out", help="With --demo: folder to write the figure and the recorded trace to.")
+    ] = Path("out"),
+    check: Annotated[
+        bool, typer.Option("--check", help="Read the config, say what it would serve, and end.")
+    ] = False,
+    new_key: Annotated[
+        str | None, typer.Option("--new-key", help="Print a new API key of this name and the line to store, and end.")
+    ] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="With --new-key: an administrator's key.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Route requests by prefix, experts and load in front of a live fleet; OpenAI-compatible.
+
+    Serves until Ctrl-C or SIGTERM, and finishes running requests first. SIGHUP reads the config again; one that cannot
+    be used changes nothing. Secrets come from the environment: COTERIE_FLEET_SECRET and COTERIE_WORKER_KEY.
+    """
+    if new_key is not None:
+        _print_key(new_key, admin, json)
+        return
+    if (config is None) == (not embedded):
+        raise ConfigError("give --config FILE, or --embedded for a small fleet on this machine")
+    if not embedded and (demo or port is not None or router is not None):
+        raise ConfigError("--demo, --port and --router need --embedded; a config file names its own")
+    if config is not None:
+        _serve_file(config, check, json)
+    else:
+        _serve_embedded(port, router, demo, folder, check, json)
+
+
+def _print_key(name: str, admin: bool, json: bool) -> None:
+    from coterie.gateway.access.keys import new_key
+
+    key, entry = new_key(name, admin=admin)
+    if json:
+        print_json({"key": key, "name": name, "sha256": entry.sha256, "admin": admin})
+        return
+    out.print(f"Key, shown once: {escape(key)}", highlight=False, soft_wrap=True)
+    out.print(f"Line for the keys file:\n{escape(entry.as_yaml())}", highlight=False, soft_wrap=True)
+
+
+def _serve_file(path: Path, check: bool, json: bool) -> None:
+    from coterie.gateway.config import read_config
+    from coterie.gateway.serve import check_config, run_gateway
+
+    config = read_config(path)
+    check_config(config)
+    if check:
+        _print_check(config, path, json)
+        return
+    run_gateway(config, path, _ready(config, json))
+
+
+def _serve_embedded(port: int | None, router: str | None, demo: bool, folder: Path, check: bool, json: bool) -> None:
+    from coterie.gateway.embedded import decode_router, run_embedded
+    from coterie.gateway.serve import check_config, run_gateway
+
+    spec = decode_router(router)
+    if check:
+        raise ConfigError("--check is for config files")
+    typer.echo("Starting one prefill and three decode workers of coterie-tiny", err=True)
+    with run_embedded() as fleet:
+        config = fleet.config(f"127.0.0.1:{8000 if port is None else port}", decode=spec)
+        check_config(config)
+        with _demonstrating(fleet, folder, json) if demo else contextlib.nullcontext(_ready(config, json)) as ready:
+            run_gateway(config, None, ready, access=fleet.access)
+
+
+def _ready(config: GatewayConfig, json: bool) -> Ready:
+    def ready(url: str, _: asyncio.Event) -> None:
+        if json:
+            print_json({"url": url, "workers": [worker.id for worker in config.workers]})
+            return
+        out.print(_serving(url, config), highlight=False, soft_wrap=True)
+        out.print(f"Next: {_try_it(url)}", highlight=False, soft_wrap=True, markup=False)
+
+    return ready
+
+
+def _serving(url: str, config: GatewayConfig) -> str:
+    count = len(config.workers)
+    by = config.decode.router if config.handshake == "none" else f"{config.prefill.router} and {config.decode.router}"
+    return f"Serving at {escape(url)}: {count} workers, routed by {escape(by)}. Ctrl-C ends it."
+
+
+def _try_it(url: str) -> str:
+    return f"coterie load {url} --router round_robin --router latency_aware"
+
+
+def _print_check(config: GatewayConfig, path: Path, json: bool) -> None:
+    roles = {role: sum(worker.role == role for worker in config.workers) for role in ("prefill", "decode", "both")}
+    if json:
+        print_json({"listen": config.listen, "workers": roles, "decode": config.decode.router})
+        return
+    named = ", ".join(f"{count} {role}" for role, count in roles.items() if count) or "no"
+    print_verdict(
+        f"{path} is valid: {named} workers on {config.listen}, decode routed by {config.decode.router}.",
+        f"coterie serve --config {path}",
+    )
+
+
+@contextlib.contextmanager
+def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[Ready]:
+    """Once the gateway is up: one completion, then the comparison, in a thread of their own."""
+    from coterie.cli.verbs.demo import print_result
+    from coterie.evaluation.demo.serving import first_completion, run_on
+
+    stays = sys.stdout.isatty()
+    problems: list[BaseException] = []
+
+    def show(url: str, end: threading.Event) -> None:
+        try:
+            answer = first_completion(url)
+            if not json:
+                _print_first(answer)
+            print_result(run_on(fleet, folder), json)
+        except BaseException as error:
+            problems.append(error)
+            end.set()
+        if not stays:
+            end.set()
+
+    def ready(url: str, stop: asyncio.Event) -> None:
+        import asyncio as aio
+
+        loop, end = aio.get_running_loop(), threading.Event()
+        if not json:
+            out.print(f"Serving at {escape(url)}", highlight=False, soft_wrap=True)
+
+        def watch() -> None:
+            show(url, end)
+            if end.is_set():
+                loop.call_soon_threadsafe(stop.set)
+            elif not json:
+                out.print(f"\nStill serving at {escape(url)}. Ctrl-C ends it.", highlight=False, soft_wrap=True)
+
+        threading.Thread(target=watch, name="coterie-demo", daemon=True).start()
+
+    yield ready
+    if problems:
+        raise problems[0]
+
+
+def _print_first(answer: FirstCompletion) -> None:
+    out.print(f"One completion of {answer.model}, in {answer.seconds:.2f} s:", highlight=False, soft_wrap=True)
+    out.print(f"  {answer.prompt!r} … {answer.text!r}", highlight=False, soft_wrap=True, markup=False)

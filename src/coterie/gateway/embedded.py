@@ -1,0 +1,79 @@
+"""A fleet on this machine: reference workers on coterie-tiny, and the config of a gateway in front of them."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from coterie.engines.tiny import tiny_model_path
+from coterie.engines.worker.embedded import EmbeddedWorker, embedded_fleet
+from coterie.errors import ConfigError
+from coterie.gateway.config import GatewayConfig, LimitSettings, WorkerEntry
+from coterie.gateway.fleet.spec import RouterSpec
+from coterie.net.access import FleetAccess
+
+DECODERS = 3
+PLACES = 16
+
+
+class EmbeddedFleet(NamedTuple):
+    """Workers that run, the first of them prefills."""
+
+    workers: list[EmbeddedWorker]
+    folder: Path
+    """Where their logs are."""
+
+    @property
+    def access(self) -> FleetAccess:
+        return self.workers[0].access
+
+    def config(
+        self,
+        listen: str = "127.0.0.1:0",
+        prefill: RouterSpec = RouterSpec("joint"),  # noqa: B008 (frozen)
+        decode: RouterSpec = RouterSpec("joint"),  # noqa: B008 (frozen)
+        limits: LimitSettings = LimitSettings(),  # noqa: B008 (frozen)
+    ) -> GatewayConfig:
+        """Config of a gateway in front of them."""
+        entries = [
+            WorkerEntry(
+                id=f"{worker.role}-{number - (worker.role == 'decode')}",
+                url=worker.url,
+                role=worker.role,
+                places=PLACES,
+                kv_events=worker.kv_events,
+                kv_replay=worker.kv_replay,
+                secure_events=True,
+            )
+            for number, worker in enumerate(self.workers)
+        ]
+        return GatewayConfig(
+            workers=entries,
+            listen=listen,
+            handshake="vllm",
+            prefill=prefill,
+            decode=decode,
+            tokenizer=str(tiny_model_path()),
+            limits=limits,
+        )
+
+
+@contextlib.contextmanager
+def run_embedded(decoders: int = DECODERS) -> Iterator[EmbeddedFleet]:
+    """One prefill and some decode workers, each a process; ended with the block, whatever ends it."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        workers = embedded_fleet(["prefill", *["decode"] * decoders], Path(folder))
+        for worker in workers:
+            stack.callback(_end, worker)
+            worker.process.launch()
+        for worker in workers:
+            worker.process.wait_ready()
+        yield EmbeddedFleet(workers, Path(folder))
+
+
+def _end(worker: EmbeddedWorker) -> None:
+    with contextlib.suppress(ConfigError):  # it may not have been started
+        worker.process.kill()
