@@ -176,7 +176,8 @@ class Upstream:
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
-        await asyncio.sleep(0)  # the transports close their sockets in the loop's next iteration
+        while self.connections:
+            await asyncio.sleep(0)  # transports close their sockets in one of the loop's next iterations
 
 
 class Answer:
