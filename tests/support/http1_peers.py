@@ -195,8 +195,8 @@ async def scripted(script: Script) -> AsyncIterator[str]:
         running.add(task)
         try:
             await script(Spoken(next(numbers), reader, writer))
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # asyncio's streams report a cancelled task as an error
         finally:
             writer.close()
             running.discard(task)

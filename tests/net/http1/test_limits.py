@@ -337,3 +337,23 @@ def test_many_refusals_sent_ahead_do_not_recurse() -> None:
 def test_limits_are_checked(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Limits(**wrong)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_unread_answers_hold_back_the_next_request(loop: str) -> None:
+    async def handler(_: Request, responder: Responder) -> None:
+        responder.send(200, b"x" * 100_000)
+
+    async def main() -> None:
+        async with serving(handler) as served:
+            raw = await served.connect()
+            raw.send(get() * 400)
+            await until(lambda: any(one.room is not None for one in served.server.connections))
+            (connection,) = served.server.connections
+            assert connection.transport.get_write_buffer_size() < 65_536 + 101_000
+            assert served.server.counters.requests < 400
+            for _ in range(400):
+                assert (await raw.answer()).startswith(b"HTTP/1.1 200")
+            raw.close()
+
+    run_on(loop, main())
