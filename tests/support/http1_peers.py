@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -56,13 +56,15 @@ class Served(NamedTuple):
     server: HttpServer
     port: int
     clock: Clock
+    clients: list[Raw]
 
     def later(self, seconds: float) -> None:
         self.clock.now += seconds
         self.server.sweep()
 
     async def connect(self) -> Raw:
-        return await Raw.open(self.port)
+        self.clients.append(await Raw.open(self.port))
+        return self.clients[-1]
 
     async def ask(self, *pieces: bytes) -> bytes:
         """Send pieces on a connection of their own; return all that comes until the server closes it."""
@@ -76,14 +78,18 @@ class Served(NamedTuple):
 async def serving(
     handler: Handler, limits: Limits | None = None, check_head: CheckHead | None = None
 ) -> AsyncIterator[Served]:
-    clock = Clock()
+    clock, clients = Clock(), list[Raw]()
     server = HttpServer(handler, limits or Limits(), check_head, clock)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     await server.start(listener)
     try:
-        yield Served(server, port, clock)
+        yield Served(server, port, clock, clients)
     finally:
+        for client in clients:
+            client.close()
+            with suppress(ConnectionError):
+                await client.writer.wait_closed()
         await server.close(0)
         assert not server.connections
         assert not server.lingering
@@ -172,7 +178,8 @@ class Spoken(NamedTuple):
         return head
 
     def say(self, data: bytes) -> None:
-        self.writer.write(data)
+        if not self.writer.is_closing():
+            self.writer.write(data)
 
     async def gone(self) -> None:
         """Return when the client has closed the connection."""

@@ -523,7 +523,17 @@ def test_close_fails_what_is_in_flight() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://a", "127.0.0.1:80", "http://", "http://user:pw@a", "http://a/?q", "http://a:99999", "http://[", "http://a/ b"]
+    "url",
+    [
+        "ftp://a",
+        "127.0.0.1:80",
+        "http://",
+        "http://user:pw@a",
+        "http://a/?q",
+        "http://a:99999",
+        "http://[",
+        "http://a/ b",
+    ],
 )
 def test_urls_are_checked(url: str) -> None:
     with pytest.raises(ConfigError):

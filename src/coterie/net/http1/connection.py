@@ -399,7 +399,10 @@ class Connection(asyncio.Protocol):
         if self.deaf and self.transport.can_write_eof() and not self.transport.is_closing():
             self.deadline_kind = "linger"
             self.deadline = self.server.clock() + LINGER_S
-            self.transport.write_eof()
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client has reset the connection, and the loop has not seen it yet
+                self.transport.abort()
         else:
             self.deadline_kind = "write"
             self.deadline = self.server.clock() + self.limits.write_s
