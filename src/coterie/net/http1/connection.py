@@ -84,7 +84,6 @@ class Connection(asyncio.Protocol):
         self.body_room = 0
         self.arriving: _Exchange | None = None
         self.continue_owed = False
-        self.turning = False
         self.deaf = False  # reads no more: refused, malformed, or closing
         # what waits and what is answered
         self.current: _Exchange | None = None
@@ -137,6 +136,7 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self.write_deadline = math.inf
         self._wake()
+        self._turn()
 
     def _wake(self) -> None:
         if self.room is not None and not self.room.done():
@@ -146,7 +146,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.deaf:
             return
-        if self.current is None and not self.unparsed:
+        if self.current is None and not self.unparsed and self.room is None:
             self._feed(data)
         else:
             self._keep(data)
@@ -280,8 +280,7 @@ class Connection(asyncio.Protocol):
 
     def _take(self, exchange: _Exchange) -> None:
         self.waiting.append(exchange)
-        if self.current is None:
-            self._turn()
+        self._turn()
 
     def _refuse_in_turn(self, error: HttpError) -> None:
         """Answer with an error after the answers that are due, and end the connection."""
@@ -289,23 +288,19 @@ class Connection(asyncio.Protocol):
         self._take(_Exchange(None, Responder(self, False, False, True), error))
 
     def _turn(self) -> None:
-        """Begin the next request, if one waits."""
-        if self.turning:
+        """Begin the next request, if one waits and its client reads its answers."""
+        if self.current is not None or self.room is not None:
             return
-        self.turning = True  # refusals end at once and come back here: a loop, not a recursion
-        while self.current is None:
-            if self.waiting:
-                self._begin(self.waiting.popleft())
-            elif self.unparsed and not self.deaf:
-                data = bytes(self.unparsed)
-                self.unparsed.clear()
-                if not self.transport.is_closing():
-                    self.transport.resume_reading()
-                self._feed(data)
-            else:
-                break
-        self.turning = False
-        if self.current is None and not self.deaf:
+        if self.waiting:
+            self._begin(self.waiting.popleft())
+        elif self.deaf:
+            return
+        elif self.unparsed:
+            data = bytes(self.unparsed)
+            self.unparsed.clear()
+            self.transport.resume_reading()
+            self._feed(data)
+        else:
             self._await(self.phase)
 
     def _begin(self, exchange: _Exchange) -> None:
@@ -313,12 +308,20 @@ class Connection(asyncio.Protocol):
         self.deadline = math.inf
         self.deadline_kind = ""
         if exchange.refusal is not None or exchange.request is None:
-            exchange.responder.fail(exchange.refusal or HttpError(400, "malformed request"))
+            # In an iteration of its own: a client that sends thousands of them must not hold up the others.
+            self.loop.call_soon(self._answer_refusal, exchange)
             return
         if self.task is not None and not self.task.done():
             self.server.outlive(self.task)
         self.server.counters.requests += 1
         self.task = self.loop.create_task(self._run(exchange.request, exchange.responder))
+
+    def _answer_refusal(self, exchange: _Exchange) -> None:
+        try:
+            exchange.responder.fail(exchange.refusal or HttpError(400, "malformed request"))
+        except Exception as error:
+            self._count_error(error)
+            exchange.responder.fail(HttpError(500, "internal error"))
 
     async def _run(self, request: Request, responder: Responder) -> None:
         try:
@@ -396,7 +399,10 @@ class Connection(asyncio.Protocol):
         if self.deaf and self.transport.can_write_eof() and not self.transport.is_closing():
             self.deadline_kind = "linger"
             self.deadline = self.server.clock() + LINGER_S
-            self.transport.write_eof()
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client has reset the connection, and the loop has not seen it yet
+                self.transport.abort()
         else:
             self.deadline_kind = "write"
             self.deadline = self.server.clock() + self.limits.write_s
@@ -413,7 +419,7 @@ class Connection(asyncio.Protocol):
             self.server.counters.timeouts[kind] += 1
         if kind in ("write", "linger"):
             self.transport.abort()
-        elif kind == "idle" or not self.quiet_bytes or (kind == "body" and self.arriving is None):
-            self._shut()
+        elif kind == "idle" or (kind == "head" and not self.quiet_bytes) or (kind == "body" and self.arriving is None):
+            self._shut()  # there is no request to answer
         else:
             self._refuse_in_turn(HttpError(408, f"the {kind} of the request did not come in time"))

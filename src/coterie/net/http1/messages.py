@@ -169,9 +169,9 @@ def _check_name(name: bytes) -> None:
 
 
 def check_target(target: bytes) -> bytes:
-    """Refuse a request target that would end the request line early."""
+    """Refuse a method or a target that would end the request line early."""
     if _UNSAFE_TARGET.search(target):
-        raise ConfigError("a request target must not hold spaces, control characters or bytes above 126")
+        raise ConfigError("a method or a target must not hold spaces, control characters or bytes above 126")
     return target
 
 

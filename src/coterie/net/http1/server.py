@@ -89,6 +89,8 @@ class HttpServer:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        while self.connections or self.lingering:
+            await asyncio.sleep(0)  # transports close their sockets in one of the loop's next iterations
         if self._sweeper is not None:
             self._sweeper.cancel()
 

@@ -71,14 +71,18 @@ class Upstream:
         limits: UpstreamLimits = UpstreamLimits(),  # noqa: B008 (frozen)
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise ConfigError(f"url={url!r}: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ConfigError(f"url={url!r} must be http://HOST:PORT or https://HOST:PORT, without a user or a query")
         self.url = url
         self.limits = limits
         self.clock = clock
         self.connections: set[_Connection] = set()
-        self._address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+        self._address = (parts.hostname, port)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self.host = check_target(parts.netloc.encode())
         self._base = check_target(parts.path.rstrip("/").encode())
@@ -101,7 +105,7 @@ class Upstream:
         A kept connection that the server closed meanwhile is replaced by a fresh one, once.
         """
         message = b"%b %b%b%b%bcontent-length: %d\r\n\r\n%b" % (
-            method.encode(),
+            check_target(method.encode()),
             self._base,
             check_target(target.encode()),
             self._host_line,
@@ -176,7 +180,8 @@ class Upstream:
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
-        await asyncio.sleep(0)  # the transports close their sockets in the loop's next iteration
+        while self.connections:
+            await asyncio.sleep(0)  # transports close their sockets in one of the loop's next iterations
 
 
 class Answer:
