@@ -38,6 +38,9 @@ the sums of 37,000 requests of probability `MOST_CERTAIN`."""
 LEAST_LOG = -16.0
 """Logarithm of the smallest probability distinguished from 0."""
 
+TINY = 1e-30
+"""Probabilities below are 0: a mean of zeros shrinks for ever, and the processor is slow on numbers below 1e-38."""
+
 MOST_CONTEXT = 1 << 40
 """Most tokens of a request: 64 bits hold the sum over eight million of them."""
 
@@ -141,9 +144,8 @@ class Fleet:
         if profile is not None:
             profile = self._checked(profile)
             logs = _logs(profile)
-            prior = self._prior[worker]
-            prior += (profile - prior) * np.float32(1.0 / PRIOR_WINDOW)
-            _fill_logs(prior, self._prior_logs[worker])
+            _learn(self._prior[worker], profile)
+            _fill_logs(self._prior[worker], self._prior_logs[worker])
             self._tracking = True
         self._residents[request_id] = _Resident(worker, context, logs)
         self.running[worker] += 1
@@ -283,6 +285,14 @@ def _probable(p: NDArray[np.float32]) -> bool:
     for at in range(len(p)):
         wrong += not (np.float32(-0.001) <= p[at] <= np.float32(MOST_ACTIVATIONS))
     return wrong == 0
+
+
+@njit()
+def _learn(prior: NDArray[np.float32], profile: NDArray[np.float32]) -> None:
+    """Move the average towards a request. Values far below any that counts become 0: denormal ones are slow to use."""
+    for at in range(len(prior)):
+        mean = prior[at] + (profile[at] - prior[at]) * np.float32(1.0 / PRIOR_WINDOW)
+        prior[at] = mean if abs(mean) > np.float32(TINY) else np.float32(0.0)
 
 
 def _logs(profiles: NDArray[np.float32]) -> NDArray[np.int32]:

@@ -63,9 +63,10 @@ class PoolShape(NamedTuple):
 class Made(NamedTuple):
     """A router and an empty fleet for it."""
 
+    name: str
     router: Router
     fleet: Fleet
-    fixed: bool
+    fixed: bool = False
     """Whether the number of rows cannot change: they are the ranks of a placement."""
     shape: tuple[int, ...] | None = None
     """Shape of a footprint, if it is known."""
@@ -105,7 +106,7 @@ def maker_of(make: Callable[[int], tuple[Router, Fleet]]) -> Maker:
 
     def made(pool: PoolShape) -> Made:
         router, fleet = make(pool.rows)
-        return Made(router, fleet, False)
+        return Made(type(router).__name__, router, fleet)
 
     return made
 
@@ -127,7 +128,7 @@ def try_out(made: Made) -> None:
         try:
             checked_row(made.router.route(request, fleet), fleet)
         except Exception as error:
-            raise ConfigError(f"the router fails on a plain request: {fallback_of(error).text}") from error
+            raise ConfigError(f"router {made.name!r} cannot be used: {fallback_of(error).text}") from error
 
 
 def _made(spec: RouterSpec, given: Mapping[str, Any], pool: PoolShape) -> Made:
@@ -149,7 +150,7 @@ def _made(spec: RouterSpec, given: Mapping[str, Any], pool: PoolShape) -> Made:
         context["labels"] = _rows_of(spec.labels, pool.row_of)
     router = routers.make(spec.router, context, **spec.settings)
     by_worker = bool(spec.labels) and "labels" in taken
-    return Made(router, Fleet([1] * rows, profiles), fixed, _shape(fitted, placement), by_worker)
+    return Made(spec.router, router, Fleet([1] * rows, profiles), fixed, _shape(fitted, placement), by_worker)
 
 
 def _shape(fitted: Any, placement: Any) -> tuple[int, ...] | None:
