@@ -26,6 +26,7 @@ class Publisher:
     ) -> None:
         self.log: list[bytes] = []
         self.asked: list[int] = []
+        self.sent = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
         self._replay = self._context.socket(zmq.ROUTER)
@@ -53,6 +54,7 @@ class Publisher:
 
     def send(self, frames: list[bytes]) -> None:
         self._socket.send_multipart(frames)
+        self.sent += 1
 
     def begin_anew(self) -> None:
         """A restart that the connection does not show."""

@@ -1,0 +1,76 @@
+"""Prefixes guessed from routing: longest shared run, expiry, bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from coterie.gateway.signals.routed_prefixes import BLOCK_BYTES, MOST_BLOCKS, RoutedPrefixes, keys_of_body, keys_of_ids
+
+TEXT = "".join(chr(97 + i * i % 26) for i in range(4 * BLOCK_BYTES))
+
+
+def chat(*turns: str, **more: Any) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[n % 2], "content": text} for n, text in enumerate(turns)], **more}
+
+
+def test_the_shared_beginning_counts() -> None:
+    known = RoutedPrefixes()
+    known.routed(keys_of_body({"prompt": TEXT}), 1, now=0.0)
+    known.routed(keys_of_body({"prompt": TEXT[: 2 * BLOCK_BYTES]}), 2, now=0.0)
+    found = known.cached(keys_of_body({"prompt": TEXT + "more"}), 4, now=1.0)
+    assert found.tolist() == [0, 256, 128, 0]
+    assert known.cached(keys_of_body({"prompt": TEXT}), 4, now=1.0).tolist() == [0, 255, 128, 0], "one is computed"
+    assert not known.cached(keys_of_body({"prompt": "x" + TEXT}), 4, now=1.0).any()
+    assert not known.cached(keys_of_body({"prompt": TEXT, "cache_salt": "tenant"}), 4, now=1.0).any()
+
+
+def test_a_turn_more_keeps_the_beginning() -> None:
+    known = RoutedPrefixes()
+    known.routed(keys_of_body(chat(TEXT)), 0, now=0.0)
+    assert known.cached(keys_of_body(chat(TEXT, "an answer", "and then?")), 1, now=0.0)[0] == 256
+    assert not known.cached(keys_of_body(chat(TEXT, tools=[{"type": "function"}])), 1, now=0.0).any()
+
+
+def test_token_ids() -> None:
+    known = RoutedPrefixes()
+    ids = np.arange(200)
+    known.routed(keys_of_ids(ids), 0, now=0.0)
+    assert known.cached(keys_of_ids(np.arange(150)), 1, now=0.0).tolist() == [128]
+    assert known.cached(keys_of_ids(np.arange(128)), 1, now=0.0).tolist() == [127]
+    assert not known.cached(keys_of_ids(ids, lora="ada"), 1, now=0.0).any()
+
+
+def test_what_is_old_or_gone_does_not_count() -> None:
+    known, keys = RoutedPrefixes(keep_s=10), keys_of_body({"prompt": TEXT})
+    known.routed(keys, 0, now=0.0)
+    known.routed(keys, 1, now=8.0)
+    assert known.cached(keys, 2, now=10.0).all()
+    assert known.cached(keys, 2, now=11.0).tolist() == [0, 255]
+    known.drop(1)
+    assert not known.cached(keys, 2, now=9.0)[1]
+    known.drop(0)
+    assert len(known) == 0
+
+
+def test_memory_is_bounded() -> None:
+    known = RoutedPrefixes(max_blocks=10)
+    for number in range(100):
+        known.routed(keys_of_body({"prompt": f"{number:4}" + TEXT}), 0, now=0.0)
+    assert len(known) == 10
+    assert known.cached(keys_of_body({"prompt": "  99" + TEXT}), 1, now=0.0)[0] == 256
+    assert not known.cached(keys_of_body({"prompt": "   0" + TEXT}), 1, now=0.0).any()
+    assert len(keys_of_body({"prompt": "x" * BLOCK_BYTES * 2 * MOST_BLOCKS}).keys) == MOST_BLOCKS
+
+
+def test_any_body_has_keys() -> None:
+    for body in (
+        {},
+        {"prompt": 10**30},
+        {"messages": 3},
+        {"messages": [{"content": "\ud800"}]},
+        {"prompt": ["a", "b"]},
+    ):
+        assert not RoutedPrefixes().cached(keys_of_body(body), 1, now=0.0).any()
