@@ -60,8 +60,8 @@ class Summary(NamedTuple):
     answered: int
     failures: dict[str, int]
     """Kind → requests."""
-    problems: dict[str, int]
-    """What was said of failed requests → requests, most frequent first."""
+    problems: dict[str, str]
+    """Kind → what was said of one such request."""
     unfinished: int
     """In flight when the run was interrupted."""
     wall_s: float
@@ -124,12 +124,11 @@ def summarise(
     cached = np.array([one.cached_tokens for one in said], np.float64)
     prompt = np.array([one.prompt_tokens for one in said], np.float64)
     output_tokens = sum(one.output_tokens for one in outcomes)
-    problems = Counter(one.problem for one in outcomes if one.failure is not None)
     return Summary(
         requests=len(outcomes),
         answered=len(answered),
         failures=dict(Counter(one.failure for one in outcomes if one.failure is not None).most_common()),
-        problems=dict(problems.most_common(5)),
+        problems={one.failure: one.problem for one in outcomes if one.failure is not None},
         unfinished=sum(run.in_flight for run in runs),
         wall_s=wall_s,
         metrics=metrics,

@@ -25,8 +25,16 @@ LONGEST = 1 << 20
 """Tokens of prompt and answer together, where a server does not say how many it takes."""
 ROOM = 0.8
 """Share of the context that a trace's prompt may fill: the characters of a token differ between texts."""
-TEMPLATE_TOKENS = 8
-"""Tokens that a chat template adds to a message, about."""
+TEMPLATE_TOKENS = 32
+"""Tokens that a chat template and a marker add to a prompt, about."""
+
+
+def that_fit(prompts: Sequence[Prompt], tokens: int) -> list[Prompt]:
+    """Prompts that surely have at most so many tokens: no common tokenizer makes more tokens than a text has bytes."""
+    kept = [prompt for prompt in prompts if len(prompt.prompt.encode()) <= tokens]
+    if not kept:
+        raise ConfigError(f"no prompt is sure to fit {tokens} tokens, which the model's context leaves for it")
+    return kept
 
 
 class Message(NamedTuple):
@@ -54,8 +62,14 @@ class Workload(NamedTuple):
     """What is asked, in a few words."""
     requests: list[LoadRequest]
     """In the order of sending."""
-    hit_rate: float
-    """Share of the prompts' characters that one endless prefix cache would hold when they are asked."""
+    sizes: NDArray[np.int64]
+    """[request] characters of the prompt."""
+    shared: NDArray[np.int64]
+    """[request] characters of it that one endless prefix cache would hold when it is asked."""
+
+    def hit_rate(self, skip: int = 0) -> float:
+        """Hit rate of that cache over all requests but the first `skip`."""
+        return float(self.shared[skip:].sum() / max(int(self.sizes[skip:].sum()), 1))
 
 
 # ------------------------------------------------------------------------------------------------------- mixed domains
@@ -71,7 +85,7 @@ def mixed_prompts(prompts: Sequence[Prompt], count: int, max_tokens: int, rng: G
         content = prompt.prompt if lap == 0 else f"{lap + 1}. {prompt.prompt}"
         requests.append(LoadRequest(number, number, prompt.domain, (Message("user", content),), max_tokens))
     domains = len({prompt.domain for prompt in prompts})
-    return Workload(f"prompts of {domains} domain{'s' if domains > 1 else ''}", requests, 0.0)
+    return _workload(f"prompts of {domains} domain{'s' if domains > 1 else ''}", requests)
 
 
 # ------------------------------------------------------------------------------------------------------ shared prefixes
@@ -159,7 +173,7 @@ def shared_prefixes(
         if not left[at]:
             del active[at], left[at]
     name = f"conversations of {settings.turns} turns with {settings.systems} system prompts"
-    return Workload(name, requests, _hit_rate([(one, len(one.content)) for one in r.messages] for r in requests))
+    return _workload(name, requests)
 
 
 # ------------------------------------------------------------------------------------------------------------- traces
@@ -210,7 +224,7 @@ def traced(trace: RequestTrace, prompts: Sequence[Prompt], count: int, rng: Gene
         requests.append(LoadRequest(number, number, domain, (message,), most))
     said = str(trace.source.get("format", "request"))
     name = f"lengths of a {said} trace" + (f", {cut} prompts cut to the model's context" if cut else "")
-    return Workload(name, requests, _hit_rate(parts))
+    return _workload(name, requests, parts)
 
 
 # ----------------------------------------------------------------------------------------------------------- arrivals
@@ -259,15 +273,18 @@ class _Texts:
         return found[:chars]
 
 
-def _hit_rate(requests: Iterable[Sequence[tuple[Hashable, int]]]) -> float:
-    """Share that an endless cache holds, of prompts that are sequences of parts: a key and a size each."""
+def _workload(
+    name: str, requests: list[LoadRequest], parts: Iterable[Sequence[tuple[Hashable, int]]] | None = None
+) -> Workload:
+    """With what an endless cache holds. Prompts are sequences of `parts`, a key and a size each; default: messages."""
+    if parts is None:
+        parts = ([(message, len(message.content)) for message in request.messages] for request in requests)
     seen: set[int] = set()
-    cached = total = 0
-    for parts in requests:
+    counts = np.zeros((len(requests), 2), np.int64)  # size, shared
+    for number, prompt in enumerate(parts):
         state = 0
-        for key, size in parts:
+        for key, size in prompt:
             state = hash((state, key))
-            cached += size if state in seen else 0  # a prefix is there only if all shorter ones are
+            counts[number] += size, size if state in seen else 0  # a prefix is there only if all shorter ones are
             seen.add(state)
-            total += size
-    return cached / total if total else 0.0
+    return Workload(name, requests, *counts.T)
