@@ -149,7 +149,8 @@ def changes(first: Contender, other: Contender, skip: int = 0) -> list[Change]:
 
 def _percent(log_ratio: Interval) -> Interval:
     """Intervals are taken of logarithms: a ratio's own would reach below -100%."""
-    return Interval(*(None if end is None else 100 * math.expm1(end) for end in log_ratio))
+    low, high = (None if end is None else 100 * math.expm1(end) for end in (log_ratio.low, log_ratio.high))
+    return Interval(100 * math.expm1(log_ratio.mean), low, high)
 
 
 def _pairs(first: Sequence[Outcome], other: Sequence[Outcome], skip: int) -> list[tuple[Outcome, Outcome]]:

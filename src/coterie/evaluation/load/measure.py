@@ -36,8 +36,8 @@ from coterie.prompts import Prompt
 from coterie.traces.requests import RequestTrace
 
 WORKLOADS = ("prompts", "shared-prefix", "trace")
-PROBE_CHARS = 2000
-"""Characters of the prompt that tells how long a server's tokens are."""
+PROBE_CHARS = 800
+"""Characters of a prompt that tells how long a server's tokens are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +221,12 @@ async def _workload(
     if settings.workload == "shared-prefix":
         return shared_prefixes(prompts, count, settings.max_tokens, rng, settings.prefixes)
     assert settings.trace is not None
-    text = "\n".join(prompts[int(index)].prompt for index in rng.permutation(len(prompts)))[:PROBE_CHARS]
-    ratio = await chars_per_token(client, asking, text)
-    made = TraceText(ratio, settings.length_scale, longest)
-    return traced(settings.trace, prompts, count, rng, made)
+    ratios = {}
+    for domain in dict.fromkeys(prompt.domain for prompt in prompts):
+        pool = [prompt.prompt for prompt in prompts if prompt.domain == domain]
+        text = "\n".join(pool[int(index)] for index in rng.permutation(len(pool)))[:PROBE_CHARS]
+        ratios[domain] = await chars_per_token(client, asking, text)
+    return traced(settings.trace, prompts, count, rng, TraceText(ratios, settings.length_scale, longest))
 
 
 async def context_length(server: Client, model: str) -> int | None:

@@ -162,6 +162,11 @@ def _alone(summary: Summary, settings: LoadSettings) -> str:
         said += f": half within {_ms(summary.metrics['e2e'], 'p50')}, 99% within {_ms(summary.metrics['e2e'], 'p99')}"
     if settings.targets.ttft_s is not None or settings.targets.tpot_s is not None:
         said += f"; {100 * summary.within.mean:.1f}% met the targets"
+    if summary.behind:
+        said += (
+            f". The server fell behind: {summary.offered_per_s:.3g} requests a second came, it answered "
+            f"{summary.requests_per_s:.3g}, so times grow with the length of the run"
+        )
     return said + "."
 
 
@@ -197,4 +202,5 @@ def _range(found: Interval) -> str:
 
 
 def _ms(found: Percentiles, level: str) -> str:
-    return f"{1e3 * getattr(found, level).mean:.3g} ms"
+    seconds = getattr(found, level).mean
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

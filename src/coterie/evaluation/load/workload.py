@@ -8,7 +8,7 @@ several caches, blocks of tokens and limited memory reach less.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -183,15 +183,15 @@ def shared_prefixes(
 class TraceText:
     """How tokens of a trace become text."""
 
-    chars_per_token: float
-    """Of the server's tokenizer: :func:`coterie.evaluation.load.client.chars_per_token` measures it."""
+    chars_per_token: Mapping[str, float]
+    """Domain → of its text and the server's tokenizer: :func:`coterie.evaluation.load.client.chars_per_token`."""
     length_scale: float = 1.0
     """Factor on prompt, block and output lengths, for a model with a shorter context."""
     longest: int = LONGEST
     """Tokens of prompt and answer together that the server takes; longer prompts are cut."""
 
     def __post_init__(self) -> None:
-        check_positive(chars_per_token=self.chars_per_token, length_scale=self.length_scale)
+        check_positive(length_scale=self.length_scale, **self.chars_per_token)
         check_at_least(16, longest=self.longest)
 
 
@@ -207,14 +207,14 @@ def traced(trace: RequestTrace, prompts: Sequence[Prompt], count: int, rng: Gene
         wanted = max(1, round(scale * int(trace.prompt_tokens[number])))
         tokens = min(wanted, max(1, int(ROOM * (settings.longest - most)) - TEMPLATE_TOKENS))
         cut += tokens < wanted
-        chars = max(1, round(tokens * settings.chars_per_token))
-        if trace.prefix_blocks is None or trace.block_tokens is None:
-            domain = texts.domains[number % len(texts.domains)]
+        hashes = [] if trace.prefix_blocks is None else [int(one) for one in trace.prefix_blocks[number]]
+        domain = texts.domains[(abs(hashes[0]) if hashes else number) % len(texts.domains)]
+        ratio = settings.chars_per_token[domain]
+        chars = max(1, round(tokens * ratio))
+        if not hashes or trace.block_tokens is None:
             blocks = [(number, texts.of(rng, domain, chars, f"({number + 1}) "))]
         else:
-            hashes = [int(one) for one in trace.prefix_blocks[number]]
-            domain = texts.domains[abs(hashes[0]) % len(texts.domains)] if hashes else texts.domains[0]
-            size = max(1, round(scale * trace.block_tokens * settings.chars_per_token))
+            size = max(1, round(scale * trace.block_tokens * ratio))
             blocks = []
             for start, one in zip(range(0, chars, size), hashes, strict=False):
                 block_rng = np.random.default_rng(abs(one))

@@ -253,8 +253,8 @@ def _next(settings: LoadSettings, report: LoadReport) -> str:
         return shell(*again, "--workload", "prompts" if settings.workload == "shared-prefix" else "shared-prefix")
     if settings.concurrency is not None:
         return shell("coterie", "load", url, "--rate", f"{0.8 * summary.requests_per_s:.2g}")
-    if summary.failures:
-        return shell("coterie", "load", url, "--rate", f"{max(summary.requests_per_s / 2, 0.01):.2g}")
+    if summary.behind or summary.failures:
+        return shell("coterie", "load", url, "--rate", f"{max(0.8 * summary.requests_per_s, 0.01):.2g}")
     return shell("coterie", "load", url, "--rate", f"{1.5 * summary.requests_per_s:.2g}")
 
 
@@ -263,11 +263,9 @@ def _print(result: dict[str, Any], report: LoadReport, settings: LoadSettings) -
 
     set_width()
     if report.rows:
+        most = "" if settings.workload == "trace" else f"; {settings.max_tokens} tokens an answer at most"
         out.print(
-            f"{report.model}: {report.workload}; {report.paced}; {settings.max_tokens} tokens an answer at most",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+            f"{report.model}: {report.workload}; {report.paced}{most}", markup=False, highlight=False, soft_wrap=True
         )
     if len(report.rows) > 1:
         _print_contenders(report)
