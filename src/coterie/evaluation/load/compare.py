@@ -91,8 +91,9 @@ async def compare(
     total, done = len(requests) * len(contenders), 0
     order = [int(one) for one in rng.permutation(len(contenders))]
     for number, (start, end) in enumerate(blocks_of(len(requests), blocks)):
-        # Rotated, and reversed every other block: each comes first, and after each other one, about equally often.
-        turn = order[number % len(order) :] + order[: number % len(order)]
+        # Each order is followed by its reverse, then rotated: each comes first, and early, about equally often.
+        first = number // 2 % len(order)
+        turn = order[first:] + order[:first]
         for index in turn if number % 2 == 0 else turn[::-1]:
             contender = contenders[index]
             if contender.prepare is not None:

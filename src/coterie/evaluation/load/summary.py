@@ -129,7 +129,7 @@ def summarise(
     said = [one for one in answered if one.cached_tokens is not None and one.prompt_tokens]
     cached = np.array([one.cached_tokens for one in said], np.float64)
     prompt = np.array([one.prompt_tokens for one in said], np.float64)
-    offered_per_s = _offered_per_s(parts)
+    offered_per_s = _offered_per_s(parts) if runs and runs[0].open_loop else None
     requests_per_s = len(answered) / wall_s if wall_s else 0.0
     output_tokens = sum(one.output_tokens for one in outcomes)
     return Summary(
@@ -156,9 +156,6 @@ def summarise(
 
 
 def _offered_per_s(parts: Sequence[Sequence[Outcome]]) -> float | None:
-    """In a closed loop requests are planned when they are sent."""
-    if all(one.planned == one.sent for part in parts for one in part):
-        return None
     span = sum(part[-1].planned - part[0].planned for part in parts if part)
     return (sum(map(len, parts)) - len(parts)) / span if span > 0 else None
 

@@ -7,7 +7,6 @@ several caches, blocks of tokens and limited memory reach less.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -111,14 +110,8 @@ class SharedPrefixes:
 
     def __post_init__(self) -> None:
         check_share(hit_rate=self.hit_rate)
-        check_at_least(
-            1,
-            systems=self.systems,
-            turns=self.turns,
-            active=self.active,
-            question_chars=self.question_chars,
-            answer_chars=self.answer_chars,
-        )
+        check_at_least(1, systems=self.systems, turns=self.turns, active=self.active, answer_chars=self.answer_chars)
+        check_at_least(24, question_chars=self.question_chars)  # it begins with a number of its own
         least = self._shared(0) / self._total(0)
         if not least <= self.hit_rate <= 0.99:
             raise ConfigError(
@@ -131,7 +124,7 @@ class SharedPrefixes:
         """Length of a system prompt that gives the hit rate."""
         # shared(S) = shared(0) + turns * S, total(S) = total(0) + turns * S: solve shared = hit_rate * total.
         lacking = self.hit_rate * self._total(0) - self._shared(0)
-        return math.ceil(lacking / (self.turns * (1 - self.hit_rate)))
+        return round(lacking / (self.turns * (1 - self.hit_rate)))
 
     def _total(self, system: int) -> int:
         past = self.question_chars + self.answer_chars
