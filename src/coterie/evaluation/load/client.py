@@ -9,7 +9,6 @@ before it answered anything: a client cannot see that coming.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -69,7 +68,7 @@ class Asking:
 
 
 class Outcome(NamedTuple):
-    """What became of one request; times are those of ``time.perf_counter``."""
+    """What became of one request; times are those of the event loop's clock."""
 
     request: int
     """Index in the workload."""
@@ -214,7 +213,8 @@ class LoadClient:
         self, request: LoadRequest, asking: Asking, planned: float | None = None, marker: str = "", name: str = ""
     ) -> Outcome:
         """Send one request and read its answer to the end; every failure is in the outcome."""
-        sent = time.perf_counter()
+        clock = asyncio.get_running_loop().time
+        sent = clock()
         answer = _Answer()
         failure: Kind | None = None
         problem = ""
@@ -226,7 +226,7 @@ class LoadClient:
                 raise _FailedError(*_kind(error, asking.timeout_s)) from None
         except _FailedError as error:
             failure, problem = ("cut" if answer.begun else error.kind), " ".join(str(error).split())[:200]
-        end = time.perf_counter()
+        end = clock()
         usage = answer.usage or _Usage()
         times = answer.times if asking.stream else []
         counted = usage.completion_tokens
@@ -282,9 +282,9 @@ class LoadClient:
 
 async def _read_stream(response: aiohttp.ClientResponse, answer: _Answer) -> None:
     """Events until ``[DONE]``, or the end of the stream."""
-    rest = b""
+    rest, clock = b"", asyncio.get_running_loop().time
     async for data in response.content.iter_any():
-        now = time.perf_counter()
+        now = clock()
         *lines, rest = (rest + data).split(b"\n")
         if len(rest) > MOST_LINE:
             raise _FailedError("malformed", f"an event of more than {MOST_LINE} bytes came")
@@ -305,7 +305,7 @@ async def _read_whole(response: aiohttp.ClientResponse, answer: _Answer) -> None
         if len(found) > MOST_LINE:
             raise _FailedError("malformed", f"an answer of more than {MOST_LINE} bytes came")
     answer.begun = False  # it is complete: whatever is wrong with it now is not a cut
-    answer.take(bytes(found), time.perf_counter())
+    answer.take(bytes(found), asyncio.get_running_loop().time())
     if not answer.finished:
         raise _FailedError("malformed", "the answer has no finish_reason")
 

@@ -23,12 +23,13 @@ from scipy import stats
 from coterie.errors import ConfigError, check_at_least
 from coterie.evaluation.load.client import Outcome
 from coterie.evaluation.load.run import LoadRun, Pace, Progress, Send
-from coterie.evaluation.load.steps import StepTotals, experts_change, read_steps
+from coterie.evaluation.load.steps import StepTotals, experts_ratio, read_steps
 from coterie.evaluation.load.summary import METRICS
 from coterie.evaluation.load.workload import LoadRequest
 from coterie.net.http_client import Client
 from coterie.types import Interval
 
+COMPARED = {name: attribute for name, attribute in METRICS.items() if name != "gap"}
 CHANGES = ("mean", "p50", "p90")
 """Statistics that are compared; the 99th percentile of a block is that of a request or two."""
 
@@ -90,8 +91,9 @@ async def compare(
     total, done = len(requests) * len(contenders), 0
     order = [int(one) for one in rng.permutation(len(contenders))]
     for number, (start, end) in enumerate(blocks_of(len(requests), blocks)):
-        # Rotated, and reversed every other block: each comes first, and after each other one, about equally often.
-        turn = order[number % len(order) :] + order[: number % len(order)]
+        # Each order is followed by its reverse, then rotated: each comes first, and early, about equally often.
+        first = number // 2 % len(order)
+        turn = order[first:] + order[:first]
         for index in turn if number % 2 == 0 else turn[::-1]:
             contender = contenders[index]
             if contender.prepare is not None:
@@ -125,25 +127,31 @@ def _part(pace: Pace, start: int, end: int, parts: int) -> Pace:
 
 
 def changes(first: Contender, other: Contender, skip: int = 0) -> list[Change]:
-    """Changes of TTFT, TPOT, the longest gap, E2E and experts a step; a statistic without values is left out.
+    """Changes of TTFT, TPOT, E2E and experts a step; a statistic without values is left out.
 
     Only requests that both answered count, so that a contender which fails the slow ones does not look fast.
     """
     blocks = min(len(first.runs), len(other.runs))
     pairs = [_pairs(first.runs[block].outcomes, other.runs[block].outcomes, skip) for block in range(blocks)]
     found = []
-    for metric, attribute in METRICS.items():
+    for metric, attribute in COMPARED.items():
         values = [_values(one, attribute) for one in pairs]
         for statistic in CHANGES:
-            change = jackknife(values, _ratio(statistic))
+            change = jackknife(values, _log_ratio(statistic))
             if change is not None:
-                found.append(Change(f"{metric}_{statistic}", change))
+                found.append(Change(f"{metric}_{statistic}", _percent(change)))
     logs = [(a, b) for a, b in zip(first.steps, other.steps, strict=False)]
     if logs:
         change = jackknife(logs, _experts)
         if change is not None:
-            found.append(Change("experts", change))
+            found.append(Change("experts", _percent(change)))
     return found
+
+
+def _percent(log_ratio: Interval) -> Interval:
+    """Intervals are taken of logarithms: a ratio's own would reach below -100%."""
+    low, high = (None if end is None else 100 * math.expm1(end) for end in (log_ratio.low, log_ratio.high))
+    return Interval(100 * math.expm1(log_ratio.mean), low, high)
 
 
 def _pairs(first: Sequence[Outcome], other: Sequence[Outcome], skip: int) -> list[tuple[Outcome, Outcome]]:
@@ -157,7 +165,7 @@ def _values(pairs: Sequence[tuple[Outcome, Outcome]], attribute: str) -> NDArray
     return np.array([(a, b) for a, b in found if a is not None and b is not None], np.float64).reshape(-1, 2)
 
 
-def _ratio(statistic: str) -> Callable[[Sequence[NDArray[np.float64]]], float | None]:
+def _log_ratio(statistic: str) -> Callable[[Sequence[NDArray[np.float64]]], float | None]:
     def of(blocks: Sequence[NDArray[np.float64]]) -> float | None:
         values = np.concatenate([np.empty((0, 2)), *blocks])
         if not len(values):
@@ -165,7 +173,7 @@ def _ratio(statistic: str) -> Callable[[Sequence[NDArray[np.float64]]], float | 
         first, other = (
             values.mean(axis=0) if statistic == "mean" else np.percentile(values, float(statistic[1:]), axis=0)
         )
-        return float(100 * (other / first - 1)) if first > 0 else None
+        return math.log(other / first) if first > 0 and other > 0 else None
 
     return of
 
@@ -174,8 +182,8 @@ def _experts(blocks: Sequence[tuple[StepTotals, StepTotals]]) -> float | None:
     first, other = blocks[0]
     for a, b in blocks[1:]:
         first, other = first.plus(a), other.plus(b)
-    change = experts_change(first, other)
-    return None if change is None else 100 * change
+    ratio = experts_ratio(first, other)
+    return None if ratio is None else math.log(ratio)
 
 
 def jackknife(blocks: Sequence[Any], statistic: Callable[[Sequence[Any]], float | None]) -> Interval | None:

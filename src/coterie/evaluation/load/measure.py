@@ -20,6 +20,7 @@ from coterie.evaluation.load.run import Pace, Progress, Send
 from coterie.evaluation.load.summary import Targets
 from coterie.evaluation.load.workload import (
     LONGEST,
+    TEMPLATE_TOKENS,
     LoadRequest,
     SharedPrefixes,
     TraceText,
@@ -27,6 +28,7 @@ from coterie.evaluation.load.workload import (
     arrival_times,
     mixed_prompts,
     shared_prefixes,
+    that_fit,
     traced,
 )
 from coterie.net.http_client import Client, served_model
@@ -34,8 +36,8 @@ from coterie.prompts import Prompt
 from coterie.traces.requests import RequestTrace
 
 WORKLOADS = ("prompts", "shared-prefix", "trace")
-PROBE_CHARS = 2000
-"""Characters of the prompt that tells how long a server's tokens are."""
+PROBE_CHARS = 800
+"""Characters of a prompt that tells how long a server's tokens are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +171,10 @@ async def measure(
             raise ConfigError(
                 f"the trace has {len(requests)} requests: warmup={settings.warmup} leaves none to measure"
             )
-        pace = Pace(concurrency=settings.concurrency, duration_s=settings.duration_s)
+        times = None
         if settings.concurrency is None:
             times = arrival_times(len(requests), rng, settings.rate, settings.trace, settings.speed_up)
-            pace = Pace(arrival_s=times, duration_s=settings.duration_s)
+        pace = Pace(settings.concurrency, times, settings.duration_s)
         workers = [await stack.enter_async_context(Client(url, key=keys.worker)) for url in settings.expert_steps]
         if settings.routers:
             await stack.enter_async_context(put_back(admin, settings.pool))
@@ -210,16 +212,21 @@ async def _workload(
     server: Client,
     asking: Asking,
 ) -> Workload:
+    longest = await context_length(server, asking.model) or LONGEST
     if settings.workload == "prompts":
-        return mixed_prompts(prompts, count, settings.max_tokens, rng)
+        fitting = that_fit(prompts, longest - settings.max_tokens - TEMPLATE_TOKENS)
+        return mixed_prompts(fitting, count, settings.max_tokens, rng)
+    # Lengths are set in characters: of languages with other scripts a token has a quarter as many.
+    prompts = [prompt for prompt in prompts if prompt.lang in ("en", "")] or prompts
     if settings.workload == "shared-prefix":
         return shared_prefixes(prompts, count, settings.max_tokens, rng, settings.prefixes)
     assert settings.trace is not None
-    text = "\n".join(prompts[int(index)].prompt for index in rng.permutation(len(prompts)))[:PROBE_CHARS]
-    ratio = await chars_per_token(client, asking, text)
-    longest = await context_length(server, asking.model)
-    made = TraceText(ratio, settings.length_scale, longest or LONGEST)
-    return traced(settings.trace, prompts, count, rng, made)
+    ratios = {}
+    for domain in dict.fromkeys(prompt.domain for prompt in prompts):
+        pool = [prompt.prompt for prompt in prompts if prompt.domain == domain]
+        text = "\n".join(pool[int(index)] for index in rng.permutation(len(pool)))[:PROBE_CHARS]
+        ratios[domain] = await chars_per_token(client, asking, text)
+    return traced(settings.trace, prompts, count, rng, TraceText(ratios, settings.length_scale, longest))
 
 
 async def context_length(server: Client, model: str) -> int | None:

@@ -23,8 +23,14 @@ FAILED = {
     "cut": "cut after the first byte",
 }
 """Kind of failure → words."""
+MOST_UNBOUND = 368
+"""Answers that bound the 99th percentile: the slowest of fewer is below it with a probability of 2.5% or more."""
 LATE = 0.1
 """Delay of the client, as a share of the median TTFT or E2E, above which the report says so."""
+
+
+HEADLINES = {"experts": "experts a step", "ttft_mean": "mean TTFT", "tpot_mean": "mean TPOT"}
+"""Statistics that the verdict speaks of: few, because of many one differs by chance."""
 
 
 class Row(NamedTuple):
@@ -39,6 +45,11 @@ class Row(NamedTuple):
     experts_by_token: float | None
     """The same in the step of a token."""
     rows_per_step: float | None
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether a statistic of the verdict differs from the first contender's."""
+        return any(one.sure and one.statistic in HEADLINES for one in self.changes)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -76,6 +87,8 @@ def report_of(settings: LoadSettings, measured: Measured, interrupted: bool = Fa
         found = summarise(contender.runs, np.random.default_rng(settings.seed), settings.targets, skip)
         against = changes(measured.contenders[0], contender, skip) if rows else []
         steps = contender.all_steps
+        if steps is not None and not steps.steps.any():
+            steps = None  # no worker that was read has decoded
         rows.append(
             Row(
                 contender.name,
@@ -90,7 +103,7 @@ def report_of(settings: LoadSettings, measured: Measured, interrupted: bool = Fa
         model=measured.model,
         workload="" if measured.workload is None else measured.workload.name,
         paced=settings.paced,
-        reachable_hit_rate=0.0 if measured.workload is None else measured.workload.hit_rate,
+        reachable_hit_rate=0.0 if measured.workload is None else measured.workload.hit_rate(skip),
         interrupted=interrupted,
         rows=rows,
         notes=_notes(rows, measured.contenders),
@@ -107,40 +120,37 @@ def _notes(rows: list[Row], contenders: list[Contender]) -> list[str]:
     notes = []
     for row in rows:
         summary, of = row.summary, f"{row.name}: " if len(rows) > 1 else ""
-        for problem, count in list(summary.problems.items())[:3]:
-            notes.append(f"{of}{count} x {problem}")
+        for kind, problem in summary.problems.items():
+            notes.append(f"{of}{summary.failures[kind]} {FAILED[kind]}, such as: {problem}")
         typical = summary.metrics.get("ttft") or summary.metrics.get("e2e")
         if typical is not None and summary.late_p99_s > LATE * typical.p50.mean:
             notes.append(
                 f"{of}this client sent requests up to {1e3 * summary.late_p99_s:.3g} ms late (p99): it was too slow "
-                "for this rate, and times count that"
+                "for this rate, and times count that."
             )
-        if any(one.high is None for found in summary.metrics.values() for one in found[1:]):
-            notes.append(
-                f"{of}{summary.answered} answers are too few to bound some percentiles from above: "
-                "p99 takes 368 or more"
-            )
+    fewest = min((row.summary.answered for row in rows if row.summary.answered), default=MOST_UNBOUND)
+    if fewest < MOST_UNBOUND:
+        notes.append(f"{fewest} answers are too few to bound p99 from above; that takes {MOST_UNBOUND}.")
     if len(rows) > 1:
         pairs = [sum(len(run.outcomes) for run in one.runs) for one in contenders]
         if len(set(pairs)) > 1:
-            notes.append("Contenders served different numbers of requests; changes are over those that both answered")
-    return list(dict.fromkeys(notes))
+            notes.append("Contenders served different numbers of requests; changes are over those that both answered.")
+    return notes
 
 
 def _verdict(rows: list[Row], settings: LoadSettings, interrupted: bool) -> str:
-    if not rows or not any(row.summary.requests for row in rows):
-        return "Interrupted before any request was answered." if interrupted else "No request was sent."
-    first = rows[0]
-    began = "Interrupted: so far, " if interrupted else ""
+    if not any(row.summary.requests for row in rows):
+        return "Interrupted before any request was answered." if interrupted else "No request was measured."
+    began = "Interrupted; what follows is of the requests so far. " if interrupted else ""
     if len(rows) == 1:
-        return began + _alone(first.summary, settings)
-    return began + " ".join(_against(first, row) for row in rows[1:])
+        return began + _alone(rows[0].summary, settings)
+    return began + " ".join(_against(rows[0], row) for row in rows[1:])
 
 
 def _alone(summary: Summary, settings: LoadSettings) -> str:
     failed = failures_of(summary)
     if not summary.answered:
-        return f"none of {summary.requests} requests was answered: {failed}."
+        return f"None of {summary.requests} requests was answered: {failed}."
     said = f"{summary.answered} of {summary.requests} requests were answered"
     said += f" ({failed})" if failed else ""
     if "ttft" in summary.metrics:
@@ -152,6 +162,11 @@ def _alone(summary: Summary, settings: LoadSettings) -> str:
         said += f": half within {_ms(summary.metrics['e2e'], 'p50')}, 99% within {_ms(summary.metrics['e2e'], 'p99')}"
     if settings.targets.ttft_s is not None or settings.targets.tpot_s is not None:
         said += f"; {100 * summary.within.mean:.1f}% met the targets"
+    if summary.behind:
+        said += (
+            f". The server fell behind: {summary.offered_per_s:.3g} requests a second came, it answered "
+            f"{summary.requests_per_s:.3g}, so times grow with the length of the run"
+        )
     return said + "."
 
 
@@ -162,14 +177,14 @@ def _against(first: Row, row: Row) -> str:
         return f"{none.name} answered no request: {failures_of(none.summary)}."
     told = {one.statistic: one for one in row.changes}
     sure, unsure = [], []
-    for statistic, words in (("experts", "experts a step"), ("ttft_mean", "mean TTFT"), ("tpot_mean", "mean TPOT")):
+    for statistic, words in HEADLINES.items():
         change = told.get(statistic)
         if change is None:
             continue
         if change.sure:
-            direction = "fewer" if statistic == "experts" and change.pct.mean < 0 else _direction(change.pct)
-            more = "more" if statistic == "experts" and change.pct.mean > 0 else direction
-            sure.append(f"{abs(change.pct.mean):.1f}% {more} {words} (95% {_range(change.pct)})")
+            less = "fewer" if statistic == "experts" else "less"
+            how = less if change.pct.mean < 0 else "more"
+            sure.append(f"{abs(change.pct.mean):.1f}% {how} {words} (95% {_range(change.pct)})")
         else:
             unsure.append(words)
     said = f"{row.name} against {first.name}: " + (", ".join(sure) if sure else "no difference that this run can tell")
@@ -177,10 +192,6 @@ def _against(first: Row, row: Row) -> str:
         said += f"; no difference in {' or '.join(unsure)} that this run can tell"
     lost = failures_of(row.summary)
     return said + (f"; {lost}" if lost else "") + "."
-
-
-def _direction(found: Interval) -> str:
-    return "less" if found.mean < 0 else "more"
 
 
 def _range(found: Interval) -> str:
@@ -191,4 +202,5 @@ def _range(found: Interval) -> str:
 
 
 def _ms(found: Percentiles, level: str) -> str:
-    return f"{1e3 * getattr(found, level).mean:.3g} ms"
+    seconds = getattr(found, level).mean
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

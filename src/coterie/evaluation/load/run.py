@@ -8,7 +8,6 @@ interrupted run still has those it measured.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -49,22 +48,22 @@ class LoadRun:
     """What has become of the requests sent so far."""
 
     started: float = 0.0
-    """time.perf_counter at the start."""
-    ended: float = 0.0
+    """Start, on the event loop's clock."""
+    open_loop: bool = False
     outcomes: list[Outcome] = field(default_factory=list)
     """In order of completion."""
     in_flight: int = 0
     """Sent and not answered: above 0 after the end only if the run was interrupted."""
 
-    @property
-    def wall_s(self) -> float:
-        return max(self.ended - self.started, 0.0)
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
 
     async def drive(
         self, requests: Sequence[LoadRequest], pace: Pace, send: Send, done: Callable[[Outcome], None] | None = None
     ) -> None:
         """Send all requests and wait for their answers; `done` hears of each."""
-        self.started = self.ended = time.perf_counter()
+        self.started, self.open_loop = self._now(), pace.arrival_s is not None
 
         async def one(request: LoadRequest, planned: float | None) -> None:
             self.in_flight += 1
@@ -74,14 +73,11 @@ class LoadRun:
             if done is not None:
                 done(outcome)
 
-        try:
-            if pace.arrival_s is not None:
-                await self._open(requests, pace.arrival_s, pace.duration_s, one)
-            else:
-                assert pace.concurrency is not None
-                await self._closed(requests, pace.concurrency, pace.duration_s, one)
-        finally:
-            self.ended = time.perf_counter()
+        if pace.arrival_s is not None:
+            await self._open(requests, pace.arrival_s, pace.duration_s, one)
+        else:
+            assert pace.concurrency is not None
+            await self._closed(requests, pace.concurrency, pace.duration_s, one)
 
     async def _open(
         self,
@@ -101,7 +97,7 @@ class LoadRun:
                 if duration_s is not None and at > duration_s:
                     break
                 planned = self.started + float(at)
-                if (left := planned - time.perf_counter()) > 0:
+                if (left := planned - self._now()) > 0:
                     await asyncio.sleep(left)
                 tasks.create_task(gated(request, planned))
 
@@ -121,7 +117,7 @@ class LoadRun:
         async def client() -> None:
             for conversation in waiting:  # shared by the clients: each conversation is taken once
                 for request in conversation:
-                    if duration_s is not None and time.perf_counter() - self.started > duration_s:
+                    if duration_s is not None and self._now() - self.started > duration_s:
                         return
                     await one(request, None)
 

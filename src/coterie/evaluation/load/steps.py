@@ -68,8 +68,8 @@ class StepTotals(NamedTuple):
         return np.arange(len(self.steps), dtype=np.float64)
 
 
-def experts_change(first: StepTotals, other: StepTotals) -> float | None:
-    """Change of distinct experts at equal rows, as a ratio; None where no step size is common to both."""
+def experts_ratio(first: StepTotals, other: StepTotals) -> float | None:
+    """Distinct experts of `other` over those of `first` at equal rows; None where no step size is common to both."""
     size = max(len(first.steps), len(other.steps))
     steps, distinct = (np.array([_padded(one[at], size) for one in (first, other)]) for at in (0, 1))
     both = np.flatnonzero((steps[0] > 0) & (steps[1] > 0))
@@ -77,7 +77,7 @@ def experts_change(first: StepTotals, other: StepTotals) -> float | None:
         return None
     means = distinct[:, both] / steps[:, both]  # [run, rows]
     weights = both * steps[0, both]
-    return float(weights @ means[1] / (weights @ means[0]) - 1)
+    return float(weights @ means[1] / (weights @ means[0]))
 
 
 def _padded(values: NDArray[np.float64], size: int) -> NDArray[np.float64]:

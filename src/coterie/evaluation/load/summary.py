@@ -29,6 +29,8 @@ MOST_VALUES = 20_000_000
 LEAST_BLOCKS = 8
 """Blocks must be at most this part of a run: intervals from fewer would mean nothing."""
 SURE = 0.975
+SLOWER = 0.85
+"""Share of the planned rate: a server that answers less may have fallen behind."""
 
 
 class Targets(NamedTuple):
@@ -60,13 +62,17 @@ class Summary(NamedTuple):
     answered: int
     failures: dict[str, int]
     """Kind → requests."""
-    problems: dict[str, int]
-    """What was said of failed requests → requests, most frequent first."""
+    problems: dict[str, str]
+    """Kind → what was said of one such request."""
     unfinished: int
     """In flight when the run was interrupted."""
     wall_s: float
     metrics: dict[str, Percentiles]
     """ttft, tpot, gap, e2e; those that were not measured are left out."""
+    offered_per_s: float | None
+    """Requests a second that were planned in an open loop; None in a closed one."""
+    behind: bool
+    """Whether an open loop's server fell behind: it answered slower than was asked, later requests waited longer."""
     requests_per_s: float
     output_tokens_per_s: float
     prompt_tokens: int
@@ -123,17 +129,20 @@ def summarise(
     said = [one for one in answered if one.cached_tokens is not None and one.prompt_tokens]
     cached = np.array([one.cached_tokens for one in said], np.float64)
     prompt = np.array([one.prompt_tokens for one in said], np.float64)
+    offered_per_s = _offered_per_s(parts) if runs and runs[0].open_loop else None
+    requests_per_s = len(answered) / wall_s if wall_s else 0.0
     output_tokens = sum(one.output_tokens for one in outcomes)
-    problems = Counter(one.problem for one in outcomes if one.failure is not None)
     return Summary(
         requests=len(outcomes),
         answered=len(answered),
         failures=dict(Counter(one.failure for one in outcomes if one.failure is not None).most_common()),
-        problems=dict(problems.most_common(5)),
+        problems={one.failure: one.problem for one in outcomes if one.failure is not None},
         unfinished=sum(run.in_flight for run in runs),
         wall_s=wall_s,
         metrics=metrics,
-        requests_per_s=len(answered) / wall_s if wall_s else 0.0,
+        offered_per_s=offered_per_s,
+        behind=offered_per_s is not None and requests_per_s < SLOWER * offered_per_s and _grows(answered),
+        requests_per_s=requests_per_s,
         output_tokens_per_s=output_tokens / wall_s if wall_s else 0.0,
         prompt_tokens=sum(one.prompt_tokens or 0 for one in outcomes),
         output_tokens=output_tokens,
@@ -144,6 +153,18 @@ def summarise(
         late_p99_s=float(np.percentile([max(0.0, one.sent - one.planned) for one in outcomes], 99)) if outcomes else 0,
         block=block,
     )
+
+
+def _offered_per_s(parts: Sequence[Sequence[Outcome]]) -> float | None:
+    span = sum(part[-1].planned - part[0].planned for part in parts if part)
+    return (sum(map(len, parts)) - len(parts)) / span if span > 0 else None
+
+
+def _grows(answered: Sequence[Outcome]) -> bool:
+    """Whether the last quarter of the answers took half as long again as the first."""
+    times = [one.end - one.planned for one in answered]
+    quarter = len(times) // 4
+    return quarter > 1 and float(np.median(times[-quarter:])) > 1.5 * float(np.median(times[:quarter]))
 
 
 def block_length(count: int, in_flight: float) -> int:

@@ -7,8 +7,7 @@ several caches, blocks of tokens and limited memory reach less.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,8 +24,16 @@ LONGEST = 1 << 20
 """Tokens of prompt and answer together, where a server does not say how many it takes."""
 ROOM = 0.8
 """Share of the context that a trace's prompt may fill: the characters of a token differ between texts."""
-TEMPLATE_TOKENS = 8
-"""Tokens that a chat template adds to a message, about."""
+TEMPLATE_TOKENS = 32
+"""Tokens that a chat template and a marker add to a prompt, about."""
+
+
+def that_fit(prompts: Sequence[Prompt], tokens: int) -> list[Prompt]:
+    """Prompts that surely have at most so many tokens: no common tokenizer makes more tokens than a text has bytes."""
+    kept = [prompt for prompt in prompts if len(prompt.prompt.encode()) <= tokens]
+    if not kept:
+        raise ConfigError(f"no prompt is sure to fit {tokens} tokens, which the model's context leaves for it")
+    return kept
 
 
 class Message(NamedTuple):
@@ -54,8 +61,14 @@ class Workload(NamedTuple):
     """What is asked, in a few words."""
     requests: list[LoadRequest]
     """In the order of sending."""
-    hit_rate: float
-    """Share of the prompts' characters that one endless prefix cache would hold when they are asked."""
+    sizes: NDArray[np.int64]
+    """[request] characters of the prompt."""
+    shared: NDArray[np.int64]
+    """[request] characters of it that one endless prefix cache would hold when it is asked."""
+
+    def hit_rate(self, skip: int = 0) -> float:
+        """Hit rate of that cache over all requests but the first `skip`."""
+        return float(self.shared[skip:].sum() / max(int(self.sizes[skip:].sum()), 1))
 
 
 # ------------------------------------------------------------------------------------------------------- mixed domains
@@ -71,7 +84,7 @@ def mixed_prompts(prompts: Sequence[Prompt], count: int, max_tokens: int, rng: G
         content = prompt.prompt if lap == 0 else f"{lap + 1}. {prompt.prompt}"
         requests.append(LoadRequest(number, number, prompt.domain, (Message("user", content),), max_tokens))
     domains = len({prompt.domain for prompt in prompts})
-    return Workload(f"prompts of {domains} domain{'s' if domains > 1 else ''}", requests, 0.0)
+    return _workload(f"prompts of {domains} domain{'s' if domains > 1 else ''}", requests)
 
 
 # ------------------------------------------------------------------------------------------------------ shared prefixes
@@ -97,14 +110,8 @@ class SharedPrefixes:
 
     def __post_init__(self) -> None:
         check_share(hit_rate=self.hit_rate)
-        check_at_least(
-            1,
-            systems=self.systems,
-            turns=self.turns,
-            active=self.active,
-            question_chars=self.question_chars,
-            answer_chars=self.answer_chars,
-        )
+        check_at_least(1, systems=self.systems, turns=self.turns, active=self.active, answer_chars=self.answer_chars)
+        check_at_least(24, question_chars=self.question_chars)  # it begins with a number of its own
         least = self._shared(0) / self._total(0)
         if not least <= self.hit_rate <= 0.99:
             raise ConfigError(
@@ -117,7 +124,7 @@ class SharedPrefixes:
         """Length of a system prompt that gives the hit rate."""
         # shared(S) = shared(0) + turns * S, total(S) = total(0) + turns * S: solve shared = hit_rate * total.
         lacking = self.hit_rate * self._total(0) - self._shared(0)
-        return math.ceil(lacking / (self.turns * (1 - self.hit_rate)))
+        return round(lacking / (self.turns * (1 - self.hit_rate)))
 
     def _total(self, system: int) -> int:
         past = self.question_chars + self.answer_chars
@@ -159,7 +166,7 @@ def shared_prefixes(
         if not left[at]:
             del active[at], left[at]
     name = f"conversations of {settings.turns} turns with {settings.systems} system prompts"
-    return Workload(name, requests, _hit_rate([(one, len(one.content)) for one in r.messages] for r in requests))
+    return _workload(name, requests)
 
 
 # ------------------------------------------------------------------------------------------------------------- traces
@@ -169,15 +176,15 @@ def shared_prefixes(
 class TraceText:
     """How tokens of a trace become text."""
 
-    chars_per_token: float
-    """Of the server's tokenizer: :func:`coterie.evaluation.load.client.chars_per_token` measures it."""
+    chars_per_token: Mapping[str, float]
+    """Domain → of its text and the server's tokenizer: :func:`coterie.evaluation.load.client.chars_per_token`."""
     length_scale: float = 1.0
     """Factor on prompt, block and output lengths, for a model with a shorter context."""
     longest: int = LONGEST
     """Tokens of prompt and answer together that the server takes; longer prompts are cut."""
 
     def __post_init__(self) -> None:
-        check_positive(chars_per_token=self.chars_per_token, length_scale=self.length_scale)
+        check_positive(length_scale=self.length_scale, **self.chars_per_token)
         check_at_least(16, longest=self.longest)
 
 
@@ -193,14 +200,14 @@ def traced(trace: RequestTrace, prompts: Sequence[Prompt], count: int, rng: Gene
         wanted = max(1, round(scale * int(trace.prompt_tokens[number])))
         tokens = min(wanted, max(1, int(ROOM * (settings.longest - most)) - TEMPLATE_TOKENS))
         cut += tokens < wanted
-        chars = max(1, round(tokens * settings.chars_per_token))
-        if trace.prefix_blocks is None or trace.block_tokens is None:
-            domain = texts.domains[number % len(texts.domains)]
+        hashes = [] if trace.prefix_blocks is None else [int(one) for one in trace.prefix_blocks[number]]
+        domain = texts.domains[(abs(hashes[0]) if hashes else number) % len(texts.domains)]
+        ratio = settings.chars_per_token[domain]
+        chars = max(1, round(tokens * ratio))
+        if not hashes or trace.block_tokens is None:
             blocks = [(number, texts.of(rng, domain, chars, f"({number + 1}) "))]
         else:
-            hashes = [int(one) for one in trace.prefix_blocks[number]]
-            domain = texts.domains[abs(hashes[0]) % len(texts.domains)] if hashes else texts.domains[0]
-            size = max(1, round(scale * trace.block_tokens * settings.chars_per_token))
+            size = max(1, round(scale * trace.block_tokens * ratio))
             blocks = []
             for start, one in zip(range(0, chars, size), hashes, strict=False):
                 block_rng = np.random.default_rng(abs(one))
@@ -210,7 +217,7 @@ def traced(trace: RequestTrace, prompts: Sequence[Prompt], count: int, rng: Gene
         requests.append(LoadRequest(number, number, domain, (message,), most))
     said = str(trace.source.get("format", "request"))
     name = f"lengths of a {said} trace" + (f", {cut} prompts cut to the model's context" if cut else "")
-    return Workload(name, requests, _hit_rate(parts))
+    return _workload(name, requests, parts)
 
 
 # ----------------------------------------------------------------------------------------------------------- arrivals
@@ -259,15 +266,18 @@ class _Texts:
         return found[:chars]
 
 
-def _hit_rate(requests: Iterable[Sequence[tuple[Hashable, int]]]) -> float:
-    """Share that an endless cache holds, of prompts that are sequences of parts: a key and a size each."""
+def _workload(
+    name: str, requests: list[LoadRequest], parts: Iterable[Sequence[tuple[Hashable, int]]] | None = None
+) -> Workload:
+    """With what an endless cache holds. Prompts are sequences of `parts`, a key and a size each; default: messages."""
+    if parts is None:
+        parts = ([(message, len(message.content)) for message in request.messages] for request in requests)
     seen: set[int] = set()
-    cached = total = 0
-    for parts in requests:
+    counts = np.zeros((len(requests), 2), np.int64)  # size, shared
+    for number, prompt in enumerate(parts):
         state = 0
-        for key, size in parts:
+        for key, size in prompt:
             state = hash((state, key))
-            cached += size if state in seen else 0  # a prefix is there only if all shorter ones are
+            counts[number] += size, size if state in seen else 0  # a prefix is there only if all shorter ones are
             seen.add(state)
-            total += size
-    return cached / total if total else 0.0
+    return Workload(name, requests, *counts.T)

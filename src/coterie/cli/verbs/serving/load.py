@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 
 DEFAULT_CONCURRENCY = 8
 _STATISTICS = ("mean", "p50", "p90", "p99")
+SHOWN = {
+    "ttft_mean": "TTFT, mean",
+    "ttft_p90": "TTFT, p90",
+    "tpot_mean": "TPOT, mean",
+    "tpot_p90": "TPOT, p90",
+    "e2e_mean": "E2E, mean",
+    "experts": "experts",
+}
+"""Changes in the table."""
 
 
 def load_command(
@@ -237,21 +246,16 @@ def _next(settings: LoadSettings, report: LoadReport) -> str:
         return shell("curl", f"{url}/v1/models")
     summary = rows[0].summary
     if len(rows) > 1:
-        sure = any(change.sure for row in rows[1:] for change in row.changes)
-        more = ["--router", *" --router ".join(settings.routers).split(" ")] if settings.routers else []
-        others = more or [word for other in settings.urls[1:] for word in ("--compare", other)]
-        if not sure:
-            return shell("coterie", "load", url, *others, "--requests", 4 * settings.requests)
-        return shell("coterie", "load", url, *others, "--workload", _other(settings.workload))
+        option, others = ("--router", settings.routers) if settings.routers else ("--compare", settings.urls[1:])
+        again = ["coterie", "load", url, *(word for other in others for word in (option, other))]
+        if not any(row.told_apart for row in rows):
+            return shell(*again, "--workload", settings.workload, "--requests", 4 * settings.requests)
+        return shell(*again, "--workload", "prompts" if settings.workload == "shared-prefix" else "shared-prefix")
     if settings.concurrency is not None:
         return shell("coterie", "load", url, "--rate", f"{0.8 * summary.requests_per_s:.2g}")
-    if summary.failures:
-        return shell("coterie", "load", url, "--rate", f"{max(summary.requests_per_s / 2, 0.01):.2g}")
+    if summary.behind or summary.failures:
+        return shell("coterie", "load", url, "--rate", f"{max(0.8 * summary.requests_per_s, 0.01):.2g}")
     return shell("coterie", "load", url, "--rate", f"{1.5 * summary.requests_per_s:.2g}")
-
-
-def _other(workload: str) -> str:
-    return "prompts" if workload == "shared-prefix" else "shared-prefix"
 
 
 def _print(result: dict[str, Any], report: LoadReport, settings: LoadSettings) -> None:
@@ -259,33 +263,32 @@ def _print(result: dict[str, Any], report: LoadReport, settings: LoadSettings) -
 
     set_width()
     if report.rows:
+        most = "" if settings.workload == "trace" else f"; {settings.max_tokens} tokens an answer at most"
         out.print(
-            f"{report.model}: {report.workload}; {report.paced}; {settings.max_tokens} tokens an answer at most",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+            f"{report.model}: {report.workload}; {report.paced}{most}", markup=False, highlight=False, soft_wrap=True
+        )
+    if len(report.rows) > 1:
+        _print_contenders(report)
+    elif report.rows and report.rows[0].summary.metrics:
+        row = report.rows[0]
+        print_table(
+            f"{row.name}, ms with 95% intervals",
+            ["", *_STATISTICS],
+            [
+                [WORDS[name], *(_interval(getattr(found, key), 1e3) for key in _STATISTICS)]
+                for name, found in row.summary.metrics.items()
+            ],
         )
     for row in report.rows:
-        if row.summary.metrics:
-            print_table(
-                f"{row.name}, ms with 95% intervals",
-                ["", *_STATISTICS],
-                [
-                    [WORDS[name], *(_interval(getattr(found, key), 1e3) for key in _STATISTICS)]
-                    for name, found in row.summary.metrics.items()
-                ],
-            )
-        _print_counts(row, report.reachable_hit_rate)
-    if len(report.rows) > 1:
-        _print_changes(report)
+        _print_counts(row, report.reachable_hit_rate, f"{row.name}: " if len(report.rows) > 1 else "")
     for note in report.notes:
         out.print(f"Note: {note}", markup=False, highlight=False, soft_wrap=True)
     for path in result.get("written", ()):
         out.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
-    print_verdict(report.verdict[:1].upper() + report.verdict[1:], result["next"])
+    print_verdict(report.verdict, result["next"])
 
 
-def _print_counts(row: Row, reachable: float) -> None:
+def _print_counts(row: Row, reachable: float, name: str) -> None:
     from coterie.evaluation.load.report import failures_of
 
     found = row.summary
@@ -304,27 +307,44 @@ def _print_counts(row: Row, reachable: float) -> None:
         parts.append(f"{row.experts_by_token:.2f} experts in a token's step, {row.rows_per_step:.1f} rows a step")
     if found.failures:
         parts.append(f"failed: {failures_of(found)}")
-    out.print("; ".join(parts) + ".\n", markup=False, highlight=False, soft_wrap=True)
+    out.print(name + "; ".join(parts) + ".", markup=False, highlight=False, soft_wrap=True)
 
 
-def _print_changes(report: LoadReport) -> None:
+def _print_contenders(report: LoadReport) -> None:
+    """Each contender's own times, then what changed against the first."""
     from coterie.evaluation.load.report import WORDS
     from coterie.evaluation.runs import with_ends
 
-    statistics = list(dict.fromkeys(change.statistic for row in report.rows[1:] for change in row.changes))
-    names = {
-        one: " ".join((WORDS.get(one.partition("_")[0], one), one.partition("_")[2])).strip() for one in statistics
-    }
-    cells = []
-    for statistic in statistics:
-        found = [next((c.pct for c in row.changes if c.statistic == statistic), None) for row in report.rows[1:]]
-        cells.append([names[statistic], *("-" if one is None else with_ends(one) for one in found)])
+    levels = [("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("e2e", "p50")]
+    levels = [one for one in levels if any(one[0] in row.summary.metrics for row in report.rows)]
+    print_table(
+        "Each on its own, ms",
+        ["", *(f"{WORDS[name]} {level}" for name, level in levels), "hit %", "experts", "failed"],
+        [
+            [
+                row.name,
+                *(_value(row, name, level) for name, level in levels),
+                "-" if row.summary.hit_rate is None else f"{100 * row.summary.hit_rate.mean:.1f}",
+                "-" if row.experts_by_token is None else f"{row.experts_by_token:.2f}",
+                sum(row.summary.failures.values()),
+            ]
+            for row in report.rows
+        ],
+        note="Experts: distinct, in a layer of a token's decode step.",
+    )
+    told = [one for one in SHOWN if any(one == change.statistic for row in report.rows for change in row.changes)]
+    found = [{change.statistic: change.pct for change in row.changes} for row in report.rows]
     print_table(
         f"Change against {report.rows[0].name}, percent (below 0: less)",
         ["", *(row.name for row in report.rows[1:])],
-        cells,
-        note="95% intervals from blocks left out in turn. Experts: in decode steps of equal size.",
+        [[SHOWN[one], *(with_ends(values[one]) if one in values else "-" for values in found[1:])] for one in told],
+        note="On the same requests; 95% intervals from leaving out each block once. Experts: in steps of equal size.",
     )
+
+
+def _value(row: Row, name: str, level: str) -> str:
+    found = row.summary.metrics.get(name)
+    return "-" if found is None else _number(1e3 * getattr(found, level).mean)
 
 
 def _interval(found: Interval, factor: float) -> str:
