@@ -56,8 +56,7 @@ class Watcher:
                 footprint=source,
             )
 
-    def failed(self, pool: Pool, member: Member, kind: str) -> None:
-        del pool
+    def failed(self, member: Member, kind: str) -> None:
         self.metrics.worker_failures.inc(member.entry.id, kind)
 
     def retried(self, pool: Pool) -> None:

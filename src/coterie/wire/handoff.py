@@ -13,7 +13,9 @@ from typing import Any
 REQUEST_ID_HEADER = "X-Request-Id"
 DP_RANK_HEADER = "X-data-parallel-rank"
 
-KV_KEY = "remote_request_id"
+GRANT = "coterie_grant"
+"""Key of ``kv_transfer_params`` under which a reference worker's permission to fetch the KV stands."""
+
 REMOTE_DECODE: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from coterie.errors import UnavailableError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink
-from coterie.gateway.exchange.pool import Member, Pool
+from coterie.gateway.exchange.pool import Member, Pool, Sent
 from coterie.gateway.exchange.relay import Relayed, is_stream, pass_stream, pass_whole
 from coterie.gateway.fleet.keeper import Choice
 from coterie.gateway.signals.knowledge import Known, Knowledge
@@ -34,7 +34,7 @@ class Observer(Protocol):
 
     def decided(self, pool: Pool, call: Call, wanted: Request, choice: Choice, seconds: float, source: str) -> None: ...
 
-    def failed(self, pool: Pool, member: Member, kind: str) -> None:
+    def failed(self, member: Member, kind: str) -> None:
         """A worker failed: connect, reset, timeout, protocol, too_large or status_5xx."""
         ...
 
@@ -50,8 +50,7 @@ class Observer(Protocol):
 class Delivered(NamedTuple):
     """An answer that was passed on."""
 
-    member: Member
-    choice: Choice
+    sent: Sent
     status: int
     relayed: Relayed
 
@@ -74,16 +73,16 @@ class Flow(ABC):
 
     def choose(
         self, pool: Pool, call: Call, known: Known, tried: set[str], footprint: WireFootprint | None = None
-    ) -> tuple[Member, Choice]:
+    ) -> Sent:
         """Ask the pool's router; HttpError 503 if the pool has no worker."""
         started = time.perf_counter()
-        wanted, source = self.knowledge.wanted(pool.name, call, known, footprint)
+        wanted, source = self.knowledge.wanted(pool, call, known, footprint)
         try:
-            member, choice = pool.route(call.key, wanted, tried)
+            sent = pool.route(call.key, wanted, tried)
         except UnavailableError as error:
             raise HttpError(503, str(error), code="no_worker", headers=RETRY_AFTER) from None
-        self.observer.decided(pool, call, wanted, choice, time.perf_counter() - started, source)
-        return member, choice
+        self.observer.decided(pool, call, wanted, sent.choice, time.perf_counter() - started, source)
+        return sent
 
     async def deliver(
         self,
@@ -101,37 +100,39 @@ class Flow(ABC):
         tried: set[str] = set()
         seen = False
         for attempt in range(self.health.retries + 1):
-            member, choice = self.choose(pool, call, known, tried, footprint)
+            sent = self.choose(pool, call, known, tried, footprint)
             last = attempt == self.health.retries or len(tried) + 1 >= len(pool)
+            ok: bool | None = None
             try:
-                answer = await self.ask(member, call, body(seen), self.limits.first_token_s)
+                answer = await self.ask(sent, call, body(seen), self.limits.first_token_s)
                 if last or not may_retry(answer.status):
                     relayed = await self.pass_on(answer, call, sink)
-                    self.report(pool, member, answer.status, relayed.problem)
-                    return Delivered(member, choice, answer.status, relayed)
+                    ok = self.did_its_part(sent, answer.status, relayed.problem)
+                    return Delivered(sent, answer.status, relayed)
                 await answer.read(REFUSAL_BYTES)
-                self.report(pool, member, answer.status)
+                ok = self.did_its_part(sent, answer.status)
                 seen = True
             except UpstreamError as error:
-                self.report(pool, member, 0, error)
+                ok = self.did_its_part(sent, 0, error)
                 seen = seen or error.kind != "connect"
                 if last:
                     raise failed(error) from None
             finally:
-                pool.finish(call.key)
-            tried.add(member.entry.id)
+                pool.ended(sent, ok)
+            tried.add(sent.member.entry.id)
             self.observer.retried(pool)
             await self.back_off(attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    def report(self, pool: Pool, member: Member, status: int, error: UpstreamError | None = None) -> None:
-        """Count a worker's part in a request: it failed if it broke off or answered 5xx, never by a refusal."""
+    def did_its_part(self, sent: Sent, status: int, error: UpstreamError | None = None) -> bool:
+        """Whether the worker did what it can: it failed if it broke off or answered 5xx, never by a refusal."""
         kind = error.kind if error is not None else "status_5xx" if status >= 500 else None
-        pool.report(member, kind is None)
         if kind is not None:
-            self.observer.failed(pool, member, kind)
+            self.observer.failed(sent.member, kind)
+        return kind is None
 
-    async def ask(self, member: Member, call: Call, body: bytes, head_s: float) -> Answer:
+    async def ask(self, sent: Sent, call: Call, body: bytes, head_s: float) -> Answer:
+        member = sent.member
         headers = [*call.span.outgoing(call.headers), (REQUEST_ID, call.name.encode()), *member.headers]
         return await member.upstream.send("POST", call.path, headers, body, head_s=head_s)
 
@@ -162,8 +163,8 @@ def outcome(delivered: Delivered, call: Call, known: Known, started: float, **mo
     relayed = delivered.relayed
     return Outcome(
         status=delivered.status,
-        worker=delivered.member.entry.id,
-        reason=delivered.choice.decision.reason,
+        worker=delivered.sent.member.entry.id,
+        reason=delivered.sent.choice.decision.reason,
         ttft_s=relayed.first_s - started,
         tpot_s=relayed.tpot_s if call.stream else None,
         problem=None if relayed.problem is None else str(relayed.problem),

@@ -20,5 +20,5 @@ class PlainFlow(Flow):
         started = time.monotonic()
         delivered = await self.deliver(self.pool, call, known, sink, lambda _: call.raw)
         if delivered.status == 200:
-            self.knowledge.routed(self.pool.name, delivered.choice.row, known)
+            self.knowledge.routed(self.pool, delivered.sent.choice.row, known)
         return outcome(delivered, call, known, started)

@@ -1,17 +1,21 @@
 """Workers of one role, and which of them may get requests.
 
-A worker is closed while its health checks fail, while its circuit breaker is open, or while it drains. All closed: the
-keeper sends requests anyway, since a guess is better than refusing everything.
+A worker is closed while its health checks fail, or while its circuit breaker is open. All closed: the keeper sends
+requests anyway, since a guess is better than refusing everything.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from numpy.random import Generator, default_rng
 
 from coterie.gateway.config import GatewayConfig, WorkerEntry
-from coterie.gateway.fleet.breaker import Breaker
-from coterie.gateway.fleet.health import Health
+from coterie.gateway.fleet.breaker import Attempt, Breaker, BreakerSettings
+from coterie.gateway.fleet.health import Health, HealthSettings
 from coterie.gateway.fleet.keeper import Choice, FleetKeeper
 from coterie.gateway.fleet.pool import Held
 from coterie.net.http1.messages import Headers
@@ -23,10 +27,12 @@ from coterie.wire.handoff import DP_RANK_HEADER
 class Member:
     """A worker of a pool, with the connections to it."""
 
-    __slots__ = ("breaker", "draining", "entry", "headers", "health", "upstream")
+    __slots__ = ("breaker", "entry", "headers", "health", "upstream")
 
-    def __init__(self, entry: WorkerEntry, config: GatewayConfig, worker_key: str | None) -> None:
-        health, limits = config.health, config.limits
+    def __init__(
+        self, entry: WorkerEntry, config: GatewayConfig, worker_key: str | None, rng: Generator, now: float
+    ) -> None:
+        told, limits = config.health, config.limits
         self.entry = entry
         self.upstream = Upstream(
             entry.url,
@@ -37,14 +43,26 @@ class Member:
                 body_bytes=limits.answer_bytes,
             ),
         )
-        self.breaker = Breaker(failures=health.failures, window_s=health.window_s, open_s=health.open_s)
-        self.health = Health(unhealthy_after=health.unhealthy_after, healthy_after=health.healthy_after)
-        self.draining = False
+        longest_s = max(60.0, told.open_s)
+        self.breaker = Breaker(
+            rng, BreakerSettings(told.failures, told.window_s, cool_down_s=told.open_s, longest_s=longest_s)
+        )
+        thresholds = HealthSettings(told.unhealthy_after, told.healthy_after, told.every_s, told.timeout_s)
+        self.health = Health(rng, now, thresholds)
         self.headers: Headers = []
         if worker_key is not None:
             self.headers.append((b"authorization", b"Bearer " + worker_key.encode()))
         if entry.data_parallel_rank is not None:
             self.headers.append((DP_RANK_HEADER.lower().encode(), str(entry.data_parallel_rank).encode()))
+
+
+class Sent(NamedTuple):
+    """A request that was given to a worker. Tell :meth:`Pool.ended` what became of it, whatever that is."""
+
+    key: str
+    member: Member
+    choice: Choice
+    attempt: Attempt
 
 
 class Pool:
@@ -56,7 +74,10 @@ class Pool:
         self.members: dict[str, Member] = {}
         self.ids: list[str | None] = []
         """[row] worker id. Replaced, never changed in place: records of decisions keep it."""
-        self._clock = clock
+        self.clock = clock
+        self.rng = default_rng()
+        self._due = math.inf
+        """Time when a breaker next lets a request through."""
 
     def __len__(self) -> int:
         return len(self.members)
@@ -66,43 +87,51 @@ class Pool:
         self.keeper.join(entry.id, entry.places, entry.speed, held)
         self.members[entry.id] = member
         self.ids = self.keeper.ids
+        self.refresh(member)
 
     def remove(self, worker_id: str) -> Member:
         self.keeper.leave(worker_id)
         self.ids = self.keeper.ids
         return self.members.pop(worker_id)
 
-    def route(self, key: str, wanted: Request, exclude: Collection[str] = ()) -> tuple[Member, Choice]:
+    def route(self, key: str, wanted: Request, exclude: Collection[str] = ()) -> Sent:
         """Choose a worker and admit the request to it. Raises UnavailableError if there is none."""
+        now = self.clock()
+        if now >= self._due:
+            for member in self.members.values():
+                self.refresh(member)
         choice = self.keeper.route(key, wanted, exclude)
         member = self.members[choice.worker_id]
-        if not member.breaker.is_closed:
-            member.breaker.sent(self._clock())  # a probe: the next waits for its result
+        attempt = member.breaker.sent(now)
+        if attempt.probe:
             self.refresh(member)
-        return member, choice
+        return Sent(key, member, choice, attempt)
 
-    def finish(self, key: str) -> None:
-        self.keeper.finish(key)
-
-    def report(self, member: Member, ok: bool) -> None:
-        """Count a request's result: whether the worker did its part. What a client did wrong is no failure."""
-        before = member.breaker.is_closed
-        if ok:
-            member.breaker.succeeded(self._clock())
+    def ended(self, sent: Sent, ok: bool | None) -> None:
+        """The worker did its part, or failed; None: neither is known, as when the client left."""
+        self.keeper.finish(sent.key)
+        breaker, now = sent.member.breaker, self.clock()
+        closed = breaker.changes_at is None
+        if ok is None:
+            breaker.dropped(sent.attempt)
+        elif ok:
+            breaker.succeeded(sent.attempt, now)
         else:
-            member.breaker.failed(self._clock())
-        if not ok or not before:
-            self.refresh(member)
+            breaker.failed(sent.attempt, now)
+        if not closed or not ok:
+            self.refresh(sent.member)
 
     def checked(self, member: Member, ok: bool) -> bool:
         """Count a health check; whether it changed the worker's state."""
-        before = member.health.healthy
-        member.health.checked(ok)
-        self.refresh(member)
-        return member.health.healthy != before
+        changed = member.health.record(ok, self.clock())
+        if changed:
+            self.refresh(member)
+        return changed
 
     def refresh(self, member: Member) -> None:
         """Tell the keeper whether the worker may be chosen."""
         if self.members.get(member.entry.id) is member:
-            may = member.health.healthy and not member.draining and member.breaker.allows(self._clock())
+            may = member.health.healthy and member.breaker.may_send(self.clock())
             self.keeper.set_open(member.entry.id, may)
+        changes = [one.breaker.changes_at for one in self.members.values()]
+        self._due = min((at for at in changes if at is not None), default=math.inf)

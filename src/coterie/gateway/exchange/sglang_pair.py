@@ -14,9 +14,10 @@ from urllib.parse import urlsplit
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink
 from coterie.gateway.exchange.flow import REFUSAL_BYTES, Delivered, Flow, Observer, failed, outcome
-from coterie.gateway.exchange.pool import Member, Pool
+from coterie.gateway.exchange.pool import Pool, Sent
+from coterie.gateway.exchange.relay import Relayed
 from coterie.gateway.signals.knowledge import Knowledge, Known
-from coterie.net.http1.upstream import UpstreamError
+from coterie.net.http1.upstream import Answer, UpstreamError
 
 
 class _PrefillFailedError(Exception):
@@ -39,28 +40,29 @@ class SglangPairFlow(Flow):
         tried_prefill: set[str] = set()
         tried_decode: set[str] = set()
         for attempt in range(self.health.retries + 1):
-            prefill, first = self.choose(self.prefill, call, known, tried_prefill)
+            prefill = self.choose(self.prefill, call, known, tried_prefill)
+            prefilled = decoded = None
+            decode: Sent | None = None
             try:
-                decode, choice = self.choose(self.decode, call, known, tried_decode)
-                try:
-                    status, relayed = await self._both(call, sink, prefill, decode)
-                    self.report(self.decode, decode, status, relayed.problem)
-                    self.report(self.prefill, prefill, 200)
-                    self.knowledge.routed(self.prefill.name, first.row, known)
-                    delivered = Delivered(decode, choice, status, relayed)
-                    return outcome(delivered, call, known, started, prefill=prefill.entry.id)
-                except _PrefillFailedError as error:
-                    pool, cause = self.prefill, error.cause
-                    self.report(pool, prefill, 0, cause)
-                    tried_prefill.add(prefill.entry.id)
-                except UpstreamError as error:
-                    pool, cause = self.decode, error
-                    self.report(pool, decode, 0, cause)
-                    tried_decode.add(decode.entry.id)
-                finally:
-                    self.decode.finish(call.key)
+                decode = self.choose(self.decode, call, known, tried_decode)
+                status, relayed = await self._both(call, sink, prefill, decode)
+                prefilled, decoded = True, self.did_its_part(decode, status, relayed.problem)
+                self.knowledge.routed(self.prefill, prefill.choice.row, known)
+                delivered = Delivered(decode, status, relayed)
+                return outcome(delivered, call, known, started, prefill=prefill.member.entry.id)
+            except _PrefillFailedError as error:
+                pool, cause = self.prefill, error.cause
+                prefilled = self.did_its_part(prefill, 0, cause)
+                tried_prefill.add(prefill.member.entry.id)
+            except UpstreamError as error:
+                assert decode is not None
+                pool, cause = self.decode, error
+                decoded = self.did_its_part(decode, 0, cause)
+                tried_decode.add(decode.member.entry.id)
             finally:
-                self.prefill.finish(call.key)
+                self.prefill.ended(prefill, prefilled)
+                if decode is not None:
+                    self.decode.ended(decode, decoded)
             none_left = len(tried_prefill) >= len(self.prefill) or len(tried_decode) >= len(self.decode)
             if attempt == self.health.retries or none_left:
                 raise failed(cause)
@@ -68,34 +70,39 @@ class SglangPairFlow(Flow):
             await self.back_off(attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _both(self, call: Call, sink: Sink, prefill: Member, decode: Member):  # type: ignore[no-untyped-def]
+    async def _both(self, call: Call, sink: Sink, prefill: Sent, decode: Sent) -> tuple[int, Relayed]:
+        entry = prefill.member.entry
         body = call.with_fields(
-            bootstrap_host=urlsplit(prefill.entry.url).hostname,
-            bootstrap_port=prefill.entry.bootstrap_port,
+            bootstrap_host=urlsplit(entry.url).hostname,
+            bootstrap_port=entry.bootstrap_port,
             bootstrap_room=secrets.randbits(63),
         )
 
         async def prefilled() -> None:
             answer = await self.ask(prefill, call, body, self.limits.prefill_s)
-            if answer.status >= 500:
-                await answer.read(REFUSAL_BYTES)
-                raise UpstreamError("protocol", f"HTTP {answer.status}", answered=True)
+            await _raise_failure(answer)
             await answer.read(self.limits.answer_bytes)
 
-        async def decoded():  # type: ignore[no-untyped-def]
+        async def decoded() -> tuple[int, Relayed]:
             answer = await self.ask(decode, call, body, self.limits.first_token_s)
-            if answer.status >= 500:
-                await answer.read(REFUSAL_BYTES)
-                raise UpstreamError("protocol", f"HTTP {answer.status}", answered=True)
+            await _raise_failure(answer)
             return answer.status, await self.pass_on(answer, call, sink)
 
         first, second = asyncio.create_task(prefilled()), asyncio.create_task(decoded())
         try:
             await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
-            if not second.done() and not sink.started and first.done() and first.exception() is not None:
-                raise _PrefillFailedError(first.exception())  # type: ignore[arg-type]
+            if first.done() and not second.done() and not sink.started:
+                problem = first.exception()
+                if isinstance(problem, UpstreamError):
+                    raise _PrefillFailedError(problem)
             return await second
         finally:
             for task in (first, second):
                 task.cancel()
             await asyncio.gather(first, second, return_exceptions=True)
+
+
+async def _raise_failure(answer: Answer) -> None:
+    if answer.status >= 500:
+        await answer.read(REFUSAL_BYTES)
+        raise UpstreamError("protocol", f"HTTP {answer.status}", answered=True)

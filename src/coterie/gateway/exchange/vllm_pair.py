@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import Annotated, Any, NamedTuple
+from urllib.parse import quote
 
 import msgspec
 
@@ -20,11 +21,11 @@ from coterie.gateway.exchange.call import Call, Outcome, Sink
 from coterie.gateway.exchange.flow import Flow, Observer, may_retry, outcome
 from coterie.gateway.exchange.pool import Member, Pool
 from coterie.gateway.exchange.relay import pass_whole
-from coterie.gateway.signals.knowledge import Knowledge, Known
+from coterie.gateway.signals.knowledge import NOTHING, Knowledge, Known
 from coterie.net.http1.messages import HttpError
 from coterie.net.http1.upstream import UpstreamError
 from coterie.wire.footprints import WireFootprint, footprint_of, without_footprint
-from coterie.wire.handoff import KV_KEY, prefill_body
+from coterie.wire.handoff import GRANT, prefill_body
 
 MOST_TOKENS = 1 << 31
 
@@ -106,26 +107,27 @@ class VllmPairFlow(Flow):
         for attempt in range(self.health.retries + 1):
             if len(tried) >= len(self.prefill):
                 break
-            member, choice = self.choose(self.prefill, call, known, tried)
+            sent = self.choose(self.prefill, call, known, tried)
+            ok: bool | None = None
             try:
-                answer = await self.ask(member, call, asked, self.limits.prefill_s)
+                answer = await self.ask(sent, call, asked, self.limits.prefill_s)
                 status = answer.status
                 if 400 <= status < 500 and not may_retry(status):  # the request's own fault
                     await pass_whole(answer, sink, [], self.limits.answer_bytes)
-                    self.report(self.prefill, member, status)
-                    return Outcome(status, None, member.entry.id, reason=choice.decision.reason)
+                    ok = True
+                    return Outcome(status, None, sent.member.entry.id, reason=sent.choice.decision.reason)
                 data = await answer.read(self.limits.answer_bytes)
                 if status == 200:
-                    handoff = self._read(member, call, data)
-                    self.report(self.prefill, member, status)
-                    self.knowledge.routed(self.prefill.name, choice.row, known)
+                    handoff = self._read(sent.member, call, data)
+                    ok = True
+                    self.knowledge.routed(self.prefill, sent.choice.row, known)
                     return handoff
-                self.report(self.prefill, member, status)
+                ok = self.did_its_part(sent, status)
             except UpstreamError as error:
-                self.report(self.prefill, member, 0, error)
+                ok = self.did_its_part(sent, 0, error)
             finally:
-                self.prefill.finish(call.key)
-            tried.add(member.entry.id)
+                self.prefill.ended(sent, ok)
+            tried.add(sent.member.entry.id)
             if len(tried) < len(self.prefill) and attempt < self.health.retries:
                 self.observer.retried(self.prefill)
                 await self.back_off(attempt)
@@ -161,8 +163,8 @@ class VllmPairFlow(Flow):
         """
         if not found.params:
             return
-        key = found.params.get(KV_KEY)
-        if isinstance(key, str):
+        key = found.params.get("remote_request_id")
+        if GRANT in found.params and isinstance(key, str):
             work = self._delete(found.member, key)
         elif not offered:
             work = self._take(found, call)
@@ -174,7 +176,7 @@ class VllmPairFlow(Flow):
 
     async def _delete(self, member: Member, key: str) -> None:
         try:
-            answer = await member.upstream.send("DELETE", f"/kv/{key}", member.headers, head_s=self.limits.connect_s)
+            answer = await member.upstream.send("DELETE", f"/kv/{quote(key, safe='')}", member.headers, head_s=self.limits.connect_s)
             await answer.read()
         except UpstreamError:
             return
@@ -182,13 +184,15 @@ class VllmPairFlow(Flow):
     async def _take(self, found: Handoff, call: Call) -> None:
         body = msgspec.json.encode({**prefill_body(call.body), "kv_transfer_params": found.params})
         try:
-            member, _ = self.choose(self.decode, call, Known(), set())
+            sent = self.choose(self.decode, call, NOTHING, set())
         except HttpError:
             return
+        ok: bool | None = None
         try:
-            answer = await self.ask(member, call, body, self.limits.prefill_s)
+            answer = await self.ask(sent, call, body, self.limits.prefill_s)
             await answer.read()
-        except UpstreamError:
-            return
+            ok = True
+        except UpstreamError as error:
+            ok = self.did_its_part(sent, 0, error)
         finally:
-            self.decode.finish(call.key)
+            self.decode.ended(sent, ok)

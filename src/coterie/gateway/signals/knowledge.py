@@ -1,23 +1,31 @@
 """What is known of a request before it runs: its token ids, who has its prefix cached, which experts it will use.
 
-All that is unknown is left out, and routers do without: a gateway serves before it routes well.
+Each is filled from the best source there is. Cached prefixes come from the workers' KV events; where a worker sends
+none, or the prompt has no token ids, they are guessed from what the gateway itself routed. Footprints come from the
+prefill's answer, else they are predicted: from earlier requests with the same beginning, from a fitted predictor, from
+popularity. What is unknown is left out, and routers do without: a gateway serves before it routes well.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import time
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import CoterieError
 from coterie.gateway.config import GatewayConfig, WorkerEntry
-from coterie.gateway.exchange.call import Call
-from coterie.gateway.fleet.pool import Held
-from coterie.gateway.signals.kv_streams import KvStreams, Secure
+from coterie.gateway.signals.kv_streams import KvStreams
+from coterie.gateway.signals.masks import Mask, mask_of, read_placement
 from coterie.gateway.signals.model_tokenizers import load_tokenizer
+from coterie.gateway.signals.predicted import Footprints, open_predictor, popularity_of
+from coterie.gateway.signals.routed_prefixes import PromptKeys, RoutedPrefixes, keys_of_body, keys_of_ids
 from coterie.gateway.signals.tokens import TokenService
 from coterie.routing.base import Request
+from coterie.routing.fitted import RouterFit
+from coterie.wire.event_security import secure_subscriber
 from coterie.wire.footprints import WireFootprint
 
 
@@ -28,27 +36,154 @@ class Known(NamedTuple):
     tokens: int = 0
     """Prompt tokens; 0 if unknown."""
     salt: str | None = None
+    text: PromptKeys | None = None
+    """Blocks of its prompt, where cached prefixes are guessed."""
 
 
 NOTHING = Known()
+
+
+class Asked(Protocol):
+    """What is read of a request."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def body(self) -> dict[str, object]: ...
+    @property
+    def domain(self) -> str | None: ...
+
+
+class Rows(Protocol):
+    """What is read of a pool."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ids(self) -> list[str | None]: ...
 
 
 class Knowledge:
     """Of one gateway; belongs to its event loop."""
 
     def __init__(self, config: GatewayConfig, pools: list[str], secret: str | None = None) -> None:
-        self.config = config
-        self._secret = secret
-        reason, tokenizer = "no tokenizer is configured", None
+        reason, tokenizer = "no tokenizer is configured: prefixes are compared as text", None
         if config.tokenizer is not None:
             try:
                 tokenizer = load_tokenizer(config.tokenizer)
             except CoterieError as error:
-                reason = str(error)
+                reason = f"{error}: prefixes are compared as text"
+        self.says = "" if tokenizer is not None else reason
+        """What an operator should know; empty if all is there."""
         self.tokens = TokenService(tokenizer, reason, deadline_s=config.limits.tokenise_s)
-        self.streams = {name: KvStreams(block_size=config.block_size) for name in pools}
+        self.footprints = _footprints(config)
+        self._placement = None if config.placement is None else read_placement(config.placement)
+        self._secret = secret
+        self._streams = {name: KvStreams(block_size=config.block_size) for name in pools}
+        self._routed = {name: RoutedPrefixes() for name in pools}
+        self._guessed: dict[str, set[int]] = {name: set() for name in pools}
+        """Rows of workers that send no KV events."""
+
+    # -------------------------------------------------------------------------------------------------------- workers
+
+    def held(self, entry: WorkerEntry) -> Mask | None:
+        """Experts that a worker holds; None: all. Raises ConfigError for a rank that the placement lacks."""
+        if self._placement is None or entry.placement_rank is None:
+            return None
+        return mask_of(self._placement, entry.placement_rank)
+
+    def join(self, pool: str, row: int, entry: WorkerEntry) -> None:
+        if entry.kv_events is None:
+            self._guessed[pool].add(row)
+            return
+        secure = None
+        if entry.secure_events and self._secret is not None:
+            secure = partial(secure_subscriber, secret=self._secret)
+        self._streams[pool].join(entry.id, row, entry.kv_events, entry.kv_replay, secure)
+
+    def leave(self, pool: str, row: int, worker_id: str) -> None:
+        self._streams[pool].leave(worker_id)
+        self._forget(pool, row)
+        self._guessed[pool].discard(row)
+
+    def restarted(self, pool: str, row: int, worker_id: str) -> None:
+        """Forget the cached prefixes of a worker that may have lost them."""
+        self._streams[pool].restarted(worker_id)
+        self._forget(pool, row)
+
+    def connected(self, pool: str, worker_id: str) -> bool:
+        return self._streams[pool].connected(worker_id)
+
+    def streams(self, pool: str) -> KvStreams:
+        return self._streams[pool]
+
+    def _forget(self, pool: str, row: int) -> None:
+        if row in self._guessed[pool]:
+            self._routed[pool].drop(row)
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    async def known(self, call: Asked) -> Known:
+        """What the body tells; token ids only if they come in time."""
+        found = await self.tokens.ids(call.path, call.body)
+        salt = call.body.get("cache_salt")
+        salt = salt if isinstance(salt, str) else None
+        if found.ids is None:
+            text = keys_of_body(call.body)
+            return Known(None, text.tokens, salt, text)
+        text = keys_of_ids(found.ids, salt) if any(self._guessed.values()) else None
+        return Known(found.ids, len(found.ids), salt, text)
+
+    def wanted(
+        self, pool: Rows, call: Asked, known: Known, footprint: WireFootprint | None
+    ) -> tuple[Request, str]:
+        """What the router is told, and where its footprint came from."""
+        counts, source = None, "none"
+        if footprint is not None:
+            counts, source = footprint.counts, "answer"
+        elif known is not NOTHING and self.footprints.shape is not None:
+            counts, source = self.footprints.footprint(known.ids, known.tokens, call.domain)
+        return Request("", known.tokens, counts, call.domain, self._cached(pool, known)), source
+
+    def routed(self, pool: Rows, row: int, known: Known) -> None:
+        """A worker has computed this prompt: guess that it keeps its prefix, if it does not tell."""
+        if known.text is not None and (known.ids is None or row in self._guessed[pool.name]):
+            self._routed[pool.name].routed(known.text, row, time.monotonic())
+
+    def learn(self, known: Known, footprint: WireFootprint) -> None:
+        self.footprints.learn(known.ids, footprint)
+
+    def refuses(self, footprint: WireFootprint) -> str | None:
+        """Why a worker's footprint cannot be true; None if it can."""
+        return self.footprints.problem(footprint.counts, footprint.tokens) or None
+
+    def _cached(self, pool: Rows, known: Known) -> NDArray[np.int64] | None:
+        """[row] leading tokens that each worker of the pool holds."""
+        rows, guessed = len(pool.ids), self._guessed[pool.name]
+        told = None
+        if known.ids is not None and len(guessed) < rows:
+            told = self._streams[pool.name].cached(known.ids, rows, known.salt)
+            if not guessed:
+                return told
+        if known.text is None:
+            return told
+        found = self._routed[pool.name].cached(known.text, rows, time.monotonic())
+        if told is not None:
+            for row in range(rows):
+                if row not in guessed:
+                    found[row] = told[row]
+        return found
 
     async def close(self) -> None:
         self.tokens.close()
-        for streams in self.streams.values():
+        for streams in self._streams.values():
             await streams.close()
+
+
+def _footprints(config: GatewayConfig) -> Footprints:
+    """Predicts footprints from what the config names: a fit's popularity, a token table."""
+    predictor = None if config.predictor is None else open_predictor(config.predictor)
+    if config.decode.fit is None:
+        return Footprints(predictor=predictor)
+    fit = RouterFit.load(config.decode.fit)
+    return Footprints(fit.learned.shape, fit.learned.top_k, predictor=predictor, popularity=popularity_of(fit))
