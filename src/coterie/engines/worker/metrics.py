@@ -59,8 +59,8 @@ METRICS: dict[str, Described] = {
     "kv_fetch_total": Described(
         "counter",
         "outcome",
-        ("ok", "unreachable", "missing", "damaged", "mismatch", "cancelled"),
-        "KV asked of prefill workers; what is not ok is computed here, unless the client is gone (cancelled)",
+        ("ok", "refused", "unreachable", "missing", "damaged", "mismatch", "cancelled"),
+        "KV offered by prefill workers; what is not ok is computed here, unless the client is gone (cancelled)",
     ),
     "kv_fetch_bytes_total": Described("counter", None, (), "Bytes of KV fetched"),
     "events_published_total": Described("counter", "stream", ("kv", "experts"), "Messages published"),

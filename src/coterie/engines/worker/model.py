@@ -75,6 +75,12 @@ class KVStore:
         value = self.values[layer].index_select(0, blocks).flatten(0, 1)[:length]
         return key.transpose(0, 1), value.transpose(0, 1)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's KV."""
+        positions = self.num_blocks * self.block_size
+        return sum(int(t.nbytes) for store in (self.keys, self.values) for t in store.values()) // positions
+
     def pack(self, blocks: Sequence[int], length: int) -> dict[str, Any]:
         """Name → tensor [token, head, width], on the host: what another worker needs."""
         index = torch.tensor(blocks)
@@ -98,6 +104,8 @@ class KVStore:
             if tensors[name].dtype != dtype or tuple(tensors[name].shape) != shape:
                 found = f"{tensors[name].dtype} {tuple(tensors[name].shape)}"
                 raise ConfigError(f"{name} is {found}; this worker keeps {dtype} {shape}")
+            if not bool(torch.isfinite(tensors[name]).all()):
+                raise ConfigError(f"{name} holds values that are not finite")
 
     def unpack(self, tensors: Mapping[str, Any], kv_positions: NDArray[np.int64], start: int) -> None:
         """Write rows `start` … of checked tensors to their KV positions."""

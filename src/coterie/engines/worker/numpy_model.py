@@ -60,6 +60,11 @@ class NumpyStore:
         shape = (layers, num_blocks * block_size, heads, width)
         self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's KV."""
+        return (self.keys.nbytes + self.values.nbytes) // self.keys.shape[1]
+
     def pack(self, blocks: Sequence[int], length: int) -> dict[str, Array]:
         """Name → [layer, token, head, width]: what another worker needs."""
         kv_positions = block_positions(blocks, self.block_size, 0, length)
@@ -72,6 +77,8 @@ class NumpyStore:
         found = {name: (array.shape, array.dtype) for name, array in tensors.items()}
         if found != right:
             raise ConfigError(f"KV {found} came; this worker keeps {right}")
+        if not all(np.isfinite(array).all() for array in tensors.values()):
+            raise ConfigError("KV holds values that are not finite")
 
     def unpack(self, tensors: Mapping[str, Any], kv_positions: NDArray[np.int64], start: int) -> None:
         """Write rows `start` … of checked arrays to their KV positions."""
