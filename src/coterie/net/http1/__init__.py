@@ -1,0 +1,24 @@
+"""HTTP/1.1 at protocol level: a bounded server and a pooled client, on asyncio's event loop or uvloop's.
+
+Both write and parse (httptools) messages in the callbacks of the transport, without a task, a stream or a timer per
+request: one sweep looks at all deadlines.
+"""
+
+from coterie.net.http1.messages import Headers, HttpError, Limits, Request, passed_on
+from coterie.net.http1.server import Handler, HttpServer, Responder
+from coterie.net.http1.upstream import Answer, Upstream, UpstreamError, UpstreamLimits
+
+__all__ = [
+    "Answer",
+    "Handler",
+    "Headers",
+    "HttpError",
+    "HttpServer",
+    "Limits",
+    "Request",
+    "Responder",
+    "Upstream",
+    "UpstreamError",
+    "UpstreamLimits",
+    "passed_on",
+]

@@ -1,0 +1,419 @@
+"""One connection of a client: its requests in turn, and their answers.
+
+Reading and writing are callbacks of the transport and of the parser; only the handler is a task. `phase` says what is
+being read (idle, head, body), `current` which request is being answered. Requests sent ahead wait, as bytes if they
+can: reading pauses when they take more than a head may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from traceback import extract_tb
+from typing import Protocol, cast
+
+from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
+
+from coterie.net.http1.framing import Framing, split_target
+from coterie.net.http1.messages import Counters, Headers, HttpError, Limits, Request, send_at_once
+from coterie.net.http1.responder import Handler, Responder
+
+logger = logging.getLogger(__name__)
+
+SLICE_BYTES = 4096
+"""Bytes parsed at a time: bounds the requests that one read can leave waiting."""
+CORK_BYTES = 65_536
+"""Pieces of a stream are written together at the end of an iteration of the loop, or when they reach this size."""
+DISCARD_BYTES = 65_536
+"""A refused request with a body up to this size is read to its end, so that its connection can be kept."""
+LINGER_S = 1.0
+"""Time that a refused client has to read its answer before the connection is cut under what it still sends."""
+
+
+CheckHead = Callable[[Request], int | None]
+"""Sees the head before the body is read: raises HttpError to refuse it, may return the limit of the body in bytes."""
+
+
+class Host(Protocol):
+    """What a connection needs of its server."""
+
+    handler: Handler
+    limits: Limits
+    check_head: CheckHead | None
+    clock: Callable[[], float]
+    counters: Counters
+    draining: bool
+    lingering: set[Connection]
+
+    def admit(self, connection: Connection) -> str | None: ...
+    def forget(self, connection: Connection) -> None: ...
+    def outlive(self, task: asyncio.Task[None]) -> None: ...
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One request and its answer, or the refusal of it."""
+
+    request: Request | None
+    responder: Responder
+    refusal: HttpError | None = None
+
+
+class Connection(asyncio.Protocol):
+    """One client: parser callbacks above, answers below."""
+
+    def __init__(self, server: Host, loop: asyncio.AbstractEventLoop) -> None:
+        self.server = server
+        self.loop = loop
+        self.limits = server.limits
+        self.peer = ""
+        self.transport: asyncio.Transport
+        self.parser: HttpRequestParser | None = HttpRequestParser(self)
+        self.task: asyncio.Task[None] | None = None
+        # what is being read
+        self.phase = "head"
+        self.quiet_bytes = 0  # since the last progress: bounds heads, trailers and chunk extensions
+        self.url = b""
+        self.headers: Headers = []
+        self.head_size = 0
+        self.body: list[bytes] = []
+        self.body_room = 0
+        self.arriving: _Exchange | None = None
+        self.continue_owed = False
+        self.turning = False
+        self.deaf = False  # reads no more: refused, malformed, or closing
+        # what waits and what is answered
+        self.current: _Exchange | None = None
+        self.waiting: deque[_Exchange] = deque()
+        self.unparsed = bytearray()
+        self.deadline = math.inf
+        self.deadline_kind = ""
+        self.write_deadline = math.inf
+        self.corked: list[bytes] = []
+        self.corked_bytes = 0
+        self.room: asyncio.Future[None] | None = None
+
+    # the transport's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        send_at_once(transport)
+        address = transport.get_extra_info("peername")
+        self.peer = address[0] if isinstance(address, tuple) else ""
+        reason = self.server.admit(self)
+        if reason is None:
+            self._await("head")
+            return
+        self.server.counters.refused += 1
+        if len(self.server.lingering) >= 64:
+            self.transport.abort()
+            return
+        self.server.lingering.add(self)
+        self._refuse_in_turn(HttpError(503, reason, headers=[(b"retry-after", b"1")]))
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self.server.forget(self)
+        self.deaf = True
+        self.parser = None  # breaks the cycle: memory stays flat without the garbage collector
+        self.waiting.clear()
+        self.unparsed.clear()
+        self.corked.clear()
+        self._wake()
+        task = self.task
+        if task is not None and not task.done():
+            self.server.outlive(task)
+            if self.current is not None and not self.current.responder.ended:
+                self.server.counters.disconnects += 1
+                task.cancel()
+
+    def pause_writing(self) -> None:
+        self.write_deadline = self.server.clock() + self.limits.write_s
+        self.room = self.loop.create_future()
+
+    def resume_writing(self) -> None:
+        self.write_deadline = math.inf
+        self._wake()
+
+    def _wake(self) -> None:
+        if self.room is not None and not self.room.done():
+            self.room.set_result(None)
+        self.room = None
+
+    def data_received(self, data: bytes) -> None:
+        if self.deaf:
+            return
+        if self.current is None and not self.unparsed:
+            self._feed(data)
+        else:
+            self._keep(data)
+
+    def _keep(self, data: bytes | memoryview) -> None:
+        self.unparsed += data
+        if len(self.unparsed) > self.limits.head_bytes:
+            self.transport.pause_reading()
+
+    def _feed(self, data: bytes) -> None:
+        if len(data) <= SLICE_BYTES:
+            self._parse(data)
+        else:
+            view = memoryview(data)
+            for start in range(0, len(data), SLICE_BYTES):
+                if self.current is not None or self.waiting:
+                    self._keep(view[start:])
+                    break
+                self._parse(view[start : start + SLICE_BYTES])
+                if self.deaf:
+                    return
+        if self.current is None and self.phase != self.deadline_kind and not self.deaf:
+            self._await(self.phase)
+
+    def _await(self, kind: str) -> None:
+        self.deadline_kind = kind
+        self.deadline = self.server.clock() + getattr(self.limits, f"{kind}_s")
+        if kind == "body" and self.continue_owed:
+            self.continue_owed = False
+            self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        assert self.parser is not None
+        self.quiet_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except HttpParserCallbackError as error:
+            cause = error.__context__
+            if not isinstance(cause, HttpError):
+                raise cause or error from None
+            self._refuse_in_turn(cause)
+        except HttpParserError as error:
+            self.server.counters.malformed += 1
+            self._refuse_in_turn(HttpError(400, f"malformed request: {error}"))
+        except HttpParserUpgrade:
+            self._refuse_in_turn(HttpError(400, "protocol upgrades are not supported"))
+        else:
+            if self.quiet_bytes > self.limits.head_bytes and self.phase != "idle":
+                self._refuse_in_turn(HttpError(431, f"more than {self.limits.head_bytes} bytes of headers"))
+
+    # the parser's callbacks: an HttpError raised here refuses the request and ends the connection
+
+    def on_message_begin(self) -> None:
+        self.phase = "head"
+        self.url = b""
+        self.headers = []
+        self.head_size = 0
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.phase == "body":
+            return  # a trailer
+        self.head_size += len(name) + len(value) + 4
+        self.headers.append((name.lower(), value))
+        if self.head_size > self.limits.head_bytes or len(self.headers) > self.limits.headers:
+            raise HttpError(431, f"at most {self.limits.headers} headers of {self.limits.head_bytes} bytes in all")
+
+    def on_headers_complete(self) -> None:
+        assert self.parser is not None
+        self.phase = "body"
+        self.body = []
+        version = self.parser.get_http_version()
+        if self.parser.should_upgrade() or version not in ("1.1", "1.0"):
+            raise HttpError(400, "only HTTP/1.1 without upgrades is served")
+        framing = Framing(self.headers, version)
+        method = self.parser.get_method().decode()
+        path, query = split_target(self.url)
+        request = Request(method, path, query, self.headers, b"", self.peer)
+        keep_alive = version == "1.1" and self.parser.should_keep_alive()
+        exchange = _Exchange(request, Responder(self, method == "HEAD", keep_alive, version == "1.1"))
+        try:
+            self.body_room = self._body_limit(request)
+            if framing.length > self.body_room:
+                raise HttpError(413, f"a body of {framing.length} bytes is over the limit of {self.body_room}")
+            framing.check_supported()
+        except HttpError as error:
+            if framing.chunked or framing.expects or framing.length > DISCARD_BYTES:
+                raise
+            exchange.refusal = error
+            self.arriving = None  # its body is discarded
+            self._take(exchange)
+        else:
+            self.arriving = exchange
+            self.continue_owed = framing.expects
+
+    def _body_limit(self, request: Request) -> int:
+        check = self.server.check_head
+        if check is None:
+            return self.limits.body_bytes
+        try:
+            limit = check(request)
+        except HttpError:
+            raise
+        except Exception as error:
+            self._count_error(error)
+            raise HttpError(500, "internal error") from None
+        return self.limits.body_bytes if limit is None else limit
+
+    def on_body(self, body: bytes) -> None:
+        self.quiet_bytes = 0
+        if self.arriving is None:
+            return
+        self.body_room -= len(body)
+        if self.body_room < 0:
+            raise HttpError(413, "the body is over the limit")
+        self.body.append(body)
+
+    def on_message_complete(self) -> None:
+        self.phase = "idle"
+        self.quiet_bytes = 0
+        self.continue_owed = False
+        exchange, self.arriving = self.arriving, None
+        if exchange is not None and exchange.request is not None:
+            body = self.body
+            exchange.request.body = body[0] if len(body) == 1 else b"".join(body)
+            self._take(exchange)
+
+    # from request to answer
+
+    def _take(self, exchange: _Exchange) -> None:
+        self.waiting.append(exchange)
+        if self.current is None:
+            self._turn()
+
+    def _refuse_in_turn(self, error: HttpError) -> None:
+        """Answer with an error after the answers that are due, and end the connection."""
+        self.deaf = True
+        self._take(_Exchange(None, Responder(self, False, False, True), error))
+
+    def _turn(self) -> None:
+        """Begin the next request, if one waits."""
+        if self.turning:
+            return
+        self.turning = True  # refusals end at once and come back here: a loop, not a recursion
+        while self.current is None:
+            if self.waiting:
+                self._begin(self.waiting.popleft())
+            elif self.unparsed and not self.deaf:
+                data = bytes(self.unparsed)
+                self.unparsed.clear()
+                if not self.transport.is_closing():
+                    self.transport.resume_reading()
+                self._feed(data)
+            else:
+                break
+        self.turning = False
+        if self.current is None and not self.deaf:
+            self._await(self.phase)
+
+    def _begin(self, exchange: _Exchange) -> None:
+        self.current = exchange
+        self.deadline = math.inf
+        self.deadline_kind = ""
+        if exchange.refusal is not None or exchange.request is None:
+            exchange.responder.fail(exchange.refusal or HttpError(400, "malformed request"))
+            return
+        if self.task is not None and not self.task.done():
+            self.server.outlive(self.task)
+        self.server.counters.requests += 1
+        self.task = self.loop.create_task(self._run(exchange.request, exchange.responder))
+
+    async def _run(self, request: Request, responder: Responder) -> None:
+        try:
+            try:
+                await self.server.handler(request, responder)
+            except HttpError as error:
+                responder.fail(error)
+            if not responder.ended:
+                raise RuntimeError("the handler returned before its answer ended")
+        except asyncio.CancelledError:
+            if not responder.ended:
+                responder.abort()
+            raise
+        except Exception as error:
+            self._count_error(error)
+            responder.fail(HttpError(500, "internal error"))
+
+    def _count_error(self, error: Exception) -> None:
+        """Log where a handler failed, without the message: it may quote the request."""
+        self.server.counters.errors += 1
+        frames = extract_tb(error.__traceback__)
+        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown place"
+        logger.error("a handler failed with %s at %s", type(error).__name__, where)
+
+    # writing
+
+    @property
+    def draining(self) -> bool:
+        return self.server.draining
+
+    def cut(self) -> None:
+        self.transport.abort()
+
+    def push(self, data: bytes) -> None:
+        """Write a piece of a stream, together with the others of this iteration of the loop."""
+        if not self.corked:
+            self.loop.call_soon(self.flush)
+        self.corked.append(data)
+        self.corked_bytes += len(data)
+        if self.corked_bytes >= CORK_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self.corked:
+            data = b"".join(self.corked)
+            self.corked.clear()
+            self.corked_bytes = 0
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        if data and not self.transport.is_closing():
+            self.transport.write(data)
+
+    async def drain(self) -> None:
+        self.flush()
+        while self.room is not None:
+            await self.room
+
+    def finish(self, last: bytes, keep_alive: bool) -> None:
+        """Write the end of an answer; begin the next request or end the connection."""
+        if self.corked:
+            self.corked.append(last)
+            self.flush()
+        else:
+            self._write(last)
+        if keep_alive and not self.transport.is_closing():
+            self.current = None
+            self._turn()
+        else:
+            self._shut()
+
+    def _shut(self) -> None:
+        """End the connection once its client has read all; what was refused unread must not reset it before."""
+        self.waiting.clear()
+        if self.deaf and self.transport.can_write_eof() and not self.transport.is_closing():
+            self.deadline_kind = "linger"
+            self.deadline = self.server.clock() + LINGER_S
+            self.transport.write_eof()
+        else:
+            self.deadline_kind = "write"
+            self.deadline = self.server.clock() + self.limits.write_s
+            self.transport.close()
+        self.deaf = True
+
+    def close_if_idle(self) -> None:
+        if self.current is None and not self.waiting and not self.deaf:
+            self._shut()
+
+    def time_out(self, now: float) -> None:
+        kind = "write" if now >= self.write_deadline else self.deadline_kind
+        if kind != "linger":
+            self.server.counters.timeouts[kind] += 1
+        if kind in ("write", "linger"):
+            self.transport.abort()
+        elif kind == "idle" or not self.quiet_bytes or (kind == "body" and self.arriving is None):
+            self._shut()
+        else:
+            self._refuse_in_turn(HttpError(408, f"the {kind} of the request did not come in time"))

@@ -1,0 +1,192 @@
+"""What server and client of HTTP/1.1 share: limits, a request, an error as its JSON answer, and header lines.
+
+Headers are pairs of bytes, names in lower case, in the order of the message. No header line is ever written that was
+not checked: a CR, LF or NUL in a value would let its author write the rest of the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+import msgspec
+
+from coterie.errors import ConfigError, CoterieError, check_at_least, check_not_negative, check_positive
+
+Headers = list[tuple[bytes, bytes]]
+
+HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer transfer-encoding "
+    b"upgrade".split()
+)
+"""Headers of one connection, which a proxy must not pass on."""
+FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection"))
+"""Headers that only server and client themselves may write: they decide where a message ends."""
+_NOT_PASSED_ON = HOP_BY_HOP | {b"content-length", b"host", b"expect"}
+_TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_KNOWN_NAMES: set[bytes] = set()
+_MAX_KNOWN_NAMES = 1024
+_UNSAFE_TARGET = re.compile(rb"[\x00-\x20\x7f-\xff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client may take from a server."""
+
+    head_bytes: int = 32_768
+    """Largest head of a request: its first line and headers. Also the most that trailers may take."""
+    headers: int = 100
+    """Most headers of a request."""
+    body_bytes: int = 4 << 20
+    """Largest body, unless the check of the head gives another limit."""
+    head_s: float = 10.0
+    """Time for a whole head, from the opening of the connection or from the head's first byte."""
+    body_s: float = 30.0
+    """Time for a whole body, from its head."""
+    idle_s: float = 75.0
+    """Time that a connection is kept open without a request."""
+    write_s: float = 60.0
+    """Time that a client may leave its full buffer unread."""
+    connections: int = 1024
+    """Most connections at a time; further ones get 503."""
+    connections_per_peer: int = 0
+    """Most connections of one IP address at a time; 0 for any number."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, head_bytes=self.head_bytes, headers=self.headers, connections=self.connections)
+        check_not_negative(body_bytes=self.body_bytes, connections_per_peer=self.connections_per_peer)
+        check_positive(head_s=self.head_s, body_s=self.body_s, idle_s=self.idle_s, write_s=self.write_s)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a server has seen since it started."""
+
+    accepted: int = 0
+    refused: int = 0
+    """Connections over a cap."""
+    requests: int = 0
+    timeouts: Counter[str] = field(default_factory=Counter)
+    """By kind: head, body, idle, write."""
+    malformed: int = 0
+    disconnects: int = 0
+    """Clients that left before their answer ended."""
+    errors: int = 0
+    """Handlers that failed with anything but HttpError."""
+
+
+class Request:
+    """One request, with its whole body (empty while its head is checked)."""
+
+    __slots__ = ("body", "headers", "method", "path", "peer", "query")
+
+    def __init__(self, method: str, path: str, query: str, headers: Headers, body: bytes, peer: str) -> None:
+        self.method = method
+        self.path = path
+        """As sent, without the query and not percent-decoded."""
+        self.query = query
+        self.headers = headers
+        self.body = body
+        self.peer = peer
+        """IP address of the client."""
+
+    def header(self, name: bytes) -> bytes | None:
+        """First value of a header, by its name in lower case."""
+        for known, value in self.headers:
+            if known == name:
+                return value
+        return None
+
+
+class HttpError(CoterieError):
+    """An answer with an error status, and with a body as OpenAI's clients read it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = headers
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": _error_type(self.status), "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+def _error_type(status: int) -> str:
+    named = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    return named.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def status_line(status: int) -> bytes:
+    line = _STATUS_LINES.get(status)
+    if line is None:
+        if not 200 <= status <= 599:
+            raise ConfigError(f"status={status} of an answer must be in 200 … 599")
+        line = b"HTTP/1.1 %d \r\n" % status
+    return line
+
+
+_STATUS_LINES = {
+    int(status): b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus if status >= 200
+}
+
+
+def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return headers as lines, each ended by CR LF; refuse what would change the message around them."""
+    lines = b""
+    count = 0
+    for name, value in headers:
+        if name not in _KNOWN_NAMES:
+            _check_name(name)
+        lines += b"%b: %b\r\n" % (name, value)
+        count += 1
+    if count and (lines.count(b"\n") != count or lines.count(b"\r") != count or b"\0" in lines):
+        raise ConfigError("a header value must not hold CR, LF or NUL")
+    return lines
+
+
+def _check_name(name: bytes) -> None:
+    if not _TOKEN.fullmatch(name):
+        raise ConfigError(f"header name {name!r} must be a token: letters, digits and !#$%&'*+-.^_`|~")
+    if name.lower() in FRAMING:
+        raise ConfigError(f"header {name.decode()} is set by the connection itself: leave it out")
+    if len(_KNOWN_NAMES) < _MAX_KNOWN_NAMES and len(name) <= 64:
+        _KNOWN_NAMES.add(name)
+
+
+def check_target(target: bytes) -> bytes:
+    """Refuse a request target that would end the request line early."""
+    if _UNSAFE_TARGET.search(target):
+        raise ConfigError("a request target must not hold spaces, control characters or bytes above 126")
+    return target
+
+
+def send_at_once(transport: asyncio.BaseTransport) -> None:
+    """Turn Nagle's algorithm off: asyncio leaves it on for sockets whose protocol number is 0, at 40 ms a piece."""
+    connected = transport.get_extra_info("socket")
+    if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def passed_on(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
+    """Return the headers that a proxy passes on: without those of the connection, the framing, Host and Expect."""
+    kept = [pair for pair in headers if pair[0] not in _NOT_PASSED_ON]
+    named: set[bytes] = set()
+    for name, value in headers:
+        if name == b"connection":
+            named.update(option.strip().lower() for option in value.split(b","))
+    return [pair for pair in kept if pair[0] not in named] if named else kept

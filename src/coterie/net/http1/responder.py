@@ -1,0 +1,102 @@
+"""The answer to one request, as a handler writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from coterie.net.http1.messages import HttpError, Request, header_lines, status_line
+
+
+class Line(Protocol):
+    """What an answer needs of its connection."""
+
+    @property
+    def draining(self) -> bool: ...
+    def push(self, data: bytes) -> None: ...
+    def finish(self, last: bytes, keep_alive: bool) -> None: ...
+    async def drain(self) -> None: ...
+    def cut(self) -> None: ...
+
+
+class Responder:
+    """The answer to one request: sent whole, or started, written piece by piece and ended."""
+
+    __slots__ = ("_chunked", "_connection", "_head_only", "_keep_alive", "ended", "started")
+
+    def __init__(self, connection: Line, head_only: bool, keep_alive: bool, chunked: bool) -> None:
+        self._connection = connection
+        self._head_only = head_only
+        self._keep_alive = keep_alive
+        self._chunked = chunked  # whether the client understands it; then whether the stream is sent so
+        self.started = False
+        self.ended = False
+
+    def send(
+        self,
+        status: int,
+        body: bytes = b"",
+        content_type: bytes = b"application/json",
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        """Send a whole answer; an empty content type leaves it to the headers."""
+        lines = header_lines(headers) if headers else b""
+        if body and content_type:
+            lines += header_lines(((b"content-type", content_type),))
+        head = self._head(status, lines, len(body))
+        self.ended = True
+        self._connection.finish(head if self._head_only or status in (204, 304) else head + body, self._keep_alive)
+
+    def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], length: int | None = None) -> None:
+        """Send the head of a stream: chunked, unless its length is given (which must then be kept)."""
+        self._connection.push(self._head(status, header_lines(headers), length))
+
+    def _head(self, status: int, lines: bytes, length: int | None) -> bytes:
+        if self.started:
+            raise RuntimeError("this request has an answer already")
+        line = status_line(status)
+        self._keep_alive &= not self._connection.draining
+        if status in (204, 304):
+            self._head_only = True
+            self._chunked = False
+        elif length is not None:
+            lines += b"content-length: %d\r\n" % length
+            self._chunked = False
+        elif self._chunked:
+            lines += b"transfer-encoding: chunked\r\n"
+        else:  # HTTP/1.0 knows no chunks: the end of the connection ends the answer
+            self._keep_alive = False
+        self.started = True
+        return b"%b%b\r\n" % (line, lines) if self._keep_alive else b"%b%bconnection: close\r\n\r\n" % (line, lines)
+
+    def write(self, data: bytes) -> None:
+        if self.ended or not self.started:
+            raise RuntimeError("write() comes after start() and before end()")
+        if data and not self._head_only:
+            self._connection.push(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    async def drain(self) -> None:
+        """Wait while the client's buffer is full."""
+        await self._connection.drain()
+
+    def end(self) -> None:
+        if self.ended or not self.started:
+            raise RuntimeError("end() comes after start(), once")
+        self.ended = True
+        last = b"0\r\n\r\n" if self._chunked and not self._head_only else b""
+        self._connection.finish(last, self._keep_alive)
+
+    def abort(self) -> None:
+        """Cut the connection, so that the client sees that the answer is incomplete."""
+        self.started = self.ended = True
+        self._connection.cut()
+
+    def fail(self, error: HttpError) -> None:
+        """Answer with an error; cut the connection if an answer has been started."""
+        if not self.started:
+            self.send(error.status, error.body(), headers=error.headers)
+        elif not self.ended:
+            self.abort()
+
+
+Handler = Callable[[Request, Responder], Awaitable[None]]

@@ -1,0 +1,121 @@
+"""A bounded HTTP/1.1 server: what a client may send, hold and leave unread is limited.
+
+Each request is handed to a handler, which is a task: it is cancelled when its client disconnects. No request has a
+timer: each connection has one deadline, and one sweep per server looks at all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+
+from coterie.net.http1.connection import LINGER_S, CheckHead, Connection
+from coterie.net.http1.messages import Counters, Limits
+from coterie.net.http1.responder import Handler, Responder
+
+__all__ = ["CheckHead", "Counters", "Handler", "HttpServer", "Responder"]
+
+
+class HttpServer:
+    """Accepts connections from a listening socket and hands each request to a handler."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        limits: Limits = Limits(),  # noqa: B008 (frozen)
+        check_head: CheckHead | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.handler = handler
+        self.limits = limits
+        self.check_head = check_head
+        self.clock = clock
+        self.counters = Counters()
+        self.draining = False
+        self.connections: set[Connection] = set()
+        self.lingering: set[Connection] = set()
+        """Refused connections that may still read their answer: few, and short-lived."""
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Handlers that still run after their answer."""
+        self.peers: Counter[str] = Counter()
+        self._server: asyncio.Server | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._emptied: asyncio.Event = asyncio.Event()
+
+    async def start(self, listener: socket.socket) -> None:
+        """Accept connections. The socket becomes the server's own."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: Connection(self, loop), sock=listener, backlog=1024)
+        shortest = min(self.limits.head_s, self.limits.body_s, self.limits.idle_s, self.limits.write_s, LINGER_S)
+        self._schedule(loop, max(0.01, shortest / 4))
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop, period_s: float) -> None:
+        def again() -> None:
+            self.sweep()
+            self._sweeper = loop.call_later(period_s, again)
+
+        self._sweeper = loop.call_later(period_s, again)
+
+    def sweep(self) -> None:
+        """Close the connections that have passed their deadline."""
+        now = self.clock()
+        for connection in (*self.connections, *self.lingering):
+            if now >= connection.deadline or now >= connection.write_deadline:
+                connection.time_out(now)
+
+    def pause(self) -> None:
+        """Stop accepting connections; those that are open go on."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def close(self, drain_s: float) -> None:
+        """Stop accepting, let running requests end for at most `drain_s`, then cut what is left."""
+        self.pause()
+        self.draining = True
+        for connection in list(self.connections):
+            connection.close_if_idle()
+        if self.connections and drain_s > 0:
+            self._emptied.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._emptied.wait(), drain_s)
+        for connection in (*self.connections, *self.lingering):
+            connection.transport.abort()
+        running = {*self.tasks, *(connection.task for connection in self.connections if connection.task is not None)}
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+
+    def admit(self, connection: Connection) -> str | None:
+        """Count a new connection; return why it is refused, if it is."""
+        limits = self.limits
+        if len(self.connections) >= limits.connections:
+            return "too many connections"
+        if limits.connections_per_peer and self.peers[connection.peer] >= limits.connections_per_peer:
+            return "too many connections from this address"
+        self.connections.add(connection)
+        self.peers[connection.peer] += 1
+        self.counters.accepted += 1
+        return None
+
+    def forget(self, connection: Connection) -> None:
+        self.lingering.discard(connection)
+        if connection not in self.connections:
+            return
+        self.connections.remove(connection)
+        self.peers[connection.peer] -= 1
+        if not self.peers[connection.peer]:
+            del self.peers[connection.peer]
+        if not self.connections:
+            self._emptied.set()
+
+    def outlive(self, task: asyncio.Task[None]) -> None:
+        """Keep a handler that still works after its answer."""
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)

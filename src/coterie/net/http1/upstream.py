@@ -1,0 +1,419 @@
+"""Pooled client connections to one server: requests out, answers in as they come.
+
+No redirects, no proxies, no decompression: what a worker answers is what the caller sees. Every wait has an end (one
+sweep looks at all deadlines), and what an answer may take of memory is bounded: reading pauses while its consumer is
+slow. Leaving an answer before its end closes the connection, which is how the server learns of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self, cast
+from urllib.parse import urlsplit
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
+from coterie.errors import ConfigError, CoterieError, check_at_least, check_not_negative, check_positive
+from coterie.net.http1.messages import Headers, check_target, header_lines, send_at_once
+
+FULL_BYTES = 262_144
+"""Bytes of an answer that wait for their consumer before reading pauses."""
+SWEEP_S = 0.25
+
+Kind = Literal["connect", "reset", "timeout", "protocol", "too_large"]
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamLimits:
+    """What one answer may take."""
+
+    connect_s: float = 2.0
+    head_s: float = 600.0
+    """Time from the request to the head of its answer."""
+    idle_s: float = 120.0
+    """Time between two pieces of a body."""
+    head_bytes: int = 32_768
+    """Largest head, and the most that trailers may take."""
+    body_bytes: int = 64 << 20
+    """Largest body of :meth:`Answer.read`."""
+    keep_s: float = 4.0
+    """Time that an unused connection is kept: vLLM closes those after 5 s."""
+    idle_connections: int = 64
+    """Most unused connections."""
+
+    def __post_init__(self) -> None:
+        check_positive(connect_s=self.connect_s, head_s=self.head_s, idle_s=self.idle_s)
+        check_not_negative(keep_s=self.keep_s, body_bytes=self.body_bytes, idle_connections=self.idle_connections)
+        check_at_least(1, head_bytes=self.head_bytes)
+
+
+class UpstreamError(CoterieError):
+    """No answer, or no whole one."""
+
+    def __init__(self, kind: Kind, message: str, answered: bool = False) -> None:
+        super().__init__(message)
+        self.kind: Kind = kind
+        self.answered = answered
+        """Whether the head of an answer had come."""
+
+
+class Upstream:
+    """One server, by its URL."""
+
+    def __init__(
+        self,
+        url: str,
+        limits: UpstreamLimits = UpstreamLimits(),  # noqa: B008 (frozen)
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+            raise ConfigError(f"url={url!r} must be http://HOST:PORT or https://HOST:PORT, without a user or a query")
+        self.url = url
+        self.limits = limits
+        self.clock = clock
+        self.connections: set[_Connection] = set()
+        self._address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self.host = check_target(parts.netloc.encode())
+        self._base = check_target(parts.path.rstrip("/").encode())
+        self._host_line = b" HTTP/1.1\r\nhost: %b\r\n" % self.host
+        self._idle: list[_Connection] = []
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    async def send(
+        self,
+        method: str,
+        target: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: bytes = b"",
+        *,
+        head_s: float | None = None,
+    ) -> Answer:
+        """Send a request; return its answer when the head has come.
+
+        A kept connection that the server closed meanwhile is replaced by a fresh one, once.
+        """
+        message = b"%b %b%b%b%bcontent-length: %d\r\n\r\n%b" % (
+            method.encode(),
+            self._base,
+            check_target(target.encode()),
+            self._host_line,
+            header_lines(headers),
+            len(body),
+            body,
+        )
+        limit_s = self.limits.head_s if head_s is None else head_s
+        connection = self._kept()
+        if connection is not None:
+            try:
+                return await connection.ask(message, method, limit_s)
+            except UpstreamError as error:
+                if error.kind != "reset" or connection.heard:
+                    raise
+        connection = await self._connect()
+        return await connection.ask(message, method, limit_s)
+
+    def _kept(self) -> _Connection | None:
+        oldest = self.clock() - self.limits.keep_s
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.since > oldest and not connection.transport.is_closing():
+                return connection
+            connection.drop()
+        return None
+
+    async def _connect(self) -> _Connection:
+        if self._closed:
+            raise UpstreamError("connect", f"{self.url}: the client is closed")
+        loop = asyncio.get_running_loop()
+        if self._sweeper is None:
+            self._sweeper = loop.call_later(SWEEP_S, self._sweep_again, loop)
+        host, port = self._address
+        try:
+            async with asyncio.timeout(self.limits.connect_s):
+                _, connection = await loop.create_connection(lambda: _Connection(self, loop), host, port, ssl=self._ssl)
+        except TimeoutError:
+            message = f"{self.url}: no connection within {self.limits.connect_s} s"
+            raise UpstreamError("connect", message) from None
+        except (OSError, ValueError) as error:  # a bad host name is a ValueError
+            raise UpstreamError("connect", f"{self.url}: no connection: {error}") from None
+        return connection
+
+    def give_back(self, connection: _Connection) -> None:
+        """Keep a connection whose answer is complete, unless enough are kept."""
+        if len(self._idle) < self.limits.idle_connections and not self._closed:
+            connection.since = self.clock()
+            self._idle.append(connection)
+        else:
+            connection.drop()
+
+    def _sweep_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.sweep()
+        self._sweeper = loop.call_later(SWEEP_S, self._sweep_again, loop) if self.connections else None
+
+    def sweep(self) -> None:
+        """End the answers that are late, and the connections that were unused too long."""
+        now = self.clock()
+        oldest = now - self.limits.keep_s
+        while self._idle and self._idle[0].since <= oldest:  # the oldest come first
+            self._idle.pop(0).drop()
+        for connection in [connection for connection in self.connections if now >= connection.deadline]:
+            connection.time_out()
+
+    async def close(self) -> None:
+        """Close all connections; answers that are not complete fail."""
+        self._closed = True
+        for connection in list(self.connections):
+            connection.drop()
+        self._idle.clear()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+        await asyncio.sleep(0)  # the transports close their sockets in the loop's next iteration
+
+
+class Answer:
+    """An answer whose head has come. Read it, iterate over it, or close it."""
+
+    __slots__ = ("_buffered", "_connection", "_error", "_pieces", "_waiter", "complete", "headers", "status")
+
+    def __init__(self, connection: _Connection, status: int, headers: Headers) -> None:
+        self._connection = connection
+        self._pieces: list[bytes] = []
+        self._buffered = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: UpstreamError | None = None
+        self.status = status
+        self.headers = headers
+        self.complete = False
+
+    async def read(self, limit: int | None = None) -> bytes:
+        """Return the rest of the body."""
+        most = self._connection.upstream.limits.body_bytes if limit is None else limit
+        if self.complete and len(self._pieces) == 1 and self._buffered <= most:
+            return self._take()
+        taken: list[bytes] = []
+        size = 0
+        async for piece in self:
+            size += len(piece)
+            if size > most:
+                self.close()
+                raise UpstreamError("too_large", f"an answer of more than {most} bytes", answered=True)
+            taken.append(piece)
+        return b"".join(taken)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        """Return what has come since the last piece."""
+        while not self._pieces:
+            if self.complete:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._waiter = self._connection.loop.create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.close()
+                raise
+        return self._take()
+
+    def _take(self) -> bytes:
+        pieces = self._pieces
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        if self._buffered > FULL_BYTES and not self.complete:
+            self._connection.resume()
+        self._buffered = 0
+        return data
+
+    def close(self) -> None:
+        """Leave the answer: an incomplete one takes its connection with it."""
+        if not self.complete and self._error is None:
+            self._error = UpstreamError("reset", "the answer was closed", answered=True)
+            self._connection.drop()
+
+    def add(self, piece: bytes) -> bool:
+        """Take a piece of the body; return whether reading must pause."""
+        self._pieces.append(piece)
+        before = self._buffered
+        self._buffered += len(piece)
+        self._wake()
+        return before <= FULL_BYTES < self._buffered
+
+    def finish(self, error: UpstreamError | None = None) -> None:
+        if self.complete or self._error is not None:
+            return
+        self._error = error
+        self.complete = error is None
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, with one request at a time."""
+
+    def __init__(self, upstream: Upstream, loop: asyncio.AbstractEventLoop) -> None:
+        self.upstream = upstream
+        self.loop = loop
+        self.transport: asyncio.Transport
+        self.parser: HttpResponseParser | None = HttpResponseParser(self)
+        self.waiter: asyncio.Future[Answer] | None = None
+        self.answer: Answer | None = None
+        self.headers: Headers = []
+        self.head_only = False
+        self.until_closed = False  # the end of the connection ends the body
+        self.reusable = True
+        self.heard = False  # a byte of the present answer has come
+        self.quiet_bytes = 0  # since the last piece of a body: bounds heads and trailers
+        self.since = 0.0
+        self.deadline = math.inf
+
+    async def ask(self, message: bytes, method: str, head_s: float) -> Answer:
+        if self.transport.is_closing():
+            raise UpstreamError("reset", f"{self.upstream.url}: the connection was closed")
+        self.head_only = method == "HEAD"
+        self.heard = False
+        self.quiet_bytes = 0
+        self.deadline = self.upstream.clock() + head_s
+        waiter: asyncio.Future[Answer] = self.loop.create_future()
+        self.waiter = waiter
+        self.transport.write(message)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.cancelled() or waiter.exception() is not None:
+                self.drop()
+            else:  # the head came at the same moment; a complete answer has given its connection to others
+                waiter.result().close()
+            raise
+
+    def drop(self) -> None:
+        self.transport.abort()
+
+    def resume(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+            self.deadline = self.upstream.clock() + self.upstream.limits.idle_s
+
+    def time_out(self) -> None:
+        limits = self.upstream.limits
+        what = f"no further piece within {limits.idle_s} s" if self.answer is not None else "no answer in time"
+        self.fail("timeout", what)
+
+    def fail(self, kind: Kind, what: str) -> None:
+        """End the present request with an error, and the connection with it."""
+        error = UpstreamError(kind, f"{self.upstream.url}: {what}", answered=self.answer is not None)
+        self.deadline = math.inf
+        self.reusable = False
+        answer, self.answer = self.answer, None
+        waiter, self.waiter = self.waiter, None
+        if answer is not None:
+            answer.finish(error)
+        elif waiter is not None and not waiter.done():
+            waiter.set_exception(error)
+        self.transport.abort()
+
+    # the transport's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        send_at_once(transport)
+        self.upstream.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.upstream.connections.discard(self)
+        self.parser = None
+        answer = self.answer
+        if answer is not None and self.until_closed and exc is None:
+            self.answer = None
+            answer.finish()
+        else:
+            self.fail("reset", f"the connection was closed: {exc}" if exc else "the connection was closed")
+
+    def data_received(self, data: bytes) -> None:
+        if self.parser is None or (self.waiter is None and self.answer is None):
+            self.transport.abort()  # what nobody asked for
+            return
+        self.heard = True
+        self.quiet_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            self.fail("protocol", f"not an HTTP/1.1 answer: {error}")
+            return
+        if self.quiet_bytes > self.upstream.limits.head_bytes:
+            self.fail("protocol", f"more than {self.upstream.limits.head_bytes} bytes of headers")
+        elif self.answer is not None:
+            self._after_piece(self.answer)
+
+    def _after_piece(self, answer: Answer) -> None:
+        if answer.complete:
+            self.answer = None
+            if not self.transport.is_reading():
+                self.resume()
+            self.deadline = math.inf
+            if self.reusable and not self.transport.is_closing():
+                self.upstream.give_back(self)
+            else:
+                self.transport.abort()
+        elif self.transport.is_reading():
+            self.deadline = self.upstream.clock() + self.upstream.limits.idle_s
+        else:
+            self.deadline = math.inf  # its consumer is slow
+
+    # the parser's callbacks
+
+    def on_message_begin(self) -> None:
+        self.headers = []
+        if self.answer is not None:
+            self.reusable = False  # a second answer to one request
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.answer is None:
+            self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        assert self.parser is not None
+        status = self.parser.get_status_code()
+        if status < 200 or self.answer is not None or self.waiter is None:
+            return
+        if self.quiet_bytes > self.upstream.limits.head_bytes and _size(self.headers) > self.upstream.limits.head_bytes:
+            raise ValueError("too many headers")
+        names = [name for name, _ in self.headers]
+        framed = b"content-length" in names or b"transfer-encoding" in names
+        self.until_closed = not framed and status not in (204, 304)
+        self.reusable = self.reusable and self.parser.should_keep_alive() and not self.until_closed
+        self.answer = Answer(self, status, self.headers)
+        waiter, self.waiter = self.waiter, None
+        if not waiter.done():
+            waiter.set_result(self.answer)
+        if self.head_only:
+            self.reusable = False  # the parser would wait for the body that a GET has
+            self.answer.finish()
+
+    def on_body(self, body: bytes) -> None:
+        self.quiet_bytes = 0
+        answer = self.answer
+        if answer is not None and not answer.complete and answer.add(body):
+            self.transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        if self.answer is not None:
+            self.answer.finish()
+
+
+def _size(headers: Headers) -> int:
+    return sum(len(name) + len(value) + 4 for name, value in headers)
