@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -11,6 +12,7 @@ from coterie.net.access import KEY_VARIABLE, SECRET_VARIABLE, check_secret, is_l
 
 Role = Literal["prefill", "decode", "both"]
 SCHEMES = ("tcp://", "ipc://")
+WILDCARDS = ("0.0.0.0", "::", "")
 STREAMS = ("expert_events", "kv_events", "kv_replay")
 
 
@@ -23,6 +25,9 @@ class WorkerConfig:
     host: str = "127.0.0.1"
     port: int = 8100
     """Port to listen on; 0 takes any free port, which the ready line names."""
+    advertise: str | None = None
+    """Host under which other workers find this one; None takes `host`, or this machine's name where that is any
+    address."""
     served_model_name: str | None = None
     """Model name in requests; None takes the folder's name."""
     dtype: str = "float32"
@@ -125,6 +130,11 @@ class WorkerConfig:
         far = [peer for peer in self.peers if not is_loopback(parse_address(peer, "peer").host)]
         if far and self.fleet_secret is None:
             raise ConfigError(f"peer {far[0]!r} is another machine: set {SECRET_VARIABLE}, the same there and here")
+
+    @property
+    def advertised(self) -> str:
+        """Host that the answers of a prefill name."""
+        return self.advertise or (socket.gethostname() if self.host in WILDCARDS else self.host)
 
     @property
     def max_tokens(self) -> int:

@@ -29,6 +29,12 @@ class Described(NamedTuple):
 METRICS: dict[str, Described] = {
     "requests_total": Described("counter", "outcome", ("stop", "length", "abort", "error"), "Requests that ended"),
     "rejected_total": Described("counter", None, (), "Requests refused: bad input, or draining"),
+    "http_problems_total": Described(
+        "counter",
+        "kind",
+        ("refused", "malformed", "timeout", "disconnect", "error"),
+        "Connections refused, requests that were malformed or late, clients that left, handlers that failed",
+    ),
     "running": Described("gauge", None, (), "Requests in the batch"),
     "waiting": Described("gauge", None, (), "Requests not in the batch yet"),
     "prompt_tokens_total": Described(

@@ -214,6 +214,8 @@ class PackedModel:
         self.max_positions = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
         self.eos = _eos(self._model, self.tokenizer)
         self.store = KVStore(num_blocks, block_size)
+        self.longest_token = max(map(len, self.tokenizer.get_vocab()))
+        """Characters of the longest token: bounds the texts that can fit the context."""
         self.tokenizer.encode("warm")  # the first call may change the tokenizer; later ones only read it
         self.step([Rows([0], 0, [0], True)])  # makes the store, and shows that capture works
         missing = set(range(config.num_hidden_layers)) - set(self.store.keys)

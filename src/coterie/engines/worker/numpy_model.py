@@ -103,6 +103,9 @@ class NumpyModel:
         self._heads, self._kv_heads = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
         self._width, self._eps = int(config["head_dim"]), float(config["rms_norm_eps"])
         self.vocab_size, self.max_positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
+        pieces = (self.tokenizer.decode([number], skip_special_tokens=False) for number in range(self.vocab_size))
+        self.longest_token = max(map(len, pieces))
+        """Characters of the longest token: bounds the texts that can fit the context."""
         ends = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
         self.eos: frozenset[int] = frozenset(ends)
         self.capture = Shape(tuple(range(layers)), experts, int(config["num_experts_per_tok"]))
