@@ -13,7 +13,6 @@ import hashlib
 import hmac
 import threading
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import zmq
 import zmq.utils.z85
@@ -68,10 +67,12 @@ def _check_curve() -> None:
 class _Zap:
     """Answers ZMQ's question whether a client may come in, in a thread that ends with the context (RFC 27)."""
 
-    def __init__(self, context: zmq.Context[Any]) -> None:
+    def __init__(self, context: int) -> None:
+        """`context` is its address: ZMQ asks one handler per context, whatever objects stand for it."""
+        self._context = context
         self._allowed: dict[str, bytes] = {}
-        self.refused = 0
-        socket = context.socket(zmq.REP)
+        # A shadow, because a context closes its own sockets when it is destroyed, also those in use by a thread.
+        socket: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.REP)
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(_ZAP)
         threading.Thread(target=self._answer, args=(socket,), name="coterie-zap", daemon=True).start()
@@ -84,10 +85,11 @@ class _Zap:
             while True:
                 asked = socket.recv_multipart()
                 good = len(asked) >= 7 and self._right(asked)
-                self.refused += not good
                 status, text = (b"200", b"OK") if good else (b"400", b"not of this fleet")
                 request_id = asked[1] if len(asked) > 1 else b""
                 socket.send_multipart([_ZAP_VERSION, request_id, status, text, b"fleet" if good else b"", b""])
+        with _making:  # before the context is gone, and its address another's
+            _handlers.pop(self._context, None)
         socket.close()
 
     def _right(self, asked: list[bytes]) -> bool:
@@ -98,13 +100,13 @@ class _Zap:
         return hmac.compare_digest(credential, allowed)
 
 
-_handlers: WeakKeyDictionary[zmq.Context[Any], _Zap] = WeakKeyDictionary()
+_handlers: dict[int, _Zap] = {}
 _making = threading.Lock()
 
 
 def _zap_of(context: zmq.Context[Any]) -> _Zap:
-    """ZMQ asks one handler per context."""
+    address = context.underlying
     with _making:
-        if context not in _handlers:
-            _handlers[context] = _Zap(context)
-        return _handlers[context]
+        if address not in _handlers:
+            _handlers[address] = _Zap(address)
+        return _handlers[address]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -55,7 +54,7 @@ class Attacked(NamedTuple):
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         return await self.raw("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
 
-    async def complete(self, prompt: Any, count: int = 6, **more: Any) -> Reply:
+    async def complete(self, prompt: Any, count: int = 3, **more: Any) -> Reply:
         return await self.ask("POST", "/v1/completions", json.dumps(asking(prompt, count, **more)).encode())
 
     async def raw(self, data: bytes) -> Reply:
@@ -64,7 +63,7 @@ class Attacked(NamedTuple):
             writer.write(data)
             return await read_reply(reader)
 
-    def count(self, name: str, label: str = "") -> float:
+    def counted(self, name: str, label: str = "") -> float:
         return self.server.engine.metrics.get(name, label)
 
 
@@ -87,7 +86,7 @@ async def read_reply(reader: asyncio.StreamReader) -> Reply:
         return Reply(int(head[0].split()[1]), headers, body)
 
 
-def asking(prompt: Any, count: int = 6, **more: Any) -> dict[str, Any]:
+def asking(prompt: Any, count: int = 3, **more: Any) -> dict[str, Any]:
     fixed = {"model": TINY, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     return {**fixed, "prompt": prompt, "max_tokens": count, **more}
 
@@ -102,8 +101,9 @@ async def attacked(copy: int = 0, **settings: Any) -> AsyncIterator[Attacked]:
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         running = asyncio.create_task(server.run(listener, ready.set_result))
         try:
-            await asyncio.wait({running, ready}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
-            assert ready.done(), running
+            running.add_done_callback(lambda _: ready.cancel())  # it failed
+            async with asyncio.timeout(WAIT_S):
+                await ready
             yield Attacked(server, server.port)
             assert server.engine.alive, "no attack ends the engine"
             assert server.engine.metrics.get("step_failures_total") == 0
@@ -153,10 +153,3 @@ def remote(port: int, key: str = "abc", host: str = "127.0.0.1", **more: Any) ->
     """What a client makes up: KV at an address of its choice."""
     where = {"remote_host": host, "remote_port": port, "remote_request_id": key}
     return {"do_remote_prefill": True, "do_remote_decode": False, **where, **more}
-
-
-def series(text: str, name: str, **labels: str) -> float:
-    """One series of a worker's metrics."""
-    want = "".join(f'(?=.*{key}="{value}")' for key, value in labels.items())
-    (found,) = re.findall(rf"^coterie_worker_{name}{{{want}[^}}]*}} (\S+)$", text, re.MULTILINE)
-    return float(found)

@@ -2,8 +2,9 @@
 
 A block is *used* (held by requests or staged for another worker), *cached* (held by nobody, but its prefix is known, so
 a later request may find it) or *empty*. Its hash covers its own tokens and, through its parent, all before them and the
-tenant's cache salt, so the same prefix has the same hash in every worker, and tenants find none of each other's. Room is made by taking the cached block released longest ago; what is
-stored, removed and cleared is noted as KV events, in order.
+tenant's cache salt: the same prefix has the same hash in every worker, and tenants find none of each other's. Room is
+made by taking the cached block released longest ago; what is stored, removed and cleared is noted as KV events, in
+order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """KV from another worker: asked of configured peers alone, with the fleet's grant, and checked before it is used.
 
 Where KV lies is written in a body, and bodies come from clients. So the address must be a peer's, the grant must be
-signed with the fleet's secret for this very prompt, redirects are not followed, nothing is unpacked, and no more is read
-than the prompt's own KV can take. Whatever goes wrong, the prompt is computed here: a fetch can cost time, never an
-answer.
+signed with the fleet's secret for this very prompt, redirects are not followed, nothing is unpacked, and no more is
+read than the prompt's own KV can take. Whatever goes wrong, the prompt is computed here: a fetch can cost time, never
+an answer.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ import gzip
 import json
 import random
 import time
+from typing import Any
 
-from attacked_worker import WAIT_S, attacked, asking, connected
+from attacked_worker import WAIT_S, asking, attacked, connected
 
-SOON = {"head_s": 0.2, "body_s": 0.4}
+SOON: dict[str, Any] = {"head_s": 0.2, "body_s": 0.4}
 """Time limits of a request's head and body, short for the test."""
 
 
