@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from coterie.engines.tiny import TINY, tiny_model_path
-from coterie.engines.worker.embedded import embedded_worker
+from coterie.engines.worker.embedded import embedded_fleet
 from coterie.engines.worker.model import Rows
 from coterie.engines.worker.numpy_model import NumpyModel
 from coterie.errors import ConfigError, InputError, UnavailableError
@@ -42,20 +42,22 @@ class Workers(NamedTuple):
     prefill: list[ServerProcess]
     decode: list[ServerProcess]
     described: list[DecodeWorker]
+    key: str | None
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     folder = tmp_path_factory.mktemp("workers")
-    made = [embedded_worker("prefill", folder, "p"), *(embedded_worker("decode", folder, f"d{n}") for n in range(2))]
+    made = embedded_fleet(["prefill", "decode", "decode"], folder)
+    servers, access = [one.process for one in made], made[0].access
     with contextlib.ExitStack() as stack:
-        for server, _ in made:
+        for server in servers:
             stack.push(server)
             server.launch()
-        for server, _ in made:
+        for server in servers:
             server.wait_ready(120)
-        described = [DecodeWorker(server.url, events) for server, events in made[1:]]
-        yield Workers([made[0][0]], [server for server, _ in made[1:]], described)
+        described = [DecodeWorker(one.url, one.expert_events, secret=access.secret) for one in made[1:]]
+        yield Workers(servers[:1], servers[1:], described, access.key)
 
 
 class Clients(NamedTuple):
@@ -68,7 +70,9 @@ def with_clients(workers: Workers, work: Callable[[Clients], Awaitable[Any]]) ->
         async with contextlib.AsyncExitStack() as stack:
             groups = []
             for group in (workers.prefill, workers.decode):
-                groups.append([await stack.enter_async_context(Client(server.url)) for server in group])
+                groups.append(
+                    [await stack.enter_async_context(Client(server.url, key=workers.key)) for server in group]
+                )
             return await work(Clients(*groups))
 
     return asyncio.run(run())
@@ -245,7 +249,7 @@ def test_the_loop_closes(workers: Workers) -> None:
     settings = LoopSettings(in_flight=4, max_tokens=8, routers=("round_robin", "locality_band", "latency_aware"))
     chosen = take_in_turn(load_prompts(), 40)
     urls = [server.url for server in workers.prefill]
-    result = asyncio.run(run_loop(urls, workers.described, chosen, settings))
+    result = asyncio.run(run_loop(urls, workers.described, chosen, settings, key=workers.key))
     assert result.differing() == 0
     assert [run.router for run in result.runs] == list(settings.routers)
     assert len({run.output_tokens for run in result.runs}) == 1

@@ -9,12 +9,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coterie.engines.worker.blocks import BlockTable, block_digests
+from coterie.engines.worker.events import EventStream
 from coterie.errors import InputError, UnavailableError
 from coterie.kvindex import Follower, KVDirectory, Replay
-from coterie.wire.framing import REPLAY_END, Frame
+from coterie.wire.event_security import secure_subscriber
+from coterie.wire.framing import REPLAY_END, Frame, from_frames
 from coterie.wire.kv_events import BlockRemoved, BlockStored, KVEvent, KVEvents, decode_kv_events, encode_kv_events
 from kv_reference import PROMPTS, SIZE, ReferenceDirectory, check_same, events
 
@@ -340,3 +344,36 @@ def test_any_extra_keys(keys: Any) -> None:
     if not (isinstance(keys, list) and len(keys) != 1):
         assert stream.directory.match_tokens([1, 2])[0] == (2 if plain else 0)
     assert stream.directory.match([7])[0] == 1
+
+
+def test_a_follower_that_joins_late_learns_what_a_worker_stored() -> None:
+    """Events of a worker's blocks, salted ones too, asked again of its replay endpoint."""
+    secret = "a secret that a fleet shares"
+    stream = EventStream("tcp://127.0.0.1:*", b"kv", 100, secret, "tcp://127.0.0.1:*")
+    table, tokens = BlockTable(8, SIZE), [1, 2, 3, 4]
+    try:
+        for salt in (None, "tenant"):
+            digests = block_digests(tokens, SIZE, salt=salt)
+            blocks = table.take(2)
+            for full in (1, 2):
+                table.store(blocks[:full], digests[:full], tokens, full - 1, salt)
+                stream.publish(payload(*table.take_events()))
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            secure_subscriber(dealer, secret)
+            dealer.connect(stream.replay_endpoint or "")
+
+            def replay(_: int, first: int) -> Iterator[Frame]:
+                dealer.send_multipart([b"", first.to_bytes(8, "big")])
+                while True:
+                    frame = from_frames(dealer.recv_multipart()[1:])
+                    yield frame
+                    if frame.seq == REPLAY_END:
+                        return
+
+            late = follower(replay)
+            late.apply_payload(0, 4, payload())
+        assert late.directory.counters.replayed == 4
+        for salt, cached in ((None, 4), ("tenant", 4), ("other", 0)):
+            assert late.directory.match_tokens(tokens, cache_salt=salt)[0] == cached
+    finally:
+        stream.close()

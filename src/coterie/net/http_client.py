@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from coterie.errors import ConfigError, UnavailableError, check_at_least
+from coterie.net.access import bearer
 from coterie.prompts import Prompt
 from coterie.wire.handoff import DP_RANK_HEADER, REQUEST_ID_HEADER
 
@@ -100,12 +101,12 @@ class Client:
     ) -> None:
         """With `data_parallel_rank`, what is posted goes to that rank of a data-parallel engine, not to any.
 
-        `key` is sent with every request, as OpenAI's clients send theirs.
+        `key` is shown to the server, as a bearer token.
         """
         check_at_least(0, data_parallel_rank=data_parallel_rank)
         self.url = server_url(url)
         self.data_parallel_rank = data_parallel_rank
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._key = key
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S))
         self._call_timeout = aiohttp.ClientTimeout(total=min(timeout_s, CALL_S), sock_connect=CONNECT_S)
         self._open: aiohttp.ClientSession | None = None
@@ -116,7 +117,7 @@ class Client:
             connector=aiohttp.TCPConnector(limit=0),  # send() limits the requests in flight
             # A connection for each request: a server that closes an idle one just as it is taken again would look
             # dead (vLLM's closes after 5 s, the pool keeps 15).
-            headers={"Connection": "close", **self._headers},
+            headers={"Connection": "close", **bearer(self._key)},
             # A proxy named in the environment cannot reach servers of this machine.
             trust_env=urlsplit(self.url).hostname not in LOCAL,
         )

@@ -12,7 +12,8 @@ import zmq
 
 from coterie.engines.worker.events import EventStream
 from coterie.errors import UnavailableError
-from coterie.wire.framing import Gaps, from_frames
+from coterie.wire.event_security import secure_subscriber
+from coterie.wire.framing import REPLAY_END, Frame, Gaps, from_frames
 
 PAYLOAD = b"x" * 50_000
 
@@ -107,3 +108,54 @@ def test_an_endpoint_that_cannot_be_had(publish: Callable[[int], EventStream]) -
     for endpoint in (stream.endpoint, "tcp://nowhere", "ipc:///no/such/folder/x"):
         with pytest.raises(UnavailableError, match="cannot publish there"):
             EventStream(endpoint, b"t", 2)
+
+
+# -------------------------------------------------------------------------------------------------------------- replay
+
+SECRET = "a secret that a fleet shares"
+
+
+def asker(context: Any, stream: EventStream, kind: int, secret: str | None) -> Any:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.RCVTIMEO, 120_000)
+    socket.setsockopt(zmq.LINGER, 0)
+    if secret is not None:
+        secure_subscriber(socket, secret)
+    assert stream.replay_endpoint is not None
+    socket.connect(stream.replay_endpoint)
+    return socket
+
+
+def replayed(dealer: Any, first: int) -> list[Frame]:
+    """What a worker sends again, from a number on; the mark of its end is cut off."""
+    dealer.send_multipart([b"", first.to_bytes(8, "big")])
+    frames: list[Frame] = []
+    while True:
+        frame = from_frames(dealer.recv_multipart()[1:])
+        if frame.seq == REPLAY_END:
+            return frames
+        frames.append(frame)
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_past_messages_are_sent_again(context: Any, secret: str | None) -> None:
+    stream = EventStream("tcp://127.0.0.1:*", b"t", 10, secret, "tcp://127.0.0.1:*", keep=4)
+    try:
+        for number in range(7):
+            stream.publish(b"%d" % number)
+        with asker(context, stream, zmq.DEALER, secret) as dealer:
+            for first, numbers in ((0, [3, 4, 5, 6]), (5, [5, 6]), (7, []), (REPLAY_END, [])):
+                assert replayed(dealer, first) == [Frame(b"t", number, b"%d" % number) for number in numbers]
+            for nonsense in ([b"x"], [b""], [b"", b"x"], [b"", b"", b""], [b"x", bytes(8)], [b"", bytes(9)]):
+                dealer.send_multipart(nonsense)
+            assert [frame.seq for frame in replayed(dealer, 6)] == [6], "what cannot be read is not answered"
+        with asker(context, stream, zmq.REQ, secret) as simple:  # takes the first message of the answer
+            simple.send(bytes(8))
+            assert from_frames(simple.recv_multipart()) == Frame(b"t", 3, b"3")
+    finally:
+        stream.close()
+
+
+def test_a_replay_that_cannot_be_bound_leaves_nothing_behind() -> None:
+    with pytest.raises(UnavailableError, match="cannot publish there"):
+        EventStream("tcp://127.0.0.1:*", b"t", 2, SECRET, "tcp://nowhere")

@@ -18,8 +18,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return runner(monkeypatch, capsys, "record", "--engine", "vllm")
 
 
-def test_every_prompt_is_recorded(run: Run, tmp_path: Path) -> None:
-    worker, events = embedded_worker("both", tmp_path, "worker")
+def test_every_prompt_is_recorded(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = embedded_worker("both", tmp_path, "worker")
+    worker, events = made.process, made.expert_events
+    for name, value in made.access.environment.items():
+        monkeypatch.setenv(name, value)
     out, asked = tmp_path / "trace", ["--prompts", "bundled", "--limit", 6, "--max-tokens", 3]
     with worker.launch():
         url = worker.wait_ready().url

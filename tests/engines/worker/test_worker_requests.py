@@ -20,6 +20,7 @@ from coterie.engines.worker.metrics import METRICS, PREFIX, Metrics
 from coterie.engines.worker.protocol import Remote, RequestError, check_length, error_body, parse_body, parse_json
 from coterie.engines.worker.requests import MAX_HELD, Output, Request, Sampling, Text, draw
 from coterie.errors import ConfigError, UnavailableError
+from coterie.net.access import Address
 
 
 def decode(ids: list[int]) -> str:
@@ -155,9 +156,14 @@ def test_fields_that_change_nothing_are_let_through() -> None:
 
 def test_where_kv_is_fetched() -> None:
     params = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 8100, "remote_request_id": "a-1"}
-    assert parse({"prompt": "x", "kv_transfer_params": params}).remote == Remote("10.0.0.1", 8100, "a-1")
-    assert Remote("10.0.0.1", 8100, "a").url == "http://10.0.0.1:8100/kv/a"
-    assert Remote("::1", 8100, "a").url == "http://[::1]:8100/kv/a"
+    here = Remote(Address("10.0.0.1", 8100), "a-1")
+    assert parse({"prompt": "x", "kv_transfer_params": params}).remote == here
+    granted = {**params, "coterie_grant": "1.2.3"}
+    assert parse({"prompt": "x", "kv_transfer_params": granted}).remote == here._replace(grant="1.2.3")
+    assert str(here.address) == "10.0.0.1:8100"
+    for host in ("::1", "[::1]"):
+        found = parse({"prompt": "x", "kv_transfer_params": {**params, "remote_host": host}}).remote
+        assert str(found.address) == "[::1]:8100"
     for wrong in (
         {"remote_host": "a/../b"},
         {"remote_host": "a@b"},

@@ -47,6 +47,7 @@ from coterie.engines.vllm.publisher import EventPublisher
 from coterie.engines.vllm.settings import PREFIX, ConnectorSettings
 from coterie.errors import CoterieError, InputError
 from coterie.footprints.positions import PositionShape, PositionStore, block_positions, store_folder, sweep
+from coterie.net.access import SECRET_VARIABLE, read_secret
 from coterie.wire.expert_events import ExpertLoad, RequestExperts
 from coterie.wire.footprints import KEY, WireFootprint, encode_footprint
 
@@ -230,7 +231,9 @@ class CoterieConnector(KVConnectorBase_V1, SupportsHMA):
             self._group, self._block_size = attention_group(self._kv_cache_config)
             endpoint = self._settings.endpoint(self._rank)
             if endpoint is not None:
-                self._publisher = EventPublisher(endpoint, self._rank, self._settings.events_queue)
+                self._publisher = EventPublisher(
+                    endpoint, self._rank, self._settings.events_queue, read_secret(SECRET_VARIABLE)
+                )
                 logger.info("coterie: expert events on %s", endpoint)
         except CoterieError as error:
             self._count("errors")

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import zmq
 
 from coterie.errors import UnavailableError
+from coterie.wire.event_security import secure_publisher
 from coterie.wire.expert_events import TOPIC, ExpertEvents, ExpertLoad, RequestExperts, encode_expert_events
 from coterie.wire.framing import to_frames
 
@@ -35,7 +36,8 @@ class PublisherCounts(NamedTuple):
 class EventPublisher:
     """One a data-parallel rank; `publish` may be called from any thread."""
 
-    def __init__(self, endpoint: str, rank: int, capacity: int) -> None:
+    def __init__(self, endpoint: str, rank: int, capacity: int, secret: str | None = None) -> None:
+        """With a fleet's `secret` only those who know it can subscribe."""
         self.endpoint = endpoint
         self._rank = rank
         self._queue: queue.Queue[tuple[int, Build | Event | None]] = queue.Queue(capacity)
@@ -44,6 +46,8 @@ class EventPublisher:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.XPUB_NODROP, 1)
         self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # every subscriber, not only the first
+        if secret is not None:
+            secure_publisher(self._socket, secret)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:

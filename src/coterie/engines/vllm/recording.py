@@ -25,6 +25,7 @@ import numpy as np
 from coterie.engines.recording import FLUSH_S, Progress, Sending, check_listening
 from coterie.engines.vllm.subscriber import Subscriber, events_endpoint, hear
 from coterie.errors import CoterieError, InputError, UnavailableError
+from coterie.net.access import SECRET_VARIABLE, read_secret
 from coterie.net.http_client import Client, Tally, completion_body, completion_path, served_model, server_url
 from coterie.prompts import Prompt
 from coterie.traces import Activations, ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
@@ -58,12 +59,15 @@ def record_vllm(
     *,
     events: str | None = None,
 ) -> VllmRecording:
-    """Write the trace `out` (a new folder). `events` is the ZMQ endpoint; None takes the default port of url's host."""
+    """Write the trace `out` (a new folder). `events` is the ZMQ endpoint; None takes the default port of url's host.
+
+    Where the server protects its events, the fleet's secret must be in the environment, as it is there.
+    """
     folder, prompts, report = check_new_folder(out), sending.prompts, sending.report
     endpoint = events_endpoint(server_url(url), events)
     check_listening(server_url(url), START)
     check_listening(endpoint, f"{START}, or name the endpoint of its expert events with --events")
-    with Subscriber(endpoint) as subscriber:
+    with Subscriber(endpoint, secret=read_secret(SECRET_VARIABLE)) as subscriber:
         report("Waiting for the server's events", 0, 1)
         if not subscriber.wait(CONNECTED_S) and prompts:
             asyncio.run(_hear(url, subscriber))

@@ -14,6 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from coterie.errors import InputError, UnavailableError
 from coterie.net.http_client import Client, completion_path
+from coterie.wire.event_security import secure_subscriber
 from coterie.wire.expert_events import DEFAULT_PORT, TOPIC, ExpertLoad, RequestExperts, decode_expert_events
 from coterie.wire.framing import Gaps, from_frames
 
@@ -34,7 +35,8 @@ EVENT_S = 0.5
 class Subscriber:
     """A connection to one endpoint; iterate with :meth:`events`."""
 
-    def __init__(self, endpoint: str, capacity: int = 100_000) -> None:
+    def __init__(self, endpoint: str, capacity: int = 100_000, secret: str | None = None) -> None:
+        """`secret` is that of the fleet, where its streams are protected."""
         self.endpoint = endpoint
         self.gaps = Gaps()
         self.damaged = 0
@@ -42,6 +44,8 @@ class Subscriber:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, capacity)
         self._socket.setsockopt(zmq.LINGER, 0)
+        if secret is not None:
+            secure_subscriber(self._socket, secret)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             self._socket.connect(endpoint)

@@ -1,9 +1,10 @@
 """The block table: which block holds which prefix, who uses it, which goes first when room is needed.
 
 A block is *used* (held by requests or staged for another worker), *cached* (held by nobody, but its prefix is known, so
-a later request may find it) or *empty*. Its hash covers its own tokens and, through its parent, all before them, so the
-same prefix has the same hash in every worker. Room is made by taking the cached block released longest ago; what is
-stored, removed and cleared is noted as KV events, in order.
+a later request may find it) or *empty*. Its hash covers its own tokens and, through its parent, all before them and the
+tenant's cache salt: the same prefix has the same hash in every worker, and tenants find none of each other's. Room is
+made by taking the cached block released longest ago; what is stored, removed and cleared is noted as KV events, in
+order.
 """
 
 from __future__ import annotations
@@ -26,12 +27,19 @@ class OutOfBlocksError(CoterieError):
     """More blocks are wanted than are empty or cached."""
 
 
-def block_digests(tokens: Sequence[int], block_size: int, known: Sequence[bytes] = ()) -> list[bytes]:
-    """Hash of each full block, the first len(known) of which are given."""
+def salt_digest(salt: str | None) -> bytes:
+    """What stands before a prompt's first block; nothing without a salt."""
+    return b"" if salt is None else hashlib.sha256(b"cache salt\0" + salt.encode()).digest()
+
+
+def block_digests(
+    tokens: Sequence[int], block_size: int, known: Sequence[bytes] = (), salt: str | None = None
+) -> list[bytes]:
+    """Hash of each full block, the first len(known) of which are given. Another salt gives other hashes."""
     digests = list(known)
     for index in range(len(digests), len(tokens) // block_size):
         block = np.asarray(tokens[index * block_size : (index + 1) * block_size], "<i4").tobytes()
-        digests.append(hashlib.sha256((digests[-1] if digests else b"") + block).digest())
+        digests.append(hashlib.sha256((digests[-1] if digests else salt_digest(salt)) + block).digest())
     return digests
 
 
@@ -106,22 +114,29 @@ class BlockTable:
                 else:
                     self._cached[block] = None
 
-    def store(self, blocks: Sequence[int], digests: Sequence[bytes], tokens: Sequence[int], start: int) -> None:
+    def store(
+        self,
+        blocks: Sequence[int],
+        digests: Sequence[bytes],
+        tokens: Sequence[int],
+        start: int,
+        salt: str | None = None,
+    ) -> None:
         """Blocks `start` … of a request are full: from now on they can be found.
 
-        `blocks`, `digests` and `tokens` are the request's from its beginning. A prefix that another block holds already
-        is not stored twice.
+        `blocks`, `digests` and `tokens` are the request's from its beginning; `salt` is in the digests. A prefix that
+        another block holds already is not stored twice.
         """
         fresh: list[int] = []
         for index in range(start, len(digests)):
             if digests[index] in self._by_digest:
-                self._note_stored(fresh, digests, tokens)
+                self._note_stored(fresh, digests, tokens, salt)
                 fresh = []
                 continue
             self._digest[blocks[index]] = digests[index]
             self._by_digest[digests[index]] = blocks[index]
             fresh.append(index)
-        self._note_stored(fresh, digests, tokens)
+        self._note_stored(fresh, digests, tokens, salt)
 
     def clear(self) -> None:
         """Forget every prefix. Nothing may be in use: a block stored later would have a parent nobody knows."""
@@ -169,10 +184,14 @@ class BlockTable:
         else:
             self._events.append(BlockRemoved(block_hashes=[wire_hash(digest)], medium=MEDIUM, group_idx=GROUP))
 
-    def _note_stored(self, indices: Sequence[int], digests: Sequence[bytes], tokens: Sequence[int]) -> None:
+    def _note_stored(
+        self, indices: Sequence[int], digests: Sequence[bytes], tokens: Sequence[int], salt: str | None
+    ) -> None:
         if not indices:
             return
         first, end = indices[0], indices[-1] + 1
+        # As vLLM publishes it: the salt among the keys of a prompt's first block; the others follow from their parents.
+        salted = salt is not None and first == 0
         self._events.append(
             BlockStored(
                 block_hashes=[wire_hash(digest) for digest in digests[first:end]],
@@ -180,6 +199,7 @@ class BlockTable:
                 token_ids=[int(token) for token in tokens[first * self.block_size : end * self.block_size]],
                 block_size=self.block_size,
                 medium=MEDIUM,
+                extra_keys=[[salt], *[None] * (end - first - 1)] if salted else None,
                 group_idx=GROUP,
             )
         )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from coterie.errors import ConfigError, check_at_least, check_one_of, check_positive
+from coterie.errors import ConfigError, check_at_least, check_not_negative, check_one_of, check_positive
+from coterie.net.access import KEY_VARIABLE, SECRET_VARIABLE, check_secret, is_loopback, parse_address
 
 Role = Literal["prefill", "decode", "both"]
 SCHEMES = ("tcp://", "ipc://")
+WILDCARDS = ("0.0.0.0", "::", "")
+STREAMS = ("expert_events", "kv_events", "kv_replay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,9 @@ class WorkerConfig:
     host: str = "127.0.0.1"
     port: int = 8100
     """Port to listen on; 0 takes any free port, which the ready line names."""
+    advertise: str | None = None
+    """Host under which other workers find this one; None takes `host`, or this machine's name where that is any
+    address."""
     served_model_name: str | None = None
     """Model name in requests; None takes the folder's name."""
     dtype: str = "float32"
@@ -38,12 +45,30 @@ class WorkerConfig:
     """Seconds a decode worker waits for KV before it computes the prompt itself."""
     drain_s: float = 30.0
     """Seconds to let running requests finish after SIGTERM."""
+    fleet_secret: str | None = field(default=None, repr=False)
+    """Secret that all workers of a fleet share: it signs handoffs and encrypts event streams."""
+    worker_key: str | None = field(default=None, repr=False)
+    """Key for private endpoints, the same in all workers of a fleet."""
+    peers: tuple[str, ...] = ()
+    """Workers, HOST:PORT, that KV may be fetched from. Without a secret and without peers: any port of this machine."""
+    max_waiting: int = 256
+    """Requests that may wait for the batch; more are answered 429."""
+    head_s: float = 10.0
+    """Seconds within which a request's head must have come."""
+    body_s: float = 30.0
+    """Seconds within which its body must have come after that."""
+    tokenise_s: float = 10.0
+    """Seconds a prompt may wait for the tokenizer and take in it; past that it is answered 429."""
     kv_events: str | None = None
     """ZMQ endpoint to publish KV events on."""
+    kv_replay: str | None = None
+    """ZMQ endpoint that sends past KV events again, to subscribers that missed some."""
     expert_events: str | None = None
     """ZMQ endpoint to publish expert events on."""
     event_queue: int = 1000
     """Messages kept for a slow subscriber; past that it misses some, and that is counted."""
+    replay_queue: int = 10_000
+    """Past messages kept for the replay, as in vLLM."""
     load_interval_s: float = 1.0
     """Seconds between two ExpertLoad events."""
 
@@ -57,7 +82,9 @@ class WorkerConfig:
             block_size=self.block_size,
             kv_blocks=self.kv_blocks,
             event_queue=self.event_queue,
+            replay_queue=self.replay_queue,
         )
+        check_not_negative(max_waiting=self.max_waiting)
         if self.max_step_tokens < self.max_batch:
             raise ConfigError(f"max_step_tokens={self.max_step_tokens} must be at least max_batch={self.max_batch}")
         check_positive(
@@ -65,15 +92,57 @@ class WorkerConfig:
             fetch_timeout_s=self.fetch_timeout_s,
             drain_s=self.drain_s,
             load_interval_s=self.load_interval_s,
+            head_s=self.head_s,
+            body_s=self.body_s,
+            tokenise_s=self.tokenise_s,
         )
-        for name in ("kv_events", "expert_events"):
-            endpoint = getattr(self, name)
-            if endpoint is not None and not endpoint.startswith(SCHEMES):
-                raise ConfigError(f"{name}={endpoint!r} must begin with tcp:// or ipc://, such as tcp://*:5601")
-        if self.kv_events is not None and self.kv_events == self.expert_events:
-            raise ConfigError(f"kv_events and expert_events are both {self.kv_events!r}; each needs its own endpoint")
+        self._check_streams()
+        self._check_access()
+
+    def _check_streams(self) -> None:
+        streams = {name: getattr(self, name) for name in STREAMS if getattr(self, name) is not None}
+        for name, endpoint in streams.items():
+            if not endpoint.startswith(SCHEMES):
+                raise ConfigError(f"{name}={endpoint!r} must begin with tcp:// or ipc://, such as tcp://127.0.0.1:5601")
+        if len(set(streams.values())) < len(streams):
+            raise ConfigError(f"{', '.join(streams)} are {', '.join(streams.values())}; each needs its own endpoint")
+        for name, endpoint in streams.items():
+            if self.fleet_secret is None and not _stays_here(endpoint):
+                raise ConfigError(
+                    f"{name}={endpoint!r} can be read from other machines, and holds users' prompts: set "
+                    f"{SECRET_VARIABLE}, or use tcp://127.0.0.1:PORT"
+                )
+        if self.kv_replay is not None and self.kv_events is None:
+            raise ConfigError("kv_replay needs kv_events: there is nothing to send again")
+
+    def _check_access(self) -> None:
+        """Closed by default: what others can reach needs secrets."""
+        needed = {SECRET_VARIABLE: self.fleet_secret, KEY_VARIABLE: self.worker_key}
+        for variable, value in needed.items():
+            if value is not None:
+                check_secret(value, variable)
+        missing = [variable for variable, value in needed.items() if value is None]
+        if missing and not is_loopback(self.host):
+            raise ConfigError(
+                f"host={self.host!r} can be reached from other machines: set {' and '.join(missing)}, the same in "
+                "all workers of the fleet, or use host 127.0.0.1"
+            )
+        far = [peer for peer in self.peers if not is_loopback(parse_address(peer, "peer").host)]
+        if far and self.fleet_secret is None:
+            raise ConfigError(f"peer {far[0]!r} is another machine: set {SECRET_VARIABLE}, the same there and here")
+
+    @property
+    def advertised(self) -> str:
+        """Host that the answers of a prefill name."""
+        return self.advertise or (socket.gethostname() if self.host in WILDCARDS else self.host)
 
     @property
     def max_tokens(self) -> int:
         """Tokens that all blocks hold together: no request may be longer."""
         return self.block_size * self.kv_blocks
+
+
+def _stays_here(endpoint: str) -> bool:
+    """Whether a ZMQ endpoint is bound on this machine alone."""
+    scheme, _, address = endpoint.partition("://")
+    return scheme != "tcp" or is_loopback(address.rpartition(":")[0])

@@ -4,6 +4,7 @@
 
 Server, protocol, engine, blocks, counters and events are the reference worker's; the forward pass is
 :mod:`coterie.engines.worker.numpy_model`, and KV travels as plain arrays. Such workers hand KV to each other only.
+Secrets are read from the environment; :func:`embedded_fleet` gives a fleet fresh ones.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+from urllib.parse import urlsplit
 
 import numpy as np
 from safetensors import SafetensorError
@@ -24,15 +27,14 @@ from safetensors.numpy import load, save
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.engines.worker.config import Role, WorkerConfig
 from coterie.engines.worker.engine import Engine
-from coterie.engines.worker.events import EventStream
-from coterie.engines.worker.launch import bind
+from coterie.engines.worker.launch import bind, open_streams
 from coterie.engines.worker.model import PackedModel
 from coterie.engines.worker.numpy_model import NumpyModel
 from coterie.engines.worker.server import Server
 from coterie.engines.worker.transfer import VERSION, Prefilled
 from coterie.errors import InputError
+from coterie.net.access import FleetAccess
 from coterie.net.processes import ServerProcess, free_port
-from coterie.wire.expert_events import TOPIC
 
 
 class EmbeddedEngine(Engine):
@@ -68,25 +70,70 @@ def from_bytes(data: bytes) -> Prefilled:
     return Prefilled(about.get("identity", ""), token_ids, expert_ids, arrays)
 
 
-def embedded_worker(role: Role, folder: Path, name: str) -> tuple[ServerProcess, str]:
-    """A worker on free ports, not started yet, and the endpoint of its expert events."""
-    port, events = free_port(), f"tcp://127.0.0.1:{free_port()}"
-    argv = [sys.executable, "-m", __name__, "--role", role, "--port", str(port), "--expert-events", events]
+class EmbeddedWorker(NamedTuple):
+    """A worker on free ports of this machine, and where its streams are."""
+
+    process: ServerProcess
+    """Not started yet."""
+    role: Role
+    expert_events: str
+    kv_events: str
+    kv_replay: str
+    access: FleetAccess
+
+    @property
+    def url(self) -> str:
+        return self.process.url
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT, as its peers name it."""
+        return urlsplit(self.url).netloc
+
+
+def embedded_worker(
+    role: Role,
+    folder: Path,
+    name: str,
+    access: FleetAccess | None = None,
+    peers: Sequence[str] = (),
+    port: int | None = None,
+) -> EmbeddedWorker:
+    """A worker that is not started yet, with its log in `folder`.
+
+    Workers of one fleet share `access`; without it this one gets fresh secrets. `peers` are the addresses it may fetch
+    KV from. See :func:`embedded_fleet`.
+    """
+    access = access or FleetAccess.fresh()
+    port = port or free_port()
+    experts, kv, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(3))
+    argv = [sys.executable, "-m", __name__, "--role", role, "--port", str(port)]
+    argv += ["--expert-events", experts, "--kv-events", kv, "--kv-replay", replay]
+    argv += [word for peer in peers for word in ("--peer", peer)]
     # One thread each: several workers share the machine, and this model's matrices are small.
-    env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return ServerProcess(argv, f"http://127.0.0.1:{port}", folder / f"{name}.log", env), events
+    env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **access.environment}
+    process = ServerProcess(argv, f"http://127.0.0.1:{port}", folder / f"{name}.log", env)
+    return EmbeddedWorker(process, role, experts, kv, replay, access)
+
+
+def embedded_fleet(roles: Sequence[Role], folder: Path) -> list[EmbeddedWorker]:
+    """Workers that share fresh secrets and may fetch KV from those among them that prefill; not started yet."""
+    access = FleetAccess.fresh()
+    ports = [free_port() for _ in roles]
+    peers = [f"127.0.0.1:{port}" for port, role in zip(ports, roles, strict=True) if role != "decode"]
+    return [
+        embedded_worker(role, folder, f"worker-{number}", access, peers, port)
+        for number, (port, role) in enumerate(zip(ports, roles, strict=True))
+    ]
 
 
 def serve(config: WorkerConfig) -> None:
     """Until SIGTERM or SIGINT."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(config.host, config.port))
-        stream = None
-        if config.expert_events is not None:
-            stream = EventStream(config.expert_events, TOPIC, config.event_queue)
-            stack.callback(stream.close)
+        streams = open_streams(config, stack)
         model: Any = NumpyModel(config.model, config.kv_blocks, config.block_size)
-        engine = EmbeddedEngine(cast(PackedModel, model), config, expert_stream=stream)
+        engine = EmbeddedEngine(cast(PackedModel, model), config, streams.kv, streams.experts)
         asyncio.run(Server(engine, config).run(listener, lambda _: None))
 
 
@@ -95,12 +142,21 @@ def main() -> None:
     parser.add_argument("--role", default="both")
     parser.add_argument("--port", type=int, default=8100)
     parser.add_argument("--expert-events")
+    parser.add_argument("--kv-events")
+    parser.add_argument("--kv-replay")
+    parser.add_argument("--peer", action="append", default=[])
     asked = parser.parse_args()
+    access = FleetAccess.read()
     serve(
         WorkerConfig(
             model=tiny_model_path(),
             role=asked.role,
             port=asked.port,
+            fleet_secret=access.secret,
+            worker_key=access.key,
+            peers=tuple(asked.peer),
+            kv_events=asked.kv_events,
+            kv_replay=asked.kv_replay,
             expert_events=asked.expert_events,
             served_model_name=TINY,
         )

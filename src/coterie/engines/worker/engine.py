@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from coterie.engines.worker.blocks import BlockTable, OutOfBlocksError, block_digests
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.events import EventStream, Reports
+from coterie.engines.worker.grants import FIELD as GRANT
+from coterie.engines.worker.grants import GrantError, Grants, prompt_digest
 from coterie.engines.worker.metrics import Metrics
 from coterie.engines.worker.model import PackedModel, Rows, StepResult
 from coterie.engines.worker.requests import FinishReason, Output, Request, draw
@@ -34,6 +36,8 @@ from coterie.footprints import block_positions, footprint
 from coterie.footprints.positions import StepLog
 from coterie.wire.footprints import WireFootprint, attach_footprint
 
+HEADER_BYTES = 1 << 18
+"""Bound of a safetensors header; a model of 100 layers has 20 KB."""
 T = TypeVar("T")
 
 
@@ -66,6 +70,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._staged = StagedKV(self.blocks, self.metrics, config.kv_ttl_s)
+        self.grants = Grants(config.fleet_secret)
         self._reports = Reports(self.served_name, model.capture, config.load_interval_s, kv_stream, expert_stream)
         footprint(self._experts[:1], model.capture.num_experts)  # compiles, or loads what was compiled
         self._inbox: deque[Callable[[], None]] = deque()
@@ -147,6 +152,23 @@ class Engine:
         tokens = np.asarray(staged.prompt, np.int32)
         return self.to_bytes(Prefilled(self.model.identity, tokens, self._ids_of(staged.blocks, count), tensors))
 
+    def hand_out(self, key: str, grant: str | None) -> bytes | None:
+        """Staged KV as bytes, once: it is released. None for an unknown key; a wrong grant raises GrantError."""
+        staged = self._staged.get(key)
+        if staged is None:
+            return None
+        if not self.grants.valid(grant, key, staged.digest):
+            raise GrantError(f"the grant is not for the KV of request {key!r}, or it has expired")
+        data = self.export(key)
+        self.release(key, "fetched")
+        return data
+
+    def most_bytes(self, tokens: int) -> int:
+        """Upper bound of a prefilled request's size on the wire."""
+        capture = self.model.capture
+        each = self.model.store.token_bytes + 4 + 4 * len(capture.layer_ids) * capture.top_k
+        return tokens * each + HEADER_BYTES
+
     def release(self, key: str, why: str) -> bool:
         """Release staged KV; whether there was any."""
         return self._staged.release(key, why)
@@ -155,6 +177,9 @@ class Engine:
         """Raise ConfigError unless KV from another worker is this prompt's and fits this model."""
         if prefilled.identity != self.model.identity:
             raise ConfigError(f"KV is of model {prefilled.identity}; this worker runs {self.model.identity}")
+        if prefilled.token_ids.dtype.kind not in "iu" or prefilled.expert_ids.dtype.kind not in "iu":
+            kinds = f"{prefilled.token_ids.dtype} and {prefilled.expert_ids.dtype}"
+            raise ConfigError(f"token and expert ids are {kinds}, not integers")
         if prefilled.token_ids.tolist() != list(prompt):
             raise ConfigError(f"KV is of another prompt, of {len(prefilled.token_ids)} tokens")
         if prefilled.expert_ids.shape != (len(prompt), *self._experts.shape[1:]):
@@ -273,7 +298,7 @@ class Engine:
         """Take blocks for all its tokens: cached ones first, then KV from another worker; the rest is computed."""
         size = self.config.block_size
         tokens = request.tokens(0, request.length)
-        request.digests = block_digests(tokens, size, request.digests)
+        request.digests = block_digests(tokens, size, request.digests, request.salt)
         findable = request.digests[: (request.length - 1) // size]  # the last token is computed in any case: its logits
         found = self.blocks.find(findable)
         self.blocks.hold(found)
@@ -355,8 +380,8 @@ class Engine:
         if full <= request.stored:
             return
         tokens = request.tokens(0, full * self.config.block_size)
-        request.digests = block_digests(tokens, self.config.block_size, request.digests)
-        self.blocks.store(request.blocks, request.digests[:full], tokens, request.stored)
+        request.digests = block_digests(tokens, self.config.block_size, request.digests, request.salt)
+        self.blocks.store(request.blocks, request.digests[:full], tokens, request.stored, request.salt)
         request.stored = full
 
     def _deliver(self, request: Request, output: Output) -> None:
@@ -377,7 +402,8 @@ class Engine:
     def _stage(self, request: Request) -> dict[str, Any]:
         """Keep the prompt's KV for another worker; returns its location and the prompt's footprint."""
         count = len(request.prompt)
-        self._staged.add(request.key, request.prompt, request.blocks)
+        digest = prompt_digest(request.prompt, request.salt)
+        self._staged.add(request.key, request.prompt, request.blocks, digest)
         params: dict[str, Any] = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -386,6 +412,7 @@ class Engine:
             "remote_host": request.address[0],
             "remote_port": request.address[1],
             "remote_request_id": request.key,
+            GRANT: self.grants.sign(request.key, digest, time.time() + self.config.kv_ttl_s),
         }
         capture = self.model.capture
         counts = footprint(self._ids_of(request.blocks, count), capture.num_experts)

@@ -8,7 +8,9 @@ reader then missed, the reader sees in their numbers.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 
 import numpy as np
 import zmq
@@ -18,8 +20,9 @@ from coterie.engines.transformers.capture import ExpertCapture
 from coterie.engines.worker.requests import Request
 from coterie.errors import UnavailableError
 from coterie.footprints import accumulate_load
+from coterie.wire.event_security import secure_publisher
 from coterie.wire.expert_events import ExpertEvents, ExpertLoad, RequestExperts, encode_expert_events
-from coterie.wire.framing import to_frames
+from coterie.wire.framing import REPLAY_END, to_frames
 from coterie.wire.kv_events import KVEvent, KVEvents, encode_kv_events
 
 LINGER_MS = 500
@@ -27,9 +30,21 @@ LINGER_MS = 500
 
 
 class EventStream:
-    """Owned by one thread at a time: made and bound in one, then handed to the engine's."""
+    """Owned by one thread at a time: made and bound in one, then handed to the engine's.
 
-    def __init__(self, endpoint: str, topic: bytes, queue: int) -> None:
+    With a fleet's `secret` only those who know it can subscribe. With `replay`, an endpoint, the last `keep` messages
+    can be asked for again there.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        topic: bytes,
+        queue: int,
+        secret: str | None = None,
+        replay: str | None = None,
+        keep: int = 10_000,
+    ) -> None:
         self.topic = topic
         self.published = 0
         self.dropped = 0
@@ -39,16 +54,24 @@ class EventStream:
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, queue)
         self._socket.setsockopt(zmq.XPUB_NODROP, 1)
+        self._replay: Replay | None = None
         try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
+            self.endpoint = _bind(self._socket, endpoint, secret)
+            if replay is not None:
+                self._replay = Replay(self._context, replay, secret, keep)
+        except BaseException:
             self.close()
-            raise UnavailableError(f"{endpoint}: cannot publish there: {error.strerror or error}") from None
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            raise
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        return None if self._replay is None else self._replay.endpoint
 
     def publish(self, payload: bytes) -> None:
         frames = to_frames(self.topic, self.published, payload)
         self.published += 1
+        if self._replay is not None:  # before it is sent: who misses the next message may ask for this one at once
+            self._replay.keep(frames)
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -59,7 +82,62 @@ class EventStream:
 
     def close(self) -> None:
         self._socket.close()
-        self._context.term()
+        self._context.term()  # ends the replay's thread too
+
+
+class Replay:
+    """Sends past messages again to those who ask, as vLLM does, in a thread that ends with the context.
+
+    A request is eight bytes, the first number wanted, from a REQ or DEALER socket; the answer is every message from
+    there on that is kept, then one numbered -1.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secret: str | None, keep: int) -> None:
+        self._kept: deque[list[bytes]] = deque(maxlen=keep)
+        self._lock = threading.Lock()
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, keep + 1)  # a whole answer; one who asks again without reading loses the rest
+        try:
+            self.endpoint = _bind(socket, endpoint, secret)
+        except BaseException:
+            socket.close()
+            raise
+        threading.Thread(target=self._answer, args=(socket,), name="coterie-replay", daemon=True).start()
+
+    def keep(self, frames: list[bytes]) -> None:
+        with self._lock:
+            self._kept.append(frames)
+
+    def _answer(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                asked = socket.recv_multipart()
+                if len(asked) == 3 and asked[1] == b"" and len(asked[2]) == 8:
+                    for frames in self._since(int.from_bytes(asked[2], "big")):
+                        socket.send_multipart([asked[0], b"", *frames])
+            except zmq.ContextTerminated:
+                socket.close()
+                return
+            except zmq.ZMQError:  # who asked is gone
+                continue
+
+    def _since(self, first: int) -> list[list[bytes]]:
+        with self._lock:
+            kept = list(self._kept)
+        wanted = [frames for frames in kept if int.from_bytes(frames[1], "big") >= first]
+        return [*wanted, to_frames(b"", REPLAY_END, b"")]
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str, secret: str | None) -> str:
+    """The endpoint as bound: with its port, where any was asked for."""
+    if secret is not None:
+        secure_publisher(socket, secret)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise UnavailableError(f"{endpoint}: cannot publish there: {error.strerror or error}") from None
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 # What the engine tells subscribers: the blocks it holds, the experts of requests that ended, the load in between.

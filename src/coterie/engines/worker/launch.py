@@ -7,6 +7,7 @@ import errno
 import socket
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.events import EventStream
@@ -28,15 +29,30 @@ def serve(config: WorkerConfig, ready: Callable[[str], None]) -> None:
     check_dtype(config.dtype)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(config.host, config.port))
-        streams = []
-        for endpoint, topic in ((config.kv_events, KV_TOPIC), (config.expert_events, EXPERT_TOPIC)):
-            stream = None if endpoint is None else EventStream(endpoint, topic, config.event_queue)
-            if stream is not None:
-                stack.callback(stream.close)
-            streams.append(stream)
+        streams = open_streams(config, stack)
         from coterie.engines.worker.server import run_worker
 
         run_worker(config, listener, ready, *streams)
+
+
+class Streams(NamedTuple):
+    """Event streams of a worker; None where it has none."""
+
+    kv: EventStream | None
+    experts: EventStream | None
+
+
+def open_streams(config: WorkerConfig, stack: contextlib.ExitStack) -> Streams:
+    """Bind the configured streams; the stack closes them."""
+    kv = experts = None
+    queue, secret = config.event_queue, config.fleet_secret
+    if config.kv_events is not None:
+        kv = EventStream(config.kv_events, KV_TOPIC, queue, secret, config.kv_replay, config.replay_queue)
+        stack.callback(kv.close)
+    if config.expert_events is not None:
+        experts = EventStream(config.expert_events, EXPERT_TOPIC, queue, secret)
+        stack.callback(experts.close)
+    return Streams(kv, experts)
 
 
 def check_requirements() -> None:

@@ -29,6 +29,12 @@ class Described(NamedTuple):
 METRICS: dict[str, Described] = {
     "requests_total": Described("counter", "outcome", ("stop", "length", "abort", "error"), "Requests that ended"),
     "rejected_total": Described("counter", None, (), "Requests refused: bad input, or draining"),
+    "http_problems_total": Described(
+        "counter",
+        "kind",
+        ("refused", "malformed", "timeout", "disconnect", "error"),
+        "Connections refused, requests that were malformed or late, clients that left, handlers that failed",
+    ),
     "running": Described("gauge", None, (), "Requests in the batch"),
     "waiting": Described("gauge", None, (), "Requests not in the batch yet"),
     "prompt_tokens_total": Described(
@@ -59,8 +65,8 @@ METRICS: dict[str, Described] = {
     "kv_fetch_total": Described(
         "counter",
         "outcome",
-        ("ok", "unreachable", "missing", "damaged", "mismatch", "cancelled"),
-        "KV asked of prefill workers; what is not ok is computed here, unless the client is gone (cancelled)",
+        ("ok", "refused", "unreachable", "missing", "damaged", "mismatch", "cancelled"),
+        "KV offered by prefill workers; what is not ok is computed here, unless the client is gone (cancelled)",
     ),
     "kv_fetch_bytes_total": Described("counter", None, (), "Bytes of KV fetched"),
     "events_published_total": Described("counter", "stream", ("kv", "experts"), "Messages published"),

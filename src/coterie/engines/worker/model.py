@@ -75,6 +75,12 @@ class KVStore:
         value = self.values[layer].index_select(0, blocks).flatten(0, 1)[:length]
         return key.transpose(0, 1), value.transpose(0, 1)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's KV."""
+        positions = self.num_blocks * self.block_size
+        return sum(int(t.nbytes) for store in (self.keys, self.values) for t in store.values()) // positions
+
     def pack(self, blocks: Sequence[int], length: int) -> dict[str, Any]:
         """Name → tensor [token, head, width], on the host: what another worker needs."""
         index = torch.tensor(blocks)
@@ -98,6 +104,8 @@ class KVStore:
             if tensors[name].dtype != dtype or tuple(tensors[name].shape) != shape:
                 found = f"{tensors[name].dtype} {tuple(tensors[name].shape)}"
                 raise ConfigError(f"{name} is {found}; this worker keeps {dtype} {shape}")
+            if not bool(torch.isfinite(tensors[name]).all()):
+                raise ConfigError(f"{name} holds values that are not finite")
 
     def unpack(self, tensors: Mapping[str, Any], kv_positions: NDArray[np.int64], start: int) -> None:
         """Write rows `start` … of checked tensors to their KV positions."""
@@ -206,6 +214,8 @@ class PackedModel:
         self.max_positions = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
         self.eos = _eos(self._model, self.tokenizer)
         self.store = KVStore(num_blocks, block_size)
+        self.longest_token = max(map(len, self.tokenizer.get_vocab()))
+        """Characters of the longest token: bounds the texts that can fit the context."""
         self.tokenizer.encode("warm")  # the first call may change the tokenizer; later ones only read it
         self.step([Rows([0], 0, [0], True)])  # makes the store, and shows that capture works
         missing = set(range(config.num_hidden_layers)) - set(self.store.keys)

@@ -61,6 +61,11 @@ class NumpyStore:
         shape = (layers, num_blocks * block_size, heads, width)
         self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's KV."""
+        return (self.keys.nbytes + self.values.nbytes) // self.keys.shape[1]
+
     def pack(self, blocks: Sequence[int], length: int) -> dict[str, Array]:
         """Name → [layer, token, head, width]: what another worker needs."""
         kv_positions = block_positions(blocks, self.block_size, 0, length)
@@ -73,6 +78,8 @@ class NumpyStore:
         found = {name: (array.shape, array.dtype) for name, array in tensors.items()}
         if found != right:
             raise ConfigError(f"KV {found} came; this worker keeps {right}")
+        if not all(np.isfinite(array).all() for array in tensors.values()):
+            raise ConfigError("KV holds values that are not finite")
 
     def unpack(self, tensors: Mapping[str, Any], kv_positions: NDArray[np.int64], start: int) -> None:
         """Write rows `start` … of checked arrays to their KV positions."""
@@ -97,6 +104,9 @@ class NumpyModel:
         self._heads, self._kv_heads = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
         self._width, self._eps = int(config["head_dim"]), float(config["rms_norm_eps"])
         self.vocab_size, self.max_positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
+        pieces = (self.tokenizer.decode([number], skip_special_tokens=False) for number in range(self.vocab_size))
+        self.longest_token = max(map(len, pieces))
+        """Characters of the longest token: bounds the texts that can fit the context."""
         ends = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
         self.eos: frozenset[int] = frozenset(ends)
         self.capture = Shape(tuple(range(layers)), experts, int(config["num_experts_per_tok"]))

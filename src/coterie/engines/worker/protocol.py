@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from coterie.engines.worker.config import Role
+from coterie.engines.worker.grants import FIELD as GRANT
 from coterie.engines.worker.requests import Output, Sampling
 from coterie.errors import CoterieError
+from coterie.net.access import Address
 
 DEFAULT_MAX_TOKENS = 16
 """Default tokens of a completion, as in OpenAI's interface; a chat answer may fill the remaining context."""
 MAX_STOPS = 16
+MAX_SALT = 1024
+"""Most characters of a cache salt; a random one of 256 bits has 43 in base64."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -57,16 +61,11 @@ class RequestError(CoterieError):
 
 
 class Remote(NamedTuple):
-    """Address of prefilled KV."""
+    """Where prefilled KV is said to be. From a body, so not to be trusted: see :mod:`fetching`."""
 
-    host: str
-    port: int
+    address: Address
     key: str
-
-    @property
-    def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host and not self.host.startswith("[") else self.host
-        return f"http://{host}:{self.port}/kv/{self.key}"
+    grant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +86,8 @@ class Asked:
     """Whether to prefill for another worker."""
     remote: Remote | None
     """KV prefilled by another worker."""
+    salt: str | None = None
+    """Cache salt of the tenant."""
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -121,6 +122,7 @@ def parse_body(body: Mapping[str, Any], chat: bool, served: str, role: Role) -> 
         return_token_ids=_flag(body, "return_token_ids"),
         hand_over=hand_over,
         remote=remote,
+        salt=_salt(body.get("cache_salt")),
     )
     if hand_over and (asked.max_tokens != 1 or stream):
         raise RequestError(
@@ -261,7 +263,17 @@ def _transfer(params: Any, role: Role) -> tuple[bool, Remote | None]:
         raise RequestError(
             f"remote_request_id must be as the prefill worker gave it, found {_short(key)}", "kv_transfer_params"
         )
-    return False, Remote(host, port, key)
+    grant = params.get(GRANT)
+    host = host.removeprefix("[").removesuffix("]").lower()
+    return False, Remote(Address(host, port), key, grant if isinstance(grant, str) else None)
+
+
+def _salt(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_SALT:
+        raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT} characters", "cache_salt")
+    return _text(value, "cache_salt")
 
 
 def _neutral(body: Mapping[str, Any], name: str, neutral: tuple[Any, ...]) -> None:

@@ -117,6 +117,8 @@ class Request:
     """KV from another worker."""
     address: tuple[str, int] = ("127.0.0.1", 0)
     """Host and port where another worker finds this one."""
+    salt: str | None = None
+    """Cache salt: its blocks are found by requests with the same one only."""
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)

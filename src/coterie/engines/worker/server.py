@@ -1,7 +1,8 @@
 """HTTP: OpenAI's endpoints, health, metrics, and the KV that one worker hands to another.
 
 The event loop owns sockets and clients, the engine's thread owns requests; they meet in :meth:`Engine.submit` and in
-the outputs sent back. A client that goes away cancels its handler, and that aborts the request.
+the outputs sent back. A client that goes away cancels its handler, and that aborts the request. What a client may send
+and hold is bounded by :mod:`coterie.net.http1`; how many may wait, and what needs the worker's key, is decided here.
 """
 
 from __future__ import annotations
@@ -12,40 +13,46 @@ import dataclasses
 import signal
 import socket
 import time
-import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs
 
-import aiohttp
 import msgspec
-from aiohttp import web
 
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.engine import Engine
 from coterie.engines.worker.events import EventStream
+from coterie.engines.worker.fetching import Fetcher
+from coterie.engines.worker.grants import HEADER as GRANT_HEADER
+from coterie.engines.worker.grants import GrantError
 from coterie.engines.worker.metrics import CONTENT_TYPE
 from coterie.engines.worker.model import PackedModel
-from coterie.engines.worker.protocol import (
-    Answer,
-    Asked,
-    Remote,
-    RequestError,
-    check_length,
-    error_body,
-    parse_body,
-    parse_json,
-)
-from coterie.engines.worker.requests import Output, Request, Text
-from coterie.engines.worker.transfer import Prefilled
+from coterie.engines.worker.protocol import Answer, RequestError, check_length, error_body, parse_body, parse_json
+from coterie.engines.worker.requests import Output, Text
+from coterie.engines.worker.requests import Request as EngineRequest
+from coterie.engines.worker.tokenising import Tokenising
 from coterie.errors import ConfigError, InputError, UnavailableError
+from coterie.net.access import shows_key
+from coterie.net.http1 import Headers, HttpError, HttpServer, Limits, Request, Responder
 from coterie.wire.handoff import REQUEST_ID_HEADER
 
-MAX_BODY = 64 << 20
-CONNECT_S = 2.0
+BODY_BYTES = 65_536
+BODY_BYTES_PER_TOKEN = 64
+"""A body may have so many bytes, and so many more for every token of the context."""
 MAX_NAME = 256
-WILDCARDS = ("0.0.0.0", "::", "")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+RETRY_AFTER: Headers = [(b"retry-after", b"1")]
+UNAUTHORIZED: Headers = [(b"www-authenticate", b"Bearer")]
+CLOSE_S = 1.0
+"""Seconds in which answers under way may still be read, when the worker ends."""
+Handler = Callable[[Request, Responder], Awaitable[None]]
+
+
+class Route(NamedTuple):
+    handlers: dict[str, Handler]
+    """By method."""
+    private: bool = False
+    """Whether the worker's key is needed."""
 
 
 def run_worker(
@@ -67,40 +74,51 @@ class Server:
         self.limit = min(engine.model.max_positions, config.max_tokens)
         self.port = config.port
         self.draining = False
-        self._session: aiohttp.ClientSession | None = None
-        self._drops: set[asyncio.Task[None]] = set()
+        self.live = 0
+        """Completions under way, from their body to the end of their answer."""
+        self.fetcher = Fetcher(engine, config)
+        self.tokenising = Tokenising(engine.model.tokenizer, self.limit * engine.model.longest_token, config.tokenise_s)
+        self.routes = {
+            "/health": Route({"GET": self.health}),
+            "/v1/models": Route({"GET": self.models}),
+            "/v1/completions": Route({"POST": self.completions}),
+            "/v1/chat/completions": Route({"POST": self.chat}),
+            "/metrics": Route({"GET": self.metrics}, private=True),
+            "/steps": Route({"GET": self.steps}, private=True),
+            "/kv/": Route({"GET": self.send_kv, "DELETE": self.drop_kv}, private=True),
+            "/reset_prefix_cache": Route({"POST": self.reset_prefix_cache}, private=True),
+        }
+        limits = Limits(
+            body_bytes=BODY_BYTES + BODY_BYTES_PER_TOKEN * self.limit, head_s=config.head_s, body_s=config.body_s
+        )
+        self.http = HttpServer(self.answer, limits, self.check_head)
 
     async def run(self, listener: socket.socket, ready: Callable[[str], None]) -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, stop)
-        host, port = listener.getsockname()[:2]
-        self.port = port
+        host, self.port = listener.getsockname()[:2]
 
         def engine_ended() -> None:
             loop.call_soon_threadsafe(stop.set)
 
         self.engine.start(engine_ended)
-        timeout = aiohttp.ClientTimeout(total=self.config.fetch_timeout_s, sock_connect=CONNECT_S)
-        self._session = aiohttp.ClientSession(timeout=timeout)
-        runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         try:
-            await runner.setup()
             try:
-                await web.SockSite(runner, listener).start()
+                await self.http.start(listener)
             except OSError as error:
-                raise UnavailableError(f"{host}:{port}: {error.strerror}") from None
+                raise UnavailableError(f"{host}:{self.port}: {error.strerror}") from None
             shown = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-            ready(f"http://{shown}:{port}")
+            ready(f"http://{shown}:{self.port}")
             await stop.wait()
             if self.engine.failure is not None:
                 raise UnavailableError(f"the engine failed: {self.engine.failure}")
             await self._drain()
         finally:
-            await runner.cleanup()
-            await asyncio.gather(*self._drops, return_exceptions=True)
-            await self._session.close()
+            await self.http.close(CLOSE_S)
+            await self.fetcher.close()
+            self.tokenising.close()
             await asyncio.to_thread(self.engine.close)
 
     def _on_signal(self, stop: asyncio.Event) -> None:
@@ -114,71 +132,86 @@ class Server:
         while not self.engine.idle and time.monotonic() - started < self.config.drain_s:
             await asyncio.sleep(0.02)
 
-    def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._errors], client_max_size=MAX_BODY)
-        app.add_routes(
-            [
-                web.get("/health", self.health),
-                web.get("/metrics", self.metrics),
-                web.get("/steps", self.steps),
-                web.get("/v1/models", self.models),
-                web.post("/v1/completions", self.completions),
-                web.post("/v1/chat/completions", self.chat),
-                web.get("/kv/{key}", self.send_kv),
-                web.delete("/kv/{key}", self.drop_kv),
-                web.post("/reset_prefix_cache", self.reset_prefix_cache),
-            ]
-        )
-        return app
+    # ------------------------------------------------------------------------------------------------------- dispatch
 
-    @web.middleware
-    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    def check_head(self, request: Request) -> None:
+        """Refuse what can be refused before the body is read."""
+        key = self.config.worker_key
+        try:
+            if (
+                self._route(request).private
+                and key is not None
+                and not shows_key(request.header(b"authorization"), key)
+            ):
+                raise HttpError(
+                    401, "this endpoint needs the worker's key: Authorization: Bearer KEY", headers=UNAUTHORIZED
+                )
+            self._handler(request)
+        except HttpError:
+            self.engine.metrics.add("rejected_total")
+            raise
+
+    async def answer(self, request: Request, responder: Responder) -> None:
         """Every refusal has OpenAI's error body."""
         try:
-            return await handler(request)
+            await self._handler(request)(request, responder)
         except RequestError as error:
             self.engine.metrics.add("rejected_total")
             kind = "invalid_request_error" if error.status < 500 else "server_error"
-            return _json(error_body(str(error), error.param, error.code, kind), error.status)
-        except web.HTTPException as error:
-            if error.status < 400:
-                raise
-            self.engine.metrics.add("rejected_total")
-            known = ", ".join(
-                sorted({route.resource.canonical for route in request.app.router.routes() if route.resource})
-            )
-            hint = f"; known: {known}" if error.status == 404 else ""
-            return _json(error_body(f"{request.method} {request.path}: {error.reason}{hint}"), error.status)
-        except Exception as error:  # a bug here: the client hears of it, and the log shows where
-            traceback.print_exc()
-            return _json(error_body(f"{type(error).__name__}: {error}", kind="server_error"), 500)
+            headers = RETRY_AFTER if error.status == 429 else []
+            _send_json(responder, error_body(str(error), error.param, error.code, kind), error.status, headers)
+
+    def _route(self, request: Request) -> Route:
+        path = "/kv/" if request.path.startswith("/kv/") else request.path
+        route = self.routes.get(path)
+        if route is None:
+            raise HttpError(404, f"{request.method} {request.path[:80]}: Not Found; known: {', '.join(self.routes)}")
+        return route
+
+    def _handler(self, request: Request) -> Handler:
+        route = self._route(request)
+        handler = route.handlers.get("GET" if request.method == "HEAD" else request.method)
+        if handler is None:
+            allowed = ", ".join(route.handlers)
+            said = f"{request.method} {request.path[:80]}: Method Not Allowed; {allowed} is"
+            raise HttpError(405, said, headers=[(b"allow", allowed.encode())])
+        return handler
 
     # ----------------------------------------------------------------------------------------------------- small ones
 
-    async def health(self, _: web.Request) -> web.Response:
+    async def health(self, _: Request, responder: Responder) -> None:
         if self.draining:
-            return _json(error_body("draining: no new requests", kind="server_error"), 503)
+            raise RequestError("draining: no new requests", status=503)
         if not self.engine.alive:
-            return _json(error_body("the engine has ended", kind="server_error"), 503)
-        return web.Response()
+            raise RequestError("the engine has ended", status=503)
+        responder.send(200)
 
-    async def metrics(self, _: web.Request) -> web.Response:
+    async def metrics(self, _: Request, responder: Responder) -> None:
         self.engine.refresh_gauges()
-        return web.Response(body=self.engine.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+        counters = self.http.counters
+        for name, count in (
+            ("refused", counters.refused),
+            ("malformed", counters.malformed),
+            ("timeout", counters.timeouts.total()),
+            ("disconnect", counters.disconnects),
+            ("error", counters.errors),
+        ):
+            self.engine.metrics.set("http_problems_total", name, count)
+        responder.send(200, self.engine.metrics.render(), CONTENT_TYPE.encode())
 
-    async def steps(self, request: web.Request) -> web.Response:
+    async def steps(self, request: Request, responder: Responder) -> None:
         """Steps that decoded: all but the first `after` since the start, or the last ones."""
-        after = request.query.get("after")
+        after = parse_qs(request.query, keep_blank_values=True).get("after", [None])[0]
         if after is not None and not (after.isascii() and after.isdigit()):
-            raise RequestError(f"after={after!r} must be a number of steps", "after")
+            raise RequestError(f"after={after[:40]!r} must be a number of steps", "after")
         try:
             found = self.engine.log.read(None if after is None else int(after))
         except (InputError, ValueError) as error:  # or more digits than Python takes
             raise RequestError(str(error), "after") from None
         columns = ["ended_s", "rows", "distinct", "seconds"]
-        return _json({"total": found.total, "columns": columns, "steps": found.rows.tolist()})
+        _send_json(responder, {"total": found.total, "columns": columns, "steps": found.rows.tolist()})
 
-    async def models(self, _: web.Request) -> web.Response:
+    async def models(self, _: Request, responder: Responder) -> None:
         card = {
             "id": self.engine.served_name,
             "object": "model",
@@ -186,88 +219,58 @@ class Server:
             "root": self.model.name,
             "max_model_len": self.limit,
         }
-        return _json({"object": "list", "data": [card]})
+        _send_json(responder, {"object": "list", "data": [card]})
 
-    async def reset_prefix_cache(self, _: web.Request) -> web.Response:
+    async def reset_prefix_cache(self, _: Request, responder: Responder) -> None:
         try:
             await asyncio.wrap_future(self.engine.call(self.engine.clear_cache))
         except ConfigError as error:
             raise RequestError(str(error), status=409) from None
-        return web.Response()
+        responder.send(200)
 
     # --------------------------------------------------------------------------------------------------------- KV
 
-    async def send_kv(self, request: web.Request) -> web.StreamResponse:
-        """Send staged KV, and release it once it was sent completely."""
-        key = request.match_info["key"]
-        data = await asyncio.wrap_future(self.engine.call(lambda: self.engine.export(key)))
-        if data is None:
-            raise RequestError(f"no KV of request {key!r} is here: fetched, dropped or expired", status=404)
-        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-        response.content_length = len(data)
-        with contextlib.suppress(ConnectionResetError):  # it went away half way: it, or another, may ask again
-            await response.prepare(request)
-            await response.write(data)
-            await response.write_eof()
-            await asyncio.wrap_future(self.engine.call(lambda: self.engine.release(key, "fetched")))
-        return response
-
-    async def drop_kv(self, request: web.Request) -> web.Response:
-        key = request.match_info["key"]
-        if not await asyncio.wrap_future(self.engine.call(lambda: self.engine.release(key, "dropped"))):
-            raise RequestError(f"no KV of request {key!r} is here: fetched, dropped or expired", status=404)
-        return web.Response(status=204)
-
-    async def _fetch(self, remote: Remote, prompt: list[int]) -> Prefilled | None:
-        """KV from a prefill worker; None if it cannot be fetched: the prompt is then computed here."""
-        assert self._session is not None
-        outcome = "unreachable"
+    async def send_kv(self, request: Request, responder: Responder) -> None:
+        """Hand staged KV out, once: it is released, whether it arrives or not."""
+        key, grant = request.path.removeprefix("/kv/"), request.header(GRANT_HEADER.lower().encode())
+        shown = None if grant is None else grant.decode("latin-1")
         try:
-            async with self._session.get(remote.url) as response:
-                if response.status != 200:
-                    outcome = "missing"
-                    return None
-                data = await response.read()
-            outcome = "damaged"
-            prefilled = await asyncio.to_thread(self.engine.from_bytes, data)
-            outcome = "mismatch"
-            self.engine.check_prefilled(prefilled, prompt)
-            outcome = "ok"
-            self.engine.metrics.add("kv_fetch_bytes_total", by=len(data))
-            return prefilled
-        except (aiohttp.ClientError, TimeoutError, OSError, InputError):
-            return None
-        except asyncio.CancelledError:  # the client is gone: nobody will fetch it now
-            self._drop(remote)
-            outcome = "cancelled"
-            raise
-        finally:
-            self.engine.metrics.add("kv_fetch_total", outcome)
+            data = await asyncio.wrap_future(self.engine.call(lambda: self.engine.hand_out(key, shown)))
+        except GrantError as error:
+            raise RequestError(str(error), status=403) from None
+        if data is None:
+            raise RequestError(f"no KV of request {key[:80]!r} is here: fetched, dropped or expired", status=404)
+        responder.send(200, data, b"application/octet-stream")
 
-    def _drop(self, remote: Remote) -> None:
-        async def drop() -> None:
-            assert self._session is not None
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-                await (await self._session.delete(remote.url)).read()
-
-        task = asyncio.create_task(drop())
-        self._drops.add(task)
-        task.add_done_callback(self._drops.discard)
+    async def drop_kv(self, request: Request, responder: Responder) -> None:
+        key = request.path.removeprefix("/kv/")
+        if not await asyncio.wrap_future(self.engine.call(lambda: self.engine.release(key, "dropped"))):
+            raise RequestError(f"no KV of request {key[:80]!r} is here: fetched, dropped or expired", status=404)
+        responder.send(204)
 
     # -------------------------------------------------------------------------------------------------- completions
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, chat=False)
+    async def completions(self, request: Request, responder: Responder) -> None:
+        await self._bounded(request, responder, chat=False)
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, chat=True)
+    async def chat(self, request: Request, responder: Responder) -> None:
+        await self._bounded(request, responder, chat=True)
 
-    async def _complete(self, http: web.Request, chat: bool) -> web.StreamResponse:
+    async def _bounded(self, http: Request, responder: Responder, chat: bool) -> None:
         if self.draining:
             raise RequestError("this worker is draining; send requests to another", status=503, code="draining")
-        body = parse_json(await http.read())
-        asked = parse_body(body, chat, self.engine.served_name, self.config.role)
-        prompt = await self._tokens(asked)
+        most = self.config.max_batch + self.config.max_waiting
+        if self.live >= most:
+            raise RequestError(f"{most} requests run or wait here; try again later", status=429, code="overloaded")
+        self.live += 1
+        try:
+            await self._complete(http, responder, chat)
+        finally:
+            self.live -= 1
+
+    async def _complete(self, http: Request, responder: Responder, chat: bool) -> None:
+        asked = parse_body(parse_json(http.body), chat, self.engine.served_name, self.config.role)
+        prompt = await self.tokenising.tokens(asked)
         max_tokens = check_length(prompt, asked.max_tokens, self.limit, self.model.vocab_size)
         key = uuid.uuid4().hex
         name = _request_name(http, key)
@@ -278,107 +281,69 @@ class Server:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        prefilled = await self._fetch(asked.remote, prompt) if asked.remote else None
+        prefilled = await self.fetcher.fetch(asked.remote, prompt, asked.salt) if asked.remote else None
         sampling = dataclasses.replace(asked.sampling, max_tokens=max_tokens)
-        text = Text(self._decode, sampling.stop)
         answer = Answer(asked, name, self.engine.served_name, int(time.time()), prompt)
         self.engine.submit(
-            Request(
+            EngineRequest(
                 key=key,
                 name=name,
                 prompt=prompt,
                 sampling=sampling,
-                text=text,
+                text=Text(self.tokenising.decode, sampling.stop),
                 emit=emit,
                 hand_over=asked.hand_over,
                 prefilled=prefilled,
-                address=self._address(http),
+                address=(self.config.advertised, self.port),
+                salt=asked.salt,
             )
         )
         try:
             if asked.stream:
-                return await self._stream(http, key, asked.include_usage, answer, outputs)
-            return await self._whole(answer, outputs)
+                await self._stream(responder, asked.include_usage, answer, outputs)
+            else:
+                await self._whole(responder, answer, outputs)
         except BaseException:
             self.engine.abort(key)  # ends it wherever it is, and lets go of KV nobody heard of
             raise
 
-    def _address(self, http: web.Request) -> tuple[str, int]:
-        """Where a decode worker finds this one: as configured or, if that is any address, where the client found it."""
-        host = self.config.host
-        if host in WILDCARDS and http.transport is not None:
-            host = http.transport.get_extra_info("sockname")[0]
-        return host, self.port
-
-    async def _whole(self, answer: Answer, outputs: asyncio.Queue[Output]) -> web.StreamResponse:
+    async def _whole(self, responder: Responder, answer: Answer, outputs: asyncio.Queue[Output]) -> None:
         async for output in _until_end(outputs):
             answer.add(output)
         if output.error is not None:
-            return _json(error_body(f"the step failed: {output.error}", kind="server_error"), 500)
+            raise RequestError(f"the step failed: {output.error}", status=500)
         if output.finish == "abort":
             raise RequestError("this worker is shutting down; send the request to another", status=503, code="draining")
-        return _json(answer.whole(output), headers={REQUEST_ID_HEADER: answer.name})
+        _send_json(responder, answer.whole(output), headers=_named(answer))
 
-    async def _stream(
-        self, http: web.Request, key: str, usage: bool, answer: Answer, outputs: asyncio.Queue[Output]
-    ) -> web.StreamResponse:
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", REQUEST_ID_HEADER: answer.name}
-        response = web.StreamResponse(headers=headers)
-        try:
-            await self._send(response, http, usage, answer, outputs)
-        except ConnectionResetError:  # the client is gone; aiohttp cancels only handlers that wait
-            self.engine.abort(key)
-        return response
-
-    async def _send(
-        self,
-        response: web.StreamResponse,
-        http: web.Request,
-        usage: bool,
-        answer: Answer,
-        outputs: asyncio.Queue[Output],
-    ) -> None:
-        await response.prepare(http)
+    async def _stream(self, responder: Responder, usage: bool, answer: Answer, outputs: asyncio.Queue[Output]) -> None:
+        events: Headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        responder.start(200, [*events, *_named(answer)])
         async for output in _until_end(outputs):
             answer.add(output)
             if output.finish in ("error", "abort"):
                 what = f"the step failed: {output.error}" if output.error else "this worker is shutting down"
-                await response.write(_event(error_body(what, kind="server_error")))
+                responder.write(_event(error_body(what, kind="server_error")))
                 break
-            await response.write(_event(answer.chunk(output)))
+            responder.write(_event(answer.chunk(output)))
+            await responder.drain()
         else:
             if usage:
-                await response.write(_event(answer.usage_chunk(output)))
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-
-    async def _tokens(self, asked: Asked) -> list[int]:
-        if not asked.chat:
-            if isinstance(asked.prompt, str):
-                return await asyncio.to_thread(self.model.tokenizer.encode, asked.prompt)
-            return asked.prompt  # type: ignore[return-value]
-        if not self.model.tokenizer.chat_template:
-            raise RequestError("this model has no chat template; use /v1/completions", "messages")
-        return await asyncio.to_thread(self._chat_tokens, asked.prompt)
-
-    def _chat_tokens(self, messages: Any) -> list[int]:
-        try:
-            text = self.model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program: whatever it raises is about these messages
-            raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from None
-        ids: list[int] = self.model.tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self.model.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+                responder.write(_event(answer.usage_chunk(output)))
+        responder.write(b"data: [DONE]\n\n")
+        responder.end()
 
 
-def _request_name(http: web.Request, default: str) -> str:
-    name = http.headers.get(REQUEST_ID_HEADER, default)
+def _request_name(http: Request, default: str) -> str:
+    found = http.header(REQUEST_ID_HEADER.lower().encode())
+    name = default if found is None else found.decode("latin-1")
     if not (name.isascii() and name.isprintable() and 0 < len(name) <= MAX_NAME):
         raise RequestError(f"{REQUEST_ID_HEADER} must be 1 to {MAX_NAME} printable ASCII characters")
     return name
+
+
+def _named(answer: Answer) -> Headers:
+    return [(REQUEST_ID_HEADER.lower().encode(), answer.name.encode())]
 
 
 async def _until_end(outputs: asyncio.Queue[Output]) -> AsyncIterator[Output]:
@@ -389,10 +354,8 @@ async def _until_end(outputs: asyncio.Queue[Output]) -> AsyncIterator[Output]:
             return
 
 
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(value), status=status, content_type="application/json", headers=headers
-    )
+def _send_json(responder: Responder, value: Any, status: int = 200, headers: Headers = []) -> None:  # noqa: B006
+    responder.send(status, msgspec.json.encode(value), headers=headers)
 
 
 def _event(value: Any) -> bytes:

@@ -70,6 +70,8 @@ class Staged(NamedTuple):
 
     prompt: list[int]
     blocks: list[int]
+    digest: bytes
+    """Digest of prompt and salt, which a grant names."""
     until: float
     """Time of expiry, by the monotonic clock."""
 
@@ -92,8 +94,8 @@ class StagedKV:
         """Time at which the next one expires."""
         return min((staged.until for staged in self._staged.values()), default=None)
 
-    def add(self, key: str, prompt: list[int], blocks: list[int]) -> None:
-        self._staged[key] = Staged(prompt, blocks, time.monotonic() + self._ttl_s)
+    def add(self, key: str, prompt: list[int], blocks: list[int], digest: bytes) -> None:
+        self._staged[key] = Staged(prompt, blocks, digest, time.monotonic() + self._ttl_s)
         self._metrics.add("kv_staged_total")
 
     def release(self, key: str, why: str) -> bool:

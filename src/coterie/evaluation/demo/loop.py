@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ class DecodeWorker:
     """ZMQ endpoint of its expert events."""
     store: Path | None = None
     """vLLM: file of its position store. A reference worker counts in /metrics."""
+    secret: str | None = field(default=None, repr=False)
+    """Secret of its fleet, where event streams are protected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +101,12 @@ async def run_loop(
     prompts: Sequence[Prompt],
     settings: LoopSettings = LoopSettings(),  # noqa: B008
     report: Progress | None = None,
+    key: str | None = None,
 ) -> LoopResult:
-    """Tokenise, record, fit, and serve under every router."""
+    """Tokenise, record, fit, and serve under every router. `key` opens the workers' private endpoints."""
     report = report or (lambda *_: None)
     rng = np.random.default_rng(settings.seed)
-    async with _clients([*prefill, *(decoder.url for decoder in decoders)]) as clients:
+    async with _clients([*prefill, *(decoder.url for decoder in decoders)], key) as clients:
         first, rest = clients[: len(prefill)], clients[len(prefill) :]
         model = await served_model(first[0])
         tokens = await tokenise(first[0], model, prompts, report)
@@ -256,7 +259,7 @@ async def observe(
 ) -> tuple[RouterRun, list[RequestExperts | None]]:
     """:func:`serve`, and the expert event of every request with more than one token; one that is missing raises."""
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(Subscriber(decoder.events)) for decoder in decoders]
+        listeners = [stack.enter_context(Subscriber(one.events, secret=one.secret)) for one in decoders]
         for client, listener in zip(clients, listeners, strict=True):
             await hear(client, listener, {**body, "max_tokens": 2, "prompt": list(prompts[0][:2])}, EVENTS_S)
         run = await serve(proxy, name, clients, decoders, prompts, body, in_flight, tail_tokens, report)
@@ -390,6 +393,6 @@ async def _warm(
 
 
 @contextlib.asynccontextmanager
-async def _clients(urls: Sequence[str]) -> AsyncIterator[list[Client]]:
+async def _clients(urls: Sequence[str], key: str | None) -> AsyncIterator[list[Client]]:
     async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(Client(url)) for url in urls]
+        yield [await stack.enter_async_context(Client(url, key=key)) for url in urls]

@@ -24,7 +24,8 @@ from matplotlib.figure import Figure
 from coterie.costs.presets import step_model
 from coterie.engines.tiny import TINY
 from coterie.engines.vllm.recording import EventSink
-from coterie.engines.worker.embedded import embedded_worker
+from coterie.engines.worker.config import Role
+from coterie.engines.worker.embedded import embedded_fleet
 from coterie.errors import ConfigError, InputError
 from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, run_loop
 from coterie.evaluation.demo.runs import REFERENCE_SHAPE, LoopResult, predicted_step_ms
@@ -91,22 +92,23 @@ class DemoResult(NamedTuple):
 class _Workers(NamedTuple):
     prefill: str
     decoders: list[DecodeWorker]
+    key: str | None
 
 
 @contextlib.contextmanager
 def reference_fleet(decoders: int = DECODERS) -> Iterator[_Workers]:
     """One prefill and some decode workers of coterie-tiny on NumPy; ended with the block, whatever ends it."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        servers: list[ServerProcess] = []
-        workers: list[DecodeWorker] = []
-        for number in range(decoders + 1):
-            server, events = embedded_worker("decode" if number else "prefill", Path(folder), f"worker-{number}")
-            stack.callback(_end, server)
-            servers.append(server.launch())
-            workers.append(DecodeWorker(server.url, events))
-        for server in servers:
-            server.wait_ready()
-        yield _Workers(servers[0].url, workers[1:])
+        decode: list[Role] = ["decode"] * decoders
+        workers = embedded_fleet(["prefill", *decode], Path(folder))
+        for worker in workers:
+            stack.callback(_end, worker.process)
+            worker.process.launch()
+        for worker in workers:
+            worker.process.wait_ready()
+        access = workers[0].access
+        described = [DecodeWorker(one.url, one.expert_events, secret=access.secret) for one in workers[1:]]
+        yield _Workers(workers[0].url, described, access.key)
 
 
 def _end(server: ServerProcess) -> None:
@@ -135,7 +137,7 @@ def run_demo(
     )
     report(f"Starting one prefill and {DECODERS} decode workers", 0, 1)
     with reference_fleet() as workers:
-        result = asyncio.run(run_loop([workers.prefill], workers.decoders, prompts, settings, report))
+        result = asyncio.run(run_loop([workers.prefill], workers.decoders, prompts, settings, report, workers.key))
     rows = _rows(result, seed)
     folder.mkdir(parents=True, exist_ok=True)
     _save_trace(result, folder / TRACE)

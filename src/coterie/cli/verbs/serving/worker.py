@@ -18,14 +18,32 @@ def worker_command(
     role: Annotated[str, typer.Option(help="Role of the worker: prefill, decode or both.")] = "both",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free port.", min=0, max=65535)] = 8100,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    advertise: Annotated[
+        str | None, typer.Option(help="Host under which other workers find this one. Default: --host.")
+    ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Worker, HOST:PORT, that KV may be fetched from; may be repeated.")
+    ] = None,
+    fleet_secret_file: Annotated[
+        Path | None, typer.Option(help="File with the fleet's secret. Default: COTERIE_FLEET_SECRET.")
+    ] = None,
+    worker_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key for private endpoints. Default: COTERIE_WORKER_KEY.")
+    ] = None,
     kv_events: Annotated[
-        str | None, typer.Option(help="ZMQ endpoint to publish KV events on, such as tcp://*:5601.")
+        str | None, typer.Option(help="ZMQ endpoint to publish KV events on, such as tcp://127.0.0.1:5601.")
+    ] = None,
+    kv_replay: Annotated[
+        str | None, typer.Option(help="ZMQ endpoint that sends past KV events again, such as tcp://127.0.0.1:5603.")
     ] = None,
     expert_events: Annotated[
-        str | None, typer.Option(help="ZMQ endpoint to publish expert events on, such as tcp://*:5602.")
+        str | None, typer.Option(help="ZMQ endpoint to publish expert events on, such as tcp://127.0.0.1:5602.")
     ] = None,
     event_queue: Annotated[int, typer.Option(help="Messages kept for a slow subscriber.", min=1)] = 1000,
     max_batch: Annotated[int, typer.Option(help="Largest number of requests per step.", min=1)] = 16,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that may wait for the batch; more are answered 429.", min=0)
+    ] = 256,
     max_step_tokens: Annotated[
         int, typer.Option(help="Largest number of tokens per step; longer prompts are chunked.", min=1)
     ] = 2048,
@@ -47,22 +65,30 @@ def worker_command(
     """
     from coterie.engines.tiny import TINY, tiny_model_path
     from coterie.engines.worker import Role, WorkerConfig, serve
+    from coterie.net.access import FleetAccess
 
+    access = FleetAccess.read(fleet_secret_file, worker_key_file)
     config = WorkerConfig(
         model=tiny_model_path() if model == TINY and not Path(model).is_dir() else Path(model),
         role=cast(Role, role),
         host=host,
         port=port,
+        advertise=advertise,
+        peers=tuple(peer or ()),
+        fleet_secret=access.secret,
+        worker_key=access.key,
         served_model_name=served_model_name,
         dtype=dtype,
         device=device,
         max_batch=max_batch,
+        max_waiting=max_waiting,
         max_step_tokens=max_step_tokens,
         block_size=block_size,
         kv_blocks=kv_blocks,
         kv_ttl_s=kv_ttl,
         drain_s=drain,
         kv_events=kv_events,
+        kv_replay=kv_replay,
         expert_events=expert_events,
         event_queue=event_queue,
     )

@@ -1,0 +1,104 @@
+"""KV from another worker: asked of configured peers alone, with the fleet's grant, and checked before it is used.
+
+Where KV lies is written in a body, and bodies come from clients. So the address must be a peer's, the grant must be
+signed with the fleet's secret for this very prompt, redirects are not followed, nothing is unpacked, and no more is
+read than the prompt's own KV can take. Whatever goes wrong, the prompt is computed here: a fetch can cost time, never
+an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from coterie.engines.worker.config import WorkerConfig
+from coterie.engines.worker.engine import Engine
+from coterie.engines.worker.grants import HEADER, prompt_digest
+from coterie.engines.worker.protocol import Remote
+from coterie.engines.worker.transfer import Prefilled
+from coterie.net.access import Address, bearer, is_loopback, parse_address
+from coterie.net.http1 import Headers, Upstream, UpstreamError, UpstreamLimits
+
+CONNECT_S = 2.0
+DROP_S = 5.0
+"""Seconds for telling a peer that nobody will fetch its KV; it expires there in any case."""
+
+
+class Fetcher:
+    def __init__(self, engine: Engine, config: WorkerConfig) -> None:
+        self._engine, self._config = engine, config
+        self._peers = frozenset(parse_address(peer, "peer") for peer in config.peers)
+        self._limits = UpstreamLimits(connect_s=CONNECT_S, head_s=config.fetch_timeout_s, idle_s=config.fetch_timeout_s)
+        self._drops: set[asyncio.Task[None]] = set()
+
+    async def fetch(self, remote: Remote, prompt: Sequence[int], salt: str | None) -> Prefilled | None:
+        """Fetch KV of this prompt; None if it cannot be had: it is then computed here."""
+        outcome = "refused"
+        try:
+            if self._allowed(remote.address) and self._granted(remote, prompt, salt):
+                outcome = "unreachable"
+                data = await self._read(remote, self._engine.most_bytes(len(prompt)))
+                outcome = "missing"
+                if data is not None:
+                    outcome = "damaged"
+                    prefilled = await asyncio.to_thread(self._engine.from_bytes, data)
+                    outcome = "mismatch"
+                    self._engine.check_prefilled(prefilled, prompt)
+                    outcome = "ok"
+                    self._engine.metrics.add("kv_fetch_bytes_total", by=len(data))
+                    return prefilled
+        except asyncio.CancelledError:  # the client is gone: nobody will fetch it now
+            self._drop(remote)
+            outcome = "cancelled"
+            raise
+        except UpstreamError as error:
+            outcome = "damaged" if error.answered else "unreachable"
+        except Exception:  # whatever a peer sends must not reach the client's answer: the counter tells
+            return None
+        finally:
+            self._engine.metrics.add("kv_fetch_total", outcome)
+        return None
+
+    async def close(self) -> None:
+        """Wait until peers were told to drop what nobody will fetch."""
+        await asyncio.gather(*self._drops, return_exceptions=True)
+
+    def _allowed(self, address: Address) -> bool:
+        if self._peers:
+            return address in self._peers
+        return self._config.fleet_secret is None and is_loopback(address.host)
+
+    def _granted(self, remote: Remote, prompt: Sequence[int], salt: str | None) -> bool:
+        return self._engine.grants.valid(remote.grant, remote.key, prompt_digest(prompt, salt))
+
+    async def _read(self, remote: Remote, most: int) -> bytes | None:
+        """The body of the peer's answer; None if it has no such KV."""
+        async with asyncio.timeout(self._config.fetch_timeout_s), self._peer(remote.address) as peer:
+            answer = await peer.send("GET", f"/kv/{remote.key}", self._headers(remote))
+            if answer.status != 200:
+                return None
+            return await answer.read(most)
+
+    @contextlib.asynccontextmanager
+    async def _peer(self, address: Address) -> AsyncIterator[Upstream]:
+        """A connection for this fetch alone: one that is kept may be closed by the peer just as it is used."""
+        peer = Upstream(f"http://{address}", self._limits)
+        try:
+            yield peer
+        finally:
+            await peer.close()
+
+    def _headers(self, remote: Remote) -> Headers:
+        shown = {**bearer(self._config.worker_key), **({} if remote.grant is None else {HEADER: remote.grant})}
+        return [(name.lower().encode(), value.encode()) for name, value in shown.items()]
+
+    def _drop(self, remote: Remote) -> None:
+        async def drop() -> None:
+            with contextlib.suppress(UpstreamError, TimeoutError):
+                async with asyncio.timeout(DROP_S), self._peer(remote.address) as peer:
+                    await (await peer.send("DELETE", f"/kv/{remote.key}", self._headers(remote))).read()
+
+        task = asyncio.create_task(drop())
+        self._drops.add(task)
+        task.add_done_callback(self._drops.discard)

@@ -1,0 +1,85 @@
+"""Text to tokens, off the event loop, in a bounded pool.
+
+A text that no prompt can be that long is refused unread. What waits for a thread is cancelled with its client, and so
+is what waits too long; a text that is being tokenised keeps its thread until it is done, and counts until then, so that
+slow texts cannot pile up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from coterie.engines.worker.protocol import Asked, RequestError
+
+THREADS = 2
+MAX_QUEUED = 64
+"""Texts that may wait for a thread."""
+
+
+class Tokenising:
+    def __init__(self, tokenizer: Any, most_characters: int, deadline_s: float) -> None:
+        self._tokenizer, self._most, self._deadline_s = tokenizer, most_characters, deadline_s
+        self._pool = ThreadPoolExecutor(THREADS, "coterie-tokenise")
+        self._lock = threading.Lock()
+        self.pending = 0
+        """Texts in the pool, waiting or being tokenised."""
+
+    async def tokens(self, asked: Asked) -> list[int]:
+        """Ids of a request's prompt; raises RequestError if it cannot be had in time."""
+        if asked.chat:
+            if not self._tokenizer.chat_template:
+                raise RequestError("this model has no chat template; use /v1/completions", "messages")
+            messages: Any = asked.prompt
+            self._check(sum(len(one["content"]) + len(one["role"]) for one in messages), "messages")
+            return await self._run(lambda: self._chat_tokens(messages))
+        if isinstance(asked.prompt, str):
+            text = asked.prompt
+            self._check(len(text), "prompt")
+            return await self._run(lambda: list(self._tokenizer.encode(text)))
+        return asked.prompt  # type: ignore[return-value]
+
+    def decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _check(self, characters: int, param: str) -> None:
+        if characters > self._most:
+            raise RequestError(
+                f"{param} has {characters} characters; no text of more than {self._most} fits this model's context",
+                param,
+                code="context_length_exceeded",
+            )
+
+    async def _run(self, work: Callable[[], list[int]]) -> list[int]:
+        with self._lock:
+            if self.pending >= THREADS + MAX_QUEUED:
+                raise RequestError("too many prompts wait to be tokenised; try again", status=429, code="overloaded")
+            self.pending += 1
+        future = self._pool.submit(work)
+        future.add_done_callback(self._done)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise RequestError(
+                f"the prompt was not tokenised within {self._deadline_s:g} s; try again", status=429, code="overloaded"
+            ) from None
+
+    def _done(self, _: Future[list[int]]) -> None:
+        with self._lock:
+            self.pending -= 1
+
+    def _chat_tokens(self, messages: Any) -> list[int]:
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program: whatever it raises is about these messages
+            raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from None
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids

@@ -1,0 +1,112 @@
+"""Event streams that only a fleet can read: ZMQ's CURVE, with keys derived from the fleet's secret.
+
+KV and expert events hold users' prompts as token ids. With a secret, both ends derive the same two key pairs from it,
+one for publishers and one for subscribers: messages are encrypted, a subscriber knows that the publisher has the
+secret, and the publisher's ZAP check refuses every client whose key is not the fleet's. A change of the secret changes
+all keys. vLLM's own streams cannot be protected this way: isolate their network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import threading
+from typing import Any, NamedTuple
+
+import zmq
+import zmq.utils.z85
+
+from coterie.errors import UnavailableError
+
+_ZAP = "inproc://zeromq.zap.01"
+_ZAP_VERSION = b"1.0"
+
+
+class _KeyPair(NamedTuple):
+    public: bytes
+    private: bytes
+
+
+def _pair(secret: str, role: str) -> _KeyPair:
+    """Key pair of a role, in ZMQ's printable form; the same for everybody who knows the secret."""
+    private = hmac.digest(secret.encode(), f"coterie event streams 1: {role}".encode(), "sha256")
+    encoded = zmq.utils.z85.encode(private)
+    return _KeyPair(zmq.curve_public(encoded), encoded)
+
+
+def _domain(secret: str) -> str:
+    """Name under which ZMQ asks whether a client may come in. Says nothing of the secret."""
+    return hashlib.sha256(_pair(secret, "publisher").public).hexdigest()[:16]
+
+
+def secure_publisher(socket: zmq.Socket[Any], secret: str) -> None:
+    """Let only subscribers with the fleet's secret connect to a socket that will be bound. Call before `bind`."""
+    _check_curve()
+    _zap_of(socket.context).allow(_domain(secret), _pair(secret, "subscriber").public)
+    socket.setsockopt_string(zmq.ZAP_DOMAIN, _domain(secret))
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody comes in if there is no one to ask
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, _pair(secret, "publisher").private)
+
+
+def secure_subscriber(socket: zmq.Socket[Any], secret: str) -> None:
+    """Encrypt a socket that will be connected to a publisher, or to its replay endpoint. Call before `connect`."""
+    _check_curve()
+    mine = _pair(secret, "subscriber")
+    socket.setsockopt(zmq.CURVE_SERVERKEY, _pair(secret, "publisher").public)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, mine.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, mine.private)
+
+
+def _check_curve() -> None:
+    if not zmq.has("curve"):
+        raise UnavailableError("this build of ZMQ has no CURVE: install pyzmq from PyPI, or use no fleet secret")
+
+
+class _Zap:
+    """Answers ZMQ's question whether a client may come in, in a thread that ends with the context (RFC 27)."""
+
+    def __init__(self, context: int) -> None:
+        """`context` is its address: ZMQ asks one handler per context, whatever objects stand for it."""
+        self._context = context
+        self._allowed: dict[str, bytes] = {}
+        # A shadow, because a context closes its own sockets when it is destroyed, also those in use by a thread.
+        socket: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.REP)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(_ZAP)
+        threading.Thread(target=self._answer, args=(socket,), name="coterie-zap", daemon=True).start()
+
+    def allow(self, domain: str, public: bytes) -> None:
+        self._allowed[domain] = zmq.utils.z85.decode(public)
+
+    def _answer(self, socket: zmq.Socket[bytes]) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # the context ends
+            while True:
+                asked = socket.recv_multipart()
+                good = len(asked) >= 7 and self._right(asked)
+                status, text = (b"200", b"OK") if good else (b"400", b"not of this fleet")
+                request_id = asked[1] if len(asked) > 1 else b""
+                socket.send_multipart([_ZAP_VERSION, request_id, status, text, b"fleet" if good else b"", b""])
+        with _making:  # before the context is gone, and its address another's
+            _handlers.pop(self._context, None)
+        socket.close()
+
+    def _right(self, asked: list[bytes]) -> bool:
+        version, _, domain, _, _, mechanism, credential = asked[:7]
+        allowed = self._allowed.get(domain.decode("latin-1"))
+        if allowed is None or version != _ZAP_VERSION or mechanism != b"CURVE":
+            return False
+        return hmac.compare_digest(credential, allowed)
+
+
+_handlers: dict[int, _Zap] = {}
+_making = threading.Lock()
+
+
+def _zap_of(context: zmq.Context[Any]) -> _Zap:
+    address = context.underlying
+    with _making:
+        if address not in _handlers:
+            _handlers[address] = _Zap(address)
+        return _handlers[address]
