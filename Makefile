@@ -34,8 +34,8 @@ test-long: $(VENV)/.installed $(ENGINES)/.installed ## Run the tests that take m
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "long and not vllm"
 	$(ENGINES)/bin/python -m pytest -m "long and vllm"
 
-run: install ## Show what Coterie does: record, fit and route on small workers of its own
-	$(VENV)/bin/coterie demo
+run: install ## Serve a small fleet behind the gateway, and show what routing by experts saves; Ctrl-C ends it
+	$(VENV)/bin/coterie serve --embedded --demo
 
 lint: $(VENV)/.installed ## Check style, types and the direction of imports
 	$(VENV)/bin/python -m ruff format --check

@@ -58,7 +58,7 @@ def test_a_whole_file() -> None:
     ],
 )
 def test_what_is_refused(text: str, words: str) -> None:
-    with pytest.raises(InputError, match="fleet.yaml") as error:
+    with pytest.raises(InputError, match="fleet") as error:
         parse_config(text, WHERE)
     assert words in str(error.value)
     assert "\n" not in str(error.value)

@@ -11,7 +11,7 @@ import pytest
 from canned_workers import canned_workers, cuts, events, head_only, held, opens, resets, says
 from coterie.gateway.config import HealthSettings, LimitSettings
 from coterie.net.http1.upstream import UpstreamError
-from gateway_runs import FAST, Run, config_of, gateway
+from gateway_runs import Run, config_of, gateway
 
 
 def run(test: Any) -> None:
@@ -29,7 +29,7 @@ def idle(found: Run) -> None:
     for pool in found.running.parts.pools.values():
         assert pool.keeper.fleet.running.sum() == 0
         assert pool.keeper.fleet.context_tokens.sum() == 0
-    assert found.running.parts.queue.in_flight == 0
+    assert found.running.parts.line.in_use == 0
 
 
 def test_bodies_and_answers_are_passed_on_as_they_are() -> None:
@@ -107,7 +107,18 @@ def test_what_only_the_gateway_may_say_is_taken_out() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[1]", b'"x"', b"[" * 100_000, b'{"stream": "yes"}', b'{"stream": 1}', b'{"model": 3}', b"\xff\xfe", b'{"cache_salt": []}'],
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b'"x"',
+        b"[" * 100_000,
+        b'{"stream": "yes"}',
+        b'{"stream": 1}',
+        b'{"model": 3}',
+        b"\xff\xfe",
+        b'{"cache_salt": []}',
+    ],
 )
 def test_bodies_that_are_refused(body: bytes) -> None:
     async def test() -> None:
@@ -139,7 +150,7 @@ def test_all_workers_fail(fails: Any, status: int) -> None:
         async with canned_workers("a", "b", a=fails, b=fails) as workers, gateway(config_of(workers)) as found:
             got = await found.client.complete()
             assert got.status == status
-            assert len(workers[0].completions) + len(workers[1].completions) == 2
+            assert all(worker.completions for worker in workers), "each was tried"
             idle(found)
 
     run(test)
@@ -148,14 +159,14 @@ def test_all_workers_fail(fails: Any, status: int) -> None:
 def test_what_a_worker_refuses_is_not_tried_again() -> None:
     async def test() -> None:
         refusal = b'{"error": {"message": "too long"}}'
-        async with canned_workers("a", "b", a=says(400, refusal), b=says(400, refusal)) as workers:
-            async with gateway(config_of(workers)) as found:
-                for _ in range(20):
-                    got = await found.client.complete()
-                    assert (got.status, got.body) == (400, refusal)
-                assert sum(len(worker.completions) for worker in workers) == 20
-                states = [row["breaker"] for row in (await found.client.ask("GET", "/workers")).json["workers"]]
-                assert states == ["closed", "closed"], "a 4xx is never the worker's failure"
+        refuses = says(400, refusal)
+        async with canned_workers("a", "b", a=refuses, b=refuses) as workers, gateway(config_of(workers)) as found:
+            for _ in range(20):
+                got = await found.client.complete()
+                assert (got.status, got.body) == (400, refusal)
+            assert sum(len(worker.completions) for worker in workers) == 20
+            states = [row["breaker"] for row in (await found.client.ask("GET", "/workers")).json["workers"]]
+            assert states == ["closed", "closed"], "a 4xx is never the worker's failure"
 
     run(test)
 
@@ -184,26 +195,42 @@ def test_a_client_that_leaves_is_heard_of_by_the_worker() -> None:
             assert (await anext(answer)).startswith(b"data: ")
             answer.close()
             await worker.left.wait()
-            while found.running.parts.queue.in_flight:
+            while found.running.parts.line.in_use:
                 await asyncio.sleep(0)
             idle(found)
 
     run(test)
 
 
-def test_a_full_queue_and_a_late_place() -> None:
+def test_a_full_queue() -> None:
+    async def test() -> None:
+        limits = LimitSettings(in_flight=1, waiting=1, queue_s=60)
+        async with canned_workers("a", a=held) as (worker,), gateway(config_of([worker], limits=limits)) as found:
+            running = asyncio.create_task(found.client.complete())
+            await worker.got.wait()
+            waiting = asyncio.create_task(found.client.complete())
+            while not found.running.parts.line.waiting:
+                await asyncio.sleep(0)
+            refused = await found.client.complete()
+            assert (refused.status, refused.json["error"]["code"]) == (429, "overloaded")
+            assert int(refused.headers[b"retry-after"]) >= 1
+            worker.go.set()
+            assert [(await one).status for one in (running, waiting)] == [200, 200]
+            idle(found)
+
+    run(test)
+
+
+def test_a_place_that_does_not_come_in_time() -> None:
     async def test() -> None:
         limits = LimitSettings(in_flight=1, waiting=1, queue_s=0.05)
-        async with canned_workers("a", a=held) as (worker,):
-            async with gateway(config_of([worker], limits=limits)) as found:
-                running = asyncio.create_task(found.client.complete())
-                await worker.got.wait()
-                others = await asyncio.gather(*(found.client.complete() for _ in range(3)))
-                assert sorted(got.status for got in others) == [429, 429, 503]
-                assert all(int(got.headers[b"retry-after"]) >= 1 for got in others)
-                worker.go.set()
-                assert (await running).status == 200
-                idle(found)
+        async with canned_workers("a", a=held) as (worker,), gateway(config_of([worker], limits=limits)) as found:
+            running = asyncio.create_task(found.client.complete())
+            await worker.got.wait()
+            assert (await found.client.complete()).status == 503
+            worker.go.set()
+            assert (await running).status == 200
+            idle(found)
 
     run(test)
 
@@ -211,15 +238,17 @@ def test_a_full_queue_and_a_late_place() -> None:
 def test_breaker_opens_and_the_worker_comes_back() -> None:
     async def test() -> None:
         health = HealthSettings(backoff_s=0.0, failures=2, open_s=1e-3, every_s=0.01, retries=1)
-        async with canned_workers("a", "b", a=says(500)) as (bad, good):
-            async with gateway(config_of([bad, good], health=health)) as found:
-                for _ in range(30):
-                    assert (await found.client.complete()).status == 200
-                assert len(bad.completions) < 30
-                bad.act = good.act
-                before = len(bad.completions)
-                while len(bad.completions) < before + 5:  # it is probed, and takes requests again
-                    assert (await found.client.complete()).status == 200
+        async with (
+            canned_workers("a", "b", a=says(500)) as (bad, good),
+            gateway(config_of([bad, good], health=health)) as found,
+        ):
+            for _ in range(30):
+                assert (await found.client.complete()).status == 200
+            assert len(bad.completions) < 30
+            bad.act = good.act
+            before = len(bad.completions)
+            while len(bad.completions) < before + 5:  # it is probed, and takes requests again
+                assert (await found.client.complete()).status == 200
 
     run(test)
 
@@ -262,6 +291,3 @@ def test_draining_finishes_what_runs() -> None:
             await closing
 
     run(test)
-
-
-assert FAST.retries

@@ -39,9 +39,7 @@ class Client:
     def __init__(self, url: str) -> None:
         self.upstream = Upstream(url)
 
-    async def ask(
-        self, method: str, path: str, body: Any = None, headers: Headers = (), key: str | None = None
-    ) -> Got:
+    async def ask(self, method: str, path: str, body: Any = None, headers: Headers = (), key: str | None = None) -> Got:
         raw = body if isinstance(body, bytes) else b"" if body is None else msgspec.json.encode(body)
         sent = [*headers, *([(b"content-type", b"application/json")] if body is not None else [])]
         if key is not None:

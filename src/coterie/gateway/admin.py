@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, unquote
 
 import msgspec
@@ -20,7 +21,10 @@ KNOWN = (
     "/routers, /reload"
 )
 MOST_DECISIONS = 10_000
-Endpoint = Callable[[Request, Responder], Awaitable[None] | None]
+
+
+Endpoint = Callable[[Request, Responder, str], None]
+T = TypeVar("T")
 
 
 class Admin:
@@ -32,13 +36,14 @@ class Admin:
     async def handle(self, request: Request, responder: Responder) -> None:
         path, method = request.path, request.method
         head, _, name = path[1:].partition("/")
-        ways = {
+        every: dict[str, dict[str, Endpoint]] = {
             "metrics": {"GET": self._metrics},
             "decisions": {"GET": self._decisions},
             "workers": {"DELETE": self._remove} if name else {"GET": self._workers, "POST": self._add},
             "routers": {"PUT": self._set_router} if name else {"GET": self._routers},
             "reload": {"POST": self._reloaded},
-        }.get(head)
+        }
+        ways = every.get(head)
         if ways is None or (name and head not in ("workers", "routers")):
             raise HttpError(404, f"{path[:200]} is not served here; known: {KNOWN}")
         way = ways.get("GET" if method == "HEAD" else method)
@@ -78,7 +83,7 @@ class Admin:
                 "pool": pool.name,
                 "open": pool.keeper.is_open(id),
                 "healthy": member.health.healthy,
-                "breaker": member.breaker.state,
+                "breaker": member.breaker.state(pool.clock()),
                 "running": pool.keeper.running(id),
                 "kv_events_connected": self.parts.knowledge.connected(pool.name, id),
             }
@@ -90,26 +95,23 @@ class Admin:
     def _add(self, request: Request, responder: Responder, _: str) -> None:
         entry = _read(request, WorkerEntry)
         self.parts.add_worker(entry)
-        self.parts.save()
         _send(responder, {"added": entry.id})
 
     def _remove(self, _: Request, responder: Responder, name: str) -> None:
         self.parts.remove_worker(name)
-        self.parts.save()
         _send(responder, {"removed": name})
 
     def _routers(self, _: Request, responder: Responder, __: str) -> None:
-        _send(responder, {name: pool.keeper.spec for name, pool in self.parts.pools.items()})
+        _send(responder, {name: pool.spec for name, pool in self.parts.pools.items()})
 
     def _set_router(self, request: Request, responder: Responder, name: str) -> None:
         """Swap a pool's router; what the body leaves out (the fit, the model) stays as it is."""
         if name not in self.parts.pools:
             raise UnknownNameError("pool", name, list(self.parts.pools))
-        before = msgspec.to_builtins(self.parts.pools[name].keeper.spec)
-        given = _read(request, dict)
+        before = msgspec.to_builtins(self.parts.pools[name].spec)
+        given = _read(request, dict[str, Any])
         spec = msgspec.convert({**before, "settings": {}, **given}, RouterSpec)
         self.parts.set_router(name, spec)
-        self.parts.save()
         _send(responder, {"pool": name, "router": spec.router, "settings": spec.settings})
 
     def _reloaded(self, _: Request, responder: Responder, __: str) -> None:
@@ -119,7 +121,7 @@ class Admin:
         _send(responder, {"reloaded": True})
 
 
-def _read(request: Request, kind: type) -> object:
+def _read(request: Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(request.body, type=kind)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:

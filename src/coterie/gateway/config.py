@@ -1,20 +1,18 @@
 """Settings of a gateway, as its YAML file has them. Attribute docstrings are the reference of the file.
 
-    listen: 127.0.0.1:8000
-    handshake: vllm
-    tokenizer: /models/Qwen3-30B-A3B
-    workers:
-      - {id: prefill-0, url: http://10.0.0.2:8000, role: prefill, kv_events: tcp://10.0.0.2:5557}
-      - {id: decode-0, url: http://10.0.0.3:8000, role: decode}
-      - {id: decode-1, url: http://10.0.0.4:8000, role: decode}
-    prefill: {router: joint}
-    decode: {router: latency_aware, fit: router.safetensors}
+listen: 127.0.0.1:8000
+handshake: vllm
+tokenizer: /models/Qwen3-30B-A3B
+workers:
+  - {id: prefill-0, url: http://10.0.0.2:8000, role: prefill, kv_events: tcp://10.0.0.2:5557}
+  - {id: decode-0, url: http://10.0.0.3:8000, role: decode}
+  - {id: decode-1, url: http://10.0.0.4:8000, role: decode}
+prefill: {router: joint}
+decode: {router: latency_aware, fit: router.safetensors}
 """
 
 from __future__ import annotations
 
-import ipaddress
-import os
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -22,15 +20,9 @@ from urllib.parse import urlsplit
 import msgspec
 import yaml
 
-from coterie.errors import (
-    ConfigError,
-    TraceError,
-    check_at_least,
-    check_input_file,
-    check_not_negative,
-    check_positive,
-)
+from coterie.errors import ConfigError, TraceError, check_at_least, check_input_file, check_not_negative, check_positive
 from coterie.gateway.fleet.spec import RouterSpec
+from coterie.net.access import is_loopback
 
 Role = Literal["prefill", "decode", "both"]
 Handshake = Literal["none", "vllm", "sglang"]
@@ -38,8 +30,6 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
 """Deepest nesting of a file: PyYAML's loader in C overflows the stack where lists nest 200,000 deep."""
-SECRET_VARIABLE = "COTERIE_FLEET_SECRET"
-WORKER_KEY_VARIABLE = "COTERIE_WORKER_KEY"
 
 
 class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -226,15 +216,6 @@ def check_role(handshake: Handshake, worker: WorkerEntry) -> None:
         raise ConfigError(f"worker {worker.id!r} needs bootstrap_port: SGLang's decode workers connect to it")
 
 
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def read_config(path: Path) -> GatewayConfig:
     """Raises TraceError or ConfigError in one line, whatever the file holds."""
     check_input_file(path)
@@ -266,10 +247,10 @@ def _value(text: str, path: Path) -> Any:
     depth = 0
     for event in yaml.parse(text, Loader=LOADER):
         if isinstance(event, yaml.AliasEvent):
-            raise TraceError(path, f"line {event.start_mark.line + 1}", "has an alias")
+            raise TraceError(path, _line(event), "has an alias")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            raise TraceError(path, f"line {event.start_mark.line + 1}", f"is nested more than {MAX_DEPTH} deep")
+            raise TraceError(path, _line(event), f"is nested more than {MAX_DEPTH} deep")
     node = yaml.compose(text, Loader=LOADER)
     _check_repeated(node, path)
     return yaml.load(text, Loader=LOADER)
@@ -290,6 +271,5 @@ def _check_repeated(node: Any, path: Path) -> None:
             _check_repeated(one, path)
 
 
-def secret_of(variable: str) -> str | None:
-    """A secret from the environment; an empty one is none."""
-    return os.environ.get(variable) or None
+def _line(event: Any) -> str:
+    return f"line {event.start_mark.line + 1}"

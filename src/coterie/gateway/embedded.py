@@ -11,10 +11,12 @@ from typing import NamedTuple
 from coterie.engines.tiny import tiny_model_path
 from coterie.engines.worker.embedded import EmbeddedWorker, embedded_fleet
 from coterie.errors import ConfigError
-from coterie.gateway.config import GatewayConfig, LimitSettings, WorkerEntry
+from coterie.gateway.config import GatewayConfig, LimitSettings, Role, WorkerEntry
+from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.access import FleetAccess
 
+OURS = "latency_aware"
 DECODERS = 3
 PLACES = 16
 
@@ -34,7 +36,7 @@ class EmbeddedFleet(NamedTuple):
         self,
         listen: str = "127.0.0.1:0",
         prefill: RouterSpec = RouterSpec("joint"),  # noqa: B008 (frozen)
-        decode: RouterSpec = RouterSpec("joint"),  # noqa: B008 (frozen)
+        decode: RouterSpec | None = None,
         limits: LimitSettings = LimitSettings(),  # noqa: B008 (frozen)
     ) -> GatewayConfig:
         """Config of a gateway in front of them."""
@@ -55,17 +57,26 @@ class EmbeddedFleet(NamedTuple):
             listen=listen,
             handshake="vllm",
             prefill=prefill,
-            decode=decode,
+            decode=decode_router(None) if decode is None else decode,
             tokenizer=str(tiny_model_path()),
             limits=limits,
         )
+
+
+def decode_router(name: str | None) -> RouterSpec:
+    """The router of the decode workers by its name. Those that need a fit get the one that ships with the model."""
+    spec = RouterSpec(OURS if name is None else name, fit=str(tiny_model_path() / "router.safetensors"))
+    FleetKeeper(spec)  # raises in a sentence what it lacks
+    return spec
 
 
 @contextlib.contextmanager
 def run_embedded(decoders: int = DECODERS) -> Iterator[EmbeddedFleet]:
     """One prefill and some decode workers, each a process; ended with the block, whatever ends it."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        workers = embedded_fleet(["prefill", *["decode"] * decoders], Path(folder))
+        roles: list[Role] = ["prefill"]
+        roles += ["decode"] * decoders
+        workers = embedded_fleet(roles, Path(folder))
         for worker in workers:
             stack.callback(_end, worker)
             worker.process.launch()

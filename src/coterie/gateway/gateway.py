@@ -22,13 +22,14 @@ from coterie.errors import ConfigError
 from coterie.gateway.access.keys import Caller, Keys
 from coterie.gateway.access.rates import Rates
 from coterie.gateway.admin import Admin
-from coterie.gateway.config import GatewayConfig, is_loopback
+from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import CHAT, COMPLETIONS, EMBEDDINGS, MAX_ID, Call, Outcome, make_call
 from coterie.gateway.exchange.flow import RETRY_AFTER, failed
-from coterie.gateway.fleet.waiting import Refused, WaitingQueue
+from coterie.gateway.fleet.waiting import RefusedError
 from coterie.gateway.observing import CLIENT_GONE, Watcher, outcome_of
 from coterie.gateway.parts import Parts
 from coterie.gateway.signals.knowledge import NOTHING
+from coterie.net.access import is_loopback
 from coterie.net.http1.messages import Headers, HttpError, Limits, Request
 from coterie.net.http1.responder import Responder
 from coterie.net.http1.upstream import UpstreamError
@@ -42,6 +43,8 @@ LEAST_BODY = 1 << 16
 DEFAULT_BODY = 4 << 20
 """Limit of bodies while no worker has told its context length."""
 ADMIN_BODY = 1 << 16
+REFUSALS = {"full": "queue_full", "late": "queue_deadline", "closed": "draining"}
+"""Reason of the waiting line → reason in the metrics."""
 OPEN = Caller("", admin=True)
 """Caller on a loopback address without keys."""
 
@@ -55,7 +58,6 @@ class Gateway:
         self.draining = False
         self.keys: Keys | None = None
         self.rates = Rates()
-        self.body_limit = DEFAULT_BODY
         self._admin = Admin(parts, reload)
         self._in_flight: set[str] = set()
         self._salts: dict[str, str] = {}
@@ -63,17 +65,10 @@ class Gateway:
 
     def configure(self, config: GatewayConfig) -> None:
         """Take over keys and limits of a config. Raises ConfigError and changes nothing if it cannot be used."""
-        keys = None if config.keys is None else Keys.load(config.keys)
-        if keys is None and not config.loopback:
-            raise ConfigError(
-                f"listen={config.listen} can be reached from other machines: set keys to a file of API keys "
-                "(coterie serve --new-key NAME makes one), or listen on 127.0.0.1"
-            )
-        self.config, self.keys = config, keys
+        self.config, self.keys = config, check_access(config)
         limits = config.limits
-        self.queue: WaitingQueue = self.parts.queue
         self.http_limits = Limits(
-            body_bytes=limits.body_bytes or self.body_limit,
+            body_bytes=self.body_limit,
             head_s=limits.head_s,
             body_s=limits.body_s,
             write_s=limits.write_s,
@@ -81,9 +76,13 @@ class Gateway:
             connections_per_peer=limits.connections_per_peer,
         )
 
-    def learn_context(self, tokens: int) -> None:
-        """Bound bodies by the context length of the models."""
-        self.body_limit = max(LEAST_BODY, tokens * BYTES_PER_TOKEN + LEAST_BODY)
+    @property
+    def body_limit(self) -> int:
+        """Largest body: as configured, else by the context length of the workers."""
+        if self.config.limits.body_bytes is not None:
+            return self.config.limits.body_bytes
+        tokens = self.parts.context_tokens
+        return LEAST_BODY + tokens * BYTES_PER_TOKEN if tokens else DEFAULT_BODY
 
     # ------------------------------------------------------------------------------------------------- before the body
 
@@ -106,14 +105,16 @@ class Gateway:
         if self.draining:
             error = HttpError(503, "the gateway is shutting down", "draining", headers=RETRY_AFTER)
             raise self._rejected("draining", error)
-        return self.config.limits.body_bytes or self.body_limit
+        return self.body_limit
 
     def _caller(self, request: Request) -> Caller:
         if self.keys is not None:
             caller = self.keys.check(request.header(b"authorization"))
             if caller is None:
                 error = HttpError(
-                    401, "a known API key is needed: Authorization: Bearer KEY", headers=[(b"www-authenticate", b"Bearer")]
+                    401,
+                    "a known API key is needed: Authorization: Bearer KEY",
+                    headers=[(b"www-authenticate", b"Bearer")],
                 )
                 raise self._rejected("key", error)
             return caller
@@ -149,17 +150,20 @@ class Gateway:
         call = self._call(request)
         found = Outcome(500)
         try:
-            async with self.queue.place(self.config.limits.queue_s), asyncio.timeout(self.config.limits.total_s):
-                watcher.metrics.queue_seconds.observe(time.monotonic() - started)
+            limits = self.config.limits
+            async with self.parts.line.place(limits.queue_s) as waited_s, asyncio.timeout(limits.total_s):
+                watcher.metrics.queue_seconds.observe(waited_s)
                 if call.path == EMBEDDINGS:
                     found = await self.parts.plain.serve(call, responder, NOTHING)
                 else:
                     known = await self.parts.knowledge.known(call)
                     found = await self.parts.flow.serve(call, responder, known)
-        except Refused as refused:
+        except RefusedError as refused:
             found = Outcome(refused.status, problem=str(refused))
-            watcher.metrics.rejected.inc("queue_full" if refused.status == 429 else "queue_deadline")
-            after: Headers = [(b"retry-after", str(max(1, round(refused.retry_after_s))).encode())]
+            watcher.metrics.rejected.inc(
+                {"full": "queue_full", "late": "queue_deadline"}.get(refused.reason, "draining")
+            )
+            after: Headers = [(b"retry-after", str(refused.retry_after_s).encode())]
             raise HttpError(refused.status, str(refused), "overloaded", headers=after) from None
         except HttpError as error:
             found = Outcome(error.status, problem=str(error))
@@ -179,11 +183,7 @@ class Gateway:
         caller: Caller = request.context
         try:
             call = make_call(
-                request.path,
-                request.body,
-                headers=request.headers,
-                caller=caller.name,
-                salt=self._salt(caller),
+                request.path, request.body, headers=request.headers, caller=caller.name, salt=self._salt(caller)
             )
             given = request.header(REQUEST_ID)
             if given is not None:
@@ -220,6 +220,17 @@ class Gateway:
             responder.send(answer.status, body)
             return
         raise problem
+
+
+def check_access(config: GatewayConfig) -> Keys | None:
+    """The keys of a config. Raises ConfigError if others could reach the gateway without one."""
+    keys = None if config.keys is None else Keys.load(config.keys)
+    if keys is None and not config.loopback:
+        raise ConfigError(
+            f"listen={config.listen} can be reached from other machines: set keys to a file of API keys "
+            "(coterie serve --new-key NAME makes one), or listen on 127.0.0.1"
+        )
+    return keys
 
 
 def _checked_id(given: bytes) -> str:

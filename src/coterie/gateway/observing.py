@@ -65,7 +65,7 @@ class Watcher:
     def not_handed_over(self) -> None:
         self.metrics.handoffs.inc("prefill_failed")
 
-    def handed_over(self, call: Call, footprint: WireFootprint | None, problem: str | None) -> None:
+    def handed_over(self, footprint: WireFootprint | None, problem: str | None) -> None:
         self.metrics.handoffs.inc("ok")
         if problem is not None:
             self.metrics.footprints.inc("damaged")

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import random
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
-from coterie import __version__
 from coterie.errors import ConfigError, UnknownNameError
-from coterie.gateway.config import (
-    SECRET_VARIABLE,
-    WORKER_KEY_VARIABLE,
-    GatewayConfig,
-    WorkerEntry,
-    check_role,
-    secret_of,
-)
+from coterie.gateway.config import GatewayConfig, WorkerEntry, check_role
 from coterie.gateway.exchange.flow import Flow
 from coterie.gateway.exchange.plain import PlainFlow
 from coterie.gateway.exchange.pool import Member, Pool
@@ -27,13 +19,14 @@ from coterie.gateway.exchange.sglang_pair import SglangPairFlow
 from coterie.gateway.exchange.vllm_pair import VllmPairFlow
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.fleet.spec import RouterSpec
-from coterie.gateway.fleet.waiting import WaitingQueue
+from coterie.gateway.fleet.waiting import WaitingLine
 from coterie.gateway.observing import Watcher
 from coterie.gateway.signals.knowledge import Knowledge
 from coterie.gateway.watching.decisions import Decisions
 from coterie.gateway.watching.logs import Log
 from coterie.gateway.watching.metrics import BREAKER_STATES, Metrics
 from coterie.gateway.watching.spans import Spans
+from coterie.net.access import FleetAccess
 from coterie.net.http1.upstream import UpstreamError
 
 PREFILL, DECODE = "prefill", "decode"
@@ -43,19 +36,20 @@ MODELS_BYTES = 1 << 20
 class Parts:
     """Everything but HTTP. Make it in a running event loop, `start` it, `close` it."""
 
-    def __init__(self, config: GatewayConfig, log: Log | None = None) -> None:
+    def __init__(self, config: GatewayConfig, log: Log | None = None, access: FleetAccess | None = None) -> None:
+        """`access` are the fleet's secrets; None takes those of the environment."""
         self.config = config
-        self.metrics = Metrics(__version__)
+        self.access = FleetAccess.read() if access is None else access
+        self.metrics = Metrics(version("coterie"))
         self.decisions = Decisions(config.decisions)
         self.log = Log(requests=config.log_requests) if log is None else log
         self.spans = Spans.from_environment()
         self.watcher = Watcher(self.metrics, self.decisions, self.log)
-        self.worker_key = secret_of(WORKER_KEY_VARIABLE)
-        self.queue = WaitingQueue(config.limits.in_flight, config.limits.waiting)
+        self.line = WaitingLine(config.limits.in_flight, config.limits.waiting)
         self.pools = {DECODE: Pool(DECODE, FleetKeeper(config.decode))}
         if config.handshake != "none":
             self.pools[PREFILL] = Pool(PREFILL, FleetKeeper(config.prefill))
-        self.knowledge = Knowledge(config, list(self.pools), secret_of(SECRET_VARIABLE))
+        self.knowledge = Knowledge(config, list(self.pools), self.access.secret)
         self.plain = PlainFlow(self.pools[DECODE], config, self.knowledge, self.watcher)
         self.flow: Flow = self.plain
         if config.handshake != "none":
@@ -101,7 +95,7 @@ class Parts:
                 return
             self.remove_worker(entry.id)
         for pool in self.pools_of(entry):
-            member = Member(entry, self.config, self.worker_key)
+            member = Member(entry, self.config, self.access.key, pool.rng, pool.clock())
             pool.add(member, held)
             self.knowledge.join(pool.name, pool.keeper.row_of(entry.id), entry)
             check = self._watch_health(pool, member)
@@ -113,10 +107,9 @@ class Parts:
         self.find(worker_id)
         for pool in self.pools.values():
             if worker_id in pool.members:
-                member = pool.remove(worker_id)
-                self.knowledge.leave(pool.name, worker_id)
+                self.knowledge.leave(pool.name, pool.keeper.row_of(worker_id), worker_id)
+                pool.remove(worker_id)
                 self._checks.pop((pool.name, worker_id)).cancel()
-                member.draining = True
                 self.log.worker(worker_id, pool.name, "left")
         self.metrics.forget_worker(worker_id)
 
@@ -139,22 +132,49 @@ class Parts:
             raise ConfigError("a router is given as {router: NAME, settings: {…}}")
         self.pools[pool].keeper.reload(spec)
 
+    def reconfigure(self, config: GatewayConfig) -> None:
+        """Take over workers, routers and limits. Raises ConfigError and changes nothing if a router cannot be made."""
+        before = self.config
+        specs = {DECODE: config.decode, PREFILL: config.prefill}
+        for entry in config.workers:
+            check_role(config.handshake, entry)
+            self.knowledge.held(entry)
+        done: list[str] = []
+        try:
+            for name in self.pools:
+                if specs[name] != self.pools[name].spec:
+                    self.set_router(name, specs[name])
+                    done.append(name)
+        except ConfigError:
+            for name in done:
+                self.set_router(name, {DECODE: before.decode, PREFILL: before.prefill}[name])
+            raise
+        self.config = config
+        self.line.set_limits(config.limits.in_flight, config.limits.waiting)
+        for flow in (self.plain, self.flow):
+            flow.configure(config)
+        wanted = {entry.id: entry for entry in config.workers}
+        for entry in self.entries():
+            if wanted.get(entry.id) != entry:
+                self.remove_worker(entry.id)
+        for entry in config.workers:
+            self.add_worker(entry)
+
     # --------------------------------------------------------------------------------------------------------- health
 
     async def _watch_health(self, pool: Pool, member: Member) -> None:
         """Ask a worker in turn whether it is well, for as long as it is in the pool."""
-        settings, rng = self.config.health, random.Random()
         told = False
         while True:
-            well = await self._is_well(member, settings.timeout_s)
+            well = await self._is_well(member, self.config.health.timeout_s)
             if pool.checked(member, well):
                 state = "healthy" if member.health.healthy else "unhealthy"
                 self.log.worker(member.entry.id, pool.name, state)
                 if state == "unhealthy":
-                    self.knowledge.restarted(pool.name, member.entry.id)
+                    self.knowledge.restarted(pool.name, pool.keeper.row_of(member.entry.id), member.entry.id)
             if well and not told:
                 told = await self._learn_context(member)
-            await asyncio.sleep(settings.every_s * rng.uniform(0.8, 1.2))
+            await asyncio.sleep(member.health.next_check_s - pool.clock())
 
     async def _is_well(self, member: Member, timeout_s: float) -> bool:
         try:
@@ -181,18 +201,16 @@ class Parts:
     def _gauges(self) -> None:
         """Values that others keep are read when metrics are collected."""
         metrics = self.metrics
-        metrics.in_flight.read = lambda: {(): float(self.queue.in_flight)}
-        metrics.queue_length.read = lambda: {(): float(self.queue.waiting)}
+        metrics.in_flight.read = lambda: {(): float(self.line.in_use)}
+        metrics.queue_length.read = lambda: {(): float(self.line.waiting)}
         metrics.worker_running.read = functools.partial(self._each, _running)
         metrics.worker_places.read = functools.partial(self._each, lambda _, member: float(member.entry.places))
         metrics.worker_healthy.read = functools.partial(self._each, lambda _, member: float(member.health.healthy))
-        metrics.breaker_state.read = functools.partial(self._each, lambda _, one: BREAKER_STATES[one.breaker.state])
+        metrics.breaker_state.read = functools.partial(self._each, _breaker)
         metrics.distinct_experts.read = functools.partial(self._each, _distinct)
 
     def _each(self, value: Any) -> dict[tuple[str, ...], float]:
-        return {
-            (id,): value(pool, member) for pool in self.pools.values() for id, member in pool.members.items()
-        }
+        return {(id,): value(pool, member) for pool in self.pools.values() for id, member in pool.members.items()}
 
 
 class _Card(msgspec.Struct):
@@ -205,6 +223,10 @@ class _Models(msgspec.Struct):
 
 def _running(pool: Pool, member: Member) -> float:
     return float(pool.keeper.running(member.entry.id))
+
+
+def _breaker(pool: Pool, member: Member) -> float:
+    return BREAKER_STATES[member.breaker.state(pool.clock())]
 
 
 def _distinct(pool: Pool, member: Member) -> float:

@@ -3,35 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
-from coterie import __version__
 from coterie.errors import ConfigError, InputError
 from coterie.gateway.config import GatewayConfig, read_config
-from coterie.gateway.gateway import Gateway
+from coterie.gateway.fleet.keeper import FleetKeeper
+from coterie.gateway.gateway import Gateway, check_access
 from coterie.gateway.parts import Parts
 from coterie.gateway.watching.logs import Log
+from coterie.net.access import FleetAccess
 from coterie.net.http1.server import HttpServer
 from coterie.net.listening import bind
 
 FIXED = ("listen", "handshake", "tokenizer", "block_size", "placement", "predictor", "state", "decisions")
 """Settings that a reload cannot change."""
-Ready = Callable[[str, asyncio.Event], None]
-"""Called once with the URL, and with the event that stops the gateway."""
+Ready = Callable[[str, Callable[[], None]], None]
+"""Called once with the URL, and with a function that stops the gateway, from any thread."""
 
 
-def run_gateway(config: GatewayConfig, path: Path | None, ready: Ready, log: Log | None = None) -> None:
+def check_config(config: GatewayConfig) -> None:
+    """Raise ConfigError for what would only show when the gateway starts: keys, routers, a tokenizer."""
+    check_access(config)
+    specs = [config.decode] if config.handshake == "none" else [config.decode, config.prefill]
+    for spec in specs:
+        keeper = FleetKeeper(spec)
+        for worker in config.workers:
+            keeper.join(worker.id, worker.places, worker.speed)
+
+
+def run_gateway(
+    config: GatewayConfig, path: Path | None, ready: Ready, log: Log | None = None, access: FleetAccess | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT. `path` is the config file, read again at a reload."""
     host, port = config.address
     listener = bind(host, port)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(serve(config, path, listener, ready, log))
+        runner.run(serve(config, path, listener, ready, log, access))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -43,16 +58,21 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def serve(
-    config: GatewayConfig, path: Path | None, listener: socket.socket, ready: Ready, log: Log | None = None
+    config: GatewayConfig,
+    path: Path | None,
+    listener: socket.socket,
+    ready: Ready,
+    log: Log | None = None,
+    access: FleetAccess | None = None,
 ) -> None:
-    running = Running(config, path, log)
+    running = Running(config, path, log, access)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, running.stop, stop)
     loop.add_signal_handler(signal.SIGHUP, running.try_reload)
     try:
         await running.start(listener)
-        ready(running.url, stop)
+        ready(running.url, lambda: _ask(loop, running, stop))
         await stop.wait()
     finally:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -60,12 +80,19 @@ async def serve(
         await running.close()
 
 
+def _ask(loop: asyncio.AbstractEventLoop, running: Running, stop: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # it has ended already
+        loop.call_soon_threadsafe(running.stop, stop)
+
+
 class Running:
     """A gateway with its server."""
 
-    def __init__(self, config: GatewayConfig, path: Path | None = None, log: Log | None = None) -> None:
+    def __init__(
+        self, config: GatewayConfig, path: Path | None = None, log: Log | None = None, access: FleetAccess | None = None
+    ) -> None:
         self.path = path
-        self.parts = Parts(config, log)
+        self.parts = Parts(config, log, access)
         self.gateway = Gateway(self.parts, self.reload)
         self.server = HttpServer(self.gateway.handle, self.gateway.http_limits, self.gateway.check_head)
         self.url = ""
@@ -77,8 +104,8 @@ class Running:
         await self.parts.start()
         self._gauges()
         await self.server.start(listener)
-        pools = {name: pool.keeper.spec.router for name, pool in self.parts.pools.items()}
-        self.parts.log.started(self.url, __version__, pools, len(self.parts.entries()))
+        pools = {name: pool.spec.router for name, pool in self.parts.pools.items()}
+        self.parts.log.started(self.url, version("coterie"), pools, len(self.parts.entries()))
         for warning in () if self.gateway.keys is None else self.gateway.keys.warnings:
             self.parts.log.warning(warning)
 
@@ -90,11 +117,12 @@ class Running:
         self.server.pause()
         stopped.set()
 
-    async def close(self) -> None:
+    async def close(self, drain_s: float | None = None) -> None:
+        """Finish what runs, for as long as a drain may take, and end."""
         started = time.monotonic()
         self.gateway.draining = True
-        await self.server.close(self._drain_s)
-        cut = self.parts.queue.in_flight
+        await self.server.close(self._drain_s if drain_s is None else drain_s)
+        cut = self.parts.line.in_use
         await self.parts.close()
         self.parts.log.stopped("asked to", cut, time.monotonic() - started)
         self.parts.log.close()

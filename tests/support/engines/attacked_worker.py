@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, cast
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.embedded import EmbeddedEngine
-from coterie.engines.worker.launch import bind
 from coterie.engines.worker.model import PackedModel
 from coterie.engines.worker.numpy_model import NumpyModel
 from coterie.engines.worker.server import Server
+from coterie.net.listening import bind
 
 BLOCKS, BLOCK_SIZE = 128, 16
 SECRET = "a secret that all workers of this fleet share"

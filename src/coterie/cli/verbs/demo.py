@@ -46,15 +46,15 @@ def demo_command(
         routers.check(name)
     with reporting("Starting", lines=True) as report:
         result = run_demo(seed, requests, folder, report, names)
-    if json:
-        print_json({**result._asdict(), "rows": [row._asdict() for row in result.rows]})
-    else:
-        _print(result)
+    print_result(result, json)
     if not result.same_tokens:
         raise typer.Exit(1)
 
 
-def _print(result: DemoResult) -> None:
+def print_result(result: DemoResult, json: bool) -> None:
+    if json:
+        print_json({**result._asdict(), "rows": [row._asdict() for row in result.rows]})
+        return
     set_width()
     out.print(
         f"\nOne prefill and {len(result.rows[0].requests)} decode workers served {result.model}, a trained "

@@ -27,13 +27,14 @@ from safetensors.numpy import load, save
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.engines.worker.config import Role, WorkerConfig
 from coterie.engines.worker.engine import Engine
-from coterie.engines.worker.launch import bind, open_streams
+from coterie.engines.worker.launch import open_streams
 from coterie.engines.worker.model import PackedModel
 from coterie.engines.worker.numpy_model import NumpyModel
 from coterie.engines.worker.server import Server
 from coterie.engines.worker.transfer import VERSION, Prefilled
 from coterie.errors import InputError
 from coterie.net.access import FleetAccess
+from coterie.net.listening import bind
 from coterie.net.processes import ServerProcess, free_port
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import socket
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -12,6 +10,7 @@ from typing import NamedTuple
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.events import EventStream
 from coterie.errors import UnavailableError
+from coterie.net.listening import bind
 from coterie.wire.expert_events import TOPIC as EXPERT_TOPIC
 
 KV_TOPIC = b"kv"
@@ -59,20 +58,3 @@ def check_requirements() -> None:
     missing = [module for module in NEEDS if find_spec(module) is None]
     if missing:
         raise UnavailableError(f"the worker needs {', '.join(missing)}: pip install 'coterie[torch]'")
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that has the port but does not listen yet: until the worker is ready, clients are refused."""
-    try:
-        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (socket.gaierror, UnicodeError) as error:
-        raise UnavailableError(f"host {host!r}: {error}") from None
-    listener = socket.socket(family, kind, number)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        hint = "; choose another --port, or stop what uses it" if error.errno == errno.EADDRINUSE else ""
-        raise UnavailableError(f"{host}:{port}: {error.strerror}{hint}") from None
-    return listener

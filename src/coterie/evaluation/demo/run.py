@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,26 +23,22 @@ from matplotlib.figure import Figure
 from coterie.costs.presets import step_model
 from coterie.engines.tiny import TINY
 from coterie.engines.vllm.recording import EventSink
-from coterie.engines.worker.config import Role
-from coterie.engines.worker.embedded import embedded_fleet
 from coterie.errors import ConfigError, InputError
 from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, run_loop
 from coterie.evaluation.demo.runs import REFERENCE_SHAPE, LoopResult, predicted_step_ms
 from coterie.evaluation.figures import Theme, write_figure
+from coterie.gateway.embedded import DECODERS, OURS, EmbeddedFleet, run_embedded
 from coterie.models import get_model
-from coterie.net.processes import ServerProcess
 from coterie.prompts import load_prompts, take_in_turn
 from coterie.traces import ActivationTrace
 
-DECODERS = 3
 DOMAINS = ("code", "legal", "math")
 """As many as decoders, so that a router can give each a domain: the effect shows in a short run."""
 BASELINES = ("round_robin", "join_shortest_queue")
-OURS = "latency_aware"
 IN_FLIGHT = 8
 """Per decode worker: of coterie-tiny's 32 experts a layer, a mixed batch of 8 touches about half."""
 MAX_TOKENS = 20
-FIGURE, TRACE = "routing", "trace"
+FIGURE, TRACE, FIT = "routing", "trace", "router.safetensors"
 SOURCE = "coterie demo"
 """Engine named in the trace that the demo leaves."""
 Report = Callable[[str, int, int], None]
@@ -84,36 +79,11 @@ class DemoResult(NamedTuple):
     figure: str
     trace: str
     """Folder of the trace of all requests, fitted and served."""
+    fit: str
+    """File of the fitted router."""
     verdict: str
     next: str
     wall_s: float
-
-
-class _Workers(NamedTuple):
-    prefill: str
-    decoders: list[DecodeWorker]
-    key: str | None
-
-
-@contextlib.contextmanager
-def reference_fleet(decoders: int = DECODERS) -> Iterator[_Workers]:
-    """One prefill and some decode workers of coterie-tiny on NumPy; ended with the block, whatever ends it."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        decode: list[Role] = ["decode"] * decoders
-        workers = embedded_fleet(["prefill", *decode], Path(folder))
-        for worker in workers:
-            stack.callback(_end, worker.process)
-            worker.process.launch()
-        for worker in workers:
-            worker.process.wait_ready()
-        access = workers[0].access
-        described = [DecodeWorker(one.url, one.expert_events, secret=access.secret) for one in workers[1:]]
-        yield _Workers(workers[0].url, described, access.key)
-
-
-def _end(server: ServerProcess) -> None:
-    with contextlib.suppress(ConfigError):  # it may not have been started
-        server.kill()
 
 
 def run_demo(
@@ -122,10 +92,12 @@ def run_demo(
     out: str | Path = "out",
     report: Report | None = None,
     routers: tuple[str, ...] = (OURS,),
+    fleet: EmbeddedFleet | None = None,
 ) -> DemoResult:
-    """Start the workers, close the loop, end the workers, write the trace and the figure into `out`.
+    """Close the loop on a fleet, write the trace and the figure into `out`.
 
-    `routers` are compared with the baselines. A trace that the folder holds from an earlier run is replaced.
+    `routers` are compared with the baselines. A trace that the folder holds from an earlier run is replaced. Without
+    `fleet` one is started, and ended before the results are written.
     """
     report = report or (lambda *_: None)
     started = time.perf_counter()
@@ -135,12 +107,18 @@ def run_demo(
     settings = LoopSettings(
         in_flight=IN_FLIGHT, max_tokens=MAX_TOKENS, routers=tuple(dict.fromkeys((*BASELINES, *routers))), seed=seed
     )
-    report(f"Starting one prefill and {DECODERS} decode workers", 0, 1)
-    with reference_fleet() as workers:
-        result = asyncio.run(run_loop([workers.prefill], workers.decoders, prompts, settings, report, workers.key))
+    with contextlib.ExitStack() as stack:
+        if fleet is None:
+            report(f"Starting one prefill and {DECODERS} decode workers", 0, 1)
+            fleet = stack.enter_context(run_embedded())
+        prefill, *decode = fleet.workers
+        secret, key = fleet.access.secret, fleet.access.key
+        described = [DecodeWorker(one.url, one.expert_events, secret=secret) for one in decode]
+        result = asyncio.run(run_loop([prefill.url], described, prompts, settings, report, key))
     rows = _rows(result, seed)
     folder.mkdir(parents=True, exist_ok=True)
     _save_trace(result, folder / TRACE)
+    result.fitted.save(folder / FIT)
     figure = write_figure(lambda canvas, theme: _draw(canvas, theme, rows), folder, FIGURE, 3.4)[-1]
     first = result.runs[0]
     return DemoResult(
@@ -155,6 +133,7 @@ def run_demo(
         hardware="H200",
         figure=str(figure),
         trace=str(folder / TRACE),
+        fit=str(folder / FIT),
         verdict=_verdict(rows),
         next=f"coterie inspect {folder / TRACE}",
         wall_s=time.perf_counter() - started,

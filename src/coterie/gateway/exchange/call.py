@@ -6,7 +6,7 @@ What a client may not decide is taken out of its body here: where KV comes from,
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -34,6 +34,9 @@ MAX_ID = 256
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 
 
+Pairs = Sequence[tuple[bytes, bytes]]
+
+
 class Sink(Protocol):
     """Where an answer goes: a client's connection, or a buffer."""
 
@@ -41,10 +44,10 @@ class Sink(Protocol):
     def started(self) -> bool: ...
 
     def send(
-        self, status: int, body: bytes = b"", content_type: bytes = b"application/json", headers: Headers = ...
+        self, status: int, body: bytes = b"", content_type: bytes = b"application/json", headers: Pairs = ...
     ) -> None: ...
 
-    def start(self, status: int, headers: Headers, length: int | None = None) -> None: ...
+    def start(self, status: int, headers: Pairs, length: int | None = None) -> None: ...
 
     def write(self, data: bytes) -> None: ...
 
@@ -117,13 +120,13 @@ class Collected:
         return b"".join(self.pieces)
 
     def send(
-        self, status: int, body: bytes = b"", content_type: bytes = b"application/json", headers: Headers = ()
+        self, status: int, body: bytes = b"", content_type: bytes = b"application/json", headers: Pairs = ()
     ) -> None:
         self.start(status, [(b"content-type", content_type), *headers], len(body))
         self.pieces.append(body)
         self.end()
 
-    def start(self, status: int, headers: Headers, length: int | None = None) -> None:
+    def start(self, status: int, headers: Pairs, length: int | None = None) -> None:
         del length
         self.status, self.headers, self.started = status, list(headers), True
 
@@ -156,7 +159,7 @@ def make_call(
     data: bytes,
     *,
     request_id: str | None = None,
-    headers: Headers = (),
+    headers: Pairs = (),
     caller: str = "",
     salt: str | None = None,
     body: Mapping[str, Any] | None = None,

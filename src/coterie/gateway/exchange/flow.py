@@ -15,7 +15,7 @@ from coterie.gateway.exchange.call import Call, Outcome, Sink
 from coterie.gateway.exchange.pool import Member, Pool, Sent
 from coterie.gateway.exchange.relay import Relayed, is_stream, pass_stream, pass_whole
 from coterie.gateway.fleet.keeper import Choice
-from coterie.gateway.signals.knowledge import Known, Knowledge
+from coterie.gateway.signals.knowledge import Knowledge, Known
 from coterie.net.http1.messages import Headers, HttpError
 from coterie.net.http1.upstream import Answer, UpstreamError
 from coterie.routing.base import Request
@@ -44,7 +44,7 @@ class Observer(Protocol):
         """No prefill worker answered: a decode worker computes the prompt."""
         ...
 
-    def handed_over(self, call: Call, footprint: WireFootprint | None, problem: str | None) -> None: ...
+    def handed_over(self, footprint: WireFootprint | None, problem: str | None) -> None: ...
 
 
 class Delivered(NamedTuple):
@@ -59,9 +59,13 @@ class Flow(ABC):
     """Base of the ways through the fleet. Subclasses define `serve`."""
 
     def __init__(self, config: GatewayConfig, knowledge: Knowledge, observer: Observer) -> None:
-        self.limits, self.health = config.limits, config.health
+        self.configure(config)
         self.knowledge, self.observer = knowledge, observer
         self._rng = random.Random()
+
+    def configure(self, config: GatewayConfig) -> None:
+        """Take over limits; requests that run keep theirs in part."""
+        self.limits, self.health = config.limits, config.health
 
     @abstractmethod
     async def serve(self, call: Call, sink: Sink, known: Known) -> Outcome:

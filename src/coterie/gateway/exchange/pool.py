@@ -18,6 +18,7 @@ from coterie.gateway.fleet.breaker import Attempt, Breaker, BreakerSettings
 from coterie.gateway.fleet.health import Health, HealthSettings
 from coterie.gateway.fleet.keeper import Choice, FleetKeeper
 from coterie.gateway.fleet.pool import Held
+from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.messages import Headers
 from coterie.net.http1.upstream import Upstream, UpstreamLimits
 from coterie.routing.base import Request
@@ -81,6 +82,12 @@ class Pool:
 
     def __len__(self) -> int:
         return len(self.members)
+
+    @property
+    def spec(self) -> RouterSpec:
+        """The router in use."""
+        spec = self.keeper.spec
+        return spec if isinstance(spec, RouterSpec) else RouterSpec("custom")
 
     def add(self, member: Member, held: Held | None = None) -> None:
         entry = member.entry

@@ -118,7 +118,7 @@ class VllmPairFlow(Flow):
                     return Outcome(status, None, sent.member.entry.id, reason=sent.choice.decision.reason)
                 data = await answer.read(self.limits.answer_bytes)
                 if status == 200:
-                    handoff = self._read(sent.member, call, data)
+                    handoff = self._read(sent.member, data)
                     ok = True
                     self.knowledge.routed(self.prefill, sent.choice.row, known)
                     return handoff
@@ -134,7 +134,7 @@ class VllmPairFlow(Flow):
         self.observer.not_handed_over()
         return None
 
-    def _read(self, member: Member, call: Call, data: bytes) -> Handoff:
+    def _read(self, member: Member, data: bytes) -> Handoff:
         """Raises UpstreamError for an answer that is no completion; a damaged footprint is counted and left out."""
         try:
             answer = msgspec.json.decode(data, type=_Prefilled)
@@ -148,7 +148,7 @@ class VllmPairFlow(Flow):
             problem = str(error)
         if footprint is not None and (wrong := self.knowledge.refuses(footprint)) is not None:
             footprint, problem = None, wrong
-        self.observer.handed_over(call, footprint, problem)
+        self.observer.handed_over(footprint, problem)
         tokens = 0 if answer.usage is None else answer.usage.prompt_tokens
         return Handoff(member, without_footprint(params), footprint, tokens)
 
@@ -176,7 +176,9 @@ class VllmPairFlow(Flow):
 
     async def _delete(self, member: Member, key: str) -> None:
         try:
-            answer = await member.upstream.send("DELETE", f"/kv/{quote(key, safe='')}", member.headers, head_s=self.limits.connect_s)
+            answer = await member.upstream.send(
+                "DELETE", f"/kv/{quote(key, safe='')}", member.headers, head_s=self.limits.connect_s
+            )
             await answer.read()
         except UpstreamError:
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,14 +131,13 @@ class Knowledge:
         if found.ids is None:
             text = keys_of_body(call.body)
             return Known(None, text.tokens, salt, text)
-        text = keys_of_ids(found.ids, salt) if any(self._guessed.values()) else None
-        return Known(found.ids, len(found.ids), salt, text)
+        by_ids = keys_of_ids(found.ids, salt) if any(self._guessed.values()) else None
+        return Known(found.ids, len(found.ids), salt, by_ids)
 
-    def wanted(
-        self, pool: Rows, call: Asked, known: Known, footprint: WireFootprint | None
-    ) -> tuple[Request, str]:
+    def wanted(self, pool: Rows, call: Asked, known: Known, footprint: WireFootprint | None) -> tuple[Request, str]:
         """What the router is told, and where its footprint came from."""
-        counts, source = None, "none"
+        counts: NDArray[Any] | None = None
+        source = "none"
         if footprint is not None:
             counts, source = footprint.counts, "answer"
         elif known is not NOTHING and self.footprints.shape is not None:
@@ -186,4 +185,5 @@ def _footprints(config: GatewayConfig) -> Footprints:
     if config.decode.fit is None:
         return Footprints(predictor=predictor)
     fit = RouterFit.load(config.decode.fit)
-    return Footprints(fit.learned.shape, fit.learned.top_k, predictor=predictor, popularity=popularity_of(fit))
+    shape = (fit.num_layers, fit.num_experts)
+    return Footprints(shape, fit.learned.top_k, predictor=predictor, popularity=popularity_of(fit))

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 
@@ -83,7 +84,7 @@ class Counters:
 class Request:
     """One request, with its whole body (empty while its head is checked)."""
 
-    __slots__ = ("body", "headers", "method", "path", "peer", "query")
+    __slots__ = ("body", "context", "headers", "method", "path", "peer", "query")
 
     def __init__(self, method: str, path: str, query: str, headers: Headers, body: bytes, peer: str) -> None:
         self.method = method
@@ -94,6 +95,8 @@ class Request:
         self.body = body
         self.peer = peer
         """IP address of the client."""
+        self.context: Any = None
+        """What the check of the head wants the handler to know."""
 
     def header(self, name: bytes) -> bytes | None:
         """First value of a header, by its name in lower case."""

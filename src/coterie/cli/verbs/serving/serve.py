@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +13,9 @@ import typer
 from rich.markup import escape
 
 from coterie.cli.output import JsonOption, out, print_json, print_verdict
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
-    import asyncio
-
     from coterie.evaluation.demo.serving import FirstCompletion
     from coterie.gateway.config import GatewayConfig
     from coterie.gateway.embedded import EmbeddedFleet
@@ -52,9 +50,7 @@ def serve_command(
     folder: Annotated[
         Path, typer.Option("--out", help="With --demo: folder to write the figure and the recorded trace to.")
     ] = Path("out"),
-    check: Annotated[
-        bool, typer.Option("--check", help="Read the config, say what it would serve, and end.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Read the config, say what it would serve, and end.")] = False,
     new_key: Annotated[
         str | None, typer.Option("--new-key", help="Print a new API key of this name and the line to store, and end.")
     ] = None,
@@ -105,6 +101,7 @@ def _serve_file(path: Path, check: bool, json: bool) -> None:
 def _serve_embedded(port: int | None, router: str | None, demo: bool, folder: Path, check: bool, json: bool) -> None:
     from coterie.gateway.embedded import decode_router, run_embedded
     from coterie.gateway.serve import check_config, run_gateway
+    from coterie.gateway.watching.logs import Log
 
     spec = decode_router(router)
     if check:
@@ -113,12 +110,15 @@ def _serve_embedded(port: int | None, router: str | None, demo: bool, folder: Pa
     with run_embedded() as fleet:
         config = fleet.config(f"127.0.0.1:{8000 if port is None else port}", decode=spec)
         check_config(config)
-        with _demonstrating(fleet, folder, json) if demo else contextlib.nullcontext(_ready(config, json)) as ready:
-            run_gateway(config, None, ready, access=fleet.access)
+        if not demo:
+            run_gateway(config, None, _ready(config, json), access=fleet.access)
+            return
+        with _demonstrating(fleet, folder, json) as ready, (fleet.folder / "gateway.log").open("w") as log:
+            run_gateway(config, None, ready, Log(log), fleet.access)
 
 
 def _ready(config: GatewayConfig, json: bool) -> Ready:
-    def ready(url: str, _: asyncio.Event) -> None:
+    def ready(url: str, _: Callable[[], None]) -> None:
         if json:
             print_json({"url": url, "workers": [worker.id for worker in config.workers]})
             return
@@ -152,40 +152,43 @@ def _print_check(config: GatewayConfig, path: Path, json: bool) -> None:
 
 @contextlib.contextmanager
 def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[Ready]:
-    """Once the gateway is up: one completion, then the comparison, in a thread of their own."""
+    """Once the gateway is up: one completion, then the comparison, in a thread of their own.
+
+    Without a terminal the gateway then ends: nobody could see it, or press Ctrl-C.
+    """
+    from coterie.cli.output import reporting
     from coterie.cli.verbs.demo import print_result
     from coterie.evaluation.demo.serving import first_completion, run_on
 
-    stays = sys.stdout.isatty()
     problems: list[BaseException] = []
 
-    def show(url: str, end: threading.Event) -> None:
-        try:
-            answer = first_completion(url)
-            if not json:
-                _print_first(answer)
-            print_result(run_on(fleet, folder), json)
-        except BaseException as error:
-            problems.append(error)
-            end.set()
-        if not stays:
-            end.set()
-
-    def ready(url: str, stop: asyncio.Event) -> None:
-        import asyncio as aio
-
-        loop, end = aio.get_running_loop(), threading.Event()
+    def show(url: str) -> None:
+        answer = first_completion(url)
         if not json:
             out.print(f"Serving at {escape(url)}", highlight=False, soft_wrap=True)
+            _print_first(answer)
+        with reporting("Recording", lines=True) as report:
+            result = run_on(fleet, url, folder, report)
+        print_result(result, json)
+        if not result.same_tokens:
+            raise UnavailableError("routers gave different tokens")
 
-        def watch() -> None:
-            show(url, end)
-            if end.is_set():
-                loop.call_soon_threadsafe(stop.set)
-            elif not json:
-                out.print(f"\nStill serving at {escape(url)}. Ctrl-C ends it.", highlight=False, soft_wrap=True)
+    def ready(url: str, stop: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                show(url)
+            except BaseException as error:
+                problems.append(error)
+            if problems or not sys.stdout.isatty():
+                stop()
+            else:
+                out.print(
+                    f"\nThe gateway at {escape(url)} routes by the fitted router now. Ctrl-C ends it.",
+                    highlight=False,
+                    soft_wrap=True,
+                )
 
-        threading.Thread(target=watch, name="coterie-demo", daemon=True).start()
+        threading.Thread(target=run, name="coterie-demo", daemon=True).start()
 
     yield ready
     if problems:
