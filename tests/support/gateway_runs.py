@@ -16,7 +16,6 @@ from coterie.gateway.config import GatewayConfig, HealthSettings, WorkerEntry
 from coterie.gateway.serve import Running
 from coterie.gateway.watching.logs import Log
 from coterie.net.access import FleetAccess
-from coterie.net.http1.messages import Headers
 from coterie.net.http1.upstream import Upstream
 
 FAST = HealthSettings(backoff_s=0.0, every_s=3600.0)
@@ -39,7 +38,14 @@ class Client:
     def __init__(self, url: str) -> None:
         self.upstream = Upstream(url)
 
-    async def ask(self, method: str, path: str, body: Any = None, headers: Headers = (), key: str | None = None) -> Got:
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        key: str | None = None,
+    ) -> Got:
         raw = body if isinstance(body, bytes) else b"" if body is None else msgspec.json.encode(body)
         sent = [*headers, *([(b"content-type", b"application/json")] if body is not None else [])]
         if key is not None:

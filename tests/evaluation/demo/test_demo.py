@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from coterie.cli.main import app
 from coterie.errors import ConfigError
 from coterie.evaluation.demo import run
-from coterie.evaluation.demo.run import BASELINES, OURS, run_demo
+from coterie.evaluation.demo.run import BASELINES, run_demo
+from coterie.gateway.embedded import OURS
 from coterie.traces import ActivationTrace
 
 COMMAND = [sys.executable, "-c", "from coterie.cli.main import main; main()", "demo"]

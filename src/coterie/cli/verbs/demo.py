@@ -38,7 +38,8 @@ def demo_command(
     Records a workload of three domains, fits a router on it, serves other requests under round robin,
     join-shortest-queue and latency-aware routing (or any registered router, by name), and ends by itself.
     """
-    from coterie.evaluation.demo.run import OURS, run_demo
+    from coterie.evaluation.demo.run import run_demo
+    from coterie.gateway.embedded import OURS
     from coterie.routing import routers
 
     names = tuple(router or (OURS,))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from coterie.errors import UnavailableError
-from coterie.evaluation.demo.run import OURS, DemoResult, Report, run_demo
-from coterie.gateway.embedded import EmbeddedFleet
+from coterie.evaluation.demo.run import DemoResult, Report, run_demo
+from coterie.gateway.embedded import OURS, EmbeddedFleet
 from coterie.net.http_client import Client, completion_body, completion_path, served_model
 from coterie.prompts import load_prompts
 
