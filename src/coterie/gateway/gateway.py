@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-import uuid
 from collections.abc import Callable
 
 from coterie.errors import ConfigError
@@ -23,7 +22,7 @@ from coterie.gateway.access.keys import Caller, Keys
 from coterie.gateway.access.rates import Rates
 from coterie.gateway.admin import Admin
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.exchange.call import CHAT, COMPLETIONS, EMBEDDINGS, MAX_ID, Call, Outcome, make_call
+from coterie.gateway.exchange.call import CHAT, COMPLETIONS, EMBEDDINGS, MAX_ID, Call, Outcome, make_call, new_name
 from coterie.gateway.exchange.flow import RETRY_AFTER, failed
 from coterie.gateway.fleet.waiting import RefusedError
 from coterie.gateway.observing import CLIENT_GONE, Watcher, outcome_of
@@ -60,6 +59,10 @@ class Gateway:
         self.rates = Rates()
         self._admin = Admin(parts, reload)
         self._in_flight: set[str] = set()
+        self._local_hosts: set[bytes] = set()
+        """Host headers that were found to name this machine."""
+        self._deadlines: dict[asyncio.Task[None], float] = {}
+        self._late: set[asyncio.Task[None]] = set()
         self._salts: dict[str, str] = {}
         self.configure(parts.config)
 
@@ -118,11 +121,22 @@ class Gateway:
                 )
                 raise self._rejected("key", error)
             return caller
-        host = (request.header(b"host") or b"").decode("latin-1")
-        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-        if not is_loopback(name.strip("[]")) or (request.header(b"origin") and not request.path.startswith("/v1/")):
-            raise self._rejected("key", HttpError(403, "without keys only this machine's own programs are served"))
+        host = request.header(b"host") or b""
+        if host not in self._local_hosts and not self._is_local(host):
+            raise self._rejected("key", HttpError(403, "without keys only requests for this machine are served"))
+        if not request.path.startswith("/v1/") and request.header(b"origin") is not None:
+            raise self._rejected("key", HttpError(403, "without keys no page of a browser is served here"))
         return OPEN
+
+    def _is_local(self, host: bytes) -> bool:
+        """Whether a Host header names this machine by a loopback address."""
+        name = host.decode("latin-1")
+        if ":" in name and not name.endswith("]"):
+            name = name.rpartition(":")[0]
+        found = is_loopback(name.strip("[]"))
+        if found and len(self._local_hosts) < 64:
+            self._local_hosts.add(host)
+        return found
 
     def _rejected(self, reason: str, error: HttpError) -> HttpError:
         self.watcher.metrics.rejected.inc(reason)
@@ -146,12 +160,14 @@ class Gateway:
             await self._admin.handle(request, responder)
 
     async def _complete(self, request: Request, responder: Responder) -> None:
-        started, watcher = time.monotonic(), self.watcher
+        started, watcher, limits = time.monotonic(), self.watcher, self.config.limits
         call = self._call(request)
         found = Outcome(500)
+        task = asyncio.current_task()
+        assert task is not None
+        self._deadlines[task] = started + limits.total_s
         try:
-            limits = self.config.limits
-            async with self.parts.line.place(limits.queue_s) as waited_s, asyncio.timeout(limits.total_s):
+            async with self.parts.line.place(limits.queue_s) as waited_s:
                 watcher.metrics.queue_seconds.observe(waited_s)
                 if call.path == EMBEDDINGS:
                     found = await self.parts.plain.serve(call, responder, NOTHING)
@@ -168,34 +184,48 @@ class Gateway:
         except HttpError as error:
             found = Outcome(error.status, problem=str(error))
             raise
-        except TimeoutError:
-            found = Outcome(504, cut=responder.started, problem="timeout")
-            raise HttpError(504, f"no whole answer within {self.config.limits.total_s:g} s", "timeout") from None
         except asyncio.CancelledError:
-            found = Outcome(CLIENT_GONE)
-            raise
+            if task not in self._late:
+                found = Outcome(CLIENT_GONE)
+                raise
+            task.uncancel()
+            found = Outcome(504, cut=responder.started, problem="timeout")
+            raise HttpError(504, f"no whole answer within {limits.total_s:g} s", "timeout") from None
         finally:
+            del self._deadlines[task]
+            self._late.discard(task)
             self._in_flight.discard(call.name)
             watcher.ended(call, found, time.monotonic() - started)
+
+    def sweep(self) -> None:
+        """End the requests that took too long. One timer for all: a timer each costs more than all else here."""
+        now = time.monotonic()
+        for task in [task for task, until in self._deadlines.items() if now >= until]:
+            self._late.add(task)
+            task.cancel()
 
     def _call(self, request: Request) -> Call:
         """The request, checked, under a name that no other request in flight has."""
         caller: Caller = request.context
+        given, domain = request.header(REQUEST_ID), request.header(DOMAIN_HEADER)
         try:
+            request_id = None if given is None else _checked_id(given)
             call = make_call(
-                request.path, request.body, headers=request.headers, caller=caller.name, salt=self._salt(caller)
+                request.path,
+                request.body,
+                request_id=request_id,
+                name=new_name() if request_id in self._in_flight else None,
+                headers=request.headers,
+                caller=caller.name,
+                domain=None if domain is None else domain.decode("latin-1"),
+                span=self.parts.spans.request(f"POST {request.path}", request.headers),
+                salt=self._salt(caller),
             )
-            given = request.header(REQUEST_ID)
-            if given is not None:
-                call = call._replace(id=_checked_id(given))
-            name = call.id if call.id not in self._in_flight else uuid.uuid4().hex
         except HttpError as error:
             self.watcher.metrics.requests.inc(request.path, outcome_of(error.status))
             raise
-        self._in_flight.add(name)
-        domain = request.header(DOMAIN_HEADER)
-        span = self.parts.spans.request(f"POST {request.path}", request.headers)
-        return call._replace(name=name, domain=None if domain is None else domain.decode("latin-1"), span=span)
+        self._in_flight.add(call.name)
+        return call
 
     def _salt(self, caller: Caller) -> str | None:
         """Salt of the caller's cached prefixes: others cannot guess it, and it is the same after a restart."""

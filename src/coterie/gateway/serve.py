@@ -25,6 +25,8 @@ from coterie.net.listening import bind
 
 FIXED = ("listen", "handshake", "tokenizer", "block_size", "placement", "predictor", "state", "decisions")
 """Settings that a reload cannot change."""
+SWEEP_S = 0.5
+"""Time between two looks for requests that took too long."""
 Ready = Callable[[str, Callable[[], None]], None]
 """Called once with the URL, and with a function that stops the gateway, from any thread."""
 
@@ -97,6 +99,7 @@ class Running:
         self.server = HttpServer(self.gateway.handle, self.gateway.http_limits, self.gateway.check_head)
         self.url = ""
         self._drain_s = config.drain_s
+        self._sweeper: asyncio.TimerHandle | None = None
 
     async def start(self, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
@@ -104,6 +107,7 @@ class Running:
         await self.parts.start()
         self._gauges()
         await self.server.start(listener)
+        self._sweep(asyncio.get_running_loop())
         pools = {name: pool.spec.router for name, pool in self.parts.pools.items()}
         self.parts.log.started(self.url, version("coterie"), pools, len(self.parts.entries()))
         for warning in () if self.gateway.keys is None else self.gateway.keys.warnings:
@@ -122,6 +126,8 @@ class Running:
         started = time.monotonic()
         self.gateway.draining = True
         await self.server.close(self._drain_s if drain_s is None else drain_s)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         cut = self.parts.line.in_use
         await self.parts.close()
         self.parts.log.stopped("asked to", cut, time.monotonic() - started)
@@ -159,6 +165,10 @@ class Running:
         self.server.limits = self.gateway.http_limits
         self._drain_s = config.drain_s
         return [name for name in msgspec.structs.asdict(config) if getattr(config, name) != getattr(before, name)]
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.gateway.sweep()
+        self._sweeper = loop.call_later(SWEEP_S, self._sweep, loop)
 
     def _gauges(self) -> None:
         metrics, counters = self.parts.metrics, self.server.counters

@@ -5,7 +5,8 @@ What a client may not decide is taken out of its body here: where KV comes from,
 
 from __future__ import annotations
 
-import uuid
+import itertools
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,22 +16,25 @@ from coterie.gateway.watching.spans import NO_SPAN, Span
 from coterie.net.http1.messages import Headers, HttpError
 from coterie.wire.footprints import WireFootprint
 
-OWNED = (
-    "kv_transfer_params",
-    "request_id",
-    "rid",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "data_parallel_rank",
-    "routed_dp_rank",
-    "routed_data_parallel_rank",
-    "disagg_prefill_dp_rank",
+OWNED = frozenset(
+    (
+        "kv_transfer_params",
+        "request_id",
+        "rid",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "data_parallel_rank",
+        "routed_dp_rank",
+        "routed_data_parallel_rank",
+        "disagg_prefill_dp_rank",
+    )
 )
 """Fields of a body that only the gateway may set: they make a worker fetch KV, or name a request or a rank."""
 PASSED = frozenset((b"accept", b"content-type", b"user-agent", b"traceparent", b"tracestate", b"baggage"))
 """Headers of a client that workers get."""
 MAX_ID = 256
+_PROCESS, _NUMBERS = secrets.token_hex(12), itertools.count()
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 
 
@@ -154,26 +158,34 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return body
 
 
+def new_name() -> str:
+    """A name that no other request has, in this process or in another, and that nobody can guess."""
+    return f"{_PROCESS}-{next(_NUMBERS):x}"
+
+
 def make_call(
     path: str,
     data: bytes,
     *,
     request_id: str | None = None,
+    name: str | None = None,
     headers: Pairs = (),
     caller: str = "",
+    domain: str | None = None,
+    span: Span = NO_SPAN,
     salt: str | None = None,
     body: Mapping[str, Any] | None = None,
 ) -> Call:
-    """Check a body, and take out what only the gateway may set; `salt` keeps this caller's cached prefixes apart."""
+    """Check a body, and take out what only the gateway may set; `salt` keeps this caller's cached prefixes apart.
+
+    `request_id` is the client's; `name` is used towards workers in its place.
+    """
     found = dict(body) if body is not None else parse_object(data)
     changed = body is not None
-    for name in OWNED:
-        if name in found:
-            del found[name]
-            changed = True
-    stream = found.get("stream", False)
-    if stream is None:
-        stream = False
+    if not OWNED.isdisjoint(found):
+        found = {field: value for field, value in found.items() if field not in OWNED}
+        changed = True
+    stream = found.get("stream") or False
     if not isinstance(stream, bool):
         raise HttpError(400, "stream must be true or false", param="stream")
     own = found.get("cache_salt")
@@ -184,15 +196,17 @@ def make_call(
         changed = True
     if not isinstance(found.get("model"), str | None):
         raise HttpError(400, "model must be a text", param="model")
-    key = uuid.uuid4().hex
+    key = new_name()
     return Call(
-        key=key,
-        name=request_id or key,
-        id=request_id or key,
-        path=path,
-        body=found,
-        raw=msgspec.json.encode(found) if changed else data,
-        stream=stream,
-        headers=[pair for pair in headers if pair[0] in PASSED],
-        caller=caller,
+        key,
+        name or request_id or key,
+        request_id or key,
+        path,
+        found,
+        msgspec.json.encode(found) if changed else data,
+        stream,
+        [pair for pair in headers if pair[0] in PASSED],
+        caller,
+        domain,
+        span,
     )
