@@ -158,10 +158,10 @@ class Knowledge:
 
     def _cached(self, pool: Rows, known: Known) -> NDArray[np.int64] | None:
         """[row] leading tokens that each worker of the pool holds."""
-        rows, guessed = len(pool.ids), self._guessed[pool.name]
+        rows, guessed, streams = len(pool.ids), self._guessed[pool.name], self._streams[pool.name]
         told = None
-        if known.ids is not None and len(guessed) < rows:
-            told = self._streams[pool.name].cached(known.ids, rows, known.salt)
+        if known.ids is not None and streams.workers:
+            told = streams.cached(known.ids, rows, known.salt)
             if not guessed:
                 return told
         if known.text is None:
