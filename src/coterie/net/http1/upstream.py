@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from coterie.errors import ConfigError, CoterieError, check_at_least, check_not_negative, check_positive
-from coterie.net.http1.messages import Headers, check_target, header_lines, send_at_once
+from coterie.net.http1.messages import Headers, check_target, header_lines, send_at_once, size_of
 
 FULL_BYTES = 262_144
 """Bytes of an answer that wait for their consumer before reading pauses."""
@@ -395,7 +395,10 @@ class _Connection(asyncio.Protocol):
         status = self.parser.get_status_code()
         if status < 200 or self.answer is not None or self.waiter is None:
             return
-        if self.quiet_bytes > self.upstream.limits.head_bytes and _size(self.headers) > self.upstream.limits.head_bytes:
+        if (
+            self.quiet_bytes > self.upstream.limits.head_bytes
+            and size_of(self.headers) > self.upstream.limits.head_bytes
+        ):
             raise ValueError("too many headers")
         names = [name for name, _ in self.headers]
         framed = b"content-length" in names or b"transfer-encoding" in names
@@ -418,7 +421,3 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self.answer is not None:
             self.answer.finish()
-
-
-def _size(headers: Headers) -> int:
-    return sum(len(name) + len(value) + 4 for name, value in headers)
