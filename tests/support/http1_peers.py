@@ -111,7 +111,8 @@ class Raw:
         return cls(*await asyncio.open_connection("127.0.0.1", port))
 
     def send(self, data: bytes) -> None:
-        self.writer.write(data)
+        if not self.writer.is_closing():
+            self.writer.write(data)
 
     async def answer(self) -> bytes:
         """Return one answer: head and, by its Content-Length, body."""

@@ -288,7 +288,7 @@ class Connection(asyncio.Protocol):
 
     def _turn(self) -> None:
         """Begin the next request, if one waits and its client reads its answers."""
-        if self.current is not None or self.room is not None:
+        if self.current is not None or self.room is not None or self.transport.is_closing():
             return
         if self.waiting:
             self._begin(self.waiting.popleft())
