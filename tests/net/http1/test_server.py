@@ -296,6 +296,10 @@ def test_errors_of_a_handler(loop: str, caplog: pytest.LogCaptureFixture) -> Non
                 responder.send(200, b"body", headers=[(b"x", b"a\r\nset-cookie: b")])
             case "/split-error":
                 raise HttpError(400, "no", headers=[(b"x", b"a\nb")])
+            case "/short" | "/long":
+                responder.start(200, [], 4)
+                responder.write(b"abc" if request.path == "/short" else b"abcde")
+                responder.end()
             case "/framing":
                 responder.start(200, [(b"Content-Length", b"1")])
 
@@ -319,7 +323,9 @@ def test_errors_of_a_handler(loop: str, caplog: pytest.LogCaptureFixture) -> Non
             for path in ("/late", "/late-http"):
                 cut = await served.ask(post(b"private", path))
                 assert not cut.endswith(b"0\r\n\r\n"), "the client must see that the stream is incomplete"
-            assert served.server.counters.errors == len(paths) + 1
+            for path in ("/short", "/long"):
+                assert b"abcde" not in await served.ask(post(b"private", path)), "its client would read on"
+            assert served.server.counters.errors == len(paths) + 3
 
     run_on(loop, main())
     assert "private" not in caplog.text

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from coterie.net.http1 import HttpServer, Limits, Request, Responder
-from http1_peers import Echo, Raw, get, run_on, serving, until
+from http1_peers import Echo, Raw, get, post, run_on, serving, until
 
 LOOPS = ["asyncio", "uvloop"]
 
@@ -39,6 +39,25 @@ def test_close_lets_requests_end_and_idle_connections_go(loop: str) -> None:
             await closing
 
     run_on(loop, main())
+
+
+def test_close_waits_for_requests_that_have_begun_to_come() -> None:
+    async def main() -> None:
+        async with serving(Echo()) as served:
+            in_head, in_body = await served.connect(), await served.connect()
+            in_head.send(post(b"body")[:10])
+            in_body.send(post(b"body")[:-1])
+            await until(lambda: len(served.server.connections) == 2)
+            await until(lambda: all(one.quiet_bytes or one.body for one in served.server.connections))
+            closing = asyncio.create_task(served.server.close(60))
+            await until(lambda: served.server.draining)
+            in_head.send(post(b"body")[10:])
+            in_body.send(b"y")
+            for raw in (in_head, in_body):
+                assert b"connection: close" in await raw.rest()
+            await closing
+
+    run_on("asyncio", main())
 
 
 @pytest.mark.parametrize("loop", LOOPS)

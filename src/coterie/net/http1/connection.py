@@ -32,7 +32,8 @@ DISCARD_BYTES = 65_536
 """A refused request with a body up to this size is read to its end, so that its connection can be kept."""
 LINGER_S = 1.0
 """Time that a refused client has to read its answer before the connection is cut under what it still sends."""
-
+LINGERING = 64
+"""Most connections over the cap that get an answer before they are closed."""
 
 CheckHead = Callable[[Request], int | None]
 """Sees the head before the body is read: raises HttpError to refuse it, may return the limit of the body in bytes."""
@@ -108,7 +109,7 @@ class Connection(asyncio.Protocol):
             self._await("head")
             return
         self.server.counters.refused += 1
-        if len(self.server.lingering) >= 64:
+        if len(self.server.lingering) >= LINGERING:
             self.transport.abort()
             return
         self.server.lingering.add(self)
@@ -409,7 +410,8 @@ class Connection(asyncio.Protocol):
         self.deaf = True
 
     def close_if_idle(self) -> None:
-        if self.current is None and not self.waiting and not self.deaf:
+        begun = self.phase == "body" or (self.phase == "head" and self.quiet_bytes)
+        if self.current is None and not self.waiting and not self.deaf and not begun:
             self._shut()
 
     def time_out(self, now: float) -> None:
