@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, TypeVar
 
+import pytest
 import uvloop
 
-from coterie.net.http1 import Handler, HttpServer, Limits, Request, Responder
+from coterie.net.http1 import Handler, HttpServer, Limits, Request, Responder, Upstream, UpstreamError, UpstreamLimits
 from coterie.net.http1.server import CheckHead
 
 T = TypeVar("T")
@@ -109,7 +111,8 @@ class Raw:
         return cls(*await asyncio.open_connection("127.0.0.1", port))
 
     def send(self, data: bytes) -> None:
-        self.writer.write(data)
+        if not self.writer.is_closing():
+            self.writer.write(data)
 
     async def answer(self) -> bytes:
         """Return one answer: head and, by its Content-Length, body."""
@@ -191,7 +194,7 @@ class Spoken(NamedTuple):
 
 
 @asynccontextmanager
-async def scripted(script: Script) -> AsyncIterator[str]:
+async def scripted(script: Script, context: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """Serve each connection by a script, which closes it at its end; yields the URL."""
     running: set[asyncio.Task[None]] = set()
     numbers = iter(range(1_000_000))
@@ -208,7 +211,7 @@ async def scripted(script: Script) -> AsyncIterator[str]:
             writer.close()
             running.discard(task)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
@@ -216,3 +219,36 @@ async def scripted(script: Script) -> AsyncIterator[str]:
         for task in list(running):
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+@asynccontextmanager
+async def client(url: str, limits: UpstreamLimits | None = None, clock: Clock | None = None) -> AsyncIterator[Upstream]:
+    upstream = Upstream(url, limits or UpstreamLimits(), clock or Clock())
+    try:
+        yield upstream
+    finally:
+        await upstream.close()
+        assert not upstream.connections
+
+
+def saying(*pieces: bytes, then: Callable[[Spoken], Awaitable[None]] | None = None) -> Script:
+    """Answer the first request of each connection with pieces; close it at once, or when the client does."""
+
+    async def script(spoken: Spoken) -> None:
+        await spoken.request()
+        for piece in pieces:
+            spoken.say(piece)
+            await spoken.writer.drain()
+        if then is not None:
+            await then(spoken)
+
+    return script
+
+
+async def fails(url: str, limits: UpstreamLimits | None = None) -> UpstreamError:
+    """Send a request and read its answer; return how it failed."""
+    async with client(url, limits) as upstream:
+        with pytest.raises(UpstreamError) as raised:
+            await (await upstream.send("POST", "/", [], b"body")).read()
+        await until(lambda: not upstream.connections)
+        return raised.value

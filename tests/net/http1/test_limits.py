@@ -179,7 +179,8 @@ def test_connections_over_the_cap_are_told_to_come_again(loop: str) -> None:
     run_on(loop, main())
 
 
-def test_refused_connections_do_not_pile_up() -> None:
+@pytest.mark.parametrize("loop", LOOPS)
+def test_refused_connections_do_not_pile_up(loop: str) -> None:
     async def main() -> None:
         async with serving(Echo(), Limits(connections=1)) as served:
             raws = [await served.connect() for _ in range(150)]
@@ -192,7 +193,7 @@ def test_refused_connections_do_not_pile_up() -> None:
             for raw in raws:
                 raw.close()
 
-    run_on("asyncio", main())
+    run_on(loop, main())
 
 
 def test_connections_of_one_address_are_capped() -> None:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from coterie.errors import ConfigError, CoterieError, check_at_least, check_not_negative, check_positive
-from coterie.net.http1.messages import Headers, check_target, header_lines, send_at_once
+from coterie.net.http1.messages import Headers, check_target, header_lines, send_at_once, size_of
 
 FULL_BYTES = 262_144
 """Bytes of an answer that wait for their consumer before reading pauses."""
@@ -137,8 +137,6 @@ class Upstream:
         if self._closed:
             raise UpstreamError("connect", f"{self.url}: the client is closed")
         loop = asyncio.get_running_loop()
-        if self._sweeper is None:
-            self._sweeper = loop.call_later(SWEEP_S, self._sweep_again, loop)
         host, port = self._address
         try:
             async with asyncio.timeout(self.limits.connect_s):
@@ -149,6 +147,13 @@ class Upstream:
         except (OSError, ValueError) as error:  # a bad host name is a ValueError
             raise UpstreamError("connect", f"{self.url}: no connection: {error}") from None
         return connection
+
+    def opened(self, connection: _Connection) -> None:
+        self.connections.add(connection)
+        if self._closed:  # while it connected
+            connection.drop()
+        elif self._sweeper is None:
+            self._sweeper = connection.loop.call_later(SWEEP_S, self._sweep_again, connection.loop)
 
     def give_back(self, connection: _Connection) -> None:
         """Keep a connection whose answer is complete, unless enough are kept."""
@@ -336,7 +341,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         send_at_once(transport)
-        self.upstream.connections.add(self)
+        self.upstream.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.upstream.connections.discard(self)
@@ -395,7 +400,10 @@ class _Connection(asyncio.Protocol):
         status = self.parser.get_status_code()
         if status < 200 or self.answer is not None or self.waiter is None:
             return
-        if self.quiet_bytes > self.upstream.limits.head_bytes and _size(self.headers) > self.upstream.limits.head_bytes:
+        if (
+            self.quiet_bytes > self.upstream.limits.head_bytes
+            and size_of(self.headers) > self.upstream.limits.head_bytes
+        ):
             raise ValueError("too many headers")
         names = [name for name, _ in self.headers]
         framed = b"content-length" in names or b"transfer-encoding" in names
@@ -418,7 +426,3 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self.answer is not None:
             self.answer.finish()
-
-
-def _size(headers: Headers) -> int:
-    return sum(len(name) + len(value) + 4 for name, value in headers)
