@@ -23,7 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from coterie.errors import ConfigError, InputError, check_at_least, check_positive
 from coterie.kvindex import Follower, KVDirectory
 from coterie.wire.framing import REPLAY_END, Frame, from_frames
-from coterie.wire.kv_events import BlockStored, decode_kv_events
+from coterie.wire.kv_events import BlockRemoved, BlockStored, KVEvents, decode_kv_events
 
 Secure = Callable[[Any], None]
 """Sets keys on a ZMQ socket before it connects."""
@@ -360,6 +360,18 @@ class KvStreams:
 
     def _start_directory(self, block_size: int) -> None:
         self._follower = Follower(KVDirectory(self._rows, block_size=block_size))
+
+
+def warm_up() -> None:
+    """Compile the directory's loops ahead, or the first message and the first request wait for them: seconds."""
+    follower = Follower(KVDirectory(1, block_size=2))
+    store = BlockStored(block_hashes=[1, 2], token_ids=[1, 2, 3, 4], block_size=2)
+    child = BlockStored(block_hashes=[b"12345678"], parent_block_hash=2, token_ids=[5, 6], block_size=2)
+    for event in (store, child, BlockRemoved(block_hashes=[2])):
+        follower.directory.apply(0, KVEvents(0.0, [event]))
+    follower.directory.match_tokens(np.arange(8), cache_salt="salt")
+    follower.grow(65)
+    follower.drop_worker(0)
 
 
 def _run_of(frames: list[Frame], wanted: range | None) -> list[Frame]:
