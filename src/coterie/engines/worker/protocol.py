@@ -180,7 +180,7 @@ def _messages(value: Any) -> list[dict[str, str]]:
             raise RequestError(f'{where} must be an object such as {{"role": "user", "content": "…"}}', "messages")
         content = message.get("content")
         if isinstance(content, list):
-            content = "".join(_part(part, where) for part in content)
+            content = "\n".join(_part(part, where) for part in content)  # as vLLM does
         if not isinstance(content, str):
             raise RequestError(f"{where}.content must be a text, found {_kind(content)}", "messages")
         messages.append({"role": _text(message["role"], "messages"), "content": _text(content, "messages")})

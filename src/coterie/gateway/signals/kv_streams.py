@@ -23,7 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from coterie.errors import ConfigError, InputError, check_at_least, check_positive
 from coterie.kvindex import Follower, KVDirectory
 from coterie.wire.framing import REPLAY_END, Frame, from_frames
-from coterie.wire.kv_events import BlockStored, decode_kv_events
+from coterie.wire.kv_events import BlockRemoved, BlockStored, KVEvents, decode_kv_events
 
 Secure = Callable[[Any], None]
 """Sets keys on a ZMQ socket before it connects."""
@@ -34,12 +34,17 @@ REPLAY_BYTES = 512 << 20
 """Most bytes of a replay; vLLM keeps 10,000 messages."""
 MAX_BLOCK_SIZE = 1 << 16
 """Largest block size that is believed."""
-FED_AT_ONCE = 32
-"""Replayed messages applied before other tasks of the event loop run."""
+AT_ONCE = 16
+"""Messages read or applied before other tasks of the event loop run: awaiting what is there already lets none run."""
 PAUSES_S = (0.1, 0.5, 2.0, 5.0)
 """Pauses before a connection that ended is made anew, then the last one each time."""
 REPLAY_PAUSE_S = 10.0
 """Pause after a replay endpoint that did not answer."""
+REPLAY_BURST, REPLAY_RATE = 50_000, 1_000
+"""Replayed messages of a worker that are read at once, and per second later on: more is a broken stream, or an attack
+on this loop."""
+REPLAY_COST = 50
+"""A replay counts as so many messages, besides those it brings."""
 _HEARTBEAT_MS = 5000
 _MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -92,7 +97,15 @@ class _Stream:
     """Last number that came by itself, not by a replay, in this connection."""
     replay_after: float = 0.0
     """Time of the event loop before which the replay endpoint is not asked again."""
+    credit: float = REPLAY_BURST
+    """Messages that may be replayed, as of `credit_time`."""
+    credit_time: float = 0.0
     up: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def may_replay(self, now: float) -> bool:
+        self.credit = min(REPLAY_BURST, self.credit + REPLAY_RATE * (now - self.credit_time))
+        self.credit_time = now
+        return now >= self.replay_after and self.credit >= 0
 
 
 class KvStreams:
@@ -184,7 +197,11 @@ class KvStreams:
         salt = cache_salt if isinstance(cache_salt, str) else None
         found = directory.match_tokens(ids, cache_salt=salt, lora=lora)
         np.minimum(found, (len(ids) - 1) // directory.block_size * directory.block_size, out=found)
-        return found[:wanted] if wanted <= len(found) else np.pad(found, (0, wanted - len(found)))
+        if wanted <= len(found):
+            return found[:wanted]
+        longer = np.zeros(wanted, np.int64)
+        longer[: len(found)] = found
+        return longer
 
     async def close(self) -> None:
         tasks = [stream.task for stream in self._streams.values() if stream.task is not None]
@@ -253,6 +270,8 @@ class KvStreams:
         while True:
             parts = await socket.recv_multipart()
             self.counters.messages += 1
+            if self.counters.messages % AT_ONCE == 0:
+                await asyncio.sleep(0)
             try:
                 frame = from_frames(parts)
             except InputError:
@@ -300,13 +319,13 @@ class KvStreams:
         for number, frame in enumerate(frames, 1):
             self._apply(stream, frame)
             self.counters.replayed += 1
-            if number % FED_AT_ONCE == 0:
+            if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
 
     async def _replayed(self, stream: _Stream, first: int) -> list[Frame]:
         """Messages from `first` on that the engine still has; none if it does not answer in time."""
         loop = asyncio.get_running_loop()
-        if stream.replay is None or loop.time() < stream.replay_after:
+        if stream.replay is None or not stream.may_replay(loop.time()):
             return []
         frames: list[Frame] = []
         socket = self._socket(zmq.DEALER, stream)
@@ -317,6 +336,8 @@ class KvStreams:
                 left = REPLAY_BYTES
                 while left > 0:
                     parts = await socket.recv_multipart()
+                    if len(frames) % AT_ONCE == 0:
+                        await asyncio.sleep(0)
                     left -= sum(map(len, parts)) + 64
                     try:  # a REQ socket's reply begins with an empty part
                         frame = from_frames(parts[1:] if len(parts) > 2 and not parts[0] else parts)
@@ -329,6 +350,7 @@ class KvStreams:
         except (TimeoutError, zmq.ZMQError):
             stream.replay_after = loop.time() + REPLAY_PAUSE_S
         finally:
+            stream.credit -= REPLAY_COST + len(frames)
             socket.close(linger=0)
         self.counters.unanswered += 1
         return frames
@@ -360,6 +382,18 @@ class KvStreams:
 
     def _start_directory(self, block_size: int) -> None:
         self._follower = Follower(KVDirectory(self._rows, block_size=block_size))
+
+
+def warm_up() -> None:
+    """Compile the directory's loops ahead, or the first message and the first request wait for them: seconds."""
+    follower = Follower(KVDirectory(1, block_size=2))
+    store = BlockStored(block_hashes=[1, 2], token_ids=[1, 2, 3, 4], block_size=2)
+    child = BlockStored(block_hashes=[b"12345678"], parent_block_hash=2, token_ids=[5, 6], block_size=2)
+    for event in (store, child, BlockRemoved(block_hashes=[2])):
+        follower.directory.apply(0, KVEvents(0.0, [event]))
+    follower.directory.match_tokens(np.arange(8), cache_salt="salt")
+    follower.grow(65)
+    follower.drop_worker(0)
 
 
 def _run_of(frames: list[Frame], wanted: range | None) -> list[Frame]:

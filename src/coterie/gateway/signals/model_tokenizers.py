@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,10 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, UnavailableError
 from coterie.gateway.signals.messages import NoTokensError, messages_of, template_settings
 
+if TYPE_CHECKING:
+    from coterie.gateway.signals.templates import ChatTemplate
+
+Form = Literal["auto", "string"]
 Ids = NDArray[np.int64]
 """[token] ids; shared by all who ask, never written to."""
 
@@ -38,11 +42,13 @@ class Tokenizer(Protocol):
 class FolderTokenizer:
     """A model's own tokenizer and chat templates, from the files beside its weights.
 
-    Special tokens at the ends follow ``tokenizer_config.json`` as in transformers: `add_bos_token` or `add_eos_token`
-    there replace what ``tokenizer.json`` adds.
+    Special tokens at the ends are those of ``tokenizer.json``, as in transformers 5, which ignores `add_bos_token` of
+    ``tokenizer_config.json`` beside it. `form` says how content reaches the template: *auto* as in vLLM, a text or a
+    list of parts by what the template goes through; *string* always a text, as in Coterie's own worker. `separator`
+    joins parts to a text.
     """
 
-    def __init__(self, folder: str | Path, separator: str = "\n") -> None:
+    def __init__(self, folder: str | Path, form: Form = "auto", separator: str = "\n") -> None:
         try:
             import tokenizers
         except ImportError:
@@ -60,8 +66,7 @@ class FolderTokenizer:
         self._tokenizer.no_padding()
         special = {**_special_tokens(_json(folder / "special_tokens_map.json")), **_special_tokens(config)}
         self._add_tokens(tokenizers, config, special)
-        self._set_ends(tokenizers, config, special)
-        self._template = _template(folder, config, special, separator)
+        self._template = _template(folder, config, special, form, separator)
         self.tells_time = self._template is not None and self._template.tells_time
         kind = _json(folder / "config.json").get("model_type")
         self.exact_chat = f"vLLM renders chats of {kind} without its template" if kind in OWN_RENDERERS else ""
@@ -88,20 +93,6 @@ class FolderTokenizer:
         more = [text for text in dict.fromkeys(special.values()) if text not in known]
         self._tokenizer.add_tokens([library.AddedToken(text, special=True) for text in more])
 
-    def _set_ends(self, library: Any, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-        given = "add_bos_token" in config or "add_eos_token" in config
-        if not given and self._tokenizer.post_processor is not None:
-            return
-        first = special.get("bos_token") if config.get("add_bos_token") else None
-        last = special.get("eos_token") if config.get("add_eos_token") else None
-        ends = [token for token in (first, last) if token]
-        single = [*([first] if first else []), "$A", *([last] if last else [])]
-        self._tokenizer.post_processor = library.processors.TemplateProcessing(
-            single=single,
-            pair=[*single, "$B:1"],
-            special_tokens=[(token, self._tokenizer.token_to_id(token)) for token in dict.fromkeys(ends)],
-        )
-
 
 class TinyTokenizer:
     """coterie-tiny's tokenizer without any library: slower, with the ids of its NumPy worker."""
@@ -125,13 +116,13 @@ class TinyTokenizer:
         return self.encode(prompt)
 
 
-def load_tokenizer(folder: str | Path, separator: str = "\n") -> Tokenizer:
-    """Tokenizer of a model's folder; coterie-tiny's own where the libraries are missing.
+def load_tokenizer(folder: str | Path, form: Form = "auto", separator: str = "\n") -> Tokenizer:
+    """Tokenizer of a model's folder; coterie-tiny's own where the libraries are missing. See :class:`FolderTokenizer`.
 
     Raises UnavailableError or ConfigError, whose text is a good `reason` for a service without a tokenizer.
     """
     try:
-        return FolderTokenizer(folder, separator)
+        return FolderTokenizer(folder, form, separator)
     except UnavailableError as missing:
         try:
             return TinyTokenizer(folder, separator)
@@ -161,7 +152,9 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _template(folder: Path, config: Mapping[str, Any], special: Mapping[str, str], separator: str) -> Any:
+def _template(
+    folder: Path, config: Mapping[str, Any], special: Mapping[str, str], form: Form, separator: str
+) -> ChatTemplate | None:
     """The folder's chat templates, compiled; files win over the config. None if it has none."""
     found = config.get("chat_template")
     sources = {"default": found} if isinstance(found, str) else {}
@@ -178,4 +171,4 @@ def _template(folder: Path, config: Mapping[str, Any], special: Mapping[str, str
         from coterie.gateway.signals.templates import ChatTemplate
     except ImportError:
         raise UnavailableError("jinja2 is not installed: pip install 'coterie[gateway]' for token ids") from None
-    return ChatTemplate(sources, special, separator)
+    return ChatTemplate(sources, special, form, separator)

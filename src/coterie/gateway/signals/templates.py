@@ -10,7 +10,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 from jinja2 import nodes
@@ -46,14 +46,19 @@ class _Generation(Extension):
 class ChatTemplate:
     """Renders chat bodies; safe for several threads at once.
 
-    `sources` are a model's templates by name. `special_tokens` are variables such as ``bos_token``. `separator` joins
-    the parts of content where a template expects one text: a line break in vLLM, a space in SGLang.
+    `sources` are a model's templates by name. `special_tokens` are variables such as ``bos_token``. `form` *auto* gives
+    a template that goes through the parts of content a list of them, *string* always one text. `separator` joins parts
+    to a text: a line break in vLLM, a space in SGLang.
     """
 
     def __init__(
-        self, sources: Mapping[str, str], special_tokens: Mapping[str, str] | None = None, separator: str = "\n"
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        form: Literal["auto", "string"] = "auto",
+        separator: str = "\n",
     ) -> None:
-        self._special, self._separator = dict(special_tokens or {}), separator
+        self._special, self._separator, self._form = dict(special_tokens or {}), separator, form
         self._templates = {name: _Template(name, source) for name, source in sources.items()}
         if not self._templates:
             raise ConfigError("a chat template must be given")
@@ -64,7 +69,7 @@ class ChatTemplate:
         """Text of a chat body; raises NoTokensError if this text cannot be known."""
         settings = template_settings(body)
         template = self._chosen(settings.get("tools") is not None)
-        messages = messages_of(body, wrapped=template.wraps, separator=self._separator)
+        messages = messages_of(body, wrapped=template.wraps and self._form == "auto", separator=self._separator)
         if not template.knows_developers:
             messages = developer_as_system(messages)
         continued = settings.pop("continue_final_message")
