@@ -10,7 +10,7 @@ import numpy as np
 from coterie.evaluation.fleets import TRACES
 from coterie.evaluation.runs import interval, interval_of, with_half
 from coterie.evaluation.suites.base import Column, Row, SuiteTable
-from coterie.evaluation.suites.joint.notes import told, verdict
+from coterie.evaluation.suites.joint.notes import verdict
 from coterie.evaluation.suites.joint.prefixes import (
     EXPERT_ONLY,
     JOINT,
@@ -36,25 +36,27 @@ WITH_INTERVAL = ("ttft_mean_ms", "tpot_mean_ms", "hit_pct", "experts_per_step")
 SAVED = {"ttft_saving": "ttft_mean_ms", "tpot_saving": "tpot_mean_ms", "experts_saving": "experts_per_step"}
 """Key of a row → field of an outcome that it compares."""
 SETTING = (
-    f"Shared prefixes: {WORKERS} whole workers, each with all experts, a prefix cache and an H200's memory; prompts are "
-    "routed at arrival. A worker's home experts, which the expert term counts as local, are those its cluster of "
+    f"Shared prefixes: {WORKERS} whole workers, each with all experts, a prefix cache and an H200's memory; prompts "
+    "are routed at arrival. A worker's home experts, which the expert term counts as local, are those its cluster of "
     "calibration requests activates most; requests that share a prefix are alike, and the router sees their own "
     "footprints. Both flatter the expert term."
 )
 
+PUBLISHED = f"The article claims {TTFT_SAVING_PCT:g}% less TTFT than KV only."
 
-def prefix_rows(found: dict[PrefixCell, PrefixFound]) -> list[Row]:
+
+def prefix_rows(found: dict[PrefixCell, PrefixFound]) -> list[dict[str, Any]]:
     """One row a variant; cells that differ in their seed alone are its samples."""
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     for trace, share in dict.fromkeys((cell.trace, cell.share) for cell in found):
         runs = [one for cell, one in found.items() if (cell.trace, cell.share) == (trace, share)]
         rows += [_row(trace, share, name, runs) for name in VARIANTS]
     return rows
 
 
-def _row(trace: str, share: float | None, name: str, runs: Sequence[PrefixFound]) -> Row:
+def _row(trace: str, share: float | None, name: str, runs: Sequence[PrefixFound]) -> dict[str, Any]:
     variant = VARIANTS[name]
-    row: Row = {
+    row: dict[str, Any] = {
         "part": PART,
         "trace": trace,
         "routing": "recorded" if trace in TRACES else "synthetic",
@@ -83,98 +85,75 @@ def _row(trace: str, share: float | None, name: str, runs: Sequence[PrefixFound]
 def prefix_notes(rows: Sequence[Row]) -> list[str]:
     notes = [SETTING] if rows else []
     for trace in dict.fromkeys(row["trace"] for row in rows):
-        of_trace = [row for row in rows if row["trace"] == trace]
-        name = f"{trace}, {of_trace[0]['routing']} routing, shared prefixes"
-        shares = {share: _by_name(of_trace, share) for share in dict.fromkeys(row["share"] for row in of_trace)}
-        notes += [f"{name}, {_share_text(share)}: {_terms(variants)}." for share, variants in shares.items()]
-        notes.append(f"{name}: {_verdict_on_experts(shares)}")
-        if all(variants[NO_HOMES]["same_as_base"] for variants in shares.values()):
+        own = [row for row in rows if row["trace"] == trace]
+        name = f"{trace}, {own[0]['routing']} routing, shared prefixes"
+        by_name = {variant: [row for row in own if row["configuration"] == variant] for variant in VARIANTS}
+        notes.append(f"{name}: {_term('KV', by_name[KV_ONLY])}")
+        notes.append(f"{name}: {_term('expert', by_name[JOINT])} {PUBLISHED}")
+        notes.append(f"{name}, the KV term's weight / 100: {_term('expert', by_name[LIGHT_JOINT])}")
+        notes.append(f"{name}, without the KV term: {_term('expert', by_name[EXPERT_ONLY])}")
+        if all(row["same_as_base"] for row in by_name[NO_HOMES]):
             notes.append(
                 f"{name}: without home experts every worker is as local as any other, and joint gives the same times "
                 "as KV only, to the last digit."
             )
-        notes += _herding(name, shares)
+        notes += _crowding(name, by_name)
     return notes
 
 
-Shares = dict[Any, dict[str, Row]]
+def _term(term: str, rows: Sequence[Row]) -> str:
+    """What a term saves of the times of the same router without it, by share; and where it adds nothing."""
+    saved = "; ".join(f"{_share_text(row)} {_savings(row)}" for row in rows)
+    found = {row["share"]: _effect(row) for row in rows}
+    told = []
+    for effect in dict.fromkeys(found.values()):
+        told.append(f"{effect}: {', '.join(_share_text(row) for row in rows if found[row['share']] == effect)}")
+    first = rows[0]
+    return (
+        f"the {term} term ({first['configuration']} against {first['against']}) saves TTFT, TPOT of {saved}. "
+        f"It {'; it '.join(told)}."
+    )
 
 
-def _by_name(rows: Sequence[Row], share: Any) -> dict[str, Row]:
-    return {row["configuration"]: row for row in rows if row["share"] == share}
-
-
-def _share_text(share: Any) -> str:
-    if share == TRACE_SHARE:
-        return "Mooncake's arrivals, lengths and prefixes"
-    return f"{share:.0%} of a prompt shared" if share else "nothing shared"
-
-
-def _terms(variants: dict[str, Row]) -> str:
-    """What each term changes, against the same router without it."""
-    parts = [
-        f"{what} ({name} against {row['against']}) {_both(row)}"
-        for what, name in (
-            ("the KV term", KV_ONLY),
-            ("the expert term alone", EXPERT_ONLY),
-            ("the expert term beside it", JOINT),
-            ("the expert term where load outweighs KV", LIGHT_JOINT),
-        )
-        if (row := variants[name])
-    ]
-    return "; ".join(parts)
-
-
-def _both(row: Row) -> str:
+def _savings(row: Row) -> str:
     if row["same_as_base"]:
-        return "does nothing"
-    return ", ".join(
-        f"{label} {told(row, key)} {verdict(row, key)}"
-        for label, key in (("TTFT", "ttft_saving"), ("TPOT", "tpot_saving"))
-    )
+        return "0, 0"
+    return ", ".join(with_half(interval_of(row, key)) for key in ("ttft_saving", "tpot_saving")) + "%"
 
 
-def _verdict_on_experts(shares: Shares) -> str:
-    """Where the expert term adds something to KV and load, and where it does not."""
-    rows = [(share, variants[name]) for share, variants in shares.items() for name in (JOINT, LIGHT_JOINT)]
-    helped = {
-        (share, row["configuration"]): [
-            metric for metric, key in (("TTFT", "ttft_saving"), ("TPOT", "tpot_saving")) if _above_zero(row, key)
-        ]
-        for share, row in rows
-    }
-    nothing = [f"{_share_text(share)} ({name})" for (share, name), gains in helped.items() if not gains]
-    some = [f"{_share_text(share)} ({name}: {' and '.join(gains)})" for (share, name), gains in helped.items() if gains]
-    published = f"The article claims {TTFT_SAVING_PCT:g}% less TTFT than KV only."
-    said = (
-        f"the expert term adds nothing that can be told apart from chance with {'; '.join(nothing)}." if nothing else ""
-    )
-    if some:
-        said += f"{' It' if nothing else 'the expert term'} helps with {'; '.join(some)}."
-    return f"{said} {published}"
+def _effect(row: Row) -> str:
+    """Whether the mean TTFT or TPOT changes by more than chance."""
+    if row["same_as_base"]:
+        return "adds nothing"
+    if row["seeds"] < 2:
+        return "is not told apart from chance by one seed"
+    verdicts = {verdict(row, key) for key in ("ttft_saving", "tpot_saving")}
+    if verdicts >= {"helps", "hurts"}:
+        return "does both"
+    return "helps" if "helps" in verdicts else "hurts" if "hurts" in verdicts else "adds nothing"
 
 
-def _above_zero(row: Row, key: str) -> bool:
-    low = row[f"{key}_low"]
-    return bool(low is not None and low > 0)
+def _share_text(row: Row) -> str:
+    share = row["share"]
+    return "Mooncake's prefixes" if share == TRACE_SHARE else f"{share:.0%} shared" if share else "nothing shared"
 
 
-def _herding(name: str, shares: Shares) -> list[str]:
-    """Where the KV term at the published weight sends too much to who holds a common prefix."""
+def _crowding(name: str, by_name: dict[str, list[Row]]) -> list[str]:
+    """Where the KV term at its published weight sends too much to who holds a common prefix."""
     found = []
-    for share, variants in shares.items():
-        kv, light, queue = (variants[one] for one in (KV_ONLY, LIGHT_KV, SHORTEST))
-        if verdict(kv, "tpot_saving") == "hurts":
-            found.append(
-                f"{_share_text(share)}: TPOT {kv['tpot_mean_ms']:.1f} ms with KV only, {light['tpot_mean_ms']:.1f} with "
-                f"its weight / 100, {queue['tpot_mean_ms']:.1f} with the shortest queue; TTFT {kv['ttft_mean_ms']:.0f}, "
-                f"{light['ttft_mean_ms']:.0f} and {queue['ttft_mean_ms']:.0f}"
+    for kv, light, queue in zip(by_name[KV_ONLY], by_name[LIGHT_KV], by_name[SHORTEST], strict=True):
+        if verdict(kv, "tpot_saving").startswith("hurts"):
+            tpot, ttft = (
+                f"{kv[key]:.{digits}f}, {light[key]:.{digits}f}, {queue[key]:.{digits}f}"
+                for key, digits in (("tpot_mean_ms", 1), ("ttft_mean_ms", 0))
             )
+            found.append(f"{_share_text(kv)} TPOT {tpot}, TTFT {ttft}")
     if not found:
         return []
     return [
         f"{name}: at the published weights a full worker weighs as much as 30 uncached tokens, so requests crowd where "
-        f"a common prefix is cached, and a token takes longer. {'; '.join(found)}."
+        "a common prefix is cached and each token takes longer. In ms with KV only, its weight / 100, and the "
+        f"shortest queue: {'; '.join(found)}."
     ]
 
 
@@ -217,8 +196,8 @@ def _shows(trace: str) -> Callable[[Row], bool]:
 
 PREFIX_TABLES = tuple(
     SuiteTable(
-        f"{trace}, {'recorded' if trace in TRACES else 'synthetic'} routing: shared prefixes on {WORKERS} whole workers, "
-        "and what is saved of another router's mean",
+        f"{trace}, {'recorded' if trace in TRACES else 'synthetic'} routing: shared prefixes on {WORKERS} whole "
+        "workers, and what is saved of another router's mean",
         _COLUMNS,
         _shows(trace),
     )

@@ -93,7 +93,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     rows, shared = rows_of({job: found[job] for job in chain}), prefix_rows({job: found[job] for job in prefixes})
     notes = [*([] if data is not None else [NO_DATA]), *notes_of(rows), *prefix_notes(shared)]
     notes.append(f"{len(jobs)} cells in {time.perf_counter() - begun:.0f} s.")
-    return SuiteResult(NAME, rows + shared, notes)
+    return SuiteResult(NAME, [*rows, *shared], notes)
 
 
 def rows_of(found: dict[JointCell, Found]) -> list[Row]:
