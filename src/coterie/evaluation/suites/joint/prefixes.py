@@ -27,9 +27,10 @@ from numpy.typing import NDArray
 from coterie.costs.lines import StepPrices
 from coterie.costs.presets import step_model
 from coterie.costs.step import StepModel
-from coterie.evaluation.fleets import ROOM, STEADY_ARRIVALS, Halves, recorded_source, split, steady
-from coterie.evaluation.suites.eldr.synthetic import MOONCAKE, SyntheticSize, language_source, load_arrivals
-from coterie.evaluation.suites.joint.cells import DEVICE_BYTES, USABLE
+from coterie.errors import ConfigError
+from coterie.evaluation.fleets import ROOM, STEADY_ARRIVALS, steady
+from coterie.evaluation.suites.eldr.synthetic import MOONCAKE, SyntheticSize, load_arrivals
+from coterie.evaluation.suites.joint.cells import DEVICE_BYTES, SIZE, USABLE, split_trace
 from coterie.footprints.signatures import Signature
 from coterie.models import get_model
 from coterie.placement.holdings import bit_words
@@ -37,7 +38,7 @@ from coterie.routing import Router, RouterFit, routers
 from coterie.routing.clustering import cluster
 from coterie.routing.joint import Joint
 from coterie.sim.fleet.metrics import FleetRun, summarise_fleet
-from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests, phase_recordings, split_recordings
+from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests
 from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.traces import RequestTrace
 from coterie.traces.arrivals import LognormalLengths
@@ -60,7 +61,6 @@ KINDS = 8
 FAMILIES = 8
 """Shared prefixes of each kind; their popularity follows Zipf's law."""
 RECORDED, SYNTHETIC = "gpt-oss-20b", "qwen3-30b-a3b"
-SIZE = SyntheticSize(recordings=600, fitted=200, prompt_tokens=32, output_tokens=32)
 LIGHT = 0.01
 """Weight of uncached tokens at which a full worker weighs as much as 3,000 of them; published is 1, and 30."""
 
@@ -122,14 +122,12 @@ def serve_prefix_cell(
     cell: PrefixCell, data: Path | None, requests: int | None = None, size: SyntheticSize = SIZE
 ) -> PrefixFound:
     """Every variant on the same requests."""
-    fitted, recordings = _halves(cell, data, size)
+    _, recordings, fitted = split_trace(cell.trace, cell.seed, WORKERS, PER_WORKER, data, size)
     model = step_model(get_model(cell.trace), "h200", "bf16")
     config = FleetConfig(decode_workers=WORKERS, both=True, places=ROOM * PER_WORKER, kv_tokens=kv_tokens(model))
-    drawn = draw_shared(cell, recordings, requests or REQUESTS, data)
-    rate = LOAD * served_a_second(drawn, model, config)
-    times = drawn.arrival_s
-    assert times is not None
-    drawn = replace(drawn, arrival_s=times / max(times[-1], 1e-9) * (len(drawn) - 1) / rate)
+    count = requests or REQUESTS
+    rate = LOAD * served_a_second(draw_shared(cell, recordings, count, data), model, config)
+    drawn = draw_shared(cell, recordings, count, data, rate)
     price = StepPrices.of(model, PER_WORKER, int(np.mean(drawn.prompt_tokens)), float(np.mean(drawn.output_tokens)))
     found: PrefixFound = {}
     for name, variant in VARIANTS.items():
@@ -138,22 +136,6 @@ def serve_prefix_cell(
         fleet.local = None if name == NO_HOMES else home_experts(fitted)
         found[name] = _outcome(run_fleet(drawn, model, made, config, fleet=fleet, duplicates="postpone"))
     return found
-
-
-def _halves(cell: PrefixCell, data: Path | None, size: SyntheticSize) -> tuple[RouterFit, Recordings]:
-    """What routers learn from one half of the recordings, and the other half."""
-    if cell.trace == RECORDED:
-        assert data is not None
-        source = recorded_source(data, cell.trace)
-        halves = split(source, cell.seed)
-        served = split_recordings(source.trace, halves.test)
-    else:
-        source = language_source(cell.trace, cell.seed, size)
-        order = np.random.default_rng([cell.seed, 0]).permutation(size.recordings)
-        halves = Halves(np.sort(order[: size.fitted]), np.sort(order[size.fitted :]))
-        served = phase_recordings(source.trace, halves.test)
-    counts = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
-    return RouterFit(WORKERS, batch=PER_WORKER).fit(counts, np.random.default_rng([cell.seed, 1])), served
 
 
 def kv_tokens(model: StepModel) -> int:
@@ -181,11 +163,14 @@ def kinds_of(recordings: Recordings, rng: Generator) -> NDArray[np.int64]:
     return cluster(signatures, KINDS, rng).labels
 
 
-def draw_shared(cell: PrefixCell, recordings: Recordings, count: int, data: Path | None) -> FleetRequests:
+def draw_shared(
+    cell: PrefixCell, recordings: Recordings, count: int, data: Path | None, rate: float | None = None
+) -> FleetRequests:
     """Requests with shared prefixes; those that share one replay recordings of one kind."""
     rng = np.random.default_rng([cell.seed, 9])
     if cell.share is None:
-        assert data is not None
+        if data is None:
+            raise ConfigError("Mooncake's prefixes need the folder of real data")
         trace = load_arrivals(data / "requests" / MOONCAKE)
         start = int(rng.integers(max(1, len(trace) - count + 1)))
         trace = spread(trace.take(slice(start, start + count)))
@@ -193,7 +178,7 @@ def draw_shared(cell: PrefixCell, recordings: Recordings, count: int, data: Path
     else:
         kinds = rng.integers(KINDS, size=count)
         trace = shared_prefixes(cell.share, kinds, rng)
-    drawn = draw_requests(recordings, len(trace), rng, trace, longest_prompt=LONGEST_PROMPT)
+    drawn = draw_requests(recordings, len(trace), rng, trace, rate, LONGEST_PROMPT)
     return replace(drawn, recorded=recordings_of(kinds, kinds_of(recordings, rng), rng))
 
 
