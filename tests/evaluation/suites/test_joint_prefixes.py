@@ -153,6 +153,7 @@ def made_cell(jitter: float, joint: float, crowded: float) -> PrefixFound:
     [
         (1.0, 1.0, "It adds nothing: nothing shared, Mooncake's prefixes.", False),
         (0.9, 1.0, "It helps: nothing shared, Mooncake's prefixes.", False),
+        (0.995, 1.0, "It helps by less than 1%: nothing shared, Mooncake's prefixes.", False),
         (1.1, 2.0, "It hurts: nothing shared, Mooncake's prefixes.", True),
     ],
 )

@@ -42,6 +42,8 @@ SETTING = (
     "footprints. Both flatter the expert term."
 )
 
+WORTH_PCT = 1.0
+"""Smallest saving that is called a help without saying how small it is, as `coterie fleet` has it."""
 PUBLISHED = f"The article claims {TTFT_SAVING_PCT:g}% less TTFT than KV only."
 
 
@@ -127,10 +129,13 @@ def _effect(row: Row) -> str:
         return "adds nothing"
     if row["seeds"] < 2:
         return "is not told apart from chance by one seed"
-    verdicts = {verdict(row, key) for key in ("ttft_saving", "tpot_saving")}
-    if verdicts >= {"helps", "hurts"}:
-        return "does both"
-    return "helps" if "helps" in verdicts else "hurts" if "hurts" in verdicts else "adds nothing"
+    verdicts = {key: verdict(row, key) for key in ("ttft_saving", "tpot_saving")}
+    gains = [row[f"{key}_pct"] for key, found in verdicts.items() if found == "helps"]
+    if gains and "hurts" in verdicts.values():
+        return "helps one and hurts the other"
+    if gains:
+        return "helps" if max(gains) >= WORTH_PCT else f"helps by less than {WORTH_PCT:g}%"
+    return "hurts" if "hurts" in verdicts.values() else "adds nothing"
 
 
 def _share_text(row: Row) -> str:
