@@ -38,6 +38,7 @@ TOGETHER = {
         "fleet_tables",
         "front_door",
         "joint",
+        "joint_prefixes",
         "proxy",
         "routed_loop",
         "shell_blocks",

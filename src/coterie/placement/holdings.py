@@ -20,6 +20,15 @@ def held_by(placement: Placement) -> Held:
     return placement.held
 
 
+def bit_words(held: Held) -> NDArray[np.uint64]:
+    """[rank, layer, word] bit e is set where the rank holds expert e of the layer, as routers read `Fleet.local`."""
+    experts = held.shape[2]
+    words = np.zeros((*held.shape[:2], -(-experts // 64)), np.uint64)
+    for expert in range(experts):
+        words[:, :, expert // 64] |= held[:, :, expert].astype(np.uint64) << np.uint64(expert % 64)
+    return words
+
+
 def placement_of(held: Held, slots_per_rank: int, current: Placement | None = None) -> Placement:
     """Slots for what ranks hold; what stays on a rank keeps its slot of `current`.
 

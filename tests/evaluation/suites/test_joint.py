@@ -370,6 +370,7 @@ def test_without_data_synthetic_routing_alone_runs(monkeypatch: pytest.MonkeyPat
         return serve_cell(JointCell("qwen3-30b-a3b", 2, cell.seed), data, requests, TINY)
 
     monkeypatch.setattr(joint, "serve_cell", serve_tiny)
+    monkeypatch.setattr(joint, "prefix_jobs_of", lambda *_: [])
     monkeypatch.setattr(joint_cells, "STEP_TOKENS", (64,))
     told = []
     found = joint.run(SuiteOptions(data=None, seeds=(0,)), lambda *seen: told.append(seen))

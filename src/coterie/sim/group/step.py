@@ -25,7 +25,7 @@ from coterie.costs.exchange import crossing_links, exchange_us, exposed
 from coterie.costs.experts import slowest_us
 from coterie.costs.step import Batch, StepModel
 from coterie.errors import ConfigError
-from coterie.placement.holdings import Demand, Held, held_by
+from coterie.placement.holdings import Demand, Held, bit_words, held_by
 from coterie.types import Placement
 
 
@@ -68,11 +68,7 @@ class Group:
     @property
     def local(self) -> NDArray[np.uint64]:
         """[rank, layer, word] bit e is set where the rank holds expert e of the layer."""
-        experts = self.held.shape[2]
-        words = np.zeros((*self.held.shape[:2], -(-experts // 64)), np.uint64)
-        for expert in range(experts):
-            words[:, :, expert // 64] |= self.held[:, :, expert].astype(np.uint64) << np.uint64(expert % 64)
-        return words
+        return bit_words(self.held)
 
     def step(self, expert_ids: NDArray[np.integer], home: NDArray[np.int64], context: NDArray[np.int64]) -> GroupStep:
         """One token of every request: expert_ids [token, layer, k], the rank each is on, its cached tokens."""

@@ -28,7 +28,7 @@ from coterie.costs.lines import StepPrices
 from coterie.costs.presets import step_model
 from coterie.costs.shapes import dense_shapes
 from coterie.errors import ConfigError
-from coterie.evaluation.fleets import CONTEXT, ROOM, TRACES, Halves, Source, recorded_source, split
+from coterie.evaluation.fleets import CONTEXT, ROOM, TRACES, Halves, recorded_source, split
 from coterie.evaluation.suites.eldr.synthetic import SyntheticSize, language_source
 from coterie.models import get_model
 from coterie.placement.holdings import Demand, held_by, placement_of
@@ -116,39 +116,51 @@ class GroupBench:
         return outcome(self.served.serve(placement, router, batcher), self.served.in_flight, RANKS)
 
 
-def bench_of(cell: JointCell, data: Path | None, requests: int | None = None, size: SyntheticSize = SIZE) -> GroupBench:
-    if cell.trace in TRACES:
+class SplitTrace(NamedTuple):
+    """A trace in two: calibration requests, and those that are served."""
+
+    known: Recordings
+    served: Recordings
+    fitted: RouterFit
+    """Fit of the calibration requests."""
+
+
+def split_trace(
+    trace: str, seed: int, workers: int, per_worker: int, data: Path | None, size: SyntheticSize
+) -> SplitTrace:
+    """The recorded trace of this name, or a synthetic one of the model's shape."""
+    if trace in TRACES:
         if data is None:
-            raise ConfigError(f"{cell.trace} is recorded; it needs the folder of real data")
-        source = recorded_source(data, cell.trace)
-        halves = split(source, cell.seed)
+            raise ConfigError(f"{trace} is recorded; it needs the folder of real data")
+        source = recorded_source(data, trace)
+        halves = split(source, seed)
         known, served = (split_recordings(source.trace, half) for half in halves)
     else:
-        source = language_source(cell.trace, cell.seed, size)
-        order = np.random.default_rng([cell.seed, 0]).permutation(size.recordings)
+        source = language_source(trace, seed, size)
+        order = np.random.default_rng([seed, 0]).permutation(size.recordings)
         halves = Halves(np.sort(order[: size.fitted]), np.sort(order[size.fitted :]))
         known, served = (phase_recordings(source.trace, half) for half in halves)
     for name, half in (("to fit", known), ("to serve", served)):
-        if RANKS * cell.per_rank > len(half):
-            raise ConfigError(f"{RANKS} x {cell.per_rank} in flight need as many recordings; {len(half)} are {name}")
-    return _bench(cell, source, halves, known, served, requests or TURNS * RANKS * cell.per_rank)
-
-
-def _bench(
-    cell: JointCell, source: Source, halves: Halves, known: Recordings, served: Recordings, requests: int
-) -> GroupBench:
+        if workers * per_worker > len(half):
+            raise ConfigError(f"{workers} x {per_worker} in flight need as many recordings; {len(half)} are {name}")
     counts = source.counts.take(np.flatnonzero(np.isin(source.counts.requests, halves.fit)))
-    fitted = RouterFit(RANKS, batch=cell.per_rank).fit(counts, np.random.default_rng([cell.seed, 1]))
+    fitted = RouterFit(workers, batch=per_worker).fit(counts, np.random.default_rng([seed, 1]))
+    return SplitTrace(known, served, fitted)
+
+
+def bench_of(cell: JointCell, data: Path | None, requests: int | None = None, size: SyntheticSize = SIZE) -> GroupBench:
+    halves = split_trace(cell.trace, cell.seed, RANKS, cell.per_rank, data, size)
+    count = requests or TURNS * RANKS * cell.per_rank
     model = step_model(get_model(cell.trace), "h200", DTYPES[cell.trace], Topology(RANKS))
     loops = [
         GroupLoop(
-            draw_requests(records, requests, np.random.default_rng([cell.seed, number])),
+            draw_requests(records, count, np.random.default_rng([cell.seed, number])),
             model,
-            fitted,
+            halves.fitted,
             RANKS * cell.per_rank,
             ROOM * cell.per_rank,
         )
-        for number, records in ((3, known), (2, served))
+        for number, records in ((3, halves.known), (2, halves.served))
     ]
     return GroupBench(loops[0], loops[1])
 

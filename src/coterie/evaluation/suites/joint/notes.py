@@ -202,7 +202,7 @@ def _varied(row: Row) -> str:
 
 
 def _shows(trace: str, main: bool) -> Callable[[Row], bool]:
-    return lambda row: bool(row["trace"] == trace and (row["part"] == "main") == main)
+    return lambda row: bool(row["trace"] == trace and "tbt_mean_ms" in row and (row["part"] == "main") == main)
 
 
 _CHAIN = (

@@ -4,6 +4,9 @@ The article has a table of decode with each added to the one before: time betwee
 a step that is all-to-all. Here the same chain runs on one expert-parallel group of 8 ranks, each a worker
 (:mod:`coterie.sim.group`), on recorded routing of two models and on synthetic routing at DeepSeek-V3's sizes, kept
 apart by `routing`. Step times are the model's, of an H200. Wrong to read as a measurement: docs/results/joint.md.
+
+The article also claims less time to first token than routing by cached KV alone. For that there are whole workers with
+prefix caches (:mod:`coterie.evaluation.suites.joint.prefixes`): the joint router with each of its terms left out.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 from coterie.evaluation.fleets import TRACES
 from coterie.evaluation.runs import in_parallel, interval
 from coterie.evaluation.suites.base import Report, Suite, SuiteOptions, SuiteResult, suites
+from coterie.evaluation.suites.eldr.synthetic import MOONCAKE
 from coterie.evaluation.suites.joint.cells import (
     CHAIN,
     LOADS,
@@ -32,6 +36,9 @@ from coterie.evaluation.suites.joint.cells import (
     serve_cell,
 )
 from coterie.evaluation.suites.joint.notes import TABLES, notes_of
+from coterie.evaluation.suites.joint.prefix_report import PREFIX_TABLES, prefix_notes, prefix_rows
+from coterie.evaluation.suites.joint.prefixes import RECORDED, SHARES, PrefixCell, PrefixFound, serve_prefix_cell
+from coterie.evaluation.suites.joint.prefixes import SYNTHETIC as PREFIX_SYNTHETIC
 from coterie.evaluation.suites.joint.published import published_of
 from coterie.sim.group import GroupOutcome
 
@@ -48,7 +55,7 @@ Row = dict[str, Any]
 
 
 def jobs_of(data: Path | None, seeds: tuple[int, ...]) -> list[JointCell]:
-    """All cells, the longest first."""
+    """All cells of the chain, the longest first."""
     names = [name for name in LOADS if name == SYNTHETIC or data is not None]
     return [
         JointCell(name, LOADS[name], seed)
@@ -57,18 +64,36 @@ def jobs_of(data: Path | None, seeds: tuple[int, ...]) -> list[JointCell]:
     ]
 
 
+def prefix_jobs_of(data: Path | None, seeds: tuple[int, ...]) -> list[PrefixCell]:
+    """All cells with shared prefixes; Mooncake's own where its trace is there."""
+    shares: list[float | None] = [*SHARES]
+    if data is not None and (data / "requests" / MOONCAKE).is_file():
+        shares.append(None)
+    names = [*([RECORDED] if data is not None else []), PREFIX_SYNTHETIC]
+    return [PrefixCell(name, share, seed) for name in names for share in shares for seed in seeds]
+
+
+def serve_job(job: JointCell | PrefixCell, data: Path | None, requests: int | None) -> Found | PrefixFound:
+    if isinstance(job, PrefixCell):
+        return serve_prefix_cell(job, data, requests)
+    return serve_cell(job, data, requests)
+
+
 def run(options: SuiteOptions, report: Report) -> SuiteResult:
     begun = time.perf_counter()
     data = options.data if options.data is not None and (options.data / "activations").is_dir() else None
-    jobs, found = jobs_of(data, options.seeds or SEEDS), dict[JointCell, Found]()
+    seeds = options.seeds or SEEDS
+    chain, prefixes = jobs_of(data, seeds), prefix_jobs_of(data, seeds)
+    jobs: list[JointCell | PrefixCell] = [*chain, *prefixes]
+    found: dict[Any, Any] = {}
     report("Serving", 0, len(jobs))
-    for job, result in in_parallel(partial(serve_cell, data=data, requests=options.requests), jobs):
+    for job, result in in_parallel(partial(serve_job, data=data, requests=options.requests), jobs):
         found[job] = result
         report("Serving", len(found), len(jobs))
-    rows = rows_of({job: found[job] for job in jobs})
-    notes = [*([] if data is not None else [NO_DATA]), *notes_of(rows)]
+    rows, shared = rows_of({job: found[job] for job in chain}), prefix_rows({job: found[job] for job in prefixes})
+    notes = [*([] if data is not None else [NO_DATA]), *notes_of(rows), *prefix_notes(shared)]
     notes.append(f"{len(jobs)} cells in {time.perf_counter() - begun:.0f} s.")
-    return SuiteResult(NAME, rows, notes)
+    return SuiteResult(NAME, [*rows, *shared], notes)
 
 
 def rows_of(found: dict[JointCell, Found]) -> list[Row]:
@@ -140,8 +165,8 @@ suites.add(
     NAME,
     Suite(
         "Joint routing on 8 expert-parallel ranks: standard, + expert-aware, + replication, + batch scheduling, beside "
-        "an article's table",
+        "an article's table; and on 8 whole workers with shared prefixes, against KV only and experts only",
         run,
-        TABLES,
+        (*TABLES, *PREFIX_TABLES),
     ),
 )
