@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy.special import stdtrit
 
 from coterie.errors import ConfigError, check_at_least
 from coterie.evaluation.load.client import Outcome
@@ -197,5 +197,5 @@ def jackknife(blocks: Sequence[Any], statistic: Callable[[Sequence[Any]], float 
         return Interval(whole, None, None)
     count = len(known)
     error = math.sqrt((count - 1) / count * float(np.sum((np.array(known) - np.mean(known)) ** 2)))
-    half = float(stats.t.ppf(0.975, count - 1)) * error
+    half = float(stdtrit(count - 1, 0.975)) * error
     return Interval(whole, whole - half, whole + half)

@@ -148,13 +148,14 @@ def load_command(
 
     from coterie.evaluation.load.measure import Keys, LoadSettings, Measured, measure
     from coterie.evaluation.load.report import report_of
-    from coterie.evaluation.load.result import RESULT_FILES, read_result, write_result
     from coterie.evaluation.load.summary import Targets
     from coterie.evaluation.load.workload import SharedPrefixes
     from coterie.net.http_client import server_url
     from coterie.prompts import load_prompts, read_prompts
 
     if out_folder is not None and out_folder.exists():
+        from coterie.evaluation.load.result import RESULT_FILES, read_result
+
         for name in RESULT_FILES:
             check_output(out_folder / name, "--out", "a result of coterie load", read_result, (arrivals, prompts))
     if concurrency is None and rate is None and arrivals is None:
@@ -203,6 +204,8 @@ def load_command(
     found = report_of(settings, measured, interrupt is not None)
     result: dict[str, Any] = {"url": settings.urls[0], **found.to_json(), "next": _next(settings, found)}
     if out_folder is not None and any(row.summary.requests for row in found.rows):
+        from coterie.evaluation.load.result import write_result  # matplotlib takes a second to import
+
         written = write_result(out_folder, result, measured.contenders, warmup)
         result["written"] = [str(path) for path in written]
     if json_output:
