@@ -135,7 +135,7 @@ def test_an_interrupted_run_prints_what_it_measured(url: str) -> None:
             "load",
             url,
             "--requests",
-            "100000",
+            "2000",
             "--warmup",
             "0",
             "--max-tokens",

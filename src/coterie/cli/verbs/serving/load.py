@@ -247,18 +247,17 @@ def _next(settings: LoadSettings, report: LoadReport) -> str:
     url, rows = settings.urls[0], report.rows
     if not rows or not rows[0].summary.answered:
         return shell("curl", f"{url}/v1/models")
+    same = ["--workload", settings.workload] if settings.workload == "shared-prefix" else []
     summary = rows[0].summary
     if len(rows) > 1:
         option, others = ("--router", settings.routers) if settings.routers else ("--compare", settings.urls[1:])
         again = ["coterie", "load", url, *(word for other in others for word in (option, other))]
         if not any(row.told_apart for row in rows):
-            return shell(*again, "--workload", settings.workload, "--requests", 4 * settings.requests)
-        return shell(*again, "--workload", "prompts" if settings.workload == "shared-prefix" else "shared-prefix")
-    if settings.concurrency is not None:
-        return shell("coterie", "load", url, "--rate", f"{0.8 * summary.requests_per_s:.2g}")
-    if summary.behind or summary.failures:
-        return shell("coterie", "load", url, "--rate", f"{max(0.8 * summary.requests_per_s, 0.01):.2g}")
-    return shell("coterie", "load", url, "--rate", f"{1.5 * summary.requests_per_s:.2g}")
+            return shell(*again, *same, "--requests", 4 * settings.requests)
+        return shell(*again, "--workload", "prompts" if same else "shared-prefix")
+    # From a closed loop to an open one it can bear; from an open one, towards what it cannot.
+    factor = 0.8 if settings.concurrency is not None or summary.behind or summary.failures else 1.5
+    return shell("coterie", "load", url, *same, "--rate", f"{max(factor * summary.requests_per_s, 0.01):.2g}")
 
 
 def _print(result: dict[str, Any], report: LoadReport, settings: LoadSettings) -> None:
