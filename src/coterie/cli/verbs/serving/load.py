@@ -11,7 +11,7 @@ import typer
 
 from coterie.cli.output import JsonOption, out, print_json, print_table, print_verdict, reporting, set_width, shell
 from coterie.cli.outputs import check_output
-from coterie.errors import InputError
+from coterie.errors import CoterieError, InputError
 
 if TYPE_CHECKING:
     from coterie.evaluation.load.measure import LoadSettings
@@ -27,7 +27,8 @@ SHOWN = {
     "tpot_mean": "TPOT, mean",
     "tpot_p90": "TPOT, p90",
     "e2e_mean": "E2E, mean",
-    "experts": "experts",
+    "experts": "experts a step",
+    "hit_rate": "hit rate, points",
 }
 """Changes in the table."""
 
@@ -46,7 +47,10 @@ def load_command(
             "several. The first is the base; the one in use is put back.",
         ),
     ] = None,
-    pool: Annotated[str, typer.Option("--pool", help="Pool of the gateway whose router is swapped.")] = "decode",
+    pool: Annotated[
+        str | None,
+        typer.Option("--pool", help="Pool of the gateway whose router is swapped. Default: decode, or the only one."),
+    ] = None,
     workload: Annotated[
         str,
         typer.Option(
@@ -195,13 +199,15 @@ def load_command(
         _key(worker_key_file, "COTERIE_WORKER_KEY"),
     )
     texts = load_prompts() if prompts is None else read_prompts(prompts)
-    measured, interrupt = Measured(), None
+    measured, ended_by = Measured(), None
     try:
         with reporting("Starting") as report:
             asyncio.run(measure(settings, texts, measured, keys, report))
-    except KeyboardInterrupt as stopped:
-        interrupt = stopped
-    found = report_of(settings, measured, interrupt is not None)
+    except (KeyboardInterrupt, CoterieError) as error:
+        if not measured.contenders:
+            raise
+        ended_by = error  # what was measured is printed first
+    found = report_of(settings, measured, ended_by is not None)
     result: dict[str, Any] = {"url": settings.urls[0], **found.to_json(), "next": _next(settings, found)}
     if out_folder is not None and any(row.summary.requests for row in found.rows):
         from coterie.evaluation.load.result import write_result  # matplotlib takes a second to import
@@ -212,8 +218,8 @@ def load_command(
         print_json(result)
     else:
         _print(result, found, settings)
-    if interrupt is not None:
-        raise interrupt
+    if ended_by is not None:
+        raise ended_by
     if not any(row.summary.answered for row in found.rows):
         raise typer.Exit(1)
 
@@ -335,6 +341,8 @@ def _print_contenders(report: LoadReport) -> None:
         note="Experts: distinct, in a layer of a token's decode step.",
     )
     told = [one for one in SHOWN if any(one == change.statistic for row in report.rows for change in row.changes)]
+    if not told:
+        return
     found = [{change.statistic: change.pct for change in row.changes} for row in report.rows]
     print_table(
         f"Change against {report.rows[0].name}, percent (below 0: less)",
