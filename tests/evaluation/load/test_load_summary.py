@@ -168,6 +168,18 @@ def test_only_requests_that_both_answered_are_compared() -> None:
         )
     found = {one.statistic: one.pct for one in changes(first, other)}
     assert found["ttft_mean"] == pytest.approx((0.0, 0.0, 0.0), abs=1e-6)
+    assert "hit_rate" not in found, "no server said"
+
+
+def test_hit_rates_are_compared_in_points() -> None:
+    first, other = (Contender(name, None) for name in "ab")  # type: ignore[arg-type]
+    for block in range(4):
+        for contender, cached in ((first, 30), (other, 40 + block)):
+            numbers = range(10 * block, 10 * block + 10)
+            contender.runs.append(run_of(*(outcome(number, 0.1, cached_tokens=cached) for number in numbers)))
+    (change,) = (one for one in changes(first, other) if one.statistic == "hit_rate")
+    assert change.pct.mean == pytest.approx(11.5)
+    assert change.sure
 
 
 def test_experts_are_compared_in_steps_of_equal_size() -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy.special import stdtrit
 
 from coterie.errors import ConfigError, check_at_least
 from coterie.evaluation.load.client import Outcome
@@ -54,10 +54,13 @@ class Contender:
 
 
 class Change(NamedTuple):
-    """Of a statistic against the first contender's, percent; below 0 is faster or fewer."""
+    """Of a statistic against the first contender's, percent; below 0 is faster or fewer.
+
+    That of the hit rate is in points: 60% after 50% is +10.
+    """
 
     statistic: str
-    """Such as ttft_p50, or experts."""
+    """Such as ttft_p50, experts or hit_rate."""
     pct: Interval
 
     @property
@@ -127,7 +130,7 @@ def _part(pace: Pace, start: int, end: int, parts: int) -> Pace:
 
 
 def changes(first: Contender, other: Contender, skip: int = 0) -> list[Change]:
-    """Changes of TTFT, TPOT, E2E and experts a step; a statistic without values is left out.
+    """Changes of TTFT, TPOT, E2E, hit rate and experts a step; a statistic without values is left out.
 
     Only requests that both answered count, so that a contender which fails the slow ones does not look fast.
     """
@@ -140,6 +143,9 @@ def changes(first: Contender, other: Contender, skip: int = 0) -> list[Change]:
             change = jackknife(values, _log_ratio(statistic))
             if change is not None:
                 found.append(Change(f"{metric}_{statistic}", _percent(change)))
+    cached = jackknife(pairs, _hit_points)
+    if cached is not None:
+        found.append(Change("hit_rate", cached))
     logs = [(a, b) for a, b in zip(first.steps, other.steps, strict=False)]
     if logs:
         change = jackknife(logs, _experts)
@@ -178,6 +184,18 @@ def _log_ratio(statistic: str) -> Callable[[Sequence[NDArray[np.float64]]], floa
     return of
 
 
+def _hit_points(blocks: Sequence[Sequence[tuple[Outcome, Outcome]]]) -> float | None:
+    """Difference of hit rates, in points."""
+    pairs = [pair for block in blocks for pair in block]
+    if not pairs or any(one.cached_tokens is None or not one.prompt_tokens for pair in pairs for one in pair):
+        return None
+    first, other = (
+        sum(pair[at].cached_tokens or 0 for pair in pairs) / sum(pair[at].prompt_tokens or 0 for pair in pairs)
+        for at in (0, 1)
+    )
+    return 100 * (other - first)
+
+
 def _experts(blocks: Sequence[tuple[StepTotals, StepTotals]]) -> float | None:
     first, other = blocks[0]
     for a, b in blocks[1:]:
@@ -197,5 +215,5 @@ def jackknife(blocks: Sequence[Any], statistic: Callable[[Sequence[Any]], float 
         return Interval(whole, None, None)
     count = len(known)
     error = math.sqrt((count - 1) / count * float(np.sum((np.array(known) - np.mean(known)) ** 2)))
-    half = float(stats.t.ppf(0.975, count - 1)) * error
+    half = float(stdtrit(count - 1, 0.975)) * error
     return Interval(whole, whole - half, whole + half)

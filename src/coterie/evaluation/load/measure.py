@@ -71,8 +71,8 @@ class LoadSettings:
     timeout_s: float = 300.0
     routers: tuple[str, ...] = ()
     """Routers of a gateway to compare, as :meth:`RouterSetting.parse` reads them."""
-    pool: str = "decode"
-    """Pool of the gateway whose router is swapped."""
+    pool: str | None = None
+    """Pool of the gateway whose router is swapped; None: decode, or the only one."""
     blocks: int = 8
     """Blocks of a comparison."""
     targets: Targets = Targets()  # noqa: RUF009  (a tuple)
@@ -176,14 +176,17 @@ async def measure(
             times = arrival_times(len(requests), rng, settings.rate, settings.trace, settings.speed_up)
         pace = Pace(settings.concurrency, times, settings.duration_s)
         workers = [await stack.enter_async_context(Client(url, key=keys.worker)) for url in settings.expert_steps]
+        pool = ""
         if settings.routers:
-            await stack.enter_async_context(put_back(admin, settings.pool))
+            pool = await stack.enter_async_context(put_back(admin, settings.pool))
+            for router in settings.routers:  # one that is refused is so before anything is served
+                await use_router(admin, pool, RouterSetting.parse(router))
         for number, name in enumerate(settings.contenders):
             client = clients[0] if settings.routers else clients[number]
             marker = f"{settings.marker}{number}" if settings.marker else ""
             contender = Contender(name, _sender(client, asking, marker))
             if settings.routers:
-                contender.prepare = _swapper(admin, settings.pool, RouterSetting.parse(name))
+                contender.prepare = _swapper(admin, pool, RouterSetting.parse(name))
             measured.contenders.append(contender)
         blocks = settings.blocks if len(measured.contenders) > 1 else 1
         await compare(measured.contenders, requests, pace, blocks, rng, report, workers)

@@ -29,7 +29,12 @@ LATE = 0.1
 """Delay of the client, as a share of the median TTFT or E2E, above which the report says so."""
 
 
-HEADLINES = {"experts": "experts a step", "ttft_mean": "mean TTFT", "tpot_mean": "mean TPOT"}
+HEADLINES = {
+    "experts": "experts a step",
+    "hit_rate": "points of hit rate",
+    "ttft_mean": "mean TTFT",
+    "tpot_mean": "mean TPOT",
+}
 """Statistics that the verdict speaks of: few, because of many one differs by chance."""
 
 
@@ -174,7 +179,8 @@ def _against(first: Row, row: Row) -> str:
     """What changed for sure, and what cannot be told apart."""
     if not row.summary.answered or not first.summary.answered:
         none = row if not row.summary.answered else first
-        return f"{none.name} answered no request: {failures_of(none.summary)}."
+        failed = failures_of(none.summary)
+        return f"{none.name} answered no request{failed and f': {failed}'}."
     told = {one.statistic: one for one in row.changes}
     sure, unsure = [], []
     for statistic, words in HEADLINES.items():
@@ -182,11 +188,12 @@ def _against(first: Row, row: Row) -> str:
         if change is None:
             continue
         if change.sure:
-            less = "fewer" if statistic == "experts" else "less"
+            less = "fewer" if statistic in ("experts", "hit_rate") else "less"
             how = less if change.pct.mean < 0 else "more"
-            sure.append(f"{abs(change.pct.mean):.1f}% {how} {words} (95% {_range(change.pct)})")
+            unit = "" if statistic == "hit_rate" else "%"
+            sure.append(f"{abs(change.pct.mean):.1f}{unit} {how} {words} (95% {_range(change.pct)})")
         else:
-            unsure.append(words)
+            unsure.append(words.removeprefix("points of "))
     said = f"{row.name} against {first.name}: " + (", ".join(sure) if sure else "no difference that this run can tell")
     if sure and unsure:
         said += f"; no difference in {' or '.join(unsure)} that this run can tell"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import ConfigError, CoterieError, UnavailableError
 from coterie.net.http_client import Client
+
+DECODE = "decode"
 
 
 class RouterSetting(NamedTuple):
@@ -70,12 +72,17 @@ async def use_router(gateway: Client, pool: str, wanted: RouterSetting) -> None:
 
 
 @asynccontextmanager
-async def put_back(gateway: Client, pool: str) -> AsyncIterator[RouterSetting]:
-    """Give the router in use, and set it again at the end, whatever ends the block."""
+async def put_back(gateway: Client, pool: str | None = None) -> AsyncIterator[str]:
+    """Give the name of the pool (default: decode, or the only one), and set its router again, whatever ends the block."""
     in_use = await routers_in_use(gateway)
+    if pool is None:
+        pool = DECODE if DECODE in in_use else next(iter(in_use)) if len(in_use) == 1 else ""
     if pool not in in_use:
         raise ConfigError(f"pool={pool!r} must be one of {', '.join(in_use)}")
     try:
-        yield in_use[pool]
-    finally:
-        await use_router(gateway, pool, in_use[pool])
+        yield pool
+    except BaseException:
+        with suppress(CoterieError):  # why the block ended matters more than that this failed too
+            await use_router(gateway, pool, in_use[pool])
+        raise
+    await use_router(gateway, pool, in_use[pool])

@@ -11,7 +11,7 @@ import typer
 
 from coterie.cli.output import JsonOption, out, print_json, print_table, print_verdict, reporting, set_width, shell
 from coterie.cli.outputs import check_output
-from coterie.errors import InputError
+from coterie.errors import CoterieError, InputError
 
 if TYPE_CHECKING:
     from coterie.evaluation.load.measure import LoadSettings
@@ -27,7 +27,8 @@ SHOWN = {
     "tpot_mean": "TPOT, mean",
     "tpot_p90": "TPOT, p90",
     "e2e_mean": "E2E, mean",
-    "experts": "experts",
+    "experts": "experts a step",
+    "hit_rate": "hit rate, points",
 }
 """Changes in the table."""
 
@@ -46,7 +47,10 @@ def load_command(
             "several. The first is the base; the one in use is put back.",
         ),
     ] = None,
-    pool: Annotated[str, typer.Option("--pool", help="Pool of the gateway whose router is swapped.")] = "decode",
+    pool: Annotated[
+        str | None,
+        typer.Option("--pool", help="Pool of the gateway whose router is swapped. Default: decode, or the only one."),
+    ] = None,
     workload: Annotated[
         str,
         typer.Option(
@@ -148,13 +152,14 @@ def load_command(
 
     from coterie.evaluation.load.measure import Keys, LoadSettings, Measured, measure
     from coterie.evaluation.load.report import report_of
-    from coterie.evaluation.load.result import RESULT_FILES, read_result, write_result
     from coterie.evaluation.load.summary import Targets
     from coterie.evaluation.load.workload import SharedPrefixes
     from coterie.net.http_client import server_url
     from coterie.prompts import load_prompts, read_prompts
 
     if out_folder is not None and out_folder.exists():
+        from coterie.evaluation.load.result import RESULT_FILES, read_result
+
         for name in RESULT_FILES:
             check_output(out_folder / name, "--out", "a result of coterie load", read_result, (arrivals, prompts))
     if concurrency is None and rate is None and arrivals is None:
@@ -194,23 +199,27 @@ def load_command(
         _key(worker_key_file, "COTERIE_WORKER_KEY"),
     )
     texts = load_prompts() if prompts is None else read_prompts(prompts)
-    measured, interrupt = Measured(), None
+    measured, ended_by = Measured(), None
     try:
         with reporting("Starting") as report:
             asyncio.run(measure(settings, texts, measured, keys, report))
-    except KeyboardInterrupt as stopped:
-        interrupt = stopped
-    found = report_of(settings, measured, interrupt is not None)
+    except (KeyboardInterrupt, CoterieError) as error:
+        if not measured.contenders:
+            raise
+        ended_by = error  # what was measured is printed first
+    found = report_of(settings, measured, ended_by is not None)
     result: dict[str, Any] = {"url": settings.urls[0], **found.to_json(), "next": _next(settings, found)}
     if out_folder is not None and any(row.summary.requests for row in found.rows):
+        from coterie.evaluation.load.result import write_result  # matplotlib takes a second to import
+
         written = write_result(out_folder, result, measured.contenders, warmup)
         result["written"] = [str(path) for path in written]
     if json_output:
         print_json(result)
     else:
         _print(result, found, settings)
-    if interrupt is not None:
-        raise interrupt
+    if ended_by is not None:
+        raise ended_by
     if not any(row.summary.answered for row in found.rows):
         raise typer.Exit(1)
 
@@ -244,18 +253,17 @@ def _next(settings: LoadSettings, report: LoadReport) -> str:
     url, rows = settings.urls[0], report.rows
     if not rows or not rows[0].summary.answered:
         return shell("curl", f"{url}/v1/models")
+    same = ["--workload", settings.workload] if settings.workload == "shared-prefix" else []
     summary = rows[0].summary
     if len(rows) > 1:
         option, others = ("--router", settings.routers) if settings.routers else ("--compare", settings.urls[1:])
         again = ["coterie", "load", url, *(word for other in others for word in (option, other))]
         if not any(row.told_apart for row in rows):
-            return shell(*again, "--workload", settings.workload, "--requests", 4 * settings.requests)
-        return shell(*again, "--workload", "prompts" if settings.workload == "shared-prefix" else "shared-prefix")
-    if settings.concurrency is not None:
-        return shell("coterie", "load", url, "--rate", f"{0.8 * summary.requests_per_s:.2g}")
-    if summary.behind or summary.failures:
-        return shell("coterie", "load", url, "--rate", f"{max(0.8 * summary.requests_per_s, 0.01):.2g}")
-    return shell("coterie", "load", url, "--rate", f"{1.5 * summary.requests_per_s:.2g}")
+            return shell(*again, *same, "--requests", 4 * settings.requests)
+        return shell(*again, "--workload", "prompts" if same else "shared-prefix")
+    # From a closed loop to an open one it can bear; from an open one, towards what it cannot.
+    factor = 0.8 if settings.concurrency is not None or summary.behind or summary.failures else 1.5
+    return shell("coterie", "load", url, *same, "--rate", f"{max(factor * summary.requests_per_s, 0.01):.2g}")
 
 
 def _print(result: dict[str, Any], report: LoadReport, settings: LoadSettings) -> None:
@@ -333,6 +341,8 @@ def _print_contenders(report: LoadReport) -> None:
         note="Experts: distinct, in a layer of a token's decode step.",
     )
     told = [one for one in SHOWN if any(one == change.statistic for row in report.rows for change in row.changes)]
+    if not told:
+        return
     found = [{change.statistic: change.pct for change in row.changes} for row in report.rows]
     print_table(
         f"Change against {report.rows[0].name}, percent (below 0: less)",
