@@ -263,6 +263,13 @@ def test_kv_of_another_prompt_or_model_is_refused(folder: Path) -> None:
         driver.engine.check_prefilled(good._replace(tensors=narrow), [5, 6, 7, 8, 9])
     with pytest.raises(ConfigError, match="0 … 7"):
         driver.engine.check_prefilled(good._replace(expert_ids=good.expert_ids + 8), [5, 6, 7, 8, 9])
+    fractions: Any = good.expert_ids * 1.0
+    with pytest.raises(ConfigError, match="not integers"):
+        driver.engine.check_prefilled(good._replace(expert_ids=fractions), [5, 6, 7, 8, 9])
+    name, tensor = next(iter(good.tensors.items()))
+    with pytest.raises(ConfigError, match=f"{name} holds values that are not finite"):
+        driver.engine.check_prefilled(good._replace(tensors={**good.tensors, name: tensor / 0}), [5, 6, 7, 8, 9])
+    assert len(data) <= driver.engine.most_bytes(5)
 
 
 def test_damaged_kv_is_one_line(folder: Path) -> None:
