@@ -19,7 +19,7 @@ from typing import Protocol, cast
 from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from coterie.net.http1.framing import Framing, split_target
-from coterie.net.http1.messages import Counters, Headers, HttpError, Limits, Request, send_at_once
+from coterie.net.http1.messages import Counters, Headers, HttpError, Limits, Request, send_at_once, size_of
 from coterie.net.http1.responder import Handler, Responder
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,8 @@ DISCARD_BYTES = 65_536
 """A refused request with a body up to this size is read to its end, so that its connection can be kept."""
 LINGER_S = 1.0
 """Time that a refused client has to read its answer before the connection is cut under what it still sends."""
-
+LINGERING = 64
+"""Most connections over the cap that get an answer before they are closed."""
 
 CheckHead = Callable[[Request], int | None]
 """Sees the head before the body is read: raises HttpError to refuse it, may return the limit of the body in bytes."""
@@ -45,6 +46,7 @@ class Host(Protocol):
     limits: Limits
     check_head: CheckHead | None
     clock: Callable[[], float]
+    seconds: dict[str, float]
     counters: Counters
     draining: bool
     lingering: set[Connection]
@@ -79,12 +81,10 @@ class Connection(asyncio.Protocol):
         self.quiet_bytes = 0  # since the last progress: bounds heads, trailers and chunk extensions
         self.url = b""
         self.headers: Headers = []
-        self.head_size = 0
         self.body: list[bytes] = []
         self.body_room = 0
         self.arriving: _Exchange | None = None
         self.continue_owed = False
-        self.turning = False
         self.deaf = False  # reads no more: refused, malformed, or closing
         # what waits and what is answered
         self.current: _Exchange | None = None
@@ -109,7 +109,7 @@ class Connection(asyncio.Protocol):
             self._await("head")
             return
         self.server.counters.refused += 1
-        if len(self.server.lingering) >= 64:
+        if len(self.server.lingering) >= LINGERING:
             self.transport.abort()
             return
         self.server.lingering.add(self)
@@ -137,6 +137,7 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self.write_deadline = math.inf
         self._wake()
+        self._turn()
 
     def _wake(self) -> None:
         if self.room is not None and not self.room.done():
@@ -146,7 +147,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.deaf:
             return
-        if self.current is None and not self.unparsed:
+        if self.current is None and not self.unparsed and self.room is None:
             self._feed(data)
         else:
             self._keep(data)
@@ -173,7 +174,7 @@ class Connection(asyncio.Protocol):
 
     def _await(self, kind: str) -> None:
         self.deadline_kind = kind
-        self.deadline = self.server.clock() + getattr(self.limits, f"{kind}_s")
+        self.deadline = self.server.clock() + self.server.seconds[kind]
         if kind == "body" and self.continue_owed:
             self.continue_owed = False
             self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -203,23 +204,22 @@ class Connection(asyncio.Protocol):
         self.phase = "head"
         self.url = b""
         self.headers = []
-        self.head_size = 0
 
     def on_url(self, url: bytes) -> None:
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.phase == "body":
-            return  # a trailer
-        self.head_size += len(name) + len(value) + 4
-        self.headers.append((name.lower(), value))
-        if self.head_size > self.limits.head_bytes or len(self.headers) > self.limits.headers:
-            raise HttpError(431, f"at most {self.limits.headers} headers of {self.limits.head_bytes} bytes in all")
+        if self.phase == "head":  # else a trailer
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         assert self.parser is not None
         self.phase = "body"
         self.body = []
+        limits = self.limits
+        too_long = self.quiet_bytes > limits.head_bytes and size_of(self.headers) + len(self.url) > limits.head_bytes
+        if too_long or len(self.headers) > limits.headers:
+            raise HttpError(431, f"at most {limits.headers} headers of {limits.head_bytes} bytes in all")
         version = self.parser.get_http_version()
         if self.parser.should_upgrade() or version not in ("1.1", "1.0"):
             raise HttpError(400, "only HTTP/1.1 without upgrades is served")
@@ -280,8 +280,7 @@ class Connection(asyncio.Protocol):
 
     def _take(self, exchange: _Exchange) -> None:
         self.waiting.append(exchange)
-        if self.current is None:
-            self._turn()
+        self._turn()
 
     def _refuse_in_turn(self, error: HttpError) -> None:
         """Answer with an error after the answers that are due, and end the connection."""
@@ -289,23 +288,19 @@ class Connection(asyncio.Protocol):
         self._take(_Exchange(None, Responder(self, False, False, True), error))
 
     def _turn(self) -> None:
-        """Begin the next request, if one waits."""
-        if self.turning:
+        """Begin the next request, if one waits and its client reads its answers."""
+        if self.current is not None or self.room is not None or self.transport.is_closing():
             return
-        self.turning = True  # refusals end at once and come back here: a loop, not a recursion
-        while self.current is None:
-            if self.waiting:
-                self._begin(self.waiting.popleft())
-            elif self.unparsed and not self.deaf:
-                data = bytes(self.unparsed)
-                self.unparsed.clear()
-                if not self.transport.is_closing():
-                    self.transport.resume_reading()
-                self._feed(data)
-            else:
-                break
-        self.turning = False
-        if self.current is None and not self.deaf:
+        if self.waiting:
+            self._begin(self.waiting.popleft())
+        elif self.deaf:
+            return
+        elif self.unparsed:
+            data = bytes(self.unparsed)
+            self.unparsed.clear()
+            self.transport.resume_reading()
+            self._feed(data)
+        else:
             self._await(self.phase)
 
     def _begin(self, exchange: _Exchange) -> None:
@@ -313,12 +308,20 @@ class Connection(asyncio.Protocol):
         self.deadline = math.inf
         self.deadline_kind = ""
         if exchange.refusal is not None or exchange.request is None:
-            exchange.responder.fail(exchange.refusal or HttpError(400, "malformed request"))
+            # In an iteration of its own: a client that sends thousands of them must not hold up the others.
+            self.loop.call_soon(self._answer_refusal, exchange)
             return
         if self.task is not None and not self.task.done():
             self.server.outlive(self.task)
         self.server.counters.requests += 1
         self.task = self.loop.create_task(self._run(exchange.request, exchange.responder))
+
+    def _answer_refusal(self, exchange: _Exchange) -> None:
+        try:
+            exchange.responder.fail(exchange.refusal or HttpError(400, "malformed request"))
+        except Exception as error:
+            self._count_error(error)
+            exchange.responder.fail(HttpError(500, "internal error"))
 
     async def _run(self, request: Request, responder: Responder) -> None:
         try:
@@ -396,7 +399,10 @@ class Connection(asyncio.Protocol):
         if self.deaf and self.transport.can_write_eof() and not self.transport.is_closing():
             self.deadline_kind = "linger"
             self.deadline = self.server.clock() + LINGER_S
-            self.transport.write_eof()
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client has reset the connection, and the loop has not seen it yet
+                self.transport.abort()
         else:
             self.deadline_kind = "write"
             self.deadline = self.server.clock() + self.limits.write_s
@@ -404,7 +410,8 @@ class Connection(asyncio.Protocol):
         self.deaf = True
 
     def close_if_idle(self) -> None:
-        if self.current is None and not self.waiting and not self.deaf:
+        begun = self.phase == "body" or (self.phase == "head" and self.quiet_bytes)
+        if self.current is None and not self.waiting and not self.deaf and not begun:
             self._shut()
 
     def time_out(self, now: float) -> None:
@@ -413,7 +420,7 @@ class Connection(asyncio.Protocol):
             self.server.counters.timeouts[kind] += 1
         if kind in ("write", "linger"):
             self.transport.abort()
-        elif kind == "idle" or not self.quiet_bytes or (kind == "body" and self.arriving is None):
-            self._shut()
+        elif kind == "idle" or (kind == "head" and not self.quiet_bytes) or (kind == "body" and self.arriving is None):
+            self._shut()  # there is no request to answer
         else:
             self._refuse_in_turn(HttpError(408, f"the {kind} of the request did not come in time"))

@@ -25,9 +25,10 @@ HOP_BY_HOP = frozenset(
     b"upgrade".split()
 )
 """Headers of one connection, which a proxy must not pass on."""
-FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection"))
-"""Headers that only server and client themselves may write: they decide where a message ends."""
+FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection", b"host"))
+"""Headers that only server and client themselves may write: they decide where a message ends, and for whom it is."""
 _NOT_PASSED_ON = HOP_BY_HOP | {b"content-length", b"host", b"expect"}
+_PLAIN_CONNECTIONS = frozenset((b"keep-alive", b"Keep-Alive", b"close"))
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _KNOWN_NAMES: set[bytes] = set()
 _MAX_KNOWN_NAMES = 1024
@@ -67,6 +68,8 @@ class Limits:
 class Counters:
     """What a server has seen since it started."""
 
+    connections: int = 0
+    """Open now."""
     accepted: int = 0
     refused: int = 0
     """Connections over a cap."""
@@ -147,14 +150,14 @@ _STATUS_LINES = {
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return headers as lines, each ended by CR LF; refuse what would change the message around them."""
-    lines = b""
-    count = 0
+    written = []
     for name, value in headers:
         if name not in _KNOWN_NAMES:
             _check_name(name)
-        lines += b"%b: %b\r\n" % (name, value)
-        count += 1
-    if count and (lines.count(b"\n") != count or lines.count(b"\r") != count or b"\0" in lines):
+        written.append(b"%b: %b\r\n" % (name, value))
+    lines = b"".join(written)
+    count = len(written)
+    if lines.count(b"\n") != count or lines.count(b"\r") != count or b"\0" in lines:
         raise ConfigError("a header value must not hold CR, LF or NUL")
     return lines
 
@@ -168,10 +171,15 @@ def _check_name(name: bytes) -> None:
         _KNOWN_NAMES.add(name)
 
 
+def size_of(headers: Headers) -> int:
+    """Bytes that headers take in a message."""
+    return sum(len(name) + len(value) + 4 for name, value in headers)
+
+
 def check_target(target: bytes) -> bytes:
-    """Refuse a request target that would end the request line early."""
+    """Refuse a method or a target that would end the request line early."""
     if _UNSAFE_TARGET.search(target):
-        raise ConfigError("a request target must not hold spaces, control characters or bytes above 126")
+        raise ConfigError("a method or a target must not hold spaces, control characters or bytes above 126")
     return target
 
 
@@ -184,9 +192,12 @@ def send_at_once(transport: asyncio.BaseTransport) -> None:
 
 def passed_on(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
     """Return the headers that a proxy passes on: without those of the connection, the framing, Host and Expect."""
-    kept = [pair for pair in headers if pair[0] not in _NOT_PASSED_ON]
+    kept: Headers = []
     named: set[bytes] = set()
-    for name, value in headers:
-        if name == b"connection":
+    for pair in headers:
+        name, value = pair
+        if name not in _NOT_PASSED_ON:
+            kept.append(pair)
+        elif name == b"connection" and value not in _PLAIN_CONNECTIONS:
             named.update(option.strip().lower() for option in value.split(b","))
     return [pair for pair in kept if pair[0] not in named] if named else kept

@@ -22,13 +22,14 @@ class Line(Protocol):
 class Responder:
     """The answer to one request: sent whole, or started, written piece by piece and ended."""
 
-    __slots__ = ("_chunked", "_connection", "_head_only", "_keep_alive", "ended", "started")
+    __slots__ = ("_chunked", "_connection", "_head_only", "_keep_alive", "_left", "ended", "started")
 
     def __init__(self, connection: Line, head_only: bool, keep_alive: bool, chunked: bool) -> None:
         self._connection = connection
         self._head_only = head_only
         self._keep_alive = keep_alive
         self._chunked = chunked  # whether the client understands it; then whether the stream is sent so
+        self._left: int | None = None  # of the length that was announced
         self.started = False
         self.ended = False
 
@@ -50,6 +51,7 @@ class Responder:
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], length: int | None = None) -> None:
         """Send the head of a stream: chunked, unless its length is given (which must then be kept)."""
         self._connection.push(self._head(status, header_lines(headers), length))
+        self._left = None if self._head_only else length
 
     def _head(self, status: int, lines: bytes, length: int | None) -> bytes:
         if self.started:
@@ -72,6 +74,10 @@ class Responder:
     def write(self, data: bytes) -> None:
         if self.ended or not self.started:
             raise RuntimeError("write() comes after start() and before end()")
+        if self._left is not None:
+            self._left -= len(data)
+            if self._left < 0:
+                raise RuntimeError(f"the answer has {-self._left} bytes more than its length")
         if data and not self._head_only:
             self._connection.push(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
@@ -82,6 +88,8 @@ class Responder:
     def end(self) -> None:
         if self.ended or not self.started:
             raise RuntimeError("end() comes after start(), once")
+        if self._left:
+            raise RuntimeError(f"the answer lacks {self._left} bytes of its length")
         self.ended = True
         last = b"0\r\n\r\n" if self._chunked and not self._head_only else b""
         self._connection.finish(last, self._keep_alive)

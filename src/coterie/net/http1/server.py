@@ -34,6 +34,8 @@ class HttpServer:
         self.limits = limits
         self.check_head = check_head
         self.clock = clock
+        self.seconds = {"head": limits.head_s, "body": limits.body_s, "idle": limits.idle_s}
+        """Time that each phase of reading may take."""
         self.counters = Counters()
         self.draining = False
         self.connections: set[Connection] = set()
@@ -89,6 +91,8 @@ class HttpServer:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        while self.connections or self.lingering:
+            await asyncio.sleep(0)  # transports close their sockets in one of the loop's next iterations
         if self._sweeper is not None:
             self._sweeper.cancel()
 
@@ -102,6 +106,7 @@ class HttpServer:
         self.connections.add(connection)
         self.peers[connection.peer] += 1
         self.counters.accepted += 1
+        self.counters.connections += 1
         return None
 
     def forget(self, connection: Connection) -> None:
@@ -109,6 +114,7 @@ class HttpServer:
         if connection not in self.connections:
             return
         self.connections.remove(connection)
+        self.counters.connections -= 1
         self.peers[connection.peer] -= 1
         if not self.peers[connection.peer]:
             del self.peers[connection.peer]

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from coterie.errors import ConfigError, CoterieError, check_at_least, check_not_negative, check_positive
-from coterie.net.http1.messages import Headers, check_target, header_lines, send_at_once
+from coterie.net.http1.messages import Headers, check_target, header_lines, send_at_once, size_of
 
 FULL_BYTES = 262_144
 """Bytes of an answer that wait for their consumer before reading pauses."""
@@ -71,14 +71,18 @@ class Upstream:
         limits: UpstreamLimits = UpstreamLimits(),  # noqa: B008 (frozen)
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise ConfigError(f"url={url!r}: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ConfigError(f"url={url!r} must be http://HOST:PORT or https://HOST:PORT, without a user or a query")
         self.url = url
         self.limits = limits
         self.clock = clock
         self.connections: set[_Connection] = set()
-        self._address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+        self._address = (parts.hostname, port)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self.host = check_target(parts.netloc.encode())
         self._base = check_target(parts.path.rstrip("/").encode())
@@ -101,7 +105,7 @@ class Upstream:
         A kept connection that the server closed meanwhile is replaced by a fresh one, once.
         """
         message = b"%b %b%b%b%bcontent-length: %d\r\n\r\n%b" % (
-            method.encode(),
+            check_target(method.encode()),
             self._base,
             check_target(target.encode()),
             self._host_line,
@@ -176,7 +180,8 @@ class Upstream:
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
-        await asyncio.sleep(0)  # the transports close their sockets in the loop's next iteration
+        while self.connections:
+            await asyncio.sleep(0)  # transports close their sockets in one of the loop's next iterations
 
 
 class Answer:
@@ -390,7 +395,10 @@ class _Connection(asyncio.Protocol):
         status = self.parser.get_status_code()
         if status < 200 or self.answer is not None or self.waiter is None:
             return
-        if self.quiet_bytes > self.upstream.limits.head_bytes and _size(self.headers) > self.upstream.limits.head_bytes:
+        if (
+            self.quiet_bytes > self.upstream.limits.head_bytes
+            and size_of(self.headers) > self.upstream.limits.head_bytes
+        ):
             raise ValueError("too many headers")
         names = [name for name, _ in self.headers]
         framed = b"content-length" in names or b"transfer-encoding" in names
@@ -413,7 +421,3 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self.answer is not None:
             self.answer.finish()
-
-
-def _size(headers: Headers) -> int:
-    return sum(len(name) + len(value) + 4 for name, value in headers)
