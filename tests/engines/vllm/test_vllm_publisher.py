@@ -117,6 +117,19 @@ def test_an_event_that_cannot_be_built_is_counted_and_the_next_is_sent(
     assert publisher.counts.failed == 1
 
 
+def test_with_a_secret_only_the_fleet_subscribes(endpoint: str) -> None:
+    secret = "a secret that a fleet shares"
+    publisher = EventPublisher(endpoint, rank=0, capacity=16, secret=secret)
+    try:
+        with Subscriber(endpoint) as stranger, Subscriber(endpoint, secret=secret) as subscriber:
+            assert subscriber.wait(60), "it is greeted"
+            publisher.publish(lambda: request("private"))
+            assert names(subscriber, 60, 1) == ["private"]
+            assert list(stranger.events(0.01)) == []
+    finally:
+        publisher.close()
+
+
 def test_damaged_messages_are_counted(endpoint: str) -> None:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
     socket.setsockopt(zmq.LINGER, 0)

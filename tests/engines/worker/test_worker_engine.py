@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 
 
 import transformers_models as models  # noqa: E402
-from coterie.engines.worker.transfer import from_bytes, to_bytes  # noqa: E402
+from coterie.engines.worker.transfer import check_prefilled, from_bytes, most_bytes, to_bytes  # noqa: E402
 from coterie.errors import ConfigError, InputError  # noqa: E402
 from coterie.footprints import footprint  # noqa: E402
 from coterie.wire.footprints import footprint_of  # noqa: E402
@@ -213,7 +213,7 @@ def test_handoff_gives_the_same_tokens_footprint_and_experts(folder: Path) -> No
         data = prefill.engine.export(given)
         assert data is not None
         prefilled = from_bytes(data)
-        decode.engine.check_prefilled(prefilled, prompt)
+        check_prefilled(prefilled, prompt, decode.engine.model)
         before = decode.count("step_rows_total", "prefill")
         key = decode.submit(prompt, 9, prefilled=prefilled)
         decode.run()
@@ -251,18 +251,25 @@ def test_kv_of_another_prompt_or_model_is_refused(folder: Path) -> None:
     data = driver.engine.export(given)
     assert data is not None
     good = from_bytes(data)
-    driver.engine.check_prefilled(good, [5, 6, 7, 8, 9])
+    check_prefilled(good, [5, 6, 7, 8, 9], driver.engine.model)
     with pytest.raises(ConfigError, match="another prompt"):
-        driver.engine.check_prefilled(good, [5, 6, 7, 8, 10])
+        check_prefilled(good, [5, 6, 7, 8, 10], driver.engine.model)
     with pytest.raises(ConfigError, match="KV is of model"):
-        driver.engine.check_prefilled(good._replace(identity="other"), [5, 6, 7, 8, 9])
+        check_prefilled(good._replace(identity="other"), [5, 6, 7, 8, 9], driver.engine.model)
     with pytest.raises(ConfigError, match="tensors came"):
-        driver.engine.check_prefilled(good._replace(tensors={}), [5, 6, 7, 8, 9])
+        check_prefilled(good._replace(tensors={}), [5, 6, 7, 8, 9], driver.engine.model)
     narrow = {name: tensor[:, :1] for name, tensor in good.tensors.items()}
     with pytest.raises(ConfigError, match="this worker keeps"):
-        driver.engine.check_prefilled(good._replace(tensors=narrow), [5, 6, 7, 8, 9])
+        check_prefilled(good._replace(tensors=narrow), [5, 6, 7, 8, 9], driver.engine.model)
     with pytest.raises(ConfigError, match="0 … 7"):
-        driver.engine.check_prefilled(good._replace(expert_ids=good.expert_ids + 8), [5, 6, 7, 8, 9])
+        check_prefilled(good._replace(expert_ids=good.expert_ids + 8), [5, 6, 7, 8, 9], driver.engine.model)
+    fractions: Any = good.expert_ids * 1.0
+    with pytest.raises(ConfigError, match="not integers"):
+        check_prefilled(good._replace(expert_ids=fractions), [5, 6, 7, 8, 9], driver.engine.model)
+    name, tensor = next(iter(good.tensors.items()))
+    with pytest.raises(ConfigError, match=f"{name} holds values that are not finite"):
+        check_prefilled(good._replace(tensors={**good.tensors, name: tensor / 0}), [5, 6, 7, 8, 9], driver.engine.model)
+    assert len(data) <= most_bytes(driver.engine.model, 5)
 
 
 def test_damaged_kv_is_one_line(folder: Path) -> None:

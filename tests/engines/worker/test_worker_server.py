@@ -253,7 +253,7 @@ def test_bad_input_says_what_would_be_right(workers: dict[str, Worker], wrong: s
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"prompt": "x"}' + b"\0", b'"' + b"a" * 100]
+    "body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 60_000, b'{"prompt": "x"}' + b"\0", b'"' + b"a" * 100]
 )
 def test_what_is_no_object_is_refused(workers: dict[str, Worker], body: bytes) -> None:
     status, answer = workers["both"].send("POST", "/v1/completions", body)
@@ -389,12 +389,15 @@ def test_a_wrong_start_is_one_line(
     assert "choose another --port" in fail("--model", model, "--port", used)
     assert "must be one of prefill, decode, both" in fail("--model", model, "--role", "all")
     assert "must begin with tcp://" in fail("--model", model, "--kv-events", "udp://*:1")
-    assert "cannot publish there" in fail("--model", model, "--port", "0", "--kv-events", "tcp://nowhere")
+    assert "cannot publish there" in fail("--model", model, "--port", "0", "--kv-events", "tcp://127.0.0.1:x")
     taken = f"tcp://127.0.0.1:{workers['both'].kv_port}"
     assert "cannot publish there" in fail("--model", model, "--port", "0", "--kv-events", taken)
+    assert "set COTERIE_FLEET_SECRET and COTERIE_WORKER_KEY" in fail("--model", model, "--host", "0.0.0.0")
     assert "must be one of float32" in fail("--model", model, "--dtype", "int3")
     assert "kv_ttl_s=-1.0 must be a finite number above 0" in fail("--model", model, "--kv-ttl", "-1")
-    assert "host" in fail("--model", model, "--host", "no.such.host.invalid")
+    monkeypatch.setenv("COTERIE_FLEET_SECRET", "0123456789abcdef")
+    monkeypatch.setenv("COTERIE_WORKER_KEY", "0123456789abcdef")
+    assert "host 'no.such.host.invalid'" in fail("--model", model, "--host", "no.such.host.invalid")
 
 
 def test_a_worker_killed_in_a_prefill_costs_only_time(workers: dict[str, Worker]) -> None:

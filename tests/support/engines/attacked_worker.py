@@ -54,7 +54,7 @@ class Attacked(NamedTuple):
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         return await self.raw("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
 
-    async def complete(self, prompt: Any, count: int = 3, **more: Any) -> Reply:
+    async def complete(self, prompt: Any, count: int = 2, **more: Any) -> Reply:
         return await self.ask("POST", "/v1/completions", json.dumps(asking(prompt, count, **more)).encode())
 
     async def raw(self, data: bytes) -> Reply:
@@ -86,7 +86,7 @@ async def read_reply(reader: asyncio.StreamReader) -> Reply:
         return Reply(int(head[0].split()[1]), headers, body)
 
 
-def asking(prompt: Any, count: int = 3, **more: Any) -> dict[str, Any]:
+def asking(prompt: Any, count: int = 2, **more: Any) -> dict[str, Any]:
     fixed = {"model": TINY, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     return {**fixed, "prompt": prompt, "max_tokens": count, **more}
 

@@ -35,7 +35,9 @@ from coterie.wire.expert_events import RequestExperts
 
 CONNECTED_S = 10.0
 HEARD_S = 60.0
-START = "start vLLM with CoterieConnector and its setting events, or coterie worker --expert-events tcp://*:5602"
+START = (
+    "start vLLM with CoterieConnector and its setting events, or coterie worker --expert-events tcp://127.0.0.1:5602"
+)
 LAST_EVENT_S = 5.0
 """Seconds to wait for the event of an answered request."""
 

@@ -31,13 +31,10 @@ from coterie.engines.worker.metrics import Metrics
 from coterie.engines.worker.model import PackedModel, Rows, StepResult
 from coterie.engines.worker.requests import FinishReason, Output, Request, draw
 from coterie.engines.worker.transfer import Prefilled, StagedKV, from_bytes, to_bytes
-from coterie.errors import ConfigError
 from coterie.footprints import block_positions, footprint
 from coterie.footprints.positions import StepLog
 from coterie.wire.footprints import WireFootprint, attach_footprint
 
-HEADER_BYTES = 1 << 18
-"""Bound of a safetensors header; a model of 100 layers has 20 KB."""
 T = TypeVar("T")
 
 
@@ -163,30 +160,9 @@ class Engine:
         self.release(key, "fetched")
         return data
 
-    def most_bytes(self, tokens: int) -> int:
-        """Upper bound of a prefilled request's size on the wire."""
-        capture = self.model.capture
-        each = self.model.store.token_bytes + 4 + 4 * len(capture.layer_ids) * capture.top_k
-        return tokens * each + HEADER_BYTES
-
     def release(self, key: str, why: str) -> bool:
         """Release staged KV; whether there was any."""
         return self._staged.release(key, why)
-
-    def check_prefilled(self, prefilled: Prefilled, prompt: Sequence[int]) -> None:
-        """Raise ConfigError unless KV from another worker is this prompt's and fits this model."""
-        if prefilled.identity != self.model.identity:
-            raise ConfigError(f"KV is of model {prefilled.identity}; this worker runs {self.model.identity}")
-        if prefilled.token_ids.dtype.kind not in "iu" or prefilled.expert_ids.dtype.kind not in "iu":
-            kinds = f"{prefilled.token_ids.dtype} and {prefilled.expert_ids.dtype}"
-            raise ConfigError(f"token and expert ids are {kinds}, not integers")
-        if prefilled.token_ids.tolist() != list(prompt):
-            raise ConfigError(f"KV is of another prompt, of {len(prefilled.token_ids)} tokens")
-        if prefilled.expert_ids.shape != (len(prompt), *self._experts.shape[1:]):
-            raise ConfigError(f"expert ids {prefilled.expert_ids.shape} are not of this model")
-        if prefilled.expert_ids.min() < 0 or prefilled.expert_ids.max() >= self.model.capture.num_experts:
-            raise ConfigError(f"expert ids must be in 0 … {self.model.capture.num_experts - 1}")
-        self.model.store.check(prefilled.tensors, len(prompt))
 
     def clear_cache(self) -> None:
         """Forget all cached prefixes; refused while blocks are in use."""

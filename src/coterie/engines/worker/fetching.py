@@ -16,7 +16,7 @@ from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.engine import Engine
 from coterie.engines.worker.grants import HEADER, prompt_digest
 from coterie.engines.worker.protocol import Remote
-from coterie.engines.worker.transfer import Prefilled
+from coterie.engines.worker.transfer import Prefilled, check_prefilled, most_bytes
 from coterie.net.access import Address, bearer, is_loopback, parse_address
 from coterie.net.http1 import Headers, Upstream, UpstreamError, UpstreamLimits
 
@@ -38,13 +38,13 @@ class Fetcher:
         try:
             if self._allowed(remote.address) and self._granted(remote, prompt, salt):
                 outcome = "unreachable"
-                data = await self._read(remote, self._engine.most_bytes(len(prompt)))
+                data = await self._read(remote, most_bytes(self._engine.model, len(prompt)))
                 outcome = "missing"
                 if data is not None:
                     outcome = "damaged"
                     prefilled = await asyncio.to_thread(self._engine.from_bytes, data)
                     outcome = "mismatch"
-                    self._engine.check_prefilled(prefilled, prompt)
+                    check_prefilled(prefilled, prompt, self._engine.model)
                     outcome = "ok"
                     self._engine.metrics.add("kv_fetch_bytes_total", by=len(data))
                     return prefilled

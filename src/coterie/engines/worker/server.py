@@ -170,7 +170,8 @@ class Server:
 
     def _handler(self, request: Request) -> Handler:
         route = self._route(request)
-        handler = route.handlers.get("GET" if request.method == "HEAD" else request.method)
+        method = "GET" if request.method == "HEAD" and not route.private else request.method  # KV is sent once
+        handler = route.handlers.get(method)
         if handler is None:
             allowed = ", ".join(route.handlers)
             said = f"{request.method} {request.path[:80]}: Method Not Allowed; {allowed} is"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +12,12 @@ from numpy.typing import NDArray
 
 from coterie.engines.worker.blocks import BlockTable
 from coterie.engines.worker.metrics import Metrics
-from coterie.errors import InputError
+from coterie.engines.worker.model import PackedModel
+from coterie.errors import ConfigError, InputError
 
 VERSION = "1"
+HEADER_BYTES = 1 << 18
+"""Bound of a safetensors header; a model of 100 layers has 20 KB."""
 
 
 class Prefilled(NamedTuple):
@@ -60,6 +64,29 @@ def from_bytes(data: bytes) -> Prefilled:
     if token_ids.ndim != 1 or expert_ids.ndim != 3 or len(expert_ids) != len(token_ids):
         raise InputError(f"has token_ids {token_ids.shape} and expert_ids {expert_ids.shape}")
     return Prefilled(metadata.get("identity", ""), token_ids, expert_ids, tensors)
+
+
+def most_bytes(model: PackedModel, tokens: int) -> int:
+    """Upper bound of a prefilled prompt's size on the wire."""
+    capture = model.capture
+    each = model.store.token_bytes + 4 + 4 * len(capture.layer_ids) * capture.top_k
+    return tokens * each + HEADER_BYTES
+
+
+def check_prefilled(prefilled: Prefilled, prompt: Sequence[int], model: PackedModel) -> None:
+    """Raise ConfigError unless KV from another worker is this prompt's and fits this model."""
+    token_ids, expert_ids, capture = prefilled.token_ids, prefilled.expert_ids, model.capture
+    if prefilled.identity != model.identity:
+        raise ConfigError(f"KV is of model {prefilled.identity}; this worker runs {model.identity}")
+    if token_ids.dtype.kind not in "iu" or expert_ids.dtype.kind not in "iu":
+        raise ConfigError(f"token and expert ids are {token_ids.dtype} and {expert_ids.dtype}, not integers")
+    if token_ids.tolist() != list(prompt):
+        raise ConfigError(f"KV is of another prompt, of {len(token_ids)} tokens")
+    if expert_ids.shape != (len(prompt), len(capture.layer_ids), capture.top_k):
+        raise ConfigError(f"expert ids {expert_ids.shape} are not of this model")
+    if expert_ids.min() < 0 or expert_ids.max() >= capture.num_experts:
+        raise ConfigError(f"expert ids must be in 0 … {capture.num_experts - 1}")
+    model.store.check(prefilled.tensors, len(prompt))
 
 
 # KV of prefilled requests, kept until another worker fetches it, it expires or its blocks are needed.

@@ -21,7 +21,7 @@ from coterie.engines.worker.model import Rows
 from coterie.engines.worker.transfer import Prefilled
 
 PROMPT = list(range(40, 58))
-COUNT = 3
+COUNT = 2
 OUTCOMES = METRICS["kv_fetch_total"].values
 Change = Callable[[Prefilled], Prefilled]
 
@@ -37,6 +37,7 @@ def right() -> list[int]:
     return out
 
 
+@cache
 def prefilled() -> Prefilled:
     """Right KV of the prompt, as a prefill worker would send it."""
     alone = model(9)
@@ -101,7 +102,7 @@ def test_redirects_are_not_followed() -> None:
     async def run() -> None:
         async with hostile(whole(to_bytes(prefilled()))) as inside:
             there = f"location: http://127.0.0.1:{inside.port}/latest/meta-data"
-            for status in ("301 Moved", "302 Found", "307 Temporary Redirect", "308 Permanent Redirect"):
+            for status in ("302 Found", "308 Permanent Redirect"):
                 async with attacked() as worker, hostile(whole(b"", status, there)) as stranger:
                     assert await outputs_are_right(worker, remote(stranger.port)) == "missing"
                     assert len(stranger.asked) == 1
