@@ -17,6 +17,7 @@ import pytest
 from command_line import Run, refused
 from coterie.engines.worker.embedded import embedded_worker
 from coterie.evaluation.load.steps import read_steps
+from coterie.net.access import FleetAccess
 from coterie.net.http_client import Client
 
 FEW = ("--requests", 6, "--warmup", 1, "--max-tokens", 3)
@@ -24,7 +25,7 @@ FEW = ("--requests", 6, "--warmup", 1, "--max-tokens", 3)
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server, _ = embedded_worker("both", tmp_path_factory.mktemp("worker"), "worker")
+    server = embedded_worker("both", tmp_path_factory.mktemp("worker"), "worker", FleetAccess()).process
     try:
         yield server.start().url
     finally:
