@@ -84,6 +84,9 @@ class Watcher:
             metrics.tpot_seconds.observe(found.tpot_s)
         if found.tokens:
             metrics.prompt_tokens.inc(by=found.tokens)
+            metrics.output_tokens.inc(by=found.output_tokens)
+        if found.cached_tokens:
+            metrics.cached_tokens.inc("reported", by=found.cached_tokens)
         self.log.request(
             call.id,
             call.path,
@@ -95,6 +98,8 @@ class Watcher:
             ttft_s=found.ttft_s,
             total_s=seconds,
             prompt_tokens=found.tokens or None,
+            output_tokens=found.output_tokens or None,
+            cached_tokens=found.cached_tokens,
         )
         if call.span.recording:
             call.span.note(status=status, outcome=outcome, worker=found.worker)

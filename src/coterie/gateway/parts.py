@@ -207,7 +207,32 @@ class Parts:
         metrics.worker_places.read = functools.partial(self._each, lambda _, member: float(member.entry.places))
         metrics.worker_healthy.read = functools.partial(self._each, lambda _, member: float(member.health.healthy))
         metrics.breaker_state.read = functools.partial(self._each, _breaker)
+        metrics.tokenised.read = self._tokenised
+        metrics.kv_events.read = self._kv_events
+        self.knowledge.tokens.observe = metrics.tokenise_seconds.observe
         metrics.distinct_experts.read = functools.partial(self._each, _distinct)
+
+    def _tokenised(self) -> dict[tuple[str, ...], float]:
+        told = self.knowledge.tokens.counters
+        counts = {
+            "cached": told.hits,
+            "exact": told.made,
+            "late": told.late,
+            "busy": told.busy,
+            "too_long": told.too_long,
+            "none": told.refused,
+            "failed": told.failed,
+        }
+        return {(outcome,): float(count) for outcome, count in counts.items()}
+
+    def _kv_events(self) -> dict[tuple[str, ...], float]:
+        told = [self.knowledge.streams(name).counters for name in self.pools]
+        return {
+            ("applied",): float(sum(one.messages for one in told)),
+            ("replayed",): float(sum(one.replayed for one in told)),
+            ("gap",): float(sum(one.gaps for one in told)),
+            ("malformed",): float(sum(one.malformed for one in told)),
+        }
 
     def _each(self, value: Any) -> dict[tuple[str, ...], float]:
         return {(id,): value(pool, member) for pool in self.pools.values() for id, member in pool.members.items()}

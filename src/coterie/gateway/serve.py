@@ -176,5 +176,6 @@ class Running:
         metrics.connections_accepted.read = lambda: {(): float(counters.accepted)}
         metrics.connections_refused.read = lambda: {(): float(counters.refused)}
         metrics.connection_timeouts.read = lambda: {(kind,): float(n) for kind, n in counters.timeouts.items()}
+        metrics.errors.read = lambda: {("handler",): float(counters.errors)}
         metrics.malformed.read = lambda: {(): float(counters.malformed)}
         metrics.disconnects.read = lambda: {(): float(counters.disconnects)}

@@ -101,6 +101,10 @@ class Outcome(NamedTuple):
     """Reason of the last decision."""
     tokens: int = 0
     """Prompt tokens; 0 if unknown."""
+    output_tokens: int = 0
+    """Tokens generated, as the worker reports them."""
+    cached_tokens: int | None = None
+    """Prompt tokens in the worker's cache, as it reports them; None if it does not."""
     prefill_s: float = 0.0
     ttft_s: float | None = None
     tpot_s: float | None = None

@@ -13,7 +13,7 @@ from coterie.errors import UnavailableError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink
 from coterie.gateway.exchange.pool import Member, Pool, Sent
-from coterie.gateway.exchange.relay import Relayed, is_stream, pass_stream, pass_whole
+from coterie.gateway.exchange.relay import Relayed, Usage, is_stream, pass_stream, pass_whole
 from coterie.gateway.fleet.keeper import Choice
 from coterie.gateway.signals.knowledge import Knowledge, Known
 from coterie.net.http1.messages import Headers, HttpError
@@ -23,6 +23,7 @@ from coterie.wire.footprints import WireFootprint
 from coterie.wire.handoff import REQUEST_ID_HEADER
 
 REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
+NO_USAGE = Usage()
 RETRY_AFTER: Headers = [(b"retry-after", b"1")]
 BUSY = 429
 REFUSAL_BYTES = 1 << 16
@@ -136,9 +137,23 @@ class Flow(ABC):
         return kind is None
 
     async def ask(self, sent: Sent, call: Call, body: bytes, head_s: float) -> Answer:
-        member = sent.member
-        headers = [*call.span.outgoing(call.headers), (REQUEST_ID, call.name.encode()), *member.headers]
-        return await member.upstream.send("POST", call.path, headers, body, head_s=head_s)
+        """Send the request to its worker; the answer's head."""
+        member, span = sent.member, call.span
+        if span.recording:
+            span = span.child(f"worker {member.entry.id}")
+            span.note(worker=member.entry.id, reason=sent.choice.decision.reason)
+        headers = [*span.outgoing(call.headers), (REQUEST_ID, call.name.encode()), *member.headers]
+        problem: str | None = "cancelled"
+        try:
+            answer = await member.upstream.send("POST", call.path, headers, body, head_s=head_s)
+            problem = None
+            return answer
+        except UpstreamError as error:
+            problem = error.kind
+            raise
+        finally:
+            if span is not call.span:
+                span.end(problem)
 
     async def pass_on(self, answer: Answer, call: Call, sink: Sink) -> Relayed:
         extra: Headers = [(REQUEST_ID, call.id.encode())]
@@ -165,6 +180,7 @@ def failed(error: UpstreamError) -> HttpError:
 
 def outcome(delivered: Delivered, call: Call, known: Known, started: float, **more: object) -> Outcome:
     relayed = delivered.relayed
+    usage = relayed.usage or NO_USAGE
     return Outcome(
         status=delivered.status,
         worker=delivered.sent.member.entry.id,
@@ -173,5 +189,7 @@ def outcome(delivered: Delivered, call: Call, known: Known, started: float, **mo
         tpot_s=relayed.tpot_s if call.stream else None,
         problem=None if relayed.problem is None else str(relayed.problem),
         cut=relayed.problem is not None,
-        **{"tokens": known.tokens, **more},  # type: ignore[arg-type]
+        output_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        **{"tokens": usage.prompt_tokens or known.tokens, **more},  # type: ignore[arg-type]
     )

@@ -6,13 +6,44 @@ The head goes out with the first piece of the body, not before: until then a req
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from coterie.gateway.exchange.call import Sink
 from coterie.net.http1.messages import Headers, HttpError, passed_on
 from coterie.net.http1.upstream import Answer, UpstreamError
 
 EVENT_STREAM = b"text/event-stream"
+USAGE = b'"usage"'
+
+
+MOST_TOKENS = 1 << 31
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+
+
+class _Cached(msgspec.Struct):
+    cached_tokens: Tokens | None = None
+
+
+class Usage(msgspec.Struct):
+    """What a worker reports of a request's tokens."""
+
+    prompt_tokens: Tokens = 0
+    completion_tokens: Tokens = 0
+    prompt_tokens_details: _Cached | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that were in the worker's cache; None if it does not say."""
+        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
+
+
+class _Answer(msgspec.Struct):
+    usage: Usage | None = None
+
+
+_USAGE = msgspec.json.Decoder(_Answer)
 
 
 class Relayed(NamedTuple):
@@ -23,6 +54,7 @@ class Relayed(NamedTuple):
     last_s: float
     events: int
     """Events of a stream; 1 for a whole answer."""
+    usage: Usage | None = None
     problem: UpstreamError | None = None
     """The stream broke after its first byte; the client was told."""
 
@@ -43,16 +75,18 @@ async def pass_whole(answer: Answer, sink: Sink, extra: Headers, limit: int) -> 
     sink.start(answer.status, [*passed_on(answer.headers), *extra], len(body))
     sink.write(body)
     sink.end()
-    return Relayed(now, now, 1)
+    return Relayed(now, now, 1, usage_of(body))
 
 
 async def pass_stream(answer: Answer, sink: Sink, extra: Headers) -> Relayed:
     """Send each piece as it comes. Raises UpstreamError if it breaks before the first piece."""
     first = last = 0.0
-    events = 0
+    events, told = 0, b""
     try:
         async for piece in answer:
             last = time.monotonic()
+            if USAGE in piece:
+                told = piece
             if not sink.started:
                 first = last
                 sink.start(answer.status, [*passed_on(answer.headers), *extra])
@@ -64,12 +98,28 @@ async def pass_stream(answer: Answer, sink: Sink, extra: Headers) -> Relayed:
             raise
         sink.write(broken_stream(str(error)))
         sink.end()
-        return Relayed(first, last, events, error)
+        return Relayed(first, last, events, problem=error)
     if not sink.started:  # an empty stream
         first = last = time.monotonic()
         sink.start(answer.status, [*passed_on(answer.headers), *extra])
     sink.end()
-    return Relayed(first, last, events)
+    return Relayed(first, last, events, usage_in(told))
+
+
+def usage_of(body: bytes) -> Usage | None:
+    """What an answer says of its tokens; None if it does not, or is no completion."""
+    try:
+        return _USAGE.decode(body).usage
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return None
+
+
+def usage_in(piece: bytes) -> Usage | None:
+    """The same of a stream's events: those that have it come last."""
+    for event in reversed(piece.split(b"\n\n")):
+        if USAGE in event and event.startswith(b"data: "):
+            return usage_of(event[6:])
+    return None
 
 
 def broken_stream(why: str) -> bytes:

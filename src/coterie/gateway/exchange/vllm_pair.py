@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import msgspec
@@ -20,24 +20,18 @@ from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink
 from coterie.gateway.exchange.flow import Flow, Observer, may_retry, outcome
 from coterie.gateway.exchange.pool import Member, Pool
-from coterie.gateway.exchange.relay import pass_whole
+from coterie.gateway.exchange.relay import Usage, pass_whole
 from coterie.gateway.signals.knowledge import NOTHING, Knowledge, Known
 from coterie.net.http1.messages import HttpError
 from coterie.net.http1.upstream import UpstreamError
 from coterie.wire.footprints import WireFootprint, footprint_of, without_footprint
 from coterie.wire.handoff import GRANT, prefill_body
 
-MOST_TOKENS = 1 << 31
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
-
 
 class _Prefilled(msgspec.Struct):
     """What is read of a prefill worker's answer."""
 
-    usage: _Usage | None = None
+    usage: Usage | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 

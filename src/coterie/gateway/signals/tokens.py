@@ -101,7 +101,7 @@ class TokenService:
         self._none = Tokens(None, False, reason)
         self._queue, self._deadline_s = queue, deadline_s
         self._cache_bytes, self._max_bytes = cache_bytes, max_bytes
-        self._observe = observe
+        self.observe = observe
         self._kept: dict[bytes, Tokens] = {}  # the latest used last
         self.kept_bytes = 0
         self._jobs: dict[bytes, _Job] = {}
@@ -168,8 +168,8 @@ class TokenService:
             if found.ids is not None or found.reason:
                 self._keep(asked.key, found)
             self.counters.made += 1
-            if self._observe is not None:
-                self._observe(time.perf_counter() - began)
+            if self.observe is not None:
+                self.observe(time.perf_counter() - began)
             return found
         except NoTokensError as error:
             self.counters.refused += 1
