@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
 
@@ -377,3 +378,18 @@ def test_slow_clients_that_take_all_connections_lose_them(loop: str) -> None:
             assert served.server.counters.timeouts == {"head": 100}
 
     run_on(loop, main())
+
+
+def test_tiny_chunks_take_the_memory_of_their_bytes() -> None:
+    async def main() -> None:
+        size = 400_000
+        async with serving(Echo()) as served:
+            raw = await served.connect()
+            raw.send(CHUNKED + chunked(b"xy" * (size // 2), 2).removesuffix(b"0\r\n\r\n"))
+            await until(lambda: any(len(one.body) == size for one in served.server.connections))
+            (connection,) = served.server.connections
+            assert sys.getsizeof(connection.body) < 1.5 * size
+            raw.send(b"0\r\n\r\n")
+            assert len(await raw.answer()) > size
+
+    run_on("asyncio", main())
