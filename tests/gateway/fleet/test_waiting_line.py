@@ -28,7 +28,7 @@ class HandLoop(asyncio.SelectorEventLoop):
             self.run_until_complete(asyncio.sleep(0))
 
     def turn(self, seconds: float) -> None:
-        self.now += seconds
+        self.now += seconds  # deadlines are multiples of 1/1024: no rounding
         self.settle()
 
 
@@ -63,9 +63,11 @@ class LineMachine(RuleBasedStateMachine):
         self.all: list[Entered] = []
         self.closed = False
 
-    @initialize(places=st.integers(1, 4), waiting=st.integers(0, 4))
+    @initialize(places=st.integers(2, 5), waiting=st.integers(3, 6))
     def start(self, places: int, waiting: int) -> None:
         self.line = WaitingLine(places, waiting)
+        for _ in range(places):
+            self.enter_one(1, 5.0)
 
     def fits(self, one: Entered) -> bool:
         used = sum(other.weight for other in self.running)
@@ -75,8 +77,17 @@ class LineMachine(RuleBasedStateMachine):
         while self.waiting and self.fits(self.waiting[0]):
             self.running.append(self.waiting.pop(0))
 
-    @rule(weight=st.integers(1, 3), deadline_s=st.sampled_from([0.0, 1.0, 2.0, 5.0]))
-    def enter(self, weight: int, deadline_s: float) -> None:
+    @rule(asked=st.lists(st.tuples(st.integers(1, 4), st.sampled_from([5.0, 2.0, 1.0])), min_size=3, max_size=6))
+    def enter(self, asked: list[tuple[int, float]]) -> None:
+        for weight, deadline_s in asked:
+            self.enter_one(weight, deadline_s)
+
+    @rule()
+    def enter_with_no_time(self) -> None:
+        self.enter_one(1, 0.0)
+
+    def enter_one(self, weight: int, deadline_s: float) -> None:
+        deadline_s += len(self.all) / 1024 if deadline_s else 0.0  # no two pass together: the order would be open
         one = Entered(len(self.all), weight, self.loop.now + deadline_s)
         expected = ""
         if self.closed:
@@ -140,12 +151,12 @@ class LineMachine(RuleBasedStateMachine):
         one = self.waiting[0]
         assert one.task is not None
         places = self.line.places
-        self.line.set_limits(places + 10, self.line.most_waiting)
+        self.line.set_limits(places + 1000, self.line.most_waiting)
         one.task.cancel()
         self.line.set_limits(places, self.line.most_waiting)
         given = self.waiting
         self.waiting = []
-        while given and self.sum_running() + given[0].weight <= places + 10:
+        while given and self.sum_running() + given[0].weight <= places + 1000:
             self.running.append(given.pop(0))
         self.waiting = given
         self.running.remove(one)
@@ -156,21 +167,25 @@ class LineMachine(RuleBasedStateMachine):
     def sum_running(self) -> int:
         return sum(other.weight for other in self.running)
 
+    @precondition(lambda self: self.waiting)
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
     def pass_time(self, seconds: float) -> None:
-        self.loop.turn(seconds)
-        late = [one for one in self.waiting if one.until <= self.loop.now]
-        self.waiting = [one for one in self.waiting if one not in late]
-        self.admit()
-        assert all(one.got == "late" for one in late)
+        end = self.loop.now + seconds
+        while late := min((one for one in self.waiting if one.until <= end), key=lambda one: one.until, default=None):
+            self.loop.turn(late.until - self.loop.now)
+            self.waiting.remove(late)
+            self.admit()
+            assert late.got == "late"
+        self.loop.turn(end - self.loop.now)
 
-    @rule(places=st.integers(1, 5), waiting=st.integers(0, 4))
+    @precondition(lambda self: len(self.all) > 20)
+    @rule(places=st.integers(1, 5), waiting=st.integers(0, 6))
     def set_limits(self, places: int, waiting: int) -> None:
         self.line.set_limits(places, waiting)
         self.admit()
         self.loop.settle()
 
-    @precondition(lambda self: len(self.all) > 12)
+    @precondition(lambda self: len(self.all) > 60)
     @rule(refuse=st.booleans())
     def close(self, refuse: bool) -> None:
         self.line.close(refuse)
@@ -220,7 +235,7 @@ class LineMachine(RuleBasedStateMachine):
 
 
 TestLine = LineMachine.TestCase
-TestLine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 def run(work: Callable[[HandLoop], Awaitable[None]]) -> None:
@@ -229,6 +244,34 @@ def run(work: Callable[[HandLoop], Awaitable[None]]) -> None:
         loop.run_until_complete(work(loop))
     finally:
         loop.close()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late", "served"])
+def test_a_large_request_is_not_passed_and_does_not_block_once_gone(how: str) -> None:
+    async def work(loop: HandLoop) -> None:
+        line = WaitingLine(3, 5)
+        await line.take(1.0, 2)
+        large = asyncio.ensure_future(line.take(3.0, 3))
+        await asyncio.sleep(0)
+        small = [asyncio.ensure_future(line.take(9.0)) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert (line.in_use, line.waiting) == (2, 3), "a place is free, but the large one is first"
+        if how == "cancelled":
+            large.cancel()
+        elif how == "late":
+            loop.now += 3.0
+        else:
+            line.give_back(2)
+        await asyncio.wait([large])
+        await asyncio.sleep(0)
+        assert [one.done() for one in small] == ([False, False] if how == "served" else [True, False])
+        assert line.in_use == 3
+        line.check_integrity()
+        line.give_back(3 if how == "served" else 2)
+        await asyncio.wait([*small])
+        assert isinstance(large.exception() if how == "late" else None, Refused | None)
+
+    run(work)
 
 
 def test_refusals_say_when_to_come_back() -> None:
