@@ -137,7 +137,15 @@ def test_ids_that_are_given_are_taken() -> None:
 def test_without_a_tokenizer_it_says_so() -> None:
     async def test() -> None:
         service = TokenService(None, "none here")
-        for path, body in ((CHAT, BODIES["one"]), (COMPLETIONS, {"prompt": "x"}), (CHAT, {"prompt": [1]})):
+        deep: list[Any] = []
+        for _ in range(5000):
+            deep = [deep]
+        for path, body in (
+            (CHAT, BODIES["one"]),
+            (COMPLETIONS, {"prompt": "x"}),
+            (CHAT, {"prompt": [1]}),
+            (COMPLETIONS, {"prompt": deep}),
+        ):
             assert await service.ids(path, body) == Tokens(None, False, "none here")
 
     run(test())
@@ -282,6 +290,28 @@ def test_a_client_that_leaves_takes_its_text_along() -> None:
         assert (await shared[1]).ids is not None
         assert slow.texts == ["one", "shared"]
         assert not service._jobs
+        service.close()
+
+    run(test())
+
+
+def test_a_text_that_was_given_up_and_comes_again() -> None:
+    async def test() -> None:
+        slow = Slow()
+        service = TokenService(slow, threads=1, deadline_s=60)
+        first = asyncio.create_task(service.ids(COMPLETIONS, {"prompt": "one"}))
+        await asyncio.to_thread(slow.began.wait, 60)
+        gone = asyncio.create_task(service.ids(COMPLETIONS, {"prompt": "two"}))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        gone.cancel()
+        again = [asyncio.create_task(service.ids(COMPLETIONS, {"prompt": "two"})) for _ in range(2)]
+        await asyncio.gather(gone, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert len(service._jobs) == 2, "the old job's end is not the new one's"
+        slow.go.set()
+        assert all(found.ids is not None for found in await asyncio.gather(first, *again))
+        assert slow.texts == ["one", "two"]
         service.close()
 
     run(test())
