@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from chat_templates import BODIES
 from coterie.engines.tiny import tiny_model_path
 from coterie.engines.worker.numpy_model import BytePairs
 from coterie.engines.worker.protocol import parse_body
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, UnavailableError
 from coterie.gateway.signals.messages import NoTokensError
 from coterie.gateway.signals.model_tokenizers import FolderTokenizer, Ids, TinyTokenizer, Tokenizer, load_tokenizer
 from coterie.gateway.signals.tokens import Tokens, TokenService
@@ -331,6 +332,19 @@ def test_a_tokenizers_bug_is_counted() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("missing", ["tokenizers", "coterie.gateway.signals.templates"])
+def test_without_the_libraries(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    found = load_tokenizer(FOLDER)
+    assert isinstance(found, TinyTokenizer)
+    assert found.chat(BODIES["one"]).tolist() == worker_chat_ids(BODIES["one"])
+    (tmp_path / "tokenizer.json").write_text((FOLDER / "tokenizer.json").read_text().replace('"Digits"', '"Words"'))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    if missing == "tokenizers":
+        with pytest.raises(UnavailableError, match="is not installed: pip install"):
+            load_tokenizer(tmp_path)
+
+
 def test_folders_that_are_no_tokenizers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read as a tokenizer"):
         load_tokenizer(tmp_path)
@@ -343,6 +357,9 @@ def test_folders_that_are_no_tokenizers(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
     assert "without its template" in load_tokenizer(tmp_path).exact_chat
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"one": 1}}')
+    with pytest.raises(ConfigError, match="added_tokens_decoder cannot be read"):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(ConfigError, match="must be a JSON object"):
         load_tokenizer(tmp_path)
