@@ -30,6 +30,8 @@ ENDS: list[dict[str, Any]] = [
     {"add_bos_token": True, "add_eos_token": True},
     {"add_bos_token": False, "add_eos_token": None},
     {"extra": "<|brand_new|>"},
+    {"additional_special_tokens": ["<|im_start|>", "<|brand_new|>"]},
+    {"added_tokens_decoder": {"4096": {"content": "<|brand_new|>", "special": False, "normalized": True}}},
 ]
 
 

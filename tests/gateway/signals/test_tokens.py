@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from chat_templates import BODIES
 from coterie.engines.tiny import tiny_model_path
 from coterie.engines.worker.numpy_model import BytePairs
 from coterie.engines.worker.protocol import parse_body
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, UnavailableError
 from coterie.gateway.signals.messages import NoTokensError
 from coterie.gateway.signals.model_tokenizers import FolderTokenizer, Ids, TinyTokenizer, Tokenizer, load_tokenizer
 from coterie.gateway.signals.tokens import Tokens, TokenService
@@ -137,7 +138,15 @@ def test_ids_that_are_given_are_taken() -> None:
 def test_without_a_tokenizer_it_says_so() -> None:
     async def test() -> None:
         service = TokenService(None, "none here")
-        for path, body in ((CHAT, BODIES["one"]), (COMPLETIONS, {"prompt": "x"}), (CHAT, {"prompt": [1]})):
+        deep: list[Any] = []
+        for _ in range(5000):
+            deep = [deep]
+        for path, body in (
+            (CHAT, BODIES["one"]),
+            (COMPLETIONS, {"prompt": "x"}),
+            (CHAT, {"prompt": [1]}),
+            (COMPLETIONS, {"prompt": deep}),
+        ):
             assert await service.ids(path, body) == Tokens(None, False, "none here")
 
     run(test())
@@ -287,6 +296,28 @@ def test_a_client_that_leaves_takes_its_text_along() -> None:
     run(test())
 
 
+def test_a_text_that_was_given_up_and_comes_again() -> None:
+    async def test() -> None:
+        slow = Slow()
+        service = TokenService(slow, threads=1, deadline_s=60)
+        first = asyncio.create_task(service.ids(COMPLETIONS, {"prompt": "one"}))
+        await asyncio.to_thread(slow.began.wait, 60)
+        gone = asyncio.create_task(service.ids(COMPLETIONS, {"prompt": "two"}))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        gone.cancel()
+        again = [asyncio.create_task(service.ids(COMPLETIONS, {"prompt": "two"})) for _ in range(2)]
+        await asyncio.gather(gone, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert len(service._jobs) == 2, "the old job's end is not the new one's"
+        slow.go.set()
+        assert all(found.ids is not None for found in await asyncio.gather(first, *again))
+        assert slow.texts == ["one", "two"]
+        service.close()
+
+    run(test())
+
+
 def test_a_tokenizers_bug_is_counted() -> None:
     async def test() -> None:
         slow = Slow()
@@ -301,6 +332,19 @@ def test_a_tokenizers_bug_is_counted() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("missing", ["tokenizers", "coterie.gateway.signals.templates"])
+def test_without_the_libraries(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    found = load_tokenizer(FOLDER)
+    assert isinstance(found, TinyTokenizer)
+    assert found.chat(BODIES["one"]).tolist() == worker_chat_ids(BODIES["one"])
+    (tmp_path / "tokenizer.json").write_text((FOLDER / "tokenizer.json").read_text().replace('"Digits"', '"Words"'))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    if missing == "tokenizers":
+        with pytest.raises(UnavailableError, match="is not installed: pip install"):
+            load_tokenizer(tmp_path)
+
+
 def test_folders_that_are_no_tokenizers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read as a tokenizer"):
         load_tokenizer(tmp_path)
@@ -313,6 +357,9 @@ def test_folders_that_are_no_tokenizers(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
     assert "without its template" in load_tokenizer(tmp_path).exact_chat
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"one": 1}}')
+    with pytest.raises(ConfigError, match="added_tokens_decoder cannot be read"):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(ConfigError, match="must be a JSON object"):
         load_tokenizer(tmp_path)

@@ -84,14 +84,18 @@ class FolderTokenizer:
     def _add_tokens(self, library: Any, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
         """Add what the config names and ``tokenizer.json`` lacks, in the order of ids."""
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
-        listed = config.get("added_tokens_decoder")
-        rows = sorted(listed.items(), key=lambda row: int(row[0])) if isinstance(listed, dict) else []
-        for _, about in rows:
-            if about["content"] not in known:
-                self._tokenizer.add_tokens([library.AddedToken(**about)])
-                known.add(about["content"])
-        more = [text for text in dict.fromkeys(special.values()) if text not in known]
-        self._tokenizer.add_tokens([library.AddedToken(text, special=True) for text in more])
+        listed = config.get("added_tokens_decoder") or {}
+        more = [*special.values(), *_texts(config.get("additional_special_tokens"))]
+        more += _texts(config.get("extra_special_tokens"))
+        try:
+            rows = [about for _, about in sorted(listed.items(), key=lambda row: int(row[0]))]
+            tokens = [library.AddedToken(**{k: v for k, v in about.items() if k != "__type"}) for about in rows]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"tokenizer_config.json: added_tokens_decoder cannot be read: {error}") from None
+        for token in (*tokens, *(library.AddedToken(text, special=True) for text in more)):
+            if token.content not in known:
+                self._tokenizer.add_tokens([token])
+                known.add(token.content)
 
 
 class TinyTokenizer:
@@ -152,6 +156,13 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
+def _texts(value: Any) -> list[str]:
+    """Texts of a list of tokens; none of anything else."""
+    rows = value if isinstance(value, list) else []
+    texts = [row.get("content") if isinstance(row, dict) else row for row in rows]
+    return [text for text in texts if isinstance(text, str)]
+
+
 def _template(
     folder: Path, config: Mapping[str, Any], special: Mapping[str, str], form: Form, separator: str
 ) -> ChatTemplate | None:
@@ -159,7 +170,7 @@ def _template(
     found = config.get("chat_template")
     sources = {"default": found} if isinstance(found, str) else {}
     if isinstance(found, list):
-        sources = {row["name"]: row["template"] for row in found if isinstance(row, dict)}
+        sources = {row["name"]: row["template"] for row in found if isinstance(row, dict) and len(row) == 2}
     files = {"default": folder / "chat_template.jinja"} | {
         file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))
     }

@@ -68,7 +68,7 @@ class TokenCounters:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    task: asyncio.Task[Tokens]
+    task: asyncio.Task[Tokens] | None = None
     waiting: int = 0
     """Requests that wait for it."""
     started: bool = False
@@ -129,36 +129,42 @@ class TokenService:
             if len(self._jobs) >= self._queue:
                 self.counters.busy += 1
                 return Tokens(None, False, f"{self._queue} texts are waiting for the tokenizer")
-            job = _Job(asyncio.get_running_loop().create_task(self._make(asked)))
-            self._jobs[asked.key] = job
+            job = self._jobs[asked.key] = _Job()
+            job.task = asyncio.get_running_loop().create_task(self._make(asked, job))
         return await self._wait(asked.key, job)
 
     def close(self) -> None:
         for job in self._jobs.values():
-            job.task.cancel()
+            if job.task is not None:
+                job.task.cancel()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _wait(self, key: bytes, job: _Job) -> Tokens:
+        task = job.task
+        assert task is not None
         job.waiting += 1
         try:
-            done, _ = await asyncio.wait((job.task,), timeout=self._deadline_s)
+            done, _ = await asyncio.wait((task,), timeout=self._deadline_s)
         finally:
             job.waiting -= 1
             # One that runs cannot be stopped, and the next request may want it.
-            if not job.waiting and not job.started and not job.task.done():
-                self._jobs.pop(key, None)
-                job.task.cancel()
+            if not job.waiting and not job.started and not task.done():
+                self._end(key, job)
+                task.cancel()
         if not done:
             self.counters.late += 1
             return Tokens(None, False, f"the tokenizer took longer than {self._deadline_s:g} s")
-        return Tokens(None, False, "the service was closed") if job.task.cancelled() else job.task.result()
+        return Tokens(None, False, "the service was closed") if task.cancelled() else task.result()
 
-    async def _make(self, asked: _Asked) -> Tokens:
+    def _end(self, key: bytes, job: _Job) -> None:
+        if self._jobs.get(key) is job:  # not one that began after it was given up
+            del self._jobs[key]
+
+    async def _make(self, asked: _Asked, job: _Job) -> Tokens:
         try:
             await self._free.acquire()
-            if (job := self._jobs.get(asked.key)) is not None:
-                job.started = True
+            job.started = True
             assert self._pool is not None
             began, loop = time.perf_counter(), asyncio.get_running_loop()
             work = self._pool.submit(self._tokenise, asked)
@@ -180,7 +186,7 @@ class TokenService:
             self.counters.failed += 1
             return Tokens(None, False, f"the tokenizer failed: {type(error).__name__}")
         finally:
-            self._jobs.pop(asked.key, None)
+            self._end(asked.key, job)
 
     def _tokenise(self, asked: _Asked) -> Tokens:
         assert self.tokenizer is not None
@@ -209,8 +215,9 @@ class TokenService:
     def _asked_chat(self, body: Mapping[str, Any]) -> _Asked | Tokens:
         if self.tokenizer is None:
             return self._none
+        chat = {field: body[field] for field in CHAT_FIELDS if field in body}
         try:
-            packed = _PACK([body.get(field) for field in CHAT_FIELDS])
+            packed = _PACK(chat)
         except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
             raise NoTokensError("the messages hold what is not text or a number of 64 bits") from None
         if len(packed) > self._max_bytes:
@@ -218,7 +225,7 @@ class TokenService:
         digest = hashlib.blake2b(packed, digest_size=16, salt=b"chat")
         if self.tokenizer.tells_time:
             digest.update(time.strftime("%Y-%m-%d").encode())
-        return _Asked(digest.digest(), "", False, body)
+        return _Asked(digest.digest(), "", False, chat)
 
     def _asked_text(self, body: Mapping[str, Any]) -> _Asked | Tokens:
         prompt = body.get("prompt")
@@ -261,7 +268,8 @@ def _size(found: Tokens) -> int:
 
 
 def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and (type(prompt[0]) is int or _is_ids(prompt[0]))
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    return type(first[0] if isinstance(first, list) and first else first) is int
 
 
 def _given_ids(prompt: list[Any]) -> Ids:
