@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from coterie.evaluation.fleets import TRACES
-from coterie.evaluation.runs import interval, interval_of, with_half
+from coterie.evaluation.runs import WORTH_PCT, interval, interval_of, with_half
 from coterie.evaluation.suites.base import Column, Row, SuiteTable
 from coterie.evaluation.suites.joint.notes import verdict
 from coterie.evaluation.suites.joint.prefixes import (
@@ -42,8 +42,6 @@ SETTING = (
     "footprints. Both flatter the expert term."
 )
 
-WORTH_PCT = 1.0
-"""Smallest saving that is called a help without saying how small it is, as `coterie fleet` has it."""
 PUBLISHED = f"The article claims {TTFT_SAVING_PCT:g}% less TTFT than KV only."
 
 
