@@ -14,6 +14,8 @@ from scipy import stats
 
 from coterie.types import Interval
 
+WORTH_PCT = 1.0
+"""A smaller saving is called hardly worth it."""
 A = TypeVar("A")
 B = TypeVar("B")
 

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coterie.errors import ConfigError, TraceError
 from coterie.gateway.access import Caller, Keys, new_key
 
+FIELDS = ("name", "sha256", "admin", "rate", "burst", "key")
 HASH = hashlib.sha256(b"the key").hexdigest()
 
 
@@ -35,6 +38,29 @@ def test_a_new_key_opens_what_its_entry_says() -> None:
 def test_anything_else_opens_nothing(header: bytes | None) -> None:
     assert Keys.load([{"name": "a", "sha256": HASH}]).check(header) is None
     assert Keys.load([]).check(header) is None
+
+
+@given(header=st.binary(max_size=600), scheme=st.sampled_from([b"", b"Bearer ", b"BEARER\t", b"bearer "]))
+def test_any_bytes_are_answered(header: bytes, scheme: bytes) -> None:
+    assert Keys.load([{"name": "a", "sha256": HASH}]).check(scheme + header) is None
+
+
+@given(
+    entries=st.lists(
+        st.recursive(
+            st.none() | st.booleans() | st.floats() | st.text(max_size=5) | st.just(HASH),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=5),
+        ),
+        max_size=4,
+    )
+)
+def test_any_list_is_taken_or_refused_in_one_line(entries: list[Any]) -> None:
+    said = ""
+    try:
+        assert len(Keys.load(entries)) == len(entries)
+    except ConfigError as error:
+        said = str(error)
+    assert "\n" not in said
 
 
 def test_a_long_header_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:

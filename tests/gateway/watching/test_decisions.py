@@ -75,6 +75,12 @@ def test_odd_decisions_are_shown_too() -> None:
     decisions.add("i" * 5000, "decode", "w1", ("w1", "w2"), decision(math.inf, math.nan), time_s=0.0)
     decisions.add("short", "decode", "gone", ("w1", "w2"), decision(1.0), time_s=0.0, cached=np.array([3]))
     late, early = decisions.last()
+    for scores in ([[1.0, 2.0]], [[1.0], [2.0, 3.0]], ["a"], None, [1.0, 2.0]):
+        odd = Decision(0, scores, "a plugin's")  # type: ignore[arg-type]
+        decisions.add("odd", "decode", "w1", ("w1", "w2"), odd, time_s=0.0, prompt_tokens=np.int64(5))  # type: ignore[arg-type]
+        shown = json.loads(decisions.as_json(1))["decisions"][0]
+        assert shown["scores"] == ({"w1": 1.0, "w2": 2.0} if scores == [1.0, 2.0] else {})
+        assert shown["prompt_tokens"] == 5
     assert early["scores"] == {"w1": None, "w2": None}
     assert len(early["id"]) == 200
     assert (late["scores"], late["cached_tokens"], late["cached_tokens_by_worker"]) == ({"w1": 1.0}, None, {"w1": 3})

@@ -8,6 +8,7 @@ import logging
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coterie.errors import ConfigError
@@ -97,6 +98,17 @@ def test_a_library_is_captured_without_its_values() -> None:
     assert (first["logger"], first["level"], first["message"]) == ("coterie-test-library", "WARNING", "cannot send %s")
     assert (second["message"], second["error"]) == ("failed", "OSError")
     assert "secret" not in stream.getvalue()
+
+
+def test_values_of_other_types_do_not_stop_the_writer() -> None:
+    stream = io.StringIO()
+    log = Log(stream, requests=True)
+    log.request("a", "/v1/models", "ok", 200, prompt_tokens=np.int64(7), output_tokens=object())  # type: ignore[arg-type]
+    log.warning("later")
+    log.close(60)
+    first, second = lines(stream)
+    assert (first["prompt_tokens"], first["output_tokens"]) == (7, "object")
+    assert second["problem"] == "later"
 
 
 class Stalled(io.StringIO):

@@ -17,7 +17,7 @@ import numpy as np
 from coterie.costs.step import StepModel
 from coterie.errors import ConfigError, check_at_least, check_positive
 from coterie.evaluation.fleets import BASE, REQUESTS, ROOM, Bench, Halves, ServedRun, Source, bench_of, split
-from coterie.evaluation.runs import interval
+from coterie.evaluation.runs import WORTH_PCT, interval
 from coterie.routing import Fleet, Router, RouterFit
 from coterie.routing.base import routers as known_routers
 from coterie.routing.calibration import calibration
@@ -33,8 +33,6 @@ SHORTEST_QUEUE = "join_shortest_queue"
 SPLITS = 6
 FEW_REQUESTS = 200
 """Measured requests of a split below which its p99 is one of the two longest."""
-WORTH_PCT = 1.0
-"""A smaller saving is called hardly worth it."""
 LEAST_PLACES = 16
 """Capacity of a decoder, at least: arrivals come in bursts."""
 PROBE_PLACES = 1024

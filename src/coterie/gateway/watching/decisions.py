@@ -104,8 +104,8 @@ class Decisions:
 
 
 def _plain(record: _Record) -> dict[str, Any]:
-    scores = record.scores.tolist()
-    cached = None if record.cached is None else record.cached.tolist()
+    scores = _numbers(record.scores) or []
+    cached = _numbers(record.cached)
     named = [(row, id) for row, id in enumerate(record.ids) if id is not None]
     chosen = next((row for row, id in named if id == record.worker), None)
     return {
@@ -117,7 +117,7 @@ def _plain(record: _Record) -> dict[str, Any]:
         "scores": {id: _finite(scores[row]) for row, id in named if row < len(scores)},
         "reason": record.reason[:MAX_TEXT],
         "fallback": record.fallback,
-        "prompt_tokens": record.prompt_tokens,
+        "prompt_tokens": int(record.prompt_tokens),
         "cached_tokens": None if cached is None or chosen is None or chosen >= len(cached) else cached[chosen],
         "cached_tokens_by_worker": None
         if cached is None
@@ -125,6 +125,15 @@ def _plain(record: _Record) -> dict[str, Any]:
         "footprint": record.source,
         "decision_us": None if record.decision_s is None else round(record.decision_s * 1e6, 1),
     }
+
+
+def _numbers(values: Any) -> list[Any] | None:
+    """[row] as a list; None where there is none, or where a plugin gave something else."""
+    try:
+        found = None if values is None else np.asarray(values)
+    except ValueError:  # rows of different lengths
+        return None
+    return None if found is None or found.ndim != 1 or found.dtype.kind not in "iuf" else found.tolist()
 
 
 def _finite(score: float) -> float | None:

@@ -13,6 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, product
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
@@ -47,7 +48,7 @@ class Labels:
             for value, listed in zip(given, self._listed, strict=True)
         )
 
-    def drop(self, series: dict[tuple[str, ...], object], name: str, value: str) -> None:
+    def drop(self, series: dict[tuple[str, ...], Any], name: str, value: str) -> None:
         """Remove the series in which label `name` has this value."""
         if name in self.names:
             place = self.names.index(name)
@@ -65,7 +66,7 @@ class _Number:
         """Gives all values when they are collected, in place of those kept here."""
 
     def forget(self, label: str, value: str) -> None:
-        self.labels.drop(self._values, label, value)  # type: ignore[arg-type]
+        self.labels.drop(self._values, label, value)
 
     def values(self) -> Values:
         if self.read is None:
@@ -137,8 +138,8 @@ class Histogram:
         self._sums[labels] += value
 
     def forget(self, label: str, value: str) -> None:
-        self.labels.drop(self._counts, label, value)  # type: ignore[arg-type]
-        self.labels.drop(self._sums, label, value)  # type: ignore[arg-type]
+        self.labels.drop(self._counts, label, value)
+        self.labels.drop(self._sums, label, value)
 
     def count(self, *labels: str) -> int:
         return sum(self._counts.get(labels, ()))

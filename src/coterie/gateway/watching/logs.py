@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, TextIO
 
 import msgspec
+import numpy as np
 
 from coterie.errors import check_at_least
 
@@ -150,7 +151,7 @@ class Log:
                     told = self.lost
                 if self._waiting.empty():
                     self._stream.flush()
-            except (OSError, ValueError):  # the stream is closed, or nobody reads any more
+            except Exception:  # the stream is closed, or nobody reads any more; the next line may pass
                 self.lost += 1
 
 
@@ -167,7 +168,12 @@ class _Captured(logging.Handler):
 def _line(event: _Event) -> str:
     when = datetime.fromtimestamp(event.time_s, UTC).isoformat(timespec="milliseconds")
     fields = {name: _short(value) for name, value in event.fields.items() if value is not None}
-    return msgspec.json.encode({"time": when, "event": event.name, **fields}).decode() + "\n"
+    return msgspec.json.encode({"time": when, "event": event.name, **fields}, enc_hook=_plain).decode() + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy as a number; of anything else the name of its class."""
+    return value.item() if isinstance(value, np.generic) else type(value).__name__
 
 
 def _short(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from coterie.evaluation.fleets import TRACES
-from coterie.evaluation.runs import interval, interval_of, with_half
+from coterie.evaluation.runs import WORTH_PCT, interval, interval_of, with_half
 from coterie.evaluation.suites.base import Column, Row, SuiteTable
 from coterie.evaluation.suites.joint.notes import verdict
 from coterie.evaluation.suites.joint.prefixes import (
@@ -42,8 +42,6 @@ SETTING = (
     "footprints. Both flatter the expert term."
 )
 
-WORTH_PCT = 1.0
-"""Smallest saving that is called a help without saying how small it is, as `coterie fleet` has it."""
 PUBLISHED = f"The article claims {TTFT_SAVING_PCT:g}% less TTFT than KV only."
 
 
@@ -184,9 +182,9 @@ _COLUMNS = (
     Column("shared", lambda row: row["share"] if row["share"] == TRACE_SHARE else f"{row['share']:.0%}"),
     Column("router", lambda row: str(row["configuration"])),
     Column("TTFT ms", _spread("ttft_mean_ms", 0)),
-    Column("p99", lambda row: f"{row['ttft_p99_ms']:.0f}"),
+    Column("TTFT p99", lambda row: f"{row['ttft_p99_ms']:.0f}"),
     Column("TPOT ms", _spread("tpot_mean_ms", 2)),
-    Column("p99", lambda row: f"{row['tpot_p99_ms']:.1f}"),
+    Column("TPOT p99", lambda row: f"{row['tpot_p99_ms']:.1f}"),
     Column("hits %", _spread("hit_pct", 1)),
     Column("experts a step", _spread("experts_per_step", 1)),
     Column("against", lambda row: row["against"] or ""),
