@@ -47,8 +47,9 @@ def test_help_of_a_verb_imports_nothing_heavy(verb: str) -> None:
 
 
 def test_every_verb_has_a_file_and_a_line_in_the_list() -> None:
-    files = {path.stem for path in Path(__import__("coterie.cli.verbs").cli.verbs.__file__).parent.glob("[a-z]*.py")}
-    assert files == set(VERBS)
+    folder = Path(__import__("coterie.cli.verbs").cli.verbs.__file__).parent
+    assert {path.stem for path in folder.rglob("[a-z]*.py")} == set(VERBS)
+    assert all((folder / verb.folder / f"{name}.py").exists() for name, verb in VERBS.items())
     assert [name for name, verb in VERBS.items() if not verb.summary.endswith(".")] == []
 
 

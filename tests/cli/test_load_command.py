@@ -102,6 +102,10 @@ def test_what_is_asked_wrong_is_one_line(run: Run, url: str, tmp_path: Path) -> 
     refused(run("load", "http://127.0.0.1:9"), "127.0.0.1:9", "does not answer")
     refused(run("load", url, "--rate", 3, "--concurrency", 2), "closed loop")
     refused(run("load", url, "--workload", "trace"), "needs a trace")
+    refused(run("load", url, "--rate", 3, "--speed-up", 2), "speed_up=2.0 needs a trace")
+    refused(run("load", url, "--no-stream", "--ttft-target-ms", 3), "need streamed answers")
+    refused(run("load", url, "--ttft-target-ms", 0), "ttft_target_s=0.0")
+    refused(run("load", url, "--compare", "http://127.0.0.1:9", *FEW), "blocks=8 must be at most the 7 requests")
     refused(run("load", url, "--workload", "prompt"), "prompts, shared-prefix, trace")
     refused(run("load", url, "--compare", f"{url}/v1"), "given twice")
     refused(

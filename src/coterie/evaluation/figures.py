@@ -20,6 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from coterie.errors import InputError
+
 Numbers = Sequence[float | None]
 WIDTH_IN, HEIGHT_IN, DPI = 7.2, 4.0, 150
 MAX_LABEL = 22
@@ -90,6 +92,15 @@ def write_figure(
     for path, data in zip(paths, (pdf.getvalue(), png), strict=True):
         path.write_bytes(data)
     return paths
+
+
+def check_result(path: Path, verb: str, first_field: str) -> None:
+    """Refuse a file that `verb` did not write: a figure, or JSON that begins with this field."""
+    starts = {".json": f'{{\n "{first_field}": '.encode(), ".png": b"\x89PNG", ".pdf": b"%PDF"}
+    with path.open("rb") as stream:
+        start = stream.read(64)
+    if not start.startswith(starts[path.suffix]):
+        raise InputError(f"{path} is not a result of coterie {verb}")
 
 
 def _style(theme: Theme) -> dict[str, Any]:

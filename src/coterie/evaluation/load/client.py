@@ -222,7 +222,7 @@ class LoadClient:
             try:
                 async with asyncio.timeout(asking.timeout_s):
                     await self._exchange(asking, asking.body(request, marker), answer, name)
-            except (aiohttp.ClientError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 raise _FailedError(*_kind(error, asking.timeout_s)) from None
         except _FailedError as error:
             failure, problem = ("cut" if answer.begun else error.kind), " ".join(str(error).split())[:200]

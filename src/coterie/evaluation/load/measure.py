@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -86,13 +86,22 @@ class LoadSettings:
         check_one_of(WORKLOADS, workload=self.workload)
         check_at_least(1, requests=self.requests, max_tokens=self.max_tokens, blocks=self.blocks)
         check_at_least(0, warmup=self.warmup, seed=self.seed)
-        check_positive(duration_s=self.duration_s, length_scale=self.length_scale)
+        check_positive(
+            duration_s=self.duration_s,
+            length_scale=self.length_scale,
+            ttft_target_s=self.targets.ttft_s,
+            tpot_target_s=self.targets.tpot_s,
+        )
+        if not self.stream and any(self.targets):
+            raise ConfigError("targets of TTFT and TPOT need streamed answers")
         if self.workload == "trace" and self.trace is None:
             raise ConfigError("workload='trace' needs a trace of requests")
         if self.concurrency is not None and (self.rate is not None or self.speed_up is not None):
             raise ConfigError("concurrency is for a closed loop, rate and speed_up for an open one; give one of them")
         if self.concurrency is None and self.rate is None and self.trace is None:
             raise ConfigError("give rate or trace (open loop) or concurrency (closed loop)")
+        if self.speed_up is not None and self.trace is None:
+            raise ConfigError(f"speed_up={self.speed_up} needs a trace whose times are replayed")
         if self.concurrency is not None and self.trace is not None and self.workload != "trace":
             raise ConfigError("a closed loop has no arrival times: leave the trace out, or ask workload='trace'")
         if self.concurrency is None and self.trace is not None and self.trace.arrival_s is None:
@@ -101,6 +110,8 @@ class LoadSettings:
             raise ConfigError(f"routers of one gateway are compared, or several servers; {len(self.urls)} URLs came")
         if len(self.urls) != len(set(self.urls)) or len(self.routers) != len(set(self.routers)):
             raise ConfigError("a server or router is given twice; name each once")
+        if len(self.contenders) > 1 and self.blocks > self.warmup + self.requests:
+            raise ConfigError(f"blocks={self.blocks} must be at most the {self.warmup + self.requests} requests")
         for router in self.routers:
             RouterSetting.parse(router)
 
@@ -163,6 +174,12 @@ async def measure(
             settings.ignore_eos or settings.workload == "trace",
             settings.timeout_s,
         )
+        askings = [asking]
+        for url in settings.urls[1:]:
+            other = await stack.enter_async_context(Client(url, key=keys.api))
+            askings.append(replace(asking, model=settings.model or await served_model(other)))
+        # Half a surrogate pair, which JSON may spell, cannot be sent.
+        prompts = [one._replace(prompt=one.prompt.encode("utf-8", "replace").decode()) for one in prompts]
         clients = [await stack.enter_async_context(LoadClient(url, keys.api)) for url in settings.urls]
         count = settings.warmup + settings.requests
         measured.workload = await _workload(settings, prompts, count, rng, clients[0], first, asking)
@@ -182,9 +199,9 @@ async def measure(
             for router in settings.routers:  # one that is refused is so before anything is served
                 await use_router(admin, pool, RouterSetting.parse(router))
         for number, name in enumerate(settings.contenders):
-            client = clients[0] if settings.routers else clients[number]
+            server = 0 if settings.routers else number
             marker = f"{settings.marker}{number}" if settings.marker else ""
-            contender = Contender(name, _sender(client, asking, marker))
+            contender = Contender(name, _sender(clients[server], askings[server], marker))
             if settings.routers:
                 contender.prepare = _swapper(admin, pool, RouterSetting.parse(name))
             measured.contenders.append(contender)

@@ -27,8 +27,6 @@ MOST_UNBOUND = 368
 """Answers that bound the 99th percentile: the slowest of fewer is below it with a probability of 2.5% or more."""
 LATE = 0.1
 """Delay of the client, as a share of the median TTFT or E2E, above which the report says so."""
-
-
 HEADLINES = {
     "experts": "experts a step",
     "hit_rate": "points of hit rate",
@@ -63,7 +61,7 @@ class Row(NamedTuple):
             "experts_per_step": self.experts_per_step,
             "experts_by_token": self.experts_by_token,
             "rows_per_step": self.rows_per_step,
-            "changes_pct": {
+            "changes": {
                 one.statistic: {"value": one.pct.mean, "low": one.pct.low, "high": one.pct.high} for one in self.changes
             },
         }

@@ -11,15 +11,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from coterie.errors import InputError
-from coterie.evaluation.figures import MAX_LABEL, Theme, write_figure
+from coterie.evaluation.figures import MAX_LABEL, Theme, check_result, write_figure
 from coterie.evaluation.load.compare import Contender
 from coterie.evaluation.load.report import WORDS
 from coterie.evaluation.load.summary import METRICS
 from coterie.traces.store import write_json
 
 RESULT_FILES = ("load.json", "load.png", "load.pdf")
-_STARTS = {".json": b'{\n "url": ', ".png": b"\x89PNG", ".pdf": b"%PDF"}
 _TICKS = (0.0, 0.5, 0.9, 0.99, 0.999, 0.9999)
 
 
@@ -33,10 +31,7 @@ def write_result(folder: Path, result: Mapping[str, Any], contenders: Sequence[C
 
 def read_result(path: Path) -> None:
     """Refuse a file that :func:`write_result` did not write."""
-    with path.open("rb") as stream:
-        start = stream.read(64)
-    if not start.startswith(_STARTS[path.suffix]):
-        raise InputError(f"{path} is not a result of coterie load")
+    check_result(path, "load", "url")
 
 
 def _draw(contenders: Sequence[Contender], skip: int, figure: Figure, theme: Theme) -> None:

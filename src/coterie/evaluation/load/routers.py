@@ -73,7 +73,7 @@ async def use_router(gateway: Client, pool: str, wanted: RouterSetting) -> None:
 
 @asynccontextmanager
 async def put_back(gateway: Client, pool: str | None = None) -> AsyncIterator[str]:
-    """Give the name of the pool (default: decode, or the only one); set its router again, whatever ends the block."""
+    """Give the pool (default: decode, or the only one); at the end set its router again, whatever ended the block."""
     in_use = await routers_in_use(gateway)
     if pool is None:
         pool = DECODE if DECODE in in_use else next(iter(in_use)) if len(in_use) == 1 else ""

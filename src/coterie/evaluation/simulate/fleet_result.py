@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from coterie.errors import InputError
-from coterie.evaluation.figures import Theme, write_figure
+from coterie.evaluation.figures import Theme, check_result, write_figure
 from coterie.evaluation.simulate.fleet import FleetReport
 from coterie.traces.store import write_json
 
 RESULT_FILES = ("fleet.json", "fleet.png", "fleet.pdf")
-_STARTS = {".json": b'{\n "trace": ', ".png": b"\x89PNG", ".pdf": b"%PDF"}
 
 
 def write_result(folder: Path, result: Mapping[str, Any], reports: Sequence[FleetReport]) -> list[Path]:
@@ -30,10 +28,7 @@ def write_result(folder: Path, result: Mapping[str, Any], reports: Sequence[Flee
 
 def read_result(path: Path) -> None:
     """Refuse a file that :func:`write_result` did not write."""
-    with path.open("rb") as stream:
-        start = stream.read(64)
-    if not start.startswith(_STARTS[path.suffix]):
-        raise InputError(f"{path} is not a result of coterie fleet")
+    check_result(path, "fleet", "trace")
 
 
 def _draw(reports: Sequence[FleetReport], figure: Figure, theme: Theme) -> None:
