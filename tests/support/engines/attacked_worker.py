@@ -1,4 +1,4 @@
-"""Reference workers on NumPy in this process and its event loop, a raw client for them, and a hostile peer."""
+"""Reference workers in this process and its event loop, a raw client for them, and a hostile peer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.embedded import EmbeddedEngine
+from coterie.engines.worker.engine import Engine
 from coterie.engines.worker.model import PackedModel
 from coterie.engines.worker.numpy_model import NumpyModel
 from coterie.engines.worker.server import Server
@@ -28,6 +29,12 @@ def model(copy: int) -> NumpyModel:
     """Loading takes longer than most tests. Workers that run at once need copies: blocks of one are not another's."""
     del copy
     return NumpyModel(tiny_model_path(), BLOCKS, BLOCK_SIZE)
+
+
+@cache
+def torch_model(copy: int) -> PackedModel:
+    del copy
+    return PackedModel(tiny_model_path(), "float32", "cpu", BLOCKS, BLOCK_SIZE)
 
 
 class Reply(NamedTuple):
@@ -91,13 +98,19 @@ def asking(prompt: Any, count: int = 2, **more: Any) -> dict[str, Any]:
     return {**fixed, "prompt": prompt, "max_tokens": count, **more}
 
 
+def _engine(copy: int, torch: bool, config: WorkerConfig) -> Engine:
+    if torch:
+        return Engine(torch_model(copy), config)
+    return EmbeddedEngine(cast(PackedModel, model(copy)), config)
+
+
 @contextlib.asynccontextmanager
-async def attacked(copy: int = 0, **settings: Any) -> AsyncIterator[Attacked]:
-    """A worker on a free port of this machine."""
+async def attacked(copy: int = 0, torch: bool = False, **settings: Any) -> AsyncIterator[Attacked]:
+    """A worker on a free port of this machine, on NumPy or torch."""
     defaults = {"port": 0, "kv_blocks": BLOCKS, "block_size": BLOCK_SIZE, "served_model_name": TINY, "drain_s": 0.01}
     config = WorkerConfig(tiny_model_path(), **{**defaults, **settings})
     with bind(config.host, config.port) as listener:
-        server = Server(EmbeddedEngine(cast(PackedModel, model(copy)), config), config)
+        server = Server(_engine(copy, torch, config), config)
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         running = asyncio.create_task(server.run(listener, ready.set_result))
         try:

@@ -13,6 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from coterie.errors import InputError, UnavailableError
+from coterie.net.access import SECRET_VARIABLE
 from coterie.net.http_client import Client, completion_path
 from coterie.wire.event_security import secure_subscriber
 from coterie.wire.expert_events import DEFAULT_PORT, TOPIC, ExpertLoad, RequestExperts, decode_expert_events
@@ -66,7 +67,8 @@ class Subscriber:
         if not poller.poll(int(timeout_s * 1000)):
             raise UnavailableError(
                 f"no expert events from {self.endpoint} within {timeout_s:g} s: is the server started with "
-                f"CoterieConnector and the setting 'events' (vLLM) or --expert-events (coterie worker)?"
+                f"CoterieConnector and the setting 'events' (vLLM) or --expert-events (coterie worker), and is "
+                f"{SECRET_VARIABLE} the same there and here?"
             )
         if self._monitor.poll(0):
             recv_monitor_message(self._monitor)

@@ -25,6 +25,8 @@ from coterie.wire.expert_events import ExpertEvents, ExpertLoad, RequestExperts,
 from coterie.wire.framing import REPLAY_END, to_frames
 from coterie.wire.kv_events import KVEvent, KVEvents, encode_kv_events
 
+MAX_ASKED = 4096
+"""Largest message of a subscriber: it sends topics and numbers."""
 LINGER_MS = 500
 """Milliseconds to send queued messages at the end."""
 
@@ -131,6 +133,7 @@ class Replay:
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str, secret: str | None) -> str:
     """The endpoint as bound: with its port, where any was asked for."""
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_ASKED)
     if secret is not None:
         secure_publisher(socket, secret)
     try:

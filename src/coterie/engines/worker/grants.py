@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ class Grants:
         """Grant for the KV of a request, until a time in seconds since the epoch."""
         if self._key is None:
             return None
-        seconds = int(until)
+        seconds = math.ceil(until)
         return f"1.{seconds}.{self._signature(self._key, request, digest, seconds)}"
 
     def valid(self, grant: str | None, request: str, digest: bytes) -> bool:

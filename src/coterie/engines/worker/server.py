@@ -129,27 +129,19 @@ class Server:
 
     async def _drain(self) -> None:
         started = time.monotonic()
-        while not self.engine.idle and time.monotonic() - started < self.config.drain_s:
+        while (self.live or not self.engine.idle) and time.monotonic() - started < self.config.drain_s:
             await asyncio.sleep(0.02)
 
     # ------------------------------------------------------------------------------------------------------- dispatch
 
     def check_head(self, request: Request) -> None:
         """Refuse what can be refused before the body is read."""
-        key = self.config.worker_key
-        try:
-            if (
-                self._route(request).private
-                and key is not None
-                and not shows_key(request.header(b"authorization"), key)
-            ):
-                raise HttpError(
-                    401, "this endpoint needs the worker's key: Authorization: Bearer KEY", headers=UNAUTHORIZED
-                )
-            self._handler(request)
-        except HttpError:
+        key = self.config.worker_key if self._route(request).private else None
+        if key is not None and not shows_key(request.header(b"authorization"), key):
             self.engine.metrics.add("rejected_total")
-            raise
+            asked = "this endpoint needs the worker's key: Authorization: Bearer KEY"
+            raise HttpError(401, asked, headers=UNAUTHORIZED)
+        self._handler(request)
 
     async def answer(self, request: Request, responder: Responder) -> None:
         """Every refusal has OpenAI's error body."""
@@ -165,6 +157,7 @@ class Server:
         path = "/kv/" if request.path.startswith("/kv/") else request.path
         route = self.routes.get(path)
         if route is None:
+            self.engine.metrics.add("rejected_total")
             raise HttpError(404, f"{request.method} {request.path[:80]}: Not Found; known: {', '.join(self.routes)}")
         return route
 
@@ -173,6 +166,7 @@ class Server:
         method = "GET" if request.method == "HEAD" and not route.private else request.method  # KV is sent once
         handler = route.handlers.get(method)
         if handler is None:
+            self.engine.metrics.add("rejected_total")
             allowed = ", ".join(route.handlers)
             said = f"{request.method} {request.path[:80]}: Method Not Allowed; {allowed} is"
             raise HttpError(405, said, headers=[(b"allow", allowed.encode())])

@@ -78,9 +78,16 @@ async def _handed_over(worker: Attacked, **more: Any) -> dict[str, Any]:
     return params
 
 
-def test_a_handoff_works_once_with_its_own_grant() -> None:
+ENGINES = [pytest.param(False, id="numpy"), pytest.param(True, id="torch", marks=pytest.mark.torch)]
+
+
+@pytest.mark.parametrize("torch", ENGINES)
+def test_a_handoff_works_once_with_its_own_grant(torch: bool) -> None:
+    if torch:
+        pytest.importorskip("torch")
+
     async def run() -> None:
-        access = {"fleet_secret": SECRET, "worker_key": KEY}
+        access: dict[str, Any] = {"fleet_secret": SECRET, "worker_key": KEY, "torch": torch}
         async with attacked(1, **access) as first, peers_of(first, **access) as second:
             alone = (await second.complete(PROMPT)).tokens
             await second.ask("POST", "/reset_prefix_cache", **bearer(KEY))
@@ -96,8 +103,8 @@ def test_a_handoff_works_once_with_its_own_grant() -> None:
 
 def test_a_changed_or_foreign_grant_is_refused_at_both_ends() -> None:
     async def run() -> None:
-        access = {"fleet_secret": SECRET, "worker_key": KEY}
-        foreign = {"fleet_secret": "of another fleet, " * 2, "worker_key": KEY}
+        access: dict[str, Any] = {"fleet_secret": SECRET, "worker_key": KEY}
+        foreign: dict[str, Any] = {"fleet_secret": "of another fleet, " * 2, "worker_key": KEY}
         async with (
             attacked(1, **access) as first,
             attacked(3, **foreign) as other,
@@ -136,15 +143,19 @@ def test_a_changed_or_foreign_grant_is_refused_at_both_ends() -> None:
     asyncio.run(run())
 
 
-def test_tenants_do_not_share_the_prefix_cache() -> None:
+@pytest.mark.parametrize("torch", ENGINES)
+def test_tenants_do_not_share_the_prefix_cache(torch: bool) -> None:
     """With a salt of its own a tenant cannot find out, by the time or the count, what another asked."""
+
+    if torch:
+        pytest.importorskip("torch")
 
     async def cached(worker: Attacked, **more: Any) -> int:
         found: int = (await worker.complete(PROMPT, 1, **more)).json["usage"]["prompt_tokens_details"]["cached_tokens"]
         return found
 
     async def run() -> None:
-        async with attacked() as worker:
+        async with attacked(torch=torch) as worker:
             tokens = (await worker.complete(PROMPT)).tokens
             assert await cached(worker, cache_salt="a") == 0
             assert await cached(worker, cache_salt="b") == 0
