@@ -23,7 +23,7 @@ from coterie.gateway.access.keys import Caller, Keys
 from coterie.gateway.access.rates import Rates
 from coterie.gateway.admin import Admin
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.exchange.call import CHAT, COMPLETIONS, EMBEDDINGS, MAX_ID, Call, Outcome, make_call
+from coterie.gateway.exchange.call import CHAT, COMPLETIONS, EMBEDDINGS, Call, Outcome, checked_id, make_call
 from coterie.gateway.exchange.flow import RETRY_AFTER, failed
 from coterie.gateway.fleet.waiting import RefusedError
 from coterie.gateway.observing import CLIENT_GONE, Watcher, outcome_of
@@ -187,7 +187,7 @@ class Gateway:
             )
             given = request.header(REQUEST_ID)
             if given is not None:
-                call = call._replace(id=_checked_id(given))
+                call = call._replace(id=checked_id(given))
             name = call.id if call.id not in self._in_flight else uuid.uuid4().hex
         except HttpError as error:
             self.watcher.metrics.requests.inc(request.path, outcome_of(error.status))
@@ -231,9 +231,3 @@ def check_access(config: GatewayConfig) -> Keys | None:
             "(coterie serve --new-key NAME makes one), or listen on 127.0.0.1"
         )
     return keys
-
-
-def _checked_id(given: bytes) -> str:
-    if not 0 < len(given) <= MAX_ID or not given.isascii() or not given.decode().isprintable():
-        raise HttpError(400, f"{REQUEST_ID_HEADER} must be 1 to {MAX_ID} printable ASCII characters")
-    return given.decode()

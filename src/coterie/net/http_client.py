@@ -169,7 +169,7 @@ class Client:
         except (ValueError, RecursionError):
             found = None
         if status != 200:
-            return Answer(number, sent_s, None, f"HTTP {status}: {_message(found, data)}", status >= 500)
+            return Answer(number, sent_s, None, f"HTTP {status}: {error_message(found, data)}", status >= 500)
         if not isinstance(found, dict):
             return Answer(number, sent_s, None, "the answer is not a JSON object", True)
         return Answer(number, sent_s, found)
@@ -237,7 +237,7 @@ def _reason(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _message(found: Any, data: bytes) -> str:
+def error_message(found: Any, data: bytes) -> str:
     """Message of an error answer: OpenAI's ``{"error": {"message": …}}``, ``{"message": …}``, or its text."""
     with suppress(AttributeError):
         error = found.get("error", found)
