@@ -1,4 +1,4 @@
-"""Workers that are data-parallel ranks of one engine: the proxy names the rank that the router chose."""
+"""Workers that are data-parallel ranks of one engine: a routed fleet names the rank that the router chose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from coterie.gateway.proxy import RoutedFleet, Served, predict_with, rank_clients
+from coterie.gateway.config import HealthSettings
+from coterie.gateway.proxy import RoutedFleet, Served, predict_with, rank_entries
 from coterie.predictors import TokenTable
 from coterie.routing import Fleet, Semantic
 from coterie.traces import ActivationTrace, TraceMeta
@@ -26,9 +27,8 @@ class Engine:
         self.failing: set[str] = set()
 
     async def complete(self, request: web.Request) -> web.Response:
-        body = await request.json()
         rank = request.headers.get("X-data-parallel-rank")  # as vLLM's servers read it
-        self.headers.append((body["request_id"], rank))
+        self.headers.append((request.headers["X-Request-Id"], rank))
         if rank in self.failing:
             return web.json_response({"error": {"message": "the rank is gone"}}, status=503)
         return web.json_response({"choices": [{"token_ids": [1]}]})
@@ -60,15 +60,19 @@ def serve(prompts: list[list[int]], failing: frozenset[str] = frozenset()) -> tu
     async def run() -> tuple[Engine, list[Served], RoutedFleet]:
         engine = Engine()
         engine.failing = set(failing)
-        async with engine.serving() as url, contextlib.AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(client) for client in rank_clients(url, RANKS)]
-            router = Semantic(Placement.linear(LAYERS, EXPERTS, RANKS))
-            proxy = RoutedFleet([], clients, router, Fleet([8] * RANKS), predict_with(table()))
+        router = Semantic(Placement.linear(LAYERS, EXPERTS, RANKS))
+        health = HealthSettings(failures=1, open_s=3600.0)
+        async with (
+            engine.serving() as url,
+            RoutedFleet(
+                [], rank_entries(url, RANKS), router, Fleet([8] * RANKS), predict_with(table()), health=health
+            ) as fleet,
+        ):
             served = [
-                await proxy.serve("/v1/completions", {"prompt": prompt}, name=str(number))
+                await fleet.serve("/v1/completions", {"prompt": prompt}, name=str(number))
                 for number, prompt in enumerate(prompts)
             ]
-        return engine, served, proxy
+        return engine, served, fleet
 
     return asyncio.run(run())
 
@@ -89,10 +93,11 @@ def test_rounds_share_requests_of_one_kind_over_all_ranks() -> None:
 
 
 def test_a_rank_that_fails_is_passed_over() -> None:
-    engine, served, proxy = serve([[4], []], failing=frozenset({"2"}))
+    engine, served, fleet = serve([[4], []], failing=frozenset({"2"}))
     assert [one.problem for one in served] == [None, None]
     assert engine.headers[0] == ("0", "2")
-    assert proxy.fleet.alive.tolist() == [True, True, False, True]
+    assert fleet.fleet.alive.tolist() == [True, True, False, True]
+    assert (fleet.counts.decode_failures, fleet.counts.retried) == (1, 1)
     assert all(rank != "2" for _, rank in engine.headers[1:])
 
 

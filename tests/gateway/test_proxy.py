@@ -1,4 +1,4 @@
-"""The proxy on real workers: right tokens, exact footprints, a fleet that adds up, and workers that die.
+"""A routed fleet of real workers: right tokens, exact footprints, books that add up, and workers that die.
 
 The last tests of the file end workers on purpose.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -23,12 +24,13 @@ from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.evaluation.demo.loop import DecodeWorker, LoopSettings, record, run_loop, serve, steps_of, whole_blocks
 from coterie.footprints import footprint
 from coterie.footprints.positions import ENDED_S, ROWS
+from coterie.gateway.config import HealthSettings
 from coterie.gateway.proxy import RoutedFleet, Served
 from coterie.models import model_from_config
-from coterie.net.http_client import Answer, Client
+from coterie.net.http_client import Client
 from coterie.net.processes import ServerProcess
 from coterie.prompts import load_prompts, take_in_turn
-from coterie.routing import Decision, Fleet, JoinShortestQueue, Request, RoundRobin
+from coterie.routing import Decision, Fleet, JoinShortestQueue, Request, RoundRobin, Router
 from routed_prediction import predict
 
 PATH = "/v1/completions"
@@ -43,6 +45,10 @@ class Workers(NamedTuple):
     decode: list[ServerProcess]
     described: list[DecodeWorker]
     key: str | None
+
+    @property
+    def prefill_urls(self) -> list[str]:
+        return [server.url for server in self.prefill]
 
 
 @pytest.fixture(scope="module")
@@ -60,22 +66,29 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
         yield Workers(servers[:1], servers[1:], described, access.key)
 
 
-class Clients(NamedTuple):
-    prefill: list[Client]
-    decode: list[Client]
+def routed(
+    workers: Workers, router: Router | None = None, decoders: Sequence[str] = (), fleet: Fleet | None = None
+) -> RoutedFleet:
+    """A fleet of these workers, or of other ways to the decode workers. One failure opens a breaker, for a minute."""
+    urls = decoders or [one.url for one in workers.decode]
+    health = HealthSettings(failures=1, open_s=60.0, backoff_s=0.0)
+    places = Fleet([16, 16]) if fleet is None else fleet
+    return RoutedFleet(workers.prefill_urls, urls, router or RoundRobin(), places, key=workers.key, health=health)
 
 
-def with_clients(workers: Workers, work: Callable[[Clients], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        async with contextlib.AsyncExitStack() as stack:
-            groups = []
-            for group in (workers.prefill, workers.decode):
-                groups.append(
-                    [await stack.enter_async_context(Client(server.url, key=workers.key)) for server in group]
-                )
-            return await work(Clients(*groups))
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def ended() -> None:
+        async with asyncio.timeout(300):
+            await work()
 
-    return asyncio.run(run())
+    asyncio.run(ended())
+
+
+@contextlib.asynccontextmanager
+async def clients(workers: Workers) -> AsyncIterator[list[Client]]:
+    """Clients of the decode workers."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(Client(one.url, key=workers.key)) for one in workers.decode]
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -104,8 +117,8 @@ def body(prompt: list[int], **more: Any) -> dict[str, Any]:
     return {**BODY, "prompt": prompt, **more}
 
 
-async def serve_all(proxy: RoutedFleet, asked: list[list[int]]) -> list[Served]:
-    return list(await asyncio.gather(*(proxy.serve(PATH, body(prompt)) for prompt in asked)))
+async def serve_all(fleet: RoutedFleet, asked: list[list[int]]) -> list[Served]:
+    return list(await asyncio.gather(*(fleet.serve(PATH, body(prompt)) for prompt in asked)))
 
 
 class Watching(NamedTuple):
@@ -123,33 +136,66 @@ class Watching(NamedTuple):
         return decision._replace(profile=np.full(fleet.missed.shape[1], 0.25, np.float32))
 
 
-class Gated(Client):
-    """A worker's client that says when it is first asked, and sends nothing before `go`. Both without a clock."""
+class Gate:
+    """A relay before a worker: it says when it is first asked, and passes nothing on before `go`."""
 
-    def __init__(self, client: Client, go: asyncio.Event | None = None) -> None:
-        super().__init__(client.url)
+    def __init__(self, url: str, go: asyncio.Event | None = None) -> None:
         self.asked = asyncio.Event()
-        self._client, self._go = client, go
+        self.url = ""
+        self._target, self._go = urlsplit(url), go
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def post(self, *args: Any, **options: Any) -> Answer:
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Wait for the connections to end: their clients are closed by now."""
+        self._server.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         self.asked.set()
         if self._go is not None:
             await self._go.wait()
-        return await self._client.post(*args, **options)
+        with contextlib.suppress(OSError):
+            back, there = await asyncio.open_connection(self._target.hostname, self._target.port)
+            await asyncio.gather(self._copy(reader, there), self._copy(back, writer))
+        await _end(writer)
 
-    async def well(self) -> bool:
-        return await self._client.well()
+    async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(1 << 16):
+                sink.write(data)
+                await sink.drain()
+        await _end(sink)
+
+
+async def _end(writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
 
 
 def test_tokens_footprints_and_the_fleet_in_between(workers: Workers) -> None:
     asked = prompts(8)
 
-    async def work(clients: Clients) -> None:
+    async def work() -> None:
         all_routed = asyncio.Event()
         router = Watching([], all_routed, len(asked))
-        decoders = [Gated(client, all_routed) for client in clients.decode]
-        proxy = RoutedFleet(clients.prefill, decoders, router, Fleet([4, 4], np.full((2, 8 * 32), 0.125)))
-        served = await serve_all(proxy, asked)
+        places = Fleet([4, 4], np.full((2, 8 * 32), 0.125))
+        async with (
+            Gate(workers.decode[0].url, all_routed) as a,
+            Gate(workers.decode[1].url, all_routed) as b,
+            routed(workers, router, [a.url, b.url], places) as fleet,
+        ):
+            router.seen.clear()  # what it was tried with
+            served = await serve_all(fleet, asked)
         assert [one.problem for one in served] == [None] * 8
         for one, prompt in zip(served, asked, strict=True):
             tokens, experts = alone(prompt)
@@ -159,13 +205,17 @@ def test_tokens_footprints_and_the_fleet_in_between(workers: Workers) -> None:
         assert sorted(one.decoder for one in served if one.decoder is not None) == [0] * 4 + [1] * 4
         assert [sum(running) for _, running in router.seen] == list(range(8)), "a request is admitted once routed"
         assert all(request.prompt_tokens == len(asked[number]) for number, (request, _) in _by_length(router, asked))
-        assert proxy.fleet.running.tolist() == [0, 0]
-        assert proxy.fleet.context_tokens.tolist() == [0, 0]
-        assert (proxy.fleet.missed == 255).all(), "nobody is left"
-        counts = proxy.counts
+        assert {request.id for request, _ in router.seen} == {one.name for one in served}
+        assert fleet.fleet is places
+        assert fleet.fleet.places.tolist() == [4, 4]
+        assert fleet.fleet.running.tolist() == [0, 0]
+        assert fleet.fleet.context_tokens.tolist() == [0, 0]
+        assert (fleet.fleet.missed == 255).all(), "nobody is left"
+        counts = fleet.counts
         assert (counts.served, counts.footprints, counts.incomplete, counts.failed, counts.retried) == (8, 8, 0, 0, 0)
+        assert (counts.fallbacks, counts.damaged, counts.handoffs) == (0, 0, 8)
 
-    with_clients(workers, work)
+    run(work)
 
 
 def _by_length(router: Watching, asked: list[list[int]]) -> list[tuple[int, tuple[Request, list[int]]]]:
@@ -175,33 +225,29 @@ def _by_length(router: Watching, asked: list[list[int]]) -> list[tuple[int, tupl
 
 
 def test_a_refused_request_is_its_own_fault(workers: Workers) -> None:
-    async def work(clients: Clients) -> None:
-        proxy = RoutedFleet(*clients, RoundRobin(), Fleet([16, 16]))
-        bad = await proxy.serve(PATH, body(prompts(1)[0], n=2))
-        assert "HTTP 400" in str(bad.problem)
-        with pytest.raises(ConfigError, match="was not answered"):
-            _ = bad.tokens
-        good = await proxy.serve(PATH, body(prompts(1)[0]), name="mine")
-        assert (good.name, good.problem) == ("mine", None)
-        assert proxy.fleet.alive.all()
-        assert proxy.prefill_alive == [True]
-        assert (proxy.counts.failed, proxy.counts.served) == (1, 1)
+    async def work() -> None:
+        async with routed(workers) as fleet:
+            bad = await fleet.serve(PATH, body(prompts(1)[0], n=2))
+            assert "HTTP 400" in str(bad.problem)
+            with pytest.raises(ConfigError, match="was not answered"):
+                _ = bad.tokens
+            good = await fleet.serve(PATH, body(prompts(1)[0]), name="mine")
+            assert (good.name, good.problem) == ("mine", None)
+            assert fleet.fleet.alive.all()
+            assert fleet.prefill.keeper.is_open("prefill-0")
+            assert (fleet.counts.failed, fleet.counts.served) == (1, 1)
 
-    with_clients(workers, work)
-
-
-def test_a_fleet_needs_both_kinds() -> None:
-    with pytest.raises(ConfigError, match="0 prefill and 1 decode workers: at least one of each, or predict"):
-        RoutedFleet([], [Client("http://127.0.0.1:1")], RoundRobin(), Fleet([16]))
-    with pytest.raises(ConfigError, match="data_parallel_rank=-1 must be at least 0"):
-        Client("http://127.0.0.1:1", data_parallel_rank=-1)
+    run(work)
 
 
 def test_recorded_counts_are_those_of_each_request_alone(workers: Workers) -> None:
     asked = prompts(6)
 
-    async def work(clients: Clients) -> None:
-        run, _, known = await record(*clients, workers.described, asked, BODY, 4)
+    async def work() -> None:
+        async with clients(workers) as decoders:
+            recorded, _, known = await record(
+                workers.prefill_urls, decoders, workers.described, asked, BODY, 4, key=workers.key
+            )
         truth = [(prompt, *alone(prompt)) for prompt in asked]
         truth = [one for one in truth if len(one[1]) > 1]
         assert len(known.prefill) == len(truth)
@@ -209,47 +255,46 @@ def test_recorded_counts_are_those_of_each_request_alone(workers: Workers) -> No
             np.testing.assert_array_equal(known.prefill[row], footprint(experts[: len(prompt)], 32))
             np.testing.assert_array_equal(known.decode[row], footprint(experts[len(prompt) :], 32))
         assert (known.model, known.top_k, known.halved) == (TINY, 4, False)
-        assert len(run.served) == len(asked)
+        assert len(recorded.served) == len(asked)
 
-    with_clients(workers, work)
+    run(work)
 
 
 def test_distinct_experts_are_counted_in_the_workers(workers: Workers) -> None:
     """One request at a time: every step touches the 4 experts of one token."""
     asked = prompts(3)
 
-    async def work(clients: Clients) -> None:
-        proxy = RoutedFleet(*clients, RoundRobin(), Fleet([16, 16]))
-        run = await serve(proxy, "round_robin", clients.decode, workers.described, asked, BODY, 1)
-        assert run.answers == [alone(prompt)[0] for prompt in asked]
-        assert (run.rows_per_step, run.distinct_per_step) == (1.0, 4.0)
-        assert len(run.steps) == run.output_tokens - 3
-        assert (np.diff(run.log[0][:, ENDED_S]) > 0).all()
-        assert run.per_worker == [2, 1]
-        assert run.step_ms is not None
-        assert run.step_ms > 0
-        before = (await steps_of(clients.decode[0], workers.described[0])).total
-        await proxy.serve(PATH, body(asked[0]))
-        away = await steps_of(clients.decode[0], workers.described[0], before)
-        assert away.rows[:, ROWS].sum() in (0, len(run.answers[0]) - 1)
-        assert away.total == before + len(away.rows)
-        with pytest.raises(UnavailableError, match=r"steps after 99999 were asked for; of \d+"):
-            await steps_of(clients.decode[0], workers.described[0], 99999)
-        for after in ("x", "-1", "1.5", "", "9" * 5000):
-            status, text = await clients.decode[0].call("GET", f"/steps?after={after}")
-            assert status == 400, after
-            assert json.loads(text)["error"]["param"] == "after"
-        with pytest.raises(InputError, match="position store"):
-            await steps_of(clients.decode[0], DecodeWorker(clients.decode[0].url, "", Path("no-position-store")))
+    async def work() -> None:
+        async with clients(workers) as decoders, routed(workers) as fleet:
+            found = await serve(fleet, "round_robin", decoders, workers.described, asked, BODY, 1)
+            assert found.answers == [alone(prompt)[0] for prompt in asked]
+            assert (found.rows_per_step, found.distinct_per_step) == (1.0, 4.0)
+            assert len(found.steps) == found.output_tokens - 3
+            assert (np.diff(found.log[0][:, ENDED_S]) > 0).all()
+            assert found.per_worker == [2, 1]
+            assert found.step_ms is not None
+            assert found.step_ms > 0
+            before = (await steps_of(decoders[0], workers.described[0])).total
+            await fleet.serve(PATH, body(asked[0]))
+            away = await steps_of(decoders[0], workers.described[0], before)
+            assert away.rows[:, ROWS].sum() in (0, len(found.answers[0]) - 1)
+            assert away.total == before + len(away.rows)
+            with pytest.raises(UnavailableError, match=r"steps after 99999 were asked for; of \d+"):
+                await steps_of(decoders[0], workers.described[0], 99999)
+            for after in ("x", "-1", "1.5", "", "9" * 5000):
+                status, text = await decoders[0].call("GET", f"/steps?after={after}")
+                assert status == 400, after
+                assert json.loads(text)["error"]["param"] == "after"
+            with pytest.raises(InputError, match="position store"):
+                await steps_of(decoders[0], DecodeWorker(decoders[0].url, "", Path("no-position-store")))
 
-    with_clients(workers, work)
+    run(work)
 
 
 def test_the_loop_closes(workers: Workers) -> None:
     settings = LoopSettings(in_flight=4, max_tokens=8, routers=("round_robin", "locality_band", "latency_aware"))
     chosen = take_in_turn(load_prompts(), 40)
-    urls = [server.url for server in workers.prefill]
-    result = asyncio.run(run_loop(urls, workers.described, chosen, settings, key=workers.key))
+    result = asyncio.run(run_loop(workers.prefill_urls, workers.described, chosen, settings, key=workers.key))
     assert result.differing() == 0
     assert [run.router for run in result.runs] == list(settings.routers)
     assert len({run.output_tokens for run in result.runs}) == 1
@@ -273,40 +318,57 @@ def test_the_loop_closes(workers: Workers) -> None:
 def test_a_decoder_killed_in_the_middle_and_back_again(workers: Workers) -> None:
     asked = prompts(16)
 
-    async def work(clients: Clients) -> None:
-        victim = Gated(clients.decode[1])
-        proxy = RoutedFleet(clients.prefill, [clients.decode[0], victim], RoundRobin(), Fleet([16, 16]))
-        running = [asyncio.create_task(proxy.serve(PATH, body(prompt))) for prompt in asked]
-        await victim.asked.wait()
-        workers.decode[1].kill()
-        served = await asyncio.gather(*running)
-        assert [one.tokens for one in served] == [alone(prompt)[0] for prompt in asked]
-        assert proxy.fleet.alive.tolist() == [True, False]
-        assert proxy.counts.retried == proxy.counts.decode_failures > 0
-        assert proxy.fleet.running.tolist() == [0, 0]
-        assert (await proxy.serve(PATH, body(asked[0]))).decoder == 0
-        assert await proxy.look() == 0
-        await asyncio.to_thread(workers.decode[1].start, 120)
-        assert await proxy.look() == 1
-        assert {(await proxy.serve(PATH, body(asked[0]))).decoder for _ in range(2)} == {0, 1}
+    async def work() -> None:
+        async with (
+            Gate(workers.decode[1].url) as victim,
+            routed(workers, decoders=[workers.decode[0].url, victim.url]) as fleet,
+        ):
+            running = [asyncio.create_task(fleet.serve(PATH, body(prompt))) for prompt in asked]
+            await victim.asked.wait()
+            workers.decode[1].kill()
+            served = await asyncio.gather(*running)
+            assert [one.tokens for one in served] == [alone(prompt)[0] for prompt in asked]
+            assert fleet.fleet.alive.tolist() == [True, False]
+            assert fleet.counts.retried == fleet.counts.decode_failures > 0
+            assert "decode-1" in fleet.counts.problems[0]
+            assert fleet.fleet.running.tolist() == [0, 0]
+            assert {(await fleet.serve(PATH, body(asked[0]))).decoder for _ in range(3)} == {0}
+            failures = fleet.counts.decode_failures
+            later(fleet, 100)  # it is asked again, and is still dead
+            assert {(await fleet.serve(PATH, body(asked[0]))).decoder for _ in range(3)} == {0}
+            assert (fleet.counts.decode_failures, fleet.fleet.alive.tolist()) == (failures + 1, [True, False])
+            await asyncio.to_thread(workers.decode[1].start, 120)
+            later(fleet, 1000)
+            assert {(await fleet.serve(PATH, body(asked[0]))).decoder for _ in range(2)} == {0, 1}
+            assert (fleet.counts.failed, fleet.fleet.alive.tolist()) == (0, [True, True])
 
-    with_clients(workers, work)
+    run(work)
+
+
+def later(fleet: RoutedFleet, seconds: float) -> None:
+    """Move the breakers' clock on."""
+    before = fleet.decode.clock
+    fleet.decode.clock = lambda: before() + seconds
 
 
 def test_without_prefill_decoders_compute_prompts_and_without_decoders_nothing_is_served(workers: Workers) -> None:
     prompt = prompts(1)[0]
 
-    async def work(clients: Clients) -> None:
-        proxy = RoutedFleet(*clients, RoundRobin(), Fleet([16, 16]))
-        workers.prefill[0].kill()
-        one = await proxy.serve(PATH, body(prompt))
-        assert (one.tokens, one.footprint) == (alone(prompt)[0], None)
-        assert (proxy.counts.prefill_failures, proxy.prefill_alive) == (1, [False])
-        for server in workers.decode:
-            server.kill()
-        gone = await proxy.serve(PATH, body(prompt))
-        assert gone.problem is not None
-        assert (proxy.counts.decode_failures, proxy.counts.retried) == (2, 1)
-        assert "none of the 2 workers is alive" in str((await proxy.serve(PATH, body(prompt))).problem)
+    async def work() -> None:
+        async with routed(workers) as fleet:
+            workers.prefill[0].kill()
+            for number in (1, 2):  # the only one is asked again, though its breaker is open
+                one = await fleet.serve(PATH, body(prompt))
+                assert (one.tokens, one.footprint) == (alone(prompt)[0], None)
+                assert (fleet.counts.prefill_failures, fleet.counts.handoffs) == (number, 0)
+                assert not fleet.prefill.keeper.is_open("prefill-0")
+            for server in workers.decode:
+                server.kill()
+            gone = await fleet.serve(PATH, body(prompt))
+            assert "no connection" in str(gone.problem)
+            assert (gone.body, gone.decoder) == (None, None)
+            assert (fleet.counts.decode_failures, fleet.counts.retried) == (2, 1)
+            assert (fleet.counts.served, fleet.counts.failed) == (2, 1)
+            assert fleet.fleet.running.tolist() == [0, 0]
 
-    with_clients(workers, work)
+    run(work)

@@ -22,7 +22,7 @@ from coterie.gateway.access.keys import Caller, Keys
 from coterie.gateway.access.rates import Rates
 from coterie.gateway.admin import Admin
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.exchange.call import CHAT, COMPLETIONS, EMBEDDINGS, MAX_ID, Call, Outcome, make_call, new_name
+from coterie.gateway.exchange.call import CHAT, COMPLETIONS, EMBEDDINGS, Call, Outcome, checked_id, make_call, new_name
 from coterie.gateway.exchange.flow import RETRY_AFTER, failed
 from coterie.gateway.fleet.waiting import Refused
 from coterie.gateway.observing import CLIENT_GONE, Watcher, outcome_of
@@ -209,7 +209,7 @@ class Gateway:
         caller: Caller = request.context
         given, domain = request.header(REQUEST_ID), request.header(DOMAIN_HEADER)
         try:
-            request_id = None if given is None else _checked_id(given)
+            request_id = None if given is None else checked_id(given)
             call = make_call(
                 request.path,
                 request.body,
@@ -261,9 +261,3 @@ def check_access(config: GatewayConfig) -> Keys | None:
             "(coterie serve --new-key NAME makes one), or listen on 127.0.0.1"
         )
     return keys
-
-
-def _checked_id(given: bytes) -> str:
-    if not 0 < len(given) <= MAX_ID or not given.isascii() or not given.decode().isprintable():
-        raise HttpError(400, f"{REQUEST_ID_HEADER} must be 1 to {MAX_ID} printable ASCII characters")
-    return given.decode()

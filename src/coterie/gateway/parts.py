@@ -14,7 +14,7 @@ from coterie.errors import ConfigError, UnknownNameError
 from coterie.gateway.config import GatewayConfig, WorkerEntry, check_role
 from coterie.gateway.exchange.flow import Flow
 from coterie.gateway.exchange.plain import PlainFlow
-from coterie.gateway.exchange.pool import Member, Pool
+from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
 from coterie.gateway.exchange.sglang_pair import SglangPairFlow
 from coterie.gateway.exchange.vllm_pair import VllmPairFlow
 from coterie.gateway.fleet.keeper import FleetKeeper
@@ -29,7 +29,6 @@ from coterie.gateway.watching.spans import Spans
 from coterie.net.access import FleetAccess
 from coterie.net.http1.upstream import UpstreamError
 
-PREFILL, DECODE = "prefill", "decode"
 MODELS_BYTES = 1 << 20
 
 
@@ -71,8 +70,7 @@ class Parts:
         await self.flow.close()
         await self.knowledge.close()
         for pool in self.pools.values():
-            for member in pool.members.values():
-                await member.upstream.close()
+            await pool.close()
         await asyncio.to_thread(self.spans.close)
 
     # -------------------------------------------------------------------------------------------------------- workers

@@ -1,38 +1,51 @@
-"""A small proxy that drives a fleet: prefill workers in turn, each request's decode worker chosen by a router.
+"""A fleet for a Python program: the gateway's way through the workers, without a gateway's HTTP server.
 
-The prefill worker answers one token and the prompt's footprint (:mod:`coterie.wire.handoff`); with that in hand the
-router picks the decode worker, in a :class:`~coterie.routing.fleet.Fleet` that this class keeps up to date: a request
-is admitted when it is routed and leaves when it is answered. Workers are real vLLM servers or reference workers alike.
+    async with RoutedFleet(prefill, decoders, router, Fleet([16, 16])) as fleet:
+        served = await fleet.serve("/v1/completions", {"prompt": "Name three rivers.", "max_tokens": 8})
 
-The data-parallel ranks of one engine are workers too: :func:`rank_clients` makes a client of each, which names its rank
-in vLLM's request header. Such an engine prefills for itself, so there is no prefill worker and no footprint in time: a
-prediction stands for it (:func:`predict_with`).
+Prefill workers take turns; with the footprint in their answer the router picks the decode worker. Handshake, retries,
+circuit breakers and the release of KV are those of :mod:`coterie.gateway.exchange`. Workers are real vLLM servers or
+reference workers alike. No health checks are made: a worker that fails gets nothing more once its breaker opens, until
+a probe finds it well.
 
-A worker that fails (no connection, HTTP 5xx) is marked dead and gets nothing more until :meth:`RoutedFleet.look` finds
-it well; its request is tried once more elsewhere. KV already handed over is not offered twice: the second decode worker
-computes the prompt, because the first may have taken the blocks and the prefill worker given them to another request.
-A request that a worker refuses (HTTP 4xx) is its own fault and is answered so.
+The data-parallel ranks of one engine are workers too (:func:`rank_entries`). Such an engine prefills for itself, so
+there is no prefill worker and no footprint in time: a prediction stands for it (:func:`predict_with`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, InputError, UnavailableError
-from coterie.net.http_client import Answer, Client
+from coterie.errors import ConfigError, check_at_least
+from coterie.gateway.config import GatewayConfig, HealthSettings, LimitSettings, Role, WorkerEntry
+from coterie.gateway.exchange.call import Call, Collected, Outcome, checked_id, make_call
+from coterie.gateway.exchange.flow import Flow, Informer, Observer
+from coterie.gateway.exchange.plain import PlainFlow
+from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
+from coterie.gateway.exchange.vllm_pair import VllmPairFlow
+from coterie.gateway.fleet.keeper import Choice, FleetKeeper
+from coterie.gateway.fleet.spec import RouterSpec
+from coterie.gateway.signals.knowledge import NOTHING, Known
+from coterie.gateway.signals.predicted import Footprints
+from coterie.net.http1.messages import HttpError
+from coterie.net.http_client import error_message, server_url
 from coterie.predictors.base import Predictor, PredictRequest
 from coterie.routing import Fleet, Request, Router
-from coterie.wire.footprints import WireFootprint, footprint_of, without_footprint
-from coterie.wire.handoff import decode_body, prefill_body
+from coterie.wire.footprints import WireFootprint
 
 KEPT_PROBLEMS = 5
+PATIENT = LimitSettings(connect_s=10.0, prefill_s=3600.0, first_token_s=3600.0)
+"""Answers come whole, and a request may wait long in the queue of a busy worker."""
+DEFAULT_HEALTH = HealthSettings()
+JSON = [(b"content-type", b"application/json")]
 
 
 @dataclass(slots=True)
@@ -43,17 +56,19 @@ class FleetCounts:
     handoffs: int = 0
     """Requests that a prefill worker answered."""
     footprints: int = 0
-    """Requests routed with a footprint."""
+    """Requests routed with a footprint of a prefill worker."""
     incomplete: int = 0
     """Footprints of prompts of which the prefill worker did not see every token's experts."""
     damaged: int = 0
-    """Footprints that could not be read; their requests were routed without."""
+    """Footprints that could not be read or cannot be true; their requests were routed without."""
     prefill_failures: int = 0
     """Times a prefill worker failed."""
     decode_failures: int = 0
     """Times a decode worker failed."""
     retried: int = 0
-    """Requests whose decode was tried a second time."""
+    """Times a request went to another decode worker."""
+    fallbacks: int = 0
+    """Times the router did not choose the decode worker: it failed, or no worker was open."""
     problems: list[str] = field(default_factory=list)
     """Reasons of the first few failures."""
 
@@ -69,6 +84,7 @@ class Served(NamedTuple):
     body: dict[str, Any] | None
     """Body of the decode worker's answer; None if it failed."""
     decoder: int | None
+    """Decode worker that answered; None if none did."""
     footprint: WireFootprint | None
     reason: str
     """Reason of the router's choice."""
@@ -105,160 +121,205 @@ def predict_with(predictor: Predictor) -> Predict:
     return predict
 
 
-def rank_clients(url: str, ranks: int) -> list[Client]:
-    """A client of each data-parallel rank of one engine; open and close them as others."""
-    return [Client(url, data_parallel_rank=rank) for rank in range(ranks)]
+def rank_entries(url: str, ranks: int) -> list[WorkerEntry]:
+    """The data-parallel ranks of one engine, as workers."""
+    check_at_least(1, ranks=ranks)
+    return [WorkerEntry(id=f"rank-{rank}", url=server_url(url), data_parallel_rank=rank) for rank in range(ranks)]
 
 
 class RoutedFleet:
-    """Prefill workers, decode workers and the router between them. Close the clients yourself."""
+    """Prefill workers, decode workers and the router between them. Use it in ``async with``: it owns connections."""
 
     def __init__(
         self,
-        prefill: Sequence[Client],
-        decoders: Sequence[Client],
+        prefill: Sequence[str | WorkerEntry],
+        decoders: Sequence[str | WorkerEntry],
         router: Router,
         fleet: Fleet,
         predict: Predict | None = None,
+        *,
+        key: str | None = None,
+        limits: LimitSettings = PATIENT,
+        health: HealthSettings = DEFAULT_HEALTH,
     ) -> None:
-        """`fleet` is the router's view of the decoders; give an empty one, the proxy keeps it up to date.
+        """Workers are given by their URLs, or as entries of a gateway's config.
 
-        `predict` gives the footprint of a request that no prefill worker has answered with one. With it there need not
-        be a prefill worker.
+        `fleet` is the router's view of the decoders, with their places and speeds; give an empty one, it is kept up
+        to date. `predict` gives the footprint of a request that no prefill worker has answered with one. With it there
+        need not be a prefill worker. `key` opens the workers' private endpoints. Of `health` retries and breakers are
+        used.
         """
         if not decoders or not (prefill or predict):
             raise ConfigError(
                 f"{len(prefill)} prefill and {len(decoders)} decode workers: at least one of each, or predict"
             )
-        self.router = router
-        self._predict = predict
         if len(fleet) != len(decoders):
             raise ConfigError(f"fleet has {len(fleet)} workers; there are {len(decoders)} decode workers")
-        self.fleet = fleet
-        self.prefill_alive = [True] * len(prefill)
+        held = [None] * len(fleet) if fleet.local is None else list(fleet.local.copy())
+
+        def made(_: int) -> tuple[Router, Fleet]:
+            fleet.alive[:] = True
+            return router, fleet
+
+        first, second = _entries(prefill, "prefill"), _entries(decoders, "decode", fleet)
+        config = GatewayConfig(
+            workers=first + second, handshake="vllm" if first else "none", limits=limits, health=health
+        )
         self.counts = FleetCounts()
-        self._prefill, self._decoders = list(prefill), list(decoders)
-        self._turn = 0
+        self.prefill = Pool(PREFILL, FleetKeeper(RouterSpec("round_robin")))
+        self.decode = Pool(DECODE, FleetKeeper(made))
+        for pool, entries, masks in ((self.prefill, first, [None] * len(first)), (self.decode, second, held)):
+            for entry, mask in zip(entries, masks, strict=True):
+                pool.add(Member(entry, config, key, pool.rng, pool.clock(), healthy=True), mask)
+        knows, counter = _Expected(predict), _Counter(self.counts)
+        self._flow: Flow = PlainFlow(self.decode, config, knows, counter)
+        if first:
+            self._flow = VllmPairFlow(self.prefill, self.decode, config, knows, counter)
+        self._total_s = limits.total_s
+        self._in_flight: set[str] = set()
+
+    @property
+    def fleet(self) -> Fleet:
+        """The decoders as the router sees them."""
+        return self.decode.keeper.fleet
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._flow.close()
+        for pool in (self.prefill, self.decode):
+            await pool.close()
 
     async def serve(
         self, path: str, body: Mapping[str, Any], name: str | None = None, domain: str | None = None
     ) -> Served:
-        """Serve one request, not streamed."""
-        name = name or uuid.uuid4().hex
-        started = time.monotonic()
-        request = {"request_id": name, **body, "stream": False}
-        first = await self._prefilled(path, request, name)
-        prefill_s = time.monotonic() - started
-        if first is not None and first.problem is not None:
-            return self._done(
-                Served(
-                    name=name,
-                    body=None,
-                    decoder=None,
-                    footprint=None,
-                    reason="",
-                    started_s=started,
-                    prefill_s=prefill_s,
-                    total_s=prefill_s,
-                    problem=first.problem,
-                )
-            )
-        self.counts.handoffs += first is not None
-        params, footprint = self._params(first)
-        tokens = int((first.body or {}).get("usage", {}).get("prompt_tokens", 0)) if first is not None else 0
-        counts: NDArray[Any] | None = None if footprint is None else footprint.counts
-        if counts is None and self._predict is not None:
-            counts = self._predict(body)
-        wanted = Request(name, tokens, counts, domain)
-        answer, worker, reason = Answer(0, 0.0, None, "it was not sent"), None, ""
-        for attempt in range(2):
+        """Serve one request, not streamed; whatever fails is in the result.
+
+        `name` identifies the request towards workers, in their events and logs; without it the body's `request_id`,
+        or a fresh one.
+        """
+        started, sink, found = time.monotonic(), Collected(), Outcome(500)
+        answer: dict[str, Any] | None = None
+        name = name if name is not None else body.get("request_id")
+        try:
+            call = self._call(path, body, name, domain)
+            name = call.name
+            self._in_flight.add(name)
             try:
-                decision = self.router.route(wanted, self.fleet)
-            except UnavailableError as error:
-                answer = answer._replace(problem=answer.problem if attempt else str(error))
-                break
-            worker, reason = decision.worker, decision.reason
-            self.counts.retried += attempt
-            self.fleet.admit(name, worker, tokens, decision.profile)
-            try:
-                answer = await _ask(self._decoders[worker], path, decode_body(request, params), name)
+                async with asyncio.timeout(self._total_s):
+                    found = await self._flow.serve(call, sink, NOTHING)
             finally:
-                self.fleet.finish(name)
-            if not answer.server_failed:
-                break
-            self.fleet.alive[worker] = False
-            self.counts.decode_failures += 1
-            self.counts.note(answer.problem)
-            params = {}
-        total_s = time.monotonic() - started
-        return self._done(
-            Served(
-                name=name,
-                body=answer.body,
-                decoder=worker,
-                footprint=footprint,
-                reason=reason,
-                started_s=started,
-                prefill_s=prefill_s,
-                total_s=total_s,
-                problem=answer.problem,
-            )
+                self._in_flight.discard(name)
+            answer, problem = _read(sink, found)
+        except HttpError as error:
+            problem = str(error)
+        except TimeoutError:
+            problem = f"no answer within {self._total_s:g} s"
+        self.counts.served += problem is None
+        self.counts.failed += problem is not None
+        self.counts.note(problem)
+        return Served(
+            name=str(name),
+            body=answer,
+            decoder=None if found.worker is None else self.decode.keeper.row_of(found.worker),
+            footprint=found.footprint,
+            reason=found.reason,
+            started_s=started,
+            prefill_s=found.prefill_s,
+            total_s=time.monotonic() - started,
+            problem=problem,
         )
 
-    async def look(self) -> int:
-        """Check the health of workers marked dead; returns how many are well again."""
-        back = 0
-        for number, alive in enumerate(self.prefill_alive):
-            if not alive and await self._prefill[number].well():
-                self.prefill_alive[number] = True
-                back += 1
-        for worker, client in enumerate(self._decoders):
-            if not self.fleet.alive[worker] and await client.well():
-                self.fleet.alive[worker] = True
-                back += 1
-        return back
-
-    async def _prefilled(self, path: str, request: Mapping[str, Any], name: str) -> Answer | None:
-        """A prefill worker's answer or refusal; None if two of them failed or none is alive."""
-        for _ in range(2):
-            alive = [number for number, alive in enumerate(self.prefill_alive) if alive]
-            if not alive:
-                return None
-            number = alive[self._turn % len(alive)]
-            self._turn += 1
-            answer = await _ask(self._prefill[number], path, prefill_body(request), name)
-            if not answer.server_failed:
-                return answer
-            self.prefill_alive[number] = False
-            self.counts.prefill_failures += 1
-            self.counts.note(answer.problem)
-        return None
-
-    def _params(self, first: Answer | None) -> tuple[dict[str, Any], WireFootprint | None]:
-        """Body for the decode worker, and the prompt's footprint."""
-        params = None if first is None or first.body is None else first.body.get("kv_transfer_params")
-        if not isinstance(params, dict):
-            return {}, None
-        footprint = None
-        try:
-            footprint = footprint_of(params)
-        except InputError as error:
-            self.counts.damaged += 1
-            self.counts.note(str(error))
-        self.counts.footprints += footprint is not None
-        self.counts.incomplete += footprint is not None and footprint.missing > 0
-        return without_footprint(params), footprint
-
-    def _done(self, served: Served) -> Served:
-        if served.problem is None:
-            self.counts.served += 1
-        else:
-            self.counts.failed += 1
-            self.counts.note(served.problem)
-        return served
+    def _call(self, path: str, body: Mapping[str, Any], name: Any, domain: str | None) -> Call:
+        if name is not None:
+            name = checked_id(str(name).encode("utf-8", "surrogatepass"))
+            if name in self._in_flight:
+                raise HttpError(400, f"another request named {name!r} is in flight")
+        call = make_call(path, b"", request_id=name, headers=JSON, body={**body, "stream": False})
+        return call._replace(domain=domain)
 
 
-async def _ask(client: Client, path: str, body: Mapping[str, Any], name: str) -> Answer:
-    """The worker's answer; a problem names the worker."""
-    answer = await client.post(path, body, name)
-    return answer if answer.problem is None else answer._replace(problem=f"{client.url}: {answer.problem}")
+class _Expected(Informer):
+    """What is known of a request: the footprint of its prefill, else what `predict` says."""
+
+    def __init__(self, predict: Predict | None) -> None:
+        self._predict = predict
+        self._seen = Footprints()
+
+    def wanted(self, pool: Pool, call: Call, known: Known, footprint: WireFootprint | None) -> tuple[Request, str]:
+        counts: NDArray[Any] | None = None
+        source = "none"
+        if footprint is not None:
+            counts, source = footprint.counts, "answer"
+        elif self._predict is not None and pool.name == DECODE:
+            counts = self._predict(call.body)
+            source = "none" if counts is None else "predictor"
+        return Request(call.id, known.tokens, counts, call.domain), source
+
+    def routed(self, pool: Pool, row: int, known: Known) -> None:
+        del pool, row, known  # prefixes are not followed
+
+    def learn(self, known: Known, footprint: WireFootprint) -> None:
+        self._seen.learn(known.ids, footprint)  # the shape that all others must have
+
+    def refuses(self, footprint: WireFootprint) -> str | None:
+        return self._seen.problem(footprint.counts, footprint.tokens) or None
+
+
+class _Counter(Observer):
+    """Counts what happens to requests."""
+
+    def __init__(self, counts: FleetCounts) -> None:
+        self._counts = counts
+
+    def decided(self, pool: Pool, call: Call, wanted: Request, choice: Choice, seconds: float, source: str) -> None:
+        del call, wanted, seconds, source
+        if pool.name == DECODE and choice.fallback is not None:
+            self._counts.fallbacks += 1
+            self._counts.note(choice.decision.reason)
+
+    def failed(self, member: Member, kind: str) -> None:
+        prefill = member.entry.role == "prefill"
+        self._counts.prefill_failures += prefill
+        self._counts.decode_failures += not prefill
+        self._counts.note(f"{member.entry.id} ({member.entry.url}) failed: {kind}")
+
+    def retried(self, pool: Pool) -> None:
+        self._counts.retried += pool.name == DECODE
+
+    def handed_over(self, footprint: WireFootprint | None, problem: str | None) -> None:
+        self._counts.handoffs += 1
+        self._counts.damaged += problem is not None
+        self._counts.footprints += footprint is not None
+        self._counts.incomplete += footprint is not None and footprint.missing > 0
+        self._counts.note(problem)
+
+
+def _entries(workers: Sequence[str | WorkerEntry], role: Role, fleet: Fleet | None = None) -> list[WorkerEntry]:
+    """Workers of one role; URLs are named in their order, places and speeds are the fleet's."""
+    found = []
+    for number, one in enumerate(workers):
+        entry = one if isinstance(one, WorkerEntry) else WorkerEntry(id=f"{role}-{number}", url=server_url(one))
+        if fleet is not None:
+            places, speed = int(fleet.places[number]), float(fleet.speeds[number])
+            entry = msgspec.structs.replace(entry, places=places, speed=speed)
+        found.append(msgspec.structs.replace(entry, role=role))
+    return found
+
+
+def _read(sink: Collected, found: Outcome) -> tuple[dict[str, Any] | None, str | None]:
+    """Body of an answer that was collected, or what is wrong with it."""
+    try:
+        body = msgspec.json.decode(sink.body)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        body = None
+    who = found.worker or found.prefill
+    if sink.status != 200:
+        return None, f"{who}: HTTP {sink.status}: {error_message(body, sink.body)}"
+    if found.problem is not None:
+        return None, f"{who}: {found.problem}"
+    return (body, None) if isinstance(body, dict) else (None, f"{who}: the answer is not a JSON object")

@@ -21,7 +21,7 @@ import aiohttp
 from coterie.errors import ConfigError, UnavailableError, check_at_least
 from coterie.net.access import bearer
 from coterie.prompts import Prompt
-from coterie.wire.handoff import DP_RANK_HEADER, REQUEST_ID_HEADER
+from coterie.wire.handoff import REQUEST_ID_HEADER
 
 CONNECT_S = 10.0
 REQUEST_S = 3600.0
@@ -96,16 +96,9 @@ def completion_body(prompt: Prompt, model: str, max_tokens: int, chat: bool, **m
 class Client:
     """One server. ``async with Client(url) as client: async for answer in client.send(path, bodies, 8): …``"""
 
-    def __init__(
-        self, url: str, timeout_s: float = REQUEST_S, data_parallel_rank: int | None = None, key: str | None = None
-    ) -> None:
-        """With `data_parallel_rank`, what is posted goes to that rank of a data-parallel engine, not to any.
-
-        `key` is shown to the server, as a bearer token.
-        """
-        check_at_least(0, data_parallel_rank=data_parallel_rank)
+    def __init__(self, url: str, timeout_s: float = REQUEST_S, key: str | None = None) -> None:
+        """`key` is shown to the server, as a bearer token."""
         self.url = server_url(url)
-        self.data_parallel_rank = data_parallel_rank
         self._key = key
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S))
         self._call_timeout = aiohttp.ClientTimeout(total=min(timeout_s, CALL_S), sock_connect=CONNECT_S)
@@ -142,13 +135,6 @@ class Client:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise UnavailableError(f"{self.url} does not answer: {_reason(error)}") from None
 
-    async def well(self) -> bool:
-        """Whether ``GET /health`` answers 200."""
-        try:
-            return (await self.call("GET", "/health"))[0] == 200
-        except UnavailableError:
-            return False
-
     async def post(
         self, path: str, body: Mapping[str, Any], request_id: str | None = None, *, number: int = 0, sent_s: float = 0.0
     ) -> Answer:
@@ -157,8 +143,6 @@ class Client:
         `number` and `sent_s` are copied to the answer.
         """
         headers = {} if request_id is None else {REQUEST_ID_HEADER: request_id}
-        if self.data_parallel_rank is not None:
-            headers[DP_RANK_HEADER] = str(self.data_parallel_rank)
         try:
             async with self._session.post(self.url + path, json=body, headers=headers) as response:
                 data, status = await response.read(), response.status
@@ -169,7 +153,7 @@ class Client:
         except (ValueError, RecursionError):
             found = None
         if status != 200:
-            return Answer(number, sent_s, None, f"HTTP {status}: {_message(found, data)}", status >= 500)
+            return Answer(number, sent_s, None, f"HTTP {status}: {error_message(found, data)}", status >= 500)
         if not isinstance(found, dict):
             return Answer(number, sent_s, None, "the answer is not a JSON object", True)
         return Answer(number, sent_s, found)
@@ -219,7 +203,10 @@ def healthy(url: str, timeout_s: float = HEALTH_S) -> bool:
 
     async def ask() -> bool:
         async with Client(url, timeout_s) as client:
-            return await client.well()
+            try:
+                return (await client.call("GET", "/health"))[0] == 200
+            except UnavailableError:
+                return False
 
     return asyncio.run(ask())
 
@@ -237,7 +224,7 @@ def _reason(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _message(found: Any, data: bytes) -> str:
+def error_message(found: Any, data: bytes) -> str:
     """Message of an error answer: OpenAI's ``{"error": {"message": …}}``, ``{"message": …}``, or its text."""
     with suppress(AttributeError):
         error = found.get("error", found)

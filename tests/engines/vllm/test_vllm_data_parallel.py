@@ -7,7 +7,6 @@ with NotImplementedError), so the model is a dense one: experts are made up, and
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import time
 import urllib.request
@@ -20,7 +19,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5")
 
-from coterie.gateway.proxy import RoutedFleet, Served, rank_clients
+from coterie.gateway.proxy import RoutedFleet, Served, rank_entries
 from coterie.routing import Fleet as Workers
 from coterie.routing import Semantic
 from coterie.types import Placement
@@ -57,10 +56,8 @@ def predict(body: Mapping[str, Any]) -> np.ndarray:
 
 def test_requests_run_on_the_rank_that_was_chosen(engine: Server) -> None:
     async def serve(firsts: list[int]) -> list[Served]:
-        async with contextlib.AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(client) for client in rank_clients(engine.url, RANKS)]
-            router = Semantic(Placement.linear(LAYERS, EXPERTS, RANKS))
-            proxy = RoutedFleet([], clients, router, Workers([8] * RANKS), predict)
+        router, ranks = Semantic(Placement.linear(LAYERS, EXPERTS, RANKS)), rank_entries(engine.url, RANKS)
+        async with RoutedFleet([], ranks, router, Workers([8] * RANKS), predict) as proxy:
             body = {"model": MODEL, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
             return [await proxy.serve("/v1/completions", body | {"prompt": [first, 7, 8]}) for first in firsts]
 

@@ -19,7 +19,6 @@ pytest.importorskip("transformers")
 from coterie.engines.vllm.settings import ConnectorSettings
 from coterie.errors import ConfigError
 from coterie.gateway.proxy import FleetCounts, RoutedFleet, Served
-from coterie.net.http_client import Client
 from coterie.prompts import load_prompts, take_in_turn
 from coterie.routing import RoundRobin
 from coterie.routing.fleet import Fleet as Workers
@@ -63,8 +62,8 @@ def through_proxy(
     """
 
     async def run() -> tuple[list[Served], FleetCounts]:
-        async with Client(trio[0].url) as first, Client(trio[1].url) as a, Client(trio[2].url) as b:
-            proxy, gate = RoutedFleet([first], [a, b], RoundRobin(), Workers([16, 16])), asyncio.Semaphore(in_flight)
+        gate, (first, *others) = asyncio.Semaphore(in_flight), [server.url for server in trio]
+        async with RoutedFleet([first], others, RoundRobin(), Workers([16, 16])) as proxy:
 
             async def one(number: int) -> Served:
                 async with gate:
@@ -74,10 +73,10 @@ def through_proxy(
                 return list(await asyncio.gather(*map(one, range(len(bodies))))), proxy.counts
             served = list(await asyncio.gather(*map(one, range(kill_after))))
             os.killpg(trio[0].process.pid, signal.SIGSTOP)
-            others = [asyncio.create_task(one(number)) for number in range(kill_after, len(bodies))]
+            late = [asyncio.create_task(one(number)) for number in range(kill_after, len(bodies))]
             await asyncio.sleep(0.5)  # until most are sent; one that is not fails just so
             trio[0].process.kill()
-            return served + list(await asyncio.gather(*others)), proxy.counts
+            return served + list(await asyncio.gather(*late)), proxy.counts
 
     return asyncio.run(run())
 

@@ -117,7 +117,7 @@ async def run_loop(
         many = settings.in_flight * len(decoders)
         body = _body(model, settings)
         recorded, recorded_events, known = await record(
-            first, rest, decoders, learn, body, many, settings.tail_tokens, report
+            prefill, rest, decoders, learn, body, many, settings.tail_tokens, report, key
         )
         started = time.perf_counter()
         report("Fitting the router", 0, 1)
@@ -127,16 +127,16 @@ async def run_loop(
         events: list[RequestExperts | None] = []
         for name in settings.routers:
             router = make_router(name, fitted, settings.in_flight, settings.seed)
-            proxy = RoutedFleet(first, rest, router, fitted.fleet(settings.places))
             # The prefill worker keeps its cache: it has seen every prompt, so no router waits longer than another.
             if not await _forget(rest) and not runs:
                 await _warm(first, test, body, many, report)
-            arguments = (proxy, name, rest, decoders, test, body, many, settings.tail_tokens, report)
-            if runs:
-                runs.append(await serve(*arguments))
-            else:
-                run, events = await observe(*arguments)
-                runs.append(run)
+            async with RoutedFleet(prefill, _urls(decoders), router, fitted.fleet(settings.places), key=key) as proxy:
+                arguments = (proxy, name, rest, decoders, test, body, many, settings.tail_tokens, report)
+                if runs:
+                    runs.append(await serve(*arguments))
+                else:
+                    run, events = await observe(*arguments)
+                    runs.append(run)
     context = (sum(map(len, test)) + runs[0].output_tokens / 2) / len(test)
     return LoopResult(
         runs=runs,
@@ -208,7 +208,7 @@ def whole_blocks(prompts: Sequence[Sequence[int]], block_size: int, tail_tokens:
 
 
 async def record(
-    prefill: Sequence[Client],
+    prefill: Sequence[str],
     clients: Sequence[Client],
     decoders: Sequence[DecodeWorker],
     prompts: Sequence[Sequence[int]],
@@ -216,13 +216,15 @@ async def record(
     in_flight: int,
     tail_tokens: int = 1,
     report: Progress | None = None,
+    key: str | None = None,
 ) -> tuple[RouterRun, list[RequestExperts | None], Calibration]:
     """Serve under round robin, and count each request's experts before and after it was routed.
 
     Requests whose answer was one token have no decode to learn from, and are left out.
     """
-    proxy = RoutedFleet(prefill, clients, routers.make("round_robin"), Fleet([in_flight] * len(clients)))
-    run, events = await observe(proxy, RECORDING, clients, decoders, prompts, body, in_flight, tail_tokens, report)
+    in_turn, places = routers.make("round_robin"), Fleet([in_flight] * len(clients))
+    async with RoutedFleet(prefill, _urls(decoders), in_turn, places, key=key) as proxy:
+        run, events = await observe(proxy, RECORDING, clients, decoders, prompts, body, in_flight, tail_tokens, report)
     before, after = [], []
     for one, event in zip(run.served, events, strict=True):
         if event is not None:
@@ -300,6 +302,8 @@ async def serve(
             f"the decode workers computed {sum(rows)} rows, {expected} were expected (by worker: {rows}): some "
             f"computed prompts, or served others; {proxy.counts}"
         )
+    if proxy.counts.fallbacks:
+        raise UnavailableError(f"router {name!r} did not place {proxy.counts.fallbacks} requests; {proxy.counts}")
     return run
 
 
@@ -357,6 +361,10 @@ def _events(listener: Subscriber, wanted: set[str]) -> dict[str, RequestExperts]
             if len(found) == len(wanted):
                 break
     return found
+
+
+def _urls(decoders: Sequence[DecodeWorker]) -> list[str]:
+    return [one.url for one in decoders]
 
 
 def _body(model: str, settings: LoopSettings) -> dict[str, Any]:

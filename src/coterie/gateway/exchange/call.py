@@ -15,6 +15,7 @@ import msgspec
 from coterie.gateway.watching.spans import NO_SPAN, Span
 from coterie.net.http1.messages import Headers, HttpError
 from coterie.wire.footprints import WireFootprint
+from coterie.wire.handoff import REQUEST_ID_HEADER
 
 OWNED = frozenset(
     (
@@ -165,6 +166,13 @@ def parse_object(data: bytes) -> dict[str, Any]:
 def new_name() -> str:
     """A name that no other request has, in this process or in another, and that nobody can guess."""
     return f"{_PROCESS}-{next(_NUMBERS):x}"
+
+
+def checked_id(given: bytes) -> str:
+    """A request's id, which goes into headers and logs; HttpError unless it is short and printable."""
+    if not 0 < len(given) <= MAX_ID or not given.isascii() or not given.decode().isprintable():
+        raise HttpError(400, f"{REQUEST_ID_HEADER} must be 1 to {MAX_ID} printable ASCII characters")
+    return given.decode()
 
 
 def make_call(

@@ -15,7 +15,7 @@ from coterie.gateway.exchange.call import Call, Outcome, Sink
 from coterie.gateway.exchange.pool import Member, Pool, Sent
 from coterie.gateway.exchange.relay import Relayed, Usage, is_stream, pass_stream, pass_whole
 from coterie.gateway.fleet.keeper import Choice
-from coterie.gateway.signals.knowledge import Knowledge, Known
+from coterie.gateway.signals.knowledge import Known
 from coterie.net.http1.messages import Headers, HttpError
 from coterie.net.http1.upstream import Answer, UpstreamError
 from coterie.routing.base import Request
@@ -43,9 +43,27 @@ class Observer(Protocol):
 
     def not_handed_over(self) -> None:
         """No prefill worker answered: a decode worker computes the prompt."""
-        ...
+        return
 
     def handed_over(self, footprint: WireFootprint | None, problem: str | None) -> None: ...
+
+
+class Informer(Protocol):
+    """Tells what is known of requests: :class:`~coterie.gateway.signals.knowledge.Knowledge` in a gateway."""
+
+    def wanted(self, pool: Pool, call: Call, known: Known, footprint: WireFootprint | None) -> tuple[Request, str]:
+        """What the router is told, and where its footprint came from."""
+        ...
+
+    def routed(self, pool: Pool, row: int, known: Known) -> None:
+        """A worker has computed this prompt."""
+        ...
+
+    def learn(self, known: Known, footprint: WireFootprint) -> None: ...
+
+    def refuses(self, footprint: WireFootprint) -> str | None:
+        """Why a worker's footprint cannot be true; None if it can."""
+        ...
 
 
 class Delivered(NamedTuple):
@@ -59,7 +77,7 @@ class Delivered(NamedTuple):
 class Flow(ABC):
     """Base of the ways through the fleet. Subclasses define `serve`."""
 
-    def __init__(self, config: GatewayConfig, knowledge: Knowledge, observer: Observer) -> None:
+    def __init__(self, config: GatewayConfig, knowledge: Informer, observer: Observer) -> None:
         self.configure(config)
         self.knowledge, self.observer = knowledge, observer
         self._rng = random.Random()

@@ -6,13 +6,13 @@ import time
 
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink
-from coterie.gateway.exchange.flow import Flow, Observer, outcome
+from coterie.gateway.exchange.flow import Flow, Informer, Observer, outcome
 from coterie.gateway.exchange.pool import Pool
-from coterie.gateway.signals.knowledge import Knowledge, Known
+from coterie.gateway.signals.knowledge import Known
 
 
 class PlainFlow(Flow):
-    def __init__(self, pool: Pool, config: GatewayConfig, knowledge: Knowledge, observer: Observer) -> None:
+    def __init__(self, pool: Pool, config: GatewayConfig, knowledge: Informer, observer: Observer) -> None:
         super().__init__(config, knowledge, observer)
         self.pool = pool
 

@@ -24,6 +24,9 @@ from coterie.net.http1.upstream import Upstream, UpstreamLimits
 from coterie.routing.base import Request
 from coterie.wire.handoff import DP_RANK_HEADER
 
+PREFILL, DECODE = "prefill", "decode"
+"""Names of pools."""
+
 
 class Member:
     """A worker of a pool, with the connections to it."""
@@ -31,8 +34,15 @@ class Member:
     __slots__ = ("breaker", "entry", "headers", "health", "upstream")
 
     def __init__(
-        self, entry: WorkerEntry, config: GatewayConfig, worker_key: str | None, rng: Generator, now: float
+        self,
+        entry: WorkerEntry,
+        config: GatewayConfig,
+        worker_key: str | None,
+        rng: Generator,
+        now: float,
+        healthy: bool = False,
     ) -> None:
+        """`healthy` trusts the worker before its first health check."""
         told, limits = config.health, config.limits
         self.entry = entry
         self.upstream = Upstream(
@@ -49,7 +59,7 @@ class Member:
             rng, BreakerSettings(told.failures, told.window_s, cool_down_s=told.open_s, longest_s=longest_s)
         )
         thresholds = HealthSettings(told.unhealthy_after, told.healthy_after, told.every_s, told.timeout_s)
-        self.health = Health(rng, now, thresholds)
+        self.health = Health(rng, now, thresholds, healthy)
         self.headers: Headers = []
         if worker_key is not None:
             self.headers.append((b"authorization", b"Bearer " + worker_key.encode()))
@@ -100,6 +110,10 @@ class Pool:
         self.keeper.leave(worker_id)
         self.ids = self.keeper.ids
         return self.members.pop(worker_id)
+
+    async def close(self) -> None:
+        for member in self.members.values():
+            await member.upstream.close()
 
     def route(self, key: str, wanted: Request, exclude: Collection[str] = ()) -> Sent:
         """Choose a worker and admit the request to it. Raises UnavailableError if there is none."""

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink
-from coterie.gateway.exchange.flow import REFUSAL_BYTES, Delivered, Flow, Observer, failed, outcome
+from coterie.gateway.exchange.flow import REFUSAL_BYTES, Delivered, Flow, Informer, Observer, failed, outcome
 from coterie.gateway.exchange.pool import Pool, Sent
 from coterie.gateway.exchange.relay import Relayed
-from coterie.gateway.signals.knowledge import Knowledge, Known
+from coterie.gateway.signals.knowledge import Known
 from coterie.net.http1.upstream import Answer, UpstreamError
 
 
@@ -30,7 +30,7 @@ class _PrefillFailedError(Exception):
 
 class SglangPairFlow(Flow):
     def __init__(
-        self, prefill: Pool, decode: Pool, config: GatewayConfig, knowledge: Knowledge, observer: Observer
+        self, prefill: Pool, decode: Pool, config: GatewayConfig, knowledge: Informer, observer: Observer
     ) -> None:
         super().__init__(config, knowledge, observer)
         self.prefill, self.decode = prefill, decode

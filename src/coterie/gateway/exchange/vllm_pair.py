@@ -18,14 +18,14 @@ import msgspec
 from coterie.errors import InputError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink
-from coterie.gateway.exchange.flow import Flow, Observer, may_retry, outcome
+from coterie.gateway.exchange.flow import Flow, Informer, Observer, may_retry, outcome
 from coterie.gateway.exchange.pool import Member, Pool
 from coterie.gateway.exchange.relay import Usage, pass_whole
-from coterie.gateway.signals.knowledge import NOTHING, Knowledge, Known
+from coterie.gateway.signals.knowledge import NOTHING, Known
 from coterie.net.http1.messages import HttpError
 from coterie.net.http1.upstream import UpstreamError
 from coterie.wire.footprints import WireFootprint, footprint_of, without_footprint
-from coterie.wire.handoff import GRANT, prefill_body
+from coterie.wire.handoff import GRANT, decode_body, prefill_body
 
 
 class _Prefilled(msgspec.Struct):
@@ -46,7 +46,7 @@ class Handoff(NamedTuple):
 
 class VllmPairFlow(Flow):
     def __init__(
-        self, prefill: Pool, decode: Pool, config: GatewayConfig, knowledge: Knowledge, observer: Observer
+        self, prefill: Pool, decode: Pool, config: GatewayConfig, knowledge: Informer, observer: Observer
     ) -> None:
         super().__init__(config, knowledge, observer)
         self.prefill, self.decode = prefill, decode
@@ -70,7 +70,7 @@ class VllmPairFlow(Flow):
         def body(seen: bool) -> bytes:
             nonlocal offered, taken
             offered, taken = True, bool(found.params) and not seen
-            return call.with_fields(kv_transfer_params=found.params) if taken else call.raw
+            return msgspec.json.encode(decode_body(call.body, found.params)) if taken else call.raw
 
         try:
             delivered = await self.deliver(self.decode, call, known, sink, body, found.footprint)
