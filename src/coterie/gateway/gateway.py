@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import time
 import uuid
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from coterie.gateway.exchange.call import CHAT, COMPLETIONS, EMBEDDINGS, MAX_ID,
 from coterie.gateway.exchange.flow import RETRY_AFTER, failed
 from coterie.gateway.fleet.waiting import RefusedError
 from coterie.gateway.observing import CLIENT_GONE, Watcher, outcome_of
-from coterie.gateway.parts import Parts
+from coterie.gateway.parts import MODELS_BYTES, MODELS_S, Parts
 from coterie.gateway.signals.knowledge import NOTHING
 from coterie.net.access import is_loopback
 from coterie.net.http1.messages import Headers, HttpError, Limits, Request
@@ -42,9 +43,12 @@ BYTES_PER_TOKEN = 64
 LEAST_BODY = 1 << 16
 DEFAULT_BODY = 4 << 20
 """Limit of bodies while no worker has told its context length."""
+MOST_BODY = 128 << 20
+"""Largest limit of bodies, whatever a worker tells of its context: that of 2M tokens."""
 ADMIN_BODY = 1 << 16
 REFUSALS = {"full": "queue_full", "late": "queue_deadline", "closed": "draining"}
 """Reason of the waiting line → reason in the metrics."""
+LOOPBACK_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.]+)(?::[0-9]{1,5})?")
 OPEN = Caller("", admin=True)
 """Caller on a loopback address without keys."""
 
@@ -61,11 +65,12 @@ class Gateway:
         self._admin = Admin(parts, reload)
         self._in_flight: set[str] = set()
         self._salts: dict[str, str] = {}
-        self.configure(parts.config)
+        self.configure(parts.config, check_access(parts.config))
 
-    def configure(self, config: GatewayConfig) -> None:
-        """Take over keys and limits of a config. Raises ConfigError and changes nothing if it cannot be used."""
-        self.config, self.keys = config, check_access(config)
+    def configure(self, config: GatewayConfig, keys: Keys | None) -> None:
+        """Take over the limits of a config, and its keys (:func:`check_access`)."""
+        self.config, self.keys = config, keys
+        self._salts.clear()
         limits = config.limits
         self.http_limits = Limits(
             body_bytes=self.body_limit,
@@ -82,7 +87,7 @@ class Gateway:
         if self.config.limits.body_bytes is not None:
             return self.config.limits.body_bytes
         tokens = self.parts.context_tokens
-        return LEAST_BODY + tokens * BYTES_PER_TOKEN if tokens else DEFAULT_BODY
+        return min(LEAST_BODY + tokens * BYTES_PER_TOKEN, MOST_BODY) if tokens else DEFAULT_BODY
 
     # ------------------------------------------------------------------------------------------------- before the body
 
@@ -118,9 +123,12 @@ class Gateway:
                 )
                 raise self._rejected("key", error)
             return caller
-        host = (request.header(b"host") or b"").decode("latin-1")
-        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-        if not is_loopback(name.strip("[]")) or (request.header(b"origin") and not request.path.startswith("/v1/")):
+        host = LOOPBACK_HOST.fullmatch(request.header(b"host") or b"")
+        if (
+            host is None
+            or not is_loopback(host[1].decode())
+            or (request.header(b"origin") and not request.path.startswith("/v1/"))
+        ):
             raise self._rejected("key", HttpError(403, "without keys only this machine's own programs are served"))
         return OPEN
 
@@ -160,17 +168,17 @@ class Gateway:
                     found = await self.parts.flow.serve(call, responder, known)
         except RefusedError as refused:
             found = Outcome(refused.status, problem=str(refused))
-            watcher.metrics.rejected.inc(
-                {"full": "queue_full", "late": "queue_deadline"}.get(refused.reason, "draining")
-            )
-            after: Headers = [(b"retry-after", str(refused.retry_after_s).encode())]
+            watcher.metrics.rejected.inc(REFUSALS.get(refused.reason, "draining"))
+            after: Headers = [(b"retry-after", str(refused.retry_after_s).encode()), (REQUEST_ID, call.id.encode())]
             raise HttpError(refused.status, str(refused), "overloaded", headers=after) from None
         except HttpError as error:
             found = Outcome(error.status, problem=str(error))
+            error.headers = [*error.headers, (REQUEST_ID, call.id.encode())]
             raise
         except TimeoutError:
             found = Outcome(504, cut=responder.started, problem="timeout")
-            raise HttpError(504, f"no whole answer within {self.config.limits.total_s:g} s", "timeout") from None
+            message = f"no whole answer within {self.config.limits.total_s:g} s"
+            raise HttpError(504, message, "timeout", headers=[(REQUEST_ID, call.id.encode())]) from None
         except asyncio.CancelledError:
             found = Outcome(CLIENT_GONE)
             raise
@@ -192,9 +200,9 @@ class Gateway:
         except HttpError as error:
             self.watcher.metrics.requests.inc(request.path, outcome_of(error.status))
             raise
-        self._in_flight.add(name)
         domain = request.header(DOMAIN_HEADER)
         span = self.parts.spans.request(f"POST {request.path}", request.headers)
+        self._in_flight.add(name)
         return call._replace(name=name, domain=None if domain is None else domain.decode("latin-1"), span=span)
 
     def _salt(self, caller: Caller) -> str | None:
@@ -212,10 +220,14 @@ class Gateway:
         problem: HttpError = HttpError(503, "the fleet has no workers", "no_worker", headers=RETRY_AFTER)
         for member in self.parts.first_open():
             try:
-                answer = await member.upstream.send("GET", "/v1/models", member.headers, head_s=10.0)
-                body = await answer.read(1 << 20)
+                async with asyncio.timeout(MODELS_S):
+                    answer = await member.upstream.send("GET", "/v1/models", member.headers)
+                    body = await answer.read(MODELS_BYTES)
             except UpstreamError as error:
                 problem = failed(error)
+                continue
+            except TimeoutError:
+                problem = failed(UpstreamError("timeout", "no list of models in time"))
                 continue
             responder.send(answer.status, body)
             return

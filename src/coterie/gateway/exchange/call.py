@@ -81,7 +81,7 @@ class Call(NamedTuple):
 
     def with_fields(self, **fields: Any) -> bytes:
         """Body with further fields."""
-        return msgspec.json.encode({**self.body, **fields})
+        return encode_object({**self.body, **fields})
 
 
 class Outcome(NamedTuple):
@@ -154,6 +154,14 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return body
 
 
+def encode_object(body: Mapping[str, Any]) -> bytes:
+    """A body as it goes to a worker; HttpError for numbers and nesting that can be read but not written."""
+    try:
+        return msgspec.json.encode(body)
+    except (OverflowError, RecursionError, ValueError) as error:
+        raise HttpError(400, f"the body cannot be passed on: {error}") from None
+
+
 def make_call(
     path: str,
     data: bytes,
@@ -191,7 +199,7 @@ def make_call(
         id=request_id or key,
         path=path,
         body=found,
-        raw=msgspec.json.encode(found) if changed else data,
+        raw=encode_object(found) if changed else data,
         stream=stream,
         headers=[pair for pair in headers if pair[0] in PASSED],
         caller=caller,
