@@ -70,6 +70,10 @@ class Run(NamedTuple):
     """What was logged."""
 
     @property
+    def port(self) -> int:
+        return int(self.running.url.rpartition(":")[2])
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Name and labels → value, as Prometheus reads them."""
         lines = self.running.parts.metrics.render().decode().splitlines()

@@ -56,16 +56,16 @@ OPEN = Caller("", admin=True)
 class Gateway:
     """Handles requests; :mod:`coterie.gateway.serve` runs it."""
 
-    def __init__(self, parts: Parts, reload: Callable[[], None] | None = None) -> None:
+    def __init__(self, parts: Parts, keys: Keys | None, reload: Callable[[], None] | None = None) -> None:
+        """`keys` are those of the config; see :func:`check_access`."""
         self.parts = parts
         self.watcher: Watcher = parts.watcher
         self.draining = False
-        self.keys: Keys | None = None
         self.rates = Rates()
         self._admin = Admin(parts, reload)
         self._in_flight: set[str] = set()
         self._salts: dict[str, str] = {}
-        self.configure(parts.config, check_access(parts.config))
+        self.configure(parts.config, keys)
 
     def configure(self, config: GatewayConfig, keys: Keys | None) -> None:
         """Take over the limits of a config, and its keys (:func:`check_access`)."""

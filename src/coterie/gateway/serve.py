@@ -93,8 +93,9 @@ class Running:
         self, config: GatewayConfig, path: Path | None = None, log: Log | None = None, access: FleetAccess | None = None
     ) -> None:
         self.path = path
+        keys = check_access(config)
         self.parts = Parts(config, log, access)
-        self.gateway = Gateway(self.parts, self.reload)
+        self.gateway = Gateway(self.parts, keys, self.reload)
         self.server = HttpServer(self.gateway.handle, self.gateway.http_limits, self.gateway.check_head)
         self.url = ""
         self._drain_s = config.drain_s
