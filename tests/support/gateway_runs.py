@@ -73,6 +73,11 @@ class Run(NamedTuple):
     def port(self) -> int:
         return int(self.running.url.rpartition(":")[2])
 
+    def open(self, pool: str) -> set[str]:
+        """Workers that may be chosen."""
+        found = self.running.parts.pools[pool]
+        return {name for name in found.members if found.keeper.is_open(name)}
+
     @property
     def metrics(self) -> dict[str, float]:
         """Name and labels → value, as Prometheus reads them."""
