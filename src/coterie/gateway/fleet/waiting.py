@@ -22,9 +22,11 @@ from coterie.errors import ConfigError, CoterieError, check_at_least
 OBSERVED = 64
 """Places that became free last, whose rate is the service rate."""
 LONGEST_RETRY_S = 60
+SPARE = 64
+"""Waiters that left, beyond which the line is made anew without them."""
 
 
-class RefusedError(CoterieError):
+class Refused(CoterieError):
     """A request that gets no place: HTTP 429 if the line is full, 503 if its deadline passed or the line is closed."""
 
     def __init__(self, status: int, reason: str, message: str, retry_after_s: int) -> None:
@@ -96,7 +98,7 @@ class WaitingLine:
         """Refuse requests that come from now on, and if asked those that wait."""
         self.closed = True
         if refuse_waiting:
-            for waiter in self._line:
+            for waiter in list(self._line):
                 self._drop(waiter, "closed")
 
     def place(self, deadline_s: float, weight: int = 1) -> Place:
@@ -125,7 +127,7 @@ class WaitingLine:
         timer = loop.call_later(deadline_s, self._expire, waiter)
         try:
             problem = await waiter.future
-        except asyncio.CancelledError:
+        except BaseException:  # cancelled, or closed with its loop
             self.counters.cancelled += 1
             if waiter.queued:
                 self._drop(waiter, "cancelled")
@@ -167,22 +169,20 @@ class WaitingLine:
     def _free(self, weight: int) -> None:
         self._used -= weight
         self._wake()
+        if self._used == 0:
+            self._freed.clear()  # the rate of an idle service says nothing of a busy one
 
     def _wake(self) -> None:
         """Give free places to those in front."""
-        line = self._line
-        while line:
-            first = line[0]
-            if first.future.done():  # refused, or cancelled
-                if first.queued:
-                    self._drop(first, "cancelled")
-            elif self._fits(first.weight):
+        while self._line:
+            first = self._line[0]
+            if not first.future.done():
+                if not self._fits(first.weight):
+                    return
                 self._used += first.weight
                 self.counters.admitted += 1
-                self._drop(first, None)
-            else:
-                return
-            line.popleft()
+            self._line.popleft()
+            self._drop(first, None)  # of one that was refused or cancelled, nothing changes
 
     def _expire(self, waiter: _Waiter) -> None:
         if waiter.queued:
@@ -196,17 +196,19 @@ class WaitingLine:
             self._waiting -= 1
         if not waiter.future.done():
             waiter.future.set_result(result)
+        if len(self._line) > 2 * self._waiting + SPARE:  # a client that comes and goes must not fill the memory
+            self._line = deque(one for one in self._line if one.queued)
 
-    def _refused(self, reason: str) -> RefusedError:
+    def _refused(self, reason: str) -> Refused:
         retry = self.retry_after_s()
         if reason == "full":
             self.counters.full += 1
-            return RefusedError(429, reason, f"{self._waiting} requests wait already; try again in {retry} s", retry)
+            return Refused(429, reason, f"{self._waiting} requests wait already; try again in {retry} s", retry)
         if reason == "late":
             self.counters.late += 1
-            return RefusedError(503, reason, f"no place became free in time; try again in {retry} s", retry)
+            return Refused(503, reason, f"no place became free in time; try again in {retry} s", retry)
         self.counters.closed += 1
-        return RefusedError(503, reason, "the service is shutting down", retry)
+        return Refused(503, reason, "the service is shutting down", retry)
 
 
 class Place:
