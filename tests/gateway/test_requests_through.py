@@ -11,25 +11,7 @@ import pytest
 from canned_workers import canned_workers, cuts, events, head_only, held, opens, resets, says
 from coterie.gateway.config import HealthSettings, LimitSettings
 from coterie.net.http1.upstream import UpstreamError
-from gateway_runs import Run, config_of, gateway
-
-
-def run(test: Any) -> None:
-    """In an event loop of its own, with an end."""
-
-    async def ended() -> None:
-        async with asyncio.timeout(60):
-            await test()
-
-    asyncio.run(ended())
-
-
-def idle(found: Run) -> None:
-    """Nothing is left of any request."""
-    for pool in found.running.parts.pools.values():
-        assert pool.keeper.fleet.running.sum() == 0
-        assert pool.keeper.fleet.context_tokens.sum() == 0
-    assert found.running.parts.line.in_use == 0
+from gateway_runs import config_of, gateway, idle, run
 
 
 def test_bodies_and_answers_are_passed_on_as_they_are() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,10 @@ from coterie.net.http1.upstream import Upstream
 
 FAST = HealthSettings(backoff_s=0.0, every_s=3600.0)
 """Retries without a wait, one health check."""
+
+
+PATIENCE_S = 60.0
+"""No verdict depends on it: it ends a test that hangs."""
 
 
 class Got(NamedTuple):
@@ -61,12 +66,59 @@ class Client:
 class Run(NamedTuple):
     running: Running
     client: Client
+    said: io.StringIO
+    """What was logged."""
+
+    @property
+    def port(self) -> int:
+        return int(self.running.url.rpartition(":")[2])
+
+    def open(self, pool: str) -> set[str]:
+        """Workers that may be chosen."""
+        found = self.running.parts.pools[pool]
+        return {name for name in found.members if found.keeper.is_open(name)}
 
     @property
     def metrics(self) -> dict[str, float]:
         """Name and labels → value, as Prometheus reads them."""
         lines = self.running.parts.metrics.render().decode().splitlines()
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """In an event loop of its own, with an end. What a callback raises unhandled, and a task left behind, fail it."""
+    raised: list[str] = []
+
+    async def ended() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: raised.append(f"{context.get('exception')!r}: {context}"))
+        async with asyncio.timeout(PATIENCE_S):
+            await test()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, left
+
+    asyncio.run(ended())
+    assert not raised, raised
+
+
+def idle(found: Run) -> None:
+    """Nothing is left of any request."""
+    parts = found.running.parts
+    for pool in parts.pools.values():
+        pool.keeper.check_integrity()
+        assert pool.keeper.in_flight == 0
+        assert pool.keeper.fleet.running.sum() == 0
+        assert pool.keeper.fleet.context_tokens.sum() == 0
+    assert parts.line.in_use == parts.line.waiting == 0
+    assert not found.running.gateway._in_flight
+
+
+async def settled(found: Run) -> None:
+    """Wait until nothing is left of any request; the test's own end is the limit."""
+    parts = found.running.parts
+    while parts.line.in_use or parts.line.waiting or any(pool.keeper.in_flight for pool in parts.pools.values()):
+        await asyncio.sleep(0.001)
+    idle(found)
 
 
 def config_of(workers: Sequence[Canned], roles: Sequence[str] | None = None, **more: Any) -> GatewayConfig:
@@ -82,15 +134,15 @@ def config_of(workers: Sequence[Canned], roles: Sequence[str] | None = None, **m
 async def gateway(
     config: GatewayConfig, path: Path | None = None, access: FleetAccess | None = None
 ) -> AsyncIterator[Run]:
-    log = Log(io.StringIO())
-    running = Running(config, path, log, access)
+    said = io.StringIO()
+    running = Running(config, path, Log(said), access)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     client = None
     try:
         await running.start(listener)
         client = Client(running.url)
-        yield Run(running, client)
+        yield Run(running, client, said)
     finally:
         if client is not None:
             await client.upstream.close()

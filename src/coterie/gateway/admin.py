@@ -110,7 +110,10 @@ class Admin:
             raise UnknownNameError("pool", name, list(self.parts.pools))
         before = msgspec.to_builtins(self.parts.pools[name].spec)
         given = _read(request, dict[str, Any])
-        spec = msgspec.convert({**before, "settings": {}, **given}, RouterSpec)
+        try:
+            spec = msgspec.convert({**before, "settings": {}, **given}, RouterSpec)
+        except msgspec.ValidationError as error:
+            raise HttpError(400, f"the body cannot be read: {error}") from None
         self.parts.set_router(name, spec)
         _send(responder, {"pool": name, "router": spec.router, "settings": spec.settings})
 

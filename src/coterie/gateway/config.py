@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 import yaml
 
 from coterie.errors import ConfigError, TraceError, check_at_least, check_input_file, check_not_negative, check_positive
+from coterie.gateway.fleet.pool import MOST_PLACES
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.access import is_loopback
+from coterie.net.http1.upstream import parse_origin
 
 Role = Literal["prefill", "decode", "both"]
 Handshake = Literal["none", "vllm", "sglang"]
@@ -59,14 +60,17 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         if not (self.id.isascii() and self.id.isprintable() and 0 < len(self.id) <= 128):
             raise ConfigError(f"id={self.id!r} must be 1 to 128 printable ASCII characters")
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
-            raise ConfigError(f"worker {self.id!r}: url={self.url!r} must be http://HOST:PORT or https://HOST:PORT")
         try:
-            _ = parts.port
-        except ValueError as error:
-            raise ConfigError(f"worker {self.id!r}: url={self.url!r}: {error}") from None
+            parts = parse_origin(self.url)
+        except ConfigError as error:
+            raise ConfigError(f"worker {self.id!r}: {error}") from None
+        if parts.path.strip("/") or parts.fragment:
+            raise ConfigError(f"worker {self.id!r}: url={self.url!r} must be http://HOST:PORT or https://HOST:PORT")
         check_at_least(1, places=self.places)
+        if self.places > MOST_PLACES:
+            raise ConfigError(f"worker {self.id!r}: places={self.places} must be at most {MOST_PLACES}")
+        if self.bootstrap_port is not None and self.bootstrap_port > 65535:
+            raise ConfigError(f"worker {self.id!r}: bootstrap_port={self.bootstrap_port} must be in 1 … 65535")
         check_positive(speed=self.speed)
         check_at_least(0, data_parallel_rank=self.data_parallel_rank, placement_rank=self.placement_rank)
         check_at_least(1, bootstrap_port=self.bootstrap_port)
@@ -238,8 +242,10 @@ def parse_config(text: str, path: Path) -> GatewayConfig:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         where = "YAML" if mark is None else f"line {mark.line + 1}"
         raise TraceError(path, where, f"cannot be parsed: {' '.join(problem.split())}") from None
-    except (ConfigError, msgspec.ValidationError, ValueError) as error:
+    except (msgspec.ValidationError, ValueError) as error:
         raise TraceError(path, "config", " ".join(str(error).split())) from None
+    except (IndexError, KeyError, AttributeError, TypeError, OverflowError):  # of PyYAML, as by `!!int ""`
+        raise TraceError(path, "YAML", "has a value that its tag does not fit") from None
 
 
 def _value(text: str, path: Path) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import time
 from collections.abc import Callable
 
@@ -26,7 +27,7 @@ from coterie.gateway.exchange.call import CHAT, COMPLETIONS, EMBEDDINGS, Call, O
 from coterie.gateway.exchange.flow import RETRY_AFTER, failed
 from coterie.gateway.fleet.waiting import Refused
 from coterie.gateway.observing import CLIENT_GONE, Watcher, outcome_of
-from coterie.gateway.parts import Parts
+from coterie.gateway.parts import MODELS_BYTES, MODELS_S, Parts
 from coterie.gateway.signals.knowledge import NOTHING
 from coterie.net.access import is_loopback
 from coterie.net.http1.messages import Headers, HttpError, Limits, Request
@@ -41,9 +42,12 @@ BYTES_PER_TOKEN = 64
 LEAST_BODY = 1 << 16
 DEFAULT_BODY = 4 << 20
 """Limit of bodies while no worker has told its context length."""
+MOST_BODY = 128 << 20
+"""Largest limit of bodies, whatever a worker tells of its context: that of 2M tokens."""
 ADMIN_BODY = 1 << 16
 REFUSALS = {"full": "queue_full", "late": "queue_deadline", "closed": "draining"}
 """Reason of the waiting line → reason in the metrics."""
+LOOPBACK_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.]+)(?::[0-9]{1,5})?")
 OPEN = Caller("", admin=True)
 """Caller on a loopback address without keys."""
 
@@ -51,11 +55,11 @@ OPEN = Caller("", admin=True)
 class Gateway:
     """Handles requests; :mod:`coterie.gateway.serve` runs it."""
 
-    def __init__(self, parts: Parts, reload: Callable[[], None] | None = None) -> None:
+    def __init__(self, parts: Parts, keys: Keys | None, reload: Callable[[], None] | None = None) -> None:
+        """`keys` are those of the config; see :func:`check_access`."""
         self.parts = parts
         self.watcher: Watcher = parts.watcher
         self.draining = False
-        self.keys: Keys | None = None
         self.rates = Rates()
         self._admin = Admin(parts, reload)
         self._in_flight: set[str] = set()
@@ -64,11 +68,12 @@ class Gateway:
         self._deadlines: dict[asyncio.Task[None], float] = {}
         self._late: set[asyncio.Task[None]] = set()
         self._salts: dict[str, str] = {}
-        self.configure(parts.config)
+        self.configure(parts.config, keys)
 
-    def configure(self, config: GatewayConfig) -> None:
-        """Take over keys and limits of a config. Raises ConfigError and changes nothing if it cannot be used."""
-        self.config, self.keys = config, check_access(config)
+    def configure(self, config: GatewayConfig, keys: Keys | None) -> None:
+        """Take over the limits of a config, and its keys (:func:`check_access`)."""
+        self.config, self.keys = config, keys
+        self._salts.clear()
         limits = config.limits
         self.http_limits = Limits(
             body_bytes=self.body_limit,
@@ -85,7 +90,7 @@ class Gateway:
         if self.config.limits.body_bytes is not None:
             return self.config.limits.body_bytes
         tokens = self.parts.context_tokens
-        return LEAST_BODY + tokens * BYTES_PER_TOKEN if tokens else DEFAULT_BODY
+        return min(LEAST_BODY + tokens * BYTES_PER_TOKEN, MOST_BODY) if tokens else DEFAULT_BODY
 
     # ------------------------------------------------------------------------------------------------- before the body
 
@@ -130,10 +135,8 @@ class Gateway:
 
     def _is_local(self, host: bytes) -> bool:
         """Whether a Host header names this machine by a loopback address."""
-        name = host.decode("latin-1")
-        if ":" in name and not name.endswith("]"):
-            name = name.rpartition(":")[0]
-        found = is_loopback(name.strip("[]"))
+        name = LOOPBACK_HOST.fullmatch(host)
+        found = name is not None and is_loopback(name[1].decode())
         if found and len(self._local_hosts) < 64:
             self._local_hosts.add(host)
         return found
@@ -176,13 +179,12 @@ class Gateway:
                     found = await self.parts.flow.serve(call, responder, known)
         except Refused as refused:
             found = Outcome(refused.status, problem=str(refused))
-            watcher.metrics.rejected.inc(
-                {"full": "queue_full", "late": "queue_deadline"}.get(refused.reason, "draining")
-            )
-            after: Headers = [(b"retry-after", str(refused.retry_after_s).encode())]
+            watcher.metrics.rejected.inc(REFUSALS.get(refused.reason, "draining"))
+            after: Headers = [(b"retry-after", str(refused.retry_after_s).encode()), (REQUEST_ID, call.id.encode())]
             raise HttpError(refused.status, str(refused), "overloaded", headers=after) from None
         except HttpError as error:
             found = Outcome(error.status, problem=str(error))
+            error.headers = [*error.headers, (REQUEST_ID, call.id.encode())]
             raise
         except asyncio.CancelledError:
             if task not in self._late:
@@ -190,7 +192,8 @@ class Gateway:
                 raise
             task.uncancel()
             found = Outcome(504, cut=responder.started, problem="timeout")
-            raise HttpError(504, f"no whole answer within {limits.total_s:g} s", "timeout") from None
+            message = f"no whole answer within {limits.total_s:g} s"
+            raise HttpError(504, message, "timeout", headers=[(REQUEST_ID, call.id.encode())]) from None
         finally:
             del self._deadlines[task]
             self._late.discard(task)
@@ -242,10 +245,14 @@ class Gateway:
         problem: HttpError = HttpError(503, "the fleet has no workers", "no_worker", headers=RETRY_AFTER)
         for member in self.parts.first_open():
             try:
-                answer = await member.upstream.send("GET", "/v1/models", member.headers, head_s=10.0)
-                body = await answer.read(1 << 20)
+                async with asyncio.timeout(MODELS_S):
+                    answer = await member.upstream.send("GET", "/v1/models", member.headers)
+                    body = await answer.read(MODELS_BYTES)
             except UpstreamError as error:
                 problem = failed(error)
+                continue
+            except TimeoutError:
+                problem = failed(UpstreamError("timeout", "no list of models in time"))
                 continue
             responder.send(answer.status, body)
             return

@@ -22,6 +22,7 @@ from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.fleet.waiting import WaitingLine
 from coterie.gateway.observing import Watcher
 from coterie.gateway.signals.knowledge import Knowledge
+from coterie.gateway.signals.masks import Mask
 from coterie.gateway.watching.decisions import Decisions
 from coterie.gateway.watching.logs import Log
 from coterie.gateway.watching.metrics import BREAKER_STATES, Metrics
@@ -29,7 +30,8 @@ from coterie.gateway.watching.spans import Spans
 from coterie.net.access import FleetAccess
 from coterie.net.http1.upstream import UpstreamError
 
-MODELS_BYTES = 1 << 20
+MODELS_BYTES, MODELS_S = 1 << 20, 10.0
+"""Most bytes of a worker's list of models, and the time it has to send them."""
 
 
 class Parts:
@@ -88,10 +90,21 @@ class Parts:
         """Add a worker, or replace one of the same id. Raises ConfigError and changes nothing if it cannot join."""
         check_role(self.config.handshake, entry)
         held = self.knowledge.held(entry)
-        if any(entry.id in pool.members for pool in self.pools.values()):
-            if self.find(entry.id) == entry:
-                return
+        before = next((one for one in self.entries() if one.id == entry.id), None)
+        if before == entry:
+            return
+        if before is not None:
             self.remove_worker(entry.id)
+        try:
+            self._join(entry, held)
+        except ConfigError:
+            if any(entry.id in pool.members for pool in self.pools.values()):
+                self.remove_worker(entry.id)
+            if before is not None:
+                self._join(before, self.knowledge.held(before))
+            raise
+
+    def _join(self, entry: WorkerEntry, held: Mask | None) -> None:
         for pool in self.pools_of(entry):
             member = Member(entry, self.config, self.access.key, pool.rng, pool.clock())
             pool.add(member, held)
@@ -107,7 +120,9 @@ class Parts:
             if worker_id in pool.members:
                 self.knowledge.leave(pool.name, pool.keeper.row_of(worker_id), worker_id)
                 pool.remove(worker_id)
-                self._checks.pop((pool.name, worker_id)).cancel()
+                check = self._checks.pop((pool.name, worker_id), None)
+                if check is not None:
+                    check.cancel()
                 self.log.worker(worker_id, pool.name, "left")
         self.metrics.forget_worker(worker_id)
 
@@ -132,25 +147,28 @@ class Parts:
 
     def reconfigure(self, config: GatewayConfig) -> None:
         """Take over workers, routers and limits. Raises ConfigError and changes nothing if a router cannot be made."""
-        before = self.config
         specs = {DECODE: config.decode, PREFILL: config.prefill}
         for entry in config.workers:
             check_role(config.handshake, entry)
             self.knowledge.held(entry)
-        done: list[str] = []
+        before = {name: pool.spec for name, pool in self.pools.items()}
         try:
-            for name in self.pools:
-                if specs[name] != self.pools[name].spec:
+            for name, spec in before.items():
+                if specs[name] != spec:
                     self.set_router(name, specs[name])
-                    done.append(name)
         except ConfigError:
-            for name in done:
-                self.set_router(name, {DECODE: before.decode, PREFILL: before.prefill}[name])
+            for name, spec in before.items():
+                if self.pools[name].spec != spec:
+                    self.set_router(name, spec)
             raise
         self.config = config
+        self.log.requests = config.log_requests
         self.line.set_limits(config.limits.in_flight, config.limits.waiting)
         for flow in (self.plain, self.flow):
             flow.configure(config)
+        for pool in self.pools.values():
+            for member in pool.members.values():
+                member.configure(config)
         wanted = {entry.id: entry for entry in config.workers}
         for entry in self.entries():
             if wanted.get(entry.id) != entry:
@@ -176,18 +194,20 @@ class Parts:
 
     async def _is_well(self, member: Member, timeout_s: float) -> bool:
         try:
-            answer = await member.upstream.send("GET", "/health", [], head_s=timeout_s)
-            await answer.read(MODELS_BYTES)
-        except UpstreamError:
+            async with asyncio.timeout(timeout_s):
+                answer = await member.upstream.send("GET", "/health", [])
+                await answer.read(MODELS_BYTES)
+        except (UpstreamError, TimeoutError):
             return False
         return answer.status == 200
 
     async def _learn_context(self, member: Member) -> bool:
         """Ask for the context length, which bounds bodies; whether the worker answered."""
         try:
-            answer = await member.upstream.send("GET", "/v1/models", member.headers, head_s=10.0)
-            found = msgspec.json.decode(await answer.read(MODELS_BYTES), type=_Models)
-        except (UpstreamError, msgspec.DecodeError, RecursionError, ValueError):
+            async with asyncio.timeout(MODELS_S):
+                answer = await member.upstream.send("GET", "/v1/models", member.headers)
+                found = msgspec.json.decode(await answer.read(MODELS_BYTES), type=_Models)
+        except (UpstreamError, TimeoutError, msgspec.DecodeError, RecursionError, ValueError):
             return False
         for card in found.data:
             if card.max_model_len is not None and 0 < card.max_model_len < 1 << 31:

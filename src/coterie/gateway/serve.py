@@ -15,6 +15,7 @@ import msgspec
 
 from coterie.errors import ConfigError, InputError
 from coterie.gateway.config import GatewayConfig, read_config
+from coterie.gateway.exchange.pool import DECODE, PREFILL
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.gateway import Gateway, check_access
 from coterie.gateway.parts import Parts
@@ -34,11 +35,12 @@ Ready = Callable[[str, Callable[[], None]], None]
 def check_config(config: GatewayConfig) -> None:
     """Raise ConfigError for what would only show when the gateway starts: keys, routers, a tokenizer."""
     check_access(config)
-    specs = [config.decode] if config.handshake == "none" else [config.decode, config.prefill]
-    for spec in specs:
+    specs = {DECODE: config.decode} if config.handshake == "none" else {DECODE: config.decode, PREFILL: config.prefill}
+    for pool, spec in specs.items():
         keeper = FleetKeeper(spec)
         for worker in config.workers:
-            keeper.join(worker.id, worker.places, worker.speed)
+            if worker.role in (pool, "both"):
+                keeper.join(worker.id, worker.places, worker.speed)
 
 
 def run_gateway(
@@ -94,8 +96,9 @@ class Running:
         self, config: GatewayConfig, path: Path | None = None, log: Log | None = None, access: FleetAccess | None = None
     ) -> None:
         self.path = path
+        keys = check_access(config)
         self.parts = Parts(config, log, access)
-        self.gateway = Gateway(self.parts, self.reload)
+        self.gateway = Gateway(self.parts, keys, self.reload)
         self.server = HttpServer(self.gateway.handle, self.gateway.http_limits, self.gateway.check_head)
         self.url = ""
         self._drain_s = config.drain_s
@@ -156,12 +159,10 @@ class Running:
         fixed = next((name for name in FIXED if getattr(config, name) != getattr(before, name)), None)
         if fixed is not None:
             raise ConfigError(f"{self.path}: {fixed} cannot change while the gateway runs; restart it")
-        self.gateway.configure(config)
-        try:
-            self.parts.reconfigure(config)
-        except InputError:
-            self.gateway.configure(before)
-            raise
+        check_config(config)
+        keys = check_access(config)
+        self.parts.reconfigure(config)
+        self.gateway.configure(config, keys)
         self.server.limits = self.gateway.http_limits
         self._drain_s = config.drain_s
         return [name for name in msgspec.structs.asdict(config) if getattr(config, name) != getattr(before, name)]

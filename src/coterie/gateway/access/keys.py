@@ -136,7 +136,7 @@ def _read(path: Path) -> Any:
         return msgspec.json.decode(text) if path.suffix == ".json" else yaml.safe_load(text)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: is not JSON: {error}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError, TypeError) as error:
         mark = getattr(error, "problem_mark", None)  # the text of the error may quote the file
         raise ConfigError(f"{path}: is not YAML" + (f": see line {mark.line + 1}" if mark else "")) from None
 

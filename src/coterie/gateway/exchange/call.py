@@ -86,7 +86,7 @@ class Call(NamedTuple):
 
     def with_fields(self, **fields: Any) -> bytes:
         """Body with further fields."""
-        return msgspec.json.encode({**self.body, **fields})
+        return encode_object({**self.body, **fields})
 
 
 class Outcome(NamedTuple):
@@ -175,6 +175,14 @@ def checked_id(given: bytes) -> str:
     return given.decode()
 
 
+def encode_object(body: Mapping[str, Any]) -> bytes:
+    """A body as it goes to a worker; HttpError for numbers and nesting that can be read but not written."""
+    try:
+        return msgspec.json.encode(body)
+    except (OverflowError, RecursionError, ValueError) as error:
+        raise HttpError(400, f"the body cannot be passed on: {error}") from None
+
+
 def make_call(
     path: str,
     data: bytes,
@@ -215,7 +223,7 @@ def make_call(
         request_id or key,
         path,
         found,
-        msgspec.json.encode(found) if changed else data,
+        encode_object(found) if changed else data,
         stream,
         [pair for pair in headers if pair[0] in PASSED],
         caller,

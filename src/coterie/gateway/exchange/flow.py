@@ -13,7 +13,7 @@ from coterie.errors import UnavailableError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink
 from coterie.gateway.exchange.pool import Member, Pool, Sent
-from coterie.gateway.exchange.relay import Relayed, Usage, is_stream, pass_stream, pass_whole
+from coterie.gateway.exchange.relay import WHY, Relayed, Usage, is_stream, pass_stream, pass_whole
 from coterie.gateway.fleet.keeper import Choice
 from coterie.gateway.signals.knowledge import Known
 from coterie.net.http1.messages import Headers, HttpError
@@ -115,29 +115,36 @@ class Flow(ABC):
         sink: Sink,
         body: Callable[[bool], bytes],
         footprint: WireFootprint | None = None,
+        written: Callable[[], None] | None = None,
     ) -> Delivered:
         """Send to a worker of the pool and pass its answer on; others are tried until the first byte came.
 
-        `body` makes the body; its argument tells whether a worker may have read it before.
+        `body` makes the body; its argument tells whether a worker may have read it before. `written` is called when a
+        worker may have got it.
         """
         tried: set[str] = set()
         seen = False
+
+        def wrote() -> None:
+            nonlocal seen
+            seen = True
+            if written is not None:
+                written()
+
         for attempt in range(self.health.retries + 1):
             sent = self.choose(pool, call, known, tried, footprint)
             last = attempt == self.health.retries or len(tried) + 1 >= len(pool)
             ok: bool | None = None
             try:
-                answer = await self.ask(sent, call, body(seen), self.limits.first_token_s)
+                answer = await self.ask(sent, call, body(seen), self.limits.first_token_s, wrote)
                 if last or not may_retry(answer.status):
                     relayed = await self.pass_on(answer, call, sink)
                     ok = self.did_its_part(sent, answer.status, relayed.problem)
                     return Delivered(sent, answer.status, relayed)
                 await answer.read(REFUSAL_BYTES)
                 ok = self.did_its_part(sent, answer.status)
-                seen = True
             except UpstreamError as error:
                 ok = self.did_its_part(sent, 0, error)
-                seen = seen or error.kind != "connect"
                 if last:
                     raise failed(error) from None
             finally:
@@ -154,8 +161,10 @@ class Flow(ABC):
             self.observer.failed(sent.member, kind)
         return kind is None
 
-    async def ask(self, sent: Sent, call: Call, body: bytes, head_s: float) -> Answer:
-        """Send the request to its worker; the answer's head."""
+    async def ask(
+        self, sent: Sent, call: Call, body: bytes, head_s: float, written: Callable[[], None] | None = None
+    ) -> Answer:
+        """Send the request to its worker; the answer's head. `written` is called when the worker may have read it."""
         member, span = sent.member, call.span
         if span.recording:
             span = span.child(f"worker {member.entry.id}")
@@ -163,7 +172,7 @@ class Flow(ABC):
         headers = [*span.outgoing(call.headers), (REQUEST_ID, call.name.encode()), *member.headers]
         problem: str | None = "cancelled"
         try:
-            answer = await member.upstream.send("POST", call.path, headers, body, head_s=head_s)
+            answer = await member.upstream.send("POST", call.path, headers, body, head_s=head_s, written=written)
             problem = None
             return answer
         except UpstreamError as error:
@@ -192,8 +201,8 @@ def may_retry(status: int) -> bool:
 def failed(error: UpstreamError) -> HttpError:
     """What the client hears if every worker that was tried failed."""
     if error.kind == "timeout":
-        return HttpError(504, f"the worker did not answer in time: {error}", code="worker_timeout")
-    return HttpError(502, f"the worker failed: {error}", code="worker_failed", headers=RETRY_AFTER)
+        return HttpError(504, "the worker did not answer in time", code="worker_timeout")
+    return HttpError(502, f"the worker failed: {WHY[error.kind]}", code="worker_failed", headers=RETRY_AFTER)
 
 
 def outcome(delivered: Delivered, call: Call, known: Known, started: float, **more: object) -> Outcome:

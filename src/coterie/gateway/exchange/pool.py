@@ -43,28 +43,31 @@ class Member:
         healthy: bool = False,
     ) -> None:
         """`healthy` trusts the worker before its first health check."""
-        told, limits = config.health, config.limits
         self.entry = entry
-        self.upstream = Upstream(
-            entry.url,
-            UpstreamLimits(
-                connect_s=limits.connect_s,
-                head_s=limits.first_token_s,
-                idle_s=limits.idle_s,
-                body_bytes=limits.answer_bytes,
-            ),
-        )
-        longest_s = max(60.0, told.open_s)
-        self.breaker = Breaker(
-            rng, BreakerSettings(told.failures, told.window_s, cool_down_s=told.open_s, longest_s=longest_s)
-        )
-        thresholds = HealthSettings(told.unhealthy_after, told.healthy_after, told.every_s, told.timeout_s)
-        self.health = Health(rng, now, thresholds, healthy)
+        self.upstream = Upstream(entry.url)
+        self.breaker = Breaker(rng)
+        self.health = Health(rng, now, healthy=healthy)
+        self.configure(config)
         self.headers: Headers = []
         if worker_key is not None:
             self.headers.append((b"authorization", b"Bearer " + worker_key.encode()))
         if entry.data_parallel_rank is not None:
             self.headers.append((DP_RANK_HEADER.lower().encode(), str(entry.data_parallel_rank).encode()))
+
+    def configure(self, config: GatewayConfig) -> None:
+        """Take over limits and thresholds."""
+        told, limits = config.health, config.limits
+        self.upstream.limits = UpstreamLimits(
+            connect_s=limits.connect_s,
+            head_s=limits.first_token_s,
+            idle_s=limits.idle_s,
+            body_bytes=limits.answer_bytes,
+        )
+        longest_s = max(60.0, told.open_s)
+        self.breaker.settings = BreakerSettings(
+            told.failures, told.window_s, cool_down_s=told.open_s, longest_s=longest_s
+        )
+        self.health.settings = HealthSettings(told.unhealthy_after, told.healthy_after, told.every_s, told.timeout_s)
 
 
 class Sent(NamedTuple):
@@ -109,7 +112,9 @@ class Pool:
     def remove(self, worker_id: str) -> Member:
         self.keeper.leave(worker_id)
         self.ids = self.keeper.ids
-        return self.members.pop(worker_id)
+        member = self.members.pop(worker_id)
+        member.upstream.retire()
+        return member
 
     async def close(self) -> None:
         for member in self.members.values():

@@ -72,7 +72,7 @@ async def pass_whole(answer: Answer, sink: Sink, extra: Headers, limit: int) -> 
     """Read the answer, then send it. Raises UpstreamError before the client got anything."""
     body = await answer.read(limit)
     now = time.monotonic()
-    sink.start(answer.status, [*passed_on(answer.headers), *extra], len(body))
+    sink.start(answer.status, head_of(answer, extra), len(body))
     sink.write(body)
     sink.end()
     return Relayed(now, now, 1, usage_of(body))
@@ -89,19 +89,19 @@ async def pass_stream(answer: Answer, sink: Sink, extra: Headers) -> Relayed:
                 told = piece
             if not sink.started:
                 first = last
-                sink.start(answer.status, [*passed_on(answer.headers), *extra])
+                sink.start(answer.status, head_of(answer, extra))
             events += piece.count(b"\n\n")
             sink.write(piece)
             await sink.drain()
     except UpstreamError as error:
         if not sink.started:
             raise
-        sink.write(broken_stream(str(error)))
+        sink.write(broken_stream(error))
         sink.end()
         return Relayed(first, last, events, problem=error)
     if not sink.started:  # an empty stream
         first = last = time.monotonic()
-        sink.start(answer.status, [*passed_on(answer.headers), *extra])
+        sink.start(answer.status, head_of(answer, extra))
     sink.end()
     return Relayed(first, last, events, usage_in(told))
 
@@ -122,6 +122,23 @@ def usage_in(piece: bytes) -> Usage | None:
     return None
 
 
-def broken_stream(why: str) -> bytes:
+def head_of(answer: Answer, extra: Headers) -> Headers:
+    """Headers of an answer that is passed on: the worker's, but for those that the gateway itself sets."""
+    own = {name for name, _ in extra}
+    return [*(pair for pair in passed_on(answer.headers) if pair[0] not in own), *extra]
+
+
+WHY = {
+    "connect": "it cannot be reached",
+    "reset": "it closed the connection",
+    "timeout": "it was silent too long",
+    "protocol": "its answer cannot be read",
+    "too_large": "its answer is too large",
+}
+"""Kind of a failure → what clients hear of it. The error itself names the worker's address, which is not theirs."""
+
+
+def broken_stream(error: UpstreamError) -> bytes:
     """Last event of a stream that broke: no [DONE] follows. It may have broken inside an event, so that is ended."""
-    return b"\n\ndata: " + HttpError(502, f"the worker's answer broke off: {why}", "worker_failed").body() + b"\n\n"
+    message = f"the worker's answer broke off: {WHY[error.kind]}"
+    return b"\n\ndata: " + HttpError(502, message, "worker_failed").body() + b"\n\n"

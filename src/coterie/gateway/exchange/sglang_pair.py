@@ -13,17 +13,36 @@ from urllib.parse import urlsplit
 
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink
-from coterie.gateway.exchange.flow import REFUSAL_BYTES, Delivered, Flow, Informer, Observer, failed, outcome
+from coterie.gateway.exchange.flow import (
+    REFUSAL_BYTES,
+    REQUEST_ID,
+    Delivered,
+    Flow,
+    Informer,
+    Observer,
+    failed,
+    may_retry,
+    outcome,
+)
 from coterie.gateway.exchange.pool import Pool, Sent
 from coterie.gateway.exchange.relay import Relayed
 from coterie.gateway.signals.knowledge import Known
+from coterie.net.http1.messages import Headers, passed_on
 from coterie.net.http1.upstream import Answer, UpstreamError
 
 
-class _PrefillFailedError(Exception):
-    """The prefill worker failed before the decode worker answered."""
+class _RefusedError(Exception):
+    """A worker answered with an error."""
 
-    def __init__(self, cause: UpstreamError) -> None:
+    def __init__(self, status: int, headers: Headers, body: bytes) -> None:
+        super().__init__(f"HTTP {status}")
+        self.status, self.headers, self.body = status, headers, body
+
+
+class _PrefillFailedError(Exception):
+    """The prefill worker failed, or refused, before the decode worker answered."""
+
+    def __init__(self, cause: UpstreamError | _RefusedError) -> None:
         super().__init__(str(cause))
         self.cause = cause
 
@@ -43,6 +62,7 @@ class SglangPairFlow(Flow):
             prefill = self.choose(self.prefill, call, known, tried_prefill)
             prefilled = decoded = None
             decode: Sent | None = None
+            cause: UpstreamError | _RefusedError
             try:
                 decode = self.choose(self.decode, call, known, tried_decode)
                 status, relayed = await self._both(call, sink, prefill, decode)
@@ -52,23 +72,33 @@ class SglangPairFlow(Flow):
                 return outcome(delivered, call, known, started, prefill=prefill.member.entry.id)
             except _PrefillFailedError as error:
                 pool, cause = self.prefill, error.cause
-                prefilled = self.did_its_part(prefill, 0, cause)
+                prefilled = self._did_its_part(prefill, cause)
                 tried_prefill.add(prefill.member.entry.id)
-            except UpstreamError as error:
+            except (UpstreamError, _RefusedError) as error:
                 assert decode is not None
                 pool, cause = self.decode, error
-                decoded = self.did_its_part(decode, 0, cause)
+                decoded = self._did_its_part(decode, cause)
                 tried_decode.add(decode.member.entry.id)
             finally:
                 self.prefill.ended(prefill, prefilled)
                 if decode is not None:
                     self.decode.ended(decode, decoded)
+            assert decode is not None  # or choosing it has raised
             none_left = len(tried_prefill) >= len(self.prefill) or len(tried_decode) >= len(self.decode)
-            if attempt == self.health.retries or none_left:
+            last = attempt == self.health.retries or none_left
+            if isinstance(cause, _RefusedError) and (last or not may_retry(cause.status)):
+                sink.send(cause.status, cause.body, b"", [*cause.headers, (REQUEST_ID, call.id.encode())])
+                return Outcome(cause.status, decode.member.entry.id, prefill.member.entry.id, problem=str(cause))
+            if isinstance(cause, UpstreamError) and last:
                 raise failed(cause)
             self.observer.retried(pool)
             await self.back_off(attempt)
         raise AssertionError("the last attempt returns or raises")
+
+    def _did_its_part(self, sent: Sent, cause: UpstreamError | _RefusedError) -> bool:
+        if isinstance(cause, UpstreamError):
+            return self.did_its_part(sent, 0, cause)
+        return self.did_its_part(sent, cause.status)
 
     async def _both(self, call: Call, sink: Sink, prefill: Sent, decode: Sent) -> tuple[int, Relayed]:
         entry = prefill.member.entry
@@ -80,12 +110,14 @@ class SglangPairFlow(Flow):
 
         async def prefilled() -> None:
             answer = await self.ask(prefill, call, body, self.limits.prefill_s)
-            await _raise_failure(answer)
+            if answer.status >= 400:
+                await _refuse(answer)
             await answer.read(self.limits.answer_bytes)
 
         async def decoded() -> tuple[int, Relayed]:
             answer = await self.ask(decode, call, body, self.limits.first_token_s)
-            await _raise_failure(answer)
+            if may_retry(answer.status):
+                await _refuse(answer)
             return answer.status, await self.pass_on(answer, call, sink)
 
         first, second = asyncio.create_task(prefilled()), asyncio.create_task(decoded())
@@ -93,7 +125,7 @@ class SglangPairFlow(Flow):
             await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
             if first.done() and not second.done() and not sink.started:
                 problem = first.exception()
-                if isinstance(problem, UpstreamError):
+                if isinstance(problem, UpstreamError | _RefusedError):
                     raise _PrefillFailedError(problem)
             return await second
         finally:
@@ -102,7 +134,6 @@ class SglangPairFlow(Flow):
             await asyncio.gather(first, second, return_exceptions=True)
 
 
-async def _raise_failure(answer: Answer) -> None:
-    if answer.status >= 500:
-        await answer.read(REFUSAL_BYTES)
-        raise UpstreamError("protocol", f"HTTP {answer.status}", answered=True)
+async def _refuse(answer: Answer) -> None:
+    headers = [pair for pair in passed_on(answer.headers) if pair[0] != REQUEST_ID]
+    raise _RefusedError(answer.status, headers, await answer.read(REFUSAL_BYTES))

@@ -17,8 +17,8 @@ import msgspec
 
 from coterie.errors import InputError
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.exchange.call import Call, Outcome, Sink
-from coterie.gateway.exchange.flow import Flow, Informer, Observer, may_retry, outcome
+from coterie.gateway.exchange.call import Call, Outcome, Sink, encode_object
+from coterie.gateway.exchange.flow import REFUSAL_BYTES, REQUEST_ID, Flow, Informer, Observer, may_retry, outcome
 from coterie.gateway.exchange.pool import Member, Pool
 from coterie.gateway.exchange.relay import Usage, pass_whole
 from coterie.gateway.signals.knowledge import NOTHING, Known
@@ -26,6 +26,11 @@ from coterie.net.http1.messages import HttpError
 from coterie.net.http1.upstream import UpstreamError
 from coterie.wire.footprints import WireFootprint, footprint_of, without_footprint
 from coterie.wire.handoff import GRANT, decode_body, prefill_body
+
+DROP_S = 10.0
+"""Time for a prefill worker to drop KV."""
+MOST_DROPS = 1024
+"""Handoffs being dropped at a time; engines give up the KV of others by themselves."""
 
 
 class _Prefilled(msgspec.Struct):
@@ -68,12 +73,16 @@ class VllmPairFlow(Flow):
         offered = taken = False
 
         def body(seen: bool) -> bytes:
-            nonlocal offered, taken
-            offered, taken = True, bool(found.params) and not seen
-            return msgspec.json.encode(decode_body(call.body, found.params)) if taken else call.raw
+            nonlocal taken
+            taken = bool(found.params) and not seen
+            return encode_object(decode_body(call.body, found.params)) if taken else call.raw
+
+        def written() -> None:
+            nonlocal offered
+            offered = True
 
         try:
-            delivered = await self.deliver(self.decode, call, known, sink, body, found.footprint)
+            delivered = await self.deliver(self.decode, call, known, sink, body, found.footprint, written)
         except BaseException:  # the client went away, or no decode worker answered
             self._let_go(found, call, offered)
             raise
@@ -90,13 +99,17 @@ class VllmPairFlow(Flow):
         )
 
     async def close(self) -> None:
+        if self._drops:
+            await asyncio.wait(self._drops, timeout=DROP_S)
+        for task in self._drops:
+            task.cancel()
         await asyncio.gather(*self._drops, return_exceptions=True)
 
     # ------------------------------------------------------------------------------------------------------- prefill
 
     async def _prefilled(self, call: Call, sink: Sink, known: Known) -> Handoff | Outcome | None:
         """What a prefill worker handed over; its refusal, passed on; None if none answered."""
-        asked = msgspec.json.encode(prefill_body(call.body))
+        asked = encode_object(prefill_body(call.body))
         tried: set[str] = set()
         for attempt in range(self.health.retries + 1):
             if len(tried) >= len(self.prefill):
@@ -107,7 +120,7 @@ class VllmPairFlow(Flow):
                 answer = await self.ask(sent, call, asked, self.limits.prefill_s)
                 status = answer.status
                 if 400 <= status < 500 and not may_retry(status):  # the request's own fault
-                    await pass_whole(answer, sink, [], self.limits.answer_bytes)
+                    await pass_whole(answer, sink, [(REQUEST_ID, call.id.encode())], self.limits.answer_bytes)
                     ok = True
                     return Outcome(status, None, sent.member.entry.id, reason=sent.choice.decision.reason)
                 data = await answer.read(self.limits.answer_bytes)
@@ -155,7 +168,7 @@ class VllmPairFlow(Flow):
         has taken it: if none was reached, one is asked for a single token. Engines give up KV after a while by
         themselves, so what fails here costs memory for that time only.
         """
-        if not found.params:
+        if not found.params or len(self._drops) >= MOST_DROPS:
             return
         key = found.params.get("remote_request_id")
         if GRANT in found.params and isinstance(key, str):
@@ -170,25 +183,27 @@ class VllmPairFlow(Flow):
 
     async def _delete(self, member: Member, key: str) -> None:
         try:
-            answer = await member.upstream.send(
-                "DELETE", f"/kv/{quote(key, safe='')}", member.headers, head_s=self.limits.connect_s
-            )
-            await answer.read()
-        except UpstreamError:
+            async with asyncio.timeout(DROP_S):
+                answer = await member.upstream.send("DELETE", f"/kv/{quote(key, safe='')}", member.headers)
+                await answer.read(REFUSAL_BYTES)
+        except (UpstreamError, TimeoutError):
             return
 
     async def _take(self, found: Handoff, call: Call) -> None:
-        body = msgspec.json.encode({**prefill_body(call.body), "kv_transfer_params": found.params})
         try:
+            body = encode_object({**prefill_body(call.body), "kv_transfer_params": found.params})
             sent = self.choose(self.decode, call, NOTHING, set())
         except HttpError:
             return
         ok: bool | None = None
         try:
-            answer = await self.ask(sent, call, body, self.limits.prefill_s)
-            await answer.read()
+            async with asyncio.timeout(self.limits.prefill_s):
+                answer = await self.ask(sent, call, body, self.limits.prefill_s)
+                await answer.read()
             ok = True
         except UpstreamError as error:
             ok = self.did_its_part(sent, 0, error)
+        except TimeoutError:
+            return
         finally:
             self.decode.ended(sent, ok)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, cast
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
@@ -62,6 +62,20 @@ class UpstreamError(CoterieError):
         """Whether the head of an answer had come."""
 
 
+def parse_origin(url: str) -> SplitResult:
+    """The parts of a server's URL. Raises ConfigError for one that cannot be asked."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+        for part in (parts.netloc, parts.path):
+            check_target(part.encode())
+    except ValueError as error:
+        raise ConfigError(f"url={url!r}: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query:
+        raise ConfigError(f"url={url!r} must be http://HOST:PORT or https://HOST:PORT, without a user or a query")
+    return parts
+
+
 class Upstream:
     """One server, by its URL."""
 
@@ -71,25 +85,20 @@ class Upstream:
         limits: UpstreamLimits = UpstreamLimits(),  # noqa: B008 (frozen)
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        try:
-            parts = urlsplit(url)
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError as error:
-            raise ConfigError(f"url={url!r}: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-            raise ConfigError(f"url={url!r} must be http://HOST:PORT or https://HOST:PORT, without a user or a query")
+        parts = parse_origin(url)
         self.url = url
         self.limits = limits
         self.clock = clock
         self.connections: set[_Connection] = set()
-        self._address = (parts.hostname, port)
+        self._address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
-        self.host = check_target(parts.netloc.encode())
-        self._base = check_target(parts.path.rstrip("/").encode())
+        self.host = parts.netloc.encode()
+        self._base = parts.path.rstrip("/").encode()
         self._host_line = b" HTTP/1.1\r\nhost: %b\r\n" % self.host
         self._idle: list[_Connection] = []
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
+        self._retired = False
 
     async def send(
         self,
@@ -99,10 +108,12 @@ class Upstream:
         body: bytes = b"",
         *,
         head_s: float | None = None,
+        written: Callable[[], None] | None = None,
     ) -> Answer:
         """Send a request; return its answer when the head has come.
 
-        A kept connection that the server closed meanwhile is replaced by a fresh one, once.
+        A kept connection that the server closed meanwhile is replaced by a fresh one, once. `written` is called when
+        there is a connection: from then on the server may have got the request.
         """
         message = b"%b %b%b%b%bcontent-length: %d\r\n\r\n%b" % (
             check_target(method.encode()),
@@ -116,12 +127,16 @@ class Upstream:
         limit_s = self.limits.head_s if head_s is None else head_s
         connection = self._kept()
         if connection is not None:
+            if written is not None:
+                written()
             try:
                 return await connection.ask(message, method, limit_s)
             except UpstreamError as error:
                 if error.kind != "reset" or connection.heard:
                     raise
         connection = await self._connect()
+        if written is not None:
+            written()
         return await connection.ask(message, method, limit_s)
 
     def _kept(self) -> _Connection | None:
@@ -157,7 +172,7 @@ class Upstream:
 
     def give_back(self, connection: _Connection) -> None:
         """Keep a connection whose answer is complete, unless enough are kept."""
-        if len(self._idle) < self.limits.idle_connections and not self._closed:
+        if len(self._idle) < self.limits.idle_connections and not self._closed and not self._retired:
             connection.since = self.clock()
             self._idle.append(connection)
         else:
@@ -175,6 +190,12 @@ class Upstream:
             self._idle.pop(0).drop()
         for connection in [connection for connection in self.connections if now >= connection.deadline]:
             connection.time_out()
+
+    def retire(self) -> None:
+        """Keep no connection unused from now on; answers that come go on to their end."""
+        self._retired = True
+        while self._idle:
+            self._idle.pop().drop()
 
     async def close(self) -> None:
         """Close all connections; answers that are not complete fail."""
@@ -400,6 +421,8 @@ class _Connection(asyncio.Protocol):
         status = self.parser.get_status_code()
         if status < 200 or self.answer is not None or self.waiter is None:
             return
+        if status > 599:
+            raise ValueError(f"status {status}")
         if (
             self.quiet_bytes > self.upstream.limits.head_bytes
             and size_of(self.headers) > self.upstream.limits.head_bytes

@@ -1,0 +1,365 @@
+"""vLLM's pair through the gateway: who decodes, what is handed over, and that no KV stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from canned_pairs import deleted, footprint_on, params_of, prefills, vllm_pair
+from canned_workers import Canned, answer, completion, events, held, opens, resets, says, stalls
+from coterie.gateway.config import HealthSettings, LimitSettings
+from coterie.gateway.fleet.spec import RouterSpec
+from coterie.net.http1.messages import Request
+from coterie.net.http1.responder import Responder
+from coterie.wire.footprints import KEY
+from gateway_runs import Run, idle, run, settled
+from http1_peers import until
+from routing_cases import GROUPS, fitted
+
+DAMAGED = 'coterie_gateway_footprints_total{source="damaged"}'
+HANDED, FAILED = (f'coterie_gateway_handoffs_total{{outcome="{one}"}}' for one in ("ok", "prefill_failed"))
+
+
+def group_of(body: Any) -> int:
+    return int(body["prompt"].split()[-1])
+
+
+def test_decode_is_chosen_by_the_footprint_of_the_answer(tmp_path: Path) -> None:
+    """Prompts of a group go to the worker that was fitted for it, by what the prefill says and not by their text."""
+
+    async def test() -> None:
+        fitted().save(tmp_path / "fit.safetensors")
+        spec = RouterSpec("locality_band", fit=str(tmp_path / "fit.safetensors"), model="gpt-oss-20b")
+        lies = {"on": False}
+
+        def footprint(body: Any) -> Any:
+            group = group_of(body)
+            group = (group + 1) % GROUPS if lies["on"] else group
+            return footprint_on((2 * group, 2 * group + 1), 120)
+
+        names = [f"d{row}" for row in range(6)]
+        async with vllm_pair(*names, prefill=prefills(footprint=footprint), decode=spec) as (found, workers):
+
+            async def served_by(group: int) -> str:
+                got = await found.client.complete(prompt=f"of group {group}")
+                text: str = got.json["choices"][0]["text"]
+                return text.removeprefix("from ")
+
+            first = [await served_by(group) for group in range(GROUPS)]
+            assert len(set(first)) == GROUPS
+            assert [await served_by(group) for group in range(GROUPS)] == first
+            lies["on"] = True
+            assert [await served_by(group) for group in range(GROUPS)] == first[1:] + first[:1]
+            sources = (await found.client.ask("GET", "/decisions?pool=decode")).json["decisions"]
+            assert {one["footprint"] for one in sources} == {"answer"}
+            asked = workers[first[0]].completions[0].body
+            assert KEY not in asked["kv_transfer_params"], "the footprint is not the decode worker's"
+            assert asked["kv_transfer_params"]["remote_request_id"].startswith("cmpl-")
+            assert found.metrics[HANDED] == 3 * GROUPS
+            idle(found)
+
+    run(test)
+
+
+def test_both_get_the_same_id_and_the_prefill_one_token() -> None:
+    async def test() -> None:
+        async with vllm_pair("d") as (found, workers):
+            body = {
+                "prompt": "x",
+                "max_tokens": 9,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "top_p": 0.5,
+            }
+            got = await found.client.ask("POST", "/v1/completions", body, [(b"x-request-id", b"mine")])
+            assert got.body == b"".join(events(workers["d"]))
+            prefill, decode = workers["p"].completions[0], workers["d"].completions[0]
+            assert prefill.headers[b"x-request-id"] == decode.headers[b"x-request-id"] == b"mine"
+            assert (prefill.body["max_tokens"], prefill.body["stream"], prefill.body["top_p"]) == (1, False, 0.5)
+            assert prefill.body["kv_transfer_params"]["do_remote_decode"] is True
+            assert {key: decode.body[key] for key in body} == body
+            assert decode.body["kv_transfer_params"]["remote_request_id"] == "cmpl-mine"
+            await found.running.parts.flow.close()
+            assert not deleted(workers["p"]), "the decode worker has taken it"
+            idle(found)
+
+    run(test)
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422])
+def test_a_refusal_of_the_prefill_is_passed_on(status: int) -> None:
+    async def test() -> None:
+        refusal = b'{"error": {"message": "too long"}}'
+        async with vllm_pair("d", prefill=says(status, refusal)) as (found, workers):
+            got = await found.client.ask("POST", "/v1/completions", {"prompt": "x"}, [(b"x-request-id", b"mine")])
+            assert (got.status, got.body) == (status, refusal)
+            assert got.headers[b"x-request-id"] == b"mine"
+            assert not workers["d"].completions
+            assert 'coterie_gateway_worker_failures_total{kind="status_5xx",worker="p"}' not in found.metrics
+            idle(found)
+
+    run(test)
+
+
+@pytest.mark.parametrize("fails", [resets, says(500), says(503), says(429), says(200, b"no JSON"), says(200, b"[]")])
+def test_a_prompt_is_decoded_from_scratch_if_no_prefill_answers(fails: Any) -> None:
+    async def test() -> None:
+        async with vllm_pair("d", prefill=fails, prefillers=("p", "q")) as (found, workers):
+            got = await found.client.complete(stream=True)
+            assert got.body == b"".join(events(workers["d"]))
+            assert "kv_transfer_params" not in workers["d"].completions[0].body
+            assert workers["p"].completions, "both were asked"
+            assert workers["q"].completions
+            assert found.metrics[FAILED] == 1
+            idle(found)
+
+    run(test)
+
+
+def test_another_prefill_worker_is_asked() -> None:
+    async def test() -> None:
+        async with vllm_pair("d", prefillers=("p", "q")) as (found, workers):
+            workers["p"].act = resets
+            for _ in range(4):
+                assert (await found.client.complete()).status == 200
+            assert all("kv_transfer_params" in one.body for one in workers["d"].completions)
+            idle(found)
+
+    run(test)
+
+
+DAMAGE: list[Any] = ["", "AAAA", "\u00fc", "x" * 100_000, 3, [], {}, True, 1e300, {"a": {"b": []}}]
+
+
+@pytest.mark.parametrize("value", DAMAGE)
+def test_damaged_footprints_are_counted_and_served(value: Any) -> None:
+    async def act(worker: Canned, request: Request, responder: Responder) -> None:
+        params = {**params_of(request), KEY: value}
+        responder.send(200, msgspec.json.encode(completion(worker, kv_transfer_params=params)))
+
+    async def test() -> None:
+        async with vllm_pair("d", prefill=act) as (found, workers):
+            assert (await found.client.complete()).status == 200
+            assert workers["d"].completions[0].body["kv_transfer_params"]["remote_port"] == 1, "the KV is still used"
+            assert found.metrics[DAMAGED] == 1
+            idle(found)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        footprint_on((0, 1), 5)._replace(tokens=0),
+        footprint_on((0, 1), 5)._replace(tokens=2**63),
+        footprint_on((0, 1), 5)._replace(tokens=4),
+        footprint_on((0, 1), 5)._replace(counts=footprint_on((0, 1), 5).counts[:, :3]),
+        footprint_on((0, 1, 2), 5),
+        footprint_on((), 5),
+    ],
+)
+def test_lying_footprints_are_counted_and_served(lie: Any, tmp_path: Path) -> None:
+    async def test() -> None:
+        fitted().save(tmp_path / "fit.safetensors")
+        spec = RouterSpec("locality_band", fit=str(tmp_path / "fit.safetensors"), model="gpt-oss-20b")
+        async with vllm_pair("d", "e", prefill=prefills(footprint=lambda _: lie), decode=spec) as (found, _):
+            for _ in range(3):
+                assert (await found.client.complete()).status == 200
+            assert found.metrics[DAMAGED] == 3
+            assert found.running.parts.knowledge.footprints.counters.learned == 0
+            idle(found)
+
+    run(test)
+
+
+USAGES: list[Any] = [None, {}, {"prompt_tokens": 0}, {"prompt_tokens": 3, "more": []}]
+BAD_USAGES: list[Any] = [3, [], "x", {"prompt_tokens": None}, {"prompt_tokens": -1}, {"prompt_tokens": 1.5}]
+
+
+@pytest.mark.parametrize("usage", [*USAGES, *BAD_USAGES, {"prompt_tokens": 2**31 + 1}])
+def test_any_usage_is_served(usage: Any) -> None:
+    async def test() -> None:
+        async with vllm_pair("d", prefill=prefills(usage=usage)) as (found, workers):
+            assert (await found.client.complete()).status == 200
+            assert len(workers["d"].completions) == 1
+            idle(found)
+
+    run(test)
+
+
+def test_a_ghost_request() -> None:
+    """10**30 prompt tokens left a request in the fleet for ever: admitted halfway, never finished."""
+
+    async def act(worker: Canned, request: Request, responder: Responder) -> None:
+        raw = msgspec.json.encode(completion(worker, kv_transfer_params=params_of(request)))
+        responder.send(200, raw[:-1] + b',"usage":{"prompt_tokens":1' + b"0" * 30 + b"}}")
+
+    async def test() -> None:
+        async with vllm_pair("d", "e", prefill=act) as (found, workers):
+            for _ in range(4):
+                assert (await found.client.complete()).status == 200
+            assert len(workers["d"].completions) == len(workers["e"].completions) == 2, "the load is seen as it is"
+            assert found.metrics['coterie_gateway_worker_failures_total{kind="protocol",worker="p"}'] == 4
+            idle(found)
+
+    run(test)
+
+
+async def leave_in_prefill(found: Run, worker: Canned) -> None:
+    """A client that goes away while the prefill worker computes."""
+    asking = asyncio.create_task(found.client.complete())
+    await worker.got.wait()
+    asking.cancel()
+    await worker.left.wait()
+
+
+def test_a_client_that_leaves_in_the_prefill() -> None:
+    async def test() -> None:
+        async with vllm_pair("d", prefill=stalls) as (found, workers):
+            await leave_in_prefill(found, workers["p"])
+            await settled(found)
+            assert not workers["d"].completions
+
+    run(test)
+
+
+@pytest.mark.parametrize("grant", [True, False])
+def test_staged_kv_is_let_go_when_no_decode_worker_was_reached(grant: bool) -> None:
+    """The client leaves between prefill and decode: the gateway waits to try another decode worker."""
+
+    async def test() -> None:
+        health = HealthSettings(every_s=3600.0, backoff_s=3600.0, retries=1)
+        async with vllm_pair("d", "e", prefill=prefills(grant), health=health) as (found, workers):
+            parts = found.running.parts
+            await workers["d"].stop()
+            parts.pools["decode"].keeper.set_open("e", False)  # so that the one which is gone is chosen
+            asking = asyncio.create_task(found.client.complete())
+            await until(lambda: 'coterie_gateway_retries_total{pool="decode"}' in found.metrics)
+            await until(lambda: found.metrics['coterie_gateway_retries_total{pool="decode"}'])
+            parts.pools["decode"].keeper.set_open("e", True)
+            parts.pools["decode"].keeper.set_open("d", False)
+            asking.cancel()
+            await settled(found)
+            await parts.flow.close()
+            if grant:
+                (key,) = deleted(workers["p"])
+                assert key.startswith("cmpl-")
+                assert not workers["e"].completions
+            else:
+                assert not deleted(workers["p"])
+                (taken,) = workers["e"].completions
+                assert taken.body["kv_transfer_params"]["do_remote_prefill"] is True
+                assert (taken.body["max_tokens"], taken.body["stream"]) == (1, False)
+            await settled(found)
+
+    run(test)
+
+
+def test_a_client_that_leaves_in_the_decode() -> None:
+    async def test() -> None:
+        async with vllm_pair("d") as (found, workers):
+            workers["d"].act = opens
+            body = msgspec.json.encode({"prompt": "x", "stream": True})
+            got = await found.client.upstream.send("POST", "/v1/completions", [], body)
+            await anext(got)
+            got.close()
+            await workers["d"].left.wait()
+            await settled(found)
+            await found.running.parts.flow.close()
+            assert len(deleted(workers["p"])) == 1, "dropped, fetched or not"
+
+    run(test)
+
+
+def test_a_decode_worker_that_was_never_reached_leaves_the_kv_to_another() -> None:
+    async def test() -> None:
+        async with vllm_pair("d", "e") as (found, workers):
+            await workers["d"].stop()
+            for _ in range(4):
+                assert (await found.client.complete()).json["choices"][0]["text"] == "from e"
+            assert all("kv_transfer_params" in one.body for one in workers["e"].completions)
+            assert found.metrics['coterie_gateway_worker_failures_total{kind="connect",worker="d"}'] >= 1
+            await found.running.parts.flow.close()
+            assert not deleted(workers["p"])
+            idle(found)
+
+    run(test)
+
+
+@pytest.mark.parametrize("fails", [resets, says(500), says(429)])
+def test_kv_that_a_decode_worker_may_have_taken_is_not_offered_again(fails: Any) -> None:
+    async def test() -> None:
+        async with vllm_pair("d", "e") as (found, workers):
+            workers["d"].act = fails
+            while not workers["d"].completions:
+                assert (await found.client.complete()).json["choices"][0]["text"] == "from e"
+            assert "kv_transfer_params" in workers["d"].completions[0].body
+            assert "kv_transfer_params" not in workers["e"].completions[-1].body
+            await found.running.parts.flow.close()
+            assert len(deleted(workers["p"])) == 1
+            idle(found)
+
+    run(test)
+
+
+def test_no_decode_worker_answers() -> None:
+    async def test() -> None:
+        async with vllm_pair("d", "e") as (found, workers):
+            workers["d"].act = workers["e"].act = resets
+            got = await found.client.complete()
+            assert (got.status, got.json["error"]["code"]) == (502, "worker_failed")
+            assert b"127.0.0.1" not in got.body, "workers' addresses are not the clients'"
+            assert got.headers[b"x-request-id"]
+            await found.running.parts.flow.close()
+            assert len(deleted(workers["p"])) == 1
+            idle(found)
+
+    run(test)
+
+
+def test_a_prefill_worker_that_does_not_end_its_answer_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV is dropped in the background: what a worker does then must not keep the gateway from closing."""
+
+    async def act(worker: Canned, request: Request, responder: Responder) -> None:
+        if request.method == "DELETE":
+            await stalls(worker, request, responder)
+        await prefills()(worker, request, responder)
+
+    async def test() -> None:
+        async with vllm_pair("d", prefill=act) as (found, workers):
+            workers["d"].act = resets
+            assert (await found.client.complete()).status == 502
+            await until(lambda: deleted(workers["p"]))
+            flow = found.running.parts.flow
+            closing = asyncio.create_task(flow.close())
+            await until(lambda: closing.done() or workers["p"].cancelled)
+            await closing
+
+    monkeypatch.setattr("coterie.gateway.exchange.vllm_pair.DROP_S", 0.05)
+    run(test)
+
+
+def test_many_under_one_id() -> None:
+    async def test() -> None:
+        async with vllm_pair("d", prefill=prefills(), limits=LimitSettings(in_flight=50)) as (found, workers):
+            workers["d"].act = held
+            same = [(b"x-request-id", b"mine")]
+            asking = [
+                asyncio.create_task(found.client.ask("POST", "/v1/completions", {"prompt": "x"}, same))
+                for _ in range(20)
+            ]
+            await until(lambda: len(workers["d"].completions) == 20)
+            workers["d"].go.set()
+            assert {(await one).status for one in asking} == {200}
+            names = [one.headers[b"x-request-id"] for one in workers["d"].completions]
+            assert len(set(names)) == 20
+            keys = [one.body["kv_transfer_params"]["remote_request_id"] for one in workers["d"].completions]
+            assert keys == [f"cmpl-{name.decode()}" for name in names], "each fetches its own"
+            workers["d"].act = answer
+            idle(found)
+
+    run(test)
