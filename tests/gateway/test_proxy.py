@@ -365,7 +365,7 @@ def test_without_prefill_decoders_compute_prompts_and_without_decoders_nothing_i
             for server in workers.decode:
                 server.kill()
             gone = await fleet.serve(PATH, body(prompt))
-            assert "no connection" in str(gone.problem)
+            assert "cannot be reached" in str(gone.problem)
             assert (gone.body, gone.decoder) == (None, None)
             assert (fleet.counts.decode_failures, fleet.counts.retried) == (2, 1)
             assert (fleet.counts.served, fleet.counts.failed) == (2, 1)
