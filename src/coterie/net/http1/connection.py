@@ -66,7 +66,7 @@ class _Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """One client: parser callbacks above, answers below."""
+    """One client of a server: what it sends, and what it is answered."""
 
     def __init__(self, server: Host, loop: asyncio.AbstractEventLoop) -> None:
         self.server = server
