@@ -75,6 +75,7 @@ TOGETHER = {
         "waiting_machine",
     ),
     "serving": ("sem_moe_layer_time", "sem_moe_serving", "serving_group"),
+    "routing": ("fleet_state", "keeper", "keeper_attacks", "keeper_machine", "routers"),
     "generated": ("fitting", "generate", "inspect", "inspection", "page", "synthetic", "trace_invariants"),
 }
 """Files of tests that run the same loops: one worker takes them all, or both would compile them, for a minute each.

@@ -244,3 +244,12 @@ def test_a_worker_takes_on_the_character_of_who_comes() -> None:
     fleet.admit("one", 1, 0, other)
     assert fleet.missed[0, 0] > 250
     assert fleet.missed[0, 1] < 220
+
+
+def test_a_prior_of_zeros_does_not_become_denormal() -> None:
+    """A mean of zeros shrinks for ever; numbers below 1e-38 are slow to compute with."""
+    fleet, nothing = Fleet([4], np.full((1, 3), 0.5)), np.zeros(3, np.float32)
+    for number in range(100 * PRIOR_WINDOW):
+        fleet.admit(f"r{number}", 0, 0, nothing)
+        fleet.finish(f"r{number}")
+    assert not fleet._prior.any()

@@ -21,10 +21,10 @@ import numpy as np
 from coterie.costs.lines import StepPrices
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, CoterieError
-from coterie.gateway.fleet.asked import checked_row, fallback_of
+from coterie.gateway.fleet.asked import checked, checked_row, fallback_of
 from coterie.models import get_model
 from coterie.placement.maps.formats import read_map
-from coterie.routing import Fleet, Request, Router, RouterFit, routers
+from coterie.routing import Fleet, JoinShortestQueue, Request, Router, RouterFit, routers
 from coterie.types import Placement, WeightDtype
 
 
@@ -124,11 +124,20 @@ def try_out(made: Made) -> None:
     if shape is not None:
         ones = np.ones(shape)
         requests += [Request("third", 100, ones.astype(np.int64)), Request("fourth", 100, ones.astype(np.float32))]
-    for request in requests:
-        try:
-            checked_row(made.router.route(request, fleet), fleet)
-        except Exception as error:
-            raise ConfigError(f"router {made.name!r} cannot be used: {fallback_of(error).text}") from error
+    try:
+        for request in requests:
+            checked_row(made.router.route(checked(request, fleet, {}), fleet), fleet)
+    except Exception as error:
+        raise ConfigError(f"router {made.name!r} cannot be used: {fallback_of(error).text}") from error
+    _compile_counting(fleet.tracks_experts)
+
+
+def _compile_counting(experts: bool) -> None:
+    """Admit a request to a small fleet and route another: the first live request must not wait for a compiler."""
+    small = Fleet([1], np.zeros((1, 1), np.float32) if experts else None)
+    small.admit("first", 0, 0, np.zeros(1, np.float32) if experts else None)
+    JoinShortestQueue().route(Request("second"), small)
+    small.finish("first")
 
 
 def _made(spec: RouterSpec, given: Mapping[str, Any], pool: PoolShape) -> Made:
