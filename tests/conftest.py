@@ -76,6 +76,7 @@ TOGETHER = {
     ),
     "serving": ("sem_moe_layer_time", "sem_moe_serving", "serving_group"),
     "routing": ("fleet_state", "keeper", "keeper_attacks", "keeper_machine", "routers"),
+    "kv": ("directory", "follower", "kv_streams"),
     "generated": ("fitting", "generate", "inspect", "inspection", "page", "synthetic", "trace_invariants"),
 }
 """Files of tests that run the same loops: one worker takes them all, or both would compile them, for a minute each.
@@ -93,7 +94,7 @@ PAGES = {
     "docs/placement": "planning",
     "docs/results/routed-fleet": "fleets",
     "docs/routing": "test_fitted",
-    "docs/kv-directory": "test_directory",
+    "docs/kv-directory": "kv",
 }
 """Pages whose Python runs such loops, by the parameter of their test: a group of the above, or a file."""
 

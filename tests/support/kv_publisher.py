@@ -26,6 +26,7 @@ class Publisher:
     ) -> None:
         self.log: list[bytes] = []
         self.asked: list[int] = []
+        """First numbers of the replays that were answered."""
         self.sent = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
@@ -73,7 +74,7 @@ class Publisher:
                 continue
             name, _, start = self._replay.recv_multipart()
             first = int.from_bytes(start, "big")
-            self.asked.append(first)
             for seq, message in list(enumerate(self.log))[first:]:
                 self._replay.send_multipart([name, b"", *to_frames(b"kv", seq, message)])
             self._replay.send_multipart([name, b"", b"", REPLAY_END.to_bytes(8, "big"), b""])
+            self.asked.append(first)

@@ -45,6 +45,8 @@ async def following(*publishers: Publisher, **settings_: Any) -> AsyncIterator[K
             streams.join(f"w{row}", row, publisher.endpoint, publisher.replay)
             await asyncio.to_thread(publisher.wait_for_subscriber)
             await until(lambda row=row: streams.connected(f"w{row}"))  # type: ignore[misc]
+            if publisher.replay is not None:  # what is told from here on is not in the first replay
+                await until(lambda publisher=publisher: publisher.asked)  # type: ignore[misc]
         yield streams
     finally:
         await streams.close()
