@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 from hypothesis import given, settings
@@ -81,13 +81,13 @@ def split(rng: random.Random, message: bytes) -> list[bytes]:
     return [message[low:high] for low, high in zip([0, *cuts], [*cuts, len(message)], strict=True) if low < high]
 
 
-async def some_at_a_time(case: Callable[[int], object]) -> None:
+async def some_at_a_time(case: Callable[[int], Awaitable[None]]) -> None:
     limit = asyncio.Semaphore(AT_A_TIME)
 
     async def one(seed: int) -> None:
         async with limit:
             try:
-                await case(seed)  # type: ignore[misc]
+                await case(seed)
             except Exception as error:
                 raise AssertionError(f"seed {seed}") from error
 

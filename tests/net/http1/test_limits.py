@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
 
@@ -358,3 +359,37 @@ def test_unread_answers_hold_back_the_next_request(loop: str) -> None:
             raw.close()
 
     run_on(loop, main())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_slow_clients_that_take_all_connections_lose_them(loop: str) -> None:
+    async def main() -> None:
+        async with serving(Echo(), Limits(connections=100)) as served:
+            slow = [await served.connect() for _ in range(100)]
+            for number, raw in enumerate(slow):
+                raw.send(post(b"body", "/", b"X: y")[: 1 + number % 50])
+            await until(lambda: sum(bool(one.quiet_bytes) for one in served.server.connections) == 100)
+            assert (await served.ask(get())).startswith(b"HTTP/1.1 503")
+            served.later(10)
+            for raw in slow:
+                assert (await raw.rest()).startswith(b"HTTP/1.1 408")
+            await until(lambda: not served.server.connections)
+            assert (await served.ask(get("/", b"Connection: close"))).startswith(b"HTTP/1.1 200")
+            assert served.server.counters.timeouts == {"head": 100}
+
+    run_on(loop, main())
+
+
+def test_tiny_chunks_take_the_memory_of_their_bytes() -> None:
+    async def main() -> None:
+        size = 400_000
+        async with serving(Echo()) as served:
+            raw = await served.connect()
+            raw.send(CHUNKED + chunked(b"xy" * (size // 2), 2).removesuffix(b"0\r\n\r\n"))
+            await until(lambda: any(len(one.body) == size for one in served.server.connections))
+            (connection,) = served.server.connections
+            assert sys.getsizeof(connection.body) < 1.5 * size
+            raw.send(b"0\r\n\r\n")
+            assert len(await raw.answer()) > size
+
+    run_on("asyncio", main())

@@ -60,6 +60,30 @@ def test_close_waits_for_requests_that_have_begun_to_come() -> None:
     run_on("asyncio", main())
 
 
+def test_close_waits_for_handlers_that_go_on_after_their_answer() -> None:
+    async def main() -> None:
+        done: list[str] = []
+        release = asyncio.Event()
+
+        async def handler(_: Request, responder: Responder) -> None:
+            responder.send(200)
+            await release.wait()
+            done.append("books kept")
+
+        async with serving(handler) as served:
+            raw = await served.connect()
+            raw.send(get("/", b"Connection: close"))
+            await raw.rest()
+            await until(lambda: served.server.tasks)
+            closing = asyncio.create_task(served.server.close(60))
+            await until(lambda: served.server.draining)
+            release.set()
+            await closing
+            assert done == ["books kept"]
+
+    run_on("asyncio", main())
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_close_cuts_what_does_not_end(loop: str) -> None:
     async def main() -> None:

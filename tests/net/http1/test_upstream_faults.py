@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from coterie.errors import ConfigError
-from coterie.net.http1 import UpstreamError, UpstreamLimits
+from coterie.net.http1 import Upstream, UpstreamError, UpstreamLimits
+from coterie.net.http1 import upstream as upstream_module
 from coterie.net.processes import free_port
 from http1_peers import Clock, Spoken, client, fails, run_on, saying, scripted, until
 
@@ -279,3 +280,32 @@ def test_https_servers_are_verified(loop: str, monkeypatch: pytest.MonkeyPatch) 
             assert (await fails(plain)).kind == "reset"
 
     run_on(loop, main())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_sweeps_happen_by_themselves_on_a_connection_of_any_age(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream_module, "SWEEP_S", 0.01)
+
+    async def main() -> None:
+        async with scripted(saying(then=Spoken.gone)) as url:
+            upstream = Upstream(url, UpstreamLimits(head_s=0.05))
+            for _ in range(2):  # the second connection is opened after the first sweeper has ended
+                with pytest.raises(UpstreamError, match="no answer in time"):
+                    await upstream.send("GET", "/", [])
+                await until(lambda: upstream._sweeper is None)
+            await upstream.close()
+
+    run_on(loop, main())
+
+
+def test_client_that_is_closed_while_it_connects_keeps_nothing() -> None:
+    async def main() -> None:
+        async with scripted(saying(then=Spoken.gone)) as url, client(url) as upstream:
+            asked = asyncio.create_task(upstream.send("GET", "/", []))
+            await asyncio.sleep(0)
+            await upstream.close()
+            with pytest.raises(UpstreamError):
+                await asked
+            await until(lambda: not upstream.connections)
+
+    run_on("asyncio", main())

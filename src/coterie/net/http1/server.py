@@ -76,15 +76,15 @@ class HttpServer:
             self._server = None
 
     async def close(self, drain_s: float) -> None:
-        """Stop accepting, let running requests end for at most `drain_s`, then cut what is left."""
+        """Stop accepting, let requests and their handlers end for at most `drain_s`, then cut what is left."""
         self.pause()
         self.draining = True
         for connection in list(self.connections):
             connection.close_if_idle()
-        if self.connections and drain_s > 0:
-            self._emptied.clear()
+        if drain_s > 0:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._emptied.wait(), drain_s)
+                async with asyncio.timeout(drain_s):
+                    await self._ended()
         for connection in (*self.connections, *self.lingering):
             connection.transport.abort()
         running = {*self.tasks, *(connection.task for connection in self.connections if connection.task is not None)}
@@ -95,6 +95,14 @@ class HttpServer:
             await asyncio.sleep(0)  # transports close their sockets in one of the loop's next iterations
         if self._sweeper is not None:
             self._sweeper.cancel()
+
+    async def _ended(self) -> None:
+        """Wait until the connections are closed, and the handlers that go on after them have returned."""
+        while self.connections:
+            self._emptied.clear()
+            await self._emptied.wait()
+        if self.tasks:
+            await asyncio.wait(self.tasks)
 
     def admit(self, connection: Connection) -> str | None:
         """Count a new connection; return why it is refused, if it is."""

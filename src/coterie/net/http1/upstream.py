@@ -137,8 +137,6 @@ class Upstream:
         if self._closed:
             raise UpstreamError("connect", f"{self.url}: the client is closed")
         loop = asyncio.get_running_loop()
-        if self._sweeper is None:
-            self._sweeper = loop.call_later(SWEEP_S, self._sweep_again, loop)
         host, port = self._address
         try:
             async with asyncio.timeout(self.limits.connect_s):
@@ -149,6 +147,13 @@ class Upstream:
         except (OSError, ValueError) as error:  # a bad host name is a ValueError
             raise UpstreamError("connect", f"{self.url}: no connection: {error}") from None
         return connection
+
+    def opened(self, connection: _Connection) -> None:
+        self.connections.add(connection)
+        if self._closed:  # while it connected
+            connection.drop()
+        elif self._sweeper is None:
+            self._sweeper = connection.loop.call_later(SWEEP_S, self._sweep_again, connection.loop)
 
     def give_back(self, connection: _Connection) -> None:
         """Keep a connection whose answer is complete, unless enough are kept."""
@@ -336,7 +341,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         send_at_once(transport)
-        self.upstream.connections.add(self)
+        self.upstream.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.upstream.connections.discard(self)
