@@ -108,9 +108,7 @@ def test_what_is_asked_wrong_is_one_line(run: Run, url: str, tmp_path: Path) -> 
     refused(run("load", url, "--compare", "http://127.0.0.1:9", *FEW), "blocks=8 must be at most the 7 requests")
     refused(run("load", url, "--workload", "prompt"), "prompts, shared-prefix, trace")
     refused(run("load", url, "--compare", f"{url}/v1"), "given twice")
-    refused(
-        run("load", url, *FEW, "--router", "a", "--router", "b"), "/routers", "not the routers of a Coterie gateway"
-    )
+    refused(run("load", url, "--router", "a", "--router", "b"), "/routers", "not the routers of a Coterie gateway")
     refused(run("load", url, "--workload", "shared-prefix", "--hit-rate", 0.1), "hit_rate=0.1", "fewer turns")
     (tmp_path / "key").write_text("two words\n")
     refused(run("load", url, "--key-file", tmp_path / "key"), "one key")

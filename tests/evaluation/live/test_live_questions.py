@@ -41,7 +41,8 @@ def test_fewer_experts_that_save_no_time_are_called_that() -> None:
 
 def test_what_is_faster_or_slower_is_said() -> None:
     assert answer(experts=LESS, tpot_mean=LESS).endswith("mean TPOT -8.0 [-10.0, -6.0]%.")
-    assert answer(experts=NONE, ttft_mean=MORE).endswith("It does not pay here: joint:experts=0 is faster.")
+    assert answer(experts=NONE, ttft_mean=MORE).endswith("It does not pay here.")
+    assert answer(experts=MORE, ttft_mean=NONE).endswith("experts a step +5.0 [+2.0, +8.0]%. It does not pay here.")
 
 
 def test_routers_of_the_questions_exist() -> None:

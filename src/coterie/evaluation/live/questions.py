@@ -111,8 +111,8 @@ def answer_of(asked: Question, report: LoadReport) -> str:
     answer = f"{asked.what.capitalize()} ({against}): {', '.join(said)}."
     if _below(experts) and not faster:
         answer += f" Fewer experts did not make it faster here. {CPU}"
-    if slower and not faster:
-        answer += f" It does not pay here: {asked.base} is faster."
+    if not faster and (slower or _above(experts)):
+        answer += " It does not pay here."
     return answer
 
 

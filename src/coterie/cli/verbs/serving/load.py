@@ -227,7 +227,7 @@ def load_command(
 def _key(path: Path | None, variable: str) -> str | None:
     """A key from its file or the environment: never from the command line, which every user of the machine can read."""
     if path is None:
-        text, where = os.environ.get(variable), variable
+        text, where = os.environ.get(variable) or None, variable
     else:
         try:
             text, where = path.read_text(encoding="ascii"), str(path)
