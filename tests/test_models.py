@@ -105,3 +105,8 @@ class TestGetModel:
     def test_unknown(self) -> None:
         with pytest.raises(UnknownNameError, match=r"Unknown model 'Qwen3-30B'\. Did you mean 'qwen3-30b-a3b'\? Known"):
             get_model("Qwen3-30B")
+
+
+def test_a_models_folder_holds_no_other_tensors() -> None:
+    """vLLM loads every such file of the folder as weights."""
+    assert [file.name for file in tiny_model_path().glob("*.safetensors")] == ["model.safetensors"]

@@ -65,7 +65,10 @@ class EmbeddedFleet(NamedTuple):
 
 def decode_router(name: str | None) -> RouterSpec:
     """The router of the decode workers by its name. Those that need a fit get the one that ships with the model."""
-    spec = RouterSpec(OURS if name is None else name, fit=str(tiny_model_path() / "router.safetensors"))
+    fit = tiny_model_path().with_name(
+        "coterie-tiny-router.safetensors"
+    )  # vLLM takes all in a model's folder for weights
+    spec = RouterSpec(OURS if name is None else name, fit=str(fit))
     FleetKeeper(spec)  # raises in a sentence what it lacks
     return spec
 
