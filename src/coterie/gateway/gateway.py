@@ -26,7 +26,7 @@ from coterie.gateway.admin import Admin
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import CHAT, COMPLETIONS, EMBEDDINGS, MAX_ID, Call, Outcome, make_call
 from coterie.gateway.exchange.flow import RETRY_AFTER, failed
-from coterie.gateway.fleet.waiting import RefusedError
+from coterie.gateway.fleet.waiting import Refused
 from coterie.gateway.observing import CLIENT_GONE, Watcher, outcome_of
 from coterie.gateway.parts import MODELS_BYTES, MODELS_S, Parts
 from coterie.gateway.signals.knowledge import NOTHING
@@ -166,7 +166,7 @@ class Gateway:
                 else:
                     known = await self.parts.knowledge.known(call)
                     found = await self.parts.flow.serve(call, responder, known)
-        except RefusedError as refused:
+        except Refused as refused:
             found = Outcome(refused.status, problem=str(refused))
             watcher.metrics.rejected.inc(REFUSALS.get(refused.reason, "draining"))
             after: Headers = [(b"retry-after", str(refused.retry_after_s).encode()), (REQUEST_ID, call.id.encode())]
