@@ -149,7 +149,7 @@ def test_routers_are_swapped_while_requests_run() -> None:
                 await found.client.complete()
             assert len(a.completions) == before + 3, "round robin"
             idle(found)
-            for bad in (
+            wrong: list[Any] = [
                 {"router": "unheard_of"},
                 {"router": ""},
                 {"router": 3},
@@ -166,7 +166,8 @@ def test_routers_are_swapped_while_requests_run() -> None:
                 {"more": 1},
                 [],
                 b"{",
-            ):
+            ]
+            for bad in wrong:
                 got = await ask("PUT", "/routers/decode", bad)
                 assert got.status == 400, (bad, got.body)
                 assert (await ask("GET", "/routers")).json["decode"] == {"router": "round_robin"}

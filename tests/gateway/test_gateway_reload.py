@@ -164,7 +164,7 @@ def test_files_that_cannot_be_used_change_nothing(tmp_path: Path) -> None:
                     {"decode": RouterSpec("latency_aware", fit="/missing")},
                     {"keys": str(keys)},
                 ):
-                    write(path, msgspec.structs.replace(config, workers=[elsewhere], **changes))  # type: ignore[arg-type]
+                    write(path, msgspec.structs.replace(config, workers=[elsewhere], **changes))
                     number += 1
                     await refused(found)
                 for text in ("{}", "- {name: x}", "- 3", "{", '- !!int ""', "- {name: x, sha256: secret}"):
