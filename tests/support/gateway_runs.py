@@ -135,7 +135,7 @@ async def gateway(
     config: GatewayConfig, path: Path | None = None, access: FleetAccess | None = None
 ) -> AsyncIterator[Run]:
     said = io.StringIO()
-    running = Running(config, path, Log(said), access)
+    running = Running(config, path, Log(said, requests=config.log_requests), access)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     client = None

@@ -8,10 +8,11 @@ from urllib.parse import parse_qs, unquote
 
 import msgspec
 
-from coterie.errors import InputError, UnknownNameError
+from coterie.errors import ConfigError, InputError, UnknownNameError
 from coterie.gateway.config import WorkerEntry
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.parts import Parts
+from coterie.gateway.saved import SavedState
 from coterie.gateway.watching.metrics import CONTENT_TYPE
 from coterie.net.http1.messages import HttpError, Request
 from coterie.net.http1.responder import Responder
@@ -95,10 +96,13 @@ class Admin:
     def _add(self, request: Request, responder: Responder, _: str) -> None:
         entry = _read(request, WorkerEntry)
         self.parts.add_worker(entry)
+        self._keep(self.parts.changes.with_worker(entry))
         _send(responder, {"added": entry.id})
 
     def _remove(self, _: Request, responder: Responder, name: str) -> None:
         self.parts.remove_worker(name)
+        listed = any(worker.id == name for worker in self.parts.config.workers)
+        self._keep(self.parts.changes.without_worker(name, listed))
         _send(responder, {"removed": name})
 
     def _routers(self, _: Request, responder: Responder, __: str) -> None:
@@ -115,7 +119,15 @@ class Admin:
         except msgspec.ValidationError as error:
             raise HttpError(400, f"the body cannot be read: {error}") from None
         self.parts.set_router(name, spec)
+        self._keep(self.parts.changes.with_router(name, spec))
         _send(responder, {"pool": name, "router": spec.router, "settings": spec.settings})
+
+    def _keep(self, changes: SavedState) -> None:
+        try:
+            self.parts.change(changes)
+        except ConfigError as error:
+            self.parts.log.warning(str(error))
+            raise HttpError(500, f"done, but a restart will undo it: {error}", "not_saved") from None
 
     def _reloaded(self, _: Request, responder: Responder, __: str) -> None:
         if self._reload is None:

@@ -21,6 +21,7 @@ from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.fleet.waiting import WaitingLine
 from coterie.gateway.observing import Watcher
+from coterie.gateway.saved import SavedState, save_state
 from coterie.gateway.signals.knowledge import Knowledge
 from coterie.gateway.signals.masks import Mask
 from coterie.gateway.watching.decisions import Decisions
@@ -37,9 +38,21 @@ MODELS_BYTES, MODELS_S = 1 << 20, 10.0
 class Parts:
     """Everything but HTTP. Make it in a running event loop, `start` it, `close` it."""
 
-    def __init__(self, config: GatewayConfig, log: Log | None = None, access: FleetAccess | None = None) -> None:
-        """`access` are the fleet's secrets; None takes those of the environment."""
+    def __init__(
+        self,
+        config: GatewayConfig,
+        log: Log | None = None,
+        access: FleetAccess | None = None,
+        changes: SavedState = SavedState(),  # noqa: B008 (frozen)
+    ) -> None:
+        """`access` are the fleet's secrets; None takes those of the environment.
+
+        `changes` are those that were made at run time, before a restart.
+        """
         self.config = config
+        """As the file has it."""
+        self.changes = changes
+        config = changes.over(config)
         self.access = FleetAccess.read() if access is None else access
         self.metrics = Metrics(version("coterie"))
         self.decisions = Decisions(config.decisions)
@@ -62,7 +75,7 @@ class Parts:
         self._gauges()
 
     async def start(self) -> None:
-        for entry in self.config.workers:
+        for entry in self.changes.over(self.config).workers:
             self.add_worker(entry)
 
     async def close(self) -> None:
@@ -145,8 +158,15 @@ class Parts:
             raise ConfigError("a router is given as {router: NAME, settings: {…}}")
         self.pools[pool].keeper.reload(spec)
 
-    def reconfigure(self, config: GatewayConfig) -> None:
+    def change(self, changes: SavedState) -> None:
+        """Keep what was set at run time over a restart. Raises ConfigError if it cannot be written."""
+        self.changes = changes
+        if self.config.state is not None:
+            save_state(self.config.state, changes)
+
+    def reconfigure(self, file: GatewayConfig, changes: SavedState) -> None:
         """Take over workers, routers and limits. Raises ConfigError and changes nothing if a router cannot be made."""
+        config = changes.over(file)
         specs = {DECODE: config.decode, PREFILL: config.prefill}
         for entry in config.workers:
             check_role(config.handshake, entry)
@@ -161,7 +181,7 @@ class Parts:
                 if self.pools[name].spec != spec:
                     self.set_router(name, spec)
             raise
-        self.config = config
+        self.config = file
         self.log.requests = config.log_requests
         self.line.set_limits(config.limits.in_flight, config.limits.waiting)
         for flow in (self.plain, self.flow):
@@ -175,6 +195,8 @@ class Parts:
                 self.remove_worker(entry.id)
         for entry in config.workers:
             self.add_worker(entry)
+        if changes != self.changes:
+            self.change(changes)
 
     # --------------------------------------------------------------------------------------------------------- health
 

@@ -19,6 +19,7 @@ from coterie.gateway.exchange.pool import DECODE, PREFILL
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.gateway import Gateway, check_access
 from coterie.gateway.parts import Parts
+from coterie.gateway.saved import SavedState, load_state, set_aside
 from coterie.gateway.watching.logs import Log
 from coterie.net.access import FleetAccess
 from coterie.net.http1.server import HttpServer
@@ -89,6 +90,21 @@ def _ask(loop: asyncio.AbstractEventLoop, running: Running, stop: asyncio.Event)
         loop.call_soon_threadsafe(running.stop, stop)
 
 
+def _saved(config: GatewayConfig) -> tuple[SavedState, str | None]:
+    """What was set at run time before a restart, and what is wrong with it; then it is nothing."""
+    if config.state is None:
+        return SavedState(), None
+    found, problem = load_state(config.state)
+    if found is None:
+        return SavedState(), problem
+    try:
+        check_config(found.over(config))
+    except InputError as error:
+        kept = set_aside(Path(config.state))
+        return SavedState(), f"{config.state}: does not fit the config: {error}; it was kept as {kept}"
+    return found, None
+
+
 class Running:
     """A gateway with its server."""
 
@@ -97,7 +113,8 @@ class Running:
     ) -> None:
         self.path = path
         keys = check_access(config)
-        self.parts = Parts(config, log, access)
+        changes, self._problem = _saved(config)
+        self.parts = Parts(config, log, access, changes)
         self.gateway = Gateway(self.parts, keys, self.reload)
         self.server = HttpServer(self.gateway.handle, self.gateway.http_limits, self.gateway.check_head)
         self.url = ""
@@ -113,6 +130,8 @@ class Running:
         self._sweep(asyncio.get_running_loop())
         pools = {name: pool.spec.router for name, pool in self.parts.pools.items()}
         self.parts.log.started(self.url, version("coterie"), pools, len(self.parts.entries()))
+        if self._problem is not None:
+            self.parts.log.warning(self._problem)
         for warning in () if self.gateway.keys is None else self.gateway.keys.warnings:
             self.parts.log.warning(warning)
 
@@ -159,9 +178,10 @@ class Running:
         fixed = next((name for name in FIXED if getattr(config, name) != getattr(before, name)), None)
         if fixed is not None:
             raise ConfigError(f"{self.path}: {fixed} cannot change while the gateway runs; restart it")
-        check_config(config)
+        changes = self.parts.changes.after_reload(before, config)
+        check_config(changes.over(config))
         keys = check_access(config)
-        self.parts.reconfigure(config)
+        self.parts.reconfigure(config, changes)
         self.gateway.configure(config, keys)
         self.server.limits = self.gateway.http_limits
         self._drain_s = config.drain_s

@@ -99,6 +99,8 @@ async def pass_stream(answer: Answer, sink: Sink, extra: Headers) -> Relayed:
         sink.write(broken_stream(error))
         sink.end()
         return Relayed(first, last, events, problem=error)
+    finally:
+        answer.close()  # also where the client left while its buffer was full: the worker must hear of it
     if not sink.started:  # an empty stream
         first = last = time.monotonic()
         sink.start(answer.status, head_of(answer, extra))

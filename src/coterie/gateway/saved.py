@@ -1,4 +1,4 @@
-"""What a gateway keeps over a restart: its workers and its routers, in one small file.
+"""What a gateway keeps over a restart: workers and routers that were set at run time, in one small file.
 
 The file is replaced as a whole, so a crash leaves the old one or the new one. A file that cannot be read as what it
 should be is never lost: it is renamed, and the gateway starts from its configuration and says so.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from coterie.errors import ConfigError, check_input_file
+from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.fleet.spec import RouterSpec
 
 FORMAT, VERSION = "coterie-gateway-state", 1
@@ -20,38 +21,16 @@ MOST_BYTES = 16 << 20
 MOST_ASIDE = 1000
 """Damaged files kept beside each other; past that many the operator must look."""
 
-Role = Literal["prefill", "decode", "both"]
-
-
-class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An engine that serves requests."""
-
-    id: str
-    url: str
-    role: Role = "both"
-    places: int = 16
-    """Requests that it runs at once."""
-    speed: float = 1.0
-    """Relative to the other workers of its pool."""
-    rank: int | None = None
-    """Data-parallel rank of the engine at that URL; None for an engine that is one worker."""
-
-    def __post_init__(self) -> None:
-        if not self.id or not self.url:
-            raise ConfigError(f"id={self.id!r} and url={self.url!r} of a worker must not be empty")
-        if self.places < 1 or not 0 < self.speed < float("inf"):
-            raise ConfigError(
-                f"worker {self.id!r}: places={self.places} must be at least 1, speed={self.speed} above 0"
-            )
-        if self.rank is not None and self.rank < 0:
-            raise ConfigError(f"worker {self.id!r}: rank={self.rank} must be at least 0")
-
 
 class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Workers, and the router of each pool by the pool's name."""
+    """What was set at run time, over what the config says."""
 
-    workers: list[Worker] = []
+    workers: list[WorkerEntry] = []
+    """Added, or changed."""
     routers: dict[str, RouterSpec] = {}
+    """Pool → router."""
+    removed: list[str] = []
+    """Ids of workers that the config lists."""
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -59,6 +38,40 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if worker.id in seen:
                 raise ConfigError(f"two workers have the id {worker.id!r}")
             seen.add(worker.id)
+
+    def over(self, config: GatewayConfig) -> GatewayConfig:
+        """The config as it is in effect. Raises ConfigError where the two do not fit."""
+        workers = {worker.id: worker for worker in config.workers if worker.id not in self.removed}
+        workers |= {worker.id: worker for worker in self.workers}
+        return msgspec.structs.replace(
+            config,
+            workers=list(workers.values()),
+            prefill=self.routers.get("prefill", config.prefill),
+            decode=self.routers.get("decode", config.decode),
+        )
+
+    def with_worker(self, entry: WorkerEntry) -> SavedState:
+        left = self.without_worker(entry.id, listed=False)
+        return SavedState([*left.workers, entry], left.routers, left.removed)
+
+    def without_worker(self, worker_id: str, listed: bool) -> SavedState:
+        """`listed`: whether the config lists it."""
+        removed = [one for one in self.removed if one != worker_id] + [worker_id] * listed
+        return SavedState([one for one in self.workers if one.id != worker_id], self.routers, removed)
+
+    def with_router(self, pool: str, spec: RouterSpec) -> SavedState:
+        return SavedState(self.workers, {**self.routers, pool: spec}, self.removed)
+
+    def after_reload(self, before: GatewayConfig, config: GatewayConfig) -> SavedState:
+        """What still holds when the config file has changed: its changes are newer than those made before them."""
+        old, new = ({worker.id: worker for worker in one.workers} for one in (before, config))
+        touched = {id for id in old.keys() | new.keys() if old.get(id) != new.get(id)}
+        specs = {"prefill": before.prefill != config.prefill, "decode": before.decode != config.decode}
+        return SavedState(
+            [worker for worker in self.workers if worker.id not in touched],
+            {pool: spec for pool, spec in self.routers.items() if not specs.get(pool)},
+            [id for id in self.removed if id not in touched],
+        )
 
 
 class Loaded(NamedTuple):
@@ -85,7 +98,7 @@ class _Head(msgspec.Struct):
 def save_state(path: str | Path, state: SavedState) -> None:
     """Replace the file atomically; it is on the disk when this returns. Raises ConfigError if it cannot be written."""
     file = Path(path)
-    data = msgspec.json.format(msgspec.json.encode(_File(state.workers, state.routers)))
+    data = msgspec.json.format(msgspec.json.encode(_File(state.workers, state.routers, state.removed)))
     part = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         with part.open("wb") as stream:
@@ -122,12 +135,12 @@ def load_state(path: str | Path) -> Loaded:
             raise ConfigError(f"it is {head.format!r} version {head.version}; expected {FORMAT!r} version {VERSION}")
         found = msgspec.json.decode(data, type=_File)
     except (msgspec.MsgspecError, ConfigError, ValueError, RecursionError) as error:
-        kept = _set_aside(file)
+        kept = set_aside(file)
         return Loaded(None, f"{file}: the saved state cannot be used: {error}; it was kept as {kept}")
-    return Loaded(SavedState(found.workers, found.routers))
+    return Loaded(SavedState(found.workers, found.routers, found.removed))
 
 
-def _set_aside(file: Path) -> Path:
+def set_aside(file: Path) -> Path:
     """Rename a file to a name that is free, never over another file."""
     for number in range(1, MOST_ASIDE + 1):
         kept = file.with_name(f"{file.name}.damaged-{number}")

@@ -12,26 +12,31 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError, TraceError
-from coterie.gateway.fleet import saved
-from coterie.gateway.fleet.saved import SavedState, Worker, load_state, save_state
+from coterie.gateway import saved
+from coterie.gateway.config import WorkerEntry
 from coterie.gateway.fleet.spec import RouterSpec
+from coterie.gateway.saved import SavedState, load_state, save_state
 
 STATE = SavedState(
-    [Worker("p", "http://127.0.0.1:1", "prefill"), Worker("d0", "http://h:2", "decode", 64, 0.5, 3)],
+    [
+        WorkerEntry(id="p", url="http://127.0.0.1:1", role="prefill", kv_events="tcp://h:1", secure_events=True),
+        WorkerEntry(id="d0", url="http://h:2", role="decode", places=64, speed=0.5, data_parallel_rank=3),
+    ],
     {"decode": RouterSpec(router="locality_band", settings={"band": 0.05}, fit="fits/a b.safetensors", seed=7)},
+    ["gone"],
 )
 
 
 @given(
     st.lists(
         st.builds(
-            Worker,
-            st.text(min_size=1, max_size=5),
-            st.text(min_size=1, max_size=5),
-            st.sampled_from(["prefill", "decode", "both"]),
-            st.integers(1, 2**40),
-            st.floats(0, 1e300, exclude_min=True),
-            st.none() | st.integers(0, 99),
+            WorkerEntry,
+            id=st.text("ab- /", min_size=1, max_size=5),
+            url=st.just("http://h:1"),
+            role=st.sampled_from(["prefill", "decode", "both"]),
+            places=st.integers(1, 2**20),
+            speed=st.floats(0, 1e300, exclude_min=True),
+            data_parallel_rank=st.none() | st.integers(0, 99),
         ),
         max_size=4,
         unique_by=lambda worker: worker.id,
@@ -41,7 +46,7 @@ STATE = SavedState(
     ),
 )
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_was_saved_is_read(tmp_path: Path, workers: list[Worker], routers: dict[str, RouterSpec]) -> None:
+def test_what_was_saved_is_read(tmp_path: Path, workers: list[WorkerEntry], routers: dict[str, RouterSpec]) -> None:
     state = SavedState(workers, routers)
     save_state(tmp_path / "state.json", state)
     assert load_state(tmp_path / "state.json") == (state, None)
@@ -69,12 +74,12 @@ DAMAGED = {
     "version": json.dumps(whole() | {"version": 2}).encode(),
     "huge version": json.dumps(whole() | {"version": 10**40}).encode(),
     "unknown field": json.dumps(whole() | {"keys": []}).encode(),
-    "places": json.dumps(whole() | {"workers": [{"id": "a", "url": "u", "places": 0}]}).encode(),
-    "speed": json.dumps(whole() | {"workers": [{"id": "a", "url": "u", "speed": -1}]}).encode(),
-    "rank": json.dumps(whole() | {"workers": [{"id": "a", "url": "u", "rank": -1}]}).encode(),
+    "places": json.dumps(whole() | {"workers": [{"id": "a", "url": "http://u", "places": 0}]}).encode(),
+    "speed": json.dumps(whole() | {"workers": [{"id": "a", "url": "http://u", "speed": -1}]}).encode(),
+    "rank": json.dumps(whole() | {"workers": [{"id": "a", "url": "http://u", "placement_rank": -1}]}).encode(),
     "no url": json.dumps(whole() | {"workers": [{"id": "a"}]}).encode(),
-    "role": json.dumps(whole() | {"workers": [{"id": "a", "url": "u", "role": "boss"}]}).encode(),
-    "twice": json.dumps(whole() | {"workers": [{"id": "a", "url": "u"}] * 2}).encode(),
+    "role": json.dumps(whole() | {"workers": [{"id": "a", "url": "http://u", "role": "boss"}]}).encode(),
+    "twice": json.dumps(whole() | {"workers": [{"id": "a", "url": "http://u"}] * 2}).encode(),
     "router": json.dumps(whole() | {"routers": {"decode": {"router": 3}}}).encode(),
 }
 
