@@ -12,12 +12,13 @@ import sys
 
 from coterie.engines.tiny import tiny_model_path
 from coterie.gateway.config import GatewayConfig, WorkerEntry
+from coterie.gateway.embedded import tiny_fit_path
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.serve import run_gateway
 
 
 def config(port: int, router: str, tokens: bool, urls: list[str]) -> GatewayConfig:
-    fit = str(tiny_model_path() / "router.safetensors")
+    fit = str(tiny_fit_path())
     return GatewayConfig(
         listen=f"127.0.0.1:{port}",
         workers=[WorkerEntry(id=f"worker-{number}", url=url, places=64) for number, url in enumerate(urls)],

@@ -63,12 +63,14 @@ class EmbeddedFleet(NamedTuple):
         )
 
 
+def tiny_fit_path() -> Path:
+    """Fit of a router for coterie-tiny. Not in the model's folder: vLLM takes every such file there for weights."""
+    return tiny_model_path().with_name("coterie-tiny-router.safetensors")
+
+
 def decode_router(name: str | None) -> RouterSpec:
     """The router of the decode workers by its name. Those that need a fit get the one that ships with the model."""
-    fit = tiny_model_path().with_name(
-        "coterie-tiny-router.safetensors"
-    )  # vLLM takes all in a model's folder for weights
-    spec = RouterSpec(OURS if name is None else name, fit=str(fit))
+    spec = RouterSpec(OURS if name is None else name, fit=str(tiny_fit_path()))
     FleetKeeper(spec)  # raises in a sentence what it lacks
     return spec
 

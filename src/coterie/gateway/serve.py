@@ -125,6 +125,7 @@ class Running:
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         await self.parts.start()
+        await asyncio.to_thread(self.parts.knowledge.warm_up)
         self._gauges()
         await self.server.start(listener)
         self._sweep(asyncio.get_running_loop())

@@ -18,6 +18,7 @@ from coterie.cli.output import JsonOption, print_json, print_verdict, reporting
 from coterie.cli.verbs import VERBS
 
 MODEL = "gpt-oss-20b"
+NEXT = "coterie serve --embedded --demo"
 ROUTES = "routing"
 """Work that is not a verb: what the demo and a gateway do with a fitted router."""
 
@@ -73,9 +74,9 @@ def warm_command(json_output: JsonOption = False) -> None:
     else:
         verdict = f"All loops are compiled already ({wall_s:.0f} s to check)."
     if json_output:
-        print_json({"compiled": compiled, "wall_s": wall_s, "verdict": verdict, "next": "coterie demo"})
+        print_json({"compiled": compiled, "wall_s": wall_s, "verdict": verdict, "next": NEXT})
         return
-    print_verdict(verdict, "coterie demo")
+    print_verdict(verdict, NEXT)
 
 
 @contextlib.contextmanager
@@ -110,6 +111,8 @@ def _route(path: Path) -> None:
     from coterie.errors import ConfigError
     from coterie.evaluation.demo.loop import make_router
     from coterie.footprints import footprint
+    from coterie.gateway.embedded import decode_router
+    from coterie.gateway.signals import kv_streams, predicted
     from coterie.routing import RouterFit, routers
     from coterie.traces import ActivationTrace
 
@@ -121,6 +124,10 @@ def _route(path: Path) -> None:
     ActivationTrace.from_arrays(trace.meta, tokens.expert_ids, offsets, trace.requests, tokens.phase, ids).save(
         "trace-with-tokens"
     )
+    kv_streams.warm_up()
+    predicted.warm_up()
+    for name in ("joint", None):
+        decode_router(name)
     made = {}
     for name in routers.names():
         with contextlib.suppress(ConfigError):  # one that needs more than a fit, such as labels

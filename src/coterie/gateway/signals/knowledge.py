@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from coterie.errors import CoterieError
 from coterie.gateway.config import GatewayConfig, WorkerEntry
+from coterie.gateway.signals import kv_streams, predicted
 from coterie.gateway.signals.kv_streams import KvStreams
 from coterie.gateway.signals.masks import Mask, mask_of, read_placement
 from coterie.gateway.signals.model_tokenizers import load_tokenizer
@@ -172,6 +173,12 @@ class Knowledge:
                 if row not in guessed:
                     found[row] = told[row]
         return found
+
+    def warm_up(self) -> None:
+        """Compile ahead what the first requests and events would wait for; seconds, once on a machine."""
+        predicted.warm_up()
+        if any(streams.workers for streams in self._streams.values()):
+            kv_streams.warm_up()
 
     async def close(self) -> None:
         self.tokens.close()
