@@ -18,7 +18,7 @@ from coterie.net.http1 import HttpError, Limits, Request, Responder, Upstream, U
 from http1_peers import Echo, Raw, Served, Spoken, chunked, get, post, run_on, scripted, serving, until
 
 LOOPS = ["asyncio", "uvloop"]
-CASES = 400
+CASES = 250
 AT_A_TIME = 16
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 REQUESTS = [
