@@ -18,7 +18,7 @@ from coterie.net.http1 import HttpError, Limits, Request, Responder, Upstream, U
 from http1_peers import Echo, Raw, Served, Spoken, chunked, get, post, run_on, scripted, serving, until
 
 LOOPS = ["asyncio", "uvloop"]
-CASES = 400
+CASES = 250
 AT_A_TIME = 16
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 REQUESTS = [
@@ -292,3 +292,59 @@ async def _come_and_go(served: Served, rng: random.Random) -> None:
         if rng.random() < 0.5:
             await raw.answer()
     raw.close()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_clients_that_leave_a_proxy_at_any_moment_leave_nothing(loop: str) -> None:
+    """Client to proxy to worker: whoever leaves, all that worked for it ends."""
+
+    async def work(request: Request, responder: Responder) -> None:
+        rng = random.Random(int(request.path[1:]))
+        for _ in range(rng.randrange(4)):
+            await asyncio.sleep(0)
+        responder.start(200, [])
+        for _ in range(rng.randrange(20)):
+            responder.write(b"x" * rng.randrange(1, 20_000))
+            await responder.drain()
+            await asyncio.sleep(0)
+        if rng.random() < 0.1:
+            responder.abort()
+        elif rng.random() < 0.1:
+            await asyncio.Event().wait()  # until its client leaves
+        else:
+            responder.end()
+
+    async def main() -> None:
+        async with serving(work) as worker:
+            upstream = Upstream(f"http://127.0.0.1:{worker.port}")
+
+            async def forward(request: Request, responder: Responder) -> None:
+                try:
+                    answer = await upstream.send(request.method, request.path, [], request.body)
+                    responder.start(answer.status, [])
+                    async for piece in answer:
+                        responder.write(piece)
+                        await responder.drain()
+                    responder.end()
+                except UpstreamError as error:
+                    raise HttpError(502, error.kind) from None
+
+            async with serving(forward) as proxy:
+
+                async def case(seed: int) -> None:
+                    rng = random.Random(seed)
+                    raw = await proxy.connect()
+                    raw.send(post(b"x" * rng.randrange(3000), f"/{seed}"))
+                    for _ in range(rng.randrange(60)):
+                        await asyncio.sleep(0)
+                    raw.close()
+
+                await some_at_a_time(case)
+                await until(lambda: not proxy.server.connections and not proxy.server.tasks)
+                await until(lambda: not worker.server.tasks)
+                assert proxy.server.counters.errors == worker.server.counters.errors == 0
+                assert proxy.server.counters.disconnects > 0
+            await upstream.close()
+            await until(lambda: not worker.server.connections and not worker.server.tasks)
+
+    run_on(loop, main())

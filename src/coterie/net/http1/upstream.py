@@ -161,9 +161,13 @@ class Upstream:
             raise UpstreamError("connect", message) from None
         except (OSError, ValueError) as error:  # a bad host name is a ValueError
             raise UpstreamError("connect", f"{self.url}: no connection: {error}") from None
+        self._watch(connection)
         return connection
 
-    def opened(self, connection: _Connection) -> None:
+    def _watch(self, connection: _Connection) -> None:
+        # Not in connection_made: if connecting is cancelled after it, uvloop closes without connection_lost.
+        if connection.parser is None:
+            return  # lost already
         self.connections.add(connection)
         if self._closed:  # while it connected
             connection.drop()
@@ -362,7 +366,6 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         send_at_once(transport)
-        self.upstream.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.upstream.connections.discard(self)
