@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 import time
@@ -27,6 +28,8 @@ from coterie.net.listening import bind
 
 FIXED = ("listen", "handshake", "tokenizer", "block_size", "placement", "predictor", "state", "decisions")
 """Settings that a reload cannot change."""
+SPARE_FILES = 256
+"""Files besides connections: logs, event streams, what libraries open."""
 SWEEP_S = 0.5
 """Time between two looks for requests that took too long."""
 Ready = Callable[[str, Callable[[], None]], None]
@@ -50,8 +53,18 @@ def run_gateway(
     """Serve until SIGTERM or SIGINT. `path` is the config file, read again at a reload."""
     host, port = config.address
     listener = bind(host, port)
+    _allow_files(config.limits.connections + config.limits.in_flight)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(serve(config, path, listener, ready, log, access))
+
+
+def _allow_files(connections: int) -> None:
+    """Raise the number of files that this process may open, as far as it may: every connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

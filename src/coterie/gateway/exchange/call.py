@@ -131,7 +131,7 @@ class Collected:
     def send(
         self, status: int, body: bytes = b"", content_type: bytes = b"application/json", headers: Pairs = ()
     ) -> None:
-        self.start(status, [(b"content-type", content_type), *headers], len(body))
+        self.start(status, [*([(b"content-type", content_type)] if content_type else []), *headers], len(body))
         self.pieces.append(body)
         self.end()
 

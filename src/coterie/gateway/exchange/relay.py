@@ -72,9 +72,7 @@ async def pass_whole(answer: Answer, sink: Sink, extra: Headers, limit: int) -> 
     """Read the answer, then send it. Raises UpstreamError before the client got anything."""
     body = await answer.read(limit)
     now = time.monotonic()
-    sink.start(answer.status, head_of(answer, extra), len(body))
-    sink.write(body)
-    sink.end()
+    sink.send(answer.status, body, b"", head_of(answer, extra))
     return Relayed(now, now, 1, usage_of(body))
 
 
