@@ -13,19 +13,18 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self, cast
+from typing import cast
 from urllib.parse import SplitResult, urlsplit
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from coterie.errors import ConfigError, CoterieError, check_at_least, check_not_negative, check_positive
+from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
+from coterie.net.http1.answer import Answer, Kind, UpstreamError
 from coterie.net.http1.messages import Headers, check_target, header_lines, send_at_once, size_of
 
-FULL_BYTES = 262_144
-"""Bytes of an answer that wait for their consumer before reading pauses."""
-SWEEP_S = 0.25
+__all__ = ["Answer", "Kind", "Upstream", "UpstreamError", "UpstreamLimits"]
 
-Kind = Literal["connect", "reset", "timeout", "protocol", "too_large"]
+SWEEP_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +49,6 @@ class UpstreamLimits:
         check_positive(connect_s=self.connect_s, head_s=self.head_s, idle_s=self.idle_s)
         check_not_negative(keep_s=self.keep_s, body_bytes=self.body_bytes, idle_connections=self.idle_connections)
         check_at_least(1, head_bytes=self.head_bytes)
-
-
-class UpstreamError(CoterieError):
-    """No answer, or no whole one."""
-
-    def __init__(self, kind: Kind, message: str, answered: bool = False) -> None:
-        super().__init__(message)
-        self.kind: Kind = kind
-        self.answered = answered
-        """Whether the head of an answer had come."""
 
 
 def parse_origin(url: str) -> SplitResult:
@@ -214,89 +203,6 @@ class Upstream:
             await asyncio.sleep(0)  # transports close their sockets in one of the loop's next iterations
 
 
-class Answer:
-    """An answer whose head has come. Read it, iterate over it, or close it."""
-
-    __slots__ = ("_buffered", "_connection", "_error", "_pieces", "_waiter", "complete", "headers", "status")
-
-    def __init__(self, connection: _Connection, status: int, headers: Headers) -> None:
-        self._connection = connection
-        self._pieces: list[bytes] = []
-        self._buffered = 0
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: UpstreamError | None = None
-        self.status = status
-        self.headers = headers
-        self.complete = False
-
-    async def read(self, limit: int | None = None) -> bytes:
-        """Return the rest of the body."""
-        most = self._connection.upstream.limits.body_bytes if limit is None else limit
-        if self.complete and len(self._pieces) == 1 and self._buffered <= most:
-            return self._take()
-        taken: list[bytes] = []
-        size = 0
-        async for piece in self:
-            size += len(piece)
-            if size > most:
-                self.close()
-                raise UpstreamError("too_large", f"an answer of more than {most} bytes", answered=True)
-            taken.append(piece)
-        return b"".join(taken)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> bytes:
-        """Return what has come since the last piece."""
-        while not self._pieces:
-            if self.complete:
-                raise StopAsyncIteration
-            if self._error is not None:
-                raise self._error
-            self._waiter = self._connection.loop.create_future()
-            try:
-                await self._waiter
-            except asyncio.CancelledError:
-                self.close()
-                raise
-        return self._take()
-
-    def _take(self) -> bytes:
-        pieces = self._pieces
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        pieces.clear()
-        if self._buffered > FULL_BYTES and not self.complete:
-            self._connection.resume()
-        self._buffered = 0
-        return data
-
-    def close(self) -> None:
-        """Leave the answer: an incomplete one takes its connection with it."""
-        if not self.complete and self._error is None:
-            self._error = UpstreamError("reset", "the answer was closed", answered=True)
-            self._connection.drop()
-
-    def add(self, piece: bytes) -> bool:
-        """Take a piece of the body; return whether reading must pause."""
-        self._pieces.append(piece)
-        before = self._buffered
-        self._buffered += len(piece)
-        self._wake()
-        return before <= FULL_BYTES < self._buffered
-
-    def finish(self, error: UpstreamError | None = None) -> None:
-        if self.complete or self._error is not None:
-            return
-        self._error = error
-        self.complete = error is None
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
 class _Connection(asyncio.Protocol):
     """One connection, with one request at a time."""
 
@@ -315,6 +221,10 @@ class _Connection(asyncio.Protocol):
         self.quiet_bytes = 0  # since the last piece of a body: bounds heads and trailers
         self.since = 0.0
         self.deadline = math.inf
+
+    @property
+    def body_bytes(self) -> int:
+        return self.upstream.limits.body_bytes
 
     async def ask(self, message: bytes, method: str, head_s: float) -> Answer:
         if self.transport.is_closing():
