@@ -23,7 +23,7 @@ def test_an_endless_event_passes_in_pieces() -> None:
     async def act(_: Canned, __: Request, responder: Responder) -> None:
         responder.start(200, [(b"content-type", b"text/event-stream")])
         responder.write(b"data: ")
-        for _ in range(128):
+        for _number in range(128):
             responder.write(PIECE)
             await responder.drain()
         responder.end()
