@@ -65,14 +65,14 @@ def test_slow_loris(half: bytes | None) -> None:
     half = asking(b'{"prompt":"x"}')[:-3] if half is None else half
 
     async def test() -> None:
-        limits = LimitSettings(connections=400)
+        limits = LimitSettings(connections=200)
         async with canned_workers("a") as (worker,), gateway(config_of([worker], limits=limits)) as found:
             server = found.running.server
             server.clock = clock = Clock()
-            many = [await Raw.open(found.port) for _ in range(300)]
+            many = [await Raw.open(found.port) for _ in range(150)]
             for raw in many:
                 raw.send(half)
-            await until(lambda: len(server.connections) == 300)
+            await until(lambda: len(server.connections) == 150)
             await served(found)
             assert not worker.completions[1:]
             await until(lambda: all(one.quiet_bytes or not half or one.phase == "body" for one in server.connections))
@@ -83,7 +83,7 @@ def test_slow_loris(half: bytes | None) -> None:
                 {b"408"} if half else {b""}
             )
             await until(lambda: not server.connections)
-            assert sum(server.counters.timeouts.values()) == 300
+            assert sum(server.counters.timeouts.values()) == 150
             await served(found)
             idle(found)
 

@@ -64,6 +64,7 @@ REQUESTS = [
 async def all_well(found: Run) -> None:
     """Nothing crashed, nothing is left, and requests are served."""
     parts, server = found.running.parts, found.running.server
+    found.client.upstream.retire()
     await until(lambda: not server.connections and not server.lingering and not server.tasks)
     await settled(found)
     assert server.counters.errors == 0
@@ -72,7 +73,6 @@ async def all_well(found: Run) -> None:
         if entry.id != "good":
             parts.remove_worker(entry.id)
     assert (await found.client.complete()).status == 200
-    await found.client.upstream.close()
 
 
 @pytest.mark.parametrize(("count", "seed"), LOTS)

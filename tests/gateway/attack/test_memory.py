@@ -1,6 +1,6 @@
 """Memory over hundreds of thousands of requests: nothing is kept of a request that ended.
 
-``python tests/gateway/attack/test_memory.py 1000000`` prints it for as many as you like.
+``python tests/gateway/attack/test_memory.py 1000000 none`` prints it for as many as you like, and for a handshake.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
+import uvloop
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
@@ -22,7 +23,7 @@ if __name__ == "__main__":
 from canned_pairs import footprint_on, params_of
 from canned_workers import Canned, completion, events
 from coterie.engines.tiny import tiny_model_path
-from coterie.gateway.config import GatewayConfig, LimitSettings, WorkerEntry
+from coterie.gateway.config import GatewayConfig, Handshake, LimitSettings, Role, WorkerEntry
 from coterie.net.http1.messages import Request
 from coterie.net.http1.responder import Responder
 from coterie.net.http1.upstream import UpstreamError
@@ -82,19 +83,20 @@ async def one(found: Run, number: int) -> None:
         raise AssertionError(f"request {number}: {error}") from None
 
 
-async def measure(count: int, say: bool = False) -> list[Sample]:
+async def measure(count: int, handshake: Handshake, say: bool = False) -> list[Sample]:
     samples: list[Sample] = []
     async with AsyncExitStack() as stack:
-        workers = [Canned("p", prefill), Canned("d", decode), Canned("e", decode)]
+        pair = handshake != "none"
+        workers = [*([Canned("p", prefill)] if pair else []), Canned("d", decode), Canned("e", decode)]
         for worker in workers:
             await worker.start()
             stack.push_async_callback(worker.stop)
-        roles = ["prefill", "decode", "decode"]
+        roles: list[Role] = ["prefill", "decode", "decode"] if pair else ["both", "both"]
         config = GatewayConfig(
             listen="127.0.0.1:0",
-            handshake="vllm",
-            tokenizer=str(tiny_model_path()),
-            workers=[WorkerEntry(id=x.name, url=x.url, role=role) for x, role in zip(workers, roles, strict=True)],  # type: ignore[arg-type]
+            handshake=handshake,
+            tokenizer=str(tiny_model_path()) if pair else None,
+            workers=[WorkerEntry(id=x.name, url=x.url, role=role) for x, role in zip(workers, roles, strict=True)],
             health=msgspec.structs.replace(FAST, failures=1_000_000, retries=1),
             limits=LimitSettings(in_flight=64),
         )
@@ -119,9 +121,15 @@ async def measure(count: int, say: bool = False) -> list[Sample]:
     return samples
 
 
+def measured(count: int, handshake: Handshake, say: bool = False) -> list[Sample]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(measure(count, handshake, say))
+
+
 @pytest.mark.long
-def test_memory_is_flat() -> None:
-    samples = asyncio.run(measure(200_000))
+@pytest.mark.parametrize("handshake", ["none", "vllm"])
+def test_memory_is_flat(handshake: Handshake) -> None:
+    samples = measured(200_000, handshake)
     middle, last = samples[len(samples) // 2 - 1], samples[-1]
     grown = (last.bytes - middle.bytes) / (last.requests - middle.requests)
     assert grown < LARGEST_GROWTH, samples
@@ -130,4 +138,4 @@ def test_memory_is_flat() -> None:
 
 if __name__ == "__main__":
     sys.stdout.write("requests\tbytes resident\tobjects\n")
-    asyncio.run(measure(int(sys.argv[1]) if len(sys.argv) > 1 else 200_000, say=True))
+    measured(int(sys.argv[1]), "vllm" if sys.argv[2:] == ["vllm"] else "none", say=True)
