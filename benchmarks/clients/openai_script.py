@@ -1,7 +1,7 @@
 """OpenAI's Python client against a URL. Runs in an environment of its own: ``openai_script.py URL MODEL [KEY]``.
 
-Prints one JSON object: `checks`, each with what was tried and what came of it, and `sent`, ids and bodies of requests as
-they left the client, so that they can be compared with what a worker got.
+Prints one JSON object: `checks`, each with what was tried and what came of it, and `sent`, ids and bodies of requests
+as they left the client, so that they can be compared with what a worker got.
 """
 
 from __future__ import annotations
