@@ -6,18 +6,17 @@ The Rust routers are wheels of PyPI; they get an environment of their own, made 
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
-import venv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from coterie.errors import ConfigError
 from coterie.net.processes import ServerProcess, free_port
+from environments import OUT, installed
 
 HERE = Path(__file__).resolve().parent
-ENVIRONMENT = HERE.parent.parent / "out" / "peers"
+ENVIRONMENT = OUT / "peers"
 PACKAGES = {"vllm-router": "0.1.16", "sglang-router": "0.3.2"}
 OWN = ("minimal", "bare-aiohttp")
 PEERS = (*PACKAGES, *OWN)
@@ -78,14 +77,4 @@ def _router_options(name: str, port: int, workers: Sequence[str]) -> list[str]:
 
 
 def _installed(name: str) -> Path:
-    command = ENVIRONMENT / "bin" / name
-    if not command.exists():
-        print(f"installing {name} {PACKAGES[name]} under {ENVIRONMENT}", file=sys.stderr)
-        if not (ENVIRONMENT / "bin" / "pip").exists():
-            venv.create(ENVIRONMENT, with_pip=True)
-        subprocess.run(
-            [ENVIRONMENT / "bin" / "pip", "install", "--quiet", f"{name}=={PACKAGES[name]}"],
-            check=True,
-            stdout=sys.stderr,
-        )
-    return command
+    return installed(ENVIRONMENT, name, [f"{name}=={PACKAGES[name]}"])

@@ -23,7 +23,7 @@ from coterie.prompts import load_prompts, take_in_turn
 from coterie.routing import RoundRobin
 from coterie.routing.fleet import Fleet as Workers
 from vllm_checks import Listener, Truth, dense_model, event_of, sequence
-from vllm_servers import MODEL, Fleet, Server, needs_vllm
+from vllm_servers import MODEL, Fleet, Server, needs_vllm, start_trio
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 
@@ -36,16 +36,8 @@ def truth() -> Truth:
 
 
 @pytest.fixture(scope="module")
-def trio(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> list[Server]:
-    shared = tmp_path_factory.mktemp("kv")
-    beside = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(shared)},
-    }
-    fleet.stop("plugin", "tight")
-    how: dict[str, Any] = {"settings": {"load_interval_s": 0.2}, "beside": beside}
-    return fleet.start({"prefill": how, "decode-0": how, "decode-1": how})
+def trio(fleet: Fleet) -> list[Server]:
+    return start_trio(fleet)
 
 
 def body(prompt: str | list[int], max_tokens: int = 16, **more: Any) -> dict[str, Any]:
@@ -130,7 +122,7 @@ def test_a_prefill_worker_killed_in_the_middle(fleet: Fleet, trio: list[Server])
     assert [len(one.tokens) for one in served] == [2] * len(prompts)
     for server in trio[1:]:
         assert server.counter("errors") == 0
-    fleet.stop("prefill", "decode-0", "decode-1")
+    fleet.stop("prefill")
 
 
 @pytest.mark.long

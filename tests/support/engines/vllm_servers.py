@@ -31,6 +31,9 @@ class Server:
     events: str
     log: Path
     store: str
+    kv_events: str
+    """Endpoint of KV events, if they were asked for; `kv_replay` sends lost ones again."""
+    kv_replay: str
 
     @property
     def url(self) -> str:
@@ -99,9 +102,10 @@ class Fleet:
         model: Path | None = None,
         env: dict[str, str] | None = None,
         extra: tuple[str, ...] = (),
+        kv_events: bool = False,
     ) -> Server:
         """`settings` turns the plugin on; `beside` is a KV connector to run it beside."""
-        port, events_port = free_port(), free_port()
+        port, events_port, kv_port, replay_port = free_port(), free_port(), free_port(), free_port()
         argv = [
             sys.executable,
             "-m",
@@ -116,7 +120,7 @@ class Fleet:
             "--max-model-len",
             "512",
             "--block-size",
-            "32",
+            str(BLOCK_SIZE),
             "--port",
             str(port),
             "--host",
@@ -134,6 +138,10 @@ class Fleet:
                 both = {"connectors": [beside, own]}
                 own = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": both}
             argv += ["--kv-transfer-config", json.dumps(own)]
+        replay = f"tcp://127.0.0.1:{replay_port}"
+        if kv_events:
+            published = {"enable_kv_cache_events": True, "publisher": "zmq", "replay_endpoint": replay}
+            argv += ["--kv-events-config", json.dumps({**published, "endpoint": f"tcp://*:{kv_port}"})]
         log = self.folder / f"{name}.log"
         environment = {
             "HF_HUB_OFFLINE": "1",
@@ -144,7 +152,28 @@ class Fleet:
             **(env or {}),
         }
         process = ServerProcess(argv, f"http://127.0.0.1:{port}", log, environment)
-        return Server(name, process, f"tcp://127.0.0.1:{events_port}", log, name)
+        kv = f"tcp://127.0.0.1:{kv_port}"
+        return Server(name, process, f"tcp://127.0.0.1:{events_port}", log, name, kv, replay)
 
 
+def start_trio(fleet: Fleet) -> list[Server]:
+    """One prefill and two decode servers that hand KV over through a folder, and tell which experts and blocks."""
+    beside = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(fleet.folder / "kv")},
+    }
+    fleet.stop("plugin", "tight")
+    how: dict[str, Any] = {
+        "settings": {"load_interval_s": 0.2},
+        "beside": beside,
+        "kv_events": True,
+        "extra": ("--enable-prompt-tokens-details",),
+    }
+    return fleet.start(dict.fromkeys(TRIO, how))
+
+
+TRIO = ("prefill", "decode-0", "decode-1")
+BLOCK_SIZE = 32
+"""Tokens per KV block; vLLM's attention on a CPU takes multiples of 32."""
 PLUGIN = {"settings": {"footprint": "always", "load_interval_s": 0.2, "events_queue": 32}}

@@ -1,0 +1,228 @@
+"""The gateway in front of real vLLM: the same tokens as without it, and the prefix hits that it predicted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from coterie.engines.tiny import tiny_model_path
+from coterie.gateway.config import GatewayConfig, Role, WorkerEntry
+from coterie.gateway.embedded import decode_router
+from coterie.gateway.exchange.pool import DECODE, PREFILL
+from coterie.gateway.fleet.spec import RouterSpec
+from coterie.prompts import load_prompts, take_in_turn
+from gateway_runs import FAST, Client, Run, gateway
+from http1_peers import until
+from vllm_servers import BLOCK_SIZE, MODEL, TRIO, Fleet, Server, needs_vllm, start_trio
+
+pytestmark = [pytest.mark.vllm, needs_vllm]
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PATIENCE_S = 600.0
+"""No verdict depends on it: it ends a test that hangs."""
+IN_FLIGHT = 4
+
+
+@pytest.fixture(scope="module")
+def trio(fleet: Fleet) -> Iterator[list[Server]]:
+    yield start_trio(fleet)
+    fleet.stop(*TRIO)
+
+
+def config_of(trio: list[Server], **more: Any) -> GatewayConfig:
+    roles: list[Role] = ["prefill", "decode", "decode"]
+    workers = [
+        WorkerEntry(id=one.name, url=one.url, role=role, kv_events=one.kv_events, kv_replay=one.kv_replay)
+        for one, role in zip(trio, roles, strict=True)
+    ]
+    shared = {"tokenizer": str(tiny_model_path()), "block_size": BLOCK_SIZE, "health": FAST, "workers": workers}
+    pair = {"handshake": "vllm", "prefill": RouterSpec("joint"), "decode": decode_router("latency_aware")}
+    return GatewayConfig(**{"listen": "127.0.0.1:0", **shared, **pair, **more})
+
+
+@asynccontextmanager
+async def connected(config: GatewayConfig) -> AsyncIterator[Run]:
+    """A gateway that follows the KV events of all its workers."""
+    async with gateway(config) as found:
+        parts = found.running.parts
+        await until(
+            lambda: all(parts.knowledge.connected(p.name, id) for p in parts.pools.values() for id in p.members)
+        )
+        await until(lambda: all(found.open(pool.name) == set(pool.members) for pool in parts.pools.values()))
+        yield found
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def ended() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await test()
+
+    asyncio.run(ended())
+
+
+def bodies(prompts: list[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Each prompt as a completion and as a chat, whole and streamed."""
+    shared = {"model": MODEL, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    asked: list[tuple[str, dict[str, Any]]] = []
+    for prompt in prompts:
+        for path, text in (
+            (COMPLETIONS, {"prompt": prompt}),
+            (CHAT, {"messages": [{"role": "user", "content": prompt}], "logprobs": True, "top_logprobs": 2}),
+        ):
+            asked += [(path, {**shared, **text, "stream": stream}) for stream in (False, True)]
+    return asked
+
+
+def told(data: bytes, stream: bool) -> tuple[list[int], str, list[float]]:
+    """Token ids, text and log-probabilities of an answer."""
+    if stream:
+        events = [line.removeprefix(b"data: ") for line in data.split(b"\n\n") if line]
+        assert events[-1] == b"[DONE]"
+        choices = [choice for event in events[:-1] for choice in msgspec.json.decode(event)["choices"]]
+    else:
+        choices = msgspec.json.decode(data)["choices"]
+    ids = [id for choice in choices for id in choice["token_ids"] or []]
+    said = [choice.get("message") or choice.get("delta") or {"content": choice.get("text")} for choice in choices]
+    chances = [one["logprob"] for choice in choices for one in (choice.get("logprobs") or {}).get("content") or []]
+    return ids, "".join(one["content"] or "" for one in said), chances
+
+
+def test_the_same_tokens_as_without_the_gateway(fleet: Fleet, trio: list[Server]) -> None:
+    (plain,) = fleet.start({"plain": {}})
+    asked = bodies([prompt.prompt for prompt in take_in_turn(load_prompts(), 8)])
+
+    async def test() -> None:
+        without, gate = Client(plain.url), asyncio.Semaphore(IN_FLIGHT)
+        async with connected(config_of(trio)) as found:
+
+            async def answer(client: Client, path: str, body: dict[str, Any]) -> tuple[list[int], str, list[float]]:
+                async with gate:
+                    got = await client.ask("POST", path, body)
+                    assert got.status == 200, got.body
+                    return told(got.body, body["stream"])
+
+            through = await asyncio.gather(*(answer(found.client, *one) for one in asked))
+            direct = await asyncio.gather(*(answer(without, *one) for one in asked))
+            await without.upstream.close()
+            for ours, theirs, (path, _) in zip(through, direct, asked, strict=True):
+                assert ours[:2] == theirs[:2]
+                assert len(ours[0]) > 0
+                assert len(ours[2]) == (len(ours[0]) if path == CHAT else 0)
+                np.testing.assert_allclose(ours[2], theirs[2], atol=1e-3)
+            said = found.metrics
+            assert said['coterie_gateway_handoffs_total{outcome="ok"}'] == len(asked)
+            assert said['coterie_gateway_footprints_total{source="answer"}'] == len(asked)
+            assert sum(value for name, value in said.items() if name.startswith("coterie_gateway_fallbacks_total")) == 0
+
+    run(test)
+
+
+SHARED = "You count the birds of a pond, and you answer with a number and the name of the bird, nothing else. " * 4
+"""Beginning of several prompts: more than three blocks."""
+
+
+class Hits:
+    """What servers count of their own prefix caches: tokens looked up, and tokens found."""
+
+    def __init__(self, servers: list[Server]) -> None:
+        self.servers = {server.name: server for server in servers}
+        self.before = {name: self._read(name) for name in self.servers}
+
+    def _read(self, name: str) -> tuple[int, int]:
+        found = self.servers[name].metrics()
+        return int(found["vllm:prefix_cache_queries_total"]), int(found["vllm:prefix_cache_hits_total"])
+
+    def of(self, name: str, tokens: int) -> int:
+        """Tokens that a server found for one request of so many, once it has counted it."""
+        queries, hits = self.before[name]
+        while (now := self._read(name))[0] < queries + tokens:
+            time.sleep(0.01)
+        assert now[0] == queries + tokens, "one request, looked up once"
+        self.before[name] = now
+        return now[1] - hits
+
+
+async def asked_for(found: Run, text: str, chat: bool) -> tuple[Any, dict[str, Any]]:
+    """The answer to a prompt, and the decisions on it by pool."""
+    prompt = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    body = {"model": MODEL, "max_tokens": 4, "temperature": 0, "return_token_ids": True, **prompt}
+    got = await found.client.ask("POST", CHAT if chat else COMPLETIONS, body)
+    assert got.status == 200, got.body
+    pools = len(found.running.parts.pools)
+    decisions = (await found.client.ask("GET", f"/decisions?last={pools}")).json["decisions"]
+    assert {one["id"] for one in decisions} == {got.headers[b"x-request-id"].decode()}
+    return got.json, {one["pool"]: one for one in decisions}
+
+
+async def known(found: Run, decisions: dict[str, Any], ids: list[int]) -> None:
+    """Wait until the workers' events of a request have come: all whole blocks but those of the last token."""
+    held = (len(ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    for pool, decision in decisions.items():
+        streams = found.running.parts.knowledge.streams(pool)
+        row = found.running.parts.pools[pool].keeper.row_of(decision["worker"])
+        await until(lambda: streams.cached(np.array(ids), row + 1)[row] == held)  # noqa: B023 (runs before the next)
+
+
+def prompt_ids(answer: Any) -> list[int]:
+    ids: list[int] = answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"]
+    return ids
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_prefix_hits_are_those_that_the_directory_predicted(trio: list[Server], chat: bool) -> None:
+    """In both pools; a worker that was not chosen looks nothing up."""
+
+    async def test() -> None:
+        async with connected(config_of(trio)) as found:
+            hits, predicted, lengths = Hits(trio), {PREFILL: [], DECODE: []}, []  # type: ignore[var-annotated]
+            for number in range(5):
+                answer, decisions = await asked_for(found, f"{SHARED}{chat} Question {number}: how many herons?", chat)
+                ids = prompt_ids(answer)
+                assert set(decisions) == {PREFILL, DECODE}
+                for pool, decision in decisions.items():
+                    assert decision["prompt_tokens"] == len(ids)
+                    counted = await asyncio.to_thread(hits.of, decision["worker"], len(ids))
+                    assert decision["cached_tokens"] == counted
+                    predicted[pool].append(counted)
+                lengths.append(len(ids))
+                await known(found, decisions, ids)
+            for name in TRIO:
+                assert await asyncio.to_thread(hits.of, name, 0) == 0
+            shared = min(lengths) // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE
+            assert shared >= 3 * BLOCK_SIZE
+            assert min(predicted[PREFILL][1:]) >= shared, predicted
+            assert sum(tokens >= shared for tokens in predicted[DECODE]) >= 3, "five requests on two workers"
+
+    run(test)
+
+
+def test_a_gateway_that_starts_late_knows_what_is_cached(trio: list[Server]) -> None:
+    """It learns the blocks of earlier requests by replay; without a handshake usage tells the worker's own hits."""
+    joint = {"handshake": "none", "decode": RouterSpec("joint")}
+    config = config_of(trio, **joint)
+    workers = [msgspec.structs.replace(worker, role="both") for worker in config.workers]
+
+    async def test() -> None:
+        async with connected(msgspec.structs.replace(config, workers=workers)) as found:
+            first, decisions = await asked_for(found, f"{SHARED} Late: how many geese?", False)
+            await known(found, decisions, prompt_ids(first))
+        async with connected(msgspec.structs.replace(config, workers=workers)) as found:
+            await known(found, decisions, prompt_ids(first))
+            for question in ("geese", "swans"):
+                answer, decisions = await asked_for(found, f"{SHARED} Late: how many {question}?", False)
+                reported = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert decisions[DECODE]["cached_tokens"] == reported
+                assert reported >= 3 * BLOCK_SIZE
+                await known(found, decisions, prompt_ids(answer))
+
+    run(test)
