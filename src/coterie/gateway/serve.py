@@ -207,6 +207,7 @@ class Running:
 
     def _gauges(self) -> None:
         metrics, counters = self.parts.metrics, self.server.counters
+        metrics.tasks.read = lambda: {(): float(len(asyncio.all_tasks()))}
         metrics.connections.read = lambda: {(): float(len(self.server.connections))}
         metrics.connections_accepted.read = lambda: {(): float(counters.accepted)}
         metrics.connections_refused.read = lambda: {(): float(counters.refused)}

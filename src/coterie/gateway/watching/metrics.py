@@ -128,6 +128,7 @@ class Metrics(Collector):
         self.malformed = counter("malformed_total", "Requests that are not valid HTTP")
         self.disconnects = counter("disconnects_total", "Clients that left before their answer's end")
         self.errors = counter("errors_total", "Unexpected exceptions, by class; each is a fault to report", kind=None)
+        self.tasks = gauge("tasks", "Tasks of the event loop: requests, health checks, streams of KV events")
         self.reloads = counter("reloads_total", "Reloads of the configuration", outcome=RELOADS)
         self.build = gauge("build_info", "1, with the version of Coterie", version=None)
         self.build.set(1.0, version)

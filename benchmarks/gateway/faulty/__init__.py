@@ -1,0 +1,1 @@
+"""A gateway in front of an embedded fleet while things fail: see faults.py."""
