@@ -24,7 +24,7 @@ install: $(VENV)/.warmed ## Make .venv, install Coterie in it with what its test
 
 # tests/conftest.py says which tests a worker takes together.
 test: $(VENV)/.installed ## Run the tests; those that need torch or COTERIE_DATA are skipped without it
-	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not long"
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not long"
 
 test-engines: $(ENGINES)/.installed ## Run the tests that need torch or start vLLM, in an environment of their own
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m torch -n 2
