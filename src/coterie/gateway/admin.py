@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, unquote
 
@@ -10,6 +11,7 @@ import msgspec
 
 from coterie.errors import ConfigError, InputError, UnknownNameError
 from coterie.gateway.config import WorkerEntry
+from coterie.gateway.fleet.pool import check_spec
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.parts import Parts
 from coterie.gateway.saved import SavedState
@@ -24,7 +26,7 @@ KNOWN = (
 MOST_DECISIONS = 10_000
 
 
-Endpoint = Callable[[Request, Responder, str], None]
+Endpoint = Callable[[Request, Responder, str], Awaitable[None] | None]
 T = TypeVar("T")
 
 
@@ -57,7 +59,9 @@ class Admin:
             if kind != b"application/json":  # what a page in a browser may send unasked is not JSON
                 raise HttpError(415, "Content-Type must be application/json")
         try:
-            way(request, responder, unquote(name))
+            working = way(request, responder, unquote(name))
+            if working is not None:
+                await working
         except HttpError:
             raise
         except UnknownNameError as error:
@@ -108,7 +112,7 @@ class Admin:
     def _routers(self, _: Request, responder: Responder, __: str) -> None:
         _send(responder, {name: pool.spec for name, pool in self.parts.pools.items()})
 
-    def _set_router(self, request: Request, responder: Responder, name: str) -> None:
+    async def _set_router(self, request: Request, responder: Responder, name: str) -> None:
         """Swap a pool's router; what the body leaves out (the fit, the model) stays as it is."""
         if name not in self.parts.pools:
             raise UnknownNameError("pool", name, list(self.parts.pools))
@@ -118,6 +122,8 @@ class Admin:
             spec = msgspec.convert({**before, "settings": {}, **given}, RouterSpec)
         except msgspec.ValidationError as error:
             raise HttpError(400, f"the body cannot be read: {error}") from None
+        # In a thread first: reading a fit and compiling may take seconds, and requests go on meanwhile.
+        await asyncio.to_thread(check_spec, spec, workers=max(1, len(self.parts.pools[name])))
         self.parts.set_router(name, spec)
         self._keep(self.parts.changes.with_router(name, spec))
         _send(responder, {"pool": name, "router": spec.router, "settings": spec.settings})
