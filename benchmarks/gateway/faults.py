@@ -2,11 +2,11 @@
 
     python benchmarks/gateway/faults.py --minutes 5 [--rate 6] [--seed 0] [--json]
 
-Decode workers are killed, stalled and flapped, a stream's worker is killed in its middle, the prefill worker lies in its
-footprints, dies and stalls, clients leave, the gateway is drained, killed and reconfigured: two faults at a time, drawn
-from a seeded deck. Every request is accounted for. Only a restart of the gateway itself may lose one before its first
-byte, counted apart; one that breaks later must say so in the stream. At the end, with the fleet idle, nothing may be
-left of any request: in the gateway, in its process, in the workers. Exit code 1 on any defect.
+Decode workers are killed, stalled and flapped, a stream's worker is killed in its middle, the prefill worker lies in
+its footprints, dies and stalls, clients leave, the gateway is drained, killed and reconfigured: two faults at a time,
+drawn from a seeded deck. Every request is accounted for. Only a restart of the gateway itself may lose one before its
+first byte, counted apart; one that breaks later must say so in the stream. At the end, with the fleet idle, nothing may
+be left of any request: in the gateway, in its process, in the workers. Exit code 1 on any defect.
 """
 
 from __future__ import annotations
