@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from canned_pairs import vllm_pair
-from canned_workers import Canned, answer, canned_workers, resets
+from canned_workers import Canned, answer, canned_workers, says
 from coterie.gateway.config import HealthSettings
 from coterie.net.http1.messages import Request
 from coterie.net.http1.responder import Responder
@@ -74,7 +74,7 @@ def test_a_prefill_worker_whose_breaker_is_open_is_probed_and_comes_back() -> No
 
     async def test() -> None:
         async with vllm_pair("d", health=health) as (found, workers):
-            prefills, workers["p"].act = workers["p"].act, resets
+            prefills, workers["p"].act = workers["p"].act, says(500)
             for _ in range(3):
                 assert (await found.client.complete()).status == 200
             assert len(workers["p"].completions) == 1, "its breaker is open"

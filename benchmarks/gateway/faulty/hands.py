@@ -158,7 +158,9 @@ class Hands:
         with self._taken() as name:
             async with self._doing("flap a decode worker", name) as fault:
                 times = int(self._rng.integers(2, 5))
-                for _ in range(times):
+                for number in range(times):
+                    if number % 2:  # asked to end, it finishes what it runs
+                        await asyncio.to_thread(self._process(name).stop, 2 * DRAIN_S)
                     await self._replace(self._process(name), self._between(0.0, 0.5))
                     await asyncio.sleep(self._between(0.0, 1.0))
                 fault.note = f"{times} times"
