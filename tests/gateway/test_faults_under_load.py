@@ -69,6 +69,9 @@ def test_recovery_counts_requests_that_were_sent_after_the_fault() -> None:
     served_by = {"elsewhere": "decode-0", "early": "decode-1", "back": "decode-1"}
     (found,) = recoveries(answers, [WORKER], served_by)
     assert (found.repair_s, found.any_s, found.worker_s) == (5.0, 1.5, 2.0)
+    again = Fault("stall a decode worker", "decode-1", began_s=306.5, repaired_s=306.8)
+    found, _ = recoveries(answers, [WORKER, again], served_by)
+    assert (found.any_s, found.worker_s) == (1.5, None), "another fault came before it was back"
 
 
 def test_answers_to_one_prompt_must_be_the_same() -> None:
