@@ -2,11 +2,11 @@
 
     python benchmarks/gateway/faults.py --minutes 5 [--rate 6] [--seed 0] [--json]
 
-Decode workers are killed, stalled and flapped, a stream's worker is killed in its middle, the prefill worker lies in its
-footprints, dies and stalls, clients leave, the gateway is drained, killed and reconfigured: two faults at a time, drawn
-from a seeded deck. Every request is accounted for. Only a restart of the gateway itself may lose one before its first
-byte, counted apart; one that breaks later must say so in the stream. At the end, with the fleet idle, nothing may be
-left of any request: in the gateway, in its process, in the workers. Exit code 1 on any defect.
+Decode workers are killed, stalled and flapped, a stream's worker is killed in its middle, the prefill worker lies in
+its footprints, dies and stalls, clients leave, the gateway is drained, killed and reconfigured: two faults at a time,
+drawn from a seeded deck. Every request is accounted for. Only a restart of the gateway itself may lose one before its
+first byte, counted apart; one that breaks later must say so in the stream. At the end, with the fleet idle, nothing may
+be left of any request: in the gateway, in its process, in the workers. Exit code 1 on any defect.
 """
 
 from __future__ import annotations
@@ -64,9 +64,11 @@ async def run(fleet: EmbeddedFleet, seconds: float, rate: float, seed: int) -> d
         await loading
         await clients.finished()
         after, left = await _settle(site, before)
-        errors = _errors(await site.metrics())
+        metrics = await site.metrics()
         served_by = site.served_by()
-    return _result(clients, hands, began, served_by, {"before": before, "after": after}, left, errors)
+    result = _result(clients, hands, began, served_by, {"before": before, "after": after}, left + _errors(metrics))
+    failures = {name: value for name, value in metrics.items() if "worker_failures_total" in name and value}
+    return {**result, "worker_failures_of_the_last_process": failures}
 
 
 async def _warm(site: Site) -> None:
@@ -112,12 +114,16 @@ async def _settle(site: Site, before: dict[str, float]) -> tuple[dict[str, float
         return not over()
 
     await until(empty, LEFT_S, 1.0)
-    return after, [f"{name}: {before[name]:g} before, {after[name]:g} after" for name in over()]
+    return after, [f"left over: {name}: {before[name]:g} before, {after[name]:g} after" for name in over()]
 
 
 def _errors(metrics: dict[str, float]) -> list[str]:
-    """Exceptions that the gateway did not expect, and its integrity."""
-    return [f"{name} {value:g}" for name, value in metrics.items() if "gateway_errors_total" in name and value]
+    """Exceptions that the gateway did not expect."""
+    return [
+        f"unexpected error: {name} {value:g}"
+        for name, value in metrics.items()
+        if "gateway_errors_total" in name and value
+    ]
 
 
 def _result(
@@ -127,14 +133,13 @@ def _result(
     served_by: dict[str, str],
     state: dict[str, dict[str, float]],
     left: list[str],
-    errors: list[str],
 ) -> dict[str, Any]:
     faults: list[Fault] = hands.faults
     counts = count_classes(clients.asked, faults)
     found = recoveries(clients.asked, faults, served_by)
     different = different_answers(clients.asked)
     defects = [f"{counts[name]} requests {name.removeprefix('DEFECT: ')}" for name in DEFECTS if counts[name]]
-    defects += hands.defects + [f"left over: {one}" for one in left] + [f"unexpected error: {one}" for one in errors]
+    defects += hands.defects + left
     defects += [f"answers differ: {one}" for one in different[:SHOWN]]
     return {
         "requests": len(clients.asked),
@@ -154,7 +159,13 @@ def _result(
         ],
         "state": state,
         "failed": [
-            {"name": one.name, "at_s": round(one.began_s - began, 2), "class": found_class, "problem": one.problem}
+            {
+                "name": one.name,
+                "at_s": round(one.began_s - began, 2),
+                "seconds": round(one.ended_s - one.began_s, 2),
+                "class": found_class,
+                "problem": one.problem,
+            }
             for one in clients.asked
             if (found_class := class_of(one, faults)) != WHOLE
         ],

@@ -158,7 +158,9 @@ class Hands:
         with self._taken() as name:
             async with self._doing("flap a decode worker", name) as fault:
                 times = int(self._rng.integers(2, 5))
-                for _ in range(times):
+                for number in range(times):
+                    if number % 2:  # asked to end, it finishes what it runs
+                        await asyncio.to_thread(self._process(name).stop, 2 * DRAIN_S)
                     await self._replace(self._process(name), self._between(0.0, 0.5))
                     await asyncio.sleep(self._between(0.0, 1.0))
                 fault.note = f"{times} times"
@@ -173,11 +175,18 @@ class Hands:
 
     async def _lie(self) -> None:
         liar = self._site.liar
-        async with self._prefill, self._doing("lie in footprints", "prefill-0") as fault:
-            before, liar.share = liar.told.total(), 0.7
+        async with self._gateway, self._prefill, self._doing("lie in footprints", "prefill-0") as fault:
+            told, refused = liar.told.total(), await self._refused()
+            liar.share = 0.7
             await asyncio.sleep(self._between(3.0, 6.0))
             liar.share = 0.0
-            fault.note = f"{liar.told.total() - before} lies"
+            told, refused = liar.told.total() - told, await self._refused() - refused
+            fault.note = f"{told} lies, {refused:g} refused"
+            if told > 3 and not refused:  # some of the last are still on their way, or their clients have left
+                self.defects.append("lies were told in footprints, and none was refused")
+
+    async def _refused(self) -> float:
+        return (await self._site.metrics())['coterie_gateway_footprints_total{source="damaged"}']
 
     async def _leave(self) -> None:
         async with self._doing("clients leave", GATEWAY) as fault:
@@ -193,16 +202,25 @@ class Hands:
 
     async def _drain(self) -> None:
         gateway = self._site.gateway
-        async with self._gateway, self._doing("SIGTERM the gateway", GATEWAY) as fault:
-            code = await asyncio.to_thread(gateway.stop, 2 * DRAIN_S)
-            fault.note = f"drained in {time.monotonic() - fault.began_s:.1f} s"
-            if code:
-                self.defects.append(f"the gateway ended with code {code} after SIGTERM")
-            await asyncio.to_thread(gateway.start)
+        async with self._gateway:
+            async with self._doing("SIGTERM the gateway", GATEWAY) as fault:
+                code = await asyncio.to_thread(gateway.stop, 2 * DRAIN_S)
+                fault.note = f"drained in {time.monotonic() - fault.began_s:.1f} s"
+                if code:
+                    self.defects.append(f"the gateway ended with code {code} after SIGTERM")
+                await asyncio.to_thread(gateway.start)
+            await self._serves(fault)
 
     async def _crash(self) -> None:
-        async with self._gateway, self._doing("kill -9 the gateway", GATEWAY):
-            await self._replace(self._site.gateway, 0.0)
+        async with self._gateway:
+            async with self._doing("kill -9 the gateway", GATEWAY) as fault:
+                await self._replace(self._site.gateway, 0.0)
+            await self._serves(fault)
+
+    async def _serves(self, fault: Fault) -> None:
+        """Wait for a whole answer, so that each restart's recovery is its own."""
+        asked = self._clients.asked
+        await until(lambda: any(one.state == "whole" and one.began_s > fault.began_s for one in asked), SEEN_S)
 
     async def _reload(self) -> None:
         site = self._site

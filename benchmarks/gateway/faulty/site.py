@@ -45,7 +45,7 @@ LIES: dict[str, Lie] = {
     "no counts": _array(lambda one: one._replace(counts=one.counts * 0)),
     "cut off": lambda text: text[: len(text) // 2],
     "other bytes": lambda text: base64.b64encode(b"\xff" * len(text)).decode(),
-    "a number": lambda _: float(1e308),
+    "a number": lambda _: 1e308,
     "a list": lambda _: [None, {}],
 }
 """Ways to change the footprint in an answer."""

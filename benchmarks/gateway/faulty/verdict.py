@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -57,19 +58,27 @@ def class_of(one: Asked, faults: Sequence[Fault]) -> str:
 
 
 def recoveries(asked: Sequence[Asked], faults: Sequence[Fault], served_by: Mapping[str, str]) -> list[Recovery]:
+    """Times of each fault, but those that a later fault of the same worker or a restart of the gateway cut short."""
     whole = [one for one in asked if one.state == "whole"]
     found = []
     for fault in faults:
-        ends = [one.ended_s for one in whole if one.began_s >= fault.began_s]
-        by_worker = [
+        later = [
+            one.began_s
+            for one in faults
+            if one.began_s > fault.began_s and (one.target == fault.target != GATEWAY or one.kind in (CRASH, DRAIN))
+        ]
+        until_s = min(later, default=math.inf)
+        again = [one.ended_s for one in whole if one.began_s >= fault.began_s]
+        back = [
             one.ended_s for one in whole if one.began_s >= fault.repaired_s and served_by.get(one.name) == fault.target
         ]
+        any_s, worker_s = (min(ends, default=math.inf) for ends in (again, back))
         found.append(
             Recovery(
                 fault,
                 fault.repaired_s - fault.began_s,
-                min(ends) - fault.began_s if ends else None,
-                min(by_worker) - fault.repaired_s if by_worker else None,
+                any_s - fault.began_s if any_s < until_s else None,
+                worker_s - fault.repaired_s if worker_s < until_s else None,
             )
         )
     return found

@@ -133,7 +133,7 @@ class Flow(ABC):
 
         for attempt in range(self.health.retries + 1):
             sent = self.choose(pool, call, known, tried, footprint)
-            last = attempt == self.health.retries or len(tried) + 1 >= len(pool)
+            last = attempt == self.health.retries or len(pool.members.keys() - tried) <= 1
             ok: bool | None = None
             try:
                 answer = await self.ask(sent, call, body(seen), self.limits.first_token_s, wrote)

@@ -69,6 +69,10 @@ class Member:
         )
         self.health.settings = HealthSettings(told.unhealthy_after, told.healthy_after, told.every_s, told.timeout_s)
 
+    def may_be_well(self, now: float) -> bool:
+        """Whether neither its health checks nor its requests speak against it."""
+        return self.breaker.may_send(now) and (self.health.healthy or not self.health.checks)
+
 
 class Sent(NamedTuple):
     """A request that was given to a worker. Tell :meth:`Pool.ended` what became of it, whatever that is."""
@@ -146,6 +150,12 @@ class Pool:
             breaker.failed(sent.attempt, now)
         if not closed or not ok:
             self.refresh(sent.member)
+
+    @property
+    def failing(self) -> bool:
+        """Whether no worker is worth asking: each was seen to fail. One that was never asked may be well."""
+        now = self.clock()
+        return not any(member.may_be_well(now) for member in self.members.values())
 
     def checked(self, member: Member, ok: bool) -> bool:
         """Count a health check; whether it changed the worker's state."""

@@ -112,8 +112,8 @@ class VllmPairFlow(Flow):
         asked = encode_object(prefill_body(call.body))
         tried: set[str] = set()
         for attempt in range(self.health.retries + 1):
-            if len(tried) >= len(self.prefill):
-                break
+            if tried.issuperset(self.prefill.members) or self.prefill.failing:
+                break  # a decode worker computes the prompt sooner than one that is stalled answers
             sent = self.choose(self.prefill, call, known, tried)
             ok: bool | None = None
             try:
@@ -135,7 +135,7 @@ class VllmPairFlow(Flow):
             finally:
                 self.prefill.ended(sent, ok)
             tried.add(sent.member.entry.id)
-            if len(tried) < len(self.prefill) and attempt < self.health.retries:
+            if not tried.issuperset(self.prefill.members) and attempt < self.health.retries:
                 self.observer.retried(self.prefill)
                 await self.back_off(attempt)
         self.observer.not_handed_over()
