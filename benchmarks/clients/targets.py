@@ -153,6 +153,7 @@ def run_recorder() -> Iterator[tuple[Asked, Recorder]]:
     finally:
         loop.call_soon_threadsafe(ended.set)
         thread.join()
+        loop.close()
 
 
 @contextlib.contextmanager
@@ -195,12 +196,13 @@ def run_vllm(report: Callable[[str], None], decoders: int = 2) -> Iterator[Asked
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         servers, workers = [], []
         for number in range(decoders + 1):
-            port, experts, events, replay = free_port(), free_port(), free_port(), free_port()
+            port, experts = free_port(), free_port()
+            events, replay = (f"ipc://{folder}/{number}.{kind}" for kind in ("kv", "replay"))
             published = {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
-                "endpoint": f"tcp://*:{events}",
-                "replay_endpoint": f"tcp://127.0.0.1:{replay}",
+                "endpoint": events,
+                "replay_endpoint": replay,
             }
             argv = server_argv(port, experts, f"clients-{run}-{number}", Path(folder) / "kv")
             argv += ["--kv-events-config", json.dumps(published)]
@@ -213,8 +215,8 @@ def run_vllm(report: Callable[[str], None], decoders: int = 2) -> Iterator[Asked
                     "id": f"{role}-{max(number - 1, 0)}",
                     "url": server.url,
                     "role": role,
-                    "kv_events": f"tcp://127.0.0.1:{events}",
-                    "kv_replay": f"tcp://127.0.0.1:{replay}",
+                    "kv_events": events,
+                    "kv_replay": replay,
                 }
             )
         for server in servers:

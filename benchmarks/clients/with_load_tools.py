@@ -15,21 +15,26 @@ from environments import OUT, installed
 LIMIT_S = 600
 REQUESTS, CONCURRENCY = 24, 4
 TORCH = "torch==2.13.0"
-GUIDELLM = "guidellm"
+GUIDELLM = "guidellm==0.8.1"
+WAYS = {
+    "chat, streamed": "request_format=/v1/chat/completions",
+    "completions, streamed": "request_format=/v1/completions",
+    "chat, whole": "request_format=/v1/chat/completions,stream=false",
+}
+"""What is tried, and what guidellm's backend is told."""
 
 
 def try_guidellm(asked: Asked, tokenizer: Path) -> tuple[str, list[Check]]:
-    """Chat and completions; guidellm streams unless it is told not to."""
+    """Version, and what came of each of WAYS."""
     command = installed(OUT / "clients" / "guidellm", "guidellm", [TORCH], [GUIDELLM])
-    ways = {"chat, streamed": "/v1/chat/completions", "completions, streamed": "/v1/completions"}
-    found = [_guidellm(command, asked, tokenizer, what, path) for what, path in ways.items()]
+    found = [_guidellm(command, asked, tokenizer, what) for what in WAYS]
     return _version(command, "guidellm"), found
 
 
-def _guidellm(command: Path, asked: Asked, tokenizer: Path, what: str, path: str) -> Check:
+def _guidellm(command: Path, asked: Asked, tokenizer: Path, what: str) -> Check:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        backend = f"kind=openai_http,target={asked.url},model={asked.model},request_format={path}"
+        backend = f"kind=openai_http,target={asked.url},model={asked.model},{WAYS[what]}"
         argv: list[str | Path] = [command, "run", "--backend", backend]
         argv += ["--profile", f"kind=concurrent,streams={CONCURRENCY}"]
         argv += ["--constraint", f"kind=max_requests,count={REQUESTS}"]

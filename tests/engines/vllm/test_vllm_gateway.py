@@ -91,7 +91,7 @@ def told(data: bytes, stream: bool) -> tuple[list[int], str, list[float]]:
         choices = [choice for event in events[:-1] for choice in msgspec.json.decode(event)["choices"]]
     else:
         choices = msgspec.json.decode(data)["choices"]
-    ids = [id for choice in choices for id in choice["token_ids"] or []]
+    ids = [id for choice in choices for id in choice.get("token_ids") or []]
     said = [choice.get("message") or choice.get("delta") or {"content": choice.get("text")} for choice in choices]
     chances = [one["logprob"] for choice in choices for one in (choice.get("logprobs") or {}).get("content") or []]
     return ids, "".join(one["content"] or "" for one in said), chances

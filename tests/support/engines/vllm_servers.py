@@ -81,7 +81,12 @@ class Fleet:
         """Those not yet running are started at the same time."""
         new = [self._make(name, **how) for name, how in wanted.items() if name not in self.servers]
         with ThreadPoolExecutor(max(1, len(new))) as pool:
-            list(pool.map(lambda server: server.process.start(START_S), new))
+            try:
+                list(pool.map(lambda server: server.process.start(START_S), new))
+            except BaseException:
+                for server in new:
+                    server.process.kill()
+                raise
         self.servers.update({server.name: server for server in new})
         return [self.servers[name] for name in wanted]
 
@@ -105,7 +110,7 @@ class Fleet:
         kv_events: bool = False,
     ) -> Server:
         """`settings` turns the plugin on; `beside` is a KV connector to run it beside."""
-        port, events_port, kv_port, replay_port = free_port(), free_port(), free_port(), free_port()
+        port, events_port = free_port(), free_port()
         argv = [
             sys.executable,
             "-m",
@@ -138,10 +143,10 @@ class Fleet:
                 both = {"connectors": [beside, own]}
                 own = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": both}
             argv += ["--kv-transfer-config", json.dumps(own)]
-        replay = f"tcp://127.0.0.1:{replay_port}"
+        kv, replay = (f"ipc://{self.folder}/{name}.{kind}" for kind in ("kv", "replay"))  # no port that others may take
         if kv_events:
-            published = {"enable_kv_cache_events": True, "publisher": "zmq", "replay_endpoint": replay}
-            argv += ["--kv-events-config", json.dumps({**published, "endpoint": f"tcp://*:{kv_port}"})]
+            published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": kv, "replay_endpoint": replay}
+            argv += ["--kv-events-config", json.dumps(published)]
         log = self.folder / f"{name}.log"
         environment = {
             "HF_HUB_OFFLINE": "1",
@@ -152,7 +157,6 @@ class Fleet:
             **(env or {}),
         }
         process = ServerProcess(argv, f"http://127.0.0.1:{port}", log, environment)
-        kv = f"tcp://127.0.0.1:{kv_port}"
         return Server(name, process, f"tcp://127.0.0.1:{events_port}", log, name, kv, replay)
 
 
