@@ -67,7 +67,7 @@ NAMES = [
 ]
 NAMES += ["latency_aware", "fcfs", "1,1", "nan,1", "2:1", "10TB", "0", "-1", "count", "binary", "bf16", "fp8"]
 NAMES += ["", "a\x1b[2Jb", "[red]x[/]", "\udcff", "x" * 5000, "9" * 4400, f"0:{2**70}"]
-SERVERS = ("demo", "record", "warm", "worker")
+SERVERS = ("demo", "load", "record", "serve", "warm", "worker")
 """Verbs that would listen, send or start processes: their lines have a wrong option at the end."""
 CODES = (0, 1, 2, 130)
 TOO_MUCH = "asks for more than this machine has"

@@ -1,0 +1,100 @@
+"""``coterie serve``: what it refuses, what it checks, and that it serves until it is told to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from command_line import Run, refused
+from coterie.gateway.access.keys import Keys
+from coterie.net.http_client import healthy
+
+CONFIG = """
+listen: 127.0.0.1:0
+handshake: vllm
+workers:
+  - {id: p0, url: "http://127.0.0.1:1", role: prefill}
+  - {id: d0, url: "http://127.0.0.1:2", role: decode}
+decode: {router: joint}
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "--config FILE, or --embedded"),
+        (("--embedded", "--config", "x"), "--config FILE, or --embedded"),
+        (("--config", "missing.yaml"), "missing.yaml"),
+        (("--config", "x", "--port", 1), "--embedded"),
+        (("--embedded", "--router", "jont"), "joint"),
+        (("--embedded", "--router", "domain"), "labels"),
+        (("--embedded", "--check"), "config files"),
+        (("--new-key", ""), "name"),
+    ],
+)
+def test_what_is_refused(run: Run, arguments: tuple[object, ...], words: str) -> None:
+    refused(run("serve", *arguments), words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("listen: 127.0.0.1:0", "listen: 0.0.0.0:0"), "keys"),
+        (("joint", "latency_aware"), "fitted"),
+        (("joint", "jont"), "joint"),
+        (("role: decode}", "role: decode, places: 0}"), "places=0"),
+    ],
+)
+def test_a_config_that_cannot_be_served(run: Run, tmp_path: Path, change: tuple[str, str], words: str) -> None:
+    (tmp_path / "fleet.yaml").write_text(CONFIG.replace(*change))
+    refused(run("serve", "--config", tmp_path / "fleet.yaml", "--check"), words)
+
+
+def test_checking_a_config(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(CONFIG)
+    ran = run("serve", "--config", tmp_path / "fleet.yaml", "--check")
+    assert ran.code == 0
+    assert "1 prefill, 1 decode workers" in ran.out
+    assert "Next: coterie serve --config" in ran.out
+
+
+def test_a_new_key_is_shown_once_and_stored_as_a_hash(run: Run, tmp_path: Path) -> None:
+    ran = run("serve", "--new-key", "search-team", "--admin", "--json")
+    told = json.loads(ran.out)
+    ran = run("serve", "--new-key", "other")
+    shown, _, line = ran.out.partition("Line for the keys file:\n")
+    (tmp_path / "keys.yaml").write_text(line)
+    key = shown.split()[-1]
+    assert key not in line
+    caller = Keys.load(tmp_path / "keys.yaml").check(b"Bearer " + key.encode())
+    assert caller is not None
+    assert (caller.name, caller.admin) == ("other", False)
+    entry = {"name": told["name"], "sha256": told["sha256"], "admin": True}
+    caller = Keys.load([entry]).check(b"Bearer " + told["key"].encode())
+    assert caller is not None
+    assert caller.admin
+    assert yaml.safe_load(line)[0]["name"] == "other"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_embedded_fleet_serves_until_it_is_told_to_end(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "coterie", "serve", "--embedded", "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ})
+    try:
+        assert process.stdout is not None
+        told = msgspec.json.decode(process.stdout.readline())
+        assert healthy(told["url"], 60.0)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err.decode()
