@@ -219,7 +219,7 @@ def test_a_place_that_does_not_come_in_time() -> None:
 
 def test_breaker_opens_and_the_worker_comes_back() -> None:
     async def test() -> None:
-        health = HealthSettings(backoff_s=0.0, failures=2, open_s=1e-3, every_s=0.01, retries=1)
+        health = HealthSettings(backoff_s=0.0, failures=2, open_s=1e-3, every_s=0.01, timeout_s=60.0, retries=1)
         async with (
             canned_workers("a", "b", a=says(500)) as (bad, good),
             gateway(config_of([bad, good], health=health)) as found,

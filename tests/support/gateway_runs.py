@@ -19,7 +19,7 @@ from coterie.gateway.watching.logs import Log
 from coterie.net.access import FleetAccess
 from coterie.net.http1.upstream import Upstream
 
-FAST = HealthSettings(backoff_s=0.0, every_s=3600.0)
+FAST = HealthSettings(backoff_s=0.0, every_s=3600.0, timeout_s=60.0)
 """Retries without a wait, one health check."""
 
 

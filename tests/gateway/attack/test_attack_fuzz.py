@@ -141,7 +141,7 @@ async def hostile(answers: Sequence[bytes], seed: int) -> AsyncIterator[tuple[st
         yield url, told
 
 
-NEVER = HealthSettings(backoff_s=0.0, every_s=3600.0, failures=1_000_000, retries=1)
+NEVER = HealthSettings(backoff_s=0.0, every_s=3600.0, timeout_s=60.0, failures=1_000_000, retries=1)
 
 
 async def ask_much(found: Run, count: int) -> list[int]:
