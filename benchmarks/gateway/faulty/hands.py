@@ -148,7 +148,7 @@ class Hands:
                 fault.note = await self._stop(self._process(name))
 
     async def _stop(self, process: ServerProcess) -> str:
-        seconds = self._between(2.0, 12.0)
+        seconds = self._between(2.0, 18.0)
         process.signal(signal.SIGSTOP)
         await asyncio.sleep(seconds)
         process.signal(signal.SIGCONT)
