@@ -176,16 +176,21 @@ def _result(
 def report(result: dict[str, Any]) -> None:
     print_table("Requests", ("what became of it", "requests"), result["by_class"].items())
     columns = ("fault", "times", "lasted, s", "served again, s", "worker back, s")
-    note = "Worst of its kind. Served again: fault to first whole answer of any. Worker back: repair to its first."
-    print_table("Faults", columns, ([*row.values()] for row in result["recovery"]), note)
+    note = "Median, longest. Served again: fault to the first whole answer. Worker back: repair to its own first."
+    rows = [[_shown(value) for value in row.values()] for row in result["recovery"]]
+    print_table("Faults", columns, rows, note)
     before, after = result["state"]["before"], result["state"]["after"]
-    rows = [(name, value, after[name]) for name, value in before.items()]
-    print_table("In use while idle", ("what", "before", "after"), rows)
+    held = [(name, value, after[name]) for name, value in before.items()]
+    print_table("In use while idle", ("what", "before", "after"), held)
     for defect in result["defects"]:
         print(f"defect: {defect}")
     if result["by_class"][LOST]:
         for one in [one for one in result["failed"] if one["class"] in DEFECTS][:SHOWN]:
             print(f"  {one}")
+
+
+def _shown(value: Any) -> Any:
+    return ", ".join(f"{one:.1f}" for one in value) if isinstance(value, list) else value
 
 
 def verdict(result: dict[str, Any]) -> str:
