@@ -98,8 +98,14 @@ async def _state(site: Site) -> dict[str, float]:
             ("running in workers", "coterie_worker_running{"),
             ("waiting in workers", "coterie_worker_waiting{"),
         ):
-            state[name] = state.get(name, 0.0) + sum(value for key, value in told.items() if wanted in key)
+            state[name] = state.get(name, 0.0) + _only(told, wanted)
     return {**state, **site.resources()}
+
+
+def _only(metrics: dict[str, float], wanted: str) -> float:
+    """The one value whose name holds `wanted`."""
+    (value,) = (value for name, value in metrics.items() if wanted in name)
+    return value
 
 
 async def _settle(site: Site, before: dict[str, float]) -> tuple[dict[str, float], list[str]]:
