@@ -114,9 +114,8 @@ class Hands:
         return self._site.decoders[worker_id].process
 
     async def _kill(self) -> None:
-        async with self._taken() as name:
-            async with self._doing("kill a decode worker", name):
-                await self._replace(self._process(name), self._between(0.2, 3.0))
+        async with self._taken() as name, self._doing("kill a decode worker", name):
+            await self._replace(self._process(name), self._between(0.2, 3.0))
 
     async def _replace(self, process: ServerProcess, wait_s: float) -> None:
         """Kill a process; start another on its port a while later."""
@@ -133,12 +132,11 @@ class Hands:
             name = await self._worker_of(one.name)
             if name not in self._sound or len(self._sound) < 2:
                 return  # the other hand has it, or it is the last one
-            async with self._taken(name):
-                async with self._doing("cut a stream", name) as fault:
-                    await asyncio.to_thread(self._process(name).kill)
-                    await asyncio.wait([task])
-                    fault.note = f"the stream ended {one.state}"
-                    await asyncio.to_thread(self._process(name).start)
+            async with self._taken(name), self._doing("cut a stream", name) as fault:
+                await asyncio.to_thread(self._process(name).kill)
+                await asyncio.wait([task])
+                fault.note = f"the stream ended {one.state}"
+                await asyncio.to_thread(self._process(name).start)
 
     async def _worker_of(self, request: str) -> str:
         with contextlib.suppress(UpstreamError, HttpError):
@@ -148,9 +146,8 @@ class Hands:
         return ""
 
     async def _stall(self) -> None:
-        async with self._taken() as name:
-            async with self._doing("stall a decode worker", name) as fault:
-                fault.note = await self._stop(self._process(name))
+        async with self._taken() as name, self._doing("stall a decode worker", name) as fault:
+            fault.note = await self._stop(self._process(name))
 
     async def _stop(self, process: ServerProcess) -> str:
         seconds = self._between(2.0, 18.0)
@@ -160,15 +157,14 @@ class Hands:
         return f"for {seconds:.1f} s"
 
     async def _flap(self) -> None:
-        async with self._taken() as name:
-            async with self._doing("flap a decode worker", name) as fault:
-                times = int(self._rng.integers(2, 5))
-                for number in range(times):
-                    if number % 2:  # asked to end, it finishes what it runs
-                        await asyncio.to_thread(self._process(name).stop, 2 * DRAIN_S)
-                    await self._replace(self._process(name), self._between(0.0, 0.5))
-                    await asyncio.sleep(self._between(0.0, 1.0))
-                fault.note = f"{times} times"
+        async with self._taken() as name, self._doing("flap a decode worker", name) as fault:
+            times = int(self._rng.integers(2, 5))
+            for number in range(times):
+                if number % 2:  # asked to end, it finishes what it runs
+                    await asyncio.to_thread(self._process(name).stop, 2 * DRAIN_S)
+                await self._replace(self._process(name), self._between(0.0, 0.5))
+                await asyncio.sleep(self._between(0.0, 1.0))
+            fault.note = f"{times} times"
 
     async def _kill_prefill(self) -> None:
         async with self._prefill, self._doing("kill the prefill worker", "prefill-0"):
@@ -254,8 +250,7 @@ class Hands:
             self.defects.append(otherwise)
 
     async def _remove(self) -> None:
-        async with self._taken() as name:
-            async with self._gateway, self._doing("remove and add a worker", name):
-                await self._site.ask("DELETE", f"/workers/{name}")
-                await asyncio.sleep(self._between(0.5, 3.0))
-                await self._site.ask("POST", "/workers", self._site.entry(name))
+        async with self._taken() as name, self._gateway, self._doing("remove and add a worker", name):
+            await self._site.ask("DELETE", f"/workers/{name}")
+            await asyncio.sleep(self._between(0.5, 3.0))
+            await self._site.ask("POST", "/workers", self._site.entry(name))
