@@ -98,8 +98,14 @@ async def _state(site: Site) -> dict[str, float]:
             ("running in workers", "coterie_worker_running{"),
             ("waiting in workers", "coterie_worker_waiting{"),
         ):
-            state[name] = state.get(name, 0.0) + sum(value for key, value in told.items() if wanted in key)
+            state[name] = state.get(name, 0.0) + _only(told, wanted)
     return {**state, **site.resources()}
+
+
+def _only(metrics: dict[str, float], wanted: str) -> float:
+    """The one value whose name holds `wanted`."""
+    (value,) = (value for name, value in metrics.items() if wanted in name)
+    return value
 
 
 async def _settle(site: Site, before: dict[str, float]) -> tuple[dict[str, float], list[str]]:
@@ -176,16 +182,21 @@ def _result(
 def report(result: dict[str, Any]) -> None:
     print_table("Requests", ("what became of it", "requests"), result["by_class"].items())
     columns = ("fault", "times", "lasted, s", "served again, s", "worker back, s")
-    note = "Worst of its kind. Served again: fault to first whole answer of any. Worker back: repair to its first."
-    print_table("Faults", columns, ([*row.values()] for row in result["recovery"]), note)
+    note = "Median, longest. Served again: fault to the first whole answer. Worker back: repair to its own first."
+    rows = [[_shown(value) for value in row.values()] for row in result["recovery"]]
+    print_table("Faults", columns, rows, note)
     before, after = result["state"]["before"], result["state"]["after"]
-    rows = [(name, value, after[name]) for name, value in before.items()]
-    print_table("In use while idle", ("what", "before", "after"), rows)
+    held = [(name, value, after[name]) for name, value in before.items()]
+    print_table("In use while idle", ("what", "before", "after"), held)
     for defect in result["defects"]:
         print(f"defect: {defect}")
     if result["by_class"][LOST]:
         for one in [one for one in result["failed"] if one["class"] in DEFECTS][:SHOWN]:
             print(f"  {one}")
+
+
+def _shown(value: Any) -> Any:
+    return ", ".join(f"{one:.1f}" for one in value) if isinstance(value, list) else value
 
 
 def verdict(result: dict[str, Any]) -> str:

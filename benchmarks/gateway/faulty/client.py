@@ -65,8 +65,6 @@ class Clients:
 
     def __init__(self, url: str, rng: Generator) -> None:
         self.asked: list[Asked] = []
-        self.begun = asyncio.Event()
-        """Set whenever the first byte of an answer has come."""
         self._rng = rng
         self._kept = Upstream(url, LIMITS)
         self._fresh = Upstream(url, UNKEPT)
@@ -130,7 +128,6 @@ class Clients:
         async for piece in answer:
             if one.first_s is None:
                 one.first_s, one.state = time.monotonic(), "silent"
-                self.begun.set()
             *events, rest = (rest + piece).split(b"\n\n")
             for event in events:
                 data = event.removeprefix(b"data: ")

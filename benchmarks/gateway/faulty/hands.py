@@ -1,6 +1,6 @@
 """What is done to a fleet under load: two hands that draw faults from one shuffled deck.
 
-At least one decode worker is left alone at any time; one hand at a time is at the gateway.
+At least one decode worker is well at any time, and was for some seconds; one hand at a time is at the gateway.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -27,6 +27,8 @@ LONG_ANSWER = 400
 SEEN_S = 30.0
 """Time in which the gateway must have read a config."""
 GATEWAY = "gateway"
+SETTLED_S = 5.0
+"""Time after its repair in which a worker is not counted on: it has a backlog, or its breaker is open."""
 
 
 @dataclass(slots=True)
@@ -93,15 +95,18 @@ class Hands:
         yield fault
         fault.repaired_s = time.monotonic()
 
-    @contextlib.contextmanager
-    def _taken(self, worker_id: str | None = None) -> Iterator[str]:
-        """A decode worker that the other hand leaves alone."""
+    @contextlib.asynccontextmanager
+    async def _taken(self, worker_id: str | None = None) -> AsyncIterator[str]:
+        """A decode worker that the other hand leaves alone, and a while longer. One at least stays untouched."""
+        if worker_id is None:
+            while len(self._sound) < 2:
+                await asyncio.sleep(0.1)
         found = self._sound[self._rng.integers(len(self._sound))] if worker_id is None else worker_id
         self._sound.remove(found)
         try:
             yield found
         finally:
-            self._sound.append(found)
+            asyncio.get_running_loop().call_later(SETTLED_S, self._sound.append, found)
 
     # --------------------------------------------------------------------------------------------------------- workers
 
@@ -109,9 +114,8 @@ class Hands:
         return self._site.decoders[worker_id].process
 
     async def _kill(self) -> None:
-        with self._taken() as name:
-            async with self._doing("kill a decode worker", name):
-                await self._replace(self._process(name), self._between(0.2, 3.0))
+        async with self._taken() as name, self._doing("kill a decode worker", name):
+            await self._replace(self._process(name), self._between(0.2, 3.0))
 
     async def _replace(self, process: ServerProcess, wait_s: float) -> None:
         """Kill a process; start another on its port a while later."""
@@ -126,14 +130,13 @@ class Hands:
             task = self._clients.send(one)
             await until(lambda: one.first_s is not None or task.done(), SEEN_S, 0.01)
             name = await self._worker_of(one.name)
-            if name not in self._sound:
-                return  # the other hand has it
-            with self._taken(name):
-                async with self._doing("cut a stream", name) as fault:
-                    await asyncio.to_thread(self._process(name).kill)
-                    await asyncio.wait([task])
-                    fault.note = f"the stream ended {one.state}"
-                    await asyncio.to_thread(self._process(name).start)
+            if name not in self._sound or len(self._sound) < 2:
+                return  # the other hand has it, or it is the last one
+            async with self._taken(name), self._doing("cut a stream", name) as fault:
+                await asyncio.to_thread(self._process(name).kill)
+                await asyncio.wait([task])
+                fault.note = f"the stream ended {one.state}"
+                await asyncio.to_thread(self._process(name).start)
 
     async def _worker_of(self, request: str) -> str:
         with contextlib.suppress(UpstreamError, HttpError):
@@ -143,27 +146,25 @@ class Hands:
         return ""
 
     async def _stall(self) -> None:
-        with self._taken() as name:
-            async with self._doing("stall a decode worker", name) as fault:
-                fault.note = await self._stop(self._process(name))
+        async with self._taken() as name, self._doing("stall a decode worker", name) as fault:
+            fault.note = await self._stop(self._process(name))
 
     async def _stop(self, process: ServerProcess) -> str:
-        seconds = self._between(2.0, 12.0)
+        seconds = self._between(2.0, 18.0)
         process.signal(signal.SIGSTOP)
         await asyncio.sleep(seconds)
         process.signal(signal.SIGCONT)
         return f"for {seconds:.1f} s"
 
     async def _flap(self) -> None:
-        with self._taken() as name:
-            async with self._doing("flap a decode worker", name) as fault:
-                times = int(self._rng.integers(2, 5))
-                for number in range(times):
-                    if number % 2:  # asked to end, it finishes what it runs
-                        await asyncio.to_thread(self._process(name).stop, 2 * DRAIN_S)
-                    await self._replace(self._process(name), self._between(0.0, 0.5))
-                    await asyncio.sleep(self._between(0.0, 1.0))
-                fault.note = f"{times} times"
+        async with self._taken() as name, self._doing("flap a decode worker", name) as fault:
+            times = int(self._rng.integers(2, 5))
+            for number in range(times):
+                if number % 2:  # asked to end, it finishes what it runs
+                    await asyncio.to_thread(self._process(name).stop, 2 * DRAIN_S)
+                await self._replace(self._process(name), self._between(0.0, 0.5))
+                await asyncio.sleep(self._between(0.0, 1.0))
+            fault.note = f"{times} times"
 
     async def _kill_prefill(self) -> None:
         async with self._prefill, self._doing("kill the prefill worker", "prefill-0"):
@@ -249,8 +250,7 @@ class Hands:
             self.defects.append(otherwise)
 
     async def _remove(self) -> None:
-        with self._taken() as name:
-            async with self._gateway, self._doing("remove and add a worker", name):
-                await self._site.ask("DELETE", f"/workers/{name}")
-                await asyncio.sleep(self._between(0.5, 3.0))
-                await self._site.ask("POST", "/workers", self._site.entry(name))
+        async with self._taken() as name, self._gateway, self._doing("remove and add a worker", name):
+            await self._site.ask("DELETE", f"/workers/{name}")
+            await asyncio.sleep(self._between(0.5, 3.0))
+            await self._site.ask("POST", "/workers", self._site.entry(name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 from gateway.faulty.client import Asked
@@ -94,7 +95,7 @@ def different_answers(asked: Sequence[Asked]) -> list[str]:
 
 
 def rows_by_kind(found: Sequence[Recovery]) -> list[dict[str, Any]]:
-    """One row a kind of fault: how often, how long, and the worst recovery."""
+    """One row a kind of fault: how often, how long it lasted, and how long recovery took, median and longest."""
     kinds: defaultdict[str, list[Recovery]] = defaultdict(list)
     for one in found:
         kinds[one.fault.kind].append(one)
@@ -102,19 +103,18 @@ def rows_by_kind(found: Sequence[Recovery]) -> list[dict[str, Any]]:
         {
             "fault": kind,
             "times": len(ones),
-            "lasted_s": _worst([one.repair_s for one in ones]),
-            "served_again_s": _worst([one.any_s for one in ones]),
-            "worker_back_s": None
-            if ones[0].fault.target == GATEWAY or ones[0].fault.target.startswith("prefill")
-            else _worst([one.worker_s for one in ones]),
+            "lasted_s": _spread([one.repair_s for one in ones]),
+            "served_again_s": _spread([one.any_s for one in ones]),
+            "worker_back_s": _spread([one.worker_s for one in ones]),
         }
         for kind, ones in kinds.items()
     ]
 
 
-def _worst(values: Sequence[float | None]) -> float | None:
+def _spread(values: Sequence[float | None]) -> list[float] | None:
+    """Median and longest of what is known."""
     known = [value for value in values if value is not None]
-    return max(known, default=None)
+    return [round(median(known), 2), round(max(known), 2)] if known else None
 
 
 def count_classes(asked: Sequence[Asked], faults: Sequence[Fault]) -> dict[str, int]:
