@@ -34,6 +34,10 @@ VLLM_ENV = {
 }
 
 
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+"""Without them vLLM refuses tools."""
+
+
 class Recorder:
     """A worker that keeps what it is asked, and answers with what the reference worker has not got.
 
@@ -205,7 +209,7 @@ def run_vllm(report: Callable[[str], None], decoders: int = 2) -> Iterator[Asked
                 "replay_endpoint": replay,
             }
             argv = server_argv(port, experts, f"clients-{run}-{number}", Path(folder) / "kv")
-            argv += ["--kv-events-config", json.dumps(published)]
+            argv += ["--kv-events-config", json.dumps(published), *TOOLS]
             server = ServerProcess(argv, f"http://127.0.0.1:{port}", Path(folder) / f"{number}.log", VLLM_ENV)
             stack.callback(server.launch().stop)
             servers.append(server)
