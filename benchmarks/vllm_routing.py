@@ -28,6 +28,16 @@ ROUTERS = ("round_robin", "join_shortest_queue", "locality_band", "latency_aware
 START_S = 900.0
 BLOCK_SIZE = 32
 """vLLM's attention on a CPU takes multiples of 32."""
+SERVER_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # With this the worker runs in its engine's process. Apart, the two wait for each other by spinning, and ten of
+    # those leave nobody a core: a step in fifty took seconds.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 
 
 def server_argv(port: int, events_port: int, store: str, shared: Path) -> list[str]:
@@ -98,23 +108,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         routers=ROUTERS,
         seed=options.seed,
     )
-    env = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # With this the worker runs in its engine's process. Apart, the two wait for each other by spinning, and ten of
-        # those leave nobody a core: a step in fifty took seconds.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
     run, started = uuid.uuid4().hex[:8], time.monotonic()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         servers, workers = [], []
         for number in range(options.decoders + 1):
             port, events_port, store = free_port(), free_port(), f"routing-{run}-{number}"
             argv = server_argv(port, events_port, store, Path(folder) / "kv")
-            server = ServerProcess(argv, f"http://127.0.0.1:{port}", Path(folder) / f"{number}.log", env)
+            server = ServerProcess(argv, f"http://127.0.0.1:{port}", Path(folder) / f"{number}.log", SERVER_ENV)
             stack.callback(server.launch().stop)
             servers.append(server)
             path = ConnectorSettings(store=store).store_path("", 0)

@@ -137,7 +137,7 @@ class Trial:
         self.complete(extra_body=more, stop=["\n\n\n"], seed=7, extra_headers={"x-request-id": "unknown-fields"})
 
     def several(self) -> str:
-        found = self.complete(n=2)
+        found = self.complete(n=2, temperature=1)
         assert [choice.index for choice in found.choices] == [0, 1], found
         return "2 choices"
 

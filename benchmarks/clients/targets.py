@@ -19,19 +19,14 @@ import msgspec
 
 from clients.checks import Asked
 from coterie.engines.tiny import TINY, tiny_model_path
+from coterie.gateway.embedded import tiny_fit_path
 from coterie.net.http1 import HttpServer, Request, Responder
 from coterie.net.processes import ServerProcess, free_port
 
 START_S = 900.0
 """Three vLLM servers that start together on two busy cores."""
-VLLM_ENV = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+"""Without them vLLM refuses tools."""
 
 
 class Recorder:
@@ -190,7 +185,7 @@ def _serving(port: int, folder: Path, *options: str) -> Iterator[Asked]:
 @contextlib.contextmanager
 def run_vllm(report: Callable[[str], None], decoders: int = 2) -> Iterator[Asked]:
     """One prefill and some decode servers of real vLLM, with KV events, behind a gateway."""
-    from vllm_routing import BLOCK_SIZE, server_argv
+    from vllm_routing import BLOCK_SIZE, SERVER_ENV, server_argv
 
     run = uuid.uuid4().hex[:8]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -205,8 +200,8 @@ def run_vllm(report: Callable[[str], None], decoders: int = 2) -> Iterator[Asked
                 "replay_endpoint": replay,
             }
             argv = server_argv(port, experts, f"clients-{run}-{number}", Path(folder) / "kv")
-            argv += ["--kv-events-config", json.dumps(published)]
-            server = ServerProcess(argv, f"http://127.0.0.1:{port}", Path(folder) / f"{number}.log", VLLM_ENV)
+            argv += ["--kv-events-config", json.dumps(published), *TOOLS]
+            server = ServerProcess(argv, f"http://127.0.0.1:{port}", Path(folder) / f"{number}.log", SERVER_ENV)
             stack.callback(server.launch().stop)
             servers.append(server)
             role = "decode" if number else "prefill"
@@ -226,7 +221,7 @@ def run_vllm(report: Callable[[str], None], decoders: int = 2) -> Iterator[Asked
             "workers": workers,
             "handshake": "vllm",
             "prefill": {"router": "joint"},
-            "decode": {"router": "join_shortest_queue"},
+            "decode": {"router": "latency_aware", "fit": str(tiny_fit_path())},
             "tokenizer": str(tiny_model_path()),
             "block_size": BLOCK_SIZE,
         }

@@ -39,8 +39,9 @@ def trio(fleet: Fleet) -> Iterator[list[Server]]:
     fleet.stop(*TRIO)
 
 
-def config_of(trio: list[Server], **more: Any) -> GatewayConfig:
-    roles: list[Role] = ["prefill", "decode", "decode"]
+def config_of(
+    trio: list[Server], roles: tuple[Role, Role, Role] = ("prefill", "decode", "decode"), **more: Any
+) -> GatewayConfig:
     workers = [
         WorkerEntry(id=one.name, url=one.url, role=role, kv_events=one.kv_events, kv_replay=one.kv_replay)
         for one, role in zip(trio, roles, strict=True)
@@ -99,7 +100,7 @@ def told(data: bytes, stream: bool) -> tuple[list[int], str, list[float]]:
 
 def test_the_same_tokens_as_without_the_gateway(fleet: Fleet, trio: list[Server]) -> None:
     (plain,) = fleet.start({"plain": {}})
-    asked = bodies([prompt.prompt for prompt in take_in_turn(load_prompts(), 8)])
+    asked = bodies([prompt.prompt for prompt in take_in_turn(load_prompts(), 5)])
 
     async def test() -> None:
         without, gate = Client(plain.url), asyncio.Semaphore(IN_FLIGHT)
@@ -208,15 +209,13 @@ def test_prefix_hits_are_those_that_the_directory_predicted(trio: list[Server], 
 
 def test_a_gateway_that_starts_late_knows_what_is_cached(trio: list[Server]) -> None:
     """It learns the blocks of earlier requests by replay; without a handshake usage tells the worker's own hits."""
-    joint = {"handshake": "none", "decode": RouterSpec("joint")}
-    config = config_of(trio, **joint)
-    workers = [msgspec.structs.replace(worker, role="both") for worker in config.workers]
+    config = config_of(trio, ("both", "both", "both"), handshake="none", decode=RouterSpec("joint"))
 
     async def test() -> None:
-        async with connected(msgspec.structs.replace(config, workers=workers)) as found:
+        async with connected(config) as found:
             first, decisions = await asked_for(found, f"{SHARED} Late: how many geese?", False)
             await known(found, decisions, prompt_ids(first))
-        async with connected(msgspec.structs.replace(config, workers=workers)) as found:
+        async with connected(config) as found:
             await known(found, decisions, prompt_ids(first))
             for question in ("geese", "swans"):
                 answer, decisions = await asked_for(found, f"{SHARED} Late: how many {question}?", False)
