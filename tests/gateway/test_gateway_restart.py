@@ -110,7 +110,8 @@ def test_a_state_that_cannot_be_used_is_set_aside(text: bytes, tmp_path: Path) -
                 assert (tmp_path / "state.json.damaged-1").read_bytes() == text
                 await ask(found, "POST", "/workers", entry(b))
                 found.running.parts.log.close()
-                warnings = [one for one in found.said.getvalue().splitlines() if '"warning"' in one]
+                said = [one for one in found.said.getvalue().splitlines() if '"warning"' in one]
+                warnings = [one for one in said if "tokenizer" not in one]
                 assert len(warnings) == 1
                 assert "damaged-1" in warnings[0]
             async with gateway(config_of([a], state=str(state))) as found:

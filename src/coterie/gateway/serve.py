@@ -144,10 +144,10 @@ class Running:
         self._sweep(asyncio.get_running_loop())
         pools = {name: pool.spec.router for name, pool in self.parts.pools.items()}
         self.parts.log.started(self.url, version("coterie"), pools, len(self.parts.entries()))
-        if self._problem is not None:
-            self.parts.log.warning(self._problem)
-        for warning in () if self.gateway.keys is None else self.gateway.keys.warnings:
-            self.parts.log.warning(warning)
+        keys = self.gateway.keys
+        for problem in (self._problem, self.parts.knowledge.says, *(() if keys is None else keys.warnings)):
+            if problem:
+                self.parts.log.warning(problem)
 
     def stop(self, stopped: asyncio.Event) -> None:
         """Asked to end: finish what runs, and take nothing new. Asked twice: end at once."""

@@ -198,7 +198,7 @@ def test_chat(workers: dict[str, Worker]) -> None:
         "return_token_ids": True,
     }
     whole = workers["both"].complete(body, "/v1/chat/completions")
-    ids = models.tokenizer().encode("<user>a small text</user><model>")
+    ids = models.tokenizer().encode("<user>a small\n text</user><model>")
     assert whole["prompt_token_ids"] == ids
     assert whole["object"] == "chat.completion"
     same = workers["both"].complete(asking(ids, 6))
@@ -386,7 +386,7 @@ def test_a_wrong_start_is_one_line(
     assert "does not exist" in fail("--model", str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     assert "config.json" in fail("--model", str(tmp_path / "empty"))
-    assert "choose another --port" in fail("--model", model, "--port", used)
+    assert "choose another port" in fail("--model", model, "--port", used)
     assert "must be one of prefill, decode, both" in fail("--model", model, "--role", "all")
     assert "must begin with tcp://" in fail("--model", model, "--kv-events", "udp://*:1")
     assert "cannot publish there" in fail("--model", model, "--port", "0", "--kv-events", "tcp://127.0.0.1:x")
