@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from coterie.errors import ConfigError, UnknownNameError
 from coterie.gateway.signals.predicted import BOUNDS, Footprints, open_predictor
 from coterie.predictors import PredictRequest
-from coterie.wire.footprints import WireFootprint, attach_footprint
+from coterie.wire.footprints import WireFootprint
 
 LAYERS, EXPERTS, K = 2, 6, 2
 
@@ -119,22 +119,6 @@ def test_any_array_leaves_predictions_sound(counts: Any, tokens: int) -> None:
     if found.counts is not None:
         assert (found.counts >= 0).all()
         np.testing.assert_allclose(found.counts.sum(axis=1), 100 * K, rtol=0.03)
-
-
-def test_answers_of_prefill_workers() -> None:
-    known = Footprints((LAYERS, EXPERTS), K)
-    params: dict[str, Any] = {"remote_host": "there"}
-    assert known.received(prompt(100), None) is None
-    assert known.received(prompt(100), params) is None
-    attach_footprint(params, answer(100, 0, 1))
-    found = known.received(prompt(100), params)
-    assert found is not None
-    np.testing.assert_array_equal(found, answer(100, 0, 1).counts)
-    assert not known.counters.refused
-    wrong: Any
-    for wrong in ("text", 3, [params], {"coterie_footprint": 3}, {"coterie_footprint": "!"}, {"coterie_footprint": {}}):
-        assert known.received(prompt(100), wrong) is None
-    assert known.counters.refused == {"unreadable": 6}
 
 
 def test_a_footprint_of_few_tokens_says_nothing_of_the_prefix() -> None:

@@ -14,6 +14,7 @@ from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink
 from coterie.gateway.exchange.pool import Member, Pool, Sent
 from coterie.gateway.exchange.relay import WHY, Relayed, Usage, is_stream, pass_stream, pass_whole
+from coterie.gateway.fleet.breaker import is_failure
 from coterie.gateway.fleet.keeper import Choice
 from coterie.gateway.signals.knowledge import Known
 from coterie.net.http1.messages import Headers, HttpError
@@ -156,7 +157,7 @@ class Flow(ABC):
 
     def did_its_part(self, sent: Sent, status: int, error: UpstreamError | None = None) -> bool:
         """Whether the worker did what it can: it failed if it broke off or answered 5xx, never by a refusal."""
-        kind = error.kind if error is not None else "status_5xx" if status >= 500 else None
+        kind = error.kind if error is not None else "status_5xx" if is_failure(status) else None
         if kind is not None:
             self.observer.failed(sent.member, kind)
         return kind is None
@@ -195,7 +196,7 @@ class Flow(ABC):
 
 def may_retry(status: int) -> bool:
     """Whether another worker may do better: this one failed, or is full."""
-    return status >= 500 or status == BUSY
+    return is_failure(status) or status == BUSY
 
 
 def failed(error: UpstreamError) -> HttpError:

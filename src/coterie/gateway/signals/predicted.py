@@ -11,20 +11,19 @@ worker never saw is told in `missing`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import njit
-from coterie.errors import ConfigError, CoterieError, check_at_least, check_share
+from coterie.errors import ConfigError, check_at_least, check_share
 from coterie.predictors import Predictor, PredictRequest, TokenTable, predictors
 from coterie.routing.fitted import RouterFit
 from coterie.traces.activations import ActivationTrace
-from coterie.wire.footprints import WireFootprint, footprint_of
+from coterie.wire.footprints import WireFootprint
 
 Source = Literal["prefix", "predictor", "popularity", "none"]
 Counts = NDArray[np.integer] | NDArray[np.floating]
@@ -136,20 +135,6 @@ class Footprints:
             return Predicted(self._popularity * np.float32(tokens), "popularity")
         self.counters.none += 1
         return Predicted(None, "none")
-
-    def received(
-        self, ids: NDArray[np.int64] | None, params: Mapping[str, Any] | None
-    ) -> NDArray[np.unsignedinteger] | None:
-        """The footprint in the ``kv_transfer_params`` of a prefill's answer, checked and learned.
-
-        None if there is none, or if it cannot be read or be true, which is counted.
-        """
-        try:
-            found = footprint_of(params)
-        except (CoterieError, TypeError, AttributeError):  # params that are no object, a footprint that is no text
-            self._refuse("unreadable")
-            return None
-        return found.counts if found is not None and self.learn(ids, found) else None
 
     def learn(self, ids: NDArray[np.int64] | None, footprint: WireFootprint) -> bool:
         """Learn from a prefill's answer; False, and counted, if the footprint cannot be true."""
