@@ -23,12 +23,23 @@ from coterie.gateway.access.keys import Caller, Keys
 from coterie.gateway.access.rates import Rates
 from coterie.gateway.admin import Admin
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.exchange.call import CHAT, COMPLETIONS, EMBEDDINGS, Call, Outcome, checked_id, make_call, new_name
+from coterie.gateway.exchange.call import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    PASSED,
+    Call,
+    Outcome,
+    checked_id,
+    make_call,
+    new_name,
+)
 from coterie.gateway.exchange.flow import RETRY_AFTER, failed
 from coterie.gateway.fleet.waiting import Refused
 from coterie.gateway.observing import CLIENT_GONE, Watcher, outcome_of
 from coterie.gateway.parts import MODELS_BYTES, MODELS_S, Parts
 from coterie.gateway.signals.knowledge import NOTHING
+from coterie.gateway.watching.spans import NO_SPAN
 from coterie.net.access import is_loopback
 from coterie.net.http1.messages import Headers, HttpError, Limits, Request
 from coterie.net.http1.responder import Responder
@@ -48,6 +59,7 @@ ADMIN_BODY = 1 << 16
 REFUSALS = {"full": "queue_full", "late": "queue_deadline", "closed": "draining"}
 """Reason of the waiting line → reason in the metrics."""
 LOOPBACK_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.]+)(?::[0-9]{1,5})?")
+FAILED = Outcome(500)
 OPEN = Caller("", admin=True)
 """Caller on a loopback address without keys."""
 
@@ -163,23 +175,24 @@ class Gateway:
             await self._admin.handle(request, responder)
 
     async def _complete(self, request: Request, responder: Responder) -> None:
-        started, watcher, limits = time.monotonic(), self.watcher, self.config.limits
+        started, parts, limits = time.monotonic(), self.parts, self.config.limits
         call = self._call(request)
-        found = Outcome(500)
+        found, placed, waited_s = FAILED, False, 0.0
         task = asyncio.current_task()
         assert task is not None
         self._deadlines[task] = started + limits.total_s
         try:
-            async with self.parts.line.place(limits.queue_s) as waited_s:
-                watcher.metrics.queue_seconds.observe(waited_s)
-                if call.path == EMBEDDINGS:
-                    found = await self.parts.plain.serve(call, responder, NOTHING)
-                else:
-                    known = await self.parts.knowledge.known(call)
-                    found = await self.parts.flow.serve(call, responder, known)
+            if not parts.line.take_at_once():
+                waited_s = await parts.line.take(limits.queue_s)
+            placed = True
+            if call.path == EMBEDDINGS:
+                found = await parts.plain.serve(call, responder, NOTHING)
+            else:
+                known = parts.knowledge.known_at_once(call) or await parts.knowledge.known(call)
+                found = await parts.flow.serve(call, responder, known)
         except Refused as refused:
             found = Outcome(refused.status, problem=str(refused))
-            watcher.metrics.rejected.inc(REFUSALS.get(refused.reason, "draining"))
+            self.watcher.metrics.rejected.inc(REFUSALS.get(refused.reason, "draining"))
             after: Headers = [(b"retry-after", str(refused.retry_after_s).encode()), (REQUEST_ID, call.id.encode())]
             raise HttpError(refused.status, str(refused), "overloaded", headers=after) from None
         except HttpError as error:
@@ -195,13 +208,16 @@ class Gateway:
             message = f"no whole answer within {limits.total_s:g} s"
             raise HttpError(504, message, "timeout", headers=[(REQUEST_ID, call.id.encode())]) from None
         finally:
+            if placed:
+                parts.line.give_back()
             del self._deadlines[task]
             self._late.discard(task)
             self._in_flight.discard(call.name)
-            watcher.ended(call, found, time.monotonic() - started)
+            self.watcher.ended(call, found, time.monotonic() - started, waited_s if placed else None)
 
     def sweep(self) -> None:
         """End the requests that took too long. One timer for all: a timer each costs more than all else here."""
+        self.watcher.catch_up()
         now = time.monotonic()
         for task in [task for task, until in self._deadlines.items() if now >= until]:
             self._late.add(task)
@@ -210,19 +226,28 @@ class Gateway:
     def _call(self, request: Request) -> Call:
         """The request, checked, under a name that no other request in flight has."""
         caller: Caller = request.context
-        given, domain = request.header(REQUEST_ID), request.header(DOMAIN_HEADER)
+        request_id = domain = None
+        passed: Headers = []
         try:
-            request_id = None if given is None else checked_id(given)
+            for pair in request.headers:
+                name, value = pair
+                if name in PASSED:
+                    passed.append(pair)
+                elif name == REQUEST_ID and request_id is None:
+                    request_id = checked_id(value)
+                elif name == DOMAIN_HEADER and domain is None:
+                    domain = value.decode("latin-1")
+            spans = self.parts.spans
             call = make_call(
                 request.path,
                 request.body,
                 request_id=request_id,
                 name=new_name() if request_id in self._in_flight else None,
-                headers=request.headers,
+                headers=passed,
                 caller=caller.name,
-                domain=None if domain is None else domain.decode("latin-1"),
-                span=self.parts.spans.request(f"POST {request.path}", request.headers),
-                salt=self._salt(caller),
+                domain=domain,
+                span=spans.request(f"POST {request.path}", request.headers) if spans.recording else NO_SPAN,
+                salt=self._salt(caller) if caller.name else None,
             )
         except HttpError as error:
             self.watcher.metrics.requests.inc(request.path, outcome_of(error.status))

@@ -137,6 +137,7 @@ class Parts:
                 if check is not None:
                     check.cancel()
                 self.log.worker(worker_id, pool.name, "left")
+        self.watcher.catch_up()  # or it would be counted again
         self.metrics.forget_worker(worker_id)
 
     def find(self, worker_id: str) -> WorkerEntry:

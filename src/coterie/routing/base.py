@@ -7,7 +7,7 @@ A router is a pure function of a snapshot: what is known of the request, and the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +34,20 @@ class Decision(NamedTuple):
     worker: int
     scores: NDArray[np.float64]
     """[worker] scores compared, lower is better; infinite where the request must not go."""
-    reason: str
+    told: str | tuple[Any, ...]
+    """The reason: a text, or a format and its values, as most are never read and formatting takes time."""
     profile: NDArray[np.float32] | None = None
     """[expert index] probability that a token of the request activates it, if the router predicts that: the fleet
     keeps it while the request runs. Expert index = layer x experts + expert."""
+
+    @property
+    def reason(self) -> str:
+        """Why this worker, in words."""
+        told = self.told
+        try:
+            return told if isinstance(told, str) else told[0].format(*told[1:])
+        except Exception:  # of a plugin's router; whoever asks for a reason can do without
+            return "a reason that cannot be read"
 
 
 @runtime_checkable

@@ -148,16 +148,13 @@ class Fleet:
             _fill_logs(self._prior[worker], self._prior_logs[worker])
             self._tracking = True
         self._residents[request_id] = _Resident(worker, context, logs)
-        self.running[worker] += 1
-        self.context_tokens[worker] += context
         self.routed += 1
-        _take_turn(worker, self.in_round, self.alive)
+        _count_in(worker, context, self.running, self.context_tokens, self.in_round, self.alive)
         self._shift(worker, logs, 1)
 
     def finish(self, request_id: str) -> None:
         """Remove a request that ended or was cancelled."""
-        gone = self._known(request_id)
-        del self._residents[request_id]
+        gone = self._residents.pop(request_id, None) or self._known(request_id)
         self.running[gone.worker] -= 1
         self.context_tokens[gone.worker] -= gone.context
         self._shift(gone.worker, gone.logs, -1)
@@ -260,8 +257,20 @@ class Fleet:
 
 
 @njit()
-def _take_turn(worker: int, in_round: NDArray[np.bool_], alive: NDArray[np.bool_]) -> None:
-    """Mark a worker in the round; a new round begins with its second request, or once all living ones got one."""
+def _count_in(
+    worker: int,
+    context: int,
+    running: NDArray[np.int64],
+    context_tokens: NDArray[np.int64],
+    in_round: NDArray[np.bool_],
+    alive: NDArray[np.bool_],
+) -> None:
+    """Count a request in, and mark its worker in the round.
+
+    A new round begins with a worker's second request, or once all living ones got one.
+    """
+    running[worker] += 1
+    context_tokens[worker] += context
     if in_round[worker]:
         in_round[:] = False
     in_round[worker] = True

@@ -14,4 +14,4 @@ from coterie.routing.picking import best
 class JoinShortestQueue:
     def route(self, request: Request, fleet: Fleet) -> Decision:
         worker, scores = best((fleet.running + 1) / fleet.speeds, fleet)
-        return Decision(worker, scores, f"{fleet.running[worker]} in flight, the fewest for its speed")
+        return Decision(worker, scores, ("{} in flight, the fewest for its speed", fleet.running.item(worker)))

@@ -35,6 +35,7 @@ FINE = np.float32(2.0**-20)
 HALVINGS = 32
 """Bisection steps; sufficient for any counts."""
 
+REASON = "score {:.1f}: {} of {} prompt tokens cached, {:.0%} of the experts local"
 NEARLY = 0.05
 """Relative excess over the best score up to which a worker is chosen for shared experts."""
 
@@ -69,7 +70,7 @@ class Joint:
 
     def route(self, request: Request, fleet: Fleet) -> Decision:
         weighed = self._weigh(request, None if fleet.local is None else self._bits(request), fleet)
-        return Decision(weighed.worker, weighed.scores, self._reason(request, weighed.worker, weighed))
+        return Decision(weighed.worker, weighed.scores, _told(request, weighed.worker, weighed))
 
     def route_batch(self, requests: Sequence[Request], fleet: Fleet) -> list[Decision]:
         """Decisions for requests that arrive together, in their order."""
@@ -81,7 +82,7 @@ class Joint:
             room = np.where(fleet.alive, len(requests), 0)
         workers = _trimmed(_together(scores, bits, room), scores, fleet.alive, room)
         return [
-            Decision(worker, one.scores, self._reason(request, worker, one))
+            Decision(worker, one.scores, _told(request, worker, one))
             for request, worker, one in zip(requests, workers, weighed, strict=True)
         ]
 
@@ -121,12 +122,10 @@ class Joint:
         )
         return _Weighed(chosen(worker, fleet), scores, shares)
 
-    def _reason(self, request: Request, worker: int, weighed: _Weighed) -> str:
-        cached = 0 if request.cached_tokens is None else request.cached_tokens.item(worker)
-        return (
-            f"score {weighed.scores.item(worker):.1f}: {cached} of {request.prompt_tokens} prompt tokens cached, "
-            f"{weighed.local.item(worker):.0%} of the experts local"
-        )
+
+def _told(request: Request, worker: int, weighed: _Weighed) -> tuple[Any, ...]:
+    cached = 0 if request.cached_tokens is None else request.cached_tokens.item(worker)
+    return (REASON, weighed.scores.item(worker), cached, request.prompt_tokens, weighed.local.item(worker))
 
 
 def _together(

@@ -33,6 +33,9 @@ from coterie.routing.picking import best_of, chosen
 
 NOTHING, UNKNOWN = np.empty(0, np.int64), np.empty(0, np.float32)
 
+COST = "{:.0f} µs a token, the least of {}"
+COST_OF_EXPERTS = COST + ": {:.1f} experts more a step for {} others"
+
 
 @routers.register("latency_aware")
 @dataclass(frozen=True, slots=True)
@@ -71,11 +74,11 @@ class LatencyAware:
             scores,
         )
         worker = chosen(found, fleet)
-        cost = f"{scores.item(worker):.0f} µs a token, the least of {workers}"
+        cost = scores.item(worker)
         if profile is UNKNOWN:
-            return Decision(worker, scores, cost)
+            return Decision(worker, scores, (COST, cost, workers))
         more, others = added.item(worker), fleet.running.item(worker)
-        return Decision(worker, scores, f"{cost}: {more:.1f} experts more a step for {others} others", profile)
+        return Decision(worker, scores, (COST_OF_EXPERTS, cost, workers, more, others), profile)
 
 
 # One compiled call: call overhead dominates all but the products.

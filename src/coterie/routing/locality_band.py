@@ -21,6 +21,8 @@ from coterie.routing.fitted import FIT_HINT, RouterFit
 from coterie.routing.fleet import Fleet
 from coterie.routing.picking import any_free, best, best_of, chosen
 
+REASON = "{} in flight, the fewest of {} within {:g} of the most similar"
+
 
 @routers.register("locality_band")
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,7 @@ class LocalityBand:
             similarity, self.band, fleet.alive, fleet.running, fleet.places, fleet.speeds, fleet.routed, scores
         )
         worker = chosen(found, fleet)
-        load = f"{fleet.running.item(worker)} in flight"
-        return Decision(worker, scores, f"{load}, the fewest of {inside} within {self.band:g} of the most similar")
+        return Decision(worker, scores, (REASON, fleet.running.item(worker), inside, self.band))
 
 
 @njit()

@@ -56,7 +56,7 @@ class Pressure:
             scores,
         )
         worker = chosen(found, fleet)
-        return Decision(worker, scores, f"pressure {scores.item(worker):.2f}, the least", profile)
+        return Decision(worker, scores, ("pressure {:.2f}, the least", scores.item(worker)), profile)
 
 
 @njit()

@@ -34,6 +34,7 @@ OWNED = frozenset(
 """Fields of a body that only the gateway may set: they make a worker fetch KV, or name a request or a rank."""
 PASSED = frozenset((b"accept", b"content-type", b"user-agent", b"traceparent", b"tracestate", b"baggage"))
 """Headers of a client that workers get."""
+NO_HEADERS: Headers = []
 MAX_ID = 256
 _PROCESS, _NUMBERS = secrets.token_hex(12), itertools.count()
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -189,7 +190,7 @@ def make_call(
     *,
     request_id: str | None = None,
     name: str | None = None,
-    headers: Pairs = (),
+    headers: Headers = NO_HEADERS,
     caller: str = "",
     domain: str | None = None,
     span: Span = NO_SPAN,
@@ -198,7 +199,7 @@ def make_call(
 ) -> Call:
     """Check a body, and take out what only the gateway may set; `salt` keeps this caller's cached prefixes apart.
 
-    `request_id` is the client's; `name` is used towards workers in its place.
+    `request_id` is the client's; `name` is used towards workers in its place. `headers` go to the worker.
     """
     found = dict(body) if body is not None else parse_object(data)
     changed = body is not None
@@ -225,7 +226,7 @@ def make_call(
         found,
         encode_object(found) if changed else data,
         stream,
-        [pair for pair in headers if pair[0] in PASSED],
+        headers,
         caller,
         domain,
         span,

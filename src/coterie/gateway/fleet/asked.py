@@ -63,26 +63,45 @@ def tokens_of(wanted: Request) -> int:
     return tokens if 0 <= tokens <= MOST_CONTEXT else 0
 
 
-def checked(
-    wanted: Request, fleet: Fleet, members: Mapping[str, HasRow], cached: Mapping[str, int] | None = None
-) -> Request:
-    """The request as a router may see it: types that loops are compiled for, no NaN, an entry for every row.
+class Checks:
+    """Checks requests, one after another; remembers the arrays that it let pass, which may come again and again."""
 
-    Raises :class:`BadRequestError`. Cached tokens are clipped to the prompt's, because workers may report more.
-    """
-    tokens = wanted.prompt_tokens
-    if type(tokens) is not int or not 0 <= tokens <= MOST_CONTEXT:
-        tokens = _checked_tokens(tokens)
-    footprint, held = wanted.footprint, wanted.cached_tokens
-    if footprint is not None:
-        footprint = _checked_footprint(footprint)
-    if cached is not None:
-        held = _by_row(cached, len(fleet), members)
-    if held is not None:
-        held = _checked_cached(held, len(fleet), tokens)
-    if tokens is wanted.prompt_tokens and footprint is wanted.footprint and held is wanted.cached_tokens:
-        return wanted
-    return Request(wanted.id, tokens, footprint, wanted.domain, held)
+    __slots__ = ("_footprint", "_held", "_within")
+
+    def __init__(self) -> None:
+        self._footprint: NDArray[Any] | None = None
+        self._held: NDArray[Any] | None = None
+        self._within = 0
+
+    def checked(
+        self, wanted: Request, fleet: Fleet, members: Mapping[str, HasRow], cached: Mapping[str, int] | None = None
+    ) -> Request:
+        """The request as a router may see it: types that loops are compiled for, no NaN, an entry for every row.
+
+        Raises :class:`BadRequestError`. Cached tokens are clipped to the prompt's, because workers may report more. An
+        array that passed is not looked at again while it comes: make another rather than change it.
+        """
+        _, tokens, footprint, domain, held = wanted
+        whole = True
+        if type(tokens) is not int or not 0 <= tokens <= MOST_CONTEXT:
+            tokens, whole = _checked_tokens(tokens), False
+        if footprint is not None and footprint is not self._footprint:
+            passed = _checked_footprint(footprint)
+            if passed is footprint:
+                self._footprint = passed
+            else:
+                footprint, whole = passed, False
+        if cached is not None:
+            held, whole = _by_row(cached, len(fleet), members), False
+        rows = len(fleet.places)
+        again = held is self._held and self._within <= tokens
+        if held is not None and not (again and len(held) == rows):
+            clipped = _checked_cached(held, rows, tokens)
+            if clipped is held:
+                self._held, self._within = clipped, tokens
+            else:
+                held, whole = clipped, False
+        return wanted if whole else Request(wanted.id, tokens, footprint, domain, held)
 
 
 def checked_row(decision: Decision, fleet: Fleet) -> int:

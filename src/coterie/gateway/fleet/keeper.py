@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import UnavailableError
-from coterie.gateway.fleet.asked import Fallback, checked, checked_row, fallback_of, tokens_of
+from coterie.gateway.fleet.asked import Checks, Fallback, checked_row, fallback_of, tokens_of
 from coterie.gateway.fleet.pool import NO_SPEC, Pool, RouterSource
 from coterie.routing import Decision, JoinShortestQueue, Request
 
@@ -61,6 +61,7 @@ class FleetKeeper(Pool):
         self._early = _Recent()
         """Requests whose end came before them."""
         self._shortest = JoinShortestQueue()
+        self._checks = Checks()
 
     def route(
         self, request_id: str, wanted: Request, exclude: Collection[str] = (), cached: Mapping[str, int] | None = None
@@ -88,7 +89,7 @@ class FleetKeeper(Pool):
         hidden = self._hide(exclude) if exclude else NO_ROWS
         if self._open > len(hidden):
             try:
-                asked = checked(wanted, fleet, self._members, cached)
+                asked = self._checks.checked(wanted, fleet, self._members, cached)
                 decision = self._made.router.route(asked, fleet)
                 row = checked_row(decision, fleet)
                 for one in hidden:
@@ -195,7 +196,7 @@ class FleetKeeper(Pool):
         finally:
             fleet.alive[:] = alive
         self.counters.fallbacks[why.reason] += 1
-        decision = found._replace(reason=f"{why.text}; {found.reason}")
+        decision = found._replace(told=f"{why.text}; {found.reason}")
         return Choice(self._ids[found.worker] or "", found.worker, decision, why.reason)
 
     def _began(self, request_id: str, choice: Choice) -> Choice:

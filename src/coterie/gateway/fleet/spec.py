@@ -21,7 +21,7 @@ import numpy as np
 from coterie.costs.lines import StepPrices
 from coterie.costs.presets import step_model
 from coterie.errors import ConfigError, CoterieError
-from coterie.gateway.fleet.asked import checked, checked_row, fallback_of
+from coterie.gateway.fleet.asked import Checks, checked_row, fallback_of
 from coterie.models import get_model
 from coterie.placement.maps.formats import read_map
 from coterie.routing import Fleet, JoinShortestQueue, Request, Router, RouterFit, routers
@@ -126,7 +126,7 @@ def try_out(made: Made) -> None:
         requests += [Request("third", 100, ones.astype(np.int64)), Request("fourth", 100, ones.astype(np.float32))]
     try:
         for request in requests:
-            checked_row(made.router.route(checked(request, fleet, {}), fleet), fleet)
+            checked_row(made.router.route(Checks().checked(request, fleet, {}), fleet), fleet)
     except Exception as error:
         raise ConfigError(f"router {made.name!r} cannot be used: {fallback_of(error).text}") from error
     _compile_counting(fleet.tracks_experts)

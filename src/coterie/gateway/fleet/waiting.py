@@ -1,7 +1,10 @@
 """The waiting line in front of a fleet: a bounded number of requests run, a bounded number waits, none for ever.
 
-    async with line.place(deadline_s=5.0) as waited_s:
+    waited_s = 0.0 if line.take_at_once() else await line.take(deadline_s=5.0)
+    try:
         ...
+    finally:
+        line.give_back()
 
 First come, first served: a request that needs several places is not passed by later, smaller ones, which would starve
 it. A full line refuses at once (429), a deadline that passes refuses then (503), and both say when to try again, by the
@@ -15,7 +18,6 @@ import asyncio
 import math
 from collections import deque
 from dataclasses import dataclass
-from types import TracebackType
 
 from coterie.errors import ConfigError, CoterieError, check_at_least
 
@@ -101,15 +103,19 @@ class WaitingLine:
             for waiter in list(self._line):
                 self._drop(waiter, "closed")
 
-    def place(self, deadline_s: float, weight: int = 1) -> Place:
-        """A place for as long as the block runs; it takes at most `deadline_s` to get it.
+    def take_at_once(self) -> bool:
+        """Take a place if one is free and nobody waits; returns whether it was. Give it back, once."""
+        if self.closed or self._waiting or self._used >= self.places:
+            return False
+        self._used += 1
+        self.counters.admitted += 1
+        return True
+
+    async def take(self, deadline_s: float, weight: int = 1) -> float:
+        """Wait at most `deadline_s` for a place; returns the seconds that took. Give it back, once.
 
         `weight` is the number of places that the request needs; one that needs more than there are runs alone.
         """
-        return Place(self, deadline_s, weight)
-
-    async def take(self, deadline_s: float, weight: int = 1) -> float:
-        """Wait for a place; returns the seconds that took. Give it back with :meth:`give_back`, once."""
         if weight < 1 or not 0 <= deadline_s < math.inf:
             raise ConfigError(f"weight={weight} must be at least 1, deadline_s={deadline_s} finite and not negative")
         if self.closed:
@@ -168,7 +174,8 @@ class WaitingLine:
 
     def _free(self, weight: int) -> None:
         self._used -= weight
-        self._wake()
+        if self._line:
+            self._wake()
         if self._used == 0:
             self._freed.clear()  # the rate of an idle service says nothing of a busy one
 
@@ -209,20 +216,3 @@ class WaitingLine:
             return Refused(503, reason, f"no place became free in time; try again in {retry} s", retry)
         self.counters.closed += 1
         return Refused(503, reason, "the service is shutting down", retry)
-
-
-class Place:
-    """A place in a line, as a context; entering it gives the seconds waited."""
-
-    __slots__ = ("_deadline_s", "_line", "_weight")
-
-    def __init__(self, line: WaitingLine, deadline_s: float, weight: int) -> None:
-        self._line, self._deadline_s, self._weight = line, deadline_s, weight
-
-    async def __aenter__(self) -> float:
-        return await self._line.take(self._deadline_s, self._weight)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._line.give_back(self._weight)

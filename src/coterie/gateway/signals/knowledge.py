@@ -124,6 +124,14 @@ class Knowledge:
 
     # ------------------------------------------------------------------------------------------------------- requests
 
+    def known_at_once(self, call: Asked) -> Known | None:
+        """What the body tells where no token ids are made: that takes no waiting. None: ask :meth:`known`."""
+        body = call.body
+        if self.tokens.would_tell(body):
+            return None
+        salt, text = body.get("cache_salt"), keys_of_body(body)
+        return Known(None, text.tokens, salt if isinstance(salt, str) else None, text)
+
     async def known(self, call: Asked) -> Known:
         """What the body tells; token ids only if they come in time."""
         found = await self.tokens.ids(call.path, call.body)

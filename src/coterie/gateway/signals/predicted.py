@@ -47,7 +47,7 @@ _KEY_BYTES, _ENTRY_BYTES = 160, 400
 
 class Predicted(NamedTuple):
     counts: Profile | None
-    """[layer, expert] expected activations; None if nothing is known."""
+    """[layer, expert] expected activations, not to be changed; None if nothing is known."""
     source: Source
 
 
@@ -106,6 +106,7 @@ class Footprints:
         self._added = 0
         self.nbytes = 0
         self._popularity = None if popularity is None else np.array(popularity, np.float32)
+        self._mean_token = Predicted(self._popularity, "popularity")
         shapes = [
             shape,
             None if predictor is None else (predictor.num_layers, predictor.num_experts),
@@ -120,7 +121,13 @@ class Footprints:
         return len(self._known)
 
     def footprint(self, ids: NDArray[np.int64] | None, tokens: int, domain: str | None = None) -> Predicted:
-        """What a prompt of `tokens` tokens will activate; `ids` are its tokens, where they are known."""
+        """What a prompt of `tokens` tokens will activate; `ids` are its tokens, where they are known.
+
+        By popularity it is a mean token's activations: they say nothing of this prompt, however long it is.
+        """
+        if ids is None and self.predictor is None and self._popularity is not None:
+            self.counters.popularity += 1
+            return self._mean_token
         tokens = max(1, min(int(tokens), MOST_TOKENS))
         if ids is not None and len(ids):
             found = self._by_prefix(ids)
@@ -132,7 +139,7 @@ class Footprints:
             return Predicted(load, "predictor")
         if self._popularity is not None:
             self.counters.popularity += 1
-            return Predicted(self._popularity * np.float32(tokens), "popularity")
+            return self._mean_token
         self.counters.none += 1
         return Predicted(None, "none")
 
@@ -146,10 +153,10 @@ class Footprints:
         profile = np.ascontiguousarray(footprint.counts, np.float32) / np.float32(tokens)
         self.shape = profile.shape
         self.counters.learned += 1
-        if self._popularity is None:
-            self._popularity = profile.copy()
-        else:
-            self._popularity += np.float32(1 - DECAY) * (profile - self._popularity)
+        known = self._popularity
+        # A new array each time: those who got the old one keep it.
+        self._popularity = profile.copy() if known is None else known + np.float32(1 - DECAY) * (profile - known)
+        self._mean_token = Predicted(self._popularity, "popularity")
         if ids is not None and len(ids) and footprint.missing <= tokens:
             self._keep(ids, profile)
         return True

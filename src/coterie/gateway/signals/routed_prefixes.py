@@ -7,7 +7,7 @@ the prefix, or never have stored it, and tokens are counted by the length of the
 
 from __future__ import annotations
 
-import hashlib
+import secrets
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -25,13 +25,15 @@ TEXT_BYTES = 4
 MOST_BLOCKS = 512
 """Blocks of a prompt that are compared."""
 _PACK = msgspec.msgpack.Encoder().encode
+_SEED = secrets.token_bytes(16)
+"""Makes keys unlike those of another process even where PYTHONHASHSEED is set: nobody can look for collisions."""
 
 
 class PromptKeys(NamedTuple):
     """Blocks of a prompt."""
 
-    keys: tuple[bytes, ...]
-    """[block] key of the prompt up to the end of the block."""
+    keys: list[int]
+    """[block] key of the prompt up to the end of the block; another in every process."""
     block_tokens: float
     """Tokens of a block; an estimate for text."""
     tokens: int
@@ -72,36 +74,47 @@ class RoutedPrefixes:
         check_at_least(1, max_blocks=max_blocks)
         check_positive(keep_s=keep_s)
         self.max_blocks, self.keep_s = max_blocks, keep_s
-        self._blocks: dict[bytes, dict[int, float]] = {}  # key → row → time; the latest used last
+        self._blocks: dict[int, dict[int, float]] = {}  # key → row → time; the latest used last
+        self._none = np.zeros(0, np.int64)
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def cached(self, prompt: PromptKeys, rows: int, now: float) -> NDArray[np.int64]:
-        """[row] leading tokens that each worker may hold, never all of the prompt."""
-        found = np.zeros(rows, np.int64)
-        alive: set[int] | None = None
-        for number, key in enumerate(prompt.keys, 1):
-            told = self._blocks.get(key)
+        """[row] leading tokens that each worker may hold, never all of the prompt. Not to be changed."""
+        since, blocks = now - self.keep_s, self._blocks
+        ends: dict[int, int] = {}  # row → blocks that it holds
+        for number, key in enumerate(prompt.keys):
+            told = blocks.get(key)
             if told is None:
                 break
-            fresh = {row for row, then in told.items() if now - then <= self.keep_s and row < rows}
-            alive = fresh if alive is None else alive & fresh
-            if not alive:
+            longer = False
+            for row, then in told.items():
+                if then >= since and row < rows and ends.get(row, 0) == number:
+                    ends[row] = number + 1
+                    longer = True
+            if not longer:
                 break
-            for row in alive:
-                found[row] = int(number * prompt.block_tokens)
-        np.minimum(found, max(0, prompt.tokens - 1), out=found)
+        if not ends:
+            if len(self._none) != rows:
+                self._none = np.zeros(rows, np.int64)
+            return self._none
+        found, most = np.zeros(rows, np.int64), max(0, prompt.tokens - 1)
+        for row, number in ends.items():
+            found[row] = min(int(number * prompt.block_tokens), most)
         return found
 
     def routed(self, prompt: PromptKeys, row: int, now: float) -> None:
         """A prompt went to a worker."""
+        blocks = self._blocks
         for key in prompt.keys:
-            told = self._blocks.pop(key, None) or {}
+            told = blocks.pop(key, None)
+            if told is None:
+                told = {}
             told[row] = now
-            self._blocks[key] = told
-        while len(self._blocks) > self.max_blocks:
-            del self._blocks[next(iter(self._blocks))]
+            blocks[key] = told
+        while len(blocks) > self.max_blocks:
+            del blocks[next(iter(blocks))]
 
     def drop(self, row: int) -> None:
         """Forget a worker that left or restarted."""
@@ -109,10 +122,10 @@ class RoutedPrefixes:
             del self._blocks[key]
 
 
-def _keys(data: bytes, block: int, cache_salt: str | None, lora: str | None) -> tuple[bytes, ...]:
-    running = hashlib.blake2b(_PACK((cache_salt, lora)), digest_size=16)
-    keys = []
-    for start in range(0, min(len(data) // block, MOST_BLOCKS) * block, block):
-        running.update(data[start : start + block])
-        keys.append(running.copy().digest())
-    return tuple(keys)
+def _keys(data: bytes, block: int, cache_salt: str | None, lora: str | None) -> list[int]:
+    """Python's own hash of bytes: keyed at random for each process, and a fifth of a digest's time."""
+    key, keys = hash((_SEED, cache_salt, lora)), []
+    for end in range(block, min(len(data), MOST_BLOCKS * block) + 1, block):
+        key = hash((key, data[end - block : end]))
+        keys.append(key)
+    return keys

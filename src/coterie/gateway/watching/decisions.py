@@ -30,8 +30,7 @@ class _Record(NamedTuple):
     pool: str
     worker: str
     ids: Sequence[str | None]
-    scores: NDArray[np.float64]
-    reason: str
+    decision: Decision
     fallback: str | None
     cached: NDArray[np.int64] | None
     source: str | None
@@ -77,8 +76,7 @@ class Decisions:
                 pool,
                 worker,
                 ids,
-                decision.scores,
-                decision.reason,
+                decision if decision.profile is None else decision._replace(profile=None),
                 fallback,
                 cached,
                 source,
@@ -104,7 +102,7 @@ class Decisions:
 
 
 def _plain(record: _Record) -> dict[str, Any]:
-    scores = _numbers(record.scores) or []
+    scores = _numbers(record.decision.scores) or []
     cached = _numbers(record.cached)
     named = [(row, id) for row, id in enumerate(record.ids) if id is not None]
     chosen = next((row for row, id in named if id == record.worker), None)
@@ -115,7 +113,7 @@ def _plain(record: _Record) -> dict[str, Any]:
         "worker": record.worker,
         # JSON has no infinity: null is a worker that the request must not go to
         "scores": {id: _finite(scores[row]) for row, id in named if row < len(scores)},
-        "reason": record.reason[:MAX_TEXT],
+        "reason": record.decision.reason[:MAX_TEXT],
         "fallback": record.fallback,
         "prompt_tokens": int(record.prompt_tokens),
         "cached_tokens": None if cached is None or chosen is None or chosen >= len(cached) else cached[chosen],
