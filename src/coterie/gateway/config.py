@@ -139,13 +139,16 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     window_s: float = 30.0
     open_s: float = 5.0
     """Time before one request probes a worker whose breaker is open."""
-    retries: int = 2
-    """Further workers that a request is sent to if one fails before the first byte of its answer."""
+    retries: int = 6
+    """Times that a request is sent again if a worker fails it before the first byte of its answer."""
+    retry_s: float = 30.0
+    """Time from a request's first failure in which it goes to workers again that were tried."""
     backoff_s: float = 0.05
-    """Mean wait before a retry; it doubles with each and is drawn at random."""
+    """Mean wait before a retry; it doubles with each, five times at most, and is drawn at random."""
 
     def __post_init__(self) -> None:
-        check_positive(every_s=self.every_s, timeout_s=self.timeout_s, window_s=self.window_s, open_s=self.open_s)
+        check_positive(every_s=self.every_s, timeout_s=self.timeout_s, window_s=self.window_s)
+        check_positive(open_s=self.open_s, retry_s=self.retry_s)
         check_at_least(
             1, unhealthy_after=self.unhealthy_after, healthy_after=self.healthy_after, failures=self.failures
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
 from coterie.errors import UnavailableError
@@ -14,6 +15,7 @@ from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink
 from coterie.gateway.exchange.pool import Member, Pool, Sent
 from coterie.gateway.exchange.relay import WHY, Relayed, Usage, is_stream, pass_stream, pass_whole
+from coterie.gateway.exchange.tries import Tries, may_retry
 from coterie.gateway.fleet.breaker import is_failure
 from coterie.gateway.fleet.keeper import Choice
 from coterie.gateway.signals.knowledge import Known
@@ -26,7 +28,9 @@ from coterie.wire.handoff import REQUEST_ID_HEADER
 REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 NO_USAGE = Usage()
 RETRY_AFTER: Headers = [(b"retry-after", b"1")]
-BUSY = 429
+MOST_DOUBLINGS = 5
+"""Times that the wait before a retry doubles."""
+NO_ONE: frozenset[str] = frozenset()
 REFUSAL_BYTES = 1 << 16
 """Most bytes that are read of an answer that is not passed on."""
 
@@ -37,7 +41,7 @@ class Observer(Protocol):
     def decided(self, pool: Pool, call: Call, wanted: Request, choice: Choice, seconds: float, source: str) -> None: ...
 
     def failed(self, member: Member, kind: str) -> None:
-        """A worker failed: connect, reset, timeout, protocol, too_large or status_5xx."""
+        """A worker failed: connect, reset, timeout, protocol, too_large, unhealthy or status_5xx."""
         ...
 
     def retried(self, pool: Pool) -> None: ...
@@ -96,7 +100,7 @@ class Flow(ABC):
         return
 
     def choose(
-        self, pool: Pool, call: Call, known: Known, tried: set[str], footprint: WireFootprint | None = None
+        self, pool: Pool, call: Call, known: Known, tried: Collection[str], footprint: WireFootprint | None = None
     ) -> Sent:
         """Ask the pool's router; HttpError 503 if the pool has no worker."""
         started = time.perf_counter()
@@ -123,7 +127,7 @@ class Flow(ABC):
         `body` makes the body; its argument tells whether a worker may have read it before. `written` is called when a
         worker may have got it.
         """
-        tried: set[str] = set()
+        tries: Tries | None = None
         seen = False
 
         def wrote() -> None:
@@ -132,35 +136,40 @@ class Flow(ABC):
             if written is not None:
                 written()
 
-        for attempt in range(self.health.retries + 1):
-            sent = self.choose(pool, call, known, tried, footprint)
-            last = attempt == self.health.retries or len(pool.members.keys() - tried) <= 1
+        while True:
+            sent = self.choose(pool, call, known, NO_ONE if tries is None else tries.tried, footprint)
             ok: bool | None = None
             try:
                 answer = await self.ask(sent, call, body(seen), self.limits.first_token_s, wrote)
-                if last or not may_retry(answer.status):
+                if may_retry(answer.status):
+                    tries = tries or Tries(pool, self.health)
+                if tries is None or not tries.refused(sent.member.entry.id, answer.status):
                     relayed = await self.pass_on(answer, call, sink)
                     ok = self.did_its_part(sent, answer.status, relayed.problem)
                     return Delivered(sent, answer.status, relayed)
-                await answer.read(REFUSAL_BYTES)
                 ok = self.did_its_part(sent, answer.status)
+                await skip(answer)
             except UpstreamError as error:
                 ok = self.did_its_part(sent, 0, error)
-                if last:
+                tries = tries or Tries(pool, self.health)
+                if not tries.broke(sent.member.entry.id, error):
                     raise failed(error) from None
             finally:
                 pool.ended(sent, ok)
-            tried.add(sent.member.entry.id)
             self.observer.retried(pool)
-            await self.back_off(attempt)
-        raise AssertionError("the last attempt returns or raises")
+            await self.back_off(tries.failures)
 
-    def did_its_part(self, sent: Sent, status: int, error: UpstreamError | None = None) -> bool:
-        """Whether the worker did what it can: it failed if it broke off or answered 5xx, never by a refusal."""
+    def did_its_part(self, sent: Sent, status: int, error: UpstreamError | None = None) -> bool | None:
+        """Whether the worker did what it can: it failed if it broke off or answered 5xx, never by a refusal.
+
+        None if its request was taken back: what is known against it was counted before.
+        """
         kind = error.kind if error is not None else "status_5xx" if is_failure(status) else None
-        if kind is not None:
-            self.observer.failed(sent.member, kind)
-        return kind is None
+        if kind is None:
+            return True
+        self.observer.failed(sent.member, kind)
+        sent.member.unreachable = kind == "connect"
+        return None if kind == "unhealthy" else False
 
     async def ask(
         self, sent: Sent, call: Call, body: bytes, head_s: float, written: Callable[[], None] | None = None
@@ -189,14 +198,17 @@ class Flow(ABC):
             return await pass_stream(answer, sink, extra)
         return await pass_whole(answer, sink, extra, self.limits.answer_bytes)
 
-    async def back_off(self, attempt: int) -> None:
-        if self.health.backoff_s:
-            await asyncio.sleep(self._rng.uniform(0.5, 1.5) * self.health.backoff_s * 2**attempt)
+    async def back_off(self, failures: int) -> None:
+        """Wait before the next try of a request that failed so often."""
+        if failures and self.health.backoff_s:
+            mean_s = self.health.backoff_s * 2.0 ** min(failures - 1, MOST_DOUBLINGS)
+            await asyncio.sleep(self._rng.uniform(0.5, 1.5) * mean_s)
 
 
-def may_retry(status: int) -> bool:
-    """Whether another worker may do better: this one failed, or is full."""
-    return is_failure(status) or status == BUSY
+async def skip(answer: Answer) -> None:
+    """Read an answer that is not passed on, so that its connection can be used again."""
+    with contextlib.suppress(UpstreamError):
+        await answer.read(REFUSAL_BYTES)
 
 
 def failed(error: UpstreamError) -> HttpError:

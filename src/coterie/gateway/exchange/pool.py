@@ -31,7 +31,7 @@ PREFILL, DECODE = "prefill", "decode"
 class Member:
     """A worker of a pool, with the connections to it."""
 
-    __slots__ = ("breaker", "entry", "headers", "health", "upstream")
+    __slots__ = ("breaker", "entry", "headers", "health", "unreachable", "upstream")
 
     def __init__(
         self,
@@ -44,6 +44,8 @@ class Member:
     ) -> None:
         """`healthy` trusts the worker before its first health check."""
         self.entry = entry
+        self.unreachable = False
+        """Whether its last failure was that of a connection to it."""
         self.upstream = Upstream(entry.url)
         self.breaker = Breaker(rng)
         self.health = Health(rng, now, healthy=healthy)
@@ -93,6 +95,8 @@ class Pool:
         self.ids: list[str | None] = []
         """[row] worker id. Replaced, never changed in place: records of decisions keep it."""
         self.clock = clock
+        self.needed = True
+        """Whether a request needs a worker of this pool: if none is open, it waits for one that is not."""
         self.rng = default_rng()
         self._due = math.inf
         """Time when a breaker next lets a request through."""
@@ -150,6 +154,8 @@ class Pool:
             breaker.failed(sent.attempt, now)
         if not closed or not ok:
             self.refresh(sent.member)
+            if closed and sent.member.unreachable and breaker.changes_at is not None:
+                self.move_on(sent.member)
 
     @property
     def failing(self) -> bool:
@@ -162,7 +168,14 @@ class Pool:
         changed = member.health.record(ok, self.clock())
         if changed:
             self.refresh(member)
+            if not ok:
+                self.move_on(member)
         return changed
+
+    def move_on(self, member: Member) -> None:
+        """Take back the requests that wait for the first byte of a worker that is not well, if others can serve."""
+        if self.keeper.open_workers or not self.needed:
+            member.upstream.give_up("POST")
 
     def refresh(self, member: Member) -> None:
         """Tell the keeper whether the worker may be chosen."""

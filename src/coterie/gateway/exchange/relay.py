@@ -134,6 +134,7 @@ WHY = {
     "timeout": "it was silent too long",
     "protocol": "its answer cannot be read",
     "too_large": "its answer is too large",
+    "unhealthy": "it was found not to be well",
 }
 """Kind of a failure → what clients hear of it. The error itself names the worker's address, which is not theirs."""
 

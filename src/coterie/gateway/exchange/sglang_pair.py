@@ -21,11 +21,11 @@ from coterie.gateway.exchange.flow import (
     Informer,
     Observer,
     failed,
-    may_retry,
     outcome,
 )
 from coterie.gateway.exchange.pool import Pool, Sent
 from coterie.gateway.exchange.relay import Relayed
+from coterie.gateway.exchange.tries import Tries, may_retry
 from coterie.gateway.signals.knowledge import Known
 from coterie.net.http1.messages import Headers, passed_on
 from coterie.net.http1.upstream import Answer, UpstreamError
@@ -56,46 +56,41 @@ class SglangPairFlow(Flow):
 
     async def serve(self, call: Call, sink: Sink, known: Known) -> Outcome:
         started = time.monotonic()
-        tried_prefill: set[str] = set()
-        tried_decode: set[str] = set()
-        for attempt in range(self.health.retries + 1):
-            prefill = self.choose(self.prefill, call, known, tried_prefill)
+        prefills, decodes = Tries(self.prefill, self.health), Tries(self.decode, self.health)
+        while True:
+            prefill = self.choose(self.prefill, call, known, prefills.tried)
             prefilled = decoded = None
             decode: Sent | None = None
             cause: UpstreamError | _RefusedError
             try:
-                decode = self.choose(self.decode, call, known, tried_decode)
+                decode = self.choose(self.decode, call, known, decodes.tried)
                 status, relayed = await self._both(call, sink, prefill, decode)
                 prefilled, decoded = True, self.did_its_part(decode, status, relayed.problem)
                 self.knowledge.routed(self.prefill, prefill.choice.row, known)
                 delivered = Delivered(decode, status, relayed)
                 return outcome(delivered, call, known, started, prefill=prefill.member.entry.id)
             except _PrefillFailedError as error:
-                pool, cause = self.prefill, error.cause
+                pool, tries, sent, cause = self.prefill, prefills, prefill, error.cause
                 prefilled = self._did_its_part(prefill, cause)
-                tried_prefill.add(prefill.member.entry.id)
             except (UpstreamError, _RefusedError) as error:
                 assert decode is not None
-                pool, cause = self.decode, error
+                pool, tries, sent, cause = self.decode, decodes, decode, error
                 decoded = self._did_its_part(decode, cause)
-                tried_decode.add(decode.member.entry.id)
             finally:
                 self.prefill.ended(prefill, prefilled)
                 if decode is not None:
                     self.decode.ended(decode, decoded)
             assert decode is not None  # or choosing it has raised
-            none_left = len(tried_prefill) >= len(self.prefill) or len(tried_decode) >= len(self.decode)
-            last = attempt == self.health.retries or none_left
-            if isinstance(cause, _RefusedError) and (last or not may_retry(cause.status)):
+            if isinstance(cause, UpstreamError):
+                if not tries.broke(sent.member.entry.id, cause):
+                    raise failed(cause)
+            elif not tries.refused(sent.member.entry.id, cause.status):
                 sink.send(cause.status, cause.body, b"", [*cause.headers, (REQUEST_ID, call.id.encode())])
                 return Outcome(cause.status, decode.member.entry.id, prefill.member.entry.id, problem=str(cause))
-            if isinstance(cause, UpstreamError) and last:
-                raise failed(cause)
             self.observer.retried(pool)
-            await self.back_off(attempt)
-        raise AssertionError("the last attempt returns or raises")
+            await self.back_off(tries.failures)
 
-    def _did_its_part(self, sent: Sent, cause: UpstreamError | _RefusedError) -> bool:
+    def _did_its_part(self, sent: Sent, cause: UpstreamError | _RefusedError) -> bool | None:
         if isinstance(cause, UpstreamError):
             return self.did_its_part(sent, 0, cause)
         return self.did_its_part(sent, cause.status)

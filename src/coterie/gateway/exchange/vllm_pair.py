@@ -18,9 +18,10 @@ import msgspec
 from coterie.errors import InputError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink, encode_object
-from coterie.gateway.exchange.flow import REFUSAL_BYTES, REQUEST_ID, Flow, Informer, Observer, may_retry, outcome
+from coterie.gateway.exchange.flow import REFUSAL_BYTES, REQUEST_ID, Flow, Informer, Observer, outcome
 from coterie.gateway.exchange.pool import Member, Pool
 from coterie.gateway.exchange.relay import Usage, pass_whole
+from coterie.gateway.exchange.tries import may_retry
 from coterie.gateway.signals.knowledge import NOTHING, Known
 from coterie.net.http1.messages import HttpError
 from coterie.net.http1.upstream import UpstreamError
@@ -55,6 +56,7 @@ class VllmPairFlow(Flow):
     ) -> None:
         super().__init__(config, knowledge, observer)
         self.prefill, self.decode = prefill, decode
+        prefill.needed = False
         self._drops: set[asyncio.Task[None]] = set()
 
     async def serve(self, call: Call, sink: Sink, known: Known) -> Outcome:
@@ -111,8 +113,8 @@ class VllmPairFlow(Flow):
         """What a prefill worker handed over; its refusal, passed on; None if none answered."""
         asked = encode_object(prefill_body(call.body))
         tried: set[str] = set()
-        for attempt in range(self.health.retries + 1):
-            if tried.issuperset(self.prefill.members) or self.prefill.failing:
+        while not tried.issuperset(self.prefill.members) and len(tried) <= self.health.retries:
+            if self.prefill.failing:
                 break  # a decode worker computes the prompt sooner than one that is stalled answers
             sent = self.choose(self.prefill, call, known, tried)
             ok: bool | None = None
@@ -135,9 +137,9 @@ class VllmPairFlow(Flow):
             finally:
                 self.prefill.ended(sent, ok)
             tried.add(sent.member.entry.id)
-            if not tried.issuperset(self.prefill.members) and attempt < self.health.retries:
+            if not tried.issuperset(self.prefill.members) and len(tried) <= self.health.retries:
                 self.observer.retried(self.prefill)
-                await self.back_off(attempt)
+                await self.back_off(len(tried))
         self.observer.not_handed_over()
         return None
 

@@ -98,6 +98,11 @@ class Pool:
         """For reading: the arrays that routers see. It is another object after a reload, or when the pool grew."""
         return self._made.fleet
 
+    @property
+    def open_workers(self) -> int:
+        """Workers that may be chosen."""
+        return self._open
+
     def row_of(self, worker_id: str) -> int:
         return self._member(worker_id).row
 

@@ -10,7 +10,7 @@ from coterie.net.http1.messages import Headers
 
 FULL_BYTES = 262_144
 """Bytes of an answer that wait for their consumer before reading pauses."""
-Kind = Literal["connect", "reset", "timeout", "protocol", "too_large"]
+Kind = Literal["connect", "reset", "timeout", "protocol", "too_large", "unhealthy"]
 
 
 class UpstreamError(CoterieError):
@@ -37,7 +37,7 @@ class Line(Protocol):
 class Answer:
     """An answer whose head has come. Read it, iterate over it, or close it."""
 
-    __slots__ = ("_buffered", "_connection", "_error", "_pieces", "_waiter", "complete", "headers", "status")
+    __slots__ = ("_buffered", "_connection", "_error", "_pieces", "_waiter", "begun", "complete", "headers", "status")
 
     def __init__(self, connection: Line, status: int, headers: Headers) -> None:
         self._connection = connection
@@ -48,6 +48,7 @@ class Answer:
         self.status = status
         self.headers = headers
         self.complete = False
+        self.begun = False  # a piece of the body has come
 
     async def read(self, limit: int | None = None) -> bytes:
         """Return the rest of the body."""
@@ -99,6 +100,7 @@ class Answer:
 
     def add(self, piece: bytes) -> bool:
         """Take a piece of the body; return whether reading must pause."""
+        self.begun = True
         self._pieces.append(piece)
         before = self._buffered
         self._buffered += len(piece)

@@ -184,6 +184,11 @@ class Upstream:
         for connection in [connection for connection in self.connections if now >= connection.deadline]:
             connection.time_out()
 
+    def give_up(self, method: str) -> None:
+        """End the requests of a method that still wait for the first byte of a body: the server is not well."""
+        for connection in [one for one in self.connections if one.method == method and one.waits]:
+            connection.fail("unhealthy", "the server was found not to be well")
+
     def retire(self) -> None:
         """Keep no connection unused from now on; answers that come go on to their end."""
         self._retired = True
@@ -214,7 +219,7 @@ class _Connection(asyncio.Protocol):
         self.waiter: asyncio.Future[Answer] | None = None
         self.answer: Answer | None = None
         self.headers: Headers = []
-        self.head_only = False
+        self.method = ""
         self.until_closed = False  # the end of the connection ends the body
         self.reusable = True
         self.heard = False  # a byte of the present answer has come
@@ -226,10 +231,15 @@ class _Connection(asyncio.Protocol):
     def body_bytes(self) -> int:
         return self.upstream.limits.body_bytes
 
+    @property
+    def waits(self) -> bool:
+        """Whether a request was sent and no byte of a body has come."""
+        return self.waiter is not None if self.answer is None else not self.answer.begun
+
     async def ask(self, message: bytes, method: str, head_s: float) -> Answer:
         if self.transport.is_closing():
             raise UpstreamError("reset", f"{self.upstream.url}: the connection was closed")
-        self.head_only = method == "HEAD"
+        self.method = method
         self.heard = False
         self.quiet_bytes = 0
         self.deadline = self.upstream.clock() + head_s
@@ -349,7 +359,7 @@ class _Connection(asyncio.Protocol):
         waiter, self.waiter = self.waiter, None
         if not waiter.done():
             waiter.set_result(self.answer)
-        if self.head_only:
+        if self.method == "HEAD":
             self.reusable = False  # the parser would wait for the body that a GET has
             self.answer.finish()
 
