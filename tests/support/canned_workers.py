@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from coterie.net.http1.messages import Request
+from coterie.net.http1.messages import HttpError, Request
 from coterie.net.http1.responder import Responder
 from coterie.net.http1.server import HttpServer
 
@@ -28,7 +28,10 @@ class Asked:
         self.path, self.method = request.path, request.method
         self.headers = dict(request.headers)
         self.raw = request.body
-        self.body: Any = msgspec.json.decode(request.body) if request.body else None
+        try:
+            self.body: Any = msgspec.json.decode(request.body) if request.body else None
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:  # as engines do
+            raise HttpError(400, f"the body is not JSON: {error}") from None
 
 
 class Canned:

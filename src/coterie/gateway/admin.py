@@ -70,7 +70,6 @@ class Admin:
             raise HttpError(400, str(error)) from None
 
     def _metrics(self, _: Request, responder: Responder, __: str) -> None:
-        self.parts.watcher.catch_up()
         responder.send(200, self.parts.metrics.render(), CONTENT_TYPE)
 
     def _decisions(self, request: Request, responder: Responder, _: str) -> None:
@@ -80,7 +79,6 @@ class Admin:
         if not (last.isascii() and last.isdigit() and len(last) < 9):
             raise HttpError(400, f"last={last[:20]!r} must be a number of decisions", param="last")
         most = min(int(last), MOST_DECISIONS)
-        self.parts.watcher.catch_up()
         responder.send(200, self.parts.decisions.as_json(most, pool=asked.get("pool"), worker=asked.get("worker")))
 
     def _workers(self, _: Request, responder: Responder, __: str) -> None:

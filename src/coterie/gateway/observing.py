@@ -32,6 +32,7 @@ class Watcher:
 
     def __init__(self, metrics: Metrics, decisions: Decisions, log: Log) -> None:
         self.metrics, self.decisions, self.log = metrics, decisions, log
+        metrics.before_reading = decisions.before_reading = self.catch_up
         # Without the requests themselves: their bodies may be large.
         self._made: list[tuple[str, str, Choice, list[str | None], Cached, int, float, str, float]] = []
         self._ends: list[tuple[str, Outcome, float, float | None]] = []

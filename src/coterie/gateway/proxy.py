@@ -239,8 +239,7 @@ class RoutedFleet:
             name = checked_id(str(name).encode("utf-8", "surrogatepass"))
             if name in self._in_flight:
                 raise HttpError(400, f"another request named {name!r} is in flight")
-        call = make_call(path, b"", request_id=name, headers=JSON, body={**body, "stream": False})
-        return call._replace(domain=domain)
+        return make_call(path, b"", request_id=name, headers=JSON, domain=domain, body={**body, "stream": False})
 
 
 class _Expected(Informer):

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 
-from coterie.gateway.signals.routed_prefixes import BLOCK_BYTES, MOST_BLOCKS, RoutedPrefixes, keys_of_body, keys_of_ids
+from coterie.gateway.exchange.call import make_call
+from coterie.gateway.signals.routed_prefixes import (
+    BLOCK_BYTES,
+    MOST_BLOCKS,
+    PromptKeys,
+    RoutedPrefixes,
+    keys_of_ids,
+    keys_of_text,
+)
 
 TEXT = "".join(chr(97 + i * i % 26) for i in range(4 * BLOCK_BYTES))
+
+
+def keys_of_body(body: dict[str, Any]) -> PromptKeys:
+    """As the gateway makes them of a client's bytes."""
+    call = make_call("/v1/completions", json.dumps(body).encode())
+    return keys_of_text(call.prompt, call.salt)
 
 
 def chat(*turns: str, **more: Any) -> dict[str, Any]:
@@ -66,11 +81,5 @@ def test_memory_is_bounded() -> None:
 
 
 def test_any_body_has_keys() -> None:
-    for body in (
-        {},
-        {"prompt": 10**30},
-        {"messages": 3},
-        {"messages": [{"content": "\ud800"}]},
-        {"prompt": ["a", "b"]},
-    ):
+    for body in ({}, {"prompt": 10**30}, {"messages": 3}, {"prompt": ["a", "b"]}):
         assert not RoutedPrefixes().cached(keys_of_body(body), 1, now=0.0).any()

@@ -8,12 +8,15 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, Protocol
 
 import msgspec
+from msgspec import UNSET
 
 from coterie.gateway.watching.spans import NO_SPAN, Span
 from coterie.net.http1.messages import Headers, HttpError
+from coterie.routing.base import Decision
 from coterie.wire.footprints import WireFootprint
 from coterie.wire.handoff import REQUEST_ID_HEADER
 
@@ -36,6 +39,8 @@ PASSED = frozenset((b"accept", b"content-type", b"user-agent", b"traceparent", b
 """Headers of a client that workers get."""
 NO_HEADERS: Headers = []
 MAX_ID = 256
+PROMPT_BYTES = 1 << 17
+"""Most bytes of a prompt that are compared with others."""
 _PROCESS, _NUMBERS = secrets.token_hex(12), itertools.count()
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 
@@ -64,7 +69,7 @@ class Sink(Protocol):
     def abort(self) -> None: ...
 
 
-class Call(NamedTuple):
+class Call(msgspec.Struct):
     """A request, checked."""
 
     key: str
@@ -74,9 +79,14 @@ class Call(NamedTuple):
     id: str
     """The client's own id, or `name`."""
     path: str
-    body: dict[str, Any]
     raw: bytes
     """Body as it goes to a worker that needs nothing added."""
+    prompt: bytes
+    """Beginning of the prompt as JSON: tools and messages, or the text; see :func:`prompt_of`."""
+    salt: str | None
+    """Salt of its cached prefixes."""
+    listed: bool
+    """The prompt is a list: of token ids, or of texts."""
     stream: bool
     headers: Headers
     """Headers for the worker."""
@@ -84,13 +94,22 @@ class Call(NamedTuple):
     """Name of the caller's key."""
     domain: str | None = None
     span: Span = NO_SPAN
+    parsed: dict[str, Any] | None = None
+    """The body, once it was asked for."""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Fields of the body. Most requests go through without: reading all of a long one takes time."""
+        if self.parsed is None:
+            self.parsed = parse_object(self.raw)
+        return self.parsed
 
     def with_fields(self, **fields: Any) -> bytes:
         """Body with further fields."""
         return encode_object({**self.body, **fields})
 
 
-class Outcome(NamedTuple):
+class Outcome(msgspec.Struct):
     """What came of a request."""
 
     status: int
@@ -99,8 +118,8 @@ class Outcome(NamedTuple):
     prefill: str | None = None
     """Prefill worker, if there was a handoff."""
     footprint: WireFootprint | None = None
-    reason: str = ""
-    """Reason of the last decision."""
+    decision: Decision | None = None
+    """The last one."""
     tokens: int = 0
     """Prompt tokens; 0 if unknown."""
     output_tokens: int = 0
@@ -114,6 +133,11 @@ class Outcome(NamedTuple):
     """Why it failed."""
     cut: bool = False
     """The answer ended after its first byte, before its end."""
+
+    @property
+    def reason(self) -> str:
+        """Reason of the last decision."""
+        return "" if self.decision is None else self.decision.reason
 
 
 class Collected:
@@ -164,6 +188,51 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return body
 
 
+class _Fields(msgspec.Struct):
+    """What the gateway looks at in a body. The rest is not read: it goes to the worker as it came."""
+
+    stream: Any = None
+    model: Any = None
+    cache_salt: Any = None
+    tools: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+
+
+_WITH_OWNED: Any = msgspec.defstruct("_WithOwned", [(name, Any, UNSET) for name in sorted(OWNED)], bases=(_Fields,))
+_FIELDS: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_WITH_OWNED)
+_owned_of = attrgetter(*sorted(OWNED))
+_NONE_OWNED = (UNSET,) * len(OWNED)
+
+
+def read_fields(data: bytes) -> _Fields:
+    """Fields of a body; HttpError unless it is a JSON object."""
+    try:
+        if not data.isascii():
+            data.decode()  # texts that are skipped are not checked
+        return _FIELDS.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        parse_object(data)  # says it better
+        raise HttpError(400, f"the body is not JSON: {error}") from None
+
+
+def prompt_of(found: _Fields) -> bytes:
+    """Tools and messages, or the text, as the client wrote them and in the order of templates.
+
+    Without the last byte, which ends them: a conversation begins as the shorter one did.
+    """
+    said = found.messages if len(found.messages) else found.prompt
+    begin = bytes(memoryview(said)[:-1][:PROMPT_BYTES])
+    return bytes(memoryview(found.tools)[:PROMPT_BYTES]) + begin if len(found.tools) else begin
+
+
+def with_salt(data: bytes, salt: str, begun: bool) -> bytes:
+    """A body with a salt as its last field, which readers take if there are two. `begun`: it has fields."""
+    if not begun:
+        return encode_object({**parse_object(data), "cache_salt": salt})
+    return b'%b,"cache_salt":%b}' % (data.rstrip(b" \t\r\n")[:-1], msgspec.json.encode(salt))
+
+
 def new_name() -> str:
     """A name that no other request has, in this process or in another, and that nobody can guess."""
     return f"{_PROCESS}-{next(_NUMBERS):x}"
@@ -201,33 +270,23 @@ def make_call(
 
     `request_id` is the client's; `name` is used towards workers in its place. `headers` go to the worker.
     """
-    found = dict(body) if body is not None else parse_object(data)
-    changed = body is not None
-    if not OWNED.isdisjoint(found):
-        found = {field: value for field, value in found.items() if field not in OWNED}
-        changed = True
-    stream = found.get("stream") or False
-    if not isinstance(stream, bool):
+    if body is not None:
+        data = encode_object(body)
+    found = read_fields(data)
+    if _owned_of(found) != _NONE_OWNED:
+        data = encode_object({field: value for field, value in parse_object(data).items() if field not in OWNED})
+        found = read_fields(data)
+    stream, own = found.stream or False, found.cache_salt
+    if stream is not True and stream is not False:
         raise HttpError(400, "stream must be true or false", param="stream")
-    own = found.get("cache_salt")
     if own is not None and not isinstance(own, str):
         raise HttpError(400, "cache_salt must be a text", param="cache_salt")
-    if salt is not None:
-        found["cache_salt"] = salt if own is None else f"{salt}/{own}"
-        changed = True
-    if not isinstance(found.get("model"), str | None):
+    if found.model is not None and not isinstance(found.model, str):
         raise HttpError(400, "model must be a text", param="model")
+    if salt is not None:
+        own = salt if own is None else f"{salt}/{own}"
+        data = with_salt(data, own, begun=bool(found.messages or found.prompt))
     key = new_name()
-    return Call(
-        key,
-        name or request_id or key,
-        request_id or key,
-        path,
-        found,
-        encode_object(found) if changed else data,
-        stream,
-        headers,
-        caller,
-        domain,
-        span,
-    )
+    known, id = name or request_id or key, request_id or key
+    prompt, listed = prompt_of(found), bytes(memoryview(found.prompt)[:1]) == b"["
+    return Call(key, known, id, path, data, prompt, own, listed, stream, headers, caller, domain, span)

@@ -8,7 +8,9 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from coterie.errors import UnavailableError
 from coterie.gateway.config import GatewayConfig
@@ -19,6 +21,7 @@ from coterie.gateway.exchange.tries import Tries, may_retry
 from coterie.gateway.fleet.breaker import is_failure
 from coterie.gateway.fleet.keeper import Choice
 from coterie.gateway.signals.knowledge import Known
+from coterie.gateway.watching.spans import NO_SPAN
 from coterie.net.http1.messages import Headers, HttpError
 from coterie.net.http1.upstream import Answer, UpstreamError
 from coterie.routing.base import Request
@@ -71,7 +74,7 @@ class Informer(Protocol):
         ...
 
 
-class Delivered(NamedTuple):
+class Delivered(msgspec.Struct, frozen=True):
     """An answer that was passed on."""
 
     sent: Sent
@@ -118,14 +121,14 @@ class Flow(ABC):
         call: Call,
         known: Known,
         sink: Sink,
-        body: Callable[[bool], bytes],
+        body: Callable[[bool], bytes] | None = None,
         footprint: WireFootprint | None = None,
         written: Callable[[], None] | None = None,
     ) -> Delivered:
         """Send to a worker of the pool and pass its answer on; others are tried until the first byte came.
 
-        `body` makes the body; its argument tells whether a worker may have read it before. `written` is called when a
-        worker may have got it.
+        `body` makes the body, where it is not the client's; its argument tells whether a worker may have read it
+        before. `written` is called when a worker may have got it.
         """
         tries: Tries | None = None
         seen = False
@@ -140,7 +143,10 @@ class Flow(ABC):
             sent = self.choose(pool, call, known, NO_ONE if tries is None else tries.tried, footprint)
             ok: bool | None = None
             try:
-                answer = await self.ask(sent, call, body(seen), self.limits.first_token_s, wrote)
+                if body is None:
+                    answer = await self.ask(sent, call, call.raw, self.limits.first_token_s, written)
+                else:
+                    answer = await self.ask(sent, call, body(seen), self.limits.first_token_s, wrote)
                 if may_retry(answer.status):
                     tries = tries or Tries(pool, self.health)
                 if tries is None or not tries.refused(sent.member.entry.id, answer.status):
@@ -176,6 +182,9 @@ class Flow(ABC):
     ) -> Answer:
         """Send the request to its worker; the answer's head. `written` is called when the worker may have read it."""
         member, span = sent.member, call.span
+        if span is NO_SPAN:
+            headers = [*call.headers, (REQUEST_ID, call.name.encode()), *member.headers]
+            return await member.upstream.send("POST", call.path, headers, body, head_s=head_s, written=written)
         if span.recording:
             span = span.child(f"worker {member.entry.id}")
             span.note(worker=member.entry.id, reason=sent.choice.decision.reason)
@@ -193,10 +202,10 @@ class Flow(ABC):
                 span.end(problem)
 
     async def pass_on(self, answer: Answer, call: Call, sink: Sink) -> Relayed:
-        extra: Headers = [(REQUEST_ID, call.id.encode())]
+        own = (REQUEST_ID, call.id.encode())
         if is_stream(answer):
-            return await pass_stream(answer, sink, extra)
-        return await pass_whole(answer, sink, extra, self.limits.answer_bytes)
+            return await pass_stream(answer, sink, own)
+        return await pass_whole(answer, sink, own, self.limits.answer_bytes)
 
     async def back_off(self, failures: int) -> None:
         """Wait before the next try of a request that failed so often."""
@@ -218,18 +227,19 @@ def failed(error: UpstreamError) -> HttpError:
     return HttpError(502, f"the worker failed: {WHY[error.kind]}", code="worker_failed", headers=RETRY_AFTER)
 
 
-def outcome(delivered: Delivered, call: Call, known: Known, started: float, **more: object) -> Outcome:
-    relayed = delivered.relayed
+def outcome(delivered: Delivered, call: Call, known: Known, started: float) -> Outcome:
+    """What the gateway tells of an answer that was passed on."""
+    sent, relayed = delivered.sent, delivered.relayed
     usage = relayed.usage or NO_USAGE
     return Outcome(
         status=delivered.status,
-        worker=delivered.sent.member.entry.id,
-        reason=delivered.sent.choice.decision.reason,
+        worker=sent.choice.worker_id,
+        decision=sent.choice.decision,
         ttft_s=relayed.first_s - started,
         tpot_s=relayed.tpot_s if call.stream else None,
         problem=None if relayed.problem is None else str(relayed.problem),
         cut=relayed.problem is not None,
+        tokens=usage.prompt_tokens or known.tokens,
         output_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
-        **{"tokens": usage.prompt_tokens or known.tokens, **more},  # type: ignore[arg-type]
     )

@@ -18,7 +18,7 @@ class PlainFlow(Flow):
 
     async def serve(self, call: Call, sink: Sink, known: Known) -> Outcome:
         started = time.monotonic()
-        delivered = await self.deliver(self.pool, call, known, sink, lambda _: call.raw)
+        delivered = await self.deliver(self.pool, call, known, sink)
         if delivered.status == 200:
             self.knowledge.routed(self.pool, delivered.sent.choice.row, known)
         return outcome(delivered, call, known, started)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection
-from typing import NamedTuple
 
+import msgspec
 from numpy.random import Generator, default_rng
 
 from coterie.gateway.config import GatewayConfig, WorkerEntry
@@ -76,7 +76,7 @@ class Member:
         return self.breaker.may_send(now) and (self.health.healthy or not self.health.checks)
 
 
-class Sent(NamedTuple):
+class Sent(msgspec.Struct, frozen=True):
     """A request that was given to a worker. Tell :meth:`Pool.ended` what became of it, whatever that is."""
 
     key: str

@@ -68,7 +68,9 @@ class SglangPairFlow(Flow):
                 prefilled, decoded = True, self.did_its_part(decode, status, relayed.problem)
                 self.knowledge.routed(self.prefill, prefill.choice.row, known)
                 delivered = Delivered(decode, status, relayed)
-                return outcome(delivered, call, known, started, prefill=prefill.member.entry.id)
+                told = outcome(delivered, call, known, started)
+                told.prefill = prefill.member.entry.id
+                return told
             except _PrefillFailedError as error:
                 pool, tries, sent, cause = self.prefill, prefills, prefill, error.cause
                 prefilled = self._did_its_part(prefill, cause)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import msgspec
+from msgspec.structs import replace
 
 from coterie.errors import InputError
 from coterie.gateway.config import GatewayConfig
@@ -64,12 +65,15 @@ class VllmPairFlow(Flow):
         found = await self._prefilled(call, sink, known)
         prefill_s = time.monotonic() - started
         if isinstance(found, Outcome):
-            return found._replace(prefill_s=prefill_s)
+            found.prefill_s = prefill_s
+            return found
         if found is None:  # no prefill worker answered: the decode worker computes the prompt
-            delivered = await self.deliver(self.decode, call, known, sink, lambda _: call.raw)
-            return outcome(delivered, call, known, started, prefill_s=prefill_s)
+            delivered = await self.deliver(self.decode, call, known, sink)
+            told = outcome(delivered, call, known, started)
+            told.prefill_s = prefill_s
+            return told
         if found.tokens:
-            known = known._replace(tokens=found.tokens)
+            known = replace(known, tokens=found.tokens)
         if found.footprint is not None:
             self.knowledge.learn(known, found.footprint)
         offered = taken = False
@@ -90,15 +94,9 @@ class VllmPairFlow(Flow):
             raise
         if not taken:
             self._let_go(found, call, offered)
-        return outcome(
-            delivered,
-            call,
-            known,
-            started,
-            prefill=found.member.entry.id,
-            footprint=found.footprint,
-            prefill_s=prefill_s,
-        )
+        told = outcome(delivered, call, known, started)
+        told.prefill, told.footprint, told.prefill_s = found.member.entry.id, found.footprint, prefill_s
+        return told
 
     async def close(self) -> None:
         if self._drops:
@@ -122,9 +120,9 @@ class VllmPairFlow(Flow):
                 answer = await self.ask(sent, call, asked, self.limits.prefill_s)
                 status = answer.status
                 if 400 <= status < 500 and not may_retry(status):  # the request's own fault
-                    await pass_whole(answer, sink, [(REQUEST_ID, call.id.encode())], self.limits.answer_bytes)
+                    await pass_whole(answer, sink, (REQUEST_ID, call.id.encode()), self.limits.answer_bytes)
                     ok = True
-                    return Outcome(status, None, sent.member.entry.id, reason=sent.choice.decision.reason)
+                    return Outcome(status, None, sent.member.entry.id, decision=sent.choice.decision)
                 data = await answer.read(self.limits.answer_bytes)
                 if status == 200:
                     handoff = self._read(sent.member, data)

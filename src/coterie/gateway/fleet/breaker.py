@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
+import msgspec
 from numpy.random import Generator
 
 from coterie.errors import ConfigError, check_at_least, check_positive, check_share
@@ -62,7 +62,7 @@ class BreakerSettings:
 DEFAULTS = BreakerSettings()
 
 
-class Attempt(NamedTuple):
+class Attempt(msgspec.Struct, frozen=True):
     """A request that was sent to the worker."""
 
     epoch: int
@@ -88,7 +88,9 @@ class Breaker:
         """Times of the failures within the window."""
         self._in_row = 0
         self._successes = _Window(settings.window_s)
-        self._epoch = 0
+        self._epoch = -1
+        self._attempt = self._next_epoch()
+        """Stands for every request that is sent while it is closed."""
         self._tries = 0
         """Cool-downs since it was last closed."""
         self._until = 0.0
@@ -119,11 +121,13 @@ class Breaker:
 
     def sent(self, now: float) -> Attempt:
         """Tell that a request is being sent, allowed or not; tell its result with what is returned."""
+        if self._state is State.CLOSED:
+            return self._attempt
         if self.state(now) is State.HALF_OPEN and self.may_send(now):
             self._probes += 1
             self._probe, self._probe_until = self._probes, now + self.settings.probe_s
             return Attempt(self._epoch, self._probe)
-        return Attempt(self._epoch, 0)
+        return self._attempt
 
     def succeeded(self, attempt: Attempt, now: float) -> None:
         """Tell that the worker answered, with less than HTTP 500. One success since it opened closes the breaker."""
@@ -131,7 +135,7 @@ class Breaker:
             return
         if self._state is State.OPEN:
             self._state = State.CLOSED
-            self._epoch += 1
+            self._attempt = self._next_epoch()
             self._tries = self._probe = 0
         self._in_row = 0
         self._successes.add(now)
@@ -160,12 +164,16 @@ class Breaker:
         if attempt.probe and attempt.probe == self._probe:
             self._probe = 0
 
+    def _next_epoch(self) -> Attempt:
+        self._epoch += 1
+        return Attempt(self._epoch, 0)
+
     def _open(self, now: float) -> None:
         chosen = self.settings
         wait = min(chosen.cool_down_s * 2.0 ** min(self._tries, 60), chosen.longest_s)
         self._until = now + wait * (1.0 + chosen.jitter * float(self._rng.random()))
         self._state = State.OPEN
-        self._epoch += 1
+        self._attempt = self._next_epoch()
         self._tries += 1
         self._probe = self._in_row = 0
         self._failures.clear()

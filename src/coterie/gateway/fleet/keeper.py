@@ -17,8 +17,9 @@ No I/O, no clock, not thread-safe.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,7 +36,7 @@ REMEMBERED = 16_384
 """Requests that ended, and ends that came before their requests, remembered to tell messages that come twice."""
 
 
-class Choice(NamedTuple):
+class Choice(msgspec.Struct, frozen=True):
     """The worker that got a request."""
 
     worker_id: str

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,7 +23,7 @@ from coterie.gateway.signals.kv_streams import KvStreams
 from coterie.gateway.signals.masks import Mask, mask_of, read_placement
 from coterie.gateway.signals.model_tokenizers import load_tokenizer
 from coterie.gateway.signals.predicted import Footprints, open_predictor, popularity_of
-from coterie.gateway.signals.routed_prefixes import PromptKeys, RoutedPrefixes, keys_of_body, keys_of_ids
+from coterie.gateway.signals.routed_prefixes import PromptKeys, RoutedPrefixes, keys_of_ids, keys_of_text
 from coterie.gateway.signals.tokens import TokenService
 from coterie.routing.base import Request
 from coterie.routing.fitted import RouterFit
@@ -30,7 +31,7 @@ from coterie.wire.event_security import secure_subscriber
 from coterie.wire.footprints import WireFootprint
 
 
-class Known(NamedTuple):
+class Known(msgspec.Struct, frozen=True):
     """What is known of one request."""
 
     ids: NDArray[np.int64] | None = None
@@ -51,6 +52,12 @@ class Asked(Protocol):
     def path(self) -> str: ...
     @property
     def body(self) -> dict[str, object]: ...
+    @property
+    def prompt(self) -> bytes: ...
+    @property
+    def salt(self) -> str | None: ...
+    @property
+    def listed(self) -> bool: ...
     @property
     def domain(self) -> str | None: ...
 
@@ -126,19 +133,17 @@ class Knowledge:
 
     def known_at_once(self, call: Asked) -> Known | None:
         """What the body tells where no token ids are made: that takes no waiting. None: ask :meth:`known`."""
-        body = call.body
-        if self.tokens.would_tell(body):
+        if self.tokens.tokenizer is not None or call.listed:
             return None
-        salt, text = body.get("cache_salt"), keys_of_body(body)
-        return Known(None, text.tokens, salt if isinstance(salt, str) else None, text)
+        text = keys_of_text(call.prompt, call.salt)
+        return Known(None, text.tokens, call.salt, text)
 
     async def known(self, call: Asked) -> Known:
         """What the body tells; token ids only if they come in time."""
         found = await self.tokens.ids(call.path, call.body)
-        salt = call.body.get("cache_salt")
-        salt = salt if isinstance(salt, str) else None
+        salt = call.salt
         if found.ids is None:
-            text = keys_of_body(call.body)
+            text = keys_of_text(call.prompt, salt)
             return Known(None, text.tokens, salt, text)
         by_ids = keys_of_ids(found.ids, salt) if any(self._guessed.values()) else None
         return Known(found.ids, len(found.ids), salt, by_ids)

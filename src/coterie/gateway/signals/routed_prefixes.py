@@ -8,8 +8,6 @@ the prefix, or never have stored it, and tokens are counted by the length of the
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,12 +22,11 @@ TEXT_BYTES = 4
 """Bytes of text a token has, about."""
 MOST_BLOCKS = 512
 """Blocks of a prompt that are compared."""
-_PACK = msgspec.msgpack.Encoder().encode
 _SEED = secrets.token_bytes(16)
 """Makes keys unlike those of another process even where PYTHONHASHSEED is set: nobody can look for collisions."""
 
 
-class PromptKeys(NamedTuple):
+class PromptKeys(msgspec.Struct, frozen=True):
     """Blocks of a prompt."""
 
     keys: list[int]
@@ -48,23 +45,9 @@ def keys_of_ids(ids: NDArray[np.int64], cache_salt: str | None = None, lora: str
     )
 
 
-def keys_of_body(body: Mapping[str, Any], lora: str | None = None) -> PromptKeys:
-    """Keys of a body's text, in the order in which templates write it: tools, then messages, or the prompt."""
-    salt = body.get("cache_salt")
-    try:
-        prompt = body.get("prompt")
-        if isinstance(prompt, str):
-            text = prompt.encode("utf-8", "surrogatepass")
-        else:
-            # No outer list: its length stands at its head, and a turn more would change the first block.
-            rows = [body.get("tools"), *(body.get("messages") or [prompt])]
-            text = b"".join(map(_PACK, rows))
-    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
-        text = b""
-    tokens = len(text) // TEXT_BYTES
-    return PromptKeys(
-        _keys(text, BLOCK_BYTES, salt if isinstance(salt, str) else None, lora), BLOCK_BYTES / TEXT_BYTES, tokens
-    )
+def keys_of_text(text: bytes, cache_salt: str | None = None, lora: str | None = None) -> PromptKeys:
+    """Keys of a prompt's text."""
+    return PromptKeys(_keys(text, BLOCK_BYTES, cache_salt, lora), BLOCK_BYTES / TEXT_BYTES, len(text) // TEXT_BYTES)
 
 
 class RoutedPrefixes:

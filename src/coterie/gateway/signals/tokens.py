@@ -108,13 +108,9 @@ class TokenService:
         self._free = asyncio.Semaphore(threads)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokens") if tokenizer is not None else None
 
-    def would_tell(self, body: Mapping[str, Any]) -> bool:
-        """Whether ids may be found at all: there is a tokenizer, or the body has ids in it."""
-        return self.tokenizer is not None or _is_ids(body.get("prompt"))
-
     async def ids(self, path: str, body: Mapping[str, Any]) -> Tokens:
         """Ids of a request's prompt, by the path that it was sent to; never raises but when cancelled."""
-        if not self.would_tell(body):
+        if self.tokenizer is None and not _is_ids(body.get("prompt")):
             return self._none
         try:
             asked = self._asked(path, body)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, NamedTuple
@@ -46,6 +46,8 @@ class Decisions:
         self.most = most
         self.recorded = 0
         """Decisions since the start."""
+        self.before_reading: Callable[[], None] | None = None
+        """Records what was told and not recorded yet."""
         self._ring: deque[_Record] = deque(maxlen=most)
 
     def add(
@@ -90,6 +92,8 @@ class Decisions:
 
     def last(self, most: int = 100, *, pool: str | None = None, worker: str | None = None) -> list[dict[str, Any]]:
         """Decisions as plain values, newest first: of one pool, of one worker, or of all."""
+        if self.before_reading is not None:
+            self.before_reading()
         wanted = (
             record for record in reversed(self._ring) if pool in (None, record.pool) and worker in (None, record.worker)
         )

@@ -11,7 +11,7 @@ Values that another object keeps anyway are read when they are collected, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -73,6 +73,8 @@ class Metrics(Collector):
 
     def __init__(self, version: str = "") -> None:
         self._all: list[Counter | Gauge | Histogram] = []
+        self.before_reading: Callable[[], None] | None = None
+        """Counts what was told and not counted yet."""
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
 
         self.requests = counter("requests_total", "Requests that ended", path=PATHS, outcome=OUTCOMES)
@@ -145,6 +147,8 @@ class Metrics(Collector):
         return [Described(metric.name, metric.kind, metric.labels.names, metric.help) for metric in self._all]
 
     def collect(self) -> Iterator[Metric]:
+        if self.before_reading is not None:
+            self.before_reading()
         for metric in self._all:
             try:
                 family = metric.collect()

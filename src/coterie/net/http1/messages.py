@@ -153,13 +153,12 @@ _STATUS_LINES = {
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return headers as lines, each ended by CR LF; refuse what would change the message around them."""
-    written = []
+    lines, count = b"", 0
     for name, value in headers:
         if name not in _KNOWN_NAMES:
             _check_name(name)
-        written.append(b"%b: %b\r\n" % (name, value))
-    lines = b"".join(written)
-    count = len(written)
+        lines += b"%b: %b\r\n" % (name, value)
+        count += 1
     if lines.count(b"\n") != count or lines.count(b"\r") != count or b"\0" in lines:
         raise ConfigError("a header value must not hold CR, LF or NUL")
     return lines
@@ -193,14 +192,18 @@ def send_at_once(transport: asyncio.BaseTransport) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def passed_on(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
-    """Return the headers that a proxy passes on: without those of the connection, the framing, Host and Expect."""
+def passed_on(headers: Sequence[tuple[bytes, bytes]], but: bytes = b"") -> Headers:
+    """Return the headers that a proxy passes on: without those of the connection, the framing, Host and Expect.
+
+    `but` names one more that is left out.
+    """
     kept: Headers = []
     named: set[bytes] = set()
     for pair in headers:
         name, value = pair
         if name not in _NOT_PASSED_ON:
-            kept.append(pair)
+            if name != but:
+                kept.append(pair)
         elif name == b"connection" and value not in _PLAIN_CONNECTIONS:
             named.update(option.strip().lower() for option in value.split(b","))
     return [pair for pair in kept if pair[0] not in named] if named else kept

@@ -25,6 +25,7 @@ from coterie.net.http1.messages import Headers, check_target, header_lines, send
 __all__ = ["Answer", "Kind", "Upstream", "UpstreamError", "UpstreamLimits"]
 
 SWEEP_S = 0.25
+MOST_FIRST_LINES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Upstream:
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self.host = parts.netloc.encode()
         self._base = parts.path.rstrip("/").encode()
-        self._host_line = b" HTTP/1.1\r\nhost: %b\r\n" % self.host
+        self._first_lines: dict[tuple[str, str], bytes] = {}
         self._idle: list[_Connection] = []
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
@@ -104,15 +105,8 @@ class Upstream:
         A kept connection that the server closed meanwhile is replaced by a fresh one, once. `written` is called when
         there is a connection: from then on the server may have got the request.
         """
-        message = b"%b %b%b%b%bcontent-length: %d\r\n\r\n%b" % (
-            check_target(method.encode()),
-            self._base,
-            check_target(target.encode()),
-            self._host_line,
-            header_lines(headers),
-            len(body),
-            body,
-        )
+        first = self._first_lines.get((method, target)) or self._first(method, target)
+        message = b"%b%bcontent-length: %d\r\n\r\n%b" % (first, header_lines(headers), len(body), body)
         limit_s = self.limits.head_s if head_s is None else head_s
         connection = self._kept()
         if connection is not None:
@@ -127,6 +121,14 @@ class Upstream:
         if written is not None:
             written()
         return await connection.ask(message, method, limit_s)
+
+    def _first(self, method: str, target: str) -> bytes:
+        """The request line and the host, made once for each of a few targets."""
+        target_of = self._base, check_target(target.encode())
+        lines = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (check_target(method.encode()), *target_of, self.host)
+        if len(self._first_lines) < MOST_FIRST_LINES:
+            self._first_lines[method, target] = lines
+        return lines
 
     def _kept(self) -> _Connection | None:
         oldest = self.clock() - self.limits.keep_s
