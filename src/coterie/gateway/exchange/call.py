@@ -193,7 +193,7 @@ class _Fields(msgspec.Struct):
 
     stream: Any = None
     model: Any = None
-    cache_salt: Any = None
+    cache_salt: Any = UNSET
     tools: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
@@ -226,10 +226,8 @@ def prompt_of(found: _Fields) -> bytes:
     return bytes(memoryview(found.tools)[:PROMPT_BYTES]) + begin if len(found.tools) else begin
 
 
-def with_salt(data: bytes, salt: str, begun: bool) -> bytes:
-    """A body with a salt as its last field, which readers take if there are two. `begun`: it has fields."""
-    if not begun:
-        return encode_object({**parse_object(data), "cache_salt": salt})
+def with_last(data: bytes, salt: str) -> bytes:
+    """A body that has fields, but no salt, with one at its end."""
     return b'%b,"cache_salt":%b}' % (data.rstrip(b" \t\r\n")[:-1], msgspec.json.encode(salt))
 
 
@@ -276,7 +274,8 @@ def make_call(
     if _owned_of(found) != _NONE_OWNED:
         data = encode_object({field: value for field, value in parse_object(data).items() if field not in OWNED})
         found = read_fields(data)
-    stream, own = found.stream or False, found.cache_salt
+    stream = found.stream or False
+    own = None if found.cache_salt is UNSET else found.cache_salt
     if stream is not True and stream is not False:
         raise HttpError(400, "stream must be true or false", param="stream")
     if own is not None and not isinstance(own, str):
@@ -285,7 +284,8 @@ def make_call(
         raise HttpError(400, "model must be a text", param="model")
     if salt is not None:
         own = salt if own is None else f"{salt}/{own}"
-        data = with_salt(data, own, begun=bool(found.messages or found.prompt))
+        added = found.cache_salt is UNSET and (found.messages or found.prompt)
+        data = with_last(data, own) if added else encode_object({**parse_object(data), "cache_salt": own})
     key = new_name()
     known, id = name or request_id or key, request_id or key
     prompt, listed = prompt_of(found), bytes(memoryview(found.prompt)[:1]) == b"["
