@@ -16,7 +16,7 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from coterie.errors import ConfigError
 from coterie.gateway.access.keys import Caller, Keys
@@ -59,6 +59,7 @@ ADMIN_BODY = 1 << 16
 REFUSALS = {"full": "queue_full", "late": "queue_deadline", "closed": "draining"}
 """Reason of the waiting line → reason in the metrics."""
 LOOPBACK_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.]+)(?::[0-9]{1,5})?")
+SERVED = frozenset((COMPLETIONS, CHAT, EMBEDDINGS))
 FAILED = Outcome(500)
 OPEN = Caller("", admin=True)
 """Caller on a loopback address without keys."""
@@ -159,13 +160,18 @@ class Gateway:
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    async def handle(self, request: Request, responder: Responder) -> None:
+    def handle(self, request: Request, responder: Responder) -> Awaitable[None]:
+        """Answer a request; raises HttpError, at once or when awaited."""
         path, method = request.path, request.method
-        if path in (COMPLETIONS, CHAT, EMBEDDINGS):
+        if path in SERVED:
             if method != "POST":
                 raise HttpError(405, f"{path} takes POST, not {method}", headers=[(b"allow", b"POST")])
-            await self._complete(request, responder)
-        elif path == "/health":
+            return self._complete(request, responder)
+        return self._handle_other(request, responder)
+
+    async def _handle_other(self, request: Request, responder: Responder) -> None:
+        path, method = request.path, request.method
+        if path == "/health":
             if self.draining:
                 raise HttpError(503, "the gateway is shutting down", "draining")
             responder.send(200)

@@ -7,7 +7,7 @@ import contextlib
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol
 
 import msgspec
@@ -177,14 +177,20 @@ class Flow(ABC):
         sent.member.unreachable = kind == "connect"
         return None if kind == "unhealthy" else False
 
-    async def ask(
+    def ask(
         self, sent: Sent, call: Call, body: bytes, head_s: float, written: Callable[[], None] | None = None
-    ) -> Answer:
+    ) -> Awaitable[Answer]:
         """Send the request to its worker; the answer's head. `written` is called when the worker may have read it."""
+        if call.span is not NO_SPAN:
+            return self._ask_traced(sent, call, body, head_s, written)
+        member = sent.member
+        headers = [*call.headers, (REQUEST_ID, call.name.encode()), *member.headers]
+        return member.upstream.send("POST", call.path, headers, body, head_s=head_s, written=written)
+
+    async def _ask_traced(
+        self, sent: Sent, call: Call, body: bytes, head_s: float, written: Callable[[], None] | None
+    ) -> Answer:
         member, span = sent.member, call.span
-        if span is NO_SPAN:
-            headers = [*call.headers, (REQUEST_ID, call.name.encode()), *member.headers]
-            return await member.upstream.send("POST", call.path, headers, body, head_s=head_s, written=written)
         if span.recording:
             span = span.child(f"worker {member.entry.id}")
             span.note(worker=member.entry.id, reason=sent.choice.decision.reason)
@@ -201,11 +207,11 @@ class Flow(ABC):
             if span is not call.span:
                 span.end(problem)
 
-    async def pass_on(self, answer: Answer, call: Call, sink: Sink) -> Relayed:
+    def pass_on(self, answer: Answer, call: Call, sink: Sink) -> Awaitable[Relayed]:
         own = (REQUEST_ID, call.id.encode())
         if is_stream(answer):
-            return await pass_stream(answer, sink, own)
-        return await pass_whole(answer, sink, own, self.limits.answer_bytes)
+            return pass_stream(answer, sink, own)
+        return pass_whole(answer, sink, own, self.limits.answer_bytes)
 
     async def back_off(self, failures: int) -> None:
         """Wait before the next try of a request that failed so often."""
