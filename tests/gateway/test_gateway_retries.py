@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import msgspec
 import pytest
@@ -48,6 +49,26 @@ def test_workers_that_all_failed_once_are_tried_again() -> None:
             assert sorted(order[:3]) == ["a", "b", "c"]
             assert order[3] != order[2], "the one that failed last is left out"
             idle(found)
+
+    run(test)
+
+
+def test_the_log_tells_what_failed_before() -> None:
+    act, order = failing_first(2, says(503))
+
+    async def test() -> None:
+        async with (
+            canned_workers("a", "b", a=act, b=act) as workers,
+            gateway(config_of(workers, log_requests=True)) as found,
+        ):
+            await until(lambda: found.open("decode") == {"a", "b"})
+            for _ in range(2):
+                assert (await found.client.complete()).status == 200
+            assert not found.running.parts.watcher._failures
+            await until(lambda: found.said.getvalue().count('"event":"request"') == 2)
+            first, second = [line for line in map(json.loads, found.said.getvalue().splitlines()) if "status" in line]
+            assert (first["retries"], first["failures"]) == (2, [f"{name} 503" for name in order[:2]])
+            assert (second["retries"], "failures" in second) == (0, False)
 
     run(test)
 

@@ -16,7 +16,7 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from coterie.errors import ConfigError
 from coterie.gateway.access.keys import Caller, Keys
@@ -55,7 +55,7 @@ OPEN = Caller("", admin=True)
 class Gateway:
     """Handles requests; :mod:`coterie.gateway.serve` runs it."""
 
-    def __init__(self, parts: Parts, keys: Keys | None, reload: Callable[[], None] | None = None) -> None:
+    def __init__(self, parts: Parts, keys: Keys | None, reload: Callable[[], Awaitable[None]] | None = None) -> None:
         """`keys` are those of the config; see :func:`check_access`."""
         self.parts = parts
         self.watcher: Watcher = parts.watcher

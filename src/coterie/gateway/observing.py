@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from coterie.gateway.exchange.call import Call, Outcome
-from coterie.gateway.exchange.pool import Member, Pool
+from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
 from coterie.gateway.fleet.keeper import Choice
 from coterie.gateway.watching.decisions import Decisions
 from coterie.gateway.watching.logs import Log
@@ -22,6 +22,8 @@ class Watcher:
 
     def __init__(self, metrics: Metrics, decisions: Decisions, log: Log) -> None:
         self.metrics, self.decisions, self.log = metrics, decisions, log
+        self._failures: dict[str, list[str]] = {}
+        """Key of a request that was retried → what failed before; until it ends."""
 
     def decided(self, pool: Pool, call: Call, wanted: Request, choice: Choice, seconds: float, source: str) -> None:
         metrics = self.metrics
@@ -32,7 +34,7 @@ class Watcher:
             metrics.fallbacks.inc(choice.fallback)
         cached = wanted.cached_tokens
         if cached is not None and choice.row < len(cached):
-            metrics.cached_tokens.inc("expected", by=cached.item(choice.row))
+            metrics.cached_tokens.inc(pool.name, "expected", by=cached.item(choice.row))
         self.decisions.add(
             call.id,
             pool.name,
@@ -59,14 +61,17 @@ class Watcher:
     def failed(self, member: Member, kind: str) -> None:
         self.metrics.worker_failures.inc(member.entry.id, kind)
 
-    def retried(self, pool: Pool) -> None:
+    def retried(self, pool: Pool, call: Call, failure: str) -> None:
         self.metrics.retries.inc(pool.name)
+        self._failures.setdefault(call.key, []).append(failure)
 
     def not_handed_over(self) -> None:
         self.metrics.handoffs.inc("prefill_failed")
 
-    def handed_over(self, footprint: WireFootprint | None, problem: str | None) -> None:
+    def handed_over(self, footprint: WireFootprint | None, problem: str | None, cached_tokens: int | None) -> None:
         self.metrics.handoffs.inc("ok")
+        if cached_tokens:
+            self.metrics.cached_tokens.inc(PREFILL, "reported", by=cached_tokens)
         if problem is not None:
             self.metrics.footprints.inc("damaged")
         elif footprint is not None:
@@ -75,6 +80,7 @@ class Watcher:
 
     def ended(self, call: Call, found: Outcome, seconds: float) -> None:
         metrics, status = self.metrics, found.status
+        failures = self._failures.pop(call.key, []) if self._failures else []
         outcome = outcome_of(status, found.cut)
         metrics.requests.inc(call.path, outcome)
         metrics.request_seconds.observe(seconds)
@@ -86,7 +92,7 @@ class Watcher:
             metrics.prompt_tokens.inc(by=found.tokens)
             metrics.output_tokens.inc(by=found.output_tokens)
         if found.cached_tokens:
-            metrics.cached_tokens.inc("reported", by=found.cached_tokens)
+            metrics.cached_tokens.inc(DECODE, "reported", by=found.cached_tokens)
         self.log.request(
             call.id,
             call.path,
@@ -95,6 +101,7 @@ class Watcher:
             caller=call.caller or None,
             worker=found.worker,
             prefill_worker=found.prefill,
+            failures=failures,
             ttft_s=found.ttft_s,
             total_s=seconds,
             prompt_tokens=found.tokens or None,
@@ -102,7 +109,7 @@ class Watcher:
             cached_tokens=found.cached_tokens,
         )
         if call.span.recording:
-            call.span.note(status=status, outcome=outcome, worker=found.worker)
+            call.span.note(status=status, outcome=outcome, worker=found.worker, retries=len(failures))
             call.span.end(None if outcome == "ok" else outcome)
 
 
