@@ -164,14 +164,14 @@ class Site:
         finally:
             await upstream.close()
 
-    def served_by(self) -> dict[str, str]:
-        """Request id → worker that answered it, from the log of all the gateway's processes."""
-        found: dict[str, str] = {}
+    def logged(self) -> dict[str, dict[str, Any]]:
+        """Request id → what the gateway said of its end, from the log of all its processes."""
+        found: dict[str, dict[str, Any]] = {}
         for line in self.log.read_bytes().splitlines():
             with contextlib.suppress(msgspec.DecodeError):
                 event = msgspec.json.decode(line)
-                if isinstance(event, dict) and event.get("event") == "request" and "worker" in event:
-                    found[event["id"]] = event["worker"]
+                if isinstance(event, dict) and event.get("event") == "request":
+                    found[event["id"]] = event
         return found
 
     def resources(self) -> dict[str, float]:
