@@ -197,6 +197,42 @@ def test_a_request_stays_where_no_other_worker_can_take_it() -> None:
     run(test)
 
 
+def test_a_request_at_an_unhealthy_worker_moves_when_another_opens() -> None:
+    """It was sent there because none was open."""
+
+    async def test() -> None:
+        async with canned_workers("a", "b", a=held, b=held) as workers, gateway(config_of(workers)) as found:
+            await until(lambda: found.open("decode") == {"a", "b"})
+            for worker in workers:
+                say(found, "decode", worker.name, ok=False)
+            asking = asyncio.create_task(found.client.complete())
+            await until(lambda: any(worker.got.is_set() for worker in workers))
+            stalled, other = sorted(workers, key=lambda one: -len(one.completions))
+            other.act = answer
+            say(found, "decode", other.name, ok=True)
+            assert (await asking).json["choices"][0]["text"] == f"from {other.name}"
+            await stalled.left.wait()
+            idle(found)
+
+    run(test)
+
+
+def test_an_unhealthy_worker_is_not_asked_while_another_may_be_well() -> None:
+    """Not even in the second round: a stalled one would hold the request for as long as a first token may take."""
+    act, order = failing_first(3, says(503))
+
+    async def test() -> None:
+        async with canned_workers("a", "b", "c", a=act, b=act, c=held) as workers, gateway(config_of(workers)) as found:
+            await until(lambda: found.open("decode") == {"a", "b", "c"})
+            say(found, "decode", "c", ok=False)
+            assert (await found.client.complete()).status == 200
+            assert (len(order), order[0] != order[1] != order[2] != order[3]) == (4, True)
+            assert not workers[2].completions
+            idle(found)
+
+    run(test)
+
+
 def test_requests_move_on_when_others_cannot_connect() -> None:
     """A worker that hangs and takes no connection: the breaker opens long before the first token is overdue."""
 
