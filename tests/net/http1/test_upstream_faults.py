@@ -348,3 +348,36 @@ def test_giving_up_a_server_ends_what_waits_for_a_first_byte(loop: str) -> None:
             assert len(upstream.connections) == 2, "unused connections stay"
 
     run_on(loop, main())
+
+
+def test_a_head_alone_does_not_shorten_the_wait_for_a_first_piece() -> None:
+    """Engines send the head of a stream at once: the time between pieces counts from the first piece on."""
+    begin = asyncio.Event()
+
+    async def script(spoken: Spoken) -> None:
+        await spoken.request()
+        spoken.say(OK + b"Content-Length: 2\r\n\r\n")
+        await begin.wait()
+        spoken.say(b"h")
+        await spoken.gone()
+
+    async def main() -> None:
+        clock = Clock()
+        async with scripted(script) as url, client(url, UpstreamLimits(head_s=60.0, idle_s=5.0), clock) as upstream:
+            late = await upstream.send("POST", "/", [])
+            clock.now += 50.0
+            upstream.sweep()
+            begin.set()
+            assert await anext(late) == b"h"
+            clock.now += 6.0
+            upstream.sweep()
+            with pytest.raises(UpstreamError, match="no further piece within"):
+                await anext(late)
+            begin.clear()
+            never = await upstream.send("POST", "/", [])
+            clock.now += 61.0
+            upstream.sweep()
+            with pytest.raises(UpstreamError, match="no answer in time"):
+                await anext(never)
+
+    run_on("asyncio", main())
