@@ -65,8 +65,8 @@ async def run(fleet: EmbeddedFleet, seconds: float, rate: float, seed: int) -> d
         await clients.finished()
         after, left = await _settle(site, before)
         metrics = await site.metrics()
-        served_by = site.served_by()
-    result = _result(clients, hands, began, served_by, {"before": before, "after": after}, left + _errors(metrics))
+        logged = site.logged()
+    result = _result(clients, hands, began, logged, {"before": before, "after": after}, left + _errors(metrics))
     failures = {name: value for name, value in metrics.items() if "worker_failures_total" in name and value}
     return {**result, "worker_failures_of_the_last_process": failures}
 
@@ -136,12 +136,13 @@ def _result(
     clients: Clients,
     hands: Hands,
     began: float,
-    served_by: dict[str, str],
+    logged: dict[str, dict[str, Any]],
     state: dict[str, dict[str, float]],
     left: list[str],
 ) -> dict[str, Any]:
     faults: list[Fault] = hands.faults
     counts = count_classes(clients.asked, faults)
+    served_by = {name: event["worker"] for name, event in logged.items() if "worker" in event}
     found = recoveries(clients.asked, faults, served_by)
     different = different_answers(clients.asked)
     defects = [f"{counts[name]} requests {name.removeprefix('DEFECT: ')}" for name in DEFECTS if counts[name]]
@@ -149,6 +150,8 @@ def _result(
     defects += [f"answers differ: {one}" for one in different[:SHOWN]]
     return {
         "requests": len(clients.asked),
+        "retried": sum("failures" in event for event in logged.values()),
+        "most_retries": max((event["retries"] for event in logged.values()), default=0),
         "by_class": counts,
         "recovery": rows_by_kind(found),
         "faults": [
@@ -171,6 +174,7 @@ def _result(
                 "seconds": round(one.ended_s - one.began_s, 2),
                 "class": found_class,
                 "problem": one.problem,
+                "tries": logged.get(one.name, {}).get("failures", []),
             }
             for one in clients.asked
             if (found_class := class_of(one, faults)) != WHOLE

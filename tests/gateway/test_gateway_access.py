@@ -152,7 +152,7 @@ def test_a_key_that_is_replaced_takes_its_cache_along(tmp_path: Path) -> None:
             async with gateway(config, path) as found:
                 await found.client.ask("POST", "/v1/completions", BODY, key=old)
                 new = write_keys(keys_file, "team")["team"]
-                found.running.reload()
+                await found.running.reload()
                 assert (await found.client.ask("POST", "/v1/completions", BODY, key=old)).status == 401
                 assert (await found.client.ask("POST", "/v1/completions", BODY, key=new)).status == 200
         first, second = (one.body["cache_salt"] for one in worker.completions)

@@ -6,6 +6,8 @@ import asyncio
 import io
 import signal
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ def test_workers_are_added_removed_and_changed(tmp_path: Path) -> None:
                 a.go.set()
                 assert {(await one).status for one in running} == {200}
                 write(path, msgspec.structs.replace(config, workers=[WorkerEntry(id="b", url=c.url)]))
-                found.running.try_reload()
+                await found.running.try_reload()
                 assert parts.find("b").url == c.url
                 assert (await found.client.complete()).json["choices"][0]["text"] == "from c"
                 assert (found.metrics[OK], found.metrics[REJECTED]) == (2, 0)
@@ -72,7 +74,7 @@ def test_routers_limits_and_logging_change(tmp_path: Path) -> None:
                     drain_s=1.0,
                 )
                 write(path, changed)
-                running.reload()
+                await running.reload()
                 member = running.parts.pools["decode"].members["a"]
                 assert running.parts.pools["decode"].spec.router == "round_robin"
                 assert running.parts.line.places == 7
@@ -118,9 +120,9 @@ async def refused(found: Run) -> None:
     keys = gate.keys
     before = (parts.config, gate.config, parts.entries(), parts.pools["decode"].spec, found.running.server.limits)
     with pytest.raises(InputError) as error:
-        found.running.reload()
+        await found.running.reload()
     assert "\n" not in str(error.value)
-    found.running.try_reload()  # as SIGHUP does: says it and goes on
+    await found.running.try_reload()  # as SIGHUP does: says it and goes on
     got = await found.client.ask("POST", "/reload")
     assert (got.status, got.json["error"]["message"]) == (400, str(error.value))
     after = (parts.config, gate.config, parts.entries(), parts.pools["decode"].spec, found.running.server.limits)
@@ -139,7 +141,7 @@ def test_what_a_reload_cannot_change(changes: dict[str, Any], tmp_path: Path) ->
             async with gateway(config, path) as found:
                 write(path, msgspec.structs.replace(config, **changes))
                 with pytest.raises(InputError, match="cannot change while the gateway runs"):
-                    found.running.reload()
+                    await found.running.reload()
                 await refused(found)
 
     run(test)
@@ -205,6 +207,30 @@ def test_a_rejected_reload_keeps_keys_and_routers_of_the_moment(tmp_path: Path) 
                 assert (await ask("POST", "/reload", key=old.key)).status == 200
                 assert (await ask("GET", "/routers", key=new.key)).status == 200
                 assert (await ask("GET", "/routers", key=old.key)).status == 401
+
+    run(test)
+
+
+def test_requests_are_served_while_a_config_is_checked(tmp_path: Path) -> None:
+    """It is checked in a thread: here the only one, which is busy until the test lets it go."""
+
+    async def test() -> None:
+        path, busy = tmp_path / "fleet.yaml", threading.Event()
+        async with canned_workers("a", "b") as (a, b), gateway(config_of([a]), path) as found:
+            loop = asyncio.get_running_loop()
+            loop.set_default_executor(ThreadPoolExecutor(1))
+            held_up = loop.run_in_executor(None, busy.wait, 60)
+            write(path, config_of([b]))
+            for _ in range(2):
+                found.running.start_reload()
+            try:
+                assert (await found.client.complete()).json["choices"][0]["text"] == "from a"
+                assert found.metrics[OK] == 0
+            finally:
+                busy.set()
+            await until(lambda: found.metrics[OK] == 2)
+            assert (await found.client.complete()).json["choices"][0]["text"] == "from b"
+            assert await held_up
 
     run(test)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import msgspec
 import pytest
@@ -48,6 +49,26 @@ def test_workers_that_all_failed_once_are_tried_again() -> None:
             assert sorted(order[:3]) == ["a", "b", "c"]
             assert order[3] != order[2], "the one that failed last is left out"
             idle(found)
+
+    run(test)
+
+
+def test_the_log_tells_what_failed_before() -> None:
+    act, order = failing_first(2, says(503))
+
+    async def test() -> None:
+        async with (
+            canned_workers("a", "b", a=act, b=act) as workers,
+            gateway(config_of(workers, log_requests=True)) as found,
+        ):
+            await until(lambda: found.open("decode") == {"a", "b"})
+            for _ in range(2):
+                assert (await found.client.complete()).status == 200
+            assert not found.running.parts.watcher._failures
+            await until(lambda: found.said.getvalue().count('"event":"request"') == 2)
+            first, second = [line for line in map(json.loads, found.said.getvalue().splitlines()) if "status" in line]
+            assert (first["retries"], first["failures"]) == (2, [f"{name} 503" for name in order[:2]])
+            assert (second["retries"], "failures" in second) == (0, False)
 
     run(test)
 
@@ -172,6 +193,42 @@ def test_a_request_stays_where_no_other_worker_can_take_it() -> None:
             a.go.set()
             assert (await asking).status == 200
             assert len(a.completions) == 1
+
+    run(test)
+
+
+def test_a_request_at_an_unhealthy_worker_moves_when_another_opens() -> None:
+    """It was sent there because none was open."""
+
+    async def test() -> None:
+        async with canned_workers("a", "b", a=held, b=held) as workers, gateway(config_of(workers)) as found:
+            await until(lambda: found.open("decode") == {"a", "b"})
+            for worker in workers:
+                say(found, "decode", worker.name, ok=False)
+            asking = asyncio.create_task(found.client.complete())
+            await until(lambda: any(worker.got.is_set() for worker in workers))
+            stalled, other = sorted(workers, key=lambda one: -len(one.completions))
+            other.act = answer
+            say(found, "decode", other.name, ok=True)
+            assert (await asking).json["choices"][0]["text"] == f"from {other.name}"
+            await stalled.left.wait()
+            idle(found)
+
+    run(test)
+
+
+def test_an_unhealthy_worker_is_not_asked_while_another_may_be_well() -> None:
+    """Not even in the second round: a stalled one would hold the request for as long as a first token may take."""
+    act, order = failing_first(3, says(503))
+
+    async def test() -> None:
+        async with canned_workers("a", "b", "c", a=act, b=act, c=held) as workers, gateway(config_of(workers)) as found:
+            await until(lambda: found.open("decode") == {"a", "b", "c"})
+            say(found, "decode", "c", ok=False)
+            assert (await found.client.complete()).status == 200
+            assert (len(order), order[0] != order[1] != order[2] != order[3]) == (4, True)
+            assert not workers[2].completions
+            idle(found)
 
     run(test)
 

@@ -180,6 +180,19 @@ USAGES: list[Any] = [None, {}, {"prompt_tokens": 0}, {"prompt_tokens": 3, "more"
 BAD_USAGES: list[Any] = [3, [], "x", {"prompt_tokens": None}, {"prompt_tokens": -1}, {"prompt_tokens": 1.5}]
 
 
+def test_cached_tokens_are_counted_by_pool() -> None:
+    async def test() -> None:
+        usage = {"prompt_tokens": 48, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 32}}
+        async with vllm_pair("d", prefill=prefills(usage=usage)) as (found, workers):
+            told = {**usage, "prompt_tokens_details": {"cached_tokens": 48}}
+            workers["d"].act = says(200, msgspec.json.encode(completion(workers["d"], usage=told)))
+            assert (await found.client.complete()).status == 200
+            name = 'coterie_gateway_cached_tokens_total{{pool="{}",source="reported"}}'
+            assert [found.metrics[name.format(pool)] for pool in ("prefill", "decode")] == [32, 48]
+
+    run(test)
+
+
 @pytest.mark.parametrize("usage", [*USAGES, *BAD_USAGES, {"prompt_tokens": 2**31 + 1}])
 def test_any_usage_is_served(usage: Any) -> None:
     async def test() -> None:

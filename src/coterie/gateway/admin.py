@@ -33,7 +33,7 @@ T = TypeVar("T")
 class Admin:
     """Answers requests that are not for a worker; callers were checked before."""
 
-    def __init__(self, parts: Parts, reload: Callable[[], None] | None) -> None:
+    def __init__(self, parts: Parts, reload: Callable[[], Awaitable[None]] | None) -> None:
         self.parts, self._reload = parts, reload
 
     async def handle(self, request: Request, responder: Responder) -> None:
@@ -135,10 +135,10 @@ class Admin:
             self.parts.log.warning(str(error))
             raise HttpError(500, f"done, but a restart will undo it: {error}", "not_saved") from None
 
-    def _reloaded(self, _: Request, responder: Responder, __: str) -> None:
+    async def _reloaded(self, _: Request, responder: Responder, __: str) -> None:
         if self._reload is None:
             raise HttpError(400, "this gateway was started without a config file")
-        self._reload()
+        await self._reload()
         _send(responder, {"reloaded": True})
 
 

@@ -68,7 +68,7 @@ OPEN = Caller("", admin=True)
 class Gateway:
     """Handles requests; :mod:`coterie.gateway.serve` runs it."""
 
-    def __init__(self, parts: Parts, keys: Keys | None, reload: Callable[[], None] | None = None) -> None:
+    def __init__(self, parts: Parts, keys: Keys | None, reload: Callable[[], Awaitable[None]] | None = None) -> None:
         """`keys` are those of the config; see :func:`check_access`."""
         self.parts = parts
         self.watcher: Watcher = parts.watcher

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.gateway.exchange.call import Call, Outcome
-from coterie.gateway.exchange.pool import Member, Pool
+from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
 from coterie.gateway.fleet.keeper import Choice
 from coterie.gateway.watching.decisions import Decisions
 from coterie.gateway.watching.logs import Log
@@ -36,6 +36,8 @@ class Watcher:
         # Without the requests themselves: their bodies may be large.
         self._made: list[tuple[str, str, Choice, list[str | None], Cached, int, float, str, float]] = []
         self._ends: list[tuple[str, Outcome, float, float | None]] = []
+        self._failures: dict[str, list[str]] = {}
+        """Key of a request that was retried → what failed before; until it ends."""
 
     def decided(self, pool: Pool, call: Call, wanted: Request, choice: Choice, seconds: float, source: str) -> None:
         cached, tokens = wanted.cached_tokens, wanted.prompt_tokens
@@ -80,7 +82,7 @@ class Watcher:
         if choice.fallback is not None:
             metrics.fallbacks.inc(choice.fallback)
         if cached is not None and choice.row < len(cached):
-            metrics.cached_tokens.inc("expected", by=cached.item(choice.row))
+            metrics.cached_tokens.inc(pool, "expected", by=cached.item(choice.row))
         self.decisions.add(
             id,
             pool,
@@ -98,14 +100,17 @@ class Watcher:
     def failed(self, member: Member, kind: str) -> None:
         self.metrics.worker_failures.inc(member.entry.id, kind)
 
-    def retried(self, pool: Pool) -> None:
+    def retried(self, pool: Pool, call: Call, failure: str) -> None:
         self.metrics.retries.inc(pool.name)
+        self._failures.setdefault(call.key, []).append(failure)
 
     def not_handed_over(self) -> None:
         self.metrics.handoffs.inc("prefill_failed")
 
-    def handed_over(self, footprint: WireFootprint | None, problem: str | None) -> None:
+    def handed_over(self, footprint: WireFootprint | None, problem: str | None, cached_tokens: int | None) -> None:
         self.metrics.handoffs.inc("ok")
+        if cached_tokens:
+            self.metrics.cached_tokens.inc(PREFILL, "reported", by=cached_tokens)
         if problem is not None:
             self.metrics.footprints.inc("damaged")
         elif footprint is not None:
@@ -115,11 +120,12 @@ class Watcher:
     def ended(self, call: Call, found: Outcome, seconds: float, waited_s: float | None = None) -> None:
         """A request ended after `seconds`, of which it waited `waited_s` for its place; None: it got none."""
         self._ends.append((call.path, found, seconds, waited_s))
+        failures = self._failures.pop(call.key, []) if self._failures else []
         if self.log.requests:
-            self._log(call, found, seconds)
+            self._log(call, found, seconds, failures)
         if call.span.recording:
             outcome = outcome_of(found.status, found.cut)
-            call.span.note(status=found.status, outcome=outcome, worker=found.worker)
+            call.span.note(status=found.status, outcome=outcome, worker=found.worker, retries=len(failures))
             call.span.end(None if outcome == "ok" else outcome)
         if len(self._ends) >= MOST_WAITING:
             self.catch_up()
@@ -138,9 +144,9 @@ class Watcher:
             metrics.prompt_tokens.inc(by=found.tokens)
             metrics.output_tokens.inc(by=found.output_tokens)
         if found.cached_tokens:
-            metrics.cached_tokens.inc("reported", by=found.cached_tokens)
+            metrics.cached_tokens.inc(DECODE, "reported", by=found.cached_tokens)
 
-    def _log(self, call: Call, found: Outcome, seconds: float) -> None:
+    def _log(self, call: Call, found: Outcome, seconds: float, failures: list[str]) -> None:
         self.log.request(
             call.id,
             call.path,
@@ -149,6 +155,7 @@ class Watcher:
             caller=call.caller or None,
             worker=found.worker,
             prefill_worker=found.prefill,
+            failures=failures,
             ttft_s=found.ttft_s,
             total_s=seconds,
             prompt_tokens=found.tokens or None,

@@ -287,10 +287,10 @@ class _Counter(Observer):
         self._counts.decode_failures += not prefill
         self._counts.note(f"{member.entry.id} ({member.entry.url}) failed: {kind}")
 
-    def retried(self, pool: Pool) -> None:
+    def retried(self, pool: Pool, call: Call, failure: str) -> None:  # noqa: ARG002 (an observer's)
         self._counts.retried += pool.name == DECODE
 
-    def handed_over(self, footprint: WireFootprint | None, problem: str | None) -> None:
+    def handed_over(self, footprint: WireFootprint | None, problem: str | None, cached_tokens: int | None) -> None:  # noqa: ARG002
         self._counts.handoffs += 1
         self._counts.damaged += problem is not None
         self._counts.footprints += footprint is not None

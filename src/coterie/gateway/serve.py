@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from coterie.errors import ConfigError, InputError
+from coterie.gateway.access.keys import Keys
 from coterie.gateway.config import GatewayConfig, read_config
 from coterie.gateway.exchange.pool import DECODE, PREFILL
 from coterie.gateway.fleet.keeper import FleetKeeper
@@ -87,7 +88,7 @@ async def serve(
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, running.stop, stop)
-    loop.add_signal_handler(signal.SIGHUP, running.try_reload)
+    loop.add_signal_handler(signal.SIGHUP, running.start_reload)
     try:
         await running.start(listener)
         ready(running.url, lambda: _ask(loop, running, stop))
@@ -133,6 +134,8 @@ class Running:
         self.url = ""
         self._drain_s = config.drain_s
         self._sweeper: asyncio.TimerHandle | None = None
+        self._reloads: set[asyncio.Task[None]] = set()
+        self._reloading = asyncio.Lock()
 
     async def start(self, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
@@ -161,6 +164,9 @@ class Running:
         """Finish what runs, for as long as a drain may take, and end."""
         started = time.monotonic()
         self.gateway.draining = True
+        for task in self._reloads:
+            task.cancel()
+        await asyncio.gather(*self._reloads, return_exceptions=True)
         await self.server.close(self._drain_s if drain_s is None else drain_s)
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -169,37 +175,50 @@ class Running:
         self.parts.log.stopped("asked to", cut, time.monotonic() - started)
         self.parts.log.close()
 
-    def try_reload(self) -> None:
+    def start_reload(self) -> None:
+        """Reload in the background, and log what came of it."""
+        task = asyncio.create_task(self.try_reload())
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
+
+    async def try_reload(self) -> None:
         try:
-            self.reload()
+            await self.reload()
         except InputError as error:
             self.parts.log.reloaded(problem=str(error))
 
-    def reload(self) -> None:
+    async def reload(self) -> None:
         """Read the config file again. Raises InputError and keeps everything as it is if it cannot be used."""
         try:
-            changed = self._reload()
+            async with self._reloading:
+                changed = await self._reload()
         except InputError:
             self.parts.metrics.reloads.inc("rejected")
             raise
         self.parts.metrics.reloads.inc("ok")
         self.parts.log.reloaded(changed)
 
-    def _reload(self) -> list[str]:
+    async def _reload(self) -> list[str]:
         if self.path is None:
             raise ConfigError("the gateway was started without a config file")
-        before, config = self.parts.config, read_config(self.path)
-        fixed = next((name for name in FIXED if getattr(config, name) != getattr(before, name)), None)
-        if fixed is not None:
-            raise ConfigError(f"{self.path}: {fixed} cannot change while the gateway runs; restart it")
-        changes = self.parts.changes.after_reload(before, config)
-        check_config(changes.over(config))
-        keys = check_access(config)
-        self.parts.reconfigure(config, changes)
+        # In a thread: reading fits and compiling may take seconds, and requests go on meanwhile.
+        before, saved = self.parts.config, self.parts.changes
+        config, keys = await asyncio.to_thread(self._checked, self.path, before, saved)
+        self.parts.reconfigure(config, self.parts.changes.after_reload(before, config))
         self.gateway.configure(config, keys)
         self.server.limits = self.gateway.http_limits
         self._drain_s = config.drain_s
         return [name for name in msgspec.structs.asdict(config) if getattr(config, name) != getattr(before, name)]
+
+    @staticmethod
+    def _checked(path: Path, before: GatewayConfig, saved: SavedState) -> tuple[GatewayConfig, Keys | None]:
+        """The config of a file, and its keys. Raises InputError if it cannot take the place of another."""
+        config = read_config(path)
+        fixed = next((name for name in FIXED if getattr(config, name) != getattr(before, name)), None)
+        if fixed is not None:
+            raise ConfigError(f"{path}: {fixed} cannot change while the gateway runs; restart it")
+        check_config(saved.after_reload(before, config).over(config))
+        return config, check_access(config)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         self.gateway.sweep()

@@ -309,3 +309,75 @@ def test_client_that_is_closed_while_it_connects_keeps_nothing() -> None:
             await until(lambda: not upstream.connections)
 
     run_on("asyncio", main())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_giving_up_a_server_ends_what_waits_for_a_first_byte(loop: str) -> None:
+    """Requests of one method: without a head, or with a head and no body. Those whose answers have begun go on."""
+    head, go, gone = OK + b"Content-Length: 2\r\n\r\n", asyncio.Event(), asyncio.Event()
+
+    async def script(spoken: Spoken) -> None:
+        asked = await spoken.request()
+        if b" /silent " in asked:
+            await spoken.gone()
+            gone.set()
+            return
+        spoken.say(head + (b"h" if b" /begun " in asked else b""))
+        await go.wait()
+        spoken.say(b"i" if b" /begun " in asked else b"hi")
+        await spoken.gone()
+
+    async def main() -> None:
+        async with scripted(script) as url, client(url) as upstream:
+            silent = asyncio.create_task(upstream.send("POST", "/silent", []))
+            headed, begun, other = [
+                await upstream.send(method, path, [])
+                for method, path in (("POST", "/headed"), ("POST", "/begun"), ("GET", "/headed"))
+            ]
+            assert await anext(begun) == b"h"
+            await until(lambda: sum(one.waits for one in upstream.connections) == 3)
+            upstream.give_up("POST")
+            for one, answered in ((silent, False), (headed.read(), True)):
+                with pytest.raises(UpstreamError) as error:
+                    await one
+                assert (error.value.kind, error.value.answered) == ("unhealthy", answered)
+            await gone.wait()
+            go.set()
+            assert (await begun.read(), await other.read()) == (b"i", b"hi")
+            upstream.give_up("POST")
+            assert len(upstream.connections) == 2, "unused connections stay"
+
+    run_on(loop, main())
+
+
+def test_a_head_alone_does_not_shorten_the_wait_for_a_first_piece() -> None:
+    """Engines send the head of a stream at once: the time between pieces counts from the first piece on."""
+    begin = asyncio.Event()
+
+    async def script(spoken: Spoken) -> None:
+        await spoken.request()
+        spoken.say(OK + b"Content-Length: 2\r\n\r\n")
+        await begin.wait()
+        spoken.say(b"h")
+        await spoken.gone()
+
+    async def main() -> None:
+        clock = Clock()
+        async with scripted(script) as url, client(url, UpstreamLimits(head_s=60.0, idle_s=5.0), clock) as upstream:
+            late = await upstream.send("POST", "/", [])
+            clock.now += 50.0
+            upstream.sweep()
+            begin.set()
+            assert await anext(late) == b"h"
+            clock.now += 6.0
+            upstream.sweep()
+            with pytest.raises(UpstreamError, match="no further piece within"):
+                await anext(late)
+            begin.clear()
+            never = await upstream.send("POST", "/", [])
+            clock.now += 61.0
+            upstream.sweep()
+            with pytest.raises(UpstreamError, match="no answer in time"):
+                await anext(never)
+
+    run_on("asyncio", main())

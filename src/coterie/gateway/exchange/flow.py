@@ -47,13 +47,17 @@ class Observer(Protocol):
         """A worker failed: connect, reset, timeout, protocol, too_large, unhealthy or status_5xx."""
         ...
 
-    def retried(self, pool: Pool) -> None: ...
+    def retried(self, pool: Pool, call: Call, failure: str) -> None:
+        """A request goes to another worker; `failure` names the one before it and what it did."""
+        ...
 
     def not_handed_over(self) -> None:
         """No prefill worker answered: a decode worker computes the prompt."""
         return
 
-    def handed_over(self, footprint: WireFootprint | None, problem: str | None) -> None: ...
+    def handed_over(self, footprint: WireFootprint | None, problem: str | None, cached_tokens: int | None) -> None:
+        """A prefill worker answered; `cached_tokens` are those of the prompt that were in its cache, if it says so."""
+        ...
 
 
 class Informer(Protocol):
@@ -154,15 +158,17 @@ class Flow(ABC):
                     ok = self.did_its_part(sent, answer.status, relayed.problem)
                     return Delivered(sent, answer.status, relayed)
                 ok = self.did_its_part(sent, answer.status)
+                failure = str(answer.status)
                 await skip(answer)
             except UpstreamError as error:
                 ok = self.did_its_part(sent, 0, error)
                 tries = tries or Tries(pool, self.health)
                 if not tries.broke(sent.member.entry.id, error):
                     raise failed(error) from None
+                failure = error.kind
             finally:
                 pool.ended(sent, ok)
-            self.observer.retried(pool)
+            self.observer.retried(pool, call, f"{sent.member.entry.id} {failure}")
             await self.back_off(tries.failures)
 
     def did_its_part(self, sent: Sent, status: int, error: UpstreamError | None = None) -> bool | None:

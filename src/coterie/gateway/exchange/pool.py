@@ -73,7 +73,12 @@ class Member:
 
     def may_be_well(self, now: float) -> bool:
         """Whether neither its health checks nor its requests speak against it."""
-        return self.breaker.may_send(now) and (self.health.healthy or not self.health.checks)
+        return self.breaker.may_send(now) and not self.is_unhealthy
+
+    @property
+    def is_unhealthy(self) -> bool:
+        """Whether its health checks failed; one that was never asked may be well."""
+        return not self.health.healthy and self.health.checks > 0
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -178,9 +183,14 @@ class Pool:
             member.upstream.give_up("POST")
 
     def refresh(self, member: Member) -> None:
-        """Tell the keeper whether the worker may be chosen."""
+        """Tell the keeper whether the worker may be chosen. Requests that unhealthy ones got for want of it move on."""
+        none_open = not self.keeper.open_workers
         if self.members.get(member.entry.id) is member:
             may = member.health.healthy and member.breaker.may_send(self.clock())
             self.keeper.set_open(member.entry.id, may)
+            if none_open and may:
+                for one in self.members.values():
+                    if one.is_unhealthy:
+                        self.move_on(one)
         changes = [one.breaker.changes_at for one in self.members.values()]
         self._due = min((at for at in changes if at is not None), default=math.inf)

@@ -89,7 +89,8 @@ class SglangPairFlow(Flow):
             elif not tries.refused(sent.member.entry.id, cause.status):
                 sink.send(cause.status, cause.body, b"", [*cause.headers, (REQUEST_ID, call.id.encode())])
                 return Outcome(cause.status, decode.member.entry.id, prefill.member.entry.id, problem=str(cause))
-            self.observer.retried(pool)
+            failure = cause.kind if isinstance(cause, UpstreamError) else cause.status
+            self.observer.retried(pool, call, f"{sent.member.entry.id} {failure}")
             await self.back_off(tries.failures)
 
     def _did_its_part(self, sent: Sent, cause: UpstreamError | _RefusedError) -> bool | None:

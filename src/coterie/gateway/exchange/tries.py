@@ -64,16 +64,17 @@ class Tries:
             return False
         if not self._leave_out(worker_id):
             return True
-        if kind == "timeout" and not self.tried:  # there is only the one that was waited for long enough
+        if kind == "timeout" and worker_id not in self.tried:  # the only one, and it was waited for long enough
             return False
         return kind in PASSING and now < self._since + self._health.retry_s
 
     def _leave_out(self, worker_id: str) -> bool:
-        """Leave the worker out of the next try; whether another round begins, in which the others come first."""
+        """Leave out the worker and those known to be unhealthy; whether another round begins, with the others first."""
         members = self._pool.members
-        well = {id for id, member in members.items() if member.health.healthy or not member.health.checks}
-        self.tried.add(worker_id)
-        if well - self.tried:
-            return False
-        self.tried = {worker_id} if well - {worker_id} else set()
-        return True
+        well = {id for id, member in members.items() if not member.is_unhealthy} or set(members)
+        out = self.tried | {worker_id}
+        new_round = well <= out
+        if new_round:
+            out = {worker_id} if well - {worker_id} else set()
+        self.tried = out | (members.keys() - well)
+        return new_round

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from coterie.errors import InputError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, Sink, encode_object
-from coterie.gateway.exchange.flow import REFUSAL_BYTES, REQUEST_ID, Flow, Informer, Observer, outcome
+from coterie.gateway.exchange.flow import NO_USAGE, REFUSAL_BYTES, REQUEST_ID, Flow, Informer, Observer, outcome
 from coterie.gateway.exchange.pool import Member, Pool
 from coterie.gateway.exchange.relay import Usage, pass_whole
 from coterie.gateway.exchange.tries import may_retry
@@ -129,14 +129,14 @@ class VllmPairFlow(Flow):
                     ok = True
                     self.knowledge.routed(self.prefill, sent.choice.row, known)
                     return handoff
-                ok = self.did_its_part(sent, status)
+                ok, failure = self.did_its_part(sent, status), str(status)
             except UpstreamError as error:
-                ok = self.did_its_part(sent, 0, error)
+                ok, failure = self.did_its_part(sent, 0, error), error.kind
             finally:
                 self.prefill.ended(sent, ok)
             tried.add(sent.member.entry.id)
             if not tried.issuperset(self.prefill.members) and len(tried) <= self.health.retries:
-                self.observer.retried(self.prefill)
+                self.observer.retried(self.prefill, call, f"{sent.member.entry.id} {failure}")
                 await self.back_off(len(tried))
         self.observer.not_handed_over()
         return None
@@ -155,9 +155,9 @@ class VllmPairFlow(Flow):
             problem = str(error)
         if footprint is not None and (wrong := self.knowledge.refuses(footprint)) is not None:
             footprint, problem = None, wrong
-        self.observer.handed_over(footprint, problem)
-        tokens = 0 if answer.usage is None else answer.usage.prompt_tokens
-        return Handoff(member, without_footprint(params), footprint, tokens)
+        usage = answer.usage or NO_USAGE
+        self.observer.handed_over(footprint, problem, usage.cached_tokens)
+        return Handoff(member, without_footprint(params), footprint, usage.prompt_tokens)
 
     # ---------------------------------------------------------------------------------------------------- staged KV
 

@@ -92,14 +92,17 @@ class Log:
         caller: str | None = None,
         worker: str | None = None,
         prefill_worker: str | None = None,
-        retries: int = 0,
+        failures: Sequence[str] = (),
         ttft_s: float | None = None,
         total_s: float | None = None,
         prompt_tokens: int | None = None,
         output_tokens: int | None = None,
         cached_tokens: int | None = None,
     ) -> None:
-        """The end of a request; nothing unless request lines are asked for. `path` is without its query."""
+        """The end of a request; nothing unless request lines are asked for. `path` is without its query.
+
+        `failures` are those before each retry: "WORKER KIND".
+        """
         if self.requests:
             self._put(
                 "request",
@@ -110,7 +113,8 @@ class Log:
                 caller=caller,
                 worker=worker,
                 prefill_worker=prefill_worker,
-                retries=retries,
+                retries=len(failures),
+                failures=list(failures) or None,
                 ttft_ms=None if ttft_s is None else round(ttft_s * 1e3, 3),
                 total_ms=None if total_s is None else round(total_s * 1e3, 3),
                 prompt_tokens=prompt_tokens,

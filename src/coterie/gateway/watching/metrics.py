@@ -46,6 +46,7 @@ HANDOFFS = ("ok", "no_prefill", "prefill_failed", "refused", OTHER)
 FOOTPRINTS = ("answer", "prefix", "predictor", "popularity", "none", "damaged", OTHER)
 TOKENISED = ("exact", "cached", "approximate", "none", "late", "busy", "too_long", "failed", OTHER)
 CACHED = ("expected", "reported")
+POOLS = ("prefill", "decode", OTHER)
 EVENTS = ("applied", "replayed", "gap", "malformed", OTHER)
 RELOADS = ("ok", "rejected")
 BREAKER_STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
@@ -108,6 +109,7 @@ class Metrics(Collector):
         self.cached_tokens = counter(
             "cached_tokens_total",
             "Prompt tokens in the chosen worker's cache: expected by the directory, reported by the worker",
+            pool=POOLS,
             source=CACHED,
         )
         self.predicted_experts = histogram(

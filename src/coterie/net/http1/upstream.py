@@ -34,7 +34,7 @@ class UpstreamLimits:
 
     connect_s: float = 2.0
     head_s: float = 600.0
-    """Time from the request to the head of its answer."""
+    """Time from the request to the first piece of its answer's body."""
     idle_s: float = 120.0
     """Time between two pieces of a body."""
     head_bytes: int = 32_768
@@ -267,7 +267,11 @@ class _Connection(asyncio.Protocol):
 
     def time_out(self) -> None:
         limits = self.upstream.limits
-        what = f"no further piece within {limits.idle_s} s" if self.answer is not None else "no answer in time"
+        what = (
+            f"no further piece within {limits.idle_s} s"
+            if self.answer is not None and self.answer.begun
+            else "no answer in time"
+        )
         self.fail("timeout", what)
 
     def fail(self, kind: Kind, what: str) -> None:
@@ -325,6 +329,8 @@ class _Connection(asyncio.Protocol):
                 self.upstream.give_back(self)
             else:
                 self.transport.abort()
+        elif not answer.begun:
+            return  # a head alone is no sign of life: engines send it at once, and the first token much later
         elif self.transport.is_reading():
             self.deadline = self.upstream.clock() + self.upstream.limits.idle_s
         else:
