@@ -77,6 +77,7 @@ TOGETHER = {
     "serving": ("sem_moe_layer_time", "sem_moe_serving", "serving_group"),
     "routing": ("fleet_state", "keeper", "keeper_attacks", "keeper_machine", "routers"),
     "kv": ("directory", "follower", "kv_streams"),
+    "dispatch": ("dispatch_requests", "dispatch_shuffle", "dispatch_slots", "tables"),
     "generated": ("fitting", "generate", "inspect", "inspection", "page", "synthetic", "trace_invariants"),
 }
 """Files of tests that run the same loops: one worker takes them all, or both would compile them, for a minute each.
@@ -85,7 +86,8 @@ The longest group comes first: a worker that began it last would leave the other
 
 GROUPS = {f"test_{name}": group for group, names in TOGETHER.items() for name in names}
 
-PAGES = {
+PARAMETERS = {
+    "choose_a_batch": "batching",
     "docs/batching": "batching",
     "docs/engines/worker": "fleets",
     "docs/fleet": "fleets",
@@ -95,8 +97,9 @@ PAGES = {
     "docs/results/routed-fleet": "fleets",
     "docs/routing": "test_fitted",
     "docs/kv-directory": "kv",
+    "plan_expert_placement": "planning",
 }
-"""Pages whose Python runs such loops, by the parameter of their test: a group of the above, or a file."""
+"""Pages and examples whose Python runs such loops, by the parameter of their test: a group of the above, or a file."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -127,9 +130,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def group_of(nodeid: str) -> str:
     """Tests of one group go to one worker."""
     path, _, test = nodeid.partition("::")
-    file = Path(path).stem
-    page = test.removeprefix("test_python_runs[").removesuffix("]") if file == "test_pages" else ""
-    return PAGES.get(page) or GROUPS.get(file, file)
+    file, (name, _, parameter) = Path(path).stem, test.removesuffix("]").partition("[")
+    known = PARAMETERS.get(parameter) if name in ("test_python_runs", "test_runs") else None
+    return known or GROUPS.get(file, file)
 
 
 @pytest.fixture(scope="session")
