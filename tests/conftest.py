@@ -77,6 +77,7 @@ TOGETHER = {
     "serving": ("sem_moe_layer_time", "sem_moe_serving", "serving_group"),
     "routing": ("fleet_state", "keeper", "keeper_attacks", "keeper_machine", "routers"),
     "kv": ("directory", "follower", "kv_streams"),
+    "vllm": ("vllm_gateway", "vllm_handoffs"),
     "dispatch": ("dispatch_requests", "dispatch_shuffle", "dispatch_slots", "tables"),
     "generated": ("fitting", "generate", "inspect", "inspection", "page", "synthetic", "trace_invariants"),
 }
