@@ -82,6 +82,7 @@ TOGETHER = {
     "generated": ("fitting", "generate", "inspect", "inspection", "page", "synthetic", "trace_invariants"),
 }
 """Files of tests that run the same loops: one worker takes them all, or both would compile them, for a minute each.
+Those of vLLM use the same servers.
 
 The longest group comes first: a worker that began it last would leave the other one idle."""
 
@@ -95,12 +96,15 @@ PARAMETERS = {
     "docs/fleet-simulator": "fleets",
     "docs/group-simulator": "serving",
     "docs/placement": "planning",
+    "docs/placement-data": "planning",
     "docs/results/routed-fleet": "fleets",
     "docs/routing": "test_fitted",
     "docs/kv-directory": "kv",
     "plan_expert_placement": "planning",
 }
-"""Pages and examples whose Python runs such loops, by the parameter of their test: a group of the above, or a file."""
+"""Pages and examples that run such loops, by the parameter of their test: a group of the above, or a file."""
+RUN = ("test_python_runs", "test_runs", "test_commands_print_what_is_shown")
+"""Tests that run a page or an example."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -132,7 +136,7 @@ def group_of(nodeid: str) -> str:
     """Tests of one group go to one worker."""
     path, _, test = nodeid.partition("::")
     file, (name, _, parameter) = Path(path).stem, test.removesuffix("]").partition("[")
-    known = PARAMETERS.get(parameter) if name in ("test_python_runs", "test_runs") else None
+    known = PARAMETERS.get(parameter) if name in RUN else None
     return known or GROUPS.get(file, file)
 
 
