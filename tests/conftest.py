@@ -27,6 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TOGETHER = {
+    "vllm": ("vllm_gateway", "vllm_handoffs"),
     "fleets": (
         "demo",
         "examples",
@@ -77,7 +78,6 @@ TOGETHER = {
     "serving": ("sem_moe_layer_time", "sem_moe_serving", "serving_group"),
     "routing": ("fleet_state", "keeper", "keeper_attacks", "keeper_machine", "routers"),
     "kv": ("directory", "follower", "kv_streams"),
-    "vllm": ("vllm_gateway", "vllm_handoffs"),
     "dispatch": ("dispatch_requests", "dispatch_shuffle", "dispatch_slots", "tables"),
     "generated": ("fitting", "generate", "inspect", "inspection", "page", "synthetic", "trace_invariants"),
 }
