@@ -182,5 +182,5 @@ TRIO = ("prefill", "decode-0", "decode-1")
 BLOCK_SIZE = 32
 """Tokens per KV block; vLLM's attention on a CPU takes multiples of 32."""
 KV_CACHE_BYTES = "256M"
-"""For 62,500 tokens of coterie-tiny, at 4 KiB each."""
+"""For 65,536 tokens of coterie-tiny, at 4 KiB each."""
 PLUGIN = {"settings": {"footprint": "always", "load_interval_s": 0.2, "events_queue": 32}}
