@@ -28,11 +28,11 @@ test: $(VENV)/.installed ## Run the tests; those that need torch or COTERIE_DATA
 
 test-engines: $(ENGINES)/.installed ## Run the tests that need torch or start vLLM, in an environment of their own
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m torch -n 2
-	$(ENGINES)/bin/python -m pytest -m "vllm and not long"
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -n 2 --dist loadgroup -m "vllm and not long"
 
 test-long: $(VENV)/.installed $(ENGINES)/.installed ## Run the tests that take minutes, of real engines among them
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "long and not vllm"
-	$(ENGINES)/bin/python -m pytest -m "long and vllm"
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m "long and vllm"
 
 run: install ## Serve a small fleet behind the gateway, and show what routing by experts saves; Ctrl-C ends it
 	$(VENV)/bin/coterie serve --embedded --demo

@@ -27,6 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TOGETHER = {
+    "vllm": ("vllm_gateway", "vllm_handoffs"),
     "fleets": (
         "demo",
         "examples",
@@ -77,26 +78,33 @@ TOGETHER = {
     "serving": ("sem_moe_layer_time", "sem_moe_serving", "serving_group"),
     "routing": ("fleet_state", "keeper", "keeper_attacks", "keeper_machine", "routers"),
     "kv": ("directory", "follower", "kv_streams"),
+    "dispatch": ("dispatch_requests", "dispatch_shuffle", "dispatch_slots", "tables"),
     "generated": ("fitting", "generate", "inspect", "inspection", "page", "synthetic", "trace_invariants"),
 }
 """Files of tests that run the same loops: one worker takes them all, or both would compile them, for a minute each.
+Those of vLLM use the same servers.
 
 The longest group comes first: a worker that began it last would leave the other one idle."""
 
 GROUPS = {f"test_{name}": group for group, names in TOGETHER.items() for name in names}
 
-PAGES = {
+PARAMETERS = {
+    "choose_a_batch": "batching",
     "docs/batching": "batching",
     "docs/engines/worker": "fleets",
     "docs/fleet": "fleets",
     "docs/fleet-simulator": "fleets",
     "docs/group-simulator": "serving",
     "docs/placement": "planning",
+    "docs/placement-data": "planning",
     "docs/results/routed-fleet": "fleets",
     "docs/routing": "test_fitted",
     "docs/kv-directory": "kv",
+    "plan_expert_placement": "planning",
 }
-"""Pages whose Python runs such loops, by the parameter of their test: a group of the above, or a file."""
+"""Pages and examples that run such loops, by the parameter of their test: a group of the above, or a file."""
+RUN = ("test_python_runs", "test_runs", "test_commands_print_what_is_shown")
+"""Tests that run a page or an example."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -127,9 +135,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def group_of(nodeid: str) -> str:
     """Tests of one group go to one worker."""
     path, _, test = nodeid.partition("::")
-    file = Path(path).stem
-    page = test.removeprefix("test_python_runs[").removesuffix("]") if file == "test_pages" else ""
-    return PAGES.get(page) or GROUPS.get(file, file)
+    file, (name, _, parameter) = Path(path).stem, test.removesuffix("]").partition("[")
+    known = PARAMETERS.get(parameter) if name in RUN else None
+    return known or GROUPS.get(file, file)
 
 
 @pytest.fixture(scope="session")

@@ -71,6 +71,7 @@ def draw(plot: Callable[[Any, Theme], None], theme: Theme, height_in: float = HE
     with matplotlib.rc_context(_style(theme)):
         figure = _figure(WIDTH_IN, height_in)
         plot(figure.add_subplot(), theme)
+        _lay_out(figure)
         return _png(figure)
 
 
@@ -81,11 +82,7 @@ def write_figure(
     with matplotlib.rc_context(_style(theme)):
         figure = _figure(WIDTH_IN, height_in)
         fill(figure, theme)
-        # Laid out once, for both files: left to itself each of them would lay out and draw twice.
-        layout = figure.get_layout_engine()
-        assert layout is not None
-        layout.execute(figure)
-        figure.set_layout_engine(None)
+        _lay_out(figure)
         png, pdf = _png(figure), io.BytesIO()
         figure.savefig(pdf, format="pdf", metadata={"Creator": None, "Producer": None, "CreationDate": None})
     paths = [folder / f"{name}.pdf", folder / f"{name}.png"]
@@ -127,6 +124,14 @@ def _figure(width_in: float, height_in: float) -> Figure:
     figure = Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def _lay_out(figure: Figure) -> None:
+    """Once, ahead of all files: left to itself, each of them would lay out and draw twice."""
+    layout = figure.get_layout_engine()
+    assert layout is not None
+    layout.execute(figure)
+    figure.set_layout_engine(None)
 
 
 def _png(figure: Figure) -> bytes:

@@ -49,8 +49,8 @@ def prompts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def servers(fleet: Fleet) -> tuple[Server, Server]:
-    """One without the plugin, one with it."""
-    plain, plugin = fleet.start({"plain": {}, "plugin": PLUGIN})
+    """One without the plugin, one with it; the third that tests here ask for starts beside them."""
+    plain, plugin, _ = fleet.start({"plain": {}, "plugin": PLUGIN, "tight": TIGHT})
     return plain, plugin
 
 

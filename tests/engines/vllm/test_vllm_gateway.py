@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -34,9 +34,9 @@ IN_FLIGHT = 4
 
 
 @pytest.fixture(scope="module")
-def trio(fleet: Fleet) -> Iterator[list[Server]]:
-    yield start_trio(fleet)
-    fleet.stop(*TRIO)
+def trio(fleet: Fleet) -> list[Server]:
+    """They stay for test_vllm_handoffs."""
+    return start_trio(fleet)
 
 
 def config_of(

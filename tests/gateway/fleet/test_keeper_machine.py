@@ -16,7 +16,6 @@ from coterie.gateway.fleet.spec import RouterSpec
 from coterie.routing import Request, routers
 from routing_cases import COST, LAYERS, WORKERS, draw, fitted
 
-CONTEXT = {"fitted": fitted(), "cost": COST}
 NAMES = sorted(name for name in routers if name not in ("domain", "semantic"))
 FOOTPRINTS = draw(8, 3).prefill
 
@@ -32,10 +31,15 @@ wanted = st.builds(
 )
 
 
+def context() -> dict[str, object]:
+    """Fitted once, when a test runs: collecting the tests must not fit anything."""
+    return {"fitted": fitted(), "cost": COST}
+
+
 class KeeperMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.keeper = FleetKeeper(RouterSpec(router="latency_aware"), CONTEXT)
+        self.keeper = FleetKeeper(RouterSpec(router="latency_aware"), context())
         self.open: dict[str, bool] = {}
         self.rows: dict[str, int] = {}
         """Worker → row it has, or had last."""
@@ -135,7 +139,7 @@ class KeeperMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def reload(self, name: str) -> None:
-        self.keeper.reload(RouterSpec(router=name), CONTEXT)
+        self.keeper.reload(RouterSpec(router=name), context())
         self.rows = {one: row for one, row in self.rows.items() if row < self.keeper.rows}
 
     @rule(spec=st.sampled_from([RouterSpec(router="nobody"), RouterSpec(router="joint", settings={"kv": "much"})]))

@@ -126,6 +126,8 @@ class Fleet:
             "512",
             "--block-size",
             str(BLOCK_SIZE),
+            "--kv-cache-memory-bytes",
+            KV_CACHE_BYTES,
             "--port",
             str(port),
             "--host",
@@ -150,7 +152,6 @@ class Fleet:
         log = self.folder / f"{name}.log"
         environment = {
             "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -180,4 +181,6 @@ def start_trio(fleet: Fleet) -> list[Server]:
 TRIO = ("prefill", "decode-0", "decode-1")
 BLOCK_SIZE = 32
 """Tokens per KV block; vLLM's attention on a CPU takes multiples of 32."""
+KV_CACHE_BYTES = "256M"
+"""For 65,536 tokens of coterie-tiny, at 4 KiB each."""
 PLUGIN = {"settings": {"footprint": "always", "load_interval_s": 0.2, "events_queue": 32}}

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from coterie.prompts import load_prompts, take_in_turn
 from coterie.routing import RoundRobin
 from coterie.routing.fleet import Fleet as Workers
 from vllm_checks import Listener, Truth, dense_model, event_of, sequence
-from vllm_servers import MODEL, Fleet, Server, needs_vllm, start_trio
+from vllm_servers import MODEL, TRIO, Fleet, Server, needs_vllm, start_trio
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 
@@ -36,8 +37,10 @@ def truth() -> Truth:
 
 
 @pytest.fixture(scope="module")
-def trio(fleet: Fleet) -> list[Server]:
-    return start_trio(fleet)
+def trio(fleet: Fleet) -> Iterator[list[Server]]:
+    """Those of test_vllm_gateway, which comes before: a test here kills one."""
+    yield start_trio(fleet)
+    fleet.stop(*TRIO)
 
 
 def body(prompt: str | list[int], max_tokens: int = 16, **more: Any) -> dict[str, Any]:
@@ -73,13 +76,18 @@ def through_proxy(
     return asyncio.run(run())
 
 
+def received(trio: list[Server]) -> float:
+    """Tokens whose KV the decode workers took from the prefill worker, until now."""
+    return sum(server.metrics()["vllm:external_prefix_cache_hits_total"] for server in trio[1:])
+
+
 def test_the_proxy_gives_the_same_tokens_and_every_handoff_a_footprint(
     fleet: Fleet, trio: list[Server], truth: Truth
 ) -> None:
     """60 prompts; those of one step (max_tokens=1 is what a prefill worker always gets) included."""
     (plain,) = fleet.start({"plain": {}})
     prompts = [prompt.prompt for prompt in take_in_turn(load_prompts(), 60)]
-    listener = Listener(trio[1].events)
+    listener, moved = Listener(trio[1].events), received(trio)
     served, counts = through_proxy(trio, [body(prompt) for prompt in prompts], in_flight=6)
     reference = plain.complete_all(prompts, 6, max_tokens=16)
     assert (counts.served, counts.handoffs, counts.footprints) == (60, 60, 60)
@@ -92,8 +100,7 @@ def test_the_proxy_gives_the_same_tokens_and_every_handoff_a_footprint(
         assert one.footprint is not None
         assert (one.footprint.tokens, one.footprint.missing) == (len(prompt), 0)
         np.testing.assert_array_equal(one.footprint.counts, truth.footprint(prompt))
-    moved = sum(server.metrics()["vllm:external_prefix_cache_hits_total"] for server in trio[1:])
-    assert moved > 0, "no KV was handed over"
+    assert received(trio) > moved, "no KV was handed over"
     # What a decoder did not compute it does not claim to know; what it did is right.
     found, foreign = listener.wait(sum(one.decoder == 0 for one in served)), 0
     for number, one in enumerate(served):
@@ -107,7 +114,7 @@ def test_the_proxy_gives_the_same_tokens_and_every_handoff_a_footprint(
     assert foreign > 0
 
 
-def test_a_prefill_worker_killed_in_the_middle(fleet: Fleet, trio: list[Server]) -> None:
+def test_a_prefill_worker_killed_in_the_middle(trio: list[Server]) -> None:
     """Requests whose prefill dies are decoded from scratch; the counter says how many.
 
     Prompts shorter than a block: of those ExampleConnector stores nothing. It takes a file that the killed worker left
@@ -122,7 +129,6 @@ def test_a_prefill_worker_killed_in_the_middle(fleet: Fleet, trio: list[Server])
     assert [len(one.tokens) for one in served] == [2] * len(prompts)
     for server in trio[1:]:
         assert server.counter("errors") == 0
-    fleet.stop("prefill")
 
 
 @pytest.mark.long
