@@ -103,7 +103,8 @@ class Joint:
                 raise ConfigError(f"fleet.local has shape {fleet.local.shape}; a request has {bits.shape} words")
             local, asked = fleet.local.reshape(len(fleet), -1), bits.reshape(-1)
             num_experts = request.footprint.shape[1]
-        shares, scores = np.empty(len(fleet)), np.empty(len(fleet))
+        workers = len(fleet.places)
+        shares, scores = np.empty(workers), np.empty(workers)
         worker = _add_up(
             self.kv,
             self.experts * num_experts,

@@ -221,9 +221,9 @@ def prompt_of(found: _Fields) -> bytes:
 
     Without the last byte, which ends them: a conversation begins as the shorter one did.
     """
-    said = found.messages if len(found.messages) else found.prompt
-    begin = bytes(memoryview(said)[:-1][:PROMPT_BYTES])
-    return bytes(memoryview(found.tools)[:PROMPT_BYTES]) + begin if len(found.tools) else begin
+    said = found.messages or found.prompt
+    begin = bytes(said)[:-1] if len(said) <= PROMPT_BYTES else bytes(memoryview(said)[:PROMPT_BYTES])
+    return bytes(memoryview(found.tools)[:PROMPT_BYTES]) + begin if found.tools else begin
 
 
 def with_last(data: bytes, salt: str) -> bytes:
@@ -288,5 +288,5 @@ def make_call(
         data = with_last(data, own) if added else encode_object({**parse_object(data), "cache_salt": own})
     key = new_name()
     known, id = name or request_id or key, request_id or key
-    prompt, listed = prompt_of(found), bytes(memoryview(found.prompt)[:1]) == b"["
+    prompt, listed = prompt_of(found), bool(found.prompt) and memoryview(found.prompt)[0] == ord("[")
     return Call(key, known, id, path, data, prompt, own, listed, stream, headers, caller, domain, span)

@@ -165,10 +165,11 @@ def _cached_int(tokens: Any) -> int:
 
 
 def _checked_cached(held: Any, rows: int, tokens: int) -> NDArray[np.int64]:
-    if type(held) is not np.ndarray or held.ndim != 1 or held.dtype.kind not in "iu":
+    if type(held) is np.ndarray and held.dtype is COUNTS and held.shape == (rows,) and held.flags.c_contiguous:
+        if _within(held, tokens):
+            return held
+    elif type(held) is not np.ndarray or held.ndim != 1 or held.dtype.kind not in "iu":
         raise BadRequestError("bad_cached_tokens", "cached_tokens must be an array [row] of whole numbers")
-    if held.dtype == COUNTS and len(held) == rows and held.flags.c_contiguous and _within(held, tokens):
-        return held
     whole = np.zeros(rows, np.int64)
     some = min(rows, len(held))
     whole[:some] = np.minimum(np.maximum(held[:some], 0), tokens)
