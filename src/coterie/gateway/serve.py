@@ -221,8 +221,8 @@ class Running:
         return config, check_access(config)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.gateway.sweep()
         self._sweeper = loop.call_later(SWEEP_S, self._sweep, loop)
+        self.gateway.sweep()
 
     def _gauges(self) -> None:
         metrics, counters = self.parts.metrics, self.server.counters

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,7 +41,7 @@ NEARLY = 0.05
 """Relative excess over the best score up to which a worker is chosen for shared experts."""
 
 
-class _Weighed(NamedTuple):
+class _Weighed(msgspec.Struct):
     worker: int
     """Best worker."""
     scores: NDArray[np.float64]

@@ -286,8 +286,11 @@ class Connection(asyncio.Protocol):
     # from request to answer
 
     def _take(self, exchange: _Exchange) -> None:
-        self.waiting.append(exchange)
-        self._turn()
+        if self.current is None and not self.waiting and self.room is None and not self.transport.is_closing():
+            self._begin(exchange)
+        else:
+            self.waiting.append(exchange)
+            self._turn()
 
     def _refuse_in_turn(self, error: HttpError) -> None:
         """Answer with an error after the answers that are due, and end the connection."""

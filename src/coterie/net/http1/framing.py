@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from coterie.net.http1.messages import Headers, HttpError
 
 _NAMES = frozenset((b"host", b"content-length", b"transfer-encoding", b"content-encoding", b"expect"))
@@ -48,6 +50,7 @@ class Framing:
             raise HttpError(417, "only Expect: 100-continue is supported")
 
 
+@lru_cache(64)  # most clients ask for few targets
 def split_target(url: bytes) -> tuple[str, str]:
     """Return path and query of a request target, which may name a scheme and a host."""
     target = url.decode("latin-1")
