@@ -77,7 +77,7 @@ def record(
     model: str | Path,
     prompts: Sequence[Prompt],
     out: str | Path,
-    settings: RecordingSettings = RecordingSettings(),  # noqa: B008  (frozen)
+    settings: RecordingSettings = RecordingSettings(),
     *,
     resume: bool = False,
     on_progress: Progress | None = None,

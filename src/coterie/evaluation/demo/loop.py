@@ -99,7 +99,7 @@ async def run_loop(
     prefill: Sequence[str],
     decoders: Sequence[DecodeWorker],
     prompts: Sequence[Prompt],
-    settings: LoopSettings = LoopSettings(),  # noqa: B008
+    settings: LoopSettings = LoopSettings(),
     report: Progress | None = None,
     key: str | None = None,
 ) -> LoopResult:

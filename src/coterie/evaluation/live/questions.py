@@ -66,7 +66,7 @@ def ask_live(
     blocks: int = 8,
     hit_rate: float = 0.75,
     pool: str | None = None,
-    keys: Keys = Keys(),  # noqa: B008
+    keys: Keys = Keys(),
     seed: int = 0,
     report: Progress | None = None,
 ) -> LiveReport:

@@ -155,7 +155,7 @@ async def measure(
     settings: LoadSettings,
     prompts: Sequence[Prompt],
     measured: Measured,
-    keys: Keys = Keys(),  # noqa: B008
+    keys: Keys = Keys(),
     report: Progress | None = None,
 ) -> None:
     """Serve the workload under every contender; `measured` is filled as answers come."""

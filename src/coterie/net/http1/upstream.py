@@ -72,7 +72,7 @@ class Upstream:
     def __init__(
         self,
         url: str,
-        limits: UpstreamLimits = UpstreamLimits(),  # noqa: B008 (frozen)
+        limits: UpstreamLimits = UpstreamLimits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         parts = parse_origin(url)
