@@ -70,10 +70,7 @@ class Upstream:
     """One server, by its URL."""
 
     def __init__(
-        self,
-        url: str,
-        limits: UpstreamLimits = UpstreamLimits(),
-        clock: Callable[[], float] = time.monotonic,
+        self, url: str, limits: UpstreamLimits = UpstreamLimits(), clock: Callable[[], float] = time.monotonic
     ) -> None:
         parts = parse_origin(url)
         self.url = url
