@@ -123,9 +123,10 @@ def test_the_same_seed_gives_the_same_files_in_another_process(tmp_path: Path, m
     arguments = ["generate", "t", "--requests", "20", "--seed", "7"]
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    environment = {**os.environ, "PYTHONHASHSEED": "1", "NUMBA_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "NUMBA_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     command = [str(Path(sys.executable).with_name("coterie")), *arguments]
-    subprocess.run(command, cwd=tmp_path / "one", env=environment, check=True, capture_output=True)
+    done = subprocess.run(command, cwd=tmp_path / "one", env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     monkeypatch.chdir(tmp_path / "two")
     assert CliRunner().invoke(app, arguments).exit_code == 0
     one, two = (bytes_of(tmp_path / name) for name in ("one", "two"))
