@@ -23,7 +23,7 @@ TEXT = "".join(chr(97 + i * i % 26) for i in range(4 * BLOCK_BYTES))
 def keys_of_body(body: dict[str, Any]) -> PromptKeys:
     """As the gateway makes them of a client's bytes."""
     call = make_call("/v1/completions", json.dumps(body).encode())
-    return keys_of_text(call.prompt, call.salt)
+    return keys_of_text(call.prompt, call.prompt_bytes, call.salt)
 
 
 def chat(*turns: str, **more: Any) -> dict[str, Any]:
@@ -83,3 +83,9 @@ def test_memory_is_bounded() -> None:
 def test_any_body_has_keys() -> None:
     for body in ({}, {"prompt": 10**30}, {"messages": 3}, {"prompt": ["a", "b"]}):
         assert not RoutedPrefixes().cached(keys_of_body(body), 1, now=0.0).any()
+
+
+def test_a_long_prompt_counts_whole() -> None:
+    keys = keys_of_body({"prompt": "x" * (1 << 20)})
+    assert keys.tokens == (1 << 20) // 4
+    assert len(keys.keys) == MOST_BLOCKS

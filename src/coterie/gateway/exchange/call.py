@@ -83,6 +83,8 @@ class Call(msgspec.Struct):
     """Body as it goes to a worker that needs nothing added."""
     prompt: bytes
     """Beginning of the prompt as JSON: tools and messages, or the text; see :func:`prompt_of`."""
+    prompt_bytes: int
+    """Length of all of it."""
     salt: str | None
     """Salt of its cached prefixes."""
     listed: bool
@@ -288,5 +290,6 @@ def make_call(
         data = with_last(data, own) if added else encode_object({**parse_object(data), "cache_salt": own})
     key = new_name()
     known, id = name or request_id or key, request_id or key
-    prompt, listed = prompt_of(found), bool(found.prompt) and memoryview(found.prompt)[0] == ord("[")
-    return Call(key, known, id, path, data, prompt, own, listed, stream, headers, caller, domain, span)
+    prompt, length = prompt_of(found), len(found.tools) + len(found.messages or found.prompt)
+    listed = bool(found.prompt) and memoryview(found.prompt)[0] == ord("[")
+    return Call(key, known, id, path, data, prompt, length, own, listed, stream, headers, caller, domain, span)

@@ -55,6 +55,8 @@ class Asked(Protocol):
     @property
     def prompt(self) -> bytes: ...
     @property
+    def prompt_bytes(self) -> int: ...
+    @property
     def salt(self) -> str | None: ...
     @property
     def listed(self) -> bool: ...
@@ -135,7 +137,7 @@ class Knowledge:
         """What the body tells where no token ids are made: that takes no waiting. None: ask :meth:`known`."""
         if self.tokens.tokenizer is not None or call.listed:
             return None
-        text = keys_of_text(call.prompt, call.salt)
+        text = keys_of_text(call.prompt, call.prompt_bytes, call.salt)
         return Known(None, text.tokens, call.salt, text)
 
     async def known(self, call: Asked) -> Known:
@@ -143,7 +145,7 @@ class Knowledge:
         found = await self.tokens.ids(call.path, call.body)
         salt = call.salt
         if found.ids is None:
-            text = keys_of_text(call.prompt, salt)
+            text = keys_of_text(call.prompt, call.prompt_bytes, salt)
             return Known(None, text.tokens, salt, text)
         by_ids = keys_of_ids(found.ids, salt) if any(self._guessed.values()) else None
         return Known(found.ids, len(found.ids), salt, by_ids)

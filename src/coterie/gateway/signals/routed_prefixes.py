@@ -45,9 +45,9 @@ def keys_of_ids(ids: NDArray[np.int64], cache_salt: str | None = None, lora: str
     )
 
 
-def keys_of_text(text: bytes, cache_salt: str | None = None, lora: str | None = None) -> PromptKeys:
-    """Keys of a prompt's text."""
-    return PromptKeys(_keys(text, BLOCK_BYTES, cache_salt, lora), BLOCK_BYTES / TEXT_BYTES, len(text) // TEXT_BYTES)
+def keys_of_text(text: bytes, length: int, cache_salt: str | None = None, lora: str | None = None) -> PromptKeys:
+    """Keys of a prompt's text; `length` is that of all of it, where `text` is only its beginning."""
+    return PromptKeys(_keys(text, BLOCK_BYTES, cache_salt, lora), BLOCK_BYTES / TEXT_BYTES, length // TEXT_BYTES)
 
 
 class RoutedPrefixes:
