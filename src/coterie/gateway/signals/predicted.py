@@ -92,8 +92,8 @@ class Footprints:
 
         A prefix must be at least `min_share` of the prompt. `max_bytes` bounds what is kept of earlier requests: the
         least recently used go first. A predictor is asked about `sampled` tokens of a prompt, evenly spread: a token
-        table takes 0.2 ms for 64 of them at 24 layers x 32 experts, 0.34 ms at 58 x 256. The other sources take 10 to
-        35 µs.
+        table takes 0.2 ms for 64 of them at 24 layers x 32 experts, 0.34 ms at 58 x 256. A prefix takes 17 to
+        33 µs, popularity less than 1.
         """
         check_at_least(1, max_bytes=max_bytes, sampled=sampled, top_k=top_k)
         check_share(min_share=min_share)
