@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.engines.vllm.eplb import Round, Rounds, carry_over, count_moves
+from coterie.engines.vllm.eplb import Agreement, Round, Rounds, carry_over, count_moves
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.errors import ConfigError, InputError
 from coterie.placement.maps.files import PlacementMap
@@ -39,9 +39,9 @@ class Alone:
     def writes(self) -> bool:
         return self.rank == 0
 
-    def agree(self, digest: int) -> bool:
+    def agree(self, digest: int, planning_s: float = 0.0) -> Agreement:
         assert 0 <= digest < 2**63
-        return self.agrees
+        return Agreement(self.agrees, planning_s)
 
 
 def vllms_map() -> np.ndarray:
