@@ -142,7 +142,7 @@ def _compile(jobs: list[Job], frame: Frame) -> None:
     asked = Round(job.loads[0] * frame.window, frame.slots, 1, frame.ranks, None)
     old = asked.linear().slot_experts.astype(np.int64)
     for load in (0 * job.loads[0], job.loads[0], job.loads[1]):
-        old = rounds.run(asked._replace(tokens=load * frame.window, old=old), lambda: old, _Solo())
+        old = rounds.run(asked._replace(tokens=load * frame.window, old=old), old.copy, _Solo())
 
 
 class _HostEvent:

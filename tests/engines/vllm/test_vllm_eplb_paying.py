@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ import pytest
 import eplb_paying
 from coterie.engines.vllm.eplb import Agreement, Round, Rounds, count_moves
 from coterie.engines.vllm.eplb.metrics import KINDS, series
+from coterie.engines.vllm.eplb.policy import differences
 from coterie.engines.vllm.settings import EplbSettings
 from coterie.errors import ConfigError
 from coterie.placement.maps.formats import read_map
@@ -329,6 +330,29 @@ class OthersHaveNoFile(Alone):
 def test_wrong_settings_stop_the_start(settings: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         EplbSettings.parse(settings)
+
+
+class Config(NamedTuple):
+    """Of vLLM's EPLBConfig what matters here."""
+
+    window_size: int = 1000
+    step_interval: int = 3000
+    use_async: bool = True
+
+
+@pytest.mark.parametrize(
+    ("config", "problems"),
+    [
+        (Config(), []),
+        (Config(step_interval=500), ["horizon=3000 must equal step_interval=500", "with use_async window_size=1000"]),
+        (Config(window_size=3000), ["window=1000 must equal window_size=3000", "with use_async window_size=3000"]),
+        (Config(window_size=3000, use_async=False), ["window=1000 must equal window_size=3000 of --eplb-config"]),
+    ],
+)
+def test_settings_that_are_not_vllms_are_named(config: Config, problems: list[str]) -> None:
+    found = differences(EplbSettings(when="pays"), config, layers=58)
+    assert len(found) == len(problems)
+    assert all(text.startswith(problem) for text, problem in zip(found, problems, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------- in vLLM

@@ -50,12 +50,40 @@ def make_policy(own: Any, rounds: Rounds) -> Any:
                 )
                 return np.asarray(found.cpu().numpy(), np.int64)
 
+            if not weight.any():
+                _compare(rounds.settings, len(weight))
             old = None if old_global_expert_indices is None else old_global_expert_indices.cpu().numpy()
             asked = Round(weight.cpu().numpy().astype(np.float64), num_replicas, num_nodes, num_ranks, old)
             return torch.from_numpy(rounds.run(asked, vllms, EplbGroup()))
 
     CoterieEplbPolicy.rounds = rounds
     return CoterieEplbPolicy
+
+
+def _compare(settings: EplbSettings, layers: int) -> None:
+    """Warn where the settings are not vLLM's. It has a configuration at hand while it reserves memory, not later."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is not None and settings.when == "pays":
+        for problem in differences(settings, config.parallel_config.eplb_config, layers):
+            logger.warning("coterie: %s", problem)
+
+
+def differences(settings: EplbSettings, config: Any, layers: int) -> list[str]:
+    """What of vLLM's EPLBConfig makes the clock or the load of when=pays wrong, in words."""
+    found = []
+    for mine, theirs in (("horizon", "step_interval"), ("window", "window_size")):
+        if getattr(settings, mine) != getattr(config, theirs):
+            given = getattr(settings, mine)
+            found.append(f"{mine}={given:g} must equal {theirs}={getattr(config, theirs)} of --eplb-config")
+    if config.use_async and config.window_size + layers > config.step_interval:
+        found.append(
+            f"with use_async window_size={config.window_size} and {layers} MoE layers must be at most "
+            f"step_interval={config.step_interval}: a layer moves in each step, and tokens counted before it did are "
+            "taken for those of its new experts"
+        )
+    return found
 
 
 class EplbGroup:
