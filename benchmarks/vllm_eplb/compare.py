@@ -1,11 +1,11 @@
 """When to rearrange in vLLM: until a change pays, against fixed intervals, in vLLM's real EplbState on gloo ranks.
 
-    python benchmarks/vllm_eplb [--ranks 8] [--windows 40] [--steps 500] [--output rows.json]
+    python benchmarks/vllm_eplb [--ranks 4] [--windows 20] [--steps 500] [--output rows.json]
 
 GLM-5.2's recorded loads turn from one domain to the next, a new one every four windows. vLLM's own policy rearranges at
 fixed intervals; Coterie's is asked after every window and keeps the map until a change pays. Every map serves the
 window after the one it was made from. Step time and movement are the calibrated cost model's (H200, NVLink); planning
-is the policy's own time when nothing else runs on this machine, charged in full, as without use_async.
+is the policy's own processor time (one core), charged in full, as without use_async.
 
 No vLLM server runs EPLB on a CPU: the state, the rearrangement and the policy are vLLM's and Coterie's own code, the
 model around them is made here. It says nothing about NCCL or NIXL transfers, CUDA streams or the asynchronous worker.
@@ -27,7 +27,7 @@ from vllm_eplb.ranks import Asked, Frame, Job, Served, run_jobs
 
 Array = NDArray[np.float64]
 
-INTERVALS = (1, 2, 4, 6, 8)
+INTERVALS = (1, 2, 4, 6)
 """Windows between vLLM's rearrangements; 6 of 500 steps are its default, 3,000."""
 PRICES = {"model": "glm-5.2", "device": "h200"}
 
@@ -57,9 +57,9 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=os.environ.get("COTERIE_DATA"), help="folder of recorded data")
-    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--slots", type=int, default=288)
-    parser.add_argument("--windows", type=int, default=40)
+    parser.add_argument("--windows", type=int, default=20)
     parser.add_argument("--steps", type=int, default=500, help="steps of a window, after which Coterie's is asked")
     parser.add_argument("--window", type=int, default=100, help="last steps whose tokens vLLM counts")
     parser.add_argument("--output", type=Path, help="file for the rows, as JSON")
@@ -73,9 +73,7 @@ def _jobs(shares: Array, rows: dict[str, int]) -> list[Job]:
     first = next(iter(rows))
     jobs = [Job(f"vLLM every {every}", first, None, every, shares * rows[first]) for every in INTERVALS]
     for phase, count in rows.items():
-        loads = shares * count
-        jobs.append(Job("Coterie every 1", phase, dict(PRICES), 1, loads))
-        jobs.append(Job("Coterie when it pays", phase, {**PRICES, "when": "pays"}, 1, loads))
+        jobs.append(Job("Coterie when it pays", phase, {**PRICES, "when": "pays"}, 1, shares * count))
     return jobs
 
 

@@ -64,7 +64,8 @@ class Asked(NamedTuple):
     policy_s: float
     """Part of it inside the policy."""
     alone_s: float = 0.0
-    """Time of the policy when it is asked the same once more, with nothing else running."""
+    """Processor time of the policy when it is asked the same once more, the other ranks idle: as planned on one core,
+    whatever else runs on the machine."""
     kind: str = ""
     reason: str = ""
     planned: bool = True
@@ -121,9 +122,11 @@ def _rank(rank: int, jobs: list[Job], frame: Frame, folder: Path) -> None:
         if rank == 0:
             _compile(jobs, frame)
         torch.distributed.barrier()  # the others find what was compiled
-        served = [_Engine(job, frame, own).serve() for job in jobs]
-        if rank == 0:
-            (folder / "served.pickle").write_bytes(pickle.dumps(served))
+        served = []
+        for job in jobs:
+            served.append(_Engine(job, frame, own).serve())
+            if rank == 0:
+                (folder / "served.pickle").write_bytes(pickle.dumps(served))
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     except BaseException:
@@ -244,7 +247,7 @@ class _Engine:
         return Round(tokens, self.frame.slots, 1, self.frame.ranks, old)
 
     def _planning_s(self) -> float:
-        """Seconds of a plan on an otherwise idle machine: the first rank measures, the others wait."""
+        """Processor time of a plan: the first rank measures, the others wait."""
         import torch
 
         found = torch.zeros(1, dtype=torch.float64)
@@ -256,9 +259,9 @@ class _Engine:
             rounds.run(asked._replace(tokens=np.zeros((layers, experts))), None, _Solo())  # compiles
             times = []
             for _ in range(4):
-                began = time.perf_counter()
+                began = time.process_time()
                 rounds._planned(asked, asked.linear())
-                times.append(time.perf_counter() - began)
+                times.append(time.process_time() - began)
             found[0] = min(times)
         torch.distributed.broadcast(found, 0)
         return float(found[0])
@@ -306,6 +309,7 @@ class _Engine:
 
         asked: list[Asked] = []
         self.calls.clear()
+        began = time.perf_counter()
         for window, load in enumerate(self.job.loads):
             before = len(self.calls)
             wall_s = self._steps(load)
@@ -320,8 +324,11 @@ class _Engine:
         torch.distributed.all_reduce(right, torch.distributed.ReduceOp.MIN)
         if self.rank == 0:
             asked = self._again(asked)
-            moved = sum(one.received > 0 for one in asked)
-            print(f"{self.job.phase:8} {self.job.name:28} asked {len(asked):3}, moved {moved:3}", file=sys.stderr)
+            moved, took_s = sum(one.received > 0 for one in asked), time.perf_counter() - began
+            print(
+                f"{self.job.phase:8} {self.job.name:22} asked {len(asked):3}, moved {moved:3}; ran {took_s:.0f} s",
+                file=sys.stderr,
+            )
         torch.distributed.barrier()
         return Served(self.job, asked, self.planning_s, bool(right))
 
@@ -333,10 +340,12 @@ class _Engine:
         each = torch.from_numpy(load) / frame.ranks / held.logical_replica_count
         share = torch.gather(each, 1, held.physical_to_logical_map)
         for step in range(frame.steps):
-            # Whole tokens, as many over the window as the load says: each rank rounds at another step.
-            at = step + self.rank / frame.ranks
-            held.expert_load_pass.copy_(torch.floor(share * (at + 1)) - torch.floor(share * at))
-            torch.distributed.barrier() if step == frame.steps - 1 else None
+            if step >= frame.steps - frame.window:  # vLLM counts no others
+                # Whole tokens, as many over the window as the load says: each rank rounds at another step.
+                at = step + self.rank / frame.ranks
+                held.expert_load_pass.copy_(torch.floor(share * (at + 1)) - torch.floor(share * at))
+            if step == frame.steps - 1:
+                torch.distributed.barrier()
             began = time.perf_counter()
             self.state.step()
         return time.perf_counter() - began
@@ -359,14 +368,14 @@ class _Engine:
         rounds = None if self.rounds is None else self._rounds()
         found = []
         for one in asked:
-            began = time.perf_counter()
+            began = time.process_time()
             if rounds is None:
                 slots = self.own.rebalance_experts(
                     torch.from_numpy(one.tokens), self.frame.slots, 1, 1, self.frame.ranks, torch.from_numpy(one.old)
                 ).numpy()
             else:
                 slots = rounds.run(self._round(one.tokens, one.old), None, _Solo())
-            took_s = time.perf_counter() - began
+            took_s = time.process_time() - began
             assert np.array_equal(slots, one.new), f"{self.job.name}: window {one.window} was decided otherwise"
             found.append(one._replace(alone_s=took_s))
         return found
