@@ -1,6 +1,7 @@
 """When to rearrange in vLLM: until a change pays, against fixed intervals, in vLLM's real EplbState on gloo ranks.
 
     python benchmarks/vllm_eplb [--ranks 4] [--windows 20] [--steps 500] [--output rows.json]
+    python benchmarks/vllm_eplb --alone --ranks 8 --windows 40
 
 GLM-5.2's recorded loads turn from one domain to the next, a new one every four windows. vLLM's own policy rearranges at
 fixed intervals; Coterie's is asked after every window and keeps the map until a change pays. Every map serves the
@@ -23,12 +24,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_eplb.alone import ask_alone
 from vllm_eplb.ranks import Asked, Frame, Job, Served, run_jobs
 
 Array = NDArray[np.float64]
 
-INTERVALS = (1, 2, 4, 6)
-"""Windows between vLLM's rearrangements; 6 of 500 steps are its default, 3,000."""
 PRICES = {"model": "glm-5.2", "device": "h200"}
 
 
@@ -40,9 +40,12 @@ def main() -> None:
     shares = shifting(domain_loads(options.data / "activations" / "glm-5.2"), setting)
     frame = Frame(options.ranks, options.slots, options.steps, options.window)
     fleets = {phase: Fleet.of(phase, tokens, setting) for phase, tokens in setting.tokens}
-    jobs = _jobs(shares, {phase: fleet.rows for phase, fleet in fleets.items()})
-    with tempfile.TemporaryDirectory() as folder:
-        served = run_jobs(jobs, frame, Path(folder))
+    jobs = _jobs(shares, {phase: fleet.rows for phase, fleet in fleets.items()}, options.intervals)
+    if options.alone:
+        served = ask_alone(jobs, frame)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            served = run_jobs(jobs, frame, Path(folder))
     rows = []
     for phase, fleet in fleets.items():
         kept = Served(Job("kept", phase, None, 1, shares * fleet.rows), [], 0.0, True)
@@ -60,8 +63,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--slots", type=int, default=288)
     parser.add_argument("--windows", type=int, default=20)
+    parser.add_argument(
+        "--intervals",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 6],
+        help="windows between vLLM's rearrangements; 6 of 500 steps are its default",
+    )
     parser.add_argument("--steps", type=int, default=500, help="steps of a window, after which Coterie's is asked")
     parser.add_argument("--window", type=int, default=100, help="last steps whose tokens vLLM counts")
+    parser.add_argument("--alone", action="store_true", help="ask the policies in one process, without ranks")
     parser.add_argument("--output", type=Path, help="file for the rows, as JSON")
     options = parser.parse_args()
     if options.data is None:
@@ -69,9 +80,9 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _jobs(shares: Array, rows: dict[str, int]) -> list[Job]:
+def _jobs(shares: Array, rows: dict[str, int], intervals: list[int]) -> list[Job]:
     first = next(iter(rows))
-    jobs = [Job(f"vLLM every {every}", first, None, every, shares * rows[first]) for every in INTERVALS]
+    jobs = [Job(f"vLLM every {every}", first, None, every, shares * rows[first]) for every in intervals]
     for phase, count in rows.items():
         jobs.append(Job("Coterie when it pays", phase, {**PRICES, "when": "pays"}, 1, shares * count))
     return jobs
@@ -119,8 +130,8 @@ def _walls(asked: list[Asked]) -> dict[str, float | None]:
     def median(values: list[float]) -> float | None:
         return 1e3 * float(np.median(values)) if values else None
 
-    moved = [one for one in asked if one.received]
-    kept = [one for one in asked if not one.received]
+    moved = [one for one in asked if one.received and one.wall_s]
+    kept = [one for one in asked if not one.received and one.wall_s]
     return {
         "plan_alone_ms": median([one.alone_s for one in asked if one.planned]),
         "keep_alone_ms": median([one.alone_s for one in asked if not one.planned]),

@@ -48,6 +48,12 @@ class Frame(NamedTuple):
     window: int
     """The last steps of an interval, whose tokens vLLM counts."""
 
+    def settings(self, job: Job) -> dict[str, Any] | None:
+        """Settings of Coterie's policy for a job, with the clock."""
+        if job.settings is None:
+            return None
+        return {"window": self.window, "horizon": self.steps * job.every} | job.settings
+
 
 class Asked(NamedTuple):
     """One rearrangement, as the first rank saw it."""
@@ -145,7 +151,34 @@ def _compile(jobs: list[Job], frame: Frame) -> None:
     asked = Round(job.loads[0] * frame.window, frame.slots, 1, frame.ranks, None)
     old = asked.linear().slot_experts.astype(np.int64)
     for load in (0 * job.loads[0], job.loads[0], job.loads[1]):
-        old = rounds.run(asked._replace(tokens=load * frame.window, old=old), old.copy, _Solo())
+        old = rounds.run(asked._replace(tokens=load * frame.window, old=old), old.copy, Solo())
+
+
+def rounds_of(settings: dict[str, Any] | None, planning_s: float) -> Any:
+    """Coterie's rounds; None where vLLM's own policy is asked."""
+    if settings is None:
+        return None
+    from coterie.engines.vllm.eplb import Rounds
+    from coterie.engines.vllm.settings import EplbSettings
+
+    price: dict[str, Any] = {"planning_s": planning_s} if settings.get("when") == "pays" else {}
+    return Rounds(EplbSettings(**(settings | price)))
+
+
+def planning_time(job: Job, frame: Frame, settings: dict[str, Any] | None) -> float:
+    """Processor time of a plan, for a policy that weighs it."""
+    if settings is None or settings.get("when") != "pays":
+        return 0.0
+    from coterie.engines.vllm.eplb import Round
+
+    rounds = rounds_of(settings, 0.0)
+    asked = Round(job.loads[0] * frame.window, frame.slots, 1, frame.ranks, None)
+    times = []
+    for _ in range(4):  # the first compiles
+        began = time.process_time()
+        rounds._planned(asked, asked.linear())
+        times.append(time.process_time() - began)
+    return min(times)
 
 
 class _HostEvent:
@@ -201,7 +234,7 @@ class _Model:
         return bool(torch.equal(held, self._weights(slot_experts)))
 
 
-class _Solo:
+class Solo:
     """A rank that is asked alone."""
 
     rank = 1
@@ -221,48 +254,26 @@ class _Engine:
 
         self.job, self.frame, self.own = job, frame, own
         self.rank = torch.distributed.get_rank()
-        self.settings: dict[str, Any] = {}
-        self.planning_s = 0.0
-        if job.settings is not None:
-            clock = {"window": frame.window, "horizon": frame.steps * job.every}
-            self.settings = clock | job.settings
-            if self.settings.get("when") == "pays":
-                self.planning_s = self._planning_s()
-                self.settings["planning_s"] = self.planning_s
-        self.rounds = self._rounds() if job.settings is not None else None
+        self.settings = frame.settings(job)
+        self.planning_s = self._agreed_s()
+        self.rounds = rounds_of(self.settings, self.planning_s)
         self.calls: list[tuple[Array, NDArray[np.int64]]] = []
         self.policy_s = 0.0
         self.state, self.model = self._start()
         self.held = self.state.model_states["model"]
-
-    def _rounds(self) -> Any:
-        from coterie.engines.vllm.eplb import Rounds
-        from coterie.engines.vllm.settings import EplbSettings
-
-        return Rounds(EplbSettings(**self.settings))
 
     def _round(self, tokens: Array, old: NDArray[np.int64]) -> Any:
         from coterie.engines.vllm.eplb import Round
 
         return Round(tokens, self.frame.slots, 1, self.frame.ranks, old)
 
-    def _planning_s(self) -> float:
-        """Processor time of a plan: the first rank measures, the others wait."""
+    def _agreed_s(self) -> float:
+        """Planning time that all ranks are given: the first measures, the others wait."""
         import torch
 
         found = torch.zeros(1, dtype=torch.float64)
         if self.rank == 0:
-            rounds = self._rounds()
-            layers, experts = self.job.loads.shape[1:]
-            old = np.tile(np.arange(self.frame.slots) % experts, (layers, 1))
-            asked = self._round(self.job.loads[0] * self.frame.window, old)
-            rounds.run(asked._replace(tokens=np.zeros((layers, experts))), None, _Solo())  # compiles
-            times = []
-            for _ in range(4):
-                began = time.process_time()
-                rounds._planned(asked, asked.linear())
-                times.append(time.process_time() - began)
-            found[0] = min(times)
+            found[0] = planning_time(self.job, self.frame, self.settings)
         torch.distributed.broadcast(found, 0)
         return float(found[0])
 
@@ -365,7 +376,7 @@ class _Engine:
         """Ask the same once more, alone, for the time; the answers must be those of before."""
         import torch
 
-        rounds = None if self.rounds is None else self._rounds()
+        rounds = rounds_of(self.settings, self.planning_s)
         found = []
         for one in asked:
             began = time.process_time()
@@ -374,7 +385,7 @@ class _Engine:
                     torch.from_numpy(one.tokens), self.frame.slots, 1, 1, self.frame.ranks, torch.from_numpy(one.old)
                 ).numpy()
             else:
-                slots = rounds.run(self._round(one.tokens, one.old), None, _Solo())
+                slots = rounds.run(self._round(one.tokens, one.old), None, Solo())
             took_s = time.process_time() - began
             assert np.array_equal(slots, one.new), f"{self.job.name}: window {one.window} was decided otherwise"
             found.append(one._replace(alone_s=took_s))

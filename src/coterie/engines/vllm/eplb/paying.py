@@ -8,8 +8,8 @@ they compare their maps.
 vLLM's old map is the truth about what landed. If it is the planned one, the moves landed: at once without use_async,
 a layer a step with it, and vLLM does not ask again before the last. If it is another, the Rebalancer goes on from it.
 
-The first window of a state is not used. At a start vLLM asks after a quarter of the interval, so the window may be part
-empty; after ranks came or went it was counted under another map.
+A window that is part empty, or was counted under another map, is not used. vLLM first asks after a quarter of its
+interval, when a window longer than that is not full; and the window after ranks came or went was counted before.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class _Shape(NamedTuple):
 class _State:
     """What is known of one model: its Rebalancer, and the map that its last plan leads to."""
 
-    def __init__(self, rebalancer: Rebalancer) -> None:
+    def __init__(self, rebalancer: Rebalancer, skips: bool) -> None:
         self.rebalancer = rebalancer
+        self.skips = skips
         self.planned: Slots | None = None
         self.windows = 0
 
@@ -63,6 +64,8 @@ class Payoff:
         self._prices = prices
         self._rebalancing = prices.settings.rebalancing_settings()
         self._states: dict[_Shape, _State] = {}
+        # vLLM begins at three quarters of its interval.
+        self._skip = prices.settings.window > prices.settings.horizon // 4
         self._planning_s: float | None = None
 
     @property
@@ -88,6 +91,12 @@ class Payoff:
     def forget(self) -> None:
         """Begin anew: states were not equal, or may not be."""
         self._states.clear()
+        self._skip = False
+
+    def ranks_changed(self) -> None:
+        """Begin anew after a window that cannot be used, on the ranks that stayed as on those that came."""
+        self.forget()
+        self._skip = True
 
     def decide(self, asked: Round, current: Placement) -> Decision:
         """The round's decision; `current` is vLLM's old map, whole."""
@@ -96,7 +105,8 @@ class Payoff:
         load = Load(asked.tokens * (settings.horizon / settings.window), settings.horizon)
         state = self._state(load, asked, current)
         state.windows += 1
-        if state.windows == 1:
+        if state.skips:
+            state.skips = False
             return Decision(as_slots(current), "the first window may be part empty, or of another map", "first_window")
         state.catch_up(current)
         rebalancer = state.rebalancer
@@ -117,5 +127,5 @@ class Payoff:
         if state is None or not state.fits(topology, current):
             objective = self._prices.objective(load, topology)
             rebalancer = Rebalancer(self._prices.make_planner, objective, topology, current, self._rebalancing)
-            self._states[shape] = state = _State(rebalancer)
+            self._states[shape] = state = _State(rebalancer, self._skip)
         return state

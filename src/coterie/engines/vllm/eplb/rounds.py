@@ -101,7 +101,9 @@ class Rounds:
             return Decision(as_slots(initial), f"the map of {self.settings.initial_map}")
         if asked.whole and self._payoff is not None:
             return self._payoff.decide(asked, current)
-        if asked.whole and self.settings.when == "never":
+        if self._payoff is not None:
+            self._payoff.ranks_changed()
+        elif asked.whole and self.settings.when == "never":
             return Decision(_old(asked), "only a map of a file changes it", "never")
         return self._planned(asked, current)
 
