@@ -45,7 +45,7 @@ class Counters:
     maps: int = 0
     """Maps taken over from `load_map`."""
     failures: int = 0
-    """Failures of planner or files; the rank then asked for vLLM's own map."""
+    """Failures of planner or files; a rank whose planner failed keeps the map, with when=always asks for vLLM's own."""
     disagreements: int = 0
     """Rounds given up because ranks had different maps."""
 
