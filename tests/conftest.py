@@ -59,6 +59,7 @@ TOGETHER = {
         "rebalancing",
         "splits",
         "vllm_eplb",
+        "vllm_eplb_paying",
     ),
     "batching": (
         "batch_server",

@@ -17,11 +17,15 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
+Work = Callable[[int, Path, dict[str, Any]], dict[str, Any]]
+"""What a rank does: its number, the folder and the settings in, what it saw out."""
 
 LAYERS, EXPERTS, SLOTS, RANKS = 3, 16, 24, 4
 PER_RANK = SLOTS // RANKS
@@ -48,11 +52,13 @@ def drifting_loads(rounds: int = ROUNDS, seed: int = 0) -> np.ndarray:
     return np.array(loads)
 
 
-def run_ranks(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+def run_ranks(
+    folder: Path, settings: dict[str, Any], program: str = __file__, env: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
     """What every rank saw; `folder` holds the map that EplbState begins from."""
     done = subprocess.run(
-        [sys.executable, __file__, folder, json.dumps(settings)],
-        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
+        [sys.executable, program, folder, json.dumps(settings)],
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1", **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -68,14 +74,16 @@ def _answers(folder: Path) -> list[Path]:
     return [folder / f"rank-{rank}.json" for rank in range(RANKS)]
 
 
-def _main(folder: Path, settings: dict[str, Any]) -> None:
+def main(work: Work) -> None:
+    """Run `work` on every rank; for a program's last line."""
     import vllm.distributed.eplb.eplb_state
     import vllm.distributed.kv_transfer.kv_connector.factory  # noqa: F401
 
     import coterie.engines.vllm.eplb  # noqa: F401
 
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(rank, folder, settings), daemon=True) for rank in range(RANKS)]
+    arguments = work, Path(sys.argv[1]), json.loads(sys.argv[2])
+    ranks = [context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
     for process in ranks:
         process.start()
     until = time.monotonic() + TIMEOUT_S
@@ -86,13 +94,22 @@ def _main(folder: Path, settings: dict[str, Any]) -> None:
     sys.exit(any(process.exitcode for process in ranks))  # ends those that wait for one that failed
 
 
-def _rank(rank: int, folder: Path, settings: dict[str, Any]) -> None:
+def _rank(rank: int, work: Work, folder: Path, settings: dict[str, Any]) -> None:
     try:
-        found = _work(rank, folder, settings)
+        found = work(rank, folder, settings)
     except BaseException:
         traceback.print_exc()
         sys.exit(1)
     _answers(folder)[rank].write_text(json.dumps(found))
+
+
+def stand_in() -> None:
+    """For what of torch only an accelerator has."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.accelerator.current_stream = lambda: SimpleNamespace(synchronize=lambda: None)
+    torch.Event = HostEvent
 
 
 def _work(rank: int, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -103,9 +120,7 @@ def _work(rank: int, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     from coterie.engines.vllm.environment import EPLB_VARIABLE
     from coterie.engines.vllm.plugin import NAME, register
 
-    torch.set_num_threads(1)
-    torch.accelerator.current_stream = lambda: SimpleNamespace(synchronize=lambda: None)
-    torch.Event = HostEvent
+    stand_in()
     own = EPLB_POLICIES["default"]
     register()
     assert EPLB_POLICIES["default"] is own, "nothing unless asked"
@@ -116,7 +131,7 @@ def _work(rank: int, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     policy = EPLB_POLICIES["default"]
     assert policy is not own
     assert issubclass(policy, own)
-    _join(rank, folder / "store")
+    join(rank, folder / "store")
     found = {
         "rounds": drift(policy),
         "default": vllms_own(own),
@@ -145,7 +160,7 @@ class HostEvent:
         return (end.at - self.at) * 1e3
 
 
-def _join(rank: int, store: Path) -> None:
+def join(rank: int, store: Path) -> None:
     from vllm.distributed import parallel_state
 
     parallel_state.init_distributed_environment(RANKS, rank, f"file://{store}", rank, "gloo")
@@ -261,6 +276,21 @@ def mlp(rows: Any, up: Any, down: Any) -> Any:
     return (torch.nn.functional.silu(gate) * value) @ down.T
 
 
+def counting_communicator() -> Any:
+    """vLLM's communicator over gloo, which counts the experts that it receives."""
+    from vllm.distributed import parallel_state
+    from vllm.distributed.eplb.eplb_communicator import TorchDistGlooStagedEplbCommunicator
+
+    class Counting(TorchDistGlooStagedEplbCommunicator):  # type: ignore[misc]
+        received = 0
+
+        def add_recv(self, tensors: Any, src_rank: int, expert_id: int) -> None:
+            self.received += 1
+            super().add_recv(tensors, src_rank, expert_id)
+
+    return Counting(cpu_group=parallel_state.get_eplb_group().cpu_group)
+
+
 def rearrange(
     model: Model, policy: Any, load: np.ndarray, ranks: int = RANKS, rank_mapping: dict[int, int] | None = None
 ) -> dict[str, Any]:
@@ -270,18 +300,10 @@ def rearrange(
     """
     import torch
     from vllm.distributed import parallel_state
-    from vllm.distributed.eplb.eplb_communicator import TorchDistGlooStagedEplbCommunicator
     from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
 
-    class Counting(TorchDistGlooStagedEplbCommunicator):  # type: ignore[misc]
-        received = 0
-
-        def add_recv(self, tensors: Any, src_rank: int, expert_id: int) -> None:
-            self.received += 1
-            super().add_recv(tensors, src_rank, expert_id)
-
     group = parallel_state.get_eplb_group()
-    communicator = Counting(cpu_group=group.cpu_group)
+    communicator = counting_communicator()
     old = model.map
     new = policy.rebalance_experts(torch.from_numpy(load), ranks * PER_RANK, 1, 1, ranks, old)
     assert new.dtype == old.dtype
@@ -389,4 +411,4 @@ def one_rank_fails(own: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    main(_work)

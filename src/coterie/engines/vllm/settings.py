@@ -6,14 +6,18 @@ The policy's come in an environment variable: vLLM loads plugins before it has a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from coterie.engines.vllm.environment import EPLB_VARIABLE
-from coterie.errors import ConfigError, check_at_least, check_positive
+from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
 from coterie.footprints.positions import SUFFIX, store_folder
+
+if TYPE_CHECKING:
+    from coterie.placement import RebalancingSettings
 
 PREFIX = "coterie-"
 
@@ -67,10 +71,18 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Name of a registered planner."""
     options: dict[str, Any] = {}
     """Settings of the planner, such as {"max_moves": 500}."""
+    when: Literal["always", "pays", "never"] = "always"
+    """When vLLM asks, plan every time, or keep the map until a change pays, planning included, or until a file says."""
     horizon: float = 3000.0
-    """Steps a map will serve: step_interval of vLLM's --eplb-config. Moves must pay for themselves within it."""
+    """Steps between two rearrangements: step_interval of vLLM's --eplb-config. With when=always moves must pay for
+    themselves within it; with when=pays it is the clock, and what moves are worth is learned."""
     window: float = 1000.0
     """Steps whose tokens vLLM counts: window_size of its --eplb-config."""
+    rebalancing: dict[str, float] = {}
+    """With when=pays, settings of the Rebalancer, such as {"min_interval": 2000, "margin": 0.5}. Its intervals are
+    `horizon` at first and at least, and 100 times that at most, unless given."""
+    planning_s: float | None = None
+    """With when=pays, seconds that planning holds up serving; None takes the slowest rank's, measured."""
     target_balance: float = 1.0
     """Balance (even / slowest) at which a layer is left alone; below 1 it saves moves."""
     exposed: float = 1.0
@@ -89,6 +101,8 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Link between nodes."""
     initial_map: str | None = None
     """File of the map that the first rearrangement brings about; it may be missing if it is also save_map."""
+    load_map: str | None = None
+    """File of a map made elsewhere. Whenever it is new, the next rearrangement brings it about; it may be missing."""
     save_map: str | None = None
     """File that gets each new map."""
 
@@ -96,8 +110,36 @@ class EplbSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_positive(window=self.window, intra_gb_s=self.intra_gb_s, inter_gb_s=self.inter_gb_s)
         if self.device is not None and self.model is None:
             raise ConfigError(f"device={self.device!r} needs a model: it says how long that one's experts take")
+        if self.when == "pays":
+            self._check_paying()
+        elif self.rebalancing or self.planning_s is not None:
+            raise ConfigError(f"rebalancing and planning_s need when='pays'; it is {self.when!r}")
+        if self.load_map is not None and self.load_map in (self.save_map, self.initial_map):
+            raise ConfigError(f"load_map={self.load_map!r} must be a file of its own, not save_map or initial_map")
         if self.movement == "staged" and self.device is None:
             raise ConfigError("movement='staged' needs a device: its preset says what moves take from the steps")
+
+    def _check_paying(self) -> None:
+        if self.window > self.horizon:
+            raise ConfigError(
+                f"window={self.window} must be at most horizon={self.horizon}: vLLM would count steps of the last map "
+                "under the experts of the new one"
+            )
+        if self.planning_s is not None:
+            check_not_negative(planning_s=self.planning_s)
+        self.rebalancing_settings()
+
+    def rebalancing_settings(self) -> RebalancingSettings:
+        """How the Rebalancer decides."""
+        from coterie.placement import RebalancingSettings  # not for every process that has a connector
+
+        steps = self.horizon
+        intervals = {"first_interval": steps, "min_interval": steps, "max_interval": 100 * steps}
+        try:
+            return RebalancingSettings(**(intervals | self.rebalancing))
+        except TypeError as error:
+            known = ", ".join(field.name for field in fields(RebalancingSettings))
+            raise ConfigError(f"rebalancing={self.rebalancing}: {error}; settings: {known}") from None
 
     @classmethod
     def parse(cls, text: str) -> EplbSettings:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,12 +84,19 @@ class RebalancingSettings:
 DEFAULTS = RebalancingSettings()
 
 
+Kind = Literal["moved", "not_due", "planning_costs_more", "nothing_found", "does_not_pay", "still_moving"]
+"""What a decision came to. Not due: the interval has not passed. Planning costs more: an even load would save less
+than planning costs. Nothing found: the planner knows no better map. Does not pay: its moves would cost more than they
+save. Still moving: the last round has not landed."""
+
+
 class Decision(NamedTuple):
     """Decision after a window."""
 
     plan: Plan | None
     """Plan to carry out now; report its moves with :meth:`Rebalancer.landed`. None keeps the map."""
     reason: str
+    kind: Kind
     interval: float
     """Current number of steps between rounds."""
     gain_s: float = 0.0
@@ -208,12 +215,13 @@ class Rebalancer:
         grown_s = (excess_s - self._excess_then_s) * self.interval
         urgent = self._cost_s is not None and grown_s > self.settings.urgent * self._cost_s
         if self.step < self._due and not (urgent and self._age() >= self.settings.min_interval):
-            return self._wait(f"next look in {self._due - self.step:g} steps")
+            return self._wait("not_due", f"next look in {self._due - self.step:g} steps")
         if excess_s * weight <= (1 + self.settings.margin) * self.objective.planning_s:
             self._settle_interval()
             return self._wait(
+                "planning_costs_more",
                 f"an even load would save {excess_s * weight:.3g} s in {self.interval:g} steps; planning alone costs "
-                f"{self.objective.planning_s:.3g} s"
+                f"{self.objective.planning_s:.3g} s",
             )
         return self._plan(problem, weight, "early: " if self.step < self._due else "")
 
@@ -250,14 +258,14 @@ class Rebalancer:
         self._learn_prices(plan, cost_s, _excess_s(self._ignorant, problem))
         self._excess_then_s = _excess_s(self._now, problem)  # what was looked at and left is not urgent again
         if plan.saving_s <= 0 and not must:
-            return self._in_vain(plan.skip_reason or "the planner finds nothing", 0.0, cost_s)
+            return self._in_vain("nothing_found", plan.skip_reason or "the planner finds nothing", 0.0, cost_s)
         # Planning is paid for by now: only the movement can still be saved.
         if gain_s <= (1 + settings.margin) * plan.movement_s and not must:
             why += (
                 f"{moves} moves would gain {gain_s:.3g} s in {weight:.3g} steps and take {plan.movement_s:.3g} s, "
                 f"not {settings.margin:.0%} less"
             )
-            return self._in_vain(why, gain_s, cost_s)
+            return self._in_vain("does_not_pay", why, gain_s, cost_s)
         self._close_round()
         self._settle_interval()
         self._age_then, self._fitted_at = self._age(), self.step
@@ -267,12 +275,12 @@ class Rebalancer:
         self.landed(0)  # a plan that only shares tokens anew is in force at once
         self.rounds.append(Round(self.step, self.interval, moves, cost_s))
         why += f"{moves} moves gain {gain_s:.3g} s in {weight:.3g} steps and cost {cost_s:.3g} s; {self._known.reason}"
-        return Decision(plan, why, self.interval, gain_s, cost_s, True)
+        return Decision(plan, why, "moved", self.interval, gain_s, cost_s, True)
 
-    def _in_vain(self, reason: str, gain_s: float, cost_s: float) -> Decision:
+    def _in_vain(self, kind: Kind, reason: str, gain_s: float, cost_s: float) -> Decision:
         """Planned without a move that pays: planning costs time, so the next round is later."""
         self._widen(self.step)
-        return Decision(None, reason, self.interval, gain_s, cost_s, True)
+        return Decision(None, reason, kind, self.interval, gain_s, cost_s, True)
 
     def _widen(self, since: float) -> None:
         self.interval = min(self.interval * self.settings.factor, self.settings.max_interval)
@@ -284,10 +292,10 @@ class Rebalancer:
             self.rounds[-1].carried_over = max(self.rounds[-1].carried_over, self.pending)
             self._widen(self.rounds[-1].step)
         left = f"{self.pending} of {self.rounds[-1].moves} moves are still under way"
-        return self._wait(f"{left}; the interval widens" if late else left)
+        return self._wait("still_moving", f"{left}; the interval widens" if late else left)
 
-    def _wait(self, reason: str) -> Decision:
-        return Decision(None, reason, self.interval)
+    def _wait(self, kind: Kind, reason: str) -> Decision:
+        return Decision(None, reason, kind, self.interval)
 
     # ------------------------------------------------------------------------------------------------ what it knows
 

@@ -1,0 +1,142 @@
+"""A round as vLLM asks for it, a decision, the ranks that must agree; carrying a map over to the ranks of now."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.placement import Plan
+from coterie.types import Placement
+
+Slots = NDArray[np.int64]
+"""[layer, slot] expert; -1 where vLLM has put none yet."""
+
+
+class Agreement(NamedTuple):
+    """Answer of all ranks, the same on each."""
+
+    same: bool
+    """Whether all came with the same digest."""
+    slowest_s: float
+    """Largest planning time among them."""
+
+
+class Group(Protocol):
+    """The ranks that rearrange experts together."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the map file."""
+
+    def agree(self, digest: int, planning_s: float = 0.0) -> Agreement:
+        """Compare digests and planning times over all ranks; each must call it equally often."""
+
+
+class Round(NamedTuple):
+    """Arguments of vLLM's call to its policy."""
+
+    tokens: NDArray[np.float64]
+    """[layer, expert] tokens in the window; all 0 while vLLM reserves memory."""
+    num_slots: int
+    num_nodes: int
+    num_ranks: int
+    old: Slots | None
+    """Slots before the change; their number differs while ranks are added or removed."""
+
+    def linear(self) -> Placement:
+        """Map that vLLM starts with."""
+        layers, experts = self.tokens.shape
+        return Placement.linear(layers, experts, self.num_ranks, self.num_slots)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the old map can stay as it is: every slot filled, as many slots as now."""
+        old = self.old
+        return old is not None and old.shape == (len(self.tokens), self.num_slots) and bool((old >= 0).all())
+
+
+class Decision(NamedTuple):
+    """A map and the reason for it."""
+
+    slot_experts: Slots
+    reason: str
+    kind: str = "moved"
+    """Why a map is kept, as one of a few words for a metric's label; `moved` where it is not meant to be kept."""
+    plan: Plan | None = None
+    """Plan behind it; None if nothing was planned."""
+    gain_s: float = 0.0
+    """Predicted saving of the moves, over the steps they were weighed for."""
+    planning_s: float = 0.0
+    """Measured planning time of this rank; 0 where nothing was planned."""
+
+
+def carry_over(asked: Round) -> Placement | None:
+    """The old map on the ranks there are now, every expert somewhere; None where it says nothing about them.
+
+    vLLM adds ranks at the end, with empty slots, and takes them away from the end. Empty slots get replicas of the
+    busiest experts. Experts that were only on ranks that leave go into empty slots, else in place of the replicas that
+    are missed least.
+    """
+    (layers, experts), old = asked.tokens.shape, asked.old
+    per_rank = asked.num_slots // asked.num_ranks
+    if old is None or len(old) != layers or old.shape[1] % per_rank or not (old >= 0).any():
+        return None
+    slots = np.full((layers, asked.num_slots), -1, np.int32)
+    kept = min(asked.num_slots, old.shape[1])
+    slots[:, :kept] = old[:, :kept]
+    for row, tokens in zip(slots, asked.tokens, strict=True):
+        _complete(row, tokens, per_rank)
+    return Placement(slots, asked.num_ranks, experts)
+
+
+def _complete(row: NDArray[np.int32], tokens: NDArray[np.float64], per_rank: int) -> None:
+    """Give every expert a slot of `row`, and every slot an expert."""
+    experts = len(tokens)
+    count = np.bincount(row[row >= 0], minlength=experts)
+    empty = sorted(np.flatnonzero(row < 0).tolist(), key=lambda slot: (slot % per_rank, slot))  # a slot a rank in turn
+    missing = np.flatnonzero(count == 0)
+    for expert in missing[np.argsort(-tokens[missing], kind="stable")]:
+        if empty:
+            slot = empty.pop(0)
+        else:
+            spare = np.flatnonzero(count[row] > 1)
+            left = row[spare]
+            slot = int(spare[np.argmin(tokens[left] / (count[left] - 1))])
+            count[row[slot]] -= 1
+        row[slot] = expert
+        count[expert] = 1
+    for slot in empty:
+        rank = slot // per_rank
+        held = row[rank * per_rank : (rank + 1) * per_rank]
+        each = tokens / count
+        each[held[held >= 0]] = -1.0
+        row[slot] = np.argmax(each)
+        count[row[slot]] += 1
+
+
+def count_moves(old: Slots | None, new: Slots, num_ranks: int) -> int:
+    """Experts on ranks that did not have them; all of them where the old map is None."""
+    per_rank = new.shape[1] // num_ranks
+    if old is None or old.shape[1] % per_rank:
+        return int(new.size)
+    moves = 0
+    for start in range(0, new.shape[1], per_rank):
+        mine, before = new[:, start : start + per_rank], old[:, start : start + per_rank]
+        moves += int((~(mine[:, :, None] == before[:, None, :]).any(axis=2)).sum())
+    return moves
+
+
+def as_slots(placement: Placement) -> Slots:
+    return placement.slot_experts.astype(np.int64)
+
+
+def digest_of(slots: Slots, state: tuple[int, ...] = ()) -> int:
+    """63 bits of the hash of a map and of what else must be equal on all ranks."""
+    content = np.ascontiguousarray(slots).tobytes() + repr((slots.shape, state)).encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1

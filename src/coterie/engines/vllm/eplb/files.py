@@ -1,0 +1,111 @@
+"""Maps on disk: the one to begin from, one that is made elsewhere, and the one that is kept.
+
+A map made elsewhere (`load_map`: the gateway's advice, `coterie plan --to vllm`) is looked for in every round. Ranks
+look one after another and the file may be replaced in between, or reach a machine later: it is offered until all ranks
+have read the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from coterie.engines.vllm.eplb.base import Round, Slots
+from coterie.engines.vllm.settings import EplbSettings
+from coterie.placement import read_map, write_map
+from coterie.placement.maps.files import PlacementMap
+from coterie.types import Placement
+
+logger = logging.getLogger("vllm.coterie")
+
+
+class _Stamp(NamedTuple):
+    """What tells one version of a file from the next; a file that is replaced gets another inode."""
+
+    modified_ns: int
+    bytes: int
+    inode: int
+
+
+class MapFiles:
+    """The files of the settings. `failed` is told what could not be read or written."""
+
+    def __init__(self, settings: EplbSettings, failed: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._failed = failed
+        self._initial = self._read_initial()
+        self._warned: set[str] = set()
+        self._most_layers = 0
+        self._read: _Stamp | None = None
+        self._found: Placement | None = None
+        self._taken: _Stamp | None = None
+
+    def begin(self, asked: Round, current: Placement) -> Placement | None:
+        """The map to begin from, once, and only from the map vLLM starts with.
+
+        A rank that joins later must not go back to the beginning alone.
+        """
+        initial = self._initial
+        if initial is None or not self._fits(initial, asked, str(self._settings.initial_map)):
+            return None  # a draft model is asked about too, and may come first
+        self._initial = None
+        return initial if bool((current.slot_experts == asked.linear().slot_experts).all()) else None
+
+    def forget_initial(self) -> None:
+        self._initial = None
+
+    def offered(self, asked: Round) -> Placement | None:
+        """The map of `load_map` if it is newer than the last one taken, and fits."""
+        path = Path(self._settings.load_map or "")
+        try:
+            stat = path.stat()
+        except OSError:
+            return None
+        stamp = _Stamp(stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        if stamp == self._taken:
+            return None
+        if stamp != self._read:
+            self._read, self._found = stamp, None
+            try:
+                self._found = read_map(path, model=self._settings.model).placement
+            except Exception:
+                self._failed(f"coterie: {path} cannot be used")
+        found = self._found
+        return found if found is not None and self._fits(found, asked, str(path)) else None
+
+    def taken(self) -> None:
+        """All ranks use what was offered."""
+        self._taken = self._read
+
+    def save(self, asked: Round, slots: Slots) -> None:
+        """Replace the file of `save_map`, at once or not at all."""
+        if self._settings.save_map is None or len(asked.tokens) < self._most_layers:
+            return
+        self._most_layers = len(asked.tokens)  # a draft model's few layers are not what a restart needs
+        path = Path(self._settings.save_map)
+        fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+        try:
+            placement = Placement(slots.astype(np.int32), asked.num_ranks, asked.tokens.shape[1])
+            fresh.unlink(missing_ok=True)
+            write_map(fresh, PlacementMap(placement, self._settings.model or "unknown"), "vllm")
+            fresh.replace(path)
+        except Exception:
+            self._failed(f"coterie: the map could not be kept in {path}")
+
+    def _read_initial(self) -> Placement | None:
+        path, kept = self._settings.initial_map, self._settings.save_map
+        if path is None or (path == kept and not Path(path).exists()):
+            return None
+        return read_map(path, model=self._settings.model).placement
+
+    def _fits(self, found: Placement, asked: Round, path: str) -> bool:
+        wanted, given = ((p.num_layers, p.num_experts, p.num_ranks, p.num_slots) for p in (asked.linear(), found))
+        if wanted != given and path not in self._warned:
+            self._warned.add(path)
+            logger.warning("coterie: %s has %s layers, experts, ranks and slots; vLLM asks for %s", path, given, wanted)
+        return wanted == given

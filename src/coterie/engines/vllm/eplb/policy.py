@@ -1,0 +1,116 @@
+"""What vLLM calls: the policy in place of its own, and its group of ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from coterie.engines.vllm.eplb.base import Agreement, Round, Slots
+from coterie.engines.vllm.eplb.rounds import Rounds
+from coterie.engines.vllm.settings import EplbSettings
+
+NANOSECONDS = 1e9
+
+logger = logging.getLogger("vllm.coterie")  # under vLLM's logger, so that its handlers print it
+
+
+def install(settings: EplbSettings) -> None:
+    """Put a policy in place of vLLM's in this process.
+
+    Under its name, since the option takes no other. Asked twice, the first stays.
+    """
+    from vllm.distributed.eplb.policy import EPLB_POLICIES
+
+    own = EPLB_POLICIES["default"]
+    if not hasattr(own, "rounds"):
+        EPLB_POLICIES["default"] = make_policy(own, Rounds(settings))
+        logger.info("coterie: %s rearranges the experts in place of vLLM's own policy", settings.planner)
+
+
+def make_policy(own: Any, rounds: Rounds) -> Any:
+    """A policy that asks `rounds`, over vLLM's `own`."""
+    import torch
+
+    class CoterieEplbPolicy(own):
+        @classmethod
+        def rebalance_experts(
+            cls,
+            weight: Any,
+            num_replicas: int,
+            num_groups: int,
+            num_nodes: int,
+            num_ranks: int,
+            old_global_expert_indices: Any = None,
+        ) -> Any:
+            def vllms() -> Slots:
+                found = own.rebalance_experts(
+                    weight, num_replicas, num_groups, num_nodes, num_ranks, old_global_expert_indices
+                )
+                return np.asarray(found.cpu().numpy(), np.int64)
+
+            if not weight.any():
+                _compare(rounds.settings, len(weight))
+            old = None if old_global_expert_indices is None else old_global_expert_indices.cpu().numpy()
+            asked = Round(weight.cpu().numpy().astype(np.float64), num_replicas, num_nodes, num_ranks, old)
+            return torch.from_numpy(rounds.run(asked, vllms, EplbGroup()))
+
+    CoterieEplbPolicy.rounds = rounds
+    return CoterieEplbPolicy
+
+
+def _compare(settings: EplbSettings, layers: int) -> None:
+    """Warn where the settings are not vLLM's. It has a configuration at hand while it reserves memory, not later."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is not None and settings.when == "pays":
+        for problem in differences(settings, config.parallel_config.eplb_config, layers):
+            logger.warning("coterie: %s", problem)
+
+
+def differences(settings: EplbSettings, config: Any, layers: int) -> list[str]:
+    """What of vLLM's EPLBConfig makes the clock or the load of when=pays wrong, in words."""
+    found = []
+    for mine, theirs in (("horizon", "step_interval"), ("window", "window_size")):
+        if getattr(settings, mine) != getattr(config, theirs):
+            given = getattr(settings, mine)
+            found.append(f"{mine}={given:g} must equal {theirs}={getattr(config, theirs)} of --eplb-config")
+    if config.use_async and config.window_size + layers > config.step_interval:
+        found.append(
+            f"with use_async window_size={config.window_size} and {layers} MoE layers must be at most "
+            f"step_interval={config.step_interval}: a layer moves in each step, and tokens counted before it did are "
+            "taken for those of its new experts"
+        )
+    return found
+
+
+class EplbGroup:
+    """vLLM's group, looked up in each round: elastic expert parallelism replaces it."""
+
+    def __init__(self) -> None:
+        from vllm.distributed import parallel_state
+
+        # Not get_eplb_group(), which raises where there is none: a policy that is called by hand.
+        self._group = parallel_state._EPLB
+        stages = parallel_state._PP
+        self._whole = stages is None or stages.world_size == 1
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._group is None else int(self._group.rank_in_group)
+
+    @property
+    def writes(self) -> bool:
+        return self.rank == 0 and self._whole  # a pipeline's stage has some of the layers only
+
+    def agree(self, digest: int, planning_s: float = 0.0) -> Agreement:
+        if self._group is None:
+            return Agreement(True, planning_s)
+        import torch
+
+        # The same thread and group that vLLM's transfers use next, so the order of collectives is that of the ranks.
+        most = torch.tensor([digest, -digest, round(planning_s * NANOSECONDS)])
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, self._group.cpu_group)
+        return Agreement(int(most[0]) == -int(most[1]), int(most[2]) / NANOSECONDS)

@@ -1,0 +1,222 @@
+"""Round after round: decide, agree with the other ranks, account for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from coterie.engines.vllm.eplb.base import (
+    Agreement,
+    Decision,
+    Group,
+    Round,
+    Slots,
+    as_slots,
+    carry_over,
+    count_moves,
+    digest_of,
+)
+from coterie.engines.vllm.eplb.files import MapFiles
+from coterie.engines.vllm.eplb.metrics import series
+from coterie.engines.vllm.eplb.paying import Payoff
+from coterie.engines.vllm.eplb.prices import Prices, checked
+from coterie.engines.vllm.settings import EplbSettings
+from coterie.placement import Load
+from coterie.placement.planning.eplb import rebalance
+from coterie.types import Placement
+
+logger = logging.getLogger("vllm.coterie")  # under vLLM's logger, so that its handlers print it
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counters of this rank since the start."""
+
+    rounds: int = 0
+    """Rounds with load."""
+    kept: int = 0
+    """Rounds with load that moved nothing."""
+    plans: int = 0
+    moves: int = 0
+    maps: int = 0
+    """Maps taken over from `load_map`."""
+    failures: int = 0
+    """Failures of planner or files; a rank whose planner failed keeps the map, with when=always asks for vLLM's own."""
+    disagreements: int = 0
+    """Rounds given up because ranks had different maps."""
+
+
+class Rounds:
+    """Round after round: decide, agree, keep the map."""
+
+    def __init__(self, settings: EplbSettings) -> None:
+        self.settings = settings
+        self.counters = Counters()
+        self.last: Decision | None = None
+        self._prices = Prices(settings)
+        self._prices.check()
+        self._files = MapFiles(settings, self._failed)
+        self._payoff = Payoff(self._prices) if settings.when == "pays" else None
+        self._warm = self._waiting = False
+        self._told = ""
+
+    def run(self, asked: Round, vllms: Callable[[], Slots], group: Group) -> Slots:
+        """The map that all ranks use next. `vllms` is the map of vLLM's own policy."""
+        began = time.perf_counter()
+        loaded = bool(asked.tokens.any())  # NaN counts as load
+        decision = self._from_file(asked, group) if loaded and self.settings.load_map is not None else None
+        state: tuple[int, ...] = ()  # all ranks have compared the file's map: their states do not matter to it
+        if decision is None:
+            decision = self._decided(asked, vllms)
+            state = () if self._payoff is None else self._payoff.fingerprint()
+        asking_s = time.perf_counter() - began
+        agreement = group.agree(digest_of(decision.slot_experts, state), decision.planning_s)
+        if not agreement.same:
+            decision = self._disagreed(decision, asked, vllms, group)
+        elif self._payoff is not None:
+            self._payoff.learn(agreement.slowest_s)
+        self.last = decision
+        if loaded:
+            self._account(asked, decision, agreement, asking_s, group)
+        return decision.slot_experts
+
+    def decide(self, asked: Round) -> Decision:
+        """This rank's map for a round."""
+        if self.settings.when != "always" and asked.whole and not _usable(asked.tokens):
+            return Decision(_old(asked), f"the load is {_nonsense(asked.tokens)}", "bad_load")
+        current = carry_over(asked)
+        if not asked.tokens.any():
+            took_s = self._warm_up(asked)
+            slots = as_slots(asked.linear() if current is None else current)
+            return Decision(slots, "no load", "no_load", planning_s=took_s)
+        if current is None:
+            anew = rebalance(asked.tokens, asked.num_slots, asked.num_ranks)
+            return Decision(anew.astype(np.int64), "no map to begin from")
+        initial = self._files.begin(asked, current)
+        if initial is not None:
+            return Decision(as_slots(initial), f"the map of {self.settings.initial_map}")
+        if asked.whole and self._payoff is not None:
+            return self._payoff.decide(asked, current)
+        if self._payoff is not None:
+            self._payoff.ranks_changed()
+        elif asked.whole and self.settings.when == "never":
+            return Decision(_old(asked), "only a map of a file changes it", "never")
+        return self._planned(asked, current)
+
+    def _planned(self, asked: Round, current: Placement) -> Decision:
+        """A plan over the interval, as it comes."""
+        plan = self._prices.plan(Load(asked.tokens, self.settings.window), asked, current)
+        checked(self.settings.planner, plan)
+        gain_s, took_s = plan.saving_s * self.settings.horizon, max(plan.planning_s, 1e-9)
+        kind = "moved" if plan.skip_reason is None else "does_not_pay"
+        return Decision(as_slots(plan.placement), plan.skip_reason or "planned", kind, plan, gain_s, took_s)
+
+    def _decided(self, asked: Round, vllms: Callable[[], Slots]) -> Decision:
+        try:
+            return self.decide(asked)
+        except Exception:  # serving goes on, whatever a planner raises
+            if self._payoff is not None:
+                self._payoff.forget()
+            if self.settings.when != "always" and asked.whole:
+                self._failed("coterie: deciding failed; the map is kept")
+                return Decision(_old(asked), "deciding failed", "failed")
+            self._failed("coterie: rearranging failed; asking for vLLM's own map")
+            return Decision(vllms(), "planning failed", "failed")
+
+    def _from_file(self, asked: Round, group: Group) -> Decision | None:
+        """The map of `load_map`, if all ranks have read the same new one."""
+        found = self._files.offered(asked)
+        slots = None if found is None else as_slots(found)
+        if not group.agree(0 if slots is None else digest_of(slots)).same:
+            if not self._waiting:
+                logger.warning("coterie: %s is not the same on all ranks yet; it waits", self.settings.load_map)
+            self._waiting = True
+            return None
+        self._waiting = False
+        if slots is None:
+            return None
+        self._files.taken()
+        self.counters.maps += 1
+        if group.rank == 0:
+            series().maps.inc()
+        return Decision(slots, f"the map of {self.settings.load_map}")
+
+    def _disagreed(self, decision: Decision, asked: Round, vllms: Callable[[], Slots], group: Group) -> Decision:
+        self.counters.disagreements += 1
+        if group.rank == 0:
+            series().disagreements.inc()
+        self._files.forget_initial()  # most likely cause: a file that not all ranks have
+        if self._payoff is not None:
+            self._payoff.forget()
+        logger.error("coterie: ranks came with different maps (here: %s); nothing moves", decision.reason)
+        return Decision(_old(asked) if asked.whole else vllms(), "ranks disagreed", "disagreed")
+
+    def _warm_up(self, asked: Round) -> float:
+        """Compile the planner while vLLM starts, not in the first round that serves; seconds of a plan afterwards."""
+        if self._warm:
+            return 0.0
+        self._warm = True
+        tokens = np.arange(asked.tokens.size, dtype=np.float64).reshape(asked.tokens.shape) * 7919 % 101
+        try:
+            for _ in range(1 if self._payoff is None else 2):  # the first one compiles
+                plan = checked(self.settings.planner, self._prices.plan(Load(tokens), asked, asked.linear()))
+            return plan.planning_s
+        except Exception:
+            self._failed("coterie: the planner failed when it was tried")
+            return 0.0
+
+    def _account(self, asked: Round, decision: Decision, agreement: Agreement, asking_s: float, group: Group) -> None:
+        counters = self.counters
+        counters.rounds += 1
+        moves = count_moves(asked.old, decision.slot_experts, asked.num_ranks)
+        counters.moves += moves
+        counters.kept += not moves
+        counters.plans += decision.planning_s > 0
+        if group.rank == 0:
+            series().count(decision, moves, agreement.slowest_s, asking_s)
+            self._tell(moves, decision)
+        if group.writes:
+            self._files.save(asked, decision.slot_experts)
+
+    def _tell(self, moves: int, decision: Decision) -> None:
+        """Log a round; of a row of rounds that keep the map for one reason, the first."""
+        since = "since the start: " + ", ".join(f"{name} {value}" for name, value in asdict(self.counters).items())
+        if moves or self.settings.when == "always":
+            self._told = ""
+            logger.info("coterie: %d moves (%s%s); %s", moves, decision.reason, _expected(decision), since)
+        elif decision.kind != self._told:
+            self._told = decision.kind
+            logger.info("coterie: keep, because %s; %s", decision.reason, since)
+
+    def _failed(self, message: str) -> None:
+        self.counters.failures += 1
+        series().failures.inc()
+        logger.exception("%s", message)
+
+
+def _old(asked: Round) -> Slots:
+    assert asked.old is not None
+    return asked.old.astype(np.int64)
+
+
+def _usable(tokens: np.ndarray) -> bool:
+    return bool(((tokens >= 0) & (tokens < np.inf)).all())  # NaN is neither
+
+
+def _nonsense(tokens: np.ndarray) -> str:
+    layer, expert = (int(index) for index in np.argwhere(~((tokens >= 0) & (tokens < np.inf)))[0])
+    return f"{tokens[layer, expert]} for expert {expert} of layer {layer}; tokens must be finite and not negative"
+
+
+def _expected(decision: Decision) -> str:
+    plan = decision.plan
+    if plan is None:
+        return ""
+    return (
+        f", balance {plan.balance_before:.3f} -> {plan.balance_after:.3f}, a step's experts "
+        f"{plan.before_s * 1e3:.2f} -> {plan.after_s * 1e3:.2f} ms, planned in {plan.planning_s * 1e3:.0f} ms"
+    )
