@@ -1,5 +1,6 @@
 """The live loop: watch a fleet, fit its router anew, advise on placement. No clock, no socket, no thread."""
 
+from coterie.control.advice import Advice, AdviceSettings, PlacementAdvisor
 from coterie.control.base import KINDS, ControlEvent, ControlSettings, Kind, LoadSeen, RequestSeen, Shape, Tick
 from coterie.control.jobs import FitJob
 from coterie.control.loop import ControlLoop
