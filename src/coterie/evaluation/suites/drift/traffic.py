@@ -4,8 +4,9 @@ gpt-oss-20b: every recorded request is cut into pieces of `PIECE` tokens, each a
 the prompt, its second is decoded. A piece is served once and never again. Of every group of subjects some recordings
 are set apart to fit on; no piece of them is served.
 
-GLM-5.2: there are counts alone, ten domains of eight shards. A request is drawn around a shard's shares (Dirichlet),
-every token's experts from the request's own (:mod:`coterie.traces.synthetic`). Half of every domain's shards are set
+GLM-5.2: there are counts alone, ten domains of eight shards. A request belongs to a shard, and its tokens'
+experts are drawn from that shard's shares (:mod:`coterie.traces.synthetic`): requests differ by what was counted
+alone, less than real ones do. Half of every domain's shards are set
 apart to fit on. `LAYERS` of its 75 layers are served, taken evenly: a step is shorter by that factor in all its parts.
 """
 
@@ -45,16 +46,14 @@ SUBJECTS = (
 )
 """Areas of subjects, group by group, of about as many tokens each."""
 TURNS = (
-    ("math", "science", "code_instruct", "code_raw"),
-    ("chat", "news", "wiki", "web"),
-    ("books", "reasoning", "chat", "science"),
+    ("math", "reasoning", "science", "code_raw"),
+    ("books", "news", "chat", "wiki"),
+    ("code_instruct", "web", "math", "books"),
 )
 """GLM-5.2's domains that are served together, turn by turn."""
 APART = 1 / 3
 """Share of the recordings of a group that are set apart to fit on."""
 LAYERS = 15
-CONCENTRATION = 100.0
-"""Dirichlet concentration of a GLM-5.2 request around its shard; not known from counts."""
 GLM_TOKENS = (32, 64)
 """Prompt and output tokens of a GLM-5.2 request."""
 
@@ -148,7 +147,7 @@ def _drawn(shards: NDArray[np.float64], count: int, rng: Generator) -> list[NDAr
         num_layers=shards.shape[1],
         top_k=get_model(GLM).top_k,
         domains=tuple(f"shard {at}" for at in range(len(shards))),
-        concentration=CONCENTRATION,
+        concentration=np.inf,
         lengths=RecordedLengths(np.array([prompt]), np.array([output])),
         preferences=shards,
     )
