@@ -60,9 +60,9 @@ class RequestSeen(NamedTuple):
     at_s: float
     request_id: str
     worker: str
-    prefill: NDArray[np.int64]
+    prefill: NDArray[np.integer]
     """[layer, expert] activations of its prompt."""
-    decode: NDArray[np.int64]
+    decode: NDArray[np.integer]
     """[layer, expert] activations of its output tokens."""
 
 
@@ -116,7 +116,7 @@ class ControlSettings:
     """Pieces of the scored requests, over which a saving must hold."""
     score_requests: int = 128
     """Requests that a candidate and the fit in force are compared on, newer than all that either was fitted on."""
-    margin: float = 0.003
+    margin: float = 0.005
     """Least predicted saving of decode time for which the router is swapped."""
     confidence: float = 0.975
     """One-sided probability of the bound that the saving must exceed 0 by, over the pieces."""

@@ -42,7 +42,9 @@ class LoopController:
 class FitsAtChanges:
     """Puts the fit of each turn in force as its first request is routed: a loop that knows the changes beforehand."""
 
-    def __init__(self, firsts: Sequence[int], fits: Sequence[RouterFit], make: Callable[[RouterFit], Router], places: int) -> None:
+    def __init__(
+        self, firsts: Sequence[int], fits: Sequence[RouterFit], make: Callable[[RouterFit], Router], places: int
+    ) -> None:
         """`firsts` [turn] is the index of the first request of each turn after the first, in a closed loop."""
         self.make, self.places = make, places
         self._changes = list(zip(firsts, fits, strict=True))

@@ -38,12 +38,7 @@ from coterie.traces.synthetic import SyntheticSettings, generate
 GPT_OSS, GLM = "gpt-oss-20b", "glm-5.2"
 PIECE = 48
 """Tokens of a request: so short that 410 recordings give four groups of subjects some hundred requests each."""
-SUBJECTS = (
-    ("physics", "maths"),
-    ("society", "law"),
-    ("life", "chemistry"),
-    ("business", "computing", "other"),
-)
+SUBJECTS = (("physics", "maths"), ("society", "law"), ("life", "chemistry"), ("business", "computing", "other"))
 """Areas of subjects, group by group, of about as many tokens each."""
 TURNS = (
     ("math", "reasoning", "science", "code_raw"),
