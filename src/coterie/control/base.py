@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +94,16 @@ class Tick(NamedTuple):
     """A re-fit to run in the background; hand its result to `candidate`, or its error to `fit_failed`."""
     use: RouterFit | None = None
     """Put this fit in force now, atomically; then call `swapped`, or `swap_failed`."""
+
+
+class Log(Protocol):
+    """Callback: an input of the loop, by the name of what was done."""
+
+    def __call__(self, do: str, /, **values: Any) -> None: ...
+
+
+def keep_nothing(do: str, /, **values: Any) -> None:
+    """The log of a loop that keeps none."""
 
 
 @dataclass(frozen=True, slots=True)
