@@ -202,7 +202,8 @@ def test_a_job_is_pure_and_keeps_clusters_on_their_workers(old_fit: RouterFit) -
 
 
 def test_drift_ratio_is_near_one_for_the_same_traffic(old_fit: RouterFit) -> None:
-    ratios, others = [], []
+    ratios: list[float] = []
+    others: list[float] = []
     for seed in range(12):
         for groups, found in ((OLD, ratios), (NEW, others)):
             traffic = Traffic(SHAPE, SETTINGS)
