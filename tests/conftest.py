@@ -33,6 +33,7 @@ TOGETHER = {
         "examples",
         "fleet",
         "fleet_checks",
+        "fleet_control",
         "fleet_command",
         "fleet_reality",
         "fleet_requests",
@@ -47,6 +48,7 @@ TOGETHER = {
         "worker_requests",
     ),
     "planning": (
+        "advice",
         "bench_placement",
         "free_split",
         "latency_optimal",
