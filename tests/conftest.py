@@ -93,6 +93,7 @@ GROUPS = {f"test_{name}": group for group, names in TOGETHER.items() for name in
 PARAMETERS = {
     "choose_a_batch": "batching",
     "docs/batching": "batching",
+    "docs/control": "test_fitted",
     "docs/engines/worker": "fleets",
     "docs/fleet": "fleets",
     "docs/fleet-simulator": "fleets",
