@@ -30,6 +30,7 @@ TOGETHER = {
     "vllm": ("vllm_gateway", "vllm_handoffs"),
     "fleets": (
         "demo",
+        "drift_suite",
         "examples",
         "fleet",
         "fleet_checks",
