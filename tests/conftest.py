@@ -30,9 +30,11 @@ TOGETHER = {
     "vllm": ("vllm_gateway", "vllm_handoffs"),
     "fleets": (
         "demo",
+        "drift_suite",
         "examples",
         "fleet",
         "fleet_checks",
+        "fleet_control",
         "fleet_command",
         "fleet_reality",
         "fleet_requests",
@@ -47,6 +49,7 @@ TOGETHER = {
         "worker_requests",
     ),
     "planning": (
+        "advice",
         "bench_placement",
         "free_split",
         "latency_optimal",
@@ -92,6 +95,7 @@ GROUPS = {f"test_{name}": group for group, names in TOGETHER.items() for name in
 PARAMETERS = {
     "choose_a_batch": "batching",
     "docs/batching": "batching",
+    "docs/control": "test_fitted",
     "docs/engines/worker": "fleets",
     "docs/fleet": "fleets",
     "docs/fleet-simulator": "fleets",
