@@ -140,7 +140,6 @@ def test_hostile_values_are_counted_and_change_nothing(fit: RouterFit, seed: int
     bombard(fit, 400, seed)
 
 
-@pytest.mark.long
 def test_ten_thousand_hostile_values(fit: RouterFit) -> None:
     bombard(fit, 10_000, 99)
 
