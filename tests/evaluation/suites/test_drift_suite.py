@@ -12,9 +12,11 @@ from coterie.errors import ConfigError, UnavailableError
 from coterie.evaluation.controlled import FitsAtChanges
 from coterie.evaluation.suites.base import SuiteOptions
 from coterie.evaluation.suites.drift import suite as drift
+from coterie.evaluation.suites.drift.advice import advice_row
 from coterie.evaluation.suites.drift.cells import FRESH, LOOP, WITHOUT, DriftCell, Found, Outcome, serve_cell
-from coterie.evaluation.suites.drift.notes import TABLES, notes_of
+from coterie.evaluation.suites.drift.notes import TABLES, advice_notes, notes_of
 from coterie.evaluation.suites.drift.traffic import GLM, GPT_OSS, read_turns
+from coterie.evaluation.suites.latency_optimal.domains import DomainSetting
 from coterie.routing import LocalityBand, RouterFit
 
 
@@ -45,6 +47,17 @@ def test_rows_compare_by_seed_and_say_whether_the_bar_holds() -> None:
         shown = [row for row in rows if table.shows(row)]
         assert len(shown) == 3
         assert all(str(column.value(row)) is not None for row in shown for column in table.columns)
+
+
+def test_advice_is_scored_on_windows_that_it_was_not_made_from() -> None:
+    rng = np.random.default_rng(0)
+    steady = np.repeat(rng.dirichlet(np.full(256, 0.5), (1, 2)), 8, axis=0)  # the same load in all windows
+    setting = DomainSetting(windows=8, steps=500, slots=256)
+    row = advice_row("prefill", 16_384, steady, setting)
+    assert 1 <= row["plans"] <= 2, "little is left to gain once a plan is carried out"
+    assert row["gain_next_pct"] == pytest.approx(row["gain_planned_pct"])
+    assert row["moves"] > 0
+    assert "plans in 8 windows" in advice_notes([row])[0]
 
 
 def test_without_data_there_is_nothing_to_serve() -> None:

@@ -27,6 +27,16 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
+def advice_notes(rows: Sequence[Row]) -> list[str]:
+    return [
+        f"{row['trace']}, placement advice in {row['advice']}: {row['plans']} plans in {row['windows']} windows, "
+        f"predicted to save {row['gain_planned_pct']:.1f}% of a step's MoE time, save "
+        f"{with_ends(interval_of(row, 'gain_next'), digits=1, unit='%')} on the next window, which they were not made "
+        f"from; {row['withdrawn']} were withdrawn. {row['moves']:,} moves."
+        for row in rows
+    ]
+
+
 def _cell(row: Row) -> tuple[str, str]:
     return row["trace"], row["router"]
 
@@ -100,7 +110,7 @@ _COLUMNS = (
 
 
 def _shows(trace: str) -> Callable[[Row], bool]:
-    return lambda row: bool(row["trace"] == trace)
+    return lambda row: bool(row["trace"] == trace and "router" in row)
 
 
 TABLES = tuple(

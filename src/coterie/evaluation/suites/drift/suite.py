@@ -18,6 +18,7 @@ import numpy as np
 from coterie.errors import UnavailableError
 from coterie.evaluation.runs import in_parallel, interval
 from coterie.evaluation.suites.base import Report, Suite, SuiteOptions, SuiteResult, suites
+from coterie.evaluation.suites.drift.advice import advice_rows
 from coterie.evaluation.suites.drift.cells import (
     FRESH,
     LOOP,
@@ -30,7 +31,8 @@ from coterie.evaluation.suites.drift.cells import (
     Found,
     serve_cell,
 )
-from coterie.evaluation.suites.drift.notes import BAR_PCT, TABLES, notes_of
+from coterie.evaluation.suites.drift.notes import BAR_PCT, TABLES, advice_notes, notes_of
+from coterie.evaluation.suites.drift.traffic import GLM
 
 NAME = "drift"
 SEEDS = tuple(range(5))
@@ -52,8 +54,10 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
         found[cell] = result
         report("Serving", len(found), len(cells))
     rows = rows_of({cell: found[cell] for cell in cells})
-    notes = [*notes_of(rows), f"{len(cells)} cells in {time.perf_counter() - begun:.0f} s."]
-    return SuiteResult(NAME, rows, notes)
+    report("Planning placements", len(found), len(cells))
+    advised = advice_rows(data / "activations" / GLM / "expert_counts.npz")
+    notes = [*notes_of(rows), *advice_notes(advised), f"{len(cells)} cells in {time.perf_counter() - begun:.0f} s."]
+    return SuiteResult(NAME, [*rows, *advised], notes)
 
 
 def rows_of(found: dict[DriftCell, Found]) -> list[Row]:
