@@ -21,6 +21,7 @@ from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.fleet.waiting import WaitingLine
 from coterie.gateway.observing import Watcher
+from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.saved import SavedState, save_state
 from coterie.gateway.signals.knowledge import Knowledge
 from coterie.gateway.signals.masks import Mask
@@ -69,6 +70,8 @@ class Parts:
         if config.handshake != "none":
             pair = VllmPairFlow if config.handshake == "vllm" else SglangPairFlow
             self.flow = pair(self.pools[PREFILL], self.pools[DECODE], config, self.knowledge, self.watcher)
+        self.comparison: Comparison | None = None
+        """Of routers, on this fleet, as far as it has come."""
         self.context_tokens = 0
         """Longest context that a worker has told of."""
         self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}
