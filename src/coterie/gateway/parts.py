@@ -12,6 +12,7 @@ import msgspec
 
 from coterie.errors import ConfigError, UnknownNameError
 from coterie.gateway.config import GatewayConfig, WorkerEntry, check_role
+from coterie.gateway.control.live import LiveControl
 from coterie.gateway.exchange.flow import Flow
 from coterie.gateway.exchange.plain import PlainFlow
 from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
@@ -69,6 +70,8 @@ class Parts:
         if config.handshake != "none":
             pair = VllmPairFlow if config.handshake == "vllm" else SglangPairFlow
             self.flow = pair(self.pools[PREFILL], self.pools[DECODE], config, self.knowledge, self.watcher)
+        self.control: LiveControl | None = None
+        """The loop that re-fits the decode router; None where it is off."""
         self.context_tokens = 0
         """Longest context that a worker has told of."""
         self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}
