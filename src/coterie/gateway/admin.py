@@ -13,10 +13,10 @@ from coterie.errors import ConfigError, InputError, UnknownNameError
 from coterie.gateway.config import WorkerEntry
 from coterie.gateway.fleet.pool import check_spec
 from coterie.gateway.fleet.spec import RouterSpec
-from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.page.live import Live
 from coterie.gateway.parts import Parts
 from coterie.gateway.saved import SavedState
+from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.metrics import CONTENT_TYPE
 from coterie.net.http1.messages import HttpError, Request
 from coterie.net.http1.responder import Responder

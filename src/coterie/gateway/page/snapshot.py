@@ -40,7 +40,7 @@ class Asked(msgspec.Struct, frozen=True):
     """Both: whose decisions; None for all."""
 
 
-def snapshot(parts: Parts, now_s: float, asked: Asked = Asked()) -> dict[str, Any]:  # noqa: B008 (frozen)
+def snapshot(parts: Parts, now_s: float, asked: Asked) -> dict[str, Any]:
     """All panels but the heat map, at `now_s` in seconds since 1970."""
     decisions = [_decision(one) for one in parts.decisions.last(MOST_DECISIONS, pool=asked.pool, worker=asked.worker)]
     workers = _workers(parts)
@@ -206,5 +206,3 @@ def _rounded(value: object, digits: int = 5) -> float | None:
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(f"{value:.{digits}g}")
-
-
