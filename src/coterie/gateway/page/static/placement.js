@@ -1,0 +1,59 @@
+// Placement advice: what each rank carries before and after, what it is predicted to gain, and the actions.
+
+import { legend, pairChart } from "./charts.js";
+import { bytes, clock, fill, make, number, shown, text, words } from "./dom.js";
+
+export function facts(node, pairs) {
+  fill(node, pairs, () => make("div", {}, make("dt"), make("dd")), (box, [name, value]) => {
+    text(box.children[0], name);
+    text(box.children[1], value);
+  });
+}
+
+const percent = (value) => (value === null || value === undefined ? "not known yet" : `${number(value)}%`);
+const seconds = (value) => (value === null || value === undefined ? "–" : value < 1 ? `${number(1000 * value)} ms` : `${number(value)} s`);
+
+function action(one) {
+  const named = one.kind ?? one.action ?? "action";
+  const rest = Object.entries(one).filter(([name]) => !["kind", "action", "reason"].includes(name)).map(([name, value]) => `${words(name)} ${typeof value === "number" ? number(value) : value}`);
+  return `${words(named)}${rest.length ? `: ${rest.join(", ")}` : ""}${one.reason ? `; ${one.reason}` : ""}`;
+}
+
+export function placementPanel() {
+  const root = document.getElementById("placement");
+  const empty = make("p", { class: "empty" });
+  const reason = make("p", { class: "said" });
+  const numbers = make("dl", { class: "facts" });
+  const chart = pairChart();
+  const drawing = make("div", {}, make("p", { class: "note" }, "Load of each rank, tokens of a mean layer"), chart.node, legend("after", "before", "block"));
+  const actions = make("ul", { class: "list plain" });
+  const acting = make("div", { class: "said" }, make("h3", { class: "tag" }, "Actions"), actions);
+  root.append(empty, numbers, drawing, reason, acting);
+  return ({ loop }) => {
+    const advice = loop.advice;
+    for (const node of [numbers, reason]) shown(node, Boolean(advice));
+    shown(empty, !advice);
+    shown(drawing, Boolean(advice?.before?.loads?.length));
+    shown(acting, Boolean(advice?.actions?.length));
+    if (!advice) {
+      text(empty, loop.reason ?? "No advice yet: the loop plans once a window of loads has come, and if it is set to advise on a group of ranks.");
+      return;
+    }
+    const { before, after } = advice;
+    facts(numbers, [
+      ["predicted gain", percent(advice.gain_pct)],
+      ["on the next window", percent(advice.gain_next_pct)],
+      ["balance", before ? `${number(before.balance)} → ${number(after?.balance ?? before.balance)}` : "–"],
+      ["moves", `${number(advice.moves ?? 0)} (${bytes(advice.moved_bytes)})`],
+      ["moving, planning", `${seconds(advice.movement_s)}, ${seconds(advice.planning_s)}`],
+      ["state", advice.applied ? "applied" : "advice only"],
+    ]);
+    if (before?.loads?.length) {
+      const values = { before: before.loads, after: after?.loads ?? [] };
+      chart.update({ ...values, label: `Load of ${before.loads.length} ranks before and after; balance ${number(before.balance)} before, ${number(after?.balance)} after` });
+    }
+    text(reason, `${advice.at_s ? `${clock(1000 * advice.at_s)}: ` : ""}${advice.reason ?? ""}`);
+    const more = advice.actions_left_out ? [{ action: `${advice.actions_left_out} more` }] : [];
+    fill(actions, [...advice.actions, ...more], () => make("li"), (node, one) => text(node, action(one)));
+  };
+}
