@@ -24,10 +24,21 @@ PATIENCE_S = 120.0
 """No verdict depends on it: it ends a test that hangs."""
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "chrome")
 OPTIONS = (
-    "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --no-default-browser-check "
-    "--disable-extensions --disable-background-networking --disable-component-update --disable-sync --mute-audio "
-    "--hide-scrollbars --force-color-profile=srgb --remote-debugging-port=0"
-).split()
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--no-default-browser-check",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--mute-audio",
+    "--hide-scrollbars",
+    "--force-color-profile=srgb",
+    "--remote-debugging-port=0",
+)
 KEYS = {
     "Tab": ("Tab", 9, ""),
     "Enter": ("Enter", 13, "\r"),
@@ -208,11 +219,8 @@ class Page:
 
     async def focused(self) -> str:
         """Id, else class, else tag of what has the keyboard."""
-        return str(
-            await self.find(
-                "(n => n.id || n.className || n.getAttribute('role') || n.tagName)(document.activeElement || document.body)"
-            )
-        )
+        named = "(n => n.id || n.className || n.tagName)(document.activeElement ?? document.body)"
+        return str(await self.find(named))
 
     async def screenshot(self, path: Path) -> None:
         """The whole page, beyond what fits into the window."""

@@ -4,8 +4,8 @@
     event: heat       the heat map of the chosen worker, when it has changed
     event: end        the gateway shuts down
 
-Nothing is computed while nobody listens. Listeners that ask for the same share what was computed. A listener is sent the
-next snapshot once it has taken the one before, so a slow one holds at most two; one that takes none is cut by the
+Nothing is computed while nobody listens. Listeners that ask for the same share what was computed. A listener is sent
+the next snapshot once it has taken the one before, so a slow one holds at most two; one that takes none is cut by the
 server's limit of writing, and its task ends with its connection.
 """
 

@@ -170,9 +170,10 @@ def _advice(advice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ranks(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Balance of a placement and what each rank carries."""
-    lists = (value for value in told.values() if isinstance(value, list))
-    return {**_plain(told), "loads": [_rounded(value) for value in next(lists, [])[:MOST_RANKS]]}
+    """Balance of a placement, and what each rank takes of a mean layer of a step."""
+    rank_s = told.get("rank_s")
+    seconds = rank_s[:MOST_RANKS] if isinstance(rank_s, list) else []
+    return {"balance": _rounded(told.get("balance")), "rank_us": [1e6 * (_rounded(one) or 0.0) for one in seconds]}
 
 
 def _action(one: object) -> dict[str, Any]:

@@ -130,6 +130,6 @@ export function pairChart(height = 150) {
   return { node: svg, update(values) { last = values; draw(); } };
 }
 
-export function legend(first, second, name = "") {
-  return make("p", { class: "legend" }, make("span", { class: name }, first), make("span", { class: `second ${name}` }, second));
+export function legend(first, second) {
+  return make("p", { class: "legend" }, make("span", {}, first), make("span", { class: "second" }, second));
 }

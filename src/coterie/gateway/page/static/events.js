@@ -3,10 +3,20 @@
 import { clock, fill, make, number, options, shown, text, words } from "./dom.js";
 import { facts } from "./placement.js";
 
-const STATUS_MOST = 12;
 const VALUES_MOST = 6;
 
 const value = (one) => (typeof one === "number" ? number(one) : one === true ? "yes" : one === false ? "no" : one === null ? "–" : one);
+
+function told(status) {
+  const doing = status.job ? "fitting a router" : status.candidate ? "scoring a new fit" : status.swap ? "swapping" : status.watching ? "watching the new fit" : "watching traffic";
+  return [
+    ["now", doing],
+    ["requests kept", value(status.kept_requests ?? null)],
+    ["router fitted on, requests", value(status.fit_requests ?? null)],
+    ["drift ratio", value(status.drift_ratio ?? null)],
+    ["model", value(status.model ?? null)],
+  ];
+}
 
 function item() {
   const parts = { at: make("span", { class: "note" }), kind: make("span", { class: "tag" }), why: make("span"), more: make("span", { class: "note" }) };
@@ -37,9 +47,8 @@ export function eventsPanel() {
   function update(snapshot) {
     last = snapshot;
     const { loop } = snapshot;
-    const told = Object.entries(loop.status).slice(0, STATUS_MOST);
-    shown(status, told.length > 0);
-    facts(status, told.map(([name, one]) => [words(name), value(one)]));
+    shown(status, loop.reason === null);
+    facts(status, told(loop.status));
     options(kind, [...new Set(loop.events.map((one) => one.kind))].sort(), "all events");
     const events = loop.events.filter((one) => !kind.value || one.kind === kind.value).reverse();
     text(empty, loop.reason ?? (kind.value ? "No such event among the newest." : "The loop has decided nothing yet."));

@@ -9,7 +9,7 @@ function cell(label, name = "") {
 function row() {
   const bar = make("div", { class: "fill" });
   const said = make("span");
-  const name = make("th", { scope: "row", class: "name full" });
+  const name = make("th", { scope: "row", class: "name" });
   const cells = { role: cell("role"), requests: cell("", "full"), experts: cell("experts in use"), health: cell("health"), breaker: cell("breaker") };
   cells.requests.append(make("div", { class: "meter" }, make("div", { class: "track", "aria-hidden": "true" }, bar), said));
   const health = make("span", { class: "mark" });
@@ -17,7 +17,7 @@ function row() {
   cells.health.append(health);
   cells.breaker.append(breaker);
   const node = make("tr", {}, name, ...Object.values(cells));
-  node.parts = { name, bar, said, health, breaker, ...cells };
+  node.parts = { ...cells, name, bar, said, health, breaker };
   return node;
 }
 

@@ -4,7 +4,7 @@ import { make, number, options, shown, text } from "./dom.js";
 
 // Cividis: even in brightness, and the same to colour-blind eyes.
 const STOPS = [[0, 34, 78], [53, 69, 108], [102, 105, 112], [148, 142, 119], [200, 184, 102], [254, 232, 56]];
-const LEAST_HEIGHT = 120;
+const LEAST_HEIGHT = 200;
 const MOST_HEIGHT = 340;
 
 function colour(share) {
@@ -50,9 +50,9 @@ export function heatPanel(ask) {
     canvas.getContext("2d").putImageData(image, 0, 0);
     canvas.setAttribute("aria-label", `Tokens by layer and expert of ${data.worker}: ${rows} layers, ${columns} experts. Arrow keys move.`);
     text(layers.children[0], "layer 0");
-    text(layers.children[1], rows - 1);
+    text(layers.children[1], `layer ${rows - 1}`);
     text(experts.children[0], "expert 0");
-    text(experts.children[1], columns - 1);
+    text(experts.children[1], `expert ${columns - 1}`);
     text(most, `${number(top)} tokens${log ? ", logarithmic" : ""}`);
     mark();
   }

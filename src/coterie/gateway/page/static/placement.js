@@ -1,6 +1,6 @@
 // Placement advice: what each rank carries before and after, what it is predicted to gain, and the actions.
 
-import { legend, pairChart } from "./charts.js";
+import { pairChart } from "./charts.js";
 import { bytes, clock, fill, make, number, shown, text, words } from "./dom.js";
 
 export function facts(node, pairs) {
@@ -25,7 +25,7 @@ export function placementPanel() {
   const reason = make("p", { class: "said" });
   const numbers = make("dl", { class: "facts" });
   const chart = pairChart();
-  const drawing = make("div", {}, make("p", { class: "note" }, "Load of each rank, tokens of a mean layer"), chart.node, legend("after", "before", "block"));
+  const drawing = make("div", {}, make("p", { class: "note" }, "Time of each rank in a mean layer of a step, µs"), chart.node, make("p", { class: "legend blocks" }, make("span", { class: "second" }, "before"), make("span", {}, "after")));
   const actions = make("ul", { class: "list plain" });
   const acting = make("div", { class: "said" }, make("h3", { class: "tag" }, "Actions"), actions);
   root.append(empty, numbers, drawing, reason, acting);
@@ -33,7 +33,7 @@ export function placementPanel() {
     const advice = loop.advice;
     for (const node of [numbers, reason]) shown(node, Boolean(advice));
     shown(empty, !advice);
-    shown(drawing, Boolean(advice?.before?.loads?.length));
+    shown(drawing, Boolean(advice?.before?.rank_us?.length));
     shown(acting, Boolean(advice?.actions?.length));
     if (!advice) {
       text(empty, loop.reason ?? "No advice yet: the loop plans once a window of loads has come, and if it is set to advise on a group of ranks.");
@@ -46,11 +46,11 @@ export function placementPanel() {
       ["balance", before ? `${number(before.balance)} → ${number(after?.balance ?? before.balance)}` : "–"],
       ["moves", `${number(advice.moves ?? 0)} (${bytes(advice.moved_bytes)})`],
       ["moving, planning", `${seconds(advice.movement_s)}, ${seconds(advice.planning_s)}`],
-      ["state", advice.applied ? "applied" : "advice only"],
+      ["state", advice.applied ? "applied" : advice.planned === false ? "keep as it is" : "advice only"],
     ]);
-    if (before?.loads?.length) {
-      const values = { before: before.loads, after: after?.loads ?? [] };
-      chart.update({ ...values, label: `Load of ${before.loads.length} ranks before and after; balance ${number(before.balance)} before, ${number(after?.balance)} after` });
+    if (before?.rank_us?.length) {
+      const values = { before: before.rank_us, after: after?.rank_us ?? [] };
+      chart.update({ ...values, label: `Time of ${before.rank_us.length} ranks before and after; balance ${number(before.balance)} before, ${number(after?.balance)} after` });
     }
     text(reason, `${advice.at_s ? `${clock(1000 * advice.at_s)}: ` : ""}${advice.reason ?? ""}`);
     const more = advice.actions_left_out ? [{ action: `${advice.actions_left_out} more` }] : [];
