@@ -17,30 +17,34 @@ MIXES = (("code", "legal", "math"), ("chat", "medical", "writing"), ("code", "fi
 MIX_REQUESTS = 600
 """Requests until the domains change."""
 
+REFUSED_S = 0.5
+"""Time until the next request after one that the gateway refused."""
+
 
 async def keep_busy(url: str, requests: int | None = None, in_flight: int = IN_FLIGHT) -> int:
-    """Send requests until there have been as many, or until one fails, as it does when the gateway ends.
-
-    Returns how many were answered.
-    """
+    """Send requests until there have been as many, or until the gateway is gone; returns how many were answered."""
     numbers = itertools.count() if requests is None else iter(range(requests))
-    prompts = [[one for one in load_prompts() if one.domain in mix] for mix in MIXES]
-    done, failed = 0, False
+    prompts = [[one for one in load_prompts() if one.domain in mix and one.lang == "en"] for mix in MIXES]
+    done, gone = 0, False
     async with Client(url) as server:
         asking = Asking(await served_model(server))
 
     async def send(client: LoadClient) -> None:
-        nonlocal done, failed
+        nonlocal done, gone
         for number in numbers:
+            if gone:
+                return
             mix = prompts[number // MIX_REQUESTS % len(prompts)]
             # Every round begins elsewhere: the same prompts in the same order would be known by their prefixes.
             prompt = mix[(number * 7 + number // len(mix)) % len(mix)]
             request = LoadRequest(number, number, prompt.domain, (Message("user", prompt.prompt),), MAX_TOKENS)
             outcome = await client.ask(request, asking, name=f"{prompt.id}.{number}")
-            failed = failed or outcome.failure is not None
-            if failed:
-                return
-            done += 1
+            if outcome.failure is None:
+                done += 1
+            elif outcome.failure.startswith("http"):
+                await asyncio.sleep(REFUSED_S)
+            else:
+                gone = True
 
     async with LoadClient(url) as client:
         await asyncio.gather(*(send(client) for _ in range(in_flight)))

@@ -4,7 +4,7 @@ import { make, number, options, shown, text } from "./dom.js";
 
 // Cividis: even in brightness, and the same to colour-blind eyes.
 const STOPS = [[0, 34, 78], [53, 69, 108], [102, 105, 112], [148, 142, 119], [200, 184, 102], [254, 232, 56]];
-const LEAST_HEIGHT = 200;
+const LEAST_HEIGHT = 260;
 const MOST_HEIGHT = 340;
 
 function colour(share) {
