@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 """No verdict depends on it: it ends a test that hangs."""
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "chrome")
 OPTIONS = (
@@ -166,17 +166,17 @@ class Page:
         assert "errorText" not in told, told
         await self.until("document.readyState === 'complete'")
 
-    async def find(self, expression: str) -> Any:
-        """Value of an expression in the page."""
+    async def find(self, expression: str, strict: bool = True) -> Any:
+        """Value of an expression in the page; None if it raises and is not `strict`."""
         told = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in told, (expression, told["exceptionDetails"])
-        return told["result"].get("value")
+        assert not strict or "exceptionDetails" not in told, (expression, told["exceptionDetails"])
+        return None if "exceptionDetails" in told else told["result"].get("value")
 
     async def until(self, expression: str) -> Any:
-        """Wait until an expression holds; return its value."""
+        """Wait until an expression holds; return its value. It may raise meanwhile, as while a page is loaded."""
         try:
             async with asyncio.timeout(PATIENCE_S):
-                while not (found := await self.find(expression)):
+                while not (found := await self.find(expression, strict=False)):
                     await asyncio.sleep(0.05)
         except TimeoutError:
             shown = await self.find("document.body.innerText")

@@ -12,7 +12,14 @@ class ShownControl(LiveControl):
     """Shows a view; no loop runs."""
 
     def __init__(self, view: ControlView | None) -> None:
-        self._view = view
+        self.shown = view
+
+    @property
+    def view(self) -> ControlView | None:
+        return self.shown
+
+    async def close(self) -> None:
+        self.shown = None
 
 
 def full_view(

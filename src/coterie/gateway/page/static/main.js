@@ -90,13 +90,13 @@ document.getElementById("retry").addEventListener("click", () => stream.retry())
 keyForm.addEventListener("submit", (event) => {
   event.preventDefault();
   const key = keyField.value.trim();
+  keyField.value = "";
   if (!/^[\x21-\x7e]+$/.test(key)) {
     text(keyNote, "A key has no spaces and is not empty.");
     return;
   }
   stream.key = key;
   remember(tab, KEY, stream.key);
-  keyField.value = "";
   text(keyNote, "Asking the gateway.");
   stream.retry();
 });
