@@ -248,6 +248,7 @@ async def tab(browser: Chromium, width: int = 1280, scheme: str = "light") -> As
             page = devtools.pages[told["sessionId"]] = Page(devtools, told["sessionId"])
             for domain in ("Page", "Runtime", "Log", "HeapProfiler"):
                 await page.call(f"{domain}.enable")
+            await page.call("Emulation.setFocusEmulationEnabled", enabled=True)
             await page.resize(width)
             await page.prefer(scheme)
             yield page

@@ -7,9 +7,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from browser import PATIENCE_S, Chromium, Page, chromium, tab
 from coterie.evaluation.demo.traffic import keep_busy
 from coterie.gateway.access.keys import new_key
+from coterie.gateway.config import GatewayConfig
 from coterie.gateway.control_section import ControlSection
 from coterie.gateway.embedded import EmbeddedFleet, run_embedded
 from coterie.routing import Decision
@@ -68,26 +70,61 @@ def fleet(browser: Chromium) -> Iterator[EmbeddedFleet]:  # noqa: ARG001 (no fle
         yield found
 
 
-@asynccontextmanager
-async def opened(
-    browser: Chromium, fleet: EmbeddedFleet, width: int = 1280, scheme: str = "light"
-) -> AsyncIterator[tuple[Run, Page]]:
-    """A gateway that has served a few requests, and its page, which raises no error."""
-    config = msgspec.structs.replace(fleet.config(), control=ControlSection(enabled=False))
-    async with gateway(config, access=fleet.access) as found:
+class Front(NamedTuple):
+    """A gateway in front of the fleet, and the loop that all tests run it in."""
+
+    runner: asyncio.Runner
+    run: Run
+    records: list[Any]
+    """Decisions of the requests that it has served."""
+
+    def use(self, test: Coroutine[Any, Any, None]) -> None:
+        self.runner.run(asyncio.wait_for(test, PATIENCE_S))
+
+
+@pytest.fixture(scope="module")
+def front(fleet: EmbeddedFleet) -> Iterator[Front]:
+    """A gateway that has served a few requests."""
+    stack, raised = AsyncExitStack(), list[Any]()
+
+    async def start() -> Run:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
+        found = await stack.enter_async_context(gateway(quiet(fleet.config()), access=fleet.access))
         await until(lambda: len(found.open("decode")) == 2 and found.open("prefill"))
         assert await keep_busy(found.running.url, 4) == 4
-        async with tab(browser, width, scheme) as page:
-            await page.open(found.running.url + "/")
-            await page.until(LIVE)
-            await page.until(f"{ROWS} === 8")  # a decision for each pool
-            yield found, page
-            assert page.problems == []
+        found.running.parts.watcher.catch_up()
+        return found
+
+    with asyncio.Runner() as runner:
+        found = runner.run(asyncio.wait_for(start(), PATIENCE_S))
+        yield Front(runner, found, list(found.running.parts.decisions._ring))
+        runner.run(stack.aclose())
+    assert not raised, raised
 
 
-def test_a_live_fleet_is_shown(browser: Chromium, fleet: EmbeddedFleet) -> None:
+def quiet(config: GatewayConfig) -> GatewayConfig:
+    """Without a control loop: tests say what one would tell."""
+    return msgspec.structs.replace(config, control=ControlSection(enabled=False))
+
+
+@asynccontextmanager
+async def opened(browser: Chromium, front: Front) -> AsyncIterator[tuple[Run, Page]]:
+    """The gateway's page, which raises no error."""
+    parts = front.run.running.parts
+    parts.control = parts.comparison = None
+    parts.decisions._ring.clear()
+    parts.decisions._ring.extend(front.records)
+    async with tab(browser) as page:
+        await page.open(front.run.running.url + "/")
+        await page.until(LIVE)
+        await page.until(f"{ROWS} === 8")  # a decision for each pool
+        yield front.run, page
+        assert page.problems == []
+
+
+def test_a_live_fleet_is_shown(browser: Chromium, front: Front) -> None:
     async def test() -> None:
-        async with opened(browser, fleet) as (found, page):
+        async with opened(browser, front) as (found, page):
             assert (await page.text("#verdict")).startswith("All 3 workers are open and serve")
             assert "The last request went to decode-" in await page.text("#verdict")
             shown = await page.text("#fleet")
@@ -114,16 +151,16 @@ def test_a_live_fleet_is_shown(browser: Chromium, fleet: EmbeddedFleet) -> None:
             assert "replicate" in await page.text("#placement")
             assert "refit taken" in await page.text("#events")
 
-    run(test, PATIENCE_S)
+    front.use(test())
 
 
-def test_every_control_does_what_it_says(browser: Chromium, fleet: EmbeddedFleet) -> None:
+def test_every_control_does_what_it_says(browser: Chromium, front: Front) -> None:
     async def choose(page: Page, selector: str, key: str = "ArrowDown") -> None:
         await page.find(f"document.querySelector({selector!r}).focus()")
         await page.press(key)
 
     async def test() -> None:
-        async with opened(browser, fleet) as (found, page):
+        async with opened(browser, front) as (found, page):
             colour = "getComputedStyle(document.body).backgroundColor"
             before = await page.find(colour)
             await page.click("#theme")
@@ -152,8 +189,9 @@ def test_every_control_does_what_it_says(browser: Chromium, fleet: EmbeddedFleet
 
             await page.click("#decisions-pause")
             assert await page.find("document.getElementById('decisions-pause').ariaPressed") == "true"
+            decisions = found.running.parts.decisions.recorded + 2
             await keep_busy(found.running.url, 1)
-            await page.until("document.getElementById('decisions-note').textContent.includes('10 decisions')")
+            await page.until(f"document.getElementById('decisions-note').textContent.includes('{decisions} decisions')")
             assert await page.find(ROWS) == 8, "what is shown stays"
             await page.click("#decisions-pause")
             await page.until(f"{ROWS} === 10")
@@ -170,14 +208,14 @@ def test_every_control_does_what_it_says(browser: Chromium, fleet: EmbeddedFleet
             await page.until("document.querySelectorAll('#events li').length === 2")
             assert "refit taken" not in await page.text("#events ul")
 
-    run(test, PATIENCE_S)
+    front.use(test())
 
 
-def test_the_keyboard_is_enough(browser: Chromium, fleet: EmbeddedFleet) -> None:
+def test_the_keyboard_is_enough(browser: Chromium, front: Front) -> None:
     outlined = "getComputedStyle(document.activeElement).outlineStyle"
 
     async def test() -> None:
-        async with opened(browser, fleet) as (found, page):
+        async with opened(browser, front) as (found, page):
             found.running.parts.control = ShownControl(full_view())
             await page.until("document.querySelector('#heat canvas')?.clientHeight")
             order: list[str] = []
@@ -232,12 +270,12 @@ def test_the_keyboard_is_enough(browser: Chromium, fleet: EmbeddedFleet) -> None
             await page.press("Tab")
             assert await page.focused() in ("heat-worker", "heat-scale", "decisions-pool"), "the header was skipped"
 
-    run(test, PATIENCE_S)
+    front.use(test())
 
 
-def test_it_is_readable_wide_and_narrow_in_light_and_dark(browser: Chromium, fleet: EmbeddedFleet) -> None:
+def test_it_is_readable_wide_and_narrow_in_light_and_dark(browser: Chromium, front: Front) -> None:
     async def test() -> None:
-        async with opened(browser, fleet) as (found, page):
+        async with opened(browser, front) as (found, page):
             long = "a-router-whose-name-has-no-place-to-break-" * 2
             found.running.parts.control = ShownControl(full_view(text="w" * 290, items=6))
             rows = [*COMPARISON["rows"], {"router": long, "experts": 12, "saving_pct": 20}]  # type: ignore[misc]
@@ -255,12 +293,12 @@ def test_it_is_readable_wide_and_narrow_in_light_and_dark(browser: Chromium, fle
                     assert await page.find(CLIPPED) == [], (width, scheme)
                     assert await page.find(CONTRAST) >= 4.5, (width, scheme)
 
-    run(test, PATIENCE_S)
+    front.use(test())
 
 
-def test_hostile_strings_stay_text(browser: Chromium, fleet: EmbeddedFleet) -> None:
+def test_hostile_strings_stay_text(browser: Chromium, front: Front, fleet: EmbeddedFleet) -> None:
     async def test() -> None:
-        async with opened(browser, fleet) as (found, page):
+        async with opened(browser, front) as (found, page):
             parts = found.running.parts
             entry = {"id": "<b onmouseover=alert(1)>x</b>", "url": fleet.workers[-1].url, "role": "decode"}
             assert (await found.client.ask("POST", "/workers", entry)).status == 200
@@ -278,13 +316,14 @@ def test_hostile_strings_stay_text(browser: Chromium, fleet: EmbeddedFleet) -> N
             assert await page.find("typeof window.hacked") == "undefined"
             assert await page.find("document.querySelectorAll('main img, main script, main b').length") == 0
             assert await page.find("document.querySelectorAll('script').length") == 1
+            found.running.parts.remove_worker(entry["id"])
 
-    run(test, PATIENCE_S)
+    front.use(test())
 
 
-def test_lists_do_not_grow(browser: Chromium, fleet: EmbeddedFleet) -> None:
+def test_lists_do_not_grow(browser: Chromium, front: Front) -> None:
     async def test() -> None:
-        async with opened(browser, fleet) as (found, page):
+        async with opened(browser, front) as (found, page):
             parts = found.running.parts
             parts.control = ShownControl(full_view(items=60))
             for number in range(40):
@@ -300,10 +339,10 @@ def test_lists_do_not_grow(browser: Chromium, fleet: EmbeddedFleet) -> None:
                 await page.until(f"document.querySelector('#decisions').textContent.includes('newest-{number}')")
                 await page.until(f"document.querySelector('#events').textContent.includes('view {number}')")
             assert await page.find(count) <= nodes + 4, "a row has as many chips as its pool has workers"
-            assert found.running.gateway.live.listeners == 1
+            await until(lambda: found.running.gateway.live.listeners == 1)
         await until(lambda: not found.running.gateway.live.listeners)
 
-    run(test, PATIENCE_S)
+    front.use(test())
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Chromium, fleet: EmbeddedFleet, tmp_path: Path) -> None:
@@ -312,7 +351,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Chromium, fleet: Embedd
         file = tmp_path / "keys.yaml"
         file.write_text("".join(one.entry.as_yaml() for one in made.values()))
         file.chmod(0o600)
-        config = msgspec.structs.replace(fleet.config(), keys=str(file), control=ControlSection(enabled=False))
+        config = msgspec.structs.replace(quiet(fleet.config()), keys=str(file))
         async with gateway(config, access=fleet.access) as found, tab(browser) as page:
             await page.open(found.running.url + "/")
             await page.until("!document.getElementById('key-form').hidden")
@@ -334,19 +373,20 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Chromium, fleet: Embedd
     run(test, PATIENCE_S)
 
 
-def test_another_page_cannot_read_it(browser: Chromium, fleet: EmbeddedFleet) -> None:
+def test_another_page_cannot_read_it(browser: Chromium, front: Front) -> None:
     async def test() -> None:
-        config = msgspec.structs.replace(fleet.config(), control=ControlSection(enabled=False))
-        async with gateway(config, access=fleet.access) as found, tab(browser) as page:
+        async with tab(browser) as page:
+            found = front.run
             rejected = 'coterie_gateway_rejected_total{reason="key"}'
+            before, computed = found.metrics.get(rejected, 0), found.running.gateway.live.computed
             for number, mode in enumerate(("cors", "no-cors"), 1):
                 asked = f"fetch('{found.running.url}/live', {{mode: '{mode}'}})"
                 got = await page.find(f"{asked}.then(answer => answer.type, error => error.name)")
                 assert got in ("TypeError", "opaque"), got
-                assert found.metrics[rejected] == number
-            assert found.running.gateway.live.computed == 0
+                assert found.metrics[rejected] == before + number
+            assert found.running.gateway.live.computed == computed
 
-    run(test, PATIENCE_S)
+    front.use(test())
 
 
 def free_port() -> int:
@@ -373,7 +413,7 @@ def test_a_dead_gateway_is_shown_as_such(browser: Chromium, fleet: EmbeddedFleet
     async def test() -> None:
         port = free_port()
         url = f"127.0.0.1:{port}"
-        config = msgspec.structs.replace(fleet.config(url), control=ControlSection(enabled=False))
+        config = quiet(fleet.config(url))
         file = tmp_path / "gateway.yaml"
         file.write_bytes(msgspec.json.encode(config))
         async with tab(browser) as page:
