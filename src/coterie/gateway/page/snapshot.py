@@ -70,7 +70,7 @@ def heat(parts: Parts, worker: str | None) -> dict[str, Any]:
     view = None if parts.control is None else parts.control.view
     if view is None:
         return {"worker": worker, "workers": [], "reason": NO_LOOP if parts.control is None else NO_NEWS}
-    known = [cut(name, 128) for name in list(view.loads)[:MOST_WORKERS]]
+    known = [cut(name, 128) for name in sorted(view.loads)[:MOST_WORKERS]]
     if worker is None and known:
         worker = known[0]
     loads = view.loads.get(worker or "")

@@ -52,8 +52,9 @@ export function comparisonPanel() {
     for (const node of [rows, said, note]) shown(node, Boolean(comparison));
     shown(running, comparison?.state === "running");
     if (!comparison) return;
-    text(stage, comparison.total ? `${comparison.stage}: ${comparison.done} of ${comparison.total}` : comparison.stage);
-    if (comparison.total) {
+    const counted = comparison.total > 1;
+    text(stage, counted ? `${comparison.stage}: ${comparison.done} of ${comparison.total}` : comparison.stage);
+    if (counted) {
       progress.max = comparison.total;
       progress.value = comparison.done;
     } else progress.removeAttribute("value");
