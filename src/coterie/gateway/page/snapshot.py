@@ -18,7 +18,9 @@ MOST_WORKERS = 128
 MOST_DECISIONS = 30
 MOST_CANDIDATES = 32
 MOST_EVENTS = 50
-MOST_ACTIONS = 20
+MOST_ACTIONS = 6
+MOST_LAYERS = 8
+"""Layers that are named of an action."""
 MOST_RANKS = 256
 MOST_VALUES = 24
 """Named values of an event, or of the loop's status."""
@@ -177,7 +179,11 @@ def _ranks(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _action(one: object) -> dict[str, Any]:
-    return _plain(one) if isinstance(one, Mapping) else {"action": cut(one, MOST_TEXT)}
+    if not isinstance(one, Mapping):
+        return {"action": cut(one, MOST_TEXT)}
+    layers = one.get("layers")
+    named = [_rounded(layer) for layer in layers[:MOST_LAYERS]] if isinstance(layers, list | tuple) else []
+    return {**_plain(one), "layers": named}
 
 
 def _plain(values: object) -> dict[str, Any]:

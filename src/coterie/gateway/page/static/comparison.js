@@ -30,7 +30,7 @@ function show(node, { router, row, first, most, state }, index) {
   const at = (percent) => (100 * first.experts * (1 - percent / 100)) / most;
   whisker.style.left = `${at(row.high_pct)}%`;
   whisker.style.width = `${Math.max(0, at(row.low_pct) - at(row.high_pct))}%`;
-  const saved = index ? `; ${number(Math.abs(row.saving_pct))}% ${row.saving_pct >= 0 ? "fewer" : "more"} (95% ${number(row.low_pct)} to ${number(row.high_pct)})` : "";
+  const saved = index ? `; ${Math.abs(row.saving_pct).toFixed(1)}% ${row.saving_pct >= 0 ? "fewer" : "more"} (95% ${row.low_pct.toFixed(1)} to ${row.high_pct.toFixed(1)})` : "";
   const time = row.step_ms === null ? "" : `; step ${milliseconds(row.step_ms)}`;
   const said = `${number(row.experts)} experts a step${saved}${time}`;
   text(note, said);

@@ -10,13 +10,19 @@ export function facts(node, pairs) {
   });
 }
 
-const percent = (value) => (value === null || value === undefined ? "not known yet" : `${number(value)}%`);
+const percent = (value) => (value === null || value === undefined ? "not known yet" : `${value.toFixed(1)}%`);
 const seconds = (value) => (value === null || value === undefined ? "–" : value < 1 ? `${number(1000 * value)} ms` : `${number(value)} s`);
 
 function action(one) {
-  const named = one.kind ?? one.action ?? "action";
-  const rest = Object.entries(one).filter(([name]) => !["kind", "action", "reason"].includes(name)).map(([name, value]) => `${words(name)} ${typeof value === "number" ? number(value) : value}`);
-  return `${words(named)}${rest.length ? `: ${rest.join(", ")}` : ""}${one.reason ? `; ${one.reason}` : ""}`;
+  const known = (value) => value !== null && value !== undefined;
+  const said = [words(one.kind ?? one.action ?? "action")];
+  if (known(one.expert)) said.push(`expert ${one.expert}`);
+  if (one.layers?.length) said.push(`of layer${one.layers.length > 1 ? "s" : ""} ${one.layers.join(", ")}`);
+  if (known(one.source)) said.push(`from rank ${one.source}`);
+  if (known(one.target)) said.push(`to rank ${one.target}`);
+  if (known(one.given)) said.push(`for expert ${one.given}`);
+  if (one.moved_bytes) said.push(`(${bytes(one.moved_bytes)})`);
+  return `${said.join(" ")}${one.reason ? `: ${one.reason}` : ""}`;
 }
 
 export function placementPanel() {
