@@ -18,7 +18,7 @@ MIX_REQUESTS = 600
 """Requests until the domains change."""
 
 REFUSED_S = 0.5
-"""Time until the next request after one that the gateway refused."""
+"""Time until the next request after one that failed at a gateway that is there."""
 
 
 async def keep_busy(url: str, requests: int | None = None, in_flight: int = IN_FLIGHT) -> int:
@@ -41,7 +41,7 @@ async def keep_busy(url: str, requests: int | None = None, in_flight: int = IN_F
             outcome = await client.ask(request, asking, name=f"{prompt.id}.{number}")
             if outcome.failure is None:
                 done += 1
-            elif outcome.failure.startswith("http"):
+            elif outcome.failure not in ("refused", "reset"):
                 await asyncio.sleep(REFUSED_S)
             else:
                 gone = True

@@ -51,7 +51,8 @@ export function placementPanel() {
       ["on the next window", percent(advice.gain_next_pct)],
       ["balance", before ? `${number(before.balance)} → ${number(after?.balance ?? before.balance)}` : "–"],
       ["moves", `${number(advice.moves ?? 0)} (${bytes(advice.moved_bytes)})`],
-      ["moving, planning", `${seconds(advice.movement_s)}, ${seconds(advice.planning_s)}`],
+      ["moving takes", seconds(advice.movement_s)],
+      ["planning took", seconds(advice.planning_s)],
       ["state", advice.applied ? "applied" : advice.planned === false ? "keep as it is" : "advice only"],
     ]);
     if (before?.rank_us?.length) {
