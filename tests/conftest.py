@@ -83,6 +83,7 @@ TOGETHER = {
     "routing": ("fleet_state", "keeper", "keeper_attacks", "keeper_machine", "routers"),
     "kv": ("directory", "follower", "kv_streams"),
     "dispatch": ("dispatch_requests", "dispatch_shuffle", "dispatch_slots", "tables"),
+    "browser": ("page_browser", "page_server", "page_snapshot"),
     "generated": ("fitting", "generate", "inspect", "inspection", "page", "synthetic", "trace_invariants"),
 }
 """Files of tests that run the same loops: one worker takes them all, or both would compile them, for a minute each.

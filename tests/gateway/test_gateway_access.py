@@ -19,7 +19,7 @@ from coterie.gateway.serve import Running, check_config
 from gateway_runs import Run, config_of, gateway, idle, run
 from http1_peers import Raw
 
-ADMIN_PATHS = ("/metrics", "/decisions", "/workers", "/routers")
+ADMIN_PATHS = ("/metrics", "/decisions", "/workers", "/routers", "/comparison")
 BODY = {"model": "canned", "prompt": "Hello"}
 
 
@@ -79,7 +79,7 @@ def test_administrators_have_keys_of_their_own(tmp_path: Path) -> None:
     async def test() -> None:
         async with locked(tmp_path) as found:
             ask, keys = found.run.client.ask, found.keys
-            for path in (*ADMIN_PATHS, "/reload", "/workers/a", "/nowhere", "/", "/v1/../workers", "//workers"):
+            for path in (*ADMIN_PATHS, "/reload", "/workers/a", "/nowhere", "/v1/../workers", "//workers"):
                 got = await ask("GET", path, key=keys["team"])
                 assert got.status == (404 if path.startswith("/v1/") else 403), path
             for method, path in (("DELETE", "/workers/a"), ("POST", "/reload"), ("PUT", "/routers/decode")):

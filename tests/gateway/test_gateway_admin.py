@@ -231,7 +231,7 @@ def test_unknown_paths_and_wrong_methods() -> None:
         async with canned_workers("a") as (a,), gateway(config_of([a])) as found:
             ask = found.client.ask
             for path in (
-                "/",
+                "/page/nowhere",
                 "/nowhere",
                 "/v1",
                 "/v1/",

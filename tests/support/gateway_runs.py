@@ -85,14 +85,14 @@ class Run(NamedTuple):
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run(test: Callable[[], Coroutine[Any, Any, None]], patience_s: float = PATIENCE_S) -> None:
     """In an event loop of its own, with an end. What a callback raises unhandled, and a task left behind, fail it."""
     raised: list[str] = []
 
     async def ended() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: raised.append(f"{context.get('exception')!r}: {context}"))
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(patience_s):
             await test()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, left
@@ -132,12 +132,13 @@ def config_of(workers: Sequence[Canned], roles: Sequence[str] | None = None, **m
 
 @asynccontextmanager
 async def gateway(
-    config: GatewayConfig, path: Path | None = None, access: FleetAccess | None = None
+    config: GatewayConfig, path: Path | None = None, access: FleetAccess | None = None, port: int = 0
 ) -> AsyncIterator[Run]:
     said = io.StringIO()
     running = Running(config, path, Log(said, requests=config.log_requests), access)
     listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port may be that of a gateway that ended
+    listener.bind(("127.0.0.1", port))
     client = None
     try:
         await running.start(listener)

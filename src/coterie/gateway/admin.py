@@ -13,15 +13,17 @@ from coterie.errors import ConfigError, InputError, UnknownNameError
 from coterie.gateway.config import WorkerEntry
 from coterie.gateway.fleet.pool import check_spec
 from coterie.gateway.fleet.spec import RouterSpec
+from coterie.gateway.page.live import Live
 from coterie.gateway.parts import Parts
 from coterie.gateway.saved import SavedState
+from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.metrics import CONTENT_TYPE
 from coterie.net.http1.messages import HttpError, Request
 from coterie.net.http1.responder import Responder
 
 KNOWN = (
     "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics, /decisions, /workers, "
-    "/routers, /reload"
+    "/routers, /reload, /comparison, /live"
 )
 MOST_DECISIONS = 10_000
 
@@ -33,8 +35,8 @@ T = TypeVar("T")
 class Admin:
     """Answers requests that are not for a worker; callers were checked before."""
 
-    def __init__(self, parts: Parts, reload: Callable[[], Awaitable[None]] | None) -> None:
-        self.parts, self._reload = parts, reload
+    def __init__(self, parts: Parts, reload: Callable[[], Awaitable[None]] | None, live: Live) -> None:
+        self.parts, self._reload, self._live = parts, reload, live
 
     async def handle(self, request: Request, responder: Responder) -> None:
         path, method = request.path, request.method
@@ -45,6 +47,8 @@ class Admin:
             "workers": {"DELETE": self._remove} if name else {"GET": self._workers, "POST": self._add},
             "routers": {"PUT": self._set_router} if name else {"GET": self._routers},
             "reload": {"POST": self._reloaded},
+            "comparison": {"GET": self._comparison, "PUT": self._set_comparison},
+            "live": {"GET": self._stream},
         }
         ways = every.get(head)
         if ways is None or (name and head not in ("workers", "routers")):
@@ -127,6 +131,17 @@ class Admin:
         self.parts.set_router(name, spec)
         self._keep(self.parts.changes.with_router(name, spec))
         _send(responder, {"pool": name, "router": spec.router, "settings": spec.settings})
+
+    def _comparison(self, _: Request, responder: Responder, __: str) -> None:
+        _send(responder, {"comparison": self.parts.comparison})
+
+    def _set_comparison(self, request: Request, responder: Responder, _: str) -> None:
+        """What the page shows of a comparison of routers, until the next one."""
+        self.parts.comparison = _read(request, Comparison)
+        _send(responder, {"rows": len(self.parts.comparison.rows)})
+
+    async def _stream(self, request: Request, responder: Responder, _: str) -> None:
+        await self._live.stream(request, responder)
 
     def _keep(self, changes: SavedState) -> None:
         try:

@@ -20,6 +20,7 @@ import msgspec
 import yaml
 
 from coterie.errors import ConfigError, TraceError, check_at_least, check_input_file, check_not_negative, check_positive
+from coterie.gateway.control_section import ControlSection
 from coterie.gateway.fleet.pool import MOST_PLACES
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.access import is_loopback
@@ -52,6 +53,8 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """ZMQ endpoint of its KV events. Without it nothing is known of its cached prefixes."""
     kv_replay: str | None = None
     """ZMQ endpoint that sends lost KV events again."""
+    expert_events: str | None = None
+    """ZMQ endpoint of its expert events, which the control loop learns from."""
     secure_events: bool = False
     """Whether its event streams are encrypted with the fleet's secret, as reference workers do. vLLM's cannot be."""
     bootstrap_port: int | None = None
@@ -74,7 +77,7 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         check_positive(speed=self.speed)
         check_at_least(0, data_parallel_rank=self.data_parallel_rank, placement_rank=self.placement_rank)
         check_at_least(1, bootstrap_port=self.bootstrap_port)
-        for name in ("kv_events", "kv_replay"):
+        for name in ("kv_events", "kv_replay", "expert_events"):
             endpoint = getattr(self, name)
             if endpoint is not None and not endpoint.startswith(("tcp://", "ipc://")):
                 raise ConfigError(f"worker {self.id!r}: {name}={endpoint!r} must begin with tcp:// or ipc://")
@@ -182,6 +185,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Whether callers with different keys share no cached prefix (by `cache_salt`)."""
     limits: LimitSettings = LimitSettings()
     health: HealthSettings = HealthSettings()
+    control: ControlSection = ControlSection()
+    """The loop that re-fits the decode router and advises on placement."""
     state: str | None = None
     """File that keeps the workers and routers set at run time over a restart."""
     decisions: int = 1000

@@ -48,6 +48,7 @@ class EmbeddedFleet(NamedTuple):
                 places=PLACES,
                 kv_events=worker.kv_events,
                 kv_replay=worker.kv_replay,
+                expert_events=worker.expert_events,
                 secure_events=True,
             )
             for number, worker in enumerate(self.workers)

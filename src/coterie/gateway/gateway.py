@@ -1,9 +1,10 @@
 """The gateway: OpenAI's endpoints in front of a fleet, and the endpoints of those who run it.
 
     POST /v1/chat/completions, /v1/completions, /v1/embeddings, GET /v1/models     callers
-    GET /health                                                                    anyone
-    GET /metrics, /decisions, /workers, /routers                                   administrators
+    GET /health, and the page: GET /, /page/FILE, which hold no data               anyone
+    GET /metrics, /decisions, /workers, /routers, /comparison, /live               administrators
     POST /workers, DELETE /workers/ID, PUT /routers/POOL, POST /reload             administrators
+    PUT /comparison                                                                administrators
 
 A caller presents an API key; administrators have keys of their own. Without a keys file the gateway listens on a
 loopback address only, and takes requests for that address only: a page in a browser that was made to resolve to it is
@@ -37,6 +38,8 @@ from coterie.gateway.exchange.call import (
 from coterie.gateway.exchange.flow import RETRY_AFTER, failed
 from coterie.gateway.fleet.waiting import Refused
 from coterie.gateway.observing import CLIENT_GONE, Watcher, outcome_of
+from coterie.gateway.page.files import is_page, send_file
+from coterie.gateway.page.live import Live
 from coterie.gateway.parts import MODELS_BYTES, MODELS_S, Parts
 from coterie.gateway.signals.knowledge import NOTHING
 from coterie.gateway.watching.spans import NO_SPAN
@@ -74,7 +77,8 @@ class Gateway:
         self.watcher: Watcher = parts.watcher
         self.draining = False
         self.rates = Rates()
-        self._admin = Admin(parts, reload)
+        self.live = Live(parts)
+        self._admin = Admin(parts, reload, self.live)
         self._in_flight: set[str] = set()
         self._local_hosts: set[bytes] = set()
         """Host headers that were found to name this machine."""
@@ -112,6 +116,10 @@ class Gateway:
         path = request.path
         if path == "/health":
             return 0
+        if is_page(path):
+            if self.keys is None:
+                self._check_host(request)
+            return 0
         caller = self._caller(request)
         request.context = caller
         if not path.startswith("/v1/"):
@@ -139,12 +147,16 @@ class Gateway:
                 )
                 raise self._rejected("key", error)
             return caller
+        self._check_host(request)
+        if not request.path.startswith("/v1/") and _is_foreign(request):
+            raise self._rejected("key", HttpError(403, "without keys no other page of a browser is served here"))
+        return OPEN
+
+    def _check_host(self, request: Request) -> None:
+        """Refuse a name that is not this machine's: a page in a browser may have been made to resolve to it."""
         host = request.header(b"host") or b""
         if host not in self._local_hosts and not self._is_local(host):
             raise self._rejected("key", HttpError(403, "without keys only requests for this machine are served"))
-        if not request.path.startswith("/v1/") and request.header(b"origin") is not None:
-            raise self._rejected("key", HttpError(403, "without keys no page of a browser is served here"))
-        return OPEN
 
     def _is_local(self, host: bytes) -> bool:
         """Whether a Host header names this machine by a loopback address."""
@@ -175,6 +187,8 @@ class Gateway:
             if self.draining:
                 raise HttpError(503, "the gateway is shutting down", "draining")
             responder.send(200)
+        elif is_page(path):
+            send_file(request, responder)
         elif path == "/v1/models" and method in ("GET", "HEAD"):
             await self._models(responder)
         else:
@@ -288,6 +302,15 @@ class Gateway:
             responder.send(answer.status, body)
             return
         raise problem
+
+
+def _is_foreign(request: Request) -> bool:
+    """Whether another page of a browser asks: what the gateway's own page and programs ask for has no Origin.
+
+    A picture or a script of another page has none either, but Sec-Fetch-Site tells where it came from.
+    """
+    site = request.header(b"sec-fetch-site")
+    return request.header(b"origin") is not None or site not in (None, b"same-origin", b"none")
 
 
 def check_access(config: GatewayConfig) -> Keys | None:

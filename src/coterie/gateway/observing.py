@@ -13,6 +13,7 @@ from coterie.gateway.fleet.keeper import Choice
 from coterie.gateway.watching.decisions import Decisions
 from coterie.gateway.watching.logs import Log
 from coterie.gateway.watching.metrics import Metrics
+from coterie.gateway.watching.recent import Recent
 from coterie.routing.base import Request
 from coterie.wire.footprints import WireFootprint
 
@@ -32,6 +33,7 @@ class Watcher:
 
     def __init__(self, metrics: Metrics, decisions: Decisions, log: Log) -> None:
         self.metrics, self.decisions, self.log = metrics, decisions, log
+        self.recent = Recent()
         metrics.before_reading = decisions.before_reading = self.catch_up
         # Without the requests themselves: their bodies may be large.
         self._made: list[tuple[str, str, Choice, list[str | None], Cached, int, float, str, float]] = []
@@ -60,8 +62,9 @@ class Watcher:
         ends, self._ends = self._ends, []
         for one in made:
             self._count_decision(*one)
+        now_s = time.time() if ends else 0.0
         for end in ends:
-            self._count_end(*end)
+            self._count_end(*end, now_s)
 
     def _count_decision(
         self,
@@ -130,9 +133,10 @@ class Watcher:
         if len(self._ends) >= MOST_WAITING:
             self.catch_up()
 
-    def _count_end(self, path: str, found: Outcome, seconds: float, waited_s: float | None) -> None:
-        metrics = self.metrics
-        metrics.requests.inc(path, outcome_of(found.status, found.cut))
+    def _count_end(self, path: str, found: Outcome, seconds: float, waited_s: float | None, now_s: float) -> None:
+        metrics, outcome = self.metrics, outcome_of(found.status, found.cut)
+        metrics.requests.inc(path, outcome)
+        self.recent.add(now_s, outcome == "ok", found.ttft_s, found.tpot_s, found.output_tokens)
         if waited_s is not None:
             metrics.queue_seconds.observe(waited_s)
         metrics.request_seconds.observe(seconds)

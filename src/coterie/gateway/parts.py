@@ -12,6 +12,7 @@ import msgspec
 
 from coterie.errors import ConfigError, UnknownNameError
 from coterie.gateway.config import GatewayConfig, WorkerEntry, check_role
+from coterie.gateway.control.live import LiveControl
 from coterie.gateway.exchange.flow import Flow
 from coterie.gateway.exchange.plain import PlainFlow
 from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
@@ -24,6 +25,7 @@ from coterie.gateway.observing import Watcher
 from coterie.gateway.saved import SavedState, save_state
 from coterie.gateway.signals.knowledge import Knowledge
 from coterie.gateway.signals.masks import Mask
+from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.decisions import Decisions
 from coterie.gateway.watching.logs import Log
 from coterie.gateway.watching.metrics import BREAKER_STATES, Metrics
@@ -69,6 +71,10 @@ class Parts:
         if config.handshake != "none":
             pair = VllmPairFlow if config.handshake == "vllm" else SglangPairFlow
             self.flow = pair(self.pools[PREFILL], self.pools[DECODE], config, self.knowledge, self.watcher)
+        self.comparison: Comparison | None = None
+        """Of routers, on this fleet, as far as it has come."""
+        self.control: LiveControl | None = None
+        """The loop that re-fits the decode router; None where it is off."""
         self.context_tokens = 0
         """Longest context that a worker has told of."""
         self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}

@@ -157,6 +157,7 @@ class Running:
         if self.gateway.draining:
             self._drain_s = 0.0
         self.gateway.draining = True
+        self.gateway.live.close()
         self.server.pause()
         stopped.set()
 
@@ -164,6 +165,7 @@ class Running:
         """Finish what runs, for as long as a drain may take, and end."""
         started = time.monotonic()
         self.gateway.draining = True
+        self.gateway.live.close()
         for task in self._reloads:
             task.cancel()
         await asyncio.gather(*self._reloads, return_exceptions=True)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from coterie.cli.main import app
 from coterie.errors import ConfigError
 from coterie.evaluation.demo import run
-from coterie.evaluation.demo.run import BASELINES, run_demo
+from coterie.evaluation.demo.run import BASELINES, DemoRow, run_demo
 from coterie.gateway.embedded import OURS
 from coterie.traces import ActivationTrace
 
@@ -40,8 +40,12 @@ def workers_of(parent: int) -> list[int]:
 def test_the_loop_on_a_few_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "MAX_TOKENS", 12)
     told: list[str] = []
-    result = run_demo(requests=24, out=tmp_path / "out", report=lambda what, *_: told.append(what))
+    so_far: list[list[DemoRow]] = []
+    result = run_demo(
+        requests=24, out=tmp_path / "out", report=lambda what, *_: told.append(what), rows_so_far=so_far.append
+    )
     assert [row.router for row in result.rows] == [*BASELINES, OURS]
+    assert so_far == [result.rows[:1], result.rows[:2], result.rows], "rows come as runs end, and do not change"
     assert result.same_tokens
     assert result.calibrated + result.served <= 24
     assert result.rows[0].saving_pct == pytest.approx(0, abs=1e-9)

@@ -102,8 +102,12 @@ async def run_loop(
     settings: LoopSettings = LoopSettings(),
     report: Progress | None = None,
     key: str | None = None,
+    after_run: Callable[[LoopResult], None] | None = None,
 ) -> LoopResult:
-    """Tokenise, record, fit, and serve under every router. `key` opens the workers' private endpoints."""
+    """Tokenise, record, fit, and serve under every router. `key` opens the workers' private endpoints.
+
+    `after_run` is given what there is after each router's run.
+    """
     report = report or (lambda *_: None)
     rng = np.random.default_rng(settings.seed)
     async with _clients([*prefill, *(decoder.url for decoder in decoders)], key) as clients:
@@ -137,17 +141,19 @@ async def run_loop(
                 else:
                     run, events = await observe(*arguments)
                     runs.append(run)
-    context = (sum(map(len, test)) + runs[0].output_tokens / 2) / len(test)
-    return LoopResult(
-        runs=runs,
-        calibrated=len(known.prefill),
-        fitted=fitted,
-        fit_s=fit_s,
-        context=context,
-        recorded=recorded,
-        recorded_events=recorded_events,
-        events=events,
-    )
+            result = LoopResult(
+                runs=list(runs),
+                calibrated=len(known.prefill),
+                fitted=fitted,
+                fit_s=fit_s,
+                context=(sum(map(len, test)) + runs[0].output_tokens / 2) / len(test),
+                recorded=recorded,
+                recorded_events=recorded_events,
+                events=events,
+            )
+            if after_run is not None:
+                after_run(result)
+    return result
 
 
 def make_router(name: str, fitted: RouterFit, in_flight: int, seed: int = 0) -> Router:

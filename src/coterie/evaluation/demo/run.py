@@ -93,11 +93,13 @@ def run_demo(
     report: Report | None = None,
     routers: tuple[str, ...] = (OURS,),
     fleet: EmbeddedFleet | None = None,
+    rows_so_far: Callable[[list[DemoRow]], None] | None = None,
 ) -> DemoResult:
     """Close the loop on a fleet, write the trace and the figure into `out`.
 
     `routers` are compared with the baselines. A trace that the folder holds from an earlier run is replaced. Without
-    `fleet` one is started, and ended before the results are written.
+    `fleet` one is started, and ended before the results are written. `rows_so_far` is given the rows that there are
+    after each router's run.
     """
     report = report or (lambda *_: None)
     started = time.perf_counter()
@@ -114,7 +116,8 @@ def run_demo(
         prefill, *decode = fleet.workers
         secret, key = fleet.access.secret, fleet.access.key
         described = [DecodeWorker(one.url, one.expert_events, secret=secret) for one in decode]
-        result = asyncio.run(run_loop([prefill.url], described, prompts, settings, report, key))
+        after = None if rows_so_far is None else lambda found: rows_so_far(_rows(found, seed))
+        result = asyncio.run(run_loop([prefill.url], described, prompts, settings, report, key, after))
     rows = _rows(result, seed)
     folder.mkdir(parents=True, exist_ok=True)
     _save_trace(result, folder / TRACE)

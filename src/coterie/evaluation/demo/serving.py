@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from coterie.errors import UnavailableError
-from coterie.evaluation.demo.run import DemoResult, Report, run_demo
+from coterie.evaluation.demo.run import BASELINES, DemoResult, Report, run_demo
+from coterie.evaluation.demo.telling import telling
 from coterie.gateway.embedded import OURS, EmbeddedFleet
 from coterie.net.http_client import Client, completion_body, completion_path, served_model
 from coterie.prompts import load_prompts
@@ -46,8 +47,19 @@ def first_completion(url: str) -> FirstCompletion:
 
 
 def run_on(fleet: EmbeddedFleet, url: str, folder: Path, report: Report | None = None) -> DemoResult:
-    """Compare routers on the gateway's own workers, then have the gateway route by the one that was fitted."""
-    result = run_demo(out=folder, report=report, fleet=fleet)
+    """Compare routers on the gateway's own workers, then have the gateway route by the one that was fitted.
+
+    The gateway's page is told how it goes.
+    """
+    with telling(url, (*BASELINES, OURS), "an H200") as told:
+
+        def progress(what: str, done: int, total: int) -> None:
+            told.progress(what, done, total)
+            if report is not None:
+                report(what, done, total)
+
+        result = run_demo(out=folder, report=progress, fleet=fleet, rows_so_far=told.rows)
+        told.done(result.verdict)
     asyncio.run(_use(url, result.fit))
     return result
 

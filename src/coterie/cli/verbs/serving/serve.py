@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 import threading
@@ -13,13 +14,17 @@ import typer
 from rich.markup import escape
 
 from coterie.cli.output import JsonOption, out, print_json, print_verdict
-from coterie.errors import ConfigError, UnavailableError
+from coterie.errors import ConfigError, CoterieError, UnavailableError
 
 if TYPE_CHECKING:
     from coterie.evaluation.demo.serving import FirstCompletion
     from coterie.gateway.config import GatewayConfig
     from coterie.gateway.embedded import EmbeddedFleet
     from coterie.gateway.serve import Ready
+
+
+FIRST_REQUESTS = 60
+"""Requests of the demo before the comparison, which has the workers to itself: the page then has something to show."""
 
 
 def serve_command(
@@ -36,8 +41,8 @@ def serve_command(
         bool,
         typer.Option(
             "--demo",
-            help="With --embedded: serve one completion, compare routers as `coterie demo` does, and stay up only on a "
-            "terminal.",
+            help="With --embedded: show the page, serve one completion, compare routers as `coterie demo` does; on a "
+            "terminal stay up, with requests that keep the fleet busy.",
         ),
     ] = False,
     port: Annotated[
@@ -123,6 +128,7 @@ def _ready(config: GatewayConfig, json: bool) -> Ready:
             print_json({"url": url, "workers": [worker.id for worker in config.workers]})
             return
         out.print(_serving(url, config), highlight=False, soft_wrap=True)
+        out.print(f"Dashboard: {escape(url)}/", highlight=False, soft_wrap=True)
         out.print(f"Next: {_try_it(url)}", highlight=False, soft_wrap=True, markup=False)
 
     return ready
@@ -152,21 +158,27 @@ def _print_check(config: GatewayConfig, path: Path, json: bool) -> None:
 
 @contextlib.contextmanager
 def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[Ready]:
-    """Once the gateway is up: one completion, then the comparison, in a thread of their own.
+    """Once the gateway is up: its page, one completion and the comparison, in a thread of their own.
 
-    Without a terminal the gateway then ends: nobody could see it, or press Ctrl-C.
+    On a terminal requests then keep the fleet busy until Ctrl-C. Without one the gateway ends: nobody could see it, or
+    press Ctrl-C.
     """
     from coterie.cli.output import reporting
     from coterie.cli.verbs.demo import print_result
     from coterie.evaluation.demo.serving import first_completion, run_on
+    from coterie.evaluation.demo.traffic import keep_busy
 
     problems: list[BaseException] = []
+    stays = sys.stdout.isatty()
 
     def show(url: str) -> None:
+        if not json:
+            out.print(f"Dashboard: {escape(url)}/", highlight=False, soft_wrap=True)
         answer = first_completion(url)
         if not json:
-            out.print(f"Serving at {escape(url)}", highlight=False, soft_wrap=True)
             _print_first(answer)
+        if stays:
+            asyncio.run(keep_busy(url, FIRST_REQUESTS))
         with reporting("Recording", lines=True) as report:
             result = run_on(fleet, url, folder, report)
         print_result(result, json)
@@ -179,14 +191,17 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
                 show(url)
             except BaseException as error:
                 problems.append(error)
-            if problems or not sys.stdout.isatty():
+            if problems or not stays:
                 stop()
-            else:
-                out.print(
-                    f"\nThe gateway at {escape(url)} routes by the fitted router now. Ctrl-C ends it.",
-                    highlight=False,
-                    soft_wrap=True,
-                )
+                return
+            out.print(
+                f"\nThe gateway routes by the fitted router now, and requests keep it busy: {escape(url)}/ shows it. "
+                "Ctrl-C ends it.",
+                highlight=False,
+                soft_wrap=True,
+            )
+            with contextlib.suppress(CoterieError):  # it ends with the gateway
+                asyncio.run(keep_busy(url))
 
         threading.Thread(target=run, name="coterie-demo", daemon=True).start()
 

@@ -1,0 +1,58 @@
+"""Section `control` of a gateway's config: the loop that re-fits the router and advises on placement.
+
+control:
+  min_requests: 128
+  advise: {ranks: 8}
+  apply: true
+  map: /var/lib/coterie/placement.json
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from coterie.errors import ConfigError, check_at_least, check_positive
+
+
+class AdviseSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The expert-parallel group that placement advice is for."""
+
+    ranks: int
+    """Ranks of the group."""
+    slots_per_rank: int | None = None
+    """Places for an expert's weights on a rank, replicas included; None: one slot an expert, none spare."""
+    ranks_per_node: int | None = None
+    """Ranks of a machine; None: all are on one."""
+    device: str = "h200"
+    """Preset of the device whose steps are priced."""
+    model: str | None = None
+    """Model whose expert sizes and steps are priced; None: the one that the router was fitted for."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, ranks=self.ranks, slots_per_rank=self.slots_per_rank, ranks_per_node=self.ranks_per_node)
+
+
+class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """When the loop runs, and on how much it decides. Times are in seconds."""
+
+    enabled: bool | None = None
+    """Whether the loop runs; None: where a worker has `expert_events` and the decode router uses a fit."""
+    tick_s: float = 1.0
+    """Time between two looks at what came in."""
+    advise: AdviseSection | None = None
+    """Expert-parallel group to advise on; None: no placement advice."""
+    apply: bool = False
+    """Whether a plan that pays is written to `map`. Without it advice is shown and nothing is done."""
+    map: str | None = None
+    """File of the placement map that vLLM's policy loads at its next rearrangement."""
+    folder: str | None = None
+    """Folder for the fits of the loop; None: a private temporary one, removed at the end."""
+    log: str | None = None
+    """File that the loop's inputs are written to, to replay its decisions; None: none is kept."""
+
+    def __post_init__(self) -> None:
+        check_positive(tick_s=self.tick_s)
+        if self.apply and self.map is None:
+            raise ConfigError("control: apply=true needs map, the file that plans are written to")
+        if self.apply and self.advise is None:
+            raise ConfigError("control: apply=true needs advise, the group that plans are for")

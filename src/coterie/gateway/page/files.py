@@ -1,0 +1,70 @@
+"""The files of the page, as they lie in the package. They hold no data: whoever reaches the gateway may read them."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+from coterie.net.http1.messages import Headers, HttpError, Request
+from coterie.net.http1.responder import Responder
+
+PREFIX = "/page/"
+TYPES = {
+    "html": b"text/html; charset=utf-8",
+    "css": b"text/css; charset=utf-8",
+    "js": b"text/javascript; charset=utf-8",
+    "svg": b"image/svg+xml",
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+"""Nothing from elsewhere, no script but the page's files, no frame around it, no text that becomes markup."""
+GUARDS: Headers = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+]
+
+
+class PageFile(NamedTuple):
+    body: bytes
+    content_type: bytes
+    tag: bytes
+    """Of this body: a browser that has it is not sent it again."""
+
+
+@cache
+def page_files() -> dict[str, PageFile]:
+    """Path → file."""
+    found = {}
+    for file in files(__package__).joinpath("static").iterdir():
+        kind = TYPES.get(file.name.rpartition(".")[2])
+        if kind is not None:
+            body = file.read_bytes()
+            path = "/" if file.name == "index.html" else PREFIX + file.name
+            found[path] = PageFile(body, kind, b'"%b"' % hashlib.sha256(body).hexdigest()[:32].encode())
+    return found
+
+
+def is_page(path: str) -> bool:
+    return path == "/" or path.startswith(PREFIX)
+
+
+def send_file(request: Request, responder: Responder) -> None:
+    """Answer with a file of the page. Raises HttpError."""
+    if request.method not in ("GET", "HEAD"):
+        message = f"{request.path[:200]} takes GET, not {request.method}"
+        raise HttpError(405, message, headers=[(b"allow", b"GET")])
+    file = page_files().get(request.path)
+    if file is None:
+        raise HttpError(404, f"{request.path[:200]} is not a file of the page")
+    headers = [*GUARDS, (b"cache-control", b"no-cache"), (b"etag", file.tag)]
+    if request.header(b"if-none-match") == file.tag:
+        responder.send(304, headers=headers)
+    else:
+        responder.send(200, file.body, file.content_type, headers)

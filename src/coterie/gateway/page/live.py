@@ -1,0 +1,116 @@
+"""`GET /live`: snapshots as server-sent events, for as long as somebody listens.
+
+    event: snapshot   twice a second, all panels
+    event: heat       the heat map of the chosen worker, when it has changed
+    event: end        the gateway shuts down
+
+Nothing is computed while nobody listens. Listeners that ask for the same share what was computed. A listener is sent
+the next snapshot once it has taken the one before, so a slow one holds at most two; one that takes none is cut by the
+server's limit of writing, and its task ends with its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from coterie.gateway.page.files import GUARDS
+from coterie.gateway.page.snapshot import Asked, heat, snapshot
+from coterie.gateway.parts import Parts
+from coterie.net.http1.messages import HttpError, Request
+from coterie.net.http1.responder import Responder
+
+PERIOD_S = 0.5
+MOST_LISTENERS = 32
+MOST_NAME = 256
+HEADERS = [*GUARDS, (b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
+END = b"event: end\ndata: {}\n\n"
+
+
+class Live:
+    """Snapshots for those who listen."""
+
+    def __init__(self, parts: Parts, period_s: float = PERIOD_S, most: int = MOST_LISTENERS) -> None:
+        self.parts, self.period_s, self.most = parts, period_s, most
+        self.listeners = 0
+        self.computed = 0
+        """Snapshots since the start."""
+        self._closed = asyncio.Event()
+        self._tick = -1
+        self._made: dict[Asked, bytes] = {}
+        """Snapshots of this tick."""
+
+    def close(self) -> None:
+        """End all streams: the gateway shuts down."""
+        self._closed.set()
+
+    async def stream(self, request: Request, responder: Responder) -> None:
+        """Send snapshots until the client leaves, which cancels this."""
+        asked = asked_for(request.query)
+        if request.method == "HEAD":
+            responder.send(200, headers=HEADERS)
+            return
+        if self.listeners >= self.most or self._closed.is_set():
+            why = "the gateway is shutting down" if self._closed.is_set() else f"{self.most} pages are open already"
+            raise HttpError(503, f"{why}: no further one is served", headers=[(b"retry-after", b"5")])
+        self.listeners += 1
+        try:
+            responder.start(200, HEADERS)
+            await self._send(asked, responder)
+            responder.write(END)
+            responder.end()
+        finally:
+            self.listeners -= 1
+            if not self.listeners:
+                self._made.clear()
+
+    async def _send(self, asked: Asked, responder: Responder) -> None:
+        shown: object = self  # what the heat map was made of; nothing yet
+        while not self._closed.is_set():
+            control = self.parts.control
+            view = None if control is None else control.view
+            responder.write(self._snapshot(asked))
+            if view is not shown:
+                shown = view
+                responder.write(_event("heat", heat(self.parts, asked.heat)))
+            await responder.drain()
+            left_s = self.period_s - time.monotonic() % self.period_s
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._closed.wait()
+            except TimeoutError:
+                continue
+
+    def _snapshot(self, asked: Asked) -> bytes:
+        tick = int(time.monotonic() / self.period_s)
+        if tick != self._tick:
+            self._tick = tick
+            self._made.clear()
+        made = self._made.get(asked)
+        if made is None:
+            self.computed += 1
+            made = self._made[asked] = _event("snapshot", snapshot(self.parts, time.time(), asked))
+        return made
+
+
+def asked_for(query: str) -> Asked:
+    """Read ``heat=ID&pool=NAME&worker=ID``. Raises HttpError."""
+    try:
+        found = parse_qs(query, max_num_fields=8, keep_blank_values=False)
+    except ValueError:
+        raise HttpError(400, "the query has too many fields") from None
+    for name, values in found.items():
+        if name not in ("heat", "pool", "worker"):
+            raise HttpError(400, f"{name[:40]!r} is not known; known: heat, pool, worker")
+        if len(values[-1]) > MOST_NAME:
+            raise HttpError(400, f"{name} has {len(values[-1])} characters, more than {MOST_NAME}", param=name)
+    return Asked(**{name: values[-1] for name, values in found.items()})
+
+
+def _event(name: str, value: dict[str, Any]) -> bytes:
+    """JSON has no line breaks of its own: one data line holds it."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(value))

@@ -1,0 +1,215 @@
+"""What the page shows, as plain values: a function of the gateway's parts, bounded in size whatever they hold.
+
+Names and reasons come from workers, clients and plugins: they are cut to a length here, and shown as text by the page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from coterie.gateway.page.verdict import verdict
+from coterie.gateway.parts import Parts
+
+MOST_WORKERS = 128
+MOST_DECISIONS = 30
+MOST_CANDIDATES = 32
+MOST_EVENTS = 50
+MOST_ACTIONS = 6
+MOST_LAYERS = 8
+"""Layers that are named of an action."""
+MOST_RANKS = 256
+MOST_VALUES = 24
+"""Named values of an event, or of the loop's status."""
+MOST_TEXT = 300
+MOST_CELLS = 1 << 15
+"""Cells of a heat map: 61 layers of 512 experts fit."""
+MINUTE_S = 60.0
+NO_LOOP = "No control loop runs in this gateway: nothing watches the experts of its workers."
+NO_NEWS = "The control loop has started and has not told anything yet."
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What a listener wants to see."""
+
+    heat: str | None = None
+    """Worker of the heat map; None: the first that has one."""
+    pool: str | None = None
+    worker: str | None = None
+    """Both: whose decisions; None for all."""
+
+
+def snapshot(parts: Parts, now_s: float, asked: Asked) -> dict[str, Any]:
+    """All panels but the heat map, at `now_s` in seconds since 1970."""
+    decisions = [_decision(one) for one in parts.decisions.last(MOST_DECISIONS, pool=asked.pool, worker=asked.worker)]
+    workers = _workers(parts)
+    recent = parts.watcher.recent
+    minute = recent.over(now_s, MINUTE_S)
+    loop = _loop(parts)
+    said = verdict(workers, minute, decisions, loop["events"])
+    return {
+        "at_s": now_s,
+        "verdict": said,
+        "workers": workers[:MOST_WORKERS],
+        "workers_left_out": max(0, len(workers) - MOST_WORKERS),
+        "pools": [{"name": name, "router": cut(pool.spec.router, 100)} for name, pool in parts.pools.items()],
+        "in_flight": parts.line.in_use,
+        "waiting": parts.line.waiting,
+        "decided": parts.decisions.recorded,
+        "decisions": decisions,
+        "minute": minute,
+        "series": recent.series(now_s),
+        "comparison": parts.comparison,
+        "loop": loop,
+    }
+
+
+def heat(parts: Parts, worker: str | None) -> dict[str, Any]:
+    """[layer, expert] tokens of a worker's last window, row by row, or the reason why there are none."""
+    view = None if parts.control is None else parts.control.view
+    if view is None:
+        return {"worker": worker, "workers": [], "reason": NO_LOOP if parts.control is None else NO_NEWS}
+    known = [cut(name, 128) for name in sorted(view.loads)[:MOST_WORKERS]]
+    if worker is None and known:
+        worker = known[0]
+    loads = view.loads.get(worker or "")
+    if not loads or not loads[0]:
+        said = "No worker has" if worker is None else f"{cut(worker, 128)} has not"
+        return {"worker": worker, "workers": known, "reason": f"{said} told of its experts yet."}
+    experts = len(loads[0])
+    layers = min(len(loads), max(1, MOST_CELLS // experts))
+    values = [_rounded(value) for row in loads[:layers] for value in row[:MOST_CELLS]]
+    return {
+        "worker": worker,
+        "workers": known,
+        "layers": layers,
+        "layers_left_out": len(loads) - layers,
+        "experts": min(experts, MOST_CELLS),
+        "values": values,
+    }
+
+
+def _workers(parts: Parts) -> list[dict[str, Any]]:
+    rows = []
+    for pool in parts.pools.values():
+        now = pool.clock()
+        for id, member in pool.members.items():
+            row = pool.keeper.row_of(id)
+            rows.append(
+                {
+                    "id": cut(id, 128),
+                    "pool": pool.name,
+                    "role": member.entry.role,
+                    "running": int(pool.keeper.fleet.running[row]),
+                    "places": member.entry.places,
+                    "open": pool.keeper.is_open(id),
+                    "healthy": member.health.healthy,
+                    "checked": member.health.checks > 0,
+                    "breaker": str(member.breaker.state(now)),
+                    "experts": _rounded(float(pool.keeper.fleet.distinct[row])),
+                    "kv_events": parts.knowledge.connected(pool.name, id),
+                }
+            )
+    return rows
+
+
+def _decision(one: Mapping[str, Any]) -> dict[str, Any]:
+    """A decision with its best candidates, the chosen one among them."""
+    scores: dict[str, float | None] = one["scores"]
+    chosen = one["worker"]
+    order = sorted(scores, key=lambda name: (name != chosen, math.inf if scores[name] is None else scores[name]))
+    kept = set(order[:MOST_CANDIDATES])
+    return {
+        "id": cut(one["id"], 100),
+        "time": one["time"],
+        "pool": one["pool"],
+        "worker": cut(chosen, 128),
+        "reason": cut(one["reason"], MOST_TEXT),
+        "fallback": one["fallback"],
+        "prompt_tokens": one["prompt_tokens"],
+        "cached_tokens": one["cached_tokens"],
+        "scores": {cut(name, 128): _rounded(score) for name, score in scores.items() if name in kept},
+        "candidates": len(scores),
+    }
+
+
+def _loop(parts: Parts) -> dict[str, Any]:
+    """The control loop: its state, its events (newest last) and its advice."""
+    view = None if parts.control is None else parts.control.view
+    if view is None:
+        reason = NO_LOOP if parts.control is None else NO_NEWS
+        return {"running": parts.control is not None, "reason": reason, "status": {}, "events": [], "advice": None}
+    return {
+        "running": True,
+        "reason": None,
+        "status": _plain(view.status),
+        "events": [_event(one) for one in view.events[-MOST_EVENTS:]],
+        "advice": None if view.advice is None else _advice(view.advice),
+    }
+
+
+def _event(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "at_s": _rounded(one.get("at_s"), 14),
+        "kind": cut(one.get("kind", ""), 40),
+        "reason": cut(one.get("reason", ""), MOST_TEXT),
+        "values": _plain(one.get("values")),
+    }
+
+
+def _advice(advice: Mapping[str, Any]) -> dict[str, Any]:
+    found = _plain(advice)
+    for side in ("before", "after"):
+        told = advice.get(side)
+        found[side] = _ranks(told) if isinstance(told, Mapping) else None
+    actions = advice.get("actions")
+    found["actions"] = [_action(one) for one in actions[:MOST_ACTIONS]] if isinstance(actions, list) else []
+    found["actions_left_out"] = max(0, len(actions) - MOST_ACTIONS) if isinstance(actions, list) else 0
+    return found
+
+
+def _ranks(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Balance of a placement, and what each rank takes of a mean layer of a step."""
+    rank_s = told.get("rank_s")
+    seconds = rank_s[:MOST_RANKS] if isinstance(rank_s, list) else []
+    return {"balance": _rounded(told.get("balance")), "rank_us": [1e6 * (_rounded(one) or 0.0) for one in seconds]}
+
+
+def _action(one: object) -> dict[str, Any]:
+    if not isinstance(one, Mapping):
+        return {"action": cut(one, MOST_TEXT)}
+    layers = one.get("layers")
+    named = [_rounded(layer) for layer in layers[:MOST_LAYERS]] if isinstance(layers, list | tuple) else []
+    return {**_plain(one), "layers": named}
+
+
+def _plain(values: object) -> dict[str, Any]:
+    """The numbers, flags and texts of a mapping; what is nested is left out."""
+    if not isinstance(values, Mapping):
+        return {}
+    found: dict[str, Any] = {}
+    for name, value in list(values.items())[: 4 * MOST_VALUES]:
+        if value is None or isinstance(value, bool):
+            found[cut(name, 60)] = value
+        elif isinstance(value, int | float):
+            found[cut(name, 60)] = _rounded(value, 14)
+        elif isinstance(value, str):
+            found[cut(name, 60)] = cut(value, MOST_TEXT)
+        if len(found) == MOST_VALUES:
+            break
+    return found
+
+
+def cut(value: object, most: int) -> str:
+    text = str(value)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _rounded(value: object, digits: int = 5) -> float | None:
+    """A number as JSON has it; None for what is none, or is infinite."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(f"{value:.{digits}g}")

@@ -1,0 +1,170 @@
+"""What the page is told: whole, bounded whatever the fleet and the loop hold, and in words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from canned_workers import canned_workers
+from coterie.gateway.config import GatewayConfig, WorkerEntry
+from coterie.gateway.control.views import ControlView
+from coterie.gateway.page.snapshot import MOST_CANDIDATES, MOST_CELLS, MOST_DECISIONS, Asked, heat, snapshot
+from coterie.gateway.page.verdict import verdict
+from coterie.gateway.parts import Parts
+from coterie.routing import Decision
+from gateway_runs import FAST, config_of, gateway, run
+from shown_control import ShownControl, full_view
+
+NOW = 1_700_000_000.0
+MINUTE = {"seconds": 60.0, "ended": 0, "failed": 0, "ttft_ms": {"p50": None}, "tpot_ms": {"p50": None}}
+MOST_BYTES = 700_000
+"""Of a snapshot of the largest fleet, of which every text is as long as it may be."""
+
+
+def shown(parts: Parts, **asked: str) -> Any:
+    """A snapshot as the page reads it."""
+    return msgspec.json.decode(msgspec.json.encode(snapshot(parts, NOW, Asked(**asked))))
+
+
+def test_requests_are_told_with_their_reasons() -> None:
+    async def test() -> None:
+        async with canned_workers("a", "b") as workers, gateway(config_of(workers)) as found:
+            for _ in range(5):
+                await found.client.complete(stream=True)
+            told = msgspec.json.decode(msgspec.json.encode(snapshot(found.running.parts, NOW, Asked())))
+            assert [row["id"] for row in told["workers"]] == ["a", "b"]
+            assert all(row["open"] and row["healthy"] and row["breaker"] == "closed" for row in told["workers"])
+            assert told["pools"] == [{"name": "decode", "router": found.running.parts.pools["decode"].spec.router}]
+            assert (told["decided"], len(told["decisions"])) == (5, 5)
+            first = told["decisions"][0]
+            assert set(first["scores"]) == {"a", "b"}
+            assert first["reason"]
+            assert first["candidates"] == 2
+            one = shown(found.running.parts, worker="a")["decisions"]
+            assert {row["worker"] for row in one} == {"a"}
+            assert len(one) < 5
+            assert shown(found.running.parts, pool="prefill")["decisions"] == []
+            assert told["loop"]["running"] is False
+            assert "No control loop" in told["loop"]["reason"]
+
+    run(test)
+
+
+def test_times_are_those_of_requests_that_ended() -> None:
+    async def test() -> None:
+        async with canned_workers("a") as workers, gateway(config_of(workers)) as found:
+            for _ in range(3):
+                await found.client.complete(stream=True)
+            parts = found.running.parts
+            parts.watcher.catch_up()
+            newest = parts.watcher.recent._ring[-1]
+            told = snapshot(parts, newest.number * parts.watcher.recent.bin_s, Asked())
+            assert (told["minute"]["ended"], told["minute"]["failed"]) == (3, 0)
+            assert told["series"]["ended"][-1] == 3
+            assert told["series"]["ttft_ms"]["p50"][-1] > 0
+
+    run(test)
+
+
+def test_the_largest_fleet_stays_within_bounds() -> None:
+    async def test() -> None:
+        ids = [f"{'w' * 120}{number}" for number in range(300)]
+        entries = [WorkerEntry(id=id, url=f"http://127.0.0.1:{9}") for id in ids]
+        parts = Parts(GatewayConfig(workers=entries, health=FAST))
+        for entry in entries[:2]:
+            parts.add_worker(entry)
+        for number in range(3000):
+            scores = np.arange(300, dtype=np.float64)
+            scores[:5] = math.inf
+            decision = Decision(7, scores, "because " * 100)
+            parts.decisions.add("r" * 500, "decode", ids[7], ids, decision, time_s=NOW + number)
+        parts.control = ShownControl(full_view(text="\U0001f980" * 4000, items=5000))
+        raw = msgspec.json.encode(snapshot(parts, NOW, Asked()))
+        assert len(raw) < MOST_BYTES
+        told = msgspec.json.decode(raw)
+        assert len(told["decisions"]) == MOST_DECISIONS
+        assert len(told["decisions"][0]["scores"]) == MOST_CANDIDATES
+        assert ids[7][:128] in told["decisions"][0]["scores"], "the chosen one is among them"
+        assert told["decisions"][0]["candidates"] == 300
+        await parts.close()
+
+    run(test)
+
+
+def test_the_heat_map_is_cut_to_what_can_be_shown() -> None:
+    async def test() -> None:
+        parts = Parts(GatewayConfig())
+        assert heat(parts, None)["reason"].startswith("No control loop")
+        parts.control = ShownControl(None)
+        assert "not told" in heat(parts, "a")["reason"]
+        loads = np.arange(300.0 * 1024).reshape(300, 1024).tolist()
+        parts.control = ShownControl(ControlView(status={}, loads={"a": loads, "b": [], "c": [[math.nan, math.inf]]}))
+        told = heat(parts, None)
+        assert (told["worker"], told["layers"], told["experts"]) == ("a", MOST_CELLS // 1024, 1024)
+        assert len(told["values"]) == MOST_CELLS
+        assert told["layers_left_out"] == 300 - told["layers"]
+        assert "has not told" in heat(parts, "b")["reason"]
+        assert "has not told" in heat(parts, "gone")["reason"]
+        assert heat(parts, "c")["values"] == [None, None], "JSON has neither"
+        await parts.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"advice": {"actions": "all", "before": [1], "after": {"balance": "x", "rank_s": "y"}}},
+        {"advice": {"before": {"rank_s": [math.nan, "x", None, 1e-4]}, "gain_pct": math.inf, "actions": [1, None, {}]}},
+        {"events": [{}, {"kind": None, "reason": 7, "values": [1], "at_s": "then"}]},
+        {"status": {"job": [1], "drift_ratio": math.nan, 5: "x"}},
+        {"loads": {"a": [[]]}},
+    ],
+)
+def test_a_view_of_another_form_is_told_as_far_as_it_goes(broken: dict[str, Any]) -> None:
+    async def test() -> None:
+        parts = Parts(GatewayConfig())
+        parts.control = ShownControl(ControlView(**{"status": {}, **broken}))
+        told = shown(parts)["loop"]
+        assert told["running"] is True
+        msgspec.json.encode(heat(parts, "a"))
+        await parts.close()
+
+    run(test)
+
+
+def row(id: str, open: bool = True, running: int = 0) -> dict[str, Any]:
+    return {"id": id, "open": open, "running": running}
+
+
+@pytest.mark.parametrize(
+    ("workers", "begin"),
+    [
+        ([], "The fleet has no workers"),
+        ([row("a", running=1)], "The one worker is open and serves 1 request now"),
+        ([row("a", running=3), row("b", running=4)], "All 2 workers are open and serve 7 requests now"),
+        ([row("a"), row("b", open=False)], "1 of 2 workers are open (not b) and serve no request now"),
+        ([row("a", open=False)], "None of 1 workers is open"),
+    ],
+)
+def test_the_verdict_says_how_the_fleet_is(workers: list[dict[str, Any]], begin: str) -> None:
+    assert verdict(workers, MINUTE, [], []).startswith(begin)
+    assert verdict(workers, MINUTE, [], []).endswith("Nothing has been routed yet.")
+
+
+def test_the_verdict_says_what_was_last_decided() -> None:
+    decisions = [
+        {"pool": "prefill", "worker": "p", "reason": "cached."},
+        {"pool": "decode", "worker": "d", "reason": "x" * 500},
+    ]
+    events = [{"kind": "refit_taken", "reason": "fewer experts"}, {"kind": "no_drift", "reason": "none"}]
+    minute = {**MINUTE, "ended": 9, "failed": 2, "ttft_ms": {"p50": 1234.0}, "tpot_ms": {"p50": 4.567}}
+    said = verdict([row("a")], minute, decisions, events)
+    assert "9 ended in the last 60 s, 2 of them without an answer (medians: TTFT 1.23 s, TPOT 4.57 ms)." in said
+    assert "The last request went to d: xxx" in said
+    assert said.endswith("The loop last decided (refit taken): fewer experts.")
+    assert len(said) < 500
