@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
+from coterie.control.base import ControlSettings
 from coterie.errors import ConfigError, check_at_least, check_positive
 
 
@@ -39,6 +40,18 @@ class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Whether the loop runs; None: where a worker has `expert_events` and the decode router uses a fit."""
     tick_s: float = 1.0
     """Time between two looks at what came in."""
+    window: int = 32
+    """Requests of a window, whose experts are compared with those of the requests that the router was fitted to."""
+    min_requests: int = 64
+    """Fewest requests of the same traffic that a fit is made from."""
+    fit_requests: int = 384
+    """Most requests that a fit is made from."""
+    score_requests: int = 128
+    """Requests that a new fit and the one in force are compared on."""
+    margin: float = 0.003
+    """Least predicted saving of decode time for which the router is swapped."""
+    cooldown_s: float = 20.0
+    """Least time between the starts of two fits."""
     advise: AdviseSection | None = None
     """Expert-parallel group to advise on; None: no placement advice."""
     apply: bool = False
@@ -52,7 +65,22 @@ class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         check_positive(tick_s=self.tick_s)
+        try:
+            self.settings()
+        except ConfigError as error:
+            raise ConfigError(f"control: {error}") from None
         if self.apply and self.map is None:
             raise ConfigError("control: apply=true needs map, the file that plans are written to")
         if self.apply and self.advise is None:
             raise ConfigError("control: apply=true needs advise, the group that plans are for")
+
+    def settings(self) -> ControlSettings:
+        """Settings of the loop. Raises ConfigError where they do not go together."""
+        return ControlSettings(
+            window=self.window,
+            min_requests=self.min_requests,
+            fit_requests=self.fit_requests,
+            score_requests=self.score_requests,
+            margin=self.margin,
+            cooldown_s=self.cooldown_s,
+        )

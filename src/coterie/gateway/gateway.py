@@ -2,7 +2,7 @@
 
     POST /v1/chat/completions, /v1/completions, /v1/embeddings, GET /v1/models     callers
     GET /health                                                                    anyone
-    GET /metrics, /decisions, /workers, /routers                                   administrators
+    GET /metrics, /decisions, /advice, /workers, /routers                          administrators
     POST /workers, DELETE /workers/ID, PUT /routers/POOL, POST /reload             administrators
 
 A caller presents an API key; administrators have keys of their own. Without a keys file the gateway listens on a
