@@ -1,0 +1,21 @@
+"""The live loop: watch a fleet, fit its router anew, advise on placement. No clock, no socket, no thread."""
+
+from coterie.control.base import KINDS, ControlEvent, ControlSettings, Kind, LoadSeen, RequestSeen, Shape, Tick
+from coterie.control.jobs import FitJob
+from coterie.control.loop import ControlLoop
+from coterie.control.scoring import Comparison, Scorer
+
+__all__ = [
+    "KINDS",
+    "Comparison",
+    "ControlEvent",
+    "ControlLoop",
+    "ControlSettings",
+    "FitJob",
+    "Kind",
+    "LoadSeen",
+    "RequestSeen",
+    "Scorer",
+    "Shape",
+    "Tick",
+]

@@ -1,0 +1,152 @@
+"""What the live loop is told, what it answers, and its settings.
+
+The loop has no clock, no socket and no thread. Whoever drives it (a gateway, a simulator, a replay) hands it what was
+seen, asks at its own times what to do, runs the jobs and swaps the router. Time comes in with the values alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive, check_positive_share
+
+if TYPE_CHECKING:
+    from coterie.control.jobs import FitJob
+    from coterie.routing import RouterFit
+
+Kind = Literal[
+    "drift",
+    "no_drift",
+    "refit_started",
+    "refit_taken",
+    "refit_kept",
+    "refit_failed",
+    "swap_failed",
+    "fall_back",
+    "plan_made",
+    "plan_kept",
+    "action",
+    "cooldown",
+    "too_little",
+    "ignored",
+]
+KINDS: tuple[str, ...] = get_args(Kind)
+
+
+class Shape(NamedTuple):
+    """The model and the fleet that the loop is for."""
+
+    model: str
+    num_layers: int
+    num_experts: int
+    top_k: int
+    workers: int
+    """Decode workers: rows of the fit."""
+
+    def check(self) -> None:
+        check_at_least(1, **{name: getattr(self, name) for name in ("num_layers", "num_experts", "top_k", "workers")})
+        if self.top_k > self.num_experts:
+            raise ConfigError(f"top_k={self.top_k} must be at most num_experts={self.num_experts}")
+
+
+class RequestSeen(NamedTuple):
+    """One finished request."""
+
+    at_s: float
+    request_id: str
+    worker: str
+    prefill: NDArray[np.int64]
+    """[layer, expert] activations of its prompt."""
+    decode: NDArray[np.int64]
+    """[layer, expert] activations of its output tokens."""
+
+
+class LoadSeen(NamedTuple):
+    """One worker's load over a piece of time."""
+
+    at_s: float
+    worker: str
+    tokens: NDArray[np.float64]
+    """[layer, expert] tokens."""
+    steps: int
+    seconds: float
+
+
+class ControlEvent(NamedTuple):
+    """One decision of the loop, with its reason."""
+
+    at_s: float
+    kind: Kind
+    reason: str
+    values: Mapping[str, float | str] = {}
+
+
+class Tick(NamedTuple):
+    """What the loop decided at one moment."""
+
+    events: list[ControlEvent]
+    job: FitJob | None = None
+    """A re-fit to run in the background; hand its result to `candidate`, or its error to `fit_failed`."""
+    use: RouterFit | None = None
+    """Put this fit in force now, atomically; then call `swapped`, or `swap_failed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """How the loop decides. Counts are of finished requests."""
+
+    window: int = 32
+    """Requests of a window, whose experts are compared with those of the fit's requests."""
+    min_requests: int = 64
+    """Fewest requests of the same traffic that a fit is made from."""
+    fit_requests: int = 384
+    """Most requests that a fit is made from: the newest of the same traffic."""
+    growth: float = 3.0
+    """A fit is made again once there are this many times as many requests of the same traffic as it had."""
+    drift_ratio: float = 2.0
+    """A window is other traffic where its squared distance is this many times what chance gives."""
+    drift_windows: int = 2
+    """Windows in a row that must be other traffic before a re-fit."""
+    pieces: int = 8
+    """Pieces of the scored requests, over which a saving must hold."""
+    score_requests: int = 128
+    """Requests that a candidate and the fit in force are compared on, newer than all that either was fitted on."""
+    margin: float = 0.003
+    """Least predicted saving of decode time for which the router is swapped."""
+    confidence: float = 0.975
+    """One-sided probability of the bound that the saving must exceed 0 by, over the pieces."""
+    cooldown_s: float = 20.0
+    """Least time between the starts of two re-fits."""
+    candidate_s: float = 900.0
+    """A candidate that could not be scored for so long is dropped."""
+    ahead_s: float = 60.0
+    """A time this far past the last known one is not believed."""
+    late_s: float = 600.0
+    """What is older than this is not used."""
+    per_tick: int = 4096
+    """Most values that one worker may report between two ticks; more are counted and left out."""
+    kept_bytes: int = 256 << 20
+    """Most memory for kept requests; large models keep fewer than `fit_requests` + `score_requests`."""
+    events: int = 512
+    """Newest events that are kept."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            2, window=self.window, pieces=self.pieces, growth=self.growth, score_requests=self.score_requests
+        )
+        check_at_least(1, drift_windows=self.drift_windows, per_tick=self.per_tick, events=self.events)
+        check_at_least(3, min_requests=self.min_requests)
+        check_at_least(1, drift_ratio=self.drift_ratio, kept_bytes=self.kept_bytes)
+        check_not_negative(margin=self.margin, cooldown_s=self.cooldown_s, seed=self.seed)
+        check_positive(candidate_s=self.candidate_s, ahead_s=self.ahead_s, late_s=self.late_s)
+        check_positive_share(confidence=self.confidence)
+        if self.fit_requests < self.min_requests:
+            raise ConfigError(f"fit_requests={self.fit_requests} must be at least min_requests={self.min_requests}")
+        if self.score_requests < 2 * self.pieces:
+            raise ConfigError(f"score_requests={self.score_requests} must be at least twice pieces={self.pieces}")

@@ -1,0 +1,75 @@
+"""Whether a reported value can be believed. The answer is None, or the reason for which it is left out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from coterie.control.base import LoadSeen, RequestSeen, Shape
+
+MOST_COUNT = 1 << 31
+"""Most activations of one expert by one request, and most tokens of one expert in a piece of time."""
+MOST_NAME = 512
+"""Longest name of a request or a worker."""
+MOST_STEPS = 1 << 31
+MOST_SECONDS = 86_400.0
+UNEVEN = 2.0
+"""Every token passes every layer: layers whose totals differ by more than this factor were not counted together."""
+
+
+def wrong_request(seen: RequestSeen, shape: Shape) -> str | None:
+    """Why a finished request is not used."""
+    for field in (seen.request_id, seen.worker):
+        if not _is_name(field):
+            return "name"
+    for counts in (seen.prefill, seen.decode):
+        reason = _wrong_counts(counts, shape, whole=True)
+        if reason is not None:
+            return reason
+    return None
+
+
+def wrong_load(seen: LoadSeen, shape: Shape) -> str | None:
+    """Why a worker's load is not used."""
+    if not _is_name(seen.worker):
+        return "name"
+    if not _is_whole(seen.steps) or not 1 <= seen.steps <= MOST_STEPS:
+        return "steps"
+    if not is_number(seen.seconds) or not 0 < seen.seconds <= MOST_SECONDS:
+        return "seconds"
+    return _wrong_counts(seen.tokens, shape, whole=False)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number; a bool is none."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MOST_NAME
+
+
+def _wrong_counts(counts: Any, shape: Shape, *, whole: bool) -> str | None:
+    if not isinstance(counts, np.ndarray) or counts.dtype.kind not in ("iu" if whole else "iuf"):
+        return "dtype"
+    if counts.shape != (shape.num_layers, shape.num_experts):
+        return "shape"
+    if not ((counts >= 0) & (counts <= MOST_COUNT)).all():  # false for NaN as well
+        return "magnitude"
+    totals = counts.sum(axis=1, dtype=np.float64)
+    if not totals.any():
+        return "empty"
+    if totals.max() > UNEVEN * totals.min():
+        return "uneven_layers"
+    return None

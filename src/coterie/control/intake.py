@@ -1,0 +1,99 @@
+"""What comes in: checked, counted, and left out with its reason where it is wrong, late, doubled or too much."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+from coterie.control.base import ControlEvent, ControlSettings, LoadSeen, RequestSeen, Shape
+from coterie.control.checks import MOST_NAME, is_number, wrong_load, wrong_request
+
+REMEMBERED_IDS = 1 << 15
+"""Newest request ids that are recognised when they come again."""
+MOST_WORKERS = 4096
+"""Most workers that are told apart."""
+
+
+class Intake:
+    """Decides what the loop uses. Never raises on data."""
+
+    def __init__(self, shape: Shape, settings: ControlSettings, now_s: float, names: Collection[str] | None) -> None:
+        self.shape, self.settings, self.now_s = shape, settings, now_s
+        self.names: frozenset[str] | None = None if names is None else frozenset(names)
+        self.counters: dict[str, int] = {"requests": 0, "loads": 0}
+        self.newest_s = now_s
+        """Newest time that was believed."""
+        self.untold: list[ControlEvent] = []
+        """Events of first ignored values, for the next tick."""
+        self._ids: OrderedDict[str, None] = OrderedDict()
+        self._since_tick: dict[str, int] = {}
+        self._last: str | None = None
+
+    def accepts(self, seen: RequestSeen | LoadSeen | Any) -> bool:
+        """Whether a value is to be used; if not, it is counted by its reason."""
+        try:
+            reason = self._reason(seen)
+        except Exception as error:  # a value made to break the checks is one more wrong value
+            reason = f"error_{type(error).__name__}"
+        if reason is not None:
+            self.ignore(reason, getattr(seen, "worker", ""))
+            return False
+        self.counters["requests" if isinstance(seen, RequestSeen) else "loads"] += 1
+        self._last = None
+        return True
+
+    def ignore(self, reason: str, worker: Any = "") -> None:
+        """Count a value that is not used; the first of a run with one reason gives an event."""
+        key = f"ignored_{reason}"
+        self.counters[key] = self.counters.get(key, 0) + 1
+        if reason == self._last:
+            return
+        self._last = reason
+        shown = worker[:MOST_NAME] if isinstance(worker, str) else ""
+        values: dict[str, float | str] = {"reason": reason, "worker": shown}
+        self.untold.append(ControlEvent(self.now_s, "ignored", f"a value was left out: {reason}", values))
+        del self.untold[: -self.settings.events]
+
+    def tick(self, now_s: float) -> bool:
+        """Take the driver's time; False where it is no time, or goes back."""
+        if not is_number(now_s) or now_s < self.now_s:
+            self.ignore("clock")
+            return False
+        self.now_s = float(now_s)
+        self._since_tick.clear()
+        return True
+
+    def _reason(self, seen: Any) -> str | None:
+        if not isinstance(seen, RequestSeen | LoadSeen):
+            return "type"
+        wrong = wrong_request(seen, self.shape) if isinstance(seen, RequestSeen) else wrong_load(seen, self.shape)
+        if wrong is not None:
+            return wrong
+        if not is_number(seen.at_s):
+            return "time"
+        latest = max(self.now_s, self.newest_s)
+        if seen.at_s > self.now_s + self.settings.ahead_s:
+            return "future"
+        if seen.at_s < latest - self.settings.late_s:
+            return "late"
+        if self.names is not None and seen.worker not in self.names:
+            return "unknown_worker"
+        if isinstance(seen, RequestSeen) and seen.request_id in self._ids:
+            return "doubled"
+        flood = self._flood(seen.worker)
+        if flood is not None:
+            return flood
+        self.newest_s = max(self.newest_s, float(seen.at_s))
+        if isinstance(seen, RequestSeen):
+            self._ids[seen.request_id] = None
+            if len(self._ids) > REMEMBERED_IDS:
+                self._ids.popitem(last=False)
+        return None
+
+    def _flood(self, worker: str) -> str | None:
+        count = self._since_tick.get(worker)
+        if count is None and len(self._since_tick) >= MOST_WORKERS:
+            return "too_many_workers"
+        self._since_tick[worker] = (count or 0) + 1
+        return "flood" if self._since_tick[worker] > self.settings.per_tick else None

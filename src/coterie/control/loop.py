@@ -1,0 +1,362 @@
+"""The live loop: finished requests → drift → a re-fit in the background → scored → swapped in, or not, and why.
+
+    observe ──► intake (wrong, late, doubled: counted, left out) ──► windows of requests
+    tick    ──► are the newest windows other traffic than the fit's? ──► FitJob (the driver runs it)
+            ──► candidate: both fits route the newest requests, which neither has seen ──► swap, or keep
+            ──► after a swap: the fit before it on what came since ──► fall back, or go on
+
+A fit is also made again when there are several times as many requests of the same traffic as it was made from, since a
+fit on few requests is a poor one. A candidate that does not pay changes what counts as drift: the traffic that it was
+made for was looked at, so that only other traffic, or much more of it, starts the next.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from coterie.control.base import ControlEvent, ControlSettings, Kind, LoadSeen, RequestSeen, Shape, Tick
+from coterie.control.checks import is_number
+from coterie.control.intake import Intake
+from coterie.control.jobs import FitJob
+from coterie.control.scoring import Comparison, Scorer
+from coterie.control.traffic import Kept, Sample, Traffic, reference_of, sample_of
+from coterie.costs.lines import StepPrices
+from coterie.errors import ConfigError, check_at_least
+from coterie.routing import Router, RouterFit
+
+FALL_BACK_CHECKS = 4
+"""Times that the fit before is scored after a swap, each after twice as many requests as the last."""
+
+
+class Known(NamedTuple):
+    """A fit and the requests it was made from."""
+
+    fit: RouterFit
+    newest: int
+    """Serial of the newest of them; -1 for a fit from elsewhere."""
+    sample: Sample
+    requests: int
+
+
+class _Job(NamedTuple):
+    """A re-fit under way."""
+
+    job: FitJob
+    sample: Sample
+
+    @property
+    def requests(self) -> int:
+        return len(self.job.calibration.requests)
+
+
+class _Watch(NamedTuple):
+    """The fit before the one in force."""
+
+    known: Known
+    since: int
+    """Serial of the newest request at the swap, or at the last check."""
+    after: int
+    """Requests until it is scored."""
+    checks: int
+
+
+class _Swap(NamedTuple):
+    """A fit handed out and not confirmed yet."""
+
+    known: Known
+    back: bool
+    at_s: float
+
+
+class ControlLoop:
+    """Observes a fleet and decides when its router is fitted anew. Holds no clock; see the module."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        fit: RouterFit,
+        make: Callable[[RouterFit], Router],
+        settings: ControlSettings | None = None,
+        *,
+        batch: int = 16,
+        prices: StepPrices | None = None,
+        names: Collection[str] | None = None,
+        now_s: float = 0.0,
+    ) -> None:
+        """`fit` serves now; `make` makes the pool's router of a fit, for scoring. `batch` is the mean number of
+        requests in a worker's step. Without `prices` a step's time is the number of experts it touches. With `names`,
+        workers of other names are not believed.
+        """
+        shape.check()
+        check_at_least(1, batch=batch)
+        if (fit.num_layers, fit.num_experts) != (shape.num_layers, shape.num_experts):
+            raise ConfigError(
+                f"the fit is for {fit.num_layers} layers of {fit.num_experts} experts; "
+                f"the loop for {shape.num_layers} of {shape.num_experts}"
+            )
+        self.shape, self.settings, self.batch = shape, settings or ControlSettings(), batch
+        self.intake = Intake(shape, self.settings, now_s, names)
+        self.traffic = Traffic(shape, self.settings)
+        self.scorer = Scorer(make, batch, prices)
+        self.events: deque[ControlEvent] = deque(maxlen=self.settings.events)
+        sample = reference_of(fit)
+        self._in_force = Known(fit.widened(shape.workers), -1, sample, sample.requests)
+        self._looked_at = sample
+        self._looked_requests = sample.requests
+        self._job: _Job | None = None
+        self._candidate: tuple[Known, float] | None = None
+        self._watch: _Watch | None = None
+        self._swap: _Swap | None = None
+        self._started_s: float | None = None
+        self._resized = False
+        self._new_window = False
+        self._state = ""
+        self._seconds = 0.0
+        self._swapped_s: float | None = None
+        self._jobs = 0
+        self._tick_events: list[ControlEvent] = []
+
+    # ------------------------------------------------------------------------------------------------------- inputs
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self.intake.counters
+
+    @property
+    def fit(self) -> RouterFit:
+        """The fit in force."""
+        return self._in_force.fit
+
+    def observe(self, seen: RequestSeen | LoadSeen) -> None:
+        """Take a finished request or a worker's load; wrong ones are counted and left out."""
+        if self.intake.accepts(seen) and isinstance(seen, RequestSeen):
+            self._new_window |= self.traffic.add(seen)
+
+    def candidate(self, fit: RouterFit, seconds: float) -> None:
+        """The job's fit. It is scored at later ticks."""
+        if self._job is None:
+            self._tell("refit_kept", "no job was under way")
+            return
+        (job, sample), requests = self._job, self._job.requests
+        self._job = None
+        if job.workers != self.shape.workers:
+            self._tell("refit_kept", f"it is for {job.workers} workers; there are {self.shape.workers} now")
+            return
+        newest = int(job.calibration.requests[-1])
+        self._candidate = Known(fit, newest, sample, requests), self.intake.now_s
+        self._count("refits_made")
+        self._seconds = seconds if is_number(seconds) else 0.0
+
+    def fit_failed(self, problem: str) -> None:
+        """The job raised an error."""
+        if self._job is not None:
+            self._looked_at, self._looked_requests = self._job.sample, self._job.requests
+            self._job = None
+        self._count("refits_failed")
+        self._tell("refit_failed", str(problem)[:500])
+
+    def swapped(self, now_s: float) -> None:
+        """The fit handed out is in force."""
+        if self._swap is None:
+            return
+        known, back, _ = self._swap
+        self._swap = None
+        before, self._in_force = self._in_force, known
+        self._looked_at, self._looked_requests = known.sample, known.requests
+        self._count("swaps")
+        self._swapped_s = float(now_s) if is_number(now_s) else self.intake.now_s
+        self._watch = None
+        if not back:
+            self._watch = _Watch(before, self.traffic.serial - 1, self.settings.score_requests, 0)
+
+    def swap_failed(self, now_s: float, problem: str) -> None:
+        """The fit handed out could not be put in force; the one before still is."""
+        if self._swap is not None:
+            self._looked_at, self._looked_requests = self._swap.known.sample, self._swap.known.requests
+            self._swap = None
+        self._count("swaps_failed")
+        self._tell("swap_failed", str(problem)[:500], {"at_s": now_s} if is_number(now_s) else None)
+
+    def resize(self, workers: int, names: Collection[str] | None = None) -> None:
+        """A decode worker joined or left. What was fitted for another number of them is dropped."""
+        if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+            self.intake.ignore("workers")
+            return
+        if names is not None:
+            self.intake.names = frozenset(names)
+        if workers == self.shape.workers:
+            return
+        self.shape = self.intake.shape = self.traffic.shape = self.shape._replace(workers=workers)
+        self._in_force = self._in_force._replace(fit=self._in_force.fit.widened(workers))
+        if self._candidate is not None:
+            self._tell("refit_kept", f"the fleet has {workers} workers now")
+        self._candidate = self._watch = None
+        self._resized = True
+
+    # ------------------------------------------------------------------------------------------------------ decision
+
+    def tick(self, now_s: float) -> Tick:
+        """Decide what to do now. Cheap, unless a candidate is to be scored."""
+        timely = self.intake.tick(now_s)
+        for event in self.intake.untold:
+            self._add(event)
+        self.intake.untold.clear()
+        use, job = (self._weigh(), self._consider()) if timely else (None, None)
+        told, self._tick_events = self._tick_events, []
+        return Tick(told, job, use)
+
+    def _weigh(self) -> RouterFit | None:
+        """Score what waits to be scored; a fit to swap in, or None."""
+        if self._swap is not None:
+            if self.intake.now_s - self._swap.at_s > self.settings.candidate_s:
+                self.swap_failed(self.intake.now_s, "nobody said whether it was done")
+            return None
+        if self._candidate is not None:
+            return self._weigh_candidate(*self._candidate)
+        return None if self._watch is None else self._weigh_before(self._watch)
+
+    def _weigh_candidate(self, known: Known, since_s: float) -> RouterFit | None:
+        settings = self.settings
+        newer = self.traffic.newer(max(known.newest, self._in_force.newest))
+        if len(newer) < settings.score_requests:
+            if self.intake.now_s - since_s > settings.candidate_s:
+                self._keep(known, f"{len(newer)} newer requests came in {settings.candidate_s:g} s", {})
+            return None
+        self._candidate = None
+        scored = self._compare(known.fit, newer)
+        if scored.saving > settings.margin and scored.bound > 0:
+            self._count("refits_taken")
+            self._tell("refit_taken", f"it saves {_told(scored)}", scored.values() | {"fit_s": self._seconds})
+            return self._hand_out(known, back=False)
+        self._keep(known, f"it would save {_told(scored)}", scored.values() | {"fit_s": self._seconds})
+        return None
+
+    def _keep(self, known: Known, reason: str, values: dict[str, float | str]) -> None:
+        self._candidate = None
+        self._looked_at, self._looked_requests = known.sample, known.requests
+        self._count("refits_kept")
+        self._tell("refit_kept", reason, values)
+
+    def _weigh_before(self, watch: _Watch) -> RouterFit | None:
+        """Score the fit before the swap on what came since."""
+        newer = self.traffic.newer(max(watch.since, self._in_force.newest))
+        if len(newer) < min(watch.after, self.traffic.most):
+            return None
+        scored = self._compare(watch.known.fit, newer)
+        if scored.saving > self.settings.margin and scored.bound > 0:
+            self._count("fall_backs")
+            self._tell("fall_back", f"the fit before saves {_told(scored)}", scored.values())
+            return self._hand_out(watch.known, back=True)
+        done = watch.checks + 1 >= FALL_BACK_CHECKS
+        self._watch = None if done else watch._replace(after=2 * watch.after, checks=watch.checks + 1)
+        return None
+
+    def _compare(self, candidate: RouterFit, newer: list[Kept]) -> Comparison:
+        settings = self.settings
+        newest = newer[-settings.score_requests :]
+        return self.scorer.compare(
+            self.fit, candidate, newest, self.shape.workers, settings.pieces, settings.confidence
+        )
+
+    def _hand_out(self, known: Known, back: bool) -> RouterFit:
+        self._swap = _Swap(known, back, self.intake.now_s)
+        return known.fit
+
+    def _consider(self) -> FitJob | None:
+        """Start a re-fit where the traffic has changed, or where there is much more of it."""
+        if self._job is not None or self._candidate is not None or self._swap is not None or not self._new_window:
+            return None
+        self._new_window = False
+        settings, traffic = self.settings, self.traffic
+        ratio = traffic.shown_ratio(self._looked_at)
+        alike = traffic.alike()[-settings.fit_requests :]
+        why = self._why(ratio, len(alike))
+        if why is None:
+            return None
+        values: dict[str, float | str] = {"ratio": ratio, "requests": float(len(alike))}
+        needed = max(settings.min_requests, 4 * self.shape.workers)
+        if len(alike) < needed:
+            self._once("too_little", f"{why}; {len(alike)} requests of it, {needed} are needed", values)
+            return None
+        now_s = self.intake.now_s
+        if self._started_s is not None and now_s < self._started_s + settings.cooldown_s:
+            self._once("cooldown", f"{why}; the last re-fit began {now_s - self._started_s:.3g} s ago", values)
+            return None
+        return self._start(alike, why, values)
+
+    def _why(self, ratio: float, alike: int) -> str | None:
+        """Reason for a re-fit in words, or None."""
+        settings = self.settings
+        if self._resized:
+            return f"the fleet has {self.shape.workers} workers now"
+        if ratio > settings.drift_ratio:
+            words = f"{settings.drift_windows} windows differ {ratio:.3g} times as much as chance gives"
+            self._once("drift", words, {"ratio": ratio, "half_life_windows": self.traffic.estimate().half_life})
+            return "the traffic changed"
+        if self.traffic.windows:
+            self._once("no_drift", f"the newest windows differ {ratio:.3g} times as much as chance gives")
+        if self._looked_requests < settings.fit_requests and alike >= settings.growth * self._looked_requests:
+            return f"{alike} requests of the traffic that {self._looked_requests} were fitted on"
+        return None
+
+    def _start(self, alike: list[Kept], why: str, values: dict[str, float | str]) -> FitJob:
+        seed = int(np.random.SeedSequence([self.settings.seed, self._jobs]).generate_state(1)[0])
+        self._jobs += 1
+        job = FitJob(
+            self.traffic.calibration(alike), self.shape.workers, self.batch, seed, self.fit.weighting, self.fit.profiles
+        )
+        self._job, self._started_s, self._resized = _Job(job, sample_of(alike)), self.intake.now_s, False
+        self._count("refits_started")
+        self._tell("refit_started", f"{why}: {len(alike)} requests", values)
+        return job
+
+    # -------------------------------------------------------------------------------------------------------- telling
+
+    def status(self) -> dict[str, Any]:
+        """What the loop is doing, as plain values."""
+        drift = self.traffic.estimate()
+        ratio = self.traffic.shown_ratio(self._looked_at)
+        return {
+            "now_s": self.intake.now_s,
+            "model": self.shape.model,
+            "workers": self.shape.workers,
+            "kept_requests": len(self.traffic.kept),
+            "windows": len(self.traffic.windows),
+            "drift_ratio": ratio,
+            "drift": drift.reason,
+            "fit_requests": self._in_force.requests,
+            "swapped_s": self._swapped_s,
+            "job": self._job is not None,
+            "candidate": self._candidate is not None,
+            "swap": self._swap is not None,
+            "watching": self._watch is not None,
+            "counters": dict(self.counters),
+        }
+
+    def _count(self, name: str) -> None:
+        self.counters[name] = self.counters.get(name, 0) + 1
+
+    def _once(self, kind: Kind, reason: str, values: dict[str, float | str] | None = None) -> None:
+        """Tell it unless it was the last thing told of its sort."""
+        if self._state != kind:
+            self._tell(kind, reason, values)
+
+    def _tell(self, kind: Kind, reason: str, values: dict[str, float | str] | None = None) -> None:
+        self._state = kind
+        self._add(ControlEvent(self.intake.now_s, kind, reason, values or {}))
+
+    def _add(self, event: ControlEvent) -> None:
+        self.events.append(event)
+        self._tick_events.append(event)
+        del self._tick_events[: -self.settings.events]
+
+
+def _told(scored: Comparison) -> str:
+    return (
+        f"{100 * scored.saving:.2f}% of the decode time of {scored.requests} newer requests, at least "
+        f"{100 * scored.bound:.2f}% in {scored.pieces} pieces"
+    )

@@ -1,0 +1,195 @@
+"""What a fit is worth on given requests: the router itself routes them, and the step prices say what that takes.
+
+The requests are served in a closed loop on an empty fleet: as many always run as there are workers times `batch`, and
+the next follows one that ends. A worker's step takes
+
+    fixed + expert x D + request x n + context
+
+by the prices of a decode step, where D = sum over expert indices of 1 - product over its requests of (1 - p): p is
+what each request *did* activate in decode, while the router sees its prompt alone, as it does live. The requests pass
+once to fill the fleet and to teach it what its workers usually get, and a second time to be measured.
+
+Two fits serve the same requests in the same order. Their times are compared piece by piece, so that what a piece of
+requests costs under both cancels out; the spread over the pieces bounds what chance may have given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from coterie.control.traffic import Kept
+from coterie.costs.lines import StepPrices, decode_us
+from coterie.errors import ConfigError
+from coterie.routing import Request, Router, RouterFit
+from coterie.routing.fleet import MOST_CERTAIN
+
+Array = NDArray[np.float64]
+
+ROOM = 4
+"""Places of a worker, as a multiple of its mean number of requests."""
+BY_EXPERTS = StepPrices(
+    fixed_us=0.0, expert_us=1.0, request_us=0.0, context_us=0.0, prefill_us=0.0, output_tokens=256.0
+)
+"""Prices where none are given: a step takes as long as it touches experts."""
+
+
+class Comparison(NamedTuple):
+    """A candidate against the fit in force."""
+
+    saving: float
+    """Mean share of the decode time that the candidate saves; negative where it is slower."""
+    bound: float
+    """Lower end of its one-sided interval over the pieces."""
+    in_force_us: float
+    """Predicted time per output token."""
+    candidate_us: float
+    requests: int
+    pieces: int
+
+    def values(self) -> dict[str, float | str]:
+        return {
+            "saving_pct": 100 * self.saving,
+            "bound_pct": 100 * self.bound,
+            "in_force_us": self.in_force_us,
+            "candidate_us": self.candidate_us,
+            "requests": float(self.requests),
+        }
+
+
+class Scorer:
+    """Scores fits by the router that serves with them."""
+
+    def __init__(self, make: Callable[[RouterFit], Router], batch: int, prices: StepPrices | None = None) -> None:
+        self.make, self.batch = make, batch
+        self.line = (prices or BY_EXPERTS).line
+
+    def compare(
+        self,
+        in_force: RouterFit,
+        candidate: RouterFit,
+        requests: Sequence[Kept],
+        workers: int,
+        pieces: int,
+        sure: float,
+    ) -> Comparison:
+        """`sure` is the one-sided probability of the bound."""
+        logs = [_logs(one) for one in requests]
+        old = self.token_us(in_force, requests, workers, logs)
+        new = self.token_us(candidate, requests, workers, logs)
+        cut = (
+            [piece.mean() for piece in np.array_split(old, pieces)],
+            [piece.mean() for piece in np.array_split(new, pieces)],
+        )
+        savings = 1.0 - np.array(cut[1]) / np.array(cut[0])
+        half = float(stats.t.ppf(sure, pieces - 1) * savings.std(ddof=1) / np.sqrt(pieces))
+        mean = float(savings.mean())
+        return Comparison(mean, mean - half, float(old.mean()), float(new.mean()), len(requests), pieces)
+
+    def token_us(
+        self, fit: RouterFit, requests: Sequence[Kept], workers: int, logs: Sequence[NDArray[np.float32]] | None = None
+    ) -> Array:
+        """[request] microseconds per output token in the second pass."""
+        if len(requests) < 2:
+            raise ConfigError(f"requests={len(requests)} must be at least 2 to score a fit")
+        return _ClosedLoop(self, fit, requests, workers, logs or [_logs(one) for one in requests]).run()
+
+
+def _logs(one: Kept) -> NDArray[np.float32]:
+    """[expert index] log(1 - p) of what the request activated in decode."""
+    chance = one.decode.ravel() / np.float32(max(1.0, one.tokens))
+    return np.log1p(-np.minimum(chance, np.float32(MOST_CERTAIN))).astype(np.float32)
+
+
+class _Running(NamedTuple):
+    worker: int
+    since_us: float
+    ends_after: float
+    """Tokens that its worker will have decoded for each of its requests when this one ends."""
+
+
+class _ClosedLoop:
+    def __init__(
+        self,
+        scorer: Scorer,
+        fit: RouterFit,
+        requests: Sequence[Kept],
+        workers: int,
+        logs: Sequence[NDArray[np.float32]],
+    ) -> None:
+        self.requests, self.logs, self.line = requests, logs, scorer.line
+        self.router = scorer.make(fit)
+        self.in_flight = max(1, min(workers * scorer.batch, len(requests) // 2))
+        self.fleet = fit.fleet(ROOM * scorer.batch)
+        self.fleet.alive[workers:] = False
+        rows = len(self.fleet)
+        self.sums = np.zeros((rows, len(logs[0])))
+        self.counts = np.zeros(rows, np.int64)
+        self.context = np.zeros(rows)
+        self.step_us = np.full(rows, np.inf)
+        self.tokens = np.zeros(rows)
+        """[worker] tokens decoded so far for each of its requests."""
+        self.at_us = np.zeros(rows)
+        """[worker] time up to which `tokens` counts."""
+        self.running: dict[int, _Running] = {}
+        self.prompts = [float(one.prefill.sum()) / one.decode.sum() * one.tokens for one in requests]
+
+    def run(self) -> Array:
+        count = len(self.requests)
+        found, left, uses, now_us = np.zeros(count), count, 0, 0.0
+        while left:
+            while len(self.running) < self.in_flight:
+                self._begin(uses, now_us)
+                uses += 1
+            use, now_us = self._next_end()
+            took_us = now_us - self.running[use].since_us
+            self._end(use, now_us)
+            if count <= use < 2 * count:
+                found[use - count] = took_us / max(1.0, self.requests[use - count].tokens)
+                left -= 1
+        return found
+
+    def _begin(self, use: int, now_us: float) -> None:
+        at = use % len(self.requests)
+        one, prompt = self.requests[at], int(self.prompts[at])
+        decision = self.router.route(Request(str(use), prompt, one.prefill), self.fleet)
+        worker = int(decision.worker)
+        self.fleet.admit(str(use), worker, prompt, decision.profile)
+        self._advance(worker, now_us)
+        self.running[use] = _Running(worker, now_us, self.tokens[worker] + max(1.0, one.tokens))
+        self._change(worker, at, 1)
+
+    def _end(self, use: int, now_us: float) -> None:
+        worker = self.running.pop(use).worker
+        self.fleet.finish(str(use))
+        self._advance(worker, now_us)
+        self._change(worker, use % len(self.requests), -1)
+
+    def _next_end(self) -> tuple[int, float]:
+        """The request that ends next, and when."""
+        use = min(self.running, key=self._end_us)
+        return use, self._end_us(use)
+
+    def _end_us(self, use: int) -> float:
+        worker, _, ends_after = self.running[use]
+        return float(self.at_us[worker] + (ends_after - self.tokens[worker]) * self.step_us[worker])
+
+    def _advance(self, worker: int, now_us: float) -> None:
+        if self.counts[worker]:
+            self.tokens[worker] += (now_us - self.at_us[worker]) / self.step_us[worker]
+        self.at_us[worker] = now_us
+
+    def _change(self, worker: int, at: int, sign: int) -> None:
+        self.counts[worker] += sign
+        if not self.counts[worker]:  # no rounding error is carried over
+            self.sums[worker], self.context[worker], self.step_us[worker] = 0.0, 0.0, np.inf
+            return
+        self.sums[worker] += sign * self.logs[at]
+        self.context[worker] += sign * (self.prompts[at] + self.requests[at].tokens / 2)
+        touched = self.sums.shape[1] - float(np.exp(self.sums[worker]).sum())
+        count, context = float(self.counts[worker]), float(self.context[worker])
+        self.step_us[worker] = max(float(decode_us(self.line, touched, count, context)), 1e-9)
