@@ -18,7 +18,7 @@ from coterie.net.access import FleetAccess
 
 MODULE = "coterie.gateway.control.process"
 END_S = 5.0
-"""Time that the process has to end once its socket is closed; then it is killed."""
+"""Time that the process has to end when it is told to; then it is killed."""
 LAST_WORDS = 400
 """Characters of its standard error that are told."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
@@ -34,12 +34,12 @@ class Child:
         self._writer: asyncio.StreamWriter
 
     @classmethod
-    async def start(cls, folder: Path, access: FleetAccess) -> Child:
-        """`folder` is private to the gateway; raises OSError if no process can be started."""
+    async def start(cls, folder: Path, access: FleetAccess, temporary: bool = True) -> Child:
+        """`folder` takes its output; a `temporary` one the process removes if the gateway cannot. Raises OSError."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                child = await asyncio.to_thread(cls._spawned, theirs.fileno(), folder, access)
+                child = await asyncio.to_thread(cls._spawned, theirs.fileno(), folder, access, temporary)
             child._reader, child._writer = await asyncio.open_unix_connection(sock=ours)
         except BaseException:
             ours.close()
@@ -47,11 +47,11 @@ class Child:
         return child
 
     @classmethod
-    def _spawned(cls, file: int, folder: Path, access: FleetAccess) -> Child:
+    def _spawned(cls, file: int, folder: Path, access: FleetAccess, temporary: bool) -> Child:
         errors = folder / "process.err"
         with errors.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(file), str(os.getpid()), str(folder)],
+                [sys.executable, "-m", MODULE, str(file), str(os.getpid()), str(folder) if temporary else ""],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -84,6 +84,7 @@ class Child:
     async def ended(self) -> str:
         """End it if it still runs, and wait for it; how it ended, in words."""
         self.hang_up()
+        self._process.terminate()  # it has nothing to save
         return await asyncio.to_thread(self._reap)
 
     def _reap(self) -> str:

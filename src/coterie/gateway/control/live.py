@@ -196,7 +196,7 @@ class LiveControl:
     async def _session(self) -> str:
         """One process, until it ends; how it did."""
         try:
-            child = await Child.start(self.folder, self._access)
+            child = await Child.start(self.folder, self._access, self._temporary)
         except OSError as error:
             return f"cannot be started: {error.strerror or error}"
         self._child, problem = child, ""

@@ -35,6 +35,13 @@ Counts = NDArray[np.uint32]
 _SUFFIX = re.compile(r"^((?:chat)?cmpl-.+)-[0-9a-f]{8}$")
 
 
+class _LeftOut(Exception):
+    """An event that is not used."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
 class _Half(NamedTuple):
     at_s: float
     worker: str
@@ -61,35 +68,39 @@ class Matcher:
     def take(self, worker: str, event: RequestExperts | ExpertLoad, at_s: float) -> RequestSeen | LoadSeen | None:
         """The input that an event makes or completes; None if it must wait or is left out."""
         if (len(event.layer_ids), event.num_experts) != self._shape:
-            return self._ignored("other_shape")
+            self.counters["other_shape"] += 1
+            return None
         try:
             return self._load(worker, event, at_s) if isinstance(event, ExpertLoad) else self._part(worker, event, at_s)
+        except _LeftOut as left:
+            self.counters[left.reason] += 1
         except InputError:
-            return self._ignored("malformed")
+            self.counters["malformed"] += 1
+        return None
 
     def expire(self, now_s: float) -> None:
         """Give up the halves that waited too long."""
         for name in [name for name, half in self._halves.items() if now_s - half.at_s > PATIENCE_S]:
             self._drop(name)
 
-    def _load(self, worker: str, event: ExpertLoad, at_s: float) -> LoadSeen | None:
+    def _load(self, worker: str, event: ExpertLoad, at_s: float) -> LoadSeen:
         load = event.load().astype(np.float64)
         if event.steps < 1 or not 0 < event.seconds < MOST_LOAD_S:
-            return self._ignored("nonsense")
+            raise _LeftOut("nonsense")
         # A token counts once per expert of a layer. Twice that is allowed: an engine may read its two totals apart.
         if event.tokens < 1 or load.max(initial=0.0) > 2.0 * event.tokens:
-            return self._ignored("nonsense")
+            raise _LeftOut("nonsense")
         return LoadSeen(at_s, worker, load, event.steps, event.seconds)
 
     def _part(self, worker: str, event: RequestExperts, at_s: float) -> RequestSeen | None:
         if event.top_k != self._top_k:
-            return self._ignored("other_shape")
+            raise _LeftOut("other_shape")
         ids, known = event.ids(), event.seen()
         if event.prompt_tokens < 0 or _repeats(ids[known]):
-            return self._ignored("nonsense")
+            raise _LeftOut("nonsense")
         name = request_name(event.request_id)
         if not self._is_new(name, event):
-            return self._ignored("doubled")
+            raise _LeftOut("doubled")
         prompt = known & (np.arange(len(known)) < event.prompt_tokens)
         decode = known & ~prompt
         after = footprint(ids[decode], event.num_experts) if decode.any() else None
@@ -105,9 +116,11 @@ class Matcher:
         if other is not None and (other.decode is None) != (half.decode is None):
             del self._halves[name]
             before, after = (half, other) if half.decode is None else (other, half)
-            return _whole(name, after, before) if before.prompt_rows else self._ignored("unmatched")
+            if not before.prompt_rows:
+                raise _LeftOut("unmatched")
+            return _whole(name, after, before)
         if half.decode is None and not half.prompt_rows:
-            return self._ignored("no_decode" if output_tokens <= 1 else "unmatched")
+            raise _LeftOut("no_decode" if output_tokens <= 1 else "unmatched")
         self._halves[name] = half
         while len(self._halves) > MOST_WAITING:
             self._drop(next(iter(self._halves)))
@@ -127,9 +140,6 @@ class Matcher:
         if len(self._known) > MOST_REMEMBERED:
             del self._known[next(iter(self._known))]
         return True
-
-    def _ignored(self, reason: str) -> None:
-        self.counters[reason] += 1
 
 
 def request_name(request_id: str) -> str:
