@@ -7,6 +7,8 @@ from coterie.control.scoring import Comparison, Scorer
 
 __all__ = [
     "KINDS",
+    "Advice",
+    "AdviceSettings",
     "Comparison",
     "ControlEvent",
     "ControlLoop",
@@ -14,6 +16,7 @@ __all__ = [
     "FitJob",
     "Kind",
     "LoadSeen",
+    "PlacementAdvisor",
     "RequestSeen",
     "Scorer",
     "Shape",

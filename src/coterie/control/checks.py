@@ -14,6 +14,8 @@ MOST_COUNT = 1 << 31
 MOST_NAME = 512
 """Longest name of a request or a worker."""
 MOST_STEPS = 1 << 31
+MOST_ROWS = 1 << 24
+"""Most activations of a step in one layer: a batch of a million tokens with 16 experts each."""
 MOST_SECONDS = 86_400.0
 UNEVEN = 2.0
 """Every token passes every layer: layers whose totals differ by more than this factor were not counted together."""
@@ -39,7 +41,10 @@ def wrong_load(seen: LoadSeen, shape: Shape) -> str | None:
         return "steps"
     if not is_number(seen.seconds) or not 0 < seen.seconds <= MOST_SECONDS:
         return "seconds"
-    return _wrong_counts(seen.tokens, shape, whole=False)
+    wrong = _wrong_counts(seen.tokens, shape, whole=False)
+    if wrong is None and float(seen.tokens.sum(axis=1).max()) > float(seen.steps) * MOST_ROWS:
+        return "magnitude"
+    return wrong
 
 
 def is_number(value: Any) -> bool:

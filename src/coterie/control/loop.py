@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from coterie.control.advice import Advice, PlacementAdvisor
 from coterie.control.base import ControlEvent, ControlSettings, Kind, LoadSeen, RequestSeen, Shape, Tick
 from coterie.control.checks import is_number
 from coterie.control.intake import Intake
@@ -84,12 +85,13 @@ class ControlLoop:
         *,
         batch: int = 16,
         prices: StepPrices | None = None,
+        advisor: PlacementAdvisor | None = None,
         names: Collection[str] | None = None,
         now_s: float = 0.0,
     ) -> None:
         """`fit` serves now; `make` makes the pool's router of a fit, for scoring. `batch` is the mean number of
         requests in a worker's step. Without `prices` a step's time is the number of experts it touches. With `names`,
-        workers of other names are not believed.
+        workers of other names are not believed. `advisor` gets the loads.
         """
         shape.check()
         check_at_least(1, batch=batch)
@@ -101,7 +103,7 @@ class ControlLoop:
         self.shape, self.settings, self.batch = shape, settings or ControlSettings(), batch
         self.intake = Intake(shape, self.settings, now_s, names)
         self.traffic = Traffic(shape, self.settings)
-        self.scorer = Scorer(make, batch, prices)
+        self.scorer, self.advisor = Scorer(make, batch, prices), advisor
         self.events: deque[ControlEvent] = deque(maxlen=self.settings.events)
         sample = reference_of(fit)
         self._in_force = Known(fit.widened(shape.workers), -1, sample, sample.requests)
@@ -131,10 +133,24 @@ class ControlLoop:
         """The fit in force."""
         return self._in_force.fit
 
+    @property
+    def advice(self) -> Advice | None:
+        """The placement advice that stands; None without an advisor or before its first window."""
+        return None if self.advisor is None else self.advisor.advice
+
+    def applied(self, plan_id: int) -> None:
+        """The plan of an advice was carried out."""
+        done = self.advisor is not None and self.advisor.applied(plan_id)
+        self._count("plans_applied" if done else "plans_unknown")
+
     def observe(self, seen: RequestSeen | LoadSeen) -> None:
         """Take a finished request or a worker's load; wrong ones are counted and left out."""
-        if self.intake.accepts(seen) and isinstance(seen, RequestSeen):
+        if not self.intake.accepts(seen):
+            return
+        if isinstance(seen, RequestSeen):
             self._new_window |= self.traffic.add(seen)
+        elif self.advisor is not None and not self.advisor.observe(seen):
+            self.intake.ignore("overlapping_load", seen.worker)
 
     def candidate(self, fit: RouterFit, seconds: float) -> None:
         """The job's fit. It is scored at later ticks."""
@@ -206,6 +222,9 @@ class ControlLoop:
             self._add(event)
         self.intake.untold.clear()
         use, job = (self._weigh(), self._consider()) if timely else (None, None)
+        if timely and self.advisor is not None:
+            for event in self.advisor.tick(self.intake.now_s):
+                self._add(event)
         told, self._tick_events = self._tick_events, []
         return Tick(told, job, use)
 

@@ -1,0 +1,274 @@
+"""Placement advice from the loads of all workers: a plan that would pay, or the reason to keep what there is.
+
+    loads in windows ──► Rebalancer (drift, interval, cooldown) ──► Plan ──► Advice ──► scored on the next window
+    demand by rank   ──► ActionManager, within a memory budget ──► replicas and swaps, as advice too
+
+The advisor never applies anything: whoever does so says it with `applied`. A plan that gains nothing on the window
+after the one it was made from is withdrawn. Wrong where the workers are not the ranks of one expert-parallel group:
+then the advice is for such a group that served the same requests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.control.base import ControlEvent, LoadSeen, Shape
+from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
+from coterie.placement import Load, MemoryBudget, Objective, PlacementMap, Plan, Rebalancer, planners, write_map
+from coterie.placement.holdings import held_by
+from coterie.placement.objective import Problem
+from coterie.placement.triggers.actions import ActionEvent, ActionManager, ActionSettings
+from coterie.placement.triggers.demand import DemandTracker
+from coterie.placement.triggers.rebalancing import DEFAULTS, RebalancingSettings
+from coterie.types import Placement, Topology
+
+Array = NDArray[np.float64]
+
+ACTIONS = ActionSettings()
+MOST_ACTIONS = 64
+"""Actions that an advice lists."""
+OVERLAP = 2.0
+"""A worker's pieces of time may add up to this many windows before more of them are left out."""
+
+
+class Advice(NamedTuple):
+    """What to do about the placement. Never applied by the loop itself."""
+
+    id: int
+    at_s: float
+    reason: str
+    plan: Plan | None = None
+    """None: keep the placement, because `reason`."""
+    gain_pct: float = 0.0
+    """Predicted saving of a step's MoE time on the load it was planned on."""
+    gain_next_pct: float | None = None
+    """The same on the next window, which it was not planned on; None until that has come."""
+    moves: int = 0
+    moved_bytes: float = 0.0
+    movement_s: float = 0.0
+    planning_s: float = 0.0
+    """Measured time of planning."""
+    actions: Sequence[ActionEvent] = ()
+    """Replicas and swaps by demand."""
+    rank_s_before: tuple[float, ...] = ()
+    """[rank] seconds of a mean layer in one step."""
+    rank_s_after: tuple[float, ...] = ()
+    model: str = "unknown"
+
+    def write(self, path: str | Path) -> None:
+        """Write the map that vLLM's policy loads, replacing an older one atomically."""
+        if self.plan is None:
+            raise ConfigError(f"advice {self.id} keeps the placement ({self.reason}); there is no map to write")
+        path = Path(path)
+        fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+        fresh.unlink(missing_ok=True)
+        write_map(fresh, PlacementMap(self.plan.placement, self.model), "vllm")
+        fresh.replace(path)
+
+
+@dataclass(frozen=True, slots=True)
+class AdviceSettings:
+    """When and how the advisor plans."""
+
+    window_s: float = 30.0
+    """Length of a window of loads."""
+    min_steps: int = 64
+    """Fewest steps of all workers together that make a window."""
+    cooldown_s: float = 120.0
+    """Time for which a plan that nobody applied stands before another is made."""
+    planner: str = "latency_optimal"
+    rebalancing: RebalancingSettings = DEFAULTS
+    actions: ActionSettings = ACTIONS
+
+    def __post_init__(self) -> None:
+        check_positive(window_s=self.window_s)
+        check_at_least(1, min_steps=self.min_steps)
+        check_not_negative(cooldown_s=self.cooldown_s)
+
+
+class PlacementAdvisor:
+    """Turns loads into advice. Holds no clock: windows end by the times of ticks."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        topology: Topology,
+        objective: Objective,
+        placement: Placement | None = None,
+        settings: AdviceSettings | None = None,
+        *,
+        budget: MemoryBudget | None = None,
+    ) -> None:
+        """`placement` serves now; None is experts in order. `budget` bounds replicas; None allows the settings'."""
+        self.shape, self.topology, self.objective = shape, topology, objective
+        self.settings = settings or AdviceSettings()
+        self.placement = placement or Placement.linear(shape.num_layers, shape.num_experts, topology.num_ranks)
+        self.rebalancer = Rebalancer(
+            planners[self.settings.planner], objective, topology, self.placement, self.settings.rebalancing
+        )
+        actions = self.settings.actions
+        if budget is not None:
+            actions = replace(actions, extra_slots=min(actions.extra_slots, budget.max_replicas))
+        self.manager = ActionManager(topology, objective.row_bytes, objective.expert_bytes, actions)
+        self.tracker = DemandTracker(shape.num_layers, shape.num_experts, topology.num_ranks, decay=actions.decay)
+        self._kept: Advice | None = None
+        self._made: Advice | None = None
+        self._made_s = 0.0
+        self._actions: Sequence[ActionEvent] = ()
+        self._actions_s: float | None = None
+        self._ranks: dict[str, int] = {}
+        self._since_s: float | None = None
+        self._tokens = np.zeros((topology.num_ranks + 1, shape.num_layers, shape.num_experts))
+        self._steps: dict[str, int] = {}
+        self._seconds: dict[str, float] = {}
+        self._ids = 0
+        self._last_kind = ""
+
+    @property
+    def advice(self) -> Advice | None:
+        """The plan that stands, or else why the placement is kept; None before the first window."""
+        return self._made or self._kept
+
+    def observe(self, seen: LoadSeen) -> bool:
+        """Add a checked load; False where this worker's pieces cover more time than there was."""
+        used = self._seconds.get(seen.worker, 0.0) + seen.seconds
+        if used > OVERLAP * self.settings.window_s and seen.worker in self._seconds:
+            return False
+        self._seconds[seen.worker] = used
+        self._steps[seen.worker] = self._steps.get(seen.worker, 0) + int(seen.steps)
+        rank = self._ranks.setdefault(seen.worker, len(self._ranks))
+        known = rank < self.topology.num_ranks
+        self._tokens[rank if known else -1] += seen.tokens
+        if known:
+            self.tracker.record(rank, seen.tokens / seen.steps)
+        return True
+
+    def tick(self, now_s: float) -> list[ControlEvent]:
+        """Close a window whose time is over, and decide."""
+        if self._since_s is None:
+            self._since_s = now_s
+        if now_s - self._since_s < self.settings.window_s:
+            return []
+        self._since_s = now_s
+        load, total = self._close()
+        if load is None:
+            words = f"{total} steps in {self.settings.window_s:g} s; {self.settings.min_steps} make a window of loads"
+            return self._told(ControlEvent(now_s, "too_little", words, {"steps": float(total)}))
+        events = self._score(load, now_s)
+        events += self._act(now_s)
+        return events + self._plan(load, now_s)
+
+    def applied(self, plan_id: int) -> bool:
+        """The plan of this advice was carried out; False where it is not the one that stands."""
+        if self._made is None or self._made.plan is None or plan_id != self._made.id:
+            return False
+        self.rebalancer.landed()
+        self.placement, self._made = self._made.plan.placement, None
+        return True
+
+    def _close(self) -> tuple[Load | None, int]:
+        total = sum(self._steps.values())
+        tokens, steps = self._tokens, total / max(1, len(self._steps))
+        self._tokens, self._steps, self._seconds = np.zeros_like(tokens), {}, {}
+        if total < self.settings.min_steps:
+            return None, total
+        sources = None if tokens[-1].any() else tokens[:-1]
+        return Load(tokens.sum(axis=0), steps, sources), total
+
+    def _problem(self, load: Load) -> Problem:
+        return self.objective.problem(load, self.topology, self.placement)
+
+    def _score(self, load: Load, now_s: float) -> list[ControlEvent]:
+        """The standing plan on a window that it was not made from; one that gains nothing is withdrawn."""
+        made = self._made
+        if made is None or made.plan is None or made.gain_next_pct is not None:
+            return []
+        problem = self._problem(load)
+        shares = None if made.plan.split == "equal" else made.plan.shares
+        before = float(problem.rank_s(self.placement.slot_experts).max(axis=1).sum())
+        after = float(problem.rank_s(made.plan.placement.slot_experts, shares).max(axis=1).sum())
+        gain = 100.0 * (1.0 - after / before) if before > 0 else 0.0
+        self._made = made._replace(gain_next_pct=gain)
+        if gain > 0:
+            return []
+        self.rebalancer.replace(self.placement)
+        self._made = None
+        return self._keep(now_s, f"plan {made.id} gains {gain:.2f}% on the next window: withdrawn", tell=True)
+
+    def _plan(self, load: Load, now_s: float) -> list[ControlEvent]:
+        if self._made is not None and now_s >= self._made_s + self.settings.cooldown_s:
+            self.rebalancer.replace(self.placement)  # nobody carried it out: plan from what serves
+        elif self._made is not None:
+            self.rebalancer.observe(load)
+            return []
+        decision = self.rebalancer.observe(load)
+        if decision.plan is None:
+            self._made = None
+            return self._keep(now_s, decision.reason, tell=decision.planned)
+        return self._make(load, decision.plan, decision.reason, now_s)
+
+    def _make(self, load: Load, plan: Plan, reason: str, now_s: float) -> list[ControlEvent]:
+        problem, moves = self._problem(load), len(plan.moves)
+        gain = 100.0 * plan.saving_s / plan.before_s if plan.before_s > 0 else 0.0
+        shares = None if plan.split == "equal" else plan.shares
+        self._ids += 1
+        self._made = Advice(
+            self._ids,
+            now_s,
+            reason,
+            plan,
+            gain,
+            moves=moves,
+            moved_bytes=moves * self.objective.expert_bytes,
+            movement_s=plan.movement_s,
+            planning_s=plan.planning_s,
+            actions=self._actions,
+            rank_s_before=_mean_layer(problem.rank_s(self.placement.slot_experts)),
+            rank_s_after=_mean_layer(problem.rank_s(plan.placement.slot_experts, shares)),
+            model=self.shape.model,
+        )
+        self._made_s = now_s
+        values: dict[str, float | str] = {"id": float(self._ids), "gain_pct": gain, "moves": float(moves)}
+        return self._told(ControlEvent(now_s, "plan_made", reason, values))
+
+    def _keep(self, now_s: float, reason: str, tell: bool) -> list[ControlEvent]:
+        self._ids += 1
+        self._kept = Advice(self._ids, now_s, reason, actions=self._actions, model=self.shape.model)
+        first = self._last_kind != "plan_kept"
+        return self._told(ControlEvent(now_s, "plan_kept", reason)) if tell or first else []
+
+    def _act(self, now_s: float) -> list[ControlEvent]:
+        """Replicas and swaps that the ranks' own demand asks for; only where workers are the ranks."""
+        every_s = self.settings.actions.interval_s
+        ranks = self.topology.num_ranks
+        if len(self._ranks) != ranks or (self._actions_s is not None and now_s < self._actions_s + every_s):
+            return []
+        self._actions_s = now_s
+        demand = np.stack([self.tracker.worker(rank) for rank in range(ranks)])
+        cycle = self.manager.cycle(demand, held_by(self.placement), now_s)
+        self._actions = cycle.actions[:MOST_ACTIONS]
+        if not self._actions:
+            return []
+        best = max(self._actions, key=lambda one: one.saving_s)
+        words = f"{len(cycle.actions)} actions would pay, the best: {best.kind} expert {best.expert}, {best.reason}"
+        values: dict[str, float | str] = {
+            "actions": float(len(cycle.actions)),
+            "saving_us": 1e6 * sum(one.saving_s for one in cycle.actions),
+        }
+        return self._told(ControlEvent(now_s, "action", words, values))
+
+    def _told(self, event: ControlEvent) -> list[ControlEvent]:
+        repeated = event.kind == "too_little" and self._last_kind == "too_little"
+        self._last_kind = event.kind
+        return [] if repeated else [event]
+
+
+def _mean_layer(rank_s: Array) -> tuple[float, ...]:
+    return tuple(float(one) for one in rank_s.mean(axis=0))
