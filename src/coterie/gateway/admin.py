@@ -161,7 +161,8 @@ def _no_advice(loop: LiveControl | None) -> str:
         return "the control loop is off"
     if loop.section.advise is None:
         return "control.advise names no expert-parallel group"
-    return loop.problem or "too little was seen of the fleet's load"
+    told = None if loop.view is None else loop.view.status.get("no_advice")
+    return told or loop.problem or "too little was seen of the fleet's load"
 
 
 def _read(request: Request, kind: type[T]) -> T:

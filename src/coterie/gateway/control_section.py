@@ -12,7 +12,8 @@ from __future__ import annotations
 import msgspec
 
 from coterie.control.base import ControlSettings
-from coterie.errors import ConfigError, check_at_least, check_positive
+from coterie.costs.contention import Movement
+from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
 
 
 class AdviseSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -21,7 +22,7 @@ class AdviseSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ranks: int
     """Ranks of the group."""
     slots_per_rank: int | None = None
-    """Places for an expert's weights on a rank, replicas included; None: one slot an expert, none spare."""
+    """Places for an expert's weights on a rank, replicas included; None: as many as hold every expert once."""
     ranks_per_node: int | None = None
     """Ranks of a machine; None: all are on one."""
     device: str = "h200"
@@ -29,8 +30,26 @@ class AdviseSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model: str | None = None
     """Model whose expert sizes and steps are priced; None: the one that the router was fitted for."""
 
+    placement: str | None = None
+    """File of the placement that the group serves with now; None: experts in order, as engines begin."""
+    step_tokens: int = 256
+    """Tokens of a step over all ranks."""
+    horizon: float = 10_000.0
+    """Steps that a new placement will serve: moving must pay within them."""
+    movement: Movement = "stops"
+    """Whether the engine stops for every move or has them `staged` behind its steps."""
+    window_s: float = 30.0
+    """Time of a window of loads. A plan made on one is measured on the next."""
+    min_steps: int = 64
+    """Fewest steps of all workers together that make a window."""
+    cooldown_s: float = 120.0
+    """Time that a plan stands before another is made."""
+
     def __post_init__(self) -> None:
         check_at_least(1, ranks=self.ranks, slots_per_rank=self.slots_per_rank, ranks_per_node=self.ranks_per_node)
+        check_at_least(1, step_tokens=self.step_tokens, min_steps=self.min_steps)
+        check_positive(horizon=self.horizon, window_s=self.window_s)
+        check_not_negative(cooldown_s=self.cooldown_s)
 
 
 class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

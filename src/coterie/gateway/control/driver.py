@@ -20,7 +20,9 @@ import msgspec
 import numpy as np
 
 from coterie.control import ControlEvent, ControlLoop, FitJob, LoadSeen, Shape
+from coterie.control.advice import PlacementAdvisor
 from coterie.errors import CoterieError
+from coterie.gateway.control.advising import Applier, advisor_of
 from coterie.gateway.control.loads import RecentLoads
 from coterie.gateway.control.matching import Matcher
 from coterie.gateway.control.messages import Fleet, FromLoop, SetUp, SwapFailed, Swapped, Told, UseFit
@@ -46,6 +48,7 @@ class Driver:
         self._send, self._spec, self._section, self._rows = send, asked.spec, asked.section, asked.rows
         self._folder = Path(asked.folder)
         self._epoch_s = time.time() - now_s
+        self._no_advice: str | None = None
         assert asked.spec.fit is not None
         fit = RouterFit.load(asked.spec.fit)
         shape = Shape(fit.model, fit.num_layers, fit.num_experts, fit.learned.top_k, asked.rows)
@@ -56,8 +59,10 @@ class Driver:
             asked.section.settings(),
             batch=fit.batch,
             prices=prices_of(asked.spec, fit),
+            advisor=self._advisor(shape),
             now_s=now_s,
         )
+        self._applier = Applier(asked.section)
         self.matcher = Matcher(shape)
         self.loads = RecentLoads()
         self._fits = 0
@@ -104,12 +109,22 @@ class Driver:
                 self._fit_s = found[1]
         self.matcher.expire(now_s)
         tick = self.loop.tick(now_s)
-        self._events += tick.events
+        self._events += [*tick.events, *self._applier.carry_out(self.loop, now_s)]
         if tick.job is not None:
             threading.Thread(target=self._fit, args=(tick.job,), name="coterie-fit", daemon=True).start()
         if tick.use is not None:
             self._use(tick.use, now_s)
         self._tell(now_s, streams)
+
+    def _advisor(self, shape: Shape) -> PlacementAdvisor | None:
+        """Fits are made also where no advice can be given."""
+        if self._section.advise is None:
+            return None
+        try:
+            return advisor_of(self._section.advise, shape, self._spec)
+        except CoterieError as error:
+            self._no_advice = str(error)
+            return None
 
     # ----------------------------------------------------------------------------------------------------------- fits
 
@@ -162,7 +177,11 @@ class Driver:
     def _view(self, streams: Counter[str]) -> ControlView:
         status = self.loop.status()
         status |= {"streams": dict(streams), "ignored": dict(self.matcher.counters), "fit_s": self._fit_s}
-        return ControlView(status=status, loads=self.loads.as_lists())
+        if self._no_advice is not None:
+            status["no_advice"] = self._no_advice
+        return ControlView(
+            status=status, advice=self._applier.shown(self.loop, self._epoch_s), loads=self.loads.as_lists()
+        )
 
     def _event(self, event: ControlEvent) -> dict[str, Any]:
         values = {name: _plain(value) for name, value in event.values.items()}

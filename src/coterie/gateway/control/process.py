@@ -43,6 +43,7 @@ class Process:
     def __init__(self, gateway: socket.socket, secret: str | None) -> None:
         self._gateway = gateway
         self._streams = ExpertStreams(secret)
+        self._streams.watch(gateway.fileno())
         self._driver: Driver | None = None
         self._tick_s = 1.0
 
@@ -50,7 +51,7 @@ class Process:
         """Until the gateway hangs up."""
         next_s = time.monotonic()
         while True:
-            if self._streams.wait(self._gateway.fileno(), next_s - time.monotonic()):
+            if self._gateway.fileno() in self._streams.wait_for(next_s - time.monotonic()):
                 self._obey(self._receive())
             driver, now_s = self._driver, time.monotonic()
             for received in self._streams.read():

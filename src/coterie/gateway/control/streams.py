@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -72,11 +72,17 @@ class ExpertStreams:
             if entry not in self._streams:
                 self._join(entry)
 
-    def wait(self, file: int, timeout_s: float) -> bool:
-        """Wait for a message, or for the file to be readable; whether it is."""
+    def watch(self, file: int) -> None:
+        """Let :meth:`wait_for` end when this file is readable too."""
         self._poller.register(file, zmq.POLLIN)
-        ready = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))
-        return file in ready
+
+    def wait_for(self, seconds: float) -> set[Any]:
+        """Wait for a message; the sockets and files that are readable."""
+        return set(dict(self._poller.poll(max(0, math.ceil(seconds * 1000)))))
+
+    def last_seq(self, worker: str) -> int:
+        """Number of a worker's last message; -1 before the first."""
+        return max((one.seq for one in self._streams.values() if one.entry.worker == worker), default=-1)
 
     def read(self) -> Iterator[Received]:
         """What has come, at most `AT_ONCE` messages a worker."""
