@@ -1,8 +1,8 @@
 """Traffic of two sorts for the control loop, as expert events of workers, and fits made from it.
 
-A model of 2 layers with 16 experts, 2 a token. Traffic has two kinds of requests that call experts of two halves: by
-"low" traffic the first eight and the others, by "odd" traffic the even and the odd ones. A router fitted to one cannot
-tell the kinds of the other apart.
+A model of 2 layers with 16 experts, 2 a token. A request is of one of two kinds, which call experts of their own: four
+of the first eight experts in "low" traffic, four of the others in "odd" traffic. A router fitted to one sort of traffic
+cannot tell the kinds of the other apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coterie.wire.expert_events import TOPIC, ExpertEvents, ExpertLoad, RequestE
 MODEL = "coterie-tiny"
 LAYERS, EXPERTS, TOP_K = 2, 16, 2
 SHAPE = Shape(MODEL, LAYERS, EXPERTS, TOP_K, 2)
-GROUPS = {"low": (np.arange(8), np.arange(8, 16)), "odd": (np.arange(0, 16, 2), np.arange(1, 16, 2))}
+GROUPS = {"low": (np.arange(4), np.arange(4, 8)), "odd": (np.arange(8, 16, 2), np.arange(9, 16, 2))}
 
 
 def ids_of(traffic: str, kind: int, tokens: int, rng: Generator) -> NDArray[np.int64]:
@@ -86,7 +86,7 @@ def load_event(traffic: str, rng: Generator, tokens: int = 64, steps: int = 8) -
         model=MODEL,
         layer_ids=list(range(LAYERS)),
         num_experts=EXPERTS,
-        seconds=1.0,
+        seconds=0.01,
         steps=steps,
         tokens=tokens,
         counts=footprint(ids, EXPERTS).astype("<u4").tobytes(),

@@ -9,6 +9,8 @@ control:
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from coterie.control.base import ControlSettings
@@ -67,8 +69,11 @@ class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Most requests that a fit is made from."""
     score_requests: int = 128
     """Requests that a new fit and the one in force are compared on."""
+    score: Literal["time", "experts"] = "time"
+    """What fits are compared by: decode time, by the prices of the router's model, or the experts that a step touches,
+    where the model that serves stands for a larger one."""
     margin: float = 0.003
-    """Least predicted saving of decode time for which the router is swapped."""
+    """Least predicted saving, as a share, for which the router is swapped."""
     cooldown_s: float = 20.0
     """Least time between the starts of two fits."""
     advise: AdviseSection | None = None

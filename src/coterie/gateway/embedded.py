@@ -20,8 +20,9 @@ from coterie.net.access import FleetAccess
 OURS = "latency_aware"
 DECODERS = 3
 PLACES = 16
-ADVISED = ControlSection(advise=AdviseSection(ranks=4))
-"""The control loop of an embedded fleet: its placement advice is for a group of four ranks."""
+ADVISED = ControlSection(score="experts", advise=AdviseSection(ranks=4))
+"""The control loop of an embedded fleet: fits are compared by experts, as coterie-tiny's take next to no time;
+placement advice is for a group of four ranks."""
 
 
 class EmbeddedFleet(NamedTuple):

@@ -102,7 +102,7 @@ def test_a_load_is_taken_over(rng: Generator) -> None:
     event = load_event("odd", rng, tokens=64)
     seen = Matcher(SHAPE).take("decode-0", event, 3.0)
     assert isinstance(seen, LoadSeen)
-    assert (seen.at_s, seen.worker, seen.steps, seen.seconds) == (3.0, "decode-0", 8, 1.0)
+    assert (seen.at_s, seen.worker, seen.steps, seen.seconds) == (3.0, "decode-0", 8, 0.01)
     np.testing.assert_array_equal(seen.tokens, event.load())
 
 

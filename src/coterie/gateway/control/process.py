@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-from coterie.errors import CoterieError, InputError
+from coterie.errors import CoterieError
 from coterie.gateway.control.driver import Driver
 from coterie.gateway.control.messages import (
     HEAD_BYTES,
@@ -91,7 +91,7 @@ class Process:
         while len(data) < count:
             piece = self._gateway.recv(count - len(data))
             if not piece:
-                raise InputError("the gateway has hung up")
+                raise ConnectionResetError("the gateway has hung up")
             data += piece
         return data
 
@@ -113,9 +113,11 @@ def main() -> None:
     file, parent, folder = sys.argv[1:]
     gateway = socket.socket(fileno=int(file))
     os.nice(NICE)
-    threading.Thread(target=_end_with, args=(gateway, int(parent), folder), name="coterie-end", daemon=True).start()
+    end = threading.Thread(target=_end_with, args=(gateway, int(parent), folder), name="coterie-end", daemon=True)
+    end.start()
     with contextlib.suppress(ConnectionError):
         Process(gateway, read_secret(SECRET_VARIABLE)).run()
+    end.join()  # which ends the process
 
 
 if __name__ == "__main__":
