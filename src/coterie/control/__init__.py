@@ -1,8 +1,10 @@
 """The live loop: watch a fleet, fit its router anew, advise on placement. No clock, no socket, no thread."""
 
-from coterie.control.base import KINDS, ControlEvent, ControlSettings, Kind, LoadSeen, RequestSeen, Shape, Tick
+from coterie.control.advice import Advice, AdviceSettings, PlacementAdvisor
+from coterie.control.base import KINDS, ControlEvent, ControlSettings, Kind, LoadSeen, Log, RequestSeen, Shape, Tick
 from coterie.control.jobs import FitJob
 from coterie.control.loop import ControlLoop
+from coterie.control.replay import InputLog, replay
 from coterie.control.scoring import Comparison, Scorer
 
 __all__ = [
@@ -14,11 +16,14 @@ __all__ = [
     "ControlLoop",
     "ControlSettings",
     "FitJob",
+    "InputLog",
     "Kind",
     "LoadSeen",
+    "Log",
     "PlacementAdvisor",
     "RequestSeen",
     "Scorer",
     "Shape",
     "Tick",
+    "replay",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,9 +60,9 @@ class RequestSeen(NamedTuple):
     at_s: float
     request_id: str
     worker: str
-    prefill: NDArray[np.int64]
+    prefill: NDArray[np.integer]
     """[layer, expert] activations of its prompt."""
-    decode: NDArray[np.int64]
+    decode: NDArray[np.integer]
     """[layer, expert] activations of its output tokens."""
 
 
@@ -96,6 +96,16 @@ class Tick(NamedTuple):
     """Put this fit in force now, atomically; then call `swapped`, or `swap_failed`."""
 
 
+class Log(Protocol):
+    """Callback: an input of the loop, by the name of what was done."""
+
+    def __call__(self, do: str, /, **values: Any) -> None: ...
+
+
+def keep_nothing(do: str, /, **values: Any) -> None:
+    """The log of a loop that keeps none."""
+
+
 @dataclass(frozen=True, slots=True)
 class ControlSettings:
     """How the loop decides. Counts are of finished requests."""
@@ -116,7 +126,7 @@ class ControlSettings:
     """Pieces of the scored requests, over which a saving must hold."""
     score_requests: int = 128
     """Requests that a candidate and the fit in force are compared on, newer than all that either was fitted on."""
-    margin: float = 0.003
+    margin: float = 0.005
     """Least predicted saving of decode time for which the router is swapped."""
     confidence: float = 0.975
     """One-sided probability of the bound that the saving must exceed 0 by, over the pieces."""

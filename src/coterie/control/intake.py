@@ -15,6 +15,12 @@ MOST_WORKERS = 4096
 """Most workers that are told apart."""
 
 
+def worker_of(seen: Any) -> str:
+    """The worker that a value names, cut to a length; nothing where it names none."""
+    worker = seen.worker if isinstance(seen, RequestSeen | LoadSeen) else ""
+    return worker[:MOST_NAME] if isinstance(worker, str) else ""
+
+
 class Intake:
     """Decides what the loop uses. Never raises on data."""
 
@@ -30,28 +36,27 @@ class Intake:
         self._since_tick: dict[str, int] = {}
         self._last: str | None = None
 
-    def accepts(self, seen: RequestSeen | LoadSeen | Any) -> bool:
-        """Whether a value is to be used; if not, it is counted by its reason."""
+    def refused(self, seen: RequestSeen | LoadSeen | Any) -> str | None:
+        """Why a value is not to be used, counted by that reason; None for one that is."""
         try:
             reason = self._reason(seen)
-        except Exception as error:  # a value made to break the checks is one more wrong value
-            reason = f"error_{type(error).__name__}"
-        if reason is not None:
-            self.ignore(reason, getattr(seen, "worker", ""))
-            return False
-        self.counters["requests" if isinstance(seen, RequestSeen) else "loads"] += 1
-        self._last = None
-        return True
+        except Exception:  # a value made to break the checks is one more wrong value
+            reason = "error"
+        if reason is None:
+            self.counters["requests" if isinstance(seen, RequestSeen) else "loads"] += 1
+            self._last = None
+        else:
+            self.ignore(reason, worker_of(seen))
+        return reason
 
-    def ignore(self, reason: str, worker: Any = "") -> None:
+    def ignore(self, reason: str, worker: str = "") -> None:
         """Count a value that is not used; the first of a run with one reason gives an event."""
         key = f"ignored_{reason}"
         self.counters[key] = self.counters.get(key, 0) + 1
         if reason == self._last:
             return
         self._last = reason
-        shown = worker[:MOST_NAME] if isinstance(worker, str) else ""
-        values: dict[str, float | str] = {"reason": reason, "worker": shown}
+        values: dict[str, float | str] = {"reason": reason, "worker": worker}
         self.untold.append(ControlEvent(self.now_s, "ignored", f"a value was left out: {reason}", values))
         del self.untold[: -self.settings.events]
 

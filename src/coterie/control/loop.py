@@ -14,63 +14,36 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from coterie.control.advice import Advice, PlacementAdvisor
-from coterie.control.base import ControlEvent, ControlSettings, Kind, LoadSeen, RequestSeen, Shape, Tick
+from coterie.control.base import (
+    ControlEvent,
+    ControlSettings,
+    Kind,
+    LoadSeen,
+    Log,
+    RequestSeen,
+    Shape,
+    Tick,
+    keep_nothing,
+)
 from coterie.control.checks import is_number
-from coterie.control.intake import Intake
+from coterie.control.intake import Intake, worker_of
 from coterie.control.jobs import FitJob
 from coterie.control.scoring import Comparison, Scorer
-from coterie.control.traffic import Kept, Sample, Traffic, reference_of, sample_of
+from coterie.control.state import Candidate, Known, RunningJob, Swap, Watch
+from coterie.control.traffic import Kept, Traffic, reference_of, sample_of
 from coterie.costs.lines import StepPrices
 from coterie.errors import ConfigError, check_at_least
 from coterie.routing import Router, RouterFit
 
+EARLY = 0.2
+"""Share of the allowed error that a candidate's first look, at half of the requests, may use."""
 FALL_BACK_CHECKS = 4
 """Times that the fit before is scored after a swap, each after twice as many requests as the last."""
-
-
-class Known(NamedTuple):
-    """A fit and the requests it was made from."""
-
-    fit: RouterFit
-    newest: int
-    """Serial of the newest of them; -1 for a fit from elsewhere."""
-    sample: Sample
-    requests: int
-
-
-class _Job(NamedTuple):
-    """A re-fit under way."""
-
-    job: FitJob
-    sample: Sample
-
-    @property
-    def requests(self) -> int:
-        return len(self.job.calibration.requests)
-
-
-class _Watch(NamedTuple):
-    """The fit before the one in force."""
-
-    known: Known
-    since: int
-    """Serial of the newest request at the swap, or at the last check."""
-    after: int
-    """Requests until it is scored."""
-    checks: int
-
-
-class _Swap(NamedTuple):
-    """A fit handed out and not confirmed yet."""
-
-    known: Known
-    back: bool
-    at_s: float
 
 
 class ControlLoop:
@@ -88,10 +61,12 @@ class ControlLoop:
         advisor: PlacementAdvisor | None = None,
         names: Collection[str] | None = None,
         now_s: float = 0.0,
+        log: Log | None = None,
     ) -> None:
         """`fit` serves now; `make` makes the pool's router of a fit, for scoring. `batch` is the mean number of
         requests in a worker's step. Without `prices` a step's time is the number of experts it touches. With `names`,
         workers of other names are not believed. `advisor` gets the loads.
+        `log` gets every input (:mod:`coterie.control.replay`).
         """
         shape.check()
         check_at_least(1, batch=batch)
@@ -103,16 +78,17 @@ class ControlLoop:
         self.shape, self.settings, self.batch = shape, settings or ControlSettings(), batch
         self.intake = Intake(shape, self.settings, now_s, names)
         self.traffic = Traffic(shape, self.settings)
+        self._log: Log = log or keep_nothing
         self.scorer, self.advisor = Scorer(make, batch, prices), advisor
         self.events: deque[ControlEvent] = deque(maxlen=self.settings.events)
         sample = reference_of(fit)
         self._in_force = Known(fit.widened(shape.workers), -1, sample, sample.requests)
         self._looked_at = sample
         self._looked_requests = sample.requests
-        self._job: _Job | None = None
-        self._candidate: tuple[Known, float] | None = None
-        self._watch: _Watch | None = None
-        self._swap: _Swap | None = None
+        self._job: RunningJob | None = None
+        self._candidate: Candidate | None = None
+        self._watch: Watch | None = None
+        self._swap: Swap | None = None
         self._started_s: float | None = None
         self._resized = False
         self._new_window = False
@@ -140,13 +116,17 @@ class ControlLoop:
 
     def applied(self, plan_id: int) -> None:
         """The plan of an advice was carried out."""
+        self._log("applied", plan_id=plan_id)
         done = self.advisor is not None and self.advisor.applied(plan_id)
         self._count("plans_applied" if done else "plans_unknown")
 
     def observe(self, seen: RequestSeen | LoadSeen) -> None:
         """Take a finished request or a worker's load; wrong ones are counted and left out."""
-        if not self.intake.accepts(seen):
+        refused = self.intake.refused(seen)
+        if refused is not None:
+            self._log("ignored", reason=refused, worker=worker_of(seen))
             return
+        self._log("request" if isinstance(seen, RequestSeen) else "load", **seen._asdict())
         if isinstance(seen, RequestSeen):
             self._new_window |= self.traffic.add(seen)
         elif self.advisor is not None and not self.advisor.observe(seen):
@@ -154,6 +134,7 @@ class ControlLoop:
 
     def candidate(self, fit: RouterFit, seconds: float) -> None:
         """The job's fit. It is scored at later ticks."""
+        self._log("candidate", fit=fit, seconds=seconds)
         if self._job is None:
             self._tell("refit_kept", "no job was under way")
             return
@@ -163,12 +144,13 @@ class ControlLoop:
             self._tell("refit_kept", f"it is for {job.workers} workers; there are {self.shape.workers} now")
             return
         newest = int(job.calibration.requests[-1])
-        self._candidate = Known(fit, newest, sample, requests), self.intake.now_s
+        self._candidate = Candidate(Known(fit, newest, sample, requests), self.intake.now_s)
         self._count("refits_made")
         self._seconds = seconds if is_number(seconds) else 0.0
 
     def fit_failed(self, problem: str) -> None:
         """The job raised an error."""
+        self._log("fit_failed", problem=str(problem)[:500])
         if self._job is not None:
             self._looked_at, self._looked_requests = self._job.sample, self._job.requests
             self._job = None
@@ -177,6 +159,7 @@ class ControlLoop:
 
     def swapped(self, now_s: float) -> None:
         """The fit handed out is in force."""
+        self._log("swapped", now_s=now_s)
         if self._swap is None:
             return
         known, back, _ = self._swap
@@ -187,10 +170,14 @@ class ControlLoop:
         self._swapped_s = float(now_s) if is_number(now_s) else self.intake.now_s
         self._watch = None
         if not back:
-            self._watch = _Watch(before, self.traffic.serial - 1, self.settings.score_requests, 0)
+            self._watch = Watch(before, self.traffic.serial - 1, self.settings.score_requests, 0)
 
     def swap_failed(self, now_s: float, problem: str) -> None:
         """The fit handed out could not be put in force; the one before still is."""
+        self._log("swap_failed", now_s=now_s, problem=str(problem)[:500])
+        self._swap_failed(now_s, problem)
+
+    def _swap_failed(self, now_s: float, problem: str) -> None:
         if self._swap is not None:
             self._looked_at, self._looked_requests = self._swap.known.sample, self._swap.known.requests
             self._swap = None
@@ -201,7 +188,9 @@ class ControlLoop:
         """A decode worker joined or left. What was fitted for another number of them is dropped."""
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
             self.intake.ignore("workers")
+            self._log("ignored", reason="workers", worker="")
             return
+        self._log("resize", workers=workers, names=None if names is None else sorted(names))
         if names is not None:
             self.intake.names = frozenset(names)
         if workers == self.shape.workers:
@@ -217,6 +206,7 @@ class ControlLoop:
 
     def tick(self, now_s: float) -> Tick:
         """Decide what to do now. Cheap, unless a candidate is to be scored."""
+        self._log("tick", now_s=now_s)
         timely = self.intake.tick(now_s)
         for event in self.intake.untold:
             self._add(event)
@@ -232,27 +222,35 @@ class ControlLoop:
         """Score what waits to be scored; a fit to swap in, or None."""
         if self._swap is not None:
             if self.intake.now_s - self._swap.at_s > self.settings.candidate_s:
-                self.swap_failed(self.intake.now_s, "nobody said whether it was done")
+                self._swap_failed(self.intake.now_s, "nobody said whether it was done")
             return None
         if self._candidate is not None:
-            return self._weigh_candidate(*self._candidate)
+            return self._weigh_candidate(self._candidate)
         return None if self._watch is None else self._weigh_before(self._watch)
 
-    def _weigh_candidate(self, known: Known, since_s: float) -> RouterFit | None:
-        settings = self.settings
+    def _weigh_candidate(self, candidate: Candidate) -> RouterFit | None:
+        """Score it on the newest requests; one that is far better is taken on half of them."""
+        settings, known = self.settings, candidate.known
         newer = self.traffic.newer(max(known.newest, self._in_force.newest))
-        if len(newer) < settings.score_requests:
-            if self.intake.now_s - since_s > settings.candidate_s:
+        whole = len(newer) >= settings.score_requests
+        if not whole and (candidate.looked or 2 * len(newer) < settings.score_requests):
+            if self.intake.now_s - candidate.since_s > settings.candidate_s:
                 self._keep(known, f"{len(newer)} newer requests came in {settings.candidate_s:g} s", {})
             return None
+        error = (1.0 - settings.confidence) * (1.0 if whole else EARLY)
+        scored = self._compare(known.fit, newer, 1.0 - error)
+        better = scored.saving > settings.margin and scored.bound > 0
+        if not whole and not better:
+            self._candidate = candidate._replace(looked=True)
+            return None
         self._candidate = None
-        scored = self._compare(known.fit, newer)
-        if scored.saving > settings.margin and scored.bound > 0:
-            self._count("refits_taken")
-            self._tell("refit_taken", f"it saves {_told(scored)}", scored.values() | {"fit_s": self._seconds})
-            return self._hand_out(known, back=False)
-        self._keep(known, f"it would save {_told(scored)}", scored.values() | {"fit_s": self._seconds})
-        return None
+        values = scored.values() | {"fit_s": self._seconds}
+        if not better:
+            self._keep(known, f"it would save {_told(scored)}", values)
+            return None
+        self._count("refits_taken")
+        self._tell("refit_taken", f"it saves {_told(scored)}", values)
+        return self._hand_out(known, back=False)
 
     def _keep(self, known: Known, reason: str, values: dict[str, float | str]) -> None:
         self._candidate = None
@@ -260,12 +258,12 @@ class ControlLoop:
         self._count("refits_kept")
         self._tell("refit_kept", reason, values)
 
-    def _weigh_before(self, watch: _Watch) -> RouterFit | None:
+    def _weigh_before(self, watch: Watch) -> RouterFit | None:
         """Score the fit before the swap on what came since."""
         newer = self.traffic.newer(max(watch.since, self._in_force.newest))
         if len(newer) < min(watch.after, self.traffic.most):
             return None
-        scored = self._compare(watch.known.fit, newer)
+        scored = self._compare(watch.known.fit, newer, self.settings.confidence)
         if scored.saving > self.settings.margin and scored.bound > 0:
             self._count("fall_backs")
             self._tell("fall_back", f"the fit before saves {_told(scored)}", scored.values())
@@ -274,15 +272,12 @@ class ControlLoop:
         self._watch = None if done else watch._replace(after=2 * watch.after, checks=watch.checks + 1)
         return None
 
-    def _compare(self, candidate: RouterFit, newer: list[Kept]) -> Comparison:
-        settings = self.settings
-        newest = newer[-settings.score_requests :]
-        return self.scorer.compare(
-            self.fit, candidate, newest, self.shape.workers, settings.pieces, settings.confidence
-        )
+    def _compare(self, candidate: RouterFit, newer: list[Kept], sure: float) -> Comparison:
+        newest = newer[-self.settings.score_requests :]
+        return self.scorer.compare(self.fit, candidate, newest, self.shape.workers, self.settings.pieces, sure)
 
     def _hand_out(self, known: Known, back: bool) -> RouterFit:
-        self._swap = _Swap(known, back, self.intake.now_s)
+        self._swap = Swap(known, back, self.intake.now_s)
         return known.fit
 
     def _consider(self) -> FitJob | None:
@@ -328,7 +323,7 @@ class ControlLoop:
         job = FitJob(
             self.traffic.calibration(alike), self.shape.workers, self.batch, seed, self.fit.weighting, self.fit.profiles
         )
-        self._job, self._started_s, self._resized = _Job(job, sample_of(alike)), self.intake.now_s, False
+        self._job, self._started_s, self._resized = RunningJob(job, sample_of(alike)), self.intake.now_s, False
         self._count("refits_started")
         self._tell("refit_started", f"{why}: {len(alike)} requests", values)
         return job

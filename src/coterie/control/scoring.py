@@ -7,7 +7,8 @@ the next follows one that ends. A worker's step takes
 
 by the prices of a decode step, where D = sum over expert indices of 1 - product over its requests of (1 - p): p is
 what each request *did* activate in decode, while the router sees its prompt alone, as it does live. The requests pass
-once to fill the fleet and to teach it what its workers usually get, and a second time to be measured.
+once to fill the fleet and to teach it what its workers usually get, and then `ROUNDS` times to be measured, each time
+in another order: who happens to run beside whom is chance, and averages out.
 
 Two fits serve the same requests in the same order. Their times are compared piece by piece, so that what a piece of
 requests costs under both cancels out; the spread over the pieces bounds what chance may have given.
@@ -30,6 +31,8 @@ from coterie.routing.fleet import MOST_CERTAIN
 
 Array = NDArray[np.float64]
 
+ROUNDS = 4
+"""Times that each request is measured."""
 ROOM = 4
 """Places of a worker, as a multiple of its mean number of requests."""
 BY_EXPERTS = StepPrices(
@@ -93,7 +96,7 @@ class Scorer:
     def token_us(
         self, fit: RouterFit, requests: Sequence[Kept], workers: int, logs: Sequence[NDArray[np.float32]] | None = None
     ) -> Array:
-        """[request] microseconds per output token in the second pass."""
+        """[request] microseconds per output token, mean over the rounds."""
         if len(requests) < 2:
             raise ConfigError(f"requests={len(requests)} must be at least 2 to score a fit")
         return _ClosedLoop(self, fit, requests, workers, logs or [_logs(one) for one in requests]).run()
@@ -107,6 +110,7 @@ def _logs(one: Kept) -> NDArray[np.float32]:
 
 class _Running(NamedTuple):
     worker: int
+    request: int
     since_us: float
     ends_after: float
     """Tokens that its worker will have decoded for each of its requests when this one ends."""
@@ -136,38 +140,49 @@ class _ClosedLoop:
         self.at_us = np.zeros(rows)
         """[worker] time up to which `tokens` counts."""
         self.running: dict[int, _Running] = {}
+        self.order = np.arange(len(requests))
         self.prompts = [float(one.prefill.sum()) / one.decode.sum() * one.tokens for one in requests]
 
     def run(self) -> Array:
         count = len(self.requests)
-        found, left, uses, now_us = np.zeros(count), count, 0, 0.0
+        found, left, uses, now_us = np.zeros(count), ROUNDS * count, 0, 0.0
         while left:
             while len(self.running) < self.in_flight:
                 self._begin(uses, now_us)
                 uses += 1
             use, now_us = self._next_end()
             took_us = now_us - self.running[use].since_us
-            self._end(use, now_us)
-            if count <= use < 2 * count:
-                found[use - count] = took_us / max(1.0, self.requests[use - count].tokens)
+            at = self._end(use, now_us)
+            if count <= use < (ROUNDS + 1) * count:
+                found[at] += took_us / max(1.0, self.requests[at].tokens) / ROUNDS
                 left -= 1
         return found
 
     def _begin(self, use: int, now_us: float) -> None:
-        at = use % len(self.requests)
+        at = self._order(use)
         one, prompt = self.requests[at], int(self.prompts[at])
         decision = self.router.route(Request(str(use), prompt, one.prefill), self.fleet)
         worker = int(decision.worker)
         self.fleet.admit(str(use), worker, prompt, decision.profile)
         self._advance(worker, now_us)
-        self.running[use] = _Running(worker, now_us, self.tokens[worker] + max(1.0, one.tokens))
+        self.running[use] = _Running(worker, at, now_us, self.tokens[worker] + max(1.0, one.tokens))
         self._change(worker, at, 1)
 
-    def _end(self, use: int, now_us: float) -> None:
-        worker = self.running.pop(use).worker
+    def _order(self, use: int) -> int:
+        """The request of a use. Halves are shuffled apart, so that uses of one request are never in flight together."""
+        count = len(self.requests)
+        turn, place = divmod(use, count)
+        if not place:
+            rng, half = np.random.default_rng([turn, count]), count // 2
+            self.order = np.concatenate([rng.permutation(half), half + rng.permutation(count - half)])
+        return int(self.order[place])
+
+    def _end(self, use: int, now_us: float) -> int:
+        worker, at, _, _ = self.running.pop(use)
         self.fleet.finish(str(use))
         self._advance(worker, now_us)
-        self._change(worker, use % len(self.requests), -1)
+        self._change(worker, at, -1)
+        return at
 
     def _next_end(self) -> tuple[int, float]:
         """The request that ends next, and when."""
@@ -175,7 +190,7 @@ class _ClosedLoop:
         return use, self._end_us(use)
 
     def _end_us(self, use: int) -> float:
-        worker, _, ends_after = self.running[use]
+        worker, _, _, ends_after = self.running[use]
         return float(self.at_us[worker] + (ends_after - self.tokens[worker]) * self.step_us[worker])
 
     def _advance(self, worker: int, now_us: float) -> None:

@@ -133,6 +133,7 @@ BUILT_IN = {
     "latency-optimal": BuiltIn("latency_optimal", ("seed", "seeds")),
     "eldr": BuiltIn("eldr", ("requests", "seeds", "routers")),
     "joint": BuiltIn("joint", ("requests", "seeds")),
+    "drift": BuiltIn("drift", ("requests", "seeds")),
     "sem-moe": BuiltIn("sem_moe", ("trace", "trace_format", "model", "requests", "seeds", "rates")),
 }
 """Suites by name, with the options they read: help shows these without importing the suites, which takes seconds."""

@@ -32,6 +32,7 @@ from coterie.sim.fleet._loop import advance
 from coterie.sim.fleet._memory import hit_tokens
 from coterie.sim.fleet._tables import WORD, step_tables
 from coterie.sim.fleet.checks import check_fleet
+from coterie.sim.fleet.control import EndedRequests, FinishedRequest, FleetController
 from coterie.sim.fleet.metrics import FleetRun
 from coterie.sim.fleet.requests import FleetRequests, check_requests
 from coterie.types import Link, Placement, narrowest_uint
@@ -110,6 +111,7 @@ def run_fleet(
     until_s: float = np.inf,
     check: bool = False,
     progress: Callable[[int], None] | None = None,
+    controller: FleetController | None = None,
 ) -> FleetRun:
     """Serve all requests, or as many as `until_s` allows.
 
@@ -117,7 +119,8 @@ def run_fleet(
     that ends, and one whose recording is in flight is passed over until it is not. In an open run a request whose
     recording is in flight is an error, or its arrival is postponed to the end of that one. `placement` spreads every
     worker over the ranks of the model's topology. `fleet`, empty at first, is shown to the router and kept up to date;
-    the default tracks no experts, and routers that need them refuse it.
+    the default tracks no experts, and routers that need them refuse it. `controller` is told of requests that ended
+    before each decision, and may put another router in force, and with it another fleet in place of `fleet`.
     """
     check_requests(requests, model.spec, in_flight)
     check_one_of(get_args(Duplicates), duplicates=duplicates)
@@ -130,6 +133,7 @@ def run_fleet(
             f"{config.decode_workers} without any"
         )
     driver = _Driver(requests, model, router, config, in_flight or 0, duplicates, placement, fleet, until_s, progress)
+    driver.controller = controller
     run = driver.serve()
     if check:
         check_fleet(
@@ -171,6 +175,9 @@ class _Driver:
         self.prompt_tokens: list[int] = requests.prompt_tokens.tolist()
         self.footprints, self.domains = requests.recordings.footprint, requests.recordings.domains
         self.told = 0
+        self.controller: FleetController | None = None
+        self.ended = EndedRequests(requests)
+        self.unseen: list[FinishedRequest] = []
         self.profiles: dict[int, tuple[NDArray[np.float32], int]] = {}
 
     def serve(self) -> FleetRun:
@@ -184,6 +191,8 @@ class _Driver:
                 continue
             self.tell_finished()
             if why == state.DECIDE:
+                if self.controller is not None:
+                    self.control(self.controller)
                 answer = self.decide(int(decisions[c[state.DECIDED]]))
             elif why == state.DUPLICATE:
                 row = int(c[state.SUBJECT])
@@ -201,9 +210,23 @@ class _Driver:
         for request in self.world.r[self.told : ended, state.ENDING].tolist():
             self.fleet.finish(str(request))
             self.profiles.pop(request, None)
+            if self.controller is not None:
+                at_s, worker = float(self.world.rt[request, state.FINISH]), int(self.world.r[request, state.DECODER])
+                self.unseen.append(self.ended.told(request, at_s, worker))
         if self.progress is not None:
             self.progress(ended - self.told)
         self.told = ended
+
+    def control(self, controller: FleetController) -> None:
+        """Tell the controller what ended, and do what it says."""
+        ended, self.unseen = self.unseen, []
+        swap = controller.tick(float(self.world.f[state.CLOCK]), ended)
+        if swap is None:
+            return
+        self.router = swap.router
+        if swap.fleet is not None:
+            swap.fleet.take_over(self.fleet)
+            self.fleet = swap.fleet
 
     def decide(self, request: int) -> int:
         fleet, config = self.fleet, self.config

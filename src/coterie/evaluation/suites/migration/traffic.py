@@ -82,7 +82,7 @@ def read_domains(path: Path, options: SuiteOptions) -> Domains:
             raise TraceError(path, "domains", "found none; requests must say what they are about")
         for index, label in enumerate(labels):
             counts = footprint(trace.request(index).expert_ids, trace.meta.num_experts)
-            groups.setdefault(_area(label, len(set(labels))), []).append(counts.astype(np.float64))
+            groups.setdefault(area_of(label, len(set(labels))), []).append(counts.astype(np.float64))
     else:
         raise TraceError(path, "kind", f"found {kind_of(trace)!r}, expected 'activations' or 'load'")
     kept = {name: group for name, group in sorted(groups.items()) if len(group) >= MIN_REQUESTS}
@@ -92,7 +92,8 @@ def read_domains(path: Path, options: SuiteOptions) -> Domains:
     return Domains(model, {name: _some_layers(np.stack(group)) for name, group in kept.items()}, left_out)
 
 
-def _area(label: str, labels: int) -> str:
+def area_of(label: str, labels: int) -> str:
+    """The area of a category, where there are many of them; else the category itself."""
     if labels <= 2 * len(AREAS):
         return label
     low = label.lower()

@@ -1,0 +1,144 @@
+"""A log of all that a loop was told, and the replay of one: the same inputs give the same events.
+
+A log is JSON Lines, one input a line; arrays are base64 of their deflated bytes. Values that were left out are logged
+by their reason alone, so that hostile ones cannot fill a disk. Fits are not in it: a job is pure, so the replay runs it
+again, and a digest tells whether that gave the same fit.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.control.base import ControlEvent, LoadSeen, RequestSeen
+from coterie.control.checks import is_number
+from coterie.control.jobs import FitJob
+from coterie.control.loop import ControlLoop
+from coterie.errors import TraceError
+from coterie.routing import RouterFit
+
+
+class InputLog:
+    """Writes what a loop is told. Give it to the loop as `log`; close it, or use it in a with statement."""
+
+    def __init__(self, path: str | Path) -> None:
+        """The file must not exist."""
+        self.path = Path(path)
+        self.problem: OSError | None = None
+        """Why nothing more is written, such as a full disk; the loop goes on."""
+        self._stream: BinaryIO = self.path.open("xb")
+
+    def __call__(self, do: str, /, **values: Any) -> None:
+        if self.problem is not None or self._stream.closed:
+            return
+        line = {"do": do} | {name: _plain(value) for name, value in values.items()}
+        try:
+            self._stream.write(msgspec.json.encode(line) + b"\n")
+            self._stream.flush()
+        except OSError as error:
+            self.problem = error
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> InputLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def replay(path: str | Path, loop: ControlLoop) -> list[ControlEvent]:
+    """Tell a fresh loop, made as the logged one was, what is in the log; the events of its ticks."""
+    path = Path(path)
+    events: list[ControlEvent] = []
+    job: FitJob | None = None
+    with path.open("rb") as stream:
+        for number, line in enumerate(_whole(stream), 1):
+            try:
+                values = msgspec.json.decode(line, type=dict[str, Any])
+                do = values.pop("do")
+                if do == "tick":
+                    tick = loop.tick(_time(values["now_s"]))
+                    events += tick.events
+                    job = tick.job or job
+                elif do == "candidate":
+                    _candidate(path, loop, job, values)
+                    job = None
+                else:
+                    _told(loop, do, values)
+            except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
+                raise (
+                    error if isinstance(error, TraceError) else TraceError(path, f"line {number}", str(error))
+                ) from None
+    return events
+
+
+def _whole(stream: BinaryIO) -> Iterable[bytes]:
+    """Lines that end; the last one of a process that was killed may not."""
+    for line in stream:
+        if line.endswith(b"\n"):
+            yield line
+
+
+def _told(loop: ControlLoop, do: str, values: Mapping[str, Any]) -> None:
+    if do == "request":
+        arrays = {name: _array(values[name]) for name in ("prefill", "decode")}
+        loop.observe(RequestSeen(**(dict(values) | arrays)))
+    elif do == "load":
+        loop.observe(LoadSeen(**(dict(values) | {"tokens": _array(values["tokens"])})))
+    elif do == "ignored":
+        loop.intake.ignore(values["reason"], values["worker"])
+    elif do in ("swapped", "swap_failed"):
+        getattr(loop, do)(**(dict(values) | {"now_s": _time(values["now_s"])}))
+    elif do in ("fit_failed", "resize", "applied"):
+        getattr(loop, do)(**values)
+    else:
+        raise ValueError(f"do={do!r} is no input of a loop")
+
+
+def _candidate(path: Path, loop: ControlLoop, job: FitJob | None, values: Mapping[str, Any]) -> None:
+    fit = loop.fit if job is None else job.run()
+    if job is not None and digest(fit) != values["fit"]:
+        raise TraceError(path, "candidate", "the job gives another fit than the logged one: was the loop made alike?")
+    loop.candidate(fit, _time(values["seconds"]))
+
+
+def digest(fit: RouterFit) -> str:
+    """A name for the values of a fit."""
+    learned = fit.learned
+    parts = learned.profiles, learned.centroids, learned.shares
+    return blake2b(b"".join(np.ascontiguousarray(part).tobytes() for part in parts), digest_size=8).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, RouterFit):
+        return digest(value)
+    if isinstance(value, np.ndarray):
+        narrow = value.astype("<f8" if value.dtype.kind == "f" else "<i8")
+        data = base64.b64encode(zlib.compress(narrow.tobytes(), 1)).decode()
+        return {"dtype": narrow.dtype.str, "shape": narrow.shape, "data": data}
+    if isinstance(value, np.generic):
+        return value.item()
+    return None if isinstance(value, float) and not is_number(value) else value
+
+
+def _time(value: Any) -> float:
+    """A number as it was logged; those that JSON cannot hold are None."""
+    return float("nan") if value is None else value
+
+
+def _array(value: Mapping[str, Any]) -> NDArray[Any]:
+    data = zlib.decompress(base64.b64decode(value["data"]))
+    return np.frombuffer(data, value["dtype"]).reshape(value["shape"])
