@@ -17,6 +17,8 @@ from coterie.control.base import ControlSettings
 from coterie.costs.contention import Movement
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
 
+DEFAULTS = ControlSettings()
+
 
 class AdviseSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The expert-parallel group that placement advice is for."""
@@ -61,20 +63,20 @@ class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Whether the loop runs; None: where a worker has `expert_events` and the decode router uses a fit."""
     tick_s: float = 1.0
     """Time between two looks at what came in."""
-    window: int = 32
+    window: int = DEFAULTS.window
     """Requests of a window, whose experts are compared with those of the requests that the router was fitted to."""
-    min_requests: int = 64
+    min_requests: int = DEFAULTS.min_requests
     """Fewest requests of the same traffic that a fit is made from."""
-    fit_requests: int = 384
+    fit_requests: int = DEFAULTS.fit_requests
     """Most requests that a fit is made from."""
-    score_requests: int = 128
+    score_requests: int = DEFAULTS.score_requests
     """Requests that a new fit and the one in force are compared on."""
     score: Literal["time", "experts"] = "time"
     """What fits are compared by: decode time, by the prices of the router's model, or the experts that a step touches,
     where the model that serves stands for a larger one."""
-    margin: float = 0.003
+    margin: float = DEFAULTS.margin
     """Least predicted saving, as a share, for which the router is swapped."""
-    cooldown_s: float = 20.0
+    cooldown_s: float = DEFAULTS.cooldown_s
     """Least time between the starts of two fits."""
     advise: AdviseSection | None = None
     """Expert-parallel group to advise on; None: no placement advice."""
@@ -85,7 +87,8 @@ class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     folder: str | None = None
     """Folder for the fits of the loop; None: a private temporary one, removed at the end."""
     log: str | None = None
-    """File that the loop's inputs are written to, to replay its decisions; None: none is kept."""
+    """File that the loop's inputs are written to, to replay its decisions; a number is put behind the name of one that
+    is there already. None: none is kept."""
 
     def __post_init__(self) -> None:
         check_positive(tick_s=self.tick_s)

@@ -7,6 +7,7 @@ seconds since the epoch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import threading
@@ -22,7 +23,8 @@ import numpy as np
 
 from coterie.control import ControlEvent, ControlLoop, FitJob, LoadSeen, Shape
 from coterie.control.advice import PlacementAdvisor
-from coterie.errors import CoterieError
+from coterie.control.replay import InputLog
+from coterie.errors import ConfigError, CoterieError
 from coterie.gateway.control.advising import Applier, advisor_of
 from coterie.gateway.control.loads import RecentLoads
 from coterie.gateway.control.matching import Matcher
@@ -38,6 +40,8 @@ FIT_NICE = 19
 """Priority of the thread that fits: whatever else the machine has to do comes first."""
 IGNORED_S = 60.0
 """Least time between two events of inputs that were ignored for the same reason; all are counted."""
+MOST_LOGS = 1000
+"""Files of inputs that are kept beside each other."""
 VIEW_S = 1.0
 """Least time between two views."""
 
@@ -52,6 +56,7 @@ class Driver:
         self._folder = Path(asked.folder)
         self._epoch_s = time.time() - now_s
         self._no_advice: str | None = None
+        self._log = _new_log(asked.section.log)
         assert asked.spec.fit is not None
         fit = RouterFit.load(asked.spec.fit)
         shape = Shape(fit.model, fit.num_layers, fit.num_experts, fit.learned.top_k, asked.rows)
@@ -63,6 +68,7 @@ class Driver:
             batch=fit.batch,
             prices=prices_of(asked.spec, fit) if asked.section.score == "time" else None,
             advisor=self._advisor(shape),
+            log=self._log,
             now_s=now_s,
         )
         self._applier = Applier(asked.section)
@@ -76,6 +82,10 @@ class Driver:
         self._events: list[ControlEvent] = []
         self._ignored_s: dict[str, float] = {}
         self._next_view_s = now_s
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
 
     def take(self, worker: str, event: RequestExperts | ExpertLoad, now_s: float) -> None:
         """An event of a worker's stream, whatever it holds."""
@@ -201,6 +211,21 @@ class Driver:
     def _event(self, event: ControlEvent) -> dict[str, Any]:
         values = {name: _plain(value) for name, value in event.values.items()}
         return {"at_s": event.at_s + self._epoch_s, "kind": event.kind, "reason": event.reason, "values": values}
+
+
+def _new_log(path: str | None) -> InputLog | None:
+    """A log beside those of the set-ups before, which it does not overwrite. Raises ConfigError if it cannot be."""
+    if path is None:
+        return None
+    names = itertools.chain([Path(path)], (Path(f"{path}.{number}") for number in range(1, MOST_LOGS)))
+    for name in names:
+        try:
+            return InputLog(name)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"control.log={path!r} cannot be written: {error.strerror}") from None
+    raise ConfigError(f"control.log={path!r}: {MOST_LOGS} such files are there already; remove some")
 
 
 def _plain(value: Any) -> Any:

@@ -70,6 +70,8 @@ class Process:
         if isinstance(message, SetUp):
             self._tick_s = message.section.tick_s
             self._streams.follow(message.streams)
+            if self._driver is not None:
+                self._driver.close()
             try:
                 self._driver = Driver(message, self.send, now_s)
             except CoterieError as error:
