@@ -52,9 +52,9 @@ SHORTEST, LONGEST = 24, 64
 """Tokens of an answer."""
 LEARN = 192
 """Requests that the first router is fitted to."""
-SETTLE_S, LIMIT_S, LIVE_S = 15.0, 120.0, 15.0
+SETTLE_S, LIMIT_S, LIVE_S = 10.0, 120.0, 15.0
 """Time of traffic before the change, the longest wait for the swap, and time after it."""
-ROUNDS, ROUND_REQUESTS = 6, 96
+ROUNDS, ROUND_REQUESTS = 5, 72
 RESAMPLES = 2000
 FITS = ("before", "loop", "fresh")
 
@@ -227,6 +227,7 @@ async def run(fleet: EmbeddedFleet, seed: int) -> dict[str, Any]:
             start = str(fleet.folder / "before.safetensors")
             bench.fit(listener.seen[-LEARN:], seed).save(start)
             told = await live(bench, client, clients, steps, listener, first[0], second[0], start)
+            print(f"swapped after {told['swap_s']} s; {told['live_experts']}", file=sys.stderr)
             told["rounds"] = await compare(bench, client, clients, steps, second[1], told.pop("fits"))
             return {**told, "failed": clients.failed, "answered": clients.answered}
     finally:
