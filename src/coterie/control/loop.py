@@ -92,7 +92,7 @@ class ControlLoop:
         self._started_s: float | None = None
         self._resized = False
         self._new_window = False
-        self._state = ""
+        self._told_of: dict[str, str] = {}
         self._seconds = 0.0
         self._swapped_s: float | None = None
         self._jobs = 0
@@ -288,7 +288,7 @@ class ControlLoop:
         settings, traffic = self.settings, self.traffic
         ratio = traffic.shown_ratio(self._looked_at)
         alike = traffic.alike()[-settings.fit_requests :]
-        why = self._why(ratio, len(alike))
+        why = self._why(traffic.drifted(self._looked_at), ratio, len(alike))
         if why is None:
             return None
         values: dict[str, float | str] = {"ratio": ratio, "requests": float(len(alike))}
@@ -302,16 +302,16 @@ class ControlLoop:
             return None
         return self._start(alike, why, values)
 
-    def _why(self, ratio: float, alike: int) -> str | None:
+    def _why(self, drifted: bool | None, ratio: float, alike: int) -> str | None:
         """Reason for a re-fit in words, or None."""
         settings = self.settings
         if self._resized:
             return f"the fleet has {self.shape.workers} workers now"
-        if ratio > settings.drift_ratio:
+        if drifted:
             words = f"{settings.drift_windows} windows differ {ratio:.3g} times as much as chance gives"
             self._once("drift", words, {"ratio": ratio, "half_life_windows": self.traffic.estimate().half_life})
             return "the traffic changed"
-        if self.traffic.windows:
+        if drifted is not None:
             self._once("no_drift", f"the newest windows differ {ratio:.3g} times as much as chance gives")
         if self._looked_requests < settings.fit_requests and alike >= settings.growth * self._looked_requests:
             return f"{alike} requests of the traffic that {self._looked_requests} were fitted on"
@@ -325,6 +325,7 @@ class ControlLoop:
         )
         self._job, self._started_s, self._resized = RunningJob(job, sample_of(alike)), self.intake.now_s, False
         self._count("refits_started")
+        self._told_of.pop("waiting", None)
         self._tell("refit_started", f"{why}: {len(alike)} requests", values)
         return job
 
@@ -355,12 +356,13 @@ class ControlLoop:
         self.counters[name] = self.counters.get(name, 0) + 1
 
     def _once(self, kind: Kind, reason: str, values: dict[str, float | str] | None = None) -> None:
-        """Tell it unless it was the last thing told of its sort."""
-        if self._state != kind:
+        """Tell it unless it was the last thing told of its sort: the traffic, or what a re-fit waits for."""
+        sort = "traffic" if kind in ("drift", "no_drift") else "waiting"
+        if self._told_of.get(sort) != kind:
+            self._told_of[sort] = kind
             self._tell(kind, reason, values)
 
     def _tell(self, kind: Kind, reason: str, values: dict[str, float | str] | None = None) -> None:
-        self._state = kind
         self._add(ControlEvent(self.intake.now_s, kind, reason, values or {}))
 
     def _add(self, event: ControlEvent) -> None:

@@ -5,10 +5,12 @@ their scatter s, the mean squared distance from m. Two sets of the same traffic 
 
     |m - M|^2  =  s x (1/n + 1/N)      on average
 
-so the ratio of the two sides is near 1 where nothing has changed, whatever the model and the mix of requests are. An
-abrupt shift raises it at once, a slow one little by little. Wrong where requests of a window depend on each other (one
-client sends fifty alike): then it is above 1 without drift, and re-fits are tried that do not pay; none is taken for
-the ratio alone.
+so the ratio of the two sides is near 1 where nothing has changed, whatever the model and the mix of requests are. How
+far chance alone takes it depends on how many directions the requests differ in, d = (sum of variances)^2 ÷ sum of their
+squares: it is spread like chi-squared of d over d. An abrupt shift raises it at once, a slow one little by little.
+
+Wrong where requests of a window depend on each other (one client sends fifty alike): then it is above 1 without drift,
+and re-fits are tried that do not pay; none is taken for the ratio alone.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 from coterie.control.base import ControlSettings, RequestSeen, Shape
 from coterie.placement.triggers.drift import DriftEstimate, DriftEstimator
@@ -25,6 +28,8 @@ from coterie.routing import Calibration, RouterFit
 
 WINDOWS = 64
 """Windows that are remembered."""
+RARE = 1e-3
+"""Share of windows of the same traffic that may look like other traffic."""
 UNKNOWN_REQUESTS = 64
 """Requests that a fit counts for where its file does not say how many it was made from."""
 
@@ -51,6 +56,13 @@ class Sample(NamedTuple):
     """[expert index] activation probabilities in decode."""
     scatter: float
     """Mean over requests of the squared distance from their mean."""
+    directions: float = 1.0
+    """Number of directions that the requests differ in."""
+
+    @property
+    def chance(self) -> float:
+        """Ratio that chance alone exceeds once in `1 / RARE` windows."""
+        return float(stats.chi2.ppf(1.0 - RARE, self.directions) / self.directions)
 
 
 def reference_of(fit: RouterFit) -> Sample:
@@ -65,6 +77,11 @@ def drift_ratio(window: Sample, other: Sample) -> float:
     gap = window.mean - other.mean
     scatter = max(window.scatter, other.scatter, 1e-12)
     return float(gap @ gap) / (scatter * (1.0 / window.requests + 1.0 / other.requests))
+
+
+def differs(window: Sample, other: Sample, least: float) -> bool:
+    """Whether a window is other traffic: `least` times as far as chance gives, and farther than it is likely to go."""
+    return drift_ratio(window, other) > max(least, window.chance)
 
 
 class Traffic:
@@ -130,7 +147,7 @@ class Traffic:
             return list(self._open)
         pooled, since = self.windows[-1], self.windows[-1].first
         for window in reversed(list(self.windows)[:-1]):
-            if drift_ratio(window, pooled) > self.settings.drift_ratio:
+            if differs(window, pooled, self.settings.drift_ratio):
                 break
             pooled, since = _pooled(window, pooled), window.first
         return self.newer(since - 1)
@@ -141,6 +158,13 @@ class Traffic:
         if len(self.windows) < count:
             return 0.0
         return min(drift_ratio(window, reference) for window in list(self.windows)[-count:])
+
+    def drifted(self, reference: Sample) -> bool | None:
+        """Whether the newest windows are all other traffic than the reference; None as long as there are too few."""
+        newest = list(self.windows)[-self.settings.drift_windows :]
+        if len(newest) < self.settings.drift_windows:
+            return None
+        return all(differs(window, reference, self.settings.drift_ratio) for window in newest)
 
     def estimate(self) -> DriftEstimate:
         """How fast the load drifts from window to window."""
@@ -161,13 +185,19 @@ class Traffic:
 def sample_of(requests: list[Kept]) -> Sample:
     chances = np.stack([one.decode.ravel() / np.float32(max(1.0, one.tokens)) for one in requests]).astype(np.float32)
     mean = chances.mean(axis=0)
-    scatter = float(((chances - mean) ** 2).sum()) / max(1, len(requests) - 1)
-    return Sample(requests[0].serial, len(requests), mean, scatter)
+    products = (chances - mean) @ (chances - mean).T
+    total, squares = float(np.trace(products)), float((products**2).sum())
+    directions = total**2 / squares if squares > 0 else 1.0
+    return Sample(requests[0].serial, len(requests), mean, total / max(1, len(requests) - 1), max(1.0, directions))
 
 
 def _pooled(a: Sample, b: Sample) -> Sample:
-    count = a.requests + b.requests
-    share = np.float32(a.requests / count)
-    mean = a.mean * share + b.mean * (1 - share)
-    scatter = (a.scatter * a.requests + b.scatter * b.requests) / count
-    return Sample(min(a.first, b.first), count, mean, scatter)
+    requests = a.requests + b.requests
+    share = a.requests / requests
+    return Sample(
+        min(a.first, b.first),
+        requests,
+        a.mean * np.float32(share) + b.mean * np.float32(1 - share),
+        a.scatter * share + b.scatter * (1 - share),
+        min(a.directions, b.directions),
+    )

@@ -36,8 +36,8 @@ def _gain_note(row: Row, fresh: Row) -> str:
     when = "no fit was taken" if swap is None else f"a fit was taken {swap:.0f} requests after a change"
     verdict = _verdict(interval_of(row, "tpot_ms_saving"))
     return (
-        f"{row['trace']}, {row['router']}, {row['seeds']} seeds: the loop {verdict}, {_told(row, 'tpot_ms')} of TPOT "
-        f"and {_told(row, 'experts')} of the experts a step; a fresh fit at every "
+        f"{row['trace']}, {row['router']}, {row['seeds']} seeds: the loop {verdict}: it saves "
+        f"{_told(row, 'tpot_ms')} of TPOT and {_told(row, 'experts')} of the experts a step; a fresh fit at every "
         f"change saves {_told(fresh, 'tpot_ms')} and {_told(fresh, 'experts')}. Of {row['refit_started']:.1f} re-fits "
         f"in {row['changes']} changes {row['refit_taken']:.1f} were taken, {row['fall_back']:.1f} given back; {when}. "
         f"In the second half of a turn its steps touch {row['late_experts_over_fresh_pct']:+.1f}% experts against the "
@@ -58,7 +58,7 @@ def _verdict(saving: Interval) -> str:
     if saving.mean == 0.0 and saving.low == saving.high:
         return "does nothing"
     if saving.low is None or saving.high is None:
-        return "saves (one seed: no interval)"
+        return "ran with one seed, so without an interval"
     return "helps" if saving.low > 0 else "hurts" if saving.high < 0 else "is not told apart from doing nothing"
 
 

@@ -33,7 +33,7 @@ from coterie.evaluation.suites.drift.cells import (
 from coterie.evaluation.suites.drift.notes import BAR_PCT, TABLES, notes_of
 
 NAME = "drift"
-SEEDS = tuple(range(8))
+SEEDS = tuple(range(5))
 NO_DATA = "drift needs recorded routing: set COTERIE_DATA to the folder of real data (docs/data.md)"
 Row = dict[str, Any]
 
