@@ -45,8 +45,12 @@ TOGETHER = {
         "shell_blocks",
         "worker_embedded",
         "worker_requests",
+        "live",
+        "streams",
+        "matching",
     ),
     "planning": (
+        "advising",
         "bench_placement",
         "free_split",
         "latency_optimal",

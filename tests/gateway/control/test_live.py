@@ -22,6 +22,7 @@ from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.control.live import LiveControl, is_wanted, uses_fit
 from coterie.gateway.control_section import AdviseSection, ControlSection
 from coterie.gateway.fleet.spec import RouterSpec
+from coterie.gateway.saved import SavedState
 from gateway_runs import FAST, Run, gateway
 
 PATIENCE_S = 300.0
@@ -134,11 +135,11 @@ async def drifting(tmp_path: Path) -> None:
             assert serving != fit, "the new fit outlives the process that made it"
 
             await check_other_routers(run, control, fit, str(serving))
+            await check_reloads(run, control, fit, str(serving))
             stop.set()
             assert set(await asking) == {200}, "no request noticed"
-            second, folder = control.pid, control.folder
+            folder = control.folder
         assert "refit_taken" in run.said.getvalue()
-        assert second is None or not is_running(second)
         assert not folder.exists()
 
 
@@ -169,6 +170,23 @@ async def check_other_routers(run: Run, control: LiveControl, fit: str, serving:
     back = await run.client.ask("PUT", "/routers/decode", {"router": "latency_aware"})
     assert back.status == 200
     assert fit_in_force(run) == serving
+
+
+async def check_reloads(run: Run, control: LiveControl, fit: str, serving: str) -> None:
+    """A reload that leaves the router alone keeps the loop's fit; one that switches the loop off takes it back."""
+    parts = run.running.parts
+    put = SavedState()  # what was set above is forgotten
+    parts.reconfigure(msgspec.structs.replace(parts.config, log_requests=True), put)
+    assert run.running.parts.control is control
+    assert fit_in_force(run) == serving
+    pid = control.pid
+    off = msgspec.structs.replace(parts.config, control=ControlSection(enabled=False))
+    parts.reconfigure(off, put)
+    assert run.running.parts.control is None
+    assert fit_in_force(run) == fit
+    await until(lambda: pid is None or not is_running(pid))
+    advice = (await run.client.ask("GET", "/advice")).json
+    assert advice == {"advice": None, "reason": "the control loop is off"}
 
 
 def test_a_drifted_fleet_gets_a_new_fit(tmp_path: Path) -> None:
