@@ -3,8 +3,9 @@
     python benchmarks/gateway/drift.py [--seed 0] [--json]
 
 One prefill and three decode workers of coterie-tiny behind `coterie serve`, the control loop on, under a closed loop of
-clients. A router is fitted to prompts of three domains; then all clients send three other domains. Measured: the time
-from the change to the swap, requests that failed, and distinct experts a decode step, counted inside the workers.
+clients. A router is fitted to English prompts of code, law and mathematics; then all clients send Russian, Arabic and
+Japanese ones: coterie-tiny's experts tell scripts apart, not subjects. Measured: the time from the change to the swap,
+requests that failed, and distinct experts a decode step, counted inside the workers.
 
 Which fit is better is then measured apart, on prompts that neither was fitted to: the loop is off, and the fit from
 before the change, the loop's own and a fresh one, made from all requests since the change, serve the same requests
@@ -45,8 +46,10 @@ from coterie.net.processes import ServerProcess, free_port
 from coterie.prompts import Prompt, load_prompts
 from coterie.routing import Calibration, RouterFit
 
-BEFORE, AFTER = ("code", "legal", "math"), ("chat", "medical", "writing")
-"""Domains of the traffic before and after the change."""
+BEFORE, AFTER = ("en code", "en legal", "en math"), ("ru", "ar", "ja")
+"""Languages, and domains, of the traffic before and after the change."""
+MOST_BYTES = 500
+"""Longer prompts are left out: they do not fit coterie-tiny's context in every script."""
 IN_FLIGHT = 24
 SHORTEST, LONGEST = 24, 64
 """Tokens of an answer."""
@@ -178,7 +181,7 @@ class Bench:
         assert status == 200, text
 
     def fit(self, seen: Sequence[RequestSeen], seed: int) -> RouterFit:
-        return FitJob(calibration_of(seen, self.shape), self.shape.workers, 16, seed).run()
+        return FitJob(calibration_of(seen, self.shape), self.shape.workers, IN_FLIGHT // self.shape.workers, seed).run()
 
 
 def calibration_of(seen: Sequence[RequestSeen], shape: Shape) -> Calibration:
@@ -210,7 +213,7 @@ class Steps:
 
 async def run(fleet: EmbeddedFleet, seed: int) -> dict[str, Any]:
     bench = Bench(fleet, seed)
-    first, second = (halves(domains) for domains in (BEFORE, AFTER))
+    first, second = (halves(sorts) for sorts in (BEFORE, AFTER))
     bench.write(None, ControlSection(enabled=False))
     listener = Listener(bench.config(None, ADVISED), fleet.access.secret, bench.shape)
     listener.start()
@@ -235,9 +238,10 @@ async def run(fleet: EmbeddedFleet, seed: int) -> dict[str, Any]:
         listener.stop()
 
 
-def halves(domains: Sequence[str]) -> tuple[list[Prompt], list[Prompt]]:
-    """Prompts of some domains: those of the traffic, and as many to compare fits on."""
-    chosen = [prompt for prompt in load_prompts() if prompt.domain in domains]
+def halves(sorts: Sequence[str]) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts of some sorts: those of the traffic, and as many to compare fits on."""
+    known = [prompt for prompt in load_prompts() if len(prompt.prompt.encode()) <= MOST_BYTES]
+    chosen = [one for one in known if one.lang in sorts or f"{one.lang} {one.domain}" in sorts]
     return chosen[::2], chosen[1::2]
 
 

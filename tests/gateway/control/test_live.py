@@ -85,8 +85,12 @@ async def fleet_of() -> AsyncIterator[Fleet]:
             publisher.close()
 
 
+def control_now(run: Run) -> LiveControl | None:
+    return run.running.parts.control
+
+
 def control_of(run: Run) -> LiveControl:
-    control = run.running.parts.control
+    control = control_now(run)
     assert control is not None
     return control
 
@@ -166,7 +170,7 @@ async def check_other_routers(run: Run, control: LiveControl, fit: str, serving:
     put = await run.client.ask("PUT", "/routers/decode", {"router": "round_robin"})
     assert put.status == 200
     assert run.running.parts.changes.routers["decode"].fit == fit, "the loop's own file is not saved"
-    assert run.running.parts.control is control, "it goes on watching"
+    assert control_now(run) is control, "it goes on watching"
     back = await run.client.ask("PUT", "/routers/decode", {"router": "latency_aware"})
     assert back.status == 200
     assert fit_in_force(run) == serving
@@ -177,12 +181,12 @@ async def check_reloads(run: Run, control: LiveControl, fit: str, serving: str) 
     parts = run.running.parts
     put = SavedState()  # what was set above is forgotten
     parts.reconfigure(msgspec.structs.replace(parts.config, log_requests=True), put)
-    assert run.running.parts.control is control
+    assert control_now(run) is control
     assert fit_in_force(run) == serving
     pid = control.pid
     off = msgspec.structs.replace(parts.config, control=ControlSection(enabled=False))
     parts.reconfigure(off, put)
-    assert run.running.parts.control is None
+    assert control_now(run) is None
     assert fit_in_force(run) == fit
     await until(lambda: pid is None or not is_running(pid))
     advice = (await run.client.ask("GET", "/advice")).json

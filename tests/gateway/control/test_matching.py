@@ -79,6 +79,15 @@ def test_halves_of_different_requests_do_not_meet(rng: Generator) -> None:
     assert (matcher.counters["no_decode"], matcher.counters["unmatched"]) == (1, 1)
 
 
+def test_an_answer_of_one_token_has_no_decode_to_learn_from(rng: Generator) -> None:
+    matcher = Matcher(SHAPE)
+    first = halves("a", rng)[0]  # the decode worker computes no further token, and tells the same
+    assert matcher.take("prefill-0", first, 0.0) is None
+    assert matcher.take("decode-0", first, 0.0) is None
+    matcher.expire(PATIENCE_S + 1)
+    assert +matcher.counters == {"no_decode": 1}
+
+
 def test_halves_that_wait_are_bounded(rng: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matching, "MOST_WAITING", 5)
     matcher = Matcher(SHAPE)

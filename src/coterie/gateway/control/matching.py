@@ -58,7 +58,7 @@ class Matcher:
         self._shape = (shape.num_layers, shape.num_experts)
         self._top_k = shape.top_k
         self._halves: dict[str, _Half] = {}
-        self._known: dict[tuple[str, int], None] = {}
+        self._known: dict[tuple[str, str, int], None] = {}
 
     @property
     def waiting(self) -> int:
@@ -99,7 +99,7 @@ class Matcher:
         if event.prompt_tokens < 0 or _repeats(ids[known]):
             raise _LeftOut("nonsense")
         name = request_name(event.request_id)
-        if not self._is_new(name, event):
+        if not self._is_new(name, worker, event):
             raise _LeftOut("doubled")
         prompt = known & (np.arange(len(known)) < event.prompt_tokens)
         decode = known & ~prompt
@@ -131,9 +131,9 @@ class Matcher:
         half = self._halves.pop(name)
         self.counters["no_decode" if half.decode is None else "unmatched"] += 1
 
-    def _is_new(self, name: str, event: RequestExperts) -> bool:
-        """Whether this half of this request was not there yet. Names may be a client's, and used again."""
-        key = (name, hash((event.token_ids, event.known, event.output_tokens)))
+    def _is_new(self, name: str, worker: str, event: RequestExperts) -> bool:
+        """Whether this worker did not tell of this request yet. Names may be a client's, and used again."""
+        key = (name, worker, hash((event.token_ids, event.known, event.output_tokens)))
         if key in self._known:
             return False
         self._known[key] = None
