@@ -1,0 +1,145 @@
+"""Placement advice from loads: made where it pays, scored on the next window, never applied by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coterie.control import Advice, AdviceSettings, ControlEvent, LoadSeen, PlacementAdvisor, Shape
+from coterie.errors import ConfigError
+from coterie.placement import MemoryBudget, Objective, read_map
+from coterie.placement.triggers.actions import ActionSettings
+from coterie.types import Placement, Topology
+
+RANKS, LAYERS, EXPERTS, STEPS = 4, 2, 16, 1000
+SHAPE = Shape("made", LAYERS, EXPERTS, 2, RANKS)
+OBJECTIVE = Objective(row_s=1e-6, expert_bytes=1e6, row_bytes=1e3)
+SETTINGS = AdviceSettings(window_s=10.0, cooldown_s=50.0, actions=ActionSettings(min_saving_s=0.0, interval_s=10.0))
+
+
+def skewed(rng: np.random.Generator, hot: int) -> np.ndarray:
+    """[layer, expert] tokens of one worker's STEPS steps, most of them for four experts that follow each other."""
+    share = np.ones(EXPERTS)
+    share[(hot + np.arange(4)) % EXPERTS] = 12.0
+    return rng.poisson(share / share.sum() * 64 * STEPS, (LAYERS, EXPERTS)).astype(np.float64)
+
+
+def advisor_of(settings: AdviceSettings = SETTINGS, budget: MemoryBudget | None = None) -> PlacementAdvisor:
+    placement = Placement.linear(LAYERS, EXPERTS, RANKS, EXPERTS + RANKS)
+    return PlacementAdvisor(SHAPE, Topology(RANKS), OBJECTIVE, placement, settings, budget=budget)
+
+
+def feed(
+    advisor: PlacementAdvisor, rng: np.random.Generator, windows: int, hot: int, first: int = 0
+) -> list[ControlEvent]:
+    events: list[ControlEvent] = []
+    for window in range(first, first + windows):
+        for worker in range(RANKS):
+            tokens = skewed(rng, hot) if hot >= 0 else rng.poisson(900, (LAYERS, EXPERTS)).astype(np.float64)
+            assert advisor.observe(LoadSeen(10.0 * window, f"w{worker}", tokens, STEPS, 9.0))
+        events += advisor.tick(10.0 * (window + 1))
+    return events
+
+
+def test_a_plan_that_pays_is_advised_scored_on_the_next_window_and_not_applied(tmp_path: Path) -> None:
+    rng, advisor = np.random.default_rng(0), advisor_of()
+    advisor.tick(0.0)
+    before = advisor.placement
+    events = feed(advisor, rng, 1, hot=0)
+    made = advisor.advice
+    assert [event.kind for event in events if event.kind.startswith("plan")] == ["plan_made"]
+    assert made is not None
+    assert made.plan is not None
+    assert made.gain_pct > 10
+    assert made.gain_next_pct is None
+    assert max(made.rank_s_after) < max(made.rank_s_before)
+    feed(advisor, rng, 1, hot=0, first=1)
+    scored = advisor.advice
+    assert scored is not None
+    assert scored.gain_next_pct == pytest.approx(made.gain_pct, abs=3), "the same traffic gains as much"
+    assert advisor.placement is before
+
+    path = tmp_path / "map.json"
+    path.write_text("an older map")
+    made.write(path)
+    assert (read_map(path, "vllm").placement.slot_experts == made.plan.placement.slot_experts).all()
+    assert [one.name for one in tmp_path.iterdir()] == ["map.json"]
+    assert not advisor.applied(made.id + 1)
+    assert advisor.applied(made.id)
+    assert advisor.placement is made.plan.placement
+
+
+def test_even_load_is_kept_with_a_reason_and_no_map() -> None:
+    advisor = advisor_of()
+    advisor.tick(0.0)
+    events = feed(advisor, np.random.default_rng(1), 6, hot=-1)
+    assert "plan_made" not in [event.kind for event in events]
+    assert advisor.advice is not None
+    assert advisor.advice.reason
+    with pytest.raises(ConfigError, match="no map to write"):
+        advisor.advice.write("nowhere.json")
+
+
+def test_a_plan_that_gains_nothing_on_the_next_window_is_withdrawn() -> None:
+    rng, advisor = np.random.default_rng(2), advisor_of()
+    advisor.tick(0.0)
+    feed(advisor, rng, 1, hot=0)
+    made = advisor.advice
+    assert made is not None
+    assert made.plan is not None
+    # The load that suits the advised placement least: all of it on the experts of one of its ranks.
+    slots = made.plan.placement.slot_experts.reshape(LAYERS, RANKS, -1)
+    tokens = np.ones((LAYERS, EXPERTS))
+    for layer in range(LAYERS):
+        tokens[layer, slots[layer, 0]] = 4000.0
+    for worker in range(RANKS):
+        advisor.observe(LoadSeen(15.0, f"w{worker}", tokens, STEPS, 9.0))
+    told = [event.reason for event in advisor.tick(20.0) if event.kind == "plan_kept"]
+    assert any("withdrawn" in reason for reason in told)
+
+
+def test_a_plan_that_nobody_applies_is_made_anew_after_the_cooldown() -> None:
+    rng, advisor = np.random.default_rng(3), advisor_of()
+    advisor.tick(0.0)
+    feed(advisor, rng, 1, hot=0)
+    first = advisor.advice
+    feed(advisor, rng, 3, hot=0, first=1)
+    assert isinstance(first, Advice)
+    assert isinstance(advisor.advice, Advice)
+    assert advisor.advice.id == first.id, "it stands"
+    feed(advisor, rng, 3, hot=0, first=4)
+    assert advisor.advice.id > first.id
+
+
+def test_a_window_of_few_steps_is_too_little() -> None:
+    advisor = advisor_of()
+    advisor.tick(0.0)
+    advisor.observe(LoadSeen(1.0, "w0", np.ones((LAYERS, EXPERTS)), 3, 1.0))
+    assert [event.kind for event in advisor.tick(10.0)] == ["too_little"]
+    assert advisor.tick(20.0) == [], "told once"
+    assert advisor.advice is None
+
+
+def test_more_time_than_there_was_is_refused() -> None:
+    advisor = advisor_of()
+    advisor.tick(0.0)
+    tokens = np.ones((LAYERS, EXPERTS))
+    found = [advisor.observe(LoadSeen(1.0, "w0", tokens, 5, 9.0)) for _ in range(4)]
+    assert found == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("replicas", "expected"), [(0, False), (4, True)])
+def test_memory_bounds_replicas(replicas: int, expected: bool) -> None:
+    budget = MemoryBudget(available_bytes=replicas + 0.5, replica_bytes=1.0, session_bytes=1.0)
+    placement = Placement.linear(LAYERS, EXPERTS, RANKS)
+    advisor = PlacementAdvisor(SHAPE, Topology(RANKS), OBJECTIVE, placement, SETTINGS, budget=budget)
+    advisor.tick(0.0)
+    rng = np.random.default_rng(4)
+    for worker in range(RANKS):  # every rank asks for the experts of the next
+        advisor.observe(LoadSeen(1.0, f"w{worker}", skewed(rng, 4 * worker + 4), STEPS, 9.0))
+    advisor.tick(10.0)
+    assert advisor.advice is not None
+    kinds = {action.kind for action in advisor.advice.actions}
+    assert ("replicate" in kinds) == expected

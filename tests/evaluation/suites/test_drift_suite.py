@@ -1,0 +1,89 @@
+"""The drift suite: requests to fit on are never served, rows and verdicts, and a small cell of each trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from control_traffic import NEW, OLD, band, fitted, made_requests
+from coterie.errors import ConfigError, UnavailableError
+from coterie.evaluation.controlled import FitsAtChanges
+from coterie.evaluation.suites.base import SuiteOptions
+from coterie.evaluation.suites.drift import suite as drift
+from coterie.evaluation.suites.drift.cells import FRESH, LOOP, WITHOUT, DriftCell, Found, Outcome, serve_cell
+from coterie.evaluation.suites.drift.notes import TABLES, notes_of
+from coterie.evaluation.suites.drift.traffic import GLM, GPT_OSS, read_turns
+from coterie.routing import LocalityBand, RouterFit
+
+
+def found(loop_ms: float) -> Found:
+    outcomes = {
+        WITHOUT: Outcome(10.0, 20.0, 10.0, 20.0),
+        LOOP: Outcome(loop_ms, 19.0, 9.0, 18.0),
+        FRESH: Outcome(9.0, 18.0, 9.0, 18.0),
+    }
+    return Found(outcomes, {"refit_started": 2, "refit_taken": 1}, 150.0, 3)
+
+
+def test_rows_compare_by_seed_and_say_whether_the_bar_holds() -> None:
+    cells = {DriftCell(GPT_OSS, "locality_band", seed): found(9.4 + 0.1 * seed) for seed in range(3)}
+    cells |= {DriftCell(GLM, "latency_aware", seed): found(10.1) for seed in range(3)}
+    rows = drift.rows_of(cells)
+    assert [row["variant"] for row in rows] == [WITHOUT, LOOP, FRESH] * 2
+    good, bad = (row for row in rows if row["variant"] == LOOP)
+    assert good["tpot_ms_saving_pct"] == pytest.approx(5.0)
+    assert good["tpot_ms_saving_low"] < 5.0 < good["tpot_ms_saving_high"]
+    assert good["within_bar"]
+    assert bad["worst_seed_pct"] == pytest.approx(-1.0)
+    assert not bad["within_bar"]
+    notes = "\n".join(notes_of(rows))
+    assert "the loop helps: it saves +5.00%" in notes
+    assert "more than 0.5%: does NOT hold (-1.00%" in notes
+    for table in TABLES:
+        shown = [row for row in rows if table.shows(row)]
+        assert len(shown) == 3
+        assert all(str(column.value(row)) is not None for row in shown for column in table.columns)
+
+
+def test_without_data_there_is_nothing_to_serve() -> None:
+    with pytest.raises(UnavailableError, match="COTERIE_DATA"):
+        drift.run(SuiteOptions(), lambda *_args, **_values: None)
+
+
+def test_fits_at_changes_are_in_force_from_the_first_request_on() -> None:
+    fits: list[RouterFit] = [
+        fitted(made_requests(np.random.default_rng(seed), groups, 32)) for seed, groups in enumerate((OLD, NEW))
+    ]
+    controller = FitsAtChanges([2, 5], fits, band, 8)
+    swaps = [controller.tick(float(at), []) for at in range(8)]
+    assert [at for at, swap in enumerate(swaps) if swap is not None] == [2, 5]
+    assert swaps[5] is not None
+    assert isinstance(swaps[5].router, LocalityBand)
+    assert swaps[5].router.fitted is fits[1]
+
+
+@pytest.mark.parametrize("trace", [GPT_OSS, GLM])
+def test_what_is_fitted_on_is_never_served(data_dir: Path, trace: str) -> None:
+    turns = read_turns(trace, data_dir, 0, 60)
+    kept = turns.requests.recordings
+    assert (np.diff(turns.turn) >= 0).all()
+    assert len(np.unique(turns.requests.recorded)) == len(turns.requests), "none is served twice"
+    assert kept.footprint is not None
+    served = {counts.astype(np.uint32).tobytes() for counts in kept.footprint}
+    for known in turns.fits:
+        assert not served & {counts.tobytes() for counts in known.prefill}
+    with pytest.raises(ConfigError, match="four times"):
+        serve_cell(DriftCell(trace, "latency_aware", 0), data_dir, 60)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("trace", [GPT_OSS, GLM])
+@pytest.mark.parametrize("router", ["latency_aware", "locality_band"])
+def test_the_loop_costs_nothing_to_speak_of(data_dir: Path, trace: str, router: str) -> None:
+    cell = serve_cell(DriftCell(trace, router, 1), data_dir, 400)
+    assert cell.outcomes[LOOP].tpot_ms < 1.005 * cell.outcomes[WITHOUT].tpot_ms
+    if (trace, router) == (GPT_OSS, "locality_band"):
+        assert cell.outcomes[LOOP].tpot_ms < 0.95 * cell.outcomes[WITHOUT].tpot_ms
+        assert cell.events["refit_taken"] >= 1
