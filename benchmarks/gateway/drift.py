@@ -3,8 +3,8 @@
     python benchmarks/gateway/drift.py [--seed 0] [--json]
 
 One prefill and three decode workers of coterie-tiny behind `coterie serve`, the control loop on, under a closed loop of
-clients. A router is fitted to English prompts of code, law and mathematics; then all clients send Russian, Arabic and
-Japanese ones: coterie-tiny's experts tell scripts apart, not subjects. Measured: the time from the change to the swap,
+clients. A router is fitted to German, French and Spanish prompts; then all clients send Russian, Arabic and Japanese
+ones: coterie-tiny's experts tell languages apart, not subjects. Measured: the time from the change to the swap,
 requests that failed, and distinct experts a decode step, counted inside the workers.
 
 Which fit is better is then measured apart, on prompts that neither was fitted to: the loop is off, and the fit from
@@ -46,8 +46,8 @@ from coterie.net.processes import ServerProcess, free_port
 from coterie.prompts import Prompt, load_prompts
 from coterie.routing import Calibration, RouterFit
 
-BEFORE, AFTER = ("en code", "en legal", "en math"), ("ru", "ar", "ja")
-"""Languages, and domains, of the traffic before and after the change."""
+BEFORE, AFTER = ("de", "fr", "es"), ("ru", "ar", "ja")
+"""Languages of the traffic before and after the change."""
 MOST_BYTES = 500
 """Longer prompts are left out: they do not fit coterie-tiny's context in every script."""
 IN_FLIGHT = 24
@@ -213,7 +213,7 @@ class Steps:
 
 async def run(fleet: EmbeddedFleet, seed: int) -> dict[str, Any]:
     bench = Bench(fleet, seed)
-    first, second = (halves(sorts) for sorts in (BEFORE, AFTER))
+    first, second = (halves(languages) for languages in (BEFORE, AFTER))
     bench.write(None, ControlSection(enabled=False))
     listener = Listener(bench.config(None, ADVISED), fleet.access.secret, bench.shape)
     listener.start()
@@ -230,7 +230,7 @@ async def run(fleet: EmbeddedFleet, seed: int) -> dict[str, Any]:
             start = str(fleet.folder / "before.safetensors")
             bench.fit(listener.seen[-LEARN:], seed).save(start)
             told = await live(bench, client, clients, steps, listener, first[0], second[0], start)
-            print(f"swapped after {told['swap_s']} s; {told['live_experts']}", file=sys.stderr)
+            print(f"swapped after {told['swap_s']} s; {told['live_experts']}", file=sys.stderr, flush=True)
             told["rounds"] = await compare(bench, client, clients, steps, second[1], told.pop("fits"))
             return {**told, "failed": clients.failed, "answered": clients.answered}
     finally:
@@ -238,10 +238,9 @@ async def run(fleet: EmbeddedFleet, seed: int) -> dict[str, Any]:
         listener.stop()
 
 
-def halves(sorts: Sequence[str]) -> tuple[list[Prompt], list[Prompt]]:
-    """Prompts of some sorts: those of the traffic, and as many to compare fits on."""
-    known = [prompt for prompt in load_prompts() if len(prompt.prompt.encode()) <= MOST_BYTES]
-    chosen = [one for one in known if one.lang in sorts or f"{one.lang} {one.domain}" in sorts]
+def halves(languages: Sequence[str]) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts of some languages: those of the traffic, and as many to compare fits on."""
+    chosen = [one for one in load_prompts() if one.lang in languages and len(one.prompt.encode()) <= MOST_BYTES]
     return chosen[::2], chosen[1::2]
 
 
