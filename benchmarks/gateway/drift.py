@@ -342,8 +342,7 @@ def worse_is_kept(
     bench: Bench, start: RouterFit, before: Sequence[RequestSeen], after: Sequence[RequestSeen]
 ) -> dict[str, Any]:
     """Replay the run to the loop, and answer its job with a fit whose prompts and answers were shuffled apart."""
-    spec = RouterSpec(OURS)
-    shape = bench.shape
+    spec, shape = RouterSpec(OURS), bench.shape
 
     def make(fit: RouterFit) -> Any:
         return maker(spec, {"fitted": fit})(PoolShape(shape.workers, {})).router
