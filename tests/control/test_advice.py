@@ -37,8 +37,7 @@ def feed(
     events: list[ControlEvent] = []
     for window in range(first, first + windows):
         for worker in range(RANKS):
-            tokens = skewed(rng, hot) if hot >= 0 else rng.poisson(900, (LAYERS, EXPERTS)).astype(np.float64)
-            assert advisor.observe(LoadSeen(10.0 * window, f"w{worker}", tokens, STEPS, 9.0))
+            assert advisor.observe(LoadSeen(10.0 * window, f"w{worker}", skewed(rng, hot), STEPS, 9.0))
         events += advisor.tick(10.0 * (window + 1))
     return events
 
@@ -72,10 +71,15 @@ def test_a_plan_that_pays_is_advised_scored_on_the_next_window_and_not_applied(t
 
 
 def test_even_load_is_kept_with_a_reason_and_no_map() -> None:
-    advisor = advisor_of()
-    advisor.tick(0.0)
-    events = feed(advisor, np.random.default_rng(1), 6, hot=-1)
-    assert "plan_made" not in [event.kind for event in events]
+    placement = Placement.linear(LAYERS, EXPERTS, RANKS)
+    advisor = PlacementAdvisor(SHAPE, Topology(RANKS), OBJECTIVE, placement, SETTINGS)
+    kinds = []
+    for window in range(6):
+        for worker in range(RANKS):
+            advisor.observe(LoadSeen(10.0 * window, f"w{worker}", np.full((LAYERS, EXPERTS), 900.0), STEPS, 9.0))
+        kinds += [event.kind for event in advisor.tick(10.0 * window)]
+    assert "plan_kept" in kinds
+    assert "plan_made" not in kinds
     assert advisor.advice is not None
     assert advisor.advice.reason
     with pytest.raises(ConfigError, match="no map to write"):

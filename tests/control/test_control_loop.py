@@ -247,3 +247,35 @@ def test_samples_of_one_request_have_no_scatter() -> None:
     traffic = Traffic(SHAPE, SETTINGS)
     traffic.add(made_requests(np.random.default_rng(16), OLD, 1)[0])
     assert sample_of(list(traffic.kept)).scatter == 0.0
+
+
+def test_what_is_no_fit_is_not_scored(old_fit: RouterFit, new_fit: RouterFit) -> None:
+    seen = made_requests(np.random.default_rng(1), NEW, 100)
+    for wrong in (None, RouterFit(2), new_fit.widened(3)):
+        loop = loop_of(old_fit)
+        until_job(loop, seen)
+        loop.candidate(wrong, 0.1)  # type: ignore[arg-type]
+        assert loop.events[-1].kind == "refit_failed"
+        assert loop.fit is old_fit
+
+
+def test_a_router_that_raises_when_scored_is_told(old_fit: RouterFit) -> None:
+    def broken(_fit: RouterFit) -> Any:
+        raise ValueError("no such router")
+
+    loop = ControlLoop(SHAPE, old_fit, broken, SETTINGS, batch=BATCH)
+    kinds = drive(loop, made_requests(np.random.default_rng(1), NEW, 160))
+    assert "refit_failed" in kinds
+    assert "no such router" in next(event.reason for event in loop.events if event.kind == "refit_failed")
+    assert loop.fit is old_fit
+
+
+def test_events_of_nonsense_do_not_push_out_decisions(old_fit: RouterFit) -> None:
+    loop = loop_of(old_fit)
+    for one in made_requests(np.random.default_rng(17), OLD, 96):
+        loop.observe(one)
+        for _ in range(20):
+            loop.observe(one)  # doubled, between good ones
+        loop.tick(one.at_s)
+    assert [event.kind for event in loop.events].count("ignored") == 2, "once a minute"
+    assert loop.counters["ignored_doubled"] == 20 * 96

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
@@ -11,6 +12,8 @@ from coterie.control.checks import MOST_NAME, is_number, wrong_load, wrong_reque
 
 REMEMBERED_IDS = 1 << 15
 """Newest request ids that are recognised when they come again."""
+AGAIN_S = 60.0
+"""Time after which values that are left out for one reason give an event again."""
 MOST_WORKERS = 4096
 """Most workers that are told apart."""
 
@@ -34,7 +37,7 @@ class Intake:
         """Events of first ignored values, for the next tick."""
         self._ids: OrderedDict[str, None] = OrderedDict()
         self._since_tick: dict[str, int] = {}
-        self._last: str | None = None
+        self._told_s: dict[str, float] = {}
 
     def refused(self, seen: RequestSeen | LoadSeen | Any) -> str | None:
         """Why a value is not to be used, counted by that reason; None for one that is."""
@@ -44,18 +47,20 @@ class Intake:
             reason = "error"
         if reason is None:
             self.counters["requests" if isinstance(seen, RequestSeen) else "loads"] += 1
-            self._last = None
         else:
             self.ignore(reason, worker_of(seen))
         return reason
 
     def ignore(self, reason: str, worker: str = "") -> None:
-        """Count a value that is not used; the first of a run with one reason gives an event."""
+        """Count a value that is not used; the first of a run with one reason gives an event.
+
+        A run ends after `AGAIN_S`, so that a worker that reports nonsense does not fill the events.
+        """
         key = f"ignored_{reason}"
         self.counters[key] = self.counters.get(key, 0) + 1
-        if reason == self._last:
+        if self.now_s < self._told_s.get(reason, -math.inf) + AGAIN_S:
             return
-        self._last = reason
+        self._told_s[reason] = self.now_s
         values: dict[str, float | str] = {"reason": reason, "worker": worker}
         self.untold.append(ControlEvent(self.now_s, "ignored", f"a value was left out: {reason}", values))
         del self.untold[: -self.settings.events]

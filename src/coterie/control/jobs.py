@@ -26,7 +26,8 @@ class FitJob:
     that a swap moves as little traffic as possible."""
 
     def run(self) -> RouterFit:
-        fit = RouterFit(self.workers, self.batch, self.weighting)
+        everywhere = bool((self.calibration.prefill > 0).all())  # count_idf then tells no two requests apart
+        fit = RouterFit(self.workers, self.batch, "count" if everywhere else self.weighting)
         fit.fit(self.calibration, np.random.default_rng([self.seed, 17]))
         if self.like is not None and self.like.shape == fit.profiles.shape:
             _reorder(fit, self.like)

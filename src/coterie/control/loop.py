@@ -143,6 +143,10 @@ class ControlLoop:
         if job.workers != self.shape.workers:
             self._tell("refit_kept", f"it is for {job.workers} workers; there are {self.shape.workers} now")
             return
+        if not _fits(fit, self.shape):
+            self._count("refits_failed")
+            self._tell("refit_failed", "the job's result is no fit for this model and fleet")
+            return
         newest = int(job.calibration.requests[-1])
         self._candidate = Candidate(Known(fit, newest, sample, requests), self.intake.now_s)
         self._count("refits_made")
@@ -164,8 +168,11 @@ class ControlLoop:
             return
         known, back, _ = self._swap
         self._swap = None
-        before, self._in_force = self._in_force, known
-        self._looked_at, self._looked_requests = known.sample, known.requests
+        before = self._in_force
+        self._in_force = known._replace(fit=known.fit.widened(self.shape.workers))
+        alike = self.traffic.alike() if back else []  # the traffic of now was looked at, and the older fit is its best
+        self._looked_at = sample_of(alike) if alike else known.sample
+        self._looked_requests = len(alike) or known.requests
         self._count("swaps")
         self._swapped_s = float(now_s) if is_number(now_s) else self.intake.now_s
         self._watch = None
@@ -213,10 +220,17 @@ class ControlLoop:
         self.intake.untold.clear()
         use, job = (self._weigh(), self._consider()) if timely else (None, None)
         if timely and self.advisor is not None:
-            for event in self.advisor.tick(self.intake.now_s):
-                self._add(event)
+            self._advise(self.advisor)
         told, self._tick_events = self._tick_events, []
         return Tick(told, job, use)
+
+    def _advise(self, advisor: PlacementAdvisor) -> None:
+        try:
+            for event in advisor.tick(self.intake.now_s):
+                self._add(event)
+        except Exception as error:  # of a plugin's planner
+            self._count("plans_failed")
+            self._tell("plan_kept", f"planning failed: {error}"[:500])
 
     def _weigh(self) -> RouterFit | None:
         """Score what waits to be scored; a fit to swap in, or None."""
@@ -224,9 +238,15 @@ class ControlLoop:
             if self.intake.now_s - self._swap.at_s > self.settings.candidate_s:
                 self._swap_failed(self.intake.now_s, "nobody said whether it was done")
             return None
-        if self._candidate is not None:
-            return self._weigh_candidate(self._candidate)
-        return None if self._watch is None else self._weigh_before(self._watch)
+        try:
+            if self._candidate is not None:
+                return self._weigh_candidate(self._candidate)
+            return None if self._watch is None else self._weigh_before(self._watch)
+        except Exception as error:  # of a plugin's router
+            self._candidate = self._watch = None
+            self._count("refits_failed")
+            self._tell("refit_failed", f"scoring failed: {error}"[:500])
+            return None
 
     def _weigh_candidate(self, candidate: Candidate) -> RouterFit | None:
         """Score it on the newest requests; one that is far better is taken on half of them."""
@@ -246,10 +266,10 @@ class ControlLoop:
         self._candidate = None
         values = scored.values() | {"fit_s": self._seconds}
         if not better:
-            self._keep(known, f"it would save {_told(scored)}", values)
+            self._keep(known, f"it would save {scored.words}", values)
             return None
         self._count("refits_taken")
-        self._tell("refit_taken", f"it saves {_told(scored)}", values)
+        self._tell("refit_taken", f"it saves {scored.words}", values)
         return self._hand_out(known, back=False)
 
     def _keep(self, known: Known, reason: str, values: dict[str, float | str]) -> None:
@@ -266,7 +286,7 @@ class ControlLoop:
         scored = self._compare(watch.known.fit, newer, self.settings.confidence)
         if scored.saving > self.settings.margin and scored.bound > 0:
             self._count("fall_backs")
-            self._tell("fall_back", f"the fit before saves {_told(scored)}", scored.values())
+            self._tell("fall_back", f"the fit before saves {scored.words}", scored.values())
             return self._hand_out(watch.known, back=True)
         done = watch.checks + 1 >= FALL_BACK_CHECKS
         self._watch = None if done else watch._replace(after=2 * watch.after, checks=watch.checks + 1)
@@ -371,8 +391,8 @@ class ControlLoop:
         del self._tick_events[: -self.settings.events]
 
 
-def _told(scored: Comparison) -> str:
-    return (
-        f"{100 * scored.saving:.2f}% of the decode time of {scored.requests} newer requests, at least "
-        f"{100 * scored.bound:.2f}% in {scored.pieces} pieces"
-    )
+def _fits(fit: object, shape: Shape) -> bool:
+    """Whether it is a fit of this model for these workers."""
+    if not isinstance(fit, RouterFit) or fit.learned_ is None:
+        return False
+    return fit.learned.shape == (shape.num_layers, shape.num_experts) and fit.workers == shape.workers

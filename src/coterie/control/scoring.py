@@ -54,6 +54,13 @@ class Comparison(NamedTuple):
     requests: int
     pieces: int
 
+    @property
+    def words(self) -> str:
+        return (
+            f"{100 * self.saving:.2f}% of the decode time of {self.requests} newer requests, at least "
+            f"{100 * self.bound:.2f}% in {self.pieces} pieces"
+        )
+
     def values(self) -> dict[str, float | str]:
         return {
             "saving_pct": 100 * self.saving,

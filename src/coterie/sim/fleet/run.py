@@ -210,7 +210,7 @@ class _Driver:
         for request in self.world.r[self.told : ended, state.ENDING].tolist():
             self.fleet.finish(str(request))
             self.profiles.pop(request, None)
-            if self.controller is not None:
+            if self.controller is not None and self.world.r[request, state.PHASE] == state.DONE:
                 at_s, worker = float(self.world.rt[request, state.FINISH]), int(self.world.r[request, state.DECODER])
                 self.unseen.append(self.ended.told(request, at_s, worker))
         if self.progress is not None:
