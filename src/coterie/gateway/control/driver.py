@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import threading
 import time
@@ -38,8 +37,6 @@ KEPT_FITS = 3
 """Files of fits that are kept: the one in force, the one before, and one on its way."""
 FIT_NICE = 19
 """Priority of the thread that fits: whatever else the machine has to do comes first."""
-IGNORED_S = 60.0
-"""Least time between two events of inputs that were ignored for the same reason; all are counted."""
 MOST_LOGS = 1000
 """Files of inputs that are kept beside each other."""
 VIEW_S = 1.0
@@ -80,7 +77,6 @@ class Driver:
         self._fit_s: float | None = None
         self._counted: Counter[str] = Counter()
         self._events: list[ControlEvent] = []
-        self._ignored_s: dict[str, float] = {}
         self._next_view_s = now_s
 
     def close(self) -> None:
@@ -123,23 +119,12 @@ class Driver:
                 self._fit_s = found[1]
         self.matcher.expire(now_s)
         tick = self.loop.tick(now_s)
-        self._events += [one for one in tick.events if self._is_news(one)]
-        self._events += self._applier.carry_out(self.loop, now_s)
+        self._events += [*tick.events, *self._applier.carry_out(self.loop, now_s)]
         if tick.job is not None:
             threading.Thread(target=self._fit, args=(tick.job,), name="coterie-fit", daemon=True).start()
         if tick.use is not None:
             self._use(tick.use, now_s)
         self._tell(now_s, streams)
-
-    def _is_news(self, event: ControlEvent) -> bool:
-        """Of inputs that were ignored, one a minute for each reason: a broken worker must not crowd out the rest."""
-        if event.kind != "ignored":
-            return True
-        reason = str(event.values.get("reason", ""))
-        if event.at_s < self._ignored_s.get(reason, -math.inf) + IGNORED_S:
-            return False
-        self._ignored_s[reason] = event.at_s
-        return True
 
     def _advisor(self, shape: Shape) -> PlacementAdvisor | None:
         """Fits are made also where no advice can be given."""
