@@ -55,7 +55,7 @@ SHORTEST, LONGEST = 24, 64
 """Tokens of an answer."""
 LEARN = 192
 """Requests that the first router is fitted to."""
-SETTLE_S, LIMIT_S, LIVE_S = 10.0, 120.0, 15.0
+SETTLE_S, LIMIT_S, LIVE_S = 10.0, 120.0, 45.0
 """Time of traffic before the change, the longest wait for the swap, and time after it."""
 ROUNDS, ROUND_REQUESTS = 5, 72
 RESAMPLES = 2000
