@@ -11,6 +11,7 @@ import msgspec
 
 from coterie.errors import ConfigError, InputError, UnknownNameError
 from coterie.gateway.config import WorkerEntry
+from coterie.gateway.control.live import LiveControl
 from coterie.gateway.fleet.pool import check_spec
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.page.live import Live
@@ -22,8 +23,8 @@ from coterie.net.http1.messages import HttpError, Request
 from coterie.net.http1.responder import Responder
 
 KNOWN = (
-    "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics, /decisions, /workers, "
-    "/routers, /reload, /comparison, /live"
+    "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics, /decisions, /advice, "
+    "/workers, /routers, /reload, /comparison, /live"
 )
 MOST_DECISIONS = 10_000
 
@@ -44,6 +45,7 @@ class Admin:
         every: dict[str, dict[str, Endpoint]] = {
             "metrics": {"GET": self._metrics},
             "decisions": {"GET": self._decisions},
+            "advice": {"GET": self._advice},
             "workers": {"DELETE": self._remove} if name else {"GET": self._workers, "POST": self._add},
             "routers": {"PUT": self._set_router} if name else {"GET": self._routers},
             "reload": {"POST": self._reloaded},
@@ -77,13 +79,25 @@ class Admin:
         responder.send(200, self.parts.metrics.render(), CONTENT_TYPE)
 
     def _decisions(self, request: Request, responder: Responder, _: str) -> None:
-        """The last ones; ``?last=N``, ``?pool=NAME``, ``?worker=ID``."""
+        """The last ones, and those of the control loop; ``?last=N``, ``?pool=NAME``, ``?worker=ID``."""
         asked = {name: values[-1] for name, values in parse_qs(request.query).items()}
         last = asked.get("last", "100")
         if not (last.isascii() and last.isdigit() and len(last) < 9):
             raise HttpError(400, f"last={last[:20]!r} must be a number of decisions", param="last")
         most = min(int(last), MOST_DECISIONS)
-        responder.send(200, self.parts.decisions.as_json(most, pool=asked.get("pool"), worker=asked.get("worker")))
+        loop = self.parts.control
+        events = [] if loop is None or not most else list(loop.events)[-most:]
+        pool, worker = asked.get("pool"), asked.get("worker")
+        responder.send(200, self.parts.decisions.as_json(most, pool=pool, worker=worker, control=events))
+
+    def _advice(self, _: Request, responder: Responder, __: str) -> None:
+        """The last placement advice, or why there is none."""
+        loop = self.parts.control
+        view = None if loop is None else loop.view
+        if view is not None and view.advice is not None:
+            _send(responder, {"advice": view.advice})
+            return
+        _send(responder, {"advice": None, "reason": _no_advice(loop)})
 
     def _workers(self, _: Request, responder: Responder, __: str) -> None:
         rows = [
@@ -129,7 +143,7 @@ class Admin:
         # In a thread first: reading a fit and compiling may take seconds, and requests go on meanwhile.
         await asyncio.to_thread(check_spec, spec, workers=max(1, len(self.parts.pools[name])))
         self.parts.set_router(name, spec)
-        self._keep(self.parts.changes.with_router(name, spec))
+        self._keep(self.parts.changes.with_router(name, self.parts.as_configured(spec)))
         _send(responder, {"pool": name, "router": spec.router, "settings": spec.settings})
 
     def _comparison(self, _: Request, responder: Responder, __: str) -> None:
@@ -155,6 +169,15 @@ class Admin:
             raise HttpError(400, "this gateway was started without a config file")
         await self._reload()
         _send(responder, {"reloaded": True})
+
+
+def _no_advice(loop: LiveControl | None) -> str:
+    if loop is None:
+        return "the control loop is off"
+    if loop.section.advise is None:
+        return "control.advise names no expert-parallel group"
+    told = None if loop.view is None else loop.view.status.get("no_advice")
+    return told or loop.problem or "too little was seen of the fleet's load"
 
 
 def _read(request: Request, kind: type[T]) -> T:

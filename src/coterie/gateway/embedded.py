@@ -12,6 +12,7 @@ from coterie.engines.tiny import tiny_model_path
 from coterie.engines.worker.embedded import EmbeddedWorker, embedded_fleet
 from coterie.errors import ConfigError
 from coterie.gateway.config import GatewayConfig, LimitSettings, Role, WorkerEntry
+from coterie.gateway.control_section import AdviseSection, ControlSection
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.access import FleetAccess
@@ -19,6 +20,9 @@ from coterie.net.access import FleetAccess
 OURS = "latency_aware"
 DECODERS = 3
 PLACES = 16
+ADVISED = ControlSection(score="experts", advise=AdviseSection(ranks=4))
+"""The control loop of an embedded fleet: fits are compared by experts, as coterie-tiny's take next to no time;
+placement advice is for a group of four ranks."""
 
 
 class EmbeddedFleet(NamedTuple):
@@ -38,6 +42,7 @@ class EmbeddedFleet(NamedTuple):
         prefill: RouterSpec = RouterSpec("joint"),  # noqa: B008 (frozen)
         decode: RouterSpec | None = None,
         limits: LimitSettings = LimitSettings(),  # noqa: B008 (frozen)
+        control: ControlSection = ADVISED,
     ) -> GatewayConfig:
         """Config of a gateway in front of them."""
         entries = [
@@ -61,6 +66,7 @@ class EmbeddedFleet(NamedTuple):
             decode=decode_router(None) if decode is None else decode,
             tokenizer=str(tiny_model_path()),
             limits=limits,
+            control=control,
         )
 
 

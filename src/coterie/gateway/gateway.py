@@ -2,7 +2,7 @@
 
     POST /v1/chat/completions, /v1/completions, /v1/embeddings, GET /v1/models     callers
     GET /health, and the page: GET /, /page/FILE, which hold no data               anyone
-    GET /metrics, /decisions, /workers, /routers, /comparison, /live               administrators
+    GET /metrics, /decisions, /advice, /workers, /routers, /comparison, /live      administrators
     POST /workers, DELETE /workers/ID, PUT /routers/POOL, POST /reload             administrators
     PUT /comparison                                                                administrators
 

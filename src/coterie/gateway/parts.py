@@ -12,7 +12,7 @@ import msgspec
 
 from coterie.errors import ConfigError, UnknownNameError
 from coterie.gateway.config import GatewayConfig, WorkerEntry, check_role
-from coterie.gateway.control.live import LiveControl
+from coterie.gateway.control.live import LiveControl, is_wanted
 from coterie.gateway.exchange.flow import Flow
 from coterie.gateway.exchange.plain import PlainFlow
 from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
@@ -78,13 +78,22 @@ class Parts:
         self.context_tokens = 0
         """Longest context that a worker has told of."""
         self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._started = False
+        self._ending: set[asyncio.Task[None]] = set()
+        """Control loops that were switched off and have not ended yet."""
         self._gauges()
 
     async def start(self) -> None:
         for entry in self.changes.over(self.config).workers:
             self.add_worker(entry)
+        self._started = True
+        self._refresh_control()
 
     async def close(self) -> None:
+        self._started = False
+        await asyncio.gather(*self._ending)
+        if self.control is not None:
+            await self.control.close()
         for task in self._checks.values():
             task.cancel()
         await asyncio.gather(*self._checks.values(), return_exceptions=True)
@@ -131,6 +140,7 @@ class Parts:
             check = self._watch_health(pool, member)
             self._checks[pool.name, entry.id] = asyncio.create_task(check, name=f"health of {entry.id}")
             self.log.worker(entry.id, pool.name, "joined")
+        self._refresh_control()
 
     def remove_worker(self, worker_id: str) -> None:
         """Remove a worker. Its running requests go on; new ones go elsewhere. Raises UnknownNameError."""
@@ -143,6 +153,7 @@ class Parts:
                 if check is not None:
                     check.cancel()
                 self.log.worker(worker_id, pool.name, "left")
+        self._refresh_control()
         self.watcher.catch_up()  # or it would be counted again
         self.metrics.forget_worker(worker_id)
 
@@ -164,6 +175,30 @@ class Parts:
         if not isinstance(spec, RouterSpec):
             raise ConfigError("a router is given as {router: NAME, settings: {…}}")
         self.pools[pool].keeper.reload(spec)
+        self._refresh_control()
+
+    def as_configured(self, spec: RouterSpec) -> RouterSpec:
+        """A router with the configured fit, where the control loop has put one of its own in force."""
+        return spec if self.control is None else self.control.as_configured(spec)
+
+    def _refresh_control(self) -> None:
+        """Start the control loop, tell it what has changed, or end it."""
+        if not self._started:
+            return
+        section, pool = self.config.control, self.pools[DECODE]
+        if is_wanted(section, pool.spec, self.entries()) or (self.control is not None and section.enabled is None):
+            if self.control is None:
+                self.control = LiveControl(section, pool, self.entries, self.access, self.metrics, self.log)
+                self.control.start()
+            else:
+                self.control.refresh(section)
+        elif self.control is not None:
+            before, self.control = self.control, None
+            if before.as_configured(pool.spec) != pool.spec:  # the loop's own fits end with it
+                pool.keeper.reload(before.as_configured(pool.spec))
+            ending = asyncio.create_task(before.close(), name="end of the control loop")
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
 
     def change(self, changes: SavedState) -> None:
         """Keep what was set at run time over a restart. Raises ConfigError if it cannot be written."""
@@ -181,7 +216,7 @@ class Parts:
         before = {name: pool.spec for name, pool in self.pools.items()}
         try:
             for name, spec in before.items():
-                if specs[name] != spec:
+                if specs[name] != self.as_configured(spec):
                     self.set_router(name, specs[name])
         except ConfigError:
             for name, spec in before.items():
@@ -202,6 +237,7 @@ class Parts:
                 self.remove_worker(entry.id)
         for entry in config.workers:
             self.add_worker(entry)
+        self._refresh_control()
         if changes != self.changes:
             self.change(changes)
 

@@ -52,7 +52,10 @@ def test_a_decision_is_shown_with_its_scores_and_reason() -> None:
                 "decision_us": 37.2,
             }
         ],
+        "control": [],
     }
+    events = [{"at_s": 1.0, "kind": "no_drift", "reason": "as before", "values": {}}]
+    assert json.loads(decisions.as_json(control=events))["control"] == events
 
 
 def test_the_last_are_kept_newest_first_and_filtered() -> None:

@@ -1,17 +1,282 @@
-"""The gateway's side of the control loop."""
+"""The gateway's side of the control loop: runs its process, and carries out what it decides.
+
+A new fit is read and tried in a thread, then put in force between two requests; those that run keep their workers. It
+is used only while the router is the one it was made for. When an administrator or a reload sets another router, the
+loop begins anew with that one. What the loop swaps is never saved: after a restart the configured fit serves.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from coterie.errors import CoterieError, InputError
+from coterie.gateway.config import WorkerEntry
+from coterie.gateway.control.child import Child
+from coterie.gateway.control.messages import (
+    Fleet,
+    FromLoop,
+    SetUp,
+    StreamEntry,
+    SwapFailed,
+    Swapped,
+    Told,
+    Unable,
+    UseFit,
+)
 from coterie.gateway.control.views import ControlView
+from coterie.gateway.control_section import ControlSection
+from coterie.gateway.exchange.pool import Pool
+from coterie.gateway.fleet.pool import check_spec
+from coterie.gateway.fleet.spec import RouterSpec
+from coterie.gateway.watching.logs import Log
+from coterie.gateway.watching.metrics import Metrics
+from coterie.net.access import FleetAccess
+from coterie.routing import RouterFit, routers
+
+EVENTS = 512
+"""Decisions of the loop that are kept."""
+PAUSES_S = (0.5, 2.0, 10.0, 30.0)
+"""Pauses before a process that ended is started again, then the last one each time."""
+STEADY_S = 60.0
+"""A process that ran for so long counts as well: the next pause is the shortest again."""
+LOGGED = frozenset(("refit_taken", "refit_failed", "swap_failed", "fall_back", "plan_made"))
+"""Decisions that are worth a log line."""
+REFITS = {"refit_taken": "taken", "refit_kept": "kept", "refit_failed": "failed"}
+
+
+def uses_fit(spec: RouterSpec) -> bool:
+    """Whether a router is made of a fit."""
+    return spec.fit is not None and spec.router in routers and "fitted" in routers.parameters(spec.router)
+
+
+def is_wanted(section: ControlSection, spec: RouterSpec, workers: Sequence[WorkerEntry]) -> bool:
+    """Whether a gateway with these workers runs the loop."""
+    if section.enabled is not None:
+        return section.enabled
+    return uses_fit(spec) and any(worker.expert_events is not None for worker in workers)
 
 
 class LiveControl:
-    """Runs the loop's process and carries out what it decides."""
+    """Runs the loop for one pool. Make it in a running event loop, `start` it, `close` it."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        section: ControlSection,
+        pool: Pool,
+        workers: Callable[[], Sequence[WorkerEntry]],
+        access: FleetAccess,
+        metrics: Metrics,
+        log: Log,
+    ) -> None:
+        """`pool` is that of the decode workers; `workers` gives all workers of the fleet."""
+        self.section = section
+        self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        """Decisions of the loop, newest last."""
+        self.problem: str | None = "the loop's process has not told anything yet"
+        """Why the loop does nothing; None while it runs."""
+        self._pool, self._workers, self._access = pool, workers, access
+        self._metrics, self._log = metrics, log
+        self._temporary = section.folder is None
+        self.folder = Path(tempfile.mkdtemp(prefix="coterie-control-") if section.folder is None else section.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._configured: str | None = pool.spec.fit
+        """Fit of the router as it was configured, in place of which one of the loop's may serve."""
+        self._own: set[str] = set()
+        """Files of fits that the loop has put in force."""
+        self._generation = 0
+        self._setup: SetUp | None = None
+        self._child: Child | None = None
+        self._told: bytes = b""
         self._view: ControlView | None = None
+        self._closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._swaps: set[asyncio.Task[None]] = set()
 
     @property
     def view(self) -> ControlView | None:
         """What the loop last told; None before the first."""
+        if self._told:
+            self._view, self._told = msgspec.msgpack.decode(self._told, type=ControlView), b""
+        if self._view is not None:
+            self._view.events = list(self.events)
         return self._view
+
+    def as_configured(self, spec: RouterSpec) -> RouterSpec:
+        """A router with the configured fit in place of one of the loop's, which does not outlive the gateway."""
+        return msgspec.structs.replace(spec, fit=self._configured) if spec.fit in self._own else spec
+
+    @property
+    def pid(self) -> int | None:
+        """Of the loop's process, while there is one."""
+        return None if self._child is None else self._child.pid
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="control loop")
+        self.refresh(self.section)
+
+    async def close(self) -> None:
+        """End the process, and remove what it wrote."""
+        self._closing.set()
+        if self._child is not None:
+            self._child.hang_up()
+        if self._task is not None:
+            await self._task
+        await asyncio.gather(*self._swaps, return_exceptions=True)
+        if self._temporary:
+            await asyncio.to_thread(shutil.rmtree, self.folder, True)
+
+    def refresh(self, section: ControlSection) -> None:
+        """Take over what has changed: workers, the router, settings."""
+        self.section = section
+        spec = self._pool.spec
+        if not uses_fit(spec):
+            return  # nothing to swap; the loop goes on watching for the router before
+        if self.as_configured(spec) is spec:
+            self._configured = spec.fit
+        before, setup = self._setup, self._wanted(spec)
+        if before is not None and _same_loop(before, setup):
+            if (before.rows, before.streams) != (setup.rows, setup.streams):
+                self._setup = setup
+                self._send(Fleet(generation=setup.generation, rows=setup.rows, streams=setup.streams))
+            return
+        self._generation += 1
+        setup.generation = self._generation
+        self._setup = setup
+        self._send(setup)
+
+    def _wanted(self, spec: RouterSpec) -> SetUp:
+        ids = self._pool.keeper.ids
+        rows = max((row + 1 for row, worker in enumerate(ids) if worker is not None), default=1)
+        streams = [
+            StreamEntry(worker.id, worker.expert_events, worker.secure_events)
+            for worker in self._workers()
+            if worker.expert_events is not None
+        ]
+        return SetUp(
+            generation=self._generation,
+            spec=spec,
+            rows=rows,
+            section=self.section,
+            folder=str(self.folder),
+            streams=streams,
+        )
+
+    def _send(self, message: SetUp | Fleet | Swapped | SwapFailed) -> None:
+        if self._child is not None:
+            self._child.send(message)
+
+    # -------------------------------------------------------------------------------------------------------- process
+
+    async def _run(self) -> None:
+        """Keep the process running until the gateway ends."""
+        ended = 0
+        while not self._closing.is_set():
+            started = time.monotonic()
+            how = await self._session()
+            if self._closing.is_set():
+                return
+            ended = 0 if time.monotonic() - started > STEADY_S else ended + 1
+            self._metrics.control_restarts.inc()
+            self.problem = f"the loop's process {how}"
+            self._log.warning(f"{self.problem}; it is started again")
+            pause_s = PAUSES_S[min(ended, len(PAUSES_S)) - 1] if ended else PAUSES_S[0]
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), pause_s)
+
+    async def _session(self) -> str:
+        """One process, until it ends; how it did."""
+        try:
+            child = await Child.start(self.folder, self._access, self._temporary)
+        except OSError as error:
+            return f"cannot be started: {error.strerror or error}"
+        self._child, problem = child, ""
+        try:
+            if self._setup is not None:  # with the fit that serves now, which may be one of the process before
+                self._setup = msgspec.structs.replace(self._setup, spec=self._pool.spec)
+                child.send(self._setup)
+            while not self._closing.is_set() and (message := await child.receive()) is not None:
+                self._take(message)
+        except InputError as error:
+            problem = str(error)
+        finally:
+            self._child = None
+            how = await child.ended()
+        return problem or how
+
+    def _take(self, message: FromLoop) -> None:
+        if message.generation != self._generation:
+            return
+        if isinstance(message, Told):
+            self._learn(message)
+        elif isinstance(message, UseFit):
+            task = asyncio.create_task(self._swap(message), name=f"swap to fit {message.fit}")
+            self._swaps.add(task)
+            task.add_done_callback(self._swaps.discard)
+        elif isinstance(message, Unable):
+            self.problem = message.problem
+            self._log.warning(f"the control loop cannot run: {message.problem}")
+
+    def _learn(self, told: Told) -> None:
+        metrics, self.problem = self._metrics, None
+        for name, count in told.counters.items():
+            source, _, reason = name.partition(".")
+            counter = metrics.control_ignored if source == "ignored" else metrics.control_stream
+            counter.inc(reason, by=count)
+        for event in told.events:
+            self._happened(event)
+        if told.fit_s is not None:
+            metrics.control_fit_seconds.set(told.fit_s)
+        if told.view:
+            self._told = told.view
+
+    def _happened(self, event: dict[str, Any]) -> None:
+        kind = str(event["kind"])
+        self.events.append(event)
+        self._metrics.control_events.inc(kind)
+        if kind in REFITS:
+            self._metrics.control_refits.inc(REFITS[kind])
+        if kind in LOGGED:
+            self._log.control(kind, str(event["reason"]), event.get("values", {}))
+
+    async def _swap(self, asked: UseFit) -> None:
+        """Put a fit in force. Reading and trying it is done in a thread: requests go on meanwhile."""
+        before = self._pool.spec
+        spec = msgspec.structs.replace(before, fit=asked.path)
+        try:
+            if not uses_fit(spec):
+                raise InputError(f"router {spec.router!r} uses no fit")
+            fitted = await asyncio.to_thread(_tried, spec, max(1, len(self._pool)))
+            if self._pool.spec != before:
+                raise InputError(f"another router was set meanwhile: {self._pool.spec.router!r}")
+            self._pool.keeper.reload(spec, {"fitted": fitted})
+        except CoterieError as error:
+            self._send(SwapFailed(asked.generation, asked.fit, str(error)))
+            return
+        self._own.add(asked.path)
+        self._metrics.control_swaps.inc()
+        if self._setup is not None:
+            self._setup = msgspec.structs.replace(self._setup, spec=spec)
+        self._send(Swapped(asked.generation, asked.fit))
+
+
+def _tried(spec: RouterSpec, workers: int) -> RouterFit:
+    """The fit of a router, once the router was made of it and tried."""
+    assert spec.fit is not None
+    fitted = RouterFit.load(spec.fit)
+    check_spec(spec, {"fitted": fitted}, workers)
+    return fitted
+
+
+def _same_loop(one: SetUp, other: SetUp) -> bool:
+    """Whether two set-ups differ in the workers at most."""
+    return (one.spec, one.section) == (other.spec, other.section)

@@ -88,7 +88,7 @@ def maker(spec: RouterSpec, context: Mapping[str, Any] | None = None) -> Maker:
         if "placement" not in given and spec.placement is not None and "placement" in taken:
             given["placement"] = read_map(spec.placement, model=spec.model).placement
         if "cost" not in given and "cost" in taken and (spec.model is not None or "fitted" in given):
-            given["cost"] = _prices(spec, given.get("fitted"))
+            given["cost"] = prices_of(spec, given.get("fitted"))
     except (CoterieError, OSError) as error:
         raise _refused(spec, error) from error
 
@@ -174,7 +174,8 @@ def _rows_of(labels: Mapping[str, list[str]], row_of: Mapping[str, int]) -> dict
     return {label: own for label, own in rows.items() if own}
 
 
-def _prices(spec: RouterSpec, fitted: RouterFit | None) -> StepPrices:
+def prices_of(spec: RouterSpec, fitted: RouterFit | None) -> StepPrices:
+    """Prices of a decode step of the spec's model, or of the one that was fitted. Raises CoterieError if none ships."""
     name = spec.model if spec.model is not None else fitted.model if fitted is not None else ""
     model = step_model(get_model(name), spec.device, spec.dtype)
     return StepPrices.of(model) if fitted is None else StepPrices.of(model, fitted.batch)

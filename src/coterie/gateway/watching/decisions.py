@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, NamedTuple
@@ -99,10 +99,21 @@ class Decisions:
         )
         return [_plain(record) for record in islice(wanted, max(0, most))]
 
-    def as_json(self, most: int = 100, *, pool: str | None = None, worker: str | None = None) -> bytes:
-        """The last decisions as an answer's body. A thousand, of eight workers, take some 10 ms of the event loop."""
+    def as_json(
+        self,
+        most: int = 100,
+        *,
+        pool: str | None = None,
+        worker: str | None = None,
+        control: Sequence[Mapping[str, Any]] = (),
+    ) -> bytes:
+        """The last decisions as an answer's body. A thousand, of eight workers, take some 10 ms of the event loop.
+
+        `control` are those of the control loop.
+        """
         decisions = self.last(most, pool=pool, worker=worker)
-        return msgspec.json.encode({"recorded": self.recorded, "kept": len(self), "decisions": decisions})
+        told = {"recorded": self.recorded, "kept": len(self), "decisions": decisions, "control": control}
+        return msgspec.json.encode(told)
 
 
 def _plain(record: _Record) -> dict[str, Any]:

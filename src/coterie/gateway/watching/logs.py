@@ -1,8 +1,9 @@
 """Log lines: one JSON object per event, on stderr.
 
-Events are the gateway's start and stop, reloads, changes of a worker's state, unexpected exceptions, and the end of
-each request where that is asked for. No line has text of a request, a header or a key: an event has the fields of its
-method and no others, and of an exception the class and the place are logged, as its message may quote the request.
+Events are the gateway's start and stop, reloads, changes of a worker's state, decisions of the control loop, unexpected
+exceptions, and the end of each request where that is asked for. No line has text of a request, a header or a key: an
+event has the fields of its method and no others, and of an exception the class and the place are logged, as its message
+may quote the request.
 
 A thread writes, because a reader that stalls would otherwise stop the event loop. Lines that it cannot write in time
 are dropped, counted, and said.
@@ -71,6 +72,10 @@ class Log:
     def worker(self, worker: str, pool: str, state: str, reason: str | None = None) -> None:
         """A worker's change of state: joined, left, healthy, unhealthy, open, half_open, closed, draining…"""
         self._put("worker", worker=worker, pool=pool, state=state, reason=reason)
+
+    def control(self, kind: str, reason: str, values: Mapping[str, Any]) -> None:
+        """A decision of the control loop that changed something, or should have."""
+        self._put("control", kind=kind, reason=reason, values=dict(values))
 
     def warning(self, problem: str) -> None:
         """A sentence for the operator, of the configuration and not of a request."""

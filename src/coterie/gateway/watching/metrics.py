@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from coterie.control.base import KINDS
 from coterie.gateway.watching.instruments import OTHER, Counter, Gauge, Histogram, Labels
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -49,6 +50,10 @@ CACHED = ("expected", "reported")
 POOLS = ("prefill", "decode", OTHER)
 EVENTS = ("applied", "replayed", "gap", "malformed", OTHER)
 RELOADS = ("ok", "rejected")
+CONTROL_EVENTS = (*KINDS, OTHER)
+REFITS = ("taken", "kept", "failed")
+IGNORED = ("other_shape", "malformed", "nonsense", "doubled", "no_decode", "unmatched", "loop", OTHER)
+STREAM = ("messages", "malformed", "lost", "doubled", "late", "restarts", "unreachable", OTHER)
 BREAKER_STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 
 DECISION_BOUNDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
@@ -124,6 +129,22 @@ class Metrics(Collector):
         )
         self.tokenised = counter("tokenised_total", "Prompts by how their token ids were found", outcome=TOKENISED)
         self.kv_events = counter("kv_events_total", "Batches of KV events from workers", outcome=EVENTS)
+
+        self.control_events = counter("control_events_total", "Decisions of the control loop", kind=CONTROL_EVENTS)
+        self.control_refits = counter("control_refits_total", "Fits that the control loop made", outcome=REFITS)
+        self.control_swaps = counter("control_swaps_total", "Fits of the control loop that were put in force")
+        self.control_fit_seconds = gauge("control_fit_seconds", "Time that the last fit of the control loop took")
+        self.control_ignored = counter(
+            "control_ignored_total", "Expert events that the control loop left out", reason=IGNORED
+        )
+        self.control_stream = counter(
+            "control_stream_total",
+            "Messages of the workers' expert-event streams, those that were lost too",
+            kind=STREAM,
+        )
+        self.control_restarts = counter(
+            "control_restarts_total", "Times that the control loop's process had to be started again"
+        )
 
         self.connections = gauge("connections", "Open client connections")
         self.connections_accepted = counter("connections_accepted_total", "Client connections accepted")

@@ -1,0 +1,101 @@
+"""Placement advice for a described expert-parallel group: make the advisor, write its plans, show them.
+
+The workers of a fleet each hold all experts, or are groups of their own. The advice is for one such group that serves
+what the whole fleet served.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coterie.control import ControlEvent, ControlLoop, Shape
+from coterie.control.advice import Advice, AdviceSettings, PlacementAdvisor
+from coterie.costs.presets import step_model
+from coterie.errors import CoterieError
+from coterie.gateway.control_section import AdviseSection, ControlSection
+from coterie.gateway.fleet.spec import RouterSpec
+from coterie.models import get_model
+from coterie.placement import Objective
+from coterie.placement.maps.formats import read_map
+from coterie.types import Placement, Topology
+
+SHOWN_ACTIONS = 16
+"""Actions of an advice that are shown."""
+
+
+def advisor_of(asked: AdviseSection, shape: Shape, spec: RouterSpec) -> PlacementAdvisor:
+    """Raises CoterieError where the group does not fit the model, or no prices are known for it."""
+    topology = Topology(asked.ranks, asked.ranks if asked.ranks_per_node is None else asked.ranks_per_node)
+    name = asked.model or spec.model or shape.model
+    model = replace(step_model(get_model(name), asked.device, spec.dtype), topology=topology)
+    objective = Objective.of(model, asked.step_tokens, asked.movement, horizon=asked.horizon)
+    slots = asked.slots_per_rank if asked.slots_per_rank is not None else -(-shape.num_experts // asked.ranks)
+    if asked.placement is not None:
+        placement = read_map(asked.placement, model=name, num_ranks=asked.ranks).placement
+    else:
+        placement = Placement.linear(shape.num_layers, shape.num_experts, asked.ranks, slots * asked.ranks)
+    settings = AdviceSettings(window_s=asked.window_s, min_steps=asked.min_steps, cooldown_s=asked.cooldown_s)
+    return PlacementAdvisor(shape, topology, objective, placement, settings)
+
+
+class Applier:
+    """Writes a plan to the map, once it gained on a window that it was not planned on. Only where that is asked for."""
+
+    def __init__(self, section: ControlSection) -> None:
+        self._path = Path(section.map) if section.apply and section.map is not None else None
+        self._refused = 0
+        self.applied: Advice | None = None
+        """The last advice that was carried out."""
+
+    def carry_out(self, loop: ControlLoop, now_s: float) -> list[ControlEvent]:
+        advice = loop.advice
+        if self._path is None or advice is None or advice.plan is None or advice.id == self._refused:
+            return []
+        if advice.gain_next_pct is None:  # it waits for the window that says whether it holds
+            return []
+        try:
+            advice.write(self._path)
+        except (CoterieError, OSError) as error:
+            self._refused = advice.id
+            return [ControlEvent(now_s, "plan_kept", f"plan {advice.id} cannot be written to {self._path}: {error}")]
+        loop.applied(advice.id)
+        self.applied = advice
+        words = f"plan {advice.id} was written to {self._path}"
+        return [ControlEvent(now_s, "action", words, {"id": float(advice.id), "moves": float(advice.moves)})]
+
+    def shown(self, loop: ControlLoop, epoch_s: float) -> dict[str, Any] | None:
+        """The advice that stands, or the one that was carried out last if nothing newer is to be done."""
+        advice, done = loop.advice, self.applied
+        if done is not None and (advice is None or advice.plan is None):
+            return _plain(done, epoch_s, applied=True)
+        return None if advice is None else _plain(advice, epoch_s, applied=False)
+
+
+def _plain(advice: Advice, epoch_s: float, applied: bool) -> dict[str, Any]:
+    return {
+        "id": advice.id,
+        "at_s": advice.at_s + epoch_s,
+        "reason": advice.reason,
+        "planned": advice.plan is not None,
+        "gain_pct": advice.gain_pct,
+        "gain_next_pct": advice.gain_next_pct,
+        "moves": advice.moves,
+        "moved_bytes": advice.moved_bytes,
+        "movement_s": advice.movement_s,
+        "planning_s": advice.planning_s,
+        "actions": [asdict(one) for one in advice.actions[:SHOWN_ACTIONS]],
+        "applied": applied,
+        "before": _ranks(advice.rank_s_before),
+        "after": _ranks(advice.rank_s_after),
+    }
+
+
+def _ranks(rank_s: tuple[float, ...]) -> dict[str, Any] | None:
+    """Balance and seconds by rank of a mean layer; None where nothing was planned."""
+    if not rank_s or not max(rank_s):
+        return None
+    return {"balance": float(np.mean(rank_s) / max(rank_s)), "rank_s": list(rank_s)}

@@ -1,0 +1,98 @@
+"""The process of the control loop, as the gateway sees it: start it, talk to it, end it.
+
+Its only tie is a socket pair. When the gateway ends, however it ends, the process reads the end of that file and ends
+too; when the process ends, the gateway reads it here. It leads a session of its own: Ctrl-C is for the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from coterie.gateway.control.messages import HEAD_BYTES, FromLoop, ToLoop, check_length, from_loop, pack
+from coterie.net.access import FleetAccess
+
+MODULE = "coterie.gateway.control.process"
+END_S = 5.0
+"""Time that the process has to end when it is told to; then it is killed."""
+LAST_WORDS = 400
+"""Characters of its standard error that are told."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+"""Libraries must not take the cores that requests need."""
+
+
+class Child:
+    """A process that was started."""
+
+    def __init__(self, process: subprocess.Popen[bytes], errors: Path) -> None:
+        self._process, self._errors = process, errors
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+
+    @classmethod
+    async def start(cls, folder: Path, access: FleetAccess, temporary: bool = True) -> Child:
+        """`folder` takes its output; a `temporary` one the process removes if the gateway cannot. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                child = await asyncio.to_thread(cls._spawned, theirs.fileno(), folder, access, temporary)
+            child._reader, child._writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        return child
+
+    @classmethod
+    def _spawned(cls, file: int, folder: Path, access: FleetAccess, temporary: bool) -> Child:
+        errors = folder / "process.err"
+        with errors.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, str(file), str(os.getpid()), str(folder) if temporary else ""],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **ONE_THREAD, **access.environment},
+                pass_fds=(file,),
+                start_new_session=True,
+            )
+        return cls(process, errors)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: ToLoop) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(pack(message))
+
+    async def receive(self) -> FromLoop | None:
+        """The next message; None when the process has ended. Raises InputError if it sends what is no message."""
+        try:
+            head = await self._reader.readexactly(HEAD_BYTES)
+            return from_loop(await self._reader.readexactly(check_length(int.from_bytes(head, "big"))))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def hang_up(self) -> None:
+        """Close the socket, at which the process ends, and `receive` with it."""
+        self._writer.close()
+
+    async def ended(self) -> str:
+        """End it if it still runs, and wait for it; how it ended, in words."""
+        self.hang_up()
+        self._process.terminate()  # it has nothing to save
+        return await asyncio.to_thread(self._reap)
+
+    def _reap(self) -> str:
+        try:
+            code = self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        said = self._errors.read_text(errors="replace").strip()[-LAST_WORDS:] if self._errors.exists() else ""
+        how = f"ended with code {code}" if code >= 0 else f"was ended by signal {-code}"
+        return f"{how}: {' '.join(said.split())}" if said else how

@@ -1,0 +1,218 @@
+"""Drive one set-up of the control loop: events in, fits in a thread, messages for the gateway out.
+
+Holds no socket. Time is passed in, in seconds of a clock that never goes back; what is told to the gateway is in
+seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from coterie.control import ControlEvent, ControlLoop, FitJob, LoadSeen, Shape
+from coterie.control.advice import PlacementAdvisor
+from coterie.control.replay import InputLog
+from coterie.errors import ConfigError, CoterieError
+from coterie.gateway.control.advising import Applier, advisor_of
+from coterie.gateway.control.loads import RecentLoads
+from coterie.gateway.control.matching import Matcher
+from coterie.gateway.control.messages import Fleet, FromLoop, SetUp, SwapFailed, Swapped, Told, UseFit
+from coterie.gateway.control.views import ControlView
+from coterie.gateway.fleet.spec import PoolShape, RouterSpec, maker, prices_of
+from coterie.routing import Router, RouterFit
+from coterie.wire.expert_events import ExpertLoad, RequestExperts
+
+KEPT_FITS = 3
+"""Files of fits that are kept: the one in force, the one before, and one on its way."""
+FIT_NICE = 19
+"""Priority of the thread that fits: whatever else the machine has to do comes first."""
+MOST_LOGS = 1000
+"""Files of inputs that are kept beside each other."""
+VIEW_S = 1.0
+"""Least time between two views."""
+
+
+class Driver:
+    """One loop, for one router. Belongs to one thread."""
+
+    def __init__(self, asked: SetUp, send: Callable[[FromLoop], None], now_s: float) -> None:
+        """Raises CoterieError if no loop can be made of what is asked."""
+        self.generation = asked.generation
+        self._send, self._spec, self._section, self._rows = send, asked.spec, asked.section, asked.rows
+        self._folder = Path(asked.folder)
+        self._epoch_s = time.time() - now_s
+        self._no_advice: str | None = None
+        self._log = _new_log(asked.section.log)
+        assert asked.spec.fit is not None
+        fit = RouterFit.load(asked.spec.fit)
+        shape = Shape(fit.model, fit.num_layers, fit.num_experts, fit.learned.top_k, asked.rows)
+        self.loop = ControlLoop(
+            shape,
+            fit,
+            self._router,
+            asked.section.settings(),
+            batch=fit.batch,
+            prices=prices_of(asked.spec, fit) if asked.section.score == "time" else None,
+            advisor=self._advisor(shape),
+            log=self._log,
+            now_s=now_s,
+        )
+        self._applier = Applier(asked.section)
+        self.matcher = Matcher(shape)
+        self.loads = RecentLoads()
+        self._fits = 0
+        self._files: list[Path] = []
+        self._fitted: SimpleQueue[tuple[RouterFit, float] | str] = SimpleQueue()
+        self._fit_s: float | None = None
+        self._counted: Counter[str] = Counter()
+        self._events: list[ControlEvent] = []
+        self._next_view_s = now_s
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    def take(self, worker: str, event: RequestExperts | ExpertLoad, now_s: float) -> None:
+        """An event of a worker's stream, whatever it holds."""
+        seen = self.matcher.take(worker, event, now_s)
+        if seen is None:
+            return
+        self.loop.observe(seen)
+        if isinstance(seen, LoadSeen):
+            self.loads.add(seen)
+
+    def answer(self, message: Swapped | SwapFailed, now_s: float) -> None:
+        """What came of the last :class:`UseFit`."""
+        if message.fit != self._fits:
+            return
+        if isinstance(message, Swapped):
+            self.loop.swapped(now_s)
+        else:
+            self.loop.swap_failed(now_s, message.problem)
+
+    def resize(self, fleet: Fleet) -> None:
+        """Workers joined or left."""
+        self.loads.keep({entry.worker for entry in fleet.streams})
+        if fleet.rows != self._rows:
+            self._rows = fleet.rows
+            self.loop.resize(fleet.rows)
+
+    def tick(self, now_s: float, streams: Counter[str]) -> None:
+        """Decide, and tell the gateway. `streams` counts what the streams brought in all."""
+        with contextlib.suppress(Empty):
+            found = self._fitted.get_nowait()
+            if isinstance(found, str):
+                self.loop.fit_failed(found)
+            else:
+                self.loop.candidate(*found)
+                self._fit_s = found[1]
+        self.matcher.expire(now_s)
+        tick = self.loop.tick(now_s)
+        self._events += [*tick.events, *self._applier.carry_out(self.loop, now_s)]
+        if tick.job is not None:
+            threading.Thread(target=self._fit, args=(tick.job,), name="coterie-fit", daemon=True).start()
+        if tick.use is not None:
+            self._use(tick.use, now_s)
+        self._tell(now_s, streams)
+
+    def _advisor(self, shape: Shape) -> PlacementAdvisor | None:
+        """Fits are made also where no advice can be given."""
+        if self._section.advise is None:
+            return None
+        try:
+            return advisor_of(self._section.advise, shape, self._spec)
+        except CoterieError as error:
+            self._no_advice = str(error)
+            return None
+
+    # ----------------------------------------------------------------------------------------------------------- fits
+
+    def _router(self, fit: RouterFit) -> Router:
+        """The pool's router, made of another fit."""
+        spec: RouterSpec = msgspec.structs.replace(self._spec, fit=None)
+        return maker(spec, {"fitted": fit})(PoolShape(self._rows, {})).router
+
+    def _fit(self, job: FitJob) -> None:
+        """In a thread of the lowest priority."""
+        with contextlib.suppress(OSError, AttributeError):  # priorities of threads are Linux's
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), FIT_NICE)
+        started = time.perf_counter()
+        try:
+            fitted = job.run()
+        except Exception as error:  # whatever a fit raises, the loop goes on with the one it has
+            self._fitted.put(f"{type(error).__name__}: {error}")
+        else:
+            self._fitted.put((fitted, time.perf_counter() - started))
+
+    def _use(self, fit: RouterFit, now_s: float) -> None:
+        self._fits += 1
+        file = self._folder / f"fit-{self.generation}-{self._fits}.safetensors"
+        try:
+            fit.save(file)
+        except (OSError, CoterieError) as error:
+            self.loop.swap_failed(now_s, f"{file} cannot be written: {error}")
+            return
+        self._files.append(file)
+        for old in self._files[:-KEPT_FITS]:
+            old.unlink(missing_ok=True)
+        del self._files[:-KEPT_FITS]
+        self._send(UseFit(self.generation, self._fits, str(file)))
+
+    # -------------------------------------------------------------------------------------------------------- telling
+
+    def _tell(self, now_s: float, streams: Counter[str]) -> None:
+        counted = Counter({f"streams.{kind}": count for kind, count in streams.items()})
+        counted.update({f"ignored.{reason}": count for reason, count in self.matcher.counters.items()})
+        inside = sum(count for name, count in self.loop.counters.items() if name.startswith("ignored_"))
+        counted["ignored.loop"] = inside
+        news, self._counted = counted - self._counted, counted
+        view = b""
+        if now_s >= self._next_view_s:
+            self._next_view_s = now_s + VIEW_S
+            view = msgspec.msgpack.encode(self._view(streams), enc_hook=_plain)
+        events, self._events = [self._event(one) for one in self._events], []
+        self._send(Told(generation=self.generation, events=events, counters=dict(news), fit_s=self._fit_s, view=view))
+
+    def _view(self, streams: Counter[str]) -> ControlView:
+        status = self.loop.status()
+        status |= {"streams": dict(streams), "ignored": dict(self.matcher.counters), "fit_s": self._fit_s}
+        if self._no_advice is not None:
+            status["no_advice"] = self._no_advice
+        return ControlView(
+            status=status, advice=self._applier.shown(self.loop, self._epoch_s), loads=self.loads.as_lists()
+        )
+
+    def _event(self, event: ControlEvent) -> dict[str, Any]:
+        values = {name: _plain(value) for name, value in event.values.items()}
+        return {"at_s": event.at_s + self._epoch_s, "kind": event.kind, "reason": event.reason, "values": values}
+
+
+def _new_log(path: str | None) -> InputLog | None:
+    """A log beside those of the set-ups before, which it does not overwrite. Raises ConfigError if it cannot be."""
+    if path is None:
+        return None
+    names = itertools.chain([Path(path)], (Path(f"{path}.{number}") for number in range(1, MOST_LOGS)))
+    for name in names:
+        try:
+            return InputLog(name)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"control.log={path!r} cannot be written: {error.strerror}") from None
+    raise ConfigError(f"control.log={path!r}: {MOST_LOGS} such files are there already; remove some")
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy as a number."""
+    return value.item() if isinstance(value, np.generic) else value

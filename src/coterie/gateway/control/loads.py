@@ -1,0 +1,44 @@
+"""The newest loads of each worker, summed, for the heat map of the page."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.control import LoadSeen
+
+PIECES = 30
+"""Reports of a worker that are summed: half a minute at a report a second."""
+MOST_WORKERS = 256
+"""Workers whose loads are kept; those of others are left out."""
+
+
+class RecentLoads:
+    """Sums over a sliding window of reports."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, deque[NDArray[np.float64]]] = {}
+        self._sums: dict[str, NDArray[np.float64]] = {}
+
+    def add(self, seen: LoadSeen) -> None:
+        if seen.worker not in self._pieces:
+            if len(self._pieces) >= MOST_WORKERS:
+                return
+            self._pieces[seen.worker], self._sums[seen.worker] = deque(), np.zeros_like(seen.tokens)
+        pieces, total = self._pieces[seen.worker], self._sums[seen.worker]
+        pieces.append(seen.tokens)
+        total += seen.tokens
+        if len(pieces) > PIECES:  # counts are whole numbers below 2^53: nothing is lost by rounding
+            total -= pieces.popleft()
+
+    def keep(self, workers: Collection[str]) -> None:
+        """Forget the workers that are not among these."""
+        for worker in [one for one in self._pieces if one not in workers]:
+            del self._pieces[worker], self._sums[worker]
+
+    def as_lists(self) -> dict[str, list[list[float]]]:
+        """Worker → [layer][expert] tokens."""
+        return {worker: total.tolist() for worker, total in self._sums.items()}

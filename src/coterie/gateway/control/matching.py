@@ -1,0 +1,161 @@
+"""Turn workers' expert events into what the control loop takes: whole requests, and loads.
+
+A decode worker may not have seen the experts of a prompt: its KV came from a prefill worker, whose own event has them.
+The two halves of a request are put together by its id. Whatever an event holds, nothing is raised: one of another
+shape, with bytes that do not add up or with experts that no model chooses is counted and left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.control.base import LoadSeen, RequestSeen, Shape
+from coterie.errors import InputError
+from coterie.footprints import footprint
+from coterie.wire.expert_events import ExpertLoad, RequestExperts
+
+MOST_WAITING = 2048
+"""Halves of requests that wait for the other half; past that the oldest go."""
+PATIENCE_S = 120.0
+"""Seconds that a half waits."""
+MOST_REMEMBERED = 16_384
+"""Events remembered to know those that come again under another number."""
+MOST_LOAD_S = 3600.0
+"""Longest time that one load is believed to cover."""
+REASONS = ("other_shape", "malformed", "nonsense", "doubled", "no_decode", "unmatched")
+"""Why an event was left out: shape of another model; bytes that do not add up; experts that a model cannot choose;
+again; an answer of one token; its other half never came."""
+
+Counts = NDArray[np.uint32]
+_SUFFIX = re.compile(r"^((?:chat)?cmpl-.+)-[0-9a-f]{8}$")
+
+
+class _LeftOut(Exception):
+    """An event that is not used."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+class _Half(NamedTuple):
+    at_s: float
+    worker: str
+    prompt: Counts
+    prompt_rows: int
+    decode: Counts | None
+
+
+class Matcher:
+    """Makes inputs of the loop; holds no clock and no socket."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.counters: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+        self._shape = (shape.num_layers, shape.num_experts)
+        self._top_k = shape.top_k
+        self._halves: dict[str, _Half] = {}
+        self._known: dict[tuple[str, str, int], None] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Halves that wait for the other."""
+        return len(self._halves)
+
+    def take(self, worker: str, event: RequestExperts | ExpertLoad, at_s: float) -> RequestSeen | LoadSeen | None:
+        """The input that an event makes or completes; None if it must wait or is left out."""
+        if (len(event.layer_ids), event.num_experts) != self._shape:
+            self.counters["other_shape"] += 1
+            return None
+        try:
+            return self._load(worker, event, at_s) if isinstance(event, ExpertLoad) else self._part(worker, event, at_s)
+        except _LeftOut as left:
+            self.counters[left.reason] += 1
+        except InputError:
+            self.counters["malformed"] += 1
+        return None
+
+    def expire(self, now_s: float) -> None:
+        """Give up the halves that waited too long."""
+        for name in [name for name, half in self._halves.items() if now_s - half.at_s > PATIENCE_S]:
+            self._drop(name)
+
+    def _load(self, worker: str, event: ExpertLoad, at_s: float) -> LoadSeen:
+        load = event.load().astype(np.float64)
+        if event.steps < 1 or not 0 < event.seconds < MOST_LOAD_S:
+            raise _LeftOut("nonsense")
+        # A token counts once per expert of a layer. Twice that is allowed: an engine may read its two totals apart.
+        if event.tokens < 1 or load.max(initial=0.0) > 2.0 * event.tokens:
+            raise _LeftOut("nonsense")
+        return LoadSeen(at_s, worker, load, event.steps, event.seconds)
+
+    def _part(self, worker: str, event: RequestExperts, at_s: float) -> RequestSeen | None:
+        if event.top_k != self._top_k:
+            raise _LeftOut("other_shape")
+        ids, known = event.ids(), event.seen()
+        if event.prompt_tokens < 0 or _repeats(ids[known]):
+            raise _LeftOut("nonsense")
+        name = request_name(event.request_id)
+        if not self._is_new(name, worker, event):
+            raise _LeftOut("doubled")
+        prompt = known & (np.arange(len(known)) < event.prompt_tokens)
+        decode = known & ~prompt
+        after = footprint(ids[decode], event.num_experts) if decode.any() else None
+        half = _Half(at_s, worker, footprint(ids[prompt], event.num_experts), int(prompt.sum()), after)
+        if after is not None and half.prompt_rows >= max(1, event.prompt_tokens // 2):
+            other = self._halves.pop(name, None)
+            return _whole(name, half, half if other is None else max(half, other, key=lambda one: one.prompt_rows))
+        return self._matched(name, half, event.output_tokens)
+
+    def _matched(self, name: str, half: _Half, output_tokens: int) -> RequestSeen | None:
+        """Put a half to the other one, or keep it until that comes."""
+        other = self._halves.get(name)
+        if other is not None and (other.decode is None) != (half.decode is None):
+            del self._halves[name]
+            before, after = (half, other) if half.decode is None else (other, half)
+            if not before.prompt_rows:
+                raise _LeftOut("unmatched")
+            return _whole(name, after, before)
+        if half.decode is None and not half.prompt_rows:
+            raise _LeftOut("no_decode" if output_tokens <= 1 else "unmatched")
+        self._halves[name] = half
+        while len(self._halves) > MOST_WAITING:
+            self._drop(next(iter(self._halves)))
+        return None
+
+    def _drop(self, name: str) -> None:
+        """A prompt whose request made no token after the first is no loss; a decode without its prompt is."""
+        half = self._halves.pop(name)
+        self.counters["no_decode" if half.decode is None else "unmatched"] += 1
+
+    def _is_new(self, name: str, worker: str, event: RequestExperts) -> bool:
+        """Whether this worker did not tell of this request yet. Names may be a client's, and used again."""
+        key = (name, worker, hash((event.token_ids, event.known, event.output_tokens)))
+        if key in self._known:
+            return False
+        self._known[key] = None
+        if len(self._known) > MOST_REMEMBERED:
+            del self._known[next(iter(self._known))]
+        return True
+
+
+def request_name(request_id: str) -> str:
+    """The part of an id that the workers of a request share: vLLM puts eight random digits behind its own ids."""
+    found = _SUFFIX.match(request_id)
+    return request_id if found is None else found[1]
+
+
+def _whole(name: str, after: _Half, before: _Half) -> RequestSeen:
+    assert after.decode is not None
+    return RequestSeen(after.at_s, name, after.worker, before.prompt.astype(np.int64), after.decode.astype(np.int64))
+
+
+def _repeats(ids: NDArray[np.unsignedinteger]) -> bool:
+    """Whether a token chose an expert of a layer twice."""
+    if ids.shape[-1] < 2 or not len(ids):
+        return False
+    ordered = np.sort(ids, axis=-1)
+    return bool((ordered[..., 1:] == ordered[..., :-1]).any())
