@@ -316,7 +316,8 @@ def test_hostile_strings_stay_text(browser: Chromium, front: Front, fleet: Embed
             assert await page.find("typeof window.hacked") == "undefined"
             assert await page.find("document.querySelectorAll('main img, main script, main b').length") == 0
             assert await page.find("document.querySelectorAll('script').length") == 1
-            found.running.parts.remove_worker(entry["id"])
+            parts.control = None
+            parts.remove_worker(entry["id"])
 
     front.use(test())
 
