@@ -29,7 +29,8 @@ AT_ONCE = 64
 """Messages of a worker that are read in a row, before the next worker's."""
 AHEAD_S = 3600.0
 """Seconds that a worker's clock may be ahead of this one."""
-HEARTBEAT_MS = 5000
+KEEPALIVE_S = 10
+"""Seconds of silence after which the system asks whether the other end of a connection is still there."""
 KINDS = ("messages", "malformed", "lost", "doubled", "late", "restarts", "unreachable")
 """What is counted: messages that came, of them those that could not be read, came twice or out of turn; messages that
 never came; publishers that began anew; endpoints that cannot be used."""
@@ -127,8 +128,10 @@ class ExpertStreams:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, QUEUE)
             socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+            # Not ZMQ's heartbeats: with them, a reader whose queue was full aborts (libzmq 4.3: `_input_stopped`).
+            socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+            socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
             if entry.secure and self._secret is not None:
                 secure_subscriber(socket, self._secret)
             socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
