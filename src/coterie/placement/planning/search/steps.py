@@ -1,0 +1,611 @@
+"""The search of a layer over scenarios: swaps and gifts of slots that lower the expected time of the slowest rank.
+
+Each pass looks at every pair of ranks for the best swap of a slot of one with a slot of the other, and takes it if the
+objective falls; then at every slot whose expert has other replicas, for an expert that would use it better. It ends
+when a pass finds nothing. A swap is weighed in all scenarios at once: times of the two ranks change by what the two
+experts take there, and the other ranks count by the slowest of them.
+
+With a tail, a scenario counts by ``v + steep x max(0, v - edge)``, with the edge at the time that the worst share of
+scenarios exceed now. That is at least the objective for any edge and equal to it for this one, so what lowers it lowers
+the objective (Rockafellar and Uryasev's form of CVaR).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import helper, njit
+from coterie.placement.objective._steps import touched
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+PASSES = 32
+"""Most passes over a layer; later ones gain next to nothing."""
+
+TRIED = 16
+"""Experts that are tried for a slot to give away: those whose further replica relieves the slowest ranks most."""
+
+
+class StepLayer(NamedTuple):
+    """What the search of a layer is given."""
+
+    tokens: Array
+    """[expert, scenario]"""
+    weights: Array
+    """[scenario]"""
+    touch: Array
+    """[rank] seconds to stream an expert."""
+    per_token: Array
+    """[rank, expert] seconds."""
+    load_in: Array
+    """[rank, expert] seconds to load; 0 where the rank has it."""
+    alive: NDArray[np.bool_]
+    """[rank]"""
+    whole: bool
+
+
+class StepPrices(NamedTuple):
+    """Prices of the objective for one layer."""
+
+    floor: float
+    """Expected seconds below which nothing is gained."""
+    horizon: float
+    exposed: float
+    move_price: float
+    lean: float
+    """Weight of a scenario's time."""
+    steep: float
+    """Weight of what it takes beyond the edge."""
+    tail: float
+    """Weight of the edge itself: what is the same for all while searching."""
+    least: float
+    """Share of the objective that an action must gain."""
+
+
+class StepState(NamedTuple):
+    """Where the search stands."""
+
+    row: Ints
+    """[slot] expert."""
+    held: NDArray[np.int16]
+    """[rank, expert] slot that holds it, or -1."""
+    copies: Ints
+    """[expert]"""
+    part: Array
+    """[expert, scenario] tokens of each replica."""
+    stream: Array
+    """[expert, scenario] chance that a replica is streamed."""
+    busy: Array
+    """[rank, scenario] seconds."""
+    arrivals: Array
+    """[rank] seconds of loading."""
+    first: Array
+    """[scenario] seconds of the slowest rank; `second` and `third` of the next ones."""
+    second: Array
+    third: Array
+    slowest: Ints
+    """[scenario] the slowest rank, and the next in `next`."""
+    next: Ints
+    edge: Array
+    """[1] seconds past which a scenario belongs to the tail."""
+
+
+class StepScratch(NamedTuple):
+    """Working arrays of a pair of ranks, or of a slot to give away."""
+
+    others: Array
+    """[scenario] the slowest of the ranks that do not change."""
+    here: Array
+    """[scenario, slot of a rank] seconds of one rank's experts there, and on the other rank (`there`)."""
+    there: Array
+    back: Array
+    """[scenario, slot of a rank] seconds of the other rank's experts on the first, and at home (`home`). On uniform
+    ranks `there` is `here`, and `home` is `back`."""
+    home: Array
+    values: Array
+    """[slot of a rank] objective after a swap."""
+    freed: Array
+    """[rank, scenario] seconds without the slot that is given away."""
+    peak: Array
+    """[scenario]"""
+    relief: Array
+    """[expert]"""
+    stale: NDArray[np.bool_]
+    """[rank, rank] whether a pair must be looked at."""
+
+
+@helper()
+def slot_cost(layer: StepLayer, state: StepState, rank: int, expert: int, scenario: int) -> float:
+    return float(
+        layer.per_token[rank, expert] * state.part[expert, scenario]
+        + layer.touch[rank] * state.stream[expert, scenario]
+    )
+
+
+@helper()
+def share_out(layer: StepLayer, state: StepState, expert: int) -> None:
+    """What each replica of an expert gets, by how many there are."""
+    part, stream, whole = state.part[expert], state.stream[expert], layer.whole
+    each = 1.0 / max(1, state.copies[expert])
+    for scenario in range(len(part)):
+        part[scenario] = layer.tokens[expert, scenario] * each
+        stream[scenario] = touched(part[scenario], whole)
+
+
+@helper()
+def take(layer: StepLayer, state: StepState, row: Ints) -> None:
+    """Stand at a placement."""
+    experts, ranks = len(state.copies), len(layer.alive)
+    per_rank = len(row) // ranks
+    for expert in range(experts):
+        state.copies[expert] = 0
+    for rank in range(ranks):
+        for expert in range(experts):
+            state.held[rank, expert] = -1
+        for slot in range(rank * per_rank, (rank + 1) * per_rank):
+            state.row[slot] = row[slot]
+            if layer.alive[rank]:
+                state.copies[row[slot]] += 1
+                state.held[rank, row[slot]] = slot
+    for expert in range(experts):
+        share_out(layer, state, expert)
+    for rank in range(ranks):
+        refresh(layer, state, rank)
+    rank_slowest(state)
+
+
+@helper()
+def refresh(layer: StepLayer, state: StepState, rank: int) -> None:
+    """A rank's times from its slots: rounding errors do not add up."""
+    busy, per_rank = state.busy[rank], len(state.row) // len(layer.alive)
+    for scenario in range(len(busy)):
+        busy[scenario] = 0.0
+    state.arrivals[rank] = 0.0
+    if not layer.alive[rank]:
+        return
+    for slot in range(rank * per_rank, (rank + 1) * per_rank):
+        expert = state.row[slot]
+        state.arrivals[rank] += layer.load_in[rank, expert]
+        for scenario in range(len(busy)):
+            busy[scenario] += slot_cost(layer, state, rank, expert, scenario)
+
+
+@helper()
+def rank_slowest(state: StepState) -> None:
+    """The three slowest ranks of every scenario."""
+    ranks, scenarios = state.busy.shape
+    for scenario in range(scenarios):
+        one, two, three, at, then = 0.0, 0.0, 0.0, -1, -1
+        for rank in range(ranks):
+            value = state.busy[rank, scenario]
+            if value > one:
+                one, two, three, at, then = value, one, two, rank, at
+            elif value > two:
+                two, three, then = value, two, rank
+            elif value > three:
+                three = value
+        state.first[scenario], state.second[scenario], state.third[scenario] = one, two, three
+        state.slowest[scenario], state.next[scenario] = at, then
+
+
+@helper()
+def counted(value: float, edge: float, prices: StepPrices) -> float:
+    """What a scenario's time counts."""
+    return prices.lean * value + prices.steep * max(0.0, value - edge)
+
+
+@helper()
+def expected(layer: StepLayer, state: StepState, prices: StepPrices) -> float:
+    """Seconds of the slowest rank over the scenarios, as `counted`."""
+    total = 0.0
+    for scenario in range(len(layer.weights)):
+        total += layer.weights[scenario] * counted(state.first[scenario], state.edge[0], prices)
+    return total
+
+
+@helper()
+def moving(state: StepState, prices: StepPrices) -> float:
+    latest, total = 0.0, 0.0
+    for rank in range(len(state.arrivals)):
+        latest = max(latest, state.arrivals[rank])
+        total += state.arrivals[rank]
+    return prices.exposed * (latest + prices.move_price * total)
+
+
+@helper()
+def objective(seconds: float, moved: float, prices: StepPrices, edge: float) -> float:
+    return prices.horizon * max(seconds, prices.floor - prices.tail * edge) + moved
+
+
+@helper()
+def find_edge(layer: StepLayer, state: StepState, prices: StepPrices, share: float) -> None:
+    """The time that the worst `share` of scenarios exceed now."""
+    state.edge[0] = 0.0
+    if prices.steep <= 0.0:
+        return
+    left, last = share, np.inf
+    while True:
+        top, weight = -1.0, 0.0
+        for scenario in range(len(layer.weights)):
+            value = state.first[scenario]
+            if value < last and value > top:
+                top = value
+        for scenario in range(len(layer.weights)):
+            if state.first[scenario] == top:
+                weight += layer.weights[scenario]
+        if top < 0.0:
+            return
+        state.edge[0] = top
+        left -= weight
+        last = top
+        if left <= 0.0:
+            return
+
+
+# Swaps.
+
+
+@helper()
+def look_at_pair(
+    layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, rank: int, other: int, uniform: bool
+) -> bool:
+    """Take the best swap between two ranks, if one lowers the objective."""
+    weights, edge = layer.weights, state.edge[0]
+    fill_others(state, scratch, rank, other)
+    now = objective(expected(layer, state, prices), moving(state, prices), prices, edge)
+    least = 0.0
+    for scenario in range(len(weights)):
+        low = scratch.others[scenario]
+        if uniform:
+            low = max(low, 0.5 * (state.busy[rank, scenario] + state.busy[other, scenario]))
+        least += weights[scenario] * counted(low, edge, prices)
+    if objective(least, 0.0, prices, edge) >= now * (1.0 - prices.least):
+        return False
+    gather(layer, state, scratch, rank, other, uniform)
+    best, first, second = best_swap(layer, state, scratch, prices, rank, other, now * (1.0 - prices.least))
+    if first < 0:
+        return False
+    swap(layer, state, rank, other, first, second)
+    return best < now
+
+
+@helper()
+def fill_others(state: StepState, scratch: StepScratch, rank: int, other: int) -> None:
+    others = scratch.others
+    for scenario in range(len(others)):
+        at, then = state.slowest[scenario], state.next[scenario]
+        if at not in (rank, other):
+            others[scenario] = state.first[scenario]
+        elif then not in (rank, other):
+            others[scenario] = state.second[scenario]
+        else:
+            others[scenario] = state.third[scenario]
+
+
+@helper()
+def gather(layer: StepLayer, state: StepState, scratch: StepScratch, rank: int, other: int, uniform: bool) -> None:
+    """Seconds of both ranks' experts on both ranks."""
+    per_rank = len(scratch.values)
+    for place in range(per_rank):
+        mine, theirs = state.row[rank * per_rank + place], state.row[other * per_rank + place]
+        for scenario in range(len(layer.weights)):
+            scratch.here[scenario, place] = slot_cost(layer, state, rank, mine, scenario)
+            scratch.back[scenario, place] = slot_cost(layer, state, rank, theirs, scenario)
+        if uniform:
+            continue
+        for scenario in range(len(layer.weights)):
+            scratch.there[scenario, place] = slot_cost(layer, state, other, mine, scenario)
+            scratch.home[scenario, place] = slot_cost(layer, state, other, theirs, scenario)
+
+
+@helper()
+def best_swap(
+    layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, rank: int, other: int, limit: float
+) -> tuple[float, int, int]:
+    """The objective after the best swap that brings it below `limit`, and its places on the two ranks; else -1."""
+    values, edge = scratch.values, state.edge[0]
+    per_rank = len(values)
+    latest, loading = 0.0, 0.0
+    for one in range(len(state.arrivals)):
+        loading += state.arrivals[one]
+        if one not in (rank, other):
+            latest = max(latest, state.arrivals[one])
+    best, first, second = limit, -1, -1
+    for place in range(per_rank):
+        swapped_s(layer, state, scratch, prices, rank, other, place)
+        mine = state.row[rank * per_rank + place]
+        if state.held[other, mine] >= 0:
+            continue
+        for at in range(per_rank):
+            theirs = state.row[other * per_rank + at]
+            if prices.horizon * values[at] >= best or state.held[rank, theirs] >= 0:
+                continue
+            came = layer.load_in[rank, theirs] - layer.load_in[rank, mine]
+            went = layer.load_in[other, mine] - layer.load_in[other, theirs]
+            most = max(latest, max(state.arrivals[rank] + came, state.arrivals[other] + went))
+            moved = prices.exposed * (most + prices.move_price * (loading + came + went))
+            value = objective(values[at], moved, prices, edge)
+            if value < best:
+                best, first, second = value, place, at
+    return best, first, second
+
+
+@helper()
+def swapped_s(
+    layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, rank: int, other: int, place: int
+) -> None:
+    """`values` [place on the other rank]: expected seconds after a swap with `place` of `rank`.
+
+    The inner loop runs over places, not scenarios: each sum has its order, so that it does not depend on how many
+    values a processor adds at once.
+    """
+    values, edge, lean, steep = scratch.values, state.edge[0], prices.lean, prices.steep
+    for at in range(len(values)):
+        values[at] = 0.0
+    for scenario in range(len(layer.weights)):
+        left = state.busy[rank, scenario] - scratch.here[scenario, place]
+        right = state.busy[other, scenario] + scratch.there[scenario, place]
+        still, weight = scratch.others[scenario], layer.weights[scenario]
+        back, home = scratch.back[scenario], scratch.home[scenario]
+        if steep == 0.0:
+            for at in range(len(values)):
+                x, y = left + back[at], right - home[at]
+                most = x if x > y else y
+                most = most if most > still else still
+                values[at] += weight * most
+        else:
+            for at in range(len(values)):
+                x, y = left + back[at], right - home[at]
+                most = x if x > y else y
+                most = most if most > still else still
+                past = most - edge
+                past = past if past > 0.0 else 0.0
+                values[at] += weight * (lean * most + steep * past)
+
+
+@helper()
+def swap(layer: StepLayer, state: StepState, rank: int, other: int, first: int, second: int) -> None:
+    per_rank = len(state.row) // len(layer.alive)
+    one, two = rank * per_rank + first, other * per_rank + second
+    mine, theirs = state.row[one], state.row[two]
+    state.row[one], state.row[two] = theirs, mine
+    state.held[rank, mine], state.held[rank, theirs] = -1, one
+    state.held[other, theirs], state.held[other, mine] = -1, two
+    refresh(layer, state, rank)
+    refresh(layer, state, other)
+    rank_slowest(state)
+
+
+# Gifts: a slot whose expert has other replicas goes to another expert.
+
+
+@helper()
+def look_at_gifts(layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices) -> bool:
+    """Give slots to experts that use them better; whether any was given."""
+    per_rank, given = len(scratch.values), False
+    fill_relief(layer, state, scratch)
+    for slot in range(len(state.row)):
+        rank, expert = slot // per_rank, state.row[slot]
+        if not layer.alive[rank] or state.copies[expert] < 2:
+            continue
+        pick = best_gift(layer, state, scratch, prices, slot)
+        if pick < 0:
+            continue
+        give(layer, state, slot, pick)
+        fill_relief(layer, state, scratch)
+        given = True
+    return given
+
+
+@helper()
+def fill_relief(layer: StepLayer, state: StepState, scratch: StepScratch) -> None:
+    """[expert] by how much a further replica would shorten the slowest ranks, if they stayed the slowest."""
+    relief, per_rank = scratch.relief, len(scratch.values)
+    for expert in range(len(relief)):
+        relief[expert] = 0.0
+    for scenario in range(len(layer.weights)):
+        rank = state.slowest[scenario]
+        if rank < 0:
+            continue
+        for slot in range(rank * per_rank, (rank + 1) * per_rank):
+            expert = state.row[slot]
+            fewer = layer.tokens[expert, scenario] / (state.copies[expert] + 1.0)
+            after = layer.per_token[rank, expert] * fewer + layer.touch[rank] * touched(fewer, layer.whole)
+            relief[expert] += layer.weights[scenario] * (slot_cost(layer, state, rank, expert, scenario) - after)
+
+
+@helper()
+def best_gift(layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, slot: int) -> int:
+    """The expert that lowers the objective most in this slot; -1 if none does."""
+    ranks, experts = state.held.shape
+    per_rank, edge = len(scratch.values), state.edge[0]
+    rank, was = slot // per_rank, state.row[slot]
+    free_slot(layer, state, scratch, rank, was)
+    living = 0
+    for one in range(ranks):
+        living += layer.alive[one]
+    best = objective(expected(layer, state, prices), moving(state, prices), prices, edge) * (1.0 - prices.least)
+    pick, last, tried = -1, np.inf, 0
+    while tried < min(TRIED, experts):
+        # The next by relief, the first of equals first.
+        expert = -1
+        for one in range(experts):
+            value = scratch.relief[one]
+            if value > 0.0 and value < last and (expert < 0 or value > scratch.relief[expert]):
+                expert = one
+        if expert < 0:
+            break
+        last = scratch.relief[expert]
+        tried += 1
+        if expert == was or state.held[rank, expert] >= 0 or state.copies[expert] >= living:
+            continue
+        seconds = gifted_s(layer, state, scratch, prices, rank, expert)
+        added = layer.load_in[rank, expert] - layer.load_in[rank, was]
+        state.arrivals[rank] += added
+        value = objective(seconds, moving(state, prices), prices, edge)
+        state.arrivals[rank] -= added
+        if value < best:
+            best, pick = value, expert
+    return pick
+
+
+@helper()
+def free_slot(layer: StepLayer, state: StepState, scratch: StepScratch, rank: int, expert: int) -> None:
+    """`freed` [rank, scenario]: times once the rank gives an expert up, and its other replicas take over."""
+    fewer = 1.0 / (state.copies[expert] - 1.0)
+    for one in range(len(layer.alive)):
+        freed, busy = scratch.freed[one], state.busy[one]
+        for scenario in range(len(freed)):
+            freed[scenario] = busy[scenario]
+        if state.held[one, expert] < 0:
+            continue
+        for scenario in range(len(freed)):
+            freed[scenario] -= slot_cost(layer, state, one, expert, scenario)
+            if one != rank:
+                part = layer.tokens[expert, scenario] * fewer
+                freed[scenario] += layer.per_token[one, expert] * part
+                freed[scenario] += layer.touch[one] * touched(part, layer.whole)
+
+
+@helper()
+def gifted_s(
+    layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, rank: int, expert: int
+) -> float:
+    """Expected seconds if the slot that was freed on `rank` went to `expert`."""
+    peak, more = scratch.peak, 1.0 / (state.copies[expert] + 1.0)
+    for scenario in range(len(peak)):
+        peak[scenario] = 0.0
+    for one in range(len(layer.alive)):
+        freed, holds = scratch.freed[one], state.held[one, expert] >= 0
+        for scenario in range(len(peak)):
+            value = freed[scenario]
+            if holds or one == rank:
+                part = layer.tokens[expert, scenario] * more
+                value += layer.per_token[one, expert] * part + layer.touch[one] * touched(part, layer.whole)
+                if holds:
+                    value -= slot_cost(layer, state, one, expert, scenario)
+            peak[scenario] = max(peak[scenario], value)
+    total = 0.0
+    for scenario in range(len(peak)):
+        total += layer.weights[scenario] * counted(peak[scenario], state.edge[0], prices)
+    return total
+
+
+@helper()
+def give(layer: StepLayer, state: StepState, slot: int, expert: int) -> None:
+    rank, was = slot // (len(state.row) // len(layer.alive)), state.row[slot]
+    state.row[slot] = expert
+    state.held[rank, was], state.held[rank, expert] = -1, slot
+    state.copies[was] -= 1
+    state.copies[expert] += 1
+    share_out(layer, state, was)
+    share_out(layer, state, expert)
+    for one in range(len(layer.alive)):
+        if one == rank or state.held[one, was] >= 0 or state.held[one, expert] >= 0:
+            refresh(layer, state, one)
+    rank_slowest(state)
+
+
+# Layers.
+
+
+@helper()
+def descend(
+    layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, share: float, uniform: bool
+) -> None:
+    """Until a pass finds nothing."""
+    ranks = len(layer.alive)
+    gifts = len(state.row) > len(state.copies)
+    for rank in range(ranks):
+        for other in range(ranks):
+            scratch.stale[rank, other] = True
+    for _ in range(PASSES):
+        find_edge(layer, state, prices, share)
+        changed = False
+        for rank in range(ranks):
+            for other in range(rank + 1, ranks):
+                if not scratch.stale[rank, other] or not layer.alive[rank] or not layer.alive[other]:
+                    continue
+                while look_at_pair(layer, state, scratch, prices, rank, other, uniform):
+                    changed = True
+                    for one in range(ranks):
+                        scratch.stale[one, rank] = scratch.stale[rank, one] = True
+                        scratch.stale[one, other] = scratch.stale[other, one] = True
+                scratch.stale[rank, other] = False
+        if gifts and look_at_gifts(layer, state, scratch, prices):
+            changed = True
+            for rank in range(ranks):
+                for other in range(ranks):
+                    scratch.stale[rank, other] = True
+        if not changed:
+            return
+
+
+@njit()
+def search_steps(
+    chosen: NDArray[np.int64],
+    rows: NDArray[np.int32],
+    tokens: Array,
+    weights: Array,
+    touch: Array,
+    per_token: Array,
+    load_in: Array,
+    alive: NDArray[np.bool_],
+    whole: bool,
+    floor: Array,
+    numbers: Array,
+    uniform: bool,
+) -> None:
+    """Improve `rows` [layer, slot] of the chosen layers in place.
+
+    Every expert must be on a living rank and none twice on one. `tokens` [layer, scenario, expert]; `numbers` are
+    horizon, exposed, move_price, the tail's weight and share, and the share that an action must gain.
+    """
+    slots, ranks, experts = rows.shape[1], per_token.shape[1], per_token.shape[2]
+    scenarios, per_rank = len(weights), rows.shape[1] // per_token.shape[1]
+    state = StepState(
+        row=np.zeros(slots, np.int64),
+        held=np.zeros((ranks, experts), np.int16),
+        copies=np.zeros(experts, np.int64),
+        part=np.zeros((experts, scenarios)),
+        stream=np.zeros((experts, scenarios)),
+        busy=np.zeros((ranks, scenarios)),
+        arrivals=np.zeros(ranks),
+        first=np.zeros(scenarios),
+        second=np.zeros(scenarios),
+        third=np.zeros(scenarios),
+        slowest=np.zeros(scenarios, np.int64),
+        next=np.zeros(scenarios, np.int64),
+        edge=np.zeros(1),
+    )
+    here, back = np.zeros((scenarios, per_rank)), np.zeros((scenarios, per_rank))
+    scratch = StepScratch(
+        others=np.zeros(scenarios),
+        here=here,
+        there=here if uniform else np.zeros((scenarios, per_rank)),
+        back=back,
+        home=back if uniform else np.zeros((scenarios, per_rank)),
+        values=np.zeros(per_rank),
+        freed=np.zeros((ranks, scenarios)),
+        peak=np.zeros(scenarios),
+        relief=np.zeros(experts),
+        stale=np.zeros((ranks, ranks), np.bool_),
+    )
+    by_expert, base = np.zeros((experts, scenarios)), np.zeros(slots, np.int64)
+    tail, share = numbers[3], numbers[4]
+    for at in chosen:
+        for scenario in range(scenarios):
+            for expert in range(experts):
+                by_expert[expert, scenario] = tokens[at, scenario, expert]
+        for slot in range(slots):
+            base[slot] = rows[at, slot]
+        layer = StepLayer(by_expert, weights, touch, per_token[at], load_in[at], alive, whole)
+        prices = StepPrices(floor[at], numbers[0], numbers[1], numbers[2], 1.0 - tail, tail / share, tail, numbers[5])
+        take(layer, state, base)
+        descend(layer, state, scratch, prices, share, uniform)
+        for slot in range(slots):
+            rows[at, slot] = state.row[slot]
