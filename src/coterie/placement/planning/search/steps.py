@@ -26,7 +26,7 @@ Ints = NDArray[np.int64]
 PASSES = 32
 """Most passes over a layer; later ones gain next to nothing."""
 
-TRIED = 16
+TRIED = 4
 """Experts that are tried for a slot to give away: those whose further replica relieves the slowest ranks most."""
 
 
@@ -118,12 +118,46 @@ class StepScratch(NamedTuple):
     """[rank, rank] whether a pair must be looked at."""
 
 
+# Loops over scenarios take plain arrays: a call that passes the tuples above costs more than what it would do there.
+
+
 @helper()
-def slot_cost(layer: StepLayer, state: StepState, rank: int, expert: int, scenario: int) -> float:
-    return float(
-        layer.per_token[rank, expert] * state.part[expert, scenario]
-        + layer.touch[rank] * state.stream[expert, scenario]
-    )
+def add_slot(times: Array, part: Array, stream: Array, token_s: float, touch_s: float, sign: float) -> None:
+    """Add what a slot takes in each scenario, or take it away."""
+    token_s, touch_s = sign * token_s, sign * touch_s
+    if touch_s == 0.0:
+        for scenario in range(len(times)):
+            times[scenario] += token_s * part[scenario]
+    else:
+        for scenario in range(len(times)):
+            times[scenario] += token_s * part[scenario] + touch_s * stream[scenario]
+
+
+@helper()
+def add_part(times: Array, tokens: Array, each: float, token_s: float, touch_s: float, whole: bool) -> None:
+    """Add what a slot that gets `each` of the tokens takes in each scenario."""
+    row_s = token_s * each
+    if touch_s == 0.0:
+        for scenario in range(len(times)):
+            times[scenario] += row_s * tokens[scenario]
+    else:
+        for scenario in range(len(times)):
+            times[scenario] += row_s * tokens[scenario] + touch_s * touched(tokens[scenario] * each, whole)
+
+
+@helper()
+def raise_to(peak: Array, times: Array) -> None:
+    for scenario in range(len(peak)):
+        peak[scenario] = max(peak[scenario], times[scenario])
+
+
+@helper()
+def weighed(times: Array, weights: Array, edge: float, lean: float, steep: float) -> float:
+    """What the times of the scenarios count."""
+    total = 0.0
+    for scenario in range(len(times)):
+        total += weights[scenario] * (lean * times[scenario] + steep * max(0.0, times[scenario] - edge))
+    return total
 
 
 @helper()
@@ -170,8 +204,8 @@ def refresh(layer: StepLayer, state: StepState, rank: int) -> None:
     for slot in range(rank * per_rank, (rank + 1) * per_rank):
         expert = state.row[slot]
         state.arrivals[rank] += layer.load_in[rank, expert]
-        for scenario in range(len(busy)):
-            busy[scenario] += slot_cost(layer, state, rank, expert, scenario)
+        token_s, touch_s = layer.per_token[rank, expert], layer.touch[rank]
+        add_slot(busy, state.part[expert], state.stream[expert], token_s, touch_s, 1.0)
 
 
 @helper()
@@ -193,18 +227,9 @@ def rank_slowest(state: StepState) -> None:
 
 
 @helper()
-def counted(value: float, edge: float, prices: StepPrices) -> float:
-    """What a scenario's time counts."""
-    return prices.lean * value + prices.steep * max(0.0, value - edge)
-
-
-@helper()
 def expected(layer: StepLayer, state: StepState, prices: StepPrices) -> float:
-    """Seconds of the slowest rank over the scenarios, as `counted`."""
-    total = 0.0
-    for scenario in range(len(layer.weights)):
-        total += layer.weights[scenario] * counted(state.first[scenario], state.edge[0], prices)
-    return total
+    """What the slowest ranks count over the scenarios."""
+    return weighed(state.first, layer.weights, state.edge[0], prices.lean, prices.steep)
 
 
 @helper()
@@ -254,15 +279,15 @@ def look_at_pair(
     layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, rank: int, other: int, uniform: bool
 ) -> bool:
     """Take the best swap between two ranks, if one lowers the objective."""
-    weights, edge = layer.weights, state.edge[0]
-    fill_others(state, scratch, rank, other)
+    edge = state.edge[0]
+    fill_others(state.first, state.second, state.third, state.slowest, state.next, rank, other, scratch.others)
     now = objective(expected(layer, state, prices), moving(state, prices), prices, edge)
-    least = 0.0
-    for scenario in range(len(weights)):
-        low = scratch.others[scenario]
-        if uniform:
-            low = max(low, 0.5 * (state.busy[rank, scenario] + state.busy[other, scenario]))
-        least += weights[scenario] * counted(low, edge, prices)
+    low = scratch.peak
+    if uniform:
+        at_best(scratch.others, state.busy[rank], state.busy[other], low)
+    else:
+        low = scratch.others
+    least = weighed(low, layer.weights, edge, prices.lean, prices.steep)
     if objective(least, 0.0, prices, edge) >= now * (1.0 - prices.least):
         return False
     gather(layer, state, scratch, rank, other, uniform)
@@ -274,16 +299,21 @@ def look_at_pair(
 
 
 @helper()
-def fill_others(state: StepState, scratch: StepScratch, rank: int, other: int) -> None:
-    others = scratch.others
+def fill_others(
+    first: Array, second: Array, third: Array, slowest: Ints, then: Ints, rank: int, other: int, others: Array
+) -> None:
+    """The slowest of the ranks but two, in each scenario."""
     for scenario in range(len(others)):
-        at, then = state.slowest[scenario], state.next[scenario]
-        if at not in (rank, other):
-            others[scenario] = state.first[scenario]
-        elif then not in (rank, other):
-            others[scenario] = state.second[scenario]
-        else:
-            others[scenario] = state.third[scenario]
+        others[scenario] = first[scenario]
+        if slowest[scenario] in (rank, other):
+            others[scenario] = third[scenario] if then[scenario] in (rank, other) else second[scenario]
+
+
+@helper()
+def at_best(others: Array, one: Array, two: Array, low: Array) -> None:
+    """What no swap gets below: the two ranks equally busy."""
+    for scenario in range(len(low)):
+        low[scenario] = max(others[scenario], 0.5 * (one[scenario] + two[scenario]))
 
 
 @helper()
@@ -292,14 +322,17 @@ def gather(layer: StepLayer, state: StepState, scratch: StepScratch, rank: int, 
     per_rank = len(scratch.values)
     for place in range(per_rank):
         mine, theirs = state.row[rank * per_rank + place], state.row[other * per_rank + place]
-        for scenario in range(len(layer.weights)):
-            scratch.here[scenario, place] = slot_cost(layer, state, rank, mine, scenario)
-            scratch.back[scenario, place] = slot_cost(layer, state, rank, theirs, scenario)
-        if uniform:
-            continue
-        for scenario in range(len(layer.weights)):
-            scratch.there[scenario, place] = slot_cost(layer, state, other, mine, scenario)
-            scratch.home[scenario, place] = slot_cost(layer, state, other, theirs, scenario)
+        for expert, here, there in ((mine, scratch.here, scratch.there), (theirs, scratch.back, scratch.home)):
+            part, stream = state.part[expert], state.stream[expert]
+            column(here, place, part, stream, layer.per_token[rank, expert], layer.touch[rank])
+            if not uniform:
+                column(there, place, part, stream, layer.per_token[other, expert], layer.touch[other])
+
+
+@helper()
+def column(table: Array, place: int, part: Array, stream: Array, token_s: float, touch_s: float) -> None:
+    for scenario in range(len(part)):
+        table[scenario, place] = token_s * part[scenario] + touch_s * stream[scenario]
 
 
 @helper()
@@ -316,7 +349,8 @@ def best_swap(
             latest = max(latest, state.arrivals[one])
     best, first, second = limit, -1, -1
     for place in range(per_rank):
-        swapped_s(layer, state, scratch, prices, rank, other, place)
+        one, two = state.busy[rank], state.busy[other]
+        swapped_s(scratch, layer.weights, one, two, place, edge, prices.lean, prices.steep)
         mine = state.row[rank * per_rank + place]
         if state.held[other, mine] >= 0:
             continue
@@ -336,35 +370,55 @@ def best_swap(
 
 @helper()
 def swapped_s(
-    layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, rank: int, other: int, place: int
+    scratch: StepScratch, weights: Array, one: Array, two: Array, place: int, edge: float, lean: float, steep: float
 ) -> None:
-    """`values` [place on the other rank]: expected seconds after a swap with `place` of `rank`.
+    """`values` [place on the other rank]: what is expected after a swap with `place` of the first.
 
     The inner loop runs over places, not scenarios: each sum has its order, so that it does not depend on how many
     values a processor adds at once.
     """
-    values, edge, lean, steep = scratch.values, state.edge[0], prices.lean, prices.steep
+    values = scratch.values
     for at in range(len(values)):
         values[at] = 0.0
-    for scenario in range(len(layer.weights)):
-        left = state.busy[rank, scenario] - scratch.here[scenario, place]
-        right = state.busy[other, scenario] + scratch.there[scenario, place]
-        still, weight = scratch.others[scenario], layer.weights[scenario]
+    for scenario in range(len(weights)):
+        left, right = one[scenario] - scratch.here[scenario, place], two[scenario] + scratch.there[scenario, place]
+        still, weight = scratch.others[scenario], weights[scenario]
         back, home = scratch.back[scenario], scratch.home[scenario]
         if steep == 0.0:
-            for at in range(len(values)):
-                x, y = left + back[at], right - home[at]
-                most = x if x > y else y
-                most = most if most > still else still
-                values[at] += weight * most
+            add_swaps(values, back, home, left, right, still, weight)
         else:
-            for at in range(len(values)):
-                x, y = left + back[at], right - home[at]
-                most = x if x > y else y
-                most = most if most > still else still
-                past = most - edge
-                past = past if past > 0.0 else 0.0
-                values[at] += weight * (lean * most + steep * past)
+            add_swaps_with_tail(values, back, home, left, right, still, weight, edge, lean, steep)
+
+
+@helper()
+def add_swaps(values: Array, back: Array, home: Array, left: float, right: float, still: float, weight: float) -> None:
+    for at in range(len(values)):
+        x, y = left + back[at], right - home[at]
+        most = x if x > y else y
+        most = most if most > still else still
+        values[at] += weight * most
+
+
+@helper()
+def add_swaps_with_tail(
+    values: Array,
+    back: Array,
+    home: Array,
+    left: float,
+    right: float,
+    still: float,
+    weight: float,
+    edge: float,
+    lean: float,
+    steep: float,
+) -> None:
+    for at in range(len(values)):
+        x, y = left + back[at], right - home[at]
+        most = x if x > y else y
+        most = most if most > still else still
+        past = most - edge
+        past = past if past > 0.0 else 0.0
+        values[at] += weight * (lean * most + steep * past)
 
 
 @helper()
@@ -413,9 +467,16 @@ def fill_relief(layer: StepLayer, state: StepState, scratch: StepScratch) -> Non
             continue
         for slot in range(rank * per_rank, (rank + 1) * per_rank):
             expert = state.row[slot]
-            fewer = layer.tokens[expert, scenario] / (state.copies[expert] + 1.0)
-            after = layer.per_token[rank, expert] * fewer + layer.touch[rank] * touched(fewer, layer.whole)
-            relief[expert] += layer.weights[scenario] * (slot_cost(layer, state, rank, expert, scenario) - after)
+            token_s, touch_s, each = (
+                layer.per_token[rank, expert],
+                layer.touch[rank],
+                1.0 / (state.copies[expert] + 1.0),
+            )
+            fewer = layer.tokens[expert, scenario] * each
+            saved = token_s * (state.part[expert, scenario] - fewer)
+            if touch_s > 0.0:
+                saved += touch_s * (state.stream[expert, scenario] - touched(fewer, layer.whole))
+            relief[expert] += layer.weights[scenario] * saved
 
 
 @helper()
@@ -463,36 +524,33 @@ def free_slot(layer: StepLayer, state: StepState, scratch: StepScratch, rank: in
             freed[scenario] = busy[scenario]
         if state.held[one, expert] < 0:
             continue
-        for scenario in range(len(freed)):
-            freed[scenario] -= slot_cost(layer, state, one, expert, scenario)
-            if one != rank:
-                part = layer.tokens[expert, scenario] * fewer
-                freed[scenario] += layer.per_token[one, expert] * part
-                freed[scenario] += layer.touch[one] * touched(part, layer.whole)
+        token_s, touch_s = layer.per_token[one, expert], layer.touch[one]
+        add_slot(freed, state.part[expert], state.stream[expert], token_s, touch_s, -1.0)
+        if one != rank:
+            add_part(freed, layer.tokens[expert], fewer, token_s, touch_s, layer.whole)
 
 
 @helper()
 def gifted_s(
     layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, rank: int, expert: int
 ) -> float:
-    """Expected seconds if the slot that was freed on `rank` went to `expert`."""
-    peak, more = scratch.peak, 1.0 / (state.copies[expert] + 1.0)
+    """What is expected if the slot that was freed on `rank` goes to `expert`."""
+    peak, changed, more = scratch.peak, scratch.others, 1.0 / (state.copies[expert] + 1.0)
     for scenario in range(len(peak)):
         peak[scenario] = 0.0
     for one in range(len(layer.alive)):
-        freed, holds = scratch.freed[one], state.held[one, expert] >= 0
+        holds = state.held[one, expert] >= 0
+        if not holds and one != rank:
+            raise_to(peak, scratch.freed[one])
+            continue
         for scenario in range(len(peak)):
-            value = freed[scenario]
-            if holds or one == rank:
-                part = layer.tokens[expert, scenario] * more
-                value += layer.per_token[one, expert] * part + layer.touch[one] * touched(part, layer.whole)
-                if holds:
-                    value -= slot_cost(layer, state, one, expert, scenario)
-            peak[scenario] = max(peak[scenario], value)
-    total = 0.0
-    for scenario in range(len(peak)):
-        total += layer.weights[scenario] * counted(peak[scenario], state.edge[0], prices)
-    return total
+            changed[scenario] = scratch.freed[one, scenario]
+        token_s, touch_s = layer.per_token[one, expert], layer.touch[one]
+        add_part(changed, layer.tokens[expert], more, token_s, touch_s, layer.whole)
+        if holds:
+            add_slot(changed, state.part[expert], state.stream[expert], token_s, touch_s, -1.0)
+        raise_to(peak, changed)
+    return weighed(peak, layer.weights, state.edge[0], prices.lean, prices.steep)
 
 
 @helper()
