@@ -65,7 +65,8 @@ def steps_of_trace(
     """Draw `count` steps of so many requests each, from the tokens of a trace.
 
     In `prefill` a request brings its whole prompt, in `decode` one of its output tokens; in `mixed` steps one
-    brings its prompt and the others decode. `chosen` requests are drawn from, all unless given; those without tokens of the phase
+    brings its prompt and the others decode. `chosen` requests are drawn from, all unless given; those without tokens of
+    the phase
     are left out. `domains` names that of each request of the trace.
     """
     wanted = np.arange(trace.num_requests) if chosen is None else np.asarray(chosen, np.int64)
