@@ -8,7 +8,7 @@ its :class:`~coterie.placement.objective.Objective`, never from a clock; the tim
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -102,6 +102,11 @@ class Load:
     def num_scenarios(self) -> int:
         """Scenarios that planners weigh: 1 where the mean step is the only one."""
         return 1 if self.scenarios is None else len(self.scenarios)
+
+    @property
+    def mean(self) -> Load:
+        """The same window without scenarios."""
+        return self if self.scenarios is None else replace(self, scenarios=None, weights=None, whole_steps=False)
 
     def some(self, scenarios: NDArray[np.integer]) -> Load:
         """The load of some of its scenarios, by their indices."""

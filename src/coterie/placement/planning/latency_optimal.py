@@ -6,6 +6,9 @@ of ranks can pass experts on, it takes one move a rank instead of a swap's two. 
 cost stays as it is, and so do all if together they gain less than planning costs. It stops as soon as a layer is
 within :attr:`Objective.target_balance` of what can be reached: the last moves gain least.
 
+Where the load has scenarios, the expected time over them is minimised in place of the mean step's:
+:mod:`~coterie.placement.planning.over_scenarios`.
+
 A search, not a proof: `latency_optimal_ilp` says how far from the optimum it is. Wrong where the next window is not
 like this one; see the drift estimator for how long a plan lasts.
 """
@@ -60,7 +63,8 @@ class LatencyOptimal:
 
     objective: Objective = needs(PRICES_HINT)
     split: Split = "equal"
-    """How replicas share an expert's tokens. Other than equally, shares are changed before anything is moved."""
+    """How replicas share an expert's tokens. Other than equally, shares are changed before anything is moved, and the
+    plan is for the mean step, whatever scenarios the load has."""
     max_moves: int | None = None
     """Most moves over all layers, spent where they save most a second of moving. What must be repaired (an expert that
     no living rank has, two slots of one expert on a rank) is repaired whatever this says, and counted."""
@@ -73,6 +77,8 @@ class LatencyOptimal:
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
     ) -> Plan:
         started = perf_counter()
+        if self.split != "equal":
+            load = load.mean
         problem = self.objective.problem(load, topology, current, shares)
         living_ranks(problem)  # more slots than experts are refused
         if self.split != "equal":
@@ -94,9 +100,8 @@ class LatencyOptimal:
         """The placement with equal shares, over the scenarios where the load has some."""
         if problem.steps is None:
             return self._other_start(problem, load, self._search(problem)), None
-        only = replace(load, scenarios=None, weights=None)
-        average = self.objective.problem(only, problem.topology, problem.current, problem.shares)
-        mean = self._other_start(average, only, self._search(average))
+        average = self.objective.problem(load.mean, problem.topology, problem.current, problem.shares)
+        mean = self._other_start(average, load.mean, self._search(average))
         return self._over_scenarios(problem, mean)
 
     def _over_scenarios(self, problem: Problem, mean: _Found) -> tuple[_Found, Unseen | None]:
