@@ -8,7 +8,7 @@ its :class:`~coterie.placement.objective.Objective`, never from a clock; the tim
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,7 +24,11 @@ HOST = -1
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Tokens per expert in a window of steps."""
+    """Tokens per expert in a window of steps, and, where known, a sample of single steps.
+
+    No step has the mean load: a step holds a few requests, and the slowest rank of that step is what all wait for. With
+    `scenarios` planners minimise the expected time of such steps; without, the time of the mean one.
+    """
 
     tokens: NDArray[np.float64]
     """[layer, expert] tokens in the window."""
@@ -33,6 +37,14 @@ class Load:
     sources: NDArray[np.float64] | None = None
     """[source rank, layer, expert] the same tokens by the rank they were on, where known. None: spread evenly over all
     ranks."""
+    scenarios: NDArray[np.float64] | None = None
+    """[scenario, layer, expert] tokens of one step each. Their weighted mean should be that of the window; make such a
+    load with :meth:`of_scenarios`. None: the mean step is the only scenario."""
+    weights: NDArray[np.float64] | None = None
+    """[scenario] probability of each; None: all are alike."""
+    whole_steps: bool = False
+    """Whether a scenario is one step as it was, so that its tokens are counts, rather than the mean of steps like it:
+    an expert with a token is then surely streamed."""
 
     def __post_init__(self) -> None:
         tokens = np.ascontiguousarray(self.tokens, np.float64)
@@ -49,6 +61,58 @@ class Load:
             _check_tokens("sources", sources)
             if not np.allclose(sources.sum(axis=0), tokens, rtol=1e-6, atol=1e-6):
                 raise ConfigError("sources must add up to the load over their ranks")
+        self._check_scenarios()
+
+    def _check_scenarios(self) -> None:
+        if self.scenarios is None:
+            if self.weights is not None:
+                raise ConfigError("weights are those of scenarios, and the load has none")
+            return
+        scenarios = np.ascontiguousarray(self.scenarios, np.float64)
+        object.__setattr__(self, "scenarios", scenarios)
+        if scenarios.ndim != 3 or scenarios.shape[1:] != self.tokens.shape or not len(scenarios):
+            raise ConfigError(f"scenarios has shape {scenarios.shape}; expected [scenario, *{self.tokens.shape}]")
+        _check_tokens("scenarios", scenarios)
+        weights = np.ones(len(scenarios)) if self.weights is None else np.asarray(self.weights, np.float64)
+        if weights.shape != (len(scenarios),):
+            raise ConfigError(f"weights has shape {weights.shape}; there are {len(scenarios)} scenarios")
+        if not ((weights >= 0) & (weights < np.inf)).all() or not weights.any():
+            raise ConfigError("weights must be finite, not negative, and not all 0")
+        object.__setattr__(self, "weights", weights / weights.sum())
+
+    @classmethod
+    def of_scenarios(
+        cls,
+        scenarios: NDArray[np.floating] | NDArray[np.integer],
+        weights: NDArray[np.floating] | None = None,
+        *,
+        whole_steps: bool = False,
+    ) -> Load:
+        """The load of a sample of steps [scenario, layer, expert]; its window is their mean step."""
+        given = np.ascontiguousarray(scenarios, np.float64)
+        if given.ndim != 3 or not len(given):
+            raise ConfigError(f"scenarios has shape {given.shape}; it must be [scenario, layer, expert], none 0")
+        mean = np.average(given, axis=0, weights=weights)
+        if len(given) == 1 and not whole_steps:
+            return cls(mean)
+        kept = None if weights is None else np.asarray(weights, np.float64)
+        return cls(mean, scenarios=given, weights=kept, whole_steps=whole_steps)
+
+    @property
+    def num_scenarios(self) -> int:
+        """Scenarios that planners weigh: 1 where the mean step is the only one."""
+        return 1 if self.scenarios is None else len(self.scenarios)
+
+    @property
+    def mean(self) -> Load:
+        """The same window without scenarios."""
+        return self if self.scenarios is None else replace(self, scenarios=None, weights=None, whole_steps=False)
+
+    def some(self, scenarios: NDArray[np.integer]) -> Load:
+        """The load of some of its scenarios, by their indices."""
+        if self.scenarios is None or self.weights is None:
+            raise ConfigError("the load has no scenarios to choose from")
+        return Load.of_scenarios(self.scenarios[scenarios], self.weights[scenarios], whole_steps=self.whole_steps)
 
     @property
     def num_layers(self) -> int:
@@ -144,6 +208,23 @@ class Proof:
         return (total - self.total_bound_s) / total if total else 0.0
 
 
+class Unseen(NamedTuple):
+    """Balancedness on scenarios that were held out, of plans made from the others, over some layers."""
+
+    before: float
+    """Of the placement in force."""
+    mean: float
+    """Of a plan for the mean step of the others."""
+    after: float
+    """Of the plan for the others, made in the way that was chosen."""
+    fitted: float
+    """Of that plan on the scenarios it was made for: what is above `after` is chance."""
+    shrinkage: float
+    """Share of the mean that was mixed into every scenario; chosen by `after`."""
+    scenarios: int
+    """Held out."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A planner's decision and its predicted effect."""
@@ -163,6 +244,7 @@ class Plan:
     planning_s: float
     """Measured planning time; planners decide by Objective.planning_s instead, which is the same on every rank."""
     balance_before: float
+    """Balancedness; over the load's scenarios, where it has them."""
     balance_after: float
     skip_reason: str | None = None
     """Why the current placement is kept, in words; None where the plan moves something."""
@@ -170,6 +252,8 @@ class Plan:
     """[layer] what was changed or why not, in words; empty where the planner does not say."""
     proof: Proof | None = field(default=None, repr=False, compare=False)
     """How good the plan is, from a planner that proves something."""
+    unseen: Unseen | None = None
+    """How such a plan does on scenarios that it was not planned on; None without scenarios to hold out."""
 
     @property
     def proven(self) -> Proof:

@@ -8,17 +8,19 @@ from typing import NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie._numba import njit, side_by_side
+from coterie._numba import side_by_side
 from coterie.costs.contention import Movement, staged_exposed
 from coterie.costs.exchange import BYTES_PER_VALUE, row_trips_s
 from coterie.costs.lines import ExpertLine, slot_s
 from coterie.costs.movement import load_s
 from coterie.costs.replicas import equal_shares
 from coterie.costs.step import StepModel
-from coterie.errors import ConfigError, check_not_negative, check_one_of, check_positive_share, check_share
+from coterie.errors import check_not_negative, check_one_of, check_positive_share, check_share
 from coterie.placement.base import Load, Moves, Plan
 from coterie.placement.moves import moves_between
 from coterie.placement.objective._arrays import assess, even_share, fill, fill_sources
+from coterie.placement.objective.settling import living_shares, settle
+from coterie.placement.objective.steps import Steps, over_scenarios
 from coterie.types import Placement, Topology, layer_balance
 
 Array = NDArray[np.float64]
@@ -49,6 +51,11 @@ class Objective:
     """Balance (even ÷ slowest) at which a layer is left alone; 1 improves as far as possible."""
     move_price: float = 0.0
     """Share of its link time that each move costs besides what the slowest rank waits."""
+    tail: float = 0.0
+    """Weight of the slowest steps where a load has scenarios: 0 minimises the mean step, 1 the mean of the worst
+    `tail_share` of them."""
+    tail_share: float = 0.1
+    """Share of the scenarios that `tail` looks at."""
 
     def __post_init__(self) -> None:
         check_not_negative(
@@ -60,8 +67,8 @@ class Objective:
             planning_s=self.planning_s,
             move_price=self.move_price,
         )
-        check_share(exposed=self.exposed)
-        check_positive_share(target_balance=self.target_balance)
+        check_share(exposed=self.exposed, tail=self.tail)
+        check_positive_share(target_balance=self.target_balance, tail_share=self.tail_share)
 
     @classmethod
     def of(cls, model: StepModel, tokens: int, movement: Movement = "stops", **settings: float) -> Objective:
@@ -122,6 +129,12 @@ class Objective:
             reach,
         )
         side_by_side(fill, layers, *arguments)
+        steps = Steps.of(load, topology, self.row_s, self.touch_s, exchange, per_token, shape[1])
+        if steps is not None:
+            even, reach = (
+                self.over_scenarios(steps.even, steps.weights),
+                self.over_scenarios(steps.reach, steps.weights),
+            )
         return Problem(
             objective=self,
             topology=topology,
@@ -134,7 +147,12 @@ class Objective:
             even=even,
             reach=reach,
             shares=None if shares is None else living_shares(shares, current, alive),
+            steps=steps,
         )
+
+    def over_scenarios(self, step_s: Array, weights: Array) -> Array:
+        """[layer] seconds from those of each scenario, [layer, scenario]."""
+        return over_scenarios(step_s, weights, self.tail, self.tail_share)
 
     def link_s(self, topology: Topology) -> float:
         """Seconds to load an expert over the fastest link between devices."""
@@ -179,8 +197,11 @@ class _Assessment(NamedTuple):
     """Times of a placement; arrays are [layer, rank]."""
 
     busy_s: Array
+    """Of the mean step."""
     arrivals_s: Array
     loads: NDArray[np.int64]
+    steps_s: Array | None
+    """[layer, scenario, rank]; None where the mean step is the only one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,6 +230,9 @@ class Problem:
     those in the spare slots add at least; shares that leave some of them idle may get below that."""
     shares: Array | None = None
     """[layer, slot] shares in force, on living ranks only; None: equal shares."""
+    steps: Steps | None = None
+    """Scenarios, whose expected time is minimised. None: the mean step's. Other arrays are of the mean step, but for
+    `even` and `reach`, which are expected over scenarios."""
 
     @property
     def floor(self) -> Array:
@@ -228,7 +252,7 @@ class Problem:
         return equal_shares(slot_experts, self.current.num_experts, self._slot_alive())
 
     def rank_s(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> Array:
-        """[layer, rank] seconds of a step; equal replicas unless `shares` [layer, slot] says otherwise.
+        """[layer, rank] seconds of the mean step; equal replicas unless `shares` [layer, slot] says otherwise.
 
         None means equal shares here, not the shares in force (:attr:`shares`).
         """
@@ -238,21 +262,42 @@ class Problem:
         """[layer, rank] seconds of loading experts that the rank does not hold."""
         return self._assess(slot_experts, None).arrivals_s
 
+    def slowest_s(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> Array:
+        """[layer] seconds of the slowest rank, expected over the scenarios."""
+        return self._slowest_s(self._assess(slot_experts, shares))
+
+    def balanced(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> float:
+        """Balancedness of a placement, over the scenarios."""
+        return self._balance(self._assess(slot_experts, shares))
+
     def score(self, slot_experts: NDArray[np.integer], shares: Array | None = None) -> Score:
         return self._score(self._assess(slot_experts, shares))
 
     def _assess(self, slot_experts: NDArray[np.integer], shares: Array | None) -> _Assessment:
         shape = len(slot_experts), self.current.num_ranks
-        found = _Assessment(np.empty(shape), np.empty(shape), np.empty(shape, np.int64))
+        busy, arrivals, loads = np.empty(shape), np.empty(shape), np.empty(shape, np.int64)
         slots = np.ascontiguousarray(slot_experts, np.int32)
         given = np.empty((0, 0)) if shares is None else np.ascontiguousarray(shares, np.float64)
-        arguments = slots, self.unit, self.share, given, self.load_in, self.source, self.alive, *found
+        arguments = slots, self.unit, self.share, given, self.load_in, self.source, self.alive, busy, arrivals, loads
         side_by_side(assess, len(slots), *arguments)
-        return found
+        steps = None
+        if self.steps is not None:
+            steps = self.steps.rank_s(slots, None if shares is None else given, self.alive)
+        return _Assessment(busy, arrivals, loads, steps)
+
+    def _slowest_s(self, found: _Assessment) -> Array:
+        if self.steps is None or found.steps_s is None:
+            return np.asarray(found.busy_s.max(axis=1))
+        return self.objective.over_scenarios(found.steps_s.max(axis=2), self.steps.weights)
+
+    def _balance(self, found: _Assessment) -> float:
+        if self.steps is None or found.steps_s is None:
+            return self.balance(found.busy_s)
+        return self.steps.balance(found.steps_s, self.alive)
 
     def _score(self, found: _Assessment) -> Score:
         objective = self.objective
-        processing = found.busy_s.max(axis=1)
+        processing = self._slowest_s(found)
         movement = objective.exposed * found.arrivals_s.max(axis=1)
         priced = movement + objective.exposed * objective.move_price * found.arrivals_s.sum(axis=1)
         total = objective.horizon * np.maximum(processing, self.floor) + priced
@@ -284,8 +329,8 @@ class Problem:
             moves=self.moves(settled),
             movement_s=float(after.movement_s.sum()),
             planning_s=planning_s,
-            balance_before=self.balance(was.busy_s),
-            balance_after=self.balance(will.busy_s),
+            balance_before=self._balance(was),
+            balance_after=self._balance(will),
             skip_reason=skip_reason,
             layer_reasons=layer_reasons,
         )
@@ -301,7 +346,7 @@ class Problem:
             layer_reasons=layer_reasons,
         )
 
-    def onward(self, layers: NDArray[np.integer], slot_experts: NDArray[np.integer], shares: Array) -> Problem:
+    def onward(self, layers: NDArray[np.integer], slot_experts: NDArray[np.integer], shares: Array | None) -> Problem:
         """The problem of some layers from another current placement [layer, slot]: only the moves differ."""
         current = Placement(np.asarray(slot_experts, np.int32), self.current.num_ranks, self.current.num_experts)
         unit = self.unit[layers]
@@ -320,6 +365,7 @@ class Problem:
             even=self.even[layers],
             reach=self.reach[layers],
             shares=shares,
+            steps=None if self.steps is None else self.steps.of_layers(layers),
         )
 
     def balance(self, rank_s: Array) -> float:
@@ -336,69 +382,3 @@ class Problem:
 
     def _slot_alive(self) -> NDArray[np.bool_]:
         return np.repeat(self.alive, self.current.slots_per_rank)
-
-
-# A new placement fitted to the one in force: what stays keeps its slot, and shares its ranks.
-
-
-def settle(old: NDArray[np.int32], new: NDArray[np.int32], ranks: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """`new` with the slots of each rank reordered so that what stays keeps its slot, and where each came from.
-
-    Both [layer, slot]; the second holds, for each slot of the result, the slot of `new` it was.
-    """
-    order = np.empty(new.shape, np.int64)
-    _settle(old, new, ranks, order)
-    return np.take_along_axis(new, order, axis=1), order
-
-
-@njit()
-def _settle(old: NDArray[np.int32], new: NDArray[np.int32], ranks: int, order: NDArray[np.int64]) -> None:
-    layers, slots = new.shape
-    per_rank = slots // ranks
-    used = np.zeros(per_rank, np.bool_)
-    for layer in range(layers):
-        for rank in range(ranks):
-            start = rank * per_rank
-            used[:] = False
-            for slot in range(start, start + per_rank):
-                order[layer, slot] = -1
-            for slot in range(start, start + per_rank):
-                for other in range(per_rank):
-                    if not used[other] and new[layer, start + other] == old[layer, slot]:
-                        used[other] = True
-                        order[layer, slot] = start + other
-                        break
-            other = 0
-            for slot in range(start, start + per_rank):
-                if order[layer, slot] < 0:
-                    while used[other]:
-                        other += 1
-                    used[other] = True
-                    order[layer, slot] = start + other
-
-
-def living_shares(shares: NDArray[np.floating], current: Placement, alive: NDArray[np.bool_]) -> Array:
-    """[layer, slot] with what ranks that are gone had spread over an expert's others: as they shared, else equally."""
-    given, experts = np.ascontiguousarray(shares, np.float64), current.slot_experts
-    if given.shape != experts.shape:
-        raise ConfigError(f"shares has shape {given.shape}; the placement {experts.shape}")
-    bad = np.argwhere(~((given >= 0) & (given < np.inf)))
-    if bad.size:
-        layer, slot = (int(index) for index in bad[0])
-        raise ConfigError(f"shares[{layer}, {slot}] is {given[layer, slot]}; it must be finite and not negative")
-    row = np.arange(current.num_layers)[:, None]
-    total = np.zeros((current.num_layers, current.num_experts))
-    np.add.at(total, (row, experts), given)
-    bad = np.argwhere(~np.isclose(total, 1.0, rtol=0.0, atol=1e-6))
-    if bad.size:
-        layer, expert = (int(index) for index in bad[0])
-        raise ConfigError(f"shares of layer {layer}, expert {expert} add up to {total[layer, expert]:g}; it must be 1")
-    slot_alive = np.repeat(alive, current.slots_per_rank)
-    if slot_alive.all():
-        return given
-    living = given * slot_alive
-    total[:] = 0.0
-    np.add.at(total, (row, experts), living)
-    left = total[row, experts]
-    equal = equal_shares(experts, current.num_experts, slot_alive)
-    return np.where(left > 0, living / np.where(left > 0, left, 1.0), equal)

@@ -6,6 +6,9 @@ of ranks can pass experts on, it takes one move a rank instead of a swap's two. 
 cost stays as it is, and so do all if together they gain less than planning costs. It stops as soon as a layer is
 within :attr:`Objective.target_balance` of what can be reached: the last moves gain least.
 
+Where the load has scenarios, the expected time over them is minimised in place of the mean step's:
+:mod:`~coterie.placement.planning.over_scenarios`.
+
 A search, not a proof: `latency_optimal_ilp` says how far from the optimum it is. Wrong where the next window is not
 like this one; see the drift estimator for how long a plan lasts.
 """
@@ -21,9 +24,10 @@ from numpy.typing import NDArray
 
 from coterie._numba import side_by_side
 from coterie.errors import check_at_least, check_one_of
-from coterie.placement.base import Load, Plan, planners
+from coterie.placement.base import Load, Plan, Unseen, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning.eplb import Eplb
+from coterie.placement.planning.over_scenarios import choose, improve
 from coterie.placement.planning.packing import living_ranks
 from coterie.placement.planning.search.layers import AT_TARGET, CHANGED, KEPT, REPAIRED, search, spend
 from coterie.registry import needs
@@ -59,7 +63,8 @@ class LatencyOptimal:
 
     objective: Objective = needs(PRICES_HINT)
     split: Split = "equal"
-    """How replicas share an expert's tokens. Other than equally, shares are changed before anything is moved."""
+    """How replicas share an expert's tokens. Other than equally, shares are changed before anything is moved, and the
+    plan is for the mean step, whatever scenarios the load has."""
     max_moves: int | None = None
     """Most moves over all layers, spent where they save most a second of moving. What must be repaired (an expert that
     no living rank has, two slots of one expert on a rank) is repaired whatever this says, and counted."""
@@ -72,21 +77,55 @@ class LatencyOptimal:
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
     ) -> Plan:
         started = perf_counter()
+        if self.split != "equal":
+            load = load.mean
         problem = self.objective.problem(load, topology, current, shares)
         living_ranks(problem)  # more slots than experts are refused
         if self.split != "equal":
             return self._plan_split(problem, load, started)
-        found = self._other_start(problem, load, self._search(problem))
+        found, unseen = self._found(problem, load)
         reasons = tuple(_reason(*layer) for layer in zip(found.outcomes.tolist(), found.saved_s.tolist(), strict=True))
         skip = self._skip_reason(found)
         took = perf_counter() - started
         if skip is None:
-            return problem.plan(found.slot_experts, planning_s=took, layer_reasons=reasons)
+            plan = problem.plan(found.slot_experts, planning_s=took, layer_reasons=reasons)
+            return replace(plan, unseen=unseen)
         gain = 0.0 if shares is None else _gain_s(problem, current.slot_experts, None)
         if gain <= self.objective.planning_s:
-            return problem.keep(skip, took, reasons)
+            return replace(problem.keep(skip, took, reasons), unseen=unseen)
         reason = f"equal shares alone save {gain:.3g} s over the horizon, no move pays"
         return problem.plan(current.slot_experts, planning_s=took, skip_reason=reason, layer_reasons=reasons)
+
+    def _found(self, problem: Problem, load: Load) -> tuple[_Found, Unseen | None]:
+        """The placement with equal shares, over the scenarios where the load has some."""
+        if problem.steps is None:
+            return self._other_start(problem, load, self._search(problem)), None
+        average = self.objective.problem(load.mean, problem.topology, problem.current, problem.shares)
+        mean = self._other_start(average, load.mean, self._search(average))
+        return self._over_scenarios(problem, mean)
+
+    def _over_scenarios(self, problem: Problem, mean: _Found) -> tuple[_Found, Unseen | None]:
+        """From the placement as it is and from the plan for the mean step, whichever comes out better."""
+        current = problem.current
+        sound = not current.duplicates and not _lost(problem)
+        start = np.ascontiguousarray(current.slot_experts, np.int32) if sound else mean.slot_experts
+        shrinkage, unseen = choose(problem, start, mean.slot_experts)
+        rows = mean.slot_experts
+        if shrinkage < 1.0:
+            rows = improve(problem, start, shrinkage)
+            ours, theirs = problem.score(rows), problem.score(mean.slot_experts)
+            worse = ours.total_s > theirs.total_s
+            if worse.any():
+                again = improve(problem, mean.slot_experts, shrinkage)
+                rows = np.where(worse[:, None], again, rows)
+        before, after = problem.score(current.slot_experts, problem.shares), problem.score(rows)
+        saved = before.total_s - after.total_s
+        keep = (saved <= 0) & sound
+        rows = np.where(keep[:, None], current.slot_experts, rows).astype(np.int32)
+        outcomes = np.where((rows == current.slot_experts).all(axis=1), KEPT, CHANGED)
+        outcomes[(outcomes == KEPT) & (before.processing_s <= problem.floor)] = AT_TARGET
+        outcomes[(mean.outcomes == REPAIRED) & (outcomes == CHANGED)] = REPAIRED
+        return _Found(rows, np.where(keep, 0.0, saved), outcomes), unseen
 
     def _plan_split(self, problem: Problem, load: Load, started: float) -> Plan:
         from coterie.placement.planning.free_split import improve  # its solver is not needed for equal shares

@@ -7,7 +7,8 @@ ranks (288 slots on 32) it may not close at all: then the proof says how large t
 A budget of moves couples the layers. It is given a price, which is bisected; of all that was found at any price, the
 best choice of one placement a layer that keeps to the budget is taken, and the highest bound over the prices holds.
 
-Wrong where the next window is not like this one, as every planner; and a waste of time where `gap` is below what the
+It plans for the mean step, also of a load with scenarios. Wrong where the next window is not like this one, as every
+planner; and a waste of time where `gap` is below what the
 load is known to.
 """
 
@@ -73,8 +74,9 @@ class LatencyOptimalIlp:
     def plan(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
     ) -> Plan:
-        starts = [self._heuristic(load, topology, current)] if self.warm_start else []
-        return self.solve(self.objective.problem(load, topology, current, shares), starts=starts)
+        mean = load.mean
+        starts = [self._heuristic(mean, topology, current)] if self.warm_start else []
+        return self.solve(self.objective.problem(mean, topology, current, shares), starts=starts)
 
     def solve(self, problem: Problem, *, starts: Sequence[NDArray[np.integer]] = ()) -> Plan:
         """The plan with its proof. `starts`: placements [layer, slot] to start from; in each layer the best of them

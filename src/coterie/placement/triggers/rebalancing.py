@@ -137,7 +137,7 @@ class _Map(NamedTuple):
 
     def busy_s(self, problem: Problem) -> Array:
         """[layer] seconds of the slowest rank."""
-        return np.asarray(problem.rank_s(self.placement.slot_experts, self.shares).max(axis=1))
+        return problem.slowest_s(self.placement.slot_experts, self.shares)
 
 
 class Rebalancer:

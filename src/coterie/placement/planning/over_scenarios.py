@@ -1,0 +1,124 @@
+"""Plan for the steps that come, not for their mean: latency-optimal over the scenarios of a load.
+
+The search starts from where the experts are, and from the plan for the mean step where that is better. Scenarios are a
+sample, and a plan can fit a sample: so a part of them is held out, plans for the rest are made with several shares of
+the mean step mixed into every scenario (shrinkage), and the share whose plans do best on what was held out is taken for
+all. A share of 1 is the plan for the mean. This is done on some of the layers, evenly spread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import side_by_side
+from coterie.placement.base import Unseen
+from coterie.placement.objective import Problem
+from coterie.placement.objective.steps import Steps
+from coterie.placement.planning.search.steps import search_steps
+
+Slots = NDArray[np.int32]
+
+SHRINKAGES = (0.0, 0.25, 0.5)
+"""Shares of the mean tried, besides 1."""
+
+HELD_OUT = 4
+"""Every so manieth scenario is held out to choose the shrinkage."""
+
+LEAST = 3e-4
+"""Share of a layer's objective that an action must gain: less fits the sample, not the steps to come."""
+
+FEWEST = 8
+"""Scenarios below which none is held out."""
+
+LAYERS_TRIED = 8
+"""Layers on which the shrinkage is chosen."""
+
+
+class Chosen(NamedTuple):
+    """The shrinkage to plan with, and what was seen on the scenarios held out."""
+
+    shrinkage: float
+    unseen: Unseen | None
+
+
+def improve(problem: Problem, start: Slots, shrinkage: float = 0.0) -> Slots:
+    """[layer, slot] from a start in which every expert is on a living rank and none twice on one."""
+    steps = shrunk(_steps_of(problem), shrinkage)
+    objective = problem.objective
+    rows = np.array(start, np.int32)
+    numbers = np.array(
+        [objective.horizon, objective.exposed, objective.move_price, objective.tail, objective.tail_share, LEAST]
+    )
+    arguments = (
+        rows,
+        steps.tokens,
+        steps.weights,
+        steps.touch,
+        steps.per_token,
+        problem.load_in,
+        problem.alive,
+        steps.whole,
+        np.minimum(problem.floor, objective.over_scenarios(steps.reach, steps.weights) / objective.target_balance),
+        numbers,
+        problem.uniform_ranks,
+    )
+    side_by_side(search_steps, len(rows), *arguments)
+    return rows
+
+
+def choose(problem: Problem, start: Slots, mean: Slots) -> Chosen:
+    """The shrinkage whose plans do best on held-out scenarios; `mean` [layer, slot] is the plan for the mean step."""
+    steps = _steps_of(problem)
+    count = len(steps.weights)
+    if count < FEWEST:
+        return Chosen(0.0, None)
+    layers = np.unique(np.linspace(0, len(start) - 1, min(LAYERS_TRIED, len(start))).round().astype(np.int64))
+    out = np.arange(count) % HELD_OUT == HELD_OUT - 1
+    some = problem.onward(layers, problem.current.slot_experts[layers], None)
+    fitted, unseen = _part(some, ~out), _part(some, out)
+    tried = {1.0: mean[layers]}
+    for share in SHRINKAGES:
+        tried[share] = improve(fitted, start[layers], share)
+    seconds = {share: float(unseen.slowest_s(rows).sum()) for share, rows in tried.items()}
+    best = min(tried, key=lambda share: (seconds[share], share))
+    told = Unseen(
+        before=unseen.balanced(some.current.slot_experts),
+        mean=unseen.balanced(tried[1.0]),
+        after=unseen.balanced(tried[best]),
+        fitted=fitted.balanced(tried[best]),
+        shrinkage=best,
+        scenarios=int(out.sum()),
+    )
+    return Chosen(best, told)
+
+
+def shrunk(steps: Steps, share: float) -> Steps:
+    """Every scenario with a share of the mean mixed in."""
+    if not share:
+        return steps
+    mean = np.einsum("lse,s->le", steps.tokens, steps.weights)
+    return replace(steps, tokens=(1.0 - share) * steps.tokens + share * mean[:, None])
+
+
+def _part(problem: Problem, chosen: NDArray[np.bool_]) -> Problem:
+    """The problem of some scenarios."""
+    steps = _steps_of(problem)
+    weights = steps.weights[chosen]
+    kept = replace(
+        steps,
+        tokens=np.ascontiguousarray(steps.tokens[:, chosen]),
+        weights=weights / weights.sum(),
+        even=steps.even[:, chosen],
+        reach=steps.reach[:, chosen],
+    )
+    even, reach = (problem.objective.over_scenarios(one, kept.weights) for one in (kept.even, kept.reach))
+    return replace(problem, steps=kept, even=even, reach=reach)
+
+
+def _steps_of(problem: Problem) -> Steps:
+    assert problem.steps is not None, "the problem has scenarios"
+    return problem.steps
