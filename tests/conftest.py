@@ -64,6 +64,7 @@ TOGETHER = {
         "plan",
         "planners",
         "rebalancing",
+        "scenario_plans",
         "splits",
         "vllm_eplb",
         "vllm_eplb_paying",

@@ -67,7 +67,8 @@ class LatencyOptimal:
     plan is for the mean step, whatever scenarios the load has."""
     max_moves: int | None = None
     """Most moves over all layers, spent where they save most a second of moving. What must be repaired (an expert that
-    no living rank has, two slots of one expert on a rank) is repaired whatever this says, and counted."""
+    no living rank has, two slots of one expert on a rank) is repaired whatever this says, and counted. A plan within
+    a budget is for the mean step."""
 
     def __post_init__(self) -> None:
         check_one_of(("equal", "weighted", "optimal"), split=self.split)
@@ -77,7 +78,7 @@ class LatencyOptimal:
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
     ) -> Plan:
         started = perf_counter()
-        if self.split != "equal":
+        if self.split != "equal" or self.max_moves is not None:
             load = load.mean
         problem = self.objective.problem(load, topology, current, shares)
         living_ranks(problem)  # more slots than experts are refused

@@ -387,43 +387,22 @@ def descend(
 
 
 @helper()
-def kick(
-    layer: StepLayer,
-    state: StepState,
-    scratch: StepScratch,
-    prices: StepPrices,
-    share: float,
-    uniform: bool,
-    best: Ints,
-) -> None:
-    """Search again from near the best so far, several times; `best` [slot] gets the best of all."""
-    per_rank = len(scratch.values)
-    least = whole_objective(layer, state, prices, share)
-    for slot in range(len(best)):
-        best[slot] = state.row[slot]
-    seed = 12345
-    for _ in range(KICKS):
-        done = 0
-        for _ in range(8 * KICKED):
-            # Numbers of a linear congruence, the same everywhere.
-            seed = (1103515245 * seed + 12345) % 2147483648
-            one = seed // 65536 % len(best)
-            seed = (1103515245 * seed + 12345) % 2147483648
-            two = seed // 65536 % len(best)
-            rank, other = one // per_rank, two // per_rank
-            if rank == other or not layer.alive[rank] or not layer.alive[other] or done == KICKED:
-                continue
-            if state.held[other, state.row[one]] < 0 and state.held[rank, state.row[two]] < 0:
-                swap(layer, state, rank, other, one % per_rank, two % per_rank)
-                done += 1
-        descend(layer, state, scratch, prices, share, uniform)
-        found = whole_objective(layer, state, prices, share)
-        if found < least:
-            least = found
-            for slot in range(len(best)):
-                best[slot] = state.row[slot]
-        else:
-            take(layer, state, best)
+def kick(layer: StepLayer, state: StepState, per_rank: int, seed: int) -> int:
+    """Make some random swaps; returns the next seed."""
+    done = 0
+    for _ in range(8 * KICKED):
+        # Numbers of a linear congruence, the same everywhere.
+        seed = (1103515245 * seed + 12345) % 2147483648
+        one = seed // 65536 % len(state.row)
+        seed = (1103515245 * seed + 12345) % 2147483648
+        two = seed // 65536 % len(state.row)
+        rank, other = one // per_rank, two // per_rank
+        if rank == other or not layer.alive[rank] or not layer.alive[other] or done == KICKED:
+            continue
+        if state.held[other, state.row[one]] < 0 and state.held[rank, state.row[two]] < 0:
+            swap(layer, state, rank, other, one % per_rank, two % per_rank)
+            done += 1
+    return seed
 
 
 @helper()
@@ -495,10 +474,16 @@ def search_steps(
             base[slot] = rows[at, slot]
         layer = StepLayer(by_expert, weights, touch, per_token[at], load_in[at], alive, whole)
         prices = StepPrices(floor[at], numbers[0], numbers[1], numbers[2], 1.0 - tail, tail / share, tail, numbers[5])
-        take(layer, state, base)
-        descend(layer, state, scratch, prices, share, uniform)
-        if slots * ranks <= THOROUGH:
-            kick(layer, state, scratch, prices, share, uniform, base)
+        least, seed = np.inf, 12345
+        for _ in range(1 + (KICKS if slots * ranks <= THOROUGH else 0)):
             take(layer, state, base)
+            if least < np.inf:
+                seed = kick(layer, state, per_rank, seed)
+            descend(layer, state, scratch, prices, share, uniform)
+            found = whole_objective(layer, state, prices, share)
+            if found < least:
+                least = found
+                for slot in range(slots):
+                    base[slot] = state.row[slot]
         for slot in range(slots):
-            rows[at, slot] = state.row[slot]
+            rows[at, slot] = base[slot]
