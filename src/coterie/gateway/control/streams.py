@@ -20,6 +20,7 @@ from coterie.gateway.control.messages import StreamEntry
 from coterie.wire.event_security import secure_subscriber
 from coterie.wire.expert_events import TOPIC, ExpertLoad, RequestExperts, decode_expert_events
 from coterie.wire.framing import from_frames
+from coterie.wire.subscribing import bound_reader
 
 MESSAGE_BYTES = 64 << 20
 """Longest message: 128k tokens of 58 layers with 8 experts of 256 take 61 MB. A longer one ends the connection."""
@@ -29,8 +30,6 @@ AT_ONCE = 64
 """Messages of a worker that are read in a row, before the next worker's."""
 AHEAD_S = 3600.0
 """Seconds that a worker's clock may be ahead of this one."""
-KEEPALIVE_S = 10
-"""Seconds of silence after which the system asks whether the other end of a connection is still there."""
 KINDS = ("messages", "malformed", "lost", "doubled", "late", "restarts", "unreachable")
 """What is counted: messages that came, of them those that could not be read, came twice or out of turn; messages that
 never came; publishers that began anew; endpoints that cannot be used."""
@@ -125,13 +124,7 @@ class ExpertStreams:
     def _join(self, entry: StreamEntry) -> None:
         socket = self._context.socket(zmq.SUB)
         try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, QUEUE)
-            socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
-            # Not ZMQ's heartbeats: with them, a reader whose queue was full aborts (libzmq 4.3: `_input_stopped`).
-            socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-            socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
-            socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
+            bound_reader(socket, QUEUE, MESSAGE_BYTES)
             if entry.secure and self._secret is not None:
                 secure_subscriber(socket, self._secret)
             socket.setsockopt(zmq.SUBSCRIBE, TOPIC)

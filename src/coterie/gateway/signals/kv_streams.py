@@ -24,6 +24,7 @@ from coterie.errors import ConfigError, InputError, check_at_least, check_positi
 from coterie.kvindex import Follower, KVDirectory
 from coterie.wire.framing import REPLAY_END, Frame, from_frames
 from coterie.wire.kv_events import BlockRemoved, BlockStored, KVEvents, decode_kv_events
+from coterie.wire.subscribing import bound_reader
 
 Secure = Callable[[Any], None]
 """Sets keys on a ZMQ socket before it connects."""
@@ -45,7 +46,6 @@ REPLAY_BURST, REPLAY_RATE = 50_000, 1_000
 on this loop."""
 REPLAY_COST = 50
 """A replay counts as so many messages, besides those it brings."""
-_HEARTBEAT_MS = 5000
 _MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
@@ -285,11 +285,7 @@ class KvStreams:
     def _socket(self, kind: int, stream: _Stream) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
         try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, self._queue)
-            socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
+            bound_reader(socket, self._queue, MESSAGE_BYTES)
             if stream.secure is not None:
                 stream.secure(socket)
         except BaseException:
