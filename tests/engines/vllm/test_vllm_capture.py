@@ -93,6 +93,7 @@ def test_a_prefix_hit_keeps_its_experts(servers: tuple[Server, Server], truth: T
         np.testing.assert_array_equal(sent.counts, truth.footprint(tokens))
 
 
+@pytest.mark.long
 def test_chunks_and_preemption(fleet: Fleet, truth: Truth, prompts: list[str]) -> None:
     """Prompts in chunks of 64 tokens, and a KV cache for two requests while sixteen run."""
     (tight,) = fleet.start({"tight": TIGHT})

@@ -19,7 +19,7 @@ from coterie.types import Placement
 from vllm_checks import sequence
 from vllm_servers import Fleet, needs_vllm
 
-pytestmark = [pytest.mark.vllm, needs_vllm]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, needs_vllm]
 
 LAYERS, EXPERTS = 8, 32
 PROMPTS = 40

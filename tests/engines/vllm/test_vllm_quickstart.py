@@ -31,6 +31,7 @@ def commands(http: int, events: int) -> list[str]:
 
 
 @needs_vllm
+@pytest.mark.long
 @pytest.mark.vllm
 def test_five_commands_lead_to_a_verdict_and_a_placement(tmp_path: Path) -> None:
     http, events = free_port(), free_port()

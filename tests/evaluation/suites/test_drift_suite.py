@@ -77,7 +77,7 @@ def test_fits_at_changes_are_in_force_from_the_first_request_on() -> None:
     assert swaps[5].router.fitted is fits[1]
 
 
-@pytest.mark.parametrize("trace", [GPT_OSS, GLM])
+@pytest.mark.parametrize("trace", [GPT_OSS, pytest.param(GLM, marks=pytest.mark.long)])
 def test_what_is_fitted_on_is_never_served(data_dir: Path, trace: str) -> None:
     turns = read_turns(trace, data_dir, 0, 60)
     kept = turns.requests.recordings
