@@ -393,6 +393,7 @@ def sound(record: dict[str, Any]) -> None:
     assert (record["received"] > 0) == (record["kind"] == "moved"), "a map that is kept moves nothing"
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @needs_vllm
 @needs_recording
@@ -416,6 +417,7 @@ def test_recorded_drift_in_vllms_state(served: tuple[Path, list[dict[str, Any]]]
         assert duplicates(fresh) == 0
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @needs_vllm
 @needs_recording
@@ -444,6 +446,7 @@ def test_counters_of_all_ranks_in_vllms_registry(served: tuple[Path, list[dict[s
     assert float(values["coterie_eplb_failures_total"]) == RANKS, "a broken file, on every rank"
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @needs_vllm
 @needs_recording
@@ -471,6 +474,7 @@ def test_a_written_map_is_what_vllm_then_has(served: tuple[Path, list[dict[str, 
         assert alone[2]["disagreements"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @needs_vllm
 @needs_recording
@@ -483,6 +487,7 @@ def test_a_lost_state_costs_rounds_and_nothing_else(served: tuple[Path, list[dic
         assert [record["kind"] for record in records[2:4]] == ["disagreed", "moved"]
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @needs_vllm
 @needs_recording
