@@ -164,7 +164,6 @@ def replayed(loads: list[np.ndarray]) -> tuple[list[int], int]:
     return order, worst
 
 
-@pytest.mark.long
 def test_a_thousand_queued_requests(servers: tuple[Server, ...], table_file: Path) -> None:
     """The order is the strategy's, exactly; nobody starves; every token is plain vLLM's."""
     plain, ordered, _ = servers
