@@ -164,6 +164,7 @@ def replayed(loads: list[np.ndarray]) -> tuple[list[int], int]:
     return order, worst
 
 
+@pytest.mark.long
 def test_a_thousand_queued_requests(servers: tuple[Server, ...], table_file: Path) -> None:
     """The order is the strategy's, exactly; nobody starves; every token is plain vLLM's."""
     plain, ordered, _ = servers
@@ -186,6 +187,7 @@ def test_a_thousand_queued_requests(servers: tuple[Server, ...], table_file: Pat
     assert tokens_of(answer) == tokens_of(reference)
 
 
+@pytest.mark.long
 def test_requests_whose_client_goes_away_while_they_wait(servers: tuple[Server, ...]) -> None:
     plain, ordered, _ = servers
     kept = some_prompts(60, seed=2)
@@ -206,6 +208,7 @@ def test_requests_whose_client_goes_away_while_they_wait(servers: tuple[Server, 
     assert tokens_of(answer) == tokens_of(reference)
 
 
+@pytest.mark.long
 def test_without_a_known_load_the_order_is_vllms(servers: tuple[Server, ...]) -> None:
     """Said once; nothing is selected."""
     _, _, server = servers
@@ -215,6 +218,7 @@ def test_without_a_known_load_the_order_is_vllms(servers: tuple[Server, ...]) ->
     assert server.log.read_text().count("no waiting request has a known load") == 1
 
 
+@pytest.mark.long
 def test_priorities_and_loads_from_footprints(servers: tuple[Server, ...]) -> None:
     """Three classes of 16: a lower never goes before a higher, and within one the strategy chooses."""
     _, _, server = servers
@@ -236,6 +240,7 @@ def test_priorities_and_loads_from_footprints(servers: tuple[Server, ...]) -> No
     assert numbers == expected
 
 
+@pytest.mark.long
 def test_preempted_requests_finish_with_the_same_tokens(servers: tuple[Server, ...]) -> None:
     plain, _, server = servers
     prompts = some_prompts(12, seed=7)
@@ -246,6 +251,7 @@ def test_preempted_requests_finish_with_the_same_tokens(servers: tuple[Server, .
     assert tokens_of(answer) == tokens_of(plain.post("/v1/completions", asked))
 
 
+@pytest.mark.long
 def test_the_log_counts(fleet: Fleet, servers: tuple[Server, ...]) -> None:
     _, ordered, server = servers
     counters: dict[str, str] = {}
