@@ -10,7 +10,6 @@ then the advice is for such a group that served the same requests.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +20,9 @@ from numpy.typing import NDArray
 
 from coterie.control.base import ControlEvent, LoadSeen, Shape
 from coterie.errors import ConfigError, check_at_least, check_not_negative, check_positive
-from coterie.placement import Load, MemoryBudget, Objective, PlacementMap, Plan, Rebalancer, planners, write_map
+from coterie.placement import Load, MemoryBudget, Objective, PlacementMap, Plan, Rebalancer, planners
 from coterie.placement.holdings import held_by
+from coterie.placement.maps.formats import replace_map
 from coterie.placement.objective import Problem
 from coterie.placement.triggers.actions import ActionEvent, ActionManager, ActionSettings
 from coterie.placement.triggers.demand import DemandTracker
@@ -66,11 +66,7 @@ class Advice(NamedTuple):
         """Write the map that vLLM's policy loads, replacing an older one atomically."""
         if self.plan is None:
             raise ConfigError(f"advice {self.id} keeps the placement ({self.reason}); there is no map to write")
-        path = Path(path)
-        fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-        fresh.unlink(missing_ok=True)
-        write_map(fresh, PlacementMap(self.plan.placement, self.model), "vllm")
-        fresh.replace(path)
+        replace_map(path, PlacementMap(self.plan.placement, self.model), "vllm")
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,15 @@ def write_map(path: str | Path, map: PlacementMap, format: str = "native") -> Wr
     return Written(path, format, tuple(name for name, there in has.items() if there and name not in writer.keeps))
 
 
+def replace_map(path: str | Path, map: PlacementMap, format: str = "native") -> None:
+    """Write a placement in place of the one under this name, at once or not at all."""
+    path = Path(path)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    fresh.unlink(missing_ok=True)
+    write_map(fresh, map, format)
+    fresh.replace(path)
+
+
 def check_map_target(path: Path, format: str) -> None:
     """Raise unless the format can be written and the name is free."""
     if map_formats[format].write is None:

@@ -8,7 +8,6 @@ have read the same.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +16,9 @@ import numpy as np
 
 from coterie.engines.vllm.eplb.base import Round, Slots
 from coterie.engines.vllm.settings import EplbSettings
-from coterie.placement import read_map, write_map
+from coterie.placement import read_map
 from coterie.placement.maps.files import PlacementMap
+from coterie.placement.maps.formats import replace_map
 from coterie.types import Placement
 
 logger = logging.getLogger("vllm.coterie")
@@ -88,12 +88,9 @@ class MapFiles:
             return
         self._most_layers = len(asked.tokens)  # a draft model's few layers are not what a restart needs
         path = Path(self._settings.save_map)
-        fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
             placement = Placement(slots.astype(np.int32), asked.num_ranks, asked.tokens.shape[1])
-            fresh.unlink(missing_ok=True)
-            write_map(fresh, PlacementMap(placement, self._settings.model or "unknown"), "vllm")
-            fresh.replace(path)
+            replace_map(path, PlacementMap(placement, self._settings.model or "unknown"), "vllm")
         except Exception:
             self._failed(f"coterie: the map could not be kept in {path}")
 
