@@ -2,7 +2,7 @@
 
 import { attribute, fill, make, milliseconds, number, shown, text, words } from "./dom.js";
 
-const NONE = "No comparison has been run on this fleet. `make run`, or `coterie serve --embedded --demo`, runs one: it fills in here.";
+const NONE = ["No comparison has been run on this fleet. ", "make run", ", or ", "coterie serve --embedded --demo", ", runs one: it fills in here."];
 
 function piece() {
   const name = make("div", { class: "what" });
@@ -39,7 +39,7 @@ function show(node, { router, row, first, most, state }, index) {
 
 export function comparisonPanel() {
   const root = document.getElementById("comparison");
-  const empty = make("p", { class: "empty" }, NONE);
+  const empty = make("p", { class: "empty" }, ...NONE.map((part, at) => (at % 2 ? make("code", {}, part) : part)));
   const stage = make("p", { class: "note" });
   const progress = make("progress", { "aria-label": "progress of the comparison" });
   const running = make("div", { class: "stage" }, stage, progress);
