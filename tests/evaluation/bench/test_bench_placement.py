@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from coterie.evaluation.bench import placement as bench_placement
+from coterie.evaluation.bench import placement_steps
 from coterie.evaluation.bench.base import benches
 from coterie.evaluation.bench.placement import (
     BASELINES,
@@ -37,6 +38,9 @@ def test_every_planner_and_comparison_has_a_row(monkeypatch: pytest.MonkeyPatch)
     """The whole group, at a size that takes no time."""
     small = (Size(40, 4, 0.98), Size(32, 4, 0.98, 0.7, "linear"))
     monkeypatch.setattr(bench_placement, "EXPERTS", 32)
+    monkeypatch.setattr(bench_placement, "LAYERS", 2)
+    monkeypatch.setattr(placement_steps, "SIZES", ((36, 4),))
+    monkeypatch.setattr(placement_steps, "REPEATS", 1)
     monkeypatch.setattr(bench_placement, "SIZES", small)
     monkeypatch.setattr(bench_placement, "SEEDS", range(2))
     monkeypatch.setattr(bench_placement, "REPEATS", 1)
@@ -50,6 +54,7 @@ def test_every_planner_and_comparison_has_a_row(monkeypatch: pytest.MonkeyPatch)
     assert all(row["duplicates"] == 0 for row in rows if row["planner"] not in BASELINES)
     found = [(row["planner"], row["split"], row["slots"]) for row in rows]
     wanted = [(name, "equal", size.slots) for size in small for name in ("keep", *BASELINES, "latency_optimal")]
+    wanted += [("latency_optimal", "equal", 36)] * 2  # over scenarios, and for their mean
     wanted += [("keep", "optimal", 40), ("latency_optimal", "optimal", 40), ("latency_optimal_ilp", "optimal", 40)]
     assert sorted(found) == sorted(wanted)
     assert all(name in planners for name, _, _ in wanted if name != "keep")

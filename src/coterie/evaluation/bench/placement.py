@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from coterie.evaluation.bench.base import Report, Row, benches, median_us
+from coterie.evaluation.bench.placement_steps import scenario_rows
 from coterie.placement import DEEPSEEK_V3_PREFILL, Load, Objective, Plan, Problem, planners
 from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
 from coterie.placement.splits.shares import optimal_shares
@@ -91,8 +92,9 @@ def balance_first(target_balance: float) -> Objective:
 
 @benches.register("placement")
 def bench_placement(report: Report) -> list[Row]:
-    """Planners, then moves and objective against the integer program; about five minutes."""
-    return [*_planner_rows(report), *_move_rows(report), *_objective_rows(report)]
+    """Planners, then plans over scenarios, then moves and objective against the integer program; about five minutes."""
+    over = scenario_rows(report, LAYERS, EXPERTS, ROWS_A_STEP)
+    return [*_planner_rows(report), *over, *_move_rows(report), *_objective_rows(report)]
 
 
 def _planner_rows(report: Report) -> Iterator[Row]:

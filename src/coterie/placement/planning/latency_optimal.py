@@ -117,7 +117,7 @@ class LatencyOptimal:
             ours, theirs = problem.score(rows), problem.score(mean.slot_experts)
             worse = ours.total_s > theirs.total_s
             if worse.any():
-                again = improve(problem, mean.slot_experts, shrinkage)
+                again = improve(problem, mean.slot_experts, shrinkage, worse)
                 rows = np.where(worse[:, None], again, rows)
         before, after = problem.score(current.slot_experts, problem.shares), problem.score(rows)
         saved = before.total_s - after.total_s

@@ -18,7 +18,7 @@ from coterie._numba import side_by_side
 from coterie.placement.base import Unseen
 from coterie.placement.objective import Problem
 from coterie.placement.objective.steps import Steps
-from coterie.placement.planning.search.steps import search_steps
+from coterie.placement.planning.search.steps.descent import search_steps
 
 Slots = NDArray[np.int32]
 
@@ -45,8 +45,11 @@ class Chosen(NamedTuple):
     unseen: Unseen | None
 
 
-def improve(problem: Problem, start: Slots, shrinkage: float = 0.0) -> Slots:
-    """[layer, slot] from a start in which every expert is on a living rank and none twice on one."""
+def improve(problem: Problem, start: Slots, shrinkage: float = 0.0, wanted: NDArray[np.bool_] | None = None) -> Slots:
+    """[layer, slot] from a start in which every expert is on a living rank and none twice on one.
+
+    Only `wanted` layers are improved, all unless given.
+    """
     steps = shrunk(_steps_of(problem), shrinkage)
     objective = problem.objective
     rows = np.array(start, np.int32)
@@ -55,6 +58,7 @@ def improve(problem: Problem, start: Slots, shrinkage: float = 0.0) -> Slots:
     )
     arguments = (
         rows,
+        np.ones(len(rows), np.bool_) if wanted is None else wanted,
         steps.tokens,
         steps.weights,
         steps.touch,

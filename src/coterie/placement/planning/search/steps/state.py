@@ -12,6 +12,8 @@ from coterie.placement.objective._steps import touched
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Table = NDArray[np.float32]
+"""Seconds at half the width: actions are weighed on them, and must gain far more than they are rounded by."""
 
 
 class StepLayer(NamedTuple):
@@ -30,6 +32,8 @@ class StepLayer(NamedTuple):
     alive: NDArray[np.bool_]
     """[rank]"""
     whole: bool
+    uniform: bool
+    """Whether an expert takes the same time on all living ranks."""
 
 
 class StepPrices(NamedTuple):
@@ -65,15 +69,16 @@ class StepState(NamedTuple):
     """[expert, scenario] chance that a replica is streamed."""
     busy: Array
     """[rank, scenario] seconds."""
+    most: Array
+    """[rank, scenario] seconds of the rank's longest slot."""
+    table: Table
+    """[rank, scenario, slot of a rank] seconds."""
     arrivals: Array
     """[rank] seconds of loading."""
     first: Array
     """[scenario] seconds of the slowest rank; `second` and `third` of the next ones."""
     second: Array
     third: Array
-    slowest: Ints
-    """[scenario] the slowest rank, and the next in `next`."""
-    next: Ints
     edge: Array
     """[1] seconds past which a scenario belongs to the tail."""
 
@@ -81,21 +86,28 @@ class StepState(NamedTuple):
 class StepScratch(NamedTuple):
     """Working arrays of a pair of ranks, or of a slot to give away."""
 
-    others: Array
-    """[scenario] the slowest of the ranks that do not change."""
-    here: Array
-    """[scenario, slot of a rank] seconds of one rank's experts there, and on the other rank (`there`)."""
-    there: Array
-    back: Array
-    """[scenario, slot of a rank] seconds of the other rank's experts on the first, and at home (`home`). On uniform
-    ranks `there` is `here`, and `home` is `back`."""
-    home: Array
-    values: Array
-    """[slot of a rank] objective after a swap."""
+    still: Array
+    """[scenario] seconds of the slowest of the ranks that do not change."""
+    low: Array
+    """[scenario] seconds that no swap gets below."""
+    order: Ints
+    """[scenario] those to add up, in order."""
+    rest: Array
+    """[scenario + 1] the least that those from each in `order` on count."""
+    there: Table
+    """[scenario, slot of a rank] seconds of one rank's experts on the other, where ranks differ."""
+    back: Table
+    """[scenario, slot of a rank] seconds of the other rank's experts on the first."""
+    values: Table
+    """[slot of a rank] what is expected after a swap."""
+    pull: Table
+    """[slot of a rank] by how much giving it away lowers what is expected, at most."""
     freed: Array
     """[rank, scenario] seconds without the slot that is given away."""
     peak: Array
     """[scenario]"""
+    changed: Array
+    """[scenario] seconds of a rank that a gift changes."""
     relief: Array
     """[expert]"""
     stale: NDArray[np.bool_]
@@ -109,12 +121,8 @@ class StepScratch(NamedTuple):
 def add_slot(times: Array, part: Array, stream: Array, token_s: float, touch_s: float, sign: float) -> None:
     """Add what a slot takes in each scenario, or take it away."""
     token_s, touch_s = sign * token_s, sign * touch_s
-    if touch_s == 0.0:
-        for scenario in range(len(times)):
-            times[scenario] += token_s * part[scenario]
-    else:
-        for scenario in range(len(times)):
-            times[scenario] += token_s * part[scenario] + touch_s * stream[scenario]
+    for scenario in range(len(times)):
+        times[scenario] += token_s * part[scenario] + touch_s * stream[scenario]
 
 
 @helper()
@@ -130,9 +138,23 @@ def add_part(times: Array, tokens: Array, each: float, token_s: float, touch_s: 
 
 
 @helper()
+def add_longest(most: Array, part: Array, stream: Array, token_s: float, touch_s: float) -> None:
+    """Raise to what a slot takes in each scenario."""
+    for scenario in range(len(most)):
+        seconds = token_s * part[scenario] + touch_s * stream[scenario]
+        most[scenario] = seconds if seconds > most[scenario] else most[scenario]
+
+
+@helper()
+def fill_column(table: Table, place: int, part: Array, stream: Array, token_s: float, touch_s: float) -> None:
+    for scenario in range(len(part)):
+        table[scenario, place] = np.float32(token_s * part[scenario] + touch_s * stream[scenario])
+
+
+@helper()
 def raise_to(peak: Array, times: Array) -> None:
     for scenario in range(len(peak)):
-        peak[scenario] = max(peak[scenario], times[scenario])
+        peak[scenario] = times[scenario] if times[scenario] > peak[scenario] else peak[scenario]
 
 
 @helper()
@@ -148,10 +170,15 @@ def weighed(times: Array, weights: Array, edge: float, lean: float, steep: float
 def share_out(layer: StepLayer, state: StepState, expert: int) -> None:
     """What each replica of an expert gets, by how many there are."""
     part, stream, whole = state.part[expert], state.stream[expert], layer.whole
-    each = 1.0 / max(1, state.copies[expert])
+    tokens, each = layer.tokens[expert], 1.0 / max(1, state.copies[expert])
+    streams = False
+    for rank in range(len(layer.touch)):
+        streams = streams or layer.touch[rank] > 0.0
     for scenario in range(len(part)):
-        part[scenario] = layer.tokens[expert, scenario] * each
-        stream[scenario] = touched(part[scenario], whole)
+        part[scenario] = tokens[scenario] * each
+    if streams:
+        for scenario in range(len(part)):
+            stream[scenario] = touched(part[scenario], whole)
 
 
 @helper()
@@ -171,17 +198,29 @@ def take(layer: StepLayer, state: StepState, row: Ints) -> None:
                 state.held[rank, row[slot]] = slot
     for expert in range(experts):
         share_out(layer, state, expert)
+    for slot in range(len(row)):
+        fill_slot(layer, state, slot)
     for rank in range(ranks):
-        refresh(layer, state, rank)
-    rank_slowest(state)
+        add_up(layer, state, rank)
+    rank_slowest(state.busy, state.first, state.second, state.third)
 
 
 @helper()
-def refresh(layer: StepLayer, state: StepState, rank: int) -> None:
+def fill_slot(layer: StepLayer, state: StepState, slot: int) -> None:
+    """The slot's times in `table`."""
+    per_rank = len(state.row) // len(layer.alive)
+    rank, expert = slot // per_rank, state.row[slot]
+    token_s, touch_s = layer.per_token[rank, expert], layer.touch[rank]
+    fill_column(state.table[rank], slot % per_rank, state.part[expert], state.stream[expert], token_s, touch_s)
+
+
+@helper()
+def add_up(layer: StepLayer, state: StepState, rank: int) -> None:
     """A rank's times from its slots: rounding errors do not add up."""
-    busy, per_rank = state.busy[rank], len(state.row) // len(layer.alive)
+    busy, most, per_rank = state.busy[rank], state.most[rank], len(state.row) // len(layer.alive)
     for scenario in range(len(busy)):
         busy[scenario] = 0.0
+        most[scenario] = 0.0
     state.arrivals[rank] = 0.0
     if not layer.alive[rank]:
         return
@@ -190,24 +229,23 @@ def refresh(layer: StepLayer, state: StepState, rank: int) -> None:
         state.arrivals[rank] += layer.load_in[rank, expert]
         token_s, touch_s = layer.per_token[rank, expert], layer.touch[rank]
         add_slot(busy, state.part[expert], state.stream[expert], token_s, touch_s, 1.0)
+        add_longest(most, state.part[expert], state.stream[expert], token_s, touch_s)
 
 
 @helper()
-def rank_slowest(state: StepState) -> None:
-    """The three slowest ranks of every scenario."""
-    ranks, scenarios = state.busy.shape
-    for scenario in range(scenarios):
-        one, two, three, at, then = 0.0, 0.0, 0.0, -1, -1
-        for rank in range(ranks):
-            value = state.busy[rank, scenario]
-            if value > one:
-                one, two, three, at, then = value, one, two, rank, at
-            elif value > two:
-                two, three, then = value, two, rank
-            elif value > three:
-                three = value
-        state.first[scenario], state.second[scenario], state.third[scenario] = one, two, three
-        state.slowest[scenario], state.next[scenario] = at, then
+def rank_slowest(busy: Array, first: Array, second: Array, third: Array) -> None:
+    """The times of the three slowest ranks in every scenario."""
+    for scenario in range(len(first)):
+        first[scenario], second[scenario], third[scenario] = 0.0, 0.0, 0.0
+    for rank in range(len(busy)):
+        times = busy[rank]
+        for scenario in range(len(first)):
+            value, one, two, three = times[scenario], first[scenario], second[scenario], third[scenario]
+            less = value if value < one else one
+            first[scenario] = value if value > one else one
+            least = less if less < two else two
+            second[scenario] = less if less > two else two
+            third[scenario] = least if least > three else three
 
 
 @helper()

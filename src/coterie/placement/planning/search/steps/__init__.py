@@ -1,0 +1,1 @@
+"""The search of a layer over scenarios; loops on plain arrays."""
