@@ -35,6 +35,8 @@ PHASES = (ROWS, PREFILL, DECODE)
 RANKS = (4, 8, 16, 32)
 SPARE = {256: (0, 32, 64), 64: (0, 8, 16), 32: (0, 8, 16)}
 """Spare slots tried, by the experts of a layer; those that the ranks divide."""
+TIMED = 2
+"""Of these, so many are tried in prefill and decode."""
 LINEAR, EPLB, GREEDY, MEAN, STEPS = "linear", "eplb", "flashlb", "latency_optimal, mean", "latency_optimal, steps"
 CONTENDERS = {LINEAR: "linear", EPLB: "eplb", GREEDY: "flashlb", MEAN: "latency_optimal", STEPS: "latency_optimal"}
 """Planners by what they are called here: all but `flashlb` and the last plan for the mean step."""
@@ -59,6 +61,8 @@ class Found(NamedTuple):
 
     planner: str
     split: str
+    layers: int
+    """Planned and scored."""
     slots: int
     phase: str
     fit: float
@@ -100,7 +104,7 @@ def _serve(cell: Cell, data: Path) -> Iterator[Found]:
     for phase in (ROWS,) if left_out else PHASES:
         samples = samples_of(cell, phase, data)
         objective = prices(cell.trace, phase, cell.ranks, step_tokens(cell.trace, samples[0]))
-        for slots in slots_of(experts, cell.ranks)[: 1 if left_out else None]:
+        for slots in slots_of(experts, cell.ranks)[: 1 if left_out else TIMED if phase != ROWS else None]:
             for planner in CONTENDERS:
                 plans = [plan_first(planner, sample, objective, cell.ranks, slots) for sample in samples]
                 for split in SPLITS:
@@ -118,12 +122,12 @@ def step_tokens(trace: str, sample: Sample) -> int:
     return max(1, round(float(sample.fit.tokens.sum(axis=1).mean()) / spec_of(trace).top_k))
 
 
-def prices(trace: str, phase: str, ranks: int, tokens: int, **settings: float) -> Objective:
-    """Prices of a phase; moves are free unless the settings say otherwise."""
+def prices(trace: str, phase: str, ranks: int, tokens: int) -> Objective:
+    """Prices of a phase, for steps of so many tokens; moves are free."""
     if phase == ROWS:
         return FREE
     model = step_model(spec_of(trace), "h200", dtype_of(trace), topology=Topology(ranks))
-    return Objective.of(model, tokens, **({"exposed": 0.0} | settings))
+    return Objective.of(model, tokens, exposed=0.0)
 
 
 def dtype_of(trace: str) -> WeightDtype:
@@ -152,6 +156,7 @@ def _found(
     return Found(
         planner=planner,
         split=split,
+        layers=plans[0].placement.num_layers,
         slots=plans[0].placement.num_slots,
         phase=phase,
         fit=float(np.mean([one.balancedness for one in fit])),

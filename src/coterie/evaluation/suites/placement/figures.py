@@ -57,7 +57,7 @@ def draw_figure(folder: Path, data: Path) -> list[Path]:
 def _fill(strips: Strips, figure: Figure, theme: Theme) -> None:
     panels: Any = figure.subplots(3, 1, sharex=True, height_ratios=(1.0, 1.0, 0.8))
     top = max(float(np.percentile(loads, 99.8)) for loads in strips.loads.values())
-    image = None
+    image: Any = None
     for axes, (planner, label) in zip(panels, SHOWN.items(), strict=False):
         image = axes.imshow(
             strips.loads[planner], aspect="auto", cmap=theme.colormap(), vmin=0.5, vmax=top, interpolation="nearest"

@@ -85,8 +85,9 @@ def _time_notes(plans: Sequence[Row]) -> list[str]:
 
 def _left_out_notes(plans: Sequence[Row]) -> list[str]:
     return [
-        f"A domain that was never seen, {row['ranks']} ranks: {row['balancedness_unseen']:.3f}, EPLB "
-        f"{row['others'][EPLB]['balancedness_unseen']:.3f}, in order {row['others'][LINEAR]['balancedness_unseen']:.3f}."
+        f"A domain that was never seen, {row['ranks']} ranks: {row['balancedness_unseen']:.3f}, "
+        + ", ".join(f"{name} {row['others'][name]['balancedness_unseen']:.3f}" for name in (EPLB, LINEAR))
+        + "."
         for row in plans
         if row["traffic"] == LEFT_OUT
     ]
@@ -129,8 +130,8 @@ def _verdict(plans: Sequence[Row], shifts: Sequence[Row]) -> str:
     several = sum(row["planner"] == STEPS for row in shifts)
     return (
         f"Verdict: planned for steps, placement is surely evener than EPLB's on unseen steps in {ahead} of "
-        f"{len(counted)} cells, and re-plans with at most a quarter of its moves in {few} of {several}. Next: give "
-        "`coterie plan` the trace with --requests-a-step as the service has them, and look at the unseen figure it prints."
+        f"{len(counted)} cells, and re-plans with at most a quarter of its moves in {few} of {several}. Next: "
+        "plan for steps as the service has them (docs/placement.md), and look at `Plan.unseen` before moving anything."
     )
 
 

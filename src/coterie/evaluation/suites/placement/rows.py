@@ -21,8 +21,8 @@ PLANS, SHIFTS, MIXTURES = "plans", "shifts", "mixtures"
 """Parts of the suite."""
 
 
-def plan_rows(found: Mapping[Cell, Sequence[Found]], layers: Mapping[str, int]) -> list[Row]:
-    """One row per trace, traffic, ranks, slots, phase, planner and split; `layers` planned, by trace."""
+def plan_rows(found: Mapping[Cell, Sequence[Found]]) -> list[Row]:
+    """One row per trace, traffic, ranks, slots, phase, planner and split."""
     groups = _grouped(found, lambda cell, one: (*cell[:3], one.slots, one.phase, one.split, one.planner))
     rows = []
     for (trace, traffic, ranks, slots, phase, split, planner), own in groups.items():
@@ -44,7 +44,7 @@ def plan_rows(found: Mapping[Cell, Sequence[Found]], layers: Mapping[str, int]) 
             **_spread("vs_mean", _points(own, beside[MEAN]), "_points"),
             **_spread("layer_time_vs_eplb", _percent(own, beside[EPLB])),
             **_cost(trace, [one.moves for one in own], [one.planning_s for one in own]),
-            "layers": layers[trace],
+            "layers": own[0].layers,
             "seeds": len(own),
             "published": None,
         }
@@ -67,7 +67,7 @@ def _beside(rows: Sequence[Row]) -> None:
         }
 
 
-def shift_rows(found: Mapping[Shift, Sequence[Replanned]], layers: Mapping[str, int]) -> list[Row]:
+def shift_rows(found: Mapping[Shift, Sequence[Replanned]]) -> list[Row]:
     """One row per trace, slots and planner."""
     groups = _grouped(found, lambda shift, one: (*shift[:2], one.planner))
     rows = []
@@ -92,7 +92,7 @@ def shift_rows(found: Mapping[Shift, Sequence[Replanned]], layers: Mapping[str, 
                 **_spread("moves_of_eplb", share),
                 **_cost(trace, [one.moves for one in own], [one.planning_s for one in own]),
                 "movement_s": float(np.mean([one.movement_s for one in own])),
-                "layers": layers[trace],
+                "layers": own[0].layers,
                 "seeds": len(own),
                 "published": None,
             }
@@ -100,10 +100,10 @@ def shift_rows(found: Mapping[Shift, Sequence[Replanned]], layers: Mapping[str, 
     return rows
 
 
-def mixture_rows(found: Mapping[Mixture, Sequence[Traded]], layers: Mapping[str, int]) -> list[Row]:
+def mixture_rows(found: Mapping[Mixture, Sequence[Traded]]) -> list[Row]:
     """One row per ranks, slots and plan, and one per ranks, slots and kind of traffic: what is picked."""
     groups = _grouped(found, lambda mixture, one: (*mixture[:2], one.plan))
-    shared = {"part": MIXTURES, "trace": GLM, "layers": layers[GLM], "published": None}
+    shared = {"part": MIXTURES, "trace": GLM, "published": None}
     rows: list[Row] = []
     for (ranks, slots, plan), own in groups.items():
         row = {**shared, "ranks": ranks, "slots": slots, "plan": plan, "seeds": len(own)}

@@ -8,6 +8,7 @@ stop the engine. Scored are steps of the new traffic that it was not given.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,6 @@ from coterie.evaluation.suites.placement.cells import (
     prices,
     score,
     slots_of,
-    spec_of,
     step_tokens,
 )
 from coterie.evaluation.suites.placement.traffic import (
@@ -34,6 +34,7 @@ from coterie.evaluation.suites.placement.traffic import (
     by_chunk,
     read_chunks,
     read_recorded,
+    spec_of,
 )
 from coterie.placement import Load, planners
 from coterie.types import Topology
@@ -65,6 +66,7 @@ class Replanned(NamedTuple):
     """One planner after the shift."""
 
     planner: str
+    layers: int
     before: float
     """Balancedness of the plan that ran, on unseen steps of the new traffic."""
     after: float
@@ -88,7 +90,7 @@ def _serve(shift: Shift, data: Path) -> Iterator[Replanned]:
     old, new = (_sample(shift, group, data) for group in GROUPS[shift.trace])
     tokens, topology = step_tokens(shift.trace, new), Topology(RANKS)
     free = prices(shift.trace, PREFILL, RANKS, tokens)
-    priced = prices(shift.trace, PREFILL, RANKS, tokens, exposed=1.0, horizon=HORIZON)
+    priced = replace(free, exposed=1.0, horizon=HORIZON)
     for name in PLANNERS:
         running = plan_first(name, old, free, RANKS, shift.slots).placement
         load = new.fit.mean if name == MEAN else new.fit
@@ -96,6 +98,7 @@ def _serve(shift: Shift, data: Path) -> Iterator[Replanned]:
         after = score(new.unseen, plan.placement, priced)
         yield Replanned(
             planner=name,
+            layers=plan.placement.num_layers,
             before=score(new.unseen, running, priced).balancedness,
             after=after.balancedness,
             layer_s=after.layer_s,

@@ -21,7 +21,7 @@ from coterie.evaluation.suites.placement.mixtures import Mixture, mixtures_of, s
 from coterie.evaluation.suites.placement.notes import TABLES, notes_of
 from coterie.evaluation.suites.placement.rows import mixture_rows, plan_rows, shift_rows
 from coterie.evaluation.suites.placement.shifts import GROUPS, Shift, serve_shift, shifts_of
-from coterie.evaluation.suites.placement.traffic import GLM, GLM_LAYERS, RECORDED, read_recorded
+from coterie.evaluation.suites.placement.traffic import GLM, RECORDED
 
 NAME = "placement"
 SEEDS = (0, 1, 2)
@@ -40,7 +40,7 @@ def run(options: SuiteOptions, report: Report) -> SuiteResult:
     for task, result in in_parallel(partial(serve, data=data), tasks):
         found[task] = result
         report("Planning", len(found), len(tasks))
-    rows = rows_of({task: found[task] for task in tasks}, data)
+    rows = rows_of({task: found[task] for task in tasks})
     if options.out is not None:
         from coterie.evaluation.suites.placement.figures import draw_figure
 
@@ -61,12 +61,11 @@ def serve(task: Task, data: Path) -> Any:
     return serve_shift(task, data) if isinstance(task, Shift) else serve_mixture(task, data)
 
 
-def rows_of(found: dict[Task, Any], data: Path) -> list[dict[str, Any]]:
-    layers = {GLM: GLM_LAYERS} | {name: read_recorded(name, data).footprints.shape[1] for name in RECORDED}
+def rows_of(found: dict[Task, Any]) -> list[dict[str, Any]]:
     return [
-        *plan_rows({task: one for task, one in found.items() if isinstance(task, Cell)}, layers),
-        *shift_rows({task: one for task, one in found.items() if isinstance(task, Shift)}, layers),
-        *mixture_rows({task: one for task, one in found.items() if isinstance(task, Mixture)}, layers),
+        *plan_rows({task: one for task, one in found.items() if isinstance(task, Cell)}),
+        *shift_rows({task: one for task, one in found.items() if isinstance(task, Shift)}),
+        *mixture_rows({task: one for task, one in found.items() if isinstance(task, Mixture)}),
     ]
 
 

@@ -45,11 +45,13 @@ ONE_DOMAIN, MIX, LEFT_OUT = "one domain", "mix", "domain left out"
 GLM_TRAFFIC = (ONE_DOMAIN, MIX, LEFT_OUT)
 """One domain: every step has traffic of one domain; planned on single chunks, scored on each domain's mean. Mix: all
 domains in equal parts; planned on mixtures of single chunks, scored on the mixture of all others. Domain left out: as
-one domain, planned without the domain that is scored, each in turn."""
+one domain, planned without the domain that is scored, four of them in turn."""
 GLM_TOKENS = {"rows": 16_384, "prefill": 16_384, "decode": 1_024}
 """Tokens a step of GLM-5.2, over all ranks."""
-GLM_LAYERS = 15
-"""Of its 75 layers, taken evenly."""
+EVERY_LAYER = {GLM: 5, "gpt-oss-20b": 2, "deepseek-v2-lite": 2, TINY: 1}
+"""Every so manieth layer is planned and scored, from the first: layers differ little in what is compared."""
+EVERY_DOMAIN = 3
+"""Every so manieth domain of GLM-5.2 is left out in turn."""
 
 
 class Sample(NamedTuple):
@@ -62,16 +64,12 @@ class Sample(NamedTuple):
 class Recorded(NamedTuple):
     """Requests with the experts of every token."""
 
+    name: str
     trace: ActivationTrace
     footprints: NDArray[np.uint32]
-    """[request, layer, expert]"""
+    """[request, layer, expert] of the layers that are planned."""
     areas: NDArray[np.str_]
     """[request] subject or domain."""
-
-    @property
-    def mean_tokens(self) -> float:
-        """Of a request."""
-        return float(self.trace.lengths.mean())
 
     def halves(self, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Requests to plan on, and to score."""
@@ -86,7 +84,7 @@ class Recorded(NamedTuple):
 
     def _steps(self, chosen: NDArray[np.int64], requests: int, phase: str, rng: Generator) -> Load:
         if phase == "decode":
-            steps = steps_of_trace(self.trace, requests, STEPS, rng, chosen=chosen)
+            steps = steps_of_trace(self.trace, requests, STEPS, rng, chosen=chosen)[:, :: EVERY_LAYER[self.name]]
         else:
             steps = steps_of_requests(self.footprints[chosen], requests, STEPS, rng)
         return Load.of_scenarios(steps, whole_steps=True)
@@ -111,7 +109,8 @@ def read_recorded(name: str, data: Path | None) -> Recorded:
         trace = read_as(ActivationTrace, data / "activations" / TRACES[name])
     labels = trace.requests.domains or [""] * trace.num_requests
     counted = [footprint(trace.request(row).expert_ids, trace.meta.num_experts) for row in range(trace.num_requests)]
-    return Recorded(trace, np.array(counted), np.array([area_of(label, len(set(labels))) for label in labels]))
+    areas = np.array([area_of(label, len(set(labels))) for label in labels])
+    return Recorded(name, trace, np.array(counted)[:, :: EVERY_LAYER[name]], areas)
 
 
 def _tiny_trace() -> ActivationTrace:
@@ -161,13 +160,12 @@ class Chunks(NamedTuple):
 def read_chunks(data: Path) -> Chunks:
     loads = domain_loads(data / "activations" / GLM / "expert_counts.npz")
     tokens = np.stack(list(loads.values()))
-    layers = np.linspace(0, tokens.shape[2] - 1, GLM_LAYERS).round().astype(int)
-    some = tokens[:, :, layers]
+    some = tokens[:, :, :: EVERY_LAYER[GLM]]
     return Chunks(tuple(loads), np.asarray(some / some.sum(axis=3, keepdims=True)))
 
 
 def glm_samples(chunks: Chunks, traffic: str, phase: str, seed: int) -> list[Sample]:
-    """One sample; one for each domain where each is left out in turn."""
+    """One sample, or one for each domain that is left out in turn."""
     rows = GLM_TOKENS[phase] * get_model(GLM).top_k
     fit, unseen = (rows * half for half in chunks.halves(seed))
     if traffic == ONE_DOMAIN:
@@ -175,7 +173,7 @@ def glm_samples(chunks: Chunks, traffic: str, phase: str, seed: int) -> list[Sam
     if traffic == MIX:
         return [Sample(mixed(fit, np.random.default_rng([seed, 1])), Load(unseen.mean(axis=(0, 1))))]
     each = np.arange(len(chunks.domains))
-    return [Sample(by_chunk(fit[each != out]), Load(unseen[out].mean(axis=0))) for out in each]
+    return [Sample(by_chunk(fit[each != out]), Load(unseen[out].mean(axis=0))) for out in each[::EVERY_DOMAIN]]
 
 
 def by_chunk(tokens: Array) -> Load:
@@ -183,8 +181,9 @@ def by_chunk(tokens: Array) -> Load:
     return Load.of_scenarios(tokens.reshape(-1, *tokens.shape[2:]))
 
 
-def mixed(tokens: Array, rng: Generator, count: int = 64) -> Load:
-    """Scenarios with one chunk of every domain each."""
+def mixed(tokens: Array, rng: Generator, rounds: int = 16) -> Load:
+    """Scenarios with one chunk of every domain each; every chunk is in one scenario of each round."""
     domains, chunks = tokens.shape[:2]
-    drawn = rng.integers(chunks, size=(count, domains))
-    return Load.of_scenarios(np.array([tokens[np.arange(domains), row].mean(axis=0) for row in drawn]))
+    drawn = rng.permuted(np.tile(np.arange(chunks), (rounds, domains, 1)), axis=2)  # [round, domain, scenario]
+    rows = np.moveaxis(drawn, 2, 1).reshape(-1, domains)
+    return Load.of_scenarios(np.array([tokens[np.arange(domains), row].mean(axis=0) for row in rows]))
