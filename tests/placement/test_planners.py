@@ -283,7 +283,7 @@ def test_eplb_refuses_what_it_cannot_do() -> None:
         Eplb(v3_prices(), num_groups=2).plan(load, topology, Placement.linear(1, 6, 4, 16))
     with pytest.raises(ConfigError, match="num_groups=0"):
         Eplb(v3_prices(), num_groups=0)
-    for name in ("linear", "round_robin", "popularity", "eplb"):
+    for name in ("linear", "round_robin", "popularity", "eplb", "flashlb"):
         with pytest.raises(ConfigError, match="8 slots a rank must be at most num_experts=6"):
             planners.make(name, {"objective": v3_prices()}).plan(load, Topology(2), Placement.linear(1, 6, 2, 16))
 
@@ -327,7 +327,7 @@ def test_popularity_heeds_speeds_and_gives_the_hottest_replicas() -> None:
 def test_a_rank_that_is_gone_is_left_alone() -> None:
     tokens = np.random.default_rng(0).lognormal(3, 1, (2, 12))
     current = Placement.linear(2, 12, 4, 16)
-    for name in ("linear", "round_robin", "popularity", "eplb"):
+    for name in ("linear", "round_robin", "popularity", "eplb", "flashlb"):
         plan = planners.make(name, {"objective": v3_prices()}).plan(
             Load(tokens), Topology(4, speeds=(1.0, 0.0, 1.0, 1.0)), current
         )
@@ -340,7 +340,7 @@ def test_a_rank_that_is_gone_is_left_alone() -> None:
 
 def test_planning_again_moves_nothing() -> None:
     tokens = np.random.default_rng(1).lognormal(3, 1, (3, 16))
-    for name in ("linear", "round_robin", "popularity", "eplb"):
+    for name in ("linear", "round_robin", "popularity", "eplb", "flashlb"):
         once = (
             planners.make(name, {"objective": v3_prices()})
             .plan(Load(tokens), Topology(4), Placement.linear(3, 16, 4, 20))

@@ -10,6 +10,7 @@ from coterie.placement.migration.rounds import schedule_moves
 from coterie.placement.objective import DEEPSEEK_V3_PREFILL, Objective, Problem, Score, settle
 from coterie.placement.planning.baselines import Linear, Popularity, RoundRobin
 from coterie.placement.planning.eplb import Eplb
+from coterie.placement.planning.flashlb import FlashLb
 from coterie.placement.planning.latency_optimal import LatencyOptimal
 from coterie.placement.planning.latency_optimal_ilp import LatencyOptimalIlp
 from coterie.placement.planning.moetuner import MoeTuner
@@ -25,6 +26,7 @@ __all__ = [
     "DemandTracker",
     "DriftEstimator",
     "Eplb",
+    "FlashLb",
     "Items",
     "LatencyOptimal",
     "LatencyOptimalIlp",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # NumPy and numba take a second to import: only when a plan i
     from coterie.evaluation.placement.plans import BatchRow, Planned
     from coterie.types import WeightDtype
 
-PLANNERS = ("eplb", "latency_optimal", "latency_optimal_ilp", "linear", "popularity", "round_robin")
+PLANNERS = ("eplb", "flashlb", "latency_optimal", "latency_optimal_ilp", "linear", "popularity", "round_robin")
 """Built-in planners that a load is enough for. Named here for the help: importing them takes a second."""
 FROM_PYTHON = ("co_cluster", "moetuner", "sem_moe")
 """Those that learn from more than a load; what they save needs a schedule of tokens as well, which no load tells."""

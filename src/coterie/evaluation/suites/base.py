@@ -131,6 +131,7 @@ BUILT_IN = {
     "regimes": BuiltIn("regimes", ("requests", "seeds", "rates", "strategies")),
     "migration": BuiltIn("migration", ("trace", "trace_format", "batch", "seed")),
     "latency-optimal": BuiltIn("latency_optimal", ("seed", "seeds")),
+    "placement": BuiltIn("placement", ("seeds",)),
     "eldr": BuiltIn("eldr", ("requests", "seeds", "routers")),
     "joint": BuiltIn("joint", ("requests", "seeds")),
     "drift": BuiltIn("drift", ("requests", "seeds")),

@@ -81,14 +81,14 @@ def rebalance(
     weight = np.take_along_axis(tokens, members.reshape(layers, experts), axis=1).reshape(members.shape)
     ranks, slots = num_ranks // num_nodes, num_slots // num_nodes
     kind, count = np.empty((len(held), slots), np.int64), np.empty(members.shape, np.int64)
-    _replicate(weight, ranks, kind, count)
+    replicate(weight, ranks, kind, count)
     each = np.take_along_axis(weight / count, kind, axis=1)
     placed = pack(each, kind, np.ones(ranks), members.shape[1])
     return np.take_along_axis(members, placed, axis=1).reshape(layers, num_slots).astype(np.int32)
 
 
 @njit()
-def _replicate(weight: NDArray[np.float64], most: int, kind: NDArray[np.int64], count: NDArray[np.int64]) -> None:
+def replicate(weight: NDArray[np.float64], most: int, kind: NDArray[np.int64], count: NDArray[np.int64]) -> None:
     """Fill `kind` [row, slot] with experts and `count` [row, expert] with slots: the busiest gets the next."""
     rows, experts = weight.shape
     each = np.empty(experts)

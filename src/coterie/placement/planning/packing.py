@@ -80,7 +80,7 @@ def _pack(
                     if busy < least:
                         best, least = rank, busy
             if best < 0:
-                best = _make_room(item, weight[row], kind[row], speed, packed, filled, total, holds)
+                best = make_room(item, weight[row], kind[row], speed, packed, filled, total, holds)
             packed[best, filled[best]] = item
             filled[best] += 1
             total[best] += tokens
@@ -91,7 +91,7 @@ def _pack(
 
 
 @helper()
-def _make_room(
+def make_room(
     item: int,
     weight: NDArray[np.float64],
     kind: NDArray[np.int64],

@@ -1,0 +1,147 @@
+"""Greedy over scenarios, as vllm-ascend's FlashLB: the heaviest expert first, to where it hurts the steps least.
+
+Replicas are those of `eplb`, by the mean load. Slots are then placed heaviest first, each on the rank with room for
+which the mean over scenarios of the busiest rank's load ÷ the mean rank's is lowest; of equal ranks, the least busy one
+on average. Nothing is taken back, so what comes last fills the gaps: a search over swaps does better. It does not look
+at the current placement, and moves nearly everything. Without scenarios the mean step is the only one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie._numba import helper, njit, side_by_side
+from coterie.placement.base import Load, Plan, planners
+from coterie.placement.objective import PRICES_HINT, Objective
+from coterie.placement.planning.eplb import replicate
+from coterie.placement.planning.packing import Slots, living_ranks, make_room, plan_for_living
+from coterie.registry import needs
+from coterie.types import Placement, Topology
+
+Array = NDArray[np.float64]
+
+
+@planners.register("flashlb")
+@dataclass(frozen=True, slots=True)
+class FlashLb:
+    """Heaviest first, by the mean over scenarios of max ÷ mean rank load."""
+
+    objective: Objective = needs(PRICES_HINT)
+    """Prices the plan is scored by; the greedy decides by tokens alone."""
+
+    def plan(
+        self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
+    ) -> Plan:
+        started = perf_counter()
+        problem = self.objective.problem(load, topology, current, shares)
+        slots = greedy(load, living_ranks(problem) * current.slots_per_rank, topology.rank_speeds[problem.alive])
+        return plan_for_living(problem, slots, started, "the load asks for no other")
+
+
+def greedy(load: Load, num_slots: int, speed: Array) -> Slots:
+    """[layer, slot] experts in blocks of one rank each, on ranks of `speed` [rank]."""
+    layers, experts = load.tokens.shape
+    kind, count = np.empty((layers, num_slots), np.int64), np.empty((layers, experts), np.int64)
+    replicate(load.tokens, len(speed), kind, count)
+    weight = np.take_along_axis(load.tokens / count, kind, axis=1)
+    order = np.argsort(-weight, axis=1, kind="stable")
+    out = np.empty((layers, num_slots), np.int32)
+    side_by_side(_place, layers, order, weight, kind, _relative(load) / count[:, None], speed, out)
+    return out
+
+
+def _relative(load: Load) -> Array:
+    """[layer, scenario, expert] tokens as a share of their step's, times the weight of the scenario."""
+    if load.scenarios is None or load.weights is None:
+        steps, weights = load.tokens[None], np.ones(1)
+    else:
+        steps, weights = load.scenarios, load.weights
+    total = steps.sum(axis=2, keepdims=True)
+    share = np.divide(steps, total, out=np.zeros(steps.shape), where=total > 0)
+    return np.ascontiguousarray(np.moveaxis(share * weights[:, None, None], 0, 1))
+
+
+@njit()
+def _place(
+    chosen: NDArray[np.int64],
+    order: NDArray[np.int64],
+    weight: Array,
+    kind: NDArray[np.int64],
+    tokens: Array,
+    speed: Array,
+    out: Slots,
+) -> None:
+    """Fill `out` [layer, slot] with experts, in the chosen layers.
+
+    `tokens` [layer, scenario, expert] are those of each of an expert's slots; `weight` [layer, item] the mean of them,
+    `kind` [layer, item] the items' experts, `order` the items by weight.
+    """
+    scenarios, experts = tokens.shape[1:]
+    ranks, items = len(speed), kind.shape[1]
+    room = items // ranks
+    packed = np.empty((ranks, room), np.int64)
+    filled, total = np.zeros(ranks, np.int64), np.zeros(ranks)
+    holds = np.zeros((ranks, experts), np.bool_)
+    busy, peak = np.zeros((ranks, scenarios)), np.zeros(scenarios)
+    for layer in chosen:
+        filled[:] = 0
+        total[:] = 0.0
+        holds[:] = False
+        busy[:] = 0.0
+        peak[:] = 0.0
+        for item in order[layer]:
+            expert = kind[layer, item]
+            best, least, lightest = -1, np.inf, np.inf
+            for rank in range(ranks):
+                if filled[rank] < room and not holds[rank, expert]:
+                    height = _height(tokens[layer], expert, speed[rank], busy[rank], peak)
+                    light = (total[rank] + weight[layer, item]) / speed[rank]
+                    if height < least or (height == least and light < lightest):
+                        best, least, lightest = rank, height, light
+            if best < 0:
+                best = make_room(item, weight[layer], kind[layer], speed, packed, filled, total, holds)
+                _recount(tokens[layer], kind[layer], speed, packed, filled, busy, peak)
+            packed[best, filled[best]] = item
+            filled[best] += 1
+            total[best] += weight[layer, item]
+            holds[best, expert] = True
+            for scenario in range(scenarios):
+                busy[best, scenario] += tokens[layer, scenario, expert] / speed[best]
+                peak[scenario] = max(peak[scenario], busy[best, scenario])
+        for rank in range(ranks):
+            for place in range(room):
+                out[layer, rank * room + place] = kind[layer, packed[rank, place]]
+
+
+@helper()
+def _height(tokens: Array, expert: int, speed: float, busy: Array, peak: Array) -> float:
+    """Sum over scenarios of the busiest rank's load if the rank got the expert."""
+    height = 0.0
+    for scenario in range(len(peak)):
+        height += max(peak[scenario], busy[scenario] + tokens[scenario, expert] / speed)
+    return height
+
+
+@helper()
+def _recount(
+    tokens: Array,
+    kind: NDArray[np.int64],
+    speed: Array,
+    packed: NDArray[np.int64],
+    filled: NDArray[np.int64],
+    busy: Array,
+    peak: Array,
+) -> None:
+    """Loads of all ranks anew, after an item has changed ranks."""
+    busy[:] = 0.0
+    peak[:] = 0.0
+    for rank in range(len(filled)):
+        for place in range(filled[rank]):
+            expert = kind[packed[rank, place]]
+            for scenario in range(len(peak)):
+                busy[rank, scenario] += tokens[scenario, expert] / speed[rank]
+                peak[scenario] = max(peak[scenario], busy[rank, scenario])
