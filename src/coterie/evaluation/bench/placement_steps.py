@@ -1,14 +1,15 @@
 """Planning over scenarios beside planning for their mean: how long it takes, at DeepSeek-V3's size.
 
 Scenarios are steps of a few subjects: each subject has the Zipf load of :func:`~coterie.traces.load.zipf_drift`, every
-expert scaled by a lognormal factor of its own, and each step mixes subjects anew. Plans start from the map in order, with
-moves free: the most there is to search. Balancedness is over the scenarios.
+expert scaled by a lognormal factor of its own, and each step mixes subjects anew. Plans start from the map in order,
+with moves free: the most there is to search. Balancedness is over the scenarios.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -43,7 +44,7 @@ def scenario_rows(report: Report, layers: int, experts: int, tokens: float) -> I
         topology, current = Topology(ranks, ranks_per_node=ranks), Placement.linear(layers, experts, ranks, slots)
         problem = objective.problem(load, topology, current)
         for given in (load, load.mean):
-            spent = median_us(lambda given=given: planner.plan(given, topology, current), REPEATS) / 1e3
+            spent = median_us(partial(planner.plan, given, topology, current), REPEATS) / 1e3
             plan = planner.plan(given, topology, current)
             yield {
                 "planner": "latency_optimal",

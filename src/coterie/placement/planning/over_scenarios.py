@@ -22,8 +22,8 @@ from coterie.placement.planning.search.steps.descent import search_steps
 
 Slots = NDArray[np.int32]
 
-SHRINKAGES = (0.0, 0.25, 0.5)
-"""Shares of the mean tried, besides 1."""
+SHRINKAGES = (0.5, 0.25, 0.0)
+"""Shares of the mean tried, besides 1, each from the plan for the one before."""
 
 HELD_OUT = 4
 """Every so manieth scenario is held out to choose the shrinkage."""
@@ -84,9 +84,9 @@ def choose(problem: Problem, start: Slots, mean: Slots) -> Chosen:
     out = np.arange(count) % HELD_OUT == HELD_OUT - 1
     some = problem.onward(layers, problem.current.slot_experts[layers], None)
     fitted, unseen = _part(some, ~out), _part(some, out)
-    tried = {1.0: mean[layers]}
+    tried, rows = {1.0: mean[layers]}, start[layers]
     for share in SHRINKAGES:
-        tried[share] = improve(fitted, start[layers], share)
+        tried[share] = rows = improve(fitted, rows, share)
     seconds = {share: float(unseen.slowest_s(rows).sum()) for share, rows in tried.items()}
     best = min(tried, key=lambda share: (seconds[share], share))
     told = Unseen(

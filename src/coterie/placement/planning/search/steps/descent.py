@@ -19,20 +19,30 @@ from coterie._numba import helper, njit
 from coterie.placement.planning.search.steps.gifts import look_at_gifts
 from coterie.placement.planning.search.steps.state import (
     Array,
+    Ints,
     StepLayer,
     StepPrices,
     StepScratch,
     StepState,
     expected,
     find_edge,
+    mark_stale,
     moving,
+    new_scratch,
+    new_state,
     objective,
     take,
 )
-from coterie.placement.planning.search.steps.swaps import look_at_pair, swap
+from coterie.placement.planning.search.steps.swaps import best_swap, swap
 
 PASSES = 32
-"""Most passes over a layer; later ones gain next to nothing."""
+"""Most passes over a layer."""
+
+COARSE = (10.0, 3.0)
+"""First passes take only what gains so many times the least: large gains first need fewer swaps in all."""
+
+CLOSE = 1e-3
+"""Share of the objective: a pass that gains less is the last."""
 
 KICKS = 12
 """Times that a small layer is searched again after some random swaps: a single descent may end 5% from the best."""
@@ -45,50 +55,58 @@ KICKED = 3
 
 
 @helper()
-def descend(layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, share: float) -> None:
-    """Until a pass finds nothing."""
-    ranks = len(layer.alive)
-    gifts = len(state.row) > len(state.copies)
-    for rank in range(ranks):
-        for other in range(ranks):
-            scratch.stale[rank, other] = True
-    for _ in range(PASSES):
+def descend(
+    layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, share: float, least: float
+) -> None:
+    """Take what gains, until a pass finds next to nothing. `least`: share of the objective that an action must gain."""
+    ranks, gifts = len(layer.alive), len(state.row) > len(state.copies)
+    for at in range(PASSES):
         find_edge(layer, state, prices, share)
-        now, changed = objective_now(layer, state, prices), False
+        now = objective_now(layer, state, prices)
+        before, gain = now, least
+        if at < len(COARSE):
+            gain *= COARSE[at]
+        if at <= len(COARSE):
+            for rank in range(ranks):
+                mark_stale(scratch.stale, rank)
         for rank in range(ranks):
             for other in range(rank + 1, ranks):
-                if not scratch.stale[rank, other] or not layer.alive[rank] or not layer.alive[other]:
+                if not layer.alive[rank] or not layer.alive[other]:
                     continue
-                while look_at_pair(layer, state, scratch, prices, rank, other, now):
-                    now, changed = objective_now(layer, state, prices), True
-                    for one in range(ranks):
-                        scratch.stale[one, rank] = scratch.stale[rank, one] = True
-                        scratch.stale[one, other] = scratch.stale[other, one] = True
-                scratch.stale[rank, other] = False
-        if gifts and look_at_gifts(layer, state, scratch, prices):
-            changed = True
-            for rank in range(ranks):
-                for other in range(ranks):
-                    scratch.stale[rank, other] = True
-        if not changed:
+                while scratch.stale[rank, other]:
+                    first, second = best_swap(layer, state, scratch, prices, rank, other, now * (1.0 - gain))
+                    scratch.stale[rank, other] = False
+                    if first < 0:
+                        break
+                    swap(layer, state, rank, other, first, second)
+                    mark_stale(scratch.stale, rank)
+                    mark_stale(scratch.stale, other)
+                    now = objective_now(layer, state, prices)
+        if gifts and look_at_gifts(layer, state, scratch, prices, gain):
+            now = objective_now(layer, state, prices)
+        if at >= len(COARSE) and now >= before * (1.0 - CLOSE):
             return
 
 
 @helper()
-def kick(layer: StepLayer, state: StepState, per_rank: int, seed: int) -> int:
-    """Make some random swaps; returns the next seed."""
-    done = 0
+def kick(alive: NDArray[np.bool_], row: Ints, seed: int) -> int:
+    """Make some random swaps in a row [slot]; returns the next seed."""
+    done, per_rank = 0, len(row) // len(alive)
     for _ in range(8 * KICKED):
         # Numbers of a linear congruence, the same everywhere.
         seed = (1103515245 * seed + 12345) % 2147483648
-        one = seed // 65536 % len(state.row)
+        one = seed // 65536 % len(row)
         seed = (1103515245 * seed + 12345) % 2147483648
-        two = seed // 65536 % len(state.row)
+        two = seed // 65536 % len(row)
         rank, other = one // per_rank, two // per_rank
-        if rank == other or not layer.alive[rank] or not layer.alive[other] or done == KICKED:
+        if rank == other or not alive[rank] or not alive[other] or done == KICKED:
             continue
-        if state.held[other, state.row[one]] < 0 and state.held[rank, state.row[two]] < 0:
-            swap(layer, state, rank, other, one % per_rank, two % per_rank)
+        free = True
+        for place in range(per_rank):
+            held, beside = row[rank * per_rank + place], row[other * per_rank + place]
+            free = free and held != row[two] and beside != row[one]
+        if free:
+            row[one], row[two] = row[two], row[one]
             done += 1
     return seed
 
@@ -96,14 +114,7 @@ def kick(layer: StepLayer, state: StepState, per_rank: int, seed: int) -> int:
 @helper()
 def objective_now(layer: StepLayer, state: StepState, prices: StepPrices) -> float:
     """The objective, less what the edge itself counts."""
-    return objective(expected(layer, state, prices), moving(state, prices), prices, state.edge[0])
-
-
-@helper()
-def whole_objective(layer: StepLayer, state: StepState, prices: StepPrices, share: float) -> float:
-    """The objective as it is, with the edge where it belongs."""
-    find_edge(layer, state, prices, share)
-    return objective_now(layer, state, prices) + prices.horizon * prices.tail * state.edge[0]
+    return float(objective(expected(layer, state, prices), moving(state, prices), prices, state.edge[0]))
 
 
 @njit()
@@ -127,39 +138,10 @@ def search_steps(
     Every expert must be on a living rank and none twice on one. `tokens` [layer, scenario, expert]; `numbers` are
     horizon, exposed, move_price, the tail's weight and share, and the share that an action must gain.
     """
-    slots, ranks, experts = rows.shape[1], per_token.shape[1], per_token.shape[2]
-    scenarios, per_rank = len(weights), rows.shape[1] // per_token.shape[1]
-    state = StepState(
-        row=np.zeros(slots, np.int64),
-        held=np.zeros((ranks, experts), np.int16),
-        copies=np.zeros(experts, np.int64),
-        part=np.zeros((experts, scenarios)),
-        stream=np.zeros((experts, scenarios)),
-        busy=np.zeros((ranks, scenarios)),
-        most=np.zeros((ranks, scenarios)),
-        table=np.zeros((ranks, scenarios, per_rank), np.float32),
-        arrivals=np.zeros(ranks),
-        first=np.zeros(scenarios),
-        second=np.zeros(scenarios),
-        third=np.zeros(scenarios),
-        edge=np.zeros(1),
-    )
-    scratch = StepScratch(
-        still=np.zeros(scenarios),
-        low=np.zeros(scenarios),
-        order=np.zeros(scenarios, np.int64),
-        rest=np.zeros(scenarios + 1),
-        there=np.zeros((scenarios, per_rank), np.float32),
-        back=np.zeros((scenarios, per_rank), np.float32),
-        values=np.zeros(per_rank, np.float32),
-        pull=np.zeros(per_rank, np.float32),
-        freed=np.zeros((ranks, scenarios)),
-        peak=np.zeros(scenarios),
-        changed=np.zeros(scenarios),
-        relief=np.zeros(experts),
-        stale=np.zeros((ranks, ranks), np.bool_),
-    )
-    by_expert, base = np.zeros((experts, scenarios)), np.zeros(slots, np.int64)
+    slots, ranks, experts, scenarios = rows.shape[1], per_token.shape[1], per_token.shape[2], len(weights)
+    state = new_state(slots, ranks, experts, scenarios)
+    scratch = new_scratch(slots // ranks, ranks, experts, scenarios)
+    by_expert, base, start = np.zeros((experts, scenarios)), np.zeros(slots, np.int64), np.zeros(slots, np.int64)
     tail, share = numbers[3], numbers[4]
     for at in chosen:
         if not wanted[at]:
@@ -170,14 +152,17 @@ def search_steps(
         for slot in range(slots):
             base[slot] = rows[at, slot]
         layer = StepLayer(by_expert, weights, touch, per_token[at], load_in[at], alive, whole, uniform)
-        prices = StepPrices(floor[at], numbers[0], numbers[1], numbers[2], 1.0 - tail, tail / share, tail, numbers[5])
+        prices = StepPrices(floor[at], numbers[0], numbers[1], numbers[2], 1.0 - tail, tail / share, tail)
         least, seed = np.inf, 12345
-        for _ in range(1 + (KICKS if slots * ranks <= THOROUGH else 0)):
-            take(layer, state, base)
-            if least < np.inf:
-                seed = kick(layer, state, per_rank, seed)
-            descend(layer, state, scratch, prices, share)
-            found = whole_objective(layer, state, prices, share)
+        for trial in range(1 + (KICKS if slots * ranks <= THOROUGH else 0)):
+            for slot in range(slots):
+                start[slot] = base[slot]
+            if trial:
+                seed = kick(alive, start, seed)
+            take(layer, state, start)
+            descend(layer, state, scratch, prices, share, numbers[5])
+            find_edge(layer, state, prices, share)
+            found = objective_now(layer, state, prices) + prices.horizon * tail * state.edge[0]
             if found < least:
                 least = found
                 for slot in range(slots):

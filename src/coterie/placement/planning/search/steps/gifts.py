@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from coterie._numba import helper
 from coterie.placement.objective._steps import touched
 from coterie.placement.planning.search.steps.state import (
@@ -16,6 +14,7 @@ from coterie.placement.planning.search.steps.state import (
     add_up,
     expected,
     fill_slot,
+    mark_stale,
     moving,
     objective,
     raise_to,
@@ -24,73 +23,68 @@ from coterie.placement.planning.search.steps.state import (
     weighed,
 )
 
-TRIED = 4
-"""Experts that are tried for a slot to give away: those whose further replica relieves the slowest ranks most."""
-
 
 @helper()
-def look_at_gifts(layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices) -> bool:
-    """Give slots to experts that use them better; whether any was given."""
+def look_at_gifts(layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, least: float) -> bool:
+    """Give slots to experts that use them better, by at least a share of the objective; whether any was given."""
     per_rank, given = len(scratch.values), False
-    fill_relief(layer, state, scratch)
+    fill_wanting(layer, state, scratch)
     for slot in range(len(state.row)):
         rank, expert = slot // per_rank, state.row[slot]
         if not layer.alive[rank] or state.copies[expert] < 2:
             continue
-        pick = best_gift(layer, state, scratch, prices, slot)
+        pick = best_gift(layer, state, scratch, prices, slot, least)
         if pick < 0:
             continue
-        give(layer, state, slot, pick)
-        fill_relief(layer, state, scratch)
+        give(layer, state, scratch, slot, pick)
+        fill_wanting(layer, state, scratch)
         given = True
     return given
 
 
 @helper()
-def fill_relief(layer: StepLayer, state: StepState, scratch: StepScratch) -> None:
-    """[expert] by how much a further replica would shorten the slowest ranks, if they stayed the slowest."""
+def fill_wanting(layer: StepLayer, state: StepState, scratch: StepScratch) -> None:
+    """`wanting`: experts whose further replica would shorten the slowest ranks most, if they stayed the slowest."""
     relief, per_rank = scratch.relief, len(scratch.values)
     for expert in range(len(relief)):
         relief[expert] = 0.0
-    for slot in range(len(state.row)):
-        rank, expert = slot // per_rank, state.row[slot]
-        busy, token_s, touch_s = state.busy[rank], layer.per_token[rank, expert], layer.touch[rank]
-        each, saved = 1.0 / (state.copies[expert] + 1.0), 0.0
+    for rank in range(len(layer.alive)):
         for scenario in range(len(layer.weights)):
-            if busy[scenario] < state.first[scenario]:
+            if state.busy[rank, scenario] < state.first[scenario]:
                 continue
-            fewer = layer.tokens[expert, scenario] * each
-            less = token_s * (state.part[expert, scenario] - fewer)
-            if touch_s > 0.0:
-                less += touch_s * (state.stream[expert, scenario] - touched(fewer, layer.whole))
-            saved += layer.weights[scenario] * less
-        relief[expert] += saved
+            for slot in range(rank * per_rank, (rank + 1) * per_rank):
+                expert = state.row[slot]
+                fewer = layer.tokens[expert, scenario] / (state.copies[expert] + 1.0)
+                less = layer.per_token[rank, expert] * (state.part[expert, scenario] - fewer)
+                if layer.touch[rank] > 0.0:
+                    less += layer.touch[rank] * (state.stream[expert, scenario] - touched(fewer, layer.whole))
+                relief[expert] += layer.weights[scenario] * less
+    for at in range(len(scratch.wanting)):
+        most = -1
+        for expert in range(len(relief)):
+            if relief[expert] > 0.0 and (most < 0 or relief[expert] > relief[most]):
+                most = expert
+        scratch.wanting[at] = most
+        if most >= 0:
+            relief[most] = 0.0
 
 
 @helper()
-def best_gift(layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, slot: int) -> int:
+def best_gift(
+    layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, slot: int, least: float
+) -> int:
     """The expert that lowers the objective most in this slot; -1 if none does."""
-    ranks, experts = state.held.shape
+    ranks = len(layer.alive)
     per_rank, edge = len(scratch.values), state.edge[0]
     rank, was = slot // per_rank, state.row[slot]
     free_slot(layer, state, scratch, rank, was)
     living = 0
     for one in range(ranks):
         living += layer.alive[one]
-    best = objective(expected(layer, state, prices), moving(state, prices), prices, edge) * (1.0 - prices.least)
-    pick, last, tried = -1, np.inf, 0
-    while tried < min(TRIED, experts):
-        # The next by relief, the first of equals first.
-        expert = -1
-        for one in range(experts):
-            value = scratch.relief[one]
-            if value > 0.0 and value < last and (expert < 0 or value > scratch.relief[expert]):
-                expert = one
-        if expert < 0:
-            break
-        last = scratch.relief[expert]
-        tried += 1
-        if expert == was or state.held[rank, expert] >= 0 or state.copies[expert] >= living:
+    best = objective(expected(layer, state, prices), moving(state, prices), prices, edge) * (1.0 - least)
+    pick = -1
+    for expert in scratch.wanting:
+        if expert < 0 or expert == was or state.held[rank, expert] >= 0 or state.copies[expert] >= living:
             continue
         seconds = gifted_s(layer, state, scratch, prices, rank, expert)
         added = layer.load_in[rank, expert] - layer.load_in[rank, was]
@@ -142,14 +136,14 @@ def gifted_s(
 
 
 @helper()
-def give(layer: StepLayer, state: StepState, slot: int, expert: int) -> None:
+def give(layer: StepLayer, state: StepState, scratch: StepScratch, slot: int, expert: int) -> None:
     rank, was = slot // (len(state.row) // len(layer.alive)), state.row[slot]
     state.row[slot] = expert
     state.held[rank, was], state.held[rank, expert] = -1, slot
     state.copies[was] -= 1
     state.copies[expert] += 1
-    share_out(layer, state, was)
-    share_out(layer, state, expert)
+    for changed in (was, expert):
+        share_out(layer, state, changed)
     for one in range(len(layer.alive)):
         if one != rank and state.held[one, was] < 0 and state.held[one, expert] < 0:
             continue
@@ -157,4 +151,5 @@ def give(layer: StepLayer, state: StepState, slot: int, expert: int) -> None:
             if state.held[one, changed] >= 0:
                 fill_slot(layer, state, state.held[one, changed])
         add_up(layer, state, one)
+        mark_stale(scratch.stale, one)
     rank_slowest(state.busy, state.first, state.second, state.third)

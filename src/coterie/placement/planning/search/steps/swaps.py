@@ -20,6 +20,7 @@ from coterie.placement.planning.search.steps.state import (
     StepState,
     Table,
     add_up,
+    counted,
     fill_column,
     fill_slot,
     objective,
@@ -30,28 +31,74 @@ from coterie.placement.planning.search.steps.state import (
 CHUNK = 8
 """Scenarios that are added up before swaps are given up."""
 
+LOOKED = 6
+"""Slots of the first rank after which a swap that gains is taken, those with the steepest slope first."""
+
 
 @helper()
-def look_at_pair(
-    layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, rank: int, other: int, now: float
-) -> bool:
-    """Take the best swap between two ranks, if one lowers the objective, which is `now`."""
-    edge, limit = state.edge[0], now * (1.0 - prices.least)
-    one, two = state.busy[rank], state.busy[other]
-    fill_still(state.first, state.second, state.third, one, two, scratch.still, scratch.low, layer.uniform)
+def best_swap(
+    layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, rank: int, other: int, limit: float
+) -> tuple[int, int]:
+    """Places on the two ranks of the best swap found that brings the objective below `limit`; else -1."""
+    values, pull, edge = scratch.values, scratch.pull, state.edge[0]
+    one, two, still = state.busy[rank], state.busy[other], scratch.still
+    fill_still(state.first, state.second, state.third, one, two, still, scratch.low, layer.uniform)
     least = weighed(scratch.low, layer.weights, edge, prices.lean, prices.steep)
     if objective(least, 0.0, prices, edge) >= limit:
-        return False
-    here, back = state.table[rank], state.table[other]
-    there, home = here, back
+        return -1, -1
+    here, home = state.table[rank], state.table[other]
+    there, back = here, home
     if not layer.uniform:
-        gather(layer, state, scratch, rank, other)
         there, back = scratch.there, scratch.back
-    first, second = best_swap(layer, state, scratch, prices, rank, other, here, there, back, home, limit)
-    if first < 0:
-        return False
-    swap(layer, state, rank, other, first, second)
-    return True
+        gather(layer, state, scratch, rank, other)
+    slope = fill_slopes(layer, state, scratch, prices, here, there, back, home, one, two)
+    if prices.horizon * (slope - pull[highest(pull)]) >= limit:
+        return -1, -1
+    count, fixed = fill_order(layer, state, scratch, prices, rank, other)
+    latest, loading = 0.0, 0.0
+    for at in range(len(state.arrivals)):
+        loading += state.arrivals[at]
+        if at not in (rank, other):
+            latest = max(latest, state.arrivals[at])
+    per_rank, best, first, second = len(values), limit, -1, -1
+    for looked in range(per_rank):
+        seconds = best / prices.horizon if prices.horizon > 0.0 else np.inf
+        place = highest(pull)
+        if slope - pull[place] >= seconds or (first >= 0 and looked >= LOOKED):
+            break
+        pull[place] = -np.inf
+        mine = state.row[rank * per_rank + place]
+        if state.held[other, mine] >= 0:
+            continue
+        for at in range(per_rank):
+            values[at] = np.float32(fixed)
+        for index in range(count):
+            if index % CHUNK == 0 and lowest(values) + scratch.rest[index] >= seconds:
+                values[0] = np.inf
+                break
+            scenario = scratch.order[index]
+            left = np.float32(one[scenario] - here[scenario, place])
+            right = np.float32(two[scenario] + there[scenario, place])
+            weight, rest = np.float32(layer.weights[scenario]), np.float32(still[scenario])
+            if prices.steep == 0.0:
+                add_swaps(values, back[scenario], home[scenario], left, right, rest, weight)
+            else:
+                flat, rise, past = np.float32(prices.lean), np.float32(prices.steep), np.float32(edge)
+                add_tails(values, back[scenario], home[scenario], left, right, rest, weight, past, flat, rise)
+        if values[0] == np.inf:
+            continue
+        for at in range(per_rank):
+            theirs = state.row[other * per_rank + at]
+            if values[at] >= seconds or state.held[rank, theirs] >= 0:
+                continue
+            came = layer.load_in[rank, theirs] - layer.load_in[rank, mine]
+            went = layer.load_in[other, mine] - layer.load_in[other, theirs]
+            most = max(latest, max(state.arrivals[rank] + came, state.arrivals[other] + went))
+            moved = prices.exposed * (most + prices.move_price * (loading + came + went))
+            value = objective(values[at], moved, prices, edge)
+            if value < best:
+                best, first, second = value, place, at
+    return first, second
 
 
 @helper()
@@ -83,79 +130,6 @@ def gather(layer: StepLayer, state: StepState, scratch: StepScratch, rank: int, 
 
 
 @helper()
-def best_swap(
-    layer: StepLayer,
-    state: StepState,
-    scratch: StepScratch,
-    prices: StepPrices,
-    rank: int,
-    other: int,
-    here: Table,
-    there: Table,
-    back: Table,
-    home: Table,
-    limit: float,
-) -> tuple[int, int]:
-    """Places on the two ranks of the swap that brings the objective lowest, below `limit`; else -1.
-
-    Tables [scenario, slot of a rank] are seconds of the first rank's experts on it and on the other (`there`), and of
-    the other's on the first (`back`) and on it (`home`).
-    """
-    values, edge = scratch.values, state.edge[0]
-    per_rank = len(values)
-    one, two, still = state.busy[rank], state.busy[other], scratch.still
-    count, fixed = fill_order(layer, state, scratch, prices, rank, other)
-    latest, loading = 0.0, 0.0
-    for at in range(len(state.arrivals)):
-        loading += state.arrivals[at]
-        if at not in (rank, other):
-            latest = max(latest, state.arrivals[at])
-    pull = scratch.pull
-    slope = fill_slopes(layer, state, scratch, prices, rank, other, here, there, back, home)
-    best, first, second = limit, -1, -1
-    for _ in range(per_rank):
-        seconds = best / prices.horizon if prices.horizon > 0.0 else np.inf
-        place = highest(pull)
-        if slope - pull[place] >= seconds:
-            break
-        pull[place] = -np.inf
-        mine = state.row[rank * per_rank + place]
-        if state.held[other, mine] >= 0:
-            continue
-        for at in range(per_rank):
-            values[at] = np.float32(fixed)
-        done = 0
-        while done < count:
-            until = min(done + CHUNK, count)
-            for index in range(done, until):
-                scenario = scratch.order[index]
-                left = np.float32(one[scenario] - here[scenario, place])
-                right = np.float32(two[scenario] + there[scenario, place])
-                weight, rest = np.float32(layer.weights[scenario]), np.float32(still[scenario])
-                if prices.steep == 0.0:
-                    add_swaps(values, back[scenario], home[scenario], left, right, rest, weight)
-                else:
-                    flat, rise, past = np.float32(prices.lean), np.float32(prices.steep), np.float32(edge)
-                    add_tails(values, back[scenario], home[scenario], left, right, rest, weight, past, flat, rise)
-            done = until
-            if lowest(values) + scratch.rest[done] >= seconds:
-                break
-        else:
-            for at in range(per_rank):
-                theirs = state.row[other * per_rank + at]
-                if values[at] >= seconds or state.held[rank, theirs] >= 0:
-                    continue
-                came = layer.load_in[rank, theirs] - layer.load_in[rank, mine]
-                went = layer.load_in[other, mine] - layer.load_in[other, theirs]
-                most = max(latest, max(state.arrivals[rank] + came, state.arrivals[other] + went))
-                moved = prices.exposed * (most + prices.move_price * (loading + came + went))
-                value = objective(values[at], moved, prices, edge)
-                if value < best:
-                    best, first, second = value, place, at
-    return first, second
-
-
-@helper()
 def fill_order(
     layer: StepLayer, state: StepState, scratch: StepScratch, prices: StepPrices, rank: int, other: int
 ) -> tuple[int, float]:
@@ -174,15 +148,14 @@ def fill_order(
         if max(one[scenario], two[scenario]) > rest:
             continue
         if layer.uniform and one[scenario] + longest[scenario] <= rest and two[scenario] + long[scenario] <= rest:
-            fixed += weights[scenario] * (lean * rest + steep * max(0.0, rest - edge))
+            fixed += weights[scenario] * counted(rest, edge, lean, steep)
             continue
         order[count] = scenario
         count += 1
     scratch.rest[count] = 0.0
     for index in range(count - 1, -1, -1):
-        value = low[order[index]]
-        least = weights[order[index]] * (lean * value + steep * max(0.0, value - edge))
-        scratch.rest[index] = scratch.rest[index + 1] + least
+        scenario = order[index]
+        scratch.rest[index] = scratch.rest[index + 1] + weights[scenario] * counted(low[scenario], edge, lean, steep)
     return count, fixed
 
 
@@ -192,19 +165,20 @@ def fill_slopes(
     state: StepState,
     scratch: StepScratch,
     prices: StepPrices,
-    rank: int,
-    other: int,
     here: Table,
     there: Table,
     back: Table,
     home: Table,
+    one: Array,
+    two: Array,
 ) -> float:
     """`pull` [slot of a rank]: returns a time so that no swap with a slot gets below it less the slot's `pull`.
 
     What is expected is convex in what the two ranks pass to each other, so it is nowhere below its slope at no swap.
+    Tables [scenario, slot of a rank] are seconds of the first rank's experts on it (`here`) and on the other (`there`),
+    and of the other's on the first (`back`) and on it (`home`).
     """
     pull, push, edge = scratch.pull, scratch.values, state.edge[0]
-    one, two = state.busy[rank], state.busy[other]
     for at in range(len(pull)):
         pull[at] = push[at] = np.float32(0.0)
     for scenario in range(len(layer.weights)):
@@ -291,8 +265,7 @@ def swap(layer: StepLayer, state: StepState, rank: int, other: int, first: int, 
     state.row[one], state.row[two] = theirs, mine
     state.held[rank, mine], state.held[rank, theirs] = -1, one
     state.held[other, theirs], state.held[other, mine] = -1, two
-    fill_slot(layer, state, one)
-    fill_slot(layer, state, two)
-    add_up(layer, state, rank)
-    add_up(layer, state, other)
+    for slot in (one, two):
+        fill_slot(layer, state, slot)
+        add_up(layer, state, slot // per_rank)
     rank_slowest(state.busy, state.first, state.second, state.third)
